@@ -1,0 +1,82 @@
+# The whole tool chain lives in .venv; the stamps in it say which pinned requirements are installed.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
+RUN := $(VENV)/.run-installed
+DEV := $(VENV)/.dev-installed
+COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 \
+	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
+
+.PHONY: help venv check lint format-check mypy pyright imports test bench demo format lock clean
+
+help:
+	@echo "make demo    what Dynamoth does, live, on embedded Redis servers"
+	@echo "make check   linters, type checkers and import contracts"
+	@echo "make test    all tests"
+	@echo "make bench   benchmarks against real Redis servers"
+	@echo "make venv    .venv with everything for development"
+	@echo "make format  format and fix what the linter can fix"
+	@echo "make lock    pin the newest versions of all requirements (UPGRADE= keeps the pins that still fit)"
+	@echo "make clean   remove .venv and caches"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# What `dynamoth` needs to run, and Dynamoth itself, editable.
+$(RUN): requirements/run.txt pyproject.toml | $(BIN)/python
+	$(PIP) --requirement requirements/run.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# What tests and checks need, on top.
+$(DEV): requirements/dev.txt $(RUN)
+	$(PIP) --requirement requirements/dev.txt
+	@touch $@
+
+venv: $(DEV)
+
+check: lint format-check mypy pyright imports
+
+lint: $(DEV)
+	$(BIN)/ruff check
+
+format-check: $(DEV)
+	$(BIN)/ruff format --check
+
+mypy: $(DEV)
+	$(BIN)/mypy
+
+pyright: $(DEV)
+	$(BIN)/basedpyright
+
+imports: $(DEV)
+	$(BIN)/lint-imports
+
+test: $(DEV)
+	$(BIN)/python -m pytest --durations=10
+
+bench: $(DEV)
+	$(BIN)/python -m bench
+
+demo: $(RUN)
+	$(BIN)/dynamoth demo
+
+format: $(DEV)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# dev.txt first: the other two take its versions, so that they can be installed on top of each other.
+UPGRADE ?= --upgrade
+lock: $(DEV)
+	$(PIP) uv
+	$(COMPILE) $(UPGRADE) pyproject.toml requirements/dev.in --extra dev --output-file requirements/dev.txt
+	$(COMPILE) $(UPGRADE) pyproject.toml requirements/run.in --extra embedded --extra fast \
+		--constraint requirements/dev.txt --output-file requirements/run.txt
+	$(COMPILE) $(UPGRADE) pyproject.toml requirements/analytics.in --extra analytics \
+		--constraint requirements/dev.txt --output-file requirements/analytics.txt
+
+clean:
+	rm -rf $(VENV) dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

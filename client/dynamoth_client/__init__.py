@@ -1,0 +1,1 @@
+"""The drop-in client: redis-py's pub/sub over many servers."""

@@ -1,0 +1,123 @@
+"""The local plan: what one client knows of the plan, and no more than the channels that it uses (section II-C)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dynamoth.plan import Plan, Route, Server
+
+ENTRIES_MAX = 100_000
+"""Learned routes that are kept; past it those in nobody's use go first. About 200 bytes each."""
+ENTRY_IDLE_S = 300.0
+"""A route that nobody used for so long is forgotten (the paper's timer); the channel is at home again for this
+client."""
+
+
+class LocalPlan:
+    """Routes of the channels that a client uses. Shared by the machines of one client; it does no I/O and has no clock.
+
+    A channel without an entry is where the ring puts it, at epoch 0. Entries only move to newer epochs, except by
+    :meth:`distrust`.
+    """
+
+    def __init__(self, header: Plan, entry_idle_s: float = ENTRY_IDLE_S, entries_max: int = ENTRIES_MAX) -> None:
+        """Begin with the servers and the ring of ``header``; its entries are not used.
+
+        Args:
+            header: as read from any server of the cluster (``stored_plan.parse_header``).
+            entry_idle_s: seconds without use after which a route is forgotten.
+            entries_max: routes that are kept at most, those of subscribed channels apart.
+
+        """
+        self._header = header
+        self._entry_idle_s = entry_idle_s
+        self._entries_max = entries_max
+        #: Channel to learned route and the time of its latest use.
+        self._routes: dict[bytes, Route] = {}
+        self._used_at: dict[bytes, float] = {}
+        #: Channel to the number of subscriptions that need its route.
+        self._pins: dict[bytes, int] = {}
+        self._swept_at = 0.0
+
+    @property
+    def version(self) -> int:
+        """The plan version of the header."""
+        return self._header.version
+
+    @property
+    def servers(self) -> Mapping[str, Server]:
+        """The servers of the plan by id. A client connects to no other."""
+        return self._header.servers
+
+    def update_header(self, header: Plan) -> None:
+        """Take the servers and the ring of a newer plan; an older one is ignored."""
+        if header.version >= self._header.version:
+            self._header = header
+
+    def home(self, channel: bytes) -> Route:
+        """Return the route that the ring gives."""
+        return self._header.home_route(channel)
+
+    def route(self, channel: bytes) -> Route:
+        """Return the route to follow for ``channel``."""
+        return self._routes.get(channel) or self._header.home_route(channel)
+
+    def epoch(self, channel: bytes) -> int:
+        """Return the epoch of the route that :meth:`route` gives."""
+        route = self._routes.get(channel)
+        return 0 if route is None else route.epoch
+
+    def reachable(self, route: Route) -> bool:
+        """Tell whether the plan lists every server of ``route``."""
+        return all(server in self._header.servers for server in route.assignment.servers)
+
+    def learn(self, channel: bytes, route: Route, now: float) -> bool:
+        """Take ``route`` if it is newer than what is known and its servers are listed; tell whether it was taken."""
+        if route.epoch <= self.epoch(channel) or not self.reachable(route):
+            return False
+        self._routes[channel] = route
+        self._used_at[channel] = now
+        self._sweep(now)
+        return True
+
+    def distrust(self, channel: bytes, truth: Route) -> None:
+        """Replace a route that came from a hint, and that the servers do not confirm, by ``truth``."""
+        if truth.epoch:
+            self._routes[channel] = truth
+        else:
+            self._routes.pop(channel, None)
+
+    def use(self, channel: bytes, now: float) -> None:
+        """Note that the client used the channel: restarts the timer of its route."""
+        if channel in self._used_at:
+            self._used_at[channel] = now
+
+    def pin(self, channel: bytes) -> None:
+        """Keep the route of a channel that is subscribed."""
+        self._pins[channel] = self._pins.get(channel, 0) + 1
+
+    def unpin(self, channel: bytes, now: float) -> None:
+        """Let the timer of the route run again."""
+        self.use(channel, now)
+        if self._pins[channel] == 1:
+            del self._pins[channel]
+        else:
+            self._pins[channel] -= 1
+
+    def _sweep(self, now: float) -> None:
+        """Forget idle routes. Called where the plan grows, so that its cost is bounded by the growth."""
+        crowded = len(self._routes) > self._entries_max
+        if now - self._swept_at < self._entry_idle_s / 4 and not crowded:
+            return
+        self._swept_at = now
+        idle = [
+            channel
+            for channel, used_at in self._used_at.items()
+            if now - used_at >= self._entry_idle_s and channel not in self._pins
+        ]
+        if crowded and len(idle) * 4 < self._entries_max:
+            oldest_first = sorted(self._used_at.items(), key=lambda item: item[1])
+            idle = [channel for channel, _ in oldest_first if channel not in self._pins][: self._entries_max // 4]
+        for channel in idle:
+            del self._used_at[channel]
+            self._routes.pop(channel, None)

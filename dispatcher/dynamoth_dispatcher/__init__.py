@@ -1,0 +1,1 @@
+"""Forwarding and redirection at one server while channels move."""

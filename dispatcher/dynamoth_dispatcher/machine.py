@@ -1,0 +1,512 @@
+"""The dispatcher machine: forwards and redirects at one server.
+
+Theory of operation
+-------------------
+It observes everything that is published at its server (``PSUBSCRIBE *``) and holds the whole plan. A publication for
+which nothing is to be done costs one look-up in ``_quiet``. Any other is looked at: whoever sent it by an old route
+is told, and it is forwarded where ``missing`` says, in the order of observation, through one outbox per server.
+
+The plan comes from the copy stored at the server, whole when the link comes up, and in deltas behind each change that
+the balancer stores. What is observed before the plan has come waits for it.
+
+For a channel in transition here it also tells the listeners of an old location, sends markers round from a new one,
+and reports an old location that nobody listens at any more (``transitions``).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamoth import stored_plan
+from dynamoth.control import (
+    LossNotice,
+    Marker,
+    ObservationGap,
+    PlanAck,
+    PlanChange,
+    PlanQuery,
+    RouteNotice,
+    Vacated,
+    pack_control,
+    seal_control,
+    unpack_control,
+)
+from dynamoth.envelope import (
+    CONTROL,
+    FIRST,
+    FORWARDED,
+    HEARTBEAT,
+    RAW,
+    ROUTE_CHANGED,
+    Envelope,
+    forwarded,
+    is_enveloped,
+    open_envelope,
+    seal,
+)
+from dynamoth.errors import MalformedMessage, PlanError
+from dynamoth.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
+from dynamoth.names import (
+    AGENT_CHANNEL,
+    BALANCER_CHANNEL,
+    CLIENTS_CHANNEL,
+    inbox,
+    is_user_channel,
+    logical_channel,
+)
+from dynamoth.outbox import Outbox
+from dynamoth.plan import Entry, Location, Phase, Plan, missing
+from dynamoth_dispatcher.transitions import Transition, TransitionOptions, Transitions
+
+LOCAL = "local"
+_LINK_PREFIX = "to:"
+
+
+def forward_link(server: str) -> str:
+    """Return the name of the link over which a dispatcher forwards to ``server``."""
+    return _LINK_PREFIX + server
+
+
+@dataclass(frozen=True, slots=True)
+class DispatcherOptions:
+    """What a dispatcher may choose."""
+
+    transition: TransitionOptions = field(default_factory=TransitionOptions)
+    forwards_max: int = 100_000
+    """Messages per server that wait to be forwarded at most; past it the newest are lost and subscribers are told."""
+    backlog_max: int = 100_000
+    """Messages that wait for the plan at most, before it has been read; past it clients are told of the gap."""
+    quiet_max: int = 1_000_000
+    """Channels at rest that are remembered at most; about 100 bytes each."""
+    told_max: int = 100_000
+    """Publishers that are remembered as told at most."""
+    tell_again_s: float = 1.0
+    """A publisher that still uses an old route so long after it was told is told again."""
+    raw_channels_max: int = 100_000
+    """Channels at a wrong server whose raw messages are numbered at most."""
+    route_change_window_s: float = 5.0
+    """Forwarded copies say ROUTE_CHANGED for so long after the plan changed for their channel."""
+    plan_retry_s: float = 0.5
+    """How soon the stored plan is read again when there was none."""
+
+
+class DispatcherMachine:
+    """Dispatches at one server. See the module's text.
+
+    Promises: every message observed while the plan is known is forwarded wherever a follower of any route may listen,
+    at least once and in the order of observation; what cannot be forwarded is told to subscribers (``LossNotice``),
+    and what was not observed to publishers (``ObservationGap``).
+    """
+
+    def __init__(self, server: str, incarnation: int, options: DispatcherOptions | None = None) -> None:
+        """Make a dispatcher.
+
+        Args:
+            server: the id of its server.
+            incarnation: up to 63 bits, random, new with each start of the process.
+            options: see :class:`DispatcherOptions`.
+
+        """
+        self.server = server
+        self.incarnation = incarnation
+        self.options = options or DispatcherOptions()
+        self.counters: Counter[str] = Counter()
+        #: The plan that is acted upon; None before the first was read.
+        self.plan: Plan | None = None
+        self.transitions = Transitions(server, self.options.transition)
+        self._publisher = zlib.crc32(server.encode()) << 32 | incarnation & 0xFFFFFFFF
+        #: Physical channels on which a message of today's routes needs nothing: the hot path's one look-up.
+        self._quiet: set[bytes] = set()
+        #: Server to the commands that must arrive there.
+        self._outboxes: dict[str, Outbox] = {}
+        #: Location to the number of messages that were lost to a full outbox, until subscribers there can be told.
+        self._lost: dict[Location, int] = {}
+        #: (publisher, channel) to (epoch, time) of the latest notice to a stale publisher.
+        self._told: OrderedDict[tuple[int, bytes], tuple[int, float]] = OrderedDict()
+        #: Channel to the number of its latest raw message here.
+        self._raw_sequences: OrderedDict[bytes, int] = OrderedDict()
+        #: Every forgotten raw channel ended at or below this number.
+        self._raw_floor = 0
+        #: Channel to the time of its latest change of plan, for ROUTE_CHANGED.
+        self._changed_at: dict[bytes, float] = {}
+        #: Observed before the plan was known: (physical channel, data).
+        self._backlog: deque[tuple[bytes, bytes]] = deque(maxlen=self.options.backlog_max)
+        self._up = False
+        self._run_id: str | None = None
+        #: Whether something may have gone by unobserved of which the clients here have not been told.
+        self._blind = True
+        self._plan_asked = False
+        self._plan_retry_at: float | None = None
+        self._marker_number = 0
+
+    def handle(self, event: Any, now: float) -> list[Any]:
+        """Take one event; return the actions to execute, in order."""
+        match event:
+            case Pushed():
+                return self._pushed(event, now)
+            case Replied():
+                return self._replied(event, now)
+            case Tick():
+                return self._tick(now)
+            case LinkUp(link, run_id):
+                return self._local_up(run_id, now) if link == LOCAL else self._forward_up(link)
+            case LinkDown(link, _):
+                self._link_down(link)
+                return []
+            case Start():
+                return []
+            case _:
+                raise AssertionError(f"not an event of a dispatcher: {event!r}")
+
+    def deadline(self) -> float | None:
+        """Return when the next notice, poll, marker or reading of the plan may be due."""
+        wishes = [time for time in (self.transitions.deadline(), self._plan_retry_at) if time is not None]
+        return min(wishes) if wishes and self._up else None
+
+    # Links.
+
+    def _local_up(self, run_id: str | None, now: float) -> list[Any]:
+        self._up = True
+        self._run_id = run_id
+        self._blind = True
+        return [
+            Send(LOCAL, (b"SUBSCRIBE", AGENT_CHANNEL)),
+            Send(LOCAL, (b"PSUBSCRIBE", b"*")),
+            *self._read_plan(),
+        ]
+
+    def _read_plan(self) -> list[Any]:
+        self._plan_retry_at = None
+        if self._plan_asked:
+            return []
+        self._plan_asked = True
+        return [Send(LOCAL, stored_plan.READ_WHOLE, ("plan",))]
+
+    def _link_down(self, link: str) -> None:
+        if link == LOCAL:
+            self._up = False
+            self._plan_asked = False
+            self._plan_retry_at = None
+        else:
+            self._outboxes[link.removeprefix(_LINK_PREFIX)].link_down()
+
+    def _forward_up(self, link: str) -> list[Any]:
+        server = link.removeprefix(_LINK_PREFIX)
+        outbox = self._outboxes[server]
+        actions: list[Any] = outbox.link_up()
+        return [*actions, *self._tell_lost(server)]
+
+    def _outbox(self, server: str) -> tuple[Outbox, list[Any]]:
+        outbox = self._outboxes.get(server)
+        if outbox is not None:
+            return outbox, []
+        assert self.plan is not None
+        outbox = self._outboxes[server] = Outbox(forward_link(server), self.options.forwards_max)
+        return outbox, [Connect(forward_link(server), self.plan.servers[server].url)]
+
+    # The plan.
+
+    def _replied(self, event: Replied, now: float) -> list[Any]:
+        if isinstance(event.tag, Outbox):
+            event.tag.replied()
+            if isinstance(event.value, ErrorReply):
+                self.counters["forwards_refused"] += 1
+            return self._tell_lost(event.link.removeprefix(_LINK_PREFIX)) if self._lost else []
+        match event.tag:
+            case ("plan",):
+                self._plan_asked = False
+                return self._plan_read(event.value, now)
+            case ("numsub", channels):
+                return self._polled(channels, event.value, now)
+            case _:
+                raise AssertionError(f"not a tag of a dispatcher: {event.tag!r}")
+
+    def _plan_read(self, reply: Any, now: float) -> list[Any]:
+        plan = None
+        try:
+            if isinstance(reply, ErrorReply):
+                self.counters["refused_commands"] += 1
+            else:
+                plan = stored_plan.parse_whole(reply, self._run_id)
+        except (MalformedMessage, PlanError):
+            self.counters["malformed_plans"] += 1
+        if plan is None:
+            self._plan_retry_at = now + self.options.plan_retry_s
+            return self._catch_up(now) if self.plan else []
+        if self.plan is None or plan.version >= self.plan.version:
+            self._adopt(plan, now)
+        return [*self._acknowledge(), *self._catch_up(now)]
+
+    def _adopt(self, plan: Plan, now: float) -> None:
+        """Act on a whole plan."""
+        self.plan = plan
+        self._quiet.clear()
+        self.transitions.clear()
+        for channel, entry in plan.entries.items():
+            if entry.phase is not Phase.SETTLED:
+                self.transitions.update(channel, entry, now)
+
+    def _catch_up(self, now: float) -> list[Any]:
+        """With the plan known: handle what was observed before, and tell clients if something was not observed."""
+        actions: list[Any] = []
+        while self._backlog:
+            actions += self._observed(*self._backlog.popleft(), now)
+        if not self._blind:
+            return actions
+        self._blind = False
+        actions.append(Send(LOCAL, (b"PUBLISH", CLIENTS_CHANNEL, pack_control(ObservationGap(self.server)))))
+        for transition in self.transitions.all():
+            for location in self._elsewhere(transition.channel, transition.entry):
+                notice = seal_control(LossNotice(transition.channel, None))
+                actions += self._forward(location, notice)
+        return actions
+
+    def _elsewhere(self, channel: bytes, entry: Entry) -> list[Location]:
+        places = dict.fromkeys(place for route in entry.followed for place in route.locations(channel))
+        return [place for place in places if place.server != self.server]
+
+    def _acknowledge(self) -> list[Any]:
+        if self.plan is None:
+            return []
+        ack = PlanAck(self.server, self.incarnation, self.plan.version)
+        return [Send(LOCAL, (b"PUBLISH", BALANCER_CHANNEL, pack_control(ack)))]
+
+    def _told_by_balancer(self, data: bytes, now: float) -> list[Any]:
+        try:
+            message = unpack_control(data)
+        except MalformedMessage:
+            self.counters["malformed_messages"] += 1
+            return []
+        match message:
+            case PlanChange(delta):
+                if self.plan is None or delta.version > self.plan.version:
+                    return self._changed(message, now)
+                return self._acknowledge()
+            case PlanQuery(version):
+                return self._acknowledge() if self.plan and self.plan.version >= version else self._read_plan()
+            case _:
+                self.counters["unexpected_messages"] += 1
+                return []
+
+    def _changed(self, change: PlanChange, now: float) -> list[Any]:
+        if self.plan is None or change.delta.base != self.plan.version:
+            return self._read_plan()
+        try:
+            self.plan = self.plan.apply(change.delta)
+        except PlanError:
+            self.counters["malformed_plans"] += 1
+            return self._read_plan()
+        actions: list[Any] = []
+        for channel, entry in change.delta.entries.items():
+            places = {place for route in entry.followed for place in route.locations(channel)}
+            self._quiet.difference_update(place.physical for place in places)
+            self._quiet.discard(channel)
+            self._changed_at[channel] = now
+            if self.transitions.update(channel, entry, now):
+                actions += self._open_links(channel, entry)
+        self._forget_changes(now)
+        return [*actions, *self._acknowledge()]
+
+    def _open_links(self, channel: bytes, entry: Entry) -> list[Any]:
+        """Connect before the first message is to be forwarded."""
+        return [action for place in self._elsewhere(channel, entry) for action in self._outbox(place.server)[1]]
+
+    def _forget_changes(self, now: float) -> None:
+        window = self.options.route_change_window_s
+        for channel in [c for c, changed_at in self._changed_at.items() if now - changed_at > window]:
+            del self._changed_at[channel]
+
+    # Observation.
+
+    def _pushed(self, event: Pushed, now: float) -> list[Any]:
+        quiet = self._quiet
+        actions: list[Any] = []
+        for push in event.messages:
+            kind = push[0]
+            if kind == b"pmessage":
+                if push[2] not in quiet:
+                    actions += self._observed(push[2], push[3], now)
+            elif kind == b"message" and push[1] == AGENT_CHANNEL:
+                actions += self._told_by_balancer(push[2], now)
+        return actions
+
+    def _observed(self, physical: bytes, data: bytes, now: float) -> list[Any]:
+        if self.plan is None:
+            if len(self._backlog) == self.options.backlog_max:
+                self._blind = True
+                self.counters["backlog_dropped"] += 1
+            self._backlog.append((physical, data))
+            return []
+        if not is_user_channel(physical):
+            return []
+        channel = logical_channel(physical)
+        entry = self.plan.entry(channel)
+        here = Location(self.server, physical)
+        if entry.phase is Phase.SETTLED and here in entry.route.locations(channel):
+            self._at_rest(physical)
+            return []
+        envelope = self._open(data)
+        if envelope is not None and envelope.flags & CONTROL:
+            return self._marker_came_back(envelope, here, channel, data)
+        actions = self._forward_message(channel, entry, here, envelope, data, now)
+        if envelope is not None and not envelope.flags & FORWARDED:
+            actions += self._tell_publisher(channel, entry, here, envelope, now)
+        transition = self.transitions.get(channel)
+        if (
+            transition is not None
+            and not transition.told
+            and entry.phase is Phase.ACTIVE
+            and here in transition.old_here
+        ):
+            transition.told = True
+            actions.append(self._notice(transition, here))
+        return actions
+
+    def _at_rest(self, physical: bytes) -> None:
+        if len(self._quiet) >= self.options.quiet_max:
+            self._quiet.clear()
+        self._quiet.add(physical)
+
+    def _open(self, data: bytes) -> Envelope | None:
+        """Return the envelope, or None for a raw message."""
+        if not is_enveloped(data):
+            return None
+        try:
+            return open_envelope(data)
+        except MalformedMessage:
+            self.counters["malformed_messages"] += 1
+            return None
+
+    # Forwarding.
+
+    def _forward_message(
+        self, channel: bytes, entry: Entry, here: Location, envelope: Envelope | None, data: bytes, now: float
+    ) -> list[Any]:
+        if envelope is not None and envelope.flags & FORWARDED and envelope.epoch >= entry.route.epoch:
+            return []
+        targets = missing(channel, entry.followed, {here})
+        if not targets:
+            return []
+        copy = self._number_raw(channel, entry, data) if envelope is None else forwarded(data, entry.route.epoch)
+        if channel in self._changed_at:
+            copy = copy[:3] + bytes((copy[3] | ROUTE_CHANGED,)) + copy[4:]
+        self.counters["forwarded_messages"] += len(targets)
+        return [action for target in targets for action in self._forward(target, copy)]
+
+    def _number_raw(self, channel: bytes, entry: Entry, data: bytes) -> bytes:
+        sequence = self._raw_sequences.pop(channel, None)
+        flags = RAW | FORWARDED
+        if sequence is None:
+            flags |= FIRST
+            sequence = self._raw_floor
+            if len(self._raw_sequences) >= self.options.raw_channels_max:
+                self._raw_floor = max(self._raw_floor, self._raw_sequences.popitem(last=False)[1])
+        self._raw_sequences[channel] = sequence + 1
+        return seal(self._publisher, sequence + 1, entry.route.epoch, data, flags)
+
+    def _forward(self, target: Location, data: bytes) -> list[Any]:
+        """Send a copy to ``target``: over the link to its server, or here when only the physical channel differs."""
+        if target.server == self.server:
+            return [Send(LOCAL, (b"PUBLISH", target.physical, data))]
+        outbox, actions = self._outbox(target.server)
+        if outbox.full:
+            self._lost[target] = self._lost.get(target, 0) + 1
+            self.counters["forwards_lost"] += 1
+            return actions
+        return [*actions, *outbox.put((b"PUBLISH", target.physical, data))]
+
+    def _tell_lost(self, server: str) -> list[Any]:
+        """Tell the subscribers at ``server`` what a full outbox has cost them, now that there is room again."""
+        actions: list[Any] = []
+        for target in [location for location in self._lost if location.server == server]:
+            if self._outboxes[server].full:
+                break
+            notice = LossNotice(logical_channel(target.physical), self._lost.pop(target))
+            actions += self._forward(target, seal_control(notice))
+        return actions
+
+    # Telling.
+
+    def _tell_publisher(
+        self, channel: bytes, entry: Entry, here: Location, envelope: Envelope, now: float
+    ) -> list[Any]:
+        told = entry.told
+        if envelope.epoch >= told.epoch or here in told.locations(channel) or envelope.flags & HEARTBEAT:
+            return []
+        key = (envelope.publisher, channel)
+        epoch, at = self._told.get(key, (-1, 0.0))
+        if epoch == told.epoch and now - at < self.options.tell_again_s:
+            return []
+        self._told[key] = (told.epoch, now)
+        self._told.move_to_end(key)
+        if len(self._told) > self.options.told_max:
+            self._told.popitem(last=False)
+        self.counters["redirected_publishers"] += 1
+        notice = pack_control(RouteNotice(channel, told))
+        return [Send(LOCAL, (b"PUBLISH", inbox(envelope.publisher), notice))]
+
+    def _notice(self, transition: Transition, location: Location) -> Send:
+        self.counters["route_notices"] += 1
+        notice = RouteNotice(transition.channel, transition.entry.route)
+        return Send(LOCAL, (b"PUBLISH", location.physical, seal_control(notice)))
+
+    def _marker_came_back(self, envelope: Envelope, here: Location, channel: bytes, data: bytes) -> list[Any]:
+        """Send an own marker round: behind everything that was forwarded before it."""
+        transition = self.transitions.get(channel)
+        try:
+            message = unpack_control(envelope.payload)
+        except MalformedMessage:
+            self.counters["malformed_messages"] += 1
+            return []
+        own = isinstance(message, Marker) and message.server == self.server and message.incarnation == self.incarnation
+        if not own or transition is None or here not in transition.new_here:
+            return []
+        return [action for place in transition.old for action in self._forward(place, data)]
+
+    # Time.
+
+    def _tick(self, now: float) -> list[Any]:
+        actions: list[Any] = []
+        if self._plan_retry_at is not None and self._plan_retry_at <= now:
+            actions += self._read_plan()
+        notices, polls, markers = self.transitions.due(now)
+        for transition in notices:
+            transition.told = True
+            actions += [self._notice(transition, location) for location in transition.old_here]
+        for transition in markers:
+            actions += [self._mark(transition, location) for location in transition.new_here]
+        return [*actions, *self._poll(polls)]
+
+    def _mark(self, transition: Transition, location: Location) -> Send:
+        self._marker_number += 1
+        marker = Marker(transition.channel, self.server, self.incarnation, self._marker_number)
+        return Send(LOCAL, (b"PUBLISH", location.physical, seal_control(marker)))
+
+    def _poll(self, transitions: Iterable[Transition]) -> list[Any]:
+        asked = [(t.channel, t.entry.route.epoch, location.physical) for t in transitions for location in t.old_here]
+        if not asked:
+            return []
+        return [Send(LOCAL, (b"PUBSUB", b"NUMSUB", *(physical for _, _, physical in asked)), ("numsub", asked))]
+
+    def _polled(self, asked: list[tuple[bytes, int, bytes]], reply: Any, now: float) -> list[Any]:
+        """Report the channels at whose old locations here nobody listens."""
+        if isinstance(reply, ErrorReply):
+            self.counters["refused_commands"] += 1
+            return []
+        listened = {channel for (channel, _, _), listeners in zip(asked, reply[1::2], strict=True) if int(listeners)}
+        vacated: list[tuple[bytes, int]] = []
+        for channel, epoch, _ in asked:
+            transition = self.transitions.get(channel)
+            if transition is None or transition.entry.route.epoch != epoch or channel in listened:
+                continue
+            if now - transition.vacated_at >= self.options.transition.vacated_interval_s:
+                transition.vacated_at = now
+                vacated.append((channel, epoch))
+        if not vacated:
+            return []
+        message = pack_control(Vacated(self.server, tuple(dict.fromkeys(vacated))))
+        return [Send(LOCAL, (b"PUBLISH", BALANCER_CHANNEL, message))]

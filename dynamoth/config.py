@@ -1,0 +1,361 @@
+"""The settings of every process: name, default, unit and meaning, each in one place.
+
+Theory of operation
+-------------------
+A section is a frozen dataclass, and each of its fields is declared with :func:`setting`. Everything else is
+derived from these declarations: the keys of the TOML file (``[node] http_port``), the environment variables
+(``DYNAMOTH_NODE_HTTP_PORT``), the flags of the command line, their ``--help``, the validation and its messages,
+and ``--print-config``.
+
+A value comes from the first of: flag, environment, TOML file, default. An empty environment variable counts as
+not set.
+
+``ClusterSettings`` is what the whole cluster must agree on: give every process the same. All other sections are
+what one process may choose for itself.
+
+This module parses text and mappings. It opens no file and looks at no environment of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any, cast
+
+from dynamoth.errors import ConfigError
+from dynamoth.settings import ENVIRONMENT_PREFIX, Declared, fault, one_of, setting, to_text
+
+OTHER_VARIABLES = ("DYNAMOTH_CONFIG", "DYNAMOTH_URL")
+"""Variables that the command line reads itself: the TOML file, and the cluster an administrator speaks to."""
+
+_NOT_SETTINGS = re.compile(
+    # Tests have variables of their own. Kubernetes gives each pod some for each service in the namespace: a
+    # service that is called dynamoth-node makes DYNAMOTH_NODE_SERVICE_HOST and the like.
+    r"DYNAMOTH_TEST_.*|.*_SERVICE_(HOST|PORT(_\w+)?)|.*_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
+)
+
+GIGABIT_BYTES_PER_S = 125_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """One Redis server, an item of ``[[cluster.servers]]``."""
+
+    id: str
+    """Its name in plans, logs and metrics; never given to another server."""
+    url: str
+    """Where agents, balancer and clients reach it. Without credentials: the plan shows it to every client."""
+    outgoing_bytes_per_s_max: int
+    """What counts as load ratio 1 (eq. 1 of the paper). Left out: ``cluster.outgoing_bytes_per_s_max``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSettings:
+    """What the whole cluster must agree on."""
+
+    servers: tuple[ServerSettings, ...] = setting((), "the Redis servers")
+    outgoing_bytes_per_s_max: int = setting(
+        GIGABIT_BYTES_PER_S,
+        "what a server can send, where a server has no value of its own; load ratios are relative to it",
+        unit="bytes/s",
+        minimum=1,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSettings:
+    """How this process connects to the Redis servers."""
+
+    username: str = setting("", "Redis user; empty for the default user")
+    password: str = setting("", "its password; empty for none", secret=True)
+    tls_ca_file: str = setting("", "whom to trust at rediss:// servers (PEM); empty for the system's")
+    tls_cert_file: str = setting("", "our own certificate (PEM), for tls-auth-clients; empty for none")
+    tls_key_file: str = setting("", "the key of that certificate (PEM)")
+    tls_verify: bool = setting(True, "whether certificates are checked; off for tests only")
+    connect_timeout_s: float = setting(5.0, "bound of one attempt to connect", unit="s", above=0)
+    ping_interval_s: float = setting(5.0, "silence before a PING; 0 for never", unit="s", minimum=0)
+    ping_timeout_s: float = setting(5.0, "more silence before the link is down", unit="s", above=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """What one agent may choose."""
+
+    server: str = setting("", "id of the server that this agent sits beside")
+    http_host: str = setting("127.0.0.1", "where /healthz, /readyz and /metrics listen")
+    http_port: int = setting(0, "their port; 0 for no HTTP", minimum=0, maximum=65535)
+    report_interval_s: float = setting(1.0, "time between two reports to the balancer", unit="s", above=0)
+    channels_per_report_max: int = setting(
+        1000, "the busiest channels, which a report names; the others are in its sums", minimum=1
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalancerSettings:
+    """What the balancer may choose. The defaults are the values of the paper's authors."""
+
+    load_ratio_high: float = setting(0.8, "a server above this load ratio is relieved", above=0)
+    load_ratio_safe: float = setting(0.6, "it is relieved to this, and none is filled above it", above=0)
+    wait_s: float = setting(20.0, "least time between two plans (T_wait)", unit="s", minimum=0)
+    averaging_s: float = setting(10.0, "loads are averaged over this time", unit="s", above=0)
+    http_host: str = setting("127.0.0.1", "where /healthz, /readyz and /metrics listen")
+    http_port: int = setting(0, "their port; 0 for no HTTP", minimum=0, maximum=65535)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSettings:
+    """What this process writes to stderr."""
+
+    level: str = setting("info", "what is logged", choices=("debug", "info", "warning", "error"))
+    format: str = setting("json", "one JSON object per line, or text for people", choices=("json", "text"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """All settings of a process. Made by :func:`load_config`."""
+
+    cluster: ClusterSettings = ClusterSettings()
+    link: LinkSettings = LinkSettings()
+    node: NodeSettings = NodeSettings()
+    balancer: BalancerSettings = BalancerSettings()
+    log: LogSettings = LogSettings()
+
+
+@cache
+def declared_settings() -> Mapping[str, Declared]:
+    """Return every setting, by its key."""
+    found = (
+        Declared(section, item.name, item.default, item.metadata["setting"])
+        for section, default in _sections().items()
+        for item in dataclasses.fields(default)
+    )
+    return MappingProxyType({declared.key: declared for declared in found})
+
+
+def _sections() -> dict[str, Any]:
+    defaults = Config()
+    return {item.name: getattr(defaults, item.name) for item in dataclasses.fields(defaults)}
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigText:
+    """The text of a TOML file, and the name that messages call it by."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class FlagValue:
+    """What was given on the command line, and the name of the flag."""
+
+    flag: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """A valid configuration, and where each of its values came from."""
+
+    config: Config
+    #: By key; the keys that nobody gave are not in it.
+    places: Mapping[str, str]
+
+    def fault(self, key: str, found: object, accepted: str) -> ConfigError:
+        """Return the error for a value that proves unusable later (``found`` is shown: no secrets)."""
+        return fault(key, found, accepted, self.places.get(key, "the default"))
+
+
+def load_config(
+    *,
+    file: ConfigText | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    flags: Mapping[str, FlagValue] = MappingProxyType({}),
+) -> LoadedConfig:
+    """Put together the configuration of a process.
+
+    Args:
+        file: the TOML file, None for none.
+        environment: all variables; only ``DYNAMOTH_...`` is looked at.
+        flags: by key (``node.http_port``).
+
+    Raises:
+        ConfigError: a key is not known, or a value not accepted. The text names the key, what was found, what
+            is accepted and where it stands.
+
+    """
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    of_flags = ((key, value.text, f"flag {value.flag}") for key, value in flags.items())
+    for source in (_from_file(file) if file else (), _from_environment(environment), of_flags):
+        for key, raw, place in source:
+            declared = declared_settings()[key]
+            parse = _parse_servers if isinstance(declared.default, tuple) else Declared.parse
+            values[key] = parse(declared, raw, place)
+            places[key] = place
+    loaded = LoadedConfig(_build(values), MappingProxyType(places))
+    _check_relations(loaded)
+    return loaded
+
+
+def _build(values: Mapping[str, Any]) -> Config:
+    sections = _sections()
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections[section] = dataclasses.replace(sections[section], **{name: value})
+    cluster = cast(ClusterSettings, sections["cluster"])
+    servers = tuple(
+        dataclasses.replace(
+            server,
+            outgoing_bytes_per_s_max=server.outgoing_bytes_per_s_max or cluster.outgoing_bytes_per_s_max,
+        )
+        for server in cluster.servers
+    )
+    sections["cluster"] = dataclasses.replace(cluster, servers=servers)
+    return Config(**sections)
+
+
+def _check_relations(loaded: LoadedConfig) -> None:
+    config = loaded.config
+    balancer = config.balancer
+    if balancer.load_ratio_safe > balancer.load_ratio_high:
+        accepted = f"at most balancer.load_ratio_high, which is {balancer.load_ratio_high:g},"
+        raise loaded.fault("balancer.load_ratio_safe", balancer.load_ratio_safe, accepted)
+    ids = [server.id for server in config.cluster.servers]
+    if config.node.server and ids and config.node.server not in ids:
+        accepted = f"the id of a server of the cluster ({', '.join(ids)})"
+        raise loaded.fault("node.server", config.node.server, accepted)
+    if bool(config.link.tls_cert_file) != bool(config.link.tls_key_file):
+        missing, given = ("key", "cert") if config.link.tls_cert_file else ("cert", "key")
+        raise loaded.fault(f"link.tls_{missing}_file", "", f"a file, as link.tls_{given}_file is given,")
+
+
+# Where values come from. Each source gives (key, raw value, place).
+
+_Given = tuple[str, Any, str]
+
+
+def _from_environment(environment: Mapping[str, str]) -> Iterable[_Given]:
+    known = {declared.variable: declared.key for declared in declared_settings().values()}
+    for variable, text in environment.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or not text or variable in OTHER_VARIABLES:
+            continue
+        if variable in known:
+            yield known[variable], text, f"environment variable {variable}"
+        elif not _NOT_SETTINGS.fullmatch(variable):
+            raise ConfigError(f"environment variable {variable} is not known: {one_of(variable, known)}")
+
+
+def _from_file(file: ConfigText) -> Iterable[_Given]:
+    try:
+        document = tomllib.loads(file.text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file.name} is not TOML: {error}") from error
+    sections = _sections()
+    for section, table in document.items():
+        place = _place(file, section, None)
+        if section not in sections:
+            raise ConfigError(f"section [{section}] ({place}) is not known: {one_of(section, sections)}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{section} ({place}) must be a section: write [{section}]")
+        for name, value in cast(Mapping[str, Any], table).items():
+            key, place = f"{section}.{name}", _place(file, section, name)
+            if key not in declared_settings():
+                raise ConfigError(f"key {key} ({place}) is not known: {one_of(key, declared_settings())}")
+            yield key, value, place
+
+
+def _place(file: ConfigText, section: str, name: str | None) -> str:
+    """Say where a key stands. ``tomllib`` tells no lines; ours are right for files as people write them."""
+    wanted = section if name is None else f"{section}.{name}"
+    current = ""
+    for number, line in enumerate(file.text.splitlines(), 1):
+        if header := re.match(r"\s*\[+\s*([\w.\-]+)\s*\]+", line):
+            current = header[1]
+            if current == wanted:
+                return f"{file.name} line {number}"
+        elif current == section and name is not None and re.match(rf"\s*[\"']?{re.escape(name)}\b", line):
+            return f"{file.name} line {number}, section [{section}]"
+    return f"{file.name}, section [{section}]"
+
+
+# The list of servers, the one value that has parts.
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}")
+_CREDENTIALS = re.compile(r"(?<=://).*(?=@)", re.DOTALL)
+
+
+def _parse_servers(declared: Declared, raw: Any, place: str) -> tuple[ServerSettings, ...]:
+    items: Sequence[Any]
+    if isinstance(raw, str):
+        pairs = ((item, item.partition("=")) for item in raw.split())
+        items = [{"id": id_, "url": url} if equals else item for item, (id_, equals, url) in pairs]
+    elif isinstance(raw, list):
+        items = cast(Sequence[Any], raw)
+    else:
+        raise fault(declared.key, raw, declared.accepted, place)
+    servers = tuple(_parse_server(f"{declared.key}[{index}]", item, place) for index, item in enumerate(items))
+    for kind in ("id", "url"):
+        names = [getattr(server, kind) for server in servers]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise fault(f"{declared.key}[{index}].{kind}", name, "one that no other server has", place)
+    return servers
+
+
+def _parse_server(key: str, item: Any, place: str) -> ServerSettings:
+    if not isinstance(item, dict):
+        shown = _CREDENTIALS.sub("***", str(item))
+        raise fault(key, shown, "ID=URL, in TOML a table with id and url,", place)
+    table = cast(Mapping[str, Any], item)
+    known = [item.name for item in dataclasses.fields(ServerSettings)]
+    for name in table:
+        if name not in known:
+            raise ConfigError(f"key {key}.{name} ({place}) is not known: {one_of(name, known)}")
+    id_, url, limit = table.get("id"), table.get("url"), table.get("outgoing_bytes_per_s_max")
+    if not isinstance(id_, str) or not _ID.fullmatch(id_):
+        raise fault(f"{key}.id", id_, "a name of up to 64 letters, digits, '.', '_' and '-'", place)
+    if not isinstance(url, str) or "://" not in url:
+        raise fault(f"{key}.url", url, "a URL, redis://host:port or rediss://host:port,", place)
+    if "@" in url:
+        accepted = (
+            "a URL without user and password (the plan shows it to every client;"
+            " give them as link.username and link.password)"
+        )
+        raise fault(f"{key}.url", _CREDENTIALS.sub("***", url), accepted, place)
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+        raise fault(f"{key}.outgoing_bytes_per_s_max", limit, "a whole number from 1 (bytes/s)", place)
+    return ServerSettings(id=id_, url=url, outgoing_bytes_per_s_max=limit or 0)
+
+
+def format_config(loaded: LoadedConfig, sections: Sequence[str]) -> str:
+    """Return the configuration as a TOML file, without secrets, and with the place of each value as comment."""
+    lines = ["# What is in effect. A value comes from the first of: flag, environment, file, default."]
+    for section in sections:
+        lines += ["", f"[{section}]"]
+        values = getattr(loaded.config, section)
+        for declared in declared_settings().values():
+            if declared.section == section and not isinstance(declared.default, tuple):
+                lines.append(_format_setting(declared, getattr(values, declared.name), loaded.places))
+        if section == "cluster":
+            lines += _format_servers(loaded)
+    return "\n".join([*lines, ""])
+
+
+def _format_setting(declared: Declared, value: Any, places: Mapping[str, str]) -> str:
+    place = places.get(declared.key, "default")
+    if declared.setting.secret and value:
+        return f"# {declared.name} = ***  # {place}; not shown"
+    return f"{declared.name} = {to_text(value, quoted=True)}  # {place}"
+
+
+def _format_servers(loaded: LoadedConfig) -> Iterable[str]:
+    for server in loaded.config.cluster.servers:
+        yield from ("", f"[[cluster.servers]]  # {loaded.places['cluster.servers']}")
+        for item in dataclasses.fields(server):
+            yield f"{item.name} = {to_text(getattr(server, item.name), quoted=True)}"

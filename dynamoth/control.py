@@ -1,0 +1,264 @@
+"""Control messages: what agents, balancer, clients and administrators say to each other.
+
+Each is one msgpack array ``[code, field, ...]``. Codes are never reused. A reader ignores fields after those that it
+knows, so that newer software may add some. Whoever gets one that is unknown or malformed counts and drops it.
+
+Messages to clients travel on the user's channel itself, in an envelope with the flag CONTROL, where their order
+relative to the application's messages matters (:class:`RouteNotice`, :class:`Marker`, :class:`LossNotice`), or in the
+client's inbox. They are hints: a client goes only to servers of the plan, and verifies there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+
+from dynamoth.envelope import CONTROL, seal
+from dynamoth.errors import MalformedMessage
+from dynamoth.plan import (
+    PlanDelta,
+    Route,
+    entry_from_wire,
+    entry_to_wire,
+    route_from_wire,
+    route_to_wire,
+    unpack,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RouteNotice:
+    """Dispatcher to clients: since ``route.epoch`` the channel is found there.
+
+    Sent on an old location for its subscribers, and to the inbox of a publisher that used an old route.
+    """
+
+    channel: bytes
+    route: Route
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """Dispatcher to subscribers in transition: everything before this, at my server, has been forwarded before it.
+
+    A subscriber that sees the same marker first at the new location and then at the old one has been sent everything
+    that was published at the new one before its subscription there took effect. ``incarnation`` is that of the
+    dispatcher's process; ``number`` grows within it.
+    """
+
+    channel: bytes
+    server: str
+    incarnation: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class LossNotice:
+    """Dispatcher to subscribers: messages of the channel may not have been forwarded. ``count`` None means unknown."""
+
+    channel: bytes
+    count: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ObservationGap:
+    """Dispatcher to the clients of its server: I did not see what was published here for a while.
+
+    Publishers that used this server in the meantime send heartbeats, so that subscribers elsewhere notice what was not
+    forwarded.
+    """
+
+    server: str
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """Client to LLA: I have joined and left these channels at your server."""
+
+    client: int
+    joined: tuple[bytes, ...]
+    left: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChange:
+    """Balancer to agent: the plan changed; it is stored at your server already. Answer with :class:`PlanAck`."""
+
+    delta: PlanDelta
+
+
+@dataclass(frozen=True, slots=True)
+class PlanQuery:
+    """Balancer to agent: say which version you hold; read the stored plan if it is not at least ``version``."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAck:
+    """Agent to balancer: I act on this version now. ``incarnation`` is new with each start of the agent."""
+
+    server: str
+    incarnation: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vacated:
+    """Agent to balancer: since the change ``epoch`` of each channel, nobody listens at its old location here."""
+
+    server: str
+    channels: tuple[tuple[bytes, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdminRequest:
+    """Administrator to balancer. The answer goes to ``inbox(request)`` at the server where the request came in."""
+
+    request: int
+    command: str
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class AdminReply:
+    """Balancer to administrator. ``error`` is None when the request was carried out."""
+
+    request: int
+    result: Mapping[str, Any]
+    error: str | None = None
+
+
+ControlMessage = (
+    RouteNotice
+    | Marker
+    | LossNotice
+    | ObservationGap
+    | Announcement
+    | PlanChange
+    | PlanQuery
+    | PlanAck
+    | Vacated
+    | AdminRequest
+    | AdminReply
+)
+
+# Reading: each field is checked, as anyone who reaches a server can publish anything.
+
+
+def _bytes(value: Any) -> bytes:
+    if not isinstance(value, bytes):
+        raise MalformedMessage(f"bytes expected, not {value!r:.60}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise MalformedMessage(f"text expected, not {value!r:.60}")
+    return value
+
+
+def _natural(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise MalformedMessage(f"a number from 0 expected, not {value!r:.60}")
+    return value
+
+
+def _array(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise MalformedMessage(f"an array expected, not {value!r:.60}")
+    array: list[Any] = value
+    return array
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise MalformedMessage(f"a map expected, not {value!r:.60}")
+    mapping: dict[Any, Any] = value
+    if not all(isinstance(key, str) for key in mapping):
+        raise MalformedMessage(f"a map with text keys expected, not {value!r:.60}")
+    return mapping
+
+
+def _optional(read: Callable[[Any], Any], value: Any) -> Any:
+    return None if value is None else read(value)
+
+
+def _pair(value: Any) -> tuple[bytes, int]:
+    channel, epoch = _array(value)[:2]
+    return _bytes(channel), _natural(epoch)
+
+
+def _delta_to_wire(delta: PlanDelta) -> list[Any]:
+    entries = [[channel, entry_to_wire(entry)] for channel, entry in delta.entries.items()]
+    return [delta.base, delta.version, entries]
+
+
+def _delta_from_wire(value: Any) -> PlanDelta:
+    base, version, entries = _array(value)[:3]
+    read = {_bytes(pair[0]): entry_from_wire(pair[1]) for pair in map(_array, _array(entries))}
+    return PlanDelta(_natural(base), _natural(version), read)
+
+
+_WRITE: dict[type[Any], Callable[[Any], list[Any]]] = {
+    RouteNotice: lambda m: [1, m.channel, route_to_wire(m.route)],
+    Marker: lambda m: [2, m.channel, m.server, m.incarnation, m.number],
+    LossNotice: lambda m: [3, m.channel, m.count],
+    ObservationGap: lambda m: [4, m.server],
+    Announcement: lambda m: [5, m.client, m.joined, m.left],
+    PlanChange: lambda m: [6, _delta_to_wire(m.delta)],
+    PlanQuery: lambda m: [7, m.version],
+    PlanAck: lambda m: [8, m.server, m.incarnation, m.version],
+    Vacated: lambda m: [9, m.server, m.channels],
+    AdminRequest: lambda m: [10, m.request, m.command, m.arguments],
+    AdminReply: lambda m: [11, m.request, m.result, m.error],
+}
+
+_READ: dict[int, Callable[[list[Any]], ControlMessage]] = {
+    1: lambda v: RouteNotice(_bytes(v[0]), route_from_wire(v[1])),
+    2: lambda v: Marker(_bytes(v[0]), _text(v[1]), _natural(v[2]), _natural(v[3])),
+    3: lambda v: LossNotice(_bytes(v[0]), _optional(_natural, v[1])),
+    4: lambda v: ObservationGap(_text(v[0])),
+    5: lambda v: Announcement(_natural(v[0]), tuple(map(_bytes, _array(v[1]))), tuple(map(_bytes, _array(v[2])))),
+    6: lambda v: PlanChange(_delta_from_wire(v[0])),
+    7: lambda v: PlanQuery(_natural(v[0])),
+    8: lambda v: PlanAck(_text(v[0]), _natural(v[1]), _natural(v[2])),
+    9: lambda v: Vacated(_text(v[0]), tuple(map(_pair, _array(v[1])))),
+    10: lambda v: AdminRequest(_natural(v[0]), _text(v[1]), _mapping(v[2])),
+    11: lambda v: AdminReply(_natural(v[0]), _mapping(v[1]), _optional(_text, v[2])),
+}
+
+REPORT_CODE = 12
+"""Reports of LLAs have a module of their own, ``dynamoth.reports``, and share this space of codes."""
+
+
+def pack_control(message: ControlMessage) -> bytes:
+    """Serialise a control message."""
+    packed: bytes = msgpack.packb(_WRITE[type(message)](message))
+    return packed
+
+
+def unpack_control(data: bytes) -> ControlMessage:
+    """Read a control message from anyone.
+
+    Raises:
+        MalformedMessage: when it is not one, or of a kind that this software does not know.
+
+    """
+    value = _array(unpack(data))
+    try:
+        read = _READ[value[0]]
+    except (IndexError, KeyError, TypeError) as error:
+        raise MalformedMessage(f"not a control message that this software knows: {value!r:.60}") from error
+    try:
+        return read(value[1:])
+    except (IndexError, TypeError, ValueError) as error:
+        raise MalformedMessage(f"control message {value[0]} cannot be read: {error}") from error
+
+
+def seal_control(message: ControlMessage) -> bytes:
+    """Put a control message into an envelope, for travel on a user's channel."""
+    return seal(0, 0, 0, pack_control(message), CONTROL)

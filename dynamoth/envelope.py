@@ -1,0 +1,94 @@
+"""The envelope around each payload: 24 bytes that carry deduplication, order and loss detection.
+
+Layout, big-endian, fixed so that one ``struct`` call opens it::
+
+    0   3  magic, the third byte is the wire version; no UTF-8 text and no JSON begins with it
+    3   1  flags
+    4   8  publisher: 64-bit random id of the client (or dispatcher) that numbered the message
+    12  8  sequence: per (publisher, channel), +1 for each message
+    20  4  epoch that the sender followed for the channel
+    24  .  the payload, untouched
+
+A message without the magic came from a plain Redis client and is delivered as it is.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import NamedTuple
+
+from dynamoth.errors import MalformedMessage
+
+MAGIC = b"\xd7\x0d\x01"
+HEADER_BYTES = 24
+SEQUENCE_MAX = 2**64 - 1
+EPOCH_MAX = 2**32 - 1
+
+FORWARDED = 0x01
+"""A dispatcher forwarded this copy; ``epoch`` is the newest the dispatcher knew, not the publisher's."""
+FIRST = 0x02
+"""The sequence begins (again) here: no earlier number of this publisher is owed to anybody."""
+ROUTE_CHANGED = 0x04
+"""The publisher's previous messages on the channel took another route and may still be on their way."""
+HEARTBEAT = 0x08
+"""No payload: ``sequence`` is the number of the publisher's latest message, so that a lost tail is noticed."""
+CONTROL = 0x10
+"""The payload is a control message to clients; ``publisher`` and ``sequence`` mean nothing."""
+RAW = 0x20
+"""The payload came from a plain Redis client at a server where its channel is not; the dispatcher there numbered it."""
+
+KNOWN_FLAGS = FORWARDED | FIRST | ROUTE_CHANGED | HEARTBEAT | CONTROL | RAW
+
+_HEADER = Struct(">3sBQQI")
+_pack = _HEADER.pack
+unpack_header = _HEADER.unpack_from
+"""Opens a header without checks, for hot paths: magic, flags, publisher, sequence, epoch."""
+_FLAGS_OFFSET = 3
+
+
+class Envelope(NamedTuple):
+    """An opened envelope."""
+
+    flags: int
+    publisher: int
+    sequence: int
+    epoch: int
+    payload: bytes
+
+
+def is_enveloped(data: bytes) -> bool:
+    """Tell whether ``data`` claims to be an envelope (it may still be malformed)."""
+    return data[:3] == MAGIC
+
+
+def seal(publisher: int, sequence: int, epoch: int, payload: bytes, flags: int = 0) -> bytes:
+    """Put ``payload`` into an envelope."""
+    return _pack(MAGIC, flags, publisher, sequence, epoch) + payload
+
+
+def open_envelope(data: bytes) -> Envelope:
+    """Open an envelope.
+
+    Raises:
+        MalformedMessage: when ``data`` is shorter than a header, has another magic, or flags of a newer wire version.
+
+    """
+    if len(data) < HEADER_BYTES:
+        raise MalformedMessage(f"an envelope has at least {HEADER_BYTES} bytes, this one has {len(data)}")
+    magic, flags, publisher, sequence, epoch = unpack_header(data)
+    if magic != MAGIC:
+        raise MalformedMessage(f"not an envelope: it begins with {magic!r} instead of {MAGIC!r}")
+    if flags & ~KNOWN_FLAGS:
+        raise MalformedMessage(f"unknown envelope flags {flags:#04x}; the sender is newer than this software")
+    return Envelope(flags, publisher, sequence, epoch, data[HEADER_BYTES:])
+
+
+def forwarded(data: bytes, epoch: int) -> bytes:
+    """Return the copy of an envelope that a dispatcher sends on: marked, and with the dispatcher's epoch."""
+    return (
+        data[:_FLAGS_OFFSET]
+        + bytes((data[_FLAGS_OFFSET] | FORWARDED,))
+        + data[4:20]
+        + epoch.to_bytes(4, "big")
+        + data[24:]
+    )

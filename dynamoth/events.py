@@ -1,0 +1,142 @@
+"""What a machine is told, and what it asks for.
+
+Theory of operation
+-------------------
+Every machine of Dynamoth (publisher, subscriber, dispatcher, load analyzer, balancer) is pure: it is told what
+happened by :meth:`Machine.handle` and answers with what shall be done. It reads no clock, opens no socket and draws
+no random number of its own.
+
+The vocabulary of its I/O is Redis itself: a machine asks for named *links* to servers and sends *commands* over them,
+and it is told of replies and of pushed messages. So one driver (``dynamoth_link.driver``) runs every machine against
+real servers, one driver (``dynamoth_sim``) runs every machine against simulated ones, and there is no logic in either
+that could differ.
+
+A link is one connection that speaks RESP3, so that commands and subscriptions share it. Its rules:
+
+* It is first in, first out: commands take effect, and replies and pushes come back, in the order of the connection.
+* After :class:`Connect` the driver keeps trying to hold it open, with backoff, until :class:`Disconnect`.
+* :class:`LinkUp` begins a connection and :class:`LinkDown` ends it. A command that was not replied to before
+  ``LinkDown`` may or may not have taken effect, and will never be replied to. Nothing is sent again by itself.
+* A command sent while the link is down is dropped by the driver; machines send between ``LinkUp`` and ``LinkDown``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+CommandPart = bytes | str | int | float
+"""What a Redis command is made of."""
+
+Tag = Any
+"""A machine's own name for a command; comes back with its reply, untouched."""
+
+
+# Actions that every driver can execute.
+
+
+@dataclass(slots=True)
+class Connect:
+    """Open a link to the server at ``url`` and keep it open until ``Disconnect``."""
+
+    link: str
+    url: str
+
+
+@dataclass(slots=True)
+class Disconnect:
+    """Close a link. No event of this link comes after it, not even ``LinkDown``."""
+
+    link: str
+
+
+@dataclass(slots=True)
+class Send:
+    """Send one Redis command. Its reply comes as ``Replied`` when ``tag`` is not None, and is dropped otherwise.
+
+    SUBSCRIBE, PSUBSCRIBE and UNSUBSCRIBE have no reply of their own (RESP3 acknowledges them with pushes); a tag on one
+    of these is told only of an error.
+    """
+
+    link: str
+    args: Sequence[CommandPart]
+    tag: Tag = None
+
+
+# Events that every driver reports.
+
+
+@dataclass(slots=True)
+class Start:
+    """The first event of every machine; it asks for its links now."""
+
+
+@dataclass(slots=True)
+class LinkUp:
+    """A link is open, authenticated and speaks RESP3.
+
+    ``run_id`` is the identity of the server's process (``INFO server``), new with each start of it; None where the
+    server does not let us ask.
+    """
+
+    link: str
+    run_id: str | None = None
+
+
+@dataclass(slots=True)
+class LinkDown:
+    """A link was lost, or one more attempt to open it failed. The driver goes on trying."""
+
+    link: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Replied:
+    """The reply to a tagged command. ``value`` is an ``ErrorReply`` when the server answered with an error."""
+
+    link: str
+    tag: Tag
+    value: Any
+
+
+@dataclass(slots=True)
+class Pushed:
+    """Push messages of one link, in the order they came.
+
+    Each is a list as RESP3 has it: ``[b"message", channel, data]``, ``[b"pmessage", pattern, channel, data]``,
+    ``[b"subscribe", channel, count]`` ...
+    """
+
+    link: str
+    messages: Sequence[Sequence[Any]]
+
+
+@dataclass(slots=True)
+class Tick:
+    """The time of ``Machine.deadline`` has come (or passed)."""
+
+
+class ErrorReply(Exception):
+    """Raised when never: the value of a :class:`Replied` whose command the server refused, its text as argument."""
+
+    def __eq__(self, other: object) -> bool:
+        """Compare by text, so that tests can compare events."""
+        return isinstance(other, ErrorReply) and self.args == other.args
+
+    def __hash__(self) -> int:
+        """Hash by text."""
+        return hash(self.args)
+
+
+class Machine(Protocol):
+    """The shape of everything that decides."""
+
+    def handle(self, event: Any, now: float) -> list[Any]:
+        """Take one event at time ``now`` (seconds, never decreasing) and return the actions to execute, in order."""
+        ...
+
+    def deadline(self) -> float | None:
+        """Return the time at which the machine wants a :class:`Tick`, or None for no wish."""
+        ...

@@ -1,0 +1,56 @@
+"""Names under the one reserved prefix: a single ACL rule (``&__dynamoth__:*`` and ``~__dynamoth__:*``) covers them."""
+
+from __future__ import annotations
+
+RESERVED_PREFIX = b"__dynamoth__:"
+
+PLAN_KEY = RESERVED_PREFIX + b"plan"
+"""Hash at every server: the plan stored there. See ``dynamoth.stored_plan``."""
+PLAN_KEY_NEW = RESERVED_PREFIX + b"plan.new"
+"""Where a whole plan is written before it replaces ``PLAN_KEY`` at once (RENAME)."""
+BALANCER_LEASE_KEY = RESERVED_PREFIX + b"balancer"
+"""String at every server: which balancer process is at work. Expires by itself."""
+
+AGENT_CHANNEL = RESERVED_PREFIX + b"agent"
+"""The balancer speaks to the agent of a server: each agent subscribes to it, at its own server only.
+
+Its NUMSUB tells how many agents observe the server: what G7 subtracts from the reply of a PUBLISH.
+"""
+BALANCER_CHANNEL = RESERVED_PREFIX + b"to-balancer"
+"""Agents and administrators speak to the balancer, which subscribes to it at every server."""
+CLIENTS_CHANNEL = RESERVED_PREFIX + b"clients"
+"""An agent speaks to every client that is connected to its server."""
+ANNOUNCE_CHANNEL = RESERVED_PREFIX + b"announce"
+"""Clients tell the LLA of a server which channels they have joined and left there."""
+
+_INBOX_PREFIX = RESERVED_PREFIX + b"inbox:"
+_REPLICA_PREFIX = RESERVED_PREFIX + b"r:"
+
+SERVER_LOCAL_PREFIXES = (b"__keyspace@", b"__keyevent@", b"__redis__:")
+"""Channels that Redis itself publishes on. They belong to one server and are never routed."""
+
+
+def inbox(client: int) -> bytes:
+    """Return the channel on which one client, or one administrator's request, is spoken to."""
+    return _INBOX_PREFIX + b"%016x" % client
+
+
+def replica_channel(channel: bytes, epoch: int) -> bytes:
+    """Return the physical name of a replicated channel: tagged with its epoch, so that NUMSUB answers per epoch."""
+    return _REPLICA_PREFIX + b"%x:" % epoch + channel
+
+
+def logical_channel(physical: bytes) -> bytes:
+    """Return the user's name of a physical channel."""
+    if physical.startswith(_REPLICA_PREFIX):
+        return physical[len(_REPLICA_PREFIX) :].partition(b":")[2]
+    return physical
+
+
+def is_user_channel(physical: bytes) -> bool:
+    """Tell whether messages on a physical channel are an application's, to be measured and forwarded."""
+    if not physical.startswith(b"__"):
+        return True
+    if physical.startswith(RESERVED_PREFIX):
+        return physical.startswith(_REPLICA_PREFIX)
+    return not physical.startswith(SERVER_LOCAL_PREFIXES)

@@ -1,0 +1,74 @@
+"""Commands that must arrive: kept until the server has answered, and sent again, in order, over the next connection.
+
+A command may so be executed twice (the connection broke after it took effect and before its reply): the sequence
+numbers in the envelopes make that harmless.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dynamoth.events import CommandPart, Send
+
+
+class Outbox:
+    """First in, first out, over one link, at least once, bounded.
+
+    The owner calls :meth:`put` for each command, tells of the link's events, and executes the ``Send`` that it is
+    given.
+    """
+
+    __slots__ = ("_items", "_sent", "_up", "bound", "link")
+
+    def __init__(self, link: str, bound: int) -> None:
+        """Make an empty outbox that holds at most ``bound`` unanswered commands; the link is down at first."""
+        self.link = link
+        self.bound = bound
+        #: Unanswered commands, oldest first.
+        self._items: deque[tuple[Sequence[CommandPart], Any]] = deque()
+        #: How many of them, from the oldest, were sent over the present connection.
+        self._sent = 0
+        self._up = False
+
+    def __len__(self) -> int:
+        """Return how many commands are unanswered."""
+        return len(self._items)
+
+    @property
+    def full(self) -> bool:
+        """Whether the bound is reached; ``put`` then refuses."""
+        return len(self._items) >= self.bound
+
+    def put(self, args: Sequence[CommandPart], token: Any = None) -> list[Send]:
+        """Add a command. ``token`` comes back from :meth:`replied`. The caller has checked ``full``."""
+        assert not self.full, f"outbox of {self.link} is full"
+        self._items.append((args, token))
+        if not self._up:
+            return []
+        self._sent += 1
+        return [Send(self.link, args, self)]
+
+    def link_up(self) -> list[Send]:
+        """Send everything that is unanswered, over a new connection."""
+        self._up = True
+        self._sent = len(self._items)
+        return [Send(self.link, args, self) for args, _ in self._items]
+
+    def link_down(self) -> None:
+        """Keep everything for the next connection."""
+        self._up = False
+        self._sent = 0
+
+    def replied(self) -> Any:
+        """Take the reply to the oldest command (a reply whose tag is this outbox); return its token."""
+        assert self._sent, f"a reply on {self.link} without a command"
+        self._sent -= 1
+        return self._items.popleft()[1]
+
+    def discard_while(self, useless: Callable[[Any], bool]) -> None:
+        """Forget the oldest commands as long as their tokens are ``useless``; only while the link is down."""
+        assert not self._up, f"replies of commands on {self.link} are still to come"
+        while self._items and useless(self._items[0][1]):
+            self._items.popleft()

@@ -1,0 +1,311 @@
+"""The plan: which servers carry which channel, and what is changing.
+
+A plan is immutable and versioned. It names only the channels whose assignment differs from the ring, or ever did:
+an entry stays when its channel moves back home, so that epochs never go back.
+
+An entry goes through three phases, each step in a plan version of its own::
+
+    PREPARED   the dispatchers of old and new servers forward in both directions; clients still follow the old route
+    ACTIVE     clients are told of the new route; dispatchers forward until nobody listens on an old one
+    SETTLED    nobody listens on an old route; stale publishers are still redirected, for ever
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import msgpack
+
+from dynamoth.envelope import EPOCH_MAX
+from dynamoth.errors import MalformedMessage, PlanError
+from dynamoth.names import replica_channel
+from dynamoth.ring import VIRTUAL_NODES, Ring
+
+
+class Mode(enum.IntEnum):
+    """How a channel is spread over its servers (Dynamoth, section II-B)."""
+
+    SINGLE = 1
+    ALL_SUBSCRIBERS = 2
+    ALL_PUBLISHERS = 3
+
+
+class Phase(enum.IntEnum):
+    """How far the latest change of a channel has come. Never goes back within an epoch."""
+
+    PREPARED = 1
+    ACTIVE = 2
+    SETTLED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One Redis process: its id and where clients, agents and balancer reach it."""
+
+    id: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The servers that carry a channel, and how they share it. SINGLE has exactly one server."""
+
+    mode: Mode
+    servers: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what no plan can mean."""
+        if not self.servers:
+            raise PlanError("an assignment needs at least one server")
+        if len(set(self.servers)) != len(self.servers):
+            raise PlanError(f"an assignment names a server twice: {', '.join(self.servers)}")
+        if self.mode is Mode.SINGLE and len(self.servers) != 1:
+            raise PlanError(f"mode SINGLE takes one server, not {len(self.servers)}")
+
+
+def single(server: str) -> Assignment:
+    """Return the assignment of a channel to one server."""
+    return Assignment(Mode.SINGLE, (server,))
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a channel is found: a physical channel name at a server."""
+
+    server: str
+    physical: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """An assignment and the epoch since which it holds: what a client follows."""
+
+    epoch: int
+    assignment: Assignment
+
+    def locations(self, channel: bytes) -> tuple[Location, ...]:
+        """Return where ``channel`` is found by those who follow this route."""
+        mode = self.assignment.mode
+        physical = channel if mode is Mode.SINGLE else replica_channel(channel, self.epoch)
+        return tuple(Location(server, physical) for server in self.assignment.servers)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a plan says of one channel.
+
+    ``route`` is the newest; ``previous`` holds the older routes, oldest first, that some subscriber may still follow.
+    It is empty exactly when the entry is SETTLED.
+    """
+
+    route: Route
+    phase: Phase
+    previous: tuple[Route, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse contradictions."""
+        if (self.phase is Phase.SETTLED) != (not self.previous):
+            raise PlanError("an entry has previous routes exactly as long as it is not settled")
+
+    @property
+    def told(self) -> Route:
+        """The route that clients are told: the newest one that is active."""
+        return self.previous[-1] if self.phase is Phase.PREPARED else self.route
+
+    @property
+    def followed(self) -> tuple[Route, ...]:
+        """Every route that some subscriber may follow, the newest first."""
+        return (self.route, *reversed(self.previous))
+
+    def newer_than(self, other: Entry | None) -> bool:
+        """Tell whether this entry supersedes ``other``: by epoch, then by phase."""
+        return other is None or (self.route.epoch, self.phase) > (other.route.epoch, other.phase)
+
+
+def missing(channel: bytes, routes: Iterable[Route], reached: Set[Location]) -> list[Location]:
+    """Return where a message that has reached ``reached`` must still be forwarded, for followers of ``routes``.
+
+    DESIGN, "who must get a message": for SINGLE its server; for ALL_SUBSCRIBERS any one of the servers, as every
+    subscriber listens at all of them; for ALL_PUBLISHERS every one. Deterministic, without repetition.
+    """
+    targets: dict[Location, None] = {}
+    for route in routes:
+        locations = route.locations(channel)
+        if route.assignment.mode is Mode.ALL_SUBSCRIBERS:
+            if not any(location in reached or location in targets for location in locations):
+                targets[locations[0]] = None
+        else:
+            targets.update((location, None) for location in locations if location not in reached)
+    return list(targets)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One version of the plan.
+
+    ``base`` are the ids of the servers of the ring; every one is in ``servers``.
+    """
+
+    version: int
+    servers: Mapping[str, Server]
+    base: tuple[str, ...]
+    entries: Mapping[bytes, Entry] = field(default_factory=lambda: MappingProxyType({}))
+    virtual_nodes: int = VIRTUAL_NODES
+
+    def __post_init__(self) -> None:
+        """Refuse a plan that nobody could follow."""
+        unknown = [server for server in self.base if server not in self.servers]
+        if unknown:
+            raise PlanError(f"the ring names servers that the plan does not list: {', '.join(unknown)}")
+        if not 0 <= self.version <= EPOCH_MAX:
+            raise PlanError(f"plan version {self.version} does not fit into 32 bits")
+
+    @classmethod
+    def initial(cls, servers: Iterable[Server], virtual_nodes: int = VIRTUAL_NODES) -> Plan:
+        """Return plan 0: every channel where the ring puts it (Dynamoth, section II-C)."""
+        by_id = {server.id: server for server in servers}
+        return cls(0, by_id, tuple(sorted(by_id)), virtual_nodes=virtual_nodes)
+
+    @cached_property
+    def ring(self) -> Ring:
+        """The ring over the base servers."""
+        return Ring(self.base, self.virtual_nodes)
+
+    def home_route(self, channel: bytes) -> Route:
+        """Return the route that the ring gives: epoch 0."""
+        return Route(0, single(self.ring.home(channel)))
+
+    def entry(self, channel: bytes) -> Entry:
+        """Return what holds for ``channel``: its entry, or its home, settled, where the plan does not name it."""
+        return self.entries.get(channel) or Entry(self.home_route(channel), Phase.SETTLED)
+
+    def with_entries(self, changed: Mapping[bytes, Entry], version: int | None = None) -> Plan:
+        """Return the next version (or ``version``), in which ``changed`` entries stand in the place of theirs.
+
+        Raises:
+            PlanError: when a route names a server that the plan does not list, or an epoch or phase would go back.
+
+        """
+        for channel, entry in changed.items():
+            for server in entry.route.assignment.servers:
+                if server not in self.servers:
+                    raise PlanError(f"the route of {channel!r} names server {server!r}, which the plan does not list")
+            if not entry.newer_than(self.entries.get(channel)):
+                raise PlanError(f"the entry of {channel!r} is not newer than the one it would replace")
+        entries = MappingProxyType({**self.entries, **changed})
+        return self._replaced(self.version + 1 if version is None else version, entries)
+
+    def begin(self, assignments: Mapping[bytes, Assignment]) -> Plan:
+        """Return the next version, with a PREPARED transition for each given channel.
+
+        Raises:
+            PlanError: when a channel is in transition already, or has this assignment already.
+
+        """
+        epoch = self.version + 1
+        changed: dict[bytes, Entry] = {}
+        for channel, assignment in assignments.items():
+            entry = self.entry(channel)
+            if entry.phase is not Phase.SETTLED:
+                raise PlanError(f"channel {channel!r} is in transition; wait until it has settled")
+            if entry.route.assignment == assignment:
+                raise PlanError(f"channel {channel!r} is there already")
+            changed[channel] = Entry(Route(epoch, assignment), Phase.PREPARED, (entry.route,))
+        return self.with_entries(changed)
+
+    def activate(self, channels: Iterable[bytes]) -> Plan:
+        """Return the next version, in which the PREPARED transitions of ``channels`` are ACTIVE."""
+        return self.with_entries({channel: replace(self.entries[channel], phase=Phase.ACTIVE) for channel in channels})
+
+    def settle(self, channels: Iterable[bytes]) -> Plan:
+        """Return the next version, in which the transitions of ``channels`` are SETTLED."""
+        return self.with_entries({channel: Entry(self.entries[channel].route, Phase.SETTLED) for channel in channels})
+
+    def _replaced(self, version: int, entries: Mapping[bytes, Entry]) -> Plan:
+        new = replace(self, version=version, entries=entries)
+        if "ring" in self.__dict__:
+            new.__dict__["ring"] = self.__dict__["ring"]
+        return new
+
+    def diff(self, newer: Plan) -> PlanDelta:
+        """Return what turns this plan into ``newer``, a later version over the same servers."""
+        mine = self.entries
+        changed = {channel: entry for channel, entry in newer.entries.items() if mine.get(channel) != entry}
+        return PlanDelta(self.version, newer.version, changed)
+
+    def apply(self, delta: PlanDelta) -> Plan:
+        """Return the plan after ``delta``.
+
+        Raises:
+            PlanError: when the delta was not made for this version; the holder must read the whole plan again.
+
+        """
+        if delta.base != self.version:
+            raise PlanError(f"a delta from version {delta.base} does not fit version {self.version}")
+        return self.with_entries(delta.entries, delta.version)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDelta:
+    """What changed from plan version ``base`` to ``version``."""
+
+    base: int
+    version: int
+    entries: Mapping[bytes, Entry]
+
+
+# The wire form. Everything is msgpack arrays; a reader ignores elements after those that it knows.
+
+
+def route_to_wire(route: Route) -> list[Any]:
+    """Return the wire form of a route."""
+    return [route.epoch, int(route.assignment.mode), list(route.assignment.servers)]
+
+
+def route_from_wire(value: Any) -> Route:
+    """Read the wire form of a route. Raises MalformedMessage."""
+    try:
+        epoch, mode, servers = value[:3]
+        if not (isinstance(epoch, int) and 0 <= epoch <= EPOCH_MAX and all(isinstance(s, str) for s in servers)):
+            raise MalformedMessage(f"not a route: {value!r:.100}")
+        return Route(epoch, Assignment(Mode(mode), tuple(servers)))
+    except (TypeError, ValueError, KeyError, PlanError) as error:
+        raise MalformedMessage(f"not a route: {value!r:.100} ({error})") from error
+
+
+def entry_to_wire(entry: Entry) -> list[Any]:
+    """Return the wire form of an entry."""
+    return [int(entry.phase), route_to_wire(entry.route), [route_to_wire(route) for route in entry.previous]]
+
+
+def entry_from_wire(value: Any) -> Entry:
+    """Read the wire form of an entry. Raises MalformedMessage."""
+    try:
+        phase, route, previous = value[:3]
+        return Entry(route_from_wire(route), Phase(phase), tuple(route_from_wire(old) for old in previous))
+    except (TypeError, ValueError, KeyError, PlanError) as error:
+        raise MalformedMessage(f"not a plan entry: {value!r:.100} ({error})") from error
+
+
+def pack_entry(entry: Entry) -> bytes:
+    """Serialise an entry, as it is stored."""
+    packed: bytes = msgpack.packb(entry_to_wire(entry))
+    return packed
+
+
+def unpack_entry(data: bytes) -> Entry:
+    """Read a stored entry. Raises MalformedMessage."""
+    return entry_from_wire(unpack(data))
+
+
+def unpack(data: bytes) -> Any:
+    """Read one msgpack value from anyone: bounded by the length of ``data``. Raises MalformedMessage."""
+    try:
+        return msgpack.unpackb(data, strict_map_key=False)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise MalformedMessage(f"not msgpack: {error}") from error

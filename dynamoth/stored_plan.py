@@ -1,0 +1,162 @@
+"""The plan as every server stores it: one Redis hash, so that one HMGET verifies a subscription.
+
+Fields: ``@version`` (decimal), ``@header`` (servers, ring), ``@run`` (the run id of the Redis process that it was
+written to: a plan that Redis restored from disk after a restart may be old and is not believed), and ``c:<channel>``
+for each channel that the plan names. A change is one HSET, which Redis executes at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, cast
+
+import msgpack
+
+from dynamoth.errors import MalformedMessage, PlanError
+from dynamoth.events import CommandPart
+from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
+from dynamoth.plan import Entry, Phase, Plan, PlanDelta, Route, Server, pack_entry, unpack, unpack_entry
+
+VERSION_FIELD = b"@version"
+HEADER_FIELD = b"@header"
+RUN_FIELD = b"@run"
+_CHANNEL_PREFIX = b"c:"
+
+ENTRIES_PER_COMMAND = 2000
+"""Bound of one HSET of a whole plan: about 100 KB and a millisecond of Redis."""
+
+READ_HEADER: tuple[CommandPart, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, HEADER_FIELD)
+READ_WHOLE: tuple[CommandPart, ...] = (b"HGETALL", PLAN_KEY)
+
+
+def read_entry(channel: bytes) -> tuple[CommandPart, ...]:
+    """Return the command that reads what a server's stored plan says of ``channel``; see :func:`parse_entry`."""
+    return (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, _CHANNEL_PREFIX + channel)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEntry:
+    """What a server's stored plan says of one channel. ``entry`` is None for a channel that it does not name."""
+
+    version: int
+    entry: Entry | None
+
+    def settled_or(self, home: Route) -> Entry:
+        """Return the entry, or that of a channel at home."""
+        return self.entry or Entry(home, Phase.SETTLED)
+
+
+def parse_entry(reply: Any, run_id: str | None) -> StoredEntry | None:
+    """Read the reply of :func:`read_entry`.
+
+    Returns None when the server holds no plan that can be believed: none at all, or one written to an earlier process
+    (``run_id`` is that of the process that replied; None skips this check). The caller asks again later.
+
+    Raises:
+        MalformedMessage: when what is stored is not a plan.
+
+    """
+    version, run, entry = _three(reply)
+    if version is None or not _believed(run, run_id):
+        return None
+    return StoredEntry(_number(version), None if entry is None else unpack_entry(entry))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredHeader:
+    """The part of a stored plan that is no channel's; ``plan`` has no entries."""
+
+    version: int
+    believed: bool
+    plan: Plan
+
+
+def parse_header(reply: Any, run_id: str | None) -> StoredHeader | None:
+    """Read the reply of ``READ_HEADER``. None when the server stores no plan. Raises MalformedMessage."""
+    version, run, header = _three(reply)
+    if version is None or header is None:
+        return None
+    return StoredHeader(_number(version), _believed(run, run_id), _header_plan(_number(version), header))
+
+
+def parse_whole(reply: Any, run_id: str | None) -> Plan | None:
+    """Read the reply of ``READ_WHOLE``. None when the server stores no plan to be believed. Raises MalformedMessage."""
+    fields = _as_mapping(reply)
+    if VERSION_FIELD not in fields or HEADER_FIELD not in fields or not _believed(fields.get(RUN_FIELD), run_id):
+        return None
+    header = _header_plan(_number(fields[VERSION_FIELD]), fields[HEADER_FIELD])
+    skip = len(_CHANNEL_PREFIX)
+    entries = {name[skip:]: unpack_entry(value) for name, value in fields.items() if name.startswith(_CHANNEL_PREFIX)}
+    for channel, entry in entries.items():
+        for route in entry.followed:
+            if any(server not in header.servers for server in route.assignment.servers):
+                raise MalformedMessage(
+                    f"the stored plan sends channel {channel!r:.60} to a server that it does not list"
+                )
+    return Plan(header.version, header.servers, header.base, MappingProxyType(entries), header.virtual_nodes)
+
+
+def write_delta(delta: PlanDelta) -> tuple[CommandPart, ...]:
+    """Return the one command that brings a stored plan from ``delta.base`` to ``delta.version``."""
+    command: list[CommandPart] = [b"HSET", PLAN_KEY, VERSION_FIELD, b"%d" % delta.version]
+    for channel, entry in delta.entries.items():
+        command += (_CHANNEL_PREFIX + channel, pack_entry(entry))
+    return tuple(command)
+
+
+def write_whole(plan: Plan, run_id: str | None) -> list[tuple[CommandPart, ...]]:
+    """Return the commands, to be sent in order, that store a whole plan; readers see the old one until the last."""
+    commands: list[tuple[CommandPart, ...]] = [(b"DEL", PLAN_KEY_NEW)]
+    servers = [[server.id, server.url] for server in plan.servers.values()]
+    header = msgpack.packb([servers, plan.base, plan.virtual_nodes])
+    fields: list[CommandPart] = [VERSION_FIELD, b"%d" % plan.version, HEADER_FIELD, header]
+    if run_id is not None:
+        fields += (RUN_FIELD, run_id.encode())
+    for channel, entry in plan.entries.items():
+        fields += (_CHANNEL_PREFIX + channel, pack_entry(entry))
+        if len(fields) >= 2 * ENTRIES_PER_COMMAND:
+            commands.append((b"HSET", PLAN_KEY_NEW, *fields))
+            fields = []
+    if fields:
+        commands.append((b"HSET", PLAN_KEY_NEW, *fields))
+    commands.append((b"RENAME", PLAN_KEY_NEW, PLAN_KEY))
+    return commands
+
+
+def _believed(run: bytes | None, run_id: str | None) -> bool:
+    return run is None or run_id is None or run == run_id.encode()
+
+
+def _header_plan(version: int, header: bytes) -> Plan:
+    value = unpack(header)
+    try:
+        servers, base, virtual_nodes = value[:3]
+        by_id = {str(id_): Server(str(id_), str(url)) for id_, url in servers}
+        return Plan(version, by_id, tuple(base), virtual_nodes=int(virtual_nodes))
+    except (TypeError, ValueError, KeyError, PlanError) as error:
+        raise MalformedMessage(f"the stored plan has a header that cannot be read: {error}") from error
+
+
+def _three(reply: Any) -> tuple[bytes | None, bytes | None, bytes | None]:
+    parts = cast("list[Any]", reply) if isinstance(reply, list) else []
+    if len(parts) == 3 and all(part is None or isinstance(part, bytes) for part in parts):
+        return parts[0], parts[1], parts[2]
+    raise MalformedMessage(f"the key {PLAN_KEY.decode()} does not hold a plan: {reply!r:.100}")
+
+
+def _as_mapping(reply: Any) -> Mapping[bytes, bytes]:
+    if isinstance(reply, Mapping):
+        return cast("Mapping[bytes, bytes]", reply)
+    if isinstance(reply, list):
+        pairs = iter(cast("list[bytes]", reply))
+        return dict(zip(pairs, pairs, strict=False))
+    raise MalformedMessage(f"the key {PLAN_KEY.decode()} does not hold a plan: {reply!r:.100}")
+
+
+def _number(text: bytes) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise MalformedMessage(f"the stored plan has version {text!r:.40}, which is no number") from None

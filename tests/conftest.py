@@ -1,0 +1,18 @@
+"""What every test can use."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+from tests.redis_servers import redis_server, redis_server_factory
+
+__all__ = ["redis_server", "redis_server_factory"]
+
+# No deadline: other work on the machine must not fail a test. In CI the same examples every time; many more
+# of them with pytest --hypothesis-profile=deep.
+settings.register_profile("local", deadline=None, print_blob=True)
+settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, database=None)
+settings.register_profile("deep", deadline=None, print_blob=True, max_examples=10_000)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
