@@ -103,6 +103,14 @@ class BalancerSettings:
     load_ratio_safe: float = setting(0.6, "it is relieved to this, and none is filled above it", above=0)
     wait_s: float = setting(20.0, "least time between two plans (T_wait)", unit="s", minimum=0)
     averaging_s: float = setting(10.0, "loads are averaged over this time", unit="s", above=0)
+    channel_rest_s: float = setting(
+        30.0, "a channel that was moved is left where it is for this time", unit="s", minimum=0
+    )
+    moves_per_plan_max: int = setting(500, "most channels that one plan moves", minimum=1)
+    moves_per_server_max: int = setting(100, "most that it moves away from, or to, one server", minimum=1)
+    transitions_max: int = setting(5000, "most channels in transition at once", minimum=1)
+    agent_stale_s: float = setting(5.0, "an agent silent for this time counts as down", unit="s", above=0)
+    lease_s: float = setting(5.0, "a balancer silent for this time is replaced by one that waits", unit="s", minimum=3)
     http_host: str = setting("127.0.0.1", "where /healthz, /readyz and /metrics listen")
     http_port: int = setting(0, "their port; 0 for no HTTP", minimum=0, maximum=65535)
 

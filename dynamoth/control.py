@@ -170,14 +170,14 @@ def _natural(value: Any) -> int:
 def _array(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise MalformedMessage(f"an array expected, not {value!r:.60}")
-    array: list[Any] = value
+    array: list[Any] = [*value]
     return array
 
 
 def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise MalformedMessage(f"a map expected, not {value!r:.60}")
-    mapping: dict[Any, Any] = value
+    mapping: dict[Any, Any] = {**value}
     if not all(isinstance(key, str) for key in mapping):
         raise MalformedMessage(f"a map with text keys expected, not {value!r:.60}")
     return mapping

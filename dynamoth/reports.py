@@ -1,8 +1,9 @@
 """Reports: what the load analyzer of a server tells the balancer, once per time unit.
 
-A report is columnar and bounded: the busiest channels by name, one column per metric, and the rest as sums. So its size does
-not depend on how many channels a server carries, and the balancer reads a column without touching the others. On the wire
-it is one msgpack array that begins with ``REPORT_CODE``; a reader ignores elements after those that it knows.
+A report is columnar and bounded: the busiest channels by name, one column per metric, and the rest as sums. So its
+size does not depend on how many channels a server carries, and the balancer reads a column without touching the
+others. On the wire it is one msgpack array that begins with ``REPORT_CODE``; a reader ignores elements after those that
+it knows.
 
 The metrics are those of the paper (Dynamoth, section III-A), and every other resource of the server that can run out.
 """
@@ -41,7 +42,7 @@ class ChannelLoad(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChannelColumns:
-    """What was measured of the channels that a report names. All columns have the same length, and one row is one channel.
+    """What was measured of the channels that a report names. All columns have the same length; one row is one channel.
 
     Numbers are those of the report's interval, not rates. Names are the users' (a replicated channel is one row).
     """
@@ -61,8 +62,8 @@ class ChannelColumns:
     bytes_in: tuple[int, ...] = ()
     #: Size on the wire of the messages sent: what the server would be relieved of without this channel.
     bytes_out: tuple[int, ...] = ()
-    #: Who published: ids of ``ID_BYTES`` each, end to end, the busiest publishers first. Bounded, so it may tell only some,
-    #: and empty for all but the busiest channels.
+    #: Who published: ids of ``ID_BYTES`` each, end to end, the busiest publishers first. Bounded, so it may tell only
+    #: some, and empty for all but the busiest channels.
     publisher_ids: tuple[bytes, ...] = ()
     #: Who has announced to be subscribed: as ``publisher_ids``, the latest first. Plain Redis clients announce nothing.
     subscriber_ids: tuple[bytes, ...] = ()
@@ -87,7 +88,7 @@ class ChannelColumns:
 
 @dataclass(frozen=True, slots=True)
 class ChannelSums:
-    """The channels that a report does not name, added up. The numbers mean what they mean in :class:`ChannelColumns`."""
+    """The channels that a report does not name, added up; the numbers mean what they do in :class:`ChannelColumns`."""
 
     channels: int = 0
     publications: int = 0
@@ -209,7 +210,7 @@ def unpack_report(data: bytes) -> Report:
 
     """
     code, head, resources, columns, rest = _array(unpack(data), 5, "a report")
-    if code != REPORT_CODE or isinstance(code, bool):
+    if code != REPORT_CODE:
         raise MalformedMessage(f"not a report: it begins with {code!r:.60} instead of {REPORT_CODE}")
     server, incarnation, sequence, interval, version, lag, blind = _array(head, 7, "the head of a report")
     out_max, out, estimate, into, cpu, *counts = _array(resources, 12, "the resources of a report")
@@ -249,16 +250,23 @@ def _columns_from_wire(value: Any) -> ChannelColumns:
         raise MalformedMessage(f"a report names at most {REPORT_CHANNELS_MAX} channels, this one names {length}")
     if len(set(channels)) != length:
         raise MalformedMessage("a report names a channel twice")
-    numbers = [_numbers(column, length) for column in cells[:6]]
+    publications, publishers, subscribers, sent, into, out = (_numbers(column, length) for column in cells[:6])
     publisher_ids, subscriber_ids = (_ids(column, length) for column in cells[6:])
-    return ChannelColumns(channels, *numbers, publisher_ids, subscriber_ids)
+    return ChannelColumns(
+        channels, publications, publishers, subscribers, sent, into, out, publisher_ids, subscriber_ids
+    )
 
 
 def _array(value: Any, length: int, what: str) -> list[Any]:
     """Return the first ``length`` elements of what must be an array of at least that many."""
+    return _whole_array(value, length, what)[:length]
+
+
+def _whole_array(value: Any, length: int, what: str) -> list[Any]:
+    """Return what must be an array of at least ``length`` elements."""
     if not isinstance(value, list) or len(value) < length:  # pyright: ignore[reportUnknownArgumentType]  # anything
         raise MalformedMessage(f"{what} is an array of {length}, not {value!r:.60}")
-    return value[:length]  # pyright: ignore[reportUnknownVariableType]  # msgpack arrays hold anything
+    return value  # pyright: ignore[reportUnknownVariableType]  # msgpack arrays hold anything
 
 
 def _natural(value: Any) -> int:
@@ -287,27 +295,23 @@ def _positive(value: Any) -> float:
 
 # A balancer reads hundreds of columns per second: they are checked by functions that run in C.
 
-_INT_ONLY = {int}
-_BYTES_ONLY = {bytes}
-
 
 def _texts(value: Any) -> tuple[bytes, ...]:
-    if not isinstance(value, list) or not set(map(type, value)) <= _BYTES_ONLY:  # pyright: ignore[reportUnknownArgumentType]
-        raise MalformedMessage(f"an array of bytes expected, not {value!r:.60}")
-    return tuple(value)  # pyright: ignore[reportUnknownArgumentType]  # just checked
+    cells = _whole_array(value, 0, "a column")
+    if not set(map(type, cells)) <= {bytes}:
+        raise MalformedMessage(f"an array of bytes expected, not {cells!r:.60}")
+    return tuple(cells)
 
 
 def _numbers(value: Any, length: int) -> tuple[int, ...]:
-    if not isinstance(value, list) or not set(map(type, value)) <= _INT_ONLY:  # pyright: ignore[reportUnknownArgumentType]
-        raise MalformedMessage(f"an array of numbers expected, not {value!r:.60}")
-    column: tuple[int, ...] = tuple(value)  # pyright: ignore[reportUnknownArgumentType]  # just checked
-    if len(column) != length or min(column, default=0) < 0:
-        raise MalformedMessage(f"a column of {length} numbers from 0 expected, not {column!r:.60}")
-    return column
+    cells = _array(value, length, "a column")
+    if not set(map(type, cells)) <= {int} or min(cells, default=0) < 0:
+        raise MalformedMessage(f"a column of numbers from 0 expected, not {cells!r:.60}")
+    return tuple(cells)
 
 
 def _ids(value: Any, length: int) -> tuple[bytes, ...]:
-    column = _texts(value)
-    if len(column) != length or any(len(cell) % ID_BYTES for cell in column):
-        raise MalformedMessage(f"a column of {length} lists of {ID_BYTES}-byte ids expected, not {column!r:.60}")
-    return column
+    cells = _texts(_array(value, length, "a column"))
+    if any(len(cell) % ID_BYTES for cell in cells):
+        raise MalformedMessage(f"a column of lists of {ID_BYTES}-byte ids expected, not {cells!r:.60}")
+    return cells

@@ -103,8 +103,9 @@ class Declared:
     @property
     def help(self) -> str:
         """Meaning, what is accepted, default and environment variable: for ``--help``."""
+        accepted = "" if self.accepted == "text" else f"; {self.accepted}"
         default = "" if self.default in ("", ()) else f"; default {to_text(self.default)}"
-        return f"{self.setting.meaning} ({self.accepted}{default}) [{self.variable}]"
+        return f"{self.setting.meaning}{accepted}{default} [{self.variable}]"
 
     def parse(self, raw: Any, place: str) -> Any:
         """Read a value from text or TOML. Raises ConfigError."""

@@ -140,7 +140,7 @@ def _header_plan(version: int, header: bytes) -> Plan:
 
 
 def _three(reply: Any) -> tuple[bytes | None, bytes | None, bytes | None]:
-    parts = cast("list[Any]", reply) if isinstance(reply, list) else []
+    parts: list[Any] = [*reply] if isinstance(reply, list) else []
     if len(parts) == 3 and all(part is None or isinstance(part, bytes) for part in parts):
         return parts[0], parts[1], parts[2]
     raise MalformedMessage(f"the key {PLAN_KEY.decode()} does not hold a plan: {reply!r:.100}")

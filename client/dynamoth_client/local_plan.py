@@ -30,6 +30,8 @@ class LocalPlan:
 
         """
         self._header = header
+        #: Grows whenever any route may have changed, so that users can keep what they have looked up.
+        self.generation = 0
         self._entry_idle_s = entry_idle_s
         self._entries_max = entries_max
         #: Channel to learned route and the time of its latest use.
@@ -53,6 +55,7 @@ class LocalPlan:
         """Take the servers and the ring of a newer plan; an older one is ignored."""
         if header.version >= self._header.version:
             self._header = header
+            self.generation += 1
 
     def home(self, channel: bytes) -> Route:
         """Return the route that the ring gives."""
@@ -76,12 +79,14 @@ class LocalPlan:
         if route.epoch <= self.epoch(channel) or not self.reachable(route):
             return False
         self._routes[channel] = route
+        self.generation += 1
         self._used_at[channel] = now
         self._sweep(now)
         return True
 
     def distrust(self, channel: bytes, truth: Route) -> None:
         """Replace a route that came from a hint, and that the servers do not confirm, by ``truth``."""
+        self.generation += 1
         if truth.epoch:
             self._routes[channel] = truth
         else:
@@ -118,6 +123,7 @@ class LocalPlan:
         if crowded and len(idle) * 4 < self._entries_max:
             oldest_first = sorted(self._used_at.items(), key=lambda item: item[1])
             idle = [channel for channel, _ in oldest_first if channel not in self._pins][: self._entries_max // 4]
+        self.generation += 1
         for channel in idle:
             del self._used_at[channel]
             self._routes.pop(channel, None)

@@ -87,10 +87,14 @@ class PublishRefused:
 class _Channel:
     """What a publisher remembers of a channel that it publishes to."""
 
-    #: The number of the latest message; 0 before the first.
+    #: The number of the latest message; equal to ``floor`` before the first.
     sequence: int
-    #: Where the latest message went.
-    location: Location | None
+    floor: int
+    #: Where the latest message went, or the first will go.
+    location: Location
+    epoch: int
+    #: Of the local plan, when location and epoch were looked up there.
+    generation: int
     used_at: float
 
 
@@ -183,43 +187,54 @@ class PublisherMachine:
     # Publishing.
 
     def _publish(self, event: Publish, now: float) -> list[Any]:
-        channel = self._channel(event.channel, now)
-        route = self._plan.route(event.channel)
-        locations = route.locations(event.channel)
-        location = self._choose(route, locations)
-        flags = FIRST if channel.location is None else 0
-        if channel.location not in (location, None) and now - channel.used_at <= self.options.route_change_window_s:
-            flags |= ROUTE_CHANGED
-        server, actions = self._server(location.server)
+        channel = self._channels.get(event.channel) or self._add_channel(event.channel, now)
+        flags = 0
+        if channel.generation != self._plan.generation:
+            flags = self._route(event.channel, channel, now)
+        server, actions = self._server(channel.location.server)
         if server.outbox.full:
             bound = self.options.unanswered_max
-            return [PublishFailed(event.token, f"{bound} messages wait for server {location.server}: {server.reason}")]
+            where = f"server {channel.location.server}: {server.reason}"
+            return [PublishFailed(event.token, f"{bound} messages wait for {where}")]
+        if channel.sequence == channel.floor:
+            flags = FIRST
         channel.sequence += 1
-        channel.location = location
         channel.used_at = now
         self._plan.use(event.channel, now)
         data = event.payload
         if self.options.envelope:
-            data = seal(self.client_id, channel.sequence, route.epoch, data, flags)
+            data = seal(self.client_id, channel.sequence, channel.epoch, data, flags)
         else:
-            actions += self._read_route(event.channel, location.server, now)
+            actions += self._read_route(event.channel, channel.location.server, now)
         waiting = _Waiting(event.token, now + self.options.publish_timeout_s)
         server.waiting.append(waiting)
-        actions += server.outbox.put((b"PUBLISH", location.physical, data), waiting)
+        actions += server.outbox.put((b"PUBLISH", channel.location.physical, data), waiting)
         if server.up and now - server.observers_asked_at >= self.options.observers_interval_s:
-            actions.append(self._ask_observers(location.server, now))
+            actions.append(self._ask_observers(channel.location.server, now))
         return actions
+
+    def _route(self, name: bytes, channel: _Channel, now: float) -> int:
+        """Follow the local plan, which may have changed; return ROUTE_CHANGED if subscribers must know."""
+        route = self._plan.route(name)
+        location = self._choose(route, route.locations(name))
+        changed = location != channel.location and now - channel.used_at <= self.options.route_change_window_s
+        channel.location = location
+        channel.epoch = route.epoch
+        channel.generation = self._plan.generation
+        return ROUTE_CHANGED if changed else 0
 
     def _choose(self, route: Route, locations: tuple[Location, ...]) -> Location:
         if route.assignment.mode is Mode.SINGLE:
             return locations[0]
         return locations[(self.client_id ^ route.epoch) % len(locations)]
 
-    def _channel(self, name: bytes, now: float) -> _Channel:
-        channel = self._channels.get(name)
-        if channel is None:
-            self._sweep(now)
-            channel = self._channels[name] = _Channel(self._sequence_floor, None, now)
+    def _add_channel(self, name: bytes, now: float) -> _Channel:
+        self._sweep(now)
+        route = self._plan.route(name)
+        location = self._choose(route, route.locations(name))
+        floor = self._sequence_floor
+        channel = _Channel(floor, floor, location, route.epoch, self._plan.generation, now)
+        self._channels[name] = channel
         return channel
 
     def _sweep(self, now: float) -> None:
@@ -352,7 +367,7 @@ class PublisherMachine:
             return []
         actions: list[Any] = []
         for name, channel in self._channels.items():
-            if channel.location is None or channel.location.server != server_id:
+            if channel.location.server != server_id or channel.sequence == channel.floor:
                 continue
             route = self._plan.route(name)
             location = self._choose(route, route.locations(name))

@@ -1,0 +1,1 @@
+"""The load balancer: decisions, plan distribution and the servers' life."""

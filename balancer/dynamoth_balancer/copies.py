@@ -1,0 +1,233 @@
+"""The copy of the plan at one server: how it is read, written and watched.
+
+Theory of operation
+-------------------
+One command (or one series of commands, for a whole plan) is on its way at a time, and what comes of it is known before
+the next: so a copy is never half written, and an agent is told of a change only after its server has stored it. Changes
+that come up meanwhile are sent together.
+
+Nothing is assumed of a server after a lost connection: the version of its copy is read, and if it was not written by
+us in this term, the copy itself, because it may hold what we do not know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dynamoth.control import PlanQuery, pack_control
+from dynamoth.errors import MalformedMessage
+from dynamoth.events import CommandPart, ErrorReply, Send
+from dynamoth.names import AGENT_CHANNEL
+from dynamoth.plan import Plan
+from dynamoth.stored_plan import READ_HEADER, READ_WHOLE, parse_header, parse_whole, write_whole
+from dynamoth_balancer.actions import Note
+from dynamoth_balancer.book import Change, PlanBook
+from dynamoth_balancer.recovery import Copy
+
+TAG = "copy"
+
+
+@dataclass(slots=True)
+class CopyFound:
+    """A server holds a copy that we did not write, and that may hold what we do not know."""
+
+    copy: Copy
+
+
+CopyAction = Send | Note | CopyFound
+
+
+class PlanCopy:
+    """The copy at one server. Everything is done through :meth:`sync`, which is called as often as one likes."""
+
+    def __init__(self, server: str, term: int, retry_s: float, verify_interval_s: float) -> None:
+        """Begin with a copy of which nothing is known. ``term`` tells our commands from those of earlier terms."""
+        self.server = server
+        #: The version that is surely stored there; None while that is not known. Never above the plan's.
+        self.version: int | None = None
+        #: Why the copy cannot be kept, empty if all is well.
+        self.problem = ""
+        self._term = term
+        self._retry_s = retry_s
+        self._verify_interval_s = verify_interval_s
+        self._up = False
+        self._run_id: str | None = None
+        #: What was sent and not answered; None when nothing is.
+        self._sent: str | None = None
+        #: Counts what was given up: replies to that may still come.
+        self._attempt = 0
+        #: Whether the copy that is being read was written to this very Redis process.
+        self._believed = False
+        #: What is being written: a change, or a whole plan.
+        self._writing: Change | Plan | None = None
+        #: Replies to come before a whole plan may take its place, and whether all were good so far.
+        self._parts_left = 0
+        self._retry_at = -math.inf
+        self._verify_at = -math.inf
+
+    def link_up(self, run_id: str | None) -> None:
+        """Begin with a new connection."""
+        self._up = True
+        self._run_id = run_id
+        self._lose(-math.inf)
+
+    def link_down(self) -> None:
+        """Nothing is known any more."""
+        self._up = False
+        self._lose(-math.inf)
+
+    def _lose(self, retry_at: float) -> None:
+        self._attempt += 1
+        self.version = None
+        self._sent = None
+        self._writing = None
+        self._retry_at = retry_at
+
+    def assume(self, version: int) -> None:
+        """Take for known what was read just now, on this connection, during recovery."""
+        self.version = version
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the server takes what we write: its copy may be behind, but only for a moment."""
+        return self._up and self.version is not None and not self.problem
+
+    def sync(self, book: PlanBook, now: float) -> list[CopyAction]:
+        """Bring the copy to the present plan, or look whether it still is there, if it is time."""
+        if not self._up or self._sent is not None or now < self._retry_at:
+            return []
+        if self.version is None:
+            return [self._send("header", READ_HEADER)]
+        if self.version == book.plan.version:
+            return [self._send("header", READ_HEADER)] if now >= self._verify_at else []
+        change = book.change_from(self.version)
+        if change is None:
+            return self._write_whole(book.plan)
+        self._writing = change
+        return [self._send("change", change.command)]
+
+    def _send(self, what: str, command: Sequence[CommandPart]) -> Send:
+        self._sent = what
+        return Send(self.server, command, (TAG, self._term, self._attempt, what))
+
+    def _write_whole(self, plan: Plan) -> list[CopyAction]:
+        """Send all but the last command: the plan takes its place only when every part is stored."""
+        self._writing = plan
+        parts = write_whole(plan, self._run_id)[:-1]
+        self._parts_left = len(parts)
+        return [self._send("part", part) for part in parts]
+
+    def replied(self, tag: tuple[str, int, int, str], value: Any, book: PlanBook, now: float) -> list[CopyAction]:
+        """Take the reply to a command of ours."""
+        _, term, attempt, what = tag
+        if term != self._term or attempt != self._attempt:
+            return []  # of an earlier term, or a further part of a plan that was given up
+        assert what == self._sent, f"{self.server} answered {what}, not {self._sent}"
+        if isinstance(value, ErrorReply):
+            return self._refused(str(value), book, now)
+        if what == "part":
+            self._parts_left -= 1
+            if not self._parts_left:
+                assert isinstance(self._writing, Plan)
+                return [self._send("place", write_whole_end(self._writing, self._run_id))]
+            return []
+        self._sent = None
+        if what == "header":
+            return self._header_read(value, book, now)
+        if what == "whole":
+            return self._whole_read(value, book, now)
+        return self._written(value, book, now)
+
+    def _refused(self, text: str, book: PlanBook, now: float) -> list[CopyAction]:
+        """Try again later; further replies to what was sent are ignored."""
+        what = self._sent
+        self._lose(now + self._retry_s)
+        if text.startswith("WRONGTYPE") and what in ("header", "whole"):
+            return [self._damaged(text), *self._write_whole(book.plan)]
+        first = self.problem != text
+        self.problem = text
+        details = {"server": self.server, "command": what, "reply": text}
+        return [Note("error", "a server refuses to keep the plan: see its reply", details)] if first else []
+
+    # Reading.
+
+    def _header_read(self, value: Any, book: PlanBook, now: float) -> list[CopyAction]:
+        try:
+            header = parse_header(value, self._run_id)
+        except MalformedMessage as error:
+            return [self._damaged(str(error)), *self._write_whole(book.plan)]
+        notes: list[CopyAction] = []
+        if self.version is not None and (header is None or header.version != self.version or not header.believed):
+            details = {"server": self.server, "version": self.version, "found": header and header.version}
+            notes.append(Note("error", "somebody else has changed the stored plan; it is written anew", details))
+        self.version = None
+        if header is None:
+            return [*notes, *self._write_whole(book.plan)]
+        if not book.knows(header.version):
+            self._believed = header.believed
+            return [*notes, self._send("whole", READ_WHOLE)]
+        if not header.believed or (header.version != book.plan.version and book.change_from(header.version) is None):
+            return [*notes, *self._write_whole(book.plan)]
+        if notes:
+            return [*notes, *self._write_whole(book.plan)]
+        return self._known(header.version, book, now)
+
+    def _known(self, version: int, book: PlanBook, now: float) -> list[CopyAction]:
+        self.version = version
+        if version == book.plan.version:
+            self.problem = ""
+        self._verify_at = now + self._verify_interval_s
+        return self.sync(book, now)
+
+    def _whole_read(self, value: Any, book: PlanBook, now: float) -> list[CopyAction]:
+        try:
+            plan = parse_whole(value, None)
+        except MalformedMessage as error:
+            return [self._damaged(str(error)), *self._write_whole(book.plan)]
+        if plan is None:
+            return self._write_whole(book.plan)
+        self._retry_at = now + self._retry_s  # should the owner not take it: it is read again then
+        return [CopyFound(Copy(self.server, plan, self._believed))]
+
+    def _damaged(self, reason: str) -> Note:
+        details = {"server": self.server, "reason": reason}
+        return Note("error", "what a server stores as the plan cannot be read; it is written anew", details)
+
+    def taken(self) -> None:
+        """Go on after ``CopyFound``: what the copy holds is part of the book now."""
+        self._retry_at = -math.inf
+
+    def overwrite(self, book: PlanBook) -> list[CopyAction]:
+        """Go on after ``CopyFound`` by writing over what was found."""
+        self._retry_at = -math.inf
+        return self._write_whole(book.plan)
+
+    def conflicts(self, problem: str, now: float) -> None:
+        """Leave the copy alone: what it holds contradicts the book. It is looked at again after ``retry_s``."""
+        self.problem = problem
+        self._retry_at = now + self._retry_s
+
+    # Writing.
+
+    def _written(self, value: Any, book: PlanBook, now: float) -> list[CopyAction]:
+        writing, self._writing = self._writing, None
+        if isinstance(writing, Plan):
+            query = pack_control(PlanQuery(writing.version))
+            tell: CopyAction = Send(self.server, (b"PUBLISH", AGENT_CHANNEL, query))
+            return [tell, *self._known(writing.version, book, now)]
+        assert writing is not None, f"{self.server} answered that it stored what was not sent"
+        if value != writing.new_fields:
+            details = {"server": self.server, "fields": value, "expected": writing.new_fields}
+            note = Note("error", "somebody else has changed the stored plan; it is written anew", details)
+            self.version = None
+            return [note, *self._write_whole(book.plan)]
+        tell = Send(self.server, (b"PUBLISH", AGENT_CHANNEL, writing.message))
+        return [tell, *self._known(writing.delta.version, book, now)]
+
+
+def write_whole_end(plan: Plan, run_id: str | None) -> tuple[CommandPart, ...]:
+    """Return the last command of a whole plan: it takes the place of what is stored."""
+    return write_whole(Plan(plan.version, plan.servers, plan.base), run_id)[-1]

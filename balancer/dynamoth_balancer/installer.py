@@ -1,0 +1,331 @@
+"""Plan installation: changes go through their three phases, and every server stores what the plan is.
+
+Theory of operation
+-------------------
+An installer works for one *term*: from when its balancer got the lease, and made its plan, until it loses the lease.
+The state of a transition is what the plan says of it, so whatever happens to the balancer, its successor goes on
+where it was::
+
+    PREPARED -> ACTIVE    when every old and new server has stored the transition, and the *present* process of its
+                          agent has acknowledged it
+    ACTIVE -> SETTLED     when the agent of every old server has said that nobody listens at the old location there,
+                          and every old and new server has stored that the transition is ACTIVE
+
+Nothing is assumed to arrive: agents that do not answer are asked again, and everything that they say may come twice,
+late, or from a process that is no more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dynamoth.control import PlanQuery, Vacated, pack_control
+from dynamoth.envelope import EPOCH_MAX
+from dynamoth.errors import ConfigError, RequestRefused
+from dynamoth.events import Send
+from dynamoth.names import AGENT_CHANNEL
+from dynamoth.plan import Assignment, Entry, Phase, Plan, Server
+from dynamoth_balancer.actions import Note, PlanChanged
+from dynamoth_balancer.agents import Agents
+from dynamoth_balancer.book import PlanBook
+from dynamoth_balancer.copies import CopyAction, CopyFound, PlanCopy
+from dynamoth_balancer.options import BalancerOptions
+from dynamoth_balancer.recovery import VERSIONS_IN_RESERVE, Copy, check_ring, check_servers, same_ring, version_after
+
+
+@dataclass(slots=True)
+class TransitionsSettled:
+    """For the rest of the balancer: these channels are where the plan has them."""
+
+    channels: tuple[bytes, ...]
+
+
+InstallerAction = Send | Note | PlanChanged | TransitionsSettled
+
+
+@dataclass(slots=True)
+class Transition:
+    """A channel whose change has not settled."""
+
+    entry: Entry
+    #: The version of the plan in which it came into its present phase, or a later one.
+    version: int
+    since: float
+    #: Servers whose agents have said that nobody listens at the old location there.
+    vacated: set[str] = field(default_factory=set[str])
+
+    @property
+    def old(self) -> frozenset[str]:
+        """The servers of all routes that some subscriber may still follow."""
+        return frozenset(server for route in self.entry.previous for server in route.assignment.servers)
+
+    @property
+    def involved(self) -> frozenset[str]:
+        """Old and new servers."""
+        return self.old.union(self.entry.route.assignment.servers)
+
+
+class Installer:
+    """Installs plans for one term. The owner has checked, before each call, that the lease is still held."""
+
+    def __init__(
+        self, book: PlanBook, servers: Sequence[Server], agents: Agents, options: BalancerOptions, term: int, now: float
+    ) -> None:
+        self._book = book
+        self._servers = servers
+        self._agents = agents
+        self._options = options
+        self._copies = {
+            server.id: PlanCopy(server.id, term, options.retry_s, options.verify_interval_s) for server in servers
+        }
+        self._transitions: dict[bytes, Transition] = {}
+        self._note_transitions(book.plan.entries, now)
+        #: Something has happened that may complete a phase.
+        self._due = True
+        self._advance_at = now
+        #: A version that an agent holds and we have never heard of; the plan must be above it.
+        self._jump_above = -1
+        self.counters: Counter[str] = Counter()
+
+    @property
+    def plan(self) -> Plan:
+        """The present plan."""
+        return self._book.plan
+
+    @property
+    def transitions(self) -> Mapping[bytes, Transition]:
+        """The channels in transition."""
+        return self._transitions
+
+    def copy(self, server: str) -> PlanCopy:
+        """Return the state of the copy at a server."""
+        return self._copies[server]
+
+    def deadline(self) -> float | None:
+        """Return when :meth:`advance` may have something to do; None when that depends on what is heard."""
+        return self._advance_at if self._due and self._transitions else None
+
+    # Changes.
+
+    def begin(self, assignments: Mapping[bytes, Assignment], reason: str, now: float) -> list[InstallerAction]:
+        """Begin a transition for each channel, in one version of the plan.
+
+        Raises:
+            RequestRefused: a channel is in transition or there already, a server cannot take part, or there are too
+            many.
+
+        """
+        for channel, assignment in assignments.items():
+            self._check(channel, assignment, now)
+        if len(self._transitions) + len(assignments) > self._options.transitions_max:
+            raise RequestRefused(
+                f"{len(self._transitions)} channels are in transition, and at most"
+                f" {self._options.transitions_max} may be; wait until some have settled"
+            )
+        if self.plan.version > EPOCH_MAX - VERSIONS_IN_RESERVE:
+            raise RequestRefused("the versions of the plan are used up; stop all clients and delete the stored plans")
+        plan = self.plan.begin(assignments)
+        for channel in assignments:
+            self._transitions[channel] = Transition(plan.entries[channel], plan.version, now)
+        return self._changed(plan, assignments, reason, now)
+
+    def _check(self, channel: bytes, assignment: Assignment, now: float) -> None:
+        entry = self.plan.entry(channel)
+        if entry.phase is not Phase.SETTLED:
+            raise RequestRefused(f"channel {channel!r:.80} is in transition; wait until it has settled")
+        if entry.route.assignment == assignment:
+            raise RequestRefused(f"channel {channel!r:.80} is there already")
+        for server in (*entry.route.assignment.servers, *assignment.servers):
+            if (problem := self.why_not(server, now)) is not None:
+                raise RequestRefused(problem)
+
+    def why_not(self, server: str, now: float) -> str | None:
+        """Say why a server cannot take part in new transitions; None when it can."""
+        if server not in self._copies:
+            return f"server {server!r:.80} is not known; known are {', '.join(self._copies)}"
+        copy = self._copies[server]
+        if copy.problem:
+            return f"server {server} does not keep the plan: {copy.problem}"
+        if not copy.is_kept:
+            return f"server {server} is not connected; see whether it is up and reachable from the balancer"
+        if not self._agents.is_alive(server, now):
+            return f"the agent of server {server} is not heard; start `dynamoth node` for it"
+        return None
+
+    def _changed(self, plan: Plan, channels: Iterable[bytes], reason: str, now: float) -> list[InstallerAction]:
+        self._book.advance(plan, channels)
+        return [PlanChanged(plan, reason), *self.sync(now)]
+
+    def advance(self, now: float) -> list[InstallerAction]:
+        """Bring transitions into their next phase, all that can in one version of the plan."""
+        if not self._due or now < self._advance_at:
+            return []
+        self._due = False
+        changed: dict[bytes, Entry] = {}
+        for channel, transition in self._transitions.items():
+            if next(self.waiting_for(transition, now), None) is None:
+                changed[channel] = _next_phase(transition.entry)
+        if not changed:
+            return []
+        self._advance_at = now + self._options.step_interval_s
+        plan = self.plan.with_entries(changed)
+        settled = tuple(channel for channel, entry in changed.items() if entry.phase is Phase.SETTLED)
+        self._note_transitions(changed, now, plan.version)
+        reason = f"{len(changed) - len(settled)} activated, {len(settled)} settled"
+        actions = self._changed(plan, changed, reason, now)
+        return [*actions, TransitionsSettled(settled)] if settled else actions
+
+    def waiting_for(self, transition: Transition, now: float) -> Iterator[str]:
+        """Go through what a transition waits for, in words for people."""
+        prepared = transition.entry.phase is Phase.PREPARED
+        for server in sorted(transition.involved):
+            stored = self._copies[server].version
+            if stored is None or stored < transition.version:
+                yield f"{server} to store the plan"
+            elif prepared:
+                if self._agents[server].acked < transition.version or not self._agents.is_alive(server, now):
+                    yield f"the agent of {server} to acknowledge"
+            elif server in transition.old and server not in transition.vacated:
+                yield f"subscribers to leave {server}"
+
+    def _note_transitions(self, entries: Mapping[bytes, Entry], now: float, version: int | None = None) -> None:
+        """Keep the transitions in step with new entries."""
+        for channel, entry in entries.items():
+            known = self._transitions.pop(channel, None)
+            if entry.phase is not Phase.SETTLED:
+                since = now if known is None else known.since
+                self._transitions[channel] = Transition(entry, self.plan.version if version is None else version, since)
+
+    # What agents say.
+
+    def acknowledged(self, server: str, version: int) -> None:
+        """Take the acknowledgement of a server's agent, in the present process of it."""
+        if version > self.plan.version:
+            self.counters["acks_from_future"] += 1
+            self._jump_above = max(self._jump_above, version)
+        elif self._agents.acknowledge(server, version):
+            self._due = True
+
+    def vacated(self, server: str, message: Vacated) -> None:
+        """Take the word of a server's agent that nobody listens at old locations."""
+        for channel, epoch in message.channels:
+            transition = self._transitions.get(channel)
+            if (
+                transition is not None
+                and transition.entry.phase is Phase.ACTIVE
+                and transition.entry.route.epoch == epoch
+                and server in transition.old
+            ):
+                self._due = self._due or server not in transition.vacated
+                transition.vacated.add(server)
+            else:
+                self.counters["vacated_out_of_date"] += 1
+
+    # Links and time.
+
+    def link_up(self, server: str, run_id: str | None, now: float, found: int | None = None) -> list[InstallerAction]:
+        """Go on at a server. ``found`` is the version that is known to be stored there, if it is known."""
+        copy = self._copies[server]
+        copy.link_up(run_id)
+        if found is not None:
+            copy.assume(found)
+        return self._carry_out(copy, copy.sync(self._book, now), now)
+
+    def link_down(self, server: str) -> None:
+        """Stop at a server; transitions that concern it wait for it."""
+        self._copies[server].link_down()
+
+    def replied(self, server: str, tag: tuple[str, int, int, str], value: Any, now: float) -> list[InstallerAction]:
+        """Take the reply to a command of a copy."""
+        copy = self._copies[server]
+        before = copy.version
+        actions = self._carry_out(copy, copy.replied(tag, value, self._book, now), now)
+        if copy.version != before:
+            self._due = True
+            self._agents[server].asked_at = now  # it has just been told
+        return [*actions, *self.advance(now)]
+
+    def _carry_out(self, copy: PlanCopy, actions: Iterable[CopyAction], now: float) -> list[InstallerAction]:
+        done: list[InstallerAction] = []
+        for action in actions:
+            if isinstance(action, CopyFound):
+                done += self._take_in(copy, action.copy, now)
+            else:
+                done.append(action)
+        return done
+
+    def _take_in(self, copy: PlanCopy, found: Copy, now: float) -> list[InstallerAction]:
+        """Merge what another balancer has left at a server that could not be read before."""
+        details: dict[str, Any] = {"server": found.server, "version": found.plan.version}
+        if not found.believed and not same_ring(found.plan, self.plan):
+            note = Note("warning", "a server had loaded an old plan of another cluster; it is overwritten", details)
+            return [note, *self._carry_out(copy, copy.overwrite(self._book), now)]
+        try:
+            check_ring(found, self.plan)
+            check_servers(self._servers, [found])
+            version = version_after(max(found.plan.version, self.plan.version))
+        except ConfigError as error:
+            first = copy.problem != str(error)
+            copy.conflicts(str(error), now)
+            return [Note("error", str(error), details)] if first else []
+        before = self.plan.version
+        newer = self._book.take_in(found.plan, version)
+        self._note_transitions(newer, now)
+        copy.taken()
+        details["entries_taken"] = len(newer)
+        actions: list[InstallerAction] = [Note("warning", "a server held a plan that was not known", details)]
+        if self.plan.version != before:
+            actions.append(PlanChanged(self.plan, f"merged with the plan found at {found.server}"))
+        if settled := tuple(channel for channel, entry in newer.items() if entry.phase is Phase.SETTLED):
+            actions.append(TransitionsSettled(settled))
+        self._due = True
+        return [*actions, *self.sync(now)]
+
+    def sync(self, now: float) -> list[InstallerAction]:
+        """Bring every copy to the present plan, as far as that is possible now."""
+        actions: list[InstallerAction] = []
+        for copy in self._copies.values():
+            actions += self._carry_out(copy, copy.sync(self._book, now), now)
+        return actions
+
+    def tick(self, now: float) -> list[InstallerAction]:
+        """Look after copies, ask agents that have not answered, and see whether transitions can go on."""
+        actions = self._jump()
+        actions += self.sync(now)
+        actions += self._ask(now)
+        self._due = True
+        return [*actions, *self.advance(now)]
+
+    def _jump(self) -> list[InstallerAction]:
+        """Get above a version that an agent has from a plan that is stored nowhere."""
+        above, self._jump_above = self._jump_above, -1
+        if above <= self.plan.version:
+            return []
+        try:
+            self._book.jump(version_after(above))
+        except ConfigError as error:
+            details = {"version": above, "reason": str(error)}
+            return [Note("error", "an agent holds an impossible version of the plan: restart it", details)]
+        return [PlanChanged(self.plan, f"an agent holds version {above}, which no server stores")]
+
+    def _ask(self, now: float) -> list[Send]:
+        """Ask agents that have not acknowledged, and those that say nothing, which version they hold."""
+        sends: list[Send] = []
+        for server, copy in self._copies.items():
+            agent = self._agents[server]
+            stored = copy.version
+            if stored is None or now - agent.asked_at < self._options.ack_timeout_s:
+                continue
+            if agent.acked < stored or now - agent.heard_at > self._options.agent_stale_s / 2:
+                agent.asked_at = now
+                sends.append(Send(server, (b"PUBLISH", AGENT_CHANNEL, pack_control(PlanQuery(stored)))))
+        return sends
+
+
+def _next_phase(entry: Entry) -> Entry:
+    if entry.phase is Phase.PREPARED:
+        return replace(entry, phase=Phase.ACTIVE)
+    return Entry(entry.route, Phase.SETTLED)

@@ -1,0 +1,175 @@
+"""Which balancer is at work: a lease at the majority of the servers.
+
+Theory of operation
+-------------------
+The lease is one key at each server that holds the balancer's incarnation and expires by itself. Who holds it at more
+than half of the *configured* servers may change the plan, so there is at most one.
+
+Taking it is ``SET NX PX``, followed by ``GET``: what counts is what the server then says. Servers are taken in the
+order of the configuration, each only when those before it are ours or down, so that two balancers that start together
+do not take half of the servers each. Renewing it is ``PEXPIRE``, then ``GET``: whatever key was there is still there
+when it is read, so "ours" means that it was ours when it was prolonged.
+
+The lease counts from when a command was *sent*, shortened by what the two clocks may differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dynamoth.events import Send
+from dynamoth.names import BALANCER_LEASE_KEY
+
+CLOCK_DRIFT_RATIO = 0.1
+"""How much faster than ours a server's clock may run: far more than any does, and a tenth of the lease is cheap."""
+
+TAG = "lease"
+
+
+@dataclass(slots=True)
+class _Term:
+    """The lease at one server."""
+
+    up: bool = False
+    #: Until when the lease here is surely ours.
+    held_until: float = -math.inf
+    #: Whether the last reply said that it is ours (it may have expired since).
+    ours: bool = False
+    #: Who else holds it, as of the last reply.
+    other: bytes | None = None
+    #: When a command was sent that is not answered; None when there is none.
+    sent_at: float | None = None
+    #: When the next command is due.
+    next_at: float = -math.inf
+    #: What the server answered instead of what it should, empty if all is well.
+    problem: str = ""
+
+
+class Lease:
+    """Gets and keeps the lease. The owner executes the actions, and asks :meth:`is_held` before each of its deeds."""
+
+    def __init__(self, servers: Sequence[str], incarnation: int, lease_s: float, renew_s: float) -> None:
+        """Make a lease for a balancer process. ``incarnation`` is new with each start."""
+        self._value = b"%d" % incarnation
+        self._lease_s = lease_s
+        self._renew_s = renew_s
+        self._terms = {server: _Term() for server in servers}
+        self._majority = len(self._terms) // 2 + 1
+        #: Until when the majority is surely ours, at least.
+        self._held_until = -math.inf
+        self._released = False
+
+    @property
+    def majority(self) -> int:
+        """How many servers must grant the lease."""
+        return self._majority
+
+    def is_held(self, now: float) -> bool:
+        """Tell whether the lease is surely held at the majority of the servers."""
+        if self._released:
+            return False
+        if now >= self._held_until:
+            until = sorted((term.held_until for term in self._terms.values()), reverse=True)
+            self._held_until = until[self._majority - 1]
+        return now < self._held_until
+
+    def others(self) -> dict[str, str]:
+        """Return, per server where another balancer holds the lease, that one's incarnation."""
+        return {
+            server: term.other.decode(errors="replace")
+            for server, term in self._terms.items()
+            if term.up and term.other is not None
+        }
+
+    def problems(self) -> dict[str, str]:
+        """Return, per server that refuses our commands, what it says."""
+        return {server: term.problem for server, term in self._terms.items() if term.up and term.problem}
+
+    def link_up(self, server: str, now: float) -> list[Send]:
+        """Go on at a server."""
+        self._terms[server].up = True
+        self._terms[server].next_at = now
+        return self.tick(now)
+
+    def link_down(self, server: str) -> None:
+        """Stop at a server: what was granted there still counts until it expires."""
+        term = self._terms[server]
+        term.up = False
+        term.sent_at = None
+        term.other = None
+        term.problem = ""
+
+    def tick(self, now: float) -> list[Send]:
+        """Take and renew where it is time."""
+        sends: list[Send] = []
+        if self._released:
+            return sends
+        leads = self.is_held(now)
+        contested = any(term.up and term.other is not None for term in self._terms.values())
+        for server, term in self._terms.items():
+            if not term.up:
+                continue
+            if term.sent_at is None and now >= term.next_at and (leads or not (contested and term.ours)):
+                # Who has not won while another holds servers does not renew, so that one of the two gets all of them.
+                sends += self._ask(server, term, now)
+            if not leads and not term.ours:
+                break
+        return sends
+
+    def _ask(self, server: str, term: _Term, now: float) -> list[Send]:
+        term.sent_at = now
+        term.next_at = now + self._renew_s
+        lease_ms = round(self._lease_s * 1000)
+        if term.ours:
+            return [
+                Send(server, (b"PEXPIRE", BALANCER_LEASE_KEY, lease_ms)),
+                Send(server, (b"GET", BALANCER_LEASE_KEY), (TAG, "renewed")),
+            ]
+        return [
+            Send(server, (b"SET", BALANCER_LEASE_KEY, self._value, b"NX", b"PX", lease_ms), (TAG, "set")),
+            Send(server, (b"GET", BALANCER_LEASE_KEY), (TAG, "taken")),
+        ]
+
+    def replied(self, server: str, what: str, value: Any, now: float) -> list[Send]:
+        """Take the reply to a command whose tag is ``(TAG, what)``."""
+        term = self._terms[server]
+        if what == "set":
+            term.problem = str(value) if isinstance(value, Exception) else ""
+            return []
+        if what == "released" or self._released:
+            term.sent_at = None
+            return []
+        sent_at, term.sent_at = term.sent_at, None
+        assert sent_at is not None, f"a reply of {server} to no command"
+        if isinstance(value, Exception):
+            term.problem = str(value)
+        term.ours = value == self._value
+        term.other = value if isinstance(value, bytes) and not term.ours else None
+        if not term.ours:
+            term.held_until = self._held_until = -math.inf
+            return []
+        if what == "taken":
+            term.next_at = now  # it may have been ours before, with little time left: only a renewal tells
+        else:
+            term.held_until = sent_at + self._lease_s * (1 - CLOCK_DRIFT_RATIO)
+        return self.tick(now)
+
+    def release(self, now: float) -> list[Send]:
+        """Give the lease back wherever it is surely ours, for good; nothing is asked for after this."""
+        sends = [
+            Send(server, (b"DEL", BALANCER_LEASE_KEY), (TAG, "released"))
+            for server, term in self._terms.items()
+            if term.up and term.held_until > now
+        ]
+        self._released = True
+        for send in sends:
+            self._terms[send.link].sent_at = now
+        return sends
+
+    @property
+    def is_releasing(self) -> bool:
+        """Whether a server has not yet answered that it has given the lease back."""
+        return any(term.up and term.sent_at is not None for term in self._terms.values())

@@ -1,0 +1,548 @@
+"""The balancer machine: one process that decides which server carries which channel, and sees it through.
+
+Theory of operation
+-------------------
+It is in one of these stages::
+
+    CONTENDING   without the lease: it hears agents and administrators, and changes nothing
+    RECOVERING   with the lease: reads what servers store, to go on where the predecessor ended
+    LEADING      makes decisions and installs plans
+    STOPPED      it does nothing any more
+
+Before each deed it looks whether the lease is still held; if not, it is CONTENDING again, and a later term begins with
+another recovery, as somebody else may have been at work in between.
+
+The parts: ``lease`` (who may change the plan), ``takeover`` (reading what is there), ``installer`` (phases,
+acknowledgements, stored copies), ``model`` and ``goals`` (decisions), ``admin`` and ``status`` (people). They know
+nothing of each other; this module connects them.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dynamoth.control import REPORT_CODE, AdminRequest, PlanAck, Vacated, unpack_control
+from dynamoth.errors import AlreadyRunning, ConfigError, MalformedMessage, RequestRefused
+from dynamoth.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
+from dynamoth.names import BALANCER_CHANNEL, is_user_channel, logical_channel
+from dynamoth.plan import Mode, Phase, Plan, Server, single
+from dynamoth.reports import Report, unpack_report
+from dynamoth_balancer import copies, lease, takeover
+from dynamoth_balancer.actions import Decided, Note, PlanChanged, ReportReceived, Shutdown, Stopped
+from dynamoth_balancer.admin import Admin, BegunMove, MoveState
+from dynamoth_balancer.agents import Agents, Heard
+from dynamoth_balancer.decider import Decider
+from dynamoth_balancer.goals import Relieve
+from dynamoth_balancer.installer import Installer, TransitionsSettled
+from dynamoth_balancer.lease import Lease
+from dynamoth_balancer.model import ClusterModel
+from dynamoth_balancer.options import BalancerOptions
+from dynamoth_balancer.status import (
+    TRANSITIONS_SHOWN_MAX,
+    describe_decision,
+    describe_report,
+    describe_transition,
+    plan_page,
+)
+from dynamoth_balancer.takeover import Takeover
+
+TICK_INTERVAL_S = 0.25
+"""How often everything that waits is looked at: a fourth of the shortest default timeout."""
+
+SHUTDOWN_S_MAX = 1.0
+"""A server that does not answer in this time keeps the lease until it expires."""
+
+_REPORT_FIRST_BYTES = frozenset(bytes((0x90 | length, REPORT_CODE)) for length in range(16))
+"""How a packed report begins: a msgpack array of up to 15 elements, the first of which is the code."""
+
+
+class Stage(enum.Enum):
+    """What the balancer is about."""
+
+    CONTENDING = "contending"
+    RECOVERING = "recovering"
+    LEADING = "leading"
+    STOPPED = "stopped"
+
+
+class BalancerMachine:
+    """The balancer of a cluster.
+
+    Own events: :class:`~dynamoth_balancer.actions.Shutdown`. Own actions: ``PlanChanged``, ``Decided``,
+    ``ReportReceived``, ``Note`` and ``Stopped``, all in ``dynamoth_balancer.actions``; a driver that does not know
+    them may ignore all but the last.
+
+    Args:
+        servers: all servers of the cluster, at least one, each id once.
+        incarnation: up to 63 bits, random, new with each start of the process.
+        options: every threshold, interval and bound.
+
+    Raises:
+        ConfigError: there is no server, or a server is named twice.
+
+    """
+
+    def __init__(self, servers: Sequence[Server], incarnation: int, options: BalancerOptions | None = None) -> None:
+        ids = [server.id for server in servers]
+        if not ids or len(set(ids)) != len(ids):
+            raise ConfigError(f"a balancer needs servers, each named once, not: {', '.join(ids) or 'none'}")
+        self.incarnation = incarnation
+        self.options = options or BalancerOptions()
+        self.counters: Counter[str] = Counter()
+        self.stage = Stage.CONTENDING
+        self._servers = {server.id: server for server in servers}
+        self._run_ids: dict[str, str | None] = {}
+        self._down_reasons: dict[str, str] = dict.fromkeys(ids, "not connected yet")
+        self._unsubscribed: set[str] = set()
+        self._lease = Lease(ids, incarnation, self.options.lease_s, self.options.lease_renew_s)
+        self._agents = Agents(ids, self.options.agent_stale_s)
+        #: Agents of which the log was told that they are alive.
+        self._agents_noted: set[str] = set()
+        self._model = ClusterModel(ids, self.options.averaging_s)
+        self._decider = Decider(self._model, (Relieve(),), self.options)
+        self._admin = Admin(self, self.options)
+        #: Counts the times that this process got the lease; 0 before the first.
+        self._term = 0
+        #: Not None exactly while RECOVERING.
+        self._takeover: Takeover | None = None
+        #: That of the present or latest term; None before the first.
+        self._installer: Installer | None = None
+        self._contending_since = -math.inf
+        self._tick_at: float | None = None
+        self._shutdown_at: float | None = None
+
+    # What others may look at.
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the present or latest term; None before the first."""
+        return None if self._installer is None else self._installer.plan
+
+    @property
+    def transitions(self) -> int:
+        """How many channels are in transition."""
+        return 0 if self._installer is None else len(self._installer.transitions)
+
+    def load_ratios(self, now: float) -> dict[str, float | None]:
+        """Return the estimated load ratio of each server, None where it is not known."""
+        loads = {server: self._model.load(server, now) for server in self._servers}
+        return {server: None if load is None else load.load_ratio for server, load in loads.items()}
+
+    def links_up(self) -> int:
+        """Return how many servers are connected."""
+        return len(self._run_ids)
+
+    def agents_alive(self, now: float) -> int:
+        """Return how many agents are heard."""
+        return sum(self._agents.is_alive(server, now) for server in self._servers)
+
+    def all_counters(self) -> Counter[str]:
+        """Return the counters of all parts."""
+        parts = [self._admin.counters, self._model.counters]
+        if self._installer is not None:
+            parts.append(self._installer.counters)
+        return sum(parts, start=Counter(self.counters))
+
+    # Events.
+
+    def handle(self, event: Any, now: float) -> list[Any]:
+        """Take one event; return the actions to execute, in order."""
+        if self.stage is Stage.STOPPED:
+            return []
+        actions = self._follow_lease(now)
+        match event:
+            case Pushed(link, messages):
+                actions += self._pushed(link, messages, now)
+            case Replied(link, tag, value):
+                actions += self._replied(link, tag, value, now)
+            case Tick():
+                actions += self._tick(now)
+            case LinkUp(link, run_id):
+                actions += self._link_up(link, run_id, now)
+            case LinkDown(link, reason):
+                actions += self._link_down(link, reason)
+            case Start():
+                self._contending_since = now
+                self._tick_at = now + TICK_INTERVAL_S
+                actions += [Connect(server.id, server.url) for server in self._servers.values()]
+            case Shutdown():
+                actions += self._shutdown(now)
+            case _:
+                raise AssertionError(f"not an event of a balancer: {event!r}")
+        return self._settle_affairs(actions, now)
+
+    def deadline(self) -> float | None:
+        """Return when something may be due."""
+        if self._tick_at is None or self.stage is Stage.STOPPED:
+            return None
+        installer = self._at_work
+        advance = None if installer is None else installer.deadline()
+        return self._tick_at if advance is None else min(self._tick_at, advance)
+
+    @property
+    def _at_work(self) -> Installer | None:
+        """The installer, when the balancer leads: then it surely holds the lease, as that was looked at first."""
+        return self._installer if self.stage is Stage.LEADING else None
+
+    def _settle_affairs(self, actions: list[Any], now: float) -> list[Any]:
+        """Do what follows from settled transitions, and take what is no action of ours out of ``actions``."""
+        settled = [action for action in actions if isinstance(action, TransitionsSettled)]
+        if not settled:
+            return actions
+        for action in settled:
+            self._model.settled(action.channels, now)
+            self.counters["moves_settled"] += len(action.channels)
+        others = [action for action in actions if not isinstance(action, TransitionsSettled)]
+        return [*others, *self._admin.tick(now)]
+
+    def _link_up(self, server: str, run_id: str | None, now: float) -> list[Any]:
+        self._run_ids[server] = run_id
+        self._down_reasons.pop(server, None)
+        actions: list[Any] = [
+            Send(server, (b"SUBSCRIBE", BALANCER_CHANNEL), ("subscribe",)),
+            Note("info", "connected to a server", {"server": server}),
+        ]
+        actions += self._lease.link_up(server, now)
+        if self._takeover is not None:
+            actions += self._takeover.link_up(server, run_id)
+        elif self._at_work is not None:
+            actions += self._at_work.link_up(server, run_id, now)
+        return actions
+
+    def _link_down(self, server: str, reason: str) -> list[Any]:
+        was_up = server in self._run_ids
+        self._run_ids.pop(server, None)
+        self._lease.link_down(server)
+        if self._takeover is not None:
+            self._takeover.link_down(server)
+        if self._installer is not None:
+            self._installer.link_down(server)
+        repeated = not was_up and self._down_reasons.get(server) == reason
+        self._down_reasons[server] = reason
+        if repeated:
+            return []
+        return [Note("warning", "a server cannot be reached", {"server": server, "reason": reason})]
+
+    def _replied(self, server: str, tag: Any, value: Any, now: float) -> list[Any]:
+        match tag[0]:
+            case lease.TAG:
+                return [*self._lease.replied(server, tag[1], value, now), *self._follow_lease(now)]
+            case takeover.TAG:
+                if self._takeover is None:
+                    return []
+                return [*self._takeover.replied(server, tag, value), *self._recover(now)]
+            case copies.TAG:
+                return [] if self._at_work is None else list(self._at_work.replied(server, tag, value, now))
+            case "subscribe":
+                return self._subscribed(server, value)
+            case _:
+                raise AssertionError(f"not a tag of a balancer: {tag!r}")
+
+    def _subscribed(self, server: str, value: Any) -> list[Any]:
+        assert isinstance(value, ErrorReply), f"SUBSCRIBE has no reply but an error: {value!r}"
+        self._unsubscribed.add(server)
+        text = "a server does not let us hear its agent: give the user &__dynamoth__:* and ~__dynamoth__:*"
+        return [Note("error", text, {"server": server, "reply": str(value)})]
+
+    # The lease and the stages.
+
+    def _follow_lease(self, now: float) -> list[Any]:
+        """Go into the stage that the lease allows."""
+        if self.stage is Stage.STOPPED:
+            return []
+        if self._shutdown_at is not None:
+            return self._shut_down(now)
+        held = self._lease.is_held(now)
+        if held and self.stage is Stage.CONTENDING:
+            return self._begin_term(now)
+        if not held and self.stage is not Stage.CONTENDING:
+            return self._end_term(now)
+        if not held:
+            return self._contend(now)
+        return []
+
+    def _begin_term(self, now: float) -> list[Any]:
+        self._term += 1
+        self.stage = Stage.RECOVERING
+        deadline = now + self.options.recovery_s
+        self._takeover = Takeover(list(self._servers.values()), self._term, deadline, self.options.virtual_nodes)
+        details = {"incarnation": self.incarnation}
+        actions: list[Any] = [Note("info", "got the lease; reading the stored plans", details)]
+        for server, run_id in self._run_ids.items():
+            actions += self._takeover.link_up(server, run_id)
+        return actions
+
+    def _end_term(self, now: float) -> list[Any]:
+        self.stage = Stage.CONTENDING
+        self._takeover = None
+        self._contending_since = now
+        return [Note("error", "lost the lease: no decisions and no changes until it is back", self._lease_details())]
+
+    def _contend(self, now: float) -> list[Any]:
+        others = self._lease.others()
+        waited = now - self._contending_since
+        if others and waited > self.options.lease_s + 2 * self.options.lease_renew_s:
+            incarnations = ", ".join(sorted(set(others.values())))
+            text = (
+                f"another balancer (incarnation {incarnations}) is at work: it holds the lease at {', '.join(others)}"
+                " and renews it; stop that one first, there is one balancer for a cluster"
+            )
+            return self._stop(AlreadyRunning(text))
+        return []
+
+    def _lease_details(self) -> dict[str, Any]:
+        return {
+            "needed": f"{self._lease.majority} of {len(self._servers)} servers",
+            "held_by_others": self._lease.others(),
+            "refused": self._lease.problems(),
+            "unreachable": dict(self._down_reasons),
+        }
+
+    def _stop(self, error: AlreadyRunning | ConfigError | None) -> list[Any]:
+        self.stage = Stage.STOPPED
+        return [Stopped(error)]
+
+    def _recover(self, now: float) -> list[Any]:
+        """Go on reading what is stored, and lead when that is done."""
+        if self._takeover is None:
+            return []
+        sends = self._takeover.read(now)
+        if sends is not None:
+            return list(sends)
+        missing = self._takeover.missing()
+        try:
+            book, found = self._takeover.finish()
+        except ConfigError as error:
+            return [*self._lease.release(now), *self._stop(error)]
+        self._takeover = None
+        self.stage = Stage.LEADING
+        self._agents.forget_acknowledgements()
+        servers = list(self._servers.values())
+        installer = Installer(book, servers, self._agents, self.options, self._term, now)
+        self._installer = installer
+        if book.plan.entries:
+            self._decider.wait(now)  # the predecessor may have made a plan just now
+        details = {
+            "version": book.plan.version,
+            "entries": len(book.plan.entries),
+            "transitions": len(installer.transitions),
+            "not_read": missing,
+        }
+        actions: list[Any] = [Note("warning" if missing else "info", "leading", details)]
+        actions.append(PlanChanged(book.plan, "recovered from the servers" if book.plan.version else "a new cluster"))
+        for server, run_id in self._run_ids.items():
+            actions += installer.link_up(server, run_id, now, found.get(server))
+        return actions
+
+    def _shutdown(self, now: float) -> list[Any]:
+        self._shutdown_at = now + SHUTDOWN_S_MAX
+        return [*self._lease.release(now), *self._shut_down(now)]
+
+    def _shut_down(self, now: float) -> list[Any]:
+        """Stop, once the servers have taken the lease back."""
+        assert self._shutdown_at is not None
+        if self.stage is Stage.STOPPED or (self._lease.is_releasing and now < self._shutdown_at):
+            return []
+        return self._stop(None)
+
+    # Time.
+
+    def _tick(self, now: float) -> list[Any]:
+        actions: list[Any] = []
+        if self._tick_at is None or now >= self._tick_at:
+            self._tick_at = now + TICK_INTERVAL_S
+            actions += self._lease.tick(now)
+            actions += self._recover(now)
+            actions += self._resubscribe()
+            actions += self._note_agents(now)
+            actions += self._admin.tick(now)
+            if (installer := self._at_work) is not None:
+                actions += installer.tick(now)
+                actions += self._decide(installer, now)
+        elif (installer := self._at_work) is not None:
+            actions += installer.advance(now)
+        return actions
+
+    def _resubscribe(self) -> list[Any]:
+        servers = [server for server in self._unsubscribed if server in self._run_ids]
+        self._unsubscribed.clear()
+        return [Send(server, (b"SUBSCRIBE", BALANCER_CHANNEL), ("subscribe",)) for server in servers]
+
+    def _note_agents(self, now: float) -> list[Any]:
+        notes: list[Any] = []
+        for server in self._servers:
+            alive = self._agents.is_alive(server, now)
+            if alive and server not in self._agents_noted:
+                self._agents_noted.add(server)
+                notes.append(Note("info", "an agent is heard", {"server": server}))
+            elif not alive and server in self._agents_noted:
+                self._agents_noted.discard(server)
+                notes.append(Note("warning", "an agent is not heard any more: see whether it runs", {"server": server}))
+        return notes
+
+    # What is heard.
+
+    def _pushed(self, server: str, messages: Sequence[Sequence[Any]], now: float) -> list[Any]:
+        actions: list[Any] = []
+        for message in messages:
+            if message[0] == b"message" and message[1] == BALANCER_CHANNEL:
+                actions += self._heard(server, message[2], now)
+        if (installer := self._at_work) is not None:
+            actions += installer.advance(now)
+        return actions
+
+    def _heard(self, server: str, data: bytes, now: float) -> list[Any]:
+        try:
+            message = unpack_report(data) if data[:2] in _REPORT_FIRST_BYTES else unpack_control(data)
+        except MalformedMessage:
+            self.counters["malformed"] += 1
+            return []
+        match message:
+            case AdminRequest():
+                return self._admin.handle(server, message, now)
+            case Report() | PlanAck() | Vacated():
+                if message.server == server:
+                    return self._agent_says(message, now)
+                self.counters["wrong_server"] += 1
+                text = "an agent speaks at a server that is not its own: correct its configuration"
+                return [Note("error", text, {"server": server, "agent_of": message.server})]
+            case _:
+                self.counters["unexpected"] += 1
+                return []
+
+    def _agent_says(self, message: Report | PlanAck | Vacated, now: float) -> list[Any]:
+        server = message.server
+        actions: list[Any] = []
+        if not isinstance(message, Vacated):  # which names no incarnation, and needs none: it stays true
+            heard = self._agents.hear(server, message.incarnation, now)
+            if heard is Heard.STALE:
+                self.counters["stale_incarnation"] += 1
+                return []
+            if heard is Heard.NEW:
+                self._model.agent_restarted(server)
+                actions.append(
+                    Note("info", "an agent has started", {"server": server, "incarnation": message.incarnation})
+                )
+        if isinstance(message, Report) and self._model.report(message, now):
+            actions.append(ReportReceived(message))
+        if (installer := self._at_work) is not None:
+            if isinstance(message, Vacated):
+                installer.vacated(server, message)
+            else:
+                version = message.version if isinstance(message, PlanAck) else message.plan_version
+                if version is not None:
+                    installer.acknowledged(server, version)
+        return actions
+
+    # Changes.
+
+    def _decide(self, installer: Installer, now: float) -> list[Any]:
+        """Make a plan, if it is time and there is a reason."""
+        decision = self._decider.look(installer, now)
+        if decision is None:
+            return []
+        self.counters["decisions"] += 1
+        moves = {move.channel: (move.source, move.target) for move in decision.moves}
+        try:
+            return [Decided(decision), *self._move(installer, moves, "too much load", now)]
+        except RequestRefused as error:
+            return [Note("warning", "a decision cannot be carried out now", {"reason": str(error)})]
+
+    def _move(self, installer: Installer, moves: Mapping[bytes, tuple[str, str]], reason: str, now: float) -> list[Any]:
+        """Begin to move channels, each from a server to another. Raises RequestRefused."""
+        if not moves:
+            return []
+        assignments = {channel: single(target) for channel, (_, target) in moves.items()}
+        actions = installer.begin(assignments, reason, now)
+        self._model.moved(moves, now)
+        self._decider.moved(moves, now)
+        self.counters["moves_begun"] += len(moves)
+        return list(actions)
+
+    # What administrators may have done: see ``admin.Office``.
+
+    def begin_move(self, channel: bytes, target: str, now: float) -> tuple[BegunMove, list[Any]]:
+        """Begin to move a channel; a move to the same server that is under way already is waited for."""
+        installer = self._at_work
+        if installer is None:
+            raise RequestRefused(f"the balancer is {self.stage.value}, not leading: {self._lease_details()}")
+        if not is_user_channel(channel) or logical_channel(channel) != channel:
+            raise RequestRefused(f"channel {channel!r:.80} is not an application's: it cannot be moved")
+        entry = installer.plan.entry(channel)
+        source = entry.route.assignment.servers[0]
+        if channel in installer.transitions and entry.route.assignment == single(target):
+            return BegunMove(channel, entry.previous[-1].assignment.servers[0], target, entry.route.epoch), []
+        if entry.phase is Phase.SETTLED and entry.route.assignment.mode is not Mode.SINGLE:
+            raise RequestRefused(f"channel {channel!r:.80} is replicated: only channels at one server can be moved")
+        actions = self._move(installer, {channel: (source, target)}, "an administrator's move", now)
+        return BegunMove(channel, source, target, installer.plan.entries[channel].route.epoch), actions
+
+    def move_state(self, move: BegunMove, now: float) -> tuple[MoveState, str]:
+        """Return how far a move is, and what it waits for."""
+        assert self._installer is not None
+        entry = self._installer.plan.entry(move.channel)
+        if entry.route.epoch != move.epoch:
+            return MoveState.SUPERSEDED, ""
+        if entry.phase is Phase.SETTLED:
+            return MoveState.SETTLED, ""
+        transition = self._installer.transitions[move.channel]
+        return MoveState.UNSETTLED, ", ".join(self._installer.waiting_for(transition, now))
+
+    def pause(self, paused: bool) -> None:
+        """Make decisions, or make none."""
+        self._decider.paused = paused
+
+    def version(self) -> int:
+        """Return the version of the plan."""
+        return -1 if self._installer is None else self._installer.plan.version
+
+    def plan_page(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a part of the plan."""
+        if self._installer is None:
+            raise RequestRefused("the balancer has not read the plan yet")
+        return plan_page(self._installer.plan, arguments)
+
+    def status(self, now: float) -> Mapping[str, Any]:
+        """Return how everything is."""
+        transitions: list[dict[str, Any]] = []
+        if (installer := self._installer) is not None:
+            for channel, transition in list(installer.transitions.items())[:TRANSITIONS_SHOWN_MAX]:
+                waits = list(installer.waiting_for(transition, now))
+                transitions.append(describe_transition(channel, transition, waits, now))
+        return {
+            "stage": self.stage.value,
+            "incarnation": self.incarnation,
+            "version": self.version(),
+            "paused": self._decider.paused,
+            "servers": {server: self._server_status(server, now) for server in self._servers},
+            "entries": 0 if installer is None else len(installer.plan.entries),
+            "in_transition": self.transitions,
+            "transitions": transitions,
+            "moves_begun": self.counters["moves_begun"],
+            "moves_settled": self.counters["moves_settled"],
+            "decisions": [
+                {"age_s": now - at, **describe_decision(decision)} for at, decision in self._decider.decisions
+            ],
+            "counters": dict(self.all_counters()),
+        }
+
+    def _server_status(self, server: str, now: float) -> dict[str, Any]:
+        load = self._model.load(server, now)
+        agent = self._agents[server]
+        installer = self._installer
+        return {
+            "link": "up" if server in self._run_ids else "down",
+            "link_problem": self._down_reasons.get(server, ""),
+            "agent": "alive" if self._agents.is_alive(server, now) else "silent",
+            "agent_incarnation": agent.incarnation,
+            "acknowledged_version": agent.acked if agent.acked >= 0 else None,
+            "stored_version": None if installer is None else installer.copy(server).version,
+            "problem": "" if installer is None else installer.copy(server).problem,
+            "load_ratio": None if load is None else load.load_ratio,
+            "outgoing_bytes_per_s_estimated": None if load is None else load.outgoing_bytes_per_s,
+            **describe_report(self._model.latest(server)),
+        }

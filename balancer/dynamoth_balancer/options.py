@@ -1,0 +1,112 @@
+"""What a balancer process may choose for itself: every threshold, interval and bound, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dynamoth.errors import ConfigError
+from dynamoth.ring import VIRTUAL_NODES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalancerOptions:
+    """The settings of a :class:`~dynamoth_balancer.machine.BalancerMachine`.
+
+    The ratios and ``wait_s`` are the values of the authors' code; a ratio is of load over capacity (eq. 1 of the
+    paper).
+
+    Raises:
+        ConfigError: a value is out of range; the text names it.
+
+    """
+
+    # Decisions.
+
+    load_ratio_high: float = 0.80
+    """LR_high: a server above it is relieved."""
+    load_ratio_safe: float = 0.60
+    """LR_safe: it is relieved to this. From 0 to ``load_ratio_high``."""
+    load_ratio_accept: float | None = None
+    """No server is filled above it, unless it stays ``much_better_ratio`` below the source. None:
+    ``load_ratio_safe``."""
+    much_better_ratio: float = 0.20
+    """A target may pass ``load_ratio_accept`` when it stays this far below what the source had."""
+    improvement_ratio_min: float = 0.05
+    """A move makes the larger ratio of the two servers smaller, and leaves the target this far below what the source
+    had."""
+    channel_ratio_min: float = 0.001
+    """Channels that make up less than this of their server are not worth a move."""
+    wait_s: float = 20.0
+    """T_wait: least time between two plans made by the balancer itself. 0: none."""
+    averaging_s: float = 10.0
+    """Loads are averaged over this time. More than 0."""
+    reports_min: int = 3
+    """A server takes part in decisions once this many of its reports are in the average. From 1."""
+    decision_interval_s: float = 1.0
+    """How often the balancer looks whether a decision is due. More than 0."""
+    channel_rest_s: float = 30.0
+    """A channel that was moved is not moved again by the balancer itself for this time. 0: none."""
+    moves_per_plan_max: int = 500
+    """Most channels that one plan moves. From 1."""
+    moves_per_server_max: int = 100
+    """Most channels that one plan moves away from, or to, one server. From 1."""
+    transitions_max: int = 5000
+    """Most channels in transition at once, those that administrators moved included. From 1."""
+
+    # Agents.
+
+    agent_stale_s: float = 5.0
+    """An agent that was not heard for this time counts as down. More than 0."""
+    ack_timeout_s: float = 1.0
+    """An agent that has not acknowledged after this time is asked again. More than 0."""
+    step_interval_s: float = 0.02
+    """Phases of transitions that become due within this time are one version of the plan. 0: none are held."""
+
+    # The plan.
+
+    virtual_nodes: int = VIRTUAL_NODES
+    """Points per server on the ring of a new cluster. A plan that is stored keeps its own. From 1."""
+
+    recovery_s: float = 3.0
+    """After a start, servers that cannot be read within this time are recovered when they come back. More than 0."""
+    retry_s: float = 1.0
+    """A server that refuses to store the plan is tried again after this time. More than 0."""
+    verify_interval_s: float = 5.0
+    """How often the balancer looks whether servers still store the plan. More than 0."""
+
+    # The lease.
+
+    lease_s: float = 5.0
+    """Without renewal another balancer takes over after this time. At least 3 times ``lease_renew_s``."""
+    lease_renew_s: float = 1.0
+    """How often the lease is renewed. More than 0."""
+
+    # Administrators.
+
+    move_timeout_s: float = 30.0
+    """An administrator who asked for a move is told after this time that it has not settled. More than 0."""
+    requests_max: int = 1000
+    """Answered requests that are remembered, so that a repeated one is answered alike. From 1."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        may_be_zero = {"wait_s", "channel_rest_s", "step_interval_s", "channel_ratio_min", "improvement_ratio_min"}
+        for item in fields(self):
+            value: Any = getattr(self, item.name)
+            if value is not None and not (value > 0 or (value == 0 and item.name in may_be_zero)):
+                bound = "0 or more" if item.name in may_be_zero else "more than 0"
+                raise ConfigError(f"{item.name} must be {bound}, not {value}")
+        if self.load_ratio_safe > self.load_ratio_high:
+            raise ConfigError(
+                f"load_ratio_safe ({self.load_ratio_safe}) must be at most load_ratio_high ({self.load_ratio_high})"
+            )
+        if self.lease_s < 3 * self.lease_renew_s:
+            raise ConfigError(
+                f"lease_s must be at least 3 times lease_renew_s ({self.lease_renew_s}), not {self.lease_s}"
+            )
+
+    @property
+    def accept_ratio(self) -> float:
+        """Up to which load ratio a server is filled."""
+        return self.load_ratio_safe if self.load_ratio_accept is None else self.load_ratio_accept

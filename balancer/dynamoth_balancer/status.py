@@ -1,0 +1,120 @@
+"""What administrators see: how everything is, and what the plan says. Plain data that msgpack and JSON can hold."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+from dynamoth.errors import RequestRefused
+from dynamoth.plan import Entry, Phase, Plan
+from dynamoth.reports import Report
+from dynamoth_balancer.goals import Decision
+from dynamoth_balancer.installer import Transition
+
+TRANSITIONS_SHOWN_MAX = 100
+MOVES_SHOWN_MAX = 20
+ENTRIES_PER_PAGE_MAX = 1000
+"""Bounds of what one reply holds: about 100 KB."""
+
+
+def describe_decision(decision: Decision) -> dict[str, Any]:
+    """Return a decision as data."""
+    return {
+        "moves": len(decision.moves),
+        "first_moves": [
+            {
+                "channel": move.channel,
+                "from": move.source,
+                "to": move.target,
+                "reason": move.reason,
+                "load_ratio_from_before": move.before.source,
+                "load_ratio_from_after": move.after.source,
+                "load_ratio_to_before": move.before.target,
+                "load_ratio_to_after": move.after.target,
+            }
+            for move in decision.moves[:MOVES_SHOWN_MAX]
+        ],
+        "findings": [
+            {"server": finding.server, "load_ratio": finding.load_ratio, "reason": finding.reason}
+            for finding in decision.findings[:MOVES_SHOWN_MAX]
+        ],
+    }
+
+
+def describe_transition(channel: bytes, transition: Transition, waits: list[str], now: float) -> dict[str, Any]:
+    """Return a transition as data."""
+    entry = transition.entry
+    return {
+        "channel": channel,
+        "phase": entry.phase.name.lower(),
+        "epoch": entry.route.epoch,
+        "from": sorted(transition.old),
+        "to": list(entry.route.assignment.servers),
+        "age_s": now - transition.since,
+        "waiting_for": waits,
+    }
+
+
+def describe_report(report: Report | None) -> dict[str, Any]:
+    """Return what a server's latest report says of the whole server."""
+    if report is None:
+        return {}
+    return {
+        "outgoing_bytes_per_s_max": report.outgoing_bytes_per_s_max,
+        "outgoing_bytes_per_s": report.outgoing_bytes_per_s,
+        "incoming_bytes_per_s": report.incoming_bytes_per_s,
+        "cpu_ratio": report.cpu_ratio,
+        "memory_bytes": report.memory_bytes,
+        "connections": report.connections,
+        "messages_per_s": (sum(report.columns.messages_sent) + report.rest.messages_sent) / report.interval_s,
+        "publications_per_s": (sum(report.columns.publications) + report.rest.publications) / report.interval_s,
+        "channels": len(report.columns) + report.rest.channels,
+        "observation_lag_s": report.observation_lag_s,
+    }
+
+
+def plan_page(plan: Plan, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part of the plan; see :mod:`dynamoth_balancer.admin`. Raises RequestRefused."""
+    channel = arguments.get("channel")
+    page: dict[str, Any] = {
+        "version": plan.version,
+        "servers": {server.id: server.url for server in plan.servers.values()},
+        "base": list(plan.base),
+        "channels": len(plan.entries),
+        "next": None,
+    }
+    if channel is not None:
+        if not isinstance(channel, bytes):
+            raise RequestRefused("the argument channel of the command plan must be bytes")
+        return {**page, "entries": [_describe_entry(channel, plan.entry(channel))]}
+    after, limit = arguments.get("after"), arguments.get("limit", ENTRIES_PER_PAGE_MAX)
+    if not (after is None or isinstance(after, bytes)):
+        raise RequestRefused("the argument after of the command plan must be bytes")
+    if type(limit) is not int or not 1 <= limit <= ENTRIES_PER_PAGE_MAX:
+        raise RequestRefused(f"the argument limit of the command plan must be from 1 to {ENTRIES_PER_PAGE_MAX}")
+    names = (name for name in plan.entries if after is None or name > after)
+    found = heapq.nsmallest(limit + 1, names)
+    page["entries"] = [_describe_entry(name, plan.entries[name]) for name in islice(found, limit)]
+    page["next"] = found[limit - 1] if len(found) > limit else None
+    return page
+
+
+def _describe_entry(channel: bytes, entry: Entry) -> dict[str, Any]:
+    return {
+        "channel": channel,
+        "phase": entry.phase.name.lower(),
+        "epoch": entry.route.epoch,
+        "mode": entry.route.assignment.mode.name.lower(),
+        "servers": list(entry.route.assignment.servers),
+        "previous": [
+            {
+                "epoch": route.epoch,
+                "mode": route.assignment.mode.name.lower(),
+                "servers": list(route.assignment.servers),
+            }
+            for route in entry.previous
+        ],
+        "settled": entry.phase is Phase.SETTLED,
+    }

@@ -1,0 +1,389 @@
+"""What an agent costs: its own CPU per observed message, and what Redis loses by being observed.
+
+Run with ``python -m bench.agent_cost``. A Redis server is started for it, and the agent runs as the process that
+``dynamoth node`` runs. Prints a line per figure, then one line of JSON; ends with 1 when a target is missed.
+
+1. CPU. Messages in envelopes, on many channels, at a steady rate that the machine has room for. The CPU time of the
+   agent's process, divided by the messages it says it has observed. All that it does meanwhile is in it: INFO, NUMSUB,
+   reports.
+2. Throughput. A publisher with a deep pipeline, every channel with ten subscribers, with agent and without in turns.
+   The publisher is as fast as Redis answers and the subscribers read, so that Redis cannot win by piling up output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import random
+import re
+import selectors
+import socket
+import statistics
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.sharedctypes import SynchronizedArray
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import cast
+
+import hiredis
+
+from dynamoth.envelope import seal
+from dynamoth.events import CommandPart
+from dynamoth.logs import configure_logging
+from dynamoth.plan import Plan, Server
+from dynamoth.stored_plan import write_whole
+from dynamoth_cli.embedded import EmbeddedRedis
+from dynamoth_node.runtime import NodeConfig, run
+
+CPU_US_PER_MESSAGE_MAX = 2.0
+THROUGHPUT_RATIO_MIN = 0.85
+
+PUBLISHERS = 50
+BATCH = 200
+"""Publications that are sent at once."""
+BATCHES_IN_FLIGHT = 8
+"""Redis has always something to do, and its replies do not pile up."""
+UNREAD_BYTES_MAX = 1_000_000
+"""What a subscriber has not read yet at most. Enough to keep everybody busy."""
+WAIT_S_MAX = 30.0
+
+pack = cast("Callable[[tuple[CommandPart, ...]], bytes]", hiredis.pack_command)  # its own types are wrong
+
+_spawn = multiprocessing.get_context("spawn")
+
+
+@dataclass(frozen=True)
+class Result:
+    cpu_us_per_message: float
+    messages_per_s: float
+    agent_cpu_ratio: float
+    observation_lag_s: float
+    throughput_alone_per_s: float
+    throughput_with_agent_per_s: float
+    throughput_ratio: float
+    redis_cpu_us_alone: float
+    redis_cpu_us_with_agent: float
+
+    def missed(self) -> list[str]:
+        missed: list[str] = []
+        if self.cpu_us_per_message > CPU_US_PER_MESSAGE_MAX:
+            missed.append(f"CPU per message is above {CPU_US_PER_MESSAGE_MAX} us")
+        if self.throughput_ratio < THROUGHPUT_RATIO_MIN:
+            missed.append(f"Redis keeps less than {THROUGHPUT_RATIO_MIN:.0%} of its throughput")
+        return missed
+
+
+# Processes of the benchmark.
+
+
+def agent_process(url: str, http_port: int) -> None:
+    configure_logging("warning", "text")
+    config = NodeConfig(server="s1", url=url, outgoing_bytes_per_s_max=125_000_000, http_port=http_port)
+    sys.exit(run(config))
+
+
+def subscribers_process(port: int, channels: int, received: SynchronizedArray[int], ready: Event) -> None:
+    """Subscribe a connection for each item of ``received`` to all channels, and count there the bytes that come."""
+    names = channel_names(channels)
+    command = pack((b"SUBSCRIBE", *names))
+    selector = selectors.DefaultSelector()
+    buffer = bytearray(1 << 20)
+    counts = received.get_obj()
+    for index in range(len(counts)):
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.sendall(command)
+        acknowledged = hiredis.Reader()
+        missing = len(names)
+        while missing:
+            acknowledged.feed(connection.recv(65536))
+            while acknowledged.gets():
+                missing -= 1
+        selector.register(connection, selectors.EVENT_READ, (index, connection))
+    ready.set()
+    while True:
+        for key, _ in selector.select():
+            index, connection = key.data
+            count = connection.recv_into(buffer)
+            if not count:
+                return
+            counts[index] += count
+
+
+# Load.
+
+
+def channel_names(count: int) -> list[bytes]:
+    return [b"world:tile:%d" % number for number in range(count)]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """``BATCH`` publications: the commands, and the size of what each subscriber gets."""
+
+    commands: bytes
+    pushed_bytes: int
+
+
+def batches(channels: int) -> list[Batch]:
+    """Return batches that publish messages of 64 to 200 bytes on all channels, by several publishers."""
+    chance = random.Random(1)
+    names = channel_names(channels)
+    publishers = [chance.getrandbits(64) for _ in range(PUBLISHERS)]
+    messages = [
+        (names[n % channels], seal(chance.choice(publishers), n, 1, bytes(chance.randint(40, 176))))
+        for n in range(max(channels, 20_000))
+    ]
+    chance.shuffle(messages)
+    return [make_batch(messages[start : start + BATCH]) for start in range(0, len(messages), BATCH)]
+
+
+def make_batch(messages: list[tuple[bytes, bytes]]) -> Batch:
+    """A push to a RESP2 subscriber is as long as the command that publishes it, as both words have seven letters."""
+    commands = b"".join([pack((b"PUBLISH", channel, data)) for channel, data in messages])
+    return Batch(commands, len(commands))
+
+
+class Publisher:
+    """Publishes batch after batch over one connection.
+
+    ``received``: what the subscribers have read, in bytes, one item each; None to publish whatever they read.
+    """
+
+    def __init__(self, port: int, channels: int, received: SynchronizedArray[int] | None = None) -> None:
+        self._connection = socket.create_connection(("127.0.0.1", port))
+        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._reader = hiredis.Reader(notEnoughData=None)
+        self._received = received.get_obj() if received is not None else None
+        self._pushed_bytes = 0
+        self._batches: Iterator[Batch] = itertools.cycle(batches(channels))
+        self._in_flight = 0
+
+    def send_batch(self) -> None:
+        batch = next(self._batches)
+        self._connection.sendall(batch.commands)
+        self._pushed_bytes += batch.pushed_bytes
+        self._in_flight += BATCH
+
+    def wait(self, in_flight_max: int) -> None:
+        while self._in_flight > in_flight_max:
+            self._reader.feed(self._connection.recv(1 << 16))
+            while self._reader.gets() is not None:
+                self._in_flight -= 1
+
+    def wait_for_subscribers(self, unread_bytes_max: int) -> None:
+        while self._received is not None and self._pushed_bytes - min(self._received) > unread_bytes_max:
+            time.sleep(0.0005)
+
+    def saturate(self, duration_s: float) -> int:
+        """Publish as fast as Redis answers and subscribers read; return how many messages, when all have been read."""
+        began = time.perf_counter()
+        count = 0
+        while time.perf_counter() - began < duration_s:
+            self.send_batch()
+            self.wait((BATCHES_IN_FLIGHT - 1) * BATCH)
+            self.wait_for_subscribers(UNREAD_BYTES_MAX)
+            count += BATCH
+        self.wait(0)
+        self.wait_for_subscribers(0)
+        return count
+
+    def pace(self, rate_per_s: float, duration_s: float) -> int:
+        """Publish at a steady rate; return how many messages."""
+        began = time.perf_counter()
+        count = 0
+        while count < rate_per_s * duration_s:
+            self.send_batch()
+            self.wait(0)
+            count += BATCH
+            time.sleep(max(0.0, began + count / rate_per_s - time.perf_counter()))
+        return count
+
+
+# Measuring.
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU time of the main thread, to the nanosecond; the agent has no other at work. Linux only."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S_MAX
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"within {WAIT_S_MAX:.0f} s not: {what}")
+        time.sleep(0.02)
+
+
+def metric(http_port: int, name: str) -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/metrics", timeout=5) as answer:
+        found = re.search(rf"^{name}(?:{{.*}})? (\S+)$", answer.read().decode(), re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def is_ready(http_port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/readyz", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def store_plan(server: EmbeddedRedis) -> None:
+    """Do what the balancer does first."""
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        for command in write_whole(Plan.initial([Server("s1", server.url)]), None):
+            connection.sendall(pack(command))
+            connection.recv(1024)
+
+
+@contextmanager
+def agent(url: str) -> Generator[tuple[int, int]]:
+    """Run an agent; give its process id and HTTP port when it is ready."""
+    http_port = free_port()
+    process = _spawn.Process(target=agent_process, args=(url, http_port), daemon=True)
+    process.start()
+    try:
+        assert process.pid is not None, "the process was started"
+        wait_until(lambda: is_ready(http_port), "an agent that is ready")
+        yield process.pid, http_port
+    finally:
+        process.terminate()
+        process.join()
+
+
+@contextmanager
+def subscribers(port: int, channels: int, count: int) -> Generator[SynchronizedArray[int]]:
+    ready = _spawn.Event()
+    received: SynchronizedArray[int] = _spawn.Array("q", count)
+    process = _spawn.Process(target=subscribers_process, args=(port, channels, received, ready), daemon=True)
+    process.start()
+    try:
+        if not ready.wait(WAIT_S_MAX):
+            raise TimeoutError("the subscribers are not ready")
+        yield received
+    finally:
+        process.terminate()
+        process.join()
+
+
+def measure_cpu(server: EmbeddedRedis, channels: int, rate_per_s: float, duration_s: float) -> tuple[float, ...]:
+    """Return CPU us per message, messages per second, CPU ratio and lag of an agent under a steady load."""
+    observed = "dynamoth_lla_messages_observed_total"
+    with agent(server.url) as (pid, http_port):
+        publisher = Publisher(server.port, channels)
+        warm_up = publisher.pace(rate_per_s, 1.0)
+        wait_until(lambda: metric(http_port, observed) >= warm_up, "a report of the first messages")
+        seen, cpu, began = metric(http_port, observed), cpu_s(pid), time.perf_counter()
+        messages = publisher.pace(rate_per_s, duration_s)
+        wall_s = time.perf_counter() - began
+        wait_until(lambda: metric(http_port, observed) >= seen + messages, "a report of all messages")
+        used_s = cpu_s(pid) - cpu
+        lag_s = metric(http_port, "dynamoth_agent_observation_lag_seconds")
+    return 1e6 * used_s / messages, messages / wall_s, used_s / wall_s, lag_s
+
+
+@dataclass(frozen=True)
+class Throughput:
+    messages_per_s: float
+    #: CPU time of Redis per publication: tells what it could do if it had a core for itself, however busy the machine.
+    redis_cpu_us: float
+
+
+def saturate(server: EmbeddedRedis, publisher: Publisher, duration_s: float) -> Throughput:
+    used_s = cpu_s(server.pid)
+    began = time.perf_counter()
+    count = publisher.saturate(duration_s)
+    return Throughput(count / (time.perf_counter() - began), 1e6 * (cpu_s(server.pid) - used_s) / count)
+
+
+def median(results: list[Throughput]) -> Throughput:
+    return Throughput(
+        statistics.median([result.messages_per_s for result in results]),
+        statistics.median([result.redis_cpu_us for result in results]),
+    )
+
+
+def measure_throughput(
+    server: EmbeddedRedis, channels: int, subscriber_count: int, duration_s: float, rounds: int
+) -> tuple[Throughput, Throughput]:
+    """Return what Redis does without an agent, and with one."""
+    alone: list[Throughput] = []
+    observed: list[Throughput] = []
+    with subscribers(server.port, channels, subscriber_count) as received:
+        publisher = Publisher(server.port, channels, received)
+        publisher.saturate(1.0)
+        for _ in range(rounds):
+            alone.append(saturate(server, publisher, duration_s))
+            with agent(server.url):
+                observed.append(saturate(server, publisher, duration_s))
+    return median(alone), median(observed)
+
+
+def measure(
+    *,
+    channels: int = 1000,
+    rate_per_s: float = 100_000,
+    duration_s: float = 5.0,
+    subscriber_count: int = 10,
+    rounds: int = 3,
+) -> Result:
+    with EmbeddedRedis(options={"client-output-buffer-limit": "pubsub 0 0 0"}) as server:
+        store_plan(server)
+        cpu_us, messages_per_s, cpu_ratio, lag_s = measure_cpu(server, channels, rate_per_s, duration_s)
+        alone, observed = measure_throughput(server, channels, subscriber_count, duration_s / 2, rounds)
+    return Result(
+        cpu_us_per_message=cpu_us,
+        messages_per_s=messages_per_s,
+        agent_cpu_ratio=cpu_ratio,
+        observation_lag_s=lag_s,
+        throughput_alone_per_s=alone.messages_per_s,
+        throughput_with_agent_per_s=observed.messages_per_s,
+        throughput_ratio=observed.messages_per_s / alone.messages_per_s,
+        redis_cpu_us_alone=alone.redis_cpu_us,
+        redis_cpu_us_with_agent=observed.redis_cpu_us,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--channels", type=int, default=1000)
+    parser.add_argument("--rate-per-s", type=float, default=100_000)
+    parser.add_argument("--duration-s", type=float, default=5.0)
+    parser.add_argument("--subscribers", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    result = measure(
+        channels=arguments.channels,
+        rate_per_s=arguments.rate_per_s,
+        duration_s=arguments.duration_s,
+        subscriber_count=arguments.subscribers,
+        rounds=arguments.rounds,
+    )
+    sys.stdout.write(
+        f"agent: {result.cpu_us_per_message:.2f} us CPU per observed message, at {result.messages_per_s:,.0f}/s"
+        f" on {arguments.channels} channels; {result.observation_lag_s * 1e3:.1f} ms late\n"
+        f"Redis: {result.throughput_alone_per_s:,.0f} messages/s to {arguments.subscribers} subscribers each,"
+        f" {result.throughput_with_agent_per_s:,.0f} with the agent: keeps {result.throughput_ratio:.1%}\n"
+        f"Redis: {result.redis_cpu_us_alone:.2f} us CPU per publication, {result.redis_cpu_us_with_agent:.2f} with it\n"
+        f"{json.dumps(asdict(result))}\n"
+    )
+    for missed in result.missed():
+        sys.stdout.write(f"missed: {missed}\n")
+    sys.exit(1 if result.missed() else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""How many messages one process publishes and receives per second: our client against redis-py's, on one server.
+
+Run with ``python -m bench.client_throughput``; ``--help`` tells the rest. Runs of the two clients take turns, and
+medians are compared. For receiving, a second process publishes as fast as the server takes it: envelopes for our
+client, plain payloads for redis-py's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import multiprocessing
+import re
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import hiredis
+import redis.asyncio
+
+from dynamoth import stored_plan
+from dynamoth.envelope import FIRST, seal
+from dynamoth.plan import Plan, Server
+from dynamoth_cli.embedded import EmbeddedRedis
+from dynamoth_client.asyncio import from_url
+from dynamoth_link.query import query
+
+CHANNEL = b"channel:1"
+TASKS = 200
+PUBLISHER_BATCH = 500
+PUBLISHER_ID = 2**63 + 5
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is measured, and how much of it."""
+
+    name: str
+    run: Callable[[Any, int, Load, bool], Coroutine[Any, Any, float]]
+    messages: int
+    payload: bytes
+
+
+async def publish_one_by_one(client: Any, port: int, load: Load, ours: bool) -> float:
+    """One task that awaits each publication."""
+    await client.publish(CHANNEL, load.payload)
+    began_at = time.perf_counter()
+    for _ in range(load.messages):
+        await client.publish(CHANNEL, load.payload)
+    return time.perf_counter() - began_at
+
+
+async def publish_concurrently(client: Any, port: int, load: Load, ours: bool) -> float:
+    """Many tasks, each of which awaits its publications."""
+
+    async def publish(count: int) -> None:
+        for _ in range(count):
+            await client.publish(CHANNEL, load.payload)
+
+    await asyncio.gather(*(publish(1) for _ in range(TASKS)))
+    began_at = time.perf_counter()
+    await asyncio.gather(*(publish(load.messages // TASKS) for _ in range(TASKS)))
+    return time.perf_counter() - began_at
+
+
+async def listen(client: Any, port: int, load: Load, ours: bool) -> float:
+    """``async for`` over everything; the time from the first message to the last."""
+    async with client.pubsub() as pubsub:
+        await pubsub.subscribe(CHANNEL)
+        await pubsub.get_message(timeout=None)
+        process = multiprocessing.get_context("spawn").Process(
+            target=publish_raw, args=(port, load.messages, load.payload, ours)
+        )
+        process.start()
+        began_at = 0.0
+        missing = load.messages
+        async for message in pubsub.listen():
+            assert message["data"] == load.payload
+            if missing == load.messages:
+                began_at = time.perf_counter()
+            missing -= 1
+            if not missing:
+                break
+        wall_s = time.perf_counter() - began_at
+        await asyncio.to_thread(process.join)
+        return wall_s
+
+
+def publish_raw(port: int, messages: int, payload: bytes, enveloped: bool) -> None:
+    """Publish as fast as the server takes it. Everything is packed before it begins."""
+    numbered = range(1, messages + 1)
+    data = [seal(PUBLISHER_ID, n, 0, payload, FIRST if n == 1 else 0) if enveloped else payload for n in numbered]
+    pack = cast("Callable[[tuple[bytes, ...]], bytes]", hiredis.pack_command)
+    packed = [pack((b"PUBLISH", CHANNEL, one)) for one in data]
+    batches = [b"".join(packed[i : i + PUBLISHER_BATCH]) for i in range(0, messages, PUBLISHER_BATCH)]
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        reader = hiredis.Reader(notEnoughData=None)
+        for batch in batches:
+            connection.sendall(batch)
+            replies = 0
+            while replies < PUBLISHER_BATCH:
+                reader.feed(connection.recv(65536))
+                while reader.gets() is not None:
+                    replies += 1
+
+
+async def measure(port: int, load: Load, *, ours: bool) -> float:
+    """Return messages per second of one run."""
+    url = f"redis://127.0.0.1:{port}"
+    client: Any = from_url(url) if ours else redis.asyncio.Redis(port=port, max_connections=TASKS + 1)
+    async with client:
+        return load.messages / await load.run(client, port, load, ours)
+
+
+async def store_plan(server: EmbeddedRedis) -> None:
+    """Make the server a cluster of one."""
+    (info,) = await query(server.url, ("INFO", "server"))
+    run_id = re.search(rb"run_id:(\w+)", info)
+    plan = Plan.initial([Server("s1", server.url)])
+    await query(server.url, *stored_plan.write_whole(plan, run_id[1].decode() if run_id else None))
+
+
+def run(main: Coroutine[Any, Any, Any], loop_name: str) -> Any:
+    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    if loop_name == "uvloop":
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(main)
+
+
+def compare(server: EmbeddedRedis, load: Load, rounds: int, loop_name: str) -> dict[str, float]:
+    """Return the medians of both clients, whose runs take turns, and their ratio."""
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(rounds):
+        for ours in rates:
+            gc.collect()
+            rates[ours].append(run(measure(server.port, load, ours=ours), loop_name))
+    theirs, mine = statistics.median(rates[False]), statistics.median(rates[True])
+    return {"redis_py_per_s": theirs, "dynamoth_per_s": mine, "ratio": mine / theirs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--messages", type=int, default=100_000, help="to receive per run; others are in proportion")
+    parser.add_argument("--payload-bytes", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--loop", choices=["asyncio", "uvloop"], default="asyncio")
+    parser.add_argument("--json", type=Path, help="write the results to this file as well")
+    arguments = parser.parse_args()
+    messages = max(2, arguments.messages // PUBLISHER_BATCH) * PUBLISHER_BATCH
+    payload = b"x" * arguments.payload_bytes
+    loads = [
+        Load("publish, one by one", publish_one_by_one, messages // 10, payload),
+        Load(f"publish, {TASKS} tasks", publish_concurrently, messages // 5, payload),
+        Load("listen", listen, messages, payload),
+    ]
+    results: dict[str, dict[str, float]] = {}
+    with EmbeddedRedis(options={"client-output-buffer-limit": "pubsub 0 0 0"}) as server:
+        asyncio.run(store_plan(server))
+        for load in loads:
+            result = results[load.name] = compare(server, load, arguments.rounds, arguments.loop)
+            sys.stdout.write(
+                f"{load.name:22} redis-py {result['redis_py_per_s']:>9,.0f}/s"
+                f"   dynamoth {result['dynamoth_per_s']:>9,.0f}/s   ratio {result['ratio']:.2f}\n"
+            )
+            sys.stdout.flush()
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""Speaking with a running cluster: what its servers store, and what its balancer answers.
+
+Theory of operation
+-------------------
+A request goes to the balancer through any server: it is published on the balancer's channel there, and the answer
+comes to an inbox of the request's own, at the same server. So the inbox is subscribed first. A request that is not
+answered is sent again with the same number, over a new connection if need be: the balancer answers a repeated one
+alike, and one that was restarted in between gets it too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from dynamoth.control import AdminReply, AdminRequest, pack_control, unpack_control
+from dynamoth.errors import ClusterUnavailable, ConfigError, MalformedMessage, RequestRefused
+from dynamoth.events import CommandPart, Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
+from dynamoth.names import BALANCER_CHANNEL, inbox
+from dynamoth.plan import Plan
+from dynamoth.stored_plan import READ_HEADER, READ_WHOLE, parse_header, parse_whole
+from dynamoth_link.driver import Driver
+from dynamoth_link.errors import LinkError, MachineCrashed
+from dynamoth_link.query import query
+from dynamoth_link.urls import ClusterAddress, ServerAddress, parse_cluster_url
+
+URL_VARIABLE = "DYNAMOTH_URL"
+
+REPEAT_INTERVAL_S = 1.0
+"""A request that was not answered for this long is sent again."""
+
+ANSWER_TIMEOUT_S = 5.0
+
+NO_BALANCER = (
+    "no balancer is running in this cluster (nobody listens on its channel): start 'dynamoth balancer'; until then"
+    " everything goes on with the last plan, and nothing is moved"
+)
+
+
+def add_url(parser: ArgumentParser) -> None:
+    """Add ``--url``."""
+    parser.add_argument(
+        "--url",
+        metavar="URL",
+        help=f"the cluster: dynamoth://[user:password@]host:port[,host:port...] [{URL_VARIABLE}]",
+    )
+
+
+def cluster_of(arguments: Namespace, environment: Mapping[str, str] = os.environ) -> ClusterAddress:
+    """Return the cluster that the command is about. Raises ConfigError."""
+    url = arguments.url or environment.get(URL_VARIABLE)
+    if not url:
+        raise ConfigError(f"which cluster? Give --url dynamoth://host:port,host:port or set {URL_VARIABLE}")
+    return parse_cluster_url(url)
+
+
+# The request, as a machine.
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Action: the balancer has answered."""
+
+    reply: AdminReply
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Action: the server does not let us ask."""
+
+    reason: str
+
+
+class AdminMachine:
+    """Asks the balancer one thing, through one server, until it is answered.
+
+    Args:
+        url: the server.
+        request: with a number that nobody else uses.
+    """
+
+    def __init__(self, url: str, request: AdminRequest) -> None:
+        self._url = url
+        self._inbox = inbox(request.request)
+        self._number = request.request
+        self._packed = pack_control(request)
+        #: When the request is sent again; None while the inbox is not subscribed, and after the answer.
+        self._repeat_at: float | None = None
+        #: Messages in our inbox that are no answer to us.
+        self.ignored = 0
+        #: Why the server cannot be reached at present; None while it can, and before the first attempt.
+        self.fault: str | None = None
+
+    def handle(self, event: Any, now: float) -> list[Any]:
+        """Take one event; return the actions to execute, in order."""
+        match event:
+            case Start():
+                return [Connect("server", self._url)]
+            case LinkUp():
+                self.fault = None
+                return [Send("server", (b"SUBSCRIBE", self._inbox), "subscribe")]
+            case LinkDown():
+                self.fault = event.reason
+                self._repeat_at = None
+            case Pushed():
+                return self._pushed(event, now)
+            case Tick() if self._repeat_at is not None:
+                return self._ask(now)
+            case Replied(value=ErrorReply() as error):
+                return [Refused(str(error))]
+            case _:
+                pass
+        return []
+
+    def deadline(self) -> float | None:
+        """Return when the request is sent again."""
+        return self._repeat_at
+
+    def _pushed(self, event: Pushed, now: float) -> list[Any]:
+        actions: list[Any] = []
+        for push in event.messages:
+            if push[0] == b"subscribe":
+                actions += self._ask(now)
+            elif push[0] == b"message" and (reply := self._read(push[2])):
+                self._repeat_at = None
+                actions.append(Answered(reply))
+        return actions
+
+    def _ask(self, now: float) -> list[Any]:
+        self._repeat_at = now + REPEAT_INTERVAL_S
+        return [Send("server", (b"PUBLISH", BALANCER_CHANNEL, self._packed), "publish")]
+
+    def _read(self, data: bytes) -> AdminReply | None:
+        """Read an answer; anybody can write into our inbox."""
+        try:
+            reply = unpack_control(data)
+        except MalformedMessage:
+            reply = None
+        if isinstance(reply, AdminReply) and reply.request == self._number:
+            return reply
+        self.ignored += 1
+        return None
+
+
+# Running it.
+
+_NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
+
+
+async def ask_balancer(
+    cluster: ClusterAddress, command: str, arguments: Mapping[str, Any] = _NO_ARGUMENTS, *, timeout_s: float
+) -> Mapping[str, Any]:
+    """Have the balancer carry out a request; return its result.
+
+    Raises:
+        RequestRefused: the balancer refuses, with its reason.
+        ClusterUnavailable: no server answers, no balancer is running, or none has answered within ``timeout_s``.
+        LinkError: the servers do not let us in.
+
+    """
+    server = await _server_with_balancer(cluster)
+    request = AdminRequest(secrets.randbits(63), command, dict(arguments))
+    done: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
+
+    def on_action(action: Any) -> None:
+        if done.done():
+            return
+        if isinstance(action, Answered):
+            done.set_result(action.reply)
+        elif isinstance(action, Refused):
+            done.set_exception(RequestRefused(f"{server.redacted()}: {action.reason}: check the user's permissions"))
+
+    def on_crash(crash: MachineCrashed) -> None:
+        if not done.done():
+            done.set_exception(crash)
+
+    machine = AdminMachine(server.url(), request)
+    driver = Driver(machine, on_action=on_action, on_crash=on_crash)
+    try:
+        driver.handle(Start())
+        async with asyncio.timeout(timeout_s):
+            reply = await done
+    except TimeoutError as error:
+        why = f" ({machine.fault})" if machine.fault else ""
+        raise ClusterUnavailable(
+            f"the balancer has not answered {command!r} within {timeout_s:g} s{why}: look at its log;"
+            " 'dynamoth status' tells whether the agents are there"
+        ) from error
+    finally:
+        await driver.close()
+    if reply.error is not None:
+        raise RequestRefused(reply.error)
+    return reply.result
+
+
+async def _server_with_balancer(cluster: ClusterAddress) -> ServerAddress:
+    faults: list[LinkError] = []
+    for server in cluster.servers:
+        try:
+            [answer] = await query(server, (b"PUBSUB", b"NUMSUB", BALANCER_CHANNEL), timeout_s=ANSWER_TIMEOUT_S)
+        except LinkError as error:
+            faults.append(error)
+            continue
+        if isinstance(answer, ErrorReply):
+            raise RequestRefused(f"{server.redacted()}: {answer}: check the user's permissions")
+        if answer[1]:
+            return server
+    if len(faults) == len(cluster.servers):
+        raise _unavailable(faults)
+    raise ClusterUnavailable(NO_BALANCER)
+
+
+async def read_plan(cluster: ClusterAddress) -> Plan:
+    """Return the plan that a server stores: the newest of those that the URL names.
+
+    Raises:
+        ClusterUnavailable: no server answers, or none stores a plan.
+
+    """
+    return await _newest(cluster, READ_WHOLE, lambda reply: parse_whole(reply, None))
+
+
+async def read_header(cluster: ClusterAddress) -> Plan:
+    """Return the same without the entries of channels, which may be many. Raises as ``read_plan``."""
+
+    def parse(reply: Any) -> Plan | None:
+        header = parse_header(reply, None)
+        return None if header is None else header.plan
+
+    return await _newest(cluster, READ_HEADER, parse)
+
+
+async def _newest(
+    cluster: ClusterAddress, command: tuple[CommandPart, ...], parse: Callable[[Any], Plan | None]
+) -> Plan:
+    asked = (query(server, command, timeout_s=ANSWER_TIMEOUT_S) for server in cluster.servers)
+    plans: list[Plan] = []
+    faults: list[LinkError] = []
+    for answer in await asyncio.gather(*asked, return_exceptions=True):
+        if isinstance(answer, LinkError):
+            faults.append(answer)
+        elif isinstance(answer, BaseException):
+            raise answer
+        elif isinstance(answer[0], ErrorReply):
+            raise RequestRefused(f"the stored plan cannot be read: {answer[0]}: check the user's permissions")
+        elif (plan := parse(answer[0])) is not None:
+            plans.append(plan)
+    if plans:
+        return max(plans, key=lambda plan: plan.version)
+    if len(faults) == len(cluster.servers):
+        raise _unavailable(faults)
+    raise ClusterUnavailable("no server stores a plan yet: start 'dynamoth balancer', which writes it")
+
+
+def _unavailable(faults: list[LinkError]) -> ClusterUnavailable:
+    reasons = "".join(f"\n  {fault}" for fault in faults)
+    return ClusterUnavailable(f"no server of the cluster answers:{reasons}")

@@ -1,0 +1,170 @@
+"""How the demo looks: live in a terminal, or as lines of progress anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from dynamoth_cli.demo_state import DemoState
+
+BAR_WIDTH = 40
+BAR_LOAD_RATIO_MAX = 1.5
+"""What a full bar stands for."""
+
+LOAD_RATIO_HIGH = 0.8
+LOAD_RATIO_SAFE = 0.6
+"""Where bars turn red, and yellow: the balancer's defaults."""
+
+LINE_INTERVAL_S = 5.0
+"""Time between two lines of progress."""
+
+
+class View:
+    """Shows the state of the demo. As a context manager, between whose begin and end :meth:`update` is called."""
+
+    def __init__(self, state: DemoState, console: Console) -> None:
+        self._state = state
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
+        #: What the latest line of progress was about.
+        self._said: tuple[str, int] | None = None
+
+    def __enter__(self) -> View:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *of_exception: object) -> None:
+        if self._live is not None:
+            self.update()
+            self._live.stop()
+
+    def update(self) -> None:
+        """Show how things are now."""
+        if self._live is not None:
+            self._live.update(render(self._state), refresh=True)
+            return
+        about = self._state.stage, int(self._state.elapsed_s / LINE_INTERVAL_S)
+        if about != self._said:
+            self._said = about
+            self._console.print(progress_line(self._state), highlight=False, soft_wrap=True)
+
+
+def render(state: DemoState) -> Panel:
+    """Return everything, for a terminal."""
+    time = f"{state.elapsed_s:.0f} of {state.seconds:.0f} s" if state.elapsed_s else ""
+    return Panel(
+        Group(_servers(state), "", _numbers(state), "", _news(state)),
+        title=f"[bold]Dynamoth[/]  {state.stage}  {time}",
+        title_align="left",
+        box=box.ROUNDED,
+    )
+
+
+def _servers(state: DemoState) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name, justify in (("server", "left"), ("load ratio", "right"), ("", "left")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]  # a Literal, which the tuple hides
+    for name in ("tiles", "messages/s", "MB/s"):
+        table.add_column(name, justify="right")
+    tiles = state.channels_at()
+    for id_ in state.servers:
+        ratio = state.load_ratios.get(id_)
+        told: Mapping[str, Any] = state.balancer["servers"].get(id_, {}) if state.balancer else {}
+        colour = _colour(ratio)
+        shown = min(ratio or 0.0, BAR_LOAD_RATIO_MAX)
+        bar = ProgressBar(BAR_LOAD_RATIO_MAX, shown, BAR_WIDTH, complete_style=colour, finished_style=colour)
+        table.add_row(
+            id_,
+            Text("-" if ratio is None else f"{ratio:.2f}", colour),
+            bar,
+            str(tiles[id_]),
+            f"{told.get('messages_per_s', 0):,.0f}",
+            f"{told.get('outgoing_bytes_per_s', 0) / 1e6:.2f}",
+        )
+    return table
+
+
+def _colour(ratio: float | None) -> str:
+    if ratio is None or ratio <= LOAD_RATIO_SAFE:
+        return "green"
+    return "red" if ratio > LOAD_RATIO_HIGH else "yellow"
+
+
+def _numbers(state: DemoState) -> Table:
+    published, delivered = state.rates()
+    audit = state.audit()
+    table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
+    version = "-" if state.plan is None else str(state.plan.version)
+    moved = f"[bold]{state.migrations}[/]"
+    table.add_row("channels moved", moved, "moving now", str(state.in_transition), "plan version", version)
+    latency = " / ".join(_ms(state.latencies_now.quantile_ms(ratio)) for ratio in (0.5, 0.99))
+    rates = f"{published:,.0f}/s", "delivered", f"{delivered:,.0f}/s"
+    table.add_row("published", *rates, "latency p50 / p99", latency)
+    table.add_row("audited", f"{state.audited:,}", *_audit_cells(audit))
+    return table
+
+
+def _audit_cells(audit: Mapping[str, int]) -> tuple[str, str, str, str]:
+    def cell(name: str) -> str:
+        return f"[bold {'red' if audit[name] else 'green'}]{audit[name]}[/]"
+
+    lost = f"{cell('lost')} lost, {cell('gaps')} gaps"
+    return "", lost, "", f"{cell('duplicated')} duplicated, {cell('reordered')} reordered"
+
+
+def _news(state: DemoState) -> Text:
+    if state.balancer_problem:
+        return Text(f"balancer: {state.balancer_problem}", "red")
+    lines = list(state.news) or ["the balancer has had nothing to decide yet"]
+    return Text("\n".join(lines), "dim", no_wrap=True, overflow="ellipsis")
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} ms"
+
+
+def progress_line(state: DemoState) -> str:
+    """Return one line, for logs."""
+    ratios = " ".join(
+        f"{id_}={'-' if ratio is None else format(ratio, '.2f')}" for id_, ratio in state.load_ratios.items()
+    )
+    audit = " ".join(f"{name}={count}" for name, count in state.audit().items())
+    published, delivered = state.rates()
+    p99 = _ms(state.latencies_now.quantile_ms(0.99))
+    return (
+        f"{state.elapsed_s:4.0f} s  {state.stage}: load {ratios}; moved {state.migrations};"
+        f" published {published:.0f}/s delivered {delivered:.0f}/s p99 {p99}; audited {state.audited} {audit}"
+    )
+
+
+def show_summary(summary: Mapping[str, Any], console: Console) -> None:
+    """Print the result."""
+    before, after = (_ratios(summary[key]) for key in ("load_ratios_before", "load_ratios_after"))
+    verdict = "[bold green]clean[/]" if summary["clean"] else f"[bold red]NOT clean: {', '.join(summary['faults'])}[/]"
+    irregular = ", ".join(f"{summary[name]} {name}" for name in ("lost", "duplicated", "reordered", "gaps"))
+    lines = [
+        f"published {summary['published']:,}; delivered {summary['delivered']:,}, {summary['audited']:,} audited",
+        f"audit: {verdict} ({irregular})",
+        f"channels moved: {summary['migrations']} (plan version {summary['plan_version']})",
+        f"latency: p50 {_ms(summary['latency_ms_p50'])}, p99 {_ms(summary['latency_ms_p99'])}",
+        f"load ratios before the first move: {before}; in the end: {after}",
+    ]
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+    for story in summary["stories"]:
+        console.print(story, markup=False, highlight=False, soft_wrap=True)
+
+
+def _ratios(ratios: Mapping[str, float | None] | None) -> str:
+    if ratios is None:
+        return "not measured"
+    return ", ".join(f"{id_} {'-' if ratio is None else format(ratio, '.2f')}" for id_, ratio in ratios.items())

@@ -1,0 +1,118 @@
+"""The one command, ``dynamoth``.
+
+Each subcommand is a module of its own, with ``configure(parser)`` and ``run(arguments) -> int``. Only the module of
+the command that was asked for is imported, so that ``dynamoth --help`` and a typo are answered at once.
+
+Exit codes: 0 it was done; 1 it failed, was refused, or a check found something; 2 the command line or the
+configuration is wrong; 130 interrupted before it was done. ``node``, ``balancer`` and ``up`` run until they are told
+to end, by SIGINT or SIGTERM, and then exit with 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from typing import Protocol, cast
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT, as shells have it."""
+
+EXIT_CODES = "exit codes: 0 done; 1 failed or refused; 2 wrong command line or configuration; 130 interrupted"
+
+
+class CommandModule(Protocol):
+    """What the module of a subcommand has."""
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add the command's arguments."""
+        ...
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do it. Returns the exit code."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand: its module in this package, and what it does."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "demo": Command("demo", "see channels move under load, on Redis servers that it starts itself"),
+    "up": Command("up", "start a whole cluster on this machine, for development"),
+    "node": Command("node", "run the agent of one Redis server: dispatcher and load analyzer"),
+    "balancer": Command("balancer", "run the balancer of a cluster"),
+    "status": Command("status", "show servers, agents, load and balancer"),
+    "plan": Command("plan", "show which channel is where, or move one"),
+    "sim": Command("sim", "try thousands of interleavings and faults in the simulator"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        sys.stdout.write(_overview())
+        return EXIT_DONE if arguments else EXIT_USAGE
+    name = arguments[0]
+    if name in ("-V", "--version"):
+        sys.stdout.write(f"dynamoth {version('dynamoth')}\n")
+        return EXIT_DONE
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        return _fail(f"{name!r} is no command: {hint}", EXIT_USAGE)
+    return _run(name, arguments[1:])
+
+
+def _run(name: str, rest: list[str]) -> int:
+    from dynamoth.errors import ConfigError, DynamothError
+
+    command = COMMANDS[name]
+    module = cast(CommandModule, import_module(f"dynamoth_cli.{command.module}"))
+    parser = argparse.ArgumentParser(
+        prog=f"dynamoth {name}",
+        description=command.summary[0].upper() + command.summary[1:] + ".",
+        epilog=EXIT_CODES,
+        allow_abbrev=False,
+    )
+    module.configure(parser)
+    try:
+        return module.run(parser.parse_args(rest))
+    except ConfigError as error:
+        return _fail(f"configuration: {error}", EXIT_USAGE)
+    except DynamothError as error:
+        return _fail(str(error), EXIT_FAILED)
+    except KeyboardInterrupt:
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read our output has gone; Python would complain about it at exit
+        return EXIT_FAILED
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stderr.write(f"dynamoth: {message}\n")
+    return code
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items())
+    return (
+        "usage: dynamoth COMMAND [options]\n\n"
+        "Several unmodified Redis servers as one very large publish/subscribe server.\n\n"
+        f"commands:\n{commands}\n\n"
+        "'dynamoth COMMAND --help' tells its options. Settings of daemons come from the first of: flag, environment\n"
+        f"(DYNAMOTH_...), TOML file (--config), default.\n\n{EXIT_CODES}\n"
+    )

@@ -1,0 +1,116 @@
+"""From flags, environment and TOML file to a configuration: for the commands that are daemons."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dynamoth.config import ConfigText, FlagValue, LoadedConfig, declared_settings, format_config, load_config
+from dynamoth.errors import ConfigError
+from dynamoth.plan import Server
+from dynamoth_link.options import LinkOptions, TlsOptions
+from dynamoth_link.urls import InvalidUrl, parse_server_url
+
+CONFIG_VARIABLE = "DYNAMOTH_CONFIG"
+
+EXAMPLE = "--servers 's1=redis://10.0.0.1:6379 s2=redis://10.0.0.2:6379'"
+
+
+def add_settings(parser: argparse.ArgumentParser, own_section: str, sections: Sequence[str]) -> None:
+    """Add ``--config``, ``--check``, ``--print-config``, and a flag for each setting that is no secret."""
+    parser.set_defaults(own_section=own_section, sections=tuple(sections))
+    parser.add_argument("--config", metavar="FILE", help=f"the TOML file [{CONFIG_VARIABLE}]")
+    parser.add_argument("--check", action="store_true", help="check the configuration, and exit with 0 or 2")
+    parser.add_argument("--print-config", action="store_true", help="print the configuration in effect, and exit")
+    for section in sections:
+        group = parser.add_argument_group(f"settings [{section}]")
+        for declared in declared_settings().values():
+            if declared.section == section and not declared.setting.secret:
+                group.add_argument(
+                    declared.flag(own_section),
+                    dest=declared.key,
+                    metavar="VALUE",
+                    help=declared.help.replace("%", "%%"),
+                )
+    secrets = [
+        each.variable for each in declared_settings().values() if each.setting.secret and each.section in sections
+    ]
+    if secrets:
+        parser.epilog = (
+            f"Secrets have no flags, as any user of the machine sees those: use {', '.join(secrets)}. {parser.epilog}"
+        )
+
+
+def load_settings(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> LoadedConfig:
+    """Load what the arguments, the environment and the file say. Raises ConfigError."""
+    name: str | None = arguments.config or environment.get(CONFIG_VARIABLE)
+    given = {
+        key: FlagValue(declared.flag(arguments.own_section), value)
+        for key, declared in declared_settings().items()
+        if (value := getattr(arguments, key, None)) is not None
+    }
+    return load_config(file=_read(name) if name else None, environment=environment, flags=given)
+
+
+def answer_questions(arguments: argparse.Namespace, loaded: LoadedConfig) -> bool:
+    """Do what ``--print-config`` and ``--check`` ask for. Returns whether one of them was asked for."""
+    if arguments.print_config:
+        sys.stdout.write(format_config(loaded, arguments.sections))
+    elif arguments.check:
+        sys.stderr.write("dynamoth: the configuration is valid\n")
+    return bool(arguments.check or arguments.print_config)
+
+
+def cluster_servers(loaded: LoadedConfig) -> tuple[Server, ...]:
+    """Return the servers of the cluster, at least one, with URLs that can be parsed. Raises ConfigError."""
+    settings = loaded.config.cluster.servers
+    if not settings:
+        raise ConfigError(f"cluster.servers: no server is named: give {EXAMPLE}, or [[cluster.servers]] in the file")
+    for index, server in enumerate(settings):
+        try:
+            parse_server_url(server.url)
+        except InvalidUrl as error:
+            place = loaded.places["cluster.servers"]
+            raise ConfigError(f"cluster.servers[{index}].url: {error} (from {place})") from error
+    return tuple(Server(server.id, server.url) for server in settings)
+
+
+def link_options(loaded: LoadedConfig, client_name: str | None) -> LinkOptions:
+    """Return the options of all links of a process. Raises ConfigError, also for TLS files that cannot be used."""
+    link = loaded.config.link
+    options = LinkOptions(
+        username=link.username or None,
+        password=link.password or None,
+        client_name=client_name,
+        tls=TlsOptions(
+            ca_file=link.tls_ca_file or None,
+            cert_file=link.tls_cert_file or None,
+            key_file=link.tls_key_file or None,
+            verify=link.tls_verify,
+        ),
+        connect_timeout_s=link.connect_timeout_s,
+        ping_interval_s=link.ping_interval_s,
+        ping_timeout_s=link.ping_timeout_s,
+    )
+    for name in ("tls_ca_file", "tls_cert_file", "tls_key_file"):
+        file: str = getattr(link, name)
+        if file and not os.access(file, os.R_OK):
+            raise loaded.fault(f"link.{name}", file, "a file that can be read")
+    try:
+        options.tls.make_context()
+    except OSError as error:
+        raise ConfigError(f"link.tls_*: the TLS files cannot be used: {error}: check certificate and key") from error
+    return options
+
+
+def _read(name: str) -> ConfigText:
+    try:
+        return ConfigText(name, Path(name).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise ConfigError(
+            f"the configuration file {name} cannot be read: {reason}: check --config and {CONFIG_VARIABLE}"
+        ) from error

@@ -1,0 +1,149 @@
+"""Acknowledgements as Redis gives them, made of confirmations that come from many servers.
+
+Theory of operation
+-------------------
+One Redis server acknowledges each argument of SUBSCRIBE and UNSUBSCRIBE in the order of the calls, with the number of
+subscriptions that the connection then has. Here the confirmations come from different servers, each in its own time.
+So a request that is confirmed early is *held* until those before it are confirmed, but not for long: the owner calls
+:meth:`Acks.release` before it hands on a message of a held channel (a message never comes before its
+acknowledgement), and :meth:`Acks.release_all` after ``HOLD_S_MAX``. Requests that were then passed over are *late*
+and hold nobody up any more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+HOLD_S_MAX = 0.25
+"""How long an acknowledgement waits for those before it: servers that are up confirm within a few milliseconds."""
+
+
+@dataclass(slots=True, frozen=True)
+class Ack:
+    """One acknowledgement: ``kind`` is ``subscribe`` or ``unsubscribe``, ``count`` the subscriptions there are then."""
+
+    kind: str
+    channel: bytes
+    count: int
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    kind: str
+    channel: bytes
+    #: Confirmed, and held if it has not been acknowledged yet.
+    done: bool = False
+    acknowledged: bool = False
+    late: bool = False
+
+
+class Acks:
+    """Requests in, confirmations in, acknowledgements out. It does no I/O and has no clock."""
+
+    __slots__ = ("_open", "_order", "_subscribed", "held")
+
+    def __init__(self) -> None:
+        #: Requests that may still hold others up, oldest first.
+        self._order: deque[_Request] = deque()
+        #: Channel to its requests that are not confirmed, oldest first. No value is empty.
+        self._open: dict[bytes, deque[_Request]] = {}
+        #: Channels whose latest acknowledgement was of a subscription.
+        self._subscribed: set[bytes] = set()
+        #: Channel to its held requests, oldest first. No value is empty.
+        self.held: dict[bytes, list[_Request]] = {}
+
+    @property
+    def count(self) -> int:
+        """How many channels are acknowledged as subscribed."""
+        return len(self._subscribed)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no channel is subscribed and nothing is under way."""
+        return not self._subscribed and not self._open
+
+    def request(self, kind: str, channel: bytes) -> None:
+        """Note that the application asks to ``subscribe`` or ``unsubscribe``."""
+        request = _Request(kind, channel)
+        self._order.append(request)
+        self._open.setdefault(channel, deque()).append(request)
+
+    def confirmed(self, channel: bytes) -> list[Ack]:
+        """Confirm the oldest open request of the channel, which is to subscribe; return what is acknowledged now."""
+        if channel not in self._open:
+            return []
+        return self._done(self._take_open(channel))
+
+    def ended(self, channel: bytes) -> list[Ack]:
+        """Confirm the oldest request to unsubscribe, and those before it; return what is acknowledged now.
+
+        A subscription that ends before it was confirmed is acknowledged all the same, as Redis does.
+        """
+        acks: list[Ack] = []
+        while channel in self._open:
+            request = self._take_open(channel)
+            acks += self._done(request)
+            if request.kind == "unsubscribe":
+                break
+        return acks
+
+    def failed(self, channel: bytes) -> list[Ack]:
+        """Drop all open requests of a channel that the server refuses; return what is acknowledged now."""
+        for request in self._open.pop(channel, ()):
+            request.acknowledged = True
+        self._subscribed.discard(channel)
+        return self._drain()
+
+    def release(self, channel: bytes) -> list[Ack]:
+        """Acknowledge the held requests of one channel out of their turn."""
+        return [self._acknowledge(request) for request in self.held.pop(channel, ())]
+
+    def release_all(self) -> list[Ack]:
+        """Acknowledge all held requests out of their turn; those passed over hold nobody up any more."""
+        acks = [self._acknowledge(request) for request in self._order if request.done and not request.acknowledged]
+        for request in self._order:
+            request.late = True
+        self._order.clear()
+        self.held.clear()
+        return acks
+
+    def _take_open(self, channel: bytes) -> _Request:
+        requests = self._open[channel]
+        request = requests.popleft()
+        if not requests:
+            del self._open[channel]
+        return request
+
+    def _done(self, request: _Request) -> list[Ack]:
+        request.done = True
+        if request.late:
+            return [self._acknowledge(request)]
+        self.held.setdefault(request.channel, []).append(request)
+        return self._drain()
+
+    def _drain(self) -> list[Ack]:
+        """Acknowledge what nothing holds up any more."""
+        acks: list[Ack] = []
+        order = self._order
+        while order and (order[0].done or order[0].acknowledged):
+            request = order.popleft()
+            if not request.acknowledged:
+                self._unhold(request)
+                acks.append(self._acknowledge(request))
+        return acks
+
+    def _unhold(self, request: _Request) -> None:
+        """Take the oldest held request of a channel, which is this one, as ``_order`` is older first."""
+        requests = self.held[request.channel]
+        requests.remove(request)
+        if not requests:
+            del self.held[request.channel]
+
+    def _acknowledge(self, request: _Request) -> Ack:
+        request.acknowledged = True
+        if request.kind == "subscribe":
+            self._subscribed.add(request.channel)
+        else:
+            self._subscribed.discard(request.channel)
+        return Ack(request.kind, request.channel, len(self._subscribed))

@@ -1,0 +1,155 @@
+"""What the publications and the subscriptions of one client share: the bootstrap, the local plan, the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import redis.exceptions
+
+from dynamoth_client import _errors
+from dynamoth_client._bootstrap import read_plan_header
+from dynamoth_client._feed import Feed
+from dynamoth_client._publishing import Publishing
+from dynamoth_client._queue import MessageQueue
+from dynamoth_client._settings import Settings
+from dynamoth_client.local_plan import LocalPlan
+from dynamoth_link.errors import LinkError
+from dynamoth_link.query import query
+
+
+class Cluster:
+    """One client's view of the cluster. Nothing happens before the first use; after ``close`` it can be used again.
+
+    It belongs to the event loop of its first use, until it is closed.
+    """
+
+    def __init__(self, settings: Callable[[], Settings], *, envelope: bool) -> None:
+        """Keep what is needed to begin.
+
+        Args:
+            settings: gives the settings when they are needed first; raises ``redis.exceptions.DataError``.
+            envelope: as for :class:`Publishing`.
+
+        """
+        self._read_settings = settings
+        self._envelope = envelope
+        self._settings: Settings | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        #: The bootstrap that is under way, shared by all who need it.
+        self._bootstrap: asyncio.Task[LocalPlan] | None = None
+        self._local_plan: LocalPlan | None = None
+        self._publishing: Publishing | None = None
+        #: Feeds that are at work, or were stopped without ``close``.
+        self._feeds: set[Feed] = set()
+
+    @property
+    def settings(self) -> Settings:
+        """Where and how to connect. Raises ``redis.exceptions.DataError``."""
+        if self._settings is None:
+            self._settings = self._read_settings()
+        return self._settings
+
+    def publishing(self) -> Publishing | None:
+        """Return the publisher if there is one for the running loop; otherwise ``open_publishing`` makes it."""
+        if self._loop is asyncio.get_running_loop() and self._publishing is not None:
+            return None if self._publishing.is_stopped else self._publishing
+        return None
+
+    async def open_publishing(self) -> Publishing:
+        """Return the publisher; bootstraps when needed. Raises as ``local_plan``."""
+        local_plan = await self.local_plan()
+        if self._publishing is None or self._publishing.is_stopped:
+            self._publishing = Publishing(local_plan, self.settings.link_options, envelope=self._envelope)
+        return self._publishing
+
+    async def open_feed(self, queue: MessageQueue, *, wants_gaps: bool) -> Feed:
+        """Make the feed of a PubSub; bootstraps when needed. Raises as ``local_plan``."""
+        local_plan = await self.local_plan()
+        feed = Feed(queue, local_plan, self.settings.link_options, wants_gaps=wants_gaps)
+        self._feeds = {other for other in self._feeds if other.is_connected}
+        self._feeds.add(feed)
+        return feed
+
+    async def local_plan(self) -> LocalPlan:
+        """Return the local plan; the first call reads its header from the seeds, and concurrent ones wait for that.
+
+        A bootstrap that failed is tried again by the next call.
+
+        Raises:
+            redis.exceptions.ConnectionError: no seed gave a plan; the text has each one's reason. Or closed meanwhile.
+            redis.exceptions.AuthenticationError: (one of the former) the credentials are wrong.
+            redis.exceptions.DataError: the client's settings cannot be used.
+            RuntimeError: the client belongs to another event loop.
+
+        """
+        self._bind()
+        if self._local_plan is not None:
+            return self._local_plan
+        if self._bootstrap is None:
+            self._bootstrap = asyncio.create_task(self._read_plan(self.settings), name="read the Dynamoth plan")
+            self._bootstrap.add_done_callback(_retrieve)
+        task = self._bootstrap
+        await asyncio.wait({task})
+        if task.cancelled():
+            raise redis.exceptions.ConnectionError(_errors.CLOSED)
+        return task.result()
+
+    async def ping(self) -> None:
+        """Check that one seed answers PING. Raises the error of the last one when none does."""
+        self._bind()
+        error: LinkError | None = None
+        for seed in self.settings.seeds:
+            options = self.settings.link_options
+            try:
+                await query(seed, (b"PING",), options=options, timeout_s=options.connect_timeout_s)
+            except LinkError as fault:
+                error = fault
+            else:
+                return
+        assert error is not None, "there is at least one seed"
+        raise _errors.from_link(error) from error
+
+    async def close(self) -> None:
+        """End everything that runs. The next use begins anew, on whichever loop it is."""
+        if self._loop is None:
+            return
+        if self._loop is not asyncio.get_running_loop() and not self._loop.is_closed():
+            self._bind()
+        owned = not self._loop.is_closed()
+        bootstrap, publishing, feeds = self._bootstrap, self._publishing, self._feeds
+        self._loop = self._bootstrap = self._local_plan = self._publishing = None
+        self._feeds = set()
+        if not owned:  # what ran there ended with its loop
+            return
+        if bootstrap is not None:
+            bootstrap.cancel()
+            await asyncio.wait({bootstrap})
+        if publishing is not None:
+            await publishing.close()
+        for feed in feeds:
+            feed.fail(redis.exceptions.ConnectionError(_errors.CLOSED))
+            await feed.close()
+
+    async def _read_plan(self, settings: Settings) -> LocalPlan:
+        try:
+            self._local_plan = LocalPlan(await read_plan_header(settings))
+        finally:
+            if self._bootstrap is asyncio.current_task():
+                self._bootstrap = None
+        return self._local_plan
+
+    def _bind(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        elif self._loop is not loop:
+            raise RuntimeError(
+                "this client belongs to another event loop: make one client per loop, and aclose() it there when done"
+            )
+
+
+def _retrieve(task: asyncio.Task[LocalPlan]) -> None:
+    """Mark the error of a bootstrap as seen: everybody who waited for it may have been cancelled."""
+    if not task.cancelled():
+        task.exception()

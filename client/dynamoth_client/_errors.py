@@ -1,0 +1,40 @@
+"""Our errors in redis-py's words: ``except redis.exceptions.RedisError`` catches all that the client raises."""
+
+from __future__ import annotations
+
+import redis.exceptions
+from redis.exceptions import RedisError
+
+from dynamoth_link.errors import AuthenticationFailed, LinkError, ServerLoading
+
+CLOSED = "the client was closed while this waited: keep it open until its calls have returned"
+
+_BY_CODE: dict[str, type[RedisError]] = {
+    "NOPERM": redis.exceptions.NoPermissionError,
+    "NOAUTH": redis.exceptions.AuthenticationError,
+    "LOADING": redis.exceptions.BusyLoadingError,
+    "READONLY": redis.exceptions.ReadOnlyError,
+    "OOM": redis.exceptions.OutOfMemoryError,
+}
+
+
+def from_link(error: LinkError) -> RedisError:
+    """Return the error for a server that cannot be used; its text is kept."""
+    if isinstance(error, AuthenticationFailed):
+        return redis.exceptions.AuthenticationError(str(error))
+    if isinstance(error, ServerLoading):
+        return redis.exceptions.BusyLoadingError(str(error))
+    return redis.exceptions.ConnectionError(str(error))
+
+
+def from_reply(text: str) -> RedisError:
+    """Return the error for a command that a server refused with ``text``, as redis-py would raise it."""
+    kind = _BY_CODE.get(text.partition(" ")[0], redis.exceptions.ResponseError)
+    return kind(text)
+
+
+def joined(reasons: list[RedisError], summary: str) -> RedisError:
+    """Return one error for several servers: about credentials if any of them is, else about connections."""
+    about_credentials = any(isinstance(reason, redis.exceptions.AuthenticationError) for reason in reasons)
+    kind = redis.exceptions.AuthenticationError if about_credentials else redis.exceptions.ConnectionError
+    return kind("\n  ".join([summary, *map(str, reasons)]))

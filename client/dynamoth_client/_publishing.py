@@ -1,0 +1,92 @@
+"""One publisher machine at work: futures in, outcomes out."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any, cast
+
+import redis.exceptions
+
+from dynamoth.events import Start
+from dynamoth_client import _errors
+from dynamoth_client.local_plan import LocalPlan
+from dynamoth_client.publisher import (
+    Publish,
+    Published,
+    PublisherMachine,
+    PublisherOptions,
+    PublishFailed,
+    PublishRefused,
+)
+from dynamoth_link.driver import Driver
+from dynamoth_link.errors import MachineCrashed
+from dynamoth_link.options import LinkOptions
+
+
+class Publishing:
+    """The runtime of one client's publications, until ``close``. Belongs to the running event loop."""
+
+    def __init__(self, local_plan: LocalPlan, link_options: LinkOptions, *, envelope: bool) -> None:
+        """Begin without links.
+
+        Args:
+            local_plan: shared by the machines of one client.
+            link_options: for every link.
+            envelope: False publishes plain payloads, without guarantees.
+
+        """
+        self._loop = asyncio.get_running_loop()
+        #: Publications without an outcome. The machine bounds them in number and in time.
+        self._unanswered: set[asyncio.Future[int]] = set()
+        machine = PublisherMachine(secrets.randbits(64), local_plan, PublisherOptions(envelope=envelope))
+        self.counters = machine.counters
+        self._driver = Driver(
+            machine, on_action=self._execute, link_options=lambda _: link_options, on_crash=self._crashed
+        )
+        self._driver.handle(Start())
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was closed, or its machine crashed."""
+        return self._driver.is_stopped
+
+    def publish(self, channel: bytes, payload: bytes) -> asyncio.Future[int]:
+        """Hand a message to the machine, at once and in the order of the calls; the future gets the receivers.
+
+        It is failed with an error of ``redis.exceptions`` otherwise. Cancelling it does not take the message back.
+        """
+        outcome: asyncio.Future[int] = self._loop.create_future()
+        self._unanswered.add(outcome)
+        self._driver.handle(Publish(outcome, channel, payload))
+        return outcome
+
+    async def close(self) -> None:
+        """End; what has no outcome yet fails. What was sent still goes out."""
+        self._fail_all(redis.exceptions.ConnectionError(_errors.CLOSED))
+        await self._driver.close()
+
+    def _execute(self, action: Any) -> None:
+        outcome = cast("asyncio.Future[int]", action.token)
+        self._unanswered.discard(outcome)
+        if outcome.done():
+            return
+        if type(action) is Published:
+            outcome.set_result(action.receivers)
+        elif type(action) is PublishFailed:
+            outcome.set_exception(redis.exceptions.ConnectionError(action.reason))
+        elif type(action) is PublishRefused:
+            outcome.set_exception(_errors.from_reply(action.error))
+        else:
+            raise AssertionError(f"not an action of a publisher: {action!r}")
+
+    def _crashed(self, crash: MachineCrashed) -> None:
+        self._fail_all(
+            redis.exceptions.ConnectionError(f"the message was not sent, or its outcome is unknown: {crash}")
+        )
+
+    def _fail_all(self, error: redis.exceptions.RedisError) -> None:
+        unanswered, self._unanswered = self._unanswered, set()
+        for outcome in unanswered:
+            if not outcome.done():
+                outcome.set_exception(error)

@@ -1,0 +1,453 @@
+"""redis-py's ``PubSub`` over many servers."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import redis.asyncio
+import redis.asyncio.client
+import redis.exceptions
+
+from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES
+from dynamoth_client._cluster import Cluster
+from dynamoth_client._feed import Feed
+from dynamoth_client._queue import MAX_QUEUE, Failure, GapInfo, Item, MessageQueue, Notice
+from dynamoth_client._settings import Encoder
+
+Channel = bytes | str | memoryview
+Handler = Callable[[dict[str, Any]], Any]
+GapHandler = Callable[[GapInfo], Awaitable[None] | None]
+
+TURN_ITEMS_MAX = 256
+"""Items that a reader takes, at most, before others on the event loop get their turn."""
+
+_NOT_CONNECTED = "pubsub connection not set: did you forget to call subscribe() or psubscribe()?"
+_NO_PATTERNS = "patterns and sharded channels come with a later release: subscribe to the channels by name"
+
+
+class PubSub(redis.asyncio.client.PubSub):
+    """Subscriptions, read with redis-py's methods; the servers and the moves of channels between them do not show.
+
+    What is promised (G1-G3 of the README) begins for a channel with its ``subscribe`` message: from then on every
+    message is delivered once, and in order per publisher. Besides redis-py's arguments:
+
+    Args:
+        on_gap: called, or awaited, with a :class:`GapInfo` where messages were lost or may have been, in its place
+            among the messages.
+        gaps: True gives messages of type ``gap`` as well, whose ``data`` is the :class:`GapInfo`. With neither,
+            gaps are logged as warnings.
+        max_queue: how many messages wait for the application at most. Past it servers are not read from until half of
+            them have been taken. Nothing is dropped here; a Redis server drops a connection that is not read from for
+            long (``client-output-buffer-limit pubsub``), and that is a gap.
+
+    Different from redis-py:
+
+    * A lost connection is made again without an exception; it shows as a gap. Only when no server of the subscribed
+      channels can be reached for ``socket_connect_timeout`` (5 s if None) do ``get_message`` and ``listen`` raise
+      ConnectionError or AuthenticationError, and again each time as long; the PubSub goes on trying and can be read on.
+    * The first ``subscribe`` raises when the plan cannot be read from any server, and nothing is subscribed then.
+    * Patterns, sharded channels and channels that belong to one server (``__keyspace@...``) are refused with an error.
+    """
+
+    channels: dict[Channel, Handler | None]
+    pending_unsubscribe_channels: set[Channel]
+
+    def __init__(
+        self,
+        connection_pool: redis.asyncio.ConnectionPool,
+        cluster: Cluster,
+        *,
+        on_gap: GapHandler | None = None,
+        gaps: bool = False,
+        max_queue: int = MAX_QUEUE,
+        push_handler_func: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if push_handler_func is not None:
+            raise redis.exceptions.DataError(
+                "push_handler_func is not supported: give handlers to subscribe(), and on_gap for gaps"
+            )
+        super().__init__(connection_pool, **kwargs)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
+        self._encoder = cast("Encoder", self.encoder)
+        self._decodes = self._encoder.decode_responses
+        self._cluster = cluster
+        self._on_gap = on_gap
+        self._gaps = gaps
+        self._max_queue = max_queue
+        self._queue = MessageQueue(max_queue)
+        #: Set by ``connect`` and all that needs it, before anything is awaited; cleared by ``aclose``.
+        self._is_begun = False
+        self._feed: Feed | None = None
+        #: The feed that is being opened, shared by all who wait for it.
+        self._opening: asyncio.Task[Feed] | None = None
+        #: What was asked for while there was no feed, in order.
+        self._requests: deque[Callable[[Feed], None]] = deque()
+        #: How many items were read since others had their turn.
+        self._turn = 0
+
+    def __del__(self) -> None:
+        """End the feed of a PubSub that was dropped without ``aclose``."""
+        feed: Feed | None = getattr(self, "_feed", None)
+        if feed is not None and feed.is_connected and not feed.loop.is_closed():
+            feed.loop.call_soon_threadsafe(feed.stop)
+
+    # The life of a PubSub.
+
+    async def connect(self) -> None:
+        """Get ready: read the plan, if this client has not. Connections are opened when channels need them.
+
+        Raises:
+            redis.exceptions.ConnectionError: no server gave a plan.
+            RuntimeError: the client belongs to another event loop.
+
+        """
+        await self._opened()
+
+    async def aclose(self) -> None:
+        """End all subscriptions; what has not been read is dropped. The PubSub can be used again."""
+        feed, opening, queue = self._feed, self._opening, self._queue
+        self._forget()
+        queue.close(None)
+        self._queue = MessageQueue(self._max_queue)
+        if opening is not None:
+            opening.cancel()
+            await asyncio.wait({opening})
+        if feed is not None:
+            await feed.close()
+
+    async def close(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Alias of ``aclose``."""
+        await self.aclose()
+
+    async def reset(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Alias of ``aclose``."""
+        await self.aclose()
+
+    @property
+    def subscribed(self) -> bool:
+        """Whether there are subscriptions, confirmed or not; True as soon as ``subscribe`` has begun."""
+        return bool(self.channels)
+
+    @property
+    def gaps_detected(self) -> int:
+        """How many gaps there have been since the last ``aclose``."""
+        return self._feed.gaps if self._feed is not None else 0
+
+    # Subscribing.
+
+    async def subscribe(self, *args: Any, **kwargs: Handler) -> None:
+        """Subscribe to channels: names, or names as keywords with a handler that is called with each message.
+
+        Returns when the request is on its way, as in redis-py; the confirmation is the message of type ``subscribe``.
+
+        Raises:
+            redis.exceptions.ConnectionError: the plan cannot be read from any server; nothing is subscribed.
+            redis.exceptions.DataError: a channel that cannot be subscribed to here.
+
+        """
+        wanted = _subscriptions(args, kwargs)
+        if not wanted:
+            raise redis.exceptions.ResponseError("wrong number of arguments for 'subscribe' command: name a channel")
+        encoded = [self._encode(channel) for channel in wanted]
+        for channel in encoded:
+            _refuse_unroutable(channel)
+        named = {self._name(channel): handler for channel, handler in zip(encoded, wanted.values(), strict=True)}
+        self.channels.update(named)
+        self.pending_unsubscribe_channels.difference_update(named)
+        await self._request(lambda feed: feed.subscribe(encoded))
+
+    def unsubscribe(self, *args: Any) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Unsubscribe from channels, or from all; confirmed by messages of type ``unsubscribe``."""
+        if args:
+            encoded = [self._encode(channel) for channel in _flat(args)]
+        else:
+            open_ = [channel for channel in self.channels if channel not in self.pending_unsubscribe_channels]
+            encoded = [self._encode(channel) for channel in open_]
+        self.pending_unsubscribe_channels.update(self._name(channel) for channel in encoded)
+        if encoded:
+            return self._request(lambda feed: feed.unsubscribe(encoded))
+        return self._request(lambda feed: feed.acknowledge_nothing("unsubscribe"))
+
+    async def psubscribe(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse. Raises ``redis.exceptions.PubSubError``."""
+        raise redis.exceptions.PubSubError(_NO_PATTERNS)
+
+    async def ssubscribe(self, *args: Any, target_node: Any = None, **kwargs: Any) -> None:
+        """Refuse. Raises ``redis.exceptions.PubSubError``."""
+        raise redis.exceptions.PubSubError(_NO_PATTERNS)
+
+    def punsubscribe(self, *args: Any) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Acknowledge as Redis does where no pattern is subscribed to: cleaning up must not fail."""
+        return self._request(lambda feed: feed.acknowledge_nothing("punsubscribe"))
+
+    def sunsubscribe(self, *args: Any, target_node: Any = None) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Acknowledge as Redis does where no sharded channel is subscribed to."""
+        return self._request(lambda feed: feed.acknowledge_nothing("sunsubscribe"))
+
+    async def ping(self, message: Any = None) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Ask a server for a sign of life: one that is subscribed at, else one that the client was given.
+
+        Its answer is a message of type ``pong``. Raises ``redis.exceptions.ConnectionError`` when no server is there.
+        """
+        feed = await self._opened()
+        data = None if message is None else self._encode(message)
+        if not feed.ping(data):
+            await self._cluster.ping()
+            feed.pong(data or b"")
+        return True
+
+    async def check_health(self) -> None:
+        """Do nothing: links check themselves."""
+
+    # Reading.
+
+    async def get_message(
+        self, ignore_subscribe_messages: bool = False, timeout: float | None = 0.0
+    ) -> dict[str, Any] | None:
+        """Return the next message, or None when there is none within ``timeout`` seconds (None: wait without end).
+
+        None also means that a handler took the message, or that it was to be ignored.
+
+        Raises:
+            RuntimeError: nothing was subscribed to yet.
+            redis.exceptions.ConnectionError: no server can be reached, see the class; or the client was closed.
+
+        """
+        item = self._pop()
+        if item is None:
+            item = await self._take(timeout)
+            if item is None:
+                return None
+        if type(item) is not tuple:
+            return await self._notice(cast("Notice | Failure", item), ignore_subscribe_messages)
+        message = self._message(item)
+        handler = self.channels.get(message["channel"])
+        if handler is None:
+            return message
+        await _call(handler, message)
+        return None
+
+    async def listen(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield messages until the last channel's unsubscription has been read. Raises as ``get_message``."""
+        while self.channels:
+            item = self._pop()
+            if item is None:
+                item = await self._take(None)
+            if type(item) is tuple:
+                message = self._message(item)
+                handler = self.channels.get(message["channel"])
+                if handler is None:
+                    yield message
+                else:
+                    await _call(handler, message)
+            elif item is not None:
+                notice = await self._notice(cast("Notice | Failure", item), ignored=False)
+                if notice is not None:
+                    yield notice
+
+    async def parse_response(self, block: bool = True, timeout: float = 0) -> Any:
+        """Return the next message as the list that Redis sends; None when there is none within ``timeout``."""
+        item = await self._take(None if block else timeout)
+        if item is None:
+            return None
+        if isinstance(item, Failure):
+            raise self._failed(item)
+        if isinstance(item, Notice):
+            item.is_read = True
+            kind = self._name(item.kind.encode())
+            if item.kind == "pong":
+                return [kind, self._data(item)]
+            return [kind, None if item.channel is None else self._name(item.channel), self._data(item)]
+        return [self._name(b"message"), self._name(item[0]), self._name(item[1])]
+
+    def _pop(self) -> Item | None:
+        """Take the next item, without waiting; None when there is none, or when it is the turn of others."""
+        queue = self._queue
+        if not queue.items or self._turn >= TURN_ITEMS_MAX:
+            return None
+        self._turn += 1
+        item = queue.items.popleft()
+        if queue.is_full:
+            queue.relieve()
+        return item
+
+    async def _take(self, timeout: float | None) -> Item | None:
+        """Take the next item; None when there is none in time, or this PubSub was closed."""
+        if not self._is_begun:
+            raise RuntimeError(_NOT_CONNECTED)
+        queue = self._queue
+        items = queue.items
+        loop = asyncio.get_running_loop()
+        until = None if timeout is None or timeout == math.inf else loop.time() + timeout
+        self._turn = 0
+        if items:
+            await asyncio.sleep(0)
+        while not items:
+            if queue.is_closed:
+                if queue.error is not None:
+                    raise type(queue.error)(*queue.error.args)
+                return None
+            left_s = None if until is None else until - loop.time()
+            if left_s is None or left_s > 0:
+                await queue.wait(left_s)
+                continue
+            await asyncio.sleep(0)
+            if not items:
+                return None
+        item = items.popleft()
+        if queue.is_full:
+            queue.relieve()
+        return item
+
+    def _message(self, item: tuple[bytes, bytes]) -> dict[str, Any]:
+        channel, payload = item
+        if not self._decodes:
+            return {"type": "message", "pattern": None, "channel": channel, "data": payload}
+        return {"type": "message", "pattern": None, "channel": self._name(channel), "data": self._name(payload)}
+
+    async def _notice(self, item: Notice | Failure, ignored: bool) -> dict[str, Any] | None:
+        if isinstance(item, Failure):
+            raise self._failed(item)
+        item.is_read = True
+        kind = item.kind
+        name = None if item.channel is None else self._name(item.channel)
+        message = {"type": kind, "pattern": None, "channel": name, "data": self._data(item)}
+        if kind == "gap":
+            return await self._gap(message)
+        if kind == "pong":
+            return message
+        if kind == "unsubscribe" and name in self.pending_unsubscribe_channels:
+            self.pending_unsubscribe_channels.remove(name)
+            self.channels.pop(name, None)
+        return None if ignored or self.ignore_subscribe_messages else message
+
+    async def _gap(self, message: dict[str, Any]) -> dict[str, Any] | None:
+        if self._on_gap is not None:
+            result = self._on_gap(message["data"])
+            if result is not None:
+                await result
+        return message if self._gaps else None
+
+    def _failed(self, failure: Failure) -> redis.exceptions.RedisError:
+        if failure.channel is not None:
+            name = self._name(failure.channel)
+            self.channels.pop(name, None)
+            self.pending_unsubscribe_channels.discard(name)
+        return failure.error
+
+    def _data(self, notice: Notice) -> Any:
+        if isinstance(notice.data, GapInfo):
+            return replace(notice.data, channel=self._name(cast("bytes", notice.data.channel)))
+        return self._name(notice.data) if isinstance(notice.data, bytes) else notice.data
+
+    # The feed.
+
+    async def _request(self, request: Callable[[Feed], None]) -> None:
+        """Let the feed do something, in the order of the calls; opens it when needed."""
+        self._requests.append(request)
+        feed = await self._opened()
+        self._pass_requests(feed)
+
+    def _pass_requests(self, feed: Feed) -> None:
+        while self._requests:
+            self._requests.popleft()(feed)
+
+    async def _opened(self) -> Feed:
+        """Return the feed. Whoever waits shares the result; a failure ends all that was asked for."""
+        self._is_begun = True
+        if self._queue.is_closed and self._queue.error is not None:
+            self._requests.clear()
+            raise type(self._queue.error)(*self._queue.error.args)
+        if self._feed is not None:
+            return self._feed
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._open(), name="open a Dynamoth PubSub")
+            self._opening.add_done_callback(_retrieve)
+        task = self._opening
+        await asyncio.wait({task})
+        if task.cancelled():
+            raise redis.exceptions.ConnectionError("the PubSub was closed while this waited: close it afterwards")
+        return task.result()
+
+    async def _open(self) -> Feed:
+        wants_gaps = self._gaps or self._on_gap is not None
+        try:
+            self._feed = await self._cluster.open_feed(self._queue, wants_gaps=wants_gaps)
+        except Exception as error:
+            queue = self._queue
+            self._forget()
+            self._queue = MessageQueue(self._max_queue)
+            queue.close(error if isinstance(error, redis.exceptions.RedisError) else None)
+            raise
+        self._opening = None
+        self.connection = cast("Any", self._feed)
+        self._pass_requests(self._feed)
+        return self._feed
+
+    def _forget(self) -> None:
+        """Be as new."""
+        self._feed = self._opening = None
+        self.connection = None
+        self._is_begun = False
+        self._requests.clear()
+        self.channels = {}
+        self.pending_unsubscribe_channels = set()
+
+    # Names.
+
+    def _encode(self, value: Any) -> bytes:
+        return bytes(self._encoder.encode(value))
+
+    def _name(self, value: bytes) -> Any:
+        """Return a name, or a payload, as the application sees it."""
+        return self._encoder.decode(value)
+
+
+async def _call(handler: Handler, message: dict[str, Any]) -> None:
+    result = handler(message)
+    if result is not None and inspect.isawaitable(result):
+        await result
+
+
+def _flat(args: tuple[Any, ...]) -> list[Any]:
+    """Return the arguments as redis-py takes them: names, or a list of them first."""
+    first = args[0]
+    if isinstance(first, (bytes, str, memoryview)) or not isinstance(first, Iterable):
+        return list(args)
+    return [*first, *args[1:]]
+
+
+def _subscriptions(args: tuple[Any, ...], kwargs: Mapping[str, Handler]) -> dict[Any, Handler | None]:
+    """Return channels with their handlers, in order. redis-py 8 also has ``Subscription(name, handler)`` objects."""
+    wanted: dict[Any, Handler | None] = {}
+    for arg in _flat(args) if args else ():
+        if hasattr(arg, "handler") and hasattr(arg, "name"):
+            wanted[arg.name] = arg.handler
+        else:
+            wanted[arg] = None
+    wanted.update(kwargs)
+    return wanted
+
+
+def _refuse_unroutable(channel: bytes) -> None:
+    if not channel.startswith(b"__"):
+        return
+    if channel.startswith(SERVER_LOCAL_PREFIXES):
+        raise redis.exceptions.DataError(
+            f"{channel!r} belongs to one server and is not routed: subscribe to it there, with"
+            " redis.asyncio.client.PubSub(client.connection_pool) for the first server"
+        )
+    if channel.startswith(RESERVED_PREFIX):
+        raise redis.exceptions.DataError(f"{channel!r} is one of Dynamoth's own channels: choose another name")
+
+
+def _retrieve(task: asyncio.Task[Feed]) -> None:
+    """Mark the error of an opening as seen: everybody who waited for it may have been cancelled."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,136 @@
+"""What waits for the application to read it: bounded, first in, first out, with waiters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import redis.exceptions
+
+MAX_QUEUE = 65_536
+"""Default bound. At some 200 bytes per short message this is about 13 MB, and half a second of a fast reader's work."""
+
+
+@dataclass(frozen=True, slots=True)
+class GapInfo:
+    """Messages of a channel were lost, or may have been (see the README's guarantees; Dynamoth has no silent loss).
+
+    ``channel`` is decoded as messages are. ``publisher`` is the 64-bit id of the client whose messages are missing,
+    None for any. ``count`` is how many, None for unknown, 0 included. ``reason`` is for people.
+    """
+
+    channel: bytes | str
+    publisher: int | None
+    count: int | None
+    reason: str
+
+
+@dataclass(slots=True)
+class Notice:
+    """Anything in the queue that is neither a message nor an error. ``kind`` is redis-py's ``type``.
+
+    ``channel`` is None for a pong, and for the acknowledgement of an UNSUBSCRIBE that had nothing to end.
+    """
+
+    kind: str
+    channel: bytes | None
+    data: int | bytes | GapInfo
+    is_read: bool = False
+
+
+@dataclass(slots=True)
+class Failure:
+    """An error for whoever reads next. ``channel`` is that of a subscription that is gone, if it is about one."""
+
+    error: redis.exceptions.RedisError
+    channel: bytes | None = None
+
+
+Item = tuple[bytes, bytes] | Notice | Failure
+"""A pair is a message: channel and payload."""
+
+
+class MessageQueue:
+    """The queue of one PubSub.
+
+    Past ``bound`` items ``on_full`` is called, once, and at half of it ``on_room``: the owner stops reading from
+    servers in between, so that the queue exceeds its bound by what one read per server has brought at most. Nothing
+    is dropped.
+    """
+
+    __slots__ = ("_on_full", "_on_room", "_waiters", "bound", "error", "is_closed", "is_full", "items")
+
+    def __init__(self, bound: int) -> None:
+        """Make an empty queue. Raises ``redis.exceptions.DataError`` for a bound below 1."""
+        if bound < 1:
+            raise redis.exceptions.DataError(f"max_queue must be at least 1, not {bound}")
+        self.bound = bound
+        #: Oldest first. Readers take from the left themselves, and call ``relieve`` while ``is_full``.
+        self.items: deque[Item] = deque()
+        #: Between ``on_full`` and ``on_room``.
+        self.is_full = False
+        #: Nothing comes any more; readers that wait get ``error``, if there is one.
+        self.is_closed = False
+        self.error: redis.exceptions.RedisError | None = None
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._on_full: Callable[[], None] = _nothing
+        self._on_room: Callable[[], None] = _nothing
+
+    def watch(self, on_full: Callable[[], None], on_room: Callable[[], None]) -> None:
+        """Set who is told of full and of room."""
+        self._on_full = on_full
+        self._on_room = on_room
+
+    def put(self, item: Item) -> None:
+        """Add one item."""
+        self.extend((item,))
+
+    def extend(self, items: Iterable[Item]) -> None:
+        """Add items, in their order."""
+        self.items.extend(items)
+        if self._waiters:
+            self.wake()
+        if len(self.items) >= self.bound and not self.is_full:
+            self.is_full = True
+            self._on_full()
+
+    def relieve(self) -> None:
+        """Let more come when half of the room is free."""
+        if self.is_full and len(self.items) <= self.bound // 2:
+            self.is_full = False
+            self._on_room()
+
+    def close(self, error: redis.exceptions.RedisError | None) -> None:
+        """End: readers that wait get ``error``, or learn that nothing comes."""
+        self.is_closed = True
+        self.error = error
+        self.wake()
+
+    def wake(self) -> None:
+        """Let all who wait look again."""
+        for waiter in self._waiters:
+            _release(waiter)
+
+    async def wait(self, timeout_s: float | None) -> None:
+        """Wait until something may have come, or ``timeout_s`` is over (None: without end)."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        timer = None if timeout_s is None else loop.call_later(timeout_s, _release, waiter)
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+            if timer is not None:
+                timer.cancel()
+
+
+def _release(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def _nothing() -> None:
+    """Nobody is told."""

@@ -1,0 +1,213 @@
+"""The drop-in asyncio client: redis-py's ``Redis`` whose publish/subscribe is spread over many servers.
+
+>>> client = dynamoth_client.asyncio.from_url("dynamoth://host1:6379,host2:6379")
+>>> await client.publish("news", "hello")
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import redis.asyncio
+import redis.exceptions
+
+from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES
+from dynamoth.plan import Mode
+from dynamoth_client._cluster import Cluster
+from dynamoth_client._pubsub import PubSub
+from dynamoth_client._queue import GapInfo
+from dynamoth_client._settings import (
+    Settings,
+    connection_encoder,
+    designated_arguments,
+    parse_servers,
+    parse_url,
+    pool_from_url,
+    read_settings,
+)
+from dynamoth_link.urls import ServerAddress
+
+__all__ = ["ChannelPlan", "GapInfo", "GuaranteesOff", "PubSub", "Redis", "from_url"]
+
+
+class GuaranteesOff(UserWarning):
+    """Given once per client that is made with ``envelope=False``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelPlan:
+    """Where a client believes a channel to be: ``servers`` by id, and the plan version since which (0: the ring's)."""
+
+    mode: Mode
+    servers: tuple[str, ...]
+    epoch: int
+
+
+class Redis(redis.asyncio.Redis):
+    """A ``redis.asyncio.Redis`` whose ``publish`` and ``pubsub`` use all servers of a Dynamoth cluster.
+
+    Every other command (GET, SET, pipelines, ``monitor`` ...) goes to the *first* server named, through redis-py and
+    its own connection pool. A PUBLISH in a pipeline or in a script goes there as well, without an envelope: it is
+    delivered, and forwarded if the channel lives elsewhere, but not numbered by this client.
+
+    Nothing connects before it is needed. The first ``publish`` or ``subscribe`` reads the plan from the servers named;
+    that some of them are down does not matter. Errors are those of ``redis.exceptions``.
+
+    A client belongs to the event loop where it published or subscribed first, until ``aclose``; on another one it
+    raises RuntimeError. ``aclose`` ends its PubSubs too.
+    """
+
+    def __init__(
+        self,
+        *,
+        servers: Iterable[str | ServerAddress] | None = None,
+        envelope: bool = True,
+        connection_pool: redis.asyncio.ConnectionPool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Make a client; see :meth:`from_url` for URLs.
+
+        Args:
+            servers: some servers of the cluster, ``redis://...`` URLs or ``host:port``; the first one gets all other
+                commands. None: the one that ``host`` and ``port`` (or ``connection_pool``) name.
+            envelope: False publishes plain payloads that plain redis-py subscribers can read, for the time in which an
+                application is being upgraded. Then messages are not numbered: while a channel moves, or a connection is
+                lost, they can be lost, repeated and reordered, without a gap event. Subscribing is not affected.
+            connection_pool: as in redis-py; its settings serve publish and subscribe too.
+            **kwargs: redis-py's. ``username``, ``password``, ``ssl*``, ``client_name``, ``socket_connect_timeout`` and
+                ``health_check_interval`` hold for every server; credentials in a server's own URL come first.
+
+        Raises:
+            redis.exceptions.DataError: ``servers`` is empty, or comes with ``host``, ``port`` or ``unix_socket_path``.
+            ValueError: a URL that cannot be read.
+
+        """
+        seeds = None if servers is None else parse_servers(servers, tls=bool(kwargs.get("ssl")))
+        if seeds is not None and connection_pool is None:
+            named = [name for name in ("host", "port", "unix_socket_path") if name in kwargs]
+            if named:
+                raise redis.exceptions.DataError(f"give either servers or {' and '.join(named)}, not both")
+            kwargs |= designated_arguments(seeds[0])
+        if connection_pool is not None:
+            kwargs["connection_pool"] = connection_pool
+        super().__init__(**kwargs)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
+        self._seeds = seeds
+        self._envelope = envelope
+        self._encoder = connection_encoder(self.connection_pool)
+        self._cluster = Cluster(self._settings, envelope=envelope)
+        if not envelope:
+            warnings.warn(
+                "envelope=False: messages of this client are not numbered, so they can be lost, repeated or reordered"
+                " while channels move; use it only until all subscribers use dynamoth_client",
+                GuaranteesOff,
+                stacklevel=2,
+            )
+
+    @classmethod
+    def from_url(
+        cls,
+        url: str,
+        single_connection_client: bool = False,
+        auto_close_connection_pool: bool | None = None,
+        **kwargs: Any,
+    ) -> Redis:
+        """Make a client from ``dynamoth://[user:password@]host:port,host:port[/db][?option=value&...]``.
+
+        ``dynamoths://`` is the same over TLS. Credentials, options and ``db`` hold for every server; ``db`` does not
+        matter to publish and subscribe. Options are redis-py's, and ``envelope``; keyword arguments are those of the
+        class. The URL of one server (``redis://``, ``rediss://``, ``unix://``) stands for a cluster found through it.
+
+        Raises:
+            ValueError: the URL cannot be read; the text says why and never shows the password.
+            redis.exceptions.DataError: a value of an option cannot be used.
+
+        """
+        parsed = parse_url(url)
+        envelope = kwargs.pop("envelope", True) if parsed.envelope is None else parsed.envelope
+        kwargs.pop("envelope", None)
+        pool = pool_from_url(parsed.pool_url, kwargs)
+        client = cls(
+            servers=parsed.seeds,
+            envelope=envelope,
+            connection_pool=pool,
+            single_connection_client=single_connection_client,
+        )
+        client.auto_close_connection_pool = auto_close_connection_pool is not False
+        return client
+
+    def client(self) -> Redis:
+        """Return a client of the same cluster with one connection of its own for other commands."""
+        return self.__class__(
+            servers=self._seeds,
+            envelope=self._envelope,
+            connection_pool=self.connection_pool,
+            single_connection_client=True,
+        )
+
+    async def publish(self, channel: Any, message: Any, **kwargs: Any) -> int:
+        """Publish ``message`` on ``channel``; return the number of client subscribers at the server it went to (G7).
+
+        Both are encoded as redis-py does (str, bytes, memoryview, int, float). Messages that one task publishes one
+        after the other are delivered in that order. A publish that is cancelled may or may not have been carried out.
+
+        Raises:
+            redis.exceptions.ConnectionError: no server gave a plan, or the channel's server did not answer in time; in
+                the latter case the message may have been delivered.
+            redis.exceptions.ResponseError: the server refused it.
+            redis.exceptions.DataError: the message or the channel cannot be sent.
+
+        """
+        name = self._encode(channel)
+        payload = self._encode(message)
+        if name.startswith(b"__"):
+            if name.startswith(SERVER_LOCAL_PREFIXES):
+                return cast("int", await self._execute_here("PUBLISH", name, payload, **kwargs))
+            if name.startswith(RESERVED_PREFIX):
+                raise redis.exceptions.DataError(f"{name!r} is one of Dynamoth's own channels: choose another name")
+        publishing = self._cluster.publishing() or await self._cluster.open_publishing()
+        return await publishing.publish(name, payload)
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Execute a command at the first server; PUBLISH is routed as by :meth:`publish`."""
+        if len(args) == 3 and args[0] in ("PUBLISH", "publish", b"PUBLISH", b"publish"):
+            return await self.publish(args[1], args[2], **options)
+        return await self._execute_here(*args, **options)
+
+    def pubsub(self, **kwargs: Any) -> PubSub:
+        """Return a new :class:`PubSub`, with links of its own. Arguments: redis-py's and those of the class."""
+        return PubSub(self.connection_pool, self._cluster, **kwargs)
+
+    async def plan(self, channel: Any) -> ChannelPlan:
+        """Return where this client believes ``channel`` to be. Bootstraps when needed; raises as ``publish``."""
+        route = (await self._cluster.local_plan()).route(self._encode(channel))
+        return ChannelPlan(route.assignment.mode, route.assignment.servers, route.epoch)
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        """Close the PubSubs, the links and, as in redis-py, the pool. What still waits fails with ConnectionError.
+
+        The client can be used again afterwards, on any event loop.
+        """
+        await self._cluster.close()
+        await super().aclose(close_connection_pool)
+
+    async def _execute_here(self, *args: Any, **options: Any) -> Any:
+        """Execute a command at the first server."""
+        execute = cast("Callable[..., Awaitable[Any]]", super().execute_command)  # pyright: ignore[reportUnknownMemberType]
+        return await execute(*args, **options)
+
+    def _settings(self) -> Settings:
+        return read_settings(self.connection_pool, self._seeds)
+
+    def _encode(self, value: Any) -> bytes:
+        if type(value) is bytes:
+            return value
+        encoded = self._encoder.encode(value)
+        return encoded if type(encoded) is bytes else bytes(encoded)
+
+
+def from_url(url: str, **kwargs: Any) -> Redis:
+    """Make a client from a URL; see :meth:`Redis.from_url`."""
+    return Redis.from_url(url, **kwargs)

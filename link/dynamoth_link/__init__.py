@@ -1,0 +1,1 @@
+"""Links to Redis servers, and the driver that runs machines on them."""

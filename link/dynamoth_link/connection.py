@@ -1,0 +1,409 @@
+"""One connection that speaks RESP: bytes to replies and pushes, commands to bytes.
+
+Theory of operation
+-------------------
+Commands are matched with their replies by order alone: Redis answers each command once, in the order of the
+connection. ``_pending`` holds, oldest first, what waits for an answer.
+
+Subscription commands are the exception. They are answered by one push per channel, or by a single error when
+the server refuses the whole command, so they wait in ``_pending`` with the number of pushes they are owed. A
+push takes part in the matching only if its kind is what the *oldest* pending command is owed; all others
+(messages, and what a server pushes by itself) pass by. So a reply can never be taken for another command's.
+
+Pushes are handed on in batches, as many as one read brought with no reply between them, because a call per
+message costs more than parsing it.
+
+Everything that is sent within one turn of the event loop leaves in one write at its end: commands are
+pipelined without anybody asking for it.
+
+Not supported, because they break the one-answer rule: MULTI around subscriptions, MONITOR, CLIENT REPLY,
+RESET.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, cast, final
+
+import hiredis
+
+from dynamoth.events import CommandPart, ErrorReply
+from dynamoth_link import errors
+from dynamoth_link.options import LinkOptions
+from dynamoth_link.urls import ServerAddress
+
+OnReply = Callable[[Any], None]
+"""Takes the reply to one command; an ``ErrorReply`` when the server refused it."""
+
+OnPushes = Callable[[list[list[Any]]], None]
+"""Takes consecutive pushes, at least one, as RESP3 lists."""
+
+READER_BUFFER_BYTES_MAX = 1024 * 1024
+"""hiredis frees its buffer whenever it is empty and larger than this. Its default of 16 KiB would mean an
+allocation for each large read; reads bring up to 256 KiB."""
+
+ANSWER_GRACE_S = 0.05
+"""After a pause of the whole process, timers may run before the socket is read: the answer may be here."""
+
+_SUBSCRIPTIONS: dict[CommandPart, bytes] = {
+    name: kind
+    for kind in (b"subscribe", b"psubscribe", b"ssubscribe", b"unsubscribe", b"punsubscribe", b"sunsubscribe")
+    for name in (kind.upper(), kind.decode().upper())
+}
+"""The commands that pushes answer, and the kind of these pushes."""
+
+_NOT_ENOUGH_DATA = object()
+
+_Push = hiredis.PushNotification
+
+
+@final
+class _Subscribing:
+    """A subscription command that waits for its pushes."""
+
+    __slots__ = ("kind", "missing", "on_reply")
+
+    def __init__(self, kind: bytes, missing: int, on_reply: OnReply | None) -> None:
+        self.kind = kind
+        self.missing = missing
+        self.on_reply = on_reply
+
+
+class Connection(asyncio.Protocol):
+    """The protocol of one connection, from ``connection_made`` until it is lost or closed.
+
+    Made for ``loop.create_connection``. Callbacks that raise are reported to the loop's exception handler and
+    do no other harm. After ``close``, ``abort`` or the loss of the connection no callback is called.
+
+    ``lost`` is done, with the reason, when the connection is lost and we did not close it ourselves.
+    """
+
+    __slots__ = (
+        "_address",
+        "_arrived_at",
+        "_closed",
+        "_ended",
+        "_flush_scheduled",
+        "_grace_given",
+        "_loop",
+        "_on_pushes",
+        "_open",
+        "_options",
+        "_output",
+        "_output_bytes",
+        "_pack",
+        "_pending",
+        "_pinged",
+        "_reader",
+        "_reading",
+        "_subscribing",
+        "_time",
+        "_timer",
+        "_transport",
+        "lost",
+    )
+
+    def __init__(self, address: ServerAddress, options: LinkOptions, on_pushes: OnPushes) -> None:
+        self._address = address
+        self._options = options
+        self._on_pushes = on_pushes
+        self._loop = asyncio.get_running_loop()
+        self._time = self._loop.time
+        self._pack = cast("Callable[[tuple[CommandPart, ...]], bytes]", hiredis.pack_command)
+        self._reader = hiredis.Reader(replyError=ErrorReply, notEnoughData=_NOT_ENOUGH_DATA)
+        self._reader.setmaxbuf(READER_BUFFER_BYTES_MAX)
+        self._transport: asyncio.Transport | None = None
+        #: From ``connection_made`` until the connection is lost or closed by whichever side.
+        self._open = False
+        #: Once true, never again open: nothing more is read, written or called.
+        self._ended = False
+        #: What has been sent and not been answered, oldest first.
+        self._pending: deque[OnReply | _Subscribing | None] = deque()
+        #: How many of ``_pending`` are ``_Subscribing``: while there are none, pushes need no look at their
+        #: kind.
+        self._subscribing = 0
+        #: Packed commands of this turn, and their size. Not empty exactly while a flush is scheduled.
+        self._output: list[bytes] = []
+        self._output_bytes = 0
+        self._flush_scheduled = False
+        self._reading = True
+        #: When bytes came last, on the loop's clock; and whether a PING has been sent since.
+        self._arrived_at = self._time()
+        self._pinged = False
+        self._grace_given = False
+        self._timer: asyncio.TimerHandle | None = None
+        self.lost: asyncio.Future[errors.LinkError] = self._loop.create_future()
+        self._closed: asyncio.Future[None] = self._loop.create_future()
+
+    # What callers do.
+
+    @property
+    def is_open(self) -> bool:
+        """Whether commands can be sent."""
+        return self._open
+
+    @property
+    def write_buffer_size(self) -> int:
+        """How many bytes wait to be taken by the operating system."""
+        if self._transport is None or not self._open:
+            return 0
+        return self._output_bytes + self._transport.get_write_buffer_size()
+
+    def send(self, args: Sequence[CommandPart], on_reply: OnReply | None = None) -> bool:
+        """Send one command at the end of this turn of the loop; False, and nothing happens, if not open.
+
+        ``on_reply`` is called once, with the reply, unless the connection is lost before it comes. For a
+        subscription command it is called only with an error. Raises TypeError when a part of the command is
+        not a CommandPart, and ValueError for a subscription command without channels or no command at all;
+        nothing has been sent then.
+        """
+        if not self._open:
+            return False
+        if not args:
+            raise ValueError("a command has at least its name")
+        packed = self._pack(tuple(args))
+        name = args[0]
+        kind = _SUBSCRIPTIONS.get(name.upper()) if isinstance(name, (bytes, str)) else None
+        if kind is None:
+            self._pending.append(on_reply)
+        else:
+            if len(args) == 1:
+                raise ValueError(f"{name!r} needs at least one channel: how many pushes answer it is unknown")
+            self._pending.append(_Subscribing(kind, len(args) - 1, on_reply))
+            self._subscribing += 1
+        self._output.append(packed)
+        self._output_bytes += len(packed)
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+        return True
+
+    async def call(self, commands: Sequence[Sequence[CommandPart]]) -> list[Any]:
+        """Send commands and return their replies, in order; error replies are values.
+
+        Raises ``LinkError`` when the connection is lost first.
+        """
+        replies: list[Any] = []
+        done = self._loop.create_future()
+
+        def take(reply: Any) -> None:
+            replies.append(reply)
+            if len(replies) == len(commands) and not done.done():
+                done.set_result(None)
+
+        for command in commands:
+            self.send(command, take)
+        if commands:
+            await asyncio.wait({done, self.lost, self._closed}, return_when=asyncio.FIRST_COMPLETED)
+        if len(replies) < len(commands):
+            raise self.lost.result() if self.lost.done() else errors.connection_lost(self._address)
+        return replies
+
+    def watch(self) -> None:
+        """Begin to send PING when nothing comes, and to give up when even its answer does not come."""
+        if self._options.ping_interval_s > 0 and self._open:
+            self._arrived_at = self._time()
+            self._set_timer(self._options.ping_interval_s)
+
+    def pause_reading(self) -> None:
+        """Stop reading, after the read that is under way. While paused, a loss may go unnoticed."""
+        if self._reading and self._open and self._transport is not None:
+            self._transport.pause_reading()
+            self._reading = False
+
+    def resume_reading(self) -> None:
+        """Read again."""
+        if not self._reading and self._open and self._transport is not None:
+            self._transport.resume_reading()
+            self._reading = True
+            self._arrived_at = self._time()
+            self._pinged = False
+
+    def close(self) -> None:
+        """End the connection after what was sent has gone out. No callback comes any more."""
+        if self._open:
+            self._flush()
+        self._end()
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """End the connection at once."""
+        self._end()
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def wait_closed(self, timeout_s: float) -> None:
+        """Wait until the socket is closed; after ``timeout_s``, or when cancelled, cut it."""
+        if self._transport is None:
+            return
+        try:
+            await asyncio.wait({self._closed}, timeout=timeout_s)
+        finally:
+            if not self._closed.done():
+                self._transport.abort()
+        await self._closed  # abort takes effect in the next turn
+
+    # What the event loop does.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
+        self._transport = cast("asyncio.Transport", transport)
+        if self._ended:  # aborted while the socket was being connected
+            self._transport.abort()
+        else:
+            self._open = True
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came, and hand replies and pushes on in their order."""
+        if not self._open:
+            return
+        self._arrived_at = self._time()
+        self._pinged = False
+        self._reader.feed(data)
+        gets = self._reader.gets
+        pushes: list[list[Any]] = []
+        fault = ""
+        while True:
+            try:
+                item = gets()
+            except hiredis.ProtocolError as error:
+                fault = str(error)
+                break
+            if type(item) is _Push:
+                pushes.append(item)
+                if self._subscribing:
+                    self._take_acknowledgement(item)
+            elif item is _NOT_ENOUGH_DATA:
+                break
+            else:
+                if pushes:
+                    self._hand_on(pushes)
+                    pushes = []
+                if not self._take_reply(item):
+                    return
+        if pushes:
+            self._hand_on(pushes)
+        if fault:
+            self._lose(errors.violation(self._address, fault))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End, from the other side or because of our own ``close``."""
+        if self._open:
+            if exc is None:
+                self._lose(errors.connection_lost(self._address))
+            else:
+                self._lose(errors.diagnose_exception(self._address, exc))
+        if not self._closed.done():
+            self._closed.set_result(None)
+
+    # Reading.
+
+    def _hand_on(self, pushes: list[list[Any]]) -> None:
+        try:
+            self._on_pushes(pushes)
+        except Exception as error:
+            self._report(error, "on_pushes")
+
+    def _take_acknowledgement(self, push: list[Any]) -> None:
+        oldest = self._pending[0]
+        if isinstance(oldest, _Subscribing) and push and push[0] == oldest.kind:
+            oldest.missing -= 1
+            if oldest.missing == 0:
+                self._pending.popleft()
+                self._subscribing -= 1
+
+    def _take_reply(self, reply: Any) -> bool:
+        """Hand one reply on; False when the connection is not open any more."""
+        if not self._open:
+            return False
+        if not self._pending:
+            self._lose(errors.violation(self._address, f"a reply that nobody asked for: {reply!r:.200}"))
+            return False
+        on_reply = self._pending.popleft()
+        if isinstance(on_reply, _Subscribing):
+            self._subscribing -= 1
+            if type(reply) is not ErrorReply:
+                kind = on_reply.kind.decode()
+                self._lose(errors.violation(self._address, f"{kind} was answered with {reply!r:.200}"))
+                return False
+            on_reply = on_reply.on_reply
+        if on_reply is not None:
+            try:
+                on_reply(reply)
+            except Exception as error:
+                self._report(error, "on_reply")
+        return self._open
+
+    def _report(self, error: Exception, callback: str) -> None:
+        report_exception(self._loop, error, f"{callback} of the link to {self._address.redacted()}")
+
+    # Writing.
+
+    def _flush(self) -> None:
+        """Write what this turn has sent."""
+        self._flush_scheduled = False
+        if not self._output or self._transport is None or not self._open:
+            return
+        output = self._output
+        self._transport.write(output[0] if len(output) == 1 else b"".join(output))
+        output.clear()
+        self._output_bytes = 0
+        limit_bytes = self._options.write_buffer_bytes_max
+        if 0 < limit_bytes < self._transport.get_write_buffer_size():
+            self._lose(errors.write_buffer_overrun(self._address, limit_bytes))
+
+    # Liveness.
+
+    def _set_timer(self, delay_s: float) -> None:
+        self._timer = self._loop.call_later(delay_s, self._check_liveness)
+
+    def _check_liveness(self) -> None:
+        if not self._open:
+            return
+        interval_s = self._options.ping_interval_s
+        timeout_s = self._options.ping_timeout_s
+        silence_s = self._time() - self._arrived_at
+        if not self._reading:
+            self._pinged = False
+            self._set_timer(interval_s)
+        elif self._pinged and self._grace_given:
+            self._lose(errors.fell_silent(self._address, silence_s))
+        elif self._pinged:
+            self._grace_given = True
+            self._set_timer(ANSWER_GRACE_S)
+        elif silence_s < interval_s:
+            self._set_timer(interval_s - silence_s)
+        else:
+            self._pinged = True
+            self._grace_given = False
+            self.send((b"PING",))
+            self._set_timer(timeout_s)
+
+    # The end.
+
+    def _lose(self, reason: errors.LinkError) -> None:
+        if not self._open:
+            return
+        self._end()
+        self.lost.set_result(reason)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _end(self) -> None:
+        self._open = False
+        self._ended = True
+        self._pending.clear()
+        self._output.clear()
+        self._output_bytes = 0
+        self._subscribing = 0
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def report_exception(loop: asyncio.AbstractEventLoop, error: BaseException, where: str) -> None:
+    """Give what a callback raised to the loop's exception handler: it is a bug of the callback's owner."""
+    loop.call_exception_handler({"message": f"exception in {where}", "exception": error})

@@ -1,0 +1,91 @@
+"""What one process may choose about its links: who it is, TLS, and how long to wait for what."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from dynamoth.errors import ConfigError
+
+WRITE_BUFFER_BYTES_MAX = 256 * 1024 * 1024
+"""Redis drops a client whose unsent output passes a limit; this is ours, for a server that does not read.
+
+Two seconds of a saturated gigabit link: what is older than that is better lost loudly than sent late.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsOptions:
+    """How TLS is done for ``rediss://`` addresses. Files are read once per process.
+
+    ``ca_file``: whom to trust (PEM); None for what the system trusts. ``cert_file`` and ``key_file``: our own
+    certificate, for servers with ``tls-auth-clients yes``. ``verify``: False accepts any certificate, for
+    tests only. ``context`` replaces all of them.
+    """
+
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    verify: bool = True
+    context: ssl.SSLContext | None = None
+
+    def make_context(self) -> ssl.SSLContext:
+        """Return the context to connect with. Raises OSError when a file cannot be used."""
+        return self.context or _make_context(self)
+
+
+@lru_cache(maxsize=16)
+def _make_context(options: TlsOptions) -> ssl.SSLContext:
+    """Reading the system's certificates takes some 10 ms: too long to be done at each attempt to connect."""
+    context = ssl.create_default_context(cafile=options.ca_file)
+    if not options.verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    if options.cert_file is not None:
+        context.load_cert_chain(options.cert_file, options.key_file)
+    return context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkOptions:
+    """The settings of a link. Raises ``ConfigError`` when one is out of range.
+
+    ``username``, ``password``: used where the server's URL has no credentials of its own.
+    ``client_name``: the name shown by ``CLIENT LIST``: visible ASCII without spaces; None for none.
+    ``connect_timeout_s``: bound of one attempt, from the first packet until RESP3 is agreed on; more than 0.
+    ``ping_interval_s``: after this much silence a PING is sent; 0 means never.
+    ``ping_timeout_s``: after this much more silence the link is down; more than 0.
+    ``backoff_s_min``, ``backoff_s_max``: bounds of the wait between two attempts. It doubles from one failed
+    attempt to the next, and each is shortened by up to a half at random, so that clients do not come back all
+    at once.
+    ``close_timeout_s``: how long ``close`` lets what was sent go out before it cuts the connection.
+    ``write_buffer_bytes_max``: with more than this unsent at the end of a turn of the event loop the link
+    goes down (and comes back): the server does not keep up. 0 means no bound.
+    """
+
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    client_name: str | None = None
+    tls: TlsOptions = TlsOptions()
+    connect_timeout_s: float = 5.0
+    ping_interval_s: float = 5.0
+    ping_timeout_s: float = 5.0
+    backoff_s_min: float = 0.05
+    backoff_s_max: float = 1.0
+    close_timeout_s: float = 1.0
+    write_buffer_bytes_max: int = WRITE_BUFFER_BYTES_MAX
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for name in ("connect_timeout_s", "ping_timeout_s", "backoff_s_min", "close_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be more than 0, not {getattr(self, name)}")
+        for name in ("ping_interval_s", "write_buffer_bytes_max"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must be 0 (off) or more, not {getattr(self, name)}")
+        if self.backoff_s_max < self.backoff_s_min:
+            raise ConfigError(f"backoff_s_max must be at least backoff_s_min ({self.backoff_s_min})")
+        client = self.client_name
+        if client is not None and not (client and all("!" <= character <= "~" for character in client)):
+            raise ConfigError(f"client_name must be visible ASCII without spaces, not {client!r}")

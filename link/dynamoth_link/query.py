@@ -1,0 +1,57 @@
+"""A few commands over a connection that lives no longer than they do: for bootstrap and command line."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from dynamoth.events import CommandPart
+from dynamoth_link import errors
+from dynamoth_link.handshake import open_connection
+from dynamoth_link.options import LinkOptions
+from dynamoth_link.urls import ServerAddress, parse_server_url
+
+_DEFAULTS = LinkOptions()
+
+
+async def query(
+    address: ServerAddress | str,
+    *commands: Sequence[CommandPart],
+    options: LinkOptions = _DEFAULTS,
+    timeout_s: float = 5.0,
+) -> list[Any]:
+    """Connect, send the commands in one write, return their replies in order, and close.
+
+    A command that the server refuses has an ``ErrorReply`` as its reply; the others are not affected.
+    Subscription commands have no reply and make this time out.
+
+    Args:
+        address: the server, or its URL.
+        commands: each as ``Send.args``; none at all checks that the server is there and lets us in.
+        options: credentials, TLS.
+        timeout_s: bound of everything together, more than 0.
+
+    Raises:
+        ServerUnreachable: no connection, lost before the last reply, or ``timeout_s`` is over.
+        AuthenticationFailed: the server refuses the credentials.
+        ServerTooOld: the server is older than Redis 6.2.
+        LinkError: any other fault of the server; base of the above.
+        InvalidUrl: the URL names no server.
+    """
+    if isinstance(address, str):
+        address = parse_server_url(address)
+    try:
+        async with asyncio.timeout(timeout_s):
+            connection, _ = await open_connection(address, options, _ignore)
+            try:
+                return await connection.call(commands)
+            finally:
+                connection.abort()  # every reply is here, or is no longer wanted: nothing to wait for
+                await connection.wait_closed(options.close_timeout_s)
+    except TimeoutError as error:
+        raise errors.connect_timed_out(address, timeout_s) from error
+
+
+def _ignore(pushes: list[list[Any]]) -> None:
+    """Nobody subscribed."""

@@ -1,0 +1,1 @@
+"""The local load analyzer: measurement at one server."""

@@ -1,0 +1,194 @@
+"""What is known of the channels of a server from one interval to the next: who subscribes.
+
+How many subscribe is asked of Redis (NUMSUB). Who subscribes, Redis does not tell: clients announce it. An
+announcement is believed as long as Redis counts enough subscribers; a client that is gone without a word is so
+forgotten when it must be one of those that are missing, the one that announced itself first being the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from dynamoth.control import Announcement
+from dynamoth.names import is_user_channel, logical_channel
+
+CHANNEL_BYTES_MAX = 1024
+"""Channels with longer names are measured in the sums only: what is kept and reported of a name must be bounded."""
+
+ANNOUNCED_MAX = 10_000
+"""Most channels of one announcement that are looked at; one that names more takes the agent too long."""
+
+
+class Audience:
+    """Who has announced to be subscribed to a channel, under all physical names that it has at this server."""
+
+    __slots__ = ("clients", "subscribers", "tracks")
+
+    def __init__(self) -> None:
+        #: Client ids, by the time of their announcement, the latest last.
+        self.clients: dict[int, None] = {}
+        #: How many subscribe, to all physical names, as far as it is known.
+        self.subscribers = 0
+        #: How many physical names are followed; more than 0.
+        self.tracks = 0
+
+
+class Track:
+    """One physical channel that is followed."""
+
+    __slots__ = ("asked_at", "audience", "logical", "physical", "subscribers")
+
+    def __init__(self, physical: bytes, logical: bytes, audience: Audience) -> None:
+        self.physical = physical
+        self.logical = logical
+        self.audience = audience
+        #: The latest answer of NUMSUB; 0 before the first.
+        self.subscribers = 0
+        #: When NUMSUB was asked last; minus infinity for never.
+        self.asked_at = -math.inf
+
+
+class TrackedChannels:
+    """The user channels of one server that are followed, and who subscribes to them.
+
+    Args:
+        channels_max: how many physical channels are followed at most.
+        clients_per_channel_max: how many announced clients are kept per channel; the earliest give way.
+        clients_max: how many are kept over all channels; then announcements are not kept.
+
+    """
+
+    def __init__(self, channels_max: int, clients_per_channel_max: int, clients_max: int) -> None:
+        self._channels_max = channels_max
+        self._clients_per_channel_max = clients_per_channel_max
+        self._clients_max = clients_max
+        #: By physical name; those whose NUMSUB was asked the longest ago come first.
+        self._tracks: OrderedDict[bytes, Track] = OrderedDict()
+        #: By logical name; each belongs to one track or more.
+        self._audiences: dict[bytes, Audience] = {}
+        #: How many clients all audiences have.
+        self._clients = 0
+        #: Sum of ``Track.subscribers``.
+        self.subscribers = 0
+        #: Announcements of a client for a channel that there was no room for.
+        self.announcements_dropped = 0
+
+    def __len__(self) -> int:
+        """Return how many physical channels are followed."""
+        return len(self._tracks)
+
+    def get(self, physical: bytes) -> Track | None:
+        """Return what is known of a channel, if it is followed."""
+        return self._tracks.get(physical)
+
+    def newest(self) -> Iterator[Track]:
+        """Go through all channels, those whose NUMSUB was asked last first."""
+        return reversed(self._tracks.values())
+
+    def follow(self, physical: bytes) -> Track | None:
+        """Return the track of a user channel, a new one if need be; None for other channels, and without room."""
+        track = self._tracks.get(physical)
+        if track is not None:
+            return track
+        if len(self._tracks) >= self._channels_max or len(physical) > CHANNEL_BYTES_MAX:
+            return None
+        if not is_user_channel(physical):
+            return None
+        logical = logical_channel(physical)
+        audience = self._audiences.get(logical)
+        if audience is None:
+            audience = self._audiences[logical] = Audience()
+        audience.tracks += 1
+        track = self._tracks[physical] = Track(physical, logical, audience)
+        self._tracks.move_to_end(physical, last=False)
+        return track
+
+    def take_asked(self, tracks: Sequence[Track], now: float) -> None:
+        """Note that NUMSUB of these channels is being asked."""
+        for track in tracks:
+            track.asked_at = now
+            self._tracks.move_to_end(track.physical)
+
+    def stale(self, asked_before: float, count_max: int) -> list[Track]:
+        """Return channels whose NUMSUB was last asked before some time, the longest ago first."""
+        oldest = islice(self._tracks.values(), count_max)
+        return [track for track in oldest if track.asked_at < asked_before]
+
+    def take_count(self, physical: bytes, subscribers: int) -> None:
+        """Take an answer of NUMSUB."""
+        track = self._tracks.get(physical)
+        if track is None:
+            return
+        self.subscribers += subscribers - track.subscribers
+        audience = track.audience
+        audience.subscribers += subscribers - track.subscribers
+        track.subscribers = subscribers
+        while len(audience.clients) > audience.subscribers:
+            del audience.clients[next(iter(audience.clients))]
+            self._clients -= 1
+
+    def drop_deserted(self, tracks: Sequence[Track]) -> None:
+        """Follow those of these channels no more that have no subscribers."""
+        for track in tracks:
+            # Announced clients have joined after NUMSUB was answered, or they would have been forgotten by the answer.
+            if not track.subscribers and not track.audience.clients:
+                self._drop(track)
+
+    def make_room(self) -> None:
+        """When nearly full, follow no more the channels that were asked for the longest ago: they are the idlest."""
+        while len(self._tracks) > self._channels_max - self._channels_max // 10:
+            self._drop(next(iter(self._tracks.values())))
+
+    def _drop(self, track: Track) -> None:
+        del self._tracks[track.physical]
+        audience = track.audience
+        self.subscribers -= track.subscribers
+        audience.subscribers -= track.subscribers
+        audience.tracks -= 1
+        if audience.tracks == 0:
+            self._clients -= len(audience.clients)
+            del self._audiences[track.logical]
+
+    def discover(self, physicals: Sequence[bytes]) -> None:
+        """Follow those of these channels that are the users', as long as they leave room for others that are busy."""
+        for physical in physicals:
+            if len(self._tracks) >= self._channels_max // 2:
+                break
+            self.follow(physical)
+
+    def take_announcement(self, announcement: Announcement) -> None:
+        """Take what a client says of itself."""
+        named = len(announcement.joined) + len(announcement.left)
+        self.announcements_dropped += max(0, named - ANNOUNCED_MAX)
+        for channel in announcement.left[:ANNOUNCED_MAX]:
+            audience = self._audiences.get(logical_channel(channel))
+            if audience is not None and announcement.client in audience.clients:
+                del audience.clients[announcement.client]
+                self._clients -= 1
+        for channel in announcement.joined[: max(0, ANNOUNCED_MAX - len(announcement.left))]:
+            room = len(self._tracks) < self._channels_max // 2
+            track = self.follow(channel) if room else self._tracks.get(channel)
+            if track is None or self._clients >= self._clients_max:
+                self.announcements_dropped += 1
+            else:
+                self._join(track.audience, announcement.client)
+
+    def _join(self, audience: Audience, client: int) -> None:
+        if client in audience.clients:
+            del audience.clients[client]  # and again, as the latest
+            self._clients -= 1
+        elif len(audience.clients) >= self._clients_per_channel_max:
+            del audience.clients[next(iter(audience.clients))]
+            self._clients -= 1
+        audience.clients[client] = None
+        self._clients += 1
+
+    def clear(self) -> None:
+        """Forget everything: the server's process is another one, which has no subscribers yet."""
+        self._tracks.clear()
+        self._audiences.clear()
+        self._clients = 0
+        self.subscribers = 0

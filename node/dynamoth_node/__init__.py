@@ -1,0 +1,1 @@
+"""The agent process of one server: hosts its dispatcher and its LLA."""

@@ -1,0 +1,150 @@
+"""The agent of a server: dispatcher and load analyzer on one connection (the paper puts both on the server's node).
+
+Theory of operation
+-------------------
+The link ``local`` belongs to both: the dispatcher subscribes it to everything, and each is told of every message.
+Replies go to whoever asked, by tag. All other links are the dispatcher's. Here the agent also makes sure that it is
+the only one of its server (``guard``), and says what people want to know: links that go up and down, and plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dynamoth.events import Connect, LinkDown, LinkUp, Pushed, Replied, Start, Tick
+from dynamoth_dispatcher.machine import DispatcherMachine, DispatcherOptions
+from dynamoth_lla.machine import TAG as LLA_TAG
+from dynamoth_lla.machine import LoadAnalyzer
+from dynamoth_lla.options import LoadAnalyzerOptions
+from dynamoth_node.guard import LOCAL, AgentGuard
+from dynamoth_node.guard import TAG as GUARD_TAG
+
+
+@dataclass(frozen=True, slots=True)
+class LinkChanged:
+    """Action, for people: a link is up (``reason`` None), or down for a reason that is not the one said last."""
+
+    link: str
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFollowed:
+    """Action, for people: the dispatcher acts on this version of the plan now."""
+
+    version: int
+
+
+class NodeMachine:
+    """The agent of one server.
+
+    Its own actions are :class:`LinkChanged`, :class:`PlanFollowed`, ``guard.AlreadyRunning`` (the process shall end),
+    ``guard.GuardRefused`` and the analyzer's ``ObservationLate``. A driver that does not know them may ignore all but
+    ``AlreadyRunning``.
+
+    Args:
+        server: id of the server.
+        incarnation: up to 63 bits, random, new with each start of the process.
+        dispatcher_options: None for the defaults.
+        lla_options: what the server can send, and bounds.
+        url: where the server is.
+
+    """
+
+    def __init__(
+        self,
+        server: str,
+        incarnation: int,
+        dispatcher_options: DispatcherOptions | None,
+        lla_options: LoadAnalyzerOptions,
+        url: str,
+    ) -> None:
+        self.server = server
+        self.dispatcher = DispatcherMachine(server, incarnation, dispatcher_options)
+        self.load_analyzer = LoadAnalyzer(server, incarnation, lla_options)
+        self._guard = AgentGuard(server, incarnation)
+        self._url = url
+        #: Whether the link ``local`` is up.
+        self.is_up = False
+        #: What was said last of each link: None for up, else why it is down.
+        self._said: dict[str, str | None] = {}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the agent does its work: it observes its server and knows a plan."""
+        return self.is_up and self.dispatcher.plan is not None
+
+    @property
+    def plan_version(self) -> int | None:
+        """The version of the plan that is acted upon; None while none is known."""
+        plan = self.dispatcher.plan
+        return None if plan is None else plan.version
+
+    def handle(self, event: Any, now: float) -> list[Any]:
+        """Take one event; return the actions to execute, in order."""
+        actions = self._route(event, now)
+        version = self.plan_version
+        if version is not None and version != self.load_analyzer.plan_version:
+            self.load_analyzer.plan_version = version
+            actions.append(PlanFollowed(version))
+        return actions
+
+    def deadline(self) -> float | None:
+        """Return the earliest wish of the three."""
+        wishes = (self.dispatcher.deadline(), self.load_analyzer.deadline(), self._guard.deadline())
+        return min((wish for wish in wishes if wish is not None), default=None)
+
+    def _route(self, event: Any, now: float) -> list[Any]:
+        match event:
+            case Pushed(link):
+                actions = self.dispatcher.handle(event, now)
+                if link == LOCAL:
+                    actions += self.load_analyzer.handle(event, now)
+                return actions
+            case Replied():
+                return self._replied(event, now)
+            case Tick():
+                actions = self.dispatcher.handle(event, now)
+                return actions + self.load_analyzer.handle(event, now) + self._guard.tick(now)
+            case LinkUp(link):
+                said = self._say(link, None)
+                return said + (self._local_up(event, now) if link == LOCAL else self.dispatcher.handle(event, now))
+            case LinkDown(link, reason):
+                said = self._say(link, reason)
+                return said + (self._local_down(event, now) if link == LOCAL else self.dispatcher.handle(event, now))
+            case Start():
+                return [Connect(LOCAL, self._url), *self.dispatcher.handle(event, now)]
+            case _:
+                raise AssertionError(f"not an event of an agent: {event!r}")
+
+    def _replied(self, event: Replied, now: float) -> list[Any]:
+        tag = event.tag
+        owner: Any = tag[0] if isinstance(tag, tuple) else None  # pyright: ignore[reportUnknownVariableType]
+        if event.link == LOCAL and owner == LLA_TAG:
+            return self.load_analyzer.handle(event, now)
+        if event.link == LOCAL and owner == GUARD_TAG:
+            return self._guard.replied(event)
+        return self.dispatcher.handle(event, now)
+
+    def _local_up(self, event: LinkUp, now: float) -> list[Any]:
+        """Begin a connection: named before it is subscribed, and measured from where it is."""
+        self.is_up = True
+        return [
+            *self._guard.introduce(),
+            *self.dispatcher.handle(event, now),
+            *self._guard.check(now),
+            *self.load_analyzer.handle(event, now),
+        ]
+
+    def _local_down(self, event: LinkDown, now: float) -> list[Any]:
+        self.is_up = False
+        self._guard.link_down()
+        return [*self.dispatcher.handle(event, now), *self.load_analyzer.handle(event, now)]
+
+    def _say(self, link: str, reason: str | None) -> list[Any]:
+        """Report a link, unless that has been said already: while a server is down, each attempt tells so."""
+        if link in self._said and self._said[link] == reason:
+            return []
+        self._said[link] = reason
+        return [LinkChanged(link, reason)]

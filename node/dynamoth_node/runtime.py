@@ -1,0 +1,217 @@
+"""Runs the agent of one server as a process: ``dynamoth node``."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import secrets
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from dynamoth.events import Connect, Start
+from dynamoth_dispatcher.machine import DispatcherOptions
+from dynamoth_link.driver import Driver
+from dynamoth_link.errors import MachineCrashed
+from dynamoth_link.http import HttpAnswer, HttpServer, health, readiness
+from dynamoth_link.options import LinkOptions
+from dynamoth_link.urls import parse_server_url
+from dynamoth_lla.machine import ObservationLate
+from dynamoth_lla.options import LoadAnalyzerOptions
+from dynamoth_node.guard import LOCAL, AlreadyRunning, GuardRefused
+from dynamoth_node.machine import LinkChanged, NodeMachine, PlanFollowed
+from dynamoth_node.metrics import make_registry
+
+EXIT_STOPPED = 0
+"""Ended because it was told to."""
+EXIT_CRASHED = 1
+"""Ended because of a bug."""
+EXIT_REFUSED = 2
+"""Ended because it must not run: another agent is at work."""
+
+INCARNATION_BITS = 63
+
+_log = logging.getLogger("dynamoth.node")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """What an agent process is told. Raises ``ConfigError`` when something cannot be used.
+
+    ``server``: id of its server. ``url``: where that is (``redis://``, ``rediss://``, ``unix://``).
+    ``outgoing_bytes_per_s_max``: what the server can send (T_i of eq. 1); from 1.
+    ``report_interval_s``, ``channels_per_report_max``: see ``LoadAnalyzerOptions``.
+    ``http_host``, ``http_port``: where /metrics, /healthz and /readyz are; port 0 for no HTTP.
+    ``link``: credentials, TLS and timeouts of all links. ``dispatcher``: its bounds and periods.
+    """
+
+    server: str
+    url: str
+    outgoing_bytes_per_s_max: int
+    report_interval_s: float = 1.0
+    channels_per_report_max: int = 1000
+    http_host: str = "127.0.0.1"
+    http_port: int = 0
+    link: LinkOptions = field(default_factory=LinkOptions)
+    dispatcher: DispatcherOptions = field(default_factory=DispatcherOptions)
+
+    def __post_init__(self) -> None:
+        """Check now: a link to a URL that cannot be parsed would wait for ever."""
+        parse_server_url(self.url)
+        self.load_analyzer_options()
+
+    def load_analyzer_options(self) -> LoadAnalyzerOptions:
+        """Return the part that is the load analyzer's."""
+        return LoadAnalyzerOptions(
+            outgoing_bytes_per_s_max=self.outgoing_bytes_per_s_max,
+            report_interval_s=self.report_interval_s,
+            channels_per_report_max=self.channels_per_report_max,
+        )
+
+
+async def run_node(config: NodeConfig, stop: asyncio.Event | None = None) -> int:
+    """Run an agent until it is told to stop; return the exit code of the process.
+
+    While its server is down, it waits for it. ``stop``, SIGTERM and SIGINT end it with ``EXIT_STOPPED``. Another agent
+    at the same server ends it with ``EXIT_REFUSED``, a bug with ``EXIT_CRASHED``. The reason is logged.
+
+    Raises:
+        ConfigError: the HTTP port cannot be listened at.
+
+    """
+    return await _Agent(config, stop or asyncio.Event()).run()
+
+
+def run(config: NodeConfig) -> int:
+    """Run an agent in an event loop of its own, that of uvloop where it is installed; see :func:`run_node`."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(run_node(config))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+class _Agent:
+    """One agent process: machine, driver, HTTP and signals."""
+
+    def __init__(self, config: NodeConfig, stop: asyncio.Event) -> None:
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._stop = stop
+        self._exit_code = EXIT_STOPPED
+        self._knows_plan = False
+        self._machine = NodeMachine(
+            config.server,
+            secrets.randbits(INCARNATION_BITS),
+            config.dispatcher,
+            config.load_analyzer_options(),
+            config.url,
+        )
+
+    async def run(self) -> int:
+        http = await self._serve_http()
+        driver = Driver(
+            self._machine,
+            on_action=self._execute,
+            link_options=self._link_options,
+            on_crash=self._crashed,
+        )
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for number in signals:
+            self._loop.add_signal_handler(number, self._stop.set)
+        try:
+            self._log_started(http)
+            driver.handle(Start())
+            # What lives until the end need not be looked at by the garbage collector, again and again.
+            gc.collect()
+            gc.freeze()
+            await self._stop.wait()
+        finally:
+            for number in signals:
+                self._loop.remove_signal_handler(number)
+            if http is not None:
+                await http.close()
+            await driver.close()
+            gc.unfreeze()
+        _log.info("the agent has ended", extra={"server": self._config.server, "exit_code": self._exit_code})
+        return self._exit_code
+
+    def _end(self, exit_code: int) -> None:
+        self._exit_code = exit_code
+        self._stop.set()
+
+    def _link_options(self, action: Connect) -> LinkOptions:
+        return self._config.link
+
+    # What is reported.
+
+    def _execute(self, action: Any) -> None:
+        extra = {"server": self._config.server}
+        match action:
+            case LinkChanged(link, None):
+                _log.info("connected", extra={**extra, "link": link})
+            case LinkChanged(link, reason):
+                _log.warning("no connection; trying again: %s", reason, extra={**extra, "link": link})
+            case PlanFollowed(version):
+                level = logging.DEBUG if self._knows_plan else logging.INFO
+                self._knows_plan = True
+                _log.log(level, "following the plan", extra={**extra, "plan_version": version})
+            case ObservationLate(True, lag_s):
+                _log.warning(
+                    "the observation is %.1f s late: the agent does not get the CPU that it needs", lag_s, extra=extra
+                )
+            case ObservationLate(False, lag_s):
+                _log.info("the observation is in time again", extra={**extra, "lag_s": round(lag_s, 3)})
+            case GuardRefused(reason):
+                _log.warning("%s", reason, extra=extra)
+            case AlreadyRunning(reason):
+                _log.error("%s", reason, extra=extra)
+                self._end(EXIT_REFUSED)
+            case _:
+                raise AssertionError(f"not an action of an agent: {action!r}")
+
+    def _crashed(self, crash: MachineCrashed) -> None:
+        _log.critical("%s", crash, exc_info=crash.__cause__, extra={"server": self._config.server})
+        self._end(EXIT_CRASHED)
+
+    def _log_started(self, http: HttpServer | None) -> None:
+        extra: dict[str, Any] = {
+            "server": self._config.server,
+            "url": parse_server_url(self._config.url).redacted(),
+            "event_loop": type(self._loop).__module__.partition(".")[0],
+        }
+        if http is not None:
+            extra["http_port"] = http.port
+        _log.info("the agent has started", extra=extra)
+
+    # HTTP.
+
+    async def _serve_http(self) -> HttpServer | None:
+        if not self._config.http_port:
+            return None
+        registry = make_registry(self._machine, self._loop.time)
+
+        def metrics() -> HttpAnswer:
+            return HttpAnswer(HTTPStatus.OK, generate_latest(registry), CONTENT_TYPE_LATEST)
+
+        paths = {"/metrics": metrics, "/healthz": health, "/readyz": lambda: readiness(self._why_not_ready())}
+        return await HttpServer.start(self._config.http_host, self._config.http_port, paths)
+
+    def _why_not_ready(self) -> str | None:
+        if self._stop.is_set():
+            return "the agent is ending"
+        if not self._machine.is_up:
+            return f"no connection to the Redis server ({LOCAL} link)"
+        if self._machine.plan_version is None:
+            return "the server holds no plan yet: is the balancer running?"
+        return None

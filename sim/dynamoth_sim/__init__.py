@@ -1,0 +1,1 @@
+"""The simulator: virtual time, network and Redis, driving the machines of production."""

@@ -1,0 +1,292 @@
+"""Simulated applications: each runs the machines of one client, and tells the audit what an application sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dynamoth import stored_plan
+from dynamoth.events import Connect, Disconnect, LinkDown, LinkUp, Replied, Send, Start, Tick
+from dynamoth.plan import Plan
+from dynamoth_client.local_plan import LocalPlan
+from dynamoth_client.publisher import Publish, Published, PublisherMachine, PublisherOptions, PublishFailed
+from dynamoth_client.subscriber import (
+    Deliver,
+    GapDetected,
+    Subscribe,
+    SubscriberMachine,
+    SubscriberOptions,
+    SubscriptionConfirmed,
+    SubscriptionEnded,
+    Unsubscribe,
+)
+from dynamoth_sim.guarantees import Audit
+from dynamoth_sim.network import Network
+from dynamoth_sim.process import Process
+from dynamoth_sim.world import World
+
+HEADER_RETRY_S = 0.05
+"""How soon a client that found no plan asks again."""
+
+
+def make_payload(publisher: str, number: int) -> bytes:
+    """Return the payload of a message that names itself."""
+    return b"%s:%d." % (publisher.encode(), number)
+
+
+def read_payload(payload: bytes) -> tuple[str, int]:
+    """Return publisher and number of a payload."""
+    publisher, _, number = payload.rpartition(b".")[0].rpartition(b":")
+    return publisher.decode(), int(number)
+
+
+@dataclass(slots=True)
+class HeaderRead:
+    """Action: the plan's header was read."""
+
+    plan: Plan
+
+
+class HeaderReader:
+    """Reads the header of the stored plan from one server, as a client does before anything else."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._run_id: str | None = None
+        self._retry_at: float | None = None
+
+    def handle(self, event: Any, now: float) -> list[Any]:
+        """Take one event; return the actions to execute, in order."""
+        self._retry_at = None
+        match event:
+            case Start():
+                return [Connect("seed", self._url)]
+            case LinkUp(_, run_id):
+                self._run_id = run_id
+                return [Send("seed", stored_plan.READ_HEADER, "header")]
+            case Tick():
+                return [Send("seed", stored_plan.READ_HEADER, "header")]
+            case Replied(_, _, value):
+                stored = stored_plan.parse_header(value, self._run_id)
+                if stored is not None and stored.believed:
+                    return [Disconnect("seed"), HeaderRead(stored.plan)]
+                self._retry_at = now + HEADER_RETRY_S
+            case LinkDown():
+                pass
+            case _:
+                raise AssertionError(f"not an event of a header reader: {event!r}")
+        return []
+
+    def deadline(self) -> float | None:
+        """Return when the header is asked for again."""
+        return self._retry_at
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """What the simulated clients choose."""
+
+    publisher: PublisherOptions = PublisherOptions()
+    subscriber: SubscriberOptions = SubscriberOptions()
+
+
+class Client:
+    """One application process: one publisher machine and some subscriber machines that share a local plan.
+
+    It can be paused and crashed as a whole. A restart makes a new application, with a new name and new numbers.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        audit: Audit,
+        name: str,
+        seed_urls: list[str],
+        options: ClientOptions,
+        names: dict[int, str],
+        subscribers: int = 1,
+    ) -> None:
+        self._world = world
+        self._network = network
+        self._audit = audit
+        self.name = name
+        self._seed_urls = seed_urls
+        self._options = options
+        self._subscribers_count = subscribers
+        self._generation = 0
+        self._reader: Process | None = None
+        self.local_plan: LocalPlan | None = None
+        self.publisher: PublisherApp | None = None
+        self.subscribers: list[SubscriberApp] = []
+        #: Called each time the client has become ready to work.
+        self.on_ready: Callable[[Client], None] = lambda client: None
+        #: Publisher id on the wire to the name that the audit knows, of all clients.
+        self.names = names
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has read the plan and can publish and subscribe."""
+        return self.publisher is not None
+
+    @property
+    def processes(self) -> list[Process]:
+        """Everything that runs in this client now."""
+        running = [] if self._reader is None else [self._reader]
+        if self.publisher is not None:
+            running.append(self.publisher.process)
+        return [*running, *(subscriber.process for subscriber in self.subscribers)]
+
+    def start(self) -> None:
+        """Begin by reading the plan."""
+        self._generation += 1
+        url = self._world.random.choice(self._seed_urls)
+        self._reader = Process(
+            self._world, self._network, f"{self.name}.reader", lambda _: HeaderReader(url), self._header_read
+        )
+        self._reader.start()
+
+    def _header_read(self, action: HeaderRead) -> None:
+        assert self._reader is not None
+        reader, self._reader = self._reader, None
+        reader.crash("has read the plan")
+        plan = self.local_plan = LocalPlan(action.plan)
+        name = self.name if self._generation == 1 else f"{self.name}_{self._generation}"
+        self.publisher = PublisherApp(self, name, plan)
+        self.subscribers = [SubscriberApp(self, f"{name}.s{i}", plan) for i in range(self._subscribers_count)]
+        for process in self.processes:
+            process.start()
+        self.on_ready(self)
+
+    def pause(self, duration_s: float) -> None:
+        """Let the whole client stand still."""
+        for process in self.processes:
+            process.pause(duration_s)
+
+    def crash(self, connections_linger: bool = False) -> None:
+        """End the whole client at once."""
+        for process in self.processes:
+            process.crash("crashes", connections_linger)
+        if self.publisher is not None:
+            self._audit.publisher_died(self.publisher.name)
+        for subscriber in self.subscribers:
+            self._audit.subscriber_died(subscriber.name, self._world.now)
+        self._reader = self.publisher = self.local_plan = None
+        self.subscribers = []
+
+    # What the applications use.
+
+    @property
+    def world(self) -> World:
+        """The world it lives in."""
+        return self._world
+
+    @property
+    def network(self) -> Network:
+        """The network it uses."""
+        return self._network
+
+    @property
+    def audit(self) -> Audit:
+        """The audit that it reports to."""
+        return self._audit
+
+    @property
+    def options(self) -> ClientOptions:
+        """The options of its machines."""
+        return self._options
+
+
+class PublisherApp:
+    """Publishes numbered messages."""
+
+    def __init__(self, client: Client, name: str, plan: LocalPlan) -> None:
+        self.name = name
+        self._client = client
+        self._world = client.world
+        self._audit = client.audit
+        self._plan = plan
+        self._numbers: dict[bytes, int] = {}
+        #: Called with channel, number and receivers (None: it failed) when a publish has ended.
+        self.on_ended: Callable[[bytes, int, int | None], None] = lambda channel, number, receivers: None
+        self.process = Process(client.world, client.network, f"{name}.p", self._machine, self._acted)
+
+    def _machine(self, incarnation: int) -> PublisherMachine:
+        client_id = incarnation
+        self._client.names[client_id] = self.name
+        return PublisherMachine(client_id, self._plan, self._client.options.publisher)
+
+    @property
+    def channels(self) -> list[bytes]:
+        """The channels that it has published to."""
+        return list(self._numbers)
+
+    def publish(self, channel: bytes) -> int:
+        """Publish the next message on ``channel``; return its number."""
+        number = self._numbers[channel] = self._numbers.get(channel, 0) + 1
+        now = self._world.now
+        self._audit.published(self.name, channel, number, now)
+        payload = make_payload(self.name, number)
+        self._world.trace.add((now, "begins to publish", self.name, None, channel, payload, None))
+        self.process.handle(Publish((channel, number), channel, payload))
+        return number
+
+    def _acted(self, action: Any) -> None:
+        channel, number = action.token
+        receivers = action.receivers if type(action) is Published else None
+        now = self._world.now
+        note = action.reason if type(action) is PublishFailed else action
+        self._world.trace.add((now, "has published", self.name, None, channel, make_payload(self.name, number), note))
+        self._audit.publish_ended(self.name, channel, number, now, failed=receivers is None)
+        self.on_ended(channel, number, receivers)
+
+
+class SubscriberApp:
+    """One PubSub: subscribes, and listens."""
+
+    def __init__(self, client: Client, name: str, plan: LocalPlan) -> None:
+        self.name = name
+        self._client = client
+        self._world = client.world
+        self._audit = client.audit
+        self._plan = plan
+        self.process = Process(client.world, client.network, name, self._machine, self._acted)
+
+    def _machine(self, incarnation: int) -> SubscriberMachine:
+        return SubscriberMachine(incarnation, self._plan, self._client.options.subscriber)
+
+    def subscribe(self, channel: bytes) -> None:
+        """Ask for a subscription."""
+        self._note("subscribes to", channel)
+        self.process.handle(Subscribe((channel,)))
+
+    def unsubscribe(self, channel: bytes) -> None:
+        """End a subscription."""
+        self._note("unsubscribes from", channel)
+        self._audit.ending(self.name, channel)
+        self.process.handle(Unsubscribe((channel,)))
+
+    def _acted(self, action: Any) -> None:
+        now = self._world.now
+        match action:
+            case Deliver(messages):
+                for channel, payload in messages:
+                    publisher, number = read_payload(payload)
+                    self._world.trace.add((now, "DELIVERS", self.name, None, channel, payload, None))
+                    self._audit.delivered(self.name, channel, publisher, number, now)
+            case SubscriptionConfirmed(channel):
+                self._note("is confirmed", channel)
+                self._audit.confirmed(self.name, channel, now)
+            case SubscriptionEnded(channel):
+                self._note("has ended", channel)
+                self._audit.ended(self.name, channel, now)
+            case GapDetected(channel, publisher, count, reason):
+                self._note(f"GAP of {publisher if publisher is None else format(publisher, 'x')}, {count}: {reason}", channel)
+                name = None if publisher is None else self._client.names.get(publisher)
+                self._audit.gap(self.name, channel, name, count if name is not None else None, now)
+            case _:
+                raise AssertionError(f"not an action of a subscriber: {action!r}")
+
+    def _note(self, kind: str, channel: bytes) -> None:
+        self._world.trace.add((self._world.now, kind, self.name, None, channel, None, None))

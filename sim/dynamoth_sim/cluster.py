@@ -1,0 +1,256 @@
+"""A whole simulated cluster: servers, an agent beside each, a balancer, an administrator and clients, under one audit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamoth import stored_plan
+from dynamoth.events import Machine
+from dynamoth.plan import Phase, Plan, Server
+from dynamoth_balancer.actions import Note, Stopped
+from dynamoth_balancer.machine import BalancerMachine
+from dynamoth_balancer.options import BalancerOptions
+from dynamoth_client.publisher import PublisherOptions
+from dynamoth_client.subscriber import SubscriberOptions
+from dynamoth_dispatcher.machine import DispatcherOptions
+from dynamoth_dispatcher.transitions import TransitionOptions
+from dynamoth_lla.options import LoadAnalyzerOptions
+from dynamoth_node.guard import AlreadyRunning
+from dynamoth_node.machine import NodeMachine
+from dynamoth_sim.administrator import Administrator, Answered, Ask
+from dynamoth_sim.clients import Client, ClientOptions
+from dynamoth_sim.guarantees import Audit, Violation
+from dynamoth_sim.network import Delays, Network
+from dynamoth_sim.process import Process
+from dynamoth_sim.redis_model import RedisServer
+from dynamoth_sim.world import World
+
+VIRTUAL_NODES = 16
+"""Points per server on the ring: a few are enough to spread a few channels, and computing them takes time."""
+
+PUBLISH_TIMEOUT_S = 8.0
+
+PUBLISH_S_MAX = PUBLISH_TIMEOUT_S + 1.0
+"""Every publish ends within this: the timeout of the simulated clients, and some pauses."""
+
+AMPLE_BYTES_PER_S = 1_000_000_000
+"""The capacity of a server that is never loaded: the balancer then decides nothing by itself."""
+
+RESTART_S = 0.2
+"""How soon a process that has ended by itself is started again, as a supervisor would."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """What a simulated cluster is like."""
+
+    client: ClientOptions
+    dispatcher: DispatcherOptions
+    load_analyzer: LoadAnalyzerOptions
+    balancer: BalancerOptions
+    servers: int = 3
+    delays: Delays = Delays()
+    #: Whether a loss that is told to subscribers is in order.
+    losses_allowed: bool = False
+
+
+def short_options(
+    *,
+    hold_s_max: float,
+    delays: Delays = Delays(),
+    outgoing_bytes_per_s_max: int = AMPLE_BYTES_PER_S,
+    losses_allowed: bool = False,
+    servers: int = 3,
+) -> ClusterOptions:
+    """Return options with short intervals, so that much happens in a few seconds."""
+    transition = TransitionOptions(
+        marker_interval_s=0.03,
+        trickle_delay_s=0.05,
+        notice_interval_s=0.2,
+        vacated_interval_s=0.2,
+    )
+    return ClusterOptions(
+        client=ClientOptions(
+            publisher=PublisherOptions(publish_timeout_s=PUBLISH_TIMEOUT_S, observers_interval_s=0.3),
+            subscriber=SubscriberOptions(
+                hold_s_max=hold_s_max, verify_retry_s=0.05, distrust_s=1.0, reverify_s=0.5, link_idle_s=1.0
+            ),
+        ),
+        dispatcher=DispatcherOptions(transition=transition, tell_again_s=0.3, plan_retry_s=0.1),
+        load_analyzer=LoadAnalyzerOptions(
+            outgoing_bytes_per_s_max=outgoing_bytes_per_s_max, report_interval_s=0.25, discovery_interval_s=2.0
+        ),
+        balancer=BalancerOptions(
+            wait_s=0.5,
+            averaging_s=0.8,
+            reports_min=2,
+            decision_interval_s=0.25,
+            channel_rest_s=0.5,
+            agent_stale_s=1.5,
+            ack_timeout_s=0.2,
+            recovery_s=0.5,
+            retry_s=0.1,
+            verify_interval_s=0.5,
+            lease_s=0.9,
+            lease_renew_s=0.2,
+            move_timeout_s=5.0,
+            virtual_nodes=VIRTUAL_NODES,
+        ),
+        servers=servers,
+        delays=delays,
+        losses_allowed=losses_allowed,
+    )
+
+
+@dataclass(slots=True)
+class Moves:
+    """What became of the moves that were asked for."""
+
+    asked: int = 0
+    settled: int = 0
+    #: Reasons of refusals, by how often they were given.
+    refused: Counter[str] = field(default_factory=Counter[str])
+
+
+class Cluster:
+    """Builds everything and starts it at time 0; clients are added by the caller."""
+
+    def __init__(self, world: World, options: ClusterOptions) -> None:
+        self.world = world
+        self.options = options
+        self.network = Network(world, lambda process, server: options.delays)
+        self.audit = Audit(
+            losses_allowed=options.losses_allowed,
+            publish_s_max=PUBLISH_S_MAX,
+            ordered=lambda publisher: not str(publisher).startswith("raw"),
+            story=self._story,
+        )
+        self.servers: dict[str, RedisServer] = {}
+        for number in range(1, options.servers + 1):
+            server = RedisServer(world, f"s{number}", f"redis://s{number}:6379")
+            self.servers[server.id] = server
+            self.network.add_server(server.url, server)
+        self.agents = {id_: self._agent(id_) for id_ in self.servers}
+        self.balancer = Process(world, self.network, "balancer", self.make_balancer, self._balancer_acts)
+        self.administrator = Process(
+            world, self.network, "admin", lambda _: Administrator(self.server_list), self._answered
+        )
+        self.clients: list[Client] = []
+        self.moves = Moves()
+        self._names: dict[int, str] = {}
+
+    @property
+    def server_list(self) -> list[Server]:
+        """The servers, as a plan lists them."""
+        return [Server(server.id, server.url) for server in self.servers.values()]
+
+    # The machines. Scenarios put others in their place.
+
+    def make_agent(self, server: str, incarnation: int) -> Machine:
+        """Make the machine of an agent."""
+        options = self.options
+        return NodeMachine(server, incarnation, options.dispatcher, options.load_analyzer, self.servers[server].url)
+
+    def make_balancer(self, incarnation: int) -> Machine:
+        """Make the machine of the balancer."""
+        return BalancerMachine(self.server_list, incarnation, self.options.balancer)
+
+    def _agent(self, server: str) -> Process:
+        def acts(action: Any) -> None:
+            if type(action) is AlreadyRunning:
+                self._restart(self.agents[server], action.reason)
+
+        return Process(
+            self.world,
+            self.network,
+            f"agent-{server}",
+            lambda incarnation: self.make_agent(server, incarnation),
+            acts,
+        )
+
+    def _balancer_acts(self, action: Any) -> None:
+        match action:
+            case Stopped(error):
+                self._restart(self.balancer, str(error))
+            case Note(level, message, details) if level in ("warning", "error"):
+                self.world.trace.add((self.world.now, "says", "balancer", None, None, None, f"{message}: {dict(details)}"))
+            case _:
+                pass
+
+    def _restart(self, process: Process, reason: str) -> None:
+        """Do as a supervisor does with a process that has ended by itself."""
+        process.crash(f"ends by itself: {reason}")
+        self.world.after(RESTART_S, lambda: None if process.alive else process.start())
+
+    # Life.
+
+    def start(self) -> None:
+        """Start agents, balancer and administrator."""
+        for agent in self.agents.values():
+            agent.start()
+        self.balancer.start()
+        self.administrator.start()
+
+    def add_client(self, name: str, subscribers: int = 1) -> Client:
+        """Add a client; the caller starts it."""
+        urls = [server.url for server in self.servers.values()]
+        client = Client(
+            self.world, self.network, self.audit, name, urls, self.options.client, self._names, subscribers
+        )
+        self.clients.append(client)
+        return client
+
+    def move(self, channel: bytes, to: str) -> None:
+        """Ask the balancer for a move; one that it cannot begin now is refused."""
+        self.moves.asked += 1
+        self.administrator.handle(Ask(self.world.random.getrandbits(63), channel, to))
+
+    def _answered(self, action: Any) -> None:
+        assert type(action) is Answered, f"not an action of an administrator: {action!r}"
+        if action.error is None:
+            self.moves.settled += 1
+        else:
+            self.moves.refused[action.error] += 1
+
+    # Looking in from outside: what no process could know.
+
+    def stored_plan(self, server: str) -> Plan | None:
+        """Return the plan stored at a server, believed or not."""
+        fields = self.servers[server].peek(stored_plan.READ_WHOLE[1])
+        return stored_plan.parse_whole(fields, None) if fields else None
+
+    def unsettled(self) -> list[str]:
+        """Return, in words, what has not come to rest; nothing when all has."""
+        plans = {id_: self.stored_plan(id_) for id_ in self.servers}
+        problems = [f"{id_} is down" for id_, server in self.servers.items() if not server.up]
+        problems += [f"{id_} stores no plan" for id_, plan in plans.items() if plan is None]
+        versions = {id_: plan.version for id_, plan in plans.items() if plan is not None}
+        if len(set(versions.values())) > 1:
+            problems.append(f"the servers store different versions of the plan: {versions}")
+        problems += [
+            f"{channel.decode()} is in transition at {id_} since epoch {entry.route.epoch}"
+            for id_, plan in plans.items()
+            if plan is not None
+            for channel, entry in plan.entries.items()
+            if entry.phase is not Phase.SETTLED
+        ]
+        administrator = self.administrator.machine
+        assert isinstance(administrator, Administrator)
+        for ask, times in administrator.unanswered.values():
+            problems.append(f"the move of {ask.channel.decode()} to {ask.to}, asked for {times} times, is not answered")
+        return problems
+
+    def settled(self) -> bool:
+        """Tell whether everything has come to rest."""
+        return not self.unsettled()
+
+    def _story(self, violation: Violation) -> list[str]:
+        if violation.channel is None:
+            return []
+        payload = None
+        if violation.publisher is not None and violation.number is not None:
+            payload = b"%s:%d." % (str(violation.publisher).encode(), violation.number)
+        people = [str(name) for name in (violation.publisher, violation.subscriber) if name is not None]
+        return self.world.trace.story(violation.channel, payload, people)

@@ -1,0 +1,329 @@
+"""What goes wrong in a run: drawn from the seed, at random times, until it is over.
+
+A profile says which faults a run has, and with that which guarantees hold strictly: delays, pauses, plan storms, a balancer that
+comes and goes and control messages that get lost or come twice must cost no message at all (G1-G4); where servers, links, agents
+or clients fail, every loss must be told (G5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from random import Random
+
+from dynamoth.control import Marker, RouteNotice, unpack_control
+from dynamoth.envelope import CONTROL, is_enveloped, open_envelope
+from dynamoth.errors import MalformedMessage
+from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, inbox
+from dynamoth_sim.cluster import AMPLE_BYTES_PER_S, Cluster
+from dynamoth_sim.network import Delays
+from dynamoth_sim.workload import WorkloadOptions
+
+INBOX_PREFIX = inbox(0)[:-16]
+
+CONTROL_LOST_RATIO = 0.15
+CONTROL_REPEATED_RATIO = 0.15
+"""Shares of control messages that are lost, and that come twice."""
+
+CONTROL_LATE_RATIO = 0.05
+"""Share of control messages that come once more, much later."""
+
+PAUSE_S_MAX = 0.3
+"""Shorter than any hold: a pause alone must cost nothing."""
+
+DOWN_S_MAX = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The faults of a run."""
+
+    name: str
+    #: Whether losses may happen, as long as they are told.
+    losses_allowed: bool
+    #: Names of :data:`FAULTS`.
+    faults: tuple[str, ...] = ()
+    #: The mean time between two faults.
+    interval_s: float = 0.3
+    delays: Delays = Delays(base_s=0.0002, jitter_s=0.001)
+    workload: WorkloadOptions = WorkloadOptions()
+    #: What a server can send: little makes the balancer move channels by itself.
+    outgoing_bytes_per_s_max: int = AMPLE_BYTES_PER_S
+
+
+SLOW = Delays(base_s=0.0005, jitter_s=0.005, spike_s=0.1, spike_ratio=0.03)
+
+LOSSLESS_FAULTS = ("pause agent", "pause balancer", "pause client", "stall server", "crash balancer", "cut balancer")
+LOSSY_FAULTS = (
+    "cut client",
+    "cut agent",
+    "restart server",
+    "restore server",
+    "crash agent",
+    "crash client",
+    "part agent",
+    "part client",
+    "overflow",
+)
+
+PROFILES: dict[str, Profile] = {
+    profile.name: profile
+    for profile in (
+        Profile("calm", losses_allowed=False),
+        Profile("delays", losses_allowed=False, delays=SLOW),
+        Profile("storm", losses_allowed=False, delays=SLOW, workload=WorkloadOptions(move_interval_s=0.1, storm_ratio=0.5)),
+        Profile("pauses", losses_allowed=False, faults=LOSSLESS_FAULTS[:4], delays=SLOW),
+        Profile("balancer", losses_allowed=False, faults=("crash balancer", "cut balancer", "pause balancer")),
+        Profile("control", losses_allowed=False, faults=("meddle",), delays=SLOW),
+        Profile("raw", losses_allowed=False, delays=SLOW, workload=WorkloadOptions(raw_publishers=2)),
+        Profile(
+            "game",
+            losses_allowed=False,
+            delays=SLOW,
+            workload=WorkloadOptions(players=4, publishers=1, subscribers=1),
+            outgoing_bytes_per_s_max=20_000,
+        ),
+        Profile("mixed", losses_allowed=False, faults=(*LOSSLESS_FAULTS, "meddle"), delays=SLOW, interval_s=0.2),
+        Profile("connections", losses_allowed=True, faults=("cut client", "cut agent"), delays=SLOW),
+        Profile("servers", losses_allowed=True, faults=("restart server", "restore server"), interval_s=0.8),
+        Profile("agents", losses_allowed=True, faults=("crash agent", "part agent", "pause agent"), interval_s=0.5),
+        Profile("clients", losses_allowed=True, faults=("crash client", "part client", "overflow", "pause client")),
+        Profile(
+            "everything",
+            losses_allowed=True,
+            faults=(*LOSSLESS_FAULTS, *LOSSY_FAULTS, "meddle"),
+            delays=SLOW,
+            interval_s=0.2,
+            workload=WorkloadOptions(storm_ratio=0.2),
+        ),
+    )
+}
+
+
+def draw_profile(random: Random) -> Profile:
+    """Choose a profile; the number of channels and the pace vary besides."""
+    profile = random.choice(list(PROFILES.values()))
+    workload = replace(
+        profile.workload,
+        channels=random.randint(2, 4),
+        churn_interval_s=random.choice((0.0, 0.2, 0.6)),
+        think_s_max=random.choice((0.03, 0.08, 0.2)),
+    )
+    return replace(profile, workload=workload)
+
+
+class Chaos:
+    """Does the faults of a profile to a cluster, from :meth:`start` until :meth:`stop`."""
+
+    def __init__(self, cluster: Cluster, profile: Profile) -> None:
+        self._cluster = cluster
+        self._world = cluster.world
+        self._random = cluster.world.random
+        self._profile = profile
+        self._stopped = False
+        #: What must be undone in the end, if it has not been by then.
+        self._undo: dict[int, Callable[[], None]] = {}
+        self._undo_number = 0
+
+    def start(self) -> None:
+        """Begin."""
+        if "meddle" in self._profile.faults:
+            for server in self._cluster.servers.values():
+                server.meddle = self._meddle
+        if any(fault in FAULTS for fault in self._profile.faults):
+            self._later()
+
+    def stop(self) -> None:
+        """End: what is broken is mended, what is down is started, and the network is quick."""
+        self._stopped = True
+        for undo in list(self._undo.values()):
+            undo()
+        for server in self._cluster.servers.values():
+            server.meddle = None
+        self._cluster.network.calm()
+
+    def _later(self) -> None:
+        self._world.after(2 * self._profile.interval_s * self._random.random(), self._strike)
+
+    def _strike(self) -> None:
+        if self._stopped:
+            return
+        faults = [name for name in self._profile.faults if name in FAULTS]
+        FAULTS[self._random.choice(faults)](self)
+        self._later()
+
+    def _until(self, duration_s: float, undo: Callable[[], None]) -> None:
+        """Call ``undo`` after ``duration_s``, or when the chaos stops if that is earlier; once."""
+        self._undo_number += 1
+        number = self._undo_number
+
+        def once() -> None:
+            if self._undo.pop(number, None) is not None:
+                undo()
+
+        self._undo[number] = once
+        self._world.after(duration_s, once)
+
+    # Nothing may be lost by these.
+
+    def _pause_agent(self) -> None:
+        agent = self._random.choice(list(self._cluster.agents.values()))
+        agent.pause(PAUSE_S_MAX * self._random.random())
+
+    def _pause_balancer(self) -> None:
+        self._cluster.balancer.pause(PAUSE_S_MAX * self._random.random())
+
+    def _pause_client(self) -> None:
+        self._random.choice(self._cluster.clients).pause(PAUSE_S_MAX * self._random.random())
+
+    def _stall_server(self) -> None:
+        """The server computes something long and reads nothing."""
+        server = self._random.choice(list(self._cluster.servers))
+        connections = self._cluster.network.connections(server=server)
+        for connection in connections:
+            connection.to_server.hold()
+
+        def go_on() -> None:
+            for connection in connections:
+                connection.to_server.release()
+
+        self._note(server, "stalls")
+        self._until(PAUSE_S_MAX * self._random.random(), go_on)
+
+    def _crash_balancer(self) -> None:
+        balancer = self._cluster.balancer
+        if balancer.alive:
+            balancer.crash(connections_linger=self._random.random() < 0.3)
+            self._until(DOWN_S_MAX * self._random.random(), balancer.start)
+
+    def _cut_balancer(self) -> None:
+        self._cut(self._cluster.balancer.name)
+
+    def _meddle(self, server: str, channel: bytes, data: bytes) -> int:
+        if not _may_get_lost(channel, data):
+            return 1
+        draw = self._random.random()
+        if draw < CONTROL_LATE_RATIO:
+            self._world.after(self._random.random(), self._repeat, server, channel, data)
+            return 1
+        draw -= CONTROL_LATE_RATIO
+        if draw < CONTROL_LOST_RATIO:
+            return 0
+        return 2 if draw < CONTROL_LOST_RATIO + CONTROL_REPEATED_RATIO else 1
+
+    def _repeat(self, server: str, channel: bytes, data: bytes) -> None:
+        model = self._cluster.servers[server]
+        if not self._stopped and model.up:
+            self._note(server, f"an old message on {channel.decode()} comes again")
+            model.inject(channel, data)
+
+    # Something may be lost by these, but not silently.
+
+    def _cut(self, process: str) -> None:
+        connections = self._cluster.network.connections(process)
+        if connections:
+            self._cluster.network.break_connection(self._random.choice(connections))
+
+    def _cut_client(self) -> None:
+        processes = self._random.choice(self._cluster.clients).processes
+        if processes:
+            self._cut(self._random.choice(processes).name)
+
+    def _cut_agent(self) -> None:
+        self._cut(self._random.choice(list(self._cluster.agents.values())).name)
+
+    def _restart_server(self) -> None:
+        self._stop_server(restored=False)
+
+    def _restore_server(self) -> None:
+        self._stop_server(restored=True)
+
+    def _stop_server(self, restored: bool) -> None:
+        """Stop a server; it comes back empty, or with what it had stored some time ago."""
+        server = self._random.choice(list(self._cluster.servers.values()))
+        if not server.up:
+            return
+        snapshot = server.snapshot() if restored else None
+
+        def stop() -> None:
+            if server.up:
+                server.stop()
+                self._until(DOWN_S_MAX * self._random.random(), lambda: server.start(snapshot))
+
+        self._world.after(0.5 * self._random.random() if restored else 0.0, lambda: None if self._stopped else stop())
+
+    def _crash_agent(self) -> None:
+        agent = self._random.choice(list(self._cluster.agents.values()))
+        if agent.alive:
+            agent.crash(connections_linger=self._random.random() < 0.3)
+            self._until(DOWN_S_MAX * self._random.random(), agent.start)
+
+    def _crash_client(self) -> None:
+        client = self._random.choice(self._cluster.clients)
+        if client.ready:
+            client.crash(connections_linger=self._random.random() < 0.3)
+            self._until(DOWN_S_MAX * self._random.random(), client.start)
+
+    def _part_agent(self) -> None:
+        self._part([self._random.choice(list(self._cluster.agents.values())).name])
+
+    def _part_client(self) -> None:
+        self._part([process.name for process in self._random.choice(self._cluster.clients).processes])
+
+    def _part(self, processes: list[str]) -> None:
+        """Cut some processes off a server; the connections of some of them do not survive it."""
+        server = self._random.choice(list(self._cluster.servers))
+        self._note(server, f"cannot be reached by {', '.join(processes)}")
+        heal = self._cluster.network.part(processes, [server])
+        for process in processes:
+            for connection in self._cluster.network.connections(process, server):
+                if self._random.random() < 0.5:
+                    self._cluster.network.break_connection(connection)
+        self._until(DOWN_S_MAX * self._random.random(), heal)
+
+    def _overflow(self) -> None:
+        """Output buffers are small for a while: whoever does not read is thrown out."""
+        server = self._random.choice(list(self._cluster.servers.values()))
+        before = server.output_buffer_bytes_max
+        server.output_buffer_bytes_max = 500
+
+        def restore() -> None:
+            server.output_buffer_bytes_max = before
+
+        self._note(server.id, "has small output buffers")
+        self._until(0.1 * self._random.random(), restore)
+
+    def _note(self, server: str, text: str) -> None:
+        self._world.trace.add((self._world.now, "fault", None, server, None, None, text))
+
+
+FAULTS: dict[str, Callable[[Chaos], None]] = {
+    "pause agent": Chaos._pause_agent,
+    "pause balancer": Chaos._pause_balancer,
+    "pause client": Chaos._pause_client,
+    "stall server": Chaos._stall_server,
+    "crash balancer": Chaos._crash_balancer,
+    "cut balancer": Chaos._cut_balancer,
+    "cut client": Chaos._cut_client,
+    "cut agent": Chaos._cut_agent,
+    "restart server": Chaos._restart_server,
+    "restore server": Chaos._restore_server,
+    "crash agent": Chaos._crash_agent,
+    "crash client": Chaos._crash_client,
+    "part agent": Chaos._part_agent,
+    "part client": Chaos._part_client,
+    "overflow": Chaos._overflow,
+}
+
+
+def _may_get_lost(channel: bytes, data: bytes) -> bool:
+    """Tell whether a message is one that its sender repeats until it is answered, or that is only a hint."""
+    if channel in (AGENT_CHANNEL, BALANCER_CHANNEL) or channel.startswith(INBOX_PREFIX):
+        return True
+    if not is_enveloped(data):
+        return False
+    try:
+        envelope = open_envelope(data)
+        return bool(envelope.flags & CONTROL) and isinstance(unpack_control(envelope.payload), RouteNotice | Marker)
+    except MalformedMessage:
+        return False

@@ -1,0 +1,449 @@
+"""The one checker of the guarantees: for the simulator, for tests against real servers, and for the demo.
+
+Theory of operation
+-------------------
+Publishers number their messages themselves, inside of the payload, from 1 for each (publisher, channel); the numbers in
+envelopes are not looked at. The audit is told what applications see: when a publish begins and ends, when a subscription is
+confirmed and ended, what is delivered, which gaps are reported. From the confirmation of a subscription on, every message
+whose publish begins is *owed* to it:
+
+* G1: a number that is skipped was lost. G5: unless a gap event *covers* it: one on this subscription that names the publisher
+  covers as many messages as it counts, one that names nobody, or counts nothing, covers every message that has begun.
+  Whether a covered loss is in order at all is the caller's to say (``losses_allowed``), and that all has been well again
+  since some time (:meth:`Audit.calm`).
+* G2: a number that was delivered before is a duplicate. G3: a lower number than the latest, not delivered before, is
+  out of order.
+* G4 and G6: a publish must end within ``publish_s_max``.
+* G7: the number of receivers that a publish returns is the number of subscriptions, where the caller knows that all is quiet.
+
+Where publishers and subscribers are in different processes (``live=False``), nobody can tell what began before what. Then
+auditors subscribe before the first publish, everything is owed to them, :meth:`Audit.published_upto` tells in the end how much
+there was, and a gap event covers what is missing before the next delivery.
+
+What was not delivered in the end is looked for by :meth:`Audit.finish`. Memory: one small record per (subscription, publisher), and
+two numbers per (publisher, channel); so a run may last as long as it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+HOLES_MAX = 1000
+"""Ranges of missing messages that are remembered per (subscription, publisher). More than these are violations at once."""
+
+VIOLATIONS_MAX = 100
+"""Violations that are described; more are counted."""
+
+_FOR_EVER = 2**63
+"""A number that no publisher reaches."""
+
+Publisher = Hashable
+Subscriber = Hashable
+
+
+@dataclass(slots=True)
+class Violation:
+    """One broken guarantee, and the message that shows it."""
+
+    guarantee: str
+    text: str
+    at: float
+    channel: bytes | None = None
+    subscriber: Subscriber | None = None
+    publisher: Publisher | None = None
+    number: int | None = None
+    #: What happened to the message, in words; filled in where a trace is kept.
+    story: list[str] = field(default_factory=list[str])
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.guarantee} at {self.at:.6f}: {self.text}", *self.story])
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What one publisher has published on one channel."""
+
+    begun: int = 0
+    #: Numbers whose publish has begun and not ended, with the time of its beginning.
+    pending: dict[int, float] = field(default_factory=dict[int, float])
+    #: Numbers that are owed to nobody: their publish failed, or their publisher died.
+    excused: set[int] = field(default_factory=set[int])
+    #: From this number on no loss is in order, covered or not.
+    calm_from: int = _FOR_EVER
+
+
+@dataclass(slots=True)
+class _Hole:
+    """Owed messages ``first`` to ``last`` that were skipped and that no gap event covers (yet)."""
+
+    first: int
+    last: int
+
+
+@dataclass(slots=True)
+class _View:
+    """What one subscription has seen of one publisher."""
+
+    #: The number that is owed next; a lower one was delivered, or given up, or is owed to nobody.
+    next: int
+    #: The highest number that was delivered; 0 before the first.
+    latest: int = 0
+    #: No message up to this number is missed: a gap event covers it.
+    covered_to: int = 0
+    holes: list[_Hole] = field(default_factory=list[_Hole])
+    #: Ranges that a gap event covers; a late delivery from them is out of order, not a duplicate.
+    skipped: list[_Hole] = field(default_factory=list[_Hole])
+
+
+@dataclass(slots=True)
+class _Subscription:
+    """One subscriber on one channel, from confirmation to end."""
+
+    confirmed_at: float
+    views: dict[Publisher, _View] = field(default_factory=dict[Publisher, _View])
+    #: The application has asked for its end: messages are delivered or not.
+    ending: bool = False
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over a run."""
+
+    published: int = 0
+    failed: int = 0
+    delivered: int = 0
+    lost: int = 0
+    duplicated: int = 0
+    reordered: int = 0
+    gaps: int = 0
+    covered_losses: int = 0
+
+
+class Audit:
+    """Checks the guarantees while a run goes on.
+
+    Args:
+        losses_allowed: whether a loss that a gap event covers is in order (G5) or a violation of G1. True where servers,
+            links, dispatchers or clients fail.
+        publish_s_max: every publish ends within so many seconds.
+        live: whether publishes are told at the moment at which they begin; see the module's text.
+        ordered: False for publishers whose messages are only counted (raw ones, for which no guarantee but G1 holds);
+            asked with the publisher.
+        story: adds the story to a violation, where there is a trace.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        losses_allowed: bool = False,
+        publish_s_max: float = float("inf"),
+        live: bool = True,
+        ordered: Callable[[Publisher], bool] = lambda publisher: True,
+        story: Callable[[Violation], list[str]] | None = None,
+    ) -> None:
+        self._losses_allowed = losses_allowed
+        #: From which number on streams that are new are calm.
+        self._calm_from = _FOR_EVER
+        self._publish_s_max = publish_s_max
+        self._live = live
+        self._ordered = ordered
+        self._story = story
+        #: Channel to publisher to stream.
+        self._streams: dict[bytes, dict[Publisher, _Stream]] = {}
+        self._open: dict[tuple[Subscriber, bytes], _Subscription] = {}
+        #: What ended subscriptions had seen, for a subscriber that comes back: nothing of it may come again.
+        self._past: dict[tuple[Subscriber, bytes], dict[Publisher, int]] = {}
+        self.violations: list[Violation] = []
+        #: All violations, those that are not described included.
+        self.violations_count = 0
+        self.totals = Totals()
+
+    # Publishing.
+
+    def published(self, publisher: Publisher, channel: bytes, number: int, at: float) -> None:
+        """A publish begins. Numbers count from 1 per publisher and channel."""
+        stream = self._stream(publisher, channel)
+        assert number == stream.begun + 1, f"{publisher} numbers {number} after {stream.begun}"
+        stream.begun = number
+        stream.pending[number] = at
+        self.totals.published += 1
+
+    def publish_ended(
+        self, publisher: Publisher, channel: bytes, number: int, at: float, *, failed: bool = False
+    ) -> None:
+        """A publish has returned. ``failed``: with an error, so that nothing is promised for the message."""
+        stream = self._stream(publisher, channel)
+        began = stream.pending.pop(number)
+        if failed:
+            self.totals.failed += 1
+            stream.excused.add(number)
+            if not self._may_be_lost(stream, number):
+                what = f"publish of {publisher}:{number} failed, though nothing else did"
+                self._violation("G4", what, at, channel, publisher=publisher, number=number)
+        if at - began > self._publish_s_max:
+            what = f"publish of {publisher}:{number} took {at - began:.3f} s, more than {self._publish_s_max} s"
+            self._violation("G4", what, at, channel, publisher=publisher, number=number)
+
+    def published_upto(self, publisher: Publisher, channel: bytes, number: int) -> None:
+        """Tell afterwards how many messages were published (``live=False``)."""
+        stream = self._stream(publisher, channel)
+        self.totals.published += number
+        stream.begun = max(stream.begun, number)
+
+    def calm(self) -> None:
+        """From now on nothing fails any more: what is published from here on must be delivered."""
+        for streams in self._streams.values():
+            for stream in streams.values():
+                stream.calm_from = stream.begun + 1
+        self._calm_from = 1
+
+    def _may_be_lost(self, stream: _Stream, number: int) -> bool:
+        return self._losses_allowed and number < stream.calm_from
+
+    def publisher_died(self, publisher: Publisher) -> None:
+        """A publisher is gone: what it had not finished is owed to nobody."""
+        for streams in self._streams.values():
+            stream = streams.get(publisher)
+            if stream is not None:
+                stream.excused.update(stream.pending)
+                stream.pending.clear()
+
+    def receivers(self, publisher: Publisher, channel: bytes, number: int, at: float, returned: int, true: int) -> None:
+        """Check G7, where the caller knows the ``true`` number of client subscribers."""
+        if returned != true:
+            what = f"publish of {publisher}:{number} returned {returned}, but {true} clients are subscribed"
+            self._violation("G7", what, at, channel, publisher=publisher, number=number)
+
+    def _stream(self, publisher: Publisher, channel: bytes) -> _Stream:
+        streams = self._streams.setdefault(channel, {})
+        stream = streams.get(publisher)
+        if stream is None:
+            stream = streams[publisher] = _Stream(calm_from=self._calm_from)
+        return stream
+
+    # Subscribing.
+
+    def confirmed(self, subscriber: Subscriber, channel: bytes, at: float) -> None:
+        """A subscription is confirmed: what begins from now on is owed. Harmless when it was before."""
+        key = subscriber, channel
+        if key in self._open:
+            return
+        subscription = self._open[key] = _Subscription(at)
+        for publisher, stream in self._streams.get(channel, {}).items():
+            view = self._view(subscription, key, publisher)
+            if self._live:
+                view.next = stream.begun + 1
+
+    def ending(self, subscriber: Subscriber, channel: bytes) -> None:
+        """The application asks for the end of a subscription: what was not delivered yet is not owed any more."""
+        subscription = self._open.get((subscriber, channel))
+        if subscription is not None:
+            subscription.ending = True
+
+    def ended(self, subscriber: Subscriber, channel: bytes, at: float) -> None:
+        """A subscription has ended; nothing may be delivered any more."""
+        subscription = self._open.pop((subscriber, channel), None)
+        if subscription is None:
+            return
+        past = self._past.setdefault((subscriber, channel), {})
+        for publisher, view in subscription.views.items():
+            self._judge_holes(subscriber, channel, publisher, view, at)
+            past[publisher] = max(past.get(publisher, 0), view.latest)
+
+    def subscriber_died(self, subscriber: Subscriber, at: float) -> None:
+        """A subscriber is gone, with its subscriptions."""
+        for open_subscriber, channel in list(self._open):
+            if open_subscriber == subscriber:
+                self.ended(subscriber, channel, at)
+
+    def is_open(self, subscriber: Subscriber, channel: bytes) -> bool:
+        """Tell whether a subscription is confirmed and not ended."""
+        return (subscriber, channel) in self._open
+
+    def open_count(self, channel: bytes) -> int:
+        """Return how many confirmed subscriptions the channel has."""
+        return sum(open_channel == channel for _, open_channel in self._open)
+
+    def _view(self, subscription: _Subscription, key: tuple[Subscriber, bytes], publisher: Publisher) -> _View:
+        """Return the view of a publisher that the subscription has not seen before.
+
+        The first number owed is the one that began first after the confirmation. As views are made for every publisher
+        of the channel at the confirmation, a publisher without one began its first message later.
+        """
+        view = subscription.views.get(publisher)
+        if view is None:
+            latest = self._past.get(key, {}).get(publisher, 0)
+            view = subscription.views[publisher] = _View(1, latest)
+        return view
+
+    # Delivery.
+
+    def delivered(self, subscriber: Subscriber, channel: bytes, publisher: Publisher, number: int, at: float) -> None:
+        """A message is delivered to the application."""
+        self.totals.delivered += 1
+        subscription = self._open.get((subscriber, channel))
+        if subscription is None:
+            what = f"{subscriber} gets {publisher}:{number} outside of a subscription"
+            self._violation("confirmation", what, at, channel, subscriber, publisher, number)
+            return
+        stream = self._stream(publisher, channel)
+        if not self._live:
+            stream.begun = max(stream.begun, number)
+        elif number > stream.begun:
+            what = f"{subscriber} gets {publisher}:{number}, which was never published"
+            self._violation("G2", what, at, channel, subscriber, publisher, number)
+            return
+        view = self._view(subscription, (subscriber, channel), publisher)
+        if number <= view.latest or _within(view.skipped, number):
+            self._late(view, subscriber, channel, publisher, number, at)
+            return
+        if number > view.next:
+            self._skipped(view, subscriber, channel, publisher, _Hole(view.next, number - 1), at)
+        view.next = max(view.next, number + 1)
+        view.latest = number
+        if not self._live:
+            view.covered_to = min(view.covered_to, number)
+
+    def _late(
+        self, view: _View, subscriber: Subscriber, channel: bytes, publisher: Publisher, number: int, at: float
+    ) -> None:
+        if _take(view.holes, number) or _take(view.skipped, number):
+            if self._ordered(publisher):
+                self.totals.reordered += 1
+                what = f"{subscriber} gets {publisher}:{number} after {publisher}:{view.latest}"
+                self._violation("G3", what, at, channel, subscriber, publisher, number)
+        elif self._ordered(publisher):
+            self.totals.duplicated += 1
+            what = f"{subscriber} gets {publisher}:{number} again (the latest was {view.latest})"
+            self._violation("G2", what, at, channel, subscriber, publisher, number)
+
+    def _skipped(
+        self, view: _View, subscriber: Subscriber, channel: bytes, publisher: Publisher, hole: _Hole, at: float
+    ) -> None:
+        covered = _Hole(hole.first, min(hole.last, view.covered_to))
+        if covered.first <= covered.last:
+            self._cover(view, subscriber, channel, publisher, covered, at)
+        open_hole = _Hole(max(hole.first, view.covered_to + 1), hole.last)
+        if open_hole.first <= open_hole.last:
+            view.holes.append(open_hole)
+            if len(view.holes) > HOLES_MAX:
+                self._judge_holes(subscriber, channel, publisher, view, at)
+
+    # Gaps.
+
+    def gap(self, subscriber: Subscriber, channel: bytes, publisher: Publisher | None, count: int | None, at: float) -> None:
+        """The subscriber is told of a gap. None: of which publisher, or how many, is not known."""
+        self.totals.gaps += 1
+        subscription = self._open.get((subscriber, channel))
+        if subscription is None:
+            return
+        streams = self._streams.get(channel, {})
+        for name in list(streams) if publisher is None else [publisher]:
+            begun = self._stream(name, channel).begun if self._live else _FOR_EVER
+            view = self._view(subscription, (subscriber, channel), name)
+            left = self._cover_holes(view, subscriber, channel, name, None if publisher is None else count, at)
+            upto = begun if left is None else min(begun, view.next - 1 + left)
+            view.covered_to = max(view.covered_to, upto)
+
+    def _cover_holes(
+        self, view: _View, subscriber: Subscriber, channel: bytes, publisher: Publisher, count: int | None, at: float
+    ) -> int | None:
+        """Let a gap event cover the holes, oldest first. Return how many messages it may cover besides; None: any."""
+        while view.holes and (count is None or count > 0):
+            hole = view.holes[0]
+            size = hole.last - hole.first + 1
+            taken = size if count is None else min(size, count)
+            self._cover(view, subscriber, channel, publisher, _Hole(hole.first, hole.first + taken - 1), at)
+            hole.first += taken
+            if hole.first > hole.last:
+                view.holes.pop(0)
+            count = None if count is None else count - taken
+        return count
+
+    def _cover(
+        self, view: _View, subscriber: Subscriber, channel: bytes, publisher: Publisher, hole: _Hole, at: float
+    ) -> None:
+        view.skipped.append(hole)
+        del view.skipped[:-HOLES_MAX]
+        stream = self._stream(publisher, channel)
+        lost = [number for number in range(hole.first, hole.last + 1) if number not in stream.excused]
+        self.totals.covered_losses += len(lost)
+        wrong = [number for number in lost if not self._may_be_lost(stream, number)]
+        if wrong:
+            what = f"{subscriber} is told that it missed {publisher}:{wrong[0]}{_more(wrong)}, though nothing failed"
+            self._violation("G1", what, at, channel, subscriber, publisher, wrong[0])
+
+    def _judge_holes(
+        self, subscriber: Subscriber, channel: bytes, publisher: Publisher, view: _View, at: float
+    ) -> None:
+        """What is still not covered was lost silently."""
+        holes, view.holes = view.holes, []
+        stream = self._stream(publisher, channel)
+        for hole in holes:
+            numbers = range(hole.first, hole.last + 1)
+            lost = [number for number in numbers if number not in stream.excused and number not in stream.pending]
+            if not lost:
+                continue
+            self.totals.lost += len(lost)
+            guarantee = "G5" if self._may_be_lost(stream, lost[0]) else "G1"
+            what = f"{subscriber} never gets {publisher}:{lost[0]}{_more(lost)}, and is not told"
+            self._violation(guarantee, what, at, channel, subscriber, publisher, lost[0])
+
+    # The end.
+
+    def finish(self, at: float) -> list[Violation]:
+        """Look for what was never delivered to open subscriptions, and for publishes that never ended."""
+        for (subscriber, channel), subscription in self._open.items():
+            for publisher, stream in self._streams.get(channel, {}).items():
+                view = self._view(subscription, (subscriber, channel), publisher)
+                if stream.begun >= view.next and not subscription.ending:
+                    self._skipped(view, subscriber, channel, publisher, _Hole(view.next, stream.begun), at)
+                    view.next = stream.begun + 1
+                self._judge_holes(subscriber, channel, publisher, view, at)
+        for channel, streams in self._streams.items():
+            for publisher, stream in streams.items():
+                for number, began in stream.pending.items():
+                    if at - began > self._publish_s_max:
+                        what = f"publish of {publisher}:{number} has not ended in {at - began:.3f} s"
+                        self._violation("G4", what, at, channel, publisher=publisher, number=number)
+        return self.violations
+
+    def _violation(
+        self,
+        guarantee: str,
+        text: str,
+        at: float,
+        channel: bytes | None = None,
+        subscriber: Subscriber | None = None,
+        publisher: Publisher | None = None,
+        number: int | None = None,
+    ) -> None:
+        self.violations_count += 1
+        if len(self.violations) >= VIOLATIONS_MAX:
+            return
+        name = "" if channel is None else f" on {channel.decode(errors='replace')}"
+        violation = Violation(guarantee, text + name, at, channel, subscriber, publisher, number)
+        if self._story is not None:
+            violation.story = self._story(violation)
+        self.violations.append(violation)
+
+
+def _more(numbers: list[int]) -> str:
+    return f", nor {len(numbers) - 1} more until {numbers[-1]}" if len(numbers) > 1 else ""
+
+
+def _within(holes: list[_Hole], number: int) -> bool:
+    return any(hole.first <= number <= hole.last for hole in holes)
+
+
+def _take(holes: list[_Hole], number: int) -> bool:
+    """Remove one number from a list of ranges; tell whether it was there."""
+    for index, hole in enumerate(holes):
+        if hole.first <= number <= hole.last:
+            holes[index : index + 1] = [
+                part for part in (_Hole(hole.first, number - 1), _Hole(number + 1, hole.last)) if part.first <= part.last
+            ]
+            return True
+    return False

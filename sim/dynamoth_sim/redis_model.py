@@ -1,0 +1,494 @@
+"""A model of an unmodified Redis server: what our machines use of it, as it behaves.
+
+One thread executes the commands of all connections in the order in which they arrive. Replies and pushes go out on each
+connection in the order in which they arise. PUBLISH returns the number of subscribed connections plus matching
+patterns. A connection that does not read is closed when its output buffer grows too large. Subscriptions end with their
+connection, and a restart forgets everything but what was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from dynamoth.events import CommandPart, ErrorReply
+from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
+from dynamoth_sim.network import Connection, End, Packet
+from dynamoth_sim.world import World
+
+PUSH_OVERHEAD_BYTES = 40
+"""What RESP3 adds to a pushed message, roughly: for the counters and output buffers."""
+
+COMMAND_OVERHEAD_BYTES = 30
+
+OUTPUT_BUFFER_BYTES_MAX = 8 * 1024 * 1024
+"""Redis's own default soft limit for pub/sub clients; a fault profile takes a smaller one."""
+
+
+class Greeting:
+    """What a server says first on a connection: the answers to HELLO and INFO of a real driver."""
+
+    __slots__ = ("run_id",)
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+
+
+class Reply:
+    """The reply to a command, with the tag that the command came with."""
+
+    __slots__ = ("tag", "value")
+
+    def __init__(self, tag: Any, value: Any) -> None:
+        self.tag = tag
+        self.value = value
+
+
+Snapshot = tuple[dict[bytes, Any], dict[bytes, float]]
+"""The values of all keys, and the times at which some expire."""
+
+
+class UnknownCommand(Exception):
+    """Raised when a machine sends what this model does not know: teach the model, after reading what Redis does."""
+
+
+class RedisServer:
+    """One simulated Redis process, which can be stopped and started."""
+
+    def __init__(self, world: World, id_: str, url: str) -> None:
+        self._world = world
+        self.id = id_
+        self.url = url
+        self.up = True
+        self.run_id = self._new_run_id()
+        self.output_buffer_bytes_max = OUTPUT_BUFFER_BYTES_MAX
+        #: Asked how often a control message shall be delivered: 0 loses it, 2 repeats it. None leaves all alone.
+        self.meddle: Callable[[str, bytes, bytes], int] | None = None
+        #: With RESP3, a push to the publisher itself precedes the reply in Redis 6 and follows it in later versions.
+        self.reply_before_own_push = world.random.random() < 0.5
+        self._connections: dict[int, Connection] = {}
+        self._channels: dict[bytes, dict[Connection, None]] = {}
+        self._patterns: dict[bytes, dict[Connection, None]] = {}
+        self._keys: dict[bytes, Any] = {}
+        self._expiries: dict[bytes, float] = {}
+        self._started = world.now
+        self.input_bytes = 0
+        self.output_bytes = 0
+        self.commands = 0
+
+    # Life.
+
+    def stop(self, reason: str = "the server stopped") -> None:
+        """Kill the process: every connection is lost, with what is in flight from a random point on."""
+        self.up = False
+        self._world.trace.add((self._world.now, "fault", None, self.id, None, None, reason))
+        for connection in list(self._connections.values()):
+            self.kill(connection, reason)
+        assert not self._channels and not self._patterns
+
+    def start(self, snapshot: Snapshot | None = None) -> None:
+        """Start a new process, with what a snapshot holds, else with an empty memory."""
+        assert not self.up, f"{self.id} runs already"
+        self.up = True
+        self.run_id = self._new_run_id()
+        self._keys, self._expiries = snapshot or ({}, {})
+        self._started = self._world.now
+        self.input_bytes = self.output_bytes = self.commands = 0
+        restored = "empty" if snapshot is None else "restored from an old snapshot"
+        self._world.trace.add((self._world.now, "fault", None, self.id, None, None, f"the server starts, {restored}"))
+
+    def snapshot(self) -> Snapshot:
+        """Return a copy of the memory, as an RDB file would hold it: values, and when they expire."""
+        keys = {key: value if isinstance(value, bytes) else dict(value) for key, value in self._keys.items()}
+        return keys, dict(self._expiries)
+
+    def _new_run_id(self) -> str:
+        return f"{self._world.random.getrandbits(160):040x}"
+
+    # Connections.
+
+    def accept(self, connection: Connection) -> None:
+        """Greet a new client."""
+        self._connections[connection.id] = connection
+        connection.to_client.send(Greeting(self.run_id), 0)
+
+    def receive(self, connection: Connection, packet: Packet) -> None:
+        """Execute what has arrived."""
+        if connection.id not in self._connections:
+            return
+        for item in packet.items:
+            if type(item) is End:
+                self._forget(connection)
+                connection.to_client.end("closed")
+                return
+            args, tag = item
+            self._execute(connection, args, tag)
+
+    def kill(self, connection: Connection, reason: str) -> None:
+        """Close a connection from the server's side: nothing more is read, and some of what was sent is lost."""
+        self._forget(connection)
+        connection.to_server.ended = True
+        connection.to_client.cut(reason, 0.0)
+
+    def _forget(self, connection: Connection) -> None:
+        self._connections.pop(connection.id, None)
+        for channel in connection.channels:
+            self._remove(self._channels, channel, connection)
+        for pattern in connection.patterns:
+            self._remove(self._patterns, pattern, connection)
+        connection.channels = {}
+        connection.patterns = {}
+
+    @staticmethod
+    def _remove(table: dict[bytes, dict[Connection, None]], name: bytes, connection: Connection) -> None:
+        subscribers = table[name]
+        del subscribers[connection]
+        if not subscribers:
+            del table[name]
+
+    def _push(self, connection: Connection, message: list[Any], size: int) -> None:
+        self.output_bytes += size
+        connection.unread_bytes += size
+        connection.to_client.send(message, size)
+        if connection.unread_bytes > self.output_buffer_bytes_max and connection.id in self._connections:
+            self._world.at(self._world.now, self._overflow, connection)
+
+    def _overflow(self, connection: Connection) -> None:
+        if connection.id in self._connections:
+            reason = "the client does not read: its output buffer is full"
+            self._world.trace.add((self._world.now, "fault", connection.process, self.id, None, None, reason))
+            self.kill(connection, reason)
+
+    # Commands.
+
+    def _execute(self, connection: Connection, args: Sequence[CommandPart], tag: Any) -> None:
+        self.commands += 1
+        self.input_bytes += COMMAND_OVERHEAD_BYTES
+        words = [word if type(word) is bytes else _to_bytes(word) for word in args]
+        name = words[0].upper()
+        if name == b"PUBLISH":
+            self._publish(connection, words, tag)
+            return
+        command = _COMMANDS.get(name)
+        if command is None:
+            raise UnknownCommand(f"{connection.process} sends {args!r:.200}")
+        value = command(self, connection, words)
+        if value is not _NO_REPLY:
+            self._reply(connection, tag, value)
+
+    def _reply(self, connection: Connection, tag: Any, value: Any) -> None:
+        self.output_bytes += COMMAND_OVERHEAD_BYTES
+        if tag is not None:
+            connection.to_client.send(Reply(tag, value), COMMAND_OVERHEAD_BYTES)
+
+    def _publish(self, connection: Connection, words: list[bytes], tag: Any) -> None:
+        _, channel, data = words
+        pushes = self._pushes(channel, data)
+        self._trace_publish(connection.process, channel, data, pushes)
+        if self.reply_before_own_push:
+            self._reply(connection, tag, len(pushes))
+        self._deliver(channel, data, pushes)
+        if not self.reply_before_own_push:
+            self._reply(connection, tag, len(pushes))
+
+    def inject(self, channel: bytes, data: bytes) -> int:
+        """Publish from nowhere: a raw message, or an old control message that comes again. Return the receivers."""
+        pushes = self._pushes(channel, data)
+        self._trace_publish(None, channel, data, pushes)
+        self._deliver(channel, data, pushes)
+        return len(pushes)
+
+    def _pushes(self, channel: bytes, data: bytes) -> list[tuple[Connection, list[Any]]]:
+        message = [b"message", channel, data]
+        pushes = [(connection, message) for connection in self._channels.get(channel, ())]
+        for pattern, subscribers in self._patterns.items():
+            if _matches(pattern, channel):
+                message = [b"pmessage", pattern, channel, data]
+                pushes += [(connection, message) for connection in subscribers]
+        return pushes
+
+    def _trace_publish(
+        self, who: str | None, channel: bytes, data: bytes, pushes: list[tuple[Connection, list[Any]]]
+    ) -> None:
+        receivers = [connection for connection, _ in pushes]
+        self._world.trace.add((self._world.now, "publishes", who, self.id, channel, data, receivers))
+
+    def _deliver(self, channel: bytes, data: bytes, pushes: list[tuple[Connection, list[Any]]]) -> None:
+        size = len(channel) + len(data) + PUSH_OVERHEAD_BYTES
+        self.input_bytes += len(data)
+        for _ in range(self._copies(channel, data)):
+            for receiver, message in pushes:
+                self._push(receiver, message, size)
+
+    def _copies(self, channel: bytes, data: bytes) -> int:
+        if self.meddle is None:
+            return 1
+        copies = self.meddle(self.id, channel, data)
+        if copies != 1:
+            note = "lost" if copies == 0 else f"delivered {copies} times"
+            self._world.trace.add((self._world.now, "fault", None, self.id, channel, data, note))
+        return copies
+
+    def _subscribe(self, connection: Connection, words: list[bytes]) -> Any:
+        self._join(connection, words, self._channels, connection.channels, b"subscribe")
+        return _NO_REPLY
+
+    def _psubscribe(self, connection: Connection, words: list[bytes]) -> Any:
+        self._join(connection, words, self._patterns, connection.patterns, b"psubscribe")
+        return _NO_REPLY
+
+    def _unsubscribe(self, connection: Connection, words: list[bytes]) -> Any:
+        self._leave(connection, words, self._channels, connection.channels, b"unsubscribe")
+        return _NO_REPLY
+
+    def _punsubscribe(self, connection: Connection, words: list[bytes]) -> Any:
+        self._leave(connection, words, self._patterns, connection.patterns, b"punsubscribe")
+        return _NO_REPLY
+
+    def _join(
+        self,
+        connection: Connection,
+        words: list[bytes],
+        table: dict[bytes, dict[Connection, None]],
+        joined: dict[bytes, None],
+        kind: bytes,
+    ) -> None:
+        for name in words[1:]:
+            joined[name] = None
+            table.setdefault(name, {})[connection] = None
+            self._acknowledge(connection, kind, name)
+
+    def _leave(
+        self,
+        connection: Connection,
+        words: list[bytes],
+        table: dict[bytes, dict[Connection, None]],
+        joined: dict[bytes, None],
+        kind: bytes,
+    ) -> None:
+        for name in words[1:] or list(joined) or [None]:
+            if name is not None and name in joined:
+                del joined[name]
+                self._remove(table, name, connection)
+            self._acknowledge(connection, kind, name)
+
+    def _acknowledge(self, connection: Connection, kind: bytes, name: bytes | None) -> None:
+        count = len(connection.channels) + len(connection.patterns)
+        self._world.trace.add((self._world.now, kind.decode(), connection.process, self.id, name, None, None))
+        self._push(connection, [kind, name, count], PUSH_OVERHEAD_BYTES)
+
+    def _pubsub(self, _connection: Connection, words: list[bytes]) -> Any:
+        match words[1].upper():
+            case b"NUMSUB":
+                return [part for name in words[2:] for part in (name, len(self._channels.get(name, ())))]
+            case b"NUMPAT":
+                return len(self._patterns)
+            case b"CHANNELS":
+                pattern = words[2] if len(words) > 2 else b"*"
+                return [name for name in self._channels if _matches(pattern, name)]
+            case other:
+                raise UnknownCommand(f"PUBSUB {other.decode()}")
+
+    def subscribers(self, channel: bytes) -> list[str]:
+        """Return the processes that are subscribed to ``channel`` here, as the server sees it (for tests)."""
+        return [connection.process for connection in self._channels.get(channel, ())]
+
+    # Keys.
+
+    def peek(self, key: bytes) -> Any:
+        """Return what is stored under a key, without being a client (for tests)."""
+        return self._value(key)
+
+    def _value(self, key: bytes) -> Any:
+        expiry = self._expiries.get(key)
+        if expiry is not None and expiry <= self._world.now:
+            self._delete(key)
+        return self._keys.get(key)
+
+    def _delete(self, key: bytes) -> bool:
+        self._expiries.pop(key, None)
+        return self._keys.pop(key, None) is not None
+
+    def _hash(self, key: bytes) -> dict[bytes, bytes]:
+        value = self._value(key)
+        if value is None:
+            value = self._keys[key] = {}
+        assert isinstance(value, dict), f"{key!r} is no hash"
+        return value  # pyright: ignore[reportUnknownVariableType]
+
+    def _hset(self, connection: Connection, words: list[bytes]) -> Any:
+        stored = self._hash(words[1])
+        fields = dict(zip(words[2::2], words[3::2], strict=True))
+        new = sum(field not in stored for field in fields)
+        stored.update(fields)
+        if words[1] in (PLAN_KEY, PLAN_KEY_NEW):
+            self._world.trace.add((self._world.now, "stores plan", connection.process, self.id, None, None, fields))
+        return new
+
+    def _hget(self, _connection: Connection, words: list[bytes]) -> Any:
+        return (self._value(words[1]) or {}).get(words[2])
+
+    def _hmget(self, _connection: Connection, words: list[bytes]) -> Any:
+        stored = self._value(words[1]) or {}
+        return [stored.get(field) for field in words[2:]]
+
+    def _hgetall(self, _connection: Connection, words: list[bytes]) -> Any:
+        return dict(self._value(words[1]) or {})
+
+    def _hdel(self, _connection: Connection, words: list[bytes]) -> Any:
+        stored = self._value(words[1]) or {}
+        return sum(stored.pop(field, None) is not None for field in words[2:])
+
+    def _rename(self, _connection: Connection, words: list[bytes]) -> Any:
+        value = self._value(words[1])
+        if value is None:
+            return ErrorReply("ERR no such key")
+        self._delete(words[2])
+        self._keys[words[2]] = value
+        expiry = self._expiries.pop(words[1], None)
+        if expiry is not None:
+            self._expiries[words[2]] = expiry
+        del self._keys[words[1]]
+        return b"OK"
+
+    def _del(self, _connection: Connection, words: list[bytes]) -> Any:
+        return sum(self._value(key) is not None and self._delete(key) for key in words[1:])
+
+    def _get(self, _connection: Connection, words: list[bytes]) -> Any:
+        return self._value(words[1])
+
+    def _set(self, _connection: Connection, words: list[bytes]) -> Any:
+        key, value = words[1:3]
+        options = iter(words[3:])
+        expiry: float | None = None
+        for option in options:
+            match option.upper():
+                case b"NX":
+                    if self._value(key) is not None:
+                        return None
+                case b"XX":
+                    if self._value(key) is None:
+                        return None
+                case b"PX":
+                    expiry = self._world.now + int(next(options)) / 1000
+                case b"EX":
+                    expiry = self._world.now + int(next(options))
+                case _:
+                    raise UnknownCommand(f"SET with {option!r}")
+        self._keys[key] = value
+        self._expiries.pop(key, None)
+        if expiry is not None:
+            self._expiries[key] = expiry
+        return b"OK"
+
+    def _pexpire(self, _connection: Connection, words: list[bytes]) -> Any:
+        if self._value(words[1]) is None:
+            return 0
+        self._expiries[words[1]] = self._world.now + int(words[2]) / 1000
+        return 1
+
+    def _pttl(self, _connection: Connection, words: list[bytes]) -> Any:
+        if self._value(words[1]) is None:
+            return -2
+        expiry = self._expiries.get(words[1])
+        return -1 if expiry is None else int((expiry - self._world.now) * 1000)
+
+    # The server itself.
+
+    def _ping(self, _connection: Connection, words: list[bytes]) -> Any:
+        return words[1] if len(words) > 1 else b"PONG"
+
+    def _client(self, connection: Connection, words: list[bytes]) -> Any:
+        match words[1].upper():
+            case b"SETNAME":
+                connection.name = words[2]
+                return b"OK"
+            case b"ID":
+                return connection.id
+            case b"LIST":
+                listed = self._connections.values()
+                if words[2:4] == [b"TYPE", b"pubsub"]:
+                    listed = [c for c in listed if c.channels or c.patterns]
+                return b"".join(map(_client_line, listed))
+            case other:
+                raise UnknownCommand(f"CLIENT {other.decode()}")
+
+    def _info(self, _connection: Connection, _words: list[bytes]) -> Any:
+        uptime = self._world.now - self._started
+        cpu = self.commands * 2e-6
+        memory = 1_000_000 + sum(len(name) + 100 for name in self._keys)
+        lines = (
+            "# Server",
+            "redis_version:7.0.15",
+            f"run_id:{self.run_id}",
+            f"uptime_in_seconds:{int(uptime)}",
+            "# Clients",
+            f"connected_clients:{len(self._connections)}",
+            "client_recent_max_output_buffer:0",
+            "# Memory",
+            f"used_memory:{memory}",
+            "maxmemory:0",
+            "mem_clients_normal:0",
+            "# Stats",
+            f"total_commands_processed:{self.commands}",
+            f"total_net_input_bytes:{self.input_bytes}",
+            f"total_net_output_bytes:{self.output_bytes}",
+            f"pubsub_channels:{len(self._channels)}",
+            f"pubsub_patterns:{len(self._patterns)}",
+            "client_output_buffer_limit_disconnections:0",
+            "# CPU",
+            f"used_cpu_sys:{cpu / 3:.6f}",
+            f"used_cpu_user:{cpu:.6f}",
+            "",
+        )
+        return "\r\n".join(lines).encode()
+
+
+_NO_REPLY = object()
+
+_COMMANDS: dict[bytes, Callable[[RedisServer, Connection, list[bytes]], Any]] = {
+    b"SUBSCRIBE": RedisServer._subscribe,
+    b"PSUBSCRIBE": RedisServer._psubscribe,
+    b"UNSUBSCRIBE": RedisServer._unsubscribe,
+    b"PUNSUBSCRIBE": RedisServer._punsubscribe,
+    b"PUBSUB": RedisServer._pubsub,
+    b"HSET": RedisServer._hset,
+    b"HGET": RedisServer._hget,
+    b"HMGET": RedisServer._hmget,
+    b"HGETALL": RedisServer._hgetall,
+    b"HDEL": RedisServer._hdel,
+    b"RENAME": RedisServer._rename,
+    b"DEL": RedisServer._del,
+    b"GET": RedisServer._get,
+    b"SET": RedisServer._set,
+    b"PEXPIRE": RedisServer._pexpire,
+    b"PTTL": RedisServer._pttl,
+    b"PING": RedisServer._ping,
+    b"CLIENT": RedisServer._client,
+    b"INFO": RedisServer._info,
+}
+
+
+def _to_bytes(word: Any) -> bytes:
+    return bytes(word) if isinstance(word, (bytearray, memoryview)) else str(word).encode()
+
+
+def _matches(pattern: bytes, name: bytes) -> bool:
+    return pattern == b"*" or fnmatchcase(name.decode("latin-1"), pattern.decode("latin-1"))
+
+
+def _client_line(connection: Connection) -> bytes:
+    return (
+        b"id=%d addr=%s:%d name=%s age=0 sub=%d psub=%d omem=%d\n"
+        % (
+            connection.id,
+            connection.process.encode(),
+            connection.id,
+            connection.name,
+            len(connection.channels),
+            len(connection.patterns),
+            connection.unread_bytes,
+        )
+    )
+

@@ -1,0 +1,172 @@
+"""Running seeds: one seed is one world, and any seed can be run again."""
+
+from __future__ import annotations
+
+import time
+import traceback
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+
+from dynamoth_sim.cluster import Cluster, short_options
+from dynamoth_sim.faults import PROFILES, Chaos, Profile, draw_profile
+from dynamoth_sim.guarantees import Totals, Violation
+from dynamoth_sim.process import MachineFailed
+from dynamoth_sim.workload import Workload
+from dynamoth_sim.world import World
+
+WORK_S = 2.5
+"""How long applications work and things go wrong, in virtual time."""
+
+SETTLE_S_MAX = 8.0
+"""Within this after the last fault, every transition has settled."""
+
+RECOVERY_S = 1.5
+"""Within this after that, everything is connected, subscribed and verified again (G5: delivery resumes)."""
+
+ROUND_S = 0.4
+"""The time given to one round of final messages; long enough for a publisher to learn a route and to count observers."""
+
+HOLD_S_MAX = 1.5
+"""How long subscribers of the simulation hold messages; longer than a pause, a stall and a spike together."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came out of one seed."""
+
+    seed: int
+    name: str
+    violations: list[Violation] = field(default_factory=list[Violation])
+    totals: Totals = field(default_factory=Totals)
+    #: Equal for two runs only if the same happened in both.
+    digest: int = 0
+    steps: int = 0
+    virtual_s: float = 0.0
+    cpu_s: float = 0.0
+
+    @property
+    def clean(self) -> bool:
+        """Whether every guarantee held."""
+        return not self.violations
+
+    def __str__(self) -> str:
+        what = "clean" if self.clean else f"{len(self.violations)} violations"
+        totals = self.totals
+        return (
+            f"seed {self.seed} ({self.name}): {what}; published {totals.published}, delivered {totals.delivered},"
+            f" gaps {totals.gaps}; {self.steps} steps, {self.virtual_s:.1f} virtual s, {self.cpu_s * 1000:.0f} ms"
+        )
+
+
+def run_seed(seed: int, profile_name: str | None = None) -> Outcome:
+    """Run one random world; ``profile_name`` fixes its profile of faults."""
+    world = World(seed)
+    profile = draw_profile(world.random)
+    if profile_name is not None:
+        profile = PROFILES[profile_name]
+    return run_profile(world, profile)
+
+
+def run_profile(world: World, profile: Profile) -> Outcome:
+    """Run one world under a profile of faults, from start to audit."""
+    began = time.process_time()
+    cluster = Cluster(
+        world,
+        short_options(
+            hold_s_max=HOLD_S_MAX,
+            delays=profile.delays,
+            outgoing_bytes_per_s_max=profile.outgoing_bytes_per_s_max,
+            losses_allowed=profile.losses_allowed,
+        ),
+    )
+    outcome = Outcome(world.seed, profile.name)
+    try:
+        outcome.violations = _live(cluster, profile)
+    except MachineFailed as error:
+        text = "".join(traceback.format_exception(error)).strip()
+        outcome.violations = [Violation("machine", text, world.now)]
+    outcome.totals = cluster.audit.totals
+    outcome.digest = zlib.crc32(repr((world.digest, outcome.totals)).encode())
+    outcome.steps = world.steps
+    outcome.virtual_s = world.now
+    outcome.cpu_s = time.process_time() - began
+    return outcome
+
+
+def _live(cluster: Cluster, profile: Profile) -> list[Violation]:
+    world = cluster.world
+    workload = Workload(cluster, profile.workload)
+    chaos = Chaos(cluster, profile)
+    cluster.start()
+    workload.start()
+    world.at(0.5, chaos.start)
+    world.run_until(WORK_S)
+    chaos.stop()
+    workload.stop()
+    violations = _settle(cluster, workload)
+    world.run_until(world.now + RECOVERY_S)
+    cluster.audit.calm()
+    workload.publish_everywhere()
+    world.run_until(world.now + ROUND_S)
+    _check_receivers(cluster, workload)
+    world.run_until(world.now + ROUND_S)
+    violations += _check_places(cluster, workload)
+    world.run_until(world.now + HOLD_S_MAX)
+    return [*violations, *cluster.audit.finish(world.now)]
+
+
+def _settle(cluster: Cluster, workload: Workload) -> list[Violation]:
+    world = cluster.world
+    if world.run_until_true(cluster.settled, world.now + SETTLE_S_MAX):
+        return []
+    text = f"{SETTLE_S_MAX} s after the last fault: " + "; ".join(cluster.unsettled())
+    channel = next((channel for channel in workload.channels if channel.decode() in text), workload.channels[0])
+    return [Violation("settling", text, world.now, story=world.trace.story(channel, None))]
+
+
+def _check_receivers(cluster: Cluster, workload: Workload) -> None:
+    """G7, now that all is quiet: publish returns the number of subscriptions."""
+
+    def ended(name: str, channel: bytes, number: int, receivers: int | None) -> None:
+        if receivers is not None:
+            audit = cluster.audit
+            audit.receivers(name, channel, number, cluster.world.now, receivers, audit.open_count(channel))
+
+    for client in cluster.clients:
+        if client.publisher is not None:
+            name = client.publisher.name
+            client.publisher.on_ended = lambda channel, number, receivers, name=name: ended(
+                name, channel, number, receivers
+            )
+    workload.publish_everywhere()
+
+
+def _check_places(cluster: Cluster, workload: Workload) -> list[Violation]:
+    """When all has settled, everybody listens where the plan says, and nowhere else."""
+    violations: list[Violation] = []
+    plan = cluster.stored_plan(next(iter(cluster.servers)))
+    if plan is None:
+        return violations
+    for channel in workload.channels:
+        right = plan.entry(channel).route.assignment.servers
+        for server in cluster.servers.values():
+            listening = len(server.subscribers(channel))
+            expected = cluster.audit.open_count(channel) if server.id in right else 0
+            if listening != expected:
+                text = f"{listening} listen to {channel.decode()} at {server.id}, not {expected}: {server.subscribers(channel)}"
+                story = cluster.world.trace.story(channel, None)
+                violations.append(Violation("place", text, cluster.world.now, channel, story=story))
+    return violations
+
+
+def run_seeds(seeds: Iterable[int], profile_name: str | None = None, jobs: int = 1) -> Iterable[Outcome]:
+    """Run many seeds in ``jobs`` processes; outcomes come in the order of the seeds."""
+    if jobs == 1:
+        yield from (run_seed(seed, profile_name) for seed in seeds)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        listed = list(seeds)
+        yield from pool.map(run_seed, listed, [profile_name] * len(listed), chunksize=16)

@@ -1,0 +1,260 @@
+"""What simulated applications do: publish one after the other or all at once, come and go, play a game; and who moves channels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from dynamoth.events import Connect, LinkDown, LinkUp, Replied, Send, Start
+from dynamoth_sim.clients import Client, PublisherApp, SubscriberApp, make_payload
+from dynamoth_sim.cluster import Cluster
+from dynamoth_sim.process import Process
+from dynamoth_sim.rgame import GameWorld, Join, Leave, Player
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadOptions:
+    """How much happens."""
+
+    channels: int = 3
+    publishers: int = 3
+    #: Clients that subscribe, each with one or two PubSubs.
+    subscribers: int = 3
+    raw_publishers: int = 0
+    #: Players of RGame, who publish and subscribe, on channels of their own.
+    players: int = 0
+    #: The longest time between two publishes of one publisher.
+    think_s_max: float = 0.08
+    #: How often a subscriber joins or leaves a channel: 0 for never.
+    churn_interval_s: float = 0.4
+    #: The longest time between two moves; 0 for none.
+    move_interval_s: float = 0.3
+    #: The share of moves that take all channels at once.
+    storm_ratio: float = 0.0
+    #: How many publishes a publisher may begin before the first has ended, where it does not wait for them.
+    burst_max: int = 5
+
+
+class RawPublisher:
+    """A plain Redis client that publishes at one server, wherever the channel may be."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def handle(self, event: Any, now: float) -> list[Any]:
+        """Take one event; return the actions to execute, in order."""
+        match event:
+            case Start():
+                return [Connect("server", self._url)]
+            case LinkUp() | LinkDown() | Replied():
+                return [event]
+            case (channel, number, payload):
+                return [Send("server", (b"PUBLISH", channel, payload), (channel, number))]
+            case _:
+                raise AssertionError(f"not an event of a raw publisher: {event!r}")
+
+    def deadline(self) -> float | None:
+        """Return None: it wants no ticks."""
+        return None
+
+
+class RawPublisherApp:
+    """Publishes numbered messages without envelopes, one after the other."""
+
+    def __init__(self, cluster: Cluster, name: str, url: str, channel: bytes) -> None:
+        self.name = name
+        self._world = cluster.world
+        self._audit = cluster.audit
+        self._channel = channel
+        self._number = 0
+        self.process = Process(cluster.world, cluster.network, name, lambda _: RawPublisher(url), self._acted)
+        self.on_ended = lambda: None
+
+    def publish(self) -> None:
+        """Publish the next message."""
+        self._number += 1
+        self._audit.published(self.name, self._channel, self._number, self._world.now)
+        self.process.handle((self._channel, self._number, make_payload(self.name, self._number)))
+
+    def _acted(self, action: Any) -> None:
+        match action:
+            case LinkUp():
+                self.on_ended()
+            case LinkDown():
+                self._audit.publisher_died(self.name)
+            case Replied(_, (channel, number), _):
+                self._audit.publish_ended(self.name, channel, number, self._world.now)
+                self.on_ended()
+            case _:
+                raise AssertionError(f"not an action of a raw publisher: {action!r}")
+
+
+@dataclass(slots=True)
+class _Player:
+    """A player of RGame, and the client that it plays through."""
+
+    player: Player
+    publisher: PublisherApp
+    subscriber: SubscriberApp
+
+
+@dataclass(slots=True)
+class Workload:
+    """Drives the applications of a cluster from time 0 until :meth:`stop`."""
+
+    cluster: Cluster
+    options: WorkloadOptions
+    channels: list[bytes] = field(init=False)
+    stopped: bool = False
+
+    def __post_init__(self) -> None:
+        """Name the channels; so few that they often share a server."""
+        self.channels = [b"ch%d" % number for number in range(self.options.channels)]
+
+    @property
+    def _random(self) -> Random:
+        return self.cluster.world.random
+
+    def start(self) -> None:
+        """Add the clients and start them within the first moments."""
+        options = self.options
+        for number in range(options.publishers):
+            self._start(self.cluster.add_client(f"p{number}", 0), self._publisher_ready)
+        for number in range(options.subscribers):
+            client = self.cluster.add_client(f"c{number}", self._random.randint(1, 2))
+            self._start(client, self._subscriber_ready)
+        game = GameWorld(tiles_per_side=2, speed_m_per_s=30.0, pause_s_max=0.2, updates_per_s=15.0)
+        for number in range(options.players):
+            client = self.cluster.add_client(f"g{number}", 1)
+            self._start(client, lambda client, number=number: self._player_ready(client, number, game))
+        for number in range(options.raw_publishers):
+            url = self._random.choice([server.url for server in self.cluster.servers.values()])
+            self._start_raw(f"raw{number}", url)
+        if options.move_interval_s:
+            self.cluster.world.after(0.2 + 0.3 * self._random.random(), self._move)
+        if options.players:
+            self.channels += game.channels()
+
+    def _start(self, client: Client, ready: Any) -> None:
+        client.on_ready = ready
+        self.cluster.world.after(0.3 * self._random.random(), client.start)
+
+    def stop(self) -> None:
+        """Let no application do anything more by itself."""
+        self.stopped = True
+
+    # Publishers.
+
+    def _publisher_ready(self, client: Client) -> None:
+        app = client.publisher
+        assert app is not None
+        favourites = self._random.sample(self.channels[: self.options.channels], self._random.randint(1, 2))
+        if self._random.random() < 0.7:
+            app.on_ended = lambda channel, number, receivers: self._think(app, favourites)
+            self._think(app, favourites)
+        else:
+            self._burst(app, favourites)
+
+    def _think(self, app: PublisherApp, channels: list[bytes]) -> None:
+        if not self.stopped:
+            self.cluster.world.after(self.options.think_s_max * self._random.random(), self._publish, app, channels)
+
+    def _publish(self, app: PublisherApp, channels: list[bytes]) -> None:
+        if not self.stopped and app.process.alive:
+            app.publish(self._random.choice(channels))
+
+    def _burst(self, app: PublisherApp, channels: list[bytes]) -> None:
+        """Publish without waiting for what has begun."""
+        if self.stopped or not app.process.alive:
+            return
+        count = self._random.randint(1, self.options.burst_max)
+        for _ in range(count):
+            self._publish(app, channels)
+        self.cluster.world.after(count * self.options.think_s_max * self._random.random(), self._burst, app, channels)
+
+    def _start_raw(self, name: str, url: str) -> None:
+        app = RawPublisherApp(self.cluster, name, url, self._random.choice(self.channels[: self.options.channels]))
+
+        def publish() -> None:
+            if not self.stopped:
+                app.publish()
+
+        app.on_ended = lambda: self.cluster.world.after(2 * self.options.think_s_max * self._random.random(), publish)
+        app.process.start()
+
+    # Subscribers.
+
+    def _subscriber_ready(self, client: Client) -> None:
+        for app in client.subscribers:
+            joined: dict[bytes, None] = {}
+            for channel in self.channels[: self.options.channels]:
+                if self._random.random() < 0.7:
+                    self.cluster.world.after(0.4 * self._random.random(), self._join, app, joined, channel)
+            if self.options.churn_interval_s and self._random.random() < 0.5:
+                self._churn_later(app, joined)
+
+    def _join(self, app: SubscriberApp, joined: dict[bytes, None], channel: bytes) -> None:
+        if app.process.alive and channel not in joined:
+            joined[channel] = None
+            app.subscribe(channel)
+
+    def _churn_later(self, app: SubscriberApp, joined: dict[bytes, None]) -> None:
+        delay = 2 * self.options.churn_interval_s * self._random.random()
+        self.cluster.world.after(delay, self._churn, app, joined)
+
+    def _churn(self, app: SubscriberApp, joined: dict[bytes, None]) -> None:
+        if self.stopped or not app.process.alive:
+            return
+        channel = self._random.choice(self.channels[: self.options.channels])
+        if channel in joined:
+            del joined[channel]
+            app.unsubscribe(channel)
+        else:
+            self._join(app, joined, channel)
+        self._churn_later(app, joined)
+
+    # Players.
+
+    def _player_ready(self, client: Client, number: int, game: GameWorld) -> None:
+        assert client.publisher is not None
+        player = Player(number, game, Random(self._random.getrandbits(32)), self.cluster.world.now)
+        self._play_later(_Player(player, client.publisher, client.subscribers[0]))
+
+    def _play_later(self, it: _Player) -> None:
+        self.cluster.world.at(it.player.deadline(), self._play, it)
+
+    def _play(self, it: _Player) -> None:
+        if self.stopped or not it.publisher.process.alive:
+            return
+        for action in it.player.step(self.cluster.world.now):
+            match action:
+                case Join(channel):
+                    it.subscriber.subscribe(channel)
+                case Leave(channel):
+                    it.subscriber.unsubscribe(channel)
+                case _:
+                    it.publisher.publish(action.channel)
+        self._play_later(it)
+
+    # Moves.
+
+    def _move(self) -> None:
+        if self.stopped:
+            return
+        storm = self._random.random() < self.options.storm_ratio
+        for channel in self.channels if storm else [self._random.choice(self.channels)]:
+            self.cluster.move(channel, self._random.choice(list(self.cluster.servers)))
+        self.cluster.world.after(self.options.move_interval_s * self._random.random(), self._move)
+
+    # The end.
+
+    def publish_everywhere(self) -> Iterable[tuple[PublisherApp, bytes, int]]:
+        """Let every publisher publish once more on each channel that it has used; return what it published."""
+        return [
+            (client.publisher, channel, client.publisher.publish(channel))
+            for client in self.cluster.clients
+            if client.publisher is not None
+            for channel in client.publisher.channels
+        ]

@@ -1,0 +1,437 @@
+"""How a change gets through its phases, whatever happens to balancer, agents, servers and messages on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dynamoth.control import PlanAck, PlanChange, PlanQuery, Vacated
+from dynamoth.names import PLAN_KEY
+from dynamoth.plan import Assignment, Entry, Mode, Phase, Plan, Route, single
+from dynamoth.stored_plan import VERSION_FIELD
+from dynamoth_balancer.machine import Stage
+from dynamoth_balancer.options import BalancerOptions
+from tests.balancer.fake_cluster import Balancer, FakeCluster, stored_hash
+
+CHANNEL = b"news"
+
+NO_DECISIONS = BalancerOptions(load_ratio_high=1000.0)
+
+
+def _places(cluster: FakeCluster, balancer: Balancer) -> tuple[str, str]:
+    """Return where the channel is, and another server."""
+    source = balancer.plan.entry(CHANNEL).route.assignment.servers[0]
+    return source, next(id_ for id_ in cluster.servers if id_ != source)
+
+
+def _phase(balancer: Balancer) -> Phase:
+    return balancer.plan.entry(CHANNEL).phase
+
+
+def _begin(cluster: FakeCluster, balancer: Balancer, *, listened: bool = False) -> tuple[str, str]:
+    """Ask for a move; ``listened``: subscribers stay at the old location until the test lets them go."""
+    source, target = _places(cluster, balancer)
+    if listened:
+        cluster.agents[source].listened.add(CHANNEL)
+    cluster.admin(source, "move", {"channel": CHANNEL, "to": target})
+    return source, target
+
+
+def _is_settled(cluster: FakeCluster, balancer: Balancer, target: str) -> bool:
+    entry = balancer.plan.entry(CHANNEL)
+    return entry.phase is Phase.SETTLED and entry.route.assignment.servers == (target,) and cluster.is_quiet(balancer)
+
+
+def test_a_new_cluster_gets_plan_0_at_every_server() -> None:
+    cluster = FakeCluster(3)
+    balancer = cluster.started()
+    assert balancer.plan.version == 0
+    assert balancer.plan.base == ("s1", "s2", "s3")
+    assert [server.plan_or_fail().version for server in cluster.servers.values()] == [0, 0, 0]
+
+
+def test_a_move_goes_through_all_phases_and_is_stored_everywhere() -> None:
+    cluster = FakeCluster(3)
+    balancer = cluster.started(NO_DECISIONS)
+    _, target = _begin(cluster, balancer)
+    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    assert [plan.entries[CHANNEL].phase for plan in balancer.plans()[1:]] == list(Phase)
+    assert balancer.plan.version == 3
+    assert balancer.plan.entry(CHANNEL).route.epoch == 1
+
+
+def test_an_agent_hears_of_a_phase_only_after_its_server_has_stored_it() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+
+    def check(message: Any) -> bool:
+        if isinstance(message, PlanChange | PlanQuery):
+            version = message.delta.version if isinstance(message, PlanChange) else message.version
+            assert any(server.plan_or_fail().version >= version for server in cluster.servers.values())
+        return False
+
+    for id_, server in cluster.servers.items():
+
+        def stored_here(message: Any, id_: str = id_) -> bool:
+            if isinstance(message, PlanChange):
+                assert cluster.servers[id_].plan_or_fail().version >= message.delta.version
+            return check(message)
+
+        server.lose = stored_here
+    _, target = _begin(cluster, balancer)
+    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+
+
+def test_nothing_is_activated_before_both_agents_have_acknowledged() -> None:
+    cluster = FakeCluster(3)
+    balancer = cluster.started(NO_DECISIONS)
+    source, target = _places(cluster, balancer)
+    cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
+    _begin(cluster, balancer)
+    cluster.run(20)
+    assert _phase(balancer) is Phase.PREPARED
+    cluster.servers[target].lose = lambda message: False
+    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+
+
+@pytest.mark.parametrize("lost", [PlanChange, PlanAck, PlanQuery, Vacated])
+def test_any_control_message_may_get_lost(lost: type[Any]) -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    losses = {id_: 1 for id_ in cluster.servers}
+    if lost is PlanQuery:  # asked only when something else was lost
+        losses = dict.fromkeys(cluster.servers, 2)
+
+    for id_, server in cluster.servers.items():
+
+        def lose(message: Any, id_: str = id_) -> bool:
+            hit = isinstance(message, lost) or (lost is PlanQuery and isinstance(message, PlanChange))
+            if hit and losses[id_]:
+                losses[id_] -= 1
+                return True
+            return False
+
+        server.lose = lose
+    source, target = _begin(cluster, balancer)
+    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    assert losses[source] == 0
+
+
+def test_repeated_and_old_messages_change_nothing() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    source, target = _begin(cluster, balancer, listened=True)
+    cluster.run_until(lambda: _phase(balancer) is Phase.ACTIVE)
+    epoch = balancer.plan.entry(CHANNEL).route.epoch
+    agent = cluster.agents[source]
+    for version in (0, epoch, epoch):
+        cluster.say(source, PlanAck(source, agent.incarnation, version))
+    for wrong in (
+        Vacated(source, ((CHANNEL, epoch - 1),)),
+        Vacated(source, ((CHANNEL, epoch + 1),)),
+        Vacated(source, ()),
+    ):
+        cluster.say(source, wrong)
+    cluster.say(target, Vacated(target, ((CHANNEL, epoch),)))  # true, and of no importance: the new server
+    cluster.say(source, Vacated(source, ((b"another", epoch),)))
+    cluster.run(10)
+    assert _phase(balancer) is Phase.ACTIVE
+    for _ in range(3):
+        cluster.say(source, Vacated(source, ((CHANNEL, epoch),)))
+    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    version = balancer.plan.version
+    cluster.say(source, Vacated(source, ((CHANNEL, epoch),)))
+    cluster.run(5)
+    assert balancer.plan.version == version
+
+
+def test_vacated_counts_only_once_the_transition_is_active() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    source, target = _places(cluster, balancer)
+    cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
+    _begin(cluster, balancer, listened=True)
+    cluster.run(3)
+    cluster.say(source, Vacated(source, ((CHANNEL, balancer.plan.entry(CHANNEL).route.epoch),)))
+    cluster.run()
+    cluster.servers[target].lose = lambda message: False
+    cluster.run(20)
+    assert _phase(balancer) is Phase.ACTIVE
+
+
+def test_an_agent_that_restarts_before_activation_must_acknowledge_again() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    source, target = _places(cluster, balancer)
+    agent = cluster.agents[source]
+    cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
+    _begin(cluster, balancer)
+    cluster.run(2)  # the agent of the source has acknowledged, that of the target has not been heard
+    old = agent.incarnation
+    agent.restart()
+    cluster.servers[source].lose = lambda message: isinstance(message, PlanQuery)
+    cluster.run(3)  # its reports tell that it is another process
+    cluster.say(source, PlanAck(source, old, balancer.plan.version))  # late, from the process that is no more
+    cluster.servers[target].lose = lambda message: False
+    cluster.run(10)
+    assert _phase(balancer) is Phase.PREPARED
+    assert balancer.machine.counters["stale_incarnation"] == 1
+    cluster.servers[source].lose = lambda message: False
+    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    assert agent.plan is not None
+
+
+def test_an_agent_that_died_after_its_acknowledgement_is_waited_for() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    source, target = _places(cluster, balancer)
+    cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
+    _begin(cluster, balancer)
+    cluster.run(2)
+    cluster.agents[source].alive = False
+    cluster.run(6)
+    cluster.servers[target].lose = lambda message: False
+    cluster.run(10)
+    assert _phase(balancer) is Phase.PREPARED
+    cluster.agents[source].restart()
+    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+
+
+def test_a_superseded_agent_is_believed_again_when_the_later_one_is_gone() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    first = cluster.agents["s1"].incarnation
+    cluster.say("s1", PlanAck("s1", 5, 0))  # a second agent, which ends at once
+    cluster.run(20)
+    _, target = _begin(cluster, balancer)
+    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    assert cluster.agents["s1"].incarnation == first
+
+
+@pytest.mark.parametrize("phase", [Phase.PREPARED, Phase.ACTIVE, Phase.SETTLED])
+def test_a_successor_goes_on_in_every_phase(phase: Phase) -> None:
+    cluster = FakeCluster(3)
+    balancer = cluster.started(NO_DECISIONS)
+    source, target = _places(cluster, balancer)
+    if phase is Phase.PREPARED:
+        cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
+    _begin(cluster, balancer, listened=phase is Phase.ACTIVE)
+    if phase is Phase.SETTLED:
+        cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    else:
+        cluster.run_until(lambda: _phase(balancer) is phase)
+        cluster.run(0.1)
+    epoch = balancer.plan.entry(CHANNEL).route.epoch
+    version = balancer.plan.version
+    cluster.kill(balancer)
+    cluster.servers[target].lose = lambda message: False
+    cluster.agents[source].listened.clear()
+    successor = cluster.started(NO_DECISIONS)
+    assert successor.plan.version > version
+    cluster.run_until(lambda: _is_settled(cluster, successor, target))
+    assert successor.plan.entry(CHANNEL).route.epoch == epoch
+
+
+def test_a_successor_that_finds_only_some_servers_changed_takes_the_newest_of_each_channel() -> None:
+    cluster = FakeCluster(3)
+    balancer = cluster.started(NO_DECISIONS)
+    source, target = _places(cluster, balancer)
+    other = next(id_ for id_ in cluster.servers if id_ not in (source, target))
+    cluster.cut(balancer, other)  # it is never told of the change
+    _begin(cluster, balancer, listened=True)
+    cluster.run_until(lambda: _phase(balancer) is Phase.ACTIVE)
+    cluster.run(0.1)
+    assert CHANNEL not in cluster.servers[other].plan_or_fail().entries
+    cluster.kill(balancer)
+    successor = cluster.start(NO_DECISIONS)
+    cluster.run_until(lambda: successor.machine.stage is Stage.LEADING)
+    cluster.run(0.1)
+    assert cluster.servers[other].plan_or_fail().entries[CHANNEL].phase is Phase.ACTIVE
+    cluster.agents[source].listened.clear()
+    cluster.run_until(lambda: _is_settled(cluster, successor, target))
+
+
+def test_what_an_unreadable_server_holds_is_taken_in_later_and_its_epochs_are_never_given_again() -> None:
+    cluster = FakeCluster(3)
+    balancer = cluster.started(NO_DECISIONS)
+    source, target = _places(cluster, balancer)
+    server = cluster.servers[target]
+    # The predecessor's last change has reached one server only, which is down when the successor comes.
+    stray = balancer.plan.begin({b"stray": single(_elsewhere(cluster, balancer.plan, b"stray"))})
+    server.keys[PLAN_KEY] = stored_hash(stray, server.run_id)
+    cluster.kill(balancer)
+    cluster.stop_server(target)
+    successor = cluster.start(NO_DECISIONS)
+    cluster.run_until(lambda: successor.machine.stage is Stage.LEADING)
+    assert successor.plan.version > stray.version
+    assert [note.details["not_read"] for note in successor.notes if "not_read" in note.details] == [[target]]
+    server.up = True
+    cluster.reconnect(successor, target)
+    cluster.run_until(lambda: cluster.is_quiet(successor))
+    assert successor.plan.entries[b"stray"].route == stray.entries[b"stray"].route
+    assert [plan.entries[b"stray"].phase for plan in successor.plans() if b"stray" in plan.entries] == list(Phase)
+
+
+def _elsewhere(cluster: FakeCluster, plan: Plan, channel: bytes) -> str:
+    home = plan.entry(channel).route.assignment.servers[0]
+    return next(id_ for id_ in cluster.servers if id_ != home)
+
+
+def test_a_server_that_is_down_is_not_chosen_and_a_transition_waits_for_it() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    source, target = _places(cluster, balancer)
+    cluster.cut(balancer, target)
+    cluster.run()
+    # The lease needs both of two servers; it still holds for a while.
+    reply = cluster.ask("move", {"channel": CHANNEL, "to": target}, server=source)
+    assert reply.error is not None and f"server {target} is not connected" in reply.error
+    cluster.reconnect(balancer, target)
+    cluster.run_until(lambda: cluster.is_quiet(balancer))
+    _begin(cluster, balancer, listened=True)
+    cluster.run_until(lambda: _phase(balancer) is Phase.ACTIVE)
+    cluster.cut(balancer, target)
+    cluster.agents[source].listened.clear()
+    cluster.run(2)
+    assert _phase(balancer) is Phase.ACTIVE, "the new server has perhaps not stored that it is right"
+    cluster.reconnect(balancer, target)
+    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+
+
+def test_a_restarted_server_gets_the_whole_plan_and_its_old_one_is_not_trusted() -> None:
+    cluster = FakeCluster(3)
+    balancer = cluster.started(NO_DECISIONS)
+    _, target = _begin(cluster, balancer)
+    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    for keys in ({}, dict(cluster.servers["s2"].keys)):
+        cluster.stop_server("s2")
+        cluster.run(1)
+        cluster.start_server("s2", keys=keys)
+        assert cluster.servers["s2"].plan is None, "not written to this process"
+        cluster.run(1)
+        assert cluster.servers["s2"].plan == balancer.plan
+        assert any(args[0] == b"RENAME" for args in cluster.servers["s2"].executed[-12:])
+
+
+@pytest.mark.parametrize("version", [b"0", b"77", b"4294967295", b"9999999999"])
+def test_a_server_with_an_unexpected_version_is_written_as_a_whole(version: bytes) -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    _, target = _begin(cluster, balancer)
+    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    cluster.servers["s1"].keys[PLAN_KEY][VERSION_FIELD] = version
+    cluster.servers["s1"].executed.clear()
+    cluster.run(10)
+    notes = [note.message for note in balancer.notes if note.level == "error"]
+    if version == b"4294967295":  # nothing can be above it: people must help
+        assert any("versions are nearly used up" in note for note in notes)
+        cluster.servers["s1"].keys.pop(PLAN_KEY)
+        cluster.run(10)
+    assert cluster.servers["s1"].plan == cluster.servers["s2"].plan == balancer.plan
+    assert any(args[0] == b"RENAME" for args in cluster.servers["s1"].executed)
+    assert notes
+
+
+def test_a_wiped_server_is_noticed_at_the_next_change() -> None:
+    cluster = FakeCluster(2)
+    options = BalancerOptions(load_ratio_high=1000.0, verify_interval_s=1000.0)
+    balancer = cluster.started(options)
+    _, target = _begin(cluster, balancer)
+    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    cluster.servers["s1"].keys.pop(PLAN_KEY)
+    cluster.ask("move", {"channel": CHANNEL, "to": _places(cluster, balancer)[1]})
+    assert cluster.servers["s1"].plan == balancer.plan
+
+
+def test_a_wiped_server_is_noticed_without_a_change() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    cluster.servers["s1"].keys.pop(PLAN_KEY)
+    cluster.run(6)
+    assert cluster.servers["s1"].plan == balancer.plan
+
+
+def test_a_server_that_misses_changes_is_sent_them_together() -> None:
+    cluster = FakeCluster(3)
+    balancer = cluster.started(NO_DECISIONS)
+    source, target = _places(cluster, balancer)
+    other = next(id_ for id_ in cluster.servers if id_ not in (source, target))
+    cluster.cut(balancer, other)
+    _begin(cluster, balancer)
+    cluster.run_until(lambda: _phase(balancer) is Phase.SETTLED and balancer.plan.version == 3)
+    cluster.servers[other].executed.clear()
+    cluster.reconnect(balancer, other)
+    cluster.run(1)
+    assert cluster.servers[other].plan == balancer.plan
+    written = [args for args in cluster.servers[other].executed if args[0] in (b"HSET", b"RENAME")]
+    assert [args[1] for args in written] == [PLAN_KEY], "one HSET, not the whole plan"
+
+
+@pytest.mark.parametrize("command", [b"HSET", b"RENAME", b"HMGET"])
+def test_a_server_that_refuses_is_told_of_and_tried_again(command: bytes) -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    source, target = _places(cluster, balancer)
+    server = cluster.servers[target]
+    server.refuse = lambda args: "OOM command not allowed" if args[0] == command else None
+    if command == b"RENAME":
+        server.keys.pop(PLAN_KEY)
+    _begin(cluster, balancer)
+    cluster.run(10)
+    refused = [note for note in balancer.notes if "refuses to keep the plan" in note.message]
+    if command != b"HMGET":
+        assert _phase(balancer) is Phase.PREPARED or balancer.plan.version == 0
+    assert len(refused) == 1, "said once, not with every attempt"
+    assert refused[0].details["reply"] == "OOM command not allowed"
+    server.refuse = lambda args: None
+    cluster.run(5)
+    if _phase(balancer) is Phase.SETTLED and balancer.plan.version == 0:
+        cluster.ask("move", {"channel": CHANNEL, "to": target}, server=source)
+    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+
+
+def test_a_plan_that_cannot_be_read_is_told_of_and_replaced() -> None:
+    cluster = FakeCluster(2)
+    cluster.servers["s1"].keys[PLAN_KEY] = {b"@version": b"many", b"@header": b"\xc1", b"c:x": b"?"}
+    balancer = cluster.started()
+    assert cluster.servers["s1"].plan == balancer.plan
+    assert any("cannot be read" in note.message for note in balancer.notes)
+
+
+def test_an_agent_that_holds_a_version_that_is_stored_nowhere_is_overtaken() -> None:
+    cluster = FakeCluster(2)
+    for agent in cluster.agents.values():
+        agent.plan = Plan(50, {server.id: server for server in cluster.configured()}, ("s1", "s2"))
+    balancer = cluster.start()
+    cluster.run_until(lambda: balancer.machine.plan is not None and cluster.is_quiet(balancer))
+    assert balancer.plan.version > 50
+
+
+def test_many_channels_share_versions() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    channels = [b"c%d" % number for number in range(50)]
+    for number, channel in enumerate(channels):
+        target = next(id_ for id_ in cluster.servers if id_ != balancer.plan.entry(channel).route.assignment.servers[0])
+        cluster.admin("s1", "move", {"channel": channel, "to": target}, request=number)
+    cluster.run_until(lambda: len(cluster.servers["s1"].replies) == len(channels))
+    assert all(reply.error is None for reply in cluster.servers["s1"].replies)
+    assert balancer.plan.version < len(channels) + 20, "50 begun one by one; activated and settled together"
+
+
+def test_a_stored_plan_with_previous_routes_waits_for_every_old_server() -> None:
+    """For replicated assignments, which later balancers make: every server of every previous route must be vacated."""
+    cluster = FakeCluster(3)
+    old = Route(1, Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2")))
+    older = Route(0, single("s1"))
+    entry = Entry(Route(2, single("s3")), Phase.ACTIVE, (older, old))
+    plan = Plan.initial(cluster.configured()).with_entries({CHANNEL: entry}, 9)
+    for server in cluster.servers.values():
+        server.keys[PLAN_KEY] = stored_hash(plan, server.run_id)
+    cluster.agents["s2"].listened.add(CHANNEL)
+    balancer = cluster.start(NO_DECISIONS)
+    cluster.run(10)
+    assert _phase(balancer) is Phase.ACTIVE
+    cluster.agents["s2"].listened.clear()
+    cluster.run_until(lambda: _is_settled(cluster, balancer, "s3"))

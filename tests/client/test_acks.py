@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamoth_client._acks import Ack, Acks
+
+
+def _subscribed(acks: Acks, *channels: bytes) -> None:
+    for channel in channels:
+        acks.request("subscribe", channel)
+
+
+def test_acknowledgements_come_in_the_order_of_the_requests() -> None:
+    acks = Acks()
+    _subscribed(acks, b"a", b"b", b"c")
+    assert acks.confirmed(b"b") == []
+    assert acks.confirmed(b"a") == [Ack("subscribe", b"a", 1), Ack("subscribe", b"b", 2)]
+    assert acks.confirmed(b"c") == [Ack("subscribe", b"c", 3)]
+    assert not acks.held
+
+
+def test_a_channel_that_is_named_twice_is_acknowledged_twice_and_counted_once() -> None:
+    acks = Acks()
+    _subscribed(acks, b"a", b"a")
+    assert acks.confirmed(b"a") == [Ack("subscribe", b"a", 1)]
+    assert acks.confirmed(b"a") == [Ack("subscribe", b"a", 1)]
+    assert acks.confirmed(b"a") == []  # a reconnection's
+
+
+def test_a_held_acknowledgement_can_be_released_before_its_turn() -> None:
+    acks = Acks()
+    _subscribed(acks, b"slow", b"quick")
+    acks.confirmed(b"quick")
+    assert set(acks.held) == {b"quick"}
+    assert acks.release(b"quick") == [Ack("subscribe", b"quick", 1)]
+    assert acks.release(b"quick") == []
+    assert acks.confirmed(b"slow") == [Ack("subscribe", b"slow", 2)]
+
+
+def test_after_release_all_nobody_waits_for_the_late_one() -> None:
+    acks = Acks()
+    _subscribed(acks, b"dead", b"a")
+    acks.confirmed(b"a")
+    assert acks.release_all() == [Ack("subscribe", b"a", 1)]
+    _subscribed(acks, b"b")
+    assert acks.confirmed(b"b") == [Ack("subscribe", b"b", 2)]
+    assert acks.confirmed(b"dead") == [Ack("subscribe", b"dead", 3)]
+
+
+def test_an_unsubscription_acknowledges_what_was_not_confirmed_before_it() -> None:
+    acks = Acks()
+    _subscribed(acks, b"a")
+    acks.request("unsubscribe", b"a")
+    assert acks.ended(b"a") == [Ack("subscribe", b"a", 1), Ack("unsubscribe", b"a", 0)]
+    assert acks.is_idle
+
+
+def test_a_new_subscription_is_not_confirmed_by_an_end() -> None:
+    acks = Acks()
+    _subscribed(acks, b"a")
+    acks.confirmed(b"a")
+    acks.request("unsubscribe", b"a")
+    assert acks.ended(b"a") == [Ack("unsubscribe", b"a", 0)]
+    _subscribed(acks, b"a")
+    assert acks.ended(b"other") == []
+    assert not acks.is_idle
+    assert acks.confirmed(b"a") == [Ack("subscribe", b"a", 1)]
+
+
+def test_a_refused_channel_holds_nobody_up() -> None:
+    acks = Acks()
+    _subscribed(acks, b"forbidden", b"a")
+    acks.confirmed(b"a")
+    assert acks.failed(b"forbidden") == [Ack("subscribe", b"a", 1)]
+    assert acks.count == 1
+
+
+@given(st.data())
+def test_every_request_is_acknowledged_once_and_counts_are_redis_s(data: st.DataObject) -> None:
+    acks = Acks()
+    seen: list[Ack] = []
+    requests: list[tuple[str, bytes]] = []
+    waiting: list[bytes] = []
+    for _ in range(data.draw(st.integers(0, 30))):
+        step = data.draw(st.sampled_from(["subscribe", "unsubscribe", "confirm", "release", "release_all"]))
+        channel = data.draw(st.sampled_from([b"a", b"b", b"c"]))
+        match step:
+            case "subscribe":
+                acks.request("subscribe", channel)
+                requests.append((step, channel))
+                waiting.append(channel)
+            case "unsubscribe":
+                acks.request("unsubscribe", channel)
+                requests.append((step, channel))
+                seen += acks.ended(channel)
+                waiting = [other for other in waiting if other != channel]
+            case "confirm" if channel in waiting:
+                waiting.remove(channel)
+                seen += acks.confirmed(channel)
+            case "release":
+                seen += acks.release(channel)
+            case "release_all":
+                seen += acks.release_all()
+            case _:
+                pass
+    for channel in waiting:
+        seen += acks.confirmed(channel)
+    assert not acks.held
+    # Per channel, in the order of its requests; overall, each exactly once.
+    for channel in (b"a", b"b", b"c"):
+        assert [a.kind for a in seen if a.channel == channel] == [k for k, c in requests if c == channel]
+    subscribed: set[bytes] = set()
+    for ack in seen:
+        (subscribed.add if ack.kind == "subscribe" else subscribed.discard)(ack.channel)
+        assert ack.count == len(subscribed)

@@ -1,0 +1,579 @@
+"""PubSub on real servers that store a plan: redis-py's behaviour, and what is added to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, cast
+
+import pytest
+import redis.asyncio.client
+import redis.exceptions
+
+from dynamoth_client.asyncio import GapInfo, PubSub, Redis, from_url
+from tests.client.stored_cluster import StoredCluster, run
+
+
+async def _next(pubsub: PubSub) -> dict[str, Any]:
+    while True:
+        message = await pubsub.get_message(timeout=None)
+        if message is not None:
+            return message
+
+
+async def _confirmed(pubsub: PubSub, *channels: str | bytes, **handlers: Any) -> None:
+    await pubsub.subscribe(*channels, **handlers)
+    for _ in range(len(channels) + len(handlers)):
+        assert (await _next(pubsub))["type"] == "subscribe"
+
+
+def _message(kind: str, channel: Any, data: Any) -> dict[str, Any]:
+    return {"type": kind, "pattern": None, "channel": channel, "data": data}
+
+
+def test_acknowledgements_are_redis_py_s(cluster: StoredCluster) -> None:
+    channels = [cluster.channel_at("s2", "x"), cluster.channel_at("s1", "y"), cluster.channel_at("s2", "z")]
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            await pubsub.subscribe(*channels[:2])
+            await pubsub.subscribe(channels[2], channels[0])
+            for number, channel in enumerate(channels, 1):
+                assert await _next(pubsub) == _message("subscribe", channel.encode(), number)
+            assert await _next(pubsub) == _message("subscribe", channels[0].encode(), 3)
+            await pubsub.unsubscribe(channels[1])
+            assert await _next(pubsub) == _message("unsubscribe", channels[1].encode(), 2)
+            assert pubsub.subscribed
+            await pubsub.unsubscribe("never", *channels[::2])
+            assert await _next(pubsub) == _message("unsubscribe", b"never", 2)
+            assert await _next(pubsub) == _message("unsubscribe", channels[0].encode(), 1)
+            assert pubsub.subscribed
+            assert await _next(pubsub) == _message("unsubscribe", channels[2].encode(), 0)
+            assert not pubsub.subscribed
+            await pubsub.unsubscribe()
+            assert await _next(pubsub) == _message("unsubscribe", None, 0)
+            await pubsub.punsubscribe()
+            assert await _next(pubsub) == _message("punsubscribe", None, 0)
+
+    run(test())
+
+
+def test_redis_py_itself_acknowledges_so(cluster: StoredCluster) -> None:
+    """What the test above claims of redis-py."""
+
+    async def test() -> None:
+        client: Any = redis.asyncio.Redis(port=cluster.servers["s1"].port)
+        async with client, client.pubsub() as pubsub:
+            await pubsub.subscribe("x", "y")
+            await pubsub.subscribe("z", "x")
+            await pubsub.unsubscribe("never", "x")
+            await pubsub.unsubscribe("y", "z")
+            await pubsub.unsubscribe()
+            await pubsub.punsubscribe()
+            seen = [await pubsub.get_message(timeout=None) for _ in range(10)]
+            assert [(m["type"], m["channel"], m["data"]) for m in seen if m] == [
+                ("subscribe", b"x", 1),
+                ("subscribe", b"y", 2),
+                ("subscribe", b"z", 3),
+                ("subscribe", b"x", 3),
+                ("unsubscribe", b"never", 3),
+                ("unsubscribe", b"x", 2),
+                ("unsubscribe", b"y", 1),
+                ("unsubscribe", b"z", 0),
+                ("unsubscribe", None, 0),
+                ("punsubscribe", None, 0),
+            ]
+
+    run(test())
+
+
+def test_is_subscribed_before_subscribe_first_yields(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            subscribing = pubsub.subscribe("c")
+            before = pubsub.subscribed
+            yielded: Any = subscribing.send(None)  # runs until it first yields
+            assert (before, pubsub.subscribed) == (False, True)
+            assert yielded is not None
+            subscribing.close()
+
+    run(test())
+
+
+def test_a_listener_that_starts_while_subscribe_is_under_way(cluster: StoredCluster) -> None:
+    async def listen(pubsub: PubSub) -> list[Any]:
+        seen: list[Any] = []
+        async for message in pubsub.listen():
+            seen.append(message["data"])
+            if message["type"] == "message":
+                await pubsub.unsubscribe()
+        return seen
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            subscribing = asyncio.create_task(pubsub.subscribe("c"))
+            await asyncio.sleep(0)
+            listening = asyncio.create_task(listen(pubsub))
+            await subscribing
+            await cluster.until_subscribed(*_where(cluster, "c"))
+            while not await client.publish("c", "hello"):  # noqa: ASYNC110  # the listener takes the acknowledgement
+                await asyncio.sleep(0)
+            assert (await listening)[0] == 1
+
+    run(test())
+
+
+def _where(cluster: StoredCluster, channel: str) -> tuple[str, str]:
+    return cluster.plan.ring.home(channel.encode()), channel
+
+
+def test_a_listener_learns_that_subscribe_failed(cluster: StoredCluster) -> None:
+    for server in cluster.servers.values():
+        server.kill()
+
+    async def test() -> None:
+        client = from_url(cluster.url)
+        pubsub = client.pubsub()
+        subscribing = asyncio.create_task(pubsub.subscribe("c"))
+        await asyncio.sleep(0)
+        reading = asyncio.create_task(pubsub.get_message(timeout=None))
+        outcomes = await asyncio.gather(subscribing, reading, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [redis.exceptions.ConnectionError] * 2
+        assert not pubsub.subscribed
+        await client.aclose()
+
+    run(test())
+
+
+def test_get_message_before_the_first_subscribe(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            with pytest.raises(RuntimeError, match="did you forget to call subscribe"):
+                await pubsub.get_message()
+            before: Any = pubsub.connection
+            await pubsub.connect()
+            assert before is None
+            assert pubsub.connection is not None
+            assert await pubsub.get_message() is None
+            assert [message async for message in pubsub.listen()] == []
+
+    run(test())
+
+
+def test_timeouts_of_get_message(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub(ignore_subscribe_messages=True) as pubsub:
+            await pubsub.subscribe("c")
+            loop = asyncio.get_running_loop()
+            assert await pubsub.get_message(timeout=None) is None  # the ignored acknowledgement
+            assert await pubsub.get_message() is None
+            began_at = loop.time()
+            assert await pubsub.get_message(timeout=0.05) is None
+            assert 0.049 <= loop.time() - began_at < 2
+            reading = asyncio.create_task(pubsub.get_message(timeout=20))
+            await client.publish("c", "x")
+            assert await reading == _message("message", b"c", b"x")
+
+    run(test())
+
+
+def test_a_reader_that_never_waits_lets_others_run(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub(ignore_subscribe_messages=True) as pubsub:
+            await pubsub.subscribe("c")
+            publishing = asyncio.create_task(client.publish("c", "x"))
+            while (message := await pubsub.get_message()) is None or message["type"] != "message":
+                if publishing.done() and await publishing == 0:
+                    publishing = asyncio.create_task(client.publish("c", "x"))
+
+    run(test())
+
+
+def test_a_full_queue_does_not_starve_the_loop(cluster: StoredCluster) -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            await _confirmed(pubsub, "c")
+            await asyncio.gather(*(client.publish("c", number) for number in range(2000)))
+            await client.publish("c", "end")
+            counting = asyncio.create_task(count())
+            async for message in pubsub.listen():
+                if message["data"] == b"end":
+                    break
+            counting.cancel()
+            await asyncio.wait({counting})
+            assert turns >= 5
+
+    run(test())
+
+
+def test_decode_responses(cluster: StoredCluster) -> None:
+    handled: list[Any] = []
+
+    async def test() -> None:
+        async with from_url(cluster.url, decode_responses=True) as client, client.pubsub() as pubsub:
+            await _confirmed(pubsub, "dé", b"b", **{"handled": handled.append})
+            assert set(pubsub.channels) == {"dé", "b", "handled"}
+            await client.publish("dé", "é")
+            assert await _next(pubsub) == _message("message", "dé", "é")
+            await client.publish("handled", 1)
+            assert await pubsub.get_message(timeout=None) is None
+            assert handled == [_message("message", "handled", "1")]
+            await client.publish("b", b"\xff")
+            with pytest.raises(UnicodeDecodeError):
+                await _next(pubsub)
+            await pubsub.unsubscribe("dé")
+            assert await _next(pubsub) == _message("unsubscribe", "dé", 2)
+            assert set(pubsub.channels) == {"b", "handled"}
+
+    run(test())
+
+
+def test_handlers_sync_and_async(cluster: StoredCluster) -> None:
+    seen: list[tuple[str, Any]] = []
+
+    def quick(message: dict[str, Any]) -> None:
+        seen.append(("sync", message["data"]))
+
+    async def slow(message: dict[str, Any]) -> None:
+        await asyncio.sleep(0)
+        seen.append(("async", message["data"]))
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            await _confirmed(pubsub, "none", quick=quick, slow=slow)
+            for channel in ("quick", "slow", "none"):
+                await client.publish(channel, channel)
+            messages: list[dict[str, Any]] = []
+            async for message in pubsub.listen():
+                messages.append(message)
+                break
+            assert messages == [_message("message", b"none", b"none")]
+            assert seen == [("sync", b"quick"), ("async", b"slow")]
+            await pubsub.subscribe("quick")  # without its handler
+            assert (await _next(pubsub))["type"] == "subscribe"
+            await client.publish("quick", "x")
+            assert await _next(pubsub) == _message("message", b"quick", b"x")
+
+    run(test())
+
+
+def test_subscription_objects_and_lists(cluster: StoredCluster) -> None:
+    typing = pytest.importorskip("redis.typing")
+    if not hasattr(typing, "Subscription"):
+        pytest.skip("this redis-py has no Subscription")
+    seen: list[Any] = []
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            await pubsub.subscribe(["a", "b"], typing.Subscription(b"\xff", seen.append))
+            assert [(await _next(pubsub))["channel"] for _ in range(3)] == [b"a", b"b", b"\xff"]
+            await client.publish(b"\xff", "x")
+            assert await pubsub.get_message(timeout=None) is None
+            assert len(seen) == 1
+            await pubsub.unsubscribe(["a", "b"], b"\xff")
+            assert [(await _next(pubsub))["data"] for _ in range(3)] == [2, 1, 0]
+
+    run(test())
+
+
+def test_run_calls_handlers_until_it_is_cancelled(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        got = asyncio.Event()
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            await pubsub.subscribe(c=lambda _: got.set())
+            running = asyncio.create_task(cast("Any", pubsub).run(poll_timeout=0.05))
+            while not await client.publish("c", "x"):  # noqa: ASYNC110  # `run` takes the acknowledgement
+                await asyncio.sleep(0)
+            await got.wait()
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+        pubsub = client.pubsub()
+        await pubsub.subscribe("without a handler")
+        with pytest.raises(redis.exceptions.PubSubError, match="no handler"):
+            await cast("Any", pubsub).run()
+        await client.aclose()
+
+    run(test())
+
+
+def test_ping_is_answered_with_a_pong_message(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            await pubsub.connect()
+            assert await pubsub.ping()
+            assert await _next(pubsub) == _message("pong", None, b"")
+            await _confirmed(pubsub, "c")
+            await pubsub.ping("hello")
+            assert await _next(pubsub) == _message("pong", None, b"hello")
+            for server in cluster.servers.values():
+                server.kill()
+            with pytest.raises(redis.exceptions.ConnectionError):
+                while await pubsub.ping():  # noqa: ASYNC110  # until the loss is noticed
+                    await asyncio.sleep(0.005)
+
+    run(test())
+
+
+def test_messages_do_not_come_after_the_unsubscription(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            await _confirmed(pubsub, "a", "b")
+            await client.publish("a", 1)
+            await pubsub.unsubscribe("a")
+            await client.publish("a", 2)
+            await client.publish("b", 3)
+            assert await _next(pubsub) == _message("message", b"a", b"1")
+            assert await _next(pubsub) == _message("unsubscribe", b"a", 1)
+            assert await _next(pubsub) == _message("message", b"b", b"3")
+            assert set(pubsub.channels) == {b"b"}
+
+    run(test())
+
+
+def test_subscribing_again_before_the_unsubscription_is_read(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            await _confirmed(pubsub, "a")
+            await pubsub.unsubscribe("a")
+            assert pubsub.pending_unsubscribe_channels == {b"a"}
+            await pubsub.subscribe("a")
+            assert pubsub.pending_unsubscribe_channels == set()
+            assert await _next(pubsub) == _message("unsubscribe", b"a", 0)
+            assert pubsub.subscribed
+            assert await _next(pubsub) == _message("subscribe", b"a", 1)
+            assert await client.publish("a", "x") == 1
+
+    run(test())
+
+
+def test_close_ends_readers_and_the_pubsub_can_be_used_again(cluster: StoredCluster) -> None:
+    async def listen(pubsub: PubSub) -> list[Any]:
+        return [message async for message in pubsub.listen()]
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client:
+            pubsub = client.pubsub()
+            await _confirmed(pubsub, "a")
+            listening = asyncio.create_task(listen(pubsub))
+            reading = asyncio.create_task(pubsub.get_message(timeout=30))
+            await asyncio.sleep(0)
+            await pubsub.aclose()
+            assert await listening == []
+            assert await reading is None
+            assert not pubsub.subscribed
+            assert pubsub.connection is None
+            await cluster.until_subscribed(*_where(cluster, "a"), count=0)
+            await _confirmed(pubsub, "b")
+            assert await client.publish("b", "x") == 1
+            await pubsub.reset()
+            await pubsub.close()
+
+    run(test())
+
+
+def test_closing_the_client_ends_its_pubsubs_with_an_error(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        client = from_url(cluster.url)
+        pubsub = client.pubsub()
+        await _confirmed(pubsub, "a")
+        reading = asyncio.create_task(pubsub.get_message(timeout=None))
+        await asyncio.sleep(0)
+        await client.aclose()
+        with pytest.raises(redis.exceptions.ConnectionError, match="closed"):
+            await reading
+        with pytest.raises(redis.exceptions.ConnectionError, match="closed"):
+            await pubsub.subscribe("b")
+        await pubsub.aclose()
+        await _confirmed(pubsub, "a")
+        await client.aclose()
+
+    run(test())
+
+
+def test_what_comes_later_is_refused_with_words(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            with pytest.raises(redis.exceptions.PubSubError, match="by name"):
+                await pubsub.psubscribe("a*")
+            with pytest.raises(redis.exceptions.PubSubError, match="by name"):
+                await pubsub.ssubscribe("a")
+            with pytest.raises(redis.exceptions.DataError, match="belongs to one server"):
+                await pubsub.subscribe("__keyspace@0__:a")
+            with pytest.raises(redis.exceptions.DataError, match="choose another name"):
+                await pubsub.subscribe("__dynamoth__:agent")
+            with pytest.raises(redis.exceptions.ResponseError, match="name a channel"):
+                await pubsub.subscribe()
+            assert not pubsub.subscribed
+            with pytest.raises(redis.exceptions.DataError, match="push_handler_func"):
+                client.pubsub(push_handler_func=print)
+
+    run(test())
+
+
+def test_it_is_redis_py_s_pubsub(cluster: StoredCluster) -> None:
+    assert isinstance(from_url(cluster.url).pubsub(), redis.asyncio.client.PubSub)
+
+
+def test_a_lost_connection_is_made_again_and_shows_as_a_gap(
+    cluster: StoredCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost, other = cluster.channel_at("s1"), cluster.channel_at("s2")
+    told: list[GapInfo] = []
+
+    async def remember(gap: GapInfo) -> None:
+        await asyncio.sleep(0)
+        told.append(gap)
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client:
+            quiet, loud = client.pubsub(), client.pubsub(gaps=True, on_gap=remember)
+            await _confirmed(quiet, lost, other)
+            await _confirmed(loud, lost, other)
+            await cluster.kill_subscribers("s1")
+            message = await _next(loud)
+            gap = message["data"]
+            assert message == _message("gap", lost.encode(), gap)
+            assert gap == GapInfo(lost.encode(), None, None, gap.reason)
+            assert "s1" in gap.reason
+            assert told == [gap]
+            assert loud.gaps_detected == 1
+            await cluster.until_subscribed("s1", lost, 2)
+            await client.publish(other, 1)
+            await client.publish(lost, 2)
+            for pubsub in (quiet, loud):
+                assert sorted([(await _next(pubsub))["data"] for _ in range(2)]) == [b"1", b"2"]
+            assert quiet.gaps_detected == 1
+
+    with caplog.at_level(logging.WARNING, logger="dynamoth_client"):
+        run(test())
+    (record,) = caplog.records
+    assert lost in record.getMessage()
+
+
+def test_when_no_server_can_be_reached_readers_are_told_and_go_on_afterwards(cluster: StoredCluster) -> None:
+    channel = cluster.channel_at("s1")
+
+    async def test() -> None:
+        async with from_url(cluster.url, socket_connect_timeout=0.2) as client, client.pubsub() as pubsub:
+            await _confirmed(pubsub, channel)
+            cluster.servers["s1"].kill()
+            for _ in range(2):
+                with pytest.raises(redis.exceptions.ConnectionError, match="connection refused: start the server"):
+                    await _next(pubsub)
+            cluster.servers["s1"].restart()
+            await cluster.write(at=["s1"])
+            while True:
+                try:
+                    await cluster.until_subscribed("s1", channel)
+                    await client.publish(channel, "back")
+                    assert (await _next(pubsub))["data"] == b"back"
+                except redis.exceptions.ConnectionError:
+                    continue
+                return
+
+    run(test())
+
+
+def test_a_reader_that_is_slow_stops_the_servers_and_loses_nothing(cluster: StoredCluster) -> None:
+    count, size = 5000, 1000
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub(max_queue=100) as pubsub:
+            await _confirmed(pubsub, "c")
+            for begin in range(0, count, 500):
+                await asyncio.gather(
+                    *(client.publish("c", b"%d " % number + bytes(size)) for number in range(begin, begin + 500))
+                )
+            queue = pubsub._queue  # pyright: ignore[reportPrivateUsage]
+            assert queue.is_full
+            one_read = 256 * 1024 // size
+            assert 100 <= len(queue.items) <= 100 + one_read
+            for number in range(count):
+                assert int((await _next(pubsub))["data"].split()[0]) == number
+            assert not queue.is_full
+
+    run(test())
+
+
+def test_gaps_do_not_fill_a_full_queue_without_end(cluster: StoredCluster) -> None:
+    channel = cluster.channel_at("s1")
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub(max_queue=1, gaps=True) as pubsub:
+            await _confirmed(pubsub, channel)
+            await client.publish(channel, "fills it")
+            queue = pubsub._queue  # pyright: ignore[reportPrivateUsage]
+            feed = pubsub._feed  # pyright: ignore[reportPrivateUsage]
+            assert feed is not None
+            while not queue.is_full:  # noqa: ASYNC110  # the message comes by itself
+                await asyncio.sleep(0)
+            for number in range(3):
+                feed._note_gap(GapInfo(channel.encode(), 7, 1, f"gap {number}"))  # pyright: ignore[reportPrivateUsage]
+            assert len(queue.items) == 2
+            await _next(pubsub)
+            gap = (await _next(pubsub))["data"]
+            assert (gap.publisher, gap.count) == (None, None)
+            assert "gap 2" in gap.reason
+            assert pubsub.gaps_detected == 3
+
+    run(test())
+
+
+def test_raw_responses(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            await pubsub.subscribe("c")
+            assert await pubsub.parse_response() == [b"subscribe", b"c", 1]
+            await client.publish("c", "x")
+            response = await pubsub.parse_response()
+            assert response == [b"message", b"c", b"x"]
+            assert await cast("Any", pubsub).handle_message(response) == _message("message", b"c", b"x")
+            assert await pubsub.parse_response(block=False, timeout=0.01) is None
+
+    run(test())
+
+
+def test_a_cancelled_reader_loses_nothing(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            await _confirmed(pubsub, "c")
+            seen: list[bytes] = []
+            publishing = asyncio.gather(*(client.publish("c", number) for number in range(200)))
+            while len(seen) < 200:
+                reading = asyncio.create_task(pubsub.get_message(timeout=None))
+                await asyncio.wait({reading}, timeout=0.0005)
+                if not reading.cancel():
+                    message = await reading
+                    assert message is not None
+                    seen.append(message["data"])
+                else:
+                    await asyncio.wait({reading})
+                    if not reading.cancelled():
+                        message = await reading
+                        assert message is not None
+                        seen.append(message["data"])
+            await publishing
+            assert seen == [b"%d" % number for number in range(200)]
+
+    run(test())
+
+
+def test_two_clients_and_a_redis_by_keyword(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        one = Redis(host="127.0.0.1", port=cluster.servers["s1"].port)
+        two = Redis(servers=cluster.hosts)
+        async with one, two, two.pubsub() as pubsub:
+            await _confirmed(pubsub, "c")
+            assert await one.publish("c", "x") == 1
+            assert (await _next(pubsub))["data"] == b"x"
+
+    run(test())

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import redis.exceptions
+
+from dynamoth_client._queue import MessageQueue, Notice
+
+
+def _message(number: int) -> tuple[bytes, bytes]:
+    return b"channel", b"%d" % number
+
+
+def test_full_and_room_are_told_once_each_and_nothing_is_dropped() -> None:
+    told: list[str] = []
+    queue = MessageQueue(4)
+    queue.watch(lambda: told.append("full"), lambda: told.append("room"))
+    queue.extend([_message(number) for number in range(3)])
+    assert told == []
+    queue.extend([_message(number) for number in range(3, 9)])
+    queue.put(Notice("pong", None, b""))
+    assert told == ["full"]
+    taken = 0
+    while queue.items:
+        queue.items.popleft()
+        taken += 1
+        queue.relieve()
+        assert told == (["full"] if len(queue.items) > 2 else ["full", "room"])
+    assert taken == 10
+
+
+def test_a_waiter_wakes_with_the_first_item_and_at_its_timeout() -> None:
+    async def test() -> None:
+        queue = MessageQueue(4)
+        waiter = asyncio.create_task(queue.wait(None))
+        await asyncio.sleep(0)
+        assert not waiter.done()
+        queue.put(_message(1))
+        await waiter
+        loop = asyncio.get_running_loop()
+        began_at = loop.time()
+        await queue.wait(0.02)
+        assert loop.time() - began_at >= 0.019
+
+    asyncio.run(test())
+
+
+def test_a_cancelled_waiter_does_not_disturb_another() -> None:
+    async def test() -> None:
+        queue = MessageQueue(4)
+        first, second = asyncio.create_task(queue.wait(None)), asyncio.create_task(queue.wait(None))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait({first})
+        assert not second.done()
+        queue.put(_message(1))
+        await second
+
+    asyncio.run(test())
+
+
+def test_close_wakes_who_waits() -> None:
+    async def test() -> None:
+        queue = MessageQueue(4)
+        waiter = asyncio.create_task(queue.wait(None))
+        await asyncio.sleep(0)
+        queue.close(redis.exceptions.ConnectionError("gone"))
+        await waiter
+        assert queue.is_closed
+
+    asyncio.run(test())
+
+
+def test_a_queue_without_room_is_refused() -> None:
+    with pytest.raises(redis.exceptions.DataError, match="max_queue"):
+        MessageQueue(0)

@@ -1,0 +1,156 @@
+"""Plans, routes, control messages and hostile bytes, for hypothesis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+from hypothesis import strategies as st
+
+from dynamoth.control import (
+    AdminReply,
+    AdminRequest,
+    Announcement,
+    ControlMessage,
+    LossNotice,
+    Marker,
+    ObservationGap,
+    PlanAck,
+    PlanChange,
+    PlanQuery,
+    RouteNotice,
+    Vacated,
+)
+from dynamoth.envelope import EPOCH_MAX
+from dynamoth.plan import Assignment, Entry, Mode, Phase, Plan, PlanDelta, Route, Server, single
+
+SERVER_IDS = ("s1", "s2", "s3", "s4")
+SERVERS = tuple(Server(id_, f"redis://{id_}:6379") for id_ in SERVER_IDS)
+PLAN_0 = Plan.initial(SERVERS, virtual_nodes=8)
+
+naturals = st.integers(0, 2**64 - 1)
+epochs = st.integers(0, EPOCH_MAX)
+channels = st.binary(max_size=12)
+server_ids = st.sampled_from(SERVER_IDS)
+
+
+@st.composite
+def assignments(draw: st.DrawFn) -> Assignment:
+    mode = draw(st.sampled_from(Mode))
+    if mode is Mode.SINGLE:
+        return single(draw(server_ids))
+    return Assignment(mode, tuple(draw(st.lists(server_ids, min_size=1, unique=True))))
+
+
+routes = st.builds(Route, epochs, assignments())
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> Entry:
+    phase = draw(st.sampled_from(Phase))
+    older = () if phase is Phase.SETTLED else tuple(draw(st.lists(routes, min_size=1, max_size=3)))
+    return Entry(draw(routes), phase, older)
+
+
+@st.composite
+def plans(draw: st.DrawFn, start: Plan = PLAN_0) -> Plan:
+    """A plan that came about by the steps that the balancer takes, from ``start`` on."""
+    plan = start
+    names = [b"c%d" % number for number in range(5)]
+    for step in draw(st.lists(st.sampled_from(("begin", "activate", "settle")), max_size=12)):
+        channel = draw(st.sampled_from(names))
+        entry = plan.entry(channel)
+        if step == "begin" and entry.phase is Phase.SETTLED:
+            assignment = draw(assignments())
+            if assignment != entry.route.assignment:
+                plan = plan.begin({channel: assignment})
+        elif step == "activate" and entry.phase is Phase.PREPARED:
+            plan = plan.activate([channel])
+        elif step == "settle" and entry.phase is Phase.ACTIVE:
+            plan = plan.settle([channel])
+    return plan
+
+
+admin_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=5) | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+admin_mappings = st.dictionaries(st.text(max_size=5), admin_values, max_size=3)
+deltas = st.builds(PlanDelta, naturals, naturals, st.dictionaries(channels, entries(), max_size=3))
+channel_tuples = st.lists(channels, max_size=4).map(tuple)
+
+MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
+    RouteNotice: st.builds(RouteNotice, channels, routes),
+    Marker: st.builds(Marker, channels, st.text(max_size=5), naturals, naturals),
+    LossNotice: st.builds(LossNotice, channels, st.none() | naturals),
+    ObservationGap: st.builds(ObservationGap, st.text(max_size=5)),
+    Announcement: st.builds(Announcement, naturals, channel_tuples, channel_tuples),
+    PlanChange: st.builds(PlanChange, deltas),
+    PlanQuery: st.builds(PlanQuery, naturals),
+    PlanAck: st.builds(PlanAck, st.text(max_size=5), naturals, naturals),
+    Vacated: st.builds(Vacated, st.text(max_size=5), st.lists(st.tuples(channels, naturals), max_size=3).map(tuple)),
+    AdminRequest: st.builds(AdminRequest, naturals, st.text(max_size=5), admin_mappings),
+    AdminReply: st.builds(AdminReply, naturals, admin_mappings, st.none() | st.text(max_size=5)),
+}
+"""Every kind of control message."""
+control_messages: st.SearchStrategy[ControlMessage] = st.one_of(*MESSAGES.values())
+
+# Hostile bytes.
+
+anything: st.SearchStrategy[Any] = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**63), 2**64 - 1),
+        st.integers(0, 12),
+        st.floats(),
+        st.text(max_size=4),
+        st.binary(max_size=4),
+        server_ids,
+        st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=4)),
+    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3) | st.integers(0, 5), inner),
+    max_leaves=12,
+)
+
+
+def _packed(value: Any) -> bytes:
+    packed: bytes = msgpack.packb(value)
+    return packed
+
+
+well_formed_nonsense = st.one_of(
+    anything.map(_packed),
+    st.builds(lambda code, rest: _packed([code, *rest]), st.integers(0, 13), st.lists(anything, max_size=5)),
+)
+
+
+@st.composite
+def mutations(draw: st.DrawFn, original: st.SearchStrategy[bytes]) -> bytes:
+    """A valid message, of which some bytes were replaced, cut out, doubled or appended."""
+    data = bytearray(draw(original))
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(data)))
+        until = at + draw(st.integers(0, 4))
+        data[at:until] = draw(st.binary(max_size=4) | st.just(bytes(data[at:until] * 2)))
+    return bytes(data)
+
+
+@st.composite
+def nests(draw: st.DrawFn) -> bytes:
+    """Arrays in arrays, or maps in maps, up to the depth where msgpack itself refuses, and past it."""
+    depth = draw(st.integers(1, 1100) | st.integers(900, 1023))
+    opening = draw(st.sampled_from((b"\x91", b"\x81\xa1k", b"\x92\xc0", b"\xdd\x00\x00\x00\x01")))
+    inner = opening * depth + b"\xc0"
+    head = draw(st.sampled_from((b"", b"\x91", b"\x92\x01", b"\x93\x01\xc4\x01c", b"\x93\x09\xa2s1", b"\x92\x06")))
+    return head + inner
+
+
+@st.composite
+def lies_about_length(draw: st.DrawFn) -> bytes:
+    """A header that announces up to 2**32 elements or bytes, and little behind it."""
+    head = draw(st.sampled_from((b"", b"\x91", b"\x92\x01", b"\x93\x01\xc4\x01c", b"\x93\x09\xa2s1")))
+    kind = draw(st.sampled_from((b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9")))
+    length = draw(st.sampled_from((2**32 - 1, 2**31, 2**24, 1000)))
+    return head + kind + length.to_bytes(4, "big") + draw(st.binary(max_size=8))

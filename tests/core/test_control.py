@@ -1,0 +1,125 @@
+"""Control messages: every kind survives the wire, newer writers are understood, nonsense is refused."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamoth.control import (
+    REPORT_CODE,
+    ControlMessage,
+    LossNotice,
+    Marker,
+    ObservationGap,
+    RouteNotice,
+    Vacated,
+    pack_control,
+    seal_control,
+    unpack_control,
+)
+from dynamoth.envelope import CONTROL, open_envelope
+from dynamoth.errors import MalformedMessage
+from dynamoth.plan import EPOCH_MAX, Entry, Route, entry_from_wire, entry_to_wire, pack_entry, single, unpack_entry
+from tests.core.strategies import MESSAGES, anything, control_messages, entries
+
+
+@pytest.mark.parametrize("kind", get_args(ControlMessage))
+def test_every_kind_is_read_as_it_was_written(kind: type[Any]) -> None:
+    @given(MESSAGES[kind])
+    def survives(message: ControlMessage) -> None:
+        assert unpack_control(pack_control(message)) == message
+
+    survives()
+
+
+@given(control_messages, st.lists(anything, min_size=1, max_size=3))
+def test_fields_of_newer_software_are_ignored(message: ControlMessage, added: list[Any]) -> None:
+    fields = msgpack.unpackb(pack_control(message), strict_map_key=False)
+    assert unpack_control(msgpack.packb([*fields, *added])) == message
+
+
+@given(entries(), st.lists(anything, min_size=1, max_size=3))
+def test_fields_of_newer_software_are_ignored_within_an_entry(entry: Entry, added: list[Any]) -> None:
+    phase, route, previous = entry_to_wire(entry)
+    wire = [phase, [*route, *added], [[*old, *added] for old in previous], *added]
+    assert entry_from_wire(wire) == entry
+    assert unpack_entry(pack_entry(entry)) == entry
+
+
+def test_travels_on_a_users_channel_in_a_marked_envelope() -> None:
+    marker = Marker(b"news", "s1", 7, 8)
+    envelope = open_envelope(seal_control(marker))
+    assert envelope.flags == CONTROL
+    assert unpack_control(envelope.payload) == marker
+
+
+def test_bytes_on_the_wire_never_change_silently() -> None:
+    notice = RouteNotice(b"news", Route(5, single("s1")))
+    assert pack_control(notice) == bytes.fromhex("93 01 c404 6e657773 93 05 01 91 a2 7331")
+    assert pack_control(Marker(b"c", "s1", 7, 8)) == bytes.fromhex("95 02 c401 63 a2 7331 07 08")
+    assert pack_control(LossNotice(b"c", None)) == bytes.fromhex("93 03 c401 63 c0")
+
+
+def packed(value: Any) -> bytes:
+    data: bytes = msgpack.packb(value)
+    return data
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        7,
+        {},
+        [],
+        [0],
+        [99, b"c"],
+        [REPORT_CODE],
+        ["1", b"c"],
+        [[1], b"c"],
+        [{}, b"c"],
+        [1],
+        [1, b"c"],
+        [1, "text", [5, 1, ["s1"]]],
+        [1, b"c", [5, 1]],
+        [1, b"c", [-1, 1, ["s1"]]],
+        [1, b"c", [EPOCH_MAX + 1, 1, ["s1"]]],
+        [1, b"c", [5, 4, ["s1"]]],
+        [1, b"c", [5, 1, []]],
+        [1, b"c", [5, 1, ["s1", "s2"]]],
+        [1, b"c", [5, 2, ["s1", "s1"]]],
+        [1, b"c", [5, 1, [b"s1"]]],
+        [1, b"c", [5, 1, 7]],
+        [2, b"c", "s1", -1, 0],
+        [2, b"c", "s1", True, 0],
+        [2, b"c", "s1", 1.0, 0],
+        [3, b"c", "many"],
+        [4, b"s1"],
+        [5, 1, b"c", []],
+        [6, [0, 1, [[b"c"]]]],
+        [6, [0, 1, [[b"c", [1, [5, 1, ["s1"]], []]]]]],
+        [6, [0, 1, [[b"c", [9, [5, 1, ["s1"]], []]]]]],
+        [9, "s1", [[b"c"]]],
+        [10, 1, "status", []],
+        [10, 1, "status", {1: 2}],
+        [11, 1, {}, 7],
+    ],
+    ids=repr,
+)
+def test_refuses_what_is_no_message(value: Any) -> None:
+    with pytest.raises(MalformedMessage):
+        unpack_control(packed(value))
+
+
+def test_refuses_trailing_bytes() -> None:
+    with pytest.raises(MalformedMessage):
+        unpack_control(pack_control(ObservationGap("s1")) + b"\x00")
+
+
+def test_vacated_names_channel_and_epoch() -> None:
+    message = Vacated("s1", ((b"c", 5), (b"d", 6)))
+    assert unpack_control(pack_control(message)) == message

@@ -1,0 +1,72 @@
+"""The envelope: what is sealed is what is opened, and its bytes on the wire never change silently."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamoth.envelope import (
+    EPOCH_MAX,
+    FIRST,
+    FORWARDED,
+    HEADER_BYTES,
+    KNOWN_FLAGS,
+    MAGIC,
+    ROUTE_CHANGED,
+    SEQUENCE_MAX,
+    Envelope,
+    forwarded,
+    is_enveloped,
+    open_envelope,
+    seal,
+)
+from dynamoth.errors import MalformedMessage
+
+identities = st.integers(0, 2**64 - 1)
+sequences = st.integers(0, SEQUENCE_MAX)
+epochs = st.integers(0, EPOCH_MAX)
+flags = st.integers(0, KNOWN_FLAGS)
+
+
+@given(identities, sequences, epochs, st.binary(), flags)
+def test_what_is_sealed_is_opened(publisher: int, sequence: int, epoch: int, payload: bytes, flag: int) -> None:
+    data = seal(publisher, sequence, epoch, payload, flag)
+    assert is_enveloped(data)
+    assert open_envelope(data) == Envelope(flag, publisher, sequence, epoch, payload)
+    assert len(data) == HEADER_BYTES + len(payload)
+
+
+def test_layout_on_the_wire() -> None:
+    data = seal(0x0102030405060708, 0x1112131415161718, 0x21222324, b"payload", FIRST | ROUTE_CHANGED)
+    assert data == bytes.fromhex("d70d01 06 0102030405060708 1112131415161718 21222324") + b"payload"
+
+
+@given(identities, sequences, epochs, st.binary(), flags, epochs)
+def test_a_forwarded_copy_differs_in_mark_and_epoch_only(
+    publisher: int, sequence: int, epoch: int, payload: bytes, flag: int, newer: int
+) -> None:
+    copy = open_envelope(forwarded(seal(publisher, sequence, epoch, payload, flag), newer))
+    assert copy == Envelope(flag | FORWARDED, publisher, sequence, newer, payload)
+
+
+@given(st.text())
+def test_no_text_looks_like_an_envelope(text: str) -> None:
+    assert not is_enveloped(text.encode())
+
+
+@pytest.mark.parametrize("length", range(HEADER_BYTES))
+def test_refuses_a_cut_envelope(length: int) -> None:
+    with pytest.raises(MalformedMessage, match=f"this one has {length}"):
+        open_envelope(seal(1, 2, 3, b"")[:length])
+
+
+def test_refuses_another_magic() -> None:
+    with pytest.raises(MalformedMessage, match="not an envelope"):
+        open_envelope(b"\xd7\x0d\x02" + seal(1, 2, 3, b"")[len(MAGIC) :])
+
+
+@pytest.mark.parametrize("flag", [0x40, 0x80, 0xFF])
+def test_refuses_flags_of_a_newer_version(flag: int) -> None:
+    with pytest.raises(MalformedMessage, match="newer than this software"):
+        open_envelope(seal(1, 2, 3, b"", flag))

@@ -1,0 +1,103 @@
+"""10,000 hostile inputs to every decoder: nothing but MalformedMessage may come out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamoth import stored_plan
+from dynamoth.control import pack_control, unpack_control
+from dynamoth.envelope import open_envelope, seal
+from dynamoth.errors import MalformedMessage
+from dynamoth.plan import pack_entry, unpack_entry
+from tests.core.strategies import (
+    control_messages,
+    entries,
+    lies_about_length,
+    mutations,
+    nests,
+    plans,
+    well_formed_nonsense,
+)
+
+DECODERS: tuple[Callable[[bytes], Any], ...] = (
+    unpack_control,
+    unpack_entry,
+    open_envelope,
+    lambda data: stored_plan.parse_entry([b"1", None, data], None),
+    lambda data: stored_plan.parse_entry([data, data, None], "run"),
+    lambda data: stored_plan.parse_header([b"1", data, data], "run"),
+    lambda data: stored_plan.parse_whole({b"@version": b"1", b"@header": data}, None),
+    lambda data: stored_plan.parse_whole({**VALID_HEADER, b"c:news": data}, None),
+)
+VALID_HEADER = {b"@version": b"1", b"@header": b"\x93\x91\x92\xa2s1\xa2u1\x91\xa2s1\x08"}
+
+
+def decode_everywhere(data: bytes) -> None:
+    for decode in DECODERS:
+        with suppress(MalformedMessage):
+            decode(data)
+
+
+def stored_header(plan: Any) -> bytes:
+    fields = stored_plan.write_whole(plan, None)[1]
+    header = fields[5]
+    assert isinstance(header, bytes)
+    return header
+
+
+VALID = st.one_of(
+    control_messages.map(pack_control),
+    entries().map(pack_entry),
+    plans().map(stored_header),
+    st.builds(seal, st.just(1), st.just(2), st.just(3), st.binary(max_size=8)),
+)
+
+
+@settings(max_examples=2500)
+@given(st.binary(max_size=200))
+def test_random_bytes(data: bytes) -> None:
+    decode_everywhere(data)
+
+
+@settings(max_examples=3500)
+@given(mutations(VALID))
+def test_mutated_messages(data: bytes) -> None:
+    decode_everywhere(data)
+
+
+@settings(max_examples=3000)
+@given(well_formed_nonsense)
+def test_well_formed_nonsense(data: bytes) -> None:
+    decode_everywhere(data)
+
+
+@settings(max_examples=500)
+@given(nests())
+def test_deep_nests(data: bytes) -> None:
+    decode_everywhere(data)
+
+
+@settings(max_examples=500)
+@given(lies_about_length())
+def test_lies_about_length(data: bytes) -> None:
+    decode_everywhere(data)
+
+
+@pytest.mark.parametrize("depth", [400, 900, 980, 1000, 1020, 1023, 1024, 2000])
+@pytest.mark.parametrize("head", [b"", b"\x91", b"\x93\x01\xc4\x01c", b"\x93\x09\xa2s1", b"\x93\x01\x93\x01"])
+@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1k"])
+def test_deep_nests_within_the_usual_stack(opening: bytes, head: bytes, depth: int) -> None:
+    """Hypothesis gives its tests a deeper stack than a daemon has; this one goes without."""
+    decode_everywhere(head + opening * depth + b"\xc0")
+
+
+def test_the_decoders_do_decode_what_is_valid() -> None:
+    """So that the cases above are near misses and not far ones."""
+    assert stored_plan.parse_whole(VALID_HEADER, None) is not None
+    assert stored_plan.parse_header([b"1", None, VALID_HEADER[b"@header"]], None) is not None

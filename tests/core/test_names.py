@@ -1,0 +1,46 @@
+"""Names under the reserved prefix."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamoth import names
+
+
+@given(st.binary(max_size=20), st.integers(0, 2**32 - 1))
+def test_a_replica_channel_tells_its_users_name(channel: bytes, epoch: int) -> None:
+    physical = names.replica_channel(channel, epoch)
+    assert names.logical_channel(physical) == channel
+    assert names.is_user_channel(physical)
+    assert physical.startswith(names.RESERVED_PREFIX)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+def test_every_client_has_an_inbox_of_its_own(one: int, other: int) -> None:
+    assert (names.inbox(one) == names.inbox(other)) is (one == other)
+    assert names.inbox(one).startswith(names.RESERVED_PREFIX)
+
+
+@pytest.mark.parametrize("channel", [b"", b"news", b"__", b"__dynamoth__", b"__mine__:x", b"\xff\x00"])
+def test_channels_of_users(channel: bytes) -> None:
+    assert names.is_user_channel(channel)
+    assert names.logical_channel(channel) == channel
+
+
+@pytest.mark.parametrize(
+    "channel",
+    [
+        names.AGENT_CHANNEL,
+        names.BALANCER_CHANNEL,
+        names.CLIENTS_CHANNEL,
+        names.ANNOUNCE_CHANNEL,
+        names.inbox(1),
+        b"__keyspace@0__:key",
+        b"__keyevent@0__:expired",
+        b"__redis__:invalidate",
+    ],
+)
+def test_channels_that_are_never_measured_nor_forwarded(channel: bytes) -> None:
+    assert not names.is_user_channel(channel)

@@ -1,0 +1,238 @@
+"""The plan as servers store it: what is written is what is read, and nothing else is believed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamoth import stored_plan
+from dynamoth.errors import MalformedMessage
+from dynamoth.events import CommandPart, ErrorReply
+from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
+from dynamoth.plan import Entry, Phase, Plan, Route, pack_entry, single
+from tests.core.strategies import PLAN_0, plans
+
+C = b"news"
+RUN = "a1b2"
+MOVED = PLAN_0.begin({C: single(next(id_ for id_ in PLAN_0.base if id_ != PLAN_0.ring.home(C)))})
+
+
+class Redis(dict[bytes, dict[bytes, bytes]]):
+    """What the commands of this module do to Redis, and no others."""
+
+    def execute(self, commands: Iterable[Sequence[CommandPart]]) -> Any:
+        return [self._one(*(part if isinstance(part, bytes) else str(part).encode() for part in c)) for c in commands][
+            -1
+        ]
+
+    def _one(self, name: bytes, key: bytes, *rest: bytes) -> Any:
+        match name:
+            case b"DEL":
+                return int(self.pop(key, None) is not None)
+            case b"HSET":
+                self.setdefault(key, {}).update(zip(rest[::2], rest[1::2], strict=True))
+                return len(rest) // 2
+            case b"RENAME":
+                self[rest[0]] = self.pop(key)
+                return b"OK"
+            case b"HMGET":
+                return [self.get(key, {}).get(field) for field in rest]
+            case b"HGETALL":
+                return dict(self.get(key, {}))
+            case _:
+                raise AssertionError(f"not expected here: {name!r}")
+
+    def whole(self, run_id: str | None) -> Plan | None:
+        return stored_plan.parse_whole(self.execute([stored_plan.READ_WHOLE]), run_id)
+
+    def entry(self, channel: bytes, run_id: str | None) -> stored_plan.StoredEntry | None:
+        return stored_plan.parse_entry(self.execute([stored_plan.read_entry(channel)]), run_id)
+
+    def header(self, run_id: str | None) -> stored_plan.StoredHeader | None:
+        return stored_plan.parse_header(self.execute([stored_plan.READ_HEADER]), run_id)
+
+
+def holding(plan: Plan, run_id: str | None = RUN) -> Redis:
+    redis = Redis()
+    redis.execute(stored_plan.write_whole(plan, run_id))
+    return redis
+
+
+@given(plans())
+def test_a_whole_plan_is_read_as_it_was_written(plan: Plan) -> None:
+    assert holding(plan).whole(RUN) == plan
+
+
+@given(st.data())
+def test_deltas_bring_a_stored_plan_to_the_newer_version(data: st.DataObject) -> None:
+    older = data.draw(plans())
+    newer = data.draw(plans(older))
+    redis = holding(older)
+    redis.execute([stored_plan.write_delta(older.diff(newer))])
+    assert redis.whole(RUN) == newer
+
+
+@given(plans())
+def test_an_entry_is_read_as_it_was_written(plan: Plan) -> None:
+    redis = holding(plan)
+    for channel in (*plan.entries, b"not named"):
+        stored = redis.entry(channel, RUN)
+        assert stored == stored_plan.StoredEntry(plan.version, plan.entries.get(channel))
+        assert stored is not None
+        assert stored.settled_or(plan.home_route(channel)) == plan.entry(channel)
+
+
+def test_a_header_is_a_plan_without_entries() -> None:
+    assert holding(MOVED).header(RUN) == stored_plan.StoredHeader(
+        1, True, Plan(1, PLAN_0.servers, PLAN_0.base, virtual_nodes=PLAN_0.virtual_nodes)
+    )
+
+
+def test_a_whole_plan_replaces_the_old_one_and_leaves_nothing_of_it() -> None:
+    redis = holding(MOVED)
+    redis.execute(stored_plan.write_whole(PLAN_0, RUN))
+    assert redis.whole(RUN) == PLAN_0
+    assert set(redis) == {PLAN_KEY}
+
+
+def test_readers_see_the_old_plan_until_the_last_command() -> None:
+    redis = holding(PLAN_0)
+    *first, last = stored_plan.write_whole(MOVED, RUN)
+    for command in first:
+        redis.execute([command])
+        assert redis.whole(RUN) == PLAN_0
+    redis.execute([last])
+    assert redis.whole(RUN) == MOVED
+
+
+def test_remains_of_a_writer_that_died_are_not_mixed_in() -> None:
+    redis = holding(PLAN_0)
+    redis.execute(stored_plan.write_whole(MOVED, RUN)[:-1])
+    redis.execute(stored_plan.write_whole(PLAN_0, RUN))
+    assert redis.whole(RUN) == PLAN_0
+    assert PLAN_KEY_NEW not in redis
+
+
+def test_no_command_of_a_large_plan_is_long() -> None:
+    entry = Entry(Route(1, single("s1")), Phase.SETTLED)
+    entries = {b"c%d" % number: entry for number in range(3 * stored_plan.ENTRIES_PER_COMMAND)}
+    plan = Plan(1, PLAN_0.servers, PLAN_0.base, entries, PLAN_0.virtual_nodes)
+    commands = stored_plan.write_whole(plan, RUN)
+    assert max(map(len, commands)) <= 2 * stored_plan.ENTRIES_PER_COMMAND + 2
+    redis = Redis()
+    redis.execute(commands)
+    assert redis.whole(RUN) == plan
+
+
+# What is believed.
+
+
+@pytest.mark.parametrize(
+    ("written_to", "asked_of", "believed"),
+    [("a1", "a1", True), ("a1", "b2", False), ("a1", None, True), (None, "b2", True), (None, None, True)],
+)
+def test_a_plan_of_an_earlier_process_is_not_believed(
+    written_to: str | None, asked_of: str | None, believed: bool
+) -> None:
+    redis = holding(MOVED, written_to)
+    assert (redis.whole(asked_of) is not None) is believed
+    assert (redis.entry(C, asked_of) is not None) is believed
+    header = redis.header(asked_of)
+    assert header is not None
+    assert header.believed is believed
+
+
+def test_an_empty_server_stores_no_plan() -> None:
+    redis = Redis()
+    assert redis.whole(RUN) is None
+    assert redis.entry(C, RUN) is None
+    assert redis.header(RUN) is None
+
+
+def test_a_map_may_come_as_a_flat_list() -> None:
+    """RESP2 has no maps."""
+    flat = [part for pair in holding(MOVED)[PLAN_KEY].items() for part in pair]
+    assert stored_plan.parse_whole(flat, RUN) == MOVED
+
+
+# What is refused.
+
+
+def header_of(servers: Any, base: Any, virtual_nodes: Any) -> bytes:
+    packed: bytes = msgpack.packb([servers, base, virtual_nodes])
+    return packed
+
+
+PAIRS = [["s1", "redis://s1"], ["s2", "redis://s2"]]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"\xc1",
+        msgpack.packb(7),
+        msgpack.packb([PAIRS]),
+        msgpack.packb({"servers": PAIRS}),
+        header_of(7, ["s1"], 8),
+        header_of([["s1"]], ["s1"], 8),
+        header_of(PAIRS, ["s3"], 8),
+        header_of(PAIRS, None, 8),
+        header_of(PAIRS, ["s1"], "many"),
+        header_of(PAIRS, ["s1"], float("nan")),
+        pytest.param(header_of(PAIRS, ["s1"], float("inf")), id="infinite virtual nodes"),
+        pytest.param(header_of(PAIRS, ["s1"], 0), id="no virtual nodes"),
+        pytest.param(header_of(PAIRS, ["s1"], -1), id="negative virtual nodes"),
+        pytest.param(header_of(PAIRS, ["s1"], 10**12), id="virtual nodes that fill the memory"),
+        pytest.param(header_of(PAIRS, ["s1", "s1"], 8), id="a server twice in the ring"),
+        pytest.param(header_of(PAIRS, [], 8), id="a ring over no server"),
+        pytest.param(header_of([], [], 8), id="no server"),
+    ],
+)
+def test_refuses_a_header_that_is_none(header: bytes) -> None:
+    """What is accepted must be usable: the ring is only computed when the first channel is looked up."""
+    with pytest.raises(MalformedMessage):
+        stored_plan.parse_header([b"1", None, header], RUN)
+    with pytest.raises(MalformedMessage):
+        stored_plan.parse_whole({b"@version": b"1", b"@header": header}, RUN)
+
+
+@pytest.mark.parametrize("version", [b"", b"one", b"1.5", b"-1", b"4294967296", b"9" * 5000])
+def test_refuses_a_version_that_is_none(version: bytes) -> None:
+    header = header_of(PAIRS, ["s1"], 8)
+    with pytest.raises(MalformedMessage):
+        stored_plan.parse_header([version, None, header], RUN)
+    with pytest.raises(MalformedMessage):
+        stored_plan.parse_whole({b"@version": version, b"@header": header}, RUN)
+    with pytest.raises(MalformedMessage):
+        stored_plan.parse_entry([version, None, None], RUN)
+
+
+@pytest.mark.parametrize("reply", [None, b"text", 7, [], [b"1"], [b"1", None, None, None], ErrorReply("WRONGTYPE ...")])
+def test_refuses_a_reply_of_another_shape(reply: Any) -> None:
+    with pytest.raises(MalformedMessage, match="does not hold a plan"):
+        stored_plan.parse_entry(reply, RUN)
+    with pytest.raises(MalformedMessage, match="does not hold a plan"):
+        stored_plan.parse_header(reply, RUN)
+
+
+@pytest.mark.parametrize("reply", [None, b"text", 7, ErrorReply("WRONGTYPE ...")])
+def test_refuses_a_whole_plan_of_another_shape(reply: Any) -> None:
+    with pytest.raises(MalformedMessage, match="does not hold a plan"):
+        stored_plan.parse_whole(reply, RUN)
+
+
+def test_refuses_an_entry_that_sends_to_an_unlisted_server() -> None:
+    redis = holding(PLAN_0)
+    for entry in (
+        Entry(Route(1, single("s9")), Phase.SETTLED),
+        Entry(Route(1, single("s1")), Phase.ACTIVE, (Route(0, single("s9")),)),
+    ):
+        redis[PLAN_KEY][b"c:" + C] = pack_entry(entry)
+        with pytest.raises(MalformedMessage, match="does not list"):
+            redis.whole(RUN)

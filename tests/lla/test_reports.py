@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamoth.control import REPORT_CODE, PlanQuery, pack_control
+from dynamoth.errors import MalformedMessage
+from dynamoth.reports import (
+    REPORT_CHANNELS_MAX,
+    ChannelColumns,
+    ChannelLoad,
+    ChannelSums,
+    Report,
+    pack_ids,
+    pack_report,
+    unpack_ids,
+    unpack_report,
+)
+
+COLUMNS = ChannelColumns(
+    channels=(b"a", b"b"),
+    publications=(10, 5),
+    publishers=(2, 1),
+    subscribers=(3, 0),
+    messages_sent=(30, 0),
+    bytes_in=(1000, 500),
+    bytes_out=(3000, 0),
+    publisher_ids=(pack_ids([1, 2**64 - 1]), b""),
+    subscriber_ids=(pack_ids([7]), b""),
+)
+
+
+def a_report(**fields: Any) -> Report:
+    known: dict[str, Any] = {
+        "server": "s1",
+        "incarnation": 2**63 - 1,
+        "sequence": 3,
+        "interval_s": 1.0,
+        "plan_version": 7,
+        "outgoing_bytes_per_s_max": 1000,
+        "outgoing_bytes_per_s": 250.0,
+        "columns": COLUMNS,
+        "rest": ChannelSums(1, 2, 3, 4, 5, 6, 7, 8),
+    }
+    return Report(**{**known, **fields})
+
+
+naturals = st.integers(0, 2**63)
+measures = st.floats(0, 1e15)
+
+
+@st.composite
+def columns(draw: st.DrawFn) -> ChannelColumns:
+    channels = draw(st.lists(st.binary(max_size=20), max_size=5, unique=True))
+    length = len(channels)
+    numbers = st.lists(naturals, min_size=length, max_size=length).map(tuple)
+    ids = st.lists(st.lists(st.integers(0, 2**64 - 1), max_size=3).map(pack_ids), min_size=length, max_size=length)
+    metrics = [draw(numbers) for _ in range(6)]
+    return ChannelColumns(tuple(channels), *metrics, tuple(draw(ids)), tuple(draw(ids)))
+
+
+reports = st.builds(
+    Report,
+    server=st.text(max_size=10),
+    incarnation=naturals,
+    sequence=naturals,
+    interval_s=st.floats(1e-9, 1e9),
+    plan_version=st.none() | naturals,
+    outgoing_bytes_per_s_max=st.integers(1, 2**63),
+    outgoing_bytes_per_s=measures,
+    outgoing_is_estimate=st.booleans(),
+    incoming_bytes_per_s=measures,
+    cpu_ratio=measures,
+    memory_bytes=naturals,
+    memory_bytes_max=naturals,
+    connections=naturals,
+    connections_max=naturals,
+    output_buffer_bytes_max=naturals,
+    client_buffers_bytes=naturals,
+    channels_subscribed=naturals,
+    observation_lag_s=measures,
+    blind_s=measures,
+    columns=columns(),
+    rest=st.builds(ChannelSums, *[naturals] * 8),
+)
+
+
+@given(reports)
+def test_a_report_is_read_as_it_was_written(report: Report) -> None:
+    assert unpack_report(pack_report(report)) == report
+
+
+def test_every_field_travels() -> None:
+    """With hypothesis alone, a field that keeps its default on both sides would not be missed."""
+    report = a_report(
+        outgoing_is_estimate=True,
+        incoming_bytes_per_s=1.5,
+        cpu_ratio=0.5,
+        memory_bytes=1,
+        memory_bytes_max=2,
+        connections=3,
+        connections_max=4,
+        output_buffer_bytes_max=5,
+        client_buffers_bytes=6,
+        channels_subscribed=7,
+        observation_lag_s=0.25,
+        blind_s=0.75,
+    )
+    read = unpack_report(pack_report(report))
+    for field in dataclasses.fields(Report):
+        assert getattr(read, field.name) == getattr(report, field.name), field.name
+        assert getattr(read, field.name) != field.default, f"give {field.name} another value in this test"
+
+
+def test_the_wire_begins_with_the_code_of_reports() -> None:
+    assert msgpack.unpackb(pack_report(a_report()))[0] == REPORT_CODE
+
+
+def test_elements_of_newer_software_are_ignored() -> None:
+    wire = msgpack.unpackb(pack_report(a_report()))
+    newer = [*wire, "more"]
+    for part in newer[1:5]:
+        part.append("more")
+    assert unpack_report(msgpack.packb(newer)) == a_report()
+
+
+def replaced(path: tuple[int, ...], value: Any) -> bytes:
+    """Return the wire form of a report in which one element is another."""
+    wire = msgpack.unpackb(pack_report(a_report()))
+    part = wire
+    for index in path[:-1]:
+        part = part[index]
+    part[path[-1]] = value
+    packed: bytes = msgpack.packb(wire)
+    return packed
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "why"),
+    [
+        ((0,), 7, "begins with"),
+        ((1,), 5, "head"),
+        ((1,), [1], "head"),
+        ((1, 0), b"s1", "server as text"),
+        ((1, 1), -1, "number from 0"),
+        ((1, 1), True, "number from 0"),
+        ((1, 2), 1.0, "number from 0"),
+        ((1, 3), 0.0, "interval"),
+        ((1, 3), math.nan, "finite"),
+        ((1, 4), "7", "number from 0"),
+        ((1, 5), -0.5, "finite"),
+        ((1, 6), math.inf, "finite"),
+        ((2,), [], "resources"),
+        ((2, 0), 0, "maximum of 0"),
+        ((2, 1), None, "finite"),
+        ((2, 2), 1, "estimates"),
+        ((2, 5), "1", "number from 0"),
+        ((3,), [[b"a"]], "columns"),
+        ((3, 0), b"ab", "array"),
+        ((3, 0), [b"a", "b"], "bytes"),
+        ((3, 0), [b"a", b"a"], "twice"),
+        ((3, 0), [b"a", b"b", b"c"], "column"),
+        ((3, 1), [1], "column"),
+        ((3, 2), [1, -1], "numbers from 0"),
+        ((3, 3), [1, True], "numbers from 0"),
+        ((3, 4), [1, 1.5], "numbers from 0"),
+        ((3, 7), [b"1234567", b""], "8-byte ids"),
+        ((3, 8), [b"", 5], "bytes"),
+        ((4,), [1], "sums"),
+        ((4, 2), -1, "number from 0"),
+    ],
+)
+def test_what_cannot_have_been_measured_is_refused(path: tuple[int, ...], value: Any, why: str) -> None:
+    with pytest.raises(MalformedMessage, match=why):
+        unpack_report(replaced(path, value))
+
+
+def test_a_report_that_names_too_many_channels_is_refused() -> None:
+    count = REPORT_CHANNELS_MAX + 1
+    names = tuple(b"%d" % number for number in range(count))
+    many = ChannelColumns(names, *[(0,) * count] * 6, (b"",) * count, (b"",) * count)
+    with pytest.raises(MalformedMessage, match="at most"):
+        unpack_report(pack_report(a_report(columns=many)))
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x90", pack_control(PlanQuery(1)), b"\x81\x01\x02", b"hello"])
+def test_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(MalformedMessage):
+        unpack_report(data)
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary() | st.text(),
+    lambda inner: st.lists(inner, max_size=12) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=40,
+)
+
+
+def only_malformed(data: bytes) -> None:
+    try:
+        report = unpack_report(data)
+    except MalformedMessage:
+        return
+    assert unpack_report(pack_report(report)) == report
+    assert report.load_ratio >= 0
+
+
+@settings(max_examples=3000)
+@given(st.binary(max_size=200))
+def test_fuzz_bytes(data: bytes) -> None:
+    only_malformed(data)
+
+
+@settings(max_examples=3000)
+@given(st.lists(anything, max_size=6))
+def test_fuzz_arrays(parts: list[Any]) -> None:
+    only_malformed(msgpack.packb([REPORT_CODE, *parts]))
+
+
+@settings(max_examples=4000)
+@given(st.integers(1, 4), st.integers(0, 11), anything)
+def test_fuzz_one_element(part: int, index: int, value: Any) -> None:
+    wire = msgpack.unpackb(pack_report(a_report()))
+    wire[part][min(index, len(wire[part]) - 1)] = value
+    only_malformed(msgpack.packb(wire))
+
+
+@settings(max_examples=1000)
+@given(st.data())
+def test_fuzz_flipped_bytes(data: st.DataObject) -> None:
+    wire = bytearray(pack_report(a_report()))
+    for _ in range(data.draw(st.integers(1, 4))):
+        wire[data.draw(st.integers(0, len(wire) - 1))] = data.draw(st.integers(0, 255))
+    only_malformed(bytes(wire))
+
+
+def test_load_ratio_is_measured_over_maximum() -> None:
+    assert a_report(outgoing_bytes_per_s=1500.0).load_ratio == 1.5
+
+
+def test_a_server_is_as_loaded_as_its_tightest_resource() -> None:
+    assert a_report().tightest_ratio == 0.25
+    assert a_report(cpu_ratio=0.75).tightest_ratio == 0.75
+    assert a_report(connections=90, connections_max=100).tightest_ratio == 0.9
+    assert a_report(memory_bytes=95, memory_bytes_max=100).tightest_ratio == 0.95
+
+
+def test_a_resource_without_a_maximum_is_never_tight() -> None:
+    assert a_report(connections=90, memory_bytes=95).tightest_ratio == 0.25
+
+
+def test_rows() -> None:
+    assert list(COLUMNS.rows()) == [ChannelLoad(b"a", 10, 2, 3, 30, 1000, 3000), ChannelLoad(b"b", 5, 1, 0, 0, 500, 0)]
+    assert len(COLUMNS) == 2
+
+
+def test_ids() -> None:
+    assert unpack_ids(COLUMNS.publisher_ids[0]) == (1, 2**64 - 1)
+    assert unpack_ids(b"") == ()

@@ -1,0 +1,120 @@
+"""What the tests of the machines share: a small cluster, a machine with a clock, and answers of servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeVar
+
+from dynamoth.control import ControlMessage, seal_control
+from dynamoth.envelope import seal
+from dynamoth.events import LinkDown, LinkUp, Pushed, Replied, Send, Tick
+from dynamoth.names import PLAN_KEY
+from dynamoth.plan import Plan, Server, pack_entry, single
+
+SERVERS = tuple(Server(id_, f"redis://{id_}:6379") for id_ in ("s1", "s2", "s3"))
+URLS = {server.id: server.url for server in SERVERS}
+PLAN_0 = Plan.initial(SERVERS, virtual_nodes=8)
+RUN = "run-1"
+
+_Action = TypeVar("_Action")
+
+
+def channel_at(server: str, number: int = 0, plan: Plan = PLAN_0) -> bytes:
+    """Return a channel whose home is ``server``; another one for each ``number``."""
+    found = (name for name in map(b"c%d".__mod__, range(10_000)) if plan.ring.home(name) == server)
+    return next(name for index, name in enumerate(found) if index == number)
+
+
+C = channel_at("s1")
+"""The channel of most tests; its home is s1."""
+
+PREPARED = PLAN_0.begin({C: single("s2")})
+"""Version 1: C is about to move from s1 to s2."""
+ACTIVE = PREPARED.activate([C])
+SETTLED = ACTIVE.settle([C])
+
+
+class Machine(Protocol):
+    def handle(self, event: Any, now: float) -> list[Any]: ...
+
+    def deadline(self) -> float | None: ...
+
+
+class Subject:
+    """A machine and its clock."""
+
+    def __init__(self, machine: Machine, now: float = 100.0) -> None:
+        self.machine = machine
+        self.now = now
+
+    def tell(self, *events: Any) -> list[Any]:
+        return [action for event in events for action in self.machine.handle(event, self.now)]
+
+    def up(self, link: str, run_id: str | None = RUN) -> list[Any]:
+        return self.tell(LinkUp(link, run_id))
+
+    def down(self, link: str) -> list[Any]:
+        return self.tell(LinkDown(link, "reset by peer"))
+
+    def push(self, link: str, channel: bytes, *payloads: bytes) -> list[Any]:
+        """Let messages come on a channel that the machine is subscribed to."""
+        return self.tell(Pushed(link, [[b"message", channel, payload] for payload in payloads]))
+
+    def pass_time(self, seconds: float) -> list[Any]:
+        """Let time pass; the machine gets its ticks exactly when it wants them. Return all that it did."""
+        end = self.now + seconds
+        actions: list[Any] = []
+        ticks = 0
+        while (deadline := self.machine.deadline()) is not None and deadline <= end:
+            self.now = max(self.now, deadline)
+            actions += self.tell(Tick())
+            ticks += 1
+            assert ticks < 100_000, f"the machine wants a tick at {deadline} again and again"
+        self.now = end
+        return actions
+
+
+def only(kind: type[_Action], actions: Iterable[Any]) -> list[_Action]:
+    """Return the actions of one kind."""
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def commands(actions: Iterable[Any], name: bytes, link: str | None = None) -> list[tuple[Any, ...]]:
+    """Return the arguments of every command of one name (and over one link), without the name."""
+    sends = only(Send, actions)
+    return [tuple(s.args[1:]) for s in sends if s.args[0] == name and link in (None, s.link)]
+
+
+def published(actions: Iterable[Any], channel: bytes, link: str | None = None) -> list[bytes]:
+    """Return what is published on a channel."""
+    return [args[1] for args in commands(actions, b"PUBLISH", link) if args[0] == channel]
+
+
+def tagged(actions: Iterable[Any], tag: str) -> list[Send]:
+    """Return the commands whose tag is a tuple that begins with ``tag``."""
+    return [send for send in only(Send, actions) if isinstance(send.tag, tuple) and send.tag[0] == tag]
+
+
+def entry_reply(plan: Plan | None, channel: bytes, run_id: str | None = RUN) -> list[bytes | None]:
+    """Return what HMGET says of a channel where ``plan`` is stored."""
+    if plan is None:
+        return [None, None, None]
+    entry = plan.entries.get(channel)
+    return [b"%d" % plan.version, run_id and run_id.encode(), entry and pack_entry(entry)]
+
+
+def reply(send: Send, value: Any) -> Replied:
+    return Replied(send.link, send.tag, value)
+
+
+def message(number: int, payload: bytes | None = None, *, flags: int = 0, publisher: int = 7, epoch: int = 0) -> bytes:
+    """Return message ``number`` of a publisher; its payload names it."""
+    return seal(publisher, number, epoch, b"m%d" % number if payload is None else payload, flags)
+
+
+def control(told: ControlMessage) -> bytes:
+    return seal_control(told)
+
+
+def is_plan_command(send: Send) -> bool:
+    return len(send.args) > 1 and send.args[1] == PLAN_KEY
