@@ -83,12 +83,7 @@ def open_envelope(data: bytes) -> Envelope:
     return Envelope(flags, publisher, sequence, epoch, data[HEADER_BYTES:])
 
 
-def forwarded(data: bytes, epoch: int) -> bytes:
-    """Return the copy of an envelope that a dispatcher sends on: marked, and with the dispatcher's epoch."""
-    return (
-        data[:_FLAGS_OFFSET]
-        + bytes((data[_FLAGS_OFFSET] | FORWARDED,))
-        + data[4:20]
-        + epoch.to_bytes(4, "big")
-        + data[24:]
-    )
+def forwarded(data: bytes, epoch: int, flags: int = 0) -> bytes:
+    """Return a dispatcher's copy of an envelope: marked, with the dispatcher's epoch and more ``flags``."""
+    marked = bytes((data[_FLAGS_OFFSET] | FORWARDED | flags,))
+    return data[:_FLAGS_OFFSET] + marked + data[4:20] + epoch.to_bytes(4, "big") + data[24:]

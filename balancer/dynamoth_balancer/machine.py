@@ -53,6 +53,9 @@ from dynamoth_balancer.takeover import Takeover
 TICK_INTERVAL_S = 0.25
 """How often everything that waits is looked at: a fourth of the shortest default timeout."""
 
+CONTENDING_TOLD_AFTER_S = 0.5
+"""A start that takes no longer than this is not worth a line in the log."""
+
 SHUTDOWN_S_MAX = 1.0
 """A server that does not answer in this time keeps the lease until it expires."""
 
@@ -112,6 +115,8 @@ class BalancerMachine:
         #: That of the present or latest term; None before the first.
         self._installer: Installer | None = None
         self._contending_since = -math.inf
+        #: What the log was told last of why the lease is not held.
+        self._contending_told: dict[str, Any] = {}
         self._tick_at: float | None = None
         self._shutdown_at: float | None = None
 
@@ -280,6 +285,7 @@ class BalancerMachine:
         self.stage = Stage.CONTENDING
         self._takeover = None
         self._contending_since = now
+        self._contending_told = {}
         return [Note("error", "lost the lease: no decisions and no changes until it is back", self._lease_details())]
 
     def _contend(self, now: float) -> list[Any]:
@@ -292,7 +298,12 @@ class BalancerMachine:
                 " and renews it; stop that one first, there is one balancer for a cluster"
             )
             return self._stop(AlreadyRunning(text))
-        return []
+        details = self._lease_details()
+        if waited < CONTENDING_TOLD_AFTER_S or details == self._contending_told:
+            return []
+        self._contending_told = details
+        text = "waiting for the lease; a predecessor that was killed keeps it until it expires"
+        return [Note("warning", text, details)]
 
     def _lease_details(self) -> dict[str, Any]:
         return {

@@ -30,7 +30,7 @@ SPEED_M_PER_S = 8.0
 PUSH_BYTES = 70
 """RESP3 around each message, the name of the channel, and what comes by the way: PUBLISH's replies, NUMSUB, PING."""
 
-LOAD_RATIO_MEAN = 0.42
+LOAD_RATIO_MEAN = 0.46
 """The load ratio that each server has when the load is spread evenly: below LR_safe (0.6) with room to choose."""
 
 DEMO_SETTINGS: Mapping[str, object] = {

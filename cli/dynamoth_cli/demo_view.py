@@ -99,26 +99,16 @@ def _colour(ratio: float | None) -> str:
     return "red" if ratio > LOAD_RATIO_HIGH else "yellow"
 
 
-def _numbers(state: DemoState) -> Table:
+def _numbers(state: DemoState) -> Text:
     published, delivered = state.rates()
-    audit = state.audit()
-    table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
-    version = "-" if state.plan is None else str(state.plan.version)
-    moved = f"[bold]{state.migrations}[/]"
-    table.add_row("channels moved", moved, "moving now", str(state.in_transition), "plan version", version)
-    latency = " / ".join(_ms(state.latencies_now.quantile_ms(ratio)) for ratio in (0.5, 0.99))
-    rates = f"{published:,.0f}/s", "delivered", f"{delivered:,.0f}/s"
-    table.add_row("published", *rates, "latency p50 / p99", latency)
-    table.add_row("audited", f"{state.audited:,}", *_audit_cells(audit))
-    return table
-
-
-def _audit_cells(audit: Mapping[str, int]) -> tuple[str, str, str, str]:
-    def cell(name: str) -> str:
-        return f"[bold {'red' if audit[name] else 'green'}]{audit[name]}[/]"
-
-    lost = f"{cell('lost')} lost, {cell('gaps')} gaps"
-    return "", lost, "", f"{cell('duplicated')} duplicated, {cell('reordered')} reordered"
+    p50, p99 = (_ms(state.latencies_now.quantile_ms(ratio)) for ratio in (0.5, 0.99))
+    version = "-" if state.plan is None else state.plan.version
+    found = "  ".join(f"[bold {'red' if count else 'green'}]{count}[/] {name}" for name, count in state.audit().items())
+    return Text.from_markup(
+        f"[bold]{state.migrations}[/] channels moved  {state.in_transition} moving now  plan version {version}\n"
+        f"published {published:,.0f}/s  delivered {delivered:,.0f}/s  latency p50 {p50}  p99 {p99}\n"
+        f"audit of {state.audited:,} messages: {found}"
+    )
 
 
 def _news(state: DemoState) -> Text:

@@ -206,11 +206,11 @@ class PublisherMachine:
             data = seal(self.client_id, channel.sequence, channel.epoch, data, flags)
         else:
             actions += self._read_route(event.channel, channel.location.server, now)
+        if server.up and now - server.observers_asked_at >= self.options.observers_interval_s:
+            actions.append(self._ask_observers(channel.location.server, now))
         waiting = _Waiting(event.token, now + self.options.publish_timeout_s)
         server.waiting.append(waiting)
         actions += server.outbox.put((b"PUBLISH", channel.location.physical, data), waiting)
-        if server.up and now - server.observers_asked_at >= self.options.observers_interval_s:
-            actions.append(self._ask_observers(channel.location.server, now))
         return actions
 
     def _route(self, name: bytes, channel: _Channel, now: float) -> int:

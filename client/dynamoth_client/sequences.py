@@ -11,16 +11,27 @@ Each (publisher, channel) is a stream of numbered messages. A stream is
 
 What is held is released after ``hold_s_max``: an open stream then reports the missing numbers as a gap; an opening
 one begins with what it has, and reports a gap should an earlier message come yet.
+
+Raw messages that a dispatcher numbered (RAW) have no order to keep, as others of the same publisher come without a
+number: they are delivered as they come, each number once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dynamoth.envelope import FIRST, HEARTBEAT, ROUTE_CHANGED
+from dynamoth.envelope import FIRST, HEARTBEAT, RAW, ROUTE_CHANGED
 
 HELD_MAX = 10_000
 """Messages of one stream that are held back at most; past it the oldest gap is given up at once."""
+
+
+RAW_WINDOW = 1024
+"""Numbers of raw messages that are remembered per dispatcher; one so much older than the newest is taken for a
+duplicate."""
+
+
+_NOT_FORWARDED = "the publisher sent messages while a dispatcher was away"
 
 
 @dataclass(slots=True)
@@ -46,6 +57,8 @@ class Stream:
     held: dict[int, tuple[bytes | None, float]] = field(default_factory=dict[int, tuple[bytes | None, float]])
     #: The number with which a stream began by time-out, so that an earlier one would be a loss; 0 for other streams.
     begun_in_doubt_at: int = 0
+    #: While opening: the publisher has said that messages of this stream may not have been forwarded.
+    warned: bool = False
     #: ``next`` at the latest sweep; a stream that has not moved between two sweeps is idle.
     swept_at: int | None = -1
 
@@ -77,6 +90,7 @@ class Stream:
         while self.held and self.waits_until(hold_s_max) <= now:
             if self.next is None:
                 self.next = self.begun_in_doubt_at = min(self.held)
+                out += [Gap(publisher, None, _NOT_FORWARDED)] if self.warned else []
                 out += self._run()
             else:
                 out += self._give_up_oldest(publisher, "not arrived in time")
@@ -90,6 +104,7 @@ class Stream:
 
     def _arrive_opening(self, sequence: int, flags: int, payload: bytes, now: float) -> list[Outcome]:
         if flags & HEARTBEAT:
+            self.warned = True
             return []
         lowest = min(self.held, default=sequence)
         if flags & FIRST or (sequence < lowest and not flags & ROUTE_CHANGED):
@@ -139,26 +154,39 @@ class Stream:
 class Sequences:
     """The streams of one channel, as one subscriber sees them. Memory: one ``Stream`` per live publisher."""
 
-    __slots__ = ("hold_s_max", "streams")
+    __slots__ = ("_raw", "hold_s_max", "streams")
 
     def __init__(self, hold_s_max: float) -> None:
         """Begin without knowledge of any publisher."""
         self.hold_s_max = hold_s_max
         #: Publisher to stream. The subscriber's hot path looks in here itself.
         self.streams: dict[int, Stream] = {}
+        #: Dispatcher to the latest numbers of its raw messages.
+        self._raw: dict[int, dict[int, None]] = {}
 
     def arrive(self, publisher: int, sequence: int, flags: int, payload: bytes, now: float) -> list[Outcome]:
         """Take one message; return what is to be delivered now, in order."""
+        if flags & RAW:
+            return self._arrive_raw(publisher, sequence, payload)
         stream = self.streams.get(publisher)
         if stream is not None:
             return stream.arrive(publisher, sequence, flags, payload, now)
         if flags & HEARTBEAT:
             self.streams[publisher] = Stream(sequence + 1)
-            return [Gap(publisher, None, "the publisher sent messages that did not arrive here")]
+            return [Gap(publisher, None, _NOT_FORWARDED)]
         if flags & ROUTE_CHANGED and not flags & FIRST:
             self.streams[publisher] = Stream(None, {sequence: (payload, now)})
             return []
         self.streams[publisher] = Stream(sequence + 1)
+        return [payload]
+
+    def _arrive_raw(self, dispatcher: int, sequence: int, payload: bytes) -> list[Outcome]:
+        seen = self._raw.setdefault(dispatcher, {})
+        if sequence in seen or (len(seen) == RAW_WINDOW and sequence < next(iter(seen))):
+            return []
+        seen[sequence] = None
+        if len(seen) > RAW_WINDOW:
+            del seen[next(iter(seen))]
         return [payload]
 
     def expire(self, publisher: int, now: float) -> list[Outcome]:

@@ -391,9 +391,10 @@ class DispatcherMachine:
         targets = missing(channel, entry.followed, {here})
         if not targets:
             return []
-        copy = self._number_raw(channel, entry, data) if envelope is None else forwarded(data, entry.route.epoch)
-        if channel in self._changed_at:
-            copy = copy[:3] + bytes((copy[3] | ROUTE_CHANGED,)) + copy[4:]
+        if envelope is None:
+            copy = self._number_raw(channel, entry, data)
+        else:
+            copy = forwarded(data, entry.route.epoch, ROUTE_CHANGED if channel in self._changed_at else 0)
         self.counters["forwarded_messages"] += len(targets)
         return [action for target in targets for action in self._forward(target, copy)]
 

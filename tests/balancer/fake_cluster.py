@@ -212,6 +212,8 @@ class Balancer:
     hears: set[str] = field(default_factory=set[str])
     own: list[Any] = field(default_factory=list[Any])
     frozen: bool = False
+    #: Servers whose replies do not reach it.
+    deaf: set[str] = field(default_factory=set[str])
 
     def taken(self, kind: type[Any]) -> list[Any]:
         return [action for action in self.own if isinstance(action, kind)]
@@ -265,7 +267,7 @@ class FakeCluster:
         )
         balancer = Balancer(machine)
         self.balancers.append(balancer)
-        self._handle(balancer, Start())
+        self.handle(balancer, Start())
         return balancer
 
     def kill(self, balancer: Balancer) -> None:
@@ -336,6 +338,19 @@ class FakeCluster:
         self.run_until(lambda: any(reply.request == request for reply in self.servers[server].replies))
         return next(reply for reply in self.servers[server].replies if reply.request == request)
 
+    def refused_by(self, balancer: Balancer, command: str, arguments: Mapping[str, Any]) -> str:
+        """Ask one of several balancers, and return why it refuses."""
+        request = AdminRequest(next(_incarnations), command, arguments)
+        for action in balancer.machine.handle(
+            Pushed("s1", [[b"message", BALANCER_CHANNEL, pack_control(request)]]), self.now
+        ):
+            if isinstance(action, Send) and action.args[1] == inbox(request.request):
+                assert isinstance(action.args[2], bytes)
+                reply = unpack_control(action.args[2])
+                assert isinstance(reply, AdminReply) and reply.error is not None
+                return reply.error
+        raise AssertionError("not answered")
+
     def publish(self, server: FakeServer, channel: bytes, data: bytes) -> int:
         receivers = 0
         if channel == BALANCER_CHANNEL:
@@ -364,7 +379,7 @@ class FakeCluster:
             for balancer in list(self.balancers):
                 deadline = None if balancer.frozen else balancer.machine.deadline()
                 if deadline is not None and deadline <= self.now:
-                    self._handle(balancer, Tick())
+                    self.handle(balancer, Tick())
             self._deliver()
         self.now = end
 
@@ -390,7 +405,7 @@ class FakeCluster:
                 if all(other.frozen for other, _ in self._events):
                     return
                 continue
-            self._handle(balancer, event)
+            self.handle(balancer, event)
         raise AssertionError("the machines never come to rest")
 
     def _agents_say(self) -> None:
@@ -414,7 +429,8 @@ class FakeCluster:
 
     # Actions.
 
-    def _handle(self, balancer: Balancer, event: Any) -> None:
+    def handle(self, balancer: Balancer, event: Any) -> None:
+        """Tell a balancer of an event, and carry out what it wants."""
         for action in balancer.machine.handle(event, self.now):
             match action:
                 case Connect(link, _):
@@ -444,7 +460,7 @@ class FakeCluster:
         value = server.execute(args, self.now)
         if args[0] in (b"HSET", b"RENAME") and server.plan is not None and before is not None:
             self._check_phases(before, server.plan)
-        if tag is not None:
+        if tag is not None and link not in balancer.deaf:
             self._events.append((balancer, Replied(link, tag, value)))
 
     def _published(self, server: FakeServer, channel: bytes, data: bytes) -> None:

@@ -89,12 +89,12 @@ def test_lies_about_length(data: bytes) -> None:
     decode_everywhere(data)
 
 
-@pytest.mark.parametrize("depth", [400, 900, 980, 1000, 1020, 1023, 1024, 2000])
-@pytest.mark.parametrize("head", [b"", b"\x91", b"\x93\x01\xc4\x01c", b"\x93\x09\xa2s1", b"\x93\x01\x93\x01"])
-@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1k"])
-def test_deep_nests_within_the_usual_stack(opening: bytes, head: bytes, depth: int) -> None:
+@pytest.mark.parametrize("depth", [400, 980, 1000, 1020, 1024, 2000])
+def test_deep_nests_within_the_usual_stack(depth: int) -> None:
     """Hypothesis gives its tests a deeper stack than a daemon has; this one goes without."""
-    decode_everywhere(head + opening * depth + b"\xc0")
+    for head in (b"", b"\x91", b"\x93\x01\xc4\x01c", b"\x93\x09\xa2s1", b"\x93\x01\x93\x01"):
+        for opening in (b"\x91", b"\x81\xa1k"):
+            decode_everywhere(head + opening * depth + b"\xc0")
 
 
 def test_the_decoders_do_decode_what_is_valid() -> None:

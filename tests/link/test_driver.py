@@ -141,7 +141,12 @@ def test_no_event_of_a_link_comes_after_its_disconnect(redis: EmbeddedRedis, run
         stage = Stage()
         stage.do(Connect("a", redis.url))
         await stage.calls.count("event", 1)
-        stage.puppet.heard = lambda event: (stage.calls.record("event")(event), stage.do(Disconnect("a")))
+
+        def hear(event: Any) -> None:
+            stage.calls.record("event")(event)
+            stage.do(Disconnect("a"))
+
+        stage.puppet.heard = hear
         stage.do(Send("a", ["ECHO", 1], tag=1), Send("a", ["SUBSCRIBE", "c"]), Send("a", ["ECHO", 2], tag=2))
         await stage.calls.count("event", 2)
         await stage.driver.close()

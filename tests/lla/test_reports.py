@@ -197,8 +197,8 @@ def test_other_bytes_are_refused(data: bytes) -> None:
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary() | st.text(),
-    lambda inner: st.lists(inner, max_size=12) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=40,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
 )
 
 
@@ -217,13 +217,13 @@ def test_fuzz_bytes(data: bytes) -> None:
     only_malformed(data)
 
 
-@settings(max_examples=3000)
+@settings(max_examples=1000)
 @given(st.lists(anything, max_size=6))
 def test_fuzz_arrays(parts: list[Any]) -> None:
     only_malformed(msgpack.packb([REPORT_CODE, *parts]))
 
 
-@settings(max_examples=4000)
+@settings(max_examples=3000)
 @given(st.integers(1, 4), st.integers(0, 11), anything)
 def test_fuzz_one_element(part: int, index: int, value: Any) -> None:
     wire = msgpack.unpackb(pack_report(a_report()))
@@ -231,7 +231,7 @@ def test_fuzz_one_element(part: int, index: int, value: Any) -> None:
     only_malformed(msgpack.packb(wire))
 
 
-@settings(max_examples=1000)
+@settings(max_examples=3000)
 @given(st.data())
 def test_fuzz_flipped_bytes(data: st.DataObject) -> None:
     wire = bytearray(pack_report(a_report()))

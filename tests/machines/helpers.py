@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeVar
 from dynamoth.control import ControlMessage, seal_control
 from dynamoth.envelope import seal
 from dynamoth.events import LinkDown, LinkUp, Pushed, Replied, Send, Tick
-from dynamoth.names import PLAN_KEY
 from dynamoth.plan import Plan, Server, pack_entry, single
+from dynamoth.stored_plan import HEADER_FIELD, RUN_FIELD, VERSION_FIELD, write_whole
 
 SERVERS = tuple(Server(id_, f"redis://{id_}:6379") for id_ in ("s1", "s2", "s3"))
 URLS = {server.id: server.url for server in SERVERS}
@@ -100,7 +100,23 @@ def entry_reply(plan: Plan | None, channel: bytes, run_id: str | None = RUN) -> 
     if plan is None:
         return [None, None, None]
     entry = plan.entries.get(channel)
-    return [b"%d" % plan.version, run_id and run_id.encode(), entry and pack_entry(entry)]
+    return [
+        b"%d" % plan.version,
+        None if run_id is None else run_id.encode(),
+        None if entry is None else pack_entry(entry),
+    ]
+
+
+def whole_reply(plan: Plan, run_id: str | None = RUN) -> dict[Any, Any]:
+    """Return what HGETALL says where ``plan`` is stored."""
+    fields = [part for command in write_whole(plan, run_id) if command[0] == b"HSET" for part in command[2:]]
+    return dict(zip(fields[::2], fields[1::2], strict=True))
+
+
+def header_reply(plan: Plan, run_id: str | None = RUN) -> list[bytes | None]:
+    """Return what HMGET says of the header where ``plan`` is stored."""
+    stored = whole_reply(plan, run_id)
+    return [stored.get(name) for name in (VERSION_FIELD, RUN_FIELD, HEADER_FIELD)]
 
 
 def reply(send: Send, value: Any) -> Replied:
@@ -114,7 +130,3 @@ def message(number: int, payload: bytes | None = None, *, flags: int = 0, publis
 
 def control(told: ControlMessage) -> bytes:
     return seal_control(told)
-
-
-def is_plan_command(send: Send) -> bool:
-    return len(send.args) > 1 and send.args[1] == PLAN_KEY

@@ -1,0 +1,299 @@
+"""What administrators ask, and what anybody may send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamoth.control import AdminRequest, PlanAck, Vacated, pack_control
+from dynamoth.events import Pushed
+from dynamoth.names import BALANCER_CHANNEL
+from dynamoth.plan import Phase
+from dynamoth.reports import pack_report
+from dynamoth_balancer.options import BalancerOptions
+from tests.balancer.fake_cluster import Balancer, FakeCluster
+
+NO_DECISIONS = BalancerOptions(load_ratio_high=1000.0)
+CHANNEL = b"news"
+
+
+def _other(cluster: FakeCluster, balancer: Balancer, channel: bytes = CHANNEL) -> str:
+    home = balancer.plan.entry(channel).route.assignment.servers[0]
+    return next(id_ for id_ in cluster.servers if id_ != home)
+
+
+def test_a_move_is_answered_when_it_has_settled() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    source, target = balancer.plan.entry(CHANNEL).route.assignment.servers[0], _other(cluster, balancer)
+    cluster.agents[source].listened.add(CHANNEL)
+    cluster.admin("s1", "move", {"channel": CHANNEL, "to": target})
+    cluster.run(3)
+    assert balancer.plan.entry(CHANNEL).phase is Phase.ACTIVE and not cluster.servers["s1"].replies
+    cluster.agents[source].listened.clear()
+    cluster.run(2)
+    [reply] = cluster.servers["s1"].replies
+    assert reply.error is None
+    assert {name: reply.result[name] for name in ("channel", "from", "to", "epoch", "version")} == {
+        "channel": CHANNEL,
+        "from": source,
+        "to": target,
+        "epoch": 1,
+        "version": 3,
+    }
+    assert 3 <= reply.result["duration_s"] <= 5
+
+
+def test_a_repeated_request_is_carried_out_once_and_answered_again() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    target = _other(cluster, balancer)
+    for _ in range(3):
+        cluster.admin("s1", "move", {"channel": CHANNEL, "to": target}, request=5)
+    cluster.run(3)
+    assert [reply.request for reply in cluster.servers["s1"].replies] == [5]
+    version = balancer.plan.version
+    cluster.admin("s2", "move", {"channel": CHANNEL, "to": target}, request=5)
+    cluster.run(3)
+    assert cluster.servers["s2"].replies == cluster.servers["s1"].replies
+    assert balancer.plan.version == version
+
+
+def test_a_move_that_is_under_way_already_is_waited_for() -> None:
+    """Also when another balancer has begun it: the client repeats its request to the successor."""
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    source, target = balancer.plan.entry(CHANNEL).route.assignment.servers[0], _other(cluster, balancer)
+    cluster.agents[source].listened.add(CHANNEL)
+    cluster.admin("s1", "move", {"channel": CHANNEL, "to": target}, request=5)
+    cluster.run(3)
+    cluster.kill(balancer)
+    cluster.agents[source].listened.clear()
+    successor = cluster.start(NO_DECISIONS)
+    cluster.run_until(lambda: successor.machine.plan is not None)
+    cluster.admin("s1", "move", {"channel": CHANNEL, "to": target}, request=5)
+    cluster.run(5)
+    [reply] = cluster.servers["s1"].replies
+    assert reply.error is None and reply.result["from"] == source
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"channel": CHANNEL, "to": "s9"}, "server 's9' is not known; known are s1, s2"),
+        ({"channel": CHANNEL}, "takes the arguments"),
+        ({"channel": "text", "to": "s1"}, "takes the arguments"),
+        ({"channel": CHANNEL, "to": 3}, "takes the arguments"),
+        ({"channel": b"__dynamoth__:agent", "to": "s1"}, "not an application's"),
+        ({"channel": b"__dynamoth__:r:5:x", "to": "s1"}, "not an application's"),
+        ({"channel": b"__keyspace@0__:x", "to": "s1"}, "not an application's"),
+    ],
+)
+def test_moves_that_make_no_sense_are_refused(arguments: dict[str, Any], words: str) -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    reply = cluster.ask("move", arguments)
+    assert reply.error is not None and words in reply.error
+    assert balancer.plan.version == 0
+
+
+def test_moves_that_cannot_be_now_are_refused() -> None:
+    cluster = FakeCluster(3)
+    balancer = cluster.started(NO_DECISIONS)
+    source, target = balancer.plan.entry(CHANNEL).route.assignment.servers[0], _other(cluster, balancer)
+    third = next(id_ for id_ in cluster.servers if id_ not in (source, target))
+    reply = cluster.ask("move", {"channel": CHANNEL, "to": source})
+    assert reply.error == f"channel {CHANNEL!r} is there already"
+    cluster.agents[source].listened.add(CHANNEL)
+    cluster.admin(source, "move", {"channel": CHANNEL, "to": target})
+    cluster.run(1)
+    reply = cluster.ask("move", {"channel": CHANNEL, "to": third})
+    assert reply.error is not None and "is in transition" in reply.error
+    cluster.agents[third].alive = False
+    cluster.run(6)
+    reply = cluster.ask("move", {"channel": b"another", "to": third})
+    assert reply.error is not None and f"the agent of server {third} is not heard" in reply.error
+
+
+def test_a_move_that_takes_too_long_is_answered_with_what_it_waits_for() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(BalancerOptions(load_ratio_high=1000.0, move_timeout_s=5.0))
+    source, target = balancer.plan.entry(CHANNEL).route.assignment.servers[0], _other(cluster, balancer)
+    cluster.agents[source].listened.add(CHANNEL)
+    reply = cluster.ask("move", {"channel": CHANNEL, "to": target})
+    assert reply.error is not None and f"subscribers to leave {source}" in reply.error
+    cluster.agents[source].listened.clear()
+    cluster.run(3)
+    assert balancer.plan.entry(CHANNEL).phase is Phase.SETTLED, "it goes on"
+
+
+def test_too_many_transitions_are_refused() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(BalancerOptions(load_ratio_high=1000.0, transitions_max=1))
+    cluster.agents["s1"].mute = True
+    cluster.admin("s1", "move", {"channel": CHANNEL, "to": _other(cluster, balancer)})
+    cluster.run()
+    reply = cluster.ask("move", {"channel": b"c2", "to": _other(cluster, balancer, b"c2")})
+    assert reply.error is not None and "at most 1 may be" in reply.error
+
+
+def test_status_tells_how_everything_is() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    cluster.agents["s1"].loads[b"busy"] = 250_000
+    cluster.agents["s2"].alive = False
+    cluster.run(20)
+    cluster.agents["s1"].listened.add(CHANNEL)
+    reply = cluster.ask("status")
+    status = reply.result
+    assert (status["stage"], status["paused"], status["version"]) == ("leading", False, 0)
+    assert status["incarnation"] == balancer.machine.incarnation
+    first, second = status["servers"]["s1"], status["servers"]["s2"]
+    assert first["load_ratio"] == pytest.approx(0.25) and first["agent"] == "alive" and first["link"] == "up"
+    assert second["agent"] == "silent" and second["load_ratio"] is None
+    assert first["stored_version"] == first["acknowledged_version"] == 0
+    assert first["outgoing_bytes_per_s_max"] == 1_000_000
+
+
+def test_status_shows_transitions_and_decisions() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(BalancerOptions(wait_s=0.0, averaging_s=2.0))
+    channels = [c for c in (b"a%d" % n for n in range(99)) if balancer.plan.ring.home(c) == "s1"][:4]
+    cluster.follow.update(dict.fromkeys(channels, 220_000))
+    cluster.agents["s1"].listened.update(channels)
+    cluster.run_until(lambda: bool(balancer.decided))
+    cluster.run(1)
+    status = cluster.ask("status").result
+    assert status["in_transition"] == status["moves_begun"] == len(status["transitions"]) > 0
+    transition = status["transitions"][0]
+    assert (transition["phase"], transition["from"], transition["to"]) == ("active", ["s1"], ["s2"])
+    assert transition["waiting_for"] == ["subscribers to leave s1"]
+    [decision] = status["decisions"]
+    assert "above 0.80" in decision["first_moves"][0]["reason"]
+    assert decision["first_moves"][0]["load_ratio_from_before"] > decision["first_moves"][0]["load_ratio_from_after"]
+
+
+def test_pause_and_resume() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(BalancerOptions(wait_s=0.0, averaging_s=2.0))
+    assert cluster.ask("pause").result == {"paused": True}
+    channels = [c for c in (b"a%d" % n for n in range(99)) if balancer.plan.ring.home(c) == "s1"][:4]
+    cluster.follow.update(dict.fromkeys(channels, 220_000))
+    cluster.run(20)
+    assert not balancer.decided and cluster.ask("status").result["paused"]
+    assert cluster.ask("move", {"channel": CHANNEL, "to": _other(cluster, balancer)}).error is None
+    assert cluster.ask("resume").result == {"paused": False}
+    cluster.run(5)
+    assert balancer.decided
+
+
+def test_the_plan_is_told_in_pages() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    names = [b"c%d" % number for number in range(7)]
+    for number, name in enumerate(names):
+        cluster.admin("s1", "move", {"channel": name, "to": _other(cluster, balancer, name)}, request=number)
+    cluster.run_until(lambda: len(cluster.servers["s1"].replies) == len(names))
+    found: list[bytes] = []
+    after = None
+    for _ in range(4):
+        page = cluster.ask("plan", {"limit": 2, "after": after}).result
+        found += [entry["channel"] for entry in page["entries"]]
+        after = page["next"]
+    assert found == names and after is None
+    one = cluster.ask("plan", {"channel": b"never moved"}).result["entries"]
+    assert one[0]["servers"] == [balancer.plan.ring.home(b"never moved")] and one[0]["settled"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"limit": 0}, {"limit": 5000}, {"limit": "x"}, {"after": 3}, {"channel": "text"}]
+)
+def test_plan_refuses_what_it_does_not_understand(arguments: dict[str, Any]) -> None:
+    cluster = FakeCluster(1)
+    cluster.started(NO_DECISIONS)
+    assert cluster.ask("plan", arguments).error is not None
+
+
+def test_an_unknown_command_is_answered_with_the_known_ones() -> None:
+    cluster = FakeCluster(1)
+    cluster.started(NO_DECISIONS)
+    reply = cluster.ask("explode")
+    assert reply.error == "command 'explode' is not known; known are move, pause, plan, resume, status"
+
+
+def test_answers_that_are_remembered_are_bounded() -> None:
+    cluster = FakeCluster(1)
+    balancer = cluster.started(BalancerOptions(requests_max=3))
+    for request in range(10):
+        cluster.admin("s1", "pause", request=request)
+    for request in (0, 9):
+        cluster.admin("s1", "pause", request=request)
+    cluster.run()
+    counters = balancer.machine.all_counters()
+    assert (counters["requests"], counters["requests_repeated"]) == (11, 1)
+
+
+def test_an_agent_at_a_wrong_server_is_told_of_and_ignored() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    cluster.say("s1", PlanAck("s2", 5, 0))
+    cluster.run()
+    assert balancer.machine.counters["wrong_server"] == 1
+    assert any(note.details.get("agent_of") == "s2" for note in balancer.notes)
+
+
+def test_reports_that_nobody_measured_are_counted_and_ignored() -> None:
+    from dataclasses import replace
+
+    cluster = FakeCluster(1)
+    balancer = cluster.started(NO_DECISIONS)
+    report = cluster.agents["s1"].report()
+    for wrong in (
+        replace(report, interval_s=1e-300),
+        replace(report, interval_s=1e300),
+        replace(report, outgoing_bytes_per_s=1e300),
+    ):
+        cluster.say("s1", pack_report(wrong))
+    cluster.run()
+    assert balancer.machine.all_counters()["reports_implausible"] == 3
+
+
+_scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary() | st.text()
+_values = st.recursive(
+    _scalars, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(), inner, max_size=4), max_leaves=20
+)
+
+
+def _sealed(server: str) -> st.SearchStrategy[bytes]:
+    names = st.sampled_from([server, "s2", "nobody", ""])
+    numbers = st.integers(0, 2**64 - 1)
+    pairs = st.lists(st.tuples(st.binary(max_size=3) | st.just(CHANNEL), numbers), max_size=4).map(tuple)
+    return st.one_of(
+        st.binary(max_size=80),
+        _values.map(msgpack.packb),
+        st.lists(_values, max_size=8).map(lambda fields: msgpack.packb([12, *fields])),
+        st.builds(PlanAck, names, numbers, numbers).map(pack_control),
+        st.builds(Vacated, names, pairs).map(pack_control),
+        st.builds(
+            AdminRequest,
+            numbers,
+            st.sampled_from(["status", "move", "plan", "pause", "x"]),
+            st.dictionaries(st.sampled_from(["channel", "to", "limit", "after"]), _values, max_size=4),
+        ).map(pack_control),
+    )
+
+
+@given(st.lists(_sealed("s1"), min_size=1, max_size=30))
+def test_nothing_that_anybody_sends_stops_the_balancer(messages: list[bytes]) -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    before = sum(balancer.machine.all_counters().values())
+    for message in messages:
+        cluster.handle(balancer, Pushed("s1", [[b"message", BALANCER_CHANNEL, message]]))
+    assert sum(balancer.machine.all_counters().values()) >= before
+    cluster.run(3)
+    assert cluster.ask("status", server="s2").error is None

@@ -1,0 +1,295 @@
+"""One balancer at a time, and what a new one finds: leases, recovery, configurations that do not fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamoth.errors import AlreadyRunning, ConfigError
+from dynamoth.names import BALANCER_LEASE_KEY, PLAN_KEY
+from dynamoth.plan import Plan, single
+from dynamoth_balancer.actions import Shutdown
+from dynamoth_balancer.machine import BalancerMachine, Stage
+from dynamoth_balancer.options import BalancerOptions
+from tests.balancer.fake_cluster import Balancer, FakeCluster, stored_hash
+
+
+def _leads(balancer: Balancer) -> bool:
+    return balancer.machine.stage is Stage.LEADING
+
+
+def _messages(balancer: Balancer, level: str) -> list[str]:
+    return [note.message for note in balancer.notes if note.level == level]
+
+
+def test_a_second_balancer_ends_and_says_why() -> None:
+    cluster = FakeCluster(3)
+    first = cluster.started()
+    second = cluster.start()
+    cluster.run_until(lambda: second.stopped is not None, timeout_s=20)
+    assert second.stopped is not None and isinstance(second.stopped.error, AlreadyRunning)
+    assert str(first.machine.incarnation) in str(second.stopped.error)
+    assert "stop that one first" in str(second.stopped.error)
+    assert _leads(first) and second.machine.plan is None
+    assert second.machine.deadline() is None and second.machine.handle(object(), cluster.now) == []
+
+
+def test_two_balancers_that_start_together_do_not_block_each_other() -> None:
+    cluster = FakeCluster(4)
+    balancers = [cluster.start(), cluster.start()]
+    cluster.run(20)
+    assert sum(_leads(balancer) for balancer in balancers) == 1
+    assert sum(balancer.stopped is not None for balancer in balancers) == 1
+
+
+def test_a_killed_balancer_is_replaced_when_its_lease_has_expired() -> None:
+    cluster = FakeCluster(2)
+    first = cluster.started()
+    cluster.kill(first)
+    successor = cluster.start()
+    at = cluster.now
+    cluster.run(1)
+    assert successor.machine.stage is Stage.CONTENDING
+    cluster.run_until(lambda: _leads(successor))
+    assert cluster.now - at <= successor.machine.options.lease_s + 1.5
+    assert any("waiting for the lease" in message for message in _messages(successor, "warning"))
+
+
+def test_a_stopped_balancer_gives_the_lease_back_at_once() -> None:
+    cluster = FakeCluster(3)
+    first = cluster.started()
+    cluster.handle(first, Shutdown())
+    cluster.run()
+    assert first.stopped is not None and first.stopped.error is None
+    assert cluster.lease_holders() == [None] * 3
+    successor = cluster.start()
+    cluster.run(1)
+    assert _leads(successor)
+
+
+def test_a_balancer_stops_although_a_server_does_not_answer() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started()
+    balancer.deaf.add("s2")
+    cluster.handle(balancer, Shutdown())
+    cluster.run()
+    assert balancer.stopped is None
+    cluster.run(2)
+    assert balancer.stopped is not None and balancer.stopped.error is None
+
+
+def test_a_paused_balancer_does_nothing_when_it_wakes_up_after_its_lease() -> None:
+    cluster = FakeCluster(3)
+    first = cluster.started()
+    first.frozen = True
+    second = cluster.start()
+    cluster.run_until(lambda: _leads(second))
+    cluster.run(1)
+    for server in cluster.servers.values():
+        server.executed.clear()
+    first.frozen = False
+    cluster.run()
+    assert first.machine.stage is Stage.CONTENDING
+    written = {args[0] for server in cluster.servers.values() for args in server.executed} & {b"HSET", b"RENAME"}
+    assert not written
+    assert any("lost the lease" in message for message in _messages(first, "error"))
+    reply = cluster.refused_by(first, "move", {"channel": b"c", "to": "s1"})
+    assert "not leading" in reply
+    cluster.run_until(lambda: first.stopped is not None)
+    assert _leads(second)
+
+
+def test_without_the_majority_of_the_servers_nothing_is_decided() -> None:
+    cluster = FakeCluster(3)
+    balancer = cluster.started()
+    for id_ in ("s1", "s2"):
+        cluster.stop_server(id_)
+    cluster.run(10)
+    assert balancer.machine.stage is Stage.CONTENDING
+    lost = next(note for note in balancer.notes if "lost the lease" in note.message)
+    assert set(lost.details["unreachable"]) == {"s1", "s2"} and lost.details["needed"] == "2 of 3 servers"
+    assert balancer.stopped is None, "there is no other balancer: it goes on when the servers are back"
+    cluster.start_server("s1")
+    cluster.run_until(lambda: _leads(balancer))
+    cluster.start_server("s2")
+    cluster.run_until(lambda: cluster.is_quiet(balancer))
+
+
+def test_no_lease_is_granted_by_servers_that_are_not_reached() -> None:
+    cluster = FakeCluster(3)
+    for id_ in ("s1", "s2"):
+        cluster.stop_server(id_)
+    balancer = cluster.start()
+    cluster.run(30)
+    assert balancer.machine.stage is Stage.CONTENDING and balancer.stopped is None
+
+
+def test_a_lease_that_is_wiped_everywhere_is_taken_again() -> None:
+    cluster = FakeCluster(3)
+    balancer = cluster.started()
+    for server in cluster.servers.values():
+        server.keys.clear()
+    cluster.run(10)
+    assert _leads(balancer)
+    assert cluster.lease_holders() == [b"%d" % balancer.machine.incarnation] * 3
+    assert cluster.is_quiet(balancer)
+
+
+def test_never_two_lead() -> None:
+    """Whatever is frozen, and whenever it wakes up."""
+    for pause_s in (0.5, 2.0, 4.0, 4.6, 5.1, 7.0, 20.0):
+        cluster = FakeCluster(3)
+        first = cluster.started()
+        first.frozen = True
+        cluster.run(pause_s)
+        second = cluster.start()
+        cluster.run(0.1)
+        first.frozen = False
+        for _ in range(100):
+            cluster.run(0.1)
+            assert not (_leads(first) and _leads(second)), pause_s
+        assert _leads(first) or _leads(second)
+
+
+def test_the_names_of_servers_that_refuse_the_lease_are_told() -> None:
+    cluster = FakeCluster(1)
+    cluster.servers["s1"].refuse = lambda args: "NOPERM no keys" if args[0] in (b"SET", b"GET") else None
+    balancer = cluster.start()
+    cluster.run(10)
+    assert any(note.details.get("refused") == {"s1": "NOPERM no keys"} for note in balancer.notes)
+
+
+def test_a_server_that_does_not_let_us_subscribe_is_told_of_and_tried_again() -> None:
+    cluster = FakeCluster(1)
+    cluster.servers["s1"].refuse = lambda args: "NOPERM no channel" if args[0] == b"SUBSCRIBE" else None
+    balancer = cluster.start()
+    cluster.run(3)
+    assert any(note.details.get("reply") == "NOPERM no channel" for note in balancer.notes)
+    cluster.servers["s1"].refuse = lambda args: None
+    cluster.run(3)
+    assert "s1" in balancer.hears
+
+
+# Recovery.
+
+
+def _store(cluster: FakeCluster, server: str, plan: Plan, run_id: str | None = None) -> None:
+    target = cluster.servers[server]
+    target.keys[PLAN_KEY] = stored_hash(plan, target.run_id if run_id is None else run_id)
+
+
+def test_a_new_server_is_listed_and_is_no_part_of_the_ring() -> None:
+    cluster = FakeCluster(3)
+    first = cluster.start(servers=["s1", "s2"])
+    cluster.run_until(lambda: _leads(first))
+    cluster.kill(first)
+    balancer = cluster.started()
+    assert set(balancer.plan.servers) == {"s1", "s2", "s3"}
+    assert balancer.plan.base == ("s1", "s2")
+    channel = b"c"
+    reply = cluster.ask("move", {"channel": channel, "to": "s3"})
+    assert reply.error is None
+
+
+def test_a_server_cannot_leave_the_configuration() -> None:
+    cluster = FakeCluster(3)
+    cluster.kill(cluster.started())
+    balancer = cluster.start(servers=["s1", "s2"])
+    cluster.run_until(lambda: balancer.stopped is not None)
+    assert balancer.stopped is not None and isinstance(balancer.stopped.error, ConfigError)
+    assert "s3" in str(balancer.stopped.error) and "put them back" in str(balancer.stopped.error)
+    assert cluster.lease_holders()[:2] == [None, None]
+
+
+def test_plans_of_two_clusters_are_not_mixed() -> None:
+    cluster = FakeCluster(2)
+    servers = {server.id: server for server in cluster.configured()}
+    _store(cluster, "s1", Plan(3, servers, ("s1",)))
+    _store(cluster, "s2", Plan(4, servers, ("s2",)))
+    balancer = cluster.start()
+    cluster.run_until(lambda: balancer.stopped is not None)
+    assert balancer.stopped is not None and "is of another cluster" in str(balancer.stopped.error)
+
+
+def test_a_server_of_another_cluster_that_comes_late_is_left_alone_and_told_of() -> None:
+    cluster = FakeCluster(3)
+    cluster.stop_server("s3")
+    balancer = cluster.start()
+    cluster.run_until(lambda: _leads(balancer))
+    other = Plan(4, {server.id: server for server in cluster.configured()}, ("s3",))
+    _store(cluster, "s3", other)
+    cluster.servers["s3"].up = True
+    cluster.reconnect(balancer, "s3")
+    cluster.run(5)
+    assert cluster.servers["s3"].plan == other
+    assert len([text for text in _messages(balancer, "error") if "is of another cluster" in text]) == 1
+    channel = next(c for c in (b"a", b"b", b"c", b"d", b"e", b"f") if balancer.plan.ring.home(c) != "s3")
+    reply = cluster.ask("move", {"channel": channel, "to": "s3"})
+    assert reply.error is not None and "of another cluster" in reply.error
+    cluster.servers["s3"].keys.pop(PLAN_KEY)
+    cluster.run_until(lambda: cluster.servers["s3"].plan == balancer.plan)
+
+
+def test_an_old_plan_from_the_disk_of_another_cluster_is_overwritten() -> None:
+    cluster = FakeCluster(2)
+    servers = {server.id: server for server in cluster.configured()}
+    _store(cluster, "s1", Plan(900, servers, ("s1",)), run_id="another process")
+    _store(cluster, "s2", Plan(4, servers, ("s1", "s2")))
+    balancer = cluster.started()
+    assert balancer.plan.base == ("s1", "s2")
+
+
+def test_plans_that_redis_restored_from_disk_are_recovered_from_when_there_is_nothing_newer() -> None:
+    """All servers were restarted: what their disks kept is all there is."""
+    cluster = FakeCluster(2)
+    plan = Plan.initial(cluster.configured())
+    plan = plan.begin({b"c": single("s1" if plan.ring.home(b"c") == "s2" else "s2")})
+    for server in cluster.servers:
+        _store(cluster, server, plan, run_id="before the restart")
+    balancer = cluster.started()
+    assert balancer.plan.entries[b"c"].route == plan.entries[b"c"].route
+    assert balancer.plan.version > plan.version + 100
+
+
+def test_only_one_copy_of_each_version_is_read_as_a_whole() -> None:
+    cluster = FakeCluster(5)
+    cluster.kill(cluster.started())
+    cluster.run(10)
+    for server in cluster.servers.values():
+        server.executed.clear()
+    cluster.started()
+    executed = [args[0] for server in cluster.servers.values() for args in server.executed]
+    assert executed.count(b"HGETALL") == 1
+    assert executed.count(b"RENAME") == 0, "the copies are those of the predecessor: only the version is new"
+
+
+def test_a_balancer_waits_for_slow_servers_and_not_for_ever() -> None:
+    cluster = FakeCluster(3)
+    cluster.stop_server("s3")
+    balancer = cluster.start()
+    cluster.run(2)
+    assert balancer.machine.stage is Stage.RECOVERING
+    cluster.run(2)
+    assert _leads(balancer)
+    assert balancer.plan.version == 1000, "an unseen predecessor may have used the versions below"
+
+
+def test_configurations_that_cannot_be() -> None:
+    server = FakeCluster(1).configured()[0]
+    for servers in ([], [server, server]):
+        with pytest.raises(ConfigError):
+            BalancerMachine(servers, 1)
+    for wrong in (
+        {"load_ratio_safe": 0.9},
+        {"wait_s": -1.0},
+        {"averaging_s": 0.0},
+        {"lease_s": 2.0},
+        {"moves_per_plan_max": 0},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            BalancerOptions(**wrong)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+def test_the_lease_key_expires_by_itself() -> None:
+    cluster = FakeCluster(1)
+    cluster.started()
+    assert BALANCER_LEASE_KEY in cluster.servers["s1"].expiries

@@ -1,0 +1,150 @@
+"""Child processes: they end when they shall, their last words are kept, and they never outlive us."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from dynamoth_cli.child import LINES_KEPT_MAX, Child, interrupted_by_signals
+
+WAITS = "import sys; print('ready', flush=True); sys.stdin.read()"
+IGNORES_SIGTERM = (
+    "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); sys.stdin.read()"
+)
+
+
+@pytest.fixture
+def children() -> Iterator[list[Child]]:
+    made: list[Child] = []
+    yield made
+    for child in made:
+        child.kill()
+
+
+def python(program: str, children: list[Child], name: str = "child") -> Child:
+    child = Child(name, [sys.executable, "-c", program], environment=os.environ, pipes=True)
+    children.append(child)
+    child.start()
+    return child
+
+
+def wait_ready(child: Child) -> None:
+    assert child.stdout.readline() == b"ready\n"
+
+
+def test_it_runs_until_it_is_stopped(children: list[Child]) -> None:
+    child = python(WAITS, children)
+    wait_ready(child)
+    assert child.running
+    assert not child.ended_by_itself
+    assert child.stop() == -signal.SIGTERM
+    assert not child.running
+    assert not child.ended_by_itself
+    assert child.stop() == -signal.SIGTERM, "stopping twice does no harm"
+
+
+def test_one_that_does_not_obey_is_killed(children: list[Child]) -> None:
+    child = python(IGNORES_SIGTERM, children)
+    wait_ready(child)
+    assert child.stop(timeout_s=0.1) == -signal.SIGKILL
+
+
+def test_one_that_hangs_in_sigstop_can_be_stopped(children: list[Child]) -> None:
+    child = python(WAITS, children)
+    wait_ready(child)
+    os.kill(child.pid, signal.SIGSTOP)
+    assert child.stop() == -signal.SIGTERM
+
+
+def test_its_end_is_told_with_its_last_words(children: list[Child]) -> None:
+    child = python("import sys; sys.stderr.write('no such\\nthing\\n'); sys.exit(3)", children, "agent s1")
+    assert child.wait(30)
+    assert child.ended_by_itself
+    text = str(child.failure())
+    assert text.startswith(f"agent s1 (process {child.pid}) ended with status 3; the last that it wrote:")
+    assert text.endswith("\n  no such\n  thing")
+
+
+def test_its_death_by_a_signal_is_named(children: list[Child]) -> None:
+    child = python(WAITS, children)
+    wait_ready(child)
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.wait(30)
+    assert "was killed by SIGKILL; the last that it wrote: nothing" in str(child.failure())
+
+
+def test_it_can_be_started_again(children: list[Child]) -> None:
+    child = python("import sys; sys.stderr.write('once\\n')", children)
+    assert child.wait(30)
+    child.stop()
+    assert child.lines == ["once"]
+    first = child.pid
+    child.start()
+    assert child.pid != first
+    assert child.wait(30)
+    child.stop()
+    assert child.lines == ["once"]
+
+
+def test_each_line_is_told_and_only_the_last_are_kept(children: list[Child]) -> None:
+    told: list[str] = []
+    program = f"import sys\nfor i in range({LINES_KEPT_MAX + 50}): sys.stderr.write(f'{{i}}\\n')"
+    child = Child("c", [sys.executable, "-c", program], environment=os.environ, on_line=told.append)
+    children.append(child)
+    child.start()
+    assert child.wait(30)
+    child.stop()
+    assert told == [str(number) for number in range(LINES_KEPT_MAX + 50)]
+    assert child.lines == told[-LINES_KEPT_MAX:]
+
+
+def test_a_keyboard_interrupt_of_the_terminal_does_not_reach_it(children: list[Child]) -> None:
+    child = python(WAITS, children)
+    wait_ready(child)
+    assert os.getpgid(child.pid) == child.pid
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a child's life to its parent's")
+def test_it_dies_with_its_parent() -> None:
+    program = (
+        "import os, sys\n"
+        "from dynamoth_cli.child import Child\n"
+        f"child = Child('c', [sys.executable, '-c', {IGNORES_SIGTERM!r}], environment=os.environ, pipes=True)\n"
+        "child.start()\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+        "input()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        descriptor = os.pidfd_open(int(parent.stdout.readline()))
+        parent.send_signal(signal.SIGKILL)
+    try:
+        assert select.select([descriptor], [], [], 10)[0], "the child outlived its parent"
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_interrupts_and_later_ones_do_not_disturb(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    cleaned_up = False
+    with interrupted_by_signals():
+        try:
+            os.kill(os.getpid(), number)
+            threading.Event().wait(10)
+        except KeyboardInterrupt:
+            for again in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                os.kill(os.getpid(), again)
+            cleaned_up = True
+    assert cleaned_up
+    assert signal.getsignal(number) is before

@@ -1,0 +1,405 @@
+"""The publisher machine: numbering, routes, resending, outcomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynamoth.control import Marker, ObservationGap, RouteNotice, pack_control
+from dynamoth.envelope import FIRST, HEARTBEAT, ROUTE_CHANGED, Envelope, open_envelope, seal
+from dynamoth.events import Connect, ErrorReply, Replied, Send, Start
+from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
+from dynamoth.plan import Plan, Route, Server, single
+from dynamoth.stored_plan import READ_HEADER, read_entry
+from dynamoth_client.local_plan import LocalPlan
+from dynamoth_client.publisher import (
+    Publish,
+    Published,
+    PublisherMachine,
+    PublisherOptions,
+    PublishFailed,
+    PublishRefused,
+)
+from tests.machines.helpers import (
+    ACTIVE,
+    PLAN_0,
+    SERVERS,
+    URLS,
+    C,
+    Subject,
+    channel_at,
+    commands,
+    entry_reply,
+    header_reply,
+    only,
+    published,
+    tagged,
+)
+
+ID = 0xABCD
+INBOX = inbox(ID)
+TO_S2 = Route(1, single("s2"))
+
+
+class Publisher(Subject):
+    """A publisher whose servers answer when the test says so."""
+
+    def __init__(self, options: PublisherOptions | None = None, header: Plan = PLAN_0) -> None:
+        self.plan = LocalPlan(header)
+        self.publisher = PublisherMachine(ID, self.plan, options)
+        super().__init__(self.publisher)
+        self.tell(Start())
+
+    def publish(self, channel: bytes = C, token: object = "t", payload: bytes = b"x") -> list[Any]:
+        return self.tell(Publish(token, channel, payload))
+
+    def told(self, route: Route, channel: bytes = C, link: str = "s1") -> list[Any]:
+        return self.push(link, INBOX, pack_control(RouteNotice(channel, route)))
+
+    def connected(self, *links: str) -> Publisher:
+        """Let the links come up as soon as something is published there."""
+        for link in links or ("s1",):
+            self.publish(channel_at(link, 9))
+            self.answer(self.up(link))
+        return self
+
+    def answer(self, actions: list[Any], receivers: object = 1, observers: int = 0) -> list[Any]:
+        """Answer every command as a server would."""
+        out: list[Any] = []
+        for send in only(Send, actions):
+            if send.args[0] == b"PUBLISH":
+                out += self.tell(Replied(send.link, send.tag, receivers))
+            elif send.tag == ("observers",):
+                out += self.tell(Replied(send.link, send.tag, [AGENT_CHANNEL, observers]))
+        return out
+
+
+def envelopes(actions: list[Any], channel: bytes = C, link: str | None = None) -> list[Envelope]:
+    return [open_envelope(data) for data in published(actions, channel, link)]
+
+
+def numbers(actions: list[Any], channel: bytes = C) -> list[int]:
+    return [envelope.sequence for envelope in envelopes(actions, channel)]
+
+
+# The first message.
+
+
+def test_connects_where_the_channel_is_and_sends_when_the_link_is_up() -> None:
+    publisher = Publisher()
+    assert publisher.publish() == [Connect("s1", URLS["s1"])]
+    actions = publisher.up("s1")
+    assert actions[:2] == [
+        Send("s1", (b"SUBSCRIBE", INBOX, CLIENTS_CHANNEL)),
+        Send("s1", (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL), ("observers",)),
+    ]
+    assert envelopes(actions) == [Envelope(FIRST, ID, 1, 0, b"x")]
+
+
+def test_numbers_grow_by_one_per_channel_and_only_the_first_is_first() -> None:
+    publisher = Publisher().connected()
+    other = channel_at("s1", 1)
+    sent = [envelopes(publisher.publish(channel), channel)[0] for channel in (C, C, other, C, other)]
+    assert [(envelope.sequence, envelope.flags) for envelope in sent] == [
+        (1, FIRST),
+        (2, 0),
+        (1, FIRST),
+        (3, 0),
+        (2, 0),
+    ]
+
+
+def test_one_link_per_server() -> None:
+    publisher = Publisher()
+    actions = [*publisher.publish(C), *publisher.publish(channel_at("s1", 1)), *publisher.publish(channel_at("s2"))]
+    assert actions == [Connect("s1", URLS["s1"]), Connect("s2", URLS["s2"])]
+
+
+# Outcomes.
+
+
+def test_tells_the_receivers_without_the_agents() -> None:
+    """G7: infrastructure is not counted."""
+    publisher = Publisher()
+    publisher.publish(token=1)
+    assert publisher.answer(publisher.up("s1"), receivers=4, observers=1) == [Published(1, 3)]
+    assert publisher.answer(publisher.publish(token=2), receivers=1) == [Published(2, 0)]
+    assert publisher.answer(publisher.publish(token=3), receivers=0) == [Published(3, 0)]
+
+
+def test_asks_for_the_agents_again_at_most_once_per_second() -> None:
+    publisher = Publisher().connected()
+    assert tagged(publisher.publish(), "observers") == []
+    publisher.now += 1.0
+    assert len(tagged([*publisher.publish(), *publisher.publish()], "observers")) == 1
+
+
+def test_tells_that_the_server_refused() -> None:
+    publisher = Publisher().connected()
+    actions = publisher.answer(publisher.publish(token=1), receivers=ErrorReply("NOPERM no"))
+    assert actions == [PublishRefused(1, "NOPERM no")]
+
+
+def test_an_outcome_comes_within_the_timeout_and_only_once() -> None:
+    publisher = Publisher(PublisherOptions(publish_timeout_s=10)).connected()
+    sent = publisher.publish(token=1)
+    assert publisher.machine.deadline() == publisher.now + 10
+    assert publisher.pass_time(9.9) == []
+    [failed] = publisher.pass_time(0.1)
+    assert failed == PublishFailed(1, "server s1 did not answer for 10 s: it is connected and does not answer")
+    assert publisher.answer(sent) == []
+    assert publisher.machine.deadline() is None
+
+
+def test_a_failure_names_the_reason_of_the_link() -> None:
+    publisher = Publisher(PublisherOptions(publish_timeout_s=1))
+    publisher.publish(token=1)
+    publisher.down("s1")
+    assert publisher.pass_time(1) == [PublishFailed(1, "server s1 did not answer for 1 s: reset by peer")]
+
+
+def test_what_has_failed_while_the_link_was_down_is_not_sent_any_more() -> None:
+    publisher = Publisher(PublisherOptions(publish_timeout_s=1))
+    publisher.publish(token=1)
+    publisher.pass_time(0.5)
+    publisher.publish(token=2)
+    publisher.pass_time(0.5)
+    assert numbers(publisher.up("s1")) == [2]
+
+
+def test_one_message_too_many_fails_at_once_and_takes_no_number() -> None:
+    publisher = Publisher(PublisherOptions(unanswered_max=2))
+    publisher.publish()
+    publisher.publish()
+    assert publisher.publish(token=3) == [PublishFailed(3, "2 messages wait for server s1: not connected yet")]
+    publisher.answer(publisher.up("s1"))
+    assert numbers(publisher.publish()) == [3]
+
+
+# Reconnection.
+
+
+def test_sends_again_with_the_same_numbers_what_was_not_answered() -> None:
+    publisher = Publisher().connected()
+    first = publisher.publish(token=1)
+    second, third = publisher.publish(token=2), publisher.publish(token=3)
+    publisher.answer(first)
+    publisher.down("s1")
+    waiting = publisher.publish(token=4)
+    assert waiting == []
+    again = publisher.up("s1")
+    assert published(again, C) == [*published(second, C), *published(third, C), seal(ID, 4, 0, b"x")]
+    assert [type(action) for action in again[:2]] == [Send, Send]
+    assert publisher.answer(again) == [Published(2, 1), Published(3, 1), Published(4, 1)]
+
+
+def test_order_and_outcomes_survive_several_losses() -> None:
+    publisher = Publisher().connected()
+    publisher.publish(token=1)
+    for _ in range(3):
+        publisher.down("s1")
+        assert numbers(publisher.up("s1")) == [1]
+    publisher.down("s1")
+    assert publisher.answer(publisher.up("s1")) == [Published(1, 1)]
+
+
+def test_a_publisher_that_was_away_says_what_it_had_sent() -> None:
+    """The ObservationGap of the dispatcher may have been told while this client was not connected (G5)."""
+    publisher = Publisher().connected()
+    publisher.answer(publisher.publish())
+    publisher.down("s1")
+    assert Envelope(HEARTBEAT, ID, 1, 0, b"") in envelopes(publisher.up("s1"))
+
+
+# Routes.
+
+
+def test_the_next_message_goes_the_new_way_and_says_so() -> None:
+    publisher = Publisher().connected("s1", "s2")
+    publisher.publish()
+    assert publisher.told(TO_S2) == []
+    assert envelopes(publisher.publish(), link="s2") == [Envelope(ROUTE_CHANGED, ID, 2, 1, b"x")]
+    assert envelopes(publisher.publish(), link="s2") == [Envelope(0, ID, 3, 1, b"x")]
+
+
+def test_a_change_that_the_outbox_refused_is_announced_by_the_next_message() -> None:
+    publisher = Publisher(PublisherOptions(unanswered_max=1)).connected("s1")
+    publisher.publish()
+    publisher.told(TO_S2)
+    publisher.publish(channel_at("s2"))
+    assert only(PublishFailed, publisher.publish())
+    publisher.answer(publisher.up("s2"))
+    assert envelopes(publisher.publish()) == [Envelope(ROUTE_CHANGED, ID, 2, 1, b"x")]
+
+
+def test_a_change_long_after_the_previous_message_needs_no_announcement() -> None:
+    publisher = Publisher(PublisherOptions(route_change_window_s=5)).connected("s1", "s2")
+    publisher.answer(publisher.publish())
+    publisher.told(TO_S2)
+    publisher.now += 5.1
+    assert envelopes(publisher.publish()) == [Envelope(0, ID, 2, 1, b"x")]
+
+
+def test_the_first_message_announces_no_change() -> None:
+    publisher = Publisher().connected("s1", "s2")
+    publisher.plan.learn(C, TO_S2, publisher.now)
+    assert envelopes(publisher.publish()) == [Envelope(FIRST, ID, 1, 1, b"x")]
+
+
+def test_stale_notices_are_ignored() -> None:
+    publisher = Publisher().connected("s1", "s2")
+    publisher.publish()
+    publisher.told(Route(5, single("s2")))
+    assert publisher.told(Route(4, single("s3"))) == []
+    assert publisher.told(Route(5, single("s3"))) == []
+    assert [envelope.epoch for envelope in envelopes(publisher.publish(), link="s2")] == [5]
+
+
+def test_notices_of_channels_that_are_not_published_to_are_ignored() -> None:
+    publisher = Publisher().connected()
+    assert publisher.told(TO_S2) == []
+    assert publisher.plan.route(C) == Route(0, single("s1"))
+
+
+# Servers that the plan did not list.
+
+GROWN = Plan(3, {**PLAN_0.servers, "s4": Server("s4", "redis://s4:6379")}, PLAN_0.base, virtual_nodes=8)
+TO_S4 = Route(3, single("s4"))
+
+
+def test_reads_the_header_before_it_goes_to_an_unknown_server() -> None:
+    publisher = Publisher().connected()
+    publisher.publish()
+    assert publisher.told(TO_S4) == [Send("s1", READ_HEADER, ("header",))]
+    assert envelopes(publisher.publish(), link="s1")[0].epoch == 0
+    assert publisher.tell(Replied("s1", ("header",), header_reply(GROWN))) == []
+    assert only(Connect, publisher.publish()) == [Connect("s4", "redis://s4:6379")]
+
+
+def test_never_goes_to_a_server_that_no_plan_lists() -> None:
+    publisher = Publisher().connected()
+    publisher.publish()
+    publisher.told(TO_S4)
+    publisher.tell(Replied("s1", ("header",), header_reply(PLAN_0)))
+    assert publisher.publisher.counters["distrusted_hints"] == 1
+    assert envelopes(publisher.publish(), link="s1")
+
+
+def test_asks_again_after_a_header_that_could_not_be_read() -> None:
+    for failure in (ErrorReply("LOADING Redis is loading the dataset in memory"), [b"1", None, b"\xc1"], [1]):
+        publisher = Publisher().connected()
+        publisher.publish()
+        publisher.told(TO_S4)
+        publisher.tell(Replied("s1", ("header",), failure))
+        assert publisher.told(TO_S4) == [Send("s1", READ_HEADER, ("header",))], failure
+
+
+def test_a_server_that_leaves_the_plan_is_not_published_to() -> None:
+    publisher = Publisher().connected()
+    publisher.publish()
+    publisher.told(Route(1, single("s3")))
+    publisher.plan.update_header(Plan(9, {server.id: server for server in SERVERS[:2]}, ("s1", "s2"), virtual_nodes=8))
+    connects = only(Connect, publisher.publish())
+    assert all(connect.link in ("s1", "s2") for connect in connects)
+
+
+# A dispatcher that was blind.
+
+
+def gap(server: str) -> bytes:
+    return pack_control(ObservationGap(server))
+
+
+def test_heartbeats_tell_the_latest_number_of_each_channel_at_that_server() -> None:
+    publisher = Publisher().connected("s1", "s2")
+    publisher.answer([*publisher.publish(), *publisher.publish(), *publisher.publish(channel_at("s2"))])
+    actions = publisher.push("s1", CLIENTS_CHANNEL, gap("s1"))
+    assert envelopes(actions, link="s1") == [Envelope(HEARTBEAT, ID, 2, 0, b"")]
+    assert envelopes(actions, channel_at("s2")) == []
+    assert publisher.answer(actions) == []
+
+
+def test_heartbeats_take_todays_route() -> None:
+    publisher = Publisher().connected("s1")
+    publisher.answer(publisher.publish())
+    publisher.told(TO_S2)
+    assert publisher.push("s1", CLIENTS_CHANNEL, gap("s1"))[0] == Connect("s2", URLS["s2"])
+    assert Envelope(HEARTBEAT, ID, 1, 1, b"") in envelopes(publisher.up("s2"), link="s2")
+
+
+# Plain payloads.
+
+
+def test_without_envelopes_plain_payloads_are_sent_and_the_stored_plan_is_read() -> None:
+    publisher = Publisher(PublisherOptions(envelope=False)).connected("s1", "s2")
+    actions = publisher.publish()
+    assert published(actions, C) == [b"x"]
+    [read] = tagged(actions, "entry")
+    assert read == Send("s1", read_entry(C), ("entry", C))
+    publisher.tell(Replied("s1", read.tag, entry_reply(ACTIVE, C)))
+    assert published(publisher.publish(), C, "s2") == [b"x"]
+
+
+def test_without_envelopes_the_stored_plan_is_read_once_per_window_and_nothing_is_told() -> None:
+    publisher = Publisher(PublisherOptions(envelope=False, route_change_window_s=5)).connected()
+    assert len(tagged([*publisher.publish(), *publisher.publish()], "entry")) == 1
+    publisher.now += 5
+    assert len(tagged(publisher.publish(), "entry")) == 1
+    assert publisher.push("s1", CLIENTS_CHANNEL, gap("s1")) == []
+
+
+# Forgetting.
+
+
+def test_a_forgotten_channel_begins_again_above_its_past() -> None:
+    publisher = Publisher(PublisherOptions(channel_idle_s=600)).connected()
+    for _ in range(7):
+        publisher.answer(publisher.publish())
+    publisher.now += 600
+    publisher.answer(publisher.publish(channel_at("s1", 1)))
+    [envelope] = envelopes(publisher.publish())
+    assert (envelope.sequence > 7, envelope.flags) == (True, FIRST)
+
+
+def test_past_the_bound_the_oldest_quarter_is_forgotten() -> None:
+    publisher = Publisher(PublisherOptions(channels_max=8))
+    names = [channel_at("s1", number) for number in range(9)]
+    for name in names:
+        publisher.now += 1
+        publisher.publish(name)
+    actions = publisher.up("s1")
+    again = [envelopes(publisher.publish(name), name)[0].flags for name in (names[8], names[2], names[0])]
+    assert len(commands(actions, b"PUBLISH")) == 9
+    assert again == [0, 0, FIRST]
+
+
+def test_one_idle_channel_does_not_make_the_crowd_be_swept_for_every_new_one() -> None:
+    """Each sweep looks at every channel, so it must make room for many."""
+    publisher = Publisher(PublisherOptions(channels_max=8, channel_idle_s=600))
+    names = [channel_at("s1", number) for number in range(9)]
+    publisher.publish(names[0])
+    publisher.now += 600
+    for name in names[1:]:
+        publisher.now += 1
+        publisher.publish(name)
+    publisher.up("s1")
+    flags = [envelopes(publisher.publish(name), name)[0].flags for name in (names[8], names[1])]
+    assert flags == [0, FIRST]
+
+
+# What else may come in.
+
+
+def test_malformed_and_unexpected_messages_are_counted() -> None:
+    publisher = Publisher().connected()
+    assert publisher.push("s1", INBOX, b"", b"\xc1", pack_control(Marker(C, "s1", 1, 1))) == []
+    assert publisher.publisher.counters["malformed_messages"] == 2
+    assert publisher.publisher.counters["unexpected_messages"] == 1
+
+
+def test_a_plan_that_cannot_be_read_is_counted() -> None:
+    publisher = Publisher(PublisherOptions(envelope=False)).connected()
+    publisher.publish()
+    publisher.tell(Replied("s1", ("entry", C), [b"1", None, b"\xc1"]))
+    publisher.tell(Replied("s1", ("entry", C), ErrorReply("NOPERM no")))
+    assert publisher.publisher.counters["malformed_messages"] == 1
+    assert publisher.publisher.counters["refused_commands"] == 1
