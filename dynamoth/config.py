@@ -110,7 +110,10 @@ class BalancerSettings:
     moves_per_server_max: int = setting(100, "most that it moves away from, or to, one server", minimum=1)
     transitions_max: int = setting(5000, "most channels in transition at once", minimum=1)
     agent_stale_s: float = setting(5.0, "an agent silent for this time counts as down", unit="s", above=0)
-    lease_s: float = setting(5.0, "a balancer silent for this time is replaced by one that waits", unit="s", minimum=3)
+    lease_s: float = setting(
+        5.0, "another balancer takes over from one that is silent for this time", unit="s", minimum=3
+    )
+    metrics_file: str = setting("", "each report of an agent is written here, a line of JSON; empty for nowhere")
     http_host: str = setting("127.0.0.1", "where /healthz, /readyz and /metrics listen")
     http_port: int = setting(0, "their port; 0 for no HTTP", minimum=0, maximum=65535)
 

@@ -132,10 +132,19 @@ class BalancerMachine:
         """How many channels are in transition."""
         return 0 if self._installer is None else len(self._installer.transitions)
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether administrators have paused the balancer's own decisions."""
+        return self._decider.paused
+
+    def load_ratio(self, server: str, now: float) -> float | None:
+        """Return the estimated load ratio of a server, None where it is not known."""
+        load = self._model.load(server, now)
+        return None if load is None else load.load_ratio
+
     def load_ratios(self, now: float) -> dict[str, float | None]:
-        """Return the estimated load ratio of each server, None where it is not known."""
-        loads = {server: self._model.load(server, now) for server in self._servers}
-        return {server: None if load is None else load.load_ratio for server, load in loads.items()}
+        """Return the estimated load ratio of each server."""
+        return {server: self.load_ratio(server, now) for server in self._servers}
 
     def links_up(self) -> int:
         """Return how many servers are connected."""
@@ -528,7 +537,7 @@ class BalancerMachine:
             "stage": self.stage.value,
             "incarnation": self.incarnation,
             "version": self.version(),
-            "paused": self._decider.paused,
+            "paused": self.is_paused,
             "servers": {server: self._server_status(server, now) for server in self._servers},
             "entries": 0 if installer is None else len(installer.plan.entries),
             "in_transition": self.transitions,

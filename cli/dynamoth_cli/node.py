@@ -42,5 +42,5 @@ def node_config(loaded: LoadedConfig) -> NodeConfig:
         channels_per_report_max=node.channels_per_report_max,
         http_host=node.http_host,
         http_port=node.http_port,
-        link=link_options(loaded, client_name=None),
+        link=link_options(loaded),  # the agent gives its connection a name itself
     )

@@ -78,7 +78,7 @@ def cluster_servers(loaded: LoadedConfig) -> tuple[Server, ...]:
     return tuple(Server(server.id, server.url) for server in settings)
 
 
-def link_options(loaded: LoadedConfig, client_name: str | None) -> LinkOptions:
+def link_options(loaded: LoadedConfig, client_name: str | None = None) -> LinkOptions:
     """Return the options of all links of a process. Raises ConfigError, also for TLS files that cannot be used."""
     link = loaded.config.link
     options = LinkOptions(

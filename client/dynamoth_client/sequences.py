@@ -55,6 +55,8 @@ class Stream:
     next: int | None
     #: Number to (payload, time of arrival), for messages that wait for an earlier one; payload None for a heartbeat.
     held: dict[int, tuple[bytes | None, float]] = field(default_factory=dict[int, tuple[bytes | None, float]])
+    #: While opening: lower numbers were delivered to an earlier subscription of the same subscriber.
+    floor: int = 0
     #: The number with which a stream began by time-out, so that an earlier one would be a loss; 0 for other streams.
     begun_in_doubt_at: int = 0
     #: While opening: the publisher has said that messages of this stream may not have been forwarded.
@@ -67,7 +69,7 @@ class Stream:
     ) -> list[Outcome]:
         """Take one message that is not simply the expected one; return what is to be delivered now, in order."""
         if self.next is None:
-            return self._arrive_opening(sequence, flags, payload, now)
+            return self._arrive_opening(publisher, sequence, flags, payload, now)
         if flags & HEARTBEAT:
             if sequence >= self.next:
                 self.held.setdefault(sequence, (None, now))
@@ -102,12 +104,17 @@ class Stream:
             return min(arrived for _, arrived in self.held.values()) + hold_s_max
         return self.held[min(self.held)][1] + hold_s_max
 
-    def _arrive_opening(self, sequence: int, flags: int, payload: bytes, now: float) -> list[Outcome]:
-        if flags & HEARTBEAT:
-            self.warned = True
+    def _arrive_opening(self, publisher: int, sequence: int, flags: int, payload: bytes, now: float) -> list[Outcome]:
+        if sequence < self.floor:
             return []
-        lowest = min(self.held, default=sequence)
-        if flags & FIRST or (sequence < lowest and not flags & ROUTE_CHANGED):
+        if flags & HEARTBEAT:
+            if self.held:
+                self.warned = True
+                return []
+            self.next = sequence + 1
+            return [Gap(publisher, None, _NOT_FORWARDED)]
+        earliest = not self.held or sequence < min(self.held)
+        if flags & FIRST or (earliest and not flags & ROUTE_CHANGED):
             for earlier in [number for number in self.held if number <= sequence]:
                 del self.held[earlier]
             self.next = sequence + 1
@@ -169,16 +176,18 @@ class Sequences:
         if flags & RAW:
             return self._arrive_raw(publisher, sequence, payload)
         stream = self.streams.get(publisher)
-        if stream is not None:
-            return stream.arrive(publisher, sequence, flags, payload, now)
-        if flags & HEARTBEAT:
-            self.streams[publisher] = Stream(sequence + 1)
-            return [Gap(publisher, None, _NOT_FORWARDED)]
-        if flags & ROUTE_CHANGED and not flags & FIRST:
-            self.streams[publisher] = Stream(None, {sequence: (payload, now)})
-            return []
-        self.streams[publisher] = Stream(sequence + 1)
-        return [payload]
+        if stream is None:
+            stream = self.streams[publisher] = Stream(None)
+        return stream.arrive(publisher, sequence, flags, payload, now)
+
+    def resume(self) -> None:
+        """Begin anew with a subscription to the same channel: what was delivered to the last one is not again."""
+        for stream in self.streams.values():
+            stream.floor = stream.floor if stream.next is None else stream.next
+            stream.next = None
+            stream.held.clear()
+            stream.begun_in_doubt_at = 0
+            stream.warned = False
 
     def _arrive_raw(self, dispatcher: int, sequence: int, payload: bytes) -> list[Outcome]:
         seen = self._raw.setdefault(dispatcher, {})

@@ -64,6 +64,8 @@ class SubscriberOptions:
     """A link on which nothing is listened to for so long is closed."""
     stream_idle_s: float = 600.0
     """A publisher of which nothing came for so long (up to twice that) is forgotten."""
+    ended_max: int = 1000
+    """Channels that were unsubscribed and whose numbers are remembered at most, for a new subscription."""
 
 
 @dataclass(slots=True)
@@ -194,6 +196,8 @@ class SubscriberMachine:
         self.counters: Counter[str] = Counter()
         self._plan = local_plan
         self._subscriptions: dict[bytes, _Subscription] = {}
+        #: What was delivered of channels that were unsubscribed, oldest first: nothing of it may come again.
+        self._ended: dict[bytes, Sequences] = {}
         #: Physical channel to subscription: the hot path's one look-up.
         self._by_physical: dict[bytes, _Subscription] = {}
         self._links: dict[str, _Link] = {}
@@ -246,7 +250,9 @@ class SubscriberMachine:
             subscription.confirmations_owed += 1
             return []
         route = self._plan.route(channel)
-        subscription = _Subscription(channel, route, Sequences(self.options.hold_s_max), followed_since=now)
+        sequences = self._ended.pop(channel, None) or Sequences(self.options.hold_s_max)
+        sequences.resume()
+        subscription = _Subscription(channel, route, sequences, followed_since=now)
         self._subscriptions[channel] = subscription
         self._plan.pin(channel)
         return [
@@ -258,6 +264,9 @@ class SubscriberMachine:
         if subscription is None:
             return [SubscriptionEnded(channel)]
         subscription.confirmed = False
+        self._ended[channel] = subscription.sequences
+        if len(self._ended) > self.options.ended_max:
+            del self._ended[next(iter(self._ended))]
         self._plan.unpin(channel, now)
         places = [*subscription.targets.values(), *subscription.leaving.values()]
         actions = [action for place in places for action in self._leave(subscription, place, now)]
@@ -626,6 +635,7 @@ class SubscriberMachine:
                 case _:
                     for each in self._subscriptions.values():
                         each.sequences.forget_idle()
+                    self._ended.clear()
                     self._wish(now + self.options.stream_idle_s, "forget", None)
         return actions
 

@@ -89,7 +89,8 @@ class DispatcherOptions:
     raw_channels_max: int = 100_000
     """Channels at a wrong server whose raw messages are numbered at most."""
     route_change_window_s: float = 5.0
-    """Forwarded copies say ROUTE_CHANGED for so long after the plan changed for their channel."""
+    """Forwarded copies say ROUTE_CHANGED for so long after the plan changed for their channel, or after the dispatcher
+    began to observe."""
     plan_retry_s: float = 0.5
     """How soon the stored plan is read again when there was none."""
 
@@ -139,6 +140,8 @@ class DispatcherMachine:
         self._run_id: str | None = None
         #: Whether something may have gone by unobserved of which the clients here have not been told.
         self._blind = True
+        #: When this dispatcher last began to observe.
+        self._sighted_at = float("-inf")
         self._plan_asked = False
         self._plan_retry_at: float | None = None
         self._marker_number = 0
@@ -173,6 +176,7 @@ class DispatcherMachine:
         self._up = True
         self._run_id = run_id
         self._blind = True
+        self._sighted_at = now
         return [
             Send(LOCAL, (b"SUBSCRIBE", AGENT_CHANNEL)),
             Send(LOCAL, (b"PSUBSCRIBE", b"*")),
@@ -394,9 +398,13 @@ class DispatcherMachine:
         if envelope is None:
             copy = self._number_raw(channel, entry, data)
         else:
-            copy = forwarded(data, entry.route.epoch, ROUTE_CHANGED if channel in self._changed_at else 0)
+            copy = forwarded(data, entry.route.epoch, ROUTE_CHANGED if self._in_doubt(channel, now) else 0)
         self.counters["forwarded_messages"] += len(targets)
         return [action for target in targets for action in self._forward(target, copy)]
+
+    def _in_doubt(self, channel: bytes, now: float) -> bool:
+        """Tell whether earlier messages may have taken another way than this one, or may not have been observed."""
+        return channel in self._changed_at or now - self._sighted_at <= self.options.route_change_window_s
 
     def _number_raw(self, channel: bytes, entry: Entry, data: bytes) -> bytes:
         sequence = self._raw_sequences.pop(channel, None)

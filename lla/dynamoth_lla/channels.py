@@ -133,8 +133,9 @@ class TrackedChannels:
     def drop_deserted(self, tracks: Sequence[Track]) -> None:
         """Follow those of these channels no more that have no subscribers."""
         for track in tracks:
-            # Announced clients have joined after NUMSUB was answered, or they would have been forgotten by the answer.
-            if not track.subscribers and not track.audience.clients:
+            audience = track.audience
+            # More clients than subscribers: some have joined since NUMSUB was answered, which forgets those in excess.
+            if not track.subscribers and len(audience.clients) <= audience.subscribers:
                 self._drop(track)
 
     def make_room(self) -> None:

@@ -23,6 +23,7 @@ question would hold up the server.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -320,7 +321,7 @@ class LoadAnalyzer:
         now, limit = self._asked_at, self._options.numsub_per_round_max
         tracks = [activity.track for activity in measured.digested.activities]
         if len(tracks) > limit:
-            turn_s = (len(tracks) / limit - 1) * self._options.report_interval_s
+            turn_s = (math.ceil(len(tracks) / limit) - 0.5) * self._options.report_interval_s
             tracks = [track for track in tracks if track.asked_at < now - turn_s][:limit]
         self._channels.take_asked(tracks, now)
         self._idle = self._channels.stale(now - self._options.discovery_interval_s, limit - len(tracks))

@@ -82,7 +82,7 @@ class Bench:
                 self.other_actions.append(action)
                 continue
             assert action.link == "local"
-            assert isinstance(action.tag, tuple) and action.tag[0] == "lla"
+            assert action.tag[0] == "lla"
             self.unanswered.append(action)
             self.sent.append(tuple(action.args))
             if action.args[0] == b"PUBLISH":

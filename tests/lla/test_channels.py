@@ -11,9 +11,7 @@ def tracked(channels_max: int = 100, per_channel_max: int = 10, clients_max: int
     return TrackedChannels(channels_max, per_channel_max, clients_max)
 
 
-def announce(
-    channels: TrackedChannels, client: int, joined: Iterable[bytes] = (), left: Iterable[bytes] = ()
-) -> None:
+def announce(channels: TrackedChannels, client: int, joined: Iterable[bytes] = (), left: Iterable[bytes] = ()) -> None:
     channels.take_announcement(Announcement(client, tuple(joined), tuple(left)))
 
 

@@ -61,8 +61,17 @@ def columns(draw: st.DrawFn) -> ChannelColumns:
     length = len(channels)
     numbers = st.lists(naturals, min_size=length, max_size=length).map(tuple)
     ids = st.lists(st.lists(st.integers(0, 2**64 - 1), max_size=3).map(pack_ids), min_size=length, max_size=length)
-    metrics = [draw(numbers) for _ in range(6)]
-    return ChannelColumns(tuple(channels), *metrics, tuple(draw(ids)), tuple(draw(ids)))
+    return ChannelColumns(
+        channels=tuple(channels),
+        publications=draw(numbers),
+        publishers=draw(numbers),
+        subscribers=draw(numbers),
+        messages_sent=draw(numbers),
+        bytes_in=draw(numbers),
+        bytes_out=draw(numbers),
+        publisher_ids=tuple(draw(ids)),
+        subscriber_ids=tuple(draw(ids)),
+    )
 
 
 reports = st.builds(
@@ -123,10 +132,8 @@ def test_the_wire_begins_with_the_code_of_reports() -> None:
 
 
 def test_elements_of_newer_software_are_ignored() -> None:
-    wire = msgpack.unpackb(pack_report(a_report()))
-    newer = [*wire, "more"]
-    for part in newer[1:5]:
-        part.append("more")
+    code, *parts = msgpack.unpackb(pack_report(a_report()))
+    newer: list[Any] = [code, *([*part, "more"] for part in parts), "more"]
     assert unpack_report(msgpack.packb(newer)) == a_report()
 
 
@@ -183,8 +190,9 @@ def test_what_cannot_have_been_measured_is_refused(path: tuple[int, ...], value:
 
 def test_a_report_that_names_too_many_channels_is_refused() -> None:
     count = REPORT_CHANNELS_MAX + 1
+    zeros, nobody = (0,) * count, (b"",) * count
     names = tuple(b"%d" % number for number in range(count))
-    many = ChannelColumns(names, *[(0,) * count] * 6, (b"",) * count, (b"",) * count)
+    many = ChannelColumns(names, zeros, zeros, zeros, zeros, zeros, zeros, nobody, nobody)
     with pytest.raises(MalformedMessage, match="at most"):
         unpack_report(pack_report(a_report(columns=many)))
 

@@ -1,0 +1,233 @@
+"""Runs the balancer of a cluster as a process: ``dynamoth balancer``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from dynamoth.errors import ConfigError, DynamothError
+from dynamoth.events import Connect, Start
+from dynamoth.plan import Plan, Server
+from dynamoth_balancer.actions import Decided, Note, PlanChanged, ReportReceived, Shutdown, Stopped
+from dynamoth_balancer.goals import Decision
+from dynamoth_balancer.machine import BalancerMachine, Stage
+from dynamoth_balancer.metrics import make_registry
+from dynamoth_balancer.options import BalancerOptions
+from dynamoth_balancer.recorder import Recorder, report_row
+from dynamoth_link.driver import Driver
+from dynamoth_link.errors import MachineCrashed
+from dynamoth_link.http import HttpAnswer, HttpServer, health, readiness
+from dynamoth_link.options import LinkOptions
+from dynamoth_link.urls import parse_server_url
+
+EXIT_STOPPED = 0
+"""Ended because it was told to."""
+EXIT_CRASHED = 1
+"""Ended because of a bug."""
+EXIT_REFUSED = 2
+"""Ended because it must not run: another balancer is at work, or the configuration contradicts the stored plan."""
+
+INCARNATION_BITS = 63
+
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+_log = logging.getLogger("dynamoth.balancer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalancerConfig:
+    """What a balancer process is told. Raises ``ConfigError`` when something cannot be used.
+
+    ``servers``: all servers of the cluster, at least one. ``options``: every threshold, interval and bound.
+    ``http_host``, ``http_port``: where /metrics, /healthz and /readyz are; port 0 for no HTTP.
+    ``link``: credentials, TLS and timeouts of all links.
+    ``metrics_file``: where each report is recorded as a line of JSON; None for nowhere.
+    """
+
+    servers: tuple[Server, ...]
+    options: BalancerOptions = field(default_factory=BalancerOptions)
+    http_host: str = "127.0.0.1"
+    http_port: int = 0
+    link: LinkOptions = field(default_factory=LinkOptions)
+    metrics_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Check now: a link to a URL that cannot be parsed would wait for ever."""
+        if not self.servers:
+            raise ConfigError("a balancer needs at least one server")
+        for server in self.servers:
+            parse_server_url(server.url)
+
+
+async def run_balancer(config: BalancerConfig, stop: asyncio.Event | None = None) -> int:
+    """Run a balancer until it is told to stop; return the exit code of the process.
+
+    While servers are down, it waits for them. ``stop``, SIGTERM and SIGINT end it with ``EXIT_STOPPED``: the lease is
+    given back first, and what is in transition stays so until the next balancer. Another balancer at work, or a
+    configuration that the stored plan contradicts, ends it with ``EXIT_REFUSED``, a bug with ``EXIT_CRASHED``. The reason
+    is logged.
+
+    Raises:
+        ConfigError: the HTTP port cannot be listened at, or the metrics file not written.
+
+    """
+    return await _BalancerProcess(config, stop or asyncio.Event()).run()
+
+
+def run(config: BalancerConfig) -> int:
+    """Run a balancer in an event loop of its own, that of uvloop where it is installed; see :func:`run_balancer`."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(run_balancer(config))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+class _BalancerProcess:
+    """One balancer process: machine, driver, HTTP, recorder and signals."""
+
+    def __init__(self, config: BalancerConfig, stop: asyncio.Event) -> None:
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        #: Set when the process shall end in an orderly way.
+        self._stop = stop
+        #: Set when the machine has ended.
+        self._done = asyncio.Event()
+        self._exit_code = EXIT_STOPPED
+        self._machine = BalancerMachine(config.servers, secrets.randbits(INCARNATION_BITS), config.options)
+        self._recorder = None if config.metrics_file is None else Recorder(config.metrics_file)
+
+    async def run(self) -> int:
+        try:
+            http = await self._serve_http()
+            try:
+                await self._run_machine(http)
+            finally:
+                if http is not None:
+                    await http.close()
+        finally:
+            if self._recorder is not None:
+                self._recorder.close()
+        _log.info("the balancer has ended", extra={"exit_code": self._exit_code})
+        return self._exit_code
+
+    async def _run_machine(self, http: HttpServer | None) -> None:
+        driver = Driver(self._machine, on_action=self._execute, link_options=self._link_options, on_crash=self._crashed)
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for number in signals:
+            self._loop.add_signal_handler(number, self._stop.set)
+        stopping = self._loop.create_task(self._shut_down(driver), name="shut down")
+        try:
+            self._log_started(http)
+            driver.handle(Start())
+            await self._done.wait()
+        finally:
+            stopping.cancel()
+            for number in signals:
+                self._loop.remove_signal_handler(number)
+            await driver.close()
+
+    async def _shut_down(self, driver: Driver) -> None:
+        await self._stop.wait()
+        driver.handle(Shutdown())
+
+    def _end(self, exit_code: int) -> None:
+        self._exit_code = exit_code
+        self._done.set()
+
+    def _link_options(self, action: Connect) -> LinkOptions:
+        return self._config.link
+
+    # What is reported.
+
+    def _execute(self, action: Any) -> None:
+        match action:
+            case ReportReceived(report):
+                if self._recorder is not None:
+                    ratio = self._machine.load_ratio(report.server, self._loop.time())
+                    self._recorder.write(report_row(report, time.time(), ratio))
+            case Note(level, message, details):
+                _log.log(_LEVELS[level], "%s", message, extra={"details": dict(details)} if details else None)
+            case PlanChanged(plan, reason):
+                self._log_plan(plan, reason)
+            case Decided(decision):
+                _log_decision(decision)
+            case Stopped(error):
+                self._stopped(error)
+            case _:
+                raise AssertionError(f"not an action of a balancer: {action!r}")
+
+    def _log_plan(self, plan: Plan, reason: str) -> None:
+        extra = {"version": plan.version, "reason": reason, "in_transition": self._machine.transitions}
+        _log.info("the plan has a new version", extra=extra)
+
+    def _stopped(self, error: DynamothError | None) -> None:
+        if error is not None:
+            _log.error("%s", error, extra={"code": error.code})
+        self._end(EXIT_STOPPED if error is None else EXIT_REFUSED)
+
+    def _crashed(self, crash: MachineCrashed) -> None:
+        _log.critical("%s", crash, exc_info=crash.__cause__)
+        self._end(EXIT_CRASHED)
+
+    def _log_started(self, http: HttpServer | None) -> None:
+        extra: dict[str, Any] = {
+            "servers": {server.id: parse_server_url(server.url).redacted() for server in self._config.servers},
+            "incarnation": self._machine.incarnation,
+            "event_loop": type(self._loop).__module__.partition(".")[0],
+        }
+        if http is not None:
+            extra["http_port"] = http.port
+        _log.info("the balancer has started", extra=extra)
+
+    # HTTP.
+
+    async def _serve_http(self) -> HttpServer | None:
+        if not self._config.http_port:
+            return None
+        registry = make_registry(self._machine, self._loop.time, self._recorder)
+
+        def metrics() -> HttpAnswer:
+            return HttpAnswer(HTTPStatus.OK, generate_latest(registry), CONTENT_TYPE_LATEST)
+
+        paths = {"/metrics": metrics, "/healthz": health, "/readyz": lambda: readiness(self._why_not_ready())}
+        return await HttpServer.start(self._config.http_host, self._config.http_port, paths)
+
+    def _why_not_ready(self) -> str | None:
+        if self._stop.is_set():
+            return "the balancer is ending"
+        if self._machine.stage is not Stage.LEADING:
+            return f"the balancer is {self._machine.stage.value}, not leading: its log says why"
+        return None
+
+
+def _log_decision(decision: Decision) -> None:
+    """Log each move with its reason, and what could not be reached: at most ``moves_per_plan_max`` lines per plan."""
+    for move in decision.moves:
+        extra = {
+            "channel": move.channel,
+            "from": move.source,
+            "to": move.target,
+            "reason": move.reason,
+            "load_ratio_from": [round(move.before.source, 3), round(move.after.source, 3)],
+            "load_ratio_to": [round(move.before.target, 3), round(move.after.target, 3)],
+        }
+        _log.info("decided to move a channel", extra=extra)
+    for finding in decision.findings:
+        extra = {"server": finding.server, "load_ratio": round(finding.load_ratio, 3), "reason": finding.reason}
+        _log.warning("a server stays overloaded", extra=extra)

@@ -1,0 +1,231 @@
+"""A local cluster of real processes, and the commands that look at it and change it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, PLAN_KEY
+from dynamoth.plan import Phase, Plan, Server
+from dynamoth_cli.child import ChildEnded
+from dynamoth_cli.cluster import ClusterNotReady, LocalCluster
+from dynamoth_cli.embedded import RedisServerFailed
+from dynamoth_cli.main import main
+from dynamoth_link.errors import ServerUnreachable
+
+CHANNEL = "some:channel"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    """One cluster for the tests that leave it as it was, but for moved channels."""
+    with LocalCluster(2, password="p@ss/word", settings={"balancer.wait_s": 1.5}) as running:
+        yield running
+
+
+def home(channel: str) -> str:
+    plan = Plan.initial(Server(id_, "redis://x") for id_ in ("s1", "s2"))
+    return plan.ring.home(channel.encode())
+
+
+def other(server: str) -> str:
+    return {"s1": "s2", "s2": "s1"}[server]
+
+
+def command(cluster: LocalCluster, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main([*arguments, "--url", cluster.url])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def stored_plan(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    code, out, _ = command(cluster, capsys, "plan", "show", "--json")
+    assert code == 0
+    return json.loads(out)  # type: ignore[no-any-return]
+
+
+def agents_at(cluster: LocalCluster, server: str) -> int:
+    [(_, agents)] = cluster.ask(server, (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL))
+    return int(agents)
+
+
+def test_it_is_ready_on_entry(cluster: LocalCluster) -> None:
+    assert cluster.server_ids == ["s1", "s2"]
+    for server in cluster.server_ids:
+        assert agents_at(cluster, server) == 1
+        [(_, balancers), stored] = cluster.ask(server, (b"PUBSUB", b"NUMSUB", BALANCER_CHANNEL), (b"EXISTS", PLAN_KEY))
+        assert (balancers, stored) == (1, 1)
+    cluster.check()
+
+
+def test_the_url_holds_the_password_and_the_files_do_not(cluster: LocalCluster) -> None:
+    ports = ",".join(f"127.0.0.1:{server.port}" for server in cluster.redis.values())
+    assert cluster.url == f"dynamoth://:p%40ss%2Fword@{ports}"
+    assert "p@ss" not in cluster.config_file.read_text()
+    listed = ["ps", "-o", "args=", "-p", str(cluster.balancer.pid)]
+    arguments = subprocess.run(listed, check=True, capture_output=True, text=True).stdout
+    assert "balancer --config" in arguments
+    assert "p@ss" not in arguments
+
+
+def test_status_shows_servers_and_agents(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = command(cluster, capsys, "status", "--json")
+    status = json.loads(out)
+    assert code == 0, out
+    assert set(status["servers"]) == {"s1", "s2"}
+    for server in status["servers"].values():
+        assert server["agents"] == 1
+        assert server["problems"] == []
+        assert "p@ss" not in server["url"]
+    assert status["balancer"]["stage"] == "leading"
+    assert status["problems"] == []
+    code, out, _ = command(cluster, capsys, "status")
+    assert code == 0
+    assert "s1" in out
+    assert "leading" in out
+
+
+def test_a_channel_is_moved_and_shown(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    before = stored_plan(cluster, capsys)
+    assert CHANNEL not in [entry["channel"] for entry in before["channels"]]
+    target = other(home(CHANNEL))
+    code, out, err = command(cluster, capsys, "plan", "move", CHANNEL, "--to", target)
+    assert code == 0, err
+    assert f"{CHANNEL} is at {target}, settled" in out
+    after = stored_plan(cluster, capsys)
+    assert after["version"] > before["version"]
+    [entry] = [entry for entry in after["channels"] if entry["channel"] == CHANNEL]
+    assert (entry["servers"], entry["phase"], entry["previous"]) == ([target], Phase.SETTLED.name, [])
+    code, out, _ = command(cluster, capsys, "plan", "show")
+    assert f"{CHANNEL}  {target}  single  settled" in out
+
+
+@pytest.mark.parametrize(("channel", "target", "reason"), [("a:channel", "s9", "s9"), ("at:home", None, "already")])
+def test_a_move_that_is_refused_exits_with_1_and_the_reason(
+    cluster: LocalCluster, capsys: pytest.CaptureFixture[str], channel: str, target: str | None, reason: str
+) -> None:
+    code, _, err = command(cluster, capsys, "plan", "move", channel, "--to", target or home(channel))
+    assert code == 1
+    assert reason in err
+
+
+def test_a_wrong_password_is_named(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    url = cluster.url.replace("p%40ss", "wrong")
+    for arguments in (["status"], ["plan", "show"], ["plan", "move", "c", "--to", "s1"]):
+        assert main([*arguments, "--url", url]) == 1
+        message = capsys.readouterr().err
+        assert "wrong password for the default user" in message
+        assert "wrong%2F" not in message
+
+
+def test_no_server_at_all_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["status"], ["plan", "show"], ["plan", "move", "c", "--to", "s1"]):
+        assert main([*arguments, "--url", "dynamoth://127.0.0.1:1,127.0.0.1:2"]) == 1
+        message = capsys.readouterr().err
+        assert "no server of the cluster answers:" in message
+        assert "redis://127.0.0.1:2: connection refused: start the server" in message
+
+
+def test_each_part_can_be_stopped_killed_and_started_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with LocalCluster(2, settings={"balancer.lease_s": 3.0}) as cluster:
+        cluster.agents["s1"].stop()
+        assert agents_at(cluster, "s1") == 0
+        cluster.check()
+        code, out, _ = command(cluster, capsys, "status")
+        assert code == 1
+        assert "server s1: 0 agents, not 1: start 'dynamoth node --server s1'" in " ".join(out.split())
+        cluster.agents["s1"].start()
+        cluster.wait_ready()
+
+        cluster.balancer.kill()
+        code, _, err = command(cluster, capsys, "plan", "move", CHANNEL, "--to", other(home(CHANNEL)))
+        assert code == 1
+        assert "no balancer is running in this cluster" in err
+        assert "start 'dynamoth balancer'" in err
+        code, out, _ = command(cluster, capsys, "status")
+        assert code == 1
+        assert "no balancer is running" in " ".join(out.split())
+        cluster.balancer.start()
+        cluster.wait_ready()
+        code, _, err = command(cluster, capsys, "plan", "move", CHANNEL, "--to", other(home(CHANNEL)))
+        assert code == 0, err
+
+        port = cluster.redis["s2"].port
+        cluster.restart_redis("s2")
+        assert cluster.redis["s2"].port == port
+        cluster.wait_ready()
+
+
+def test_one_server_that_is_down_does_not_matter(capsys: pytest.CaptureFixture[str]) -> None:
+    with LocalCluster(2) as cluster:
+        url = cluster.url
+        cluster.redis["s1"].kill()
+        with pytest.raises(RedisServerFailed, match="the Redis server s1 has ended"):
+            cluster.check()
+        with pytest.raises(ServerUnreachable):
+            cluster.ask("s1", (b"PING",))
+        assert main(["plan", "show", "--url", url]) == 0
+        assert main(["status", "--url", url]) == 1
+        assert "connection refused" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_death_of_a_daemon_is_told_with_its_last_words() -> None:
+    with LocalCluster(1) as cluster:
+        os.kill(cluster.agents["s1"].pid, signal.SIGKILL)
+        assert cluster.agents["s1"].wait(30)
+        with pytest.raises(
+            ChildEnded, match=r"agent s1 \(process \d+\) was killed by SIGKILL(.|\n)*following the plan"
+        ):
+            cluster.check()
+
+
+def test_settings_that_are_refused_end_the_start_with_the_reason() -> None:
+    with (
+        pytest.raises(ChildEnded, match=r"balancer .*ended with status 2(.|\n)*did you mean balancer.wait_s"),
+        LocalCluster(1, settings={"balancer.wait": 3}),
+    ):
+        pytest.fail("it became ready")
+
+
+def test_what_is_missing_is_named_when_a_cluster_does_not_become_ready() -> None:
+    with LocalCluster(1) as cluster:
+        cluster.agents["s1"].stop()
+        with pytest.raises(ClusterNotReady, match=r"not ready after 0\.1 s: 0 agents observe server s1, not 1"):
+            cluster.wait_ready(timeout_s=0.1)
+
+
+def test_the_logs_are_told_line_by_line() -> None:
+    lines: list[tuple[str, str]] = []
+    lock = threading.Lock()
+
+    def on_line(name: str, line: str) -> None:
+        with lock:
+            lines.append((name, line))
+
+    with LocalCluster(1, on_line=on_line):
+        pass
+    for name in ("agent s1", "balancer"):
+        messages = [json.loads(line)["message"] for told, line in lines if told == name]
+        assert messages, f"nothing was heard from the {name}"
+
+
+def test_every_process_and_file_is_gone_afterwards() -> None:
+    with LocalCluster(1) as cluster:
+        pids = [cluster.balancer.pid, cluster.agents["s1"].pid, cluster.redis["s1"].pid]
+        descriptors = [os.pidfd_open(pid) for pid in pids]
+        folder = cluster.config_file.parent
+    try:
+        ended, _, _ = select.select(descriptors, [], [], 0)
+        assert len(ended) == len(descriptors)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    assert not folder.exists()

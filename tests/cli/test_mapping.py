@@ -1,0 +1,94 @@
+"""From a loaded configuration to what the daemons are told."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+from dynamoth.config import BalancerSettings, ConfigText, NodeSettings, load_config
+from dynamoth.plan import Server
+from dynamoth_balancer.options import BalancerOptions
+from dynamoth_balancer.runtime import BalancerConfig
+from dynamoth_cli.balancer import balancer_config, balancer_options
+from dynamoth_cli.node import node_config
+from dynamoth_cli.settings import link_options
+from dynamoth_node.runtime import NodeConfig
+
+FILE = """
+[[cluster.servers]]
+id = "s1"
+url = "redis://a"
+[[cluster.servers]]
+id = "s2"
+url = "rediss://b"
+outgoing_bytes_per_s_max = 77
+[link]
+username = "u"
+password = "p"
+connect_timeout_s = 2
+ping_interval_s = 0
+ping_timeout_s = 3
+tls_verify = false
+[node]
+server = "s2"
+http_host = "0.0.0.0"
+http_port = 9000
+report_interval_s = 0.5
+channels_per_report_max = 10
+[balancer]
+load_ratio_high = 0.7
+load_ratio_safe = 0.5
+wait_s = 1
+averaging_s = 2
+channel_rest_s = 3
+moves_per_plan_max = 4
+moves_per_server_max = 5
+transitions_max = 6
+agent_stale_s = 7
+lease_s = 8
+metrics_file = "/tmp/metrics"
+http_host = "::1"
+http_port = 9001
+"""
+LOADED = load_config(file=ConfigText("x", FILE))
+
+
+def test_an_agent_gets_what_is_its_own() -> None:
+    config = node_config(LOADED)
+    assert (config.server, config.url, config.outgoing_bytes_per_s_max) == ("s2", "rediss://b", 77)
+    assert (config.report_interval_s, config.channels_per_report_max) == (0.5, 10)
+    assert (config.http_host, config.http_port) == ("0.0.0.0", 9000)
+
+
+def test_the_balancer_gets_every_option_that_is_a_setting() -> None:
+    config = balancer_config(LOADED)
+    assert config.servers == (Server("s1", "redis://a"), Server("s2", "rediss://b"))
+    assert (config.http_host, config.http_port, config.metrics_file) == ("::1", 9001, Path("/tmp/metrics"))
+    values = [0.7, 0.5, 1, 2, 3, 4, 5, 6, 7, 8]
+    names = [field.name for field in fields(BalancerSettings)][: len(values)]
+    assert [getattr(config.options, name) for name in names] == values
+
+
+def test_the_links_get_credentials_timeouts_and_tls() -> None:
+    link = link_options(LOADED, "me")
+    assert (link.username, link.password, link.client_name) == ("u", "p", "me")
+    assert (link.connect_timeout_s, link.ping_interval_s, link.ping_timeout_s) == (2, 0, 3)
+    assert not link.tls.verify
+    defaults = link_options(load_config())
+    assert (defaults.username, defaults.password, defaults.tls.ca_file) == (None, None, None)
+
+
+def test_every_setting_of_a_daemon_is_used() -> None:
+    beyond_options = {"http_host", "http_port", "metrics_file"}
+    names = {field.name for field in fields(BalancerSettings)}
+    assert names <= {field.name for field in fields(BalancerOptions)} | beyond_options
+    assert beyond_options <= {field.name for field in fields(BalancerConfig)}
+    assert {field.name for field in fields(NodeSettings)} <= {field.name for field in fields(NodeConfig)}
+
+
+def test_defaults_are_the_same_in_settings_and_options() -> None:
+    assert balancer_options(BalancerSettings()) == BalancerOptions()
+    node, config = NodeSettings(), {field.name: field.default for field in fields(NodeConfig)}
+    for name in ("http_host", "http_port", "report_interval_s", "channels_per_report_max"):
+        assert getattr(node, name) == config[name]
+    assert link_options(load_config()) == type(link_options(load_config()))()

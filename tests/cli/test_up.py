@@ -1,0 +1,126 @@
+"""``dynamoth up`` as a user has it: a process in the foreground, ended by a signal."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from dynamoth_cli.child import dynamoth_command
+
+TIMEOUT_S = 60.0
+
+
+class Up:
+    """A running ``dynamoth up``."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            dynamoth_command("up", *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+
+    def descendants(self) -> dict[int, str]:
+        """Process ids of its children, and their command lines."""
+        listed = subprocess.run(
+            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], check=True, capture_output=True, text=True
+        ).stdout
+        return {int(pid): arguments for pid, arguments in re.findall(r"(\d+) (.*)", listed)}
+
+    def end(self, number: signal.Signals) -> tuple[int, str]:
+        self.process.send_signal(number)
+        _, stderr = self.process.communicate(timeout=TIMEOUT_S)
+        return self.process.returncode, stderr
+
+
+@pytest.fixture
+def cleanup() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def start(cleanup: ExitStack, *arguments: str) -> Up:
+    up = Up(*arguments)
+    cleanup.callback(up.process.communicate)
+    cleanup.callback(up.process.kill)
+    return up
+
+
+def watch(cleanup: ExitStack, pids: dict[int, str]) -> list[int]:
+    descriptors = [os.pidfd_open(pid) for pid in pids]
+    for descriptor in descriptors:
+        cleanup.callback(os.close, descriptor)
+    return descriptors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_prints_the_url_and_leaves_nothing_behind(number: signal.Signals, cleanup: ExitStack) -> None:
+    up = start(cleanup, "--servers", "2")
+    assert re.fullmatch(r"dynamoth://127\.0\.0\.1:\d+,127\.0\.0\.1:\d+", up.url)
+    children = up.descendants()
+    assert len(children) == 5, f"two servers, two agents and a balancer expected: {children}"
+    descriptors = watch(cleanup, children)
+    code, stderr = up.end(number)
+    assert code == 0
+    assert "dynamoth: stopped" in stderr
+    assert len(select.select(descriptors, [], [], 0)[0]) == 5, "a process was left behind"
+
+
+def test_nothing_outlives_it_even_if_it_is_killed(cleanup: ExitStack) -> None:
+    up = start(cleanup, "--servers", "1")
+    descriptors = watch(cleanup, up.descendants())
+    assert len(descriptors) == 3
+    up.process.kill()
+    for descriptor in descriptors:
+        assert select.select([descriptor], [], [], 10)[0], "a process outlived it"
+
+
+def test_a_part_that_dies_ends_everything_with_its_last_words(cleanup: ExitStack) -> None:
+    up = start(cleanup, "--servers", "1")
+    children = up.descendants()
+    descriptors = watch(cleanup, children)
+    [agent] = [pid for pid, arguments in children.items() if " node " in arguments]
+    os.kill(agent, signal.SIGKILL)
+    _, stderr = up.process.communicate(timeout=TIMEOUT_S)
+    assert up.process.returncode == 1
+    assert re.search(r"dynamoth: agent s1 \(process \d+\) was killed by SIGKILL; the last that it wrote:\n  \{", stderr)
+    assert len(select.select(descriptors, [], [], 0)[0]) == len(children), "a process was left behind"
+
+
+def test_ports_and_logs_are_as_asked_for(cleanup: ExitStack) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    if port > 65000:
+        port -= 1000
+    up = start(cleanup, "--servers", "1", "--port-base", str(port), "--verbose")
+    assert up.url == f"dynamoth://127.0.0.1:{port}"
+    _, stderr = up.end(signal.SIGTERM)
+    assert "[agent s1] {" in stderr
+    assert "[balancer] {" in stderr
+
+
+def test_a_port_that_is_taken_is_told() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        if port > 65000:
+            pytest.skip("the port drawn by the system is too high for --port-base")
+        done = subprocess.run(
+            dynamoth_command("up", "--servers", "1", "--port-base", str(port)),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert "Address already in use" in done.stderr

@@ -1,0 +1,606 @@
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamoth.control import PlanQuery, pack_control
+from dynamoth.envelope import CONTROL, FORWARDED, HEARTBEAT
+from dynamoth.errors import ConfigError
+from dynamoth.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, Start, Tick
+from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, replica_channel
+from dynamoth.reports import ChannelLoad, ChannelSums, Report, pack_ids, unpack_ids
+from dynamoth_lla.digest import MESSAGE_BYTES
+from dynamoth_lla.machine import NAMES_PER_NUMSUB, LoadAnalyzer, ObservationLate
+from dynamoth_lla.options import LoadAnalyzerOptions
+from dynamoth_lla.window import PMESSAGE_BYTES
+from tests.lla.harness import OUTGOING_BYTES_PER_S_MAX, Bench, FakeServer, publication, push, rows
+
+MESSAGE = publication(1)
+
+
+def a_bench(**options: Any) -> Bench:
+    """Return an analyzer whose connection is up, and which has measured where the server's counters begin."""
+    bench = Bench(**options)
+    bench.up()
+    assert bench.reports == []
+    return bench
+
+
+# What a report holds.
+
+
+def test_an_idle_server_is_reported_too() -> None:
+    bench = a_bench()
+    reports = [bench.next_report() for _ in range(3)]
+    assert [report.sequence for report in reports] == [0, 1, 2]
+    assert [report.interval_s for report in reports] == [1.0] * 3
+    assert all(report.load_ratio == 0 and len(report.columns) == 0 for report in reports)
+    assert all((report.server, report.incarnation, report.blind_s) == ("s1", 11, 0) for report in reports)
+
+
+def test_load_ratio_is_what_the_server_sent_without_what_the_agent_read() -> None:
+    bench = a_bench()
+    bench.server.subscribers[b"a"] = 2
+    bench.observe(*[push(b"a", MESSAGE)] * 100)
+    observed_bytes = 100 * (PMESSAGE_BYTES + len(b"a") + len(MESSAGE))
+    bench.server.output_bytes += 500_000 + observed_bytes
+    ratio = bench.next_report().load_ratio
+    replies_ratio = 2000 / OUTGOING_BYTES_PER_S_MAX  # those of INFO and NUMSUB are the agent's as well
+    assert 0.5 - replies_ratio <= ratio <= 0.5
+
+
+def test_messages_on_our_own_channels_are_nobodys_load_but_were_read_by_the_agent() -> None:
+    bench = a_bench()
+    size = 100_000
+    bench.observe(push(AGENT_CHANNEL, bytes(size)))
+    bench.server.output_bytes += size
+    report = bench.next_report()
+    assert report.outgoing_bytes_per_s == 0
+    assert report.columns.channels == () and report.rest == ChannelSums()
+
+
+def test_resources_of_the_server() -> None:
+    bench = a_bench()
+    bench.server.cpu_s += 0.25
+    bench.server.input_bytes += 5000
+    bench.server.more_fields = (
+        "used_memory:2000\r\nmaxmemory:4000\r\nconnected_clients:9\r\nmaxclients:100\r\n"
+        "client_recent_max_output_buffer:77\r\nmem_clients_normal:88\r\n"
+    )
+    report = bench.next_report()
+    assert report.cpu_ratio == 0.25
+    assert report.incoming_bytes_per_s == 5000
+    assert (report.memory_bytes, report.memory_bytes_max) == (2000, 4000)
+    assert (report.connections, report.connections_max) == (9, 100)
+    assert (report.output_buffer_bytes_max, report.client_buffers_bytes) == (77, 88)
+    assert report.tightest_ratio == 0.5
+
+
+def test_channels_are_measured_as_the_paper_lists() -> None:
+    bench = a_bench()
+    bench.server.subscribers[b"a"] = 3
+    bench.observe(push(b"a", publication(1)), push(b"a", publication(2)), push(b"a", publication(1)))
+    report = bench.next_report()
+    wire = MESSAGE_BYTES + len(b"a") + len(MESSAGE)
+    assert rows(report)[b"a"] == ChannelLoad(b"a", 3, 2, 3, 9, 3 * wire, 9 * wire)
+    assert unpack_ids(report.columns.publisher_ids[0]) == (1, 2)
+    assert bench.next_report().columns.publications == (0,)
+
+
+def test_copies_are_sent_but_not_published() -> None:
+    bench = a_bench()
+    bench.server.subscribers[b"a"] = 2
+    bench.observe(*[push(b"a", publication(1, flags=flags)) for flags in (0, FORWARDED, CONTROL, HEARTBEAT)])
+    row = rows(bench.next_report())[b"a"]
+    wire = MESSAGE_BYTES + 1 + len(MESSAGE)
+    assert (row.publications, row.publishers, row.bytes_in) == (1, 1, wire)
+    assert (row.messages_sent, row.bytes_out) == (8, 8 * wire)
+
+
+def test_plain_messages_have_no_publisher() -> None:
+    bench = a_bench()
+    bench.server.subscribers[b"a"] = 1
+    bench.observe(push(b"a", b"plain"))
+    report = bench.next_report()
+    row = rows(report)[b"a"]
+    assert (row.publications, row.publishers, row.messages_sent) == (1, 0, 1)
+    assert report.columns.publisher_ids == (b"",)
+
+
+def test_replicas_are_one_channel() -> None:
+    bench = a_bench()
+    replica = replica_channel(b"a", 5)
+    bench.server.subscribers.update({b"a": 1, replica: 2})
+    bench.observe(push(b"a", publication(1)), push(replica, publication(1)), push(replica, publication(2)))
+    row = rows(bench.next_report())[b"a"]
+    assert (row.publications, row.publishers, row.subscribers, row.messages_sent) == (3, 2, 3, 1 + 2 * 2)
+
+
+def test_the_busiest_channels_are_named_and_the_rest_are_sums() -> None:
+    bench = a_bench(channels_per_report_max=2)
+    for number in range(5):
+        name = b"c%d" % number
+        bench.server.subscribers[name] = number
+        bench.observe(*[push(name, publication(number))] * 2)
+    report = bench.next_report()
+    wire = MESSAGE_BYTES + 2 + len(MESSAGE)
+    assert report.columns.channels == (b"c4", b"c3")
+    assert report.rest == ChannelSums(
+        channels=3,
+        publications=6,
+        subscribers=3,
+        messages_sent=6,
+        bytes_in=6 * wire,
+        bytes_out=6 * wire,
+    )
+
+
+def test_who_is_told_of_the_busiest_channels_only_and_the_busiest_publishers_first() -> None:
+    bench = a_bench(who_channels_max=1, who_per_channel_max=2)
+    bench.server.subscribers.update({b"a": 5, b"b": 1})
+    for client in (21, 22, 23):
+        bench.announce(client, [b"a", b"b"])
+    for publisher in (1, 2, 3):
+        bench.observe(*[push(b"a", publication(publisher))] * publisher, push(b"b", MESSAGE))
+    report = bench.next_report()
+    assert report.columns.channels == (b"a", b"b")
+    assert report.columns.publishers == (3, 1)
+    assert report.columns.publisher_ids == (pack_ids([3, 2]), b"")
+    assert report.columns.subscriber_ids == (pack_ids([23, 22]), b"")
+
+
+def test_no_who_at_all() -> None:
+    bench = a_bench(who_channels_max=5, who_per_channel_max=0)
+    bench.server.subscribers[b"a"] = 1
+    bench.announce(7, [b"a"])
+    bench.observe(push(b"a", MESSAGE))
+    report = bench.next_report()
+    assert (report.columns.publisher_ids, report.columns.subscriber_ids) == ((b"",), (b"",))
+
+
+def test_the_plan_version_is_the_dispatchers() -> None:
+    bench = a_bench()
+    assert bench.next_report().plan_version is None
+    bench.analyzer.plan_version = 5
+    assert bench.next_report().plan_version == 5
+
+
+def test_a_report_that_nobody_hears_is_counted() -> None:
+    class Alone(FakeServer):
+        def answer(self, args: tuple[Any, ...]) -> Any:
+            return 1 if args[0] == b"PUBLISH" else super().answer(args)
+
+    bench = Bench(Alone())
+    bench.up()
+    bench.next_report()
+    assert bench.analyzer.counters["reports_unheard"] == 1
+    heard = a_bench()
+    heard.next_report()
+    assert heard.analyzer.counters["reports_unheard"] == 0
+
+
+# Idle channels.
+
+
+def test_idle_channels_with_subscribers_are_found_and_named_where_there_is_room() -> None:
+    bench = a_bench()
+    bench.server.subscribers.update({b"idle": 4, AGENT_CHANNEL: 1})
+    bench.next_report()
+    report = bench.next_report()
+    assert rows(report) == {b"idle": ChannelLoad(b"idle", 0, 0, 4, 0, 0, 0)}
+
+
+def test_idle_channels_are_in_the_sums_where_there_is_none() -> None:
+    bench = a_bench(channels_per_report_max=1)
+    bench.server.subscribers.update({b"busy": 1, b"idle": 4})
+    bench.next_report()
+    bench.observe(push(b"busy", MESSAGE))
+    report = bench.next_report()
+    assert report.columns.channels == (b"busy",)
+    assert (report.rest.channels, report.rest.subscribers) == (1, 4)
+
+
+def test_an_announced_channel_is_followed() -> None:
+    bench = a_bench(discovery_channels_max=0)
+    bench.server.subscribers[b"quiet"] = 1
+    bench.announce(9, [b"quiet"])
+    report = bench.next_report()
+    assert rows(report)[b"quiet"].subscribers == 1
+    assert unpack_ids(report.columns.subscriber_ids[0]) == (9,)
+
+
+def test_idle_channels_are_asked_for_now_and_then_only() -> None:
+    bench = a_bench(discovery_interval_s=5.0)
+    bench.server.subscribers[b"idle"] = 1
+    for _ in range(12):
+        bench.next_report()
+    discoveries = [args for args in bench.sent if args[:2] == (b"PUBSUB", b"CHANNELS")]
+    counts = [args for args in bench.sent if args[:2] == (b"PUBSUB", b"NUMSUB")]
+    assert len(discoveries) == 3
+    assert len(counts) in (2, 3)
+
+
+def test_a_channel_that_everybody_left_is_forgotten() -> None:
+    bench = a_bench(discovery_interval_s=2.0)
+    bench.server.subscribers[b"a"] = 1
+    bench.observe(push(b"a", MESSAGE))
+    bench.next_report()
+    del bench.server.subscribers[b"a"]
+    report = [bench.next_report() for _ in range(4)][-1]
+    assert bench.analyzer.channels_tracked == 0
+    assert report.columns.channels == () and report.rest == ChannelSums()
+
+
+def test_all_channels_are_not_asked_for_when_there_are_too_many() -> None:
+    bench = a_bench(discovery_channels_max=10)
+    bench.server.subscribers[b"idle"] = 1
+    bench.server.channels_elsewhere = 10
+    report = bench.next_report()
+    assert report.channels_subscribed == 11
+    assert (b"PUBSUB", b"CHANNELS") not in bench.sent
+    assert bench.analyzer.counters["discoveries_left_out"] == 1
+
+
+# Bounds of what is asked.
+
+
+def test_numsub_is_asked_in_chunks() -> None:
+    bench = a_bench()
+    names = [b"%d" % number for number in range(NAMES_PER_NUMSUB * 2 + 1)]
+    bench.server.subscribers.update(dict.fromkeys(names, 1))
+    bench.observe(*[push(name, MESSAGE) for name in names])
+    report = bench.next_report()
+    sizes = [len(args) - 2 for args in bench.sent if args[:2] == (b"PUBSUB", b"NUMSUB")]
+    assert sizes == [NAMES_PER_NUMSUB, NAMES_PER_NUMSUB, 1]
+    assert sum(report.columns.messages_sent) + report.rest.messages_sent == len(names)
+
+
+def test_with_too_many_channels_for_one_round_each_has_its_turn() -> None:
+    bench = a_bench(numsub_per_round_max=10, discovery_channels_max=0)
+    names = [b"%d" % number for number in range(35)]
+    bench.server.subscribers.update(dict.fromkeys(names, 1))
+    for _ in range(4):
+        asked_before = len(bench.sent)
+        bench.observe(*[push(name, MESSAGE) for name in names])
+        bench.next_report()
+        asked = [args for args in bench.sent[asked_before:] if args[:2] == (b"PUBSUB", b"NUMSUB")]
+        assert sum(len(args) - 2 for args in asked) <= 10
+    columns = bench.reports[-1].columns
+    assert set(columns.subscribers) == {1}
+    assert len(columns) == 35
+
+
+def test_messages_of_channels_that_are_not_followed_are_counted() -> None:
+    bench = a_bench(channels_max=10)
+    bench.observe(*[push(b"%d" % number, MESSAGE) for number in range(15)])
+    report = bench.next_report()
+    assert report.rest.messages_untracked == 5
+    assert bench.analyzer.counters["messages_untracked"] == 5
+    assert bench.analyzer.counters["messages_observed"] == 15
+
+
+def test_a_long_round_goes_step_by_step_and_messages_in_between_belong_to_the_next() -> None:
+    bench = a_bench(discovery_channels_max=0)
+    names = [b"%d" % number for number in range(12_000)]
+    bench.server.subscribers.update(dict.fromkeys(names, 1))
+    bench.observe(*[push(name, MESSAGE) for name in names])
+    bench.next_deadline()
+    bench.tell(Tick())
+    steps = 0
+    while bench.unanswered or bench.is_busy:
+        if bench.unanswered:
+            bench.answer_one()
+        else:
+            steps += 1
+            bench.observe(push(b"late", MESSAGE))
+            bench.tell(Tick())
+    assert steps >= 6
+    (report,) = bench.reports
+    assert sum(report.columns.publications) + report.rest.publications == len(names)
+    assert rows(bench.next_report())[b"late"].publications == steps
+
+
+# The observer keeps up, or says so.
+
+
+def test_a_late_observation_is_measured_and_an_alarm() -> None:
+    bench = a_bench(lag_s_max=0.5)
+    bench.next_deadline()
+    bench.tell(Tick())
+    bench.now += 2.0
+    assert bench.analyzer.observation_lag_s(bench.now) == 2.0  # known before the answer has come
+    bench.answer_all()  # of the next round as well, which is due by now
+    late, in_time = bench.reports
+    assert (late.observation_lag_s, in_time.observation_lag_s) == (2.0, 0.0)
+    assert bench.other_actions == [ObservationLate(True, 2.0), ObservationLate(False, 0.0)]
+    assert bench.analyzer.counters["intervals_late"] == 1
+    assert bench.analyzer.observation_lag_s(bench.now + 10) == 0.0
+
+
+def test_the_interval_is_that_of_the_measurements_not_of_the_answers() -> None:
+    bench = a_bench()
+    bench.next_deadline()
+    bench.tell(Tick())
+    bench.server.output_bytes += 100_000
+    bench.now += 3.0
+    bench.answer_all()
+    # The next round began as soon as this one was through.
+    assert [report.interval_s for report in bench.reports] == [1.0, 3.0]
+
+
+def test_rounds_keep_to_their_grid() -> None:
+    bench = a_bench()
+    began = bench.now
+    for _ in range(5):
+        bench.next_deadline()
+        bench.now += 0.1  # a tick comes late
+        bench.tell(Tick())
+        bench.answer_all()
+    deadline = bench.analyzer.deadline()
+    assert deadline is not None
+    assert deadline - began == pytest.approx(6.0)
+
+
+def test_a_tick_before_time_begins_nothing() -> None:
+    bench = a_bench()
+    bench.now += 0.5
+    bench.tell(Tick())
+    assert bench.unanswered == []
+
+
+def test_only_one_round_is_under_way() -> None:
+    bench = a_bench()
+    bench.next_deadline()
+    bench.tell(Tick())
+    assert bench.analyzer.deadline() is None
+    bench.now += 5.0
+    sent = len(bench.unanswered)
+    bench.tell(Tick())
+    assert len(bench.unanswered) == sent
+
+
+def test_an_interruption_is_reported_from_the_last_report_to_the_new_connection() -> None:
+    bench = a_bench()
+    bench.next_report()
+    bench.now += 0.4
+    bench.observe(push(b"a", MESSAGE))
+    bench.down()
+    assert bench.analyzer.deadline() is None
+    bench.now += 5.0
+    bench.up()
+    report = bench.next_report()
+    assert report.blind_s == pytest.approx(5.4)
+    assert report.interval_s == 1.0
+    assert len(report.columns) == 0  # what was seen before belongs to the blind time
+    assert bench.analyzer.counters["interruptions"] == 1
+    assert bench.analyzer.blind_s_total == pytest.approx(5.4)
+    assert bench.next_report().blind_s == 0
+
+
+def test_interruptions_in_a_row_are_one_blind_time() -> None:
+    bench = a_bench()
+    bench.next_report()
+    last = bench.now
+    for _ in range(3):
+        bench.now += 1.0
+        bench.down()
+        bench.now += 1.0
+        bench.up()
+    came_up = bench.now
+    assert bench.next_report().blind_s == pytest.approx(came_up - last)
+
+
+def test_failed_attempts_to_connect_are_nothing() -> None:
+    bench = Bench()
+    for _ in range(3):
+        bench.tell(LinkDown("local", "refused"))
+    bench.up()
+    assert bench.next_report().blind_s == 0
+
+
+def test_answers_to_an_earlier_connection_are_dropped() -> None:
+    """A driver never delivers them; a machine must not build on it."""
+    bench = a_bench()
+    bench.next_deadline()
+    bench.tell(Tick())
+    late = list(bench.unanswered)
+    bench.down()
+    bench.up()
+    for command in late:
+        bench.tell(Replied("local", command.tag, bench.server.answer(tuple(command.args))))
+    assert bench.reports == []
+    assert bench.next_report().sequence == 0
+
+
+def test_a_restarted_server_has_no_subscribers_and_other_counters() -> None:
+    bench = a_bench()
+    bench.server.subscribers[b"a"] = 3
+    bench.server.output_bytes = 900_000
+    bench.observe(push(b"a", MESSAGE))
+    bench.next_report()
+    bench.down()
+    bench.server.subscribers.clear()
+    bench.server.output_bytes = 0
+    bench.up("run2")
+    bench.server.output_bytes = 100_000
+    report = bench.next_report()
+    assert len(report.columns) == 0 and report.rest.channels == 0
+    assert 0.09 < report.load_ratio <= 0.1
+
+
+def test_subscribers_of_the_same_server_are_remembered_over_an_interruption() -> None:
+    bench = a_bench()
+    bench.server.subscribers[b"a"] = 1
+    bench.announce(5, [b"a"])
+    bench.next_report()
+    bench.down()
+    bench.up()
+    bench.observe(push(b"a", MESSAGE))
+    assert bench.next_report().columns.subscriber_ids == (pack_ids([5]),)
+
+
+def test_counters_that_were_reset_do_not_make_the_server_idle() -> None:
+    bench = a_bench()
+    bench.server.output_bytes += 500_000
+    before = bench.next_report()
+    bench.server.output_bytes = 100  # CONFIG RESETSTAT
+    report = bench.next_report()
+    assert report.outgoing_bytes_per_s == before.outgoing_bytes_per_s > 400_000
+    assert not report.outgoing_is_estimate
+
+
+# A server that refuses.
+
+
+def test_without_info_the_load_is_estimated_from_what_was_observed() -> None:
+    server = FakeServer()
+    server.refused.add(b"INFO")
+    bench = Bench(server)
+    bench.up()
+    server.subscribers[b"a"] = 10
+    bench.observe(*[push(b"a", MESSAGE)] * 7)
+    report = bench.next_report()
+    assert report.outgoing_is_estimate
+    assert report.outgoing_bytes_per_s == 70 * (MESSAGE_BYTES + 1 + len(MESSAGE))
+    assert bench.analyzer.counters["replies_refused"] == 8
+    assert (b"PUBSUB", b"CHANNELS") not in bench.sent  # it is not known whether there are too many
+
+
+def test_without_numsub_publications_are_still_reported() -> None:
+    server = FakeServer()
+    server.refused.add(b"PUBSUB")
+    bench = Bench(server)
+    bench.up()
+    bench.observe(push(b"a", MESSAGE))
+    row = rows(bench.next_report())[b"a"]
+    assert (row.publications, row.subscribers) == (1, 0)
+
+
+# Input of any kind.
+
+
+def test_malformed_announcements_are_counted() -> None:
+    bench = a_bench()
+    for data in (b"", b"\xc1", b"hello", pack_control(PlanQuery(1)), MESSAGE):
+        bench.observe(push(ANNOUNCE_CHANNEL, data))
+    assert bench.analyzer.counters["announcements_malformed"] == 5
+    bench.next_report()
+
+
+def test_events_of_others_are_passed_by() -> None:
+    bench = a_bench()
+    bench.tell(Start())
+    bench.tell(LinkUp("to:s2", "run9"))
+    bench.tell(LinkDown("to:s2", "lost"))
+    bench.tell(Replied("to:s2", ("lla", 1, "stats"), b""))
+    bench.tell(Replied("local", ("plan",), {}))
+    bench.tell(Replied("local", object(), 1))
+    bench.tell(Pushed("to:s2", [push(b"a", MESSAGE)]))
+    assert bench.unanswered == []
+    assert len(bench.next_report().columns) == 0
+
+
+garbage = (
+    st.none()
+    | st.integers()
+    | st.binary(max_size=40)
+    | st.lists(st.integers() | st.binary(max_size=4) | st.none(), max_size=5)
+    | st.builds(ErrorReply, st.text(max_size=5))
+    | st.dictionaries(st.binary(max_size=3), st.integers(), max_size=3)
+)
+channels = st.sampled_from([b"a", b"b", AGENT_CHANNEL, ANNOUNCE_CHANNEL, replica_channel(b"a", 1)]) | st.binary(
+    max_size=9
+)
+
+
+@settings(max_examples=1000)
+@given(st.data())
+def test_fuzz_no_input_makes_it_raise_and_it_goes_on_reporting(data: st.DataObject) -> None:
+    bench = Bench(channels_max=6, publishers_max=20, numsub_per_round_max=4, discovery_interval_s=2.0)
+    bench.up()
+    for _ in range(data.draw(st.integers(1, 8))):
+        match data.draw(st.sampled_from(["observe", "tick", "garbage", "down", "answer"])):
+            case "observe":
+                for channel, message in data.draw(st.lists(st.tuples(channels, st.binary(max_size=60)), max_size=9)):
+                    bench.observe(push(channel, message))
+            case "tick":
+                bench.now += data.draw(st.sampled_from([0.0, 0.5, 1.0, 3.0]))
+                bench.tell(Tick())
+            case "garbage" if bench.unanswered:
+                bench.tell(Replied("local", bench.unanswered.pop(0).tag, data.draw(garbage)))
+            case "down":
+                bench.down()
+                bench.up(data.draw(st.sampled_from(["run1", "run2", None])))
+            case _:
+                bench.answer_all()
+    bench.answer_all()
+    bench.now += 2.0
+    bench.tell(Tick())
+    bench.answer_all()
+    assert bench.reports
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3), st.sampled_from([0, FORWARDED])), max_size=30),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(1, 10),
+    st.integers(1, 12),
+)
+def test_named_and_rest_add_up_to_what_happened(
+    intervals: list[list[tuple[int, int, int]]], named_max: int, steps_max: int
+) -> None:
+    bench = a_bench(channels_per_report_max=named_max)
+    for number in range(8):
+        bench.server.subscribers[b"%d" % number] = number
+    for interval in intervals:
+        published: Counter[int] = Counter()
+        sent = 0
+        for channel, publisher, flags in interval:
+            bench.observe(push(b"%d" % channel, publication(publisher, flags=flags)))
+            published[channel] += not flags
+            sent += channel
+        report = bench.next_report()
+        assert sum(report.columns.publications) + report.rest.publications == published.total()
+        assert sum(report.columns.messages_sent) + report.rest.messages_sent == sent
+        assert list(report.columns.bytes_out) == sorted(report.columns.bytes_out, reverse=True)
+        assert len(report.columns) <= named_max
+        for name, row in rows(report).items():
+            assert row.publications == published[int(name)]
+        assert_sane(report)
+
+
+def assert_sane(report: Report) -> None:
+    for field in dataclasses.fields(ChannelSums):
+        assert getattr(report.rest, field.name) >= 0, field.name
+
+
+# Options.
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("report_interval_s", 0),
+        ("discovery_interval_s", -1.0),
+        ("lag_s_max", 0),
+        ("outgoing_bytes_per_s_max", 0),
+        ("channels_per_report_max", 0),
+        ("channels_per_report_max", 10_001),
+        ("channels_max", 0),
+        ("publishers_max", 0),
+        ("numsub_per_round_max", 0),
+    ],
+)
+def test_settings_out_of_range_are_refused_by_name(name: str, value: float) -> None:
+    options: dict[str, Any] = {"outgoing_bytes_per_s_max": 1, name: value}
+    with pytest.raises(ConfigError, match=name):
+        LoadAnalyzer("s1", 1, LoadAnalyzerOptions(**options))

@@ -1,0 +1,72 @@
+"""A subscriber machine in a test, with servers that answer when the test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from dynamoth.control import Marker, RouteNotice
+from dynamoth.events import Pushed, Start
+from dynamoth.plan import Plan, Route
+from dynamoth_client.local_plan import LocalPlan
+from dynamoth_client.subscriber import Deliver, Subscribe, SubscriberMachine, SubscriberOptions, Unsubscribe
+from tests.machines.helpers import PLAN_0, C, Subject, control, entry_reply, only, reply, tagged
+
+OPTIONS = SubscriberOptions()
+INCARNATION = 77
+
+
+class Listener(Subject):
+    """A subscriber."""
+
+    def __init__(self, options: SubscriberOptions = OPTIONS, header: Plan = PLAN_0) -> None:
+        self.plan = LocalPlan(header)
+        self.subscriber = SubscriberMachine(0xABCD, self.plan, options)
+        super().__init__(self.subscriber)
+        self.tell(Start())
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return self.subscriber.counters
+
+    def subscribe(self, *channels: bytes) -> list[Any]:
+        return self.tell(Subscribe(channels or (C,)))
+
+    def unsubscribe(self, *channels: bytes) -> list[Any]:
+        return self.tell(Unsubscribe(channels or (C,)))
+
+    def verify(self, actions: Iterable[Any], plan: Plan | None, channel: bytes = C) -> list[Any]:
+        """Answer every verification as a server would that stores ``plan``."""
+        return [
+            action
+            for send in tagged(actions, "verify")
+            for action in self.tell(reply(send, entry_reply(plan, channel)))
+        ]
+
+    def confirmed(self, plan: Plan = PLAN_0, channel: bytes = C) -> Listener:
+        """Subscribe, and be confirmed at the channel's home."""
+        self.subscribe(channel)
+        self.verify(self.up(self.plan.home(channel).assignment.servers[0]), plan, channel)
+        return self
+
+    def moving(self, plan: Plan, route: Route) -> Listener:
+        """From a confirmed subscription at s1: be told of ``route`` and be verified there; s1 is still listened to."""
+        self.told(route)
+        self.verify(self.up(route.assignment.servers[0]), plan)
+        return self
+
+    def told(self, route: Route, link: str = "s1", channel: bytes = C) -> list[Any]:
+        return self.push(link, channel, control(RouteNotice(channel, route)))
+
+    def acknowledged(self, *kinds: bytes, link: str = "s1") -> list[Any]:
+        """Let the server acknowledge SUBSCRIBE or UNSUBSCRIBE, as RESP3 does: with a push."""
+        return self.tell(Pushed(link, [[kind, C, 1] for kind in kinds]))
+
+    def mark(self, link: str, number: int, server: str = "s2", incarnation: int = INCARNATION) -> list[Any]:
+        """Let a marker of the dispatcher of ``server`` come at ``link``."""
+        return self.push(link, C, control(Marker(C, server, incarnation, number)))
+
+
+def delivered(actions: Iterable[Any]) -> list[bytes]:
+    """Return the payloads handed to the application."""
+    return [payload for action in only(Deliver, actions) for _, payload in action.messages]

@@ -1,0 +1,548 @@
+"""The subscriber machine: confirmation, connections, moves. Messages have a file of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dynamoth.control import Announcement, Marker, RouteNotice, pack_control
+from dynamoth.events import Connect, Disconnect, ErrorReply, Send
+from dynamoth.names import ANNOUNCE_CHANNEL, replica_channel
+from dynamoth.plan import Assignment, Location, Mode, Plan, Route, Server, single
+from dynamoth.stored_plan import READ_HEADER, read_entry
+from dynamoth_client.subscriber import (
+    GapDetected,
+    SubscriptionConfirmed,
+    SubscriptionEnded,
+    SubscriptionFailed,
+)
+from tests.machines.helpers import (
+    ACTIVE,
+    PLAN_0,
+    PREPARED,
+    SERVERS,
+    SETTLED,
+    URLS,
+    C,
+    channel_at,
+    commands,
+    control,
+    entry_reply,
+    header_reply,
+    message,
+    only,
+    reply,
+    tagged,
+)
+from tests.machines.listener import INCARNATION, OPTIONS, Listener, delivered
+
+TO_S2 = Route(1, single("s2"))
+JOIN_S1 = [
+    Send("s1", (b"SUBSCRIBE", C), ("subscribe", C)),
+    Send("s1", read_entry(C), ("verify", C, Location("s1", C), 1)),
+]
+LEAVE_S1 = Send("s1", (b"UNSUBSCRIBE", C))
+LEAVE_S2 = Send("s2", (b"UNSUBSCRIBE", C))
+
+
+def announcement(link: str, joined: tuple[bytes, ...], left: tuple[bytes, ...]) -> Send:
+    return Send(link, (b"PUBLISH", ANNOUNCE_CHANNEL, pack_control(Announcement(0xABCD, joined, left))))
+
+
+def gaps(actions: list[Any]) -> list[GapDetected]:
+    return only(GapDetected, actions)
+
+
+# Confirmation.
+
+
+def test_subscribes_and_reads_the_stored_plan_on_one_connection() -> None:
+    listener = Listener()
+    assert listener.subscribe() == [Connect("s1", URLS["s1"])]
+    assert listener.up("s1") == [*JOIN_S1, announcement("s1", (C,), ())]
+
+
+def test_confirms_only_when_the_stored_plan_says_so() -> None:
+    listener = Listener()
+    listener.subscribe()
+    sent = listener.up("s1")
+    assert listener.push("s1", C, message(1)) == []
+    assert listener.verify(sent, PLAN_0) == [SubscriptionConfirmed(C)]
+
+
+@pytest.mark.parametrize("plan", [PLAN_0, PREPARED])
+def test_the_old_location_is_right_until_the_change_is_active(plan: Plan) -> None:
+    listener = Listener()
+    listener.subscribe()
+    assert listener.verify(listener.up("s1"), plan) == [SubscriptionConfirmed(C)]
+
+
+def test_without_a_plan_it_asks_again() -> None:
+    listener = Listener()
+    listener.subscribe()
+    assert listener.verify(listener.up("s1"), None) == []
+    assert listener.counters["no_plan_at_server"] == 1
+    assert listener.pass_time(OPTIONS.verify_retry_s - 0.01) == []
+    again = listener.pass_time(0.02)
+    assert [send.args for send in tagged(again, "verify")] == [read_entry(C)]
+    assert listener.verify(again, PLAN_0) == [SubscriptionConfirmed(C)]
+
+
+def test_a_plan_of_an_earlier_process_confirms_nothing() -> None:
+    listener = Listener()
+    listener.subscribe()
+    [verify] = tagged(listener.up("s1", "run-2"), "verify")
+    assert listener.tell(reply(verify, entry_reply(PLAN_0, C, "run-1"))) == []
+    assert listener.machine.deadline() is not None
+
+
+def test_a_malformed_plan_is_counted_and_asked_for_again() -> None:
+    listener = Listener()
+    listener.subscribe()
+    [verify] = tagged(listener.up("s1"), "verify")
+    assert listener.tell(reply(verify, [b"1", None, b"\xc1"])) == []
+    assert listener.counters["malformed_plans"] == 1
+    assert listener.verify(listener.pass_time(1), PLAN_0) == [SubscriptionConfirmed(C)]
+
+
+@pytest.mark.parametrize("plan", [ACTIVE, SETTLED])
+def test_in_the_wrong_place_it_follows_before_it_confirms(plan: Plan) -> None:
+    listener = Listener()
+    listener.subscribe()
+    actions = listener.verify(listener.up("s1"), plan)
+    assert actions == [Connect("s2", URLS["s2"]), LEAVE_S1, announcement("s1", (), (C,))]
+    assert listener.verify(listener.up("s2"), plan) == [SubscriptionConfirmed(C)]
+
+
+def test_a_refused_subscription_fails_and_is_gone() -> None:
+    listener = Listener()
+    listener.subscribe()
+    subscribe, _verify, *_ = listener.up("s1")
+    actions = listener.tell(reply(subscribe, ErrorReply("NOPERM no")))
+    assert SubscriptionFailed(C, "NOPERM no") in actions
+    assert only(SubscriptionEnded, actions) == []
+    assert listener.unsubscribe() == [SubscriptionEnded(C)]
+
+
+def test_a_plan_that_may_not_be_read_fails_the_subscription() -> None:
+    listener = Listener()
+    listener.subscribe()
+    [verify] = tagged(listener.up("s1"), "verify")
+    [failed] = only(SubscriptionFailed, listener.tell(reply(verify, ErrorReply("NOPERM no"))))
+    assert "NOPERM" in failed.reason
+
+
+def test_a_server_that_loads_its_data_is_asked_again() -> None:
+    """After a restart Redis takes SUBSCRIBE at once and HMGET only when it has loaded: no reason to give up (G5)."""
+    listener = Listener().confirmed()
+    listener.down("s1")
+    [verify] = tagged(listener.up("s1"), "verify")
+    loading = listener.tell(reply(verify, ErrorReply("LOADING Redis is loading the dataset in memory")))
+    assert only(SubscriptionFailed, loading) == []
+    assert SubscriptionConfirmed(C) not in loading
+    assert gaps(listener.verify(listener.pass_time(1), PLAN_0))
+
+
+def test_a_second_subscription_is_confirmed_when_the_first_is() -> None:
+    listener = Listener()
+    listener.subscribe(C, C)
+    sent = listener.up("s1")
+    assert listener.verify(sent, PLAN_0) == [SubscriptionConfirmed(C), SubscriptionConfirmed(C)]
+    assert listener.subscribe() == [SubscriptionConfirmed(C)]
+
+
+def test_channels_of_one_server_share_a_link() -> None:
+    listener = Listener()
+    other = channel_at("s1", 1)
+    assert listener.subscribe(C, other) == [Connect("s1", URLS["s1"])]
+    actions = listener.up("s1")
+    assert commands(actions, b"SUBSCRIBE") == [(C,), (other,)]
+
+
+def test_tells_the_load_analyzer_each_channel_once() -> None:
+    listener = Listener()
+    listener.subscribe()
+    assert commands(listener.up("s1"), b"PUBLISH") == [announcement("s1", (C,), ()).args[1:]]
+    assert commands(listener.unsubscribe(), b"PUBLISH") == [announcement("s1", (), (C,)).args[1:]]
+
+
+# Unsubscribing.
+
+
+def test_unsubscribing_ends_a_confirmed_subscription() -> None:
+    listener = Listener().confirmed()
+    assert listener.unsubscribe() == [LEAVE_S1, SubscriptionEnded(C), announcement("s1", (), (C,))]
+    assert listener.push("s1", C, message(1)) == []
+
+
+def test_unsubscribing_before_the_link_is_up_sends_nothing() -> None:
+    listener = Listener()
+    listener.subscribe()
+    assert listener.unsubscribe() == [SubscriptionEnded(C)]
+    assert commands(listener.up("s1"), b"SUBSCRIBE") == []
+
+
+def test_unsubscribing_before_the_confirmation_confirms_nothing() -> None:
+    listener = Listener()
+    listener.subscribe()
+    sent = listener.up("s1")
+    assert listener.unsubscribe()[:2] == [LEAVE_S1, SubscriptionEnded(C)]
+    assert listener.verify(sent, PLAN_0) == []
+
+
+def test_unsubscribing_during_a_move_leaves_both_places() -> None:
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    actions = listener.unsubscribe()
+    assert LEAVE_S1 in actions
+    assert LEAVE_S2 in actions
+    assert SubscriptionEnded(C) in actions
+    assert listener.push("s1", C, message(1)) == listener.push("s2", C, message(1)) == []
+    assert [action for action in listener.pass_time(25) if not isinstance(action, Disconnect)] == []
+
+
+def test_unsubscribing_while_disconnected_ends_without_a_gap() -> None:
+    listener = Listener().confirmed()
+    listener.down("s1")
+    assert listener.unsubscribe() == [SubscriptionEnded(C)]
+    assert listener.up("s1") == []
+
+
+def test_unsubscribing_what_is_not_subscribed_ends_at_once() -> None:
+    assert Listener().unsubscribe() == [SubscriptionEnded(C)]
+
+
+def test_resubscribing_is_confirmed_by_a_verification_of_its_own() -> None:
+    listener = Listener()
+    listener.subscribe()
+    stale = listener.up("s1")
+    listener.unsubscribe()
+    fresh = listener.subscribe()
+    assert commands(fresh, b"SUBSCRIBE") == [(C,)]
+    assert listener.verify(stale, PLAN_0) == []
+    assert listener.verify(fresh, PLAN_0) == [SubscriptionConfirmed(C)]
+
+
+def test_an_unused_link_is_closed_after_a_while() -> None:
+    listener = Listener().confirmed()
+    listener.unsubscribe()
+    assert listener.pass_time(OPTIONS.link_idle_s - 1) == []
+    assert listener.pass_time(1) == [Disconnect("s1")]
+    assert listener.subscribe() == [Connect("s1", URLS["s1"])]
+
+
+def test_a_link_that_is_used_again_stays() -> None:
+    listener = Listener().confirmed()
+    listener.unsubscribe()
+    listener.pass_time(OPTIONS.link_idle_s - 1)
+    listener.subscribe()
+    assert only(Disconnect, listener.pass_time(100)) == []
+
+
+# Make before break.
+
+
+def test_stays_at_the_old_place_until_a_marker_has_come_round() -> None:
+    listener = Listener().confirmed()
+    assert listener.told(TO_S2) == [Connect("s2", URLS["s2"])]
+    assert listener.verify(listener.up("s2"), ACTIVE) == []
+    assert listener.mark("s2", 3) == []
+    assert listener.mark("s1", 3) == [LEAVE_S1, announcement("s1", (), (C,))]
+    assert delivered(listener.push("s2", C, message(1))) == [b"m1"]
+
+
+def test_a_marker_at_the_old_place_alone_proves_nothing() -> None:
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    assert listener.mark("s1", 3) == []
+    assert listener.mark("s2", 3) == []
+    assert listener.mark("s1", 4)[0] == LEAVE_S1
+
+
+def test_a_marker_older_than_the_first_seen_proves_nothing() -> None:
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    listener.mark("s2", 5)
+    assert listener.mark("s1", 4) == []
+    assert listener.mark("s1", 5)[0] == LEAVE_S1
+
+
+def test_markers_of_different_incarnations_have_nothing_in_common() -> None:
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    listener.mark("s2", 5, incarnation=INCARNATION)
+    assert listener.mark("s1", 9, incarnation=INCARNATION + 1) == []
+    listener.mark("s2", 1, incarnation=INCARNATION + 1)
+    assert listener.mark("s1", 1, incarnation=INCARNATION + 1)[0] == LEAVE_S1
+
+
+def test_a_marker_of_another_server_proves_nothing() -> None:
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    listener.mark("s2", 5, server="s3")
+    assert listener.mark("s1", 5, server="s3") == []
+    listener.mark("s2", 5)
+    assert listener.mark("s1", 6, server="s3") == []
+
+
+def test_a_marker_counts_only_once_the_new_place_is_verified() -> None:
+    listener = Listener().confirmed()
+    listener.told(TO_S2)
+    sent = listener.up("s2")
+    listener.mark("s2", 1)
+    assert listener.mark("s1", 1) == []
+    assert listener.verify(sent, ACTIVE)[0] == LEAVE_S1
+
+
+def test_markers_before_a_reconnection_prove_nothing_after_it() -> None:
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    listener.mark("s2", 1)
+    listener.down("s2")
+    listener.verify(listener.up("s2"), ACTIVE)
+    assert listener.mark("s1", 1) == []
+    listener.mark("s2", 2)
+    assert listener.mark("s1", 2)[0] == LEAVE_S1
+
+
+def test_a_replicated_target_needs_a_marker_of_every_server() -> None:
+    assignment = Assignment(Mode.ALL_SUBSCRIBERS, ("s2", "s3"))
+    active = PLAN_0.begin({C: assignment}).activate([C])
+    listener = Listener().confirmed()
+    listener.told(Route(1, assignment))
+    listener.verify(listener.up("s2"), active)
+    listener.verify(listener.up("s3"), active)
+    physical = replica_channel(C, 1)
+    for server in ("s2", "s3"):
+        marker = marker_bytes(server, 1)
+        assert listener.push(server, physical, marker) == []
+        left = listener.push("s1", C, marker)
+        assert (LEAVE_S1 in left) is (server == "s3")
+
+
+def marker_bytes(server: str, number: int) -> bytes:
+    return control(Marker(C, server, INCARNATION, number))
+
+
+def test_stale_notices_are_ignored() -> None:
+    listener = Listener().confirmed()
+    listener.told(Route(5, single("s2")))
+    assert listener.told(Route(5, single("s3"))) == []
+    assert listener.told(Route(4, single("s3"))) == []
+
+
+def test_a_notice_of_another_channel_is_unexpected() -> None:
+    listener = Listener().confirmed()
+    assert listener.push("s1", C, control(RouteNotice(b"other", TO_S2))) == []
+    assert listener.counters["unexpected_messages"] == 1
+
+
+def test_moves_back_before_the_first_move_ended() -> None:
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    back = Route(4, single("s1"))
+    actions = listener.told(back, "s2")
+    assert commands(actions, b"SUBSCRIBE") == []
+    assert commands(actions, b"UNSUBSCRIBE") == []
+    plan = SETTLED.begin({C: single("s1")}).activate([C])
+    assert gaps(listener.verify(actions, plan)) == []
+    listener.mark("s1", 1, "s1")
+    assert listener.mark("s2", 1, "s1")[0] == LEAVE_S2
+
+
+def test_while_leaving_it_looks_again_whether_the_move_is_over() -> None:
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    again = listener.pass_time(OPTIONS.reverify_s)
+    assert [send.link for send in tagged(again, "verify")] == ["s2"]
+    actions = listener.verify(again, SETTLED)
+    assert LEAVE_S1 in actions
+    assert [gap.reason for gap in gaps(actions)] == ["the move ended while this client was away"]
+
+
+def test_looks_again_once_per_interval_however_often_it_was_told() -> None:
+    """Each notice that is followed must not leave a wish of its own behind that renews itself for ever."""
+    listener = Listener().confirmed()
+    for epoch in range(1, 2001):
+        listener.told(Route(epoch, single("s2" if epoch % 2 else "s1")))
+    listener.pass_time(2 * OPTIONS.reverify_s)
+    assert len(listener.subscriber._wishes) < 100  # pyright: ignore[reportPrivateUsage]  # no other way to see it
+
+
+# Servers and routes that may not be true.
+
+GROWN = Plan(3, {**PLAN_0.servers, "s4": Server("s4", "redis://s4:6379")}, PLAN_0.base, virtual_nodes=8)
+TO_S4 = Route(3, single("s4"))
+
+
+def test_reads_the_header_before_it_goes_to_an_unknown_server() -> None:
+    listener = Listener().confirmed()
+    [read] = listener.told(TO_S4)
+    assert read == Send("s1", READ_HEADER, ("header",))
+    assert listener.told(TO_S4) == []
+    assert listener.tell(reply(read, header_reply(GROWN))) == [Connect("s4", "redis://s4:6379")]
+
+
+def test_never_goes_to_a_server_that_no_plan_lists() -> None:
+    listener = Listener().confirmed()
+    [read] = listener.told(TO_S4)
+    assert listener.tell(reply(read, header_reply(PLAN_0))) == []
+    assert listener.counters["distrusted_hints"] == 1
+    assert delivered(listener.push("s1", C, message(1))) == [b"m1"]
+
+
+@pytest.mark.parametrize("failure", [ErrorReply("LOADING"), [b"1", None, b"\xc1"], [None, None, None]])
+def test_asks_again_after_a_header_that_could_not_be_read(failure: Any) -> None:
+    listener = Listener().confirmed()
+    [read] = listener.told(TO_S4)
+    assert listener.tell(reply(read, failure)) == []
+    assert listener.told(TO_S4) == [read]
+
+
+def test_a_forged_notice_is_distrusted_after_a_while_and_nothing_is_lost() -> None:
+    listener = Listener().confirmed()
+    listener.told(Route(99, single("s2")))
+    retry = listener.verify(listener.up("s2"), PLAN_0)
+    for number in range(1, 200):
+        assert delivered(listener.push("s1", C, message(number))) == [b"m%d" % number]
+        retry = listener.verify(listener.pass_time(OPTIONS.verify_retry_s), PLAN_0)
+        if listener.counters["distrusted_routes"]:
+            break
+    assert listener.plan.route(C) == Route(0, single("s1"))
+    assert gaps(retry) == []
+    listener.told(TO_S2)
+    assert listener.plan.route(C) == TO_S2
+
+
+def test_a_forged_epoch_does_not_make_it_deaf_to_true_notices() -> None:
+    """The route that it follows names the right server, so that nobody would ever contradict it."""
+    listener = Listener().confirmed()
+    sent = listener.told(Route(2**32 - 1, single("s1")))
+    listener.verify([*sent, *listener.pass_time(60)], PLAN_0)
+    assert listener.told(TO_S2)
+
+
+def test_a_newer_route_to_the_same_place_is_taken() -> None:
+    back = SETTLED.begin({C: single("s1")}).activate([C]).settle([C])
+    listener = Listener()
+    listener.subscribe()
+    assert listener.verify(listener.up("s1"), back) == [SubscriptionConfirmed(C)]
+    assert listener.plan.epoch(C) == 4
+    assert listener.told(TO_S2) == []
+
+
+def test_a_server_that_leaves_the_plan_is_not_looked_for() -> None:
+    listener = Listener()
+    listener.plan.learn(C, Route(1, single("s3")), 0.0)
+    listener.plan.update_header(Plan(9, {server.id: server for server in SERVERS[:2]}, ("s1", "s2"), virtual_nodes=8))
+    assert all(connect.link in ("s1", "s2") for connect in only(Connect, listener.subscribe()))
+
+
+def test_reserved_names_of_an_application_do_not_confuse_it() -> None:
+    """An application may subscribe to the physical name of a replica that another subscription listens at."""
+    listener = Listener(header=PLAN_0)
+    listener.plan.learn(C, Route(5, Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2", "s3"))), 0.0)
+    physical = replica_channel(C, 5)
+    listener.subscribe(C, physical)
+    for link in ("s1", "s2", "s3"):
+        listener.up(link)
+    listener.unsubscribe(C)
+    listener.unsubscribe(physical)
+
+
+# Lost connections.
+
+
+def test_after_a_lost_connection_it_joins_verifies_and_reports_a_gap() -> None:
+    listener = Listener().confirmed()
+    assert listener.down("s1") == []
+    actions = listener.up("s1")
+    assert commands(actions, b"SUBSCRIBE") == [(C,)]
+    verified = listener.verify(actions, PLAN_0)
+    assert verified == [GapDetected(C, None, None, "the connection to server s1 was lost: reset by peer")]
+    assert delivered(listener.push("s1", C, message(1))) == [b"m1"]
+
+
+def test_one_gap_for_several_losses_in_a_row() -> None:
+    listener = Listener().confirmed()
+    for _ in range(2):
+        listener.down("s1")
+        listener.up("s1")
+    listener.down("s1")
+    assert len(gaps(listener.verify(listener.up("s1"), PLAN_0))) == 1
+
+
+def test_a_failed_attempt_to_connect_is_no_gap() -> None:
+    listener = Listener()
+    listener.subscribe()
+    assert listener.down("s1") == []
+    assert listener.verify(listener.up("s1"), PLAN_0) == [SubscriptionConfirmed(C)]
+
+
+def test_a_loss_before_the_confirmation_is_no_gap() -> None:
+    listener = Listener()
+    listener.subscribe()
+    stale = listener.up("s1")
+    listener.down("s1")
+    fresh = listener.up("s1")
+    assert listener.verify(stale, PLAN_0) == []
+    assert listener.verify(fresh, PLAN_0) == [SubscriptionConfirmed(C)]
+
+
+def test_the_channel_may_have_moved_while_it_was_away() -> None:
+    listener = Listener().confirmed()
+    listener.down("s1")
+    actions = listener.verify(listener.up("s1"), SETTLED)
+    assert only(Connect, actions) == [Connect("s2", URLS["s2"])]
+    assert gaps(actions) == []
+    settled = listener.verify(listener.up("s2"), SETTLED)
+    assert LEAVE_S1 in settled
+    assert len(gaps(settled)) == 1
+
+
+def test_losing_the_old_place_of_a_move_that_is_verified_is_a_gap_and_ends_it() -> None:
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    assert len(gaps(listener.down("s1"))) == 1
+    assert commands(listener.up("s1"), b"SUBSCRIBE") == []
+    assert delivered(listener.push("s2", C, message(1))) == [b"m1"]
+
+
+def test_losing_the_old_place_before_the_new_one_is_verified_is_a_gap_later() -> None:
+    listener = Listener().confirmed()
+    listener.told(TO_S2)
+    assert gaps(listener.down("s1")) == []
+    assert commands(listener.up("s1"), b"SUBSCRIBE") == [(C,)]
+    assert len(gaps(listener.verify(listener.up("s2"), ACTIVE))) == 1
+
+
+def test_losing_the_new_place_keeps_the_old_one() -> None:
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    listener.mark("s2", 1)
+    assert commands(listener.down("s2"), b"UNSUBSCRIBE") == []
+    assert delivered(listener.push("s1", C, message(1))) == [b"m1"]
+    assert listener.mark("s1", 1) == []
+
+
+def test_every_channel_of_a_lost_link_gets_its_gap() -> None:
+    other = channel_at("s1", 1)
+    listener = Listener().confirmed()
+    listener.verify(listener.subscribe(other), PLAN_0, other)
+    listener.down("s1")
+    actions = listener.up("s1")
+    assert {gap.channel for gap in gaps(listener.verify(actions, PLAN_0))} == {C, other}
+
+
+def test_what_was_seen_before_the_confirmation_causes_no_gap_after_it() -> None:
+    """What was published while an unconfirmed subscription was away is owed to nobody."""
+    listener = Listener()
+    listener.subscribe()
+    listener.up("s1")
+    listener.push("s1", C, message(1))
+    listener.down("s1")
+    listener.verify(listener.up("s1"), PLAN_0)
+    assert delivered(listener.push("s1", C, message(5))) == [b"m5"]
+    assert gaps(listener.pass_time(1)) == []
+
+
+def test_what_a_former_subscription_had_seen_causes_no_gap_in_the_next() -> None:
+    listener = Listener().confirmed()
+    listener.unsubscribe()
+    sent = listener.subscribe()
+    listener.push("s1", C, message(1))
+    listener.acknowledged(b"unsubscribe", b"subscribe")
+    listener.verify(sent, PLAN_0)
+    assert delivered(listener.push("s1", C, message(5))) == [b"m5"]
+    assert gaps(listener.pass_time(1)) == []

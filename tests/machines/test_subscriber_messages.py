@@ -1,0 +1,207 @@
+"""What a subscriber machine delivers, and what it makes of hostile messages."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamoth.control import LossNotice, ObservationGap
+from dynamoth.envelope import CONTROL, FIRST, FORWARDED, HEARTBEAT, MAGIC, RAW, ROUTE_CHANGED, seal
+from dynamoth.events import Pushed
+from dynamoth.plan import Route, single
+from dynamoth_client.sequences import HELD_MAX
+from dynamoth_client.subscriber import Deliver, GapDetected
+from tests.machines.helpers import ACTIVE, PLAN_0, C, channel_at, control, message, only
+from tests.machines.listener import OPTIONS, Listener, delivered
+
+TO_S2 = Route(1, single("s2"))
+COPY = FORWARDED | ROUTE_CHANGED
+
+
+def test_delivers_a_batch_at_once_and_in_order() -> None:
+    listener = Listener().confirmed()
+    assert listener.push("s1", C, message(1), message(2), message(3)) == [Deliver([(C, b"m1"), (C, b"m2"), (C, b"m3")])]
+
+
+def test_a_batch_may_hold_several_channels() -> None:
+    other = channel_at("s1", 1)
+    listener = Listener().confirmed()
+    listener.verify(listener.subscribe(other), PLAN_0, other)
+    batch = [[b"message", C, message(1)], [b"message", other, message(1)], [b"message", C, message(2)]]
+    actions = listener.tell(Pushed("s1", batch))
+    assert [pair for deliver in only(Deliver, actions) for pair in deliver.messages] == [
+        (C, b"m1"),
+        (other, b"m1"),
+        (C, b"m2"),
+    ]
+
+
+def test_before_the_confirmation_messages_are_tracked_and_not_delivered() -> None:
+    listener = Listener()
+    listener.subscribe()
+    sent = listener.up("s1")
+    assert listener.push("s1", C, message(1), message(2), b"raw") == []
+    listener.verify(sent, PLAN_0)
+    assert delivered(listener.push("s1", C, message(2), message(3))) == [b"m3"]
+
+
+def test_a_message_seen_in_two_places_is_delivered_once() -> None:
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    assert delivered(listener.push("s1", C, message(1))) == [b"m1"]
+    assert listener.push("s2", C, message(1, flags=COPY)) == []
+    assert delivered(listener.push("s2", C, message(2))) == [b"m2"]
+    assert listener.push("s1", C, message(2, flags=COPY)) == []
+
+
+def test_a_later_message_waits_for_the_forwarded_copy_of_an_earlier_one() -> None:
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    listener.push("s1", C, message(1))
+    assert listener.push("s2", C, message(3)) == []
+    assert listener.machine.deadline() is not None
+    assert delivered(listener.push("s1", C, message(2))) == [b"m2", b"m3"]
+
+
+def test_a_gap_is_reported_when_nothing_comes() -> None:
+    listener = Listener().confirmed()
+    listener.push("s1", C, message(1), message(4))
+    assert listener.pass_time(OPTIONS.hold_s_max - 0.01) == []
+    assert listener.pass_time(0.02) == [GapDetected(C, 7, 2, "not arrived in time"), Deliver([(C, b"m4")])]
+
+
+def test_deliveries_and_gaps_keep_their_order_within_a_batch() -> None:
+    listener = Listener().confirmed()
+    loss = control(LossNotice(C, 3))
+    actions = listener.push("s1", C, message(1), loss, message(2))
+    assert [type(action) for action in actions] == [Deliver, GapDetected, Deliver]
+    assert actions[1] == GapDetected(C, None, 3, "a dispatcher could not forward messages")
+
+
+def test_a_heartbeat_reveals_a_lost_tail() -> None:
+    listener = Listener().confirmed()
+    listener.push("s1", C, message(1))
+    assert listener.push("s1", C, message(3, b"", flags=HEARTBEAT)) == []
+    assert listener.pass_time(1) == [GapDetected(C, 7, 2, "not arrived in time")]
+
+
+# A publisher of which the subscriber has not heard yet, during a move (G1).
+
+
+def newcomer(*arrivals: tuple[str, bytes]) -> tuple[list[bytes], list[GapDetected]]:
+    """Let messages come in this order while s1 is being left for s2; return deliveries and gaps."""
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    actions: list[Any] = [action for link, data in arrivals for action in listener.push(link, C, data)]
+    actions += listener.pass_time(2 * OPTIONS.hold_s_max)
+    return delivered(actions), only(GapDetected, actions)
+
+
+def test_what_was_published_at_the_new_place_before_it_joined_is_not_lost() -> None:
+    """m2 was published at s2 before the SUBSCRIBE there, and its copy comes to s1 after m3 came to s2."""
+    out = newcomer(("s2", message(3)), ("s1", message(2, flags=COPY)), ("s1", message(3, flags=COPY)))
+    assert out == ([b"m2", b"m3"], [])
+
+
+def test_not_even_the_first_message_of_a_new_publisher() -> None:
+    out = newcomer(("s2", message(2)), ("s1", message(1, flags=COPY | FIRST)))
+    assert out == ([b"m1", b"m2"], [])
+
+
+def test_nor_the_last_one_before_a_publisher_changed_its_route() -> None:
+    out = newcomer(("s2", message(2, flags=ROUTE_CHANGED)), ("s1", message(1)))
+    assert out == ([b"m1", b"m2"], [])
+
+
+@given(st.integers(1, 8), st.integers(0, 8), st.randoms(use_true_random=False))
+def test_a_whole_and_a_late_copy_of_a_stream_in_any_interleaving(length: int, missed: int, random: Any) -> None:
+    """s1 gets every message; s2 those after the first ``missed``, when the subscriber had joined it."""
+    ahead = {"s1": 0, "s2": min(missed, length)}
+    arrivals: list[tuple[str, bytes]] = []
+    while open_ := [link for link, number in ahead.items() if number < length]:
+        link = random.choice(open_)
+        ahead[link] += 1
+        arrivals.append((link, message(ahead[link], flags=FORWARDED if link == "s1" else 0)))
+    assert newcomer(*arrivals) == ([b"m%d" % number for number in range(1, length + 1)], [])
+
+
+# Plain messages.
+
+
+def test_raw_messages_are_delivered_as_they_are() -> None:
+    listener = Listener().confirmed()
+    assert listener.push("s1", C, b"", b"plain", b"\xd7\x0d\x02") == [
+        Deliver([(C, b""), (C, b"plain"), (C, b"\xd7\x0d\x02")])
+    ]
+
+
+def raw_copy(server: str, number: int, payload: bytes) -> bytes:
+    """The copy that the dispatcher of ``server`` makes of a raw message (see ``DispatcherMachine``)."""
+    publisher = zlib.crc32(server.encode()) << 32 | 5
+    return seal(publisher, number, 1, payload, RAW | FORWARDED | (FIRST if number == 1 else 0))
+
+
+@pytest.mark.parametrize(("published", "forwarded"), [("s1", "s2"), ("s2", "s1")])
+def test_a_raw_message_and_its_forwarded_copy_are_delivered_once(published: str, forwarded: str) -> None:
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    actions = listener.push(published, C, b"plain")
+    actions += listener.push(forwarded, C, raw_copy(published, 1, b"plain"))
+    assert delivered(actions) == [b"plain"]
+
+
+def test_the_copy_of_a_raw_message_of_elsewhere_is_delivered_once() -> None:
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    copy = raw_copy("s3", 1, b"plain")
+    assert delivered([*listener.push("s1", C, copy), *listener.push("s2", C, copy)]) == [b"plain"]
+
+
+# Hostile messages.
+
+
+@pytest.mark.parametrize(
+    ("data", "counter"),
+    [
+        (MAGIC, "malformed_messages"),
+        (seal(1, 1, 0, b"", 0x80), "malformed_messages"),
+        (seal(1, 1, 0, b"\xc1", CONTROL), "malformed_messages"),
+        (seal(1, 1, 0, b"", CONTROL), "malformed_messages"),
+        (control(ObservationGap("s1")), "unexpected_messages"),
+        (control(LossNotice(b"other", 1)), "unexpected_messages"),
+    ],
+)
+def test_malformed_and_unexpected_messages_are_counted(data: bytes, counter: str) -> None:
+    listener = Listener().confirmed()
+    assert only(GapDetected, listener.push("s1", C, data)) == []
+    assert listener.counters[counter] == 1
+
+
+def test_a_channel_that_is_not_subscribed_is_ignored() -> None:
+    assert Listener().confirmed().push("s1", b"other", message(1), b"raw") == []
+
+
+def test_messages_that_wait_leave_no_wish_behind_each() -> None:
+    """Ten thousand messages that wait for one are one thing to look after, not ten thousand that renew themselves."""
+    listener = Listener().confirmed()
+    listener.push("s1", C, message(1))
+    for number in range(3, 3000):
+        listener.push("s1", C, message(number))
+    assert len(listener.subscriber._wishes) < 100  # pyright: ignore[reportPrivateUsage]  # no other way to see it
+
+
+def test_remembers_a_bounded_number_of_publishers() -> None:
+    """Anyone can invent publishers; a name for the bound is wanted (``HELD_MAX`` stands in for it here)."""
+    listener = Listener().confirmed()
+    many = 20 * HELD_MAX
+    for publisher in range(many):
+        listener.push("s1", C, message(1, publisher=publisher))
+    streams = listener.subscriber._subscriptions[C].sequences.streams  # pyright: ignore[reportPrivateUsage]
+    assert len(streams) < many
+
+
+def test_remembers_a_bounded_number_of_marker_incarnations() -> None:
+    listener = Listener().confirmed()
+    for incarnation in range(2000):
+        listener.mark("s1", 1, "s1", incarnation)
+    [place] = listener.subscriber._subscriptions[C].targets.values()  # pyright: ignore[reportPrivateUsage]
+    assert len(place.first_marker) < 2000
