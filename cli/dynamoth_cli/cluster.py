@@ -12,32 +12,37 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 from dynamoth.config import GIGABIT_BYTES_PER_S, declared_settings
-from dynamoth.errors import DynamothError
+from dynamoth.errors import ClusterUnavailable, DynamothError, RequestRefused
 from dynamoth.events import CommandPart
 from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL
 from dynamoth.settings import to_text
 from dynamoth.stored_plan import READ_HEADER, parse_header
+from dynamoth_cli.admin import ask_balancer
 from dynamoth_cli.child import Child, dynamoth_command
 from dynamoth_cli.embedded import EmbeddedRedis, RedisServerFailed
 from dynamoth_link.errors import LinkError
 from dynamoth_link.query import query
-from dynamoth_link.urls import ServerAddress
+from dynamoth_link.urls import ServerAddress, parse_cluster_url
 
 READY_TIMEOUT_S = 30.0
 """A cluster of three is ready in about a second; a machine that is busy with everything else gets this long."""
 
 POLL_INTERVAL_S = 0.02
 ANSWER_TIMEOUT_S = 5.0
+REQUEST_TIMEOUT_S = 60.0
+"""Bounds of one answer of a server, and of one request to the balancer."""
 
 HOST = "127.0.0.1"
+
+_T = TypeVar("_T")
 
 
 class ClusterNotReady(DynamothError):
@@ -158,7 +163,7 @@ class LocalCluster:
             self._folder = None
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Wait until exactly one agent observes each server, a balancer listens there, and the plan is stored.
+        """Wait until exactly one agent observes each server, a balancer leads, and the plan is stored there.
 
         Raises:
             ChildEnded: a daemon has ended instead.
@@ -203,9 +208,11 @@ class LocalCluster:
 
         """
         address = ServerAddress(HOST, self.redis[server].port, password=self.password)
-        answer = query(address, *commands, timeout_s=ANSWER_TIMEOUT_S)
-        with ThreadPoolExecutor(1) as elsewhere:  # as the caller may have an event loop of its own
-            return elsewhere.submit(asyncio.run, answer).result()
+        return _run(query(address, *commands, timeout_s=ANSWER_TIMEOUT_S))
+
+    def ask_balancer(self, command: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> Mapping[str, Any]:
+        """Have the balancer carry out a request; return its result. Raises as ``admin.ask_balancer``."""
+        return _run(ask_balancer(parse_cluster_url(self.url), command, arguments, timeout_s=REQUEST_TIMEOUT_S))
 
     def _daemons(self) -> Iterator[Child]:
         yield from self.agents.values()
@@ -264,9 +271,22 @@ class LocalCluster:
             stored = parse_header(header, run[1] if run else None)
             if stored is None or not stored.believed:
                 yield f"server {id_} does not store the plan"
+        try:
+            stage = self.ask_balancer("status")["stage"]
+        except (ClusterUnavailable, RequestRefused) as error:
+            yield str(error)
+            return
+        if stage != "leading":
+            yield f"the balancer is {stage}, not leading"
 
     def _credentials(self) -> str:
         return "" if self.password is None else f":{quote(self.password, safe='')}@"
+
+
+def _run(question: Coroutine[Any, Any, _T]) -> _T:
+    """Run a coroutine to its end, in a thread: the caller may have an event loop of its own."""
+    with ThreadPoolExecutor(1) as elsewhere:
+        return elsewhere.submit(asyncio.run, question).result()
 
 
 def _text(reply: Any) -> str:

@@ -32,6 +32,8 @@ CHECK_INTERVAL_S = 10.0
 NAME_PREFIX = "dynamoth-agent:"
 """How the names of agents' connections begin; the id of the server and the incarnation follow."""
 
+_AGENT_LINE = re.compile(rf"^id=(\d+) addr=(\S+) (?:\S+ )*?name={NAME_PREFIX}(\S+):(\S+) age=(\d+) ", re.MULTILINE)
+
 
 @dataclass(frozen=True, slots=True)
 class AlreadyRunning:
@@ -105,9 +107,9 @@ class AgentGuard:
         if isinstance(value, ErrorReply):
             return self._refuse(value)
         match event.tag[1]:
-            case "id":
-                self._client_id = int(value)
-            case "count" if isinstance(value, list) and value[1] > 1:
+            case "id" if isinstance(value, int):
+                self._client_id = value
+            case "count" if not isinstance(value, list) or value[1:] != [1]:
                 return [Send(LOCAL, (b"CLIENT", b"LIST", b"TYPE", b"pubsub"), (TAG, "list"))]
             case "list":
                 return self._compare(value)
@@ -148,10 +150,7 @@ class AgentGuard:
 
 def _agents(listed: str) -> list[_Agent]:
     """Read the lines of CLIENT LIST that are agents'."""
-    lines = [line for line in listed.splitlines() if f" name={NAME_PREFIX}" in line]
-    fields = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in lines]
     return [
-        _Agent(int(found["id"]), unquote(server), incarnation, found.get("addr", "?"), found.get("age", "?"))
-        for found in fields
-        for server, _, incarnation in [found["name"].removeprefix(NAME_PREFIX).rpartition(":")]
+        _Agent(int(id_), unquote(server), incarnation, address, age_s)
+        for id_, address, server, incarnation, age_s in _AGENT_LINE.findall(listed)
     ]

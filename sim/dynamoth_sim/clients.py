@@ -208,6 +208,7 @@ class PublisherApp:
         self._audit = client.audit
         self._plan = plan
         self._numbers: dict[bytes, int] = {}
+        self._unended: dict[tuple[bytes, int], None] = {}
         #: Called with channel, number and receivers (None: it failed) when a publish has ended.
         self.on_ended: Callable[[bytes, int, int | None], None] = lambda channel, number, receivers: None
         self.process = Process(client.world, client.network, f"{name}.p", self._machine, self._acted)
@@ -222,9 +223,14 @@ class PublisherApp:
         """The channels that it has published to."""
         return list(self._numbers)
 
+    def pending(self, channel: bytes) -> int:
+        """Return how many publishes on ``channel`` have not ended."""
+        return sum(pending == channel for pending, _ in self._unended)
+
     def publish(self, channel: bytes) -> int:
         """Publish the next message on ``channel``; return its number."""
         number = self._numbers[channel] = self._numbers.get(channel, 0) + 1
+        self._unended[channel, number] = None
         now = self._world.now
         self._audit.published(self.name, channel, number, now)
         payload = make_payload(self.name, number)
@@ -234,6 +240,7 @@ class PublisherApp:
 
     def _acted(self, action: Any) -> None:
         channel, number = action.token
+        del self._unended[channel, number]
         receivers = action.receivers if type(action) is Published else None
         now = self._world.now
         note = action.reason if type(action) is PublishFailed else action

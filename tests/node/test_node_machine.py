@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dynamoth import stored_plan
+from dynamoth.control import PlanChange, pack_control
+from dynamoth.envelope import seal
+from dynamoth.events import Connect, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
+from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL
+from dynamoth.outbox import Outbox
+from dynamoth.plan import Plan, Server, single
+from dynamoth.reports import unpack_report
+from dynamoth_lla.machine import ObservationLate
+from dynamoth_lla.options import LoadAnalyzerOptions
+from dynamoth_node.guard import AlreadyRunning
+from dynamoth_node.machine import LinkChanged, NodeMachine, PlanFollowed
+
+PLAN = Plan.initial([Server("s1", "redis://h1"), Server("s2", "redis://h2")])
+
+
+def whole(plan: Plan) -> dict[bytes, bytes]:
+    """Return what HGETALL answers where the plan is stored."""
+    fields: dict[bytes, bytes] = {}
+    for command in stored_plan.write_whole(plan, None):
+        if command[0] == b"HSET":
+            parts = [part if isinstance(part, bytes) else str(part).encode() for part in command[2:]]
+            fields.update(zip(parts[::2], parts[1::2], strict=True))
+    return fields
+
+
+class Bench:
+    """One agent and a server that answers it."""
+
+    def __init__(self) -> None:
+        self.machine = NodeMachine("s1", 5, None, LoadAnalyzerOptions(outgoing_bytes_per_s_max=1000), "redis://h1")
+        self.now = 50.0
+        self.plan: Plan | None = PLAN
+        self.agents = 1
+        self.clients = b""
+        self.sent: list[Send] = []
+        self.other: list[Any] = []
+
+    def tell(self, event: Any, *, answer: bool = True) -> list[Any]:
+        actions = self.machine.handle(event, self.now)
+        for action in actions:
+            if isinstance(action, Send):
+                self.sent.append(action)
+                if answer and action.tag is not None and action.link == "local":
+                    self.tell(Replied("local", action.tag, self.answer(tuple(action.args))))
+            else:
+                self.other.append(action)
+        return actions
+
+    def answer(self, args: tuple[Any, ...]) -> Any:
+        match args:
+            case (b"HGETALL", _):
+                return {} if self.plan is None else whole(self.plan)
+            case (b"INFO", _):
+                return b"total_net_output_bytes:0\r\npubsub_channels:0\r\n"
+            case (b"CLIENT", b"ID"):
+                return 9
+            case (b"CLIENT", b"LIST", *_):
+                return self.clients
+            case (b"PUBSUB", b"NUMSUB", *names):
+                return [part for name in names for part in (name, self.agents)]
+            case (b"PUBSUB", b"CHANNELS"):
+                return []
+            case (b"PUBLISH", *_):
+                return 2
+            case _:
+                return b"OK"
+
+    def up(self) -> None:
+        self.tell(Start())
+        self.tell(LinkUp("local", "run1"))
+
+    def commands(self) -> list[tuple[Any, ...]]:
+        return [tuple(send.args) for send in self.sent]
+
+    def to_balancer(self) -> list[bytes]:
+        return [args[2] for args in self.commands() if args[:2] == (b"PUBLISH", BALANCER_CHANNEL)]
+
+    def to_next_deadline(self) -> None:
+        deadline = self.machine.deadline()
+        assert deadline is not None
+        self.now = max(self.now, deadline)
+        self.tell(Tick())
+
+
+def test_it_asks_for_one_link_at_the_start() -> None:
+    bench = Bench()
+    assert bench.tell(Start()) == [Connect("local", "redis://h1")]
+
+
+def test_the_connection_is_named_before_it_is_subscribed_and_observed_before_it_is_measured() -> None:
+    bench = Bench()
+    bench.tell(Start())
+    actions = [action for action in bench.tell(LinkUp("local", "run1"), answer=False) if isinstance(action, Send)]
+    names = [tuple(action.args[:2]) for action in actions]
+    order = [
+        (b"CLIENT", b"SETNAME"),
+        (b"PSUBSCRIBE", b"*"),
+        (b"PUBSUB", b"NUMSUB"),
+        (b"INFO", b"stats"),
+    ]
+    assert sorted(order, key=names.index) == order
+    assert names.index((b"CLIENT", b"SETNAME")) < names.index((b"SUBSCRIBE", AGENT_CHANNEL))
+
+
+def test_it_is_ready_when_it_observes_and_knows_a_plan() -> None:
+    bench = Bench()
+    bench.plan = None
+    bench.up()
+    assert bench.machine.is_up and not bench.machine.is_ready
+    bench.plan = PLAN
+    bench.to_next_deadline()
+    assert bench.machine.is_ready
+    bench.tell(LinkDown("local", "lost"))
+    assert not bench.machine.is_ready
+
+
+def test_messages_go_to_dispatcher_and_analyzer() -> None:
+    """The channel's home is s2: the dispatcher forwards; and the report of the analyzer has it."""
+    channel = next(b"%d" % n for n in range(100) if PLAN.entry(b"%d" % n).route.assignment == single("s2"))
+    bench = Bench()
+    bench.up()
+    actions = bench.tell(Pushed("local", [[b"pmessage", b"*", channel, seal(77, 1, 0, b"hello")]]))
+    assert Connect("to:s2", "redis://h2") in actions
+    actions = bench.tell(LinkUp("to:s2", "run2"))
+    (forward,) = [action for action in actions if isinstance(action, Send)]
+    assert forward.link == "to:s2" and forward.args[:2] == (b"PUBLISH", channel)
+    assert isinstance(forward.tag, Outbox)
+    assert bench.tell(Replied("to:s2", forward.tag, 1)) == []
+    for _ in range(3):
+        bench.to_next_deadline()
+    reports = [unpack_report(data) for data in bench.to_balancer() if data[1] == 12]
+    assert channel in reports[0].columns.channels
+
+
+def test_reports_tell_the_version_of_the_dispatchers_plan_and_people_hear_of_it() -> None:
+    bench = Bench()
+    bench.up()
+    newer = PLAN.begin({b"a": single("s1" if PLAN.entry(b"a").route.assignment == single("s2") else "s2")})
+    change = pack_control(PlanChange(PLAN.diff(newer)))
+    bench.tell(Pushed("local", [[b"message", AGENT_CHANNEL, change]]))
+    assert [action.version for action in bench.other if isinstance(action, PlanFollowed)] == [0, 1]
+    while not (reports := [data for data in bench.to_balancer() if data[1] == 12]):
+        bench.to_next_deadline()
+    assert unpack_report(reports[0]).plan_version == 1
+
+
+def test_links_of_forwarding_do_not_touch_the_analyzer() -> None:
+    bench = Bench()
+    bench.up()
+    before = bench.machine.load_analyzer.deadline()
+    channel = next(b"%d" % n for n in range(100) if PLAN.entry(b"%d" % n).route.assignment == single("s2"))
+    bench.tell(Pushed("local", [[b"pmessage", b"*", channel, b"raw"]]))
+    bench.tell(LinkUp("to:s2", None))
+    bench.tell(LinkDown("to:s2", "lost"))
+    bench.tell(Pushed("to:s2", [[b"pmessage", b"*", b"x", b"raw"]]))
+    assert bench.machine.load_analyzer.deadline() == before
+    assert bench.machine.is_up
+
+
+def test_a_link_that_is_down_is_said_once_per_reason() -> None:
+    bench = Bench()
+    bench.tell(Start())
+    for reason in ("refused", "refused", "wrong password", "wrong password", "refused"):
+        bench.tell(LinkDown("local", reason))
+    bench.tell(LinkUp("local", "run1"))
+    bench.tell(LinkDown("local", "refused"))
+    said = [action.reason for action in bench.other if isinstance(action, LinkChanged)]
+    assert said == ["refused", "wrong password", "refused", None, "refused"]
+
+
+def test_a_second_agent_is_told_to_end() -> None:
+    bench = Bench()
+    bench.agents = 2
+    bench.clients = b"id=3 addr=10.0.0.1:99 laddr=x fd=8 name=dynamoth-agent:s1:4 age=12 idle=0 flags=P\n"
+    bench.up()
+    (end,) = [action for action in bench.other if isinstance(action, AlreadyRunning)]
+    assert "10.0.0.1:99" in end.reason
+
+
+def test_its_own_old_connection_does_not_end_it() -> None:
+    bench = Bench()
+    bench.agents = 2
+    bench.clients = b"id=3 addr=10.0.0.1:99 laddr=x fd=8 name=dynamoth-agent:s1:5 age=12 idle=0 flags=P\n"
+    bench.up()
+    assert not [action for action in bench.other if isinstance(action, AlreadyRunning)]
+
+
+def test_actions_of_the_analyzer_come_through() -> None:
+    bench = Bench()
+    bench.tell(Start())
+    sent = bench.tell(LinkUp("local", "run1"), answer=False)
+    bench.now += 3.0
+    for action in sent:
+        if isinstance(action, Send) and action.tag is not None and action.tag[0] == "lla":
+            bench.tell(Replied("local", action.tag, b""))
+    assert ObservationLate(True, 3.0) in bench.other
+
+
+def test_its_deadline_is_the_earliest() -> None:
+    bench = Bench()
+    assert bench.machine.deadline() is None
+    bench.plan = None
+    bench.up()
+    retry = bench.machine.dispatcher.deadline()
+    report = bench.machine.load_analyzer.deadline()
+    assert retry is not None and report is not None
+    assert bench.machine.deadline() == min(retry, report)
+    bench.tell(LinkDown("local", "lost"))
+    assert bench.machine.deadline() is None
+
+
+def test_what_is_no_event_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match="not an event"):
+        Bench().machine.handle(object(), 0.0)
