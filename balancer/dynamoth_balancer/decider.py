@@ -30,8 +30,9 @@ class Decider:
         self._options = options
         #: No plans of the balancer's own; what administrators ask for is done.
         self.paused = False
-        #: The latest decisions and their times, oldest first.
-        self.decisions: deque[tuple[float, Decision]] = deque(maxlen=DECISIONS_KEPT_MAX)
+        #: The latest decisions with their numbers (from 1) and times, oldest first.
+        self.decisions: deque[tuple[int, float, Decision]] = deque(maxlen=DECISIONS_KEPT_MAX)
+        self._made = 0
         self._look_at = -math.inf
         self._plan_at = -math.inf
         self._findings_at = -math.inf
@@ -60,7 +61,8 @@ class Decider:
         elif not decision.findings or not self._is_news(decision, now):
             return None
         self._findings_at = now
-        self.decisions.append((now, decision))
+        self._made += 1
+        self.decisions.append((self._made, now, decision))
         return decision
 
     def cluster(self, installer: Installer, now: float) -> Cluster:
@@ -95,7 +97,7 @@ class Decider:
     def _is_news(self, decision: Decision, now: float) -> bool:
         if now - self._findings_at >= FINDING_REPEAT_S:
             return True
-        return not self.decisions or _summary(self.decisions[-1][1]) != _summary(decision)
+        return not self.decisions or _summary(self.decisions[-1][2]) != _summary(decision)
 
     def _forget(self, now: float) -> None:
         rest = self._options.channel_rest_s

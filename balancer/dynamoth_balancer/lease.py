@@ -115,7 +115,7 @@ class Lease:
             if term.sent_at is None and now >= term.next_at and (leads or not (contested and term.ours)):
                 # Who has not won while another holds servers does not renew, so that one of the two gets all of them.
                 sends += self._ask(server, term, now)
-            if not leads and not term.ours:
+            if not leads and not term.ours and not term.problem:
                 break
         return sends
 

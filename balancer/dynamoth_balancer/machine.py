@@ -100,7 +100,8 @@ class BalancerMachine:
         self._servers = {server.id: server for server in servers}
         self._run_ids: dict[str, str | None] = {}
         self._down_reasons: dict[str, str] = dict.fromkeys(ids, "not connected yet")
-        self._unsubscribed: set[str] = set()
+        #: Servers that refused the subscription; a dict, as it keeps its order.
+        self._unsubscribed: dict[str, None] = {}
         self._lease = Lease(ids, incarnation, self.options.lease_s, self.options.lease_renew_s)
         self._agents = Agents(ids, self.options.agent_stale_s)
         #: Agents of which the log was told that they are alive.
@@ -258,7 +259,7 @@ class BalancerMachine:
 
     def _subscribed(self, server: str, value: Any) -> list[Any]:
         assert isinstance(value, ErrorReply), f"SUBSCRIBE has no reply but an error: {value!r}"
-        self._unsubscribed.add(server)
+        self._unsubscribed[server] = None
         text = "a server does not let us hear its agent: give the user &__dynamoth__:* and ~__dynamoth__:*"
         return [Note("error", text, {"server": server, "reply": str(value)})]
 
@@ -438,15 +439,14 @@ class BalancerMachine:
         server = message.server
         actions: list[Any] = []
         if not isinstance(message, Vacated):  # which names no incarnation, and needs none: it stays true
+            before = self._agents[server].incarnation
             heard = self._agents.hear(server, message.incarnation, now)
             if heard is Heard.STALE:
                 self.counters["stale_incarnation"] += 1
                 return []
-            if heard is Heard.NEW:
+            if heard is Heard.NEW and before is not None:
                 self._model.agent_restarted(server)
-                actions.append(
-                    Note("info", "an agent has started", {"server": server, "incarnation": message.incarnation})
-                )
+                actions.append(Note("info", "an agent has restarted", {"server": server}))
         if isinstance(message, Report) and self._model.report(message, now):
             actions.append(ReportReceived(message))
         if (installer := self._at_work) is not None:
@@ -545,7 +545,8 @@ class BalancerMachine:
             "moves_begun": self.counters["moves_begun"],
             "moves_settled": self.counters["moves_settled"],
             "decisions": [
-                {"age_s": now - at, **describe_decision(decision)} for at, decision in self._decider.decisions
+                {"number": number, "age_s": now - at, **describe_decision(decision)}
+                for number, at, decision in self._decider.decisions
             ],
             "counters": dict(self.all_counters()),
         }

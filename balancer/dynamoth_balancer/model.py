@@ -31,23 +31,23 @@ BYTES_PER_S_MAX = 1e13
 
 @dataclass(slots=True)
 class _Sample:
-    """One report, reduced to what is averaged. All rates in bytes/s."""
+    """One report, reduced to what is averaged: bytes sent in its interval."""
 
     begins: float
     arrived: float
     interval_s: float
-    #: Of the whole server, without the channels that are attributed.
-    rate: float
+    #: By the whole server, without the channels that are attributed.
+    outgoing_bytes: float
     channels: tuple[bytes, ...]
-    #: Of each channel; 0 where it is attributed.
-    rates: array[float]
+    #: By each channel; 0 where it is attributed.
+    channel_bytes: array[float]
 
     def strip(self, channels: Mapping[bytes, object]) -> None:
         """Take some channels out."""
         for index, channel in enumerate(self.channels):
             if channel in channels:
-                self.rate = max(0.0, self.rate - self.rates[index])
-                self.rates[index] = 0.0
+                self.outgoing_bytes = max(0.0, self.outgoing_bytes - self.channel_bytes[index])
+                self.channel_bytes[index] = 0.0
 
 
 @dataclass(slots=True)
@@ -105,12 +105,11 @@ class ClusterModel:
         return True
 
     def _sample(self, model: _ServerModel, report: Report, now: float) -> _Sample:
-        interval = report.interval_s
-        known = model.names
-        channels = tuple(known.get(channel, channel) for channel in report.columns.channels)
+        interval, columns = report.interval_s, report.columns
+        channels: tuple[bytes, ...] = tuple(map(model.names.get, columns.channels, columns.channels))
         model.names = dict(zip(channels, channels, strict=True))
-        rates = array("d", [count / interval for count in report.columns.bytes_out])
-        return _Sample(now - interval, now, interval, report.outgoing_bytes_per_s, channels, rates)
+        outgoing = report.outgoing_bytes_per_s * interval
+        return _Sample(now - interval, now, interval, outgoing, channels, array("d", columns.bytes_out))
 
     def _forget_old(self, model: _ServerModel, now: float) -> None:
         samples = model.samples
@@ -175,7 +174,7 @@ class ClusterModel:
         weight = sum(sample.interval_s for sample in model.samples)
         if not weight:
             return None
-        rate = sum(sample.rate * sample.interval_s for sample in model.samples) / weight
+        rate = sum(sample.outgoing_bytes for sample in model.samples) / weight
         rate += sum(a.rate * self._share(a, model, weight) for a in model.attributed.values() if a.target == server)
         return ServerLoad(server, rate, model.capacity)
 
@@ -195,11 +194,11 @@ class ClusterModel:
         """Return the estimated outgoing bytes/s of each channel that is known by name at a server."""
         model = self._servers[server]
         weight = sum(sample.interval_s for sample in model.samples)
-        rates: dict[bytes, float] = {}
+        sums: dict[bytes, float] = {}
         for sample in model.samples:
-            share = sample.interval_s / weight
-            for channel, rate in zip(sample.channels, sample.rates, strict=True):
-                rates[channel] = rates.get(channel, 0.0) + rate * share
+            for channel, count in zip(sample.channels, sample.channel_bytes, strict=True):
+                sums[channel] = sums.get(channel, 0.0) + count
+        rates = {channel: count / weight for channel, count in sums.items()}
         for channel, attribution in model.attributed.items():
             if attribution.target == server:
                 rates[channel] = rates.get(channel, 0.0) + attribution.rate * self._share(attribution, model, weight)

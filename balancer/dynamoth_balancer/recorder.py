@@ -1,7 +1,8 @@
 """Records what agents measure, one JSON object per line, for the analytics jobs.
 
-The balancer works whatever becomes of the file: a row that cannot be written is counted, and the log says when that begins
-and ends. The file is only ever appended to, so that ``logrotate`` can copy and truncate it; nothing here bounds its size.
+The balancer works whatever becomes of the file: a row that cannot be written is counted, and the log says when that
+begins and ends. The file is only ever appended to, so that ``logrotate`` can copy and truncate it; nothing here bounds
+its size.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ async def run_balancer(config: BalancerConfig, stop: asyncio.Event | None = None
 
     While servers are down, it waits for them. ``stop``, SIGTERM and SIGINT end it with ``EXIT_STOPPED``: the lease is
     given back first, and what is in transition stays so until the next balancer. Another balancer at work, or a
-    configuration that the stored plan contradicts, ends it with ``EXIT_REFUSED``, a bug with ``EXIT_CRASHED``. The reason
-    is logged.
+    configuration that the stored plan contradicts, ends it with ``EXIT_REFUSED``, a bug with ``EXIT_CRASHED``. The
+    reason is logged.
 
     Raises:
         ConfigError: the HTTP port cannot be listened at, or the metrics file not written.
@@ -229,5 +229,7 @@ def _log_decision(decision: Decision) -> None:
         }
         _log.info("decided to move a channel", extra=extra)
     for finding in decision.findings:
-        extra = {"server": finding.server, "load_ratio": round(finding.load_ratio, 3), "reason": finding.reason}
-        _log.warning("a server stays overloaded", extra=extra)
+        _log.warning(
+            "a server stays overloaded",
+            extra={"server": finding.server, "load_ratio": round(finding.load_ratio, 3), "reason": finding.reason},
+        )

@@ -55,6 +55,10 @@ STOP_TIMEOUT_S = 30.0
 JUDGE_TIMEOUT_S = 60.0
 """Bounds of what workers may take to get ready, to stop, and to judge."""
 
+CROWDING_S = 8.0
+CROWDING_RATIO_MAX = 0.45
+"""So long, but at most for this share of the whole time, the balancer is paused: one shall see what it has to mend."""
+
 START_DELAY_S = 0.3
 """Players begin this long after they are told to, so that all workers begin at the same time."""
 
@@ -140,6 +144,7 @@ class Demo:
         """
         state = self._state
         running.enter_context(self._cluster)
+        self._cluster.ask_balancer("pause")
         running.callback(self._stop_workers)
         self._start_workers()
         self._stage("connecting the auditors", lambda: all(w.ready for w in state.workers), READY_TIMEOUT_S)
@@ -148,7 +153,10 @@ class Demo:
         watcher.start()
         at = time.monotonic() + START_DELAY_S
         self._order("start", at=at)
-        self._until(f"{self._scene.players} players play", at)
+        crowded = at + min(CROWDING_S, self._state.seconds * CROWDING_RATIO_MAX)
+        self._until("the crowd gathers, the balancer is paused", at, crowded)
+        self._cluster.ask_balancer("resume")
+        self._until(f"{self._scene.players} players play", at, at + self._state.seconds)
         self._order("stop")
         self._stage("stopping the players", lambda: all(w.stopped is not None for w in state.workers), STOP_TIMEOUT_S)
         published = [item for w in state.workers if w.stopped for item in w.stopped.get("published", ())]
@@ -159,10 +167,9 @@ class Demo:
 
     # Going on.
 
-    def _until(self, stage: str, at: float) -> None:
-        """Let the players play to the end of their time."""
+    def _until(self, stage: str, at: float, end: float) -> None:
+        """Let the players, who began at one time, play until another."""
         self._state.stage = stage
-        end = at + self._state.seconds
         while (now := time.monotonic()) < end:
             self._state.elapsed_s = max(0.0, now - at)
             self._look(min(UPDATE_INTERVAL_S, end - now))
@@ -202,8 +209,7 @@ class Demo:
             self._start_worker("players", first, end - first)
 
     def _start_worker(self, role: str, first: int, count: int) -> None:
-        command = [sys.executable, "-P", "-m", "dynamoth_cli.demo_worker"]
-        child = Child(f"{role} {first}", command, environment=os.environ, pipes=True)
+        child = Child(f"{role} {first}", worker_command(), environment=os.environ, pipes=True)
         worker = _Worker(child, WorkerState(role))
         self._workers.append(worker)
         self._state.workers.append(worker.state)
@@ -277,6 +283,11 @@ class _Watcher:
     def _tell(self, call: Callable[[], None]) -> None:
         with suppress(queue.Full):  # the next answer will do as well
             self._events.put_nowait(call)
+
+
+def worker_command() -> list[str]:
+    """Return the command line of a worker."""
+    return [sys.executable, "-P", "-m", "dynamoth_cli.demo_worker"]
 
 
 def _world_as_json(scene: Scene) -> dict[str, Any]:

@@ -47,8 +47,8 @@ LINE_BYTES_MAX = 64 * 1024 * 1024
 """Bound of one order: what 10,000 players published on 100 tiles."""
 
 ARRIVAL_POLL_S = 0.1
-ARRIVAL_POLLS_MAX = 150
-"""What has not arrived 15 s after the last update was published is lost."""
+ARRIVAL_TIMEOUT_S = 15.0
+"""What has not arrived so long after the last update was published is lost."""
 
 JOIN_DURATION_S = 2.0
 """The players join one after the other over this time, lest all connect at once."""
@@ -67,6 +67,7 @@ class WorkerOptions:
     first: int
     count: int
     payload_bytes: int
+    arrival_timeout_s: float = ARRIVAL_TIMEOUT_S
 
 
 class Worker(ABC):
@@ -124,7 +125,7 @@ class Worker(ABC):
 
     async def finish(self) -> dict[str, Any]:
         """Wait until everything that is owed has arrived, for a bounded time; judge."""
-        for _ in range(ARRIVAL_POLLS_MAX):
+        for _ in range(round(self.options.arrival_timeout_s / ARRIVAL_POLL_S)):
             if self._is_complete():
                 break
             await asyncio.sleep(ARRIVAL_POLL_S)

@@ -197,6 +197,11 @@ class LoadAnalyzer:
         return max(self._lag_s, waiting_s)
 
     @property
+    def stage(self) -> Stage:
+        """How far the present round has come."""
+        return self._stage
+
+    @property
     def channels_tracked(self) -> int:
         """How many physical channels are followed."""
         return len(self._channels)

@@ -289,7 +289,9 @@ class SubscriberApp:
                 self._note("has ended", channel)
                 self._audit.ended(self.name, channel, now)
             case GapDetected(channel, publisher, count, reason):
-                self._note(f"GAP of {publisher if publisher is None else format(publisher, 'x')}, {count}: {reason}", channel)
+                self._note(
+                    f"GAP of {publisher if publisher is None else format(publisher, 'x')}, {count}: {reason}", channel
+                )
                 name = None if publisher is None else self._client.names.get(publisher)
                 self._audit.gap(self.name, channel, name, count if name is not None else None, now)
             case _:

@@ -9,7 +9,7 @@ from typing import Any
 from dynamoth import stored_plan
 from dynamoth.events import Machine
 from dynamoth.plan import Phase, Plan, Server
-from dynamoth_balancer.actions import Note, Stopped
+from dynamoth_balancer.actions import Decided, Note, PlanChanged, Stopped
 from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_client.publisher import PublisherOptions
@@ -128,11 +128,9 @@ class Cluster:
             story=self._story,
         )
         self.servers: dict[str, RedisServer] = {}
-        for number in range(1, options.servers + 1):
-            server = RedisServer(world, f"s{number}", f"redis://s{number}:6379")
-            self.servers[server.id] = server
-            self.network.add_server(server.url, server)
-        self.agents = {id_: self._agent(id_) for id_ in self.servers}
+        self.agents: dict[str, Process] = {}
+        for _ in range(options.servers):
+            self._make_server()
         self.balancer = Process(world, self.network, "balancer", self.make_balancer, self._balancer_acts)
         self.administrator = Process(
             world, self.network, "admin", lambda _: Administrator(self.server_list), self._answered
@@ -175,7 +173,13 @@ class Cluster:
             case Stopped(error):
                 self._restart(self.balancer, str(error))
             case Note(level, message, details) if level in ("warning", "error"):
-                self.world.trace.add((self.world.now, "says", "balancer", None, None, None, f"{message}: {dict(details)}"))
+                self.world.trace.add(
+                    (self.world.now, "says", "balancer", None, None, None, f"{message}: {dict(details)}")
+                )
+            case PlanChanged(plan, _):
+                self.world.trace.add((self.world.now, "moves", "balancer", None, None, None, plan))
+            case Decided(decision):
+                self.world.trace.add((self.world.now, "decides", "balancer", None, None, None, decision))
             case _:
                 pass
 
@@ -185,6 +189,19 @@ class Cluster:
         self.world.after(RESTART_S, lambda: None if process.alive else process.start())
 
     # Life.
+
+    def _make_server(self) -> str:
+        id_ = f"s{len(self.servers) + 1}"
+        server = self.servers[id_] = RedisServer(self.world, id_, f"redis://{id_}:6379")
+        self.network.add_server(server.url, server)
+        self.agents[id_] = self._agent(id_)
+        return id_
+
+    def add_server(self) -> str:
+        """Add a server and its agent, and start them. A balancer that starts later knows it."""
+        id_ = self._make_server()
+        self.agents[id_].start()
+        return id_
 
     def start(self) -> None:
         """Start agents, balancer and administrator."""
@@ -196,9 +213,7 @@ class Cluster:
     def add_client(self, name: str, subscribers: int = 1) -> Client:
         """Add a client; the caller starts it."""
         urls = [server.url for server in self.servers.values()]
-        client = Client(
-            self.world, self.network, self.audit, name, urls, self.options.client, self._names, subscribers
-        )
+        client = Client(self.world, self.network, self.audit, name, urls, self.options.client, self._names, subscribers)
         self.clients.append(client)
         return client
 

@@ -71,7 +71,9 @@ PROFILES: dict[str, Profile] = {
     for profile in (
         Profile("calm", losses_allowed=False),
         Profile("delays", losses_allowed=False, delays=SLOW),
-        Profile("storm", losses_allowed=False, delays=SLOW, workload=WorkloadOptions(move_interval_s=0.1, storm_ratio=0.5)),
+        Profile(
+            "storm", losses_allowed=False, delays=SLOW, workload=WorkloadOptions(move_interval_s=0.1, storm_ratio=0.5)
+        ),
         Profile("pauses", losses_allowed=False, faults=LOSSLESS_FAULTS[:4], delays=SLOW),
         Profile("balancer", losses_allowed=False, faults=("crash balancer", "cut balancer", "pause balancer")),
         Profile("control", losses_allowed=False, faults=("meddle",), delays=SLOW),

@@ -333,7 +333,9 @@ class Audit:
 
     # Gaps.
 
-    def gap(self, subscriber: Subscriber, channel: bytes, publisher: Publisher | None, count: int | None, at: float) -> None:
+    def gap(
+        self, subscriber: Subscriber, channel: bytes, publisher: Publisher | None, count: int | None, at: float
+    ) -> None:
         """The subscriber is told of a gap. None: of which publisher, or how many, is not known."""
         self.totals.gaps += 1
         subscription = self._open.get((subscriber, channel))
@@ -443,7 +445,9 @@ def _take(holes: list[_Hole], number: int) -> bool:
     for index, hole in enumerate(holes):
         if hole.first <= number <= hole.last:
             holes[index : index + 1] = [
-                part for part in (_Hole(hole.first, number - 1), _Hole(number + 1, hole.last)) if part.first <= part.last
+                part
+                for part in (_Hole(hole.first, number - 1), _Hole(number + 1, hole.last))
+                if part.first <= part.last
             ]
             return True
     return False

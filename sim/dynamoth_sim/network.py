@@ -128,12 +128,12 @@ class Pipe:
         self._packets.append(Packet(self._last, End(reason), 0))
         self._world.at(self._last, self._arrive)
 
-    def cut(self, reason: str, notice_s: float) -> list[Any]:
-        """End the pipe and lose what is in flight from a random point on. Return what was lost."""
+    def cut(self, reason: str, notice_s: float, *, lose_all: bool = False) -> list[Any]:
+        """End the pipe and lose what is in flight, all of it or from a random point on. Return what was lost."""
         if self.ended:
             return []
         items = self.in_flight
-        kept = self._world.random.randint(0, len(items))
+        kept = 0 if lose_all else self._world.random.randint(0, len(items))
         lost = items[kept:]
         for packet in self._packets:
             del packet.items[kept:]  # an empty packet arrives, too: one scheduled arrival belongs to each
@@ -275,18 +275,19 @@ class Network:
             if process in (None, connection.process) and server in (None, connection.server)
         ]
 
-    def break_connection(self, connection: Connection, notice_s_max: float = 0.3) -> None:
-        """Lose a connection: what is in flight from a random point on, in both directions.
+    def break_connection(self, connection: Connection, notice_s_max: float = 0.3, *, lose_all: bool = False) -> None:
+        """Lose a connection, and what is in flight, all of it or from a random point on, in both directions.
 
         Each end learns of it at a time of its own, up to ``notice_s_max`` later; until then a server counts a dead client
         among its subscribers.
         """
         random = self._world.random
-        lost = connection.to_server.cut("connection lost", notice_s_max * random.random())
-        lost += connection.to_client.cut("connection lost", notice_s_max * random.random())
-        self._world.trace.add(
-            (self._world.now, "fault", connection.process, connection.server, None, None, f"connection lost, {len(lost)} items")
-        )
+        lost = [
+            *connection.to_server.cut("connection lost", notice_s_max * random.random(), lose_all=lose_all),
+            *connection.to_client.cut("connection lost", notice_s_max * random.random(), lose_all=lose_all),
+        ]
+        text = f"the connection is lost, with {len(lost)} items in flight"
+        self._world.trace.add((self._world.now, "fault", connection.process, connection.server, None, None, text))
 
     def calm(self) -> None:
         """From now on everything is quick, on old connections and new ones."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from dynamoth.events import Connect, Disconnect, LinkDown, LinkUp, Machine, Pushed, Replied, Send, Start, Tick
 from dynamoth_sim.network import Connection, End, Network, Packet
-from dynamoth_sim.redis_model import COMMAND_OVERHEAD_BYTES, Greeting, Reply
+from dynamoth_sim.redis_model import COMMAND_BYTES, Greeting, Reply
 from dynamoth_sim.world import Timer, World
 
 BACKOFF_S_MIN = 0.01
@@ -196,7 +196,7 @@ class Process:
             return
         assert link.connection is not None
         last = action.args[-1]
-        size = COMMAND_OVERHEAD_BYTES + (len(last) if isinstance(last, bytes) else 0)
+        size = COMMAND_BYTES + (len(last) if isinstance(last, bytes) else 0)
         link.connection.to_server.send((action.args, action.tag), size)
 
     def _connect(self, action: Connect) -> None:

@@ -17,10 +17,15 @@ from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
 from dynamoth_sim.network import Connection, End, Packet
 from dynamoth_sim.world import World
 
-PUSH_OVERHEAD_BYTES = 40
-"""What RESP3 adds to a pushed message, roughly: for the counters and output buffers."""
+MESSAGE_BYTES = 32
+"""What RESP3 adds to channel and data in a push to a subscriber, roughly: for the counters and output buffers."""
 
-COMMAND_OVERHEAD_BYTES = 30
+PMESSAGE_BYTES = 40
+"""The same in a push to a subscriber of ``*``."""
+
+ACKNOWLEDGEMENT_BYTES = 30
+COMMAND_BYTES = 30
+"""What a command takes besides its last word, roughly."""
 
 OUTPUT_BUFFER_BYTES_MAX = 8 * 1024 * 1024
 """Redis's own default soft limit for pub/sub clients; a fault profile takes a smaller one."""
@@ -164,7 +169,7 @@ class RedisServer:
 
     def _execute(self, connection: Connection, args: Sequence[CommandPart], tag: Any) -> None:
         self.commands += 1
-        self.input_bytes += COMMAND_OVERHEAD_BYTES
+        self.input_bytes += COMMAND_BYTES
         words = [word if type(word) is bytes else _to_bytes(word) for word in args]
         name = words[0].upper()
         if name == b"PUBLISH":
@@ -178,9 +183,11 @@ class RedisServer:
             self._reply(connection, tag, value)
 
     def _reply(self, connection: Connection, tag: Any, value: Any) -> None:
-        self.output_bytes += COMMAND_OVERHEAD_BYTES
+        size = _reply_bytes(value)
+        self.output_bytes += size
         if tag is not None:
-            connection.to_client.send(Reply(tag, value), COMMAND_OVERHEAD_BYTES)
+            connection.unread_bytes += size
+            connection.to_client.send(Reply(tag, value), size)
 
     def _publish(self, connection: Connection, words: list[bytes], tag: Any) -> None:
         _, channel, data = words
@@ -215,11 +222,11 @@ class RedisServer:
         self._world.trace.add((self._world.now, "publishes", who, self.id, channel, data, receivers))
 
     def _deliver(self, channel: bytes, data: bytes, pushes: list[tuple[Connection, list[Any]]]) -> None:
-        size = len(channel) + len(data) + PUSH_OVERHEAD_BYTES
-        self.input_bytes += len(data)
+        size = len(channel) + len(data)
+        self.input_bytes += size
         for _ in range(self._copies(channel, data)):
             for receiver, message in pushes:
-                self._push(receiver, message, size)
+                self._push(receiver, message, size + (MESSAGE_BYTES if len(message) == 3 else PMESSAGE_BYTES))
 
     def _copies(self, channel: bytes, data: bytes) -> int:
         if self.meddle is None:
@@ -276,7 +283,7 @@ class RedisServer:
     def _acknowledge(self, connection: Connection, kind: bytes, name: bytes | None) -> None:
         count = len(connection.channels) + len(connection.patterns)
         self._world.trace.add((self._world.now, kind.decode(), connection.process, self.id, name, None, None))
-        self._push(connection, [kind, name, count], PUSH_OVERHEAD_BYTES)
+        self._push(connection, [kind, name, count], ACKNOWLEDGEMENT_BYTES)
 
     def _pubsub(self, _connection: Connection, words: list[bytes]) -> Any:
         match words[1].upper():
@@ -293,106 +300,6 @@ class RedisServer:
     def subscribers(self, channel: bytes) -> list[str]:
         """Return the processes that are subscribed to ``channel`` here, as the server sees it (for tests)."""
         return [connection.process for connection in self._channels.get(channel, ())]
-
-    # Keys.
-
-    def peek(self, key: bytes) -> Any:
-        """Return what is stored under a key, without being a client (for tests)."""
-        return self._value(key)
-
-    def _value(self, key: bytes) -> Any:
-        expiry = self._expiries.get(key)
-        if expiry is not None and expiry <= self._world.now:
-            self._delete(key)
-        return self._keys.get(key)
-
-    def _delete(self, key: bytes) -> bool:
-        self._expiries.pop(key, None)
-        return self._keys.pop(key, None) is not None
-
-    def _hash(self, key: bytes) -> dict[bytes, bytes]:
-        value = self._value(key)
-        if value is None:
-            value = self._keys[key] = {}
-        assert isinstance(value, dict), f"{key!r} is no hash"
-        return value  # pyright: ignore[reportUnknownVariableType]
-
-    def _hset(self, connection: Connection, words: list[bytes]) -> Any:
-        stored = self._hash(words[1])
-        fields = dict(zip(words[2::2], words[3::2], strict=True))
-        new = sum(field not in stored for field in fields)
-        stored.update(fields)
-        if words[1] in (PLAN_KEY, PLAN_KEY_NEW):
-            self._world.trace.add((self._world.now, "stores plan", connection.process, self.id, None, None, fields))
-        return new
-
-    def _hget(self, _connection: Connection, words: list[bytes]) -> Any:
-        return (self._value(words[1]) or {}).get(words[2])
-
-    def _hmget(self, _connection: Connection, words: list[bytes]) -> Any:
-        stored = self._value(words[1]) or {}
-        return [stored.get(field) for field in words[2:]]
-
-    def _hgetall(self, _connection: Connection, words: list[bytes]) -> Any:
-        return dict(self._value(words[1]) or {})
-
-    def _hdel(self, _connection: Connection, words: list[bytes]) -> Any:
-        stored = self._value(words[1]) or {}
-        return sum(stored.pop(field, None) is not None for field in words[2:])
-
-    def _rename(self, _connection: Connection, words: list[bytes]) -> Any:
-        value = self._value(words[1])
-        if value is None:
-            return ErrorReply("ERR no such key")
-        self._delete(words[2])
-        self._keys[words[2]] = value
-        expiry = self._expiries.pop(words[1], None)
-        if expiry is not None:
-            self._expiries[words[2]] = expiry
-        del self._keys[words[1]]
-        return b"OK"
-
-    def _del(self, _connection: Connection, words: list[bytes]) -> Any:
-        return sum(self._value(key) is not None and self._delete(key) for key in words[1:])
-
-    def _get(self, _connection: Connection, words: list[bytes]) -> Any:
-        return self._value(words[1])
-
-    def _set(self, _connection: Connection, words: list[bytes]) -> Any:
-        key, value = words[1:3]
-        options = iter(words[3:])
-        expiry: float | None = None
-        for option in options:
-            match option.upper():
-                case b"NX":
-                    if self._value(key) is not None:
-                        return None
-                case b"XX":
-                    if self._value(key) is None:
-                        return None
-                case b"PX":
-                    expiry = self._world.now + int(next(options)) / 1000
-                case b"EX":
-                    expiry = self._world.now + int(next(options))
-                case _:
-                    raise UnknownCommand(f"SET with {option!r}")
-        self._keys[key] = value
-        self._expiries.pop(key, None)
-        if expiry is not None:
-            self._expiries[key] = expiry
-        return b"OK"
-
-    def _pexpire(self, _connection: Connection, words: list[bytes]) -> Any:
-        if self._value(words[1]) is None:
-            return 0
-        self._expiries[words[1]] = self._world.now + int(words[2]) / 1000
-        return 1
-
-    def _pttl(self, _connection: Connection, words: list[bytes]) -> Any:
-        if self._value(words[1]) is None:
-            return -2
-        expiry = self._expiries.get(words[1])
-        return -1 if expiry is None else int((expiry - self._world.now) * 1000)
 
     # The server itself.
 
@@ -445,33 +352,19 @@ class RedisServer:
         return "\r\n".join(lines).encode()
 
 
-_NO_REPLY = object()
-
-_COMMANDS: dict[bytes, Callable[[RedisServer, Connection, list[bytes]], Any]] = {
-    b"SUBSCRIBE": RedisServer._subscribe,
-    b"PSUBSCRIBE": RedisServer._psubscribe,
-    b"UNSUBSCRIBE": RedisServer._unsubscribe,
-    b"PUNSUBSCRIBE": RedisServer._punsubscribe,
-    b"PUBSUB": RedisServer._pubsub,
-    b"HSET": RedisServer._hset,
-    b"HGET": RedisServer._hget,
-    b"HMGET": RedisServer._hmget,
-    b"HGETALL": RedisServer._hgetall,
-    b"HDEL": RedisServer._hdel,
-    b"RENAME": RedisServer._rename,
-    b"DEL": RedisServer._del,
-    b"GET": RedisServer._get,
-    b"SET": RedisServer._set,
-    b"PEXPIRE": RedisServer._pexpire,
-    b"PTTL": RedisServer._pttl,
-    b"PING": RedisServer._ping,
-    b"CLIENT": RedisServer._client,
-    b"INFO": RedisServer._info,
-}
-
-
 def _to_bytes(word: Any) -> bytes:
     return bytes(word) if isinstance(word, (bytearray, memoryview)) else str(word).encode()
+
+
+def _reply_bytes(value: Any) -> int:
+    """Return about what a reply takes on the wire."""
+    if isinstance(value, bytes):
+        return len(value) + 8
+    if isinstance(value, list):
+        return 5 + sum(map(_reply_bytes, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    if isinstance(value, dict):
+        return 5 + sum(_reply_bytes(key) + _reply_bytes(part) for key, part in value.items())  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return 5
 
 
 def _matches(pattern: bytes, name: bytes) -> bool:
@@ -479,16 +372,12 @@ def _matches(pattern: bytes, name: bytes) -> bool:
 
 
 def _client_line(connection: Connection) -> bytes:
-    return (
-        b"id=%d addr=%s:%d name=%s age=0 sub=%d psub=%d omem=%d\n"
-        % (
-            connection.id,
-            connection.process.encode(),
-            connection.id,
-            connection.name,
-            len(connection.channels),
-            len(connection.patterns),
-            connection.unread_bytes,
-        )
+    return b"id=%d addr=%s:%d name=%s age=0 sub=%d psub=%d omem=%d\n" % (
+        connection.id,
+        connection.process.encode(),
+        connection.id,
+        connection.name,
+        len(connection.channels),
+        len(connection.patterns),
+        connection.unread_bytes,
     )
-

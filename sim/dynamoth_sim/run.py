@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 import traceback
 import zlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import repeat
 from multiprocessing import get_context
+from typing import Any
 
 from dynamoth_sim.cluster import Cluster, short_options
 from dynamoth_sim.faults import PROFILES, Chaos, Profile, draw_profile
 from dynamoth_sim.guarantees import Totals, Violation
 from dynamoth_sim.process import MachineFailed
+from dynamoth_sim.scenarios import SCENARIOS
+from dynamoth_sim.stage import SceneFailed, Stage
 from dynamoth_sim.workload import Workload
 from dynamoth_sim.world import World
 
@@ -31,6 +39,10 @@ ROUND_S = 0.4
 
 HOLD_S_MAX = 1.5
 """How long subscribers of the simulation hold messages; longer than a pause, a stall and a spike together."""
+
+
+SEEDS_PER_TASK = 16
+"""Seeds that a process takes at a time: about a second of work."""
 
 
 @dataclass(slots=True)
@@ -61,18 +73,41 @@ class Outcome:
         )
 
 
-def run_seed(seed: int, profile_name: str | None = None) -> Outcome:
-    """Run one random world; ``profile_name`` fixes its profile of faults."""
+def run_seed(seed: int, name: str | None = None) -> Outcome:
+    """Run one world.
+
+    Args:
+        seed: determines everything that happens in it.
+        name: of a scenario (``scenarios.SCENARIOS``), or of a profile of faults (``faults.PROFILES``) for a random
+            world; None draws the profile from the seed, too.
+
+    Raises:
+        KeyError: there is no scenario and no profile of this name.
+
+    """
+    if name in SCENARIOS:
+        return run_scenario(seed, name)
     world = World(seed)
-    profile = draw_profile(world.random)
-    if profile_name is not None:
-        profile = PROFILES[profile_name]
-    return run_profile(world, profile)
+    drawn = draw_profile(world.random)
+    return _run_profile(world, drawn if name is None else PROFILES[name])
 
 
-def run_profile(world: World, profile: Profile) -> Outcome:
+def run_scenario(seed: int, name: str) -> Outcome:
+    """Play a scenario; the seed determines only what the script leaves open."""
+    scenario = SCENARIOS[name]
+    world = World(seed)
+    stage = Stage(world, scenario.servers, scenario.outgoing_bytes_per_s_max)
+
+    def play() -> list[Violation]:
+        with suppress(SceneFailed):  # which has been noted as a violation
+            scenario.play(stage)
+        return stage.violations()
+
+    return _outcome(name, stage.cluster, play)
+
+
+def _run_profile(world: World, profile: Profile) -> Outcome:
     """Run one world under a profile of faults, from start to audit."""
-    began = time.process_time()
     cluster = Cluster(
         world,
         short_options(
@@ -82,9 +117,15 @@ def run_profile(world: World, profile: Profile) -> Outcome:
             losses_allowed=profile.losses_allowed,
         ),
     )
-    outcome = Outcome(world.seed, profile.name)
+    return _outcome(profile.name, cluster, lambda: _live(cluster, profile))
+
+
+def _outcome(name: str, cluster: Cluster, live: Callable[[], list[Violation]]) -> Outcome:
+    world = cluster.world
+    began = time.process_time()
+    outcome = Outcome(world.seed, name)
     try:
-        outcome.violations = _live(cluster, profile)
+        outcome.violations = live()
     except MachineFailed as error:
         text = "".join(traceback.format_exception(error)).strip()
         outcome.violations = [Violation("machine", text, world.now)]
@@ -162,11 +203,71 @@ def _check_places(cluster: Cluster, workload: Workload) -> list[Violation]:
     return violations
 
 
-def run_seeds(seeds: Iterable[int], profile_name: str | None = None, jobs: int = 1) -> Iterable[Outcome]:
-    """Run many seeds in ``jobs`` processes; outcomes come in the order of the seeds."""
+def run_seeds(seeds: Sequence[int], name: str | None = None, jobs: int = 1) -> Iterator[Outcome]:
+    """Run many seeds in ``jobs`` processes; outcomes come in the order of the seeds. ``name`` as for :func:`run_seed`."""
     if jobs == 1:
-        yield from (run_seed(seed, profile_name) for seed in seeds)
+        yield from (run_seed(seed, name) for seed in seeds)
         return
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        listed = list(seeds)
-        yield from pool.map(run_seed, listed, [profile_name] * len(listed), chunksize=16)
+        yield from pool.map(run_seed, seeds, repeat(name), chunksize=SEEDS_PER_TASK)
+
+
+def parse_seeds(text: str) -> range:
+    """Read ``A-B`` (both included) or a single seed. Raises ValueError."""
+    first, _, last = text.partition("-")
+    try:
+        seeds = range(int(first), int(last or first) + 1)
+    except ValueError:
+        raise ValueError(f"seeds are given as A-B, two numbers from 0, not {text!r}") from None
+    if not seeds:
+        raise ValueError(f"there is no seed in {text!r}: the first must not be above the last")
+    return seeds
+
+
+def main(
+    seeds: str, scenario: str | None = None, jobs: int | None = None, write: Callable[[str], Any] = sys.stdout.write
+) -> int:
+    """Run seeds as ``dynamoth sim`` does, and tell of what goes wrong.
+
+    Args:
+        seeds: ``A-B``, both included.
+        scenario: name of a scenario or of a profile of faults; None draws a profile for each seed.
+        jobs: processes; None for one per core.
+        write: where the text goes.
+
+    Returns:
+        The exit status: 0 when every guarantee held, 1 when one was broken, 2 when the arguments make no sense.
+
+    """
+    try:
+        listed = parse_seeds(seeds)
+    except ValueError as error:
+        write(f"{error}\n")
+        return 2
+    if scenario is not None and scenario not in SCENARIOS and scenario not in PROFILES:
+        known = ", ".join([*SCENARIOS, *PROFILES])
+        write(f"there is no scenario {scenario!r}; there are {known}\n")
+        return 2
+    began = time.monotonic()
+    broken: list[Outcome] = []
+    totals: Counter[str] = Counter()
+    for outcome in run_seeds(listed, scenario, min(len(listed), jobs or os.cpu_count() or 1)):
+        totals += Counter(asdict(outcome.totals))
+        if not outcome.clean:
+            broken.append(outcome)
+            _tell(outcome, scenario, write)
+    sums = ", ".join(f"{name} {totals[name]}" for name in ("published", "delivered", "gaps"))
+    duration = time.monotonic() - began
+    write(f"{len(listed)} seeds, {len(broken)} broken, in {duration:.1f} s; {sums}\n")
+    if broken:
+        write(f"broken seeds: {', '.join(str(outcome.seed) for outcome in broken)}\n")
+    return 1 if broken else 0
+
+
+def _tell(outcome: Outcome, scenario: str | None, write: Callable[[str], Any]) -> None:
+    write(f"{outcome}\n")
+    for violation in outcome.violations[1:]:
+        write(f"{violation.guarantee} at {violation.at:.6f}: {violation.text}\n")
+    write(f"{outcome.violations[0]}\n")
+    again = "" if scenario is None else f" --scenario {scenario}"
+    write(f"replay: dynamoth sim --seeds {outcome.seed}-{outcome.seed}{again}\n\n")

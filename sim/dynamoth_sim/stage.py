@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from dynamoth.control import unpack_control
@@ -190,15 +190,18 @@ class Stage:
                 pipe.release()
 
     @contextmanager
-    def deaf_agents(self, *servers: str) -> Iterator[None]:
-        """Lose what the balancer says to the agents of some servers."""
-        for server in servers:
-            self.cluster.servers[server].meddle = lambda _, channel, data: 0 if channel == AGENT_CHANNEL else 1
+    def losing(self, server: str, lost: Callable[[bytes, bytes], bool]) -> Iterator[None]:
+        """Let a server deliver none of the messages for which ``lost(channel, data)`` is True."""
+        model = self.cluster.servers[server]
+        model.meddle = lambda _, channel, data: 0 if lost(channel, data) else 1
         try:
             yield
         finally:
-            for server in servers:
-                self.cluster.servers[server].meddle = None
+            model.meddle = None
+
+    def deaf_agent(self, server: str) -> AbstractContextManager[None]:
+        """Lose what the balancer says to the agent of a server."""
+        return self.losing(server, lambda channel, _: channel == AGENT_CHANNEL)
 
     # Looking back.
 

@@ -135,6 +135,7 @@ class FakeAgent:
     #: Channels whose subscribers have not left their old location here.
     listened: set[bytes] = field(default_factory=set[bytes])
     reports: bool = True
+    reports_version: bool = False
     sequence: int = 0
 
     def restart(self) -> None:
@@ -166,7 +167,7 @@ class FakeAgent:
         return pack_control(PlanAck(self.server.id, self.incarnation, self.plan.version))
 
     def vacated(self) -> Vacated:
-        entries = {} if self.plan is None else self.plan.entries
+        entries: Mapping[bytes, Entry] = {} if self.plan is None else self.plan.entries
         vacated = tuple(
             (channel, entry.route.epoch)
             for channel, entry in entries.items()
@@ -185,10 +186,10 @@ class FakeAgent:
             incarnation=self.incarnation,
             sequence=self.sequence,
             interval_s=REPORT_INTERVAL_S,
-            plan_version=None,
+            plan_version=self.plan.version if self.reports_version and self.plan is not None else None,
             outgoing_bytes_per_s_max=CAPACITY,
             outgoing_bytes_per_s=float(sum(self.loads.values())),
-            columns=ChannelColumns(tuple(channels), *([zeros] * 5), out, nobody, nobody),
+            columns=ChannelColumns(tuple(channels), zeros, zeros, zeros, zeros, zeros, out, nobody, nobody),
         )
 
 
@@ -252,6 +253,7 @@ class FakeCluster:
         self._agents_at = now
         #: Channels whose load follows them to where the agents of the new servers have settled them.
         self.follow: dict[bytes, int] = {}
+        self._followed: Plan | None = None
 
     def configured(self, ids: Iterable[str] | None = None) -> list[Server]:
         return [Server(id_, f"redis://{id_}") for id_ in (self.servers if ids is None else ids)]
@@ -420,8 +422,11 @@ class FakeCluster:
 
     def _follow(self, agent: FakeAgent) -> None:
         """Let the load of ``follow`` be where the plan has it; in transition it is at both servers, by forwarding."""
+        plans = [balancer.machine.plan for balancer in self.balancers]
+        self._followed = next((plan for plan in reversed(plans) if plan is not None), self._followed)
         for channel, load in self.follow.items():
-            entry = self.balancers[-1].plan.entry(channel)
+            assert self._followed is not None
+            entry = self._followed.entry(channel)
             here = {server for route in entry.followed for server in route.assignment.servers}
             agent.loads.pop(channel, None)
             if agent.server.id in here:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from dynamoth.errors import AlreadyRunning, ConfigError
 from dynamoth.names import BALANCER_LEASE_KEY, PLAN_KEY
 from dynamoth.plan import Plan, single
-from dynamoth_balancer.actions import Shutdown
+from dynamoth_balancer.actions import Shutdown, Stopped
 from dynamoth_balancer.machine import BalancerMachine, Stage
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.fake_cluster import Balancer, FakeCluster, stored_hash
@@ -72,9 +74,9 @@ def test_a_balancer_stops_although_a_server_does_not_answer() -> None:
     balancer.deaf.add("s2")
     cluster.handle(balancer, Shutdown())
     cluster.run()
-    assert balancer.stopped is None
+    assert not balancer.taken(Stopped)
     cluster.run(2)
-    assert balancer.stopped is not None and balancer.stopped.error is None
+    assert balancer.taken(Stopped) == [Stopped(None)]
 
 
 def test_a_paused_balancer_does_nothing_when_it_wakes_up_after_its_lease() -> None:
@@ -156,6 +158,14 @@ def test_the_names_of_servers_that_refuse_the_lease_are_told() -> None:
     balancer = cluster.start()
     cluster.run(10)
     assert any(note.details.get("refused") == {"s1": "NOPERM no keys"} for note in balancer.notes)
+
+
+def test_one_server_that_refuses_the_lease_does_not_keep_the_others_from_granting_it() -> None:
+    cluster = FakeCluster(3)
+    cluster.servers["s1"].refuse = lambda args: "WRONGTYPE" if args[0] == b"GET" else None
+    balancer = cluster.start()
+    cluster.run(10)
+    assert _leads(balancer)
 
 
 def test_a_server_that_does_not_let_us_subscribe_is_told_of_and_tried_again() -> None:
@@ -278,6 +288,7 @@ def test_configurations_that_cannot_be() -> None:
     for servers in ([], [server, server]):
         with pytest.raises(ConfigError):
             BalancerMachine(servers, 1)
+    wrong: dict[str, Any]
     for wrong in (
         {"load_ratio_safe": 0.9},
         {"wait_s": -1.0},
@@ -286,7 +297,7 @@ def test_configurations_that_cannot_be() -> None:
         {"moves_per_plan_max": 0},
     ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
-            BalancerOptions(**wrong)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+            BalancerOptions(**wrong)
 
 
 def test_the_lease_key_expires_by_itself() -> None:

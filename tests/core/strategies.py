@@ -111,7 +111,7 @@ anything: st.SearchStrategy[Any] = st.recursive(
         st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=4)),
     ),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3) | st.integers(0, 5), inner),
-    max_leaves=12,
+    max_leaves=6,
 )
 
 
@@ -120,9 +120,13 @@ def _packed(value: Any) -> bytes:
     return packed
 
 
+def _message(code: int, rest: list[Any]) -> bytes:
+    return _packed([code, *rest])
+
+
 well_formed_nonsense = st.one_of(
     anything.map(_packed),
-    st.builds(lambda code, rest: _packed([code, *rest]), st.integers(0, 13), st.lists(anything, max_size=5)),
+    st.builds(_message, st.integers(0, 13), st.lists(anything, max_size=5)),
 )
 
 

@@ -21,9 +21,9 @@ from dynamoth.control import (
     seal_control,
     unpack_control,
 )
-from dynamoth.envelope import CONTROL, open_envelope
+from dynamoth.envelope import CONTROL, EPOCH_MAX, open_envelope
 from dynamoth.errors import MalformedMessage
-from dynamoth.plan import EPOCH_MAX, Entry, Route, entry_from_wire, entry_to_wire, pack_entry, single, unpack_entry
+from dynamoth.plan import Entry, Route, entry_from_wire, entry_to_wire, pack_entry, single, unpack_entry
 from tests.core.strategies import MESSAGES, anything, control_messages, entries
 
 
@@ -69,47 +69,46 @@ def packed(value: Any) -> bytes:
     return data
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        7,
-        {},
-        [],
-        [0],
-        [99, b"c"],
-        [REPORT_CODE],
-        ["1", b"c"],
-        [[1], b"c"],
-        [{}, b"c"],
-        [1],
-        [1, b"c"],
-        [1, "text", [5, 1, ["s1"]]],
-        [1, b"c", [5, 1]],
-        [1, b"c", [-1, 1, ["s1"]]],
-        [1, b"c", [EPOCH_MAX + 1, 1, ["s1"]]],
-        [1, b"c", [5, 4, ["s1"]]],
-        [1, b"c", [5, 1, []]],
-        [1, b"c", [5, 1, ["s1", "s2"]]],
-        [1, b"c", [5, 2, ["s1", "s1"]]],
-        [1, b"c", [5, 1, [b"s1"]]],
-        [1, b"c", [5, 1, 7]],
-        [2, b"c", "s1", -1, 0],
-        [2, b"c", "s1", True, 0],
-        [2, b"c", "s1", 1.0, 0],
-        [3, b"c", "many"],
-        [4, b"s1"],
-        [5, 1, b"c", []],
-        [6, [0, 1, [[b"c"]]]],
-        [6, [0, 1, [[b"c", [1, [5, 1, ["s1"]], []]]]]],
-        [6, [0, 1, [[b"c", [9, [5, 1, ["s1"]], []]]]]],
-        [9, "s1", [[b"c"]]],
-        [10, 1, "status", []],
-        [10, 1, "status", {1: 2}],
-        [11, 1, {}, 7],
-    ],
-    ids=repr,
-)
+NO_MESSAGES: list[Any] = [
+    None,
+    7,
+    {},
+    [],
+    [0],
+    [99, b"c"],
+    [REPORT_CODE],
+    ["1", b"c"],
+    [[1], b"c"],
+    [{}, b"c"],
+    [1],
+    [1, b"c"],
+    [1, "text", [5, 1, ["s1"]]],
+    [1, b"c", [5, 1]],
+    [1, b"c", [-1, 1, ["s1"]]],
+    [1, b"c", [EPOCH_MAX + 1, 1, ["s1"]]],
+    [1, b"c", [5, 4, ["s1"]]],
+    [1, b"c", [5, 1, []]],
+    [1, b"c", [5, 1, ["s1", "s2"]]],
+    [1, b"c", [5, 2, ["s1", "s1"]]],
+    [1, b"c", [5, 1, [b"s1"]]],
+    [1, b"c", [5, 1, 7]],
+    [2, b"c", "s1", -1, 0],
+    [2, b"c", "s1", True, 0],
+    [2, b"c", "s1", 1.0, 0],
+    [3, b"c", "many"],
+    [4, b"s1"],
+    [5, 1, b"c", []],
+    [6, [0, 1, [[b"c"]]]],
+    [6, [0, 1, [[b"c", [1, [5, 1, ["s1"]], []]]]]],
+    [6, [0, 1, [[b"c", [9, [5, 1, ["s1"]], []]]]]],
+    [9, "s1", [[b"c"]]],
+    [10, 1, "status", []],
+    [10, 1, "status", {1: 2}],
+    [11, 1, {}, 7],
+]
+
+
+@pytest.mark.parametrize("value", NO_MESSAGES, ids=repr)
 def test_refuses_what_is_no_message(value: Any) -> None:
     with pytest.raises(MalformedMessage):
         unpack_control(packed(value))

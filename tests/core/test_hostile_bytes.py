@@ -25,6 +25,8 @@ from tests.core.strategies import (
     well_formed_nonsense,
 )
 
+VALID_HEADER = {b"@version": b"1", b"@header": b"\x93\x91\x92\xa2s1\xa2u1\x91\xa2s1\x08"}
+
 DECODERS: tuple[Callable[[bytes], Any], ...] = (
     unpack_control,
     unpack_entry,
@@ -35,7 +37,6 @@ DECODERS: tuple[Callable[[bytes], Any], ...] = (
     lambda data: stored_plan.parse_whole({b"@version": b"1", b"@header": data}, None),
     lambda data: stored_plan.parse_whole({**VALID_HEADER, b"c:news": data}, None),
 )
-VALID_HEADER = {b"@version": b"1", b"@header": b"\x93\x91\x92\xa2s1\xa2u1\x91\xa2s1\x08"}
 
 
 def decode_everywhere(data: bytes) -> None:
@@ -59,7 +60,7 @@ VALID = st.one_of(
 )
 
 
-@settings(max_examples=2500)
+@settings(max_examples=3500)
 @given(st.binary(max_size=200))
 def test_random_bytes(data: bytes) -> None:
     decode_everywhere(data)
@@ -71,7 +72,7 @@ def test_mutated_messages(data: bytes) -> None:
     decode_everywhere(data)
 
 
-@settings(max_examples=3000)
+@settings(max_examples=2000)
 @given(well_formed_nonsense)
 def test_well_formed_nonsense(data: bytes) -> None:
     decode_everywhere(data)

@@ -39,15 +39,16 @@ def test_sends_again_in_order_what_was_not_answered() -> None:
 
 def test_is_bounded() -> None:
     outbox = Outbox("to:s2", 2)
-    outbox.put((b"1",))
-    assert not outbox.full
-    outbox.put((b"2",))
-    assert outbox.full
+    full: list[bool] = []
+    for name in (b"1", b"2"):
+        full.append(outbox.full)
+        outbox.put((name,))
+    full.append(outbox.full)
     with pytest.raises(AssertionError, match="full"):
         outbox.put((b"3",))
     outbox.link_up()
     outbox.replied()
-    assert not outbox.full
+    assert [*full, outbox.full] == [False, False, True, False]
 
 
 def test_forgets_what_is_useless_from_the_oldest_on() -> None:

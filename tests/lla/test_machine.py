@@ -15,7 +15,7 @@ from dynamoth.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, Start
 from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, replica_channel
 from dynamoth.reports import ChannelLoad, ChannelSums, Report, pack_ids, unpack_ids
 from dynamoth_lla.digest import MESSAGE_BYTES
-from dynamoth_lla.machine import NAMES_PER_NUMSUB, LoadAnalyzer, ObservationLate
+from dynamoth_lla.machine import NAMES_PER_NUMSUB, LoadAnalyzer, ObservationLate, Stage
 from dynamoth_lla.options import LoadAnalyzerOptions
 from dynamoth_lla.window import PMESSAGE_BYTES
 from tests.lla.harness import OUTGOING_BYTES_PER_S_MAX, Bench, FakeServer, publication, push, rows
@@ -62,6 +62,18 @@ def test_messages_on_our_own_channels_are_nobodys_load_but_were_read_by_the_agen
     report = bench.next_report()
     assert report.outgoing_bytes_per_s == 0
     assert report.columns.channels == () and report.rest == ChannelSums()
+
+
+def test_announcements_and_answers_were_read_by_the_agent_too() -> None:
+    bench = a_bench()
+    names = [b"%0200d" % number for number in range(500)]
+    bench.server.subscribers.update(dict.fromkeys(names, 1))
+    bench.announce(1, names)
+    bench.server.output_bytes += 100_000
+    assert bench.next_report().outgoing_bytes_per_s == 0
+    # NUMSUB and CHANNELS are answered after the server was measured, so their bytes are in the next interval.
+    bench.server.output_bytes += 2 * 100_000
+    assert bench.next_report().outgoing_bytes_per_s == 0
 
 
 def test_resources_of_the_server() -> None:
@@ -284,6 +296,17 @@ def test_messages_of_channels_that_are_not_followed_are_counted() -> None:
     assert bench.analyzer.counters["messages_observed"] == 15
 
 
+def test_a_full_table_makes_room_for_channels_that_are_busy_now() -> None:
+    bench = a_bench(channels_max=10)
+    names = [b"%d" % number for number in range(10)]
+    bench.server.subscribers.update(dict.fromkeys([*names, b"new"], 1))
+    bench.observe(*[push(name, MESSAGE) for name in names])
+    bench.next_report()
+    bench.observe(push(b"new", MESSAGE))
+    report = bench.next_report()
+    assert report.columns.channels[0] == b"new" and report.rest.messages_untracked == 0
+
+
 def test_a_long_round_goes_step_by_step_and_messages_in_between_belong_to_the_next() -> None:
     bench = a_bench(discovery_channels_max=0)
     names = [b"%d" % number for number in range(12_000)]
@@ -415,6 +438,30 @@ def test_answers_to_an_earlier_connection_are_dropped() -> None:
         bench.tell(Replied("local", command.tag, bench.server.answer(tuple(command.args))))
     assert bench.reports == []
     assert bench.next_report().sequence == 0
+
+
+@pytest.mark.parametrize("stage", [Stage.MEASURING, Stage.ASKING, Stage.COMPOSING])
+def test_a_round_that_was_cut_off_does_not_disturb_the_next(stage: Stage) -> None:
+    bench = a_bench(discovery_channels_max=0)
+    names = [b"%d" % number for number in range(7000)]
+    bench.server.subscribers.update(dict.fromkeys(names, 1))
+    bench.observe(*[push(name, MESSAGE) for name in names])
+    bench.next_deadline()
+    bench.tell(Tick())
+    while bench.analyzer.stage is not stage:
+        if bench.is_busy:
+            bench.tell(Tick())
+        else:
+            bench.answer_one()
+    assert bench.reports == []
+    bench.down()
+    assert bench.analyzer.deadline() is None
+    bench.now += 1.0
+    bench.up()
+    bench.observe(push(b"1", MESSAGE))
+    report = bench.next_report()
+    assert rows(report)[b"1"].messages_sent == 1
+    assert report.blind_s == 0  # as nothing had been reported before: the incarnation is new
 
 
 def test_a_restarted_server_has_no_subscribers_and_other_counters() -> None:

@@ -48,9 +48,9 @@ def test_flags_that_say_nothing_about_the_load_do_not_hide_a_publication() -> No
 
 def test_plain_messages_are_publications_without_a_publisher() -> None:
     counted = window()
-    plain = [b"", b"x", MAGIC, b"a message as long as any head", MAGIC + b"\x80" + bytes(30)]
+    plain = [b"", b"x", MAGIC, publication(1)[:11], b"a message as long as any head", MAGIC + b"\x80" + bytes(30)]
     counted.observe([push(b"a", data) for data in plain])
-    assert split(publications(counted.counts[b"a"])) == (5, sum(map(len, plain)))
+    assert split(publications(counted.counts[b"a"])) == (6, sum(map(len, plain)))
     assert publishers(counted.counts[b"a"]) == {}
 
 

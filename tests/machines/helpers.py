@@ -92,7 +92,8 @@ def published(actions: Iterable[Any], channel: bytes, link: str | None = None) -
 
 def tagged(actions: Iterable[Any], tag: str) -> list[Send]:
     """Return the commands whose tag is a tuple that begins with ``tag``."""
-    return [send for send in only(Send, actions) if isinstance(send.tag, tuple) and send.tag[0] == tag]
+    tags: list[tuple[Send, Any]] = [(send, send.tag) for send in only(Send, actions)]
+    return [send for send, found in tags if type(found) is tuple and found[0] == tag]
 
 
 def entry_reply(plan: Plan | None, channel: bytes, run_id: str | None = RUN) -> list[bytes | None]:

@@ -205,7 +205,7 @@ def test_unsubscribing_while_disconnected_ends_without_a_gap() -> None:
     listener = Listener().confirmed()
     listener.down("s1")
     assert listener.unsubscribe() == [SubscriptionEnded(C)]
-    assert listener.up("s1") == []
+    assert commands(listener.up("s1"), b"SUBSCRIBE") == []
 
 
 def test_unsubscribing_what_is_not_subscribed_ends_at_once() -> None:

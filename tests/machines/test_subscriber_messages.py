@@ -22,9 +22,10 @@ TO_S2 = Route(1, single("s2"))
 COPY = FORWARDED | ROUTE_CHANGED
 
 
-def test_delivers_a_batch_at_once_and_in_order() -> None:
+def test_delivers_a_batch_in_order_and_what_is_expected_at_once() -> None:
     listener = Listener().confirmed()
-    assert listener.push("s1", C, message(1), message(2), message(3)) == [Deliver([(C, b"m1"), (C, b"m2"), (C, b"m3")])]
+    assert delivered(listener.push("s1", C, message(1), message(2))) == [b"m1", b"m2"]
+    assert listener.push("s1", C, message(3), message(4), b"raw") == [Deliver([(C, b"m3"), (C, b"m4"), (C, b"raw")])]
 
 
 def test_a_batch_may_hold_several_channels() -> None:

@@ -14,7 +14,7 @@ from dynamoth.plan import Plan, Server, single
 from dynamoth.reports import unpack_report
 from dynamoth_lla.machine import ObservationLate
 from dynamoth_lla.options import LoadAnalyzerOptions
-from dynamoth_node.guard import AlreadyRunning
+from dynamoth_node.guard import CHECK_INTERVAL_S, AlreadyRunning
 from dynamoth_node.machine import LinkChanged, NodeMachine, PlanFollowed
 
 PLAN = Plan.initial([Server("s1", "redis://h1"), Server("s2", "redis://h2")])
@@ -113,12 +113,12 @@ def test_it_is_ready_when_it_observes_and_knows_a_plan() -> None:
     bench = Bench()
     bench.plan = None
     bench.up()
-    assert bench.machine.is_up and not bench.machine.is_ready
+    assert (bench.machine.is_up, bench.machine.is_ready) == (True, False)
     bench.plan = PLAN
     bench.to_next_deadline()
-    assert bench.machine.is_ready
+    assert (bench.machine.is_up, bench.machine.is_ready) == (True, True)
     bench.tell(LinkDown("local", "lost"))
-    assert not bench.machine.is_ready
+    assert (bench.machine.is_up, bench.machine.is_ready) == (False, False)
 
 
 def test_messages_go_to_dispatcher_and_analyzer() -> None:
@@ -182,6 +182,17 @@ def test_a_second_agent_is_told_to_end() -> None:
     bench.up()
     (end,) = [action for action in bench.other if isinstance(action, AlreadyRunning)]
     assert "10.0.0.1:99" in end.reason
+
+
+def test_an_agent_that_came_at_the_same_time_is_found_later() -> None:
+    bench = Bench()
+    bench.up()
+    bench.agents = 2
+    bench.clients = b"id=3 addr=10.0.0.1:99 laddr=x fd=8 name=dynamoth-agent:s1:4 age=12 idle=0 flags=P\n"
+    began = bench.now
+    while not any(isinstance(action, AlreadyRunning) for action in bench.other):
+        bench.to_next_deadline()
+        assert bench.now <= began + CHECK_INTERVAL_S
 
 
 def test_its_own_old_connection_does_not_end_it() -> None:

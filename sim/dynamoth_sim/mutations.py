@@ -1,0 +1,304 @@
+"""For each scenario, the production code with exactly its remedy switched off: then the scenario must fail.
+
+A scenario that stays green without its remedy checks nothing. Each mutation replaces one method, function or constant while it is
+entered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import dynamoth_balancer.goals
+import dynamoth_balancer.takeover
+import dynamoth_dispatcher.machine
+import dynamoth_lla.window
+from dynamoth.envelope import FORWARDED, Envelope
+from dynamoth.outbox import Outbox
+from dynamoth.plan import Assignment, Entry, Phase, Plan, Route
+from dynamoth.ring import Ring
+from dynamoth_balancer.installer import Installer
+from dynamoth_balancer.options import BalancerOptions
+from dynamoth_client.local_plan import LocalPlan
+from dynamoth_client.publisher import PublisherMachine
+from dynamoth_client.sequences import Sequences, Stream
+from dynamoth_client.subscriber import SubscriberMachine
+from dynamoth_dispatcher.machine import DispatcherMachine
+from dynamoth_dispatcher.transitions import Transitions
+
+Mutation = Callable[[], AbstractContextManager[None]]
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Put others in the place of attributes of a class or module, and put them back in the end."""
+    originals = {name: owner.__dict__[name] for name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in originals.items():
+            setattr(owner, name, value)
+
+
+def moved_in_transition() -> AbstractContextManager[None]:
+    """A channel is moved although it is in transition, and the route before the last is forgotten."""
+
+    def begin(plan: Plan, assignments: Mapping[bytes, Assignment]) -> Plan:
+        epoch = plan.version + 1
+        changed = {
+            channel: Entry(Route(epoch, assignment), Phase.PREPARED, (plan.entry(channel).route,))
+            for channel, assignment in assignments.items()
+        }
+        return plan.with_entries(changed)
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with replaced(Plan, begin=begin), replaced(Installer, _check=lambda *_: None):
+            yield
+
+    return both()
+
+
+def forwarded_for_ever() -> AbstractContextManager[None]:
+    """Dispatchers do not see that a message is a forwarded copy."""
+    return replaced(dynamoth_dispatcher.machine, FORWARDED=0)
+
+
+def never_forwarded_twice() -> AbstractContextManager[None]:
+    """Dispatchers forward no forwarded copy, whatever its epoch."""
+    forward = DispatcherMachine._forward_message  # pyright: ignore[reportPrivateUsage]
+
+    def once(
+        self: DispatcherMachine,
+        channel: bytes,
+        entry: Entry,
+        here: Any,
+        envelope: Envelope | None,
+        *rest: Any,
+    ) -> list[Any]:
+        if envelope is not None and envelope.flags & FORWARDED:
+            return []
+        return forward(self, channel, entry, here, envelope, *rest)
+
+    return replaced(DispatcherMachine, _forward_message=once)
+
+
+def no_trickle() -> AbstractContextManager[None]:
+    """Those who listen at an old location are told only together with a message."""
+    due = Transitions.due
+
+    def no_notices(self: Transitions, now: float) -> Any:
+        _, polls, markers = due(self, now)
+        return [], polls, markers
+
+    return replaced(Transitions, due=no_notices)
+
+
+def break_before_make() -> AbstractContextManager[None]:
+    """Subscribers leave the old location as soon as they are told of a new one."""
+    follow = SubscriberMachine._follow  # pyright: ignore[reportPrivateUsage]
+
+    def follow_and_leave(self: SubscriberMachine, subscription: Any, route: Route, now: float) -> list[Any]:
+        actions = follow(self, subscription, route, now)
+        for place in list(subscription.leaving.values()):
+            actions += self._leave(subscription, place, now)  # pyright: ignore[reportPrivateUsage]
+        return actions
+
+    return replaced(SubscriberMachine, _follow=follow_and_leave)
+
+
+def no_markers() -> AbstractContextManager[None]:
+    """Subscribers leave the old location as soon as they listen at the new one."""
+
+    def leave(self: SubscriberMachine, subscription: Any, now: float) -> list[Any]:
+        if not all(place.verified for place in subscription.targets.values()):
+            return []
+        places = list(subscription.leaving.values())
+        return [action for place in places for action in self._leave(subscription, place, now)]  # pyright: ignore[reportPrivateUsage]
+
+    return replaced(SubscriberMachine, _leave_rounded=leave)
+
+
+def no_verification() -> AbstractContextManager[None]:
+    """Subscribers take a place for right, whatever the plan stored there says."""
+
+    def verified(self: SubscriberMachine, subscription: Any, place: Any, reply: Any, now: float) -> list[Any]:
+        return self._right(subscription, place, subscription.route, Phase.ACTIVE, now)  # pyright: ignore[reportPrivateUsage]
+
+    return replaced(SubscriberMachine, _verified=verified)
+
+
+def no_acknowledgements() -> AbstractContextManager[None]:
+    """The balancer activates without waiting for the acknowledgements of dispatchers."""
+    waiting_for = Installer.waiting_for
+
+    def impatient(self: Installer, transition: Any, now: float) -> Iterator[str]:
+        return (reason for reason in waiting_for(self, transition, now) if "acknowledge" not in reason)
+
+    return replaced(Installer, waiting_for=impatient)
+
+
+def no_recovery() -> AbstractContextManager[None]:
+    """A new balancer begins with an empty plan, as if nothing were stored."""
+    recover = dynamoth_balancer.takeover.recover
+
+    def forget(*arguments: Any, **options: Any) -> Plan:
+        plan = recover(*arguments, **options)
+        return replace(plan, entries={})
+
+    return replaced(dynamoth_balancer.takeover, recover=forget)
+
+
+def any_epoch() -> AbstractContextManager[None]:
+    """Clients believe every notice, old or new."""
+
+    def learn(self: LocalPlan, channel: bytes, route: Route, now: float) -> bool:
+        self._routes[channel] = route  # pyright: ignore[reportPrivateUsage]
+        self._used_at[channel] = now  # pyright: ignore[reportPrivateUsage]
+        return True
+
+    def learned(self: SubscriberMachine, subscription: Any, link: str, route: Route, now: float) -> list[Any]:
+        self._plan.learn(subscription.channel, route, now)  # pyright: ignore[reportPrivateUsage]
+        return self._follow(subscription, route, now)  # pyright: ignore[reportPrivateUsage]
+
+    def told(self: PublisherMachine, link: str, channel: bytes, route: Route, now: float) -> list[Any]:
+        self._plan.learn(channel, route, now)  # pyright: ignore[reportPrivateUsage]
+        return []
+
+    @contextmanager
+    def all_three() -> Iterator[None]:
+        with (
+            replaced(LocalPlan, learn=learn),
+            replaced(SubscriberMachine, _learned=learned),
+            replaced(PublisherMachine, _told=told),
+        ):
+            yield
+
+    return all_three()
+
+
+def ring_over_all_servers() -> AbstractContextManager[None]:
+    """Clients compute the ring over all servers that the plan lists."""
+
+    def ring(plan: LocalPlan) -> Ring:
+        header = plan._header  # pyright: ignore[reportPrivateUsage]
+        return Ring(header.servers, header.virtual_nodes)
+
+    def home(self: LocalPlan, channel: bytes) -> Route:
+        return Route(0, Assignment(self._header.home_route(channel).assignment.mode, (ring(self).home(channel),)))  # pyright: ignore[reportPrivateUsage]
+
+    def route(self: LocalPlan, channel: bytes) -> Route:
+        return self._routes.get(channel) or home(self, channel)  # pyright: ignore[reportPrivateUsage]
+
+    return replaced(LocalPlan, home=home, route=route)
+
+
+def settled_is_over() -> AbstractContextManager[None]:
+    """A dispatcher does not look any more at a channel that has settled elsewhere."""
+    observed = DispatcherMachine._observed  # pyright: ignore[reportPrivateUsage]
+
+    def transitions_only(self: DispatcherMachine, physical: bytes, data: bytes, now: float) -> list[Any]:
+        if self.plan is not None and self.plan.entry(physical).phase is Phase.SETTLED:
+            return []
+        return observed(self, physical, data, now)
+
+    return replaced(DispatcherMachine, _observed=transitions_only)
+
+
+def forwards_are_not_repeated() -> AbstractContextManager[None]:
+    """What was sent over a link is forgotten when the link is lost."""
+    link_down = Outbox.link_down
+
+    def forget(self: Outbox) -> None:
+        link_down(self)
+        if self.link.startswith("to:"):
+            self._items.clear()  # pyright: ignore[reportPrivateUsage]
+
+    return replaced(Outbox, link_down=forget)
+
+
+def no_duplicate_check() -> AbstractContextManager[None]:
+    """Subscribers deliver a number that was delivered before."""
+    arrive = Stream.arrive
+
+    def deliver_again(self: Stream, publisher: int, sequence: int, flags: int, payload: bytes, *rest: Any) -> list[Any]:
+        if self.next is not None and sequence < self.next:
+            return [payload]
+        return arrive(self, publisher, sequence, flags, payload, *rest)
+
+    return replaced(Stream, arrive=deliver_again)
+
+
+def no_hold() -> AbstractContextManager[None]:
+    """Subscribers deliver a message at once, although an earlier one is missing."""
+
+    def deliver(self: Sequences, publisher: int, sequence: int, flags: int, payload: bytes, now: float) -> list[Any]:
+        stream = self.streams.setdefault(publisher, Stream(sequence))
+        if stream.next is not None and sequence < stream.next:
+            return []
+        stream.next = sequence + 1
+        return [payload]
+
+    return replaced(Sequences, arrive=deliver)
+
+
+def copies_count() -> AbstractContextManager[None]:
+    """Load analyzers count forwarded copies as publications."""
+    published = dynamoth_lla.window._PUBLISHED_PREFIXES | dynamoth_lla.window._COPY_PREFIXES  # pyright: ignore[reportPrivateUsage]
+    return replaced(dynamoth_lla.window, _PUBLISHED_PREFIXES=published, _COPY_PREFIXES=frozenset())
+
+
+def told_each_time() -> AbstractContextManager[None]:
+    """Dispatchers forget whom they have told."""
+    tell = DispatcherMachine._tell_publisher  # pyright: ignore[reportPrivateUsage]
+
+    def tell_again(self: DispatcherMachine, *arguments: Any) -> list[Any]:
+        self._told.clear()  # pyright: ignore[reportPrivateUsage]
+        return tell(self, *arguments)
+
+    return replaced(DispatcherMachine, _tell_publisher=tell_again)
+
+
+def any_move() -> AbstractContextManager[None]:
+    """The balancer takes every move for an improvement."""
+
+    def improves(move: Any, options: BalancerOptions) -> bool:
+        return True
+
+    return replaced(dynamoth_balancer.goals, _improves=improves)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A scenario, what makes it fail, and the guarantee that is broken then ("expected": what the script expects)."""
+
+    scenario: str
+    mutation: Mutation
+    broken: str
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("01-moved-twice", moved_in_transition, "G1"),
+    Check("02-forwarding-loop", forwarded_for_ever, "expected"),
+    Check("03-different-versions", never_forwarded_twice, "G1"),
+    Check("04-quiet-channel", no_trickle, "expected"),
+    Check("08-left-too-early", break_before_make, "G1"),
+    Check("09-left-before-the-forwarded", no_markers, "G1"),
+    Check("10-empty-too-early", no_verification, "G1"),
+    Check("11-late-plan", no_acknowledgements, "G1"),
+    Check("12-balancer-dies", no_recovery, "expected"),
+    Check("13-stale-notice", any_epoch, "expected"),
+    Check("14-different-rings", ring_over_all_servers, "expected"),
+    Check("15-very-late-publisher", settled_is_over, "G1"),
+    Check("16-forward-link-dies", forwards_are_not_repeated, "G1"),
+    Check("17-two-copies", no_duplicate_check, "G2"),
+    Check("18-overtaken", no_hold, "G1"),
+    Check("19-inflated-load", copies_count, "expected"),
+    Check("19-inflated-load", told_each_time, "expected"),
+    Check("20-hot-channel", any_move, "expected"),
+)
+"""Each scenario with what must make it fail."""

@@ -1,0 +1,158 @@
+"""The whole loop in virtual time: reports in, moves out, and what decisions wait for."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from dynamoth.plan import Phase
+from dynamoth_balancer.actions import Decided
+from dynamoth_balancer.options import BalancerOptions
+from tests.balancer.fake_cluster import CAPACITY, Balancer, FakeCluster
+
+QUICK = BalancerOptions(wait_s=5.0, averaging_s=3.0, channel_rest_s=10.0)
+
+
+def _load(cluster: FakeCluster, balancer: Balancer, ratios: dict[str, list[float]]) -> list[bytes]:
+    """Give servers channels that are at home there, with these load ratios; return all of them."""
+    channels: list[bytes] = []
+    for server, wanted in ratios.items():
+        names = [
+            c for c in (b"%s-%d" % (server.encode(), n) for n in range(500)) if balancer.plan.ring.home(c) == server
+        ]
+        for name, ratio in zip(names, wanted, strict=False):
+            cluster.follow[name] = round(ratio * CAPACITY)
+            channels.append(name)
+    return channels
+
+
+def _ratios(cluster: FakeCluster) -> dict[str, float]:
+    return {id_: sum(agent.loads.values()) / CAPACITY for id_, agent in cluster.agents.items()}
+
+
+def _moves(balancer: Balancer) -> list[tuple[bytes, str, str]]:
+    return [(m.channel, m.source, m.target) for decided in balancer.decided for m in decided.decision.moves]
+
+
+def test_an_overloaded_server_is_relieved_once_and_for_all() -> None:
+    cluster = FakeCluster(3)
+    balancer = cluster.started(QUICK)
+    _load(cluster, balancer, {"s1": [0.3] * 4, "s2": [0.1], "s3": [0.2]})
+    cluster.run_until(lambda: bool(balancer.decided))
+    cluster.run(120)
+    assert max(_ratios(cluster).values()) <= 0.6 + 1e-6
+    assert len(balancer.decided) == 1, "forwarded copies and load on its way do not look like new load"
+    assert all(entry.phase is Phase.SETTLED for entry in balancer.plan.entries.values())
+
+
+def test_a_channel_too_large_for_any_server_is_told_of_and_never_moved_to_and_fro() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(QUICK)
+    _load(cluster, balancer, {"s1": [0.95]})
+    cluster.run(300)
+    assert not _moves(balancer)
+    assert 1 <= len(balancer.decided) <= 6, "told again now and then, not every second"
+
+
+def test_no_channel_is_moved_back_while_the_load_is_constant() -> None:
+    cluster = FakeCluster(3)
+    balancer = cluster.started(QUICK)
+    _load(cluster, balancer, {"s1": [0.5, 0.5, 0.4], "s2": [0.5, 0.45], "s3": [0.3, 0.3]})
+    cluster.run(600)
+    moves = _moves(balancer)
+    assert moves and len({channel for channel, _, _ in moves}) == len(moves)
+
+
+def test_plans_are_wait_s_apart_and_channels_rest() -> None:
+    cluster = FakeCluster(4)
+    options = BalancerOptions(wait_s=7.0, averaging_s=3.0, moves_per_plan_max=2, channel_rest_s=30.0)
+    balancer = cluster.started(options)
+    _load(cluster, balancer, {"s1": [0.1] * 16})
+    times: list[float] = []
+    for _ in range(400):
+        cluster.run(0.25)
+        if len(balancer.decided) > len(times):
+            times.append(cluster.now)
+    assert len(times) >= 3
+    assert all(later - earlier >= 7.0 for earlier, later in pairwise(times))
+    assert all(len(decided.decision.moves) <= 2 for decided in balancer.decided)
+
+
+def test_a_channel_that_was_moved_rests_although_its_new_server_becomes_overloaded() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(BalancerOptions(wait_s=1.0, averaging_s=2.0, channel_rest_s=40.0))
+    channels = _load(cluster, balancer, {"s1": [0.55, 0.35]})
+    cluster.run_until(lambda: bool(balancer.decided))
+    begun = cluster.now
+    [(moved, _, target)] = _moves(balancer)
+    cluster.run(5)
+    cluster.follow[moved] = round(0.85 * CAPACITY)
+    cluster.follow[next(c for c in channels if c != moved)] = 1
+    more = [c for c in (b"more-%d" % n for n in range(500)) if balancer.plan.ring.home(c) == target][:1]
+    cluster.follow[more[0]] = round(0.5 * CAPACITY)
+    cluster.run_until(
+        lambda: any(channel == moved for channel, _, _ in _moves(balancer)[1:]) or cluster.now > begun + 60
+    )
+    again = [decided for decided in balancer.decided[1:] if any(m.channel == moved for m in decided.decision.moves)]
+    assert not again or cluster.now - begun >= 40.0
+    assert (more[0], target, "s1") in _moves(balancer), "another channel leaves instead"
+
+
+def test_no_plan_is_made_while_one_is_being_installed() -> None:
+    cluster = FakeCluster(3)
+    balancer = cluster.started(BalancerOptions(wait_s=0.0, averaging_s=2.0, moves_per_plan_max=1))
+    channels = _load(cluster, balancer, {"s1": [0.2] * 6})
+    cluster.agents["s1"].listened.update(channels)
+    cluster.run_until(lambda: bool(balancer.decided))
+    cluster.run(20)
+    assert len(balancer.decided) == 1
+    cluster.agents["s1"].listened.clear()
+    cluster.run(10)
+    assert len(balancer.decided) >= 2
+
+
+def test_a_transition_that_is_stuck_does_not_stop_all_decisions() -> None:
+    cluster = FakeCluster(3)
+    options = BalancerOptions(wait_s=0.0, averaging_s=2.0, moves_per_plan_max=1, move_timeout_s=10.0)
+    balancer = cluster.started(options)
+    channels = _load(cluster, balancer, {"s1": [0.2] * 8})
+    cluster.agents["s1"].listened.update(channels)
+    cluster.run(60)
+    assert len(balancer.decided) >= 3
+    moved = [channel for channel, _, _ in _moves(balancer)]
+    assert len(set(moved)) == len(moved), "what is in transition is not moved again"
+
+
+def test_servers_without_a_living_agent_take_no_part() -> None:
+    cluster = FakeCluster(3)
+    balancer = cluster.started(QUICK)
+    cluster.agents["s2"].alive = False
+    cluster.run(10)
+    _load(cluster, balancer, {"s1": [0.3] * 4})
+    cluster.run(60)
+    assert _moves(balancer)
+    assert all(target == "s3" for _, _, target in _moves(balancer))
+
+
+def test_an_overloaded_server_whose_agent_is_down_is_left_alone() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(QUICK)
+    _load(cluster, balancer, {"s1": [0.3] * 4})
+    cluster.run(0.5)
+    cluster.agents["s1"].alive = False
+    cluster.run(60)
+    assert not _moves(balancer)
+
+
+def test_a_successor_waits_before_its_first_plan() -> None:
+    cluster = FakeCluster(3)
+    first = cluster.started(QUICK)
+    _load(cluster, first, {"s1": [0.3] * 4})
+    cluster.run_until(lambda: bool(first.decided))
+    cluster.kill(first)
+    successor = cluster.start(QUICK)
+    cluster.run_until(lambda: successor.machine.plan is not None)
+    _load(cluster, successor, {"s2": [0.3] * 4})
+    began = cluster.now
+    cluster.run_until(lambda: bool(successor.decided))
+    assert cluster.now - began >= QUICK.wait_s - 1
+    assert isinstance(successor.decided[0], Decided)

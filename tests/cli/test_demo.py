@@ -1,0 +1,196 @@
+"""The demo with real processes, and its audit with real faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamoth_cli.child import Child, dynamoth_command
+from dynamoth_cli.cluster import LocalCluster
+from dynamoth_cli.demo import worker_command
+from dynamoth_cli.demo_worker import WorkerOptions
+from dynamoth_sim.rgame import GameWorld, Update
+
+TIMEOUT_S = 120.0
+WORLD: dict[str, Any] = {"tiles_per_side": 2}
+
+
+def demo(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        dynamoth_command("demo", *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def children_of(pid: int) -> dict[int, str]:
+    listed = subprocess.run(
+        ["ps", "-o", "pid=,args=", "--ppid", str(pid)], check=True, capture_output=True, text=True
+    ).stdout
+    return {int(child): arguments for child, arguments in re.findall(r"(\d+) (.*)", listed)}
+
+
+def test_channels_move_and_the_audit_is_clean(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    process = demo("--players", "40", "--servers", "2", "--seconds", "12", "--seed", "1", "--json", str(file))
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, out + err
+    result = json.loads(file.read_text())
+    assert result["clean"], result
+    for name in ("lost", "duplicated", "reordered", "gaps", "errors", "violations"):
+        assert result[name] == 0
+    assert result["published"] > 40 * 3 * 8
+    assert result["audited"] == 2 * result["published"], "both auditors see everything"
+    assert result["delivered"] > result["audited"]
+    assert result["migrations"] >= 1
+    assert result["plan_version"] >= 3 * 1
+    assert 0 < result["latency_ms_p50"] <= result["latency_ms_p99"]
+    assert max(result["load_ratios_before"].values()) > 0.8 > max(result["load_ratios_after"].values())
+    assert set(result["load_ratios_after"]) == {"s1", "s2"}
+    assert "audit: clean (0 lost, 0 duplicated, 0 reordered, 0 gaps)" in out
+
+
+def begun(process: subprocess.Popen[str]) -> list[int]:
+    """Wait until the players play; return process descriptors of all processes of the demo."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "the crowd gathers" in line:
+            children = children_of(process.pid)
+            assert len(children) >= 5, children
+            return [os.pidfd_open(pid) for pid in children]
+    raise AssertionError(f"the demo has ended early: {process.communicate()}")
+
+
+def all_gone(descriptors: list[int]) -> bool:
+    try:
+        return len(select.select(descriptors, [], [], 0)[0]) == len(descriptors)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_stops_everything_and_leaves_no_process(number: signal.Signals) -> None:
+    process = demo("--players", "10", "--servers", "1", "--seconds", "60")
+    descriptors = begun(process)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130
+    assert err == "dynamoth: interrupted\n"
+    assert all_gone(descriptors)
+
+
+def test_a_server_that_dies_ends_the_demo_with_the_reason() -> None:
+    process = demo("--players", "10", "--servers", "1", "--seconds", "60")
+    descriptors = begun(process)
+    [server] = [pid for pid, arguments in children_of(process.pid).items() if "redis-server" in arguments]
+    os.kill(server, signal.SIGKILL)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    assert "dynamoth: the Redis server s1 has ended" in err
+    assert all_gone(descriptors)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(1) as running:
+        yield running
+
+
+class Worker:
+    """A worker of the demo, spoken with as the demo does."""
+
+    def __init__(self, cluster: LocalCluster, role: str, count: int) -> None:
+        options = WorkerOptions(
+            role=role,
+            url=cluster.url,
+            world=WORLD,
+            seed=1,
+            first=0,
+            count=count,
+            payload_bytes=100,
+            arrival_timeout_s=1.0,
+        )
+        self.child = Child(role, worker_command(), environment=os.environ, pipes=True)
+        self.child.start()
+        self.tell(asdict(options))
+        self.wait_for("ready")
+
+    def tell(self, line: dict[str, Any]) -> None:
+        self.child.stdin.write(json.dumps(line).encode() + b"\n")
+        self.child.stdin.flush()
+
+    def wait_for(self, kind: str) -> dict[str, Any]:
+        for line in self.child.stdout:
+            event: dict[str, Any] = json.loads(line)
+            if event["event"] == kind:
+                return event
+        raise self.child.failure()
+
+    def finish(self, published: list[tuple[int, str, int]]) -> dict[str, Any]:
+        self.tell({"order": "finish", "published": published})
+        return self.wait_for("result")
+
+
+@pytest.fixture
+def auditors(cluster: LocalCluster) -> Iterator[Worker]:
+    worker = Worker(cluster, "auditors", 2)
+    yield worker
+    worker.child.kill()
+
+
+def publish(cluster: LocalCluster, *sequences: int) -> None:
+    channel = GameWorld(**WORLD).channels()[0]
+    for sequence in sequences:
+        update = Update(channel, 7, sequence, 0.0, 0.0)
+        cluster.ask("s1", (b"PUBLISH", channel, update.payload(0, 100)))
+
+
+@pytest.mark.parametrize(
+    ("sequences", "last", "found"),
+    [
+        ((1, 2, 3), 3, {"lost": 0, "duplicated": 0, "reordered": 0, "violations": 0}),
+        ((1, 3), 3, {"lost": 2, "duplicated": 0, "reordered": 0}),
+        ((2, 3), 3, {"lost": 2, "duplicated": 0, "reordered": 0}),
+        ((1, 2, 2, 3), 3, {"lost": 0, "duplicated": 2, "reordered": 0}),
+        ((1, 3, 2), 3, {"lost": 0, "duplicated": 0, "reordered": 2}),
+    ],
+)
+def test_auditors_find_what_is_wrong(
+    cluster: LocalCluster, auditors: Worker, sequences: tuple[int, ...], last: int, found: dict[str, int]
+) -> None:
+    channel = GameWorld(**WORLD).channels()[0].decode()
+    publish(cluster, *sequences)
+    result = auditors.finish([(7, channel, last)])
+    assert result["delivered"] == 2 * len(sequences), "two auditors"
+    assert {name: result[name] for name in found} == found
+    assert bool(result["stories"]) == any(found.values())
+
+
+def test_players_judge_what_their_own_process_publishes(cluster: LocalCluster) -> None:
+    worker = Worker(cluster, "players", 6)
+    worker.tell({"order": "start", "at": 0.0})  # long ago: they skip what is past, and begin at once
+    while worker.wait_for("stats")["delivered"] < 50:
+        pass
+    # A copy that nobody published a second time: the players of the tile must notice it.
+    [again] = [stats for stats in [worker.wait_for("stats")] if stats["duplicated"] == 0]
+    assert again["published"] > 0
+    worker.tell({"order": "stop"})
+    stopped = worker.wait_for("stopped")
+    for player, name, sequence in stopped["published"]:
+        update = Update(name.encode(), player, sequence, 0.0, 0.0)
+        cluster.ask("s1", (b"PUBLISH", update.channel, update.payload(0, 100)))
+    result = worker.finish(stopped["published"])
+    assert result["duplicated"] > 0
+    assert result["lost"] == result["reordered"] == result["gaps"] == 0
+    worker.child.stdin.close()
+    assert worker.child.wait(TIMEOUT_S), "a worker ends with its demo"
+    assert worker.child.stop() == 0

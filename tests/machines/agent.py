@@ -1,0 +1,88 @@
+"""A dispatcher machine in a test, with servers that answer when the test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from dynamoth.control import ControlMessage, PlanChange, pack_control
+from dynamoth.events import Connect, Pushed, Replied, Send, Start
+from dynamoth.names import AGENT_CHANNEL
+from dynamoth.outbox import Outbox
+from dynamoth.plan import Plan
+from dynamoth_dispatcher.machine import LOCAL, DispatcherMachine, DispatcherOptions, forward_link
+from tests.machines.helpers import C, Subject, commands, only, whole_reply
+
+INCARNATION = 0x1234_5678_9ABC
+
+
+class Agent(Subject):
+    """The dispatcher of one server."""
+
+    def __init__(self, server: str = "s1", options: DispatcherOptions | None = None) -> None:
+        self.dispatcher = DispatcherMachine(server, INCARNATION, options)
+        super().__init__(self.dispatcher)
+        #: The links that the machine has asked for, in order.
+        self.links: list[str] = []
+        self.tell(Start())
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return self.dispatcher.counters
+
+    def tell(self, *events: Any) -> list[Any]:
+        actions = super().tell(*events)
+        self.links += [connect.link for connect in only(Connect, actions)]
+        return actions
+
+    def holding(self, plan: Plan, *servers: str) -> Agent:
+        """Come up with ``plan`` stored, all said that is said at the start, and links to ``servers`` up."""
+        self.up(LOCAL)
+        self.read(plan)
+        self.answer(self.connect_all())
+        for link in self.links:
+            self.down(link)
+        for server in servers:
+            self.connect(server)
+        return self
+
+    def connect_all(self) -> list[Any]:
+        """Let every link come up that the machine has asked for."""
+        return [action for link in list(self.links) for action in self.up(link)]
+
+    def read(self, plan: Plan | None) -> list[Any]:
+        """Answer the reading of the whole plan."""
+        return self.tell(Replied(LOCAL, ("plan",), {} if plan is None else whole_reply(plan)))
+
+    def connect(self, server: str) -> list[Any]:
+        return self.up(forward_link(server))
+
+    def change(self, older: Plan, newer: Plan) -> list[Any]:
+        """Let the balancer tell of a change."""
+        return self.hear(PlanChange(older.diff(newer)))
+
+    def hear(self, message: ControlMessage) -> list[Any]:
+        return self.push(LOCAL, AGENT_CHANNEL, pack_control(message))
+
+    def observe(self, *payloads: bytes, physical: bytes = C) -> list[Any]:
+        """Let messages be published at the server."""
+        return self.tell(Pushed(LOCAL, [[b"pmessage", b"*", physical, payload] for payload in payloads]))
+
+    def answer(self, actions: Iterable[Any], value: Any = 1) -> list[Any]:
+        """Let the servers answer what was forwarded."""
+        sends = [send for send in only(Send, actions) if isinstance(send.tag, Outbox)]
+        return [action for send in sends for action in self.tell(Replied(send.link, send.tag, value))]
+
+    def listeners(self, actions: Iterable[Any], count: int) -> list[Any]:
+        """Answer every NUMSUB: ``count`` connections listen at each place."""
+        out: list[Any] = []
+        for send in only(Send, actions):
+            if send.args[:2] == (b"PUBSUB", b"NUMSUB"):
+                pairs = [part for name in send.args[2:] for part in (name, count)]
+                out += self.tell(Replied(send.link, send.tag, pairs))
+        return out
+
+
+def copies(actions: Iterable[Any], server: str, physical: bytes = C) -> list[bytes]:
+    """Return what is forwarded to a server."""
+    return [data for channel, data in commands(actions, b"PUBLISH", forward_link(server)) if channel == physical]

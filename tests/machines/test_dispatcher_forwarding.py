@@ -1,0 +1,311 @@
+"""Where a dispatcher sends what it observes, and whom it tells."""
+
+from __future__ import annotations
+
+from time import process_time
+from typing import Any
+
+import pytest
+
+from dynamoth.control import LossNotice, RouteNotice, pack_control, unpack_control
+from dynamoth.envelope import (
+    CONTROL,
+    FIRST,
+    FORWARDED,
+    HEARTBEAT,
+    RAW,
+    ROUTE_CHANGED,
+    Envelope,
+    forwarded,
+    open_envelope,
+)
+from dynamoth.events import Connect, ErrorReply, Send
+from dynamoth.names import AGENT_CHANNEL, inbox, replica_channel
+from dynamoth.plan import Assignment, Mode, Plan, Route, single
+from dynamoth_dispatcher.machine import LOCAL, DispatcherOptions, forward_link
+from tests.machines.agent import Agent, copies
+from tests.machines.helpers import ACTIVE, PLAN_0, PREPARED, SETTLED, URLS, C, channel_at, message, only, published
+
+ALL = ("s1", "s2", "s3")
+FAR = SETTLED.begin({C: single("s3")})
+FAR_ACTIVE = FAR.activate([C])
+FAR_SETTLED = FAR_ACTIVE.settle([C])
+
+
+def agent(server: str, plan: Plan, options: DispatcherOptions | None = None) -> Agent:
+    return Agent(server, options).holding(plan)
+
+
+def targets(of: Agent, data: bytes, physical: bytes = C) -> list[str]:
+    """Return the servers to which one message is forwarded."""
+    actions = [*of.observe(data, physical=physical), *of.connect_all()]
+    return [server for server in ALL if copies(actions, server, physical)]
+
+
+# Which messages go where.
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (PLAN_0, {"s1": [], "s2": ["s1"], "s3": ["s1"]}),
+        (PREPARED, {"s1": ["s2"], "s2": ["s1"], "s3": ["s1", "s2"]}),
+        (ACTIVE, {"s1": ["s2"], "s2": ["s1"], "s3": ["s1", "s2"]}),
+        (SETTLED, {"s1": ["s2"], "s2": [], "s3": ["s2"]}),
+        (FAR, {"s1": ["s2", "s3"], "s2": ["s3"], "s3": ["s2"]}),
+        (FAR_SETTLED, {"s1": ["s3"], "s2": ["s3"], "s3": []}),
+    ],
+    ids=["plan 0", "prepared", "active", "settled", "second move", "second move settled"],
+)
+def test_an_unforwarded_message_goes_wherever_a_follower_may_listen(plan: Plan, expected: dict[str, list[str]]) -> None:
+    assert {server: targets(agent(server, plan), message(1)) for server in ALL} == expected
+
+
+@pytest.mark.parametrize("plan", [PREPARED, ACTIVE])
+@pytest.mark.parametrize(("epoch", "expected"), [(0, ["s2"]), (1, []), (2, [])])
+def test_a_copy_goes_on_only_from_a_dispatcher_that_knows_more(plan: Plan, epoch: int, expected: list[str]) -> None:
+    """Cases 2 and 3: two dispatchers at different versions neither loop nor lose."""
+    assert targets(agent("s1", plan), forwarded(message(1), epoch)) == expected
+
+
+def test_a_copy_of_an_older_plan_goes_on_from_where_the_channel_was() -> None:
+    """D1 knows of the first move only; D2 knows of the second."""
+    first = agent("s1", SETTLED)
+    [copy] = copies([*first.observe(message(1)), *first.connect("s2")], "s2")
+    assert open_envelope(copy).epoch == 1
+    assert targets(agent("s2", FAR_SETTLED), copy) == ["s3"]
+    assert targets(agent("s2", SETTLED), copy) == []
+
+
+def test_a_copy_is_marked_and_carries_the_newest_epoch() -> None:
+    dispatcher = agent("s1", ACTIVE)
+    [copy] = copies([*dispatcher.observe(message(5, b"x", flags=FIRST)), *dispatcher.connect("s2")], "s2")
+    envelope = open_envelope(copy)
+    assert envelope == Envelope(FIRST | FORWARDED | envelope.flags & ROUTE_CHANGED, 7, 5, 1, b"x")
+
+
+def test_copies_keep_the_order_of_observation() -> None:
+    dispatcher = agent("s1", ACTIVE)
+    dispatcher.observe(message(1), message(2))
+    actions = [*dispatcher.connect("s2"), *dispatcher.observe(message(3))]
+    assert [open_envelope(copy).sequence for copy in copies(actions, "s2")] == [1, 2, 3]
+
+
+def test_what_was_not_answered_is_forwarded_again() -> None:
+    """Case 16: the link dies after PUBLISH went out."""
+    dispatcher = agent("s1", ACTIVE)
+    first = [*dispatcher.observe(message(1)), *dispatcher.connect("s2")]
+    lost = dispatcher.observe(message(2))
+    dispatcher.answer(first)
+    dispatcher.down(forward_link("s2"))
+    assert copies(dispatcher.observe(message(3)), "s2") == []
+    again = copies(dispatcher.connect("s2"), "s2")
+    assert again[0] == copies(lost, "s2")[0]
+    assert [open_envelope(copy).sequence for copy in again] == [2, 3]
+
+
+def test_a_replicated_channel_is_reached_under_its_physical_name() -> None:
+    replicated = PLAN_0.begin({C: Assignment(Mode.ALL_PUBLISHERS, ("s2", "s3"))}).activate([C])
+    physical = replica_channel(C, 1)
+    dispatcher = agent("s1", replicated)
+    actions = [*dispatcher.observe(message(1)), *dispatcher.connect("s2"), *dispatcher.connect("s3")]
+    assert len(copies(actions, "s2", physical)) == len(copies(actions, "s3", physical)) == 1
+    at_replica = agent("s2", replicated)
+    actions = [*at_replica.observe(message(1), physical=physical), *at_replica.connect("s1"), *at_replica.connect("s3")]
+    assert len(copies(actions, "s1")) == len(copies(actions, "s3", physical)) == 1
+
+
+def test_a_replica_on_the_same_server_is_reached_without_a_link() -> None:
+    replicated = PLAN_0.begin({C: Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2"))}).activate([C])
+    [copy] = published(agent("s1", replicated).observe(message(1)), replica_channel(C, 1), LOCAL)
+    assert open_envelope(copy).flags & FORWARDED
+
+
+@pytest.mark.parametrize("physical", [AGENT_CHANNEL, inbox(7), b"__keyspace@0__:x"])
+def test_messages_that_are_no_users_are_left_alone(physical: bytes) -> None:
+    assert agent("s2", PLAN_0).observe(message(1), physical=physical) == []
+
+
+def test_a_channel_at_rest_becomes_restless_with_the_plan() -> None:
+    """What was remembered as needing nothing must be forgotten with the change."""
+    dispatcher = agent("s1", PLAN_0)
+    assert dispatcher.observe(message(1)) == []
+    dispatcher.change(PLAN_0, PREPARED)
+    assert copies([*dispatcher.observe(message(2)), *dispatcher.connect("s2")], "s2")
+
+
+def test_copies_say_that_the_route_changed_for_a_while() -> None:
+    dispatcher = Agent("s1", DispatcherOptions(route_change_window_s=5)).holding(PLAN_0)
+    dispatcher.change(PLAN_0, PREPARED)
+    dispatcher.connect("s2")
+    [copy] = copies(dispatcher.observe(message(1)), "s2")
+    assert open_envelope(copy).flags == FORWARDED | ROUTE_CHANGED
+
+
+def test_copies_do_not_say_so_for_ever() -> None:
+    """No other change comes to end it; subscribers that meet a publisher wait for nothing, half a second each."""
+    dispatcher = Agent("s1", DispatcherOptions(route_change_window_s=5)).holding(PLAN_0)
+    dispatcher.change(PLAN_0, PREPARED)
+    dispatcher.connect("s2")
+    dispatcher.pass_time(5.1)
+    [copy] = copies(dispatcher.observe(message(1)), "s2")
+    assert open_envelope(copy).flags == FORWARDED
+
+
+def test_copies_say_so_too_when_the_change_was_read_whole() -> None:
+    dispatcher = agent("s1", PLAN_0)
+    dispatcher.change(PREPARED, ACTIVE)
+    dispatcher.read(ACTIVE)
+    [copy] = copies([*dispatcher.observe(message(1)), *dispatcher.connect("s2")], "s2")
+    assert open_envelope(copy).flags == FORWARDED | ROUTE_CHANGED
+
+
+# Raw messages.
+
+
+def test_raw_messages_at_a_wrong_server_are_numbered_and_wrapped() -> None:
+    dispatcher = agent("s1", SETTLED)
+    actions = [*dispatcher.observe(b"one", b"two"), *dispatcher.connect("s2")]
+    first, second = map(open_envelope, copies(actions, "s2"))
+    assert (first.payload, second.payload) == (b"one", b"two")
+    assert (second.sequence - first.sequence, second.publisher) == (1, first.publisher)
+    assert first.flags & (RAW | FORWARDED) == RAW | FORWARDED
+    assert first.epoch == 1
+    assert only(Send, [action for action in actions if published([action], inbox(first.publisher))]) == []
+
+
+def test_raw_messages_at_the_right_server_are_left_alone() -> None:
+    assert agent("s2", SETTLED).observe(b"one") == []
+
+
+def test_dispatchers_number_raw_messages_as_publishers_of_their_own() -> None:
+    def number(server: str) -> int:
+        dispatcher = agent(server, SETTLED)
+        [copy] = copies([*dispatcher.observe(b"one"), *dispatcher.connect("s2")], "s2")
+        return open_envelope(copy).publisher
+
+    assert number("s1") != number("s3")
+
+
+def test_forgotten_raw_channels_begin_again_above_their_past() -> None:
+    dispatcher = agent("s2", PLAN_0, DispatcherOptions(raw_channels_max=1))
+    other = channel_at("s1", 1)
+    dispatcher.observe(b"1", b"2", b"3")
+    dispatcher.observe(b"1", physical=other)
+    dispatcher.observe(b"4")
+    sequences = [open_envelope(copy).sequence for copy in copies(dispatcher.connect("s1"), "s1")]
+    assert sequences[:3] == [1, 2, 3]
+    assert sequences[3] > 3
+
+
+# Telling publishers.
+
+
+def notices(actions: list[Any], publisher: int = 7) -> list[Any]:
+    return [unpack_control(data) for data in published(actions, inbox(publisher), LOCAL)]
+
+
+TOLD = [RouteNotice(C, Route(1, single("s2")))]
+
+
+@pytest.mark.parametrize(("plan", "expected"), [(PREPARED, []), (ACTIVE, TOLD), (SETTLED, TOLD)])
+def test_a_publisher_at_the_old_location_is_told_once_the_change_is_active(plan: Plan, expected: list[Any]) -> None:
+    assert notices(agent("s1", plan).observe(message(1))) == expected
+
+
+@pytest.mark.parametrize("server", ["s1", "s2"])
+def test_a_publisher_at_a_told_location_is_not_told(server: str) -> None:
+    plan = PREPARED if server == "s1" else ACTIVE
+    assert notices(agent(server, plan).observe(message(1))) == []
+
+
+def test_a_publisher_that_was_never_right_is_told_its_home() -> None:
+    dispatcher = agent("s3", SETTLED)
+    assert notices(dispatcher.observe(message(1))) == TOLD
+
+
+def test_a_publisher_is_told_once_per_channel_and_epoch() -> None:
+    """Case 19: no redirect storms at an overloaded server."""
+    dispatcher = agent("s1", ACTIVE)
+    assert notices(dispatcher.observe(*map(message, range(1, 100)))) == TOLD
+    assert notices(dispatcher.observe(message(1, publisher=8)), 8) == TOLD
+
+
+def test_a_publisher_that_did_not_hear_it_is_told_again_after_a_while() -> None:
+    dispatcher = agent("s1", SETTLED, DispatcherOptions(tell_again_s=1))
+    assert notices(dispatcher.observe(message(1))) == TOLD
+    dispatcher.pass_time(0.9)
+    assert notices(dispatcher.observe(message(2))) == []
+    dispatcher.pass_time(0.2)
+    assert notices(dispatcher.observe(message(3))) == TOLD
+
+
+def test_a_new_epoch_is_told_at_once() -> None:
+    dispatcher = agent("s1", SETTLED)
+    dispatcher.observe(message(1))
+    dispatcher.change(SETTLED, FAR)
+    dispatcher.change(FAR, FAR_ACTIVE)
+    assert notices(dispatcher.observe(message(2))) == [RouteNotice(C, Route(4, single("s3")))]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [forwarded(message(1), 0), message(1, flags=HEARTBEAT), message(1, epoch=1), b"raw"],
+    ids=["a copy", "a heartbeat", "one that knows", "raw"],
+)
+def test_nobody_is_told_because_of(data: bytes) -> None:
+    assert notices(agent("s1", ACTIVE).observe(data)) == []
+
+
+def test_heartbeats_are_forwarded() -> None:
+    assert targets(agent("s1", SETTLED), message(4, b"", flags=HEARTBEAT)) == ["s2"]
+
+
+def test_control_messages_of_others_are_not_forwarded() -> None:
+    notice = message(0, pack_control(RouteNotice(C, Route(9, single("s3")))), flags=CONTROL)
+    assert agent("s1", ACTIVE).observe(notice) == []
+
+
+# Bounds.
+
+
+def test_a_full_outbox_costs_messages_and_says_so() -> None:
+    dispatcher = agent("s1", SETTLED, DispatcherOptions(forwards_max=2))
+    dispatcher.observe(*map(message, range(1, 6)))
+    assert dispatcher.counters["forwards_lost"] == 3
+    sent = dispatcher.connect("s2")
+    assert [open_envelope(copy).sequence for copy in copies(sent, "s2")] == [1, 2]
+    [notice] = copies(dispatcher.answer(sent), "s2")
+    envelope = open_envelope(notice)
+    assert envelope.flags == CONTROL
+    assert unpack_control(envelope.payload) == LossNotice(C, 3)
+
+
+def test_refused_forwards_are_counted() -> None:
+    dispatcher = agent("s1", SETTLED)
+    dispatcher.observe(message(1))
+    dispatcher.answer(dispatcher.connect("s2"), ErrorReply("NOPERM no"))
+    assert dispatcher.counters["forwards_refused"] == 1
+
+
+def test_telling_of_many_lost_channels_costs_the_same_for_each() -> None:
+    """While one server is down, the replies of every other one must stay cheap."""
+
+    def cost_s(channels: int) -> float:
+        dispatcher = agent("s3", PLAN_0, DispatcherOptions(forwards_max=1))
+        names = [channel for channel in map(b"%d".__mod__, range(4 * channels)) if PLAN_0.ring.home(channel) == "s1"]
+        for name in names[:channels]:
+            dispatcher.observe(message(1), physical=name)
+        actions = dispatcher.connect("s1")
+        started = process_time()
+        while actions := dispatcher.answer(actions):
+            pass
+        return process_time() - started
+
+    few, many = min(cost_s(500) for _ in range(3)), cost_s(8000)
+    assert many < 16 * few * 3, f"16 times the channels cost {many / few:.0f} times as much"
+
+
+def test_links_are_opened_before_the_first_message_needs_them() -> None:
+    dispatcher = agent("s1", PLAN_0)
+    assert Connect("to:s2", URLS["s2"]) in dispatcher.change(PLAN_0, PREPARED)

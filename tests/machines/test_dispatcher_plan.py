@@ -1,0 +1,374 @@
+"""How a dispatcher learns the plan, what it acknowledges, and how it accompanies a transition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dynamoth.control import (
+    LossNotice,
+    Marker,
+    ObservationGap,
+    PlanAck,
+    PlanChange,
+    PlanQuery,
+    RouteNotice,
+    Vacated,
+    pack_control,
+    seal_control,
+    unpack_control,
+)
+from dynamoth.envelope import CONTROL, open_envelope
+from dynamoth.events import Connect, ErrorReply, Replied, Send
+from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, CLIENTS_CHANNEL
+from dynamoth.plan import Entry, Phase, Plan, PlanDelta, Route, single
+from dynamoth.stored_plan import READ_WHOLE
+from dynamoth_dispatcher.machine import LOCAL, DispatcherOptions, forward_link
+from dynamoth_dispatcher.transitions import TransitionOptions
+from tests.machines.agent import INCARNATION, Agent, copies
+from tests.machines.helpers import (
+    ACTIVE,
+    PLAN_0,
+    PREPARED,
+    RUN,
+    SETTLED,
+    C,
+    channel_at,
+    commands,
+    message,
+    only,
+    published,
+    tagged,
+    whole_reply,
+)
+
+PACE = TransitionOptions()
+READ = Send(LOCAL, READ_WHOLE, ("plan",))
+
+
+def told_balancer(actions: list[Any]) -> list[Any]:
+    return [unpack_control(data) for data in published(actions, BALANCER_CHANNEL, LOCAL)]
+
+
+def ack(version: int, server: str = "s1") -> PlanAck:
+    return PlanAck(server, INCARNATION, version)
+
+
+def said(actions: list[Any], link: str = LOCAL, physical: bytes = C) -> list[Any]:
+    """Return the control messages that are published on the channel."""
+    envelopes = [open_envelope(data) for data in published(actions, physical, link)]
+    return [unpack_control(envelope.payload) for envelope in envelopes if envelope.flags & CONTROL]
+
+
+# Learning the plan.
+
+
+def test_observes_first_and_reads_the_plan_behind() -> None:
+    actions = Agent().up(LOCAL)
+    assert [send.args[0] for send in only(Send, actions)] == [b"SUBSCRIBE", b"PSUBSCRIBE", b"HGETALL"]
+    assert commands(actions, b"SUBSCRIBE") == [(AGENT_CHANNEL,)]
+    assert commands(actions, b"PSUBSCRIBE") == [(b"*",)]
+    assert actions[-1] == READ
+
+
+def test_acknowledges_the_plan_that_it_read_and_tells_that_it_was_blind() -> None:
+    agent = Agent()
+    agent.up(LOCAL)
+    actions = agent.read(ACTIVE)
+    assert told_balancer(actions) == [ack(2)]
+    gap = pack_control(ObservationGap("s1"))
+    assert published(actions, CLIENTS_CHANNEL, LOCAL) == [gap]
+    assert agent.dispatcher.plan == ACTIVE
+
+
+def test_tells_subscribers_elsewhere_that_it_was_blind_during_a_transition() -> None:
+    agent = Agent()
+    agent.up(LOCAL)
+    actions = [*agent.read(ACTIVE), *agent.connect("s2")]
+    assert said(actions, forward_link("s2")) == [LossNotice(C, None)]
+
+
+def test_reads_again_while_no_plan_is_stored() -> None:
+    agent = Agent(options=DispatcherOptions(plan_retry_s=0.5))
+    agent.up(LOCAL)
+    assert agent.read(None) == []
+    assert agent.pass_time(0.4) == []
+    assert agent.pass_time(0.2) == [READ]
+    assert told_balancer(agent.read(PLAN_0)) == [ack(0)]
+
+
+@pytest.mark.parametrize("failure", [ErrorReply("LOADING"), {b"@version": b"1", b"@header": b"\xc1"}, None, b"text"])
+def test_reads_again_after_what_is_no_plan(failure: Any) -> None:
+    agent = Agent()
+    agent.up(LOCAL)
+    assert agent.tell(Replied(LOCAL, ("plan",), failure)) == []
+    assert agent.counters["refused_commands"] + agent.counters["malformed_plans"] == 1
+    assert agent.pass_time(1) == [READ]
+
+
+def test_a_plan_of_an_earlier_process_is_not_believed() -> None:
+    agent = Agent()
+    agent.up(LOCAL, "run-2")
+    assert told_balancer(agent.tell(Replied(LOCAL, ("plan",), whole_reply(ACTIVE, RUN)))) == []
+    assert agent.dispatcher.plan is None
+
+
+def test_a_server_that_does_not_let_it_observe_gets_no_acknowledgement() -> None:
+    """An agent that is deaf must not promise to forward."""
+    agent = Agent()
+    [psubscribe] = [send for send in only(Send, agent.up(LOCAL)) if send.args[0] == b"PSUBSCRIBE"]
+    assert psubscribe.tag is not None, "without a tag nobody is told of the error"
+    agent.tell(Replied(LOCAL, psubscribe.tag, ErrorReply("NOPERM no")))
+    assert told_balancer(agent.read(PLAN_0)) == []
+
+
+def test_what_was_observed_before_the_plan_is_forwarded_after_it() -> None:
+    agent = Agent()
+    agent.up(LOCAL)
+    assert agent.observe(message(1), message(2)) == []
+    actions = [*agent.read(SETTLED), *agent.connect("s2")]
+    assert [open_envelope(copy).sequence for copy in copies(actions, "s2")] == [1, 2]
+
+
+def test_a_backlog_that_is_too_long_is_counted_and_told() -> None:
+    agent = Agent(options=DispatcherOptions(backlog_max=2))
+    agent.up(LOCAL)
+    agent.observe(*map(message, range(1, 5)))
+    assert agent.counters["backlog_dropped"] == 2
+    actions = [*agent.read(SETTLED), *agent.connect("s2")]
+    assert len(copies(actions, "s2")) == 2
+    assert published(actions, CLIENTS_CHANNEL) == [pack_control(ObservationGap("s1"))]
+
+
+def test_after_a_lost_connection_it_reads_the_plan_and_tells_that_it_was_blind() -> None:
+    agent = Agent().holding(PLAN_0)
+    agent.down(LOCAL)
+    assert agent.machine.deadline() is None
+    assert agent.up(LOCAL)[-1] == READ
+    actions = agent.read(ACTIVE)
+    assert told_balancer(actions) == [ack(2)]
+    assert published(actions, CLIENTS_CHANNEL) == [pack_control(ObservationGap("s1"))]
+
+
+def test_keeps_its_plan_while_the_server_has_lost_it() -> None:
+    agent = Agent().holding(SETTLED)
+    agent.down(LOCAL)
+    agent.up(LOCAL)
+    agent.read(None)
+    assert agent.dispatcher.plan == SETTLED
+    assert copies([*agent.observe(message(1)), *agent.connect("s2")], "s2")
+
+
+def test_an_older_plan_does_not_replace_a_newer_one() -> None:
+    agent = Agent().holding(ACTIVE)
+    agent.hear(PlanQuery(99))
+    assert told_balancer(agent.read(PREPARED)) == [ack(2)]
+    assert agent.dispatcher.plan == ACTIVE
+
+
+# Changes.
+
+
+def test_acts_on_a_change_and_acknowledges_it() -> None:
+    agent = Agent().holding(PLAN_0)
+    for older, newer in ((PLAN_0, PREPARED), (PREPARED, ACTIVE), (ACTIVE, SETTLED)):
+        assert told_balancer(agent.change(older, newer)) == [ack(newer.version)]
+        assert agent.dispatcher.plan == newer
+
+
+def test_a_change_that_came_already_is_acknowledged_again() -> None:
+    agent = Agent().holding(ACTIVE)
+    assert told_balancer(agent.change(PLAN_0, PREPARED)) == [ack(2)]
+    assert agent.dispatcher.plan == ACTIVE
+
+
+def test_a_change_that_does_not_fit_makes_it_read_the_whole_plan() -> None:
+    agent = Agent().holding(PLAN_0)
+    assert agent.change(PREPARED, ACTIVE) == [READ]
+    assert agent.dispatcher.plan == PLAN_0
+    assert agent.change(ACTIVE, SETTLED) == []
+    assert told_balancer(agent.read(SETTLED)) == [ack(3)]
+
+
+def test_a_change_before_the_first_plan_is_not_acknowledged() -> None:
+    agent = Agent()
+    agent.up(LOCAL)
+    assert agent.change(PLAN_0, PREPARED) == []
+
+
+def test_answers_the_balancers_question_or_reads() -> None:
+    agent = Agent().holding(PREPARED)
+    assert told_balancer(agent.hear(PlanQuery(1))) == [ack(1)]
+    assert agent.hear(PlanQuery(2)) == [READ]
+    assert told_balancer(agent.read(ACTIVE)) == [ack(2)]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        Entry(Route(1, single("s9")), Phase.SETTLED),
+        Entry(Route(1, single("s2")), Phase.PREPARED, (Route(0, single("s9")),)),
+    ],
+    ids=["new route", "previous route"],
+)
+def test_a_change_to_an_unlisted_server_is_refused(entry: Entry) -> None:
+    agent = Agent().holding(PLAN_0)
+    assert agent.hear(PlanChange(PlanDelta(0, 1, {C: entry}))) == [READ]
+    assert agent.counters["malformed_plans"] == 1
+    assert agent.dispatcher.plan == PLAN_0
+
+
+def test_a_change_to_a_version_that_no_envelope_can_carry_is_refused() -> None:
+    agent = Agent().holding(PLAN_0)
+    assert agent.hear(PlanChange(PlanDelta(0, 2**40, {}))) == [READ]
+
+
+def test_malformed_and_unexpected_messages_are_counted() -> None:
+    agent = Agent().holding(PLAN_0)
+    assert agent.push(LOCAL, AGENT_CHANNEL, b"\xc1", pack_control(ack(1))) == []
+    assert (agent.counters["malformed_messages"], agent.counters["unexpected_messages"]) == (1, 1)
+
+
+# Transitions: telling subscribers.
+
+NOTICE = RouteNotice(C, Route(1, single("s2")))
+
+
+def test_listeners_are_told_with_the_first_publication_after_the_activation() -> None:
+    agent = Agent().holding(PREPARED, "s2")
+    assert said(agent.observe(message(1))) == []
+    agent.change(PREPARED, ACTIVE)
+    assert said(agent.observe(message(2), message(3))) == [NOTICE]
+
+
+def test_listeners_of_a_quiet_channel_are_told_by_a_trickle() -> None:
+    """Case 4: nobody publishes at the old server any more."""
+    agent = Agent().holding(ACTIVE)
+    assert said(agent.pass_time(PACE.trickle_delay_s - PACE.tick_interval_s)) == []
+    assert said(agent.pass_time(2 * PACE.tick_interval_s)) == [NOTICE]
+    assert said(agent.pass_time(PACE.notice_interval_s + PACE.tick_interval_s)) == [NOTICE]
+
+
+@pytest.mark.parametrize("plan", [PREPARED, SETTLED, PLAN_0])
+def test_nobody_is_told_before_the_activation_or_after_the_end(plan: Plan) -> None:
+    assert said(Agent().holding(plan).pass_time(3)) == []
+
+
+def test_only_the_old_location_is_told() -> None:
+    assert [type(each) for each in said(Agent("s2").holding(ACTIVE).pass_time(1))] == [Marker] * 5
+    assert said(Agent("s3").holding(ACTIVE).pass_time(1)) == []
+
+
+# Transitions: markers.
+
+
+def test_a_marker_is_forwarded_only_after_it_came_back() -> None:
+    agent = Agent("s2").holding(ACTIVE, "s1")
+    actions = agent.pass_time(0.001)
+    [marker] = said(actions)
+    assert marker == Marker(C, "s2", INCARNATION, 1)
+    assert copies(actions, "s1") == []
+    assert copies(agent.observe(*published(actions, C, LOCAL)), "s1") == published(actions, C, LOCAL)
+
+
+def test_a_marker_goes_behind_the_messages_before_it() -> None:
+    agent = Agent("s2").holding(ACTIVE)
+    [marker] = published(agent.pass_time(0.001), C, LOCAL)
+    agent.observe(message(1), marker, message(2))
+    sent = copies(agent.connect("s1"), "s1")[-3:]
+    assert [open_envelope(data).flags & CONTROL for data in sent] == [0, CONTROL, 0]
+
+
+def test_markers_are_numbered_and_grow_rare() -> None:
+    agent = Agent("s2").holding(ACTIVE)
+    numbers = [marker.number for marker in said(agent.pass_time(60))]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert 60 <= len(numbers) <= 70
+
+
+@pytest.mark.parametrize(
+    "marker",
+    [Marker(C, "s1", INCARNATION, 1), Marker(C, "s2", INCARNATION + 1, 1), Marker(b"other", "s3", 1, 1)],
+    ids=["another server's", "an earlier process's", "another channel's"],
+)
+def test_markers_of_others_are_not_forwarded(marker: Marker) -> None:
+    assert Agent("s2").holding(ACTIVE, "s1").observe(seal_control(marker)) == []
+
+
+def test_markers_end_with_the_transition() -> None:
+    agent = Agent("s2").holding(ACTIVE, "s1")
+    [marker] = published(agent.pass_time(0.001), C, LOCAL)
+    agent.change(ACTIVE, SETTLED)
+    assert agent.observe(marker) == []
+    assert agent.pass_time(10) == []
+
+
+# Transitions: vacated.
+
+
+def test_an_old_location_where_nobody_listens_is_reported() -> None:
+    agent = Agent().holding(ACTIVE)
+    asked = agent.pass_time(PACE.poll_interval_s + PACE.tick_interval_s)
+    assert (b"NUMSUB", C) in commands(asked, b"PUBSUB")
+    assert told_balancer(agent.listeners(asked, 1)) == []
+    asked = agent.pass_time(PACE.poll_interval_s + PACE.tick_interval_s)
+    assert told_balancer(agent.listeners(asked, 0)) == [Vacated("s1", ((C, 1),))]
+
+
+def test_a_vacated_location_is_reported_again_until_it_is_settled() -> None:
+    agent = Agent().holding(ACTIVE)
+    agent.listeners(agent.pass_time(0.1), 0)
+    assert told_balancer(agent.listeners(agent.pass_time(PACE.vacated_interval_s + 0.1), 0)) != []
+    agent.change(ACTIVE, SETTLED)
+    assert tagged(agent.pass_time(5), "numsub") == []
+
+
+def test_an_answer_that_is_older_than_the_change_reports_nothing() -> None:
+    """Case 10: NUMSUB was asked for an earlier change."""
+    agent = Agent().holding(ACTIVE)
+    asked = agent.pass_time(0.1)
+    agent.change(ACTIVE, SETTLED)
+    back = SETTLED.begin({C: single("s3")})
+    agent.change(SETTLED, back)
+    agent.change(back, back.activate([C]))
+    assert told_balancer(agent.listeners(asked, 0)) == []
+
+
+@pytest.mark.parametrize("plan", [PREPARED, SETTLED])
+def test_nothing_is_asked_before_the_activation_or_after_the_end(plan: Plan) -> None:
+    assert tagged(Agent().holding(plan).pass_time(5), "numsub") == []
+
+
+def test_a_refused_question_is_counted() -> None:
+    agent = Agent().holding(ACTIVE)
+    [numsub, *_] = tagged(agent.pass_time(0.1), "numsub")
+    assert agent.tell(Replied(LOCAL, numsub.tag, ErrorReply("NOPERM no"))) == []
+    assert agent.counters["refused_commands"] == 1
+
+
+def many_active(channels: int) -> tuple[Plan, list[bytes]]:
+    names = [channel_at("s1", number) for number in range(channels)]
+    return PLAN_0.begin({name: single("s2") for name in names}).activate(names), names
+
+
+def test_no_tick_asks_for_more_than_its_share() -> None:
+    plan, _ = many_active(7)
+    agent = Agent(options=DispatcherOptions(TransitionOptions(per_tick_max=3))).holding(plan)
+    questions = tagged(agent.pass_time(1), "numsub")
+    assert max(len(send.args) for send in questions) == 2 + 3
+
+
+def test_every_channel_has_its_turn_however_many_there_are() -> None:
+    """Some channels may be listened to for ever (plain clients): the others must settle all the same."""
+    plan, names = many_active(12)
+    agent = Agent(options=DispatcherOptions(TransitionOptions(per_tick_max=1))).holding(plan)
+    questions = tagged(agent.pass_time(5), "numsub")
+    assert {name for send in questions for name in send.args[2:]} == set(names)
+
+
+def test_opens_links_for_a_transition_that_was_read_whole() -> None:
+    """The restarted agent of an old server: the first message would otherwise wait for the connection."""
+    agent = Agent()
+    agent.up(LOCAL)
+    assert Connect(forward_link("s2"), "redis://s2:6379") in agent.read(PREPARED)

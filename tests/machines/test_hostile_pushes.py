@@ -1,0 +1,149 @@
+"""10,000 hostile messages to each machine: none raises, and what is malformed is counted."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dynamoth.control import pack_control
+from dynamoth.envelope import CONTROL, MAGIC, seal
+from dynamoth.events import ErrorReply, Pushed, Replied
+from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, CLIENTS_CHANNEL, replica_channel
+from dynamoth.plan import Plan
+from dynamoth_dispatcher.machine import LOCAL
+from tests.core.strategies import control_messages, lies_about_length, mutations, nests, well_formed_nonsense
+from tests.machines.agent import Agent
+from tests.machines.helpers import ACTIVE, PLAN_0, PREPARED, SETTLED, C
+from tests.machines.listener import Listener
+from tests.machines.test_publisher import INBOX, Publisher
+
+SEEDS = 8
+MUTANTS = 5
+"""Of each message: itself, and others in which a byte was changed. Cheaper to make than messages from nothing."""
+EXAMPLES = 10_000 // (SEEDS * MUTANTS)
+
+edges = st.sampled_from((0, 1, 2, 3, 2**31, 2**32 - 1, 2**63, 2**64 - 2, 2**64 - 1))
+flags = st.integers(0, 255)
+epochs = st.sampled_from((0, 1, 2, 3, 2**31, 2**32 - 1))
+
+controls = st.one_of(
+    control_messages.map(pack_control),
+    mutations(control_messages.map(pack_control)),
+    well_formed_nonsense,
+    nests(),
+    lies_about_length(),
+)
+envelopes = st.one_of(
+    st.builds(seal, edges, edges, epochs, st.binary(max_size=4) | controls, flags),
+    st.builds(seal, edges, edges, epochs, controls, st.just(CONTROL)),
+)
+messages = st.one_of(
+    envelopes,
+    mutations(envelopes),
+    st.binary(max_size=40),
+    st.binary(max_size=30).map(MAGIC.__add__),
+)
+kinds = st.sampled_from((b"subscribe", b"unsubscribe", b"psubscribe", b"invalidate", b"pong"))
+
+
+def mutants(data: bytes, random: Random) -> list[bytes]:
+    made = [data]
+    for _ in range(MUTANTS - 1):
+        changed = bytearray(data)
+        if changed:
+            changed[random.randrange(len(changed))] = random.randrange(256)
+        made.append(bytes(changed))
+    return made
+
+
+@st.composite
+def batches(draw: st.DrawFn, channels: tuple[bytes, ...], data: st.SearchStrategy[bytes], kind: bytes) -> Any:
+    """A batch of pushes of one kind, with acknowledgements of SUBSCRIBE and the like among them."""
+    head = [b"pmessage", b"*"] if kind == b"pmessage" else [kind]
+    random = Random(draw(st.integers(0, 2**32)))
+    batch: list[list[Any]] = []
+    for seed in draw(st.lists(data, min_size=SEEDS, max_size=SEEDS)):
+        batch += [[*head, random.choice(channels), mutant] for mutant in mutants(seed, random)]
+        batch.append([draw(kinds), C, 1])
+    return batch
+
+
+hostile = settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+plans = st.sampled_from((PLAN_0, PREPARED, ACTIVE, SETTLED))
+replies = st.one_of(
+    st.none(),
+    st.lists(st.none() | st.binary(max_size=20), max_size=4),
+    st.builds(ErrorReply, st.just("LOADING")),
+    well_formed_nonsense.map(lambda data: [b"1", None, data]),
+)
+
+
+def answer_nonsense(subject: Any, actions: list[Any], value: Any) -> None:
+    """Answer every reading of a plan with ``value``."""
+    for send in actions:
+        if getattr(send, "args", (b"",))[0] in (b"HMGET", b"HGETALL"):
+            subject.tell(Replied(send.link, send.tag, value))
+
+
+@hostile
+@given(batches((C, replica_channel(C, 1), b"other"), messages, b"message"), plans, replies)
+def test_subscriber(batch: Any, plan: Plan, value: Any) -> None:
+    listener = Listener().confirmed()
+    actions = listener.tell(Pushed("s1", batch))
+    answer_nonsense(listener, actions, value)
+    listener.verify(actions, plan)
+    listener.pass_time(3)
+    listener.down("s1")
+    listener.verify(listener.up("s1"), plan)
+    listener.pass_time(3)
+
+
+@hostile
+@given(batches((INBOX, CLIENTS_CHANNEL), controls, b"message"), replies)
+def test_publisher(batch: Any, value: Any) -> None:
+    publisher = Publisher().connected("s1", "s2")
+    publisher.publish()
+    answer_nonsense(publisher, publisher.tell(Pushed("s1", batch)), value)
+    publisher.publish()
+    publisher.down("s1")
+    publisher.up("s1")
+    publisher.publish()
+    publisher.pass_time(20)
+
+
+@hostile
+@given(
+    batches(
+        (C, replica_channel(C, 1), b"other", b"__dynamoth__:r:", ANNOUNCE_CHANNEL, AGENT_CHANNEL), messages, b"pmessage"
+    ),
+    batches((AGENT_CHANNEL,), controls, b"message"),
+    st.sampled_from(("s1", "s2", "s3")),
+    plans,
+    replies,
+)
+def test_dispatcher(observed: Any, heard: Any, server: str, plan: Plan, value: Any) -> None:
+    agent = Agent(server)
+    agent.up(LOCAL)
+    agent.tell(Pushed(LOCAL, observed[:5]))
+    agent.tell(Replied(LOCAL, ("plan",), value if not isinstance(value, list) else {}))
+    agent.pass_time(1)
+    agent.read(plan)
+    agent.tell(Pushed(LOCAL, observed))
+    agent.tell(Pushed(LOCAL, heard))
+    agent.tell(Pushed(LOCAL, observed))
+    agent.listeners(agent.pass_time(0.3), 0)
+
+
+def test_what_is_malformed_is_counted_by_each() -> None:
+    bad = seal(1, 1, 0, b"\xc1", CONTROL)
+    listener = Listener().confirmed()
+    listener.push("s1", C, bad, bad)
+    publisher = Publisher().connected("s1")
+    publisher.push("s1", INBOX, b"\xc1", b"\xc1")
+    agent = Agent().holding(ACTIVE)
+    agent.observe(bad, seal(1, 1, 0, b"", 0x80))
+    counters = (listener.counters, publisher.publisher.counters, agent.counters)
+    assert [each["malformed_messages"] for each in counters] == [2, 2, 2]

@@ -1,0 +1,38 @@
+"""Tiny machines, to test the simulated driver with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynamoth.events import Connect, LinkUp, Send, Start
+
+
+class Recorder:
+    """Connects to one server, sends what it is told at each connection, and keeps every event with its time."""
+
+    def __init__(self, url: str, *commands: tuple[bytes, ...]) -> None:
+        self._url = url
+        self._commands = commands
+        self.events: list[Any] = []
+        self.times: list[float] = []
+        self.wish: float | None = None
+
+    def handle(self, event: Any, now: float) -> list[Any]:
+        self.events.append(event)
+        self.times.append(now)
+        match event:
+            case Start():
+                return [Connect("server", self._url)]
+            case LinkUp():
+                return [Send("server", command, command) for command in self._commands]
+            case list():
+                return event
+            case _:
+                return []
+
+    def deadline(self) -> float | None:
+        return self.wish
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """Return the events of one kind."""
+        return [event for event in self.events if isinstance(event, kind)]

@@ -1,0 +1,164 @@
+"""Pipes keep their order, whatever the delays; what is lost is lost from one point on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamoth_sim.network import CALM, Delays, End, Network, Packet, Pipe
+from dynamoth_sim.redis_model import RedisServer
+from dynamoth_sim.world import World
+
+WILD = Delays(base_s=0.001, jitter_s=0.1, spike_s=1.0, spike_ratio=0.2)
+
+
+class Sink:
+    """Takes what comes out of a pipe."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.items: list[Any] = []
+        self.times: list[float] = []
+        self.packets = 0
+        self.end: str | None = None
+
+    def __call__(self, packet: Packet) -> None:
+        self.packets += 1
+        for item in packet.items:
+            if isinstance(item, End):
+                self.end = item.reason
+            else:
+                assert self.end is None, "nothing comes after the end"
+                self.items.append(item)
+                self.times.append(self._world.now)
+
+
+@given(st.integers(0, 10_000))
+def test_a_pipe_keeps_its_order_and_delays_everything(seed: int) -> None:
+    world = World(seed)
+    sink = Sink(world)
+    pipe = Pipe(world, WILD, sink)
+    sent: list[float] = []
+    for number in range(50):
+        pipe.send(number, 10)
+        sent.append(world.now)
+        world.run_until(world.now + 0.05 * world.random.random())
+    world.run_until(world.now + 3.0)
+    assert sink.items == list(range(50))
+    assert all(at - began >= WILD.base_s for at, began in zip(sink.times, sent, strict=True))
+    assert sink.packets < 50
+
+
+def test_two_pipes_overtake_each_other() -> None:
+    world = World(3)
+    arrivals: list[str] = []
+    one = Pipe(world, WILD, lambda packet: arrivals.extend("a" for _ in packet.items))
+    two = Pipe(world, WILD, lambda packet: arrivals.extend("b" for _ in packet.items))
+    for _ in range(20):
+        one.send(0, 1)
+        two.send(0, 1)
+        world.run_until(world.now + 0.05)
+    world.run_until(10.0)
+    assert "ab" in "".join(arrivals) and "ba" in "".join(arrivals)
+    assert "aa" in "".join(arrivals) and "bb" in "".join(arrivals)
+
+
+def test_a_slow_line_takes_its_time() -> None:
+    world = World(1)
+    sink = Sink(world)
+    pipe = Pipe(world, Delays(base_s=0.1, jitter_s=0.0, bytes_per_s=1000.0), sink)
+    for number in range(3):
+        pipe.send(number, 500)
+    world.run_until(5.0)
+    assert sink.times == pytest.approx([0.6, 1.1, 1.6])
+
+
+def test_a_held_pipe_delivers_what_is_due_when_it_is_released() -> None:
+    world = World(1)
+    sink = Sink(world)
+    pipe = Pipe(world, CALM, sink)
+    pipe.hold()
+    pipe.hold()
+    pipe.send(1, 1)
+    world.run_until(1.0)
+    pipe.send(2, 1)
+    pipe.release()
+    assert sink.items == []
+    pipe.release()
+    assert sink.items == [1]
+    world.run_until(2.0)
+    assert sink.items == [1, 2]
+
+
+def test_the_end_comes_after_what_is_in_flight() -> None:
+    world = World(1)
+    sink = Sink(world)
+    pipe = Pipe(world, WILD, sink)
+    for number in range(10):
+        pipe.send(number, 1)
+    pipe.end("enough", notice_s=0.5)
+    pipe.send("too late", 1)
+    pipe.end("once more")
+    world.run_until(5.0)
+    assert (sink.items, sink.end) == (list(range(10)), "enough")
+
+
+@given(st.integers(0, 1000), st.booleans())
+def test_a_cut_pipe_loses_everything_from_one_point_on(seed: int, lose_all: bool) -> None:
+    world = World(seed)
+    sink = Sink(world)
+    pipe = Pipe(world, WILD, sink)
+    for number in range(10):
+        pipe.send(number, 1)
+        world.run_until(world.now + 0.01)
+    arrived = len(sink.items)
+    lost = pipe.cut("broken", 0.1, lose_all=lose_all)
+    world.run_until(10.0)
+    assert sink.items + lost == list(range(10))
+    assert sink.end == "broken"
+    assert pipe.cut("again", 0.0) == []
+    if lose_all:
+        assert len(sink.items) == arrived
+
+
+def network(seed: int = 1) -> tuple[World, Network, RedisServer]:
+    world = World(seed)
+    it = Network(world, lambda process, server: CALM)
+    server = RedisServer(world, "s1", "redis://s1")
+    it.add_server(server.url, server)
+    return world, it, server
+
+
+def test_connecting_takes_time_and_may_fail() -> None:
+    world, it, server = network()
+    got: list[Any] = []
+    failures: list[str] = []
+    it.open("p", server.url, lambda connection, packet: got.extend(packet.items), failures.append)
+    assert got == []
+    world.run_until(0.1)
+    assert len(got) == 1 and len(it.connections("p", "s1")) == 1
+    server.stop()
+    it.open("p", server.url, lambda connection, packet: None, failures.append)
+    world.run_until(0.2)
+    assert failures == ["connection refused"]
+    assert it.connections("p", "s1") == []
+
+
+def test_a_server_that_is_parted_can_neither_be_reached_nor_heard() -> None:
+    world, it, server = network()
+    got: list[Any] = []
+    failures: list[str] = []
+    it.open("p", server.url, lambda connection, packet: got.extend(packet.items), failures.append)
+    world.run_until(0.1)
+    (connection,) = it.connections("p")
+    heal = it.part(["p"], ["s1"])
+    connection.to_server.send(((b"PING",), "tag"), 10)
+    it.open("p", server.url, lambda connection, packet: None, failures.append)
+    world.run_until(2.0)
+    assert (len(got), failures) == (1, ["timed out"])
+    heal()
+    world.run_until(3.0)
+    assert len(got) == 2

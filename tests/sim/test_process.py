@@ -1,0 +1,216 @@
+"""The simulated driver keeps the contract of ``dynamoth.events``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dynamoth.events import Disconnect, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
+from dynamoth_sim.network import CALM, Network
+from dynamoth_sim.process import TICK_LATENESS_S_MAX, MachineFailed, Process
+from dynamoth_sim.redis_model import RedisServer
+from dynamoth_sim.world import World
+from tests.sim.machines import Recorder
+
+
+class Place:
+    """A server and processes."""
+
+    def __init__(self, seed: int = 1) -> None:
+        self.world = World(seed)
+        self.network = Network(self.world, lambda process, server: CALM)
+        self.server = RedisServer(self.world, "s1", "redis://s1")
+        self.network.add_server(self.server.url, self.server)
+        self.actions: list[Any] = []
+
+    def process(self, *commands: tuple[bytes, ...], name: str = "p") -> tuple[Process, Recorder]:
+        machine = Recorder(self.server.url, *commands)
+        process = Process(self.world, self.network, name, lambda incarnation: machine, self.actions.append)
+        process.start()
+        return process, machine
+
+    def run(self, duration_s: float) -> None:
+        self.world.run_until(self.world.now + duration_s)
+
+
+def test_a_link_comes_up_and_commands_are_answered_in_order() -> None:
+    place = Place()
+    _, machine = place.process((b"SUBSCRIBE", b"x"), (b"PING",), (b"PING", b"2"))
+    place.run(0.1)
+    assert machine.events[:2] == [Start(), LinkUp("server", place.server.run_id)]
+    assert machine.of(Pushed) == [Pushed("server", [[b"subscribe", b"x", 1]])]
+    assert [(reply.tag, reply.value) for reply in machine.of(Replied)] == [
+        ((b"PING",), b"PONG"),
+        ((b"PING", b"2"), b"2"),
+    ]
+    order = [type(event) for event in machine.events]
+    assert order.index(Pushed) < order.index(Replied), "the reply proves that SUBSCRIBE took effect"
+
+
+def test_own_actions_go_to_the_owner_in_order_and_events_from_there_wait() -> None:
+    place = Place()
+    process, machine = place.process()
+
+    def act(action: Any) -> None:
+        place.actions.append(action)
+        if action == "one":
+            process.handle("nested")
+
+    process._on_action = act
+    process.handle(["one", "two"])
+    assert place.actions == ["one", "two"]
+    assert machine.events[-2:] == [["one", "two"], "nested"]
+
+
+def test_a_lost_link_is_told_and_opened_again() -> None:
+    place = Place()
+    _, machine = place.process((b"PING",))
+    place.run(0.1)
+    (connection,) = place.network.connections("p")
+    place.network.break_connection(connection)
+    place.run(1.0)
+    kinds = [type(event) for event in machine.events]
+    assert kinds == [Start, LinkUp, Replied, LinkDown, LinkUp, Replied]
+
+
+def test_a_server_that_is_down_is_tried_again_and_again() -> None:
+    place = Place()
+    place.server.stop()
+    _, machine = place.process()
+    place.run(1.0)
+    assert len(machine.of(LinkDown)) > 5
+    place.server.start()
+    place.run(1.0)
+    assert machine.events[-1] == LinkUp("server", place.server.run_id)
+
+
+def test_what_is_sent_while_the_link_is_down_is_dropped() -> None:
+    place = Place()
+    process, machine = place.process()
+    process.handle([Send("server", (b"PING",), "early"), Send("no such link", (b"PING",), "nowhere")])
+    place.run(1.0)
+    assert machine.of(Replied) == []
+
+
+def test_after_a_disconnect_nothing_comes_from_a_link() -> None:
+    place = Place()
+    process, machine = place.process((b"SUBSCRIBE", b"x"))
+    place.run(0.1)
+    place.server.inject(b"x", b"in flight")
+    process.handle([Disconnect("server")])
+    place.run(1.0)
+    assert machine.of(LinkDown) == [] and len(machine.of(Pushed)) == 1
+    assert place.server.subscribers(b"x") == []
+
+
+def test_a_disconnect_while_connecting_leaves_no_connection_behind() -> None:
+    place = Place()
+    process, machine = place.process()
+    process.handle([Disconnect("server")])
+    place.run(1.0)
+    assert machine.of(LinkUp) == []
+    assert place.network.connections("p") == []
+
+
+def test_pushes_that_arrive_together_are_one_event() -> None:
+    place = Place()
+    process, machine = place.process((b"SUBSCRIBE", b"x"))
+    place.run(0.1)
+    process.pause(0.5)
+    for number in range(5):
+        place.server.inject(b"x", b"%d" % number)
+    place.run(0.4)
+    assert len(machine.of(Pushed)) == 1
+    place.run(0.2)
+    assert [push[2] for push in machine.of(Pushed)[-1].messages] == [b"0", b"1", b"2", b"3", b"4"]
+    assert len(machine.of(Pushed)) == 2
+
+
+def test_a_pause_keeps_the_order_of_everything_on_a_link() -> None:
+    place = Place()
+    process, machine = place.process((b"SUBSCRIBE", b"x"))
+    place.run(0.1)
+    process.pause(1.0)
+    process.handle("from the application")
+    place.server.inject(b"x", b"1")
+    place.run(0.1)
+    place.server.stop()
+    place.run(0.1)
+    place.server.start()
+    place.run(0.5)
+    assert len(machine.events) == 3
+    place.run(1.0)
+    kinds = [type(event) for event in machine.events[3:]]
+    assert kinds[-1] is Pushed and kinds[-2] is LinkUp
+    assert kinds.index(LinkDown) < kinds.index(LinkUp)
+    assert "from the application" in machine.events
+
+
+def test_ticks_come_at_the_deadline_or_a_little_later() -> None:
+    place = Place()
+    process, machine = place.process()
+    place.run(0.1)
+    machine.wish = 0.5
+    process.handle([])
+    machine.wish = 0.3
+    process.handle([])
+    place.run(0.25)
+    assert len(machine.of(Tick)) > 0
+    assert 0.3 <= machine.times[machine.events.index(Tick())] <= 0.3 + TICK_LATENESS_S_MAX
+
+
+def test_a_deadline_that_moved_later_brings_no_early_tick() -> None:
+    place = Place()
+    process, machine = place.process()
+    place.run(0.1)
+    machine.wish = 0.3
+    process.handle([])
+    machine.wish = 0.6
+    process.handle([])
+    place.run(0.4)
+    assert machine.of(Tick) == []
+
+
+def test_a_machine_that_does_not_move_its_deadline_is_found_out() -> None:
+    place = Place()
+    process, machine = place.process()
+    machine.wish = 0.1
+    process.handle([])
+    with pytest.raises(MachineFailed, match="does not move its deadline"):
+        place.run(5.0)
+
+
+def test_a_crash_ends_everything_and_a_restart_begins_anew() -> None:
+    place = Place()
+    incarnations: list[int] = []
+
+    def make(incarnation: int) -> Recorder:
+        incarnations.append(incarnation)
+        return Recorder(place.server.url, (b"SUBSCRIBE", b"x"))
+
+    process = Process(place.world, place.network, "p", make, place.actions.append)
+    process.start()
+    place.run(0.1)
+    first = process.machine
+    assert isinstance(first, Recorder)
+    events = len(first.events)
+    process.crash()
+    process.handle("lost")
+    place.run(0.1)
+    assert len(first.events) == events and place.server.subscribers(b"x") == []
+    process.start()
+    place.run(0.1)
+    assert process.machine is not first and place.server.subscribers(b"x") == ["p"]
+    assert len(set(incarnations)) == 2
+
+
+def test_a_machine_that_raises_fails_the_run() -> None:
+    class Broken(Recorder):
+        def handle(self, event: Any, now: float) -> list[Any]:
+            raise ValueError("broken")
+
+    place = Place()
+    process = Process(place.world, place.network, "p", lambda _: Broken("redis://s1"), place.actions.append)
+    with pytest.raises(MachineFailed, match="p raised ValueError"):
+        process.start()

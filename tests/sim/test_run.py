@@ -1,0 +1,100 @@
+"""Runs: the same seed is the same world in every process, and what goes wrong is told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dynamoth_client.sequences import Stream
+from dynamoth_sim.faults import PROFILES
+from dynamoth_sim.mutations import no_markers, no_verification, replaced
+from dynamoth_sim.run import main, parse_seeds, run_seed, run_seeds
+
+SEED = 11
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_profile_runs_and_replays_exactly(name: str) -> None:
+    first, second = run_seed(SEED, name), run_seed(SEED, name)
+    assert first.clean, "\n".join(map(str, first.violations))
+    assert first.digest == second.digest and first.steps == second.steps
+    assert first.totals == second.totals
+    assert first.totals.published > 20 and first.totals.delivered > 20
+    assert run_seed(SEED + 1, name).digest != first.digest
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "1", "4711"])
+def test_a_seed_replays_exactly_in_another_process(hash_seed: str) -> None:
+    code = (
+        "from dynamoth_sim.run import run_seed\n"
+        f"print(*(run_seed({SEED}, name).digest for name in ('everything', 'mixed', '09-left-before-the-forwarded')))"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    here = [run_seed(SEED, name).digest for name in ("everything", "mixed", "09-left-before-the-forwarded")]
+    assert done.stdout.split() == [str(digest) for digest in here]
+
+
+def test_processes_share_the_seeds_and_outcomes_come_in_order() -> None:
+    alone = [outcome.digest for outcome in run_seeds(range(6))]
+    together = list(run_seeds(range(6), jobs=2))
+    assert [outcome.digest for outcome in together] == alone
+    assert [outcome.seed for outcome in together] == list(range(6))
+
+
+def test_random_worlds_find_what_the_scenarios_know() -> None:
+    with no_markers():
+        found = [outcome for outcome in run_seeds(range(60), "delays") if not outcome.clean]
+    assert found, "a subscriber that leaves too early is found by chance, too"
+
+
+def test_the_story_tells_what_happened_to_the_message() -> None:
+    written: list[str] = []
+    with no_verification():
+        assert main("1-1", "10-empty-too-early", jobs=1, write=written.append) == 1
+    text = "".join(written)
+    assert "seed 1 (10-empty-too-early)" in text
+    assert "S.s0 never gets P:" in text
+    assert "P begins to publish" in text and "P.p publishes @s2" in text
+    assert "stores plan" in text and "SETTLED" in text
+    assert "replay: dynamoth sim --seeds 1-1 --scenario 10-empty-too-early" in text
+    assert "broken seeds: 1" in text
+
+
+def test_a_machine_that_raises_is_a_violation_with_its_traceback() -> None:
+    def arrive(*arguments: object) -> list[object]:
+        raise RuntimeError("mutant")
+
+    with replaced(Stream, arrive=arrive):
+        outcome = run_seed(SEED, "storm")
+    (violation,) = outcome.violations
+    assert violation.guarantee == "machine" and "RuntimeError" in violation.text and "mutant" in violation.text
+
+
+def test_clean_runs_exit_with_zero() -> None:
+    written: list[str] = []
+    assert main("3-4", "calm", jobs=1, write=written.append) == 0
+    assert "2 seeds, 0 broken" in "".join(written)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "scenario", "says"),
+    [
+        ("x", None, "A-B"),
+        ("5-4", None, "no seed"),
+        ("1", "no-such", "01-moved-twice"),
+    ],
+)
+def test_arguments_that_make_no_sense_exit_with_two(seeds: str, scenario: str | None, says: str) -> None:
+    written: list[str] = []
+    assert main(seeds, scenario, jobs=1, write=written.append) == 2
+    assert says in "".join(written)
+
+
+def test_seeds_are_read() -> None:
+    assert parse_seeds("7") == range(7, 8)
+    assert parse_seeds("0-1999") == range(2000)

@@ -1,0 +1,71 @@
+"""Time runs in order, and the same seed brings the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamoth_sim import world as world_module
+from dynamoth_sim.world import World
+
+
+def test_callbacks_run_in_the_order_of_time_and_then_of_scheduling() -> None:
+    world = World(1)
+    order: list[str] = []
+    world.after(2.0, order.append, "c")
+    world.after(1.0, order.append, "a")
+    world.after(1.0, order.append, "b")
+    world.at(0.5, lambda: world.after(1.0, order.append, "between"))
+    world.run_until(2.0)
+    assert order == ["a", "b", "between", "c"]
+    assert world.now == 2.0
+
+
+def test_what_is_after_the_end_waits() -> None:
+    world = World(1)
+    order: list[str] = []
+    world.after(1.0, order.append, "late")
+    world.run_until(0.9)
+    assert (order, world.now) == ([], 0.9)
+    world.run_until(1.0)
+    assert order == ["late"]
+
+
+def test_a_cancelled_callback_does_not_run() -> None:
+    world = World(1)
+    order: list[str] = []
+    world.after(1.0, order.append, "x").cancel()
+    world.run_until(2.0)
+    assert order == []
+
+
+def test_a_condition_is_waited_for_and_no_longer() -> None:
+    world = World(1)
+    done: list[bool] = []
+    world.after(0.33, done.append, True)
+    assert world.run_until_true(lambda: bool(done), 2.0, poll_s=0.1)
+    assert 0.33 <= world.now <= 0.44
+    assert not world.run_until_true(lambda: False, 1.0)
+    assert world.now == 1.0
+
+
+def test_the_digest_tells_runs_apart() -> None:
+    def run(delay: float) -> int:
+        world = World(7)
+        world.after(delay, lambda: None)
+        world.run_until(1.0)
+        return world.digest
+
+    assert run(0.5) == run(0.5)
+    assert run(0.5) != run(0.25)
+
+
+def test_time_that_stands_still_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world_module, "SAME_MOMENT_CALLBACKS_MAX", 100)
+    world = World(1)
+
+    def again() -> None:
+        world.after(0.0, again)
+
+    again()
+    with pytest.raises(AssertionError, match="time stands still"):
+        world.run_until(1.0)
