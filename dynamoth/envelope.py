@@ -5,7 +5,8 @@ Layout, big-endian, fixed so that one ``struct`` call opens it::
     0   3  magic, the third byte is the wire version; no UTF-8 text and no JSON begins with it
     3   1  flags
     4   8  publisher: 64-bit random id of the client (or dispatcher) that numbered the message
-    12  8  sequence: per (publisher, channel), +1 for each message
+    12  6  sequence: per (publisher, channel), +1 for each message
+    18  2  milliseconds since the publisher's previous message of this sequence, rounded down, at most 65535
     20  4  epoch that the sender followed for the channel
     24  .  the payload, untouched
 
@@ -21,7 +22,9 @@ from dynamoth.errors import MalformedMessage
 
 MAGIC = b"\xd7\x0d\x01"
 HEADER_BYTES = 24
-SEQUENCE_MAX = 2**64 - 1
+SEQUENCE_MAX = 2**48 - 1
+QUIET_MS_MAX = 2**16 - 1
+QUIET_BITS = 16
 EPOCH_MAX = 2**32 - 1
 
 FORWARDED = 0x01
@@ -29,7 +32,8 @@ FORWARDED = 0x01
 FIRST = 0x02
 """The sequence begins (again) here: no earlier number of this publisher is owed to anybody."""
 ROUTE_CHANGED = 0x04
-"""The publisher's previous messages on the channel took another route and may still be on their way."""
+"""The publisher's previous messages on the channel took another route and may still be on their way, or not have been
+observed by a dispatcher. They are owed to subscribers that were confirmed before the previous one was published."""
 HEARTBEAT = 0x08
 """No payload: ``sequence`` is the number of the publisher's latest message, so that a lost tail is noticed."""
 CONTROL = 0x10
@@ -42,7 +46,7 @@ KNOWN_FLAGS = FORWARDED | FIRST | ROUTE_CHANGED | HEARTBEAT | CONTROL | RAW
 _HEADER = Struct(">3sBQQI")
 _pack = _HEADER.pack
 unpack_header = _HEADER.unpack_from
-"""Opens a header without checks, for hot paths: magic, flags, publisher, sequence, epoch."""
+"""Opens a header without checks, for hot paths: magic, flags, publisher, sequence << QUIET_BITS | quiet_ms, epoch."""
 _FLAGS_OFFSET = 3
 
 
@@ -54,6 +58,7 @@ class Envelope(NamedTuple):
     sequence: int
     epoch: int
     payload: bytes
+    quiet_ms: int = 0
 
 
 def is_enveloped(data: bytes) -> bool:
@@ -61,9 +66,9 @@ def is_enveloped(data: bytes) -> bool:
     return data[:3] == MAGIC
 
 
-def seal(publisher: int, sequence: int, epoch: int, payload: bytes, flags: int = 0) -> bytes:
+def seal(publisher: int, sequence: int, epoch: int, payload: bytes, flags: int = 0, quiet_ms: int = 0) -> bytes:
     """Put ``payload`` into an envelope."""
-    return _pack(MAGIC, flags, publisher, sequence, epoch) + payload
+    return _pack(MAGIC, flags, publisher, sequence << QUIET_BITS | quiet_ms, epoch) + payload
 
 
 def open_envelope(data: bytes) -> Envelope:
@@ -75,12 +80,12 @@ def open_envelope(data: bytes) -> Envelope:
     """
     if len(data) < HEADER_BYTES:
         raise MalformedMessage(f"an envelope has at least {HEADER_BYTES} bytes, this one has {len(data)}")
-    magic, flags, publisher, sequence, epoch = unpack_header(data)
+    magic, flags, publisher, number, epoch = unpack_header(data)
     if magic != MAGIC:
         raise MalformedMessage(f"not an envelope: it begins with {magic!r} instead of {MAGIC!r}")
     if flags & ~KNOWN_FLAGS:
         raise MalformedMessage(f"unknown envelope flags {flags:#04x}; the sender is newer than this software")
-    return Envelope(flags, publisher, sequence, epoch, data[HEADER_BYTES:])
+    return Envelope(flags, publisher, number >> QUIET_BITS, epoch, data[HEADER_BYTES:], number & QUIET_MS_MAX)
 
 
 def forwarded(data: bytes, epoch: int, flags: int = 0) -> bytes:

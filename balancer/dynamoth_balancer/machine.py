@@ -115,7 +115,7 @@ class BalancerMachine:
         self._takeover: Takeover | None = None
         #: That of the present or latest term; None before the first.
         self._installer: Installer | None = None
-        self._contending_since = -math.inf
+        self._contending_since = math.inf
         #: What the log was told last of why the lease is not held.
         self._contending_told: dict[str, Any] = {}
         self._tick_at: float | None = None

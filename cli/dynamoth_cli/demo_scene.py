@@ -30,7 +30,7 @@ SPEED_M_PER_S = 8.0
 PUSH_BYTES = 45
 """RESP3 around each message, and the name of its channel."""
 
-HOT_LOAD_RATIO = 1.1
+HOT_LOAD_RATIO = 1.3
 MEAN_LOAD_RATIO_MAX = 0.5
 """Servers can send so little that the one with the hot spot is above its capacity; but so much that, when the load is
 spread, all are below LR_safe (0.6)."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from dynamoth import stored_plan
 from dynamoth.control import ObservationGap, RouteNotice, unpack_control
-from dynamoth.envelope import FIRST, HEARTBEAT, ROUTE_CHANGED, seal
+from dynamoth.envelope import FIRST, HEARTBEAT, QUIET_MS_MAX, ROUTE_CHANGED, seal
 from dynamoth.errors import MalformedMessage
 from dynamoth.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
 from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
@@ -199,11 +199,12 @@ class PublisherMachine:
         if channel.sequence == channel.floor:
             flags = FIRST
         channel.sequence += 1
+        quiet_ms = _whole_ms(now - channel.used_at)
         channel.used_at = now
         self._plan.use(event.channel, now)
         data = event.payload
         if self.options.envelope:
-            data = seal(self.client_id, channel.sequence, channel.epoch, data, flags)
+            data = seal(self.client_id, channel.sequence, channel.epoch, data, flags, quiet_ms)
         else:
             actions += self._read_route(event.channel, channel.location.server, now)
         if server.up and now - server.observers_asked_at >= self.options.observers_interval_s:
@@ -375,7 +376,8 @@ class PublisherMachine:
             if server.outbox.full:
                 self.counters["heartbeats_dropped"] += 1
                 continue
-            data = seal(self.client_id, channel.sequence, route.epoch, b"", HEARTBEAT)
+            quiet_ms = _whole_ms(now - channel.used_at)
+            data = seal(self.client_id, channel.sequence, route.epoch, b"", HEARTBEAT, quiet_ms)
             actions += [*connect, *server.outbox.put((b"PUBLISH", location.physical, data))]
         return actions
 
@@ -395,3 +397,7 @@ class PublisherMachine:
             if not server.up:
                 server.outbox.discard_while(lambda token: token is not None and token.done)
         return actions
+
+
+def _whole_ms(duration_s: float) -> int:
+    return min(int(duration_s * 1000), QUIET_MS_MAX)

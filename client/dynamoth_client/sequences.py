@@ -7,7 +7,8 @@ Each (publisher, channel) is a stream of numbered messages. A stream is
 * ``open``: ``next`` is known. The expected number is delivered, a lower one is a duplicate, a higher one is held, as
   the copy of the missing one is probably on its way through a dispatcher;
 * ``opening``: the first message that came says ROUTE_CHANGED, so that earlier ones may still be on their way by the
-  old route. Everything is held. The first message without the flag that is lower than all held opens the stream.
+  old route, and the one before it is *owed*: the subscription was confirmed before that was published. Everything is
+  held. The first message of which that is not true and that is lower than all held opens the stream.
 
 What is held is released after ``hold_s_max``: an open stream then reports the missing numbers as a gap; an opening
 one begins with what it has, and reports a gap should an earlier message come yet.
@@ -65,11 +66,11 @@ class Stream:
     swept_at: int | None = -1
 
     def arrive(
-        self, publisher: int, sequence: int, flags: int, payload: bytes, now: float, held_max: int = HELD_MAX
+        self, publisher: int, sequence: int, flags: int, payload: bytes, now: float, owed: bool
     ) -> list[Outcome]:
         """Take one message that is not simply the expected one; return what is to be delivered now, in order."""
         if self.next is None:
-            return self._arrive_opening(publisher, sequence, flags, payload, now)
+            return self._arrive_opening(publisher, sequence, flags, payload, now, owed)
         if flags & HEARTBEAT:
             if sequence >= self.next:
                 self.held.setdefault(sequence, (None, now))
@@ -84,7 +85,7 @@ class Stream:
             return [payload, *self._run()]
         if self.held.get(sequence, (None, 0.0))[0] is None:
             self.held[sequence] = (payload, now)
-        return self._give_up_oldest(publisher, "too many messages wait for it") if len(self.held) > held_max else []
+        return self._give_up_oldest(publisher, "too many messages wait for it") if len(self.held) > HELD_MAX else []
 
     def expire(self, publisher: int, now: float, hold_s_max: float) -> list[Outcome]:
         """Release what has been held for ``hold_s_max`` seconds; return what is to be delivered now, in order."""
@@ -104,17 +105,19 @@ class Stream:
             return min(arrived for _, arrived in self.held.values()) + hold_s_max
         return self.held[min(self.held)][1] + hold_s_max
 
-    def _arrive_opening(self, publisher: int, sequence: int, flags: int, payload: bytes, now: float) -> list[Outcome]:
+    def _arrive_opening(
+        self, publisher: int, sequence: int, flags: int, payload: bytes, now: float, owed: bool
+    ) -> list[Outcome]:
         if sequence < self.floor:
             return []
         if flags & HEARTBEAT:
+            self.warned = owed
             if self.held:
-                self.warned = True
                 return []
             self.next = sequence + 1
-            return [Gap(publisher, None, _NOT_FORWARDED)]
+            return [Gap(publisher, None, _NOT_FORWARDED)] if owed else []
         earliest = not self.held or sequence < min(self.held)
-        if flags & FIRST or (earliest and not flags & ROUTE_CHANGED):
+        if flags & FIRST or (earliest and not (flags & ROUTE_CHANGED and owed)):
             for earlier in [number for number in self.held if number <= sequence]:
                 del self.held[earlier]
             self.next = sequence + 1
@@ -171,14 +174,20 @@ class Sequences:
         #: Dispatcher to the latest numbers of its raw messages.
         self._raw: dict[int, dict[int, None]] = {}
 
-    def arrive(self, publisher: int, sequence: int, flags: int, payload: bytes, now: float) -> list[Outcome]:
-        """Take one message; return what is to be delivered now, in order."""
+    def arrive(
+        self, publisher: int, sequence: int, flags: int, payload: bytes, now: float, owed: bool
+    ) -> list[Outcome]:
+        """Take one message; return what is to be delivered now, in order.
+
+        ``owed``: the publisher's previous message (of a heartbeat: the one that it tells of) may have been published
+        after the subscription was confirmed.
+        """
         if flags & RAW:
             return self._arrive_raw(publisher, sequence, payload)
         stream = self.streams.get(publisher)
         if stream is None:
             stream = self.streams[publisher] = Stream(None)
-        return stream.arrive(publisher, sequence, flags, payload, now)
+        return stream.arrive(publisher, sequence, flags, payload, now, owed)
 
     def resume(self) -> None:
         """Begin anew with a subscription to the same channel: what was delivered to the last one is not again."""

@@ -35,6 +35,7 @@ from dynamoth.envelope import (
     HEARTBEAT,
     KNOWN_FLAGS,
     MAGIC,
+    QUIET_BITS,
     Envelope,
     open_envelope,
     unpack_header,
@@ -153,6 +154,7 @@ class _Subscription:
     leaving: dict[Location, _Place] = field(default_factory=dict[Location, _Place])
     #: Whether the application has been told. Never goes back.
     confirmed: bool = False
+    confirmed_at: float = float("inf")
     #: Confirmations that the application waits for.
     confirmations_owed: int = 1
     #: Set while a connection was lost and its places are not verified again: the gap event to come.
@@ -439,7 +441,9 @@ class SubscriberMachine:
         if subscription.confirmed and subscription.may_have_missed is not None:
             actions.append(GapDetected(channel, None, None, subscription.may_have_missed))
         subscription.may_have_missed = None
-        subscription.confirmed = True
+        if not subscription.confirmed:
+            subscription.confirmed = True
+            subscription.confirmed_at = now
         actions += [SubscriptionConfirmed(channel)] * subscription.confirmations_owed
         subscription.confirmations_owed = 0
         return [*actions, *self._leave_rounded(subscription, now)]
@@ -527,7 +531,8 @@ class SubscriberMachine:
                 if subscription.confirmed:
                     delivered.append((subscription.channel, data))
                 continue
-            _, flags, publisher, sequence, _ = unpack_header(data)
+            _, flags, publisher, number, _ = unpack_header(data)
+            sequence = number >> QUIET_BITS
             stream = subscription.sequences.streams.get(publisher)
             if stream is not None and stream.next == sequence and not stream.held and not flags & (CONTROL | HEARTBEAT):
                 stream.next = sequence + 1
@@ -551,7 +556,8 @@ class SubscriberMachine:
         if envelope.flags & CONTROL:
             return self._controlled(subscription, Location(link, physical), envelope.payload, now)
         sequences = subscription.sequences
-        outcomes = sequences.arrive(envelope.publisher, envelope.sequence, envelope.flags, envelope.payload, now)
+        owed = subscription.confirmed_at <= now - envelope.quiet_ms / 1000
+        outcomes = sequences.arrive(envelope.publisher, envelope.sequence, envelope.flags, envelope.payload, now, owed)
         if (expiry := sequences.waits_until(envelope.publisher)) is not None:
             self._wish(expiry, "expire", (subscription, envelope.publisher))
         return self._outcomes(subscription, outcomes)

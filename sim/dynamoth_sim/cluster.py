@@ -8,6 +8,7 @@ from typing import Any
 
 from dynamoth import stored_plan
 from dynamoth.events import Machine
+from dynamoth.names import PLAN_KEY
 from dynamoth.plan import Phase, Plan, Server
 from dynamoth_balancer.actions import Decided, Note, PlanChanged, Stopped
 from dynamoth_balancer.machine import BalancerMachine
@@ -233,8 +234,7 @@ class Cluster:
 
     def stored_plan(self, server: str) -> Plan | None:
         """Return the plan stored at a server, believed or not."""
-        fields = self.servers[server].peek(stored_plan.READ_WHOLE[1])
-        return stored_plan.parse_whole(fields, None) if fields else None
+        return stored_plan.parse_whole(self.servers[server].hash(PLAN_KEY), None)
 
     def unsettled(self) -> list[str]:
         """Return, in words, what has not come to rest; nothing when all has."""

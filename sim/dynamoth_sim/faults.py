@@ -41,7 +41,7 @@ class Profile:
     name: str
     #: Whether losses may happen, as long as they are told.
     losses_allowed: bool
-    #: Names of :data:`FAULTS`.
+    #: What goes wrong: names of deeds of :class:`Chaos`, or "meddle".
     faults: tuple[str, ...] = ()
     #: The mean time between two faults.
     interval_s: float = 0.3
@@ -126,13 +126,32 @@ class Chaos:
         #: What must be undone in the end, if it has not been by then.
         self._undo: dict[int, Callable[[], None]] = {}
         self._undo_number = 0
+        deeds: dict[str, Callable[[], None]] = {
+            "pause agent": self._pause_agent,
+            "pause balancer": self._pause_balancer,
+            "pause client": self._pause_client,
+            "stall server": self._stall_server,
+            "crash balancer": self._crash_balancer,
+            "cut balancer": self._cut_balancer,
+            "cut client": self._cut_client,
+            "cut agent": self._cut_agent,
+            "restart server": self._restart_server,
+            "restore server": self._restore_server,
+            "crash agent": self._crash_agent,
+            "crash client": self._crash_client,
+            "part agent": self._part_agent,
+            "part client": self._part_client,
+            "overflow": self._overflow,
+        }
+        #: What may happen next; "meddle" happens all the time.
+        self._deeds = [deeds[name] for name in profile.faults if name != "meddle"]
 
     def start(self) -> None:
         """Begin."""
         if "meddle" in self._profile.faults:
             for server in self._cluster.servers.values():
                 server.meddle = self._meddle
-        if any(fault in FAULTS for fault in self._profile.faults):
+        if self._deeds:
             self._later()
 
     def stop(self) -> None:
@@ -150,8 +169,7 @@ class Chaos:
     def _strike(self) -> None:
         if self._stopped:
             return
-        faults = [name for name in self._profile.faults if name in FAULTS]
-        FAULTS[self._random.choice(faults)](self)
+        self._random.choice(self._deeds)()
         self._later()
 
     def _until(self, duration_s: float, undo: Callable[[], None]) -> None:
@@ -297,25 +315,6 @@ class Chaos:
 
     def _note(self, server: str, text: str) -> None:
         self._world.trace.add((self._world.now, "fault", None, server, None, None, text))
-
-
-FAULTS: dict[str, Callable[[Chaos], None]] = {
-    "pause agent": Chaos._pause_agent,
-    "pause balancer": Chaos._pause_balancer,
-    "pause client": Chaos._pause_client,
-    "stall server": Chaos._stall_server,
-    "crash balancer": Chaos._crash_balancer,
-    "cut balancer": Chaos._cut_balancer,
-    "cut client": Chaos._cut_client,
-    "cut agent": Chaos._cut_agent,
-    "restart server": Chaos._restart_server,
-    "restore server": Chaos._restore_server,
-    "crash agent": Chaos._crash_agent,
-    "crash client": Chaos._crash_client,
-    "part agent": Chaos._part_agent,
-    "part client": Chaos._part_client,
-    "overflow": Chaos._overflow,
-}
 
 
 def _may_get_lost(channel: bytes, data: bytes) -> bool:

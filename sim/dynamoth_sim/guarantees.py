@@ -412,6 +412,13 @@ class Audit:
                         self._violation("G4", what, at, channel, publisher=publisher, number=number)
         return self.violations
 
+    def records_count(self) -> int:
+        """Return how much is remembered, in records of some ten bytes: what a long run must keep bounded."""
+        views = [view for subscription in self._open.values() for view in subscription.views.values()]
+        streams = [stream for channel in self._streams.values() for stream in channel.values()]
+        kept = sum(1 + len(view.holes) + len(view.skipped) for view in views)
+        return kept + sum(1 + len(stream.pending) + len(stream.excused) for stream in streams)
+
     def _violation(
         self,
         guarantee: str,

@@ -6,12 +6,13 @@ entered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import dynamoth_balancer.goals
+import dynamoth_balancer.recovery
 import dynamoth_balancer.takeover
 import dynamoth_dispatcher.machine
 import dynamoth_lla.window
@@ -32,7 +33,7 @@ Mutation = Callable[[], AbstractContextManager[None]]
 
 
 @contextmanager
-def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+def replaced(owner: Any, **attributes: Any) -> Generator[None]:
     """Put others in the place of attributes of a class or module, and put them back in the end."""
     originals = {name: owner.__dict__[name] for name in attributes}
     for name, value in attributes.items():
@@ -55,9 +56,12 @@ def moved_in_transition() -> AbstractContextManager[None]:
         }
         return plan.with_entries(changed)
 
+    def check(self: Installer, channel: bytes, assignment: Assignment, now: float) -> None:
+        pass
+
     @contextmanager
-    def both() -> Iterator[None]:
-        with replaced(Plan, begin=begin), replaced(Installer, _check=lambda *_: None):
+    def both() -> Generator[None]:
+        with replaced(Plan, begin=begin), replaced(Installer, _check=check):
             yield
 
     return both()
@@ -144,7 +148,7 @@ def no_acknowledgements() -> AbstractContextManager[None]:
 
 def no_recovery() -> AbstractContextManager[None]:
     """A new balancer begins with an empty plan, as if nothing were stored."""
-    recover = dynamoth_balancer.takeover.recover
+    recover = dynamoth_balancer.recovery.recover
 
     def forget(*arguments: Any, **options: Any) -> Plan:
         plan = recover(*arguments, **options)
@@ -170,7 +174,7 @@ def any_epoch() -> AbstractContextManager[None]:
         return []
 
     @contextmanager
-    def all_three() -> Iterator[None]:
+    def all_three() -> Generator[None]:
         with (
             replaced(LocalPlan, learn=learn),
             replaced(SubscriberMachine, _learned=learned),

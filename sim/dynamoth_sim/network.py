@@ -31,6 +31,10 @@ class Delays:
 CALM = Delays(base_s=0.0002, jitter_s=0.0004)
 
 
+def _calm(process: str, server: str) -> Delays:
+    return CALM
+
+
 class End:
     """The last item of a pipe: the connection ended, for ``reason``."""
 
@@ -291,7 +295,7 @@ class Network:
 
     def calm(self) -> None:
         """From now on everything is quick, on old connections and new ones."""
-        self._delays_of = lambda process, server: CALM
+        self._delays_of = _calm
         for connection in self.connections():
             connection.to_server.delays = CALM
             connection.to_client.delays = CALM

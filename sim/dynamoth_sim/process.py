@@ -178,12 +178,11 @@ class Process:
         except Exception as error:
             raise MachineFailed(f"{self.name} raised {error!r} when told {event!r:.400}") from error
         for action in actions:
-            kind = type(action)
-            if kind is Send:
+            if type(action) is Send:
                 self._send(action)
-            elif kind is Connect:
+            elif type(action) is Connect:
                 self._connect(action)
-            elif kind is Disconnect:
+            elif type(action) is Disconnect:
                 self._disconnect(action)
             else:
                 self._on_action(action)

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from dynamoth.events import CommandPart, ErrorReply
+from dynamoth.events import CommandPart
 from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
 from dynamoth_sim.network import Connection, End, Packet
+from dynamoth_sim.redis_keys import KeySpace, Snapshot, UnknownCommand
 from dynamoth_sim.world import World
 
 MESSAGE_BYTES = 32
@@ -50,14 +51,6 @@ class Reply:
         self.value = value
 
 
-Snapshot = tuple[dict[bytes, Any], dict[bytes, float]]
-"""The values of all keys, and the times at which some expire."""
-
-
-class UnknownCommand(Exception):
-    """Raised when a machine sends what this model does not know: teach the model, after reading what Redis does."""
-
-
 class RedisServer:
     """One simulated Redis process, which can be stopped and started."""
 
@@ -75,8 +68,13 @@ class RedisServer:
         self._connections: dict[int, Connection] = {}
         self._channels: dict[bytes, dict[Connection, None]] = {}
         self._patterns: dict[bytes, dict[Connection, None]] = {}
-        self._keys: dict[bytes, Any] = {}
-        self._expiries: dict[bytes, float] = {}
+        self._keys = KeySpace(lambda: world.now, Snapshot())
+        self._commands: dict[bytes, Callable[[Connection, list[bytes]], Any]] = {
+            b"PUBSUB": self._pubsub,
+            b"PING": self._ping,
+            b"CLIENT": self._client,
+            b"INFO": self._info,
+        }
         self._started = world.now
         self.input_bytes = 0
         self.output_bytes = 0
@@ -97,7 +95,7 @@ class RedisServer:
         assert not self.up, f"{self.id} runs already"
         self.up = True
         self.run_id = self._new_run_id()
-        self._keys, self._expiries = snapshot or ({}, {})
+        self._keys = KeySpace(lambda: self._world.now, snapshot or Snapshot())
         self._started = self._world.now
         self.input_bytes = self.output_bytes = self.commands = 0
         restored = "empty" if snapshot is None else "restored from an old snapshot"
@@ -105,8 +103,11 @@ class RedisServer:
 
     def snapshot(self) -> Snapshot:
         """Return a copy of the memory, as an RDB file would hold it: values, and when they expire."""
-        keys = {key: value if isinstance(value, bytes) else dict(value) for key, value in self._keys.items()}
-        return keys, dict(self._expiries)
+        return self._keys.snapshot()
+
+    def hash(self, key: bytes) -> dict[bytes, bytes]:
+        """Return the fields of a hash, without being a client."""
+        return self._keys.hash(key)
 
     def _new_run_id(self) -> str:
         return f"{self._world.random.getrandbits(160):040x}"
@@ -170,17 +171,25 @@ class RedisServer:
     def _execute(self, connection: Connection, args: Sequence[CommandPart], tag: Any) -> None:
         self.commands += 1
         self.input_bytes += COMMAND_BYTES
-        words = [word if type(word) is bytes else _to_bytes(word) for word in args]
+        words = [_to_bytes(word) for word in args]
         name = words[0].upper()
         if name == b"PUBLISH":
             self._publish(connection, words, tag)
-            return
-        command = _COMMANDS.get(name)
-        if command is None:
+        elif name in _SUBSCRIBING:
+            self._subscribe(connection, name, words[1:])
+        elif name in self._commands:
+            self._reply(connection, tag, self._commands[name](connection, words))
+        elif name in self._keys.commands:
+            self._trace_plan(connection, words)
+            self._reply(connection, tag, self._keys.commands[name](words))
+        else:
             raise UnknownCommand(f"{connection.process} sends {args!r:.200}")
-        value = command(self, connection, words)
-        if value is not _NO_REPLY:
-            self._reply(connection, tag, value)
+
+    def _trace_plan(self, connection: Connection, words: list[bytes]) -> None:
+        if words[0].upper() == b"HSET" and words[1] in (PLAN_KEY, PLAN_KEY_NEW):
+            fields = dict(zip(words[2::2], words[3::2], strict=True))
+            record = (self._world.now, "stores plan", connection.process, self.id, None, None, fields)
+            self._world.trace.add(record)
 
     def _reply(self, connection: Connection, tag: Any, value: Any) -> None:
         size = _reply_bytes(value)
@@ -237,31 +246,26 @@ class RedisServer:
             self._world.trace.add((self._world.now, "fault", None, self.id, channel, data, note))
         return copies
 
-    def _subscribe(self, connection: Connection, words: list[bytes]) -> Any:
-        self._join(connection, words, self._channels, connection.channels, b"subscribe")
-        return _NO_REPLY
+    # Subscriptions.
 
-    def _psubscribe(self, connection: Connection, words: list[bytes]) -> Any:
-        self._join(connection, words, self._patterns, connection.patterns, b"psubscribe")
-        return _NO_REPLY
-
-    def _unsubscribe(self, connection: Connection, words: list[bytes]) -> Any:
-        self._leave(connection, words, self._channels, connection.channels, b"unsubscribe")
-        return _NO_REPLY
-
-    def _punsubscribe(self, connection: Connection, words: list[bytes]) -> Any:
-        self._leave(connection, words, self._patterns, connection.patterns, b"punsubscribe")
-        return _NO_REPLY
+    def _subscribe(self, connection: Connection, command: bytes, names: list[bytes]) -> None:
+        by_pattern = command.startswith(b"P")
+        table = self._patterns if by_pattern else self._channels
+        joined = connection.patterns if by_pattern else connection.channels
+        if b"UNSUBSCRIBE" in command:
+            self._leave(connection, command.lower(), names, table, joined)
+        else:
+            self._join(connection, command.lower(), names, table, joined)
 
     def _join(
         self,
         connection: Connection,
-        words: list[bytes],
+        kind: bytes,
+        names: list[bytes],
         table: dict[bytes, dict[Connection, None]],
         joined: dict[bytes, None],
-        kind: bytes,
     ) -> None:
-        for name in words[1:]:
+        for name in names:
             joined[name] = None
             table.setdefault(name, {})[connection] = None
             self._acknowledge(connection, kind, name)
@@ -269,16 +273,19 @@ class RedisServer:
     def _leave(
         self,
         connection: Connection,
-        words: list[bytes],
+        kind: bytes,
+        names: list[bytes],
         table: dict[bytes, dict[Connection, None]],
         joined: dict[bytes, None],
-        kind: bytes,
     ) -> None:
-        for name in words[1:] or list(joined) or [None]:
-            if name is not None and name in joined:
+        leaving: list[bytes] = names or list(joined)
+        for name in leaving:
+            if name in joined:
                 del joined[name]
                 self._remove(table, name, connection)
             self._acknowledge(connection, kind, name)
+        if not leaving:
+            self._acknowledge(connection, kind, None)
 
     def _acknowledge(self, connection: Connection, kind: bytes, name: bytes | None) -> None:
         count = len(connection.channels) + len(connection.patterns)
@@ -314,7 +321,7 @@ class RedisServer:
             case b"ID":
                 return connection.id
             case b"LIST":
-                listed = self._connections.values()
+                listed = list(self._connections.values())
                 if words[2:4] == [b"TYPE", b"pubsub"]:
                     listed = [c for c in listed if c.channels or c.patterns]
                 return b"".join(map(_client_line, listed))
@@ -324,7 +331,7 @@ class RedisServer:
     def _info(self, _connection: Connection, _words: list[bytes]) -> Any:
         uptime = self._world.now - self._started
         cpu = self.commands * 2e-6
-        memory = 1_000_000 + sum(len(name) + 100 for name in self._keys)
+        memory = 1_000_000 + self._keys.size_bytes
         lines = (
             "# Server",
             "redis_version:7.0.15",
@@ -352,8 +359,11 @@ class RedisServer:
         return "\r\n".join(lines).encode()
 
 
-def _to_bytes(word: Any) -> bytes:
-    return bytes(word) if isinstance(word, (bytearray, memoryview)) else str(word).encode()
+_SUBSCRIBING = frozenset((b"SUBSCRIBE", b"PSUBSCRIBE", b"UNSUBSCRIBE", b"PUNSUBSCRIBE"))
+
+
+def _to_bytes(word: CommandPart) -> bytes:
+    return word if isinstance(word, bytes) else str(word).encode()
 
 
 def _reply_bytes(value: Any) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import repeat
 from multiprocessing import get_context
 from typing import Any
@@ -178,10 +179,7 @@ def _check_receivers(cluster: Cluster, workload: Workload) -> None:
 
     for client in cluster.clients:
         if client.publisher is not None:
-            name = client.publisher.name
-            client.publisher.on_ended = lambda channel, number, receivers, name=name: ended(
-                name, channel, number, receivers
-            )
+            client.publisher.on_ended = partial(ended, client.publisher.name)
     workload.publish_everywhere()
 
 

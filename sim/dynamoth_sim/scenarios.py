@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from dynamoth.control import Marker, RouteNotice
 from dynamoth.errors import MalformedMessage
@@ -195,7 +196,7 @@ def late_plan(stage: Stage) -> None:
             for _ in range(3):
                 stage.publish(stale, channel)
                 stage.run(0.05)
-        stage.wait("the move goes on", lambda channel=channel: stage.is_at(channel, "s2", Phase.SETTLED))
+        stage.wait("the move goes on", partial(stage.is_at, channel, "s2", Phase.SETTLED))
         stage.close(channel)
 
 

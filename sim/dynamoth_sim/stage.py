@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -177,7 +177,7 @@ class Stage:
         ]
 
     @contextmanager
-    def held(self, process: str, server: str, *, to_server: bool) -> Iterator[None]:
+    def held(self, process: str, server: str, *, to_server: bool) -> Generator[None]:
         """Hold up one direction of the connections that a process has to a server now."""
         pipes = self.pipes(process, server, to_server)
         assert pipes, f"{process} has no connection to {server}"
@@ -190,7 +190,7 @@ class Stage:
                 pipe.release()
 
     @contextmanager
-    def losing(self, server: str, lost: Callable[[bytes, bytes], bool]) -> Iterator[None]:
+    def losing(self, server: str, lost: Callable[[bytes, bytes], bool]) -> Generator[None]:
         """Let a server deliver none of the messages for which ``lost(channel, data)`` is True."""
         model = self.cluster.servers[server]
         model.meddle = lambda _, channel, data: 0 if lost(channel, data) else 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -70,7 +71,8 @@ class RawPublisherApp:
         self._channel = channel
         self._number = 0
         self.process = Process(cluster.world, cluster.network, name, lambda _: RawPublisher(url), self._acted)
-        self.on_ended = lambda: None
+        #: Called when it may publish (again).
+        self.on_ended: Callable[[], Any] = lambda: None
 
     def publish(self) -> None:
         """Publish the next message."""
@@ -128,7 +130,7 @@ class Workload:
         game = GameWorld(tiles_per_side=2, speed_m_per_s=30.0, pause_s_max=0.2, updates_per_s=15.0)
         for number in range(options.players):
             client = self.cluster.add_client(f"g{number}", 1)
-            self._start(client, lambda client, number=number: self._player_ready(client, number, game))
+            self._start(client, partial(self._player_ready, number, game))
         for number in range(options.raw_publishers):
             url = self._random.choice([server.url for server in self.cluster.servers.values()])
             self._start_raw(f"raw{number}", url)
@@ -137,7 +139,7 @@ class Workload:
         if options.players:
             self.channels += game.channels()
 
-    def _start(self, client: Client, ready: Any) -> None:
+    def _start(self, client: Client, ready: Callable[[Client], None]) -> None:
         client.on_ready = ready
         self.cluster.world.after(0.3 * self._random.random(), client.start)
 
@@ -217,7 +219,7 @@ class Workload:
 
     # Players.
 
-    def _player_ready(self, client: Client, number: int, game: GameWorld) -> None:
+    def _player_ready(self, number: int, game: GameWorld, client: Client) -> None:
         assert client.publisher is not None
         player = Player(number, game, Random(self._random.getrandbits(32)), self.cluster.world.now)
         self._play_later(_Player(player, client.publisher, client.subscribers[0]))

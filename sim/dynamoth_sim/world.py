@@ -27,8 +27,8 @@ class Timer:
 
     __slots__ = ("arguments", "callback")
 
-    def __init__(self, callback: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        self.callback: Callable[..., None] | None = callback
+    def __init__(self, callback: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self.callback: Callable[..., Any] | None = callback
         self.arguments = arguments
 
     def cancel(self) -> None:
@@ -58,14 +58,14 @@ class World:
         self._order = 0
         self._digest = 0
 
-    def at(self, when: float, callback: Callable[..., None], *arguments: Any) -> Timer:
+    def at(self, when: float, callback: Callable[..., Any], *arguments: Any) -> Timer:
         """Run ``callback(*arguments)`` at time ``when``, or now if that has passed."""
         timer = Timer(callback, arguments)
         self._order += 1
         heappush(self._heap, (when if when > self.now else self.now, self._order, timer))
         return timer
 
-    def after(self, delay_s: float, callback: Callable[..., None], *arguments: Any) -> Timer:
+    def after(self, delay_s: float, callback: Callable[..., Any], *arguments: Any) -> Timer:
         """Run ``callback(*arguments)`` after ``delay_s`` seconds."""
         return self.at(self.now + delay_s, callback, *arguments)
 

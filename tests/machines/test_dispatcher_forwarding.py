@@ -134,6 +134,15 @@ def test_a_channel_at_rest_becomes_restless_with_the_plan() -> None:
     assert copies([*dispatcher.observe(message(2)), *dispatcher.connect("s2")], "s2")
 
 
+def test_a_replica_at_rest_becomes_restless_with_the_plan() -> None:
+    replicated = PLAN_0.begin({C: Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s3"))}).activate([C]).settle([C])
+    physical = replica_channel(C, 1)
+    dispatcher = agent("s1", replicated)
+    assert dispatcher.observe(message(1), physical=physical) == []
+    dispatcher.change(replicated, replicated.begin({C: single("s2")}))
+    assert copies([*dispatcher.observe(message(2), physical=physical), *dispatcher.connect("s2")], "s2")
+
+
 def test_copies_say_that_the_route_changed_for_a_while() -> None:
     dispatcher = Agent("s1", DispatcherOptions(route_change_window_s=5)).holding(PLAN_0)
     dispatcher.change(PLAN_0, PREPARED)

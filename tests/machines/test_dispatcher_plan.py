@@ -325,14 +325,23 @@ def test_a_vacated_location_is_reported_again_until_it_is_settled() -> None:
 
 
 def test_an_answer_that_is_older_than_the_change_reports_nothing() -> None:
-    """Case 10: NUMSUB was asked for an earlier change."""
+    """Case 10: NUMSUB was asked for an earlier change; in the meantime the channel was here again, and goes again."""
     agent = Agent().holding(ACTIVE)
     asked = agent.pass_time(0.1)
-    agent.change(ACTIVE, SETTLED)
-    back = SETTLED.begin({C: single("s3")})
-    agent.change(SETTLED, back)
-    agent.change(back, back.activate([C]))
+    plan = ACTIVE
+    steps = (SETTLED, *moved(SETTLED, "s1"))
+    for newer in (*steps, *moved(steps[-1], "s3")[:2]):
+        agent.change(plan, newer)
+        plan = newer
     assert told_balancer(agent.listeners(asked, 0)) == []
+    assert told_balancer(agent.listeners(agent.pass_time(0.1), 0)) == [Vacated("s1", ((C, 7),))]
+
+
+def moved(plan: Plan, server: str) -> tuple[Plan, Plan, Plan]:
+    """Return the three versions in which C moves."""
+    prepared = plan.begin({C: single(server)})
+    active = prepared.activate([C])
+    return prepared, active, active.settle([C])
 
 
 @pytest.mark.parametrize("plan", [PREPARED, SETTLED])

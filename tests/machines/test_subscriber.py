@@ -300,6 +300,18 @@ def test_markers_before_a_reconnection_prove_nothing_after_it() -> None:
     assert listener.mark("s1", 2)[0] == LEAVE_S1
 
 
+def test_a_round_that_ended_before_a_reconnection_does_not_count_after_it() -> None:
+    listener = Listener().confirmed()
+    listener.told(TO_S2)
+    listener.up("s2")
+    listener.mark("s2", 1)
+    listener.mark("s1", 1)
+    listener.down("s2")
+    assert commands(listener.verify(listener.up("s2"), ACTIVE), b"UNSUBSCRIBE") == []
+    listener.mark("s2", 2)
+    assert listener.mark("s1", 2)[0] == LEAVE_S1
+
+
 def test_a_replicated_target_needs_a_marker_of_every_server() -> None:
     assignment = Assignment(Mode.ALL_SUBSCRIBERS, ("s2", "s3"))
     active = PLAN_0.begin({C: assignment}).activate([C])

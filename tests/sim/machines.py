@@ -25,13 +25,15 @@ class Recorder:
                 return [Connect("server", self._url)]
             case LinkUp():
                 return [Send("server", command, command) for command in self._commands]
-            case list():
-                return event
             case _:
-                return []
+                return event if type(event) is list else []
 
     def deadline(self) -> float | None:
         return self.wish
+
+    def kinds(self) -> list[type[object]]:
+        """Return the kinds of all events, in their order."""
+        return [type(event) for event in self.events]
 
     def of(self, kind: type[Any]) -> list[Any]:
         """Return the events of one kind."""

@@ -278,12 +278,8 @@ def test_memory_does_not_grow_with_the_messages() -> None:
         publish(audit, number)
         if number % 2:
             deliver(audit, number)
-    subscription = audit._open["s", C]
-    view = subscription.views["p"]
-    assert len(view.holes) <= 1000 and len(view.skipped) <= 1000
     assert len(audit.violations) == 100 and audit.violations_count > 20_000
-    stream = audit._streams[C]["p"]
-    assert not stream.pending and not stream.excused
+    assert audit.records_count() < 3000
 
 
 def test_after_the_storm_no_loss_is_in_order() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,9 +25,11 @@ class Place:
         self.network.add_server(self.server.url, self.server)
         self.actions: list[Any] = []
 
-    def process(self, *commands: tuple[bytes, ...], name: str = "p") -> tuple[Process, Recorder]:
+    def process(
+        self, *commands: tuple[bytes, ...], on_action: Callable[[Any], None] | None = None
+    ) -> tuple[Process, Recorder]:
         machine = Recorder(self.server.url, *commands)
-        process = Process(self.world, self.network, name, lambda incarnation: machine, self.actions.append)
+        process = Process(self.world, self.network, "p", lambda _: machine, on_action or self.actions.append)
         process.start()
         return process, machine
 
@@ -44,20 +47,19 @@ def test_a_link_comes_up_and_commands_are_answered_in_order() -> None:
         ((b"PING",), b"PONG"),
         ((b"PING", b"2"), b"2"),
     ]
-    order = [type(event) for event in machine.events]
+    order = machine.kinds()
     assert order.index(Pushed) < order.index(Replied), "the reply proves that SUBSCRIBE took effect"
 
 
 def test_own_actions_go_to_the_owner_in_order_and_events_from_there_wait() -> None:
     place = Place()
-    process, machine = place.process()
 
     def act(action: Any) -> None:
         place.actions.append(action)
         if action == "one":
             process.handle("nested")
 
-    process._on_action = act
+    process, machine = place.process(on_action=act)
     process.handle(["one", "two"])
     assert place.actions == ["one", "two"]
     assert machine.events[-2:] == [["one", "two"], "nested"]
@@ -70,7 +72,7 @@ def test_a_lost_link_is_told_and_opened_again() -> None:
     (connection,) = place.network.connections("p")
     place.network.break_connection(connection)
     place.run(1.0)
-    kinds = [type(event) for event in machine.events]
+    kinds = machine.kinds()
     assert kinds == [Start, LinkUp, Replied, LinkDown, LinkUp, Replied]
 
 
@@ -141,7 +143,7 @@ def test_a_pause_keeps_the_order_of_everything_on_a_link() -> None:
     place.run(0.5)
     assert len(machine.events) == 3
     place.run(1.0)
-    kinds = [type(event) for event in machine.events[3:]]
+    kinds = machine.kinds()[3:]
     assert kinds[-1] is Pushed and kinds[-2] is LinkUp
     assert kinds.index(LinkDown) < kinds.index(LinkUp)
     assert "from the application" in machine.events

@@ -9,7 +9,8 @@ import pytest
 from dynamoth.events import ErrorReply
 from dynamoth.names import PLAN_KEY
 from dynamoth_sim.network import CALM, Connection, End, Network, Packet
-from dynamoth_sim.redis_model import Greeting, RedisServer, Reply, UnknownCommand
+from dynamoth_sim.redis_keys import UnknownCommand
+from dynamoth_sim.redis_model import Greeting, RedisServer, Reply
 from dynamoth_sim.world import World
 
 
@@ -43,8 +44,8 @@ class Peer:
     def pushed(self) -> list[Any]:
         """Return the pushes since the last call."""
         self._world.run_until(self._world.now + 0.1)
-        pushes = [item for item in self.items if isinstance(item, list)]
-        self.items = [item for item in self.items if not isinstance(item, list)]
+        pushes = [item for item in self.items if type(item) is list]
+        self.items = [item for item in self.items if type(item) is not list]
         return pushes
 
 
