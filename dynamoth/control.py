@@ -25,6 +25,7 @@ from dynamoth.plan import (
     entry_to_wire,
     route_from_wire,
     route_to_wire,
+    shortened,
     unpack,
 )
 
@@ -151,35 +152,35 @@ ControlMessage = (
 
 def _bytes(value: Any) -> bytes:
     if not isinstance(value, bytes):
-        raise MalformedMessage(f"bytes expected, not {value!r:.60}")
+        raise MalformedMessage(f"bytes expected, not {shortened(value)}")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise MalformedMessage(f"text expected, not {value!r:.60}")
+        raise MalformedMessage(f"text expected, not {shortened(value)}")
     return value
 
 
 def _natural(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise MalformedMessage(f"a number from 0 expected, not {value!r:.60}")
+        raise MalformedMessage(f"a number from 0 expected, not {shortened(value)}")
     return value
 
 
 def _array(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise MalformedMessage(f"an array expected, not {value!r:.60}")
+        raise MalformedMessage(f"an array expected, not {shortened(value)}")
     array: list[Any] = [*value]
     return array
 
 
 def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise MalformedMessage(f"a map expected, not {value!r:.60}")
+        raise MalformedMessage(f"a map expected, not {shortened(value)}")
     mapping: dict[Any, Any] = {**value}
     if not all(isinstance(key, str) for key in mapping):
-        raise MalformedMessage(f"a map with text keys expected, not {value!r:.60}")
+        raise MalformedMessage(f"a map with text keys expected, not {shortened(value)}")
     return mapping
 
 
@@ -252,11 +253,11 @@ def unpack_control(data: bytes) -> ControlMessage:
     try:
         read = _READ[value[0]]
     except (IndexError, KeyError, TypeError) as error:
-        raise MalformedMessage(f"not a control message that this software knows: {value!r:.60}") from error
+        raise MalformedMessage(f"not a control message that this software knows: {shortened(value)}") from error
     try:
         return read(value[1:])
-    except (IndexError, TypeError, ValueError) as error:
-        raise MalformedMessage(f"control message {value[0]} cannot be read: {error}") from error
+    except (IndexError, TypeError, ValueError, RecursionError) as error:
+        raise MalformedMessage(f"control message {value[0]} cannot be read: {shortened(value)}") from error
 
 
 def seal_control(message: ControlMessage) -> bytes:

@@ -72,3 +72,8 @@ class Outbox:
         assert not self._up, f"replies of commands on {self.link} are still to come"
         while self._items and useless(self._items[0][1]):
             self._items.popleft()
+
+    def discard(self, useless: Callable[[Any], bool]) -> None:
+        """Forget all commands whose tokens are ``useless``; only while the link is down."""
+        assert not self._up, f"replies of commands on {self.link} are still to come"
+        self._items = deque(item for item in self._items if not useless(item[1]))

@@ -13,6 +13,7 @@ An entry goes through three phases, each step in a plan version of its own::
 from __future__ import annotations
 
 import enum
+import reprlib
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,7 +25,7 @@ import msgpack
 from dynamoth.envelope import EPOCH_MAX
 from dynamoth.errors import MalformedMessage, PlanError
 from dynamoth.names import replica_channel
-from dynamoth.ring import VIRTUAL_NODES, Ring
+from dynamoth.ring import VIRTUAL_NODES, VIRTUAL_NODES_MAX, Ring
 
 
 class Mode(enum.IntEnum):
@@ -159,6 +160,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Refuse a plan that nobody could follow."""
+        if not self.base or len(set(self.base)) != len(self.base):
+            raise PlanError(f"the ring needs servers, each named once, not: {', '.join(self.base) or 'none'}")
+        if not 1 <= self.virtual_nodes <= VIRTUAL_NODES_MAX:
+            raise PlanError(f"a ring has 1 to {VIRTUAL_NODES_MAX} virtual nodes per server, not {self.virtual_nodes}")
         unknown = [server for server in self.base if server not in self.servers]
         if unknown:
             raise PlanError(f"the ring names servers that the plan does not list: {', '.join(unknown)}")
@@ -192,9 +197,9 @@ class Plan:
 
         """
         for channel, entry in changed.items():
-            for server in entry.route.assignment.servers:
+            for server in (server for route in entry.followed for server in route.assignment.servers):
                 if server not in self.servers:
-                    raise PlanError(f"the route of {channel!r} names server {server!r}, which the plan does not list")
+                    raise PlanError(f"the entry of {channel!r} names server {server!r}, which the plan does not list")
             if not entry.newer_than(self.entries.get(channel)):
                 raise PlanError(f"the entry of {channel!r} is not newer than the one it would replace")
         entries = MappingProxyType({**self.entries, **changed})
@@ -223,7 +228,16 @@ class Plan:
         return self.with_entries({channel: replace(self.entries[channel], phase=Phase.ACTIVE) for channel in channels})
 
     def settle(self, channels: Iterable[bytes]) -> Plan:
-        """Return the next version, in which the transitions of ``channels`` are SETTLED."""
+        """Return the next version, in which the ACTIVE transitions of ``channels`` are SETTLED.
+
+        Raises:
+            PlanError: when one is not ACTIVE: subscribers were never told of the new route.
+
+        """
+        channels = list(channels)
+        for channel in channels:
+            if self.entries[channel].phase is not Phase.ACTIVE:
+                raise PlanError(f"channel {channel!r} is not active; it cannot settle")
         return self.with_entries({channel: Entry(self.entries[channel].route, Phase.SETTLED) for channel in channels})
 
     def _replaced(self, version: int, entries: Mapping[bytes, Entry]) -> Plan:
@@ -272,10 +286,10 @@ def route_from_wire(value: Any) -> Route:
     try:
         epoch, mode, servers = value[:3]
         if not (isinstance(epoch, int) and 0 <= epoch <= EPOCH_MAX and all(isinstance(s, str) for s in servers)):
-            raise MalformedMessage(f"not a route: {value!r:.100}")
+            raise MalformedMessage(f"not a route: {shortened(value)}")
         return Route(epoch, Assignment(Mode(mode), tuple(servers)))
-    except (TypeError, ValueError, KeyError, PlanError) as error:
-        raise MalformedMessage(f"not a route: {value!r:.100} ({error})") from error
+    except (TypeError, ValueError, KeyError, RecursionError, PlanError) as error:
+        raise MalformedMessage(f"not a route: {shortened(value)}") from error
 
 
 def entry_to_wire(entry: Entry) -> list[Any]:
@@ -288,8 +302,8 @@ def entry_from_wire(value: Any) -> Entry:
     try:
         phase, route, previous = value[:3]
         return Entry(route_from_wire(route), Phase(phase), tuple(route_from_wire(old) for old in previous))
-    except (TypeError, ValueError, KeyError, PlanError) as error:
-        raise MalformedMessage(f"not a plan entry: {value!r:.100} ({error})") from error
+    except (TypeError, ValueError, KeyError, RecursionError, PlanError) as error:
+        raise MalformedMessage(f"not a plan entry: {shortened(value)}") from error
 
 
 def pack_entry(entry: Entry) -> bytes:
@@ -301,6 +315,11 @@ def pack_entry(entry: Entry) -> bytes:
 def unpack_entry(data: bytes) -> Entry:
     """Read a stored entry. Raises MalformedMessage."""
     return entry_from_wire(unpack(data))
+
+
+def shortened(value: Any) -> str:
+    """Return what a hostile value looks like, in few characters and little time whatever its size and depth."""
+    return reprlib.repr(value)
 
 
 def unpack(data: bytes) -> Any:

@@ -14,6 +14,8 @@ from hashlib import blake2b
 
 VIRTUAL_NODES = 256
 """Points per server. The share of a server deviates by about 1/sqrt(256), that is 6%, from 1/N."""
+VIRTUAL_NODES_MAX = 65_536
+"""More would only cost memory."""
 
 
 def _hash(data: bytes) -> int:

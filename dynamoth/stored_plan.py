@@ -14,10 +14,11 @@ from typing import Any, cast
 
 import msgpack
 
+from dynamoth.envelope import EPOCH_MAX
 from dynamoth.errors import MalformedMessage, PlanError
 from dynamoth.events import CommandPart
 from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
-from dynamoth.plan import Entry, Phase, Plan, PlanDelta, Route, Server, pack_entry, unpack, unpack_entry
+from dynamoth.plan import Entry, Phase, Plan, PlanDelta, Route, Server, pack_entry, shortened, unpack, unpack_entry
 
 VERSION_FIELD = b"@version"
 HEADER_FIELD = b"@header"
@@ -135,7 +136,7 @@ def _header_plan(version: int, header: bytes) -> Plan:
         servers, base, virtual_nodes = value[:3]
         by_id = {str(id_): Server(str(id_), str(url)) for id_, url in servers}
         return Plan(version, by_id, tuple(base), virtual_nodes=int(virtual_nodes))
-    except (TypeError, ValueError, KeyError, PlanError) as error:
+    except (TypeError, ValueError, KeyError, OverflowError, RecursionError, PlanError) as error:
         raise MalformedMessage(f"the stored plan has a header that cannot be read: {error}") from error
 
 
@@ -143,7 +144,7 @@ def _three(reply: Any) -> tuple[bytes | None, bytes | None, bytes | None]:
     parts: list[Any] = [*reply] if isinstance(reply, list) else []
     if len(parts) == 3 and all(part is None or isinstance(part, bytes) for part in parts):
         return parts[0], parts[1], parts[2]
-    raise MalformedMessage(f"the key {PLAN_KEY.decode()} does not hold a plan: {reply!r:.100}")
+    raise MalformedMessage(f"the key {PLAN_KEY.decode()} does not hold a plan: {shortened(reply)}")
 
 
 def _as_mapping(reply: Any) -> Mapping[bytes, bytes]:
@@ -152,11 +153,14 @@ def _as_mapping(reply: Any) -> Mapping[bytes, bytes]:
     if isinstance(reply, list):
         pairs = iter(cast("list[bytes]", reply))
         return dict(zip(pairs, pairs, strict=False))
-    raise MalformedMessage(f"the key {PLAN_KEY.decode()} does not hold a plan: {reply!r:.100}")
+    raise MalformedMessage(f"the key {PLAN_KEY.decode()} does not hold a plan: {shortened(reply)}")
 
 
 def _number(text: bytes) -> int:
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
-        raise MalformedMessage(f"the stored plan has version {text!r:.40}, which is no number") from None
+        number = -1
+    if not 0 <= number <= EPOCH_MAX:
+        raise MalformedMessage(f"the stored plan has version {shortened(text)}, which is no version")
+    return number

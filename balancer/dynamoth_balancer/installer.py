@@ -54,7 +54,7 @@ class Transition:
     #: The version of the plan in which it came into its present phase, or a later one.
     version: int
     since: float
-    #: Servers whose agents have said that nobody listens at the old location there.
+    #: Servers whose agents have said, since it came into its present phase, that nobody listens at an old location.
     vacated: set[str] = field(default_factory=set[str])
 
     @property
@@ -213,12 +213,7 @@ class Installer:
         """Take the word of a server's agent that nobody listens at old locations."""
         for channel, epoch in message.channels:
             transition = self._transitions.get(channel)
-            if (
-                transition is not None
-                and transition.entry.phase is Phase.ACTIVE
-                and transition.entry.route.epoch == epoch
-                and server in transition.old
-            ):
+            if transition is not None and transition.entry.route.epoch == epoch:
                 self._due = self._due or server not in transition.vacated
                 transition.vacated.add(server)
             else:

@@ -6,9 +6,9 @@ The lease is one key at each server that holds the balancer's incarnation and ex
 than half of the *configured* servers may change the plan, so there is at most one.
 
 Taking it is ``SET NX PX``, followed by ``GET``: what counts is what the server then says. Servers are taken in the
-order of the configuration, each only when those before it are ours or down, so that two balancers that start together
-do not take half of the servers each. Renewing it is ``PEXPIRE``, then ``GET``: whatever key was there is still there
-when it is read, so "ours" means that it was ours when it was prolonged.
+order of the configuration, and without the majority kept only while all those before are ours or down: so of two
+balancers that hold half of the servers each, one lets its half expire. Renewing it is ``PEXPIRE``, then ``GET``:
+whatever key was there is still there when it is read, so "ours" means that it was ours when it was prolonged.
 
 The lease counts from when a command was *sent*, shortened by what the two clocks may differ.
 """
@@ -108,12 +108,10 @@ class Lease:
         if self._released:
             return sends
         leads = self.is_held(now)
-        contested = any(term.up and term.other is not None for term in self._terms.values())
         for server, term in self._terms.items():
             if not term.up:
                 continue
-            if term.sent_at is None and now >= term.next_at and (leads or not (contested and term.ours)):
-                # Who has not won while another holds servers does not renew, so that one of the two gets all of them.
+            if term.sent_at is None and now >= term.next_at:
                 sends += self._ask(server, term, now)
             if not leads and not term.ours and not term.problem:
                 break

@@ -55,6 +55,11 @@ JOIN_DURATION_S = 2.0
 
 CONFIRM_TIMEOUT_S = 30.0
 
+ERRORS_MAX = 100
+"""A worker gives up after so many failed calls of its clients. One is enough for an unclean audit."""
+
+STORIES_MAX = 10
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
@@ -79,9 +84,11 @@ class Worker(ABC):
         self.world = GameWorld(**options.world)
         #: Since the last ``stats``.
         self.latencies = LatencyCounts()
-        #: Messages that were handed to our subscribers, and errors that reading raised.
+        #: Messages that were handed to our subscribers, and calls of clients that failed.
         self.delivered = 0
-        self.errors: list[str] = []
+        self.errors = 0
+        #: What went wrong, in words: the first ``STORIES_MAX``.
+        self.stories: list[str] = []
         self._tasks = tasks
         #: Everything that runs besides reading orders.
         self._running: set[asyncio.Task[None]] = set()
@@ -119,7 +126,7 @@ class Worker(ABC):
         return {
             "delivered": self.delivered,
             "latencies": latencies.counts,
-            "errors": len(self.errors),
+            "errors": self.errors,
             **asdict(self.audit.totals),
         }
 
@@ -133,7 +140,7 @@ class Worker(ABC):
         return {
             **self.stats(),
             "violations": self.audit.violations_count,
-            "stories": [*map(str, violations[:10]), *self.errors[:10]],
+            "stories": [*map(str, violations[:STORIES_MAX]), *self.stories],
         }
 
     def _is_complete(self) -> bool:
@@ -147,7 +154,7 @@ class Worker(ABC):
             try:
                 message = await pubsub.get_message(timeout=None)
             except redis.exceptions.RedisError as error:
-                self.errors.append(f"subscriber {subscriber}: {error}")
+                self.failed(f"subscriber {subscriber}: {error}")
                 continue
             if message is None:
                 continue
@@ -179,7 +186,19 @@ class Worker(ABC):
         """Take a gap event. The audit knows publishers by their player's number, not by their client's id."""
         channel = gap.channel if isinstance(gap.channel, bytes) else gap.channel.encode()
         self.audit.gap(subscriber, channel, None, None, time.monotonic())
-        self.errors.append(f"subscriber {subscriber}: gap on {channel!r}: {gap.reason}")
+        self.tell_story(f"subscriber {subscriber}: gap on {channel!r}: {gap.reason}")
+
+    def failed(self, story: str) -> None:
+        """Count a call of a client that failed. Raises ClusterUnavailable when there are too many."""
+        self.errors += 1
+        self.tell_story(story)
+        if self.errors >= ERRORS_MAX:
+            raise ClusterUnavailable(f"{self.errors} calls of clients have failed, the last: {story}")
+
+    def tell_story(self, story: str) -> None:
+        """Keep the first of what went wrong."""
+        if len(self.stories) < STORIES_MAX:
+            self.stories.append(story)
 
     def pubsub(self, subscriber: int, client: Redis) -> PubSub:
         """Return the PubSub of a subscriber."""
@@ -326,8 +345,8 @@ class Players(Worker):
         try:
             await client.publish(update.channel, payload)
         except redis.exceptions.RedisError as error:
-            self.errors.append(f"player {update.player}: publish: {error}")
             self.audit.publish_ended(*what, time.monotonic(), failed=True)
+            self.failed(f"player {update.player}: publish: {error}")
         else:
             self.audit.publish_ended(*what, time.monotonic())
 

@@ -4,8 +4,9 @@ Each subcommand is a module of its own, with ``configure(parser)`` and ``run(arg
 the command that was asked for is imported, so that ``dynamoth --help`` and a typo are answered at once.
 
 Exit codes: 0 it was done; 1 it failed, was refused, or a check found something; 2 the command line or the
-configuration is wrong; 130 interrupted before it was done. ``node``, ``balancer`` and ``up`` run until they are told
-to end, by SIGINT or SIGTERM, and then exit with 0.
+configuration is wrong, or the daemon must not run as another one is at work (nothing that starting it again would
+mend); 130 interrupted before it was done. ``node``, ``balancer`` and ``up`` run until they are told to end, by SIGINT
+or SIGTERM, and then exit with 0.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells have it."""
 
-EXIT_CODES = "exit codes: 0 done; 1 failed or refused; 2 wrong command line or configuration; 130 interrupted"
+EXIT_CODES = (
+    "exit codes: 0 done; 1 failed or refused; 2 wrong command line or configuration, or another daemon is at work"
+    " already; 130 interrupted"
+)
 
 
 class CommandModule(Protocol):

@@ -109,13 +109,13 @@ class Feed:
     def ping(self, message: bytes | None) -> bool:
         """Send a PING over a link; the pong comes through the queue. False when there is no link at all.
 
-        Raises ``redis.exceptions.ConnectionError`` (or AuthenticationError) when every link is down.
+        Raises ``redis.exceptions.ConnectionError`` (or AuthenticationError) when every link was lost or refused.
         """
         if not self._links:
             return False
         links = [link for name in self._links if (link := self._driver.link(name)) is not None]
-        if not any(link.is_up for link in links):
-            faults = [_errors.from_link(link.fault) for link in links if link.fault is not None]
+        faults = [_errors.from_link(link.fault) for link in links if link.fault is not None]
+        if len(faults) == len(links):
             raise _errors.joined(faults, "no server of the subscribed channels can be reached (still trying):")
         self._driver.handle(Ping(message))
         return True

@@ -121,14 +121,6 @@ class PubSub(redis.asyncio.client.PubSub):
         if feed is not None:
             await feed.close()
 
-    async def close(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Alias of ``aclose``."""
-        await self.aclose()
-
-    async def reset(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Alias of ``aclose``."""
-        await self.aclose()
-
     @property
     def subscribed(self) -> bool:
         """Whether there are subscriptions, confirmed or not; True as soon as ``subscribe`` has begun."""

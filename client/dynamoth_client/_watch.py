@@ -3,8 +3,8 @@
 Theory of operation
 -------------------
 :class:`WatchedSubscriber` is a machine around a machine. Events go through to the inner one, whose actions come out;
-on the way it notes which links there are and which of them are up. When none has been up for ``unreachable_s`` it
-says so, and again each time that this much time has passed.
+on the way it notes which links there are and which of them are up. A PING waits until one is. When none has been up for
+``unreachable_s`` it says so, and again each time that this much time has passed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dynamoth.events import Connect, Disconnect, ErrorReply, LinkDown, LinkUp, M
 
 NOT_CONNECTED_YET = "not connected yet"
 
+PINGS_WAITING_MAX = 100
+"""Further PINGs are dropped while no link is up."""
+
 
 @dataclass(slots=True)
 class Ping:
-    """Event: the application asks for a PING over a link that is up; ``message`` None stands for a PING without one.
-
-    When no link is up it is dropped.
-    """
+    """Event: the application asks for a PING; ``message`` None stands for a PING without one."""
 
     message: bytes | None
 
@@ -74,6 +74,8 @@ class WatchedSubscriber:
         self._down: dict[str, str | None] = {}
         #: Since when no link has been up, or when this was last said. None while one is up, or there is none.
         self._alone_since: float | None = None
+        #: PINGs that wait for a link to be up.
+        self._pings: list[Ping] = []
 
     def handle(self, event: Any, now: float) -> list[Any]:
         """Take one event; return the actions to execute, in order."""
@@ -87,6 +89,9 @@ class WatchedSubscriber:
         elif kind is LinkDown:
             self._down[event.link] = event.reason
         actions = self._machine.handle(event, now)
+        if kind is LinkUp and self._pings:
+            actions += [ping for waiting in self._pings for ping in self._send(event.link, waiting)]
+            self._pings.clear()
         opened = [action for action in actions if type(action) is Connect or type(action) is Disconnect]
         if opened:
             actions = self._note_links(actions)
@@ -109,8 +114,13 @@ class WatchedSubscriber:
     def _ping(self, event: Ping) -> list[Any]:
         for link, reason in self._down.items():
             if reason is None:
-                return [Send(link, (b"PING",) if event.message is None else (b"PING", event.message), _PING)]
+                return self._send(link, event)
+        if len(self._pings) < PINGS_WAITING_MAX:
+            self._pings.append(event)
         return []
+
+    def _send(self, link: str, ping: Ping) -> list[Any]:
+        return [Send(link, (b"PING",) if ping.message is None else (b"PING", ping.message), _PING)]
 
     def _note_links(self, actions: list[Any]) -> list[Any]:
         noted: list[Any] = []

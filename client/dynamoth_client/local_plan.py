@@ -52,10 +52,17 @@ class LocalPlan:
         return self._header.servers
 
     def update_header(self, header: Plan) -> None:
-        """Take the servers and the ring of a newer plan; an older one is ignored."""
-        if header.version >= self._header.version:
-            self._header = header
-            self.generation += 1
+        """Take the servers and the ring of a newer plan; an older one is ignored.
+
+        Routes to servers that it does not list any more are forgotten.
+        """
+        if header.version < self._header.version:
+            return
+        self._header = header
+        self.generation += 1
+        for channel in [channel for channel, route in self._routes.items() if not self.reachable(route)]:
+            del self._routes[channel]
+            del self._used_at[channel]
 
     def home(self, channel: bytes) -> Route:
         """Return the route that the ring gives."""
@@ -89,8 +96,10 @@ class LocalPlan:
         self.generation += 1
         if truth.epoch:
             self._routes[channel] = truth
+            self._used_at.setdefault(channel, 0.0)
         else:
             self._routes.pop(channel, None)
+            self._used_at.pop(channel, None)
 
     def use(self, channel: bytes, now: float) -> None:
         """Note that the client used the channel: restarts the timer of its route."""
@@ -111,7 +120,7 @@ class LocalPlan:
 
     def _sweep(self, now: float) -> None:
         """Forget idle routes. Called where the plan grows, so that its cost is bounded by the growth."""
-        crowded = len(self._routes) > self._entries_max
+        crowded = len(self._routes) - len(self._pins) > self._entries_max
         if now - self._swept_at < self._entry_idle_s / 4 and not crowded:
             return
         self._swept_at = now

@@ -117,6 +117,7 @@ class _Server:
     waiting: deque[_Waiting] = field(default_factory=deque[_Waiting])
     run_id: str | None = None
     up: bool = False
+    connected_before: bool = False
     #: Why the link is down, in words for the application.
     reason: str = "not connected yet"
     #: Agents that observe it: receivers of every message that are no clients.
@@ -171,6 +172,7 @@ class PublisherMachine:
                 server.up = False
                 server.reason = event.reason
                 server.outbox.link_down()
+                server.outbox.discard(lambda token: token is None)  # heartbeats: the reconnection makes new ones
                 self._hints.clear()
                 return []
             case Tick():
@@ -188,16 +190,19 @@ class PublisherMachine:
 
     def _publish(self, event: Publish, now: float) -> list[Any]:
         channel = self._channels.get(event.channel) or self._add_channel(event.channel, now)
-        flags = 0
+        location, epoch = channel.location, channel.epoch
         if channel.generation != self._plan.generation:
-            flags = self._route(event.channel, channel, now)
-        server, actions = self._server(channel.location.server)
+            location, epoch = self._route(event.channel)
+        server, actions = self._server(location.server)
         if server.outbox.full:
-            bound = self.options.unanswered_max
-            where = f"server {channel.location.server}: {server.reason}"
-            return [PublishFailed(event.token, f"{bound} messages wait for {where}")]
+            reason = f"{self.options.unanswered_max} messages wait for server {location.server}: {server.reason}"
+            return [*actions, PublishFailed(event.token, reason)]
+        flags = 0
         if channel.sequence == channel.floor:
             flags = FIRST
+        elif location != channel.location and now - channel.used_at <= self.options.route_change_window_s:
+            flags = ROUTE_CHANGED
+        channel.location, channel.epoch, channel.generation = location, epoch, self._plan.generation
         channel.sequence += 1
         quiet_ms = _whole_ms(now - channel.used_at)
         channel.used_at = now
@@ -214,15 +219,10 @@ class PublisherMachine:
         actions += server.outbox.put((b"PUBLISH", channel.location.physical, data), waiting)
         return actions
 
-    def _route(self, name: bytes, channel: _Channel, now: float) -> int:
-        """Follow the local plan, which may have changed; return ROUTE_CHANGED if subscribers must know."""
+    def _route(self, name: bytes) -> tuple[Location, int]:
+        """Return where the local plan now sends messages of a channel, and its epoch."""
         route = self._plan.route(name)
-        location = self._choose(route, route.locations(name))
-        changed = location != channel.location and now - channel.used_at <= self.options.route_change_window_s
-        channel.location = location
-        channel.epoch = route.epoch
-        channel.generation = self._plan.generation
-        return ROUTE_CHANGED if changed else 0
+        return self._choose(route, route.locations(name)), route.epoch
 
     def _choose(self, route: Route, locations: tuple[Location, ...]) -> Location:
         if route.assignment.mode is Mode.SINGLE:
@@ -231,10 +231,9 @@ class PublisherMachine:
 
     def _add_channel(self, name: bytes, now: float) -> _Channel:
         self._sweep(now)
-        route = self._plan.route(name)
-        location = self._choose(route, route.locations(name))
+        location, epoch = self._route(name)
         floor = self._sequence_floor
-        channel = _Channel(floor, floor, location, route.epoch, self._plan.generation, now)
+        channel = _Channel(floor, floor, location, epoch, self._plan.generation, now)
         self._channels[name] = channel
         return channel
 
@@ -245,7 +244,7 @@ class PublisherMachine:
             return
         self._swept_at = now
         idle = [name for name, c in self._channels.items() if now - c.used_at >= self.options.channel_idle_s]
-        if crowded and not idle:
+        if crowded and len(idle) * 4 < self.options.channels_max:
             by_age = sorted(self._channels.items(), key=lambda item: item[1].used_at)
             idle = [name for name, _ in by_age[: self.options.channels_max // 4]]
         for name in idle:
@@ -274,10 +273,12 @@ class PublisherMachine:
         server = self._servers[event.link]
         server.up = True
         server.run_id = event.run_id
+        reconnected, server.connected_before = server.connected_before, True
         return [
             Send(event.link, (b"SUBSCRIBE", inbox(self.client_id), CLIENTS_CHANNEL)),
             self._ask_observers(event.link, now),
             *server.outbox.link_up(),
+            *(self._heartbeats(event.link, now) if reconnected else []),
         ]
 
     def _ask_observers(self, server_id: str, now: float) -> Send:
@@ -298,6 +299,7 @@ class PublisherMachine:
             return [Published(waiting.token, max(0, event.value - server.observers))]
         if isinstance(event.value, ErrorReply):
             self.counters["refused_commands"] += 1
+            self._hints.clear()
             return []
         match event.tag:
             case ("observers",):
@@ -315,7 +317,7 @@ class PublisherMachine:
             header = stored_plan.parse_header(event.value, server.run_id)
         except MalformedMessage:
             self.counters["malformed_messages"] += 1
-            return
+            header = None
         if header is not None and header.believed:
             self._plan.update_header(header.plan)
         for channel, route in self._hints.items():
@@ -363,21 +365,20 @@ class PublisherMachine:
         return [Send(link, stored_plan.READ_HEADER, ("header",))]
 
     def _heartbeats(self, server_id: str, now: float) -> list[Any]:
-        """Tell the numbers of what was sent to a server whose dispatcher was blind, by today's route."""
+        """Tell the numbers of what was sent to a server where it may not have been observed, by today's route."""
         if not self.options.envelope:
             return []
         actions: list[Any] = []
         for name, channel in self._channels.items():
             if channel.location.server != server_id or channel.sequence == channel.floor:
                 continue
-            route = self._plan.route(name)
-            location = self._choose(route, route.locations(name))
+            location, epoch = self._route(name)
             server, connect = self._server(location.server)
             if server.outbox.full:
                 self.counters["heartbeats_dropped"] += 1
                 continue
             quiet_ms = _whole_ms(now - channel.used_at)
-            data = seal(self.client_id, channel.sequence, route.epoch, b"", HEARTBEAT, quiet_ms)
+            data = seal(self.client_id, channel.sequence, epoch, b"", HEARTBEAT, quiet_ms)
             actions += [*connect, *server.outbox.put((b"PUBLISH", location.physical, data))]
         return actions
 
@@ -395,7 +396,7 @@ class PublisherMachine:
                     PublishFailed(waiting.token, f"server {server_id} did not answer for {waited:g} s: {why}")
                 )
             if not server.up:
-                server.outbox.discard_while(lambda token: token is not None and token.done)
+                server.outbox.discard_while(lambda token: token is None or token.done)
         return actions
 
 

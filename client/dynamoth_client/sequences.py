@@ -20,11 +20,19 @@ number: they are delivered as they come, each number once.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from dynamoth.envelope import FIRST, HEARTBEAT, RAW, ROUTE_CHANGED
 
 HELD_MAX = 10_000
 """Messages of one stream that are held back at most; past it the oldest gap is given up at once."""
+
+STREAMS_MAX = 100_000
+"""Publishers of one channel that are remembered at most; past it the one that was known first is forgotten. About 200
+bytes each."""
+
+DISPATCHERS_MAX = 64
+"""Dispatchers whose raw messages are remembered per channel; each start of one counts."""
 
 
 RAW_WINDOW = 1024
@@ -32,6 +40,7 @@ RAW_WINDOW = 1024
 duplicate."""
 
 
+_LATE = "not arrived in time"
 _NOT_FORWARDED = "the publisher sent messages while a dispatcher was away"
 
 
@@ -56,12 +65,16 @@ class Stream:
     next: int | None
     #: Number to (payload, time of arrival), for messages that wait for an earlier one; payload None for a heartbeat.
     held: dict[int, tuple[bytes | None, float]] = field(default_factory=dict[int, tuple[bytes | None, float]])
+    #: Heap of the numbers in ``held``, and of some that are not any more.
+    _numbers: list[int] = field(default_factory=list[int])
     #: While opening: lower numbers were delivered to an earlier subscription of the same subscriber.
     floor: int = 0
     #: The number with which a stream began by time-out, so that an earlier one would be a loss; 0 for other streams.
     begun_in_doubt_at: int = 0
     #: While opening: the publisher has said that messages of this stream may not have been forwarded.
     warned: bool = False
+    #: Whether somebody has promised to call :meth:`expire` at ``waits_until``.
+    watched: bool = False
     #: ``next`` at the latest sweep; a stream that has not moved between two sweeps is idle.
     swept_at: int | None = -1
 
@@ -72,38 +85,40 @@ class Stream:
         if self.next is None:
             return self._arrive_opening(publisher, sequence, flags, payload, now, owed)
         if flags & HEARTBEAT:
-            if sequence >= self.next:
-                self.held.setdefault(sequence, (None, now))
-            return []
+            if sequence >= self.next and sequence not in self.held:
+                self._hold(sequence, None, now)
+            return self._bounded(publisher)
         if sequence < self.next:
             return self._late(publisher, sequence)
         if flags & FIRST and sequence > self.next:
             return self._restart(publisher, sequence, payload)
         if sequence == self.next:
-            self.next = sequence + 1
             self.held.pop(sequence, None)
+            self.next = sequence + 1
             return [payload, *self._run()]
         if self.held.get(sequence, (None, 0.0))[0] is None:
-            self.held[sequence] = (payload, now)
-        return self._give_up_oldest(publisher, "too many messages wait for it") if len(self.held) > HELD_MAX else []
+            self._hold(sequence, payload, now)
+        return self._bounded(publisher)
 
     def expire(self, publisher: int, now: float, hold_s_max: float) -> list[Outcome]:
         """Release what has been held for ``hold_s_max`` seconds; return what is to be delivered now, in order."""
         out: list[Outcome] = []
         while self.held and self.waits_until(hold_s_max) <= now:
-            if self.next is None:
-                self.next = self.begun_in_doubt_at = min(self.held)
-                out += [Gap(publisher, None, _NOT_FORWARDED)] if self.warned else []
-                out += self._run()
-            else:
-                out += self._give_up_oldest(publisher, "not arrived in time")
+            out += self._begin_in_doubt(publisher) if self.next is None else self._give_up(publisher, _LATE)
         return out
 
     def waits_until(self, hold_s_max: float) -> float:
         """Return when the oldest held message must be released. Only while something is held."""
-        if self.next is None:
-            return min(arrived for _, arrived in self.held.values()) + hold_s_max
-        return self.held[min(self.held)][1] + hold_s_max
+        return self.held[self._lowest()][1] + hold_s_max
+
+    def resume(self) -> None:
+        """Be opening again: the subscription begins anew, and what was delivered already is not owed to it."""
+        self.floor = self.floor if self.next is None else self.next
+        self.next = None
+        self.held.clear()
+        self._numbers.clear()
+        self.begun_in_doubt_at = 0
+        self.warned = False
 
     def _arrive_opening(
         self, publisher: int, sequence: int, flags: int, payload: bytes, now: float, owed: bool
@@ -116,43 +131,80 @@ class Stream:
                 return []
             self.next = sequence + 1
             return [Gap(publisher, None, _NOT_FORWARDED)] if owed else []
-        earliest = not self.held or sequence < min(self.held)
-        if flags & FIRST or (earliest and not (flags & ROUTE_CHANGED and owed)):
-            for earlier in [number for number in self.held if number <= sequence]:
-                del self.held[earlier]
-            self.next = sequence + 1
-            return [payload, *self._run()]
-        self.held.setdefault(sequence, (payload, now))
-        return []
+        if flags & FIRST:
+            return [*self._held_before(sequence), *self._open(sequence, payload)]
+        if not (flags & ROUTE_CHANGED and owed) and (not self.held or sequence <= self._lowest()):
+            return self._open(sequence, payload)
+        if sequence not in self.held:
+            self._hold(sequence, payload, now)
+        return self._bounded(publisher)
+
+    def _open(self, sequence: int, payload: bytes) -> list[Outcome]:
+        self.held.pop(sequence, None)
+        self.next = sequence + 1
+        return [payload, *self._run()]
 
     def _restart(self, publisher: int, sequence: int, payload: bytes) -> list[Outcome]:
         """Begin again where the publisher did; what was held from before is released with its gaps."""
         out: list[Outcome] = []
-        while any(number < sequence for number in self.held):
-            out += self._give_up_oldest(publisher, "the publisher began a new sequence")
-        self.next = sequence + 1
-        return [*out, payload, *self._run()]
+        while self.held and self._lowest() < sequence:
+            out += self._give_up(publisher, "the publisher began a new sequence")
+        return [*out, *self._open(sequence, payload)]
+
+    def _begin_in_doubt(self, publisher: int) -> list[Outcome]:
+        self.next = self.begun_in_doubt_at = self._lowest()
+        warning: list[Outcome] = [Gap(publisher, None, _NOT_FORWARDED)] if self.warned else []
+        return [*warning, *self._run()]
 
     def _late(self, publisher: int, sequence: int) -> list[Outcome]:
-        if sequence < self.begun_in_doubt_at:
+        if self.floor <= sequence < self.begun_in_doubt_at:
             return [Gap(publisher, 1, "arrived too late to be delivered in order")]
         return []
+
+    # What is held.
+
+    def _hold(self, sequence: int, payload: bytes | None, now: float) -> None:
+        if sequence not in self.held:
+            heappush(self._numbers, sequence)
+        self.held[sequence] = payload, now
+
+    def _lowest(self) -> int:
+        """Return the lowest number that is held. Only while something is."""
+        while self._numbers[0] not in self.held:
+            heappop(self._numbers)
+        return self._numbers[0]
+
+    def _held_before(self, sequence: int) -> list[Outcome]:
+        out: list[Outcome] = []
+        while self.held and (lowest := self._lowest()) < sequence:
+            payload = self.held.pop(lowest)[0]
+            assert payload is not None, "no heartbeat is held while opening"
+            out.append(payload)
+        return out
+
+    def _bounded(self, publisher: int) -> list[Outcome]:
+        if len(self.held) <= HELD_MAX:
+            return []
+        return (
+            self._begin_in_doubt(publisher) if self.next is None else self._give_up(publisher, "too many wait for it")
+        )
 
     def _run(self) -> list[Outcome]:
         """Take the held messages that are now in order."""
         out: list[Outcome] = []
         assert self.next is not None
-        while self.held and (item := self.held.pop(self.next, None)) is not None:
-            if item[0] is None:
-                self.held[self.next] = item
-                break
+        while self.held and (item := self.held.get(self.next)) is not None and item[0] is not None:
+            del self.held[self.next]
             out.append(item[0])
             self.next += 1
+        if not self.held:
+            self._numbers.clear()
         return out
 
-    def _give_up_oldest(self, publisher: int, reason: str) -> list[Outcome]:
+    def _give_up(self, publisher: int, reason: str) -> list[Outcome]:
+        """Report the numbers before the lowest held one as a gap, and go on with that."""
         assert self.next is not None
-        lowest = min(self.held)
+        lowest = self._lowest()
         heartbeat = self.held[lowest][0] is None
         count = lowest - self.next + heartbeat
         if heartbeat:
@@ -186,20 +238,22 @@ class Sequences:
             return self._arrive_raw(publisher, sequence, payload)
         stream = self.streams.get(publisher)
         if stream is None:
+            if len(self.streams) >= STREAMS_MAX:
+                del self.streams[next(iter(self.streams))]
             stream = self.streams[publisher] = Stream(None)
         return stream.arrive(publisher, sequence, flags, payload, now, owed)
 
     def resume(self) -> None:
         """Begin anew with a subscription to the same channel: what was delivered to the last one is not again."""
         for stream in self.streams.values():
-            stream.floor = stream.floor if stream.next is None else stream.next
-            stream.next = None
-            stream.held.clear()
-            stream.begun_in_doubt_at = 0
-            stream.warned = False
+            stream.resume()
 
     def _arrive_raw(self, dispatcher: int, sequence: int, payload: bytes) -> list[Outcome]:
-        seen = self._raw.setdefault(dispatcher, {})
+        seen = self._raw.get(dispatcher)
+        if seen is None:
+            if len(self._raw) >= DISPATCHERS_MAX:
+                del self._raw[next(iter(self._raw))]
+            seen = self._raw[dispatcher] = {}
         if sequence in seen or (len(seen) == RAW_WINDOW and sequence < next(iter(seen))):
             return []
         seen[sequence] = None
@@ -210,12 +264,18 @@ class Sequences:
     def expire(self, publisher: int, now: float) -> list[Outcome]:
         """Release what one stream has held for too long; return what is to be delivered now, in order."""
         stream = self.streams.get(publisher)
-        return [] if stream is None else stream.expire(publisher, now, self.hold_s_max)
+        if stream is None:
+            return []
+        stream.watched = False
+        return stream.expire(publisher, now, self.hold_s_max)
 
-    def waits_until(self, publisher: int) -> float | None:
-        """Return when :meth:`expire` must be called for ``publisher``; None when it holds nothing."""
+    def watch(self, publisher: int) -> float | None:
+        """Return when :meth:`expire` is to be called for ``publisher``; None when it holds nothing, or is watched."""
         stream = self.streams.get(publisher)
-        return stream.waits_until(self.hold_s_max) if stream is not None and stream.held else None
+        if stream is None or stream.watched or not stream.held:
+            return None
+        stream.watched = True
+        return stream.waits_until(self.hold_s_max)
 
     def forget_idle(self) -> None:
         """Forget the streams of which nothing was delivered since the previous call."""

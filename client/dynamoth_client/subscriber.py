@@ -36,16 +36,22 @@ from dynamoth.envelope import (
     KNOWN_FLAGS,
     MAGIC,
     QUIET_BITS,
+    ROUTE_CHANGED,
     Envelope,
     open_envelope,
     unpack_header,
 )
 from dynamoth.errors import MalformedMessage
 from dynamoth.events import Connect, Disconnect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
-from dynamoth.names import ANNOUNCE_CHANNEL
+from dynamoth.names import ANNOUNCE_CHANNEL, RESERVED_PREFIX
 from dynamoth.plan import Location, Mode, Phase, Route
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.sequences import Gap, Sequences
+
+_NO_PERMISSION = ("NOPERM", "NOAUTH")
+
+ANNOUNCED_MAX = 1000
+"""Channels of one announcement at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +137,8 @@ class _Place:
     attempt: int = 0
     #: The stored plan said, on the present connection, that this is right.
     verified: bool = False
-    #: Incarnation of the dispatcher here to the number of its first marker seen here on the present connection.
-    first_marker: dict[int, int] = field(default_factory=dict[int, int])
+    #: The dispatcher's incarnation and the number of its first marker seen here on the present connection.
+    first_marker: tuple[int, int] | None = None
     #: Of a leaving place: the targets whose marker has come round to here.
     rounded: set[Location] = field(default_factory=set[Location])
 
@@ -140,7 +146,7 @@ class _Place:
         """Forget what was true of the connection that was lost."""
         self.attempt = 0
         self.verified = False
-        self.first_marker.clear()
+        self.first_marker = None
 
 
 @dataclass(slots=True)
@@ -159,6 +165,8 @@ class _Subscription:
     confirmations_owed: int = 1
     #: Set while a connection was lost and its places are not verified again: the gap event to come.
     may_have_missed: str | None = None
+    #: Whether a wish to verify again while a place is leaving is pending.
+    reverifying: bool = False
     #: When the present route was taken; see ``distrust_s``.
     followed_since: float = 0.0
 
@@ -251,6 +259,8 @@ class SubscriberMachine:
                 return [SubscriptionConfirmed(channel)]
             subscription.confirmations_owed += 1
             return []
+        if channel.startswith(RESERVED_PREFIX):
+            return [SubscriptionFailed(channel, "channels under this prefix are Dynamoth's own: choose another name")]
         route = self._plan.route(channel)
         sequences = self._ended.pop(channel, None) or Sequences(self.options.hold_s_max)
         sequences.resume()
@@ -331,14 +341,14 @@ class SubscriberMachine:
         wanted = self._choose(subscription.channel, route)
         actions: list[Any] = []
         for location in wanted:
-            place = subscription.leaving.pop(location, None)
-            if place is None and location not in subscription.targets:
+            place = subscription.leaving.pop(location, None) or subscription.targets.get(location)
+            if place is None:
                 actions += self._join(subscription, location, now)
-            elif place is not None:
-                subscription.targets[location] = place
-                place.rounded.clear()
-                if self._links[location.server].up:
-                    actions.append(self._verify(subscription, place))
+                continue
+            subscription.targets[location] = place
+            place.rounded.clear()
+            if self._links[location.server].up:
+                actions.append(self._verify(subscription, place))
         for location, place in list(subscription.targets.items()):
             if location in wanted:
                 continue
@@ -347,7 +357,8 @@ class SubscriberMachine:
                 subscription.leaving[location] = place
             else:
                 actions += self._leave(subscription, place, now)
-        if subscription.leaving:
+        if subscription.leaving and not subscription.reverifying:
+            subscription.reverifying = True
             self._wish(now + self.options.reverify_s, "reverify", subscription)
         return actions
 
@@ -376,11 +387,19 @@ class SubscriberMachine:
                 place.attempt = 0
                 return self._verified(subscription, place, event.value, now)
             case ("subscribe", channel):
-                return self._refused(channel, str(event.value), now) if isinstance(event.value, ErrorReply) else []
+                return self._subscribe_refused(channel, event, now)
             case ("header",):
                 return self._header_read(event, now)
             case _:
                 raise AssertionError(f"not a tag of a subscriber: {event.tag!r}")
+
+    def _subscribe_refused(self, channel: bytes, event: Replied, now: float) -> list[Any]:
+        """SUBSCRIBE has no reply but an error: final where permission is missing, for a while where it is busy."""
+        if str(event.value).startswith(_NO_PERMISSION):
+            return self._refused(channel, str(event.value), now)
+        self.counters["refused_commands"] += 1
+        self._wish(now + self.options.verify_retry_s, "listen", (channel, event.link))
+        return []
 
     def _refused(self, channel: bytes, reason: str, now: float) -> list[Any]:
         if channel not in self._subscriptions:
@@ -391,7 +410,10 @@ class SubscriberMachine:
     def _verified(self, subscription: _Subscription, place: _Place, reply: Any, now: float) -> list[Any]:
         """Judge a place by what the plan stored at its server says."""
         if isinstance(reply, ErrorReply):
-            return self._refused(subscription.channel, f"the stored plan cannot be read: {reply}", now)
+            self.counters["refused_commands"] += 1
+            if str(reply).startswith(_NO_PERMISSION) and not subscription.confirmed:
+                return self._refused(subscription.channel, f"the stored plan cannot be read: {reply}", now)
+            return self._retry(place, subscription, now)
         location = place.location
         try:
             stored = stored_plan.parse_entry(reply, self._links[location.server].run_id)
@@ -429,6 +451,10 @@ class SubscriberMachine:
         actions: list[Any] = []
         if told.epoch > subscription.route.epoch:
             self._plan.learn(subscription.channel, told, now)
+            actions += self._follow(subscription, told, now)
+        elif told.epoch < subscription.route.epoch and phase is not Phase.PREPARED:
+            self.counters["distrusted_routes"] += 1
+            self._plan.distrust(subscription.channel, told)
             actions += self._follow(subscription, told, now)
         place.verified = True
         if not subscription.verified():
@@ -505,6 +531,8 @@ class SubscriberMachine:
                     old.rounded.discard(location)
                 if subscription.confirmed:
                     subscription.may_have_missed = reason
+                else:
+                    subscription.sequences.resume()
             elif subscription.verified():
                 actions.append(GapDetected(subscription.channel, None, None, reason))
                 actions += self._leave(subscription, subscription.leaving[location], now)
@@ -520,6 +548,8 @@ class SubscriberMachine:
         by_physical = self._by_physical
         for push in event.messages:
             if push[0] != b"message":
+                if push[0] == b"subscribe":
+                    self._subscribed(push[1])
                 continue
             subscription = by_physical.get(push[1])
             if subscription is None:
@@ -549,18 +579,30 @@ class SubscriberMachine:
             actions.append(Deliver(delivered))
         return actions
 
+    def _subscribed(self, physical: bytes) -> None:
+        """A subscription takes effect: what came before, on its channel, was of an earlier one."""
+        subscription = self._by_physical.get(physical)
+        if subscription is not None and not subscription.confirmed:
+            subscription.sequences.resume()
+
     def _unusual(
         self, subscription: _Subscription, link: str, physical: bytes, envelope: Envelope, now: float
     ) -> list[Any]:
         """Take a message that is not simply the expected one of a known publisher."""
         if envelope.flags & CONTROL:
             return self._controlled(subscription, Location(link, physical), envelope.payload, now)
-        sequences = subscription.sequences
+        flags = envelope.flags
+        if subscription.leaving and Location(link, physical) in subscription.targets:
+            flags |= ROUTE_CHANGED  # what came here before this subscriber did is on its way to the place it is leaving
         owed = subscription.confirmed_at <= now - envelope.quiet_ms / 1000
-        outcomes = sequences.arrive(envelope.publisher, envelope.sequence, envelope.flags, envelope.payload, now, owed)
-        if (expiry := sequences.waits_until(envelope.publisher)) is not None:
-            self._wish(expiry, "expire", (subscription, envelope.publisher))
+        sequences = subscription.sequences
+        outcomes = sequences.arrive(envelope.publisher, envelope.sequence, flags, envelope.payload, now, owed)
+        self._watch(subscription, envelope.publisher)
         return self._outcomes(subscription, outcomes)
+
+    def _watch(self, subscription: _Subscription, publisher: int) -> None:
+        if (expiry := subscription.sequences.watch(publisher)) is not None:
+            self._wish(expiry, "expire", (subscription, publisher))
 
     def _outcomes(self, subscription: _Subscription, outcomes: Sequence[bytes | Gap]) -> list[Any]:
         if not subscription.confirmed:
@@ -600,15 +642,18 @@ class SubscriberMachine:
     ) -> list[Any]:
         target = subscription.targets.get(location)
         if target is not None:
-            if server == location.server:
-                target.first_marker.setdefault(incarnation, number)
+            known = target.first_marker
+            if server == location.server and (known is None or known[0] != incarnation):
+                target.first_marker = incarnation, number
             return []
         old = subscription.leaving.get(location)
         if old is None:
             return []
         for target in subscription.targets.values():
-            first = target.first_marker.get(incarnation)
-            if target.location.server == server and first is not None and number >= first:
+            known = target.first_marker
+            if target.location.server != server or known is None:
+                continue
+            if known[0] == incarnation and number >= known[1]:
                 old.rounded.add(target.location)
         return self._leave_rounded(subscription, now)
 
@@ -632,6 +677,8 @@ class SubscriberMachine:
                 case "expire":
                     subscription, publisher = argument
                     actions += self._expire(subscription, publisher, now)
+                case "listen":
+                    actions += self._listen_again(*argument)
                 case "verify":
                     actions += self._verify_again(*argument)
                 case "reverify":
@@ -647,9 +694,18 @@ class SubscriberMachine:
 
     def _expire(self, subscription: _Subscription, publisher: int, now: float) -> list[Any]:
         outcomes = subscription.sequences.expire(publisher, now)
-        if (expiry := subscription.sequences.waits_until(publisher)) is not None:
-            self._wish(expiry, "expire", (subscription, publisher))
+        self._watch(subscription, publisher)
         return self._outcomes(subscription, outcomes)
+
+    def _listen_again(self, channel: bytes, server: str) -> list[Any]:
+        """Subscribe again at the places of a channel at one server."""
+        subscription = self._subscriptions.get(channel)
+        if subscription is None or not self._links[server].up:
+            return []
+        places = [place for place in subscription.targets.values() if place.location.server == server]
+        leaving = [location for location in subscription.leaving if location.server == server]
+        again = [Send(server, (b"SUBSCRIBE", location.physical), ("subscribe", channel)) for location in leaving]
+        return [*again, *(action for place in places for action in self._listen(subscription, place))]
 
     def _verify_again(self, subscription: _Subscription, place: _Place) -> list[Any]:
         current = subscription.targets.get(place.location) is place
@@ -659,8 +715,10 @@ class SubscriberMachine:
 
     def _reverify(self, subscription: _Subscription, now: float) -> list[Any]:
         """A place is leaving for long: markers may never come, for the move is over or its dispatcher is down."""
+        subscription.reverifying = False
         if not subscription.leaving or self._subscriptions.get(subscription.channel) is not subscription:
             return []
+        subscription.reverifying = True
         self._wish(now + self.options.reverify_s, "reverify", subscription)
         places = list(subscription.targets.values())
         return [action for place in places for action in self._verify_again(subscription, place)]
@@ -680,8 +738,12 @@ class SubscriberMachine:
     def _announcements(self) -> list[Any]:
         sends: list[Any] = []
         for server, (joined, left) in self._announce.items():
-            if (link := self._links.get(server)) is not None and link.up:
-                message = pack_control(Announcement(self.client_id, tuple(joined), tuple(left)))
-                sends.append(Send(server, (b"PUBLISH", ANNOUNCE_CHANNEL, message)))
+            link = self._links.get(server)
+            if link is None or not link.up:
+                continue
+            for first in range(0, max(len(joined), len(left)), ANNOUNCED_MAX):
+                some = slice(first, first + ANNOUNCED_MAX)
+                message = Announcement(self.client_id, tuple(joined[some]), tuple(left[some]))
+                sends.append(Send(server, (b"PUBLISH", ANNOUNCE_CHANNEL, pack_control(message))))
         self._announce.clear()
         return sends

@@ -78,6 +78,8 @@ class DispatcherOptions:
     transition: TransitionOptions = field(default_factory=TransitionOptions)
     forwards_max: int = 100_000
     """Messages per server that wait to be forwarded at most; past it the newest are lost and subscribers are told."""
+    lost_max: int = 10_000
+    """Locations per server whose lost messages are counted at most; past it publishers send heartbeats instead."""
     backlog_max: int = 100_000
     """Messages that wait for the plan at most, before it has been read; past it clients are told of the gap."""
     quiet_max: int = 1_000_000
@@ -124,8 +126,8 @@ class DispatcherMachine:
         self._quiet: set[bytes] = set()
         #: Server to the commands that must arrive there.
         self._outboxes: dict[str, Outbox] = {}
-        #: Location to the number of messages that were lost to a full outbox, until subscribers there can be told.
-        self._lost: dict[Location, int] = {}
+        #: Server to location to the number of messages lost to a full outbox, until subscribers there can be told.
+        self._lost: dict[str, dict[Location, int]] = {}
         #: (publisher, channel) to (epoch, time) of the latest notice to a stale publisher.
         self._told: OrderedDict[tuple[int, bytes], tuple[int, float]] = OrderedDict()
         #: Channel to the number of its latest raw message here.
@@ -136,8 +138,12 @@ class DispatcherMachine:
         self._changed_at: dict[bytes, float] = {}
         #: Observed before the plan was known: (physical channel, data).
         self._backlog: deque[tuple[bytes, bytes]] = deque(maxlen=self.options.backlog_max)
+        #: Why the server does not let this dispatcher observe; None where it does. It acknowledges no plan then.
+        self.refusal: str | None = None
         self._up = False
         self._run_id: str | None = None
+        #: Whether messages were lost on more channels than ``_lost`` holds; their publishers are to say what they sent.
+        self._lost_unnamed = False
         #: Whether something may have gone by unobserved of which the clients here have not been told.
         self._blind = True
         #: When this dispatcher last began to observe.
@@ -176,10 +182,11 @@ class DispatcherMachine:
         self._up = True
         self._run_id = run_id
         self._blind = True
+        self.refusal = None
         self._sighted_at = now
         return [
-            Send(LOCAL, (b"SUBSCRIBE", AGENT_CHANNEL)),
-            Send(LOCAL, (b"PSUBSCRIBE", b"*")),
+            Send(LOCAL, (b"SUBSCRIBE", AGENT_CHANNEL), ("observe",)),
+            Send(LOCAL, (b"PSUBSCRIBE", b"*"), ("observe",)),
             *self._read_plan(),
         ]
 
@@ -221,6 +228,10 @@ class DispatcherMachine:
                 self.counters["forwards_refused"] += 1
             return self._tell_lost(event.link.removeprefix(_LINK_PREFIX)) if self._lost else []
         match event.tag:
+            case ("observe",):
+                self.counters["refused_commands"] += 1
+                self.refusal = str(event.value)
+                return []
             case ("plan",):
                 self._plan_asked = False
                 return self._plan_read(event.value, now)
@@ -262,7 +273,7 @@ class DispatcherMachine:
         if not self._blind:
             return actions
         self._blind = False
-        actions.append(Send(LOCAL, (b"PUBLISH", CLIENTS_CHANNEL, pack_control(ObservationGap(self.server)))))
+        actions.append(self._tell_blind())
         for transition in self.transitions.all():
             for location in self._elsewhere(transition.channel, transition.entry):
                 notice = seal_control(LossNotice(transition.channel, None))
@@ -274,7 +285,7 @@ class DispatcherMachine:
         return [place for place in places if place.server != self.server]
 
     def _acknowledge(self) -> list[Any]:
-        if self.plan is None:
+        if self.plan is None or self.refusal is not None:
             return []
         ack = PlanAck(self.server, self.incarnation, self.plan.version)
         return [Send(LOCAL, (b"PUBLISH", BALANCER_CHANNEL, pack_control(ack)))]
@@ -339,13 +350,13 @@ class DispatcherMachine:
         return actions
 
     def _observed(self, physical: bytes, data: bytes, now: float) -> list[Any]:
+        if not is_user_channel(physical):
+            return []
         if self.plan is None:
             if len(self._backlog) == self.options.backlog_max:
                 self._blind = True
                 self.counters["backlog_dropped"] += 1
             self._backlog.append((physical, data))
-            return []
-        if not is_user_channel(physical):
             return []
         channel = logical_channel(physical)
         entry = self.plan.entry(channel)
@@ -404,7 +415,8 @@ class DispatcherMachine:
 
     def _in_doubt(self, channel: bytes, now: float) -> bool:
         """Tell whether earlier messages may have taken another way than this one, or may not have been observed."""
-        return channel in self._changed_at or now - self._sighted_at <= self.options.route_change_window_s
+        since = max(self._changed_at.get(channel, float("-inf")), self._sighted_at)
+        return now - since <= self.options.route_change_window_s
 
     def _number_raw(self, channel: bytes, entry: Entry, data: bytes) -> bytes:
         sequence = self._raw_sequences.pop(channel, None)
@@ -423,20 +435,39 @@ class DispatcherMachine:
             return [Send(LOCAL, (b"PUBLISH", target.physical, data))]
         outbox, actions = self._outbox(target.server)
         if outbox.full:
-            self._lost[target] = self._lost.get(target, 0) + 1
-            self.counters["forwards_lost"] += 1
+            self._lose(target)
             return actions
         return [*actions, *outbox.put((b"PUBLISH", target.physical, data))]
 
+    def _lose(self, target: Location) -> None:
+        """Count a message that cannot be forwarded, for those who listen at ``target``."""
+        self.counters["forwards_lost"] += 1
+        lost = self._lost.setdefault(target.server, {})
+        if target in lost or len(lost) < self.options.lost_max:
+            lost[target] = lost.get(target, 0) + 1
+        else:
+            self._lost_unnamed = True
+
     def _tell_lost(self, server: str) -> list[Any]:
         """Tell the subscribers at ``server`` what a full outbox has cost them, now that there is room again."""
+        lost = self._lost.get(server)
+        if lost is None:
+            return []
         actions: list[Any] = []
-        for target in [location for location in self._lost if location.server == server]:
-            if self._outboxes[server].full:
-                break
-            notice = LossNotice(logical_channel(target.physical), self._lost.pop(target))
+        while lost and not self._outboxes[server].full:
+            target, number = lost.popitem()
+            notice = LossNotice(logical_channel(target.physical), number)
             actions += self._forward(target, seal_control(notice))
+        if not lost:
+            del self._lost[server]
+        if not self._lost and self._lost_unnamed:
+            self._lost_unnamed = False
+            actions.append(self._tell_blind())
         return actions
+
+    def _tell_blind(self) -> Send:
+        """Have the publishers here say what they sent: it may not have been forwarded."""
+        return Send(LOCAL, (b"PUBLISH", CLIENTS_CHANNEL, pack_control(ObservationGap(self.server))))
 
     # Telling.
 

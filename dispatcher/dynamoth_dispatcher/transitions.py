@@ -26,8 +26,7 @@ class TransitionOptions:
     vacated_interval_s: float = 0.5
     """How often the balancer is told again of a vacated location until it settles the channel."""
     per_tick_max: int = 500
-    """Notices and markers sent in one tick at most; NUMSUB asked for at most so many locations. The others wait a
-    tick."""
+    """Notices, polls and markers of one tick at most, all together; the others have their turn next."""
 
 
 @dataclass(slots=True)
@@ -120,18 +119,25 @@ class Transitions:
             return notices, polls, markers
         options = self._options
         self._next_tick_at = now + options.tick_interval_s if self._by_channel else None
-        bound = options.per_tick_max
+        served: list[bytes] = []
         for transition in self._by_channel.values():
             if transition.entry.phase is not Phase.ACTIVE:
                 continue
-            if transition.old_here and transition.notice_at <= now and len(notices) < bound:
+            before = len(notices) + len(polls) + len(markers)
+            if before >= options.per_tick_max:
+                break
+            if transition.old_here and transition.notice_at <= now:
                 transition.notice_at = now + options.notice_interval_s
                 notices.append(transition)
-            if transition.old_here and transition.poll_at <= now and len(polls) < bound:
+            if transition.old_here and transition.poll_at <= now:
                 transition.poll_at = now + options.poll_interval_s
                 polls.append(transition)
-            if transition.new_here and transition.marker_at <= now and len(markers) < bound:
+            if transition.new_here and transition.marker_at <= now:
                 transition.marker_at = now + transition.marker_interval_s
                 transition.marker_interval_s = min(2 * transition.marker_interval_s, options.marker_interval_s_max)
                 markers.append(transition)
+            if len(notices) + len(polls) + len(markers) > before:
+                served.append(transition.channel)
+        for channel in served:  # to the end, so that every channel has its turn
+            self._by_channel[channel] = self._by_channel.pop(channel)
         return notices, polls, markers

@@ -12,9 +12,9 @@ from heapq import nlargest
 from operator import itemgetter
 
 from dynamoth.names import is_user_channel
-from dynamoth.reports import ChannelColumns, ChannelSums, pack_ids
+from dynamoth.reports import ID_BYTES, ChannelColumns, ChannelSums, pack_ids
 from dynamoth_lla.channels import Track, TrackedChannels
-from dynamoth_lla.window import PMESSAGE_BYTES, Heads, Window, publications, publishers, split
+from dynamoth_lla.window import PMESSAGE_BYTES, Heads, Window, are_ordinary, publications, publishers, split
 
 MESSAGE_BYTES = 32
 """Size on the wire without channel and data, of a ``message`` push as of a PUBLISH: both have three elements."""
@@ -26,14 +26,22 @@ WORK_PER_STEP = 5000
 class Activity:
     """What one physical channel has carried within the interval."""
 
-    __slots__ = ("heads", "published", "total", "track")
+    __slots__ = ("are_ordinary", "heads", "published", "total", "track")
 
-    def __init__(self, track: Track, heads: Heads, total: int, published: int) -> None:
+    def __init__(self, track: Track, heads: Heads, total: int) -> None:
         self.track = track
         self.heads = heads
+        self.are_ordinary = are_ordinary(heads)
         #: Messages and bytes, as ``split`` reads them: of all messages, and of publications.
         self.total = total
-        self.published = published
+        self.published = total if self.are_ordinary else publications(heads, total)
+
+    @property
+    def publishers(self) -> dict[bytes, int]:
+        """What each known publisher published, by its id."""
+        if self.are_ordinary:
+            return {head[-ID_BYTES:]: count for head, count in self.heads.items()}
+        return publishers(self.heads)
 
 
 @dataclass(slots=True)
@@ -61,7 +69,7 @@ def digest(window: Window, channels: TrackedChannels, into: Digest) -> Generator
         into.agent_bytes += size + messages * (PMESSAGE_BYTES + len(physical))
         track = channels.follow(physical)
         if track is not None:
-            into.activities.append(Activity(track, heads, total, publications(heads)))
+            into.activities.append(Activity(track, heads, total))
         elif is_user_channel(physical):
             into.untracked += total
         work += 1 + len(heads)
@@ -93,6 +101,19 @@ class _Row:
         self.bytes_in += published_bytes + published * overhead
         self.messages_sent += messages * subscribers
         self.bytes_out += (size + messages * overhead) * subscribers
+
+    def count_publishers(self) -> int:
+        if len(self.activities) == 1 and self.activities[0].are_ordinary:
+            return len(self.activities[0].heads)
+        return len(self.publishers())
+
+    def publishers(self) -> dict[bytes, int]:
+        """What each known publisher published, by its id, under all physical names."""
+        merged: dict[bytes, int] = {}
+        for activity in self.activities:
+            for id_, count in activity.publishers.items():
+                merged[id_] = merged.get(id_, 0) + count
+        return merged
 
 
 def _weight(row: _Row) -> tuple[int, int, int]:
@@ -139,15 +160,15 @@ def compose(
             yield
     _add_idle(rows, channels, bounds.channels_max)
     named = nlargest(bounds.channels_max, rows.values(), key=_weight)
-    published: list[dict[bytes, int]] = []
+    publisher_counts: list[int] = []
     work = 0
     for row in named:
-        published.append(_publishers(row))
-        work += 1 + len(published[-1])
+        publisher_counts.append(row.count_publishers())
+        work += publisher_counts[-1]
         if work >= WORK_PER_STEP:
             work = 0
             yield
-    into.columns = _columns(named, published, bounds)
+    into.columns = _columns(named, publisher_counts, bounds)
     sums = _Sums(rows.values())
     into.publications, into.messages_sent = sums.publications, sums.messages_sent
     into.bytes_in, into.bytes_out = sums.bytes_in, sums.bytes_out
@@ -164,31 +185,21 @@ def _add_idle(rows: dict[bytes, _Row], channels: TrackedChannels, channels_max: 
                 return
 
 
-def _columns(rows: list[_Row], published: list[dict[bytes, int]], bounds: NamedBounds) -> ChannelColumns:
+def _columns(rows: list[_Row], publisher_counts: list[int], bounds: NamedBounds) -> ChannelColumns:
     unnamed = (b"",) * max(0, len(rows) - bounds.who_channels_max)
     who_max = bounds.who_per_channel_max
     who = range(min(len(rows), bounds.who_channels_max))
     return ChannelColumns(
         channels=tuple([row.track.logical for row in rows]),
         publications=tuple([row.publications for row in rows]),
-        publishers=tuple(map(len, published)),
+        publishers=tuple(publisher_counts),
         subscribers=tuple([row.track.audience.subscribers for row in rows]),
         messages_sent=tuple([row.messages_sent for row in rows]),
         bytes_in=tuple([row.bytes_in for row in rows]),
         bytes_out=tuple([row.bytes_out for row in rows]),
-        publisher_ids=tuple([_busiest(published[index], who_max) for index in who]) + unnamed,
+        publisher_ids=tuple([_busiest(rows[index].publishers(), who_max) for index in who]) + unnamed,
         subscriber_ids=tuple([_latest(rows[index], who_max) for index in who]) + unnamed,
     )
-
-
-def _publishers(row: _Row) -> dict[bytes, int]:
-    if len(row.activities) == 1:
-        return publishers(row.activities[0].heads)
-    merged: dict[bytes, int] = {}
-    for activity in row.activities:
-        for id_, count in publishers(activity.heads).items():
-            merged[id_] = merged.get(id_, 0) + count
-    return merged
 
 
 def _busiest(published: dict[bytes, int], count_max: int) -> bytes:

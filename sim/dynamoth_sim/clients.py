@@ -87,8 +87,10 @@ class HeaderReader:
 class ClientOptions:
     """What the simulated clients choose."""
 
-    publisher: PublisherOptions = PublisherOptions()
-    subscriber: SubscriberOptions = SubscriberOptions()
+    publisher: PublisherOptions
+    subscriber: SubscriberOptions
+    #: After so long without use a client forgets where a channel is.
+    entry_idle_s: float
 
 
 class Client:
@@ -151,7 +153,7 @@ class Client:
         assert self._reader is not None
         reader, self._reader = self._reader, None
         reader.crash("has read the plan")
-        plan = self.local_plan = LocalPlan(action.plan)
+        plan = self.local_plan = LocalPlan(action.plan, self._options.entry_idle_s)
         name = self.name if self._generation == 1 else f"{self.name}_{self._generation}"
         self.publisher = PublisherApp(self, name, plan)
         self.subscribers = [SubscriberApp(self, f"{name}.s{i}", plan) for i in range(self._subscribers_count)]

@@ -1,9 +1,9 @@
-"""A whole simulated cluster: servers, an agent beside each, a balancer, an administrator and clients, under one audit."""
+"""A whole simulated cluster: servers, their agents, a balancer, an administrator and clients, under one audit."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dynamoth import stored_plan
@@ -23,7 +23,7 @@ from dynamoth_node.machine import NodeMachine
 from dynamoth_sim.administrator import Administrator, Answered, Ask
 from dynamoth_sim.clients import Client, ClientOptions
 from dynamoth_sim.guarantees import Audit, Violation
-from dynamoth_sim.network import Delays, Network
+from dynamoth_sim.network import DEFAULT_DELAYS, Delays, Network
 from dynamoth_sim.process import Process
 from dynamoth_sim.redis_model import RedisServer
 from dynamoth_sim.world import World
@@ -52,7 +52,9 @@ class ClusterOptions:
     load_analyzer: LoadAnalyzerOptions
     balancer: BalancerOptions
     servers: int = 3
-    delays: Delays = Delays()
+    delays: Delays = DEFAULT_DELAYS
+    #: Each direction of each connection is slower, or quicker, by one of these factors.
+    spread: tuple[float, ...] = (1.0,)
     #: Whether a loss that is told to subscribers is in order.
     losses_allowed: bool = False
 
@@ -60,10 +62,12 @@ class ClusterOptions:
 def short_options(
     *,
     hold_s_max: float,
-    delays: Delays = Delays(),
+    delays: Delays = DEFAULT_DELAYS,
     outgoing_bytes_per_s_max: int = AMPLE_BYTES_PER_S,
     losses_allowed: bool = False,
     servers: int = 3,
+    spread: tuple[float, ...] = (1.0,),
+    forwards_max: int = 1000,
 ) -> ClusterOptions:
     """Return options with short intervals, so that much happens in a few seconds."""
     transition = TransitionOptions(
@@ -78,8 +82,11 @@ def short_options(
             subscriber=SubscriberOptions(
                 hold_s_max=hold_s_max, verify_retry_s=0.05, distrust_s=1.0, reverify_s=0.5, link_idle_s=1.0
             ),
+            entry_idle_s=0.8,
         ),
-        dispatcher=DispatcherOptions(transition=transition, tell_again_s=0.3, plan_retry_s=0.1),
+        dispatcher=DispatcherOptions(
+            transition=transition, tell_again_s=0.3, plan_retry_s=0.1, forwards_max=forwards_max
+        ),
         load_analyzer=LoadAnalyzerOptions(
             outgoing_bytes_per_s_max=outgoing_bytes_per_s_max, report_interval_s=0.25, discovery_interval_s=2.0
         ),
@@ -101,6 +108,7 @@ def short_options(
         ),
         servers=servers,
         delays=delays,
+        spread=spread,
         losses_allowed=losses_allowed,
     )
 
@@ -121,7 +129,7 @@ class Cluster:
     def __init__(self, world: World, options: ClusterOptions) -> None:
         self.world = world
         self.options = options
-        self.network = Network(world, lambda process, server: options.delays)
+        self.network = Network(world, self._draw_delays)
         self.audit = Audit(
             losses_allowed=options.losses_allowed,
             publish_s_max=PUBLISH_S_MAX,
@@ -133,6 +141,8 @@ class Cluster:
         for _ in range(options.servers):
             self._make_server()
         self.balancer = Process(world, self.network, "balancer", self.make_balancer, self._balancer_acts)
+        #: Another balancer, which is not started but by faults.
+        self.rival = Process(world, self.network, "rival", self.make_balancer, self._rival_acts)
         self.administrator = Process(
             world, self.network, "admin", lambda _: Administrator(self.server_list), self._answered
         )
@@ -144,6 +154,10 @@ class Cluster:
     def server_list(self) -> list[Server]:
         """The servers, as a plan lists them."""
         return [Server(server.id, server.url) for server in self.servers.values()]
+
+    def _draw_delays(self, process: str, server: str) -> Delays:
+        delays, factor = self.options.delays, self.world.random.choice(self.options.spread)
+        return replace(delays, base_s=delays.base_s * factor, jitter_s=delays.jitter_s * factor)
 
     # The machines. Scenarios put others in their place.
 
@@ -168,6 +182,10 @@ class Cluster:
             lambda incarnation: self.make_agent(server, incarnation),
             acts,
         )
+
+    def _rival_acts(self, action: Any) -> None:
+        if type(action) is Stopped:
+            self.rival.crash(f"ends by itself: {action.error}")
 
     def _balancer_acts(self, action: Any) -> None:
         match action:

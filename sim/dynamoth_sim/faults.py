@@ -1,8 +1,8 @@
 """What goes wrong in a run: drawn from the seed, at random times, until it is over.
 
-A profile says which faults a run has, and with that which guarantees hold strictly: delays, pauses, plan storms, a balancer that
-comes and goes and control messages that get lost or come twice must cost no message at all (G1-G4); where servers, links, agents
-or clients fail, every loss must be told (G5).
+A profile says which faults a run has, and with that which guarantees hold strictly: delays, pauses, plan storms, a
+balancer that comes and goes and control messages that get lost or come twice must cost no message at all (G1-G4);
+where servers, links, agents or clients fail, every loss must be told (G5).
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from dynamoth.envelope import CONTROL, is_enveloped, open_envelope
 from dynamoth.errors import MalformedMessage
 from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, inbox
 from dynamoth_sim.cluster import AMPLE_BYTES_PER_S, Cluster
-from dynamoth_sim.network import Delays
-from dynamoth_sim.workload import WorkloadOptions
+from dynamoth_sim.network import DEFAULT_DELAYS, Delays
+from dynamoth_sim.process import Process
+from dynamoth_sim.workload import DEFAULT_WORKLOAD, WorkloadOptions
 
 INBOX_PREFIX = inbox(0)[:-16]
 
@@ -33,6 +34,9 @@ PAUSE_S_MAX = 0.3
 
 DOWN_S_MAX = 0.4
 
+LEASE_LOST_S = 1.2
+"""Longer than the lease of the simulated balancers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Profile:
@@ -45,15 +49,26 @@ class Profile:
     faults: tuple[str, ...] = ()
     #: The mean time between two faults.
     interval_s: float = 0.3
-    delays: Delays = Delays(base_s=0.0002, jitter_s=0.001)
-    workload: WorkloadOptions = WorkloadOptions()
+    delays: Delays = DEFAULT_DELAYS
+    workload: WorkloadOptions = DEFAULT_WORKLOAD
+    #: How many copies for one server a dispatcher keeps; few make it lose some, and say so.
+    forwards_max: int = 1000
+    servers: int = 3
     #: What a server can send: little makes the balancer move channels by itself.
     outgoing_bytes_per_s_max: int = AMPLE_BYTES_PER_S
 
 
 SLOW = Delays(base_s=0.0005, jitter_s=0.005, spike_s=0.1, spike_ratio=0.03)
 
-LOSSLESS_FAULTS = ("pause agent", "pause balancer", "pause client", "stall server", "crash balancer", "cut balancer")
+LOSSLESS_FAULTS = (
+    "pause agent",
+    "pause balancer",
+    "pause client",
+    "stall server",
+    "crash balancer",
+    "cut balancer",
+    "rival balancer",
+)
 LOSSY_FAULTS = (
     "cut client",
     "cut agent",
@@ -75,7 +90,7 @@ PROFILES: dict[str, Profile] = {
             "storm", losses_allowed=False, delays=SLOW, workload=WorkloadOptions(move_interval_s=0.1, storm_ratio=0.5)
         ),
         Profile("pauses", losses_allowed=False, faults=LOSSLESS_FAULTS[:4], delays=SLOW),
-        Profile("balancer", losses_allowed=False, faults=("crash balancer", "cut balancer", "pause balancer")),
+        Profile("balancer", losses_allowed=False, faults=LOSSLESS_FAULTS[4:], delays=SLOW),
         Profile("control", losses_allowed=False, faults=("meddle",), delays=SLOW),
         Profile("raw", losses_allowed=False, delays=SLOW, workload=WorkloadOptions(raw_publishers=2)),
         Profile(
@@ -88,7 +103,13 @@ PROFILES: dict[str, Profile] = {
         Profile("mixed", losses_allowed=False, faults=(*LOSSLESS_FAULTS, "meddle"), delays=SLOW, interval_s=0.2),
         Profile("connections", losses_allowed=True, faults=("cut client", "cut agent"), delays=SLOW),
         Profile("servers", losses_allowed=True, faults=("restart server", "restore server"), interval_s=0.8),
-        Profile("agents", losses_allowed=True, faults=("crash agent", "part agent", "pause agent"), interval_s=0.5),
+        Profile(
+            "agents",
+            losses_allowed=True,
+            faults=("crash agent", "part agent", "pause agent"),
+            interval_s=0.5,
+            forwards_max=5,
+        ),
         Profile("clients", losses_allowed=True, faults=("crash client", "part client", "overflow", "pause client")),
         Profile(
             "everything",
@@ -97,6 +118,7 @@ PROFILES: dict[str, Profile] = {
             delays=SLOW,
             interval_s=0.2,
             workload=WorkloadOptions(storm_ratio=0.2),
+            forwards_max=20,
         ),
     )
 }
@@ -111,7 +133,7 @@ def draw_profile(random: Random) -> Profile:
         churn_interval_s=random.choice((0.0, 0.2, 0.6)),
         think_s_max=random.choice((0.03, 0.08, 0.2)),
     )
-    return replace(profile, workload=workload)
+    return replace(profile, workload=workload, servers=random.choice((2, 3, 3, 4)))
 
 
 class Chaos:
@@ -133,6 +155,7 @@ class Chaos:
             "stall server": self._stall_server,
             "crash balancer": self._crash_balancer,
             "cut balancer": self._cut_balancer,
+            "rival balancer": self._rival_balancer,
             "cut client": self._cut_client,
             "cut agent": self._cut_agent,
             "restart server": self._restart_server,
@@ -218,6 +241,19 @@ class Chaos:
 
     def _cut_balancer(self) -> None:
         self._cut(self._cluster.balancer.name)
+
+    def _rival_balancer(self) -> None:
+        """The balancer stands still until it has lost its lease, and another takes over; then it goes on."""
+        rival = self._cluster.rival
+        if not rival.alive:
+            rival.start()
+            self._cluster.balancer.pause(LEASE_LOST_S)
+            self._until(LEASE_LOST_S + DOWN_S_MAX * self._random.random(), lambda: self._end(rival))
+
+    @staticmethod
+    def _end(process: Process) -> None:
+        if process.alive:
+            process.crash()
 
     def _meddle(self, server: str, channel: bytes, data: bytes) -> int:
         if not _may_get_lost(channel, data):

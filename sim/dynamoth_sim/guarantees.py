@@ -3,25 +3,26 @@
 Theory of operation
 -------------------
 Publishers number their messages themselves, inside of the payload, from 1 for each (publisher, channel); the numbers in
-envelopes are not looked at. The audit is told what applications see: when a publish begins and ends, when a subscription is
-confirmed and ended, what is delivered, which gaps are reported. From the confirmation of a subscription on, every message
-whose publish begins is *owed* to it:
+envelopes are not looked at. The audit is told what applications see: when a publish begins and ends, when a
+subscription is confirmed and ended, what is delivered, which gaps are reported. From the confirmation of a
+subscription on, every message whose publish begins is *owed* to it:
 
-* G1: a number that is skipped was lost. G5: unless a gap event *covers* it: one on this subscription that names the publisher
-  covers as many messages as it counts, one that names nobody, or counts nothing, covers every message that has begun.
-  Whether a covered loss is in order at all is the caller's to say (``losses_allowed``), and that all has been well again
-  since some time (:meth:`Audit.calm`).
+* G1: a number that is skipped was lost. G5: unless a gap event *covers* it: one on this subscription that names
+  the publisher covers as many messages as it counts, one that names nobody, or counts nothing, covers every
+  message that has begun. Whether a covered loss is in order at all is the caller's to say (``losses_allowed``),
+  and that all has been well again since some time (:meth:`Audit.calm`).
 * G2: a number that was delivered before is a duplicate. G3: a lower number than the latest, not delivered before, is
   out of order.
 * G4 and G6: a publish must end within ``publish_s_max``.
-* G7: the number of receivers that a publish returns is the number of subscriptions, where the caller knows that all is quiet.
+* G7: the number of receivers that a publish returns is the number of subscriptions, where the caller knows that
+  all is quiet.
 
-Where publishers and subscribers are in different processes (``live=False``), nobody can tell what began before what. Then
-auditors subscribe before the first publish, everything is owed to them, :meth:`Audit.published_upto` tells in the end how much
-there was, and a gap event covers what is missing before the next delivery.
+Where publishers and subscribers are in different processes (``live=False``), nobody can tell what began before
+what. Then auditors subscribe before the first publish, everything is owed to them, :meth:`Audit.published_upto`
+tells in the end how much there was, and a gap event covers what is missing before the next delivery.
 
-What was not delivered in the end is looked for by :meth:`Audit.finish`. Memory: one small record per (subscription, publisher), and
-two numbers per (publisher, channel); so a run may last as long as it likes.
+What was not delivered in the end is looked for by :meth:`Audit.finish`. Memory: one small record per
+(subscription, publisher), and two numbers per (publisher, channel); so a run may last as long as it likes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 HOLES_MAX = 1000
-"""Ranges of missing messages that are remembered per (subscription, publisher). More than these are violations at once."""
+"""Ranges of missing messages that are remembered per (subscription, publisher); with more, they are judged at once."""
 
 VIOLATIONS_MAX = 100
 """Violations that are described; more are counted."""
@@ -124,7 +125,7 @@ class Audit:
     """Checks the guarantees while a run goes on.
 
     Args:
-        losses_allowed: whether a loss that a gap event covers is in order (G5) or a violation of G1. True where servers,
+        losses_allowed: whether a loss that a gap event covers is in order (G5) or breaks G1. True where servers,
             links, dispatchers or clients fail.
         publish_s_max: every publish ends within so many seconds.
         live: whether publishes are told at the moment at which they begin; see the module's text.

@@ -1,7 +1,7 @@
 """For each scenario, the production code with exactly its remedy switched off: then the scenario must fail.
 
-A scenario that stays green without its remedy checks nothing. Each mutation replaces one method, function or constant while it is
-entered.
+A scenario that stays green without its remedy checks nothing. Each mutation replaces one method, function or
+constant while it is entered.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import dynamoth_balancer.goals
 import dynamoth_balancer.recovery
 import dynamoth_balancer.takeover
+import dynamoth_client.subscriber
 import dynamoth_dispatcher.machine
 import dynamoth_lla.window
 from dynamoth.envelope import FORWARDED, Envelope
@@ -24,7 +25,7 @@ from dynamoth_balancer.installer import Installer
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.publisher import PublisherMachine
-from dynamoth_client.sequences import Sequences, Stream
+from dynamoth_client.sequences import Stream
 from dynamoth_client.subscriber import SubscriberMachine
 from dynamoth_dispatcher.machine import DispatcherMachine
 from dynamoth_dispatcher.transitions import Transitions
@@ -229,10 +230,12 @@ def no_duplicate_check() -> AbstractContextManager[None]:
     """Subscribers deliver a number that was delivered before."""
     arrive = Stream.arrive
 
-    def deliver_again(self: Stream, publisher: int, sequence: int, flags: int, payload: bytes, *rest: Any) -> list[Any]:
+    def deliver_again(
+        self: Stream, publisher: int, sequence: int, flags: int, payload: bytes, now: float, *rest: Any
+    ) -> list[Any]:
         if self.next is not None and sequence < self.next:
             return [payload]
-        return arrive(self, publisher, sequence, flags, payload, *rest)
+        return arrive(self, publisher, sequence, flags, payload, now, *rest)
 
     return replaced(Stream, arrive=deliver_again)
 
@@ -240,14 +243,18 @@ def no_duplicate_check() -> AbstractContextManager[None]:
 def no_hold() -> AbstractContextManager[None]:
     """Subscribers deliver a message at once, although an earlier one is missing."""
 
-    def deliver(self: Sequences, publisher: int, sequence: int, flags: int, payload: bytes, now: float) -> list[Any]:
-        stream = self.streams.setdefault(publisher, Stream(sequence))
-        if stream.next is not None and sequence < stream.next:
+    def deliver(self: Stream, publisher: int, sequence: int, flags: int, payload: bytes, *rest: Any) -> list[Any]:
+        if self.next is not None and sequence < self.next:
             return []
-        stream.next = sequence + 1
+        self.next = sequence + 1
         return [payload]
 
-    return replaced(Sequences, arrive=deliver)
+    return replaced(Stream, arrive=deliver)
+
+
+def trusting_newcomer() -> AbstractContextManager[None]:
+    """A subscriber begins with the first message of an unknown publisher at a place that it has just joined."""
+    return replaced(dynamoth_client.subscriber, ROUTE_CHANGED=0)
 
 
 def copies_count() -> AbstractContextManager[None]:
@@ -304,5 +311,6 @@ CHECKS: tuple[Check, ...] = (
     Check("19-inflated-load", copies_count, "expected"),
     Check("19-inflated-load", told_each_time, "expected"),
     Check("20-hot-channel", any_move, "expected"),
+    Check("21-unknown-publisher", trusting_newcomer, "G1"),
 )
 """Each scenario with what must make it fail."""

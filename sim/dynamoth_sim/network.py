@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dynamoth_sim.world import World
@@ -28,6 +28,7 @@ class Delays:
     bytes_per_s: float = 0.0
 
 
+DEFAULT_DELAYS = Delays()
 CALM = Delays(base_s=0.0002, jitter_s=0.0004)
 
 
@@ -199,7 +200,25 @@ class Endpoint(Protocol):
 
 
 CONNECT_TIMEOUT_S = 0.5
-"""How long an attempt to connect waits for a server that cannot be reached. Short, as everything is in the simulator."""
+"""How long an attempt to connect waits for a server that cannot be reached. Short, as everything here is."""
+
+
+@dataclass(slots=True, eq=False)
+class _Partition:
+    """Pairs of process and server that cannot reach each other, and the connections that it holds up."""
+
+    pairs: dict[tuple[str, str], None]
+    _held: list[Connection] = field(default_factory=list[Connection])
+
+    def hold(self, connection: Connection) -> None:
+        connection.to_server.hold()
+        connection.to_client.hold()
+        self._held.append(connection)
+
+    def release(self) -> None:
+        for connection in self._held:
+            connection.to_server.release()
+            connection.to_client.release()
 
 
 class Network:
@@ -217,8 +236,7 @@ class Network:
         self._servers: dict[str, Endpoint] = {}
         #: Connections that may still carry something, by id.
         self._connections: dict[int, Connection] = {}
-        #: Pairs of process and server that cannot reach each other now, and how many partitions say so.
-        self._parted: dict[tuple[str, str], int] = {}
+        self._partitions: list[_Partition] = []
         self._ids = 0
 
     def add_server(self, url: str, server: Endpoint) -> None:
@@ -236,7 +254,7 @@ class Network:
         server = self._servers.get(url)
         if server is None:
             raise KeyError(f"{process} connects to {url}, where no server of the simulation is")
-        if (process, server.id) in self._parted:
+        if any((process, server.id) in partition.pairs for partition in self._partitions):
             self._world.after(CONNECT_TIMEOUT_S, failed, "timed out")
             return
         delays = self._delays_of(process, server.id)
@@ -262,9 +280,9 @@ class Network:
         connection.to_client = Pipe(
             world, self._delays_of(process, server.id), lambda packet: receive(connection, packet)
         )
-        for _ in range(self._parted.get((process, server.id), 0)):
-            connection.to_server.hold()
-            connection.to_client.hold()
+        for partition in self._partitions:
+            if (process, server.id) in partition.pairs:
+                partition.hold(connection)
         self._connections[connection.id] = connection
         server.accept(connection)
 
@@ -282,8 +300,8 @@ class Network:
     def break_connection(self, connection: Connection, notice_s_max: float = 0.3, *, lose_all: bool = False) -> None:
         """Lose a connection, and what is in flight, all of it or from a random point on, in both directions.
 
-        Each end learns of it at a time of its own, up to ``notice_s_max`` later; until then a server counts a dead client
-        among its subscribers.
+        Each end learns of it at a time of its own, up to ``notice_s_max`` later; until then a server counts a dead
+        client among its subscribers.
         """
         random = self._world.random
         lost = [
@@ -302,21 +320,14 @@ class Network:
 
     def part(self, processes: Iterable[str], servers: Iterable[str]) -> Callable[[], None]:
         """Let no byte pass between ``processes`` and ``servers`` until the function that is returned is called."""
-        pairs = [(process, server) for process in processes for server in servers]
-        for pair in pairs:
-            self._parted[pair] = self._parted.get(pair, 0) + 1
+        partition = _Partition(dict.fromkeys((process, server) for process in processes for server in servers))
+        self._partitions.append(partition)
+        for pair in partition.pairs:
             for connection in self.connections(*pair):
-                connection.to_server.hold()
-                connection.to_client.hold()
-        held = [connection for pair in pairs for connection in self.connections(*pair)]
+                partition.hold(connection)
 
         def heal() -> None:
-            for pair in pairs:
-                self._parted[pair] -= 1
-                if not self._parted[pair]:
-                    del self._parted[pair]
-            for connection in held:
-                connection.to_server.release()
-                connection.to_client.release()
+            self._partitions.remove(partition)
+            partition.release()
 
         return heal

@@ -1,9 +1,9 @@
 """The simulated driver: one process that runs one machine, and can be paused, crashed and started again.
 
-It keeps the contract of ``dynamoth.events`` as ``dynamoth_link.Driver`` does: an event goes into the machine, the actions that
-come out are executed in their order, and only then the next event goes in. A link is opened again with backoff until it is
-disconnected, what is sent on a link that is down is dropped, consecutive pushes that arrive together are one event, and a
-:class:`Tick` comes at the machine's deadline or a little later.
+It keeps the contract of ``dynamoth.events`` as ``dynamoth_link.Driver`` does: an event goes into the machine, the
+actions that come out are executed in their order, and only then the next event goes in. A link is opened again
+with backoff until it is disconnected, what is sent on a link that is down is dropped, consecutive pushes that
+arrive together are one event, and a :class:`Tick` comes at the machine's deadline or a little later.
 """
 
 from __future__ import annotations

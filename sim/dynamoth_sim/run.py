@@ -36,11 +36,14 @@ RECOVERY_S = 1.5
 """Within this after that, everything is connected, subscribed and verified again (G5: delivery resumes)."""
 
 ROUND_S = 0.4
-"""The time given to one round of final messages; long enough for a publisher to learn a route and to count observers."""
+"""The time given to one round of final messages: enough for a publisher to learn a route and to count observers."""
 
 HOLD_S_MAX = 1.5
 """How long subscribers of the simulation hold messages; longer than a pause, a stall and a spike together."""
 
+
+SPREAD = (0.3, 1.0, 1.0, 3.0, 10.0)
+"""How much slower one direction of a connection is than others: the way round is often quicker than the direct one."""
 
 SEEDS_PER_TASK = 16
 """Seeds that a process takes at a time: about a second of work."""
@@ -116,6 +119,9 @@ def _run_profile(world: World, profile: Profile) -> Outcome:
             delays=profile.delays,
             outgoing_bytes_per_s_max=profile.outgoing_bytes_per_s_max,
             losses_allowed=profile.losses_allowed,
+            servers=profile.servers,
+            spread=SPREAD,
+            forwards_max=profile.forwards_max,
         ),
     )
     return _outcome(profile.name, cluster, lambda: _live(cluster, profile))
@@ -195,14 +201,15 @@ def _check_places(cluster: Cluster, workload: Workload) -> list[Violation]:
             listening = len(server.subscribers(channel))
             expected = cluster.audit.open_count(channel) if server.id in right else 0
             if listening != expected:
-                text = f"{listening} listen to {channel.decode()} at {server.id}, not {expected}: {server.subscribers(channel)}"
+                names = ", ".join(server.subscribers(channel))
+                text = f"{listening} listen to {channel.decode()} at {server.id}, not {expected}: {names}"
                 story = cluster.world.trace.story(channel, None)
                 violations.append(Violation("place", text, cluster.world.now, channel, story=story))
     return violations
 
 
 def run_seeds(seeds: Sequence[int], name: str | None = None, jobs: int = 1) -> Iterator[Outcome]:
-    """Run many seeds in ``jobs`` processes; outcomes come in the order of the seeds. ``name`` as for :func:`run_seed`."""
+    """Run many seeds in ``jobs`` processes; outcomes come in their order. ``name`` as for :func:`run_seed`."""
     if jobs == 1:
         yield from (run_seed(seed, name) for seed in seeds)
         return

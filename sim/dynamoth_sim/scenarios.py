@@ -1,8 +1,8 @@
 """How the published protocol fails, as scripts: each provokes one fault and finds that nothing comes of it.
 
-The numbers are those of the cases that were collected from the paper's protocol; 5, 6 and 7 concern replicated channels and are
-not here yet. In all of them H0 is the old server of a channel and H1 the new one, S a subscriber, P a publisher, D a dispatcher.
-``mutations`` switches off what remedies each, and then the scenario must fail.
+The numbers are those of the cases that were collected from the paper's protocol; 5, 6 and 7 concern replicated
+channels and are not here yet. In all of them H0 is the old server of a channel and H1 the new one, S a subscriber,
+P a publisher, D a dispatcher. ``mutations`` switches off what remedies each, and then the scenario must fail.
 """
 
 from __future__ import annotations
@@ -437,6 +437,54 @@ def hot_channel(stage: Stage) -> None:
     stage.close(hot, small)
 
 
+def unknown_publisher(stage: Stage) -> None:
+    """Case 21, found by the simulator. S joins H1 between two messages of a P that it has never heard of.
+
+    The first comes round by H0, after the second, which came directly and says nothing of another route, as P always
+    published at H1. S must not begin with the second.
+    """
+    stage.open()
+    channel, other = stage.channel_at("s2"), stage.channel_at("s2", "other")
+    publisher = stage.publisher("P")
+    stage.publish(publisher, channel)
+    stage.move(channel, "s1")  # P does not hear of it: it publishes nothing
+    stage.subscriber("S", channel, other)
+    with ExitStack() as later:
+        with stage.held("S", "s2", to_server=True):  # S cannot join yet
+            stage.move(channel, "s2", Phase.ACTIVE)
+            stage.run(0.2)
+            later.enter_context(stage.held("agent-s2", "s1", to_server=True))
+            stage.publish(publisher, channel)
+        stage.wait("S listens at s2", lambda: "S.s0" in stage.cluster.servers["s2"].subscribers(channel))
+        stage.publish(publisher, channel)
+        stage.run(0.2)
+    stage.close(channel)
+
+
+def third_server(stage: Stage) -> None:
+    """Case 22, found by the simulator. A stale P publishes at a server that is neither H0 nor H1.
+
+    Its dispatcher's copy reaches H1 before S has joined there, and H0 after S has left: D1's markers do not tell of it.
+    """
+    stage.open()
+    channel, other = stage.channel_at("s2"), stage.channel_at("s1", "other")
+    publisher = stage.publisher("P")
+    stage.publish(publisher, channel)
+    stage.subscriber("S", channel, other)
+    stage.move(channel, "s3")  # P does not hear of it: it publishes nothing
+    with ExitStack() as later:
+        with stage.held("S", "s1", to_server=True):  # S cannot join yet
+            stage.move(channel, "s1", Phase.ACTIVE)
+            stage.run(0.2)
+            stage.publish(stage.publisher("Q"), channel)  # lets D2 connect to both
+            later.enter_context(stage.held("agent-s2", "s3", to_server=True))
+            stage.publish(publisher, channel)
+            stage.run(0.1)
+        stage.wait("S has joined s1", lambda: "S.s0" in stage.cluster.servers["s1"].subscribers(channel))
+        stage.run(0.3)
+    stage.close(channel)
+
+
 def _listen_only(stage: Stage, channel: bytes, server: str) -> bool:
     return all(bool(model.subscribers(channel)) == (id_ == server) for id_, model in stage.cluster.servers.items())
 
@@ -475,5 +523,7 @@ SCENARIOS: dict[str, Scenario] = {
     "18-overtaken": Scenario(overtaken),
     "19-inflated-load": Scenario(inflated_load),
     "20-hot-channel": Scenario(hot_channel, outgoing_bytes_per_s_max=5_000),
+    "21-unknown-publisher": Scenario(unknown_publisher),
+    "22-third-server": Scenario(third_server),
 }
 """Every case by its number and name."""

@@ -1,7 +1,7 @@
 """What happened, kept in a ring, and told as a readable story when a message went wrong.
 
-Recording must cost next to nothing: a record is a tuple of what is at hand, and is put into words only when a story is asked
-for.
+Recording must cost next to nothing: a record is a tuple of what is at hand, and is put into words only when a
+story is asked for.
 """
 
 from __future__ import annotations

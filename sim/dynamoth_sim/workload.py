@@ -1,4 +1,4 @@
-"""What simulated applications do: publish one after the other or all at once, come and go, play a game; and who moves channels."""
+"""What simulated applications do: publish, one after the other or all at once, come and go, play a game; and moves."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ class WorkloadOptions:
     storm_ratio: float = 0.0
     #: How many publishes a publisher may begin before the first has ended, where it does not wait for them.
     burst_max: int = 5
+
+
+DEFAULT_WORKLOAD = WorkloadOptions()
 
 
 class RawPublisher:

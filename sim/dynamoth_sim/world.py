@@ -2,10 +2,10 @@
 
 Theory of operation
 -------------------
-Everything in the simulator happens in a callback that was scheduled here. Callbacks run in the order of their time, those
-of the same time in the order in which they were scheduled. Each random choice is drawn from :attr:`World.random`, so a
-seed determines a run completely. Nothing may iterate over a set of bytes or text, nor depend on ``id()``: such orders
-differ from process to process. :attr:`World.digest` tells two runs apart.
+Everything in the simulator happens in a callback that was scheduled here. Callbacks run in the order of their
+time, those of the same time in the order in which they were scheduled. Each random choice is drawn from
+:attr:`World.random`, so a seed determines a run completely. Nothing may iterate over a set of bytes or text, nor
+depend on ``id()``: such orders differ from process to process. :attr:`World.digest` tells two runs apart.
 """
 
 from __future__ import annotations

@@ -192,6 +192,15 @@ def test_a_later_goal_cannot_undo_what_an_earlier_one_needs() -> None:
     assert moved(decision) == [(b"b", "s1", "s2"), (b"c", "s2", "s1")], "neither b again, nor what fits no more"
 
 
+def test_later_goals_keep_the_bounds_too() -> None:
+    channels = {f"c{n}": 0.01 for n in range(30)}
+    for options in (BalancerOptions(moves_per_plan_max=5), BalancerOptions(moves_per_server_max=5)):
+        decision = world({"s1": {}, "s2": channels, "s3": {}}, options).decide(Relieve(), _Fill("s1"))
+        assert len(decision.moves) == 5
+    two = world({"s1": {}, "s2": {"a": 0.01, "b": 0.01}, "s3": {"c": 0.01}}, BalancerOptions(moves_per_server_max=2))
+    assert len(two.decide(_Fill("s1")).moves) == 2
+
+
 # What must be true of any cluster.
 
 

@@ -15,6 +15,7 @@ import pytest
 from dynamoth_cli.child import LINES_KEPT_MAX, Child, interrupted_by_signals
 
 WAITS = "import sys; print('ready', flush=True); sys.stdin.read()"
+WAITS_FOR_EVER = "import signal\nprint('ready', flush=True)\nwhile True: signal.pause()"
 IGNORES_SIGTERM = (
     "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); sys.stdin.read()"
 )
@@ -114,7 +115,7 @@ def test_it_dies_with_its_parent() -> None:
     program = (
         "import os, sys\n"
         "from dynamoth_cli.child import Child\n"
-        f"child = Child('c', [sys.executable, '-c', {IGNORES_SIGTERM!r}], environment=os.environ, pipes=True)\n"
+        f"child = Child('c', [sys.executable, '-c', {WAITS_FOR_EVER!r}], environment=os.environ, pipes=True)\n"
         "child.start()\n"
         "child.stdout.readline()\n"
         "print(child.pid, flush=True)\n"
@@ -128,6 +129,9 @@ def test_it_dies_with_its_parent() -> None:
         parent.send_signal(signal.SIGKILL)
     try:
         assert select.select([descriptor], [], [], 10)[0], "the child outlived its parent"
+    except AssertionError:
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        raise
     finally:
         os.close(descriptor)
 

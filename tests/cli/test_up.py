@@ -10,6 +10,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -21,9 +22,13 @@ TIMEOUT_S = 60.0
 class Up:
     """A running ``dynamoth up``."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            dynamoth_command("up", *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            dynamoth_command("up", *arguments),
+            env={**os.environ, "TMPDIR": str(folder)},  # what it leaves behind when it is killed is pytest's
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()
@@ -47,8 +52,8 @@ def cleanup() -> Iterator[ExitStack]:
         yield stack
 
 
-def start(cleanup: ExitStack, *arguments: str) -> Up:
-    up = Up(*arguments)
+def start(cleanup: ExitStack, folder: Path, *arguments: str) -> Up:
+    up = Up(folder, *arguments)
     cleanup.callback(up.process.communicate)
     cleanup.callback(up.process.kill)
     return up
@@ -62,8 +67,10 @@ def watch(cleanup: ExitStack, pids: dict[int, str]) -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_prints_the_url_and_leaves_nothing_behind(number: signal.Signals, cleanup: ExitStack) -> None:
-    up = start(cleanup, "--servers", "2")
+def test_it_prints_the_url_and_leaves_nothing_behind(
+    number: signal.Signals, cleanup: ExitStack, tmp_path: Path
+) -> None:
+    up = start(cleanup, tmp_path, "--servers", "2")
     assert re.fullmatch(r"dynamoth://127\.0\.0\.1:\d+,127\.0\.0\.1:\d+", up.url)
     children = up.descendants()
     assert len(children) == 5, f"two servers, two agents and a balancer expected: {children}"
@@ -72,10 +79,11 @@ def test_it_prints_the_url_and_leaves_nothing_behind(number: signal.Signals, cle
     assert code == 0
     assert "dynamoth: stopped" in stderr
     assert len(select.select(descriptors, [], [], 0)[0]) == 5, "a process was left behind"
+    assert list(tmp_path.iterdir()) == [], "a file was left behind"
 
 
-def test_nothing_outlives_it_even_if_it_is_killed(cleanup: ExitStack) -> None:
-    up = start(cleanup, "--servers", "1")
+def test_nothing_outlives_it_even_if_it_is_killed(cleanup: ExitStack, tmp_path: Path) -> None:
+    up = start(cleanup, tmp_path, "--servers", "1")
     descriptors = watch(cleanup, up.descendants())
     assert len(descriptors) == 3
     up.process.kill()
@@ -83,8 +91,8 @@ def test_nothing_outlives_it_even_if_it_is_killed(cleanup: ExitStack) -> None:
         assert select.select([descriptor], [], [], 10)[0], "a process outlived it"
 
 
-def test_a_part_that_dies_ends_everything_with_its_last_words(cleanup: ExitStack) -> None:
-    up = start(cleanup, "--servers", "1")
+def test_a_part_that_dies_ends_everything_with_its_last_words(cleanup: ExitStack, tmp_path: Path) -> None:
+    up = start(cleanup, tmp_path, "--servers", "1")
     children = up.descendants()
     descriptors = watch(cleanup, children)
     [agent] = [pid for pid, arguments in children.items() if " node " in arguments]
@@ -95,13 +103,13 @@ def test_a_part_that_dies_ends_everything_with_its_last_words(cleanup: ExitStack
     assert len(select.select(descriptors, [], [], 0)[0]) == len(children), "a process was left behind"
 
 
-def test_ports_and_logs_are_as_asked_for(cleanup: ExitStack) -> None:
+def test_ports_and_logs_are_as_asked_for(cleanup: ExitStack, tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     if port > 65000:
         port -= 1000
-    up = start(cleanup, "--servers", "1", "--port-base", str(port), "--verbose")
+    up = start(cleanup, tmp_path, "--servers", "1", "--port-base", str(port), "--verbose")
     assert up.url == f"dynamoth://127.0.0.1:{port}"
     _, stderr = up.end(signal.SIGTERM)
     assert "[agent s1] {" in stderr

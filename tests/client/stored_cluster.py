@@ -81,12 +81,15 @@ async def write_plan(server: EmbeddedRedis, plan: Plan) -> None:
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    """Run an asynchronous test; it must end in time and leave no task behind."""
+    """Run an asynchronous test; it must end in time, leave no task behind, and give nothing to the loop's handler."""
+    reported: list[dict[str, Any]] = []
 
     async def guarded() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
         async with asyncio.timeout(TIMEOUT_S):
             await test
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, f"tasks are left: {left}"
 
     asyncio.run(guarded())
+    assert not reported

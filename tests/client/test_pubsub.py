@@ -10,6 +10,7 @@ import pytest
 import redis.asyncio.client
 import redis.exceptions
 
+from dynamoth_client import _feed
 from dynamoth_client.asyncio import GapInfo, PubSub, Redis, from_url
 from tests.client.stored_cluster import StoredCluster, run
 
@@ -56,6 +57,65 @@ def test_acknowledgements_are_redis_py_s(cluster: StoredCluster) -> None:
             assert await _next(pubsub) == _message("punsubscribe", None, 0)
 
     run(test())
+
+
+def test_unsubscribing_from_all_does_not_repeat_what_is_under_way(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            await _confirmed(pubsub, "a", "b")
+            await pubsub.unsubscribe("a")
+            await pubsub.unsubscribe()
+            assert await _next(pubsub) == _message("unsubscribe", b"a", 1)
+            assert await _next(pubsub) == _message("unsubscribe", b"b", 0)
+            await pubsub.punsubscribe()
+            assert await _next(pubsub) == _message("punsubscribe", None, 0)
+
+    run(test())
+
+
+def test_a_server_that_hangs_does_not_hold_the_others_acknowledgements(cluster: StoredCluster) -> None:
+    hanging, quick = cluster.channel_at("s1"), cluster.channel_at("s2")
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            await pubsub.connect()
+            cluster.servers["s1"].pause()
+            await pubsub.subscribe(hanging, quick)
+            assert await _next(pubsub) == _message("subscribe", quick.encode(), 1)
+            cluster.servers["s1"].resume()
+            assert await _next(pubsub) == _message("subscribe", hanging.encode(), 2)
+
+    try:
+        run(test())
+    finally:
+        cluster.servers["s1"].resume()
+
+
+def test_no_message_comes_before_the_acknowledgement_of_its_channel(
+    cluster: StoredCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_feed, "HOLD_S_MAX", 3600.0)
+    hanging, quick = cluster.channel_at("s1"), cluster.channel_at("s2")
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            await client.plan(quick)
+            cluster.servers["s1"].pause()
+            await pubsub.subscribe(hanging, quick)
+            reading = asyncio.create_task(_next(pubsub))
+            while not reading.done():
+                await client.publish(quick, "x")
+            assert await reading == _message("subscribe", quick.encode(), 1)
+            assert await _next(pubsub) == _message("message", quick.encode(), b"x")
+            cluster.servers["s1"].resume()
+            while (message := await _next(pubsub))["type"] == "message":
+                assert message["channel"] == quick.encode()
+            assert message == _message("subscribe", hanging.encode(), 2)
+
+    try:
+        run(test())
+    finally:
+        cluster.servers["s1"].resume()
 
 
 def test_redis_py_itself_acknowledges_so(cluster: StoredCluster) -> None:
@@ -311,9 +371,12 @@ def test_ping_is_answered_with_a_pong_message(cluster: StoredCluster) -> None:
             await pubsub.connect()
             assert await pubsub.ping()
             assert await _next(pubsub) == _message("pong", None, b"")
-            await _confirmed(pubsub, "c")
-            await pubsub.ping("hello")
-            assert await _next(pubsub) == _message("pong", None, b"hello")
+            await pubsub.subscribe("c")
+            await pubsub.ping("hello")  # before there is a connection
+            assert [await _next(pubsub) for _ in range(2)] == [
+                _message("subscribe", b"c", 1),
+                _message("pong", None, b"hello"),
+            ]
             for server in cluster.servers.values():
                 server.kill()
             with pytest.raises(redis.exceptions.ConnectionError):
@@ -374,8 +437,10 @@ def test_close_ends_readers_and_the_pubsub_can_be_used_again(cluster: StoredClus
             await cluster.until_subscribed(*_where(cluster, "a"), count=0)
             await _confirmed(pubsub, "b")
             assert await client.publish("b", "x") == 1
-            await pubsub.reset()
-            await pubsub.close()
+            with pytest.deprecated_call():
+                await cast("Any", pubsub).reset()
+            with pytest.deprecated_call():
+                await cast("Any", pubsub).close()
 
     run(test())
 
@@ -479,6 +544,26 @@ def test_when_no_server_can_be_reached_readers_are_told_and_go_on_afterwards(clu
                 except redis.exceptions.ConnectionError:
                     continue
                 return
+
+    run(test())
+
+
+def test_unreachable_servers_are_one_item_in_the_queue_and_none_where_nothing_is_subscribed(
+    cluster: StoredCluster,
+) -> None:
+    async def test() -> None:
+        async with from_url(cluster.url, socket_connect_timeout=0.05) as client:
+            idle, busy = client.pubsub(), client.pubsub()
+            for pubsub in (idle, busy):
+                await _confirmed(pubsub, "c")
+            await idle.unsubscribe("c")
+            assert (await _next(idle))["type"] == "unsubscribe"
+            for server in cluster.servers.values():
+                server.kill()
+            with pytest.raises(redis.exceptions.ConnectionError):
+                await _next(busy)
+            assert await idle.get_message(timeout=0.3) is None
+            assert len(busy._queue.items) == 1  # pyright: ignore[reportPrivateUsage]
 
     run(test())
 

@@ -88,7 +88,6 @@ def test_the_inner_machine_s_wish_counts_too() -> None:
 def test_ping_goes_over_a_link_that_is_up_and_the_inner_machine_sees_nothing_of_it() -> None:
     inner, watched = _connected("s1", "s2")
     watched.handle(LinkDown("s1", "refused"), 1.0)
-    assert watched.handle(Ping(b"hello"), 1.0) == []
     watched.handle(LinkUp("s2"), 1.0)
     seen = list(inner.seen)
     (send,) = watched.handle(Ping(b"hello"), 1.0)
@@ -97,3 +96,14 @@ def test_ping_goes_over_a_link_that_is_up_and_the_inner_machine_sees_nothing_of_
     (send,) = watched.handle(Ping(None), 1.0)
     assert watched.handle(Replied("s2", send.tag, b"PONG"), 1.0) == [Ponged(b"")]
     assert inner.seen == seen
+
+
+def test_a_ping_waits_for_a_link() -> None:
+    inner, watched = _connected("s1", "s2")
+    assert watched.handle(Ping(b"first"), 1.0) == []
+    assert watched.handle(Ping(None), 1.0) == []
+    inner.next = [subscribe := Send("s2", (b"SUBSCRIBE", b"c"))]
+    actions = watched.handle(LinkUp("s2"), 1.0)
+    assert actions[0] == subscribe
+    assert [action.args for action in actions[1:]] == [(b"PING", b"first"), (b"PING",)]
+    assert watched.handle(LinkUp("s1"), 1.0) == []

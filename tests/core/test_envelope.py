@@ -13,6 +13,7 @@ from dynamoth.envelope import (
     HEADER_BYTES,
     KNOWN_FLAGS,
     MAGIC,
+    QUIET_MS_MAX,
     ROUTE_CHANGED,
     SEQUENCE_MAX,
     Envelope,
@@ -29,25 +30,31 @@ epochs = st.integers(0, EPOCH_MAX)
 flags = st.integers(0, KNOWN_FLAGS)
 
 
-@given(identities, sequences, epochs, st.binary(), flags)
-def test_what_is_sealed_is_opened(publisher: int, sequence: int, epoch: int, payload: bytes, flag: int) -> None:
-    data = seal(publisher, sequence, epoch, payload, flag)
+envelopes = st.builds(Envelope, flags, identities, sequences, epochs, st.binary(), st.integers(0, QUIET_MS_MAX))
+
+
+def sealed(envelope: Envelope) -> bytes:
+    flag, publisher, sequence, epoch, payload, quiet_ms = envelope
+    return seal(publisher, sequence, epoch, payload, flag, quiet_ms)
+
+
+@given(envelopes)
+def test_what_is_sealed_is_opened(envelope: Envelope) -> None:
+    data = sealed(envelope)
     assert is_enveloped(data)
-    assert open_envelope(data) == Envelope(flag, publisher, sequence, epoch, payload)
-    assert len(data) == HEADER_BYTES + len(payload)
+    assert open_envelope(data) == envelope
+    assert len(data) == HEADER_BYTES + len(envelope.payload)
 
 
 def test_layout_on_the_wire() -> None:
-    data = seal(0x0102030405060708, 0x1112131415161718, 0x21222324, b"payload", FIRST | ROUTE_CHANGED)
-    assert data == bytes.fromhex("d70d01 06 0102030405060708 1112131415161718 21222324") + b"payload"
+    data = seal(0x0102030405060708, 0x111213141516, 0x21222324, b"payload", FIRST | ROUTE_CHANGED, 0x1718)
+    assert data == bytes.fromhex("d70d01 06 0102030405060708 111213141516 1718 21222324") + b"payload"
 
 
-@given(identities, sequences, epochs, st.binary(), flags, epochs)
-def test_a_forwarded_copy_differs_in_mark_and_epoch_only(
-    publisher: int, sequence: int, epoch: int, payload: bytes, flag: int, newer: int
-) -> None:
-    copy = open_envelope(forwarded(seal(publisher, sequence, epoch, payload, flag), newer))
-    assert copy == Envelope(flag | FORWARDED, publisher, sequence, newer, payload)
+@given(envelopes, epochs, st.sampled_from((0, ROUTE_CHANGED)))
+def test_a_forwarded_copy_differs_in_marks_and_epoch_only(envelope: Envelope, newer: int, more: int) -> None:
+    copy = open_envelope(forwarded(sealed(envelope), newer, more))
+    assert copy == envelope._replace(flags=envelope.flags | FORWARDED | more, epoch=newer)
 
 
 @given(st.text())

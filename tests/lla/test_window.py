@@ -3,17 +3,23 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.envelope import CONTROL, FIRST, FORWARDED, HEARTBEAT, MAGIC, RAW, ROUTE_CHANGED
 from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL
-from dynamoth_lla.window import PMESSAGE_BYTES, Window, publications, publishers, split
+from dynamoth_lla.window import PMESSAGE_BYTES, Window, are_ordinary, publications, publishers, split
 from tests.lla.harness import publication, push
 
 
 def window(channels_max: int = 1000, heads_max: int = 1000) -> Window:
     return Window(channels_max, heads_max)
+
+
+def published(counted: Window, channel: bytes) -> int:
+    heads = counted.counts[channel]
+    return publications(heads, sum(heads.values()))
 
 
 def id_of(publisher: int) -> bytes:
@@ -24,17 +30,17 @@ def test_messages_and_bytes_are_counted_by_channel_and_publisher() -> None:
     counted = window()
     counted.observe([push(b"a", publication(1)), push(b"a", publication(2)), push(b"b", publication(1))])
     counted.observe([push(b"a", publication(1, payload=b""))])
-    assert split(publications(counted.counts[b"a"])) == (3, 32 + 32 + 24)
-    published = {id_: split(count) for id_, count in publishers(counted.counts[b"a"]).items()}
-    assert published == {id_of(1): (2, 56), id_of(2): (1, 32)}
-    assert split(publications(counted.counts[b"b"])) == (1, 32)
+    assert split(published(counted, b"a")) == (3, 32 + 32 + 24)
+    found = {id_: split(count) for id_, count in publishers(counted.counts[b"a"]).items()}
+    assert found == {id_of(1): (2, 56), id_of(2): (1, 32)}
+    assert split(published(counted, b"b")) == (1, 32)
 
 
 def test_copies_heartbeats_and_control_messages_are_not_publications() -> None:
     counted = window()
     for flags in (FORWARDED, HEARTBEAT, CONTROL, FORWARDED | FIRST | ROUTE_CHANGED, FORWARDED | RAW):
         counted.observe([push(b"a", publication(1, flags=flags))])
-    assert split(publications(counted.counts[b"a"])) == (0, 0)
+    assert split(published(counted, b"a")) == (0, 0)
     assert publishers(counted.counts[b"a"]) == {}
     assert split(sum(counted.counts[b"a"].values()))[0] == 5
 
@@ -50,7 +56,7 @@ def test_plain_messages_are_publications_without_a_publisher() -> None:
     counted = window()
     plain = [b"", b"x", MAGIC, publication(1)[:11], b"a message as long as any head", MAGIC + b"\x80" + bytes(30)]
     counted.observe([push(b"a", data) for data in plain])
-    assert split(publications(counted.counts[b"a"])) == (6, sum(map(len, plain)))
+    assert split(published(counted, b"a")) == (6, sum(map(len, plain)))
     assert publishers(counted.counts[b"a"]) == {}
 
 
@@ -86,7 +92,7 @@ def test_heads_of_plain_messages_give_way_first() -> None:
         counted.observe([push(b"a", b"plain %6d" % number)])
     assert len(publishers(counted.counts[b"a"])) == 10
     assert counted.publishers_uncounted == 0
-    assert split(publications(counted.counts[b"a"]))[0] == 210
+    assert split(published(counted, b"a"))[0] == 210
     assert len(counted.counts[b"a"]) <= 101
 
 
@@ -97,15 +103,44 @@ def test_then_publishers_of_the_channels_that_have_most() -> None:
     assert len(publishers(counted.counts[b"few"])) == 5
     assert len(publishers(counted.counts[b"many"])) == 0
     assert counted.publishers_uncounted == 99
-    assert split(publications(counted.counts[b"many"])) == (99, 99 * 32)
+    assert split(published(counted, b"many")) == (99, 99 * 32)
 
 
 def test_folding_keeps_copies_apart_from_publications() -> None:
     counted = window(heads_max=10)
     for number in range(50):
         counted.observe([push(b"a", publication(number, flags=FORWARDED)), push(b"a", publication(number))])
-    assert split(publications(counted.counts[b"a"])) == (50, 50 * 32)
+    assert split(published(counted, b"a")) == (50, 50 * 32)
     assert split(sum(counted.counts[b"a"].values())) == (100, 100 * 32)
+
+
+@pytest.mark.parametrize(
+    ("messages", "ordinary"),
+    [
+        ([publication(1), publication(2), publication(2, 2)], True),
+        ([], True),
+        ([publication(1), publication(1, flags=FIRST)], False),
+        ([publication(1), publication(1, flags=FORWARDED)], False),
+        ([publication(1), b"a plain message"], False),
+        ([b"short"], False),
+        ([b""], False),
+        ([publication(1)[:11], publication(1)], False),
+        ([b"\xd7\x0d\x02\x00" + bytes(30)], False),
+        ([b"\xd7\x0c\x01\x00" + bytes(30)], False),
+        ([b"\xd6\x0d\x01\x00" + bytes(30)], False),
+    ],
+)
+def test_ordinary_heads_are_each_another_publishers_and_without_flags(messages: list[bytes], ordinary: bool) -> None:
+    counted = window()
+    counted.observe([push(b"a", message) for message in messages])
+    assert are_ordinary(counted.counts.get(b"a", {})) == ordinary
+
+
+def test_folded_heads_are_not_ordinary() -> None:
+    counted = window(heads_max=4)
+    for flags in (0, FORWARDED):
+        counted.observe([push(b"a", publication(number, flags=flags)) for number in range(10)])
+    assert not are_ordinary(counted.counts[b"a"])
 
 
 messages = st.tuples(

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dynamoth.control import pack_control
-from dynamoth.envelope import CONTROL, MAGIC, seal
+from dynamoth.envelope import CONTROL, MAGIC, SEQUENCE_MAX, seal
 from dynamoth.events import ErrorReply, Pushed, Replied
 from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, CLIENTS_CHANNEL, replica_channel
 from dynamoth.plan import Plan
@@ -27,6 +27,7 @@ EXAMPLES = 10_000 // (SEEDS * MUTANTS)
 
 edges = st.sampled_from((0, 1, 2, 3, 2**31, 2**32 - 1, 2**63, 2**64 - 2, 2**64 - 1))
 flags = st.integers(0, 255)
+sequences = st.sampled_from((0, 1, 2, 3, 2**31, 2**32, SEQUENCE_MAX - 1, SEQUENCE_MAX))
 epochs = st.sampled_from((0, 1, 2, 3, 2**31, 2**32 - 1))
 
 controls = st.one_of(
@@ -37,8 +38,8 @@ controls = st.one_of(
     lies_about_length(),
 )
 envelopes = st.one_of(
-    st.builds(seal, edges, edges, epochs, st.binary(max_size=4) | controls, flags),
-    st.builds(seal, edges, edges, epochs, controls, st.just(CONTROL)),
+    st.builds(seal, edges, sequences, epochs, st.binary(max_size=4) | controls, flags),
+    st.builds(seal, edges, sequences, epochs, controls, st.just(CONTROL)),
 )
 messages = st.one_of(
     envelopes,

@@ -93,11 +93,11 @@ def test_a_route_may_be_forgotten_once_its_last_subscription_has_ended() -> None
 
 def test_past_its_bound_the_oldest_go_first() -> None:
     plan = LocalPlan(PLAN_0, entries_max=8)
-    names = [channel_at("s1", number) for number in range(9)]
+    names = [channel_at("s1", number) for number in range(10)]
     plan.pin(names[0])
     for now, name in enumerate(names):
         learned(plan, name, now=float(now))
-    assert [plan.epoch(name) for name in names] == [1, 0, 0, 1, 1, 1, 1, 1, 1]
+    assert [plan.epoch(name) for name in names] == [1, 0, 0, 1, 1, 1, 1, 1, 1, 1]
 
 
 def test_learning_stays_cheap_when_subscriptions_alone_exceed_the_bound() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dynamoth.control import Marker, ObservationGap, RouteNotice, pack_control
-from dynamoth.envelope import FIRST, HEARTBEAT, ROUTE_CHANGED, Envelope, open_envelope, seal
+from dynamoth.envelope import FIRST, HEARTBEAT, QUIET_MS_MAX, ROUTE_CHANGED, Envelope, open_envelope, seal
 from dynamoth.events import Connect, ErrorReply, Replied, Send, Start
 from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
 from dynamoth.plan import Plan, Route, Server, single
@@ -74,7 +74,8 @@ class Publisher(Subject):
 
 
 def envelopes(actions: list[Any], channel: bytes = C, link: str | None = None) -> list[Envelope]:
-    return [open_envelope(data) for data in published(actions, channel, link)]
+    """Return what is published, without the time since the previous message."""
+    return [open_envelope(data)._replace(quiet_ms=0) for data in published(actions, channel, link)]
 
 
 def numbers(actions: list[Any], channel: bytes = C) -> list[int]:
@@ -106,6 +107,16 @@ def test_numbers_grow_by_one_per_channel_and_only_the_first_is_first() -> None:
         (3, 0),
         (2, 0),
     ]
+
+
+def test_tells_how_long_it_has_been_quiet() -> None:
+    """A subscriber knows by it whether the previous message is owed to it."""
+    publisher = Publisher().connected()
+    publisher.publish()
+    for quiet_s, quiet_ms in ((0.0, 0), (0.0125, 12), (1.0, 1000), (3600.0, QUIET_MS_MAX)):
+        publisher.now += quiet_s
+        [data] = published(publisher.publish(), C)
+        assert abs(open_envelope(data).quiet_ms - quiet_ms) <= 1
 
 
 def test_one_link_per_server() -> None:
@@ -187,7 +198,9 @@ def test_sends_again_with_the_same_numbers_what_was_not_answered() -> None:
     waiting = publisher.publish(token=4)
     assert waiting == []
     again = publisher.up("s1")
-    assert published(again, C) == [*published(second, C), *published(third, C), seal(ID, 4, 0, b"x")]
+    *sent, heartbeat = published(again, C)
+    assert sent == [*published(second, C), *published(third, C), seal(ID, 4, 0, b"x")]
+    assert heartbeat == seal(ID, 4, 0, b"", HEARTBEAT)
     assert [type(action) for action in again[:2]] == [Send, Send]
     assert publisher.answer(again) == [Published(2, 1), Published(3, 1), Published(4, 1)]
 
@@ -197,7 +210,7 @@ def test_order_and_outcomes_survive_several_losses() -> None:
     publisher.publish(token=1)
     for _ in range(3):
         publisher.down("s1")
-        assert numbers(publisher.up("s1")) == [1]
+        assert numbers(publisher.up("s1")) == [1, 1]  # the message and a heartbeat
     publisher.down("s1")
     assert publisher.answer(publisher.up("s1")) == [Published(1, 1)]
 
@@ -377,10 +390,12 @@ def test_one_idle_channel_does_not_make_the_crowd_be_swept_for_every_new_one() -
     publisher = Publisher(PublisherOptions(channels_max=8, channel_idle_s=600))
     names = [channel_at("s1", number) for number in range(9)]
     publisher.publish(names[0])
-    publisher.now += 600
-    for name in names[1:]:
-        publisher.now += 1
+    publisher.now += 599
+    for name in names[1:8]:
         publisher.publish(name)
+        publisher.now += 0.1
+    publisher.now += 1
+    publisher.publish(names[8])
     publisher.up("s1")
     flags = [envelopes(publisher.publish(name), name)[0].flags for name in (names[8], names[1])]
     assert flags == [0, FIRST]

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.envelope import FIRST, FORWARDED, HEARTBEAT, ROUTE_CHANGED
+from dynamoth.envelope import FIRST, FORWARDED, HEARTBEAT, ROUTE_CHANGED, SEQUENCE_MAX
 from dynamoth_client.sequences import HELD_MAX, Gap, Sequences
 
 P = 7
@@ -23,10 +23,10 @@ class Channel:
         self.now = 0.0
         self.out: list[bytes | Gap] = []
 
-    def arrive(self, *numbers: int, flags: int = 0, publisher: int = P) -> list[bytes | Gap]:
+    def arrive(self, *numbers: int, flags: int = 0, publisher: int = P, owed: bool = True) -> list[bytes | Gap]:
         new: list[bytes | Gap] = []
         for number in numbers:
-            new += self.sequences.arrive(publisher, number, flags, b"%d" % number, self.now)
+            new += self.sequences.arrive(publisher, number, flags, b"%d" % number, self.now, owed)
         self.out += new
         return new
 
@@ -60,13 +60,13 @@ def test_holds_what_came_too_early() -> None:
     channel = Channel()
     assert channel.arrive(1, 3, 5, 4) == payloads(1)
     assert channel.arrive(2) == payloads(2, 3, 4, 5)
-    assert channel.sequences.waits_until(P) is None
+    assert channel.sequences.watch(P) is None
 
 
 def test_reports_a_gap_when_the_wait_is_over() -> None:
     channel = Channel()
     channel.arrive(1, 4, 5)
-    assert channel.sequences.waits_until(P) == HOLD_S
+    assert channel.sequences.watch(P) == HOLD_S
     assert channel.wait(HOLD_S - 0.01) == []
     assert channel.wait(0.01) == [Gap(P, 2, "not arrived in time"), *payloads(4, 5)]
     assert channel.arrive(6) == payloads(6)
@@ -85,7 +85,7 @@ def test_every_gap_waits_for_its_own_time() -> None:
     channel.now = 0.3
     channel.arrive(5)
     assert channel.wait(0.2) == [Gap(P, 1, "not arrived in time"), *payloads(3)]
-    assert channel.sequences.waits_until(P) == 0.3 + HOLD_S
+    assert channel.sequences.watch(P) == 0.3 + HOLD_S
     assert channel.wait(0.3) == [Gap(P, 1, "not arrived in time"), *payloads(5)]
 
 
@@ -112,6 +112,27 @@ def test_a_stream_without_a_past_begins_after_the_wait_without_a_gap() -> None:
     channel.arrive(6, 7)
     assert channel.wait(HOLD_S) == payloads(5, 6, 7)
     assert channel.arrive(8) == payloads(8)
+
+
+def test_a_past_that_is_not_owed_is_not_waited_for() -> None:
+    """It was published before the subscription was confirmed."""
+    channel = Channel()
+    assert channel.arrive(5, flags=ROUTE_CHANGED, owed=False) == payloads(5)
+    assert channel.arrive(4, 6) == payloads(6)
+
+
+def test_a_heartbeat_of_what_is_not_owed_is_no_gap() -> None:
+    channel = Channel()
+    assert channel.arrive(4, flags=HEARTBEAT, owed=False) == []
+    assert channel.arrive(5) == payloads(5)
+
+
+def test_nothing_comes_again_in_the_next_subscription() -> None:
+    channel = Channel()
+    channel.arrive(1, 2, 4)
+    channel.sequences.resume()
+    assert channel.arrive(1, 2) == []
+    assert channel.arrive(4, 5, owed=False) == payloads(4, 5)
 
 
 def test_a_past_that_comes_too_late_is_a_gap() -> None:
@@ -175,7 +196,7 @@ def test_a_heartbeat_that_tells_nothing_new_is_ignored() -> None:
     channel = Channel()
     channel.arrive(1, 2)
     channel.arrive(2, flags=HEARTBEAT)
-    assert channel.sequences.waits_until(P) is None
+    assert channel.sequences.watch(P) is None
     assert channel.arrive(3) == payloads(3)
 
 
@@ -220,7 +241,7 @@ def test_holds_at_most_so_many() -> None:
     channel.arrive(1)
     assert channel.arrive(*range(3, 3 + HELD_MAX)) == []
     released = channel.arrive(3 + HELD_MAX)
-    assert released[0] == Gap(P, 1, "too many messages wait for it")
+    assert released[0] == Gap(P, 1, "too many wait for it")
     assert released[1:] == payloads(*range(3, 4 + HELD_MAX))
 
 
@@ -230,9 +251,9 @@ def held(channel: Channel) -> int:
 
 def test_an_opening_stream_holds_at_most_so_many() -> None:
     channel = Channel()
-    channel.sequences.arrive(P, 5, ROUTE_CHANGED, b"", 0.0)
+    channel.sequences.arrive(P, 5, ROUTE_CHANGED, b"", 0.0, True)
     for number in range(6, 6 + HELD_MAX + 50):
-        channel.sequences.arrive(P, number, ROUTE_CHANGED, b"", 0.0)
+        channel.sequences.arrive(P, number, ROUTE_CHANGED, b"", 0.0, True)
         if held(channel) > HELD_MAX:
             break
     assert held(channel) <= HELD_MAX
@@ -242,7 +263,7 @@ def test_heartbeats_are_held_within_the_bound_as_well() -> None:
     channel = Channel()
     channel.arrive(1)
     for number in range(3, 2 * HELD_MAX + 100, 2):
-        channel.sequences.arrive(P, number, HEARTBEAT, b"", 0.0)
+        channel.sequences.arrive(P, number, HEARTBEAT, b"", 0.0, True)
     assert held(channel) <= HELD_MAX
 
 
@@ -254,8 +275,8 @@ def test_holding_costs_the_same_however_much_is_held() -> None:
         channel.arrive(1)
         started = process_time()
         for number in range(3, 3 + messages):
-            channel.sequences.arrive(P, number, 0, b"", 0.0)
-            channel.sequences.waits_until(P)
+            channel.sequences.arrive(P, number, 0, b"", 0.0, True)
+            channel.sequences.watch(P)
         return process_time() - started
 
     few, many = min(cost_s(1000) for _ in range(3)), cost_s(8000)
@@ -267,7 +288,7 @@ def test_giving_up_many_gaps_costs_the_same_for_each() -> None:
         channel = Channel()
         channel.arrive(1)
         for number in range(3, 3 + 2 * gaps, 2):
-            channel.sequences.arrive(P, number, 0, b"", 0.0)
+            channel.sequences.arrive(P, number, 0, b"", 0.0, True)
         started = process_time()
         channel.wait(HOLD_S)
         return process_time() - started
@@ -298,7 +319,7 @@ def test_does_not_forget_a_publisher_that_moves_on_or_is_waited_for() -> None:
 
 
 def test_the_largest_numbers_of_the_wire() -> None:
-    largest = 2**64 - 1
+    largest = SEQUENCE_MAX
     channel = Channel()
     assert channel.arrive(largest - 1, largest, largest) == payloads(largest - 1, largest)
     assert channel.arrive(largest, flags=HEARTBEAT) == []
@@ -337,7 +358,7 @@ def test_any_order_after_the_first_message_comes_out_in_order(numbers: list[int]
     channel = Channel()
     channel.arrive(0, *numbers)
     assert channel.out == payloads(*range(len(numbers) + 1))
-    assert channel.sequences.waits_until(P) is None
+    assert channel.sequences.watch(P) is None
 
 
 arrivals = st.lists(
@@ -359,5 +380,5 @@ def test_whatever_comes_nothing_is_delivered_twice_or_out_of_order(steps: list[t
     channel.wait(HOLD_S)
     delivered: list[Any] = [int(outcome) for outcome in channel.out if isinstance(outcome, bytes)]
     assert delivered == sorted(set(delivered))
-    assert channel.sequences.waits_until(P) is None
+    assert channel.sequences.watch(P) is None
     assert all(gap.count is None or gap.count > 0 for gap in channel.out if isinstance(gap, Gap))

@@ -431,7 +431,7 @@ def test_a_newer_route_to_the_same_place_is_taken() -> None:
     back = SETTLED.begin({C: single("s1")}).activate([C]).settle([C])
     listener = Listener()
     listener.subscribe()
-    assert listener.verify(listener.up("s1"), back) == [SubscriptionConfirmed(C)]
+    assert SubscriptionConfirmed(C) in listener.verify(listener.up("s1"), back)
     assert listener.plan.epoch(C) == 4
     assert listener.told(TO_S2) == []
 

@@ -143,12 +143,12 @@ def raw_copy(server: str, number: int, payload: bytes) -> bytes:
     return seal(publisher, number, 1, payload, RAW | FORWARDED | (FIRST if number == 1 else 0))
 
 
-@pytest.mark.parametrize(("published", "forwarded"), [("s1", "s2"), ("s2", "s1")])
-def test_a_raw_message_and_its_forwarded_copy_are_delivered_once(published: str, forwarded: str) -> None:
+def test_a_raw_message_may_come_twice_while_its_channel_moves() -> None:
+    """It has no number, so it cannot be told from its forwarded copy; losing one would be worse."""
     listener = Listener().confirmed().moving(ACTIVE, TO_S2)
-    actions = listener.push(published, C, b"plain")
-    actions += listener.push(forwarded, C, raw_copy(published, 1, b"plain"))
-    assert delivered(actions) == [b"plain"]
+    actions = listener.push("s1", C, b"plain")
+    actions += listener.push("s2", C, raw_copy("s1", 1, b"plain"))
+    assert delivered(actions) == [b"plain", b"plain"]
 
 
 def test_the_copy_of_a_raw_message_of_elsewhere_is_delivered_once() -> None:

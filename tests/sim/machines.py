@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from dynamoth.events import Connect, LinkUp, Send, Start
+
+
+@dataclass(slots=True)
+class Do:
+    """Event: ask for these actions."""
+
+    actions: list[Any]
 
 
 class Recorder:
@@ -25,8 +33,10 @@ class Recorder:
                 return [Connect("server", self._url)]
             case LinkUp():
                 return [Send("server", command, command) for command in self._commands]
+            case Do(actions):
+                return actions
             case _:
-                return event if type(event) is list else []
+                return []
 
     def deadline(self) -> float | None:
         return self.wish

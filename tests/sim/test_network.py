@@ -162,3 +162,18 @@ def test_a_server_that_is_parted_can_neither_be_reached_nor_heard() -> None:
     heal()
     world.run_until(3.0)
     assert len(got) == 2
+
+
+def test_a_connection_that_is_made_while_parted_works_when_that_is_over() -> None:
+    world, it, server = network()
+    got: list[Any] = []
+    it.open("p", server.url, lambda connection, packet: got.extend(packet.items), got.append)
+    first, second = it.part(["p"], ["s1"]), it.part(["p", "q"], ["s1"])
+    world.run_until(1.0)
+    assert got == [] and len(it.connections("p")) == 1
+    first()
+    assert got == []
+    it.break_connection(it.connections("p")[0], lose_all=True)
+    world.run_until(2.0)
+    second()
+    assert [type(item) for item in got] == [End]

@@ -12,7 +12,7 @@ from dynamoth_sim.network import CALM, Network
 from dynamoth_sim.process import TICK_LATENESS_S_MAX, MachineFailed, Process
 from dynamoth_sim.redis_model import RedisServer
 from dynamoth_sim.world import World
-from tests.sim.machines import Recorder
+from tests.sim.machines import Do, Recorder
 
 
 class Place:
@@ -60,9 +60,9 @@ def test_own_actions_go_to_the_owner_in_order_and_events_from_there_wait() -> No
             process.handle("nested")
 
     process, machine = place.process(on_action=act)
-    process.handle(["one", "two"])
+    process.handle(Do(["one", "two"]))
     assert place.actions == ["one", "two"]
-    assert machine.events[-2:] == [["one", "two"], "nested"]
+    assert machine.events[-2:] == [Do(["one", "two"]), "nested"]
 
 
 def test_a_lost_link_is_told_and_opened_again() -> None:
@@ -90,7 +90,7 @@ def test_a_server_that_is_down_is_tried_again_and_again() -> None:
 def test_what_is_sent_while_the_link_is_down_is_dropped() -> None:
     place = Place()
     process, machine = place.process()
-    process.handle([Send("server", (b"PING",), "early"), Send("no such link", (b"PING",), "nowhere")])
+    process.handle(Do([Send("server", (b"PING",), "early"), Send("no such link", (b"PING",), "nowhere")]))
     place.run(1.0)
     assert machine.of(Replied) == []
 
@@ -100,7 +100,7 @@ def test_after_a_disconnect_nothing_comes_from_a_link() -> None:
     process, machine = place.process((b"SUBSCRIBE", b"x"))
     place.run(0.1)
     place.server.inject(b"x", b"in flight")
-    process.handle([Disconnect("server")])
+    process.handle(Do([Disconnect("server")]))
     place.run(1.0)
     assert machine.of(LinkDown) == [] and len(machine.of(Pushed)) == 1
     assert place.server.subscribers(b"x") == []
@@ -109,7 +109,7 @@ def test_after_a_disconnect_nothing_comes_from_a_link() -> None:
 def test_a_disconnect_while_connecting_leaves_no_connection_behind() -> None:
     place = Place()
     process, machine = place.process()
-    process.handle([Disconnect("server")])
+    process.handle(Do([Disconnect("server")]))
     place.run(1.0)
     assert machine.of(LinkUp) == []
     assert place.network.connections("p") == []
@@ -154,9 +154,9 @@ def test_ticks_come_at_the_deadline_or_a_little_later() -> None:
     process, machine = place.process()
     place.run(0.1)
     machine.wish = 0.5
-    process.handle([])
+    process.handle(Do([]))
     machine.wish = 0.3
-    process.handle([])
+    process.handle(Do([]))
     place.run(0.25)
     assert len(machine.of(Tick)) > 0
     assert 0.3 <= machine.times[machine.events.index(Tick())] <= 0.3 + TICK_LATENESS_S_MAX
@@ -167,9 +167,9 @@ def test_a_deadline_that_moved_later_brings_no_early_tick() -> None:
     process, machine = place.process()
     place.run(0.1)
     machine.wish = 0.3
-    process.handle([])
+    process.handle(Do([]))
     machine.wish = 0.6
-    process.handle([])
+    process.handle(Do([]))
     place.run(0.4)
     assert machine.of(Tick) == []
 
@@ -178,7 +178,7 @@ def test_a_machine_that_does_not_move_its_deadline_is_found_out() -> None:
     place = Place()
     process, machine = place.process()
     machine.wish = 0.1
-    process.handle([])
+    process.handle(Do([]))
     with pytest.raises(MachineFailed, match="does not move its deadline"):
         place.run(5.0)
 

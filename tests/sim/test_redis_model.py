@@ -44,8 +44,8 @@ class Peer:
     def pushed(self) -> list[Any]:
         """Return the pushes since the last call."""
         self._world.run_until(self._world.now + 0.1)
-        pushes = [item for item in self.items if type(item) is list]
-        self.items = [item for item in self.items if type(item) is not list]
+        pushes = [item for item in self.items if not isinstance(item, Greeting | Reply | End)]
+        self.items = [item for item in self.items if isinstance(item, Greeting | Reply | End)]
         return pushes
 
 

@@ -48,8 +48,7 @@ def test_processes_share_the_seeds_and_outcomes_come_in_order() -> None:
 
 def test_random_worlds_find_what_the_scenarios_know() -> None:
     with no_markers():
-        found = [outcome for outcome in run_seeds(range(60), "delays") if not outcome.clean]
-    assert found, "a subscriber that leaves too early is found by chance, too"
+        assert any(not outcome.clean for outcome in run_seeds(range(200), "delays"))
 
 
 def test_the_story_tells_what_happened_to_the_message() -> None:
