@@ -470,7 +470,8 @@ class BalancerMachine:
         try:
             return [Decided(decision), *self._move(installer, moves, "too much load", now)]
         except RequestRefused as error:
-            return [Note("warning", "a decision cannot be carried out now", {"reason": str(error)})]
+            reason = {"reason": str(error)}
+            return [Decided(decision), Note("warning", "a decision cannot be carried out now", reason)]
 
     def _move(self, installer: Installer, moves: Mapping[bytes, tuple[str, str]], reason: str, now: float) -> list[Any]:
         """Begin to move channels, each from a server to another. Raises RequestRefused."""

@@ -119,6 +119,7 @@ class Stream:
         self._numbers.clear()
         self.begun_in_doubt_at = 0
         self.warned = False
+        self.watched = False
 
     def _arrive_opening(
         self, publisher: int, sequence: int, flags: int, payload: bytes, now: float, owed: bool

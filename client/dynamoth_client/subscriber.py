@@ -693,6 +693,8 @@ class SubscriberMachine:
         return actions
 
     def _expire(self, subscription: _Subscription, publisher: int, now: float) -> list[Any]:
+        if self._subscriptions.get(subscription.channel) is not subscription:
+            return []
         outcomes = subscription.sequences.expire(publisher, now)
         self._watch(subscription, publisher)
         return self._outcomes(subscription, outcomes)

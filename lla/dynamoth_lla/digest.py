@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from heapq import nlargest
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from dynamoth.names import is_user_channel
 from dynamoth.reports import ID_BYTES, ChannelColumns, ChannelSums, pack_ids
@@ -19,36 +19,87 @@ from dynamoth_lla.window import PMESSAGE_BYTES, Heads, Window, are_ordinary, pub
 MESSAGE_BYTES = 32
 """Size on the wire without channel and data, of a ``message`` push as of a PUBLISH: both have three elements."""
 
-WORK_PER_STEP = 5000
-"""Channels and heads that are looked at in one step: about 3 ms."""
+WORK_PER_STEP = 3000
+"""Channels, and heads, that are looked at in one step: some 3 ms."""
 
 
-class Activity:
-    """What one physical channel has carried within the interval."""
+class Load:
+    """What one channel has carried within the interval; all zero for an idle one."""
 
-    __slots__ = ("are_ordinary", "heads", "published", "total", "track")
+    __slots__ = (
+        "_heads",
+        "_ordinary",
+        "bytes_in",
+        "bytes_out",
+        "messages",
+        "messages_sent",
+        "publications",
+        "size",
+        "track",
+        "weight",
+    )
 
-    def __init__(self, track: Track, heads: Heads, total: int) -> None:
+    def __init__(self, track: Track, heads: Heads | None = None, messages: int = 0, size: int = 0) -> None:
         self.track = track
-        self.heads = heads
-        self.are_ordinary = are_ordinary(heads)
-        #: Messages and bytes, as ``split`` reads them: of all messages, and of publications.
-        self.total = total
-        self.published = total if self.are_ordinary else publications(heads, total)
+        #: One for each physical name that messages came on.
+        self._heads: list[Heads] = [] if heads is None else [heads]
+        self._ordinary = False
+        #: All messages, and their bytes without what they take on the wire besides.
+        self.messages = messages
+        self.size = size
+        self.publications = 0
+        self.messages_sent = 0
+        self.bytes_in = 0
+        self.bytes_out = 0
+        #: What the busiest are found by: bytes out, then bytes in, then subscribers.
+        self.weight = 0
 
-    @property
+    def measure(self) -> None:
+        """Find out what it all means, as the subscribers are known now."""
+        overhead = MESSAGE_BYTES + len(self.track.physical)
+        published, published_bytes = self.messages, self.size
+        for heads in self._heads:
+            self._ordinary = are_ordinary(heads)
+            if not self._ordinary:
+                published, published_bytes = split(publications(heads))
+        subscribers = self.track.subscribers
+        self.publications = published
+        self.bytes_in = published_bytes + published * overhead
+        self.messages_sent = self.messages * subscribers
+        self.bytes_out = (self.size + self.messages * overhead) * subscribers
+        self.weight = (self.bytes_out << 64) + (self.bytes_in << 32) + subscribers
+
+    def merge(self, other: Load) -> None:
+        """Add the load of another physical name of the same channel; both have been measured."""
+        self._heads += other._heads
+        self._ordinary = False
+        self.publications += other.publications
+        self.messages_sent += other.messages_sent
+        self.bytes_in += other.bytes_in
+        self.bytes_out += other.bytes_out
+        self.weight += other.weight
+
     def publishers(self) -> dict[bytes, int]:
-        """What each known publisher published, by its id."""
-        if self.are_ordinary:
-            return {head[-ID_BYTES:]: count for head, count in self.heads.items()}
-        return publishers(self.heads)
+        """Return what each known publisher published, by its id."""
+        if self._ordinary:
+            return {head[-ID_BYTES:]: count for head, count in self._heads[0].items()}
+        merged: dict[bytes, int] = {}
+        for heads in self._heads:
+            for id_, count in publishers(heads).items():
+                merged[id_] = merged.get(id_, 0) + count
+        return merged
+
+    def count_publishers(self) -> int:
+        """Return how many publishers there are."""
+        return len(self._heads[0]) if self._ordinary else len(self.publishers())
 
 
 @dataclass(slots=True)
 class Digest:
     """A window that was gone through. Complete when the generator that fills it has ended."""
 
-    activities: list[Activity] = field(default_factory=list[Activity])
+    #: By physical channel.
+    loads: list[Load] = field(default_factory=list[Load])
     #: Messages and bytes on user channels that are not followed, as ``split`` reads them.
     untracked: int = 0
     #: What the agent itself was sent, on all channels.
@@ -69,55 +120,13 @@ def digest(window: Window, channels: TrackedChannels, into: Digest) -> Generator
         into.agent_bytes += size + messages * (PMESSAGE_BYTES + len(physical))
         track = channels.follow(physical)
         if track is not None:
-            into.activities.append(Activity(track, heads, total))
+            into.loads.append(Load(track, heads, messages, size))
         elif is_user_channel(physical):
             into.untracked += total
-        work += 1 + len(heads)
+        work += 1 + len(heads) // 4
         if work >= WORK_PER_STEP:
             work = 0
             yield
-
-
-class _Row:
-    """A channel by the name that users give it: one physical channel or more."""
-
-    __slots__ = ("activities", "bytes_in", "bytes_out", "messages_sent", "publications", "track")
-
-    def __init__(self, track: Track) -> None:
-        self.track = track
-        self.activities: list[Activity] = []
-        self.publications = 0
-        self.messages_sent = 0
-        self.bytes_in = 0
-        self.bytes_out = 0
-
-    def add(self, activity: Activity) -> None:
-        overhead = MESSAGE_BYTES + len(activity.track.physical)
-        subscribers = activity.track.subscribers
-        published, published_bytes = split(activity.published)
-        messages, size = split(activity.total)
-        self.activities.append(activity)
-        self.publications += published
-        self.bytes_in += published_bytes + published * overhead
-        self.messages_sent += messages * subscribers
-        self.bytes_out += (size + messages * overhead) * subscribers
-
-    def count_publishers(self) -> int:
-        if len(self.activities) == 1 and self.activities[0].are_ordinary:
-            return len(self.activities[0].heads)
-        return len(self.publishers())
-
-    def publishers(self) -> dict[bytes, int]:
-        """What each known publisher published, by its id, under all physical names."""
-        merged: dict[bytes, int] = {}
-        for activity in self.activities:
-            for id_, count in activity.publishers.items():
-                merged[id_] = merged.get(id_, 0) + count
-        return merged
-
-
-def _weight(row: _Row) -> tuple[int, int, int]:
-    return row.bytes_out, row.bytes_in, row.track.audience.subscribers
 
 
 @dataclass(slots=True)
@@ -127,10 +136,7 @@ class Composed:
     columns: ChannelColumns = field(default_factory=ChannelColumns)
     rest: ChannelSums = field(default_factory=ChannelSums)
     #: Of all channels, named or not.
-    publications: int = 0
-    messages_sent: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
+    total: ChannelSums = field(default_factory=ChannelSums)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,91 +155,104 @@ def compose(
 
     Channels without messages are named where there is room.
     """
-    rows: dict[bytes, _Row] = {}
-    for number, activity in enumerate(digested.activities, 1):
-        track = activity.track
-        row = rows.get(track.logical)
-        if row is None:
-            row = rows[track.logical] = _Row(track)
-        row.add(activity)
+    for number, load in enumerate(digested.loads, 1):
+        load.measure()
         if number % WORK_PER_STEP == 0:
             yield
-    _add_idle(rows, channels, bounds.channels_max)
-    named = nlargest(bounds.channels_max, rows.values(), key=_weight)
+    loads = _by_channel(digested.loads)
+    yield
+    named = nlargest(bounds.channels_max, loads, key=attrgetter("weight"))
+    named += _idle(named, channels, bounds.channels_max - len(named))
+    yield
     publisher_counts: list[int] = []
     work = 0
-    for row in named:
-        publisher_counts.append(row.count_publishers())
+    for load in named:
+        publisher_counts.append(load.count_publishers())
         work += publisher_counts[-1]
         if work >= WORK_PER_STEP:
             work = 0
             yield
     into.columns = _columns(named, publisher_counts, bounds)
-    sums = _Sums(rows.values())
-    into.publications, into.messages_sent = sums.publications, sums.messages_sent
-    into.bytes_in, into.bytes_out = sums.bytes_in, sums.bytes_out
-    into.rest = sums.without(_Sums(named), channels, digested.untracked, publishers_uncounted)
+    yield
+    unknown = ChannelSums(messages_untracked=split(digested.untracked)[0], publishers_uncounted=publishers_uncounted)
+    into.total = _sum_up(loads, len(channels), channels.subscribers, unknown)
+    tracks = sum([load.track.audience.tracks for load in named])
+    subscribers = sum([load.track.audience.subscribers for load in named])
+    into.rest = _difference(into.total, _sum_up(named, tracks, subscribers, ChannelSums()))
 
 
-def _add_idle(rows: dict[bytes, _Row], channels: TrackedChannels, channels_max: int) -> None:
-    if len(rows) >= channels_max:
-        return
-    for track in channels.newest():
-        if track.audience.subscribers and track.logical not in rows:
-            rows[track.logical] = _Row(track)
-            if len(rows) == channels_max:
-                return
+def _by_channel(loads: list[Load]) -> list[Load]:
+    """Merge the physical names of each channel; nearly all channels have one only."""
+    replicas = [load for load in loads if load.track.physical is not load.track.logical]
+    if not replicas:
+        return loads
+    merged = {load.track.logical: load for load in loads if load.track.physical is load.track.logical}
+    for replica in replicas:
+        load = merged.setdefault(replica.track.logical, replica)
+        if load is not replica:
+            load.merge(replica)
+    return list(merged.values())
 
 
-def _columns(rows: list[_Row], publisher_counts: list[int], bounds: NamedBounds) -> ChannelColumns:
-    unnamed = (b"",) * max(0, len(rows) - bounds.who_channels_max)
+def _idle(named: list[Load], channels: TrackedChannels, count_max: int) -> list[Load]:
+    """Return channels that have subscribers and no messages."""
+    found: list[Load] = []
+    if count_max > 0:
+        names = {load.track.logical for load in named}
+        for track in channels.newest():
+            if track.audience.subscribers and track.logical not in names:
+                names.add(track.logical)
+                found.append(Load(track))
+                if len(found) == count_max:
+                    break
+    return found
+
+
+def _columns(loads: list[Load], publisher_counts: list[int], bounds: NamedBounds) -> ChannelColumns:
+    who, unnamed = loads[: bounds.who_channels_max], (b"",) * max(0, len(loads) - bounds.who_channels_max)
     who_max = bounds.who_per_channel_max
-    who = range(min(len(rows), bounds.who_channels_max))
     return ChannelColumns(
-        channels=tuple([row.track.logical for row in rows]),
-        publications=tuple([row.publications for row in rows]),
+        channels=tuple([load.track.logical for load in loads]),
+        publications=tuple([load.publications for load in loads]),
         publishers=tuple(publisher_counts),
-        subscribers=tuple([row.track.audience.subscribers for row in rows]),
-        messages_sent=tuple([row.messages_sent for row in rows]),
-        bytes_in=tuple([row.bytes_in for row in rows]),
-        bytes_out=tuple([row.bytes_out for row in rows]),
-        publisher_ids=tuple([_busiest(rows[index].publishers(), who_max) for index in who]) + unnamed,
-        subscriber_ids=tuple([_latest(rows[index], who_max) for index in who]) + unnamed,
+        subscribers=tuple([load.track.audience.subscribers for load in loads]),
+        messages_sent=tuple([load.messages_sent for load in loads]),
+        bytes_in=tuple([load.bytes_in for load in loads]),
+        bytes_out=tuple([load.bytes_out for load in loads]),
+        publisher_ids=tuple([_busiest(load.publishers(), who_max) for load in who]) + unnamed,
+        subscriber_ids=tuple([_latest(load.track.audience.clients, who_max) for load in who]) + unnamed,
     )
 
 
 def _busiest(published: dict[bytes, int], count_max: int) -> bytes:
-    busiest = nlargest(count_max, published.items(), key=itemgetter(1))
-    return b"".join([id_ for id_, _ in busiest])
+    return b"".join([id_ for id_, _ in nlargest(count_max, published.items(), key=itemgetter(1))])
 
 
-def _latest(row: _Row, count_max: int) -> bytes:
-    clients = list(row.track.audience.clients)
-    return pack_ids(clients[: -count_max - 1 : -1])
+def _latest(clients: Iterable[int], count_max: int) -> bytes:
+    return pack_ids(list(clients)[: -count_max - 1 : -1])
 
 
-class _Sums:
-    __slots__ = ("bytes_in", "bytes_out", "messages_sent", "physical", "publications", "subscribers")
+def _sum_up(loads: list[Load], channels: int, subscribers: int, unknown: ChannelSums) -> ChannelSums:
+    return ChannelSums(
+        channels=channels,
+        publications=sum([load.publications for load in loads]),
+        subscribers=subscribers,
+        messages_sent=sum([load.messages_sent for load in loads]),
+        bytes_in=sum([load.bytes_in for load in loads]),
+        bytes_out=sum([load.bytes_out for load in loads]),
+        messages_untracked=unknown.messages_untracked,
+        publishers_uncounted=unknown.publishers_uncounted,
+    )
 
-    def __init__(self, rows: Iterable[_Row]) -> None:
-        rows = list(rows)
-        self.physical = sum([row.track.audience.tracks for row in rows])
-        self.publications = sum([row.publications for row in rows])
-        self.subscribers = sum([row.track.audience.subscribers for row in rows])
-        self.messages_sent = sum([row.messages_sent for row in rows])
-        self.bytes_in = sum([row.bytes_in for row in rows])
-        self.bytes_out = sum([row.bytes_out for row in rows])
 
-    def without(
-        self, named: _Sums, channels: TrackedChannels, untracked: int, publishers_uncounted: int
-    ) -> ChannelSums:
-        return ChannelSums(
-            channels=len(channels) - named.physical,
-            publications=self.publications - named.publications,
-            subscribers=channels.subscribers - named.subscribers,
-            messages_sent=self.messages_sent - named.messages_sent,
-            bytes_in=self.bytes_in - named.bytes_in,
-            bytes_out=self.bytes_out - named.bytes_out,
-            messages_untracked=split(untracked)[0],
-            publishers_uncounted=publishers_uncounted,
-        )
+def _difference(total: ChannelSums, named: ChannelSums) -> ChannelSums:
+    return ChannelSums(
+        channels=total.channels - named.channels,
+        publications=total.publications - named.publications,
+        subscribers=total.subscribers - named.subscribers,
+        messages_sent=total.messages_sent - named.messages_sent,
+        bytes_in=total.bytes_in - named.bytes_in,
+        bytes_out=total.bytes_out - named.bytes_out,
+        messages_untracked=total.messages_untracked,
+        publishers_uncounted=total.publishers_uncounted,
+    )

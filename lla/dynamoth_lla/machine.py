@@ -324,7 +324,7 @@ class LoadAnalyzer:
         self._waiting_since = self._now
         self._measurement = measured
         now, limit = self._asked_at, self._options.numsub_per_round_max
-        tracks = [activity.track for activity in measured.digested.activities]
+        tracks = [load.track for load in measured.digested.loads]
         if len(tracks) > limit:
             turn_s = (math.ceil(len(tracks) / limit) - 0.5) * self._options.report_interval_s
             tracks = [track for track in tracks if track.asked_at < now - turn_s][:limit]
@@ -404,8 +404,8 @@ class LoadAnalyzer:
     def _count(self, measured: _Measurement, composed: Composed) -> None:
         self.counters["reports_sent"] += 1
         self.counters["messages_observed"] += measured.digested.agent_messages
-        self.counters["publications"] += composed.publications
-        self.counters["messages_sent"] += composed.messages_sent
+        self.counters["publications"] += composed.total.publications
+        self.counters["messages_sent"] += composed.total.messages_sent
         self.counters["messages_untracked"] += composed.rest.messages_untracked
         self.counters["publishers_uncounted"] += composed.rest.publishers_uncounted
 
@@ -419,9 +419,9 @@ class LoadAnalyzer:
             interval_s=interval_s,
             plan_version=self.plan_version,
             outgoing_bytes_per_s_max=self._options.outgoing_bytes_per_s_max,
-            outgoing_bytes_per_s=composed.bytes_out / interval_s if out is None else out,
+            outgoing_bytes_per_s=composed.total.bytes_out / interval_s if out is None else out,
             outgoing_is_estimate=out is None,
-            incoming_bytes_per_s=composed.bytes_in / interval_s if into is None else into,
+            incoming_bytes_per_s=composed.total.bytes_in / interval_s if into is None else into,
             cpu_ratio=self._rates.cpu_ratio or 0.0,
             memory_bytes=info.memory_bytes,
             memory_bytes_max=info.memory_bytes_max,

@@ -56,20 +56,22 @@ def are_ordinary(heads: Heads) -> bool:
     count = len(heads)
     joined = b"".join(heads)
     return (
-        joined[3::HEAD_BYTES].count(0) == count
-        and all(joined[place::HEAD_BYTES].count(byte) == count for place, byte in enumerate(MAGIC))
-        and len(joined) == count * HEAD_BYTES
+        len(joined) == count * HEAD_BYTES
+        and joined[0::HEAD_BYTES].count(MAGIC[0]) == count
+        and joined[1::HEAD_BYTES].count(MAGIC[1]) == count
+        and joined[2::HEAD_BYTES].count(MAGIC[2]) == count
+        and joined[3::HEAD_BYTES].count(0) == count
         and _PUBLICATIONS not in heads
         and _COPIES not in heads
     )
 
 
-def publications(heads: Heads, total: int) -> int:
-    """Return the part of ``total``, their sum, that clients published: no copies, heartbeats or control messages.
+def publications(heads: Heads) -> int:
+    """Return the sum of what clients published: no forwarded copies, heartbeats or control messages.
 
     Plain messages are publications, as far as anyone can tell.
     """
-    return total - sum([count for head, count in heads.items() if head[:4] in _COPY_PREFIXES])
+    return sum([count for head, count in heads.items() if head[:4] not in _COPY_PREFIXES])
 
 
 def publishers(heads: Heads) -> dict[bytes, int]:

@@ -36,6 +36,10 @@ EXIT_REFUSED = 2
 
 INCARNATION_BITS = 63
 
+GC_THRESHOLDS = (10_000, 10, 100)
+"""An agent counts in some hundred thousand small objects and leaves hardly any garbage in cycles (a lost connection is
+some). With Python's own thresholds the collector looks at all of them several times per second."""
+
 _log = logging.getLogger("dynamoth.node")
 
 
@@ -89,6 +93,8 @@ async def run_node(config: NodeConfig, stop: asyncio.Event | None = None) -> int
 
 def run(config: NodeConfig) -> int:
     """Run an agent in an event loop of its own, that of uvloop where it is installed; see :func:`run_node`."""
+    gc.set_threshold(*GC_THRESHOLDS)
+    gc.freeze()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(run_node(config))
 
@@ -132,9 +138,6 @@ class _Agent:
         try:
             self._log_started(http)
             driver.handle(Start())
-            # What lives until the end need not be looked at by the garbage collector, again and again.
-            gc.collect()
-            gc.freeze()
             await self._stop.wait()
         finally:
             for number in signals:
@@ -142,7 +145,6 @@ class _Agent:
             if http is not None:
                 await http.close()
             await driver.close()
-            gc.unfreeze()
         _log.info("the agent has ended", extra={"server": self._config.server, "exit_code": self._exit_code})
         return self._exit_code
 

@@ -229,14 +229,15 @@ class PublisherApp:
         """Return how many publishes on ``channel`` have not ended."""
         return sum(pending == channel for pending, _ in self._unended)
 
-    def publish(self, channel: bytes) -> int:
-        """Publish the next message on ``channel``; return its number."""
+    def publish(self, channel: bytes, size_bytes: int = 0) -> int:
+        """Publish the next message on ``channel``, padded to ``size_bytes``; return its number."""
         number = self._numbers[channel] = self._numbers.get(channel, 0) + 1
         self._unended[channel, number] = None
         now = self._world.now
         self._audit.published(self.name, channel, number, now)
         payload = make_payload(self.name, number)
         self._world.trace.add((now, "begins to publish", self.name, None, channel, payload, None))
+        payload = payload.ljust(size_bytes, b"_")
         self.process.handle(Publish((channel, number), channel, payload))
         return number
 

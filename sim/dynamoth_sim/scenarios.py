@@ -422,9 +422,9 @@ def hot_channel(stage: Stage) -> None:
     stage.subscriber("S", hot, small)
     publisher = stage.publisher("P")
     for number in range(400):
-        publisher.publish(hot)
-        if number % 20 == 0:
-            publisher.publish(small)
+        publisher.publish(hot, size_bytes=2000)
+        if number % 5 == 0:
+            publisher.publish(small, size_bytes=500)
         stage.run(0.015)
     epochs = {
         (channel, entry.route.epoch)
@@ -522,7 +522,7 @@ SCENARIOS: dict[str, Scenario] = {
     "17-two-copies": Scenario(two_copies),
     "18-overtaken": Scenario(overtaken),
     "19-inflated-load": Scenario(inflated_load),
-    "20-hot-channel": Scenario(hot_channel, outgoing_bytes_per_s_max=5_000),
+    "20-hot-channel": Scenario(hot_channel, outgoing_bytes_per_s_max=120_000),
     "21-unknown-publisher": Scenario(unknown_publisher),
     "22-third-server": Scenario(third_server),
 }

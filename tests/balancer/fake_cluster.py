@@ -70,7 +70,7 @@ class FakeServer:
     def plan(self) -> Plan | None:
         try:
             return parse_whole(self.keys.get(PLAN_KEY, {}), self.run_id)
-        except MalformedMessage:
+        except (MalformedMessage, TypeError):  # no plan, or no hash at all
             return None
 
     def plan_or_fail(self) -> Plan:
@@ -85,7 +85,10 @@ class FakeServer:
         for key in [key for key, at in self.expiries.items() if at <= now]:
             del self.expiries[key]
             self.keys.pop(key, None)
-        match [args[0], *args[1:]]:
+        if args[0] in (b"HMGET", b"HGETALL", b"HSET") and not isinstance(self.keys.get(args[1], {}), dict):
+            return ErrorReply("WRONGTYPE Operation against a key holding the wrong kind of value")
+        words: list[Any] = [*args]
+        match words:
             case [b"SET", key, value, b"NX", b"PX", ms]:
                 if key in self.keys:
                     return None

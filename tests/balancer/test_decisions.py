@@ -160,6 +160,7 @@ def test_servers_without_a_living_agent_take_no_part() -> None:
     cluster.run(60)
     assert _moves(balancer)
     assert all(target == "s3" for _, _, target in _moves(balancer))
+    assert not [note for note in balancer.notes if "cannot be carried out" in note.message]
 
 
 def test_an_overloaded_server_whose_agent_is_down_is_left_alone() -> None:

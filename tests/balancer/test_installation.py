@@ -415,10 +415,17 @@ def test_a_server_that_refuses_is_told_of_and_tried_again(command: bytes) -> Non
     cluster.run_until(lambda: _is_settled(cluster, balancer, target))
 
 
-def test_a_plan_that_cannot_be_read_is_told_of_and_replaced() -> None:
+@pytest.mark.parametrize("stored", [{b"@version": b"many", b"@header": b"\xc1", b"c:x": b"?"}, b"a string"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_plan_that_cannot_be_read_is_told_of_and_replaced(stored: Any, *, late: bool) -> None:
     cluster = FakeCluster(2)
-    cluster.servers["s1"].keys[PLAN_KEY] = {b"@version": b"many", b"@header": b"\xc1", b"c:x": b"?"}
-    balancer = cluster.started()
+    if late:
+        balancer = cluster.started()
+        cluster.servers["s1"].keys[PLAN_KEY] = stored
+        cluster.run(6)
+    else:
+        cluster.servers["s1"].keys[PLAN_KEY] = stored
+        balancer = cluster.started()
     assert cluster.servers["s1"].plan == balancer.plan
     assert any("cannot be read" in note.message for note in balancer.notes)
 

@@ -106,6 +106,6 @@ def test_replies_to_a_plan_that_was_given_up_do_not_count_for_the_next_attempt()
     assert reply(first[1], 3) == [] and reply(second[0], 0) == []
     [place] = reply(second[1], 3)
     assert place.args[0] == b"RENAME" and place.args[2] == PLAN_KEY
-    assert copy.version is None and copy.problem == "OOM"
+    assert not copy.is_kept and copy.problem == "OOM"
     reply(place, b"OK")
-    assert copy.version == 0 and not copy.problem and copy.is_kept
+    assert (copy.version, copy.problem) == (0, "")

@@ -18,8 +18,7 @@ def window(channels_max: int = 1000, heads_max: int = 1000) -> Window:
 
 
 def published(counted: Window, channel: bytes) -> int:
-    heads = counted.counts[channel]
-    return publications(heads, sum(heads.values()))
+    return publications(counted.counts[channel])
 
 
 def id_of(publisher: int) -> bytes:
