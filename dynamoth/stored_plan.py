@@ -1,8 +1,9 @@
 """The plan as every server stores it: one Redis hash, so that one HMGET verifies a subscription.
 
 Fields: ``@version`` (decimal), ``@header`` (servers, ring), ``@run`` (the run id of the Redis process that it was
-written to: a plan that Redis restored from disk after a restart may be old and is not believed), and ``c:<channel>``
-for each channel that the plan names. A change is one HSET, which Redis executes at once.
+written to, empty where the server does not tell: a plan that Redis restored from disk after a restart may be old and is
+not believed), and ``c:<channel>`` for each channel that the plan names. A change is one HSET, which Redis executes at
+once.
 """
 
 from __future__ import annotations
@@ -113,8 +114,7 @@ def write_whole(plan: Plan, run_id: str | None) -> list[tuple[CommandPart, ...]]
     servers = [[server.id, server.url] for server in plan.servers.values()]
     header = msgpack.packb([servers, plan.base, plan.virtual_nodes])
     fields: list[CommandPart] = [VERSION_FIELD, b"%d" % plan.version, HEADER_FIELD, header]
-    if run_id is not None:
-        fields += (RUN_FIELD, run_id.encode())
+    fields += (RUN_FIELD, (run_id or "").encode())
     for channel, entry in plan.entries.items():
         fields += (_CHANNEL_PREFIX + channel, pack_entry(entry))
         if len(fields) >= 2 * ENTRIES_PER_COMMAND:
@@ -127,7 +127,8 @@ def write_whole(plan: Plan, run_id: str | None) -> list[tuple[CommandPart, ...]]
 
 
 def _believed(run: bytes | None, run_id: str | None) -> bool:
-    return run is None or run_id is None or run == run_id.encode()
+    """A plan without ``@run`` is the rest of one that somebody deleted; one with an empty one cannot be checked."""
+    return run is not None and (not run or run_id is None or run == run_id.encode())
 
 
 def _header_plan(version: int, header: bytes) -> Plan:

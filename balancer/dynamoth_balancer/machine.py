@@ -284,7 +284,8 @@ class BalancerMachine:
         self._term += 1
         self.stage = Stage.RECOVERING
         deadline = now + self.options.recovery_s
-        self._takeover = Takeover(list(self._servers.values()), self._term, deadline, self.options.virtual_nodes)
+        servers = list(self._servers.values())
+        self._takeover = Takeover(servers, self._term, deadline, self.options.virtual_nodes, self.plan)
         details = {"incarnation": self.incarnation}
         actions: list[Any] = [Note("info", "got the lease; reading the stored plans", details)]
         for server, run_id in self._run_ids.items():

@@ -46,8 +46,14 @@ class Takeover:
     Servers that store the same version store the same: only one of them is read as a whole.
     """
 
-    def __init__(self, servers: Sequence[Server], term: int, deadline: float, virtual_nodes: int) -> None:
-        """Begin; ``link_up`` is to be called for each link that is up."""
+    def __init__(
+        self, servers: Sequence[Server], term: int, deadline: float, virtual_nodes: int, own: Plan | None = None
+    ) -> None:
+        """Begin; ``link_up`` is to be called for each link that is up.
+
+        ``own`` is the plan of an earlier term of this process: the servers may have lost it since, it has not.
+        """
+        self._own = own
         self._servers = servers
         self._term = term
         self._deadline = deadline
@@ -127,6 +133,8 @@ class Takeover:
         """
         complete = all(found.state is _State.KNOWN for found in self._found.values())
         copies = [self._judge(copy) for copy in self._copies.values()]
+        if self._own is not None:
+            copies.append(Copy("the balancer itself", self._own, believed=True))
         plan = recover(self._servers, copies, is_complete=complete, virtual_nodes=self._virtual_nodes)
         book = PlanBook(plan, known_plans(copies))
         fresh = {

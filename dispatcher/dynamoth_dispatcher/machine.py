@@ -403,22 +403,34 @@ class DispatcherMachine:
     ) -> list[Any]:
         if envelope is not None and envelope.flags & FORWARDED and envelope.epoch >= entry.route.epoch:
             return []
-        targets = missing(channel, entry.followed, {here})
+        targets, epoch = self._destinations(channel, entry, here)
         if not targets:
             return []
         if envelope is None:
-            copy = self._number_raw(channel, entry, data)
+            copy = self._number_raw(channel, epoch, data)
         else:
-            copy = forwarded(data, entry.route.epoch, ROUTE_CHANGED if self._in_doubt(channel, now) else 0)
+            copy = forwarded(data, epoch, ROUTE_CHANGED if self._in_doubt(channel, now) else 0)
         self.counters["forwarded_messages"] += len(targets)
         return [action for target in targets for action in self._forward(target, copy)]
+
+    def _destinations(self, channel: bytes, entry: Entry, here: Location) -> tuple[list[Location], int]:
+        """Return where to forward a message that arrived ``here``, and the epoch that the copies are to carry.
+
+        Only the dispatchers of old and new servers forward between old and new locations, as only they keep the order
+        between what they forward and their markers. Any other sends a message to where clients are told to be, with an
+        epoch that makes the dispatcher there forward it to the rest.
+        """
+        involved = any(server == self.server for route in entry.followed for server in route.assignment.servers)
+        if involved or entry.phase is Phase.SETTLED:
+            return missing(channel, entry.followed, {here}), entry.route.epoch
+        return missing(channel, (entry.told,), {here}), entry.route.epoch - 1
 
     def _in_doubt(self, channel: bytes, now: float) -> bool:
         """Tell whether earlier messages may have taken another way than this one, or may not have been observed."""
         since = max(self._changed_at.get(channel, float("-inf")), self._sighted_at)
         return now - since <= self.options.route_change_window_s
 
-    def _number_raw(self, channel: bytes, entry: Entry, data: bytes) -> bytes:
+    def _number_raw(self, channel: bytes, epoch: int, data: bytes) -> bytes:
         sequence = self._raw_sequences.pop(channel, None)
         flags = RAW | FORWARDED
         if sequence is None:
@@ -427,7 +439,7 @@ class DispatcherMachine:
             if len(self._raw_sequences) >= self.options.raw_channels_max:
                 self._raw_floor = max(self._raw_floor, self._raw_sequences.popitem(last=False)[1])
         self._raw_sequences[channel] = sequence + 1
-        return seal(self._publisher, sequence + 1, entry.route.epoch, data, flags)
+        return seal(self._publisher, sequence + 1, epoch, data, flags)
 
     def _forward(self, target: Location, data: bytes) -> list[Any]:
         """Send a copy to ``target``: over the link to its server, or here when only the physical channel differs."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Any, cast
 
 import pytest
@@ -11,7 +10,7 @@ import redis.asyncio.client
 import redis.exceptions
 
 from dynamoth_client import _feed
-from dynamoth_client.asyncio import GapInfo, PubSub, Redis, from_url
+from dynamoth_client.asyncio import PubSub, Redis, from_url
 from tests.client.stored_cluster import StoredCluster, run
 
 
@@ -486,131 +485,6 @@ def test_what_comes_later_is_refused_with_words(cluster: StoredCluster) -> None:
 
 def test_it_is_redis_py_s_pubsub(cluster: StoredCluster) -> None:
     assert isinstance(from_url(cluster.url).pubsub(), redis.asyncio.client.PubSub)
-
-
-def test_a_lost_connection_is_made_again_and_shows_as_a_gap(
-    cluster: StoredCluster, caplog: pytest.LogCaptureFixture
-) -> None:
-    lost, other = cluster.channel_at("s1"), cluster.channel_at("s2")
-    told: list[GapInfo] = []
-
-    async def remember(gap: GapInfo) -> None:
-        await asyncio.sleep(0)
-        told.append(gap)
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client:
-            quiet, loud = client.pubsub(), client.pubsub(gaps=True, on_gap=remember)
-            await _confirmed(quiet, lost, other)
-            await _confirmed(loud, lost, other)
-            await cluster.kill_subscribers("s1")
-            message = await _next(loud)
-            gap = message["data"]
-            assert message == _message("gap", lost.encode(), gap)
-            assert gap == GapInfo(lost.encode(), None, None, gap.reason)
-            assert "s1" in gap.reason
-            assert told == [gap]
-            assert loud.gaps_detected == 1
-            await cluster.until_subscribed("s1", lost, 2)
-            await client.publish(other, 1)
-            await client.publish(lost, 2)
-            for pubsub in (quiet, loud):
-                assert sorted([(await _next(pubsub))["data"] for _ in range(2)]) == [b"1", b"2"]
-            assert quiet.gaps_detected == 1
-
-    with caplog.at_level(logging.WARNING, logger="dynamoth_client"):
-        run(test())
-    (record,) = caplog.records
-    assert lost in record.getMessage()
-
-
-def test_when_no_server_can_be_reached_readers_are_told_and_go_on_afterwards(cluster: StoredCluster) -> None:
-    channel = cluster.channel_at("s1")
-
-    async def test() -> None:
-        async with from_url(cluster.url, socket_connect_timeout=0.2) as client, client.pubsub() as pubsub:
-            await _confirmed(pubsub, channel)
-            cluster.servers["s1"].kill()
-            for _ in range(2):
-                with pytest.raises(redis.exceptions.ConnectionError, match="connection refused: start the server"):
-                    await _next(pubsub)
-            cluster.servers["s1"].restart()
-            await cluster.write(at=["s1"])
-            while True:
-                try:
-                    await cluster.until_subscribed("s1", channel)
-                    await client.publish(channel, "back")
-                    assert (await _next(pubsub))["data"] == b"back"
-                except redis.exceptions.ConnectionError:
-                    continue
-                return
-
-    run(test())
-
-
-def test_unreachable_servers_are_one_item_in_the_queue_and_none_where_nothing_is_subscribed(
-    cluster: StoredCluster,
-) -> None:
-    async def test() -> None:
-        async with from_url(cluster.url, socket_connect_timeout=0.05) as client:
-            idle, busy = client.pubsub(), client.pubsub()
-            for pubsub in (idle, busy):
-                await _confirmed(pubsub, "c")
-            await idle.unsubscribe("c")
-            assert (await _next(idle))["type"] == "unsubscribe"
-            for server in cluster.servers.values():
-                server.kill()
-            with pytest.raises(redis.exceptions.ConnectionError):
-                await _next(busy)
-            assert await idle.get_message(timeout=0.3) is None
-            assert len(busy._queue.items) == 1  # pyright: ignore[reportPrivateUsage]
-
-    run(test())
-
-
-def test_a_reader_that_is_slow_stops_the_servers_and_loses_nothing(cluster: StoredCluster) -> None:
-    count, size = 5000, 1000
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client, client.pubsub(max_queue=100) as pubsub:
-            await _confirmed(pubsub, "c")
-            for begin in range(0, count, 500):
-                await asyncio.gather(
-                    *(client.publish("c", b"%d " % number + bytes(size)) for number in range(begin, begin + 500))
-                )
-            queue = pubsub._queue  # pyright: ignore[reportPrivateUsage]
-            assert queue.is_full
-            one_read = 256 * 1024 // size
-            assert 100 <= len(queue.items) <= 100 + one_read
-            for number in range(count):
-                assert int((await _next(pubsub))["data"].split()[0]) == number
-            assert not queue.is_full
-
-    run(test())
-
-
-def test_gaps_do_not_fill_a_full_queue_without_end(cluster: StoredCluster) -> None:
-    channel = cluster.channel_at("s1")
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client, client.pubsub(max_queue=1, gaps=True) as pubsub:
-            await _confirmed(pubsub, channel)
-            await client.publish(channel, "fills it")
-            queue = pubsub._queue  # pyright: ignore[reportPrivateUsage]
-            feed = pubsub._feed  # pyright: ignore[reportPrivateUsage]
-            assert feed is not None
-            while not queue.is_full:  # noqa: ASYNC110  # the message comes by itself
-                await asyncio.sleep(0)
-            for number in range(3):
-                feed._note_gap(GapInfo(channel.encode(), 7, 1, f"gap {number}"))  # pyright: ignore[reportPrivateUsage]
-            assert len(queue.items) == 2
-            await _next(pubsub)
-            gap = (await _next(pubsub))["data"]
-            assert (gap.publisher, gap.count) == (None, None)
-            assert "gap 2" in gap.reason
-            assert pubsub.gaps_detected == 3
-
-    run(test())
 
 
 def test_raw_responses(cluster: StoredCluster) -> None:
