@@ -108,7 +108,7 @@ PROFILES: dict[str, Profile] = {
             losses_allowed=True,
             faults=("crash agent", "part agent", "pause agent"),
             interval_s=0.5,
-            forwards_max=5,
+            forwards_max=30,
         ),
         Profile("clients", losses_allowed=True, faults=("crash client", "part client", "overflow", "pause client")),
         Profile(
@@ -118,7 +118,7 @@ PROFILES: dict[str, Profile] = {
             delays=SLOW,
             interval_s=0.2,
             workload=WorkloadOptions(storm_ratio=0.2),
-            forwards_max=20,
+            forwards_max=30,
         ),
     )
 }

@@ -19,7 +19,7 @@ import dynamoth_dispatcher.machine
 import dynamoth_lla.window
 from dynamoth.envelope import FORWARDED, Envelope
 from dynamoth.outbox import Outbox
-from dynamoth.plan import Assignment, Entry, Phase, Plan, Route
+from dynamoth.plan import Assignment, Entry, Location, Phase, Plan, Route, missing
 from dynamoth.ring import Ring
 from dynamoth_balancer.installer import Installer
 from dynamoth_balancer.options import BalancerOptions
@@ -283,6 +283,17 @@ def any_move() -> AbstractContextManager[None]:
     return replaced(dynamoth_balancer.goals, _improves=improves)
 
 
+def everybody_forwards() -> AbstractContextManager[None]:
+    """A dispatcher that is neither at an old nor at a new server forwards to both itself."""
+
+    def destinations(
+        self: DispatcherMachine, channel: bytes, entry: Entry, here: Location
+    ) -> tuple[list[Location], int]:
+        return missing(channel, entry.followed, {here}), entry.route.epoch
+
+    return replaced(DispatcherMachine, _destinations=destinations)
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """A scenario, what makes it fail, and the guarantee that is broken then ("expected": what the script expects)."""
@@ -312,5 +323,6 @@ CHECKS: tuple[Check, ...] = (
     Check("19-inflated-load", told_each_time, "expected"),
     Check("20-hot-channel", any_move, "expected"),
     Check("21-unknown-publisher", trusting_newcomer, "G1"),
+    Check("22-third-server", everybody_forwards, "G1"),
 )
 """Each scenario with what must make it fail."""

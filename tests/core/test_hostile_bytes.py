@@ -25,13 +25,13 @@ from tests.core.strategies import (
     well_formed_nonsense,
 )
 
-VALID_HEADER = {b"@version": b"1", b"@header": b"\x93\x91\x92\xa2s1\xa2u1\x91\xa2s1\x08"}
+VALID_HEADER = {b"@version": b"1", b"@run": b"", b"@header": b"\x93\x91\x92\xa2s1\xa2u1\x91\xa2s1\x08"}
 
 DECODERS: tuple[Callable[[bytes], Any], ...] = (
     unpack_control,
     unpack_entry,
     open_envelope,
-    lambda data: stored_plan.parse_entry([b"1", None, data], None),
+    lambda data: stored_plan.parse_entry([b"1", b"", data], None),
     lambda data: stored_plan.parse_entry([data, data, None], "run"),
     lambda data: stored_plan.parse_header([b"1", data, data], "run"),
     lambda data: stored_plan.parse_whole({b"@version": b"1", b"@header": data}, None),

@@ -199,7 +199,7 @@ def test_refuses_a_header_that_is_none(header: bytes) -> None:
     with pytest.raises(MalformedMessage):
         stored_plan.parse_header([b"1", None, header], RUN)
     with pytest.raises(MalformedMessage):
-        stored_plan.parse_whole({b"@version": b"1", b"@header": header}, RUN)
+        stored_plan.parse_whole({b"@version": b"1", b"@run": b"", b"@header": header}, RUN)
 
 
 @pytest.mark.parametrize("version", [b"", b"one", b"1.5", b"-1", b"4294967296", b"9" * 5000])
@@ -208,9 +208,9 @@ def test_refuses_a_version_that_is_none(version: bytes) -> None:
     with pytest.raises(MalformedMessage):
         stored_plan.parse_header([version, None, header], RUN)
     with pytest.raises(MalformedMessage):
-        stored_plan.parse_whole({b"@version": version, b"@header": header}, RUN)
+        stored_plan.parse_whole({b"@version": version, b"@run": b"", b"@header": header}, RUN)
     with pytest.raises(MalformedMessage):
-        stored_plan.parse_entry([version, None, None], RUN)
+        stored_plan.parse_entry([version, b"", None], RUN)
 
 
 @pytest.mark.parametrize("reply", [None, b"text", 7, [], [b"1"], [b"1", None, None, None], ErrorReply("WRONGTYPE ...")])

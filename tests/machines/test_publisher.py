@@ -414,7 +414,7 @@ def test_malformed_and_unexpected_messages_are_counted() -> None:
 def test_a_plan_that_cannot_be_read_is_counted() -> None:
     publisher = Publisher(PublisherOptions(envelope=False)).connected()
     publisher.publish()
-    publisher.tell(Replied("s1", ("entry", C), [b"1", None, b"\xc1"]))
+    publisher.tell(Replied("s1", ("entry", C), [b"1", b"", b"\xc1"]))
     publisher.tell(Replied("s1", ("entry", C), ErrorReply("NOPERM no")))
     assert publisher.publisher.counters["malformed_messages"] == 1
     assert publisher.publisher.counters["refused_commands"] == 1

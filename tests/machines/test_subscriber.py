@@ -101,7 +101,7 @@ def test_a_malformed_plan_is_counted_and_asked_for_again() -> None:
     listener = Listener()
     listener.subscribe()
     [verify] = tagged(listener.up("s1"), "verify")
-    assert listener.tell(reply(verify, [b"1", None, b"\xc1"])) == []
+    assert listener.tell(reply(verify, [b"1", b"", b"\xc1"])) == []
     assert listener.counters["malformed_plans"] == 1
     assert listener.verify(listener.pass_time(1), PLAN_0) == [SubscriptionConfirmed(C)]
 
