@@ -1,8 +1,8 @@
 """One busy channel that is moved to and fro between two servers: what is lost, and how much slower it gets.
 
-Run with ``python -m bench.moves``; ``--help`` tells the rest. Real servers, agents and balancer; subscribers and publishers
-are processes of their own. Every delivery is judged by the checker that the simulator uses. A message counts as
-"during a move" when it was published between the request of a move and the answer that it has settled.
+Run with ``python -m bench.moves``; ``--help`` tells the rest. Real servers, agents and balancer; subscribers and
+publishers are processes of their own. Every delivery is judged by the checker that the simulator uses. A message
+counts as "during a move" when it was published between the request of a move and the answer that it has settled.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from array import array
 from bisect import bisect_right
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from struct import Struct
 from typing import Any
 
 from dynamoth_cli.admin import ask_balancer
@@ -36,9 +37,8 @@ MOVE_TIMEOUT_S = 30.0
 ARRIVAL_TIMEOUT_S = 15.0
 LATENCY_SAMPLE = 10
 """Each subscriber notes the latency of every tenth message."""
-NUMBER = slice(0, 8)
-PUBLISHER = slice(8, 12)
-SENT_NS = slice(12, 20)
+HEAD = Struct(">QIQ")
+"""Number, publisher, time of sending in nanoseconds."""
 PAYLOAD_BYTES = 64
 
 
@@ -89,7 +89,7 @@ class Subscribers:
         self._audit = Audit(live=False)
         self._sent_ns = array("q")
         self._latency_ns = array("q")
-        self._confirmed = 0
+        self._all_confirmed = asyncio.Event()
         self._gaps: list[str] = []
 
     async def work(self, pipe: Connection) -> None:
@@ -97,11 +97,10 @@ class Subscribers:
         loop = asyncio.get_running_loop()
         async with Redis.from_url(self._url) as client:
             pubsubs = [client.pubsub(on_gap=self._on_gap) for _ in self._numbers]
-            readers = [loop.create_task(self._read(*pair)) for pair in zip(self._numbers, pubsubs, strict=True)]
             for pubsub in pubsubs:
                 await pubsub.subscribe(CHANNEL)
-            while self._confirmed < len(pubsubs):
-                await asyncio.sleep(0.01)
+            readers = [loop.create_task(self._read(*pair)) for pair in zip(self._numbers, pubsubs, strict=True)]
+            await self._all_confirmed.wait()
             pipe.send("ready")
             published, moves = await loop.run_in_executor(None, pipe.recv)
             await self._arrived(sum(published) * len(pubsubs))
@@ -115,25 +114,23 @@ class Subscribers:
     async def _arrived(self, deliveries: int) -> None:
         """Wait until everything has come, or nothing does any more."""
         deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
-        while self._audit.totals.delivered < deliveries and time.monotonic() < deadline:
+        # An event for each delivery would be part of what is measured.
+        while self._audit.totals.delivered < deliveries and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
     async def _read(self, number: int, pubsub: Any) -> None:
-        while not pubsub.subscribed:
-            await asyncio.sleep(0.01)
         async for message in pubsub.listen():
             if message["type"] == "message":
                 self._take(number, message["data"])
             elif message["type"] == "subscribe":
-                self._confirmed += 1
                 self._audit.confirmed(number, CHANNEL, time.monotonic())
+                if self._audit.open_count(CHANNEL) == len(self._numbers):
+                    self._all_confirmed.set()
 
     def _take(self, subscriber: int, payload: bytes) -> None:
-        number = int.from_bytes(payload[NUMBER])
-        publisher = int.from_bytes(payload[PUBLISHER])
+        number, publisher, sent_ns = HEAD.unpack_from(payload)
         self._audit.delivered(subscriber, CHANNEL, publisher, number, 0.0)
         if (number + subscriber) % LATENCY_SAMPLE == 0:
-            sent_ns = int.from_bytes(payload[SENT_NS])
             self._sent_ns.append(sent_ns)
             self._latency_ns.append(time.monotonic_ns() - sent_ns)
 
@@ -166,7 +163,7 @@ async def publish_at_rate(url: str, load: Load, pipe: Connection) -> None:
 
     async def publish(publisher: int) -> int:
         interval_s = load.publishers / load.messages_per_s
-        padding = bytes(PAYLOAD_BYTES - 20)
+        padding = bytes(PAYLOAD_BYTES - HEAD.size)
         number = 0
         async with Redis.from_url(url) as client:
             due = time.monotonic() + interval_s * publisher / load.publishers
@@ -174,8 +171,7 @@ async def publish_at_rate(url: str, load: Load, pipe: Connection) -> None:
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
                 due += interval_s
                 number += 1
-                head = number.to_bytes(8) + publisher.to_bytes(4) + time.monotonic_ns().to_bytes(8)
-                await client.publish(CHANNEL, head + padding)
+                await client.publish(CHANNEL, HEAD.pack(number, publisher, time.monotonic_ns()) + padding)
         return number
 
     tasks = [asyncio.create_task(publish(publisher)) for publisher in range(load.publishers)]

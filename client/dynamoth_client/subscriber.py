@@ -36,6 +36,7 @@ from dynamoth.envelope import (
     KNOWN_FLAGS,
     MAGIC,
     QUIET_BITS,
+    RAW,
     ROUTE_CHANGED,
     Envelope,
     open_envelope,
@@ -47,6 +48,8 @@ from dynamoth.names import ANNOUNCE_CHANNEL, RESERVED_PREFIX
 from dynamoth.plan import Location, Mode, Phase, Route
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.sequences import Gap, Sequences
+
+_UNUSUAL = CONTROL | HEARTBEAT | RAW
 
 _NO_PERMISSION = ("NOPERM", "NOAUTH")
 
@@ -139,14 +142,23 @@ class _Place:
     verified: bool = False
     #: The dispatcher's incarnation and the number of its first marker seen here on the present connection.
     first_marker: tuple[int, int] | None = None
-    #: Of a leaving place: the targets whose marker has come round to here.
-    rounded: set[Location] = field(default_factory=set[Location])
+    #: Server to incarnation and number of the latest marker of its dispatcher that has come round to here.
+    rounds: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
     def disconnected(self) -> None:
         """Forget what was true of the connection that was lost."""
         self.attempt = 0
         self.verified = False
         self.first_marker = None
+        self.rounds.clear()
+
+    def follows(self, target: _Place) -> bool:
+        """Tell whether everything that ``target``'s server got before we joined there has come round to here.
+
+        The same marker, or a later one, was seen here as there; in which of the two first does not matter.
+        """
+        first, latest = target.first_marker, self.rounds.get(target.location.server)
+        return first is not None and latest is not None and first[0] == latest[0] and first[1] <= latest[1]
 
 
 @dataclass(slots=True)
@@ -346,7 +358,6 @@ class SubscriberMachine:
                 actions += self._join(subscription, location, now)
                 continue
             subscription.targets[location] = place
-            place.rounded.clear()
             if self._links[location.server].up:
                 actions.append(self._verify(subscription, place))
         for location, place in list(subscription.targets.items()):
@@ -527,8 +538,6 @@ class SubscriberMachine:
             reason = f"the connection to server {event.link} was lost: {event.reason}"
             if location in subscription.targets:
                 subscription.targets[location].disconnected()
-                for old in subscription.leaving.values():
-                    old.rounded.discard(location)
                 if subscription.confirmed:
                     subscription.may_have_missed = reason
                 else:
@@ -564,11 +573,14 @@ class SubscriberMachine:
             _, flags, publisher, number, _ = unpack_header(data)
             sequence = number >> QUIET_BITS
             stream = subscription.sequences.streams.get(publisher)
-            if stream is not None and stream.next == sequence and not stream.held and not flags & (CONTROL | HEARTBEAT):
-                stream.next = sequence + 1
-                if subscription.confirmed:
-                    delivered.append((subscription.channel, data[HEADER_BYTES:]))
-                continue
+            if stream is not None and not flags & _UNUSUAL and (expected := stream.next) is not None:
+                if sequence == expected and not stream.held:
+                    stream.next = sequence + 1
+                    if subscription.confirmed:
+                        delivered.append((subscription.channel, data[HEADER_BYTES:]))
+                    continue
+                if stream.begun_in_doubt_at <= sequence < expected:
+                    continue  # a duplicate: many, while the channel moves
             more = self._unusual(subscription, event.link, push[1], open_envelope(data), now)
             if more:
                 if delivered:
@@ -641,27 +653,19 @@ class SubscriberMachine:
         self, subscription: _Subscription, location: Location, server: str, incarnation: int, number: int, now: float
     ) -> list[Any]:
         target = subscription.targets.get(location)
-        if target is not None:
-            known = target.first_marker
-            if server == location.server and (known is None or known[0] != incarnation):
-                target.first_marker = incarnation, number
-            return []
-        old = subscription.leaving.get(location)
-        if old is None:
-            return []
-        for target in subscription.targets.values():
-            known = target.first_marker
-            if target.location.server != server or known is None:
-                continue
-            if known[0] == incarnation and number >= known[1]:
-                old.rounded.add(target.location)
+        if target is None:
+            if (old := subscription.leaving.get(location)) is not None:
+                old.rounds[server] = incarnation, number
+        elif server == location.server and (target.first_marker is None or target.first_marker[0] != incarnation):
+            target.first_marker = incarnation, number
         return self._leave_rounded(subscription, now)
 
     def _leave_rounded(self, subscription: _Subscription, now: float) -> list[Any]:
         """Leave the places to which a marker of every target has come round."""
         if not subscription.leaving or not subscription.verified():
             return []
-        rounded = [p for p in subscription.leaving.values() if all(t in p.rounded for t in subscription.targets)]
+        targets = subscription.targets.values()
+        rounded = [p for p in subscription.leaving.values() if all(p.follows(target) for target in targets)]
         return [action for place in rounded for action in self._leave(subscription, place, now)]
 
     # Time.

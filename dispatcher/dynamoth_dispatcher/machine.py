@@ -23,6 +23,7 @@ from typing import Any
 
 from dynamoth import stored_plan
 from dynamoth.control import (
+    Announcement,
     LossNotice,
     Marker,
     ObservationGap,
@@ -52,6 +53,7 @@ from dynamoth.errors import MalformedMessage, PlanError
 from dynamoth.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
 from dynamoth.names import (
     AGENT_CHANNEL,
+    ANNOUNCE_CHANNEL,
     BALANCER_CHANNEL,
     CLIENTS_CHANNEL,
     inbox,
@@ -351,6 +353,8 @@ class DispatcherMachine:
 
     def _observed(self, physical: bytes, data: bytes, now: float) -> list[Any]:
         if not is_user_channel(physical):
+            if physical == ANNOUNCE_CHANNEL and len(self.transitions):
+                self._announced(data, now)
             return []
         if self.plan is None:
             if len(self._backlog) == self.options.backlog_max:
@@ -380,6 +384,16 @@ class DispatcherMachine:
             transition.told = True
             actions.append(self._notice(transition, here))
         return actions
+
+    def _announced(self, data: bytes, now: float) -> None:
+        try:
+            message = unpack_control(data)
+        except MalformedMessage:
+            self.counters["malformed_messages"] += 1
+            return
+        if isinstance(message, Announcement):
+            for channel in message.joined:
+                self.transitions.joined(channel, now)
 
     def _at_rest(self, physical: bytes) -> None:
         if len(self._quiet) >= self.options.quiet_max:

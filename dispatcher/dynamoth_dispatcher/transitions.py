@@ -17,6 +17,8 @@ class TransitionOptions:
     """How soon a marker follows the previous one at first; then at doubling distance."""
     marker_interval_s_max: float = 1.0
     """The largest distance of two markers of a channel."""
+    marker_delay_s: float = 0.005
+    """A marker follows so soon after a subscriber has announced that it joined, for it waits for one."""
     trickle_delay_s: float = 0.1
     """Subscribers of a channel on which nothing is published are told so long after the activation."""
     notice_interval_s: float = 0.5
@@ -105,6 +107,15 @@ class Transitions:
         if self._next_tick_at is None:
             self._next_tick_at = now
         return transition
+
+    def joined(self, channel: bytes, now: float) -> None:
+        """A subscriber has joined ``channel`` at this server: if that is a new location, it waits for a marker."""
+        transition = self._by_channel.get(channel)
+        if transition is None or not transition.new_here or self._next_tick_at is None:
+            return
+        transition.marker_at = min(transition.marker_at, now + self._options.marker_delay_s)
+        transition.marker_interval_s = self._options.marker_interval_s
+        self._next_tick_at = min(self._next_tick_at, transition.marker_at)
 
     def deadline(self) -> float | None:
         """Return when something may be due."""

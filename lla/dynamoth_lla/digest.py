@@ -6,47 +6,36 @@ forward messages in between however many channels there are.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from heapq import nlargest
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 
 from dynamoth.names import is_user_channel
-from dynamoth.reports import ID_BYTES, ChannelColumns, ChannelSums, pack_ids
+from dynamoth.reports import ChannelColumns, ChannelSums, pack_ids
 from dynamoth_lla.channels import Track, TrackedChannels
-from dynamoth_lla.window import PMESSAGE_BYTES, Heads, Window, are_ordinary, publications, publishers, split
+from dynamoth_lla.traffic import Traffic
+from dynamoth_lla.window import PMESSAGE_BYTES, Window
 
 MESSAGE_BYTES = 32
 """Size on the wire without channel and data, of a ``message`` push as of a PUBLISH: both have three elements."""
 
-WORK_PER_STEP = 3000
-"""Channels, and heads, that are looked at in one step: some 3 ms."""
+WORK_PER_STEP = 1000
+"""Channels that are looked at in one step: some 3 ms."""
+MESSAGES_PER_CHANNEL = 20
+"""So many messages of a channel take as much work again as the channel itself."""
 
 
 class Load:
     """What one channel has carried within the interval; all zero for an idle one."""
 
-    __slots__ = (
-        "_heads",
-        "_ordinary",
-        "bytes_in",
-        "bytes_out",
-        "messages",
-        "messages_sent",
-        "publications",
-        "size",
-        "track",
-        "weight",
-    )
+    __slots__ = ("_traffic", "bytes_in", "bytes_out", "messages_sent", "publications", "track", "weight")
 
-    def __init__(self, track: Track, heads: Heads | None = None, messages: int = 0, size: int = 0) -> None:
+    def __init__(self, track: Track, traffic: Traffic | None = None) -> None:
         self.track = track
         #: One for each physical name that messages came on.
-        self._heads: list[Heads] = [] if heads is None else [heads]
-        self._ordinary = False
-        #: All messages, and their bytes without what they take on the wire besides.
-        self.messages = messages
-        self.size = size
+        self._traffic: list[Traffic] = [] if traffic is None else [traffic]
         self.publications = 0
         self.messages_sent = 0
         self.bytes_in = 0
@@ -56,42 +45,34 @@ class Load:
 
     def measure(self) -> None:
         """Find out what it all means, as the subscribers are known now."""
+        (traffic,) = self._traffic
         overhead = MESSAGE_BYTES + len(self.track.physical)
-        published, published_bytes = self.messages, self.size
-        for heads in self._heads:
-            self._ordinary = are_ordinary(heads)
-            if not self._ordinary:
-                published, published_bytes = split(publications(heads))
         subscribers = self.track.subscribers
-        self.publications = published
-        self.bytes_in = published_bytes + published * overhead
-        self.messages_sent = self.messages * subscribers
-        self.bytes_out = (self.size + self.messages * overhead) * subscribers
+        self.publications, published_bytes = traffic.published()
+        self.bytes_in = published_bytes + self.publications * overhead
+        self.messages_sent = traffic.messages * subscribers
+        self.bytes_out = (traffic.size + traffic.messages * overhead) * subscribers
         self.weight = (self.bytes_out << 64) + (self.bytes_in << 32) + subscribers
 
     def merge(self, other: Load) -> None:
         """Add the load of another physical name of the same channel; both have been measured."""
-        self._heads += other._heads
-        self._ordinary = False
+        self._traffic += other._traffic
         self.publications += other.publications
         self.messages_sent += other.messages_sent
         self.bytes_in += other.bytes_in
         self.bytes_out += other.bytes_out
         self.weight += other.weight
 
-    def publishers(self) -> dict[bytes, int]:
-        """Return what each known publisher published, by its id."""
-        if self._ordinary:
-            return {head[-ID_BYTES:]: count for head, count in self._heads[0].items()}
-        merged: dict[bytes, int] = {}
-        for heads in self._heads:
-            for id_, count in publishers(heads).items():
-                merged[id_] = merged.get(id_, 0) + count
+    def publishers(self) -> Counter[bytes]:
+        """Return how many messages each known publisher published, by its id."""
+        merged: Counter[bytes] = Counter()
+        for traffic in self._traffic:
+            merged.update(traffic.publishers())
         return merged
 
     def count_publishers(self) -> int:
         """Return how many publishers there are."""
-        return len(self._heads[0]) if self._ordinary else len(self.publishers())
+        return self._traffic[0].count_publishers() if len(self._traffic) == 1 else len(self.publishers())
 
 
 @dataclass(slots=True)
@@ -100,8 +81,8 @@ class Digest:
 
     #: By physical channel.
     loads: list[Load] = field(default_factory=list[Load])
-    #: Messages and bytes on user channels that are not followed, as ``split`` reads them.
-    untracked: int = 0
+    #: Messages on user channels that are not followed.
+    messages_untracked: int = 0
     #: What the agent itself was sent, on all channels.
     agent_messages: int = 0
     agent_bytes: int = 0
@@ -109,21 +90,20 @@ class Digest:
 
 def digest(window: Window, channels: TrackedChannels, into: Digest) -> Generator[None]:
     """Go through a window: follow its user channels, and sum up each."""
-    into.untracked += window.overflow
+    into.messages_untracked += window.overflow_messages
     into.agent_messages += window.uncounted_messages
     into.agent_bytes += window.uncounted_wire_bytes
     work = 0
-    for physical, heads in window.counts.items():
-        total = sum(heads.values())
-        messages, size = split(total)
+    for physical, traffic in window.traffic():
+        messages = traffic.messages
         into.agent_messages += messages
-        into.agent_bytes += size + messages * (PMESSAGE_BYTES + len(physical))
+        into.agent_bytes += traffic.size + messages * (PMESSAGE_BYTES + len(physical))
         track = channels.follow(physical)
         if track is not None:
-            into.loads.append(Load(track, heads, messages, size))
+            into.loads.append(Load(track, traffic))
         elif is_user_channel(physical):
-            into.untracked += total
-        work += 1 + len(heads) // 4
+            into.messages_untracked += messages
+        work += 1 + messages // MESSAGES_PER_CHANNEL
         if work >= WORK_PER_STEP:
             work = 0
             yield
@@ -168,13 +148,13 @@ def compose(
     work = 0
     for load in named:
         publisher_counts.append(load.count_publishers())
-        work += publisher_counts[-1]
+        work += 1 + load.publications // MESSAGES_PER_CHANNEL
         if work >= WORK_PER_STEP:
             work = 0
             yield
     into.columns = _columns(named, publisher_counts, bounds)
     yield
-    unknown = ChannelSums(messages_untracked=split(digested.untracked)[0], publishers_uncounted=publishers_uncounted)
+    unknown = ChannelSums(messages_untracked=digested.messages_untracked, publishers_uncounted=publishers_uncounted)
     into.total = _sum_up(loads, len(channels), channels.subscribers, unknown)
     tracks = sum([load.track.audience.tracks for load in named])
     subscribers = sum([load.track.audience.subscribers for load in named])
@@ -224,8 +204,8 @@ def _columns(loads: list[Load], publisher_counts: list[int], bounds: NamedBounds
     )
 
 
-def _busiest(published: dict[bytes, int], count_max: int) -> bytes:
-    return b"".join([id_ for id_, _ in nlargest(count_max, published.items(), key=itemgetter(1))])
+def _busiest(published: Counter[bytes], count_max: int) -> bytes:
+    return b"".join([id_ for id_, _ in published.most_common(count_max)])
 
 
 def _latest(clients: Iterable[int], count_max: int) -> bytes:

@@ -439,7 +439,8 @@ class LoadAnalyzer:
     # What is observed.
 
     def _new_window(self) -> Window:
-        return Window(self._options.channels_max, self._options.publishers_max)
+        options = self._options
+        return Window(options.channels_max, options.records_max, options.publishers_max)
 
     def _take_announcements(self, announcements: Sequence[bytes]) -> None:
         for data in announcements:

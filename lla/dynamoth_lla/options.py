@@ -18,7 +18,9 @@ class LoadAnalyzerOptions:
     ``who_channels_max``, ``who_per_channel_max``: of how many of these it tells who published and who subscribes, and
     how many clients of each; 0 for none. 8 bytes for each of them.
     ``channels_max``: how many channels are followed; the messages of others are added up.
-    ``publishers_max``: how many pairs of channel and publisher are told apart within an interval. About 200 bytes each.
+    ``records_max``: how many messages of an interval are kept as records, 16 bytes each; the publishers of those beyond
+    are counted as they come, which costs more time and less memory.
+    ``publishers_max``: how many pairs of channel and publisher are told apart of these. About 200 bytes each.
     ``announced_clients_max``, ``announced_per_channel_max``: how many announced subscribers are kept in all and per
     channel. About 150 bytes each.
     ``numsub_per_round_max``: of how many channels the subscribers are counted in one round; with more of them, in turn.
@@ -34,6 +36,7 @@ class LoadAnalyzerOptions:
     who_channels_max: int = 100
     who_per_channel_max: int = 16
     channels_max: int = 100_000
+    records_max: int = 500_000
     publishers_max: int = 200_000
     announced_clients_max: int = 200_000
     announced_per_channel_max: int = 64
@@ -47,7 +50,8 @@ class LoadAnalyzerOptions:
         for name in ("report_interval_s", "discovery_interval_s", "lag_s_max"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be more than 0, not {getattr(self, name)}")
-        for name in ("outgoing_bytes_per_s_max", "channels_max", "publishers_max", "numsub_per_round_max"):
+        counts = ("outgoing_bytes_per_s_max", "channels_max", "records_max", "publishers_max", "numsub_per_round_max")
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 1 <= self.channels_per_report_max <= REPORT_CHANNELS_MAX:

@@ -1,87 +1,22 @@
-"""Counting what is observed: the hot loop of the agent.
+"""Writing down what is observed: the hot loop of the agent, and what bounds its memory.
 
-Theory of operation
--------------------
-The agent sees every message of its server and has two microseconds for each, so as little as possible is done per
-message: one number is added to, found by the physical channel and the first bytes of the message. These bytes, the
-*head*, are magic, flags and publisher id of an envelope. The number holds messages and bytes at once, the messages
-in its upper bits. What it all means is found out once per interval and head (``dynamoth_lla.digest``).
-
-A plain message has an arbitrary head. That is correct and only costs room: when there are too many heads, those of
-plain messages are folded into one, and then, if it must be, those of the publishers of the channels that have most.
+The memory of a window is bounded in three ways. Past ``records_max`` records, those of some channels are counted by
+head instead, which is smaller where a publisher sends more than one message. Past ``heads_max`` heads, those of plain
+messages are folded into one, and then, if it must be, those of the publishers of the channels that have most. Past
+``channels_max`` channels, the messages of those that came last are only added up.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dynamoth.envelope import CONTROL, FORWARDED, HEARTBEAT, KNOWN_FLAGS, MAGIC
 from dynamoth.names import ANNOUNCE_CHANNEL, is_user_channel
-
-HEAD_BYTES = 12
-"""Magic, flags and publisher of an envelope."""
+from dynamoth_lla.traffic import RECORD, Heads, Traffic, add_records, fold_all, fold_plain, messages_and_bytes
 
 PMESSAGE_BYTES = 40
 """Size of a push to a pattern subscriber without channel and data: type, ``pmessage``, ``*`` and four lengths."""
-
-ONE_MESSAGE = 1 << 48
-"""Added for each message, together with its length. There is room for 281 TB before bytes reach the messages."""
-_BYTES_MASK = ONE_MESSAGE - 1
-
-Heads = Mapping[bytes, int]
-"""What one channel has carried: messages and bytes by head."""
-
-_NOT_PUBLISHED = FORWARDED | HEARTBEAT | CONTROL
-_KNOWN = [flags for flags in range(256) if not flags & ~KNOWN_FLAGS]
-_PUBLISHED_PREFIXES = frozenset(MAGIC + bytes((flags,)) for flags in _KNOWN if not flags & _NOT_PUBLISHED)
-_COPY_PREFIXES = frozenset(MAGIC + bytes((flags,)) for flags in _KNOWN if flags & _NOT_PUBLISHED)
-
-#: What heads are folded into. Longer than any head, so none is mistaken for them.
-_PUBLICATIONS = bytes(HEAD_BYTES + 1)
-_COPIES = MAGIC + bytes((FORWARDED,)) + bytes(HEAD_BYTES + 1 - 4)
-
-
-def split(total: int) -> tuple[int, int]:
-    """Return messages and bytes of a number in :data:`Heads`, or of a sum of some."""
-    return total >> 48, total & _BYTES_MASK
-
-
-def are_ordinary(heads: Heads) -> bool:
-    """Tell whether each head is that of another publisher and has no flags, as nearly always.
-
-    The answer costs about 20 ns per head, a tenth of what it costs to look at each by itself.
-    """
-    count = len(heads)
-    joined = b"".join(heads)
-    return (
-        len(joined) == count * HEAD_BYTES
-        and joined[0::HEAD_BYTES].count(MAGIC[0]) == count
-        and joined[1::HEAD_BYTES].count(MAGIC[1]) == count
-        and joined[2::HEAD_BYTES].count(MAGIC[2]) == count
-        and joined[3::HEAD_BYTES].count(0) == count
-        and _PUBLICATIONS not in heads
-        and _COPIES not in heads
-    )
-
-
-def publications(heads: Heads) -> int:
-    """Return the sum of what clients published: no forwarded copies, heartbeats or control messages.
-
-    Plain messages are publications, as far as anyone can tell.
-    """
-    return sum([count for head, count in heads.items() if head[:4] not in _COPY_PREFIXES])
-
-
-def publishers(heads: Heads) -> dict[bytes, int]:
-    """Return what each known publisher published, by its 8-byte id. Plain messages have none."""
-    found: dict[bytes, int] = {}
-    for head, count in heads.items():
-        if head[:4] in _PUBLISHED_PREFIXES and len(head) == HEAD_BYTES:
-            id_ = head[4:]
-            found[id_] = found.get(id_, 0) + count
-    return found
 
 
 class Window:
@@ -89,99 +24,108 @@ class Window:
 
     Args:
         channels_max: how many channels are told apart; the messages of others are added up.
-        heads_max: how many heads there is room for, over all channels. Soft: one batch of messages may exceed it.
+        records_max: how many messages are kept as records, 16 bytes each.
+        heads_max: how many heads are counted apart, over all channels, of the messages beyond. About 200 bytes each.
+            Both may be exceeded by one batch of messages.
 
     """
 
     __slots__ = (
         "_channels_max",
-        "_counts",
-        "_heads_at_most",
+        "_heads",
+        "_heads_counted",
         "_heads_max",
-        "overflow",
+        "_logged",
+        "_logs",
+        "_records_max",
+        "overflow_messages",
         "publishers_uncounted",
         "uncounted_messages",
         "uncounted_wire_bytes",
     )
 
-    def __init__(self, channels_max: int, heads_max: int) -> None:
+    def __init__(self, channels_max: int, records_max: int, heads_max: int) -> None:
         self._channels_max = channels_max
+        self._records_max = records_max
         self._heads_max = heads_max
-        self._counts: defaultdict[bytes, defaultdict[bytes, int]] = defaultdict(_no_heads)
-        #: Never less than the number of heads, so that counting them can wait until it reaches the bound.
-        self._heads_at_most = 0
-        #: Messages and bytes, as ``split`` reads them, on user channels that there was no room for.
-        self.overflow = 0
-        #: What the agent has read and ``counts`` does not hold: messages, and bytes on the wire.
+        #: The records of each physical channel; those of Dynamoth's own channels too.
+        self._logs: defaultdict[bytes, bytearray] = defaultdict(bytearray)
+        #: How many records there are, or a few more, as pushes of other kinds are counted too.
+        self._logged = 0
+        #: What is counted by head, of channels that had to give way.
+        self._heads: dict[bytes, Heads] = {}
+        #: How many heads that are.
+        self._heads_counted = 0
+        #: Messages on user channels that there was no room for.
+        self.overflow_messages = 0
+        #: What the agent has read and ``traffic`` does not tell of: messages, and bytes on the wire.
         self.uncounted_messages = 0
         self.uncounted_wire_bytes = 0
         #: Heads of publishers that were folded.
         self.publishers_uncounted = 0
 
-    @property
-    def counts(self) -> Mapping[bytes, Heads]:
-        """What each physical channel has carried; Dynamoth's own channels are among them."""
-        return self._counts
-
     def observe(self, messages: Sequence[Sequence[Any]]) -> list[bytes]:
-        """Count the ``pmessage`` pushes among ``messages``; return the announcements of clients among them."""
-        counts = self._counts
+        """Write down the ``pmessage`` pushes among ``messages``; return the announcements of clients among them."""
+        logs = self._logs
+        record = RECORD.pack
         for message in messages:
             if len(message) == 4:  # of all pushes, pmessage alone has four elements
                 data = message[3]
-                counts[message[2]][data[:12]] += ONE_MESSAGE + len(data)
-        self._heads_at_most += len(messages)
-        if self._heads_at_most > self._heads_max:
-            self._make_room()
-        if len(counts) > self._channels_max:
-            self._drop_newest()
-        if ANNOUNCE_CHANNEL not in counts:
+                logs[message[2]].extend(record(data, len(data)))
+        self._logged += len(messages)
+        if self._logged > self._records_max or len(logs) > self._channels_max:
+            self._count_newest()
+        if ANNOUNCE_CHANNEL not in logs:
             return []
-        self._forget(ANNOUNCE_CHANNEL, counts.pop(ANNOUNCE_CHANNEL))
+        self._forget(ANNOUNCE_CHANNEL, logs.pop(ANNOUNCE_CHANNEL))
         return [message[3] for message in messages if len(message) == 4 and message[2] == ANNOUNCE_CHANNEL]
 
-    def _drop_newest(self) -> None:
-        """Add up the channels that came last: the others have been followed for longer."""
-        while len(self._counts) > self._channels_max:
-            channel, heads = self._counts.popitem()
-            total = self._forget(channel, heads)
-            if is_user_channel(channel):
-                self.overflow += total
+    def traffic(self) -> Iterator[tuple[bytes, Traffic]]:
+        """Go through the physical channels, Dynamoth's own among them, each once. The window must not change."""
+        for channel, records in self._logs.items():
+            yield channel, Traffic(records, self._heads.get(channel))
+        for channel, heads in self._heads.items():
+            if channel not in self._logs:
+                yield channel, Traffic(bytearray(), heads)
 
-    def _forget(self, channel: bytes, heads: Heads) -> int:
-        total = sum(heads.values())
-        messages, size = split(total)
+    def _count_newest(self) -> None:
+        """Count the newest channels by head until all is within bounds: about as many records as the batch brought."""
+        logs = self._logs
+        while logs and (self._logged > self._records_max or len(logs) > self._channels_max):
+            channel, records = logs.popitem()
+            self._logged -= len(records) // RECORD.size
+            self._count(channel, records)
+        if not logs:
+            self._logged = 0
+        if self._heads_counted > self._heads_max:
+            self._make_room()
+
+    def _count(self, channel: bytes, records: bytearray) -> None:
+        heads = self._heads.get(channel)
+        if heads is None:
+            if len(self._logs) + len(self._heads) >= self._channels_max:
+                messages = self._forget(channel, records)
+                self.overflow_messages += messages if is_user_channel(channel) else 0
+                return
+            heads = self._heads[channel] = defaultdict(int)
+        before = len(heads)
+        add_records(records, heads)
+        self._heads_counted += len(heads) - before
+
+    def _forget(self, channel: bytes, records: bytearray) -> int:
+        messages, size = messages_and_bytes(records)
         self.uncounted_messages += messages
         self.uncounted_wire_bytes += size + messages * (PMESSAGE_BYTES + len(channel))
-        return total
+        return messages
 
     def _make_room(self) -> None:
-        """Count the heads. Above half of the bound, fold those of plain messages, and then those of publishers."""
-        if self._count_heads() > self._heads_max // 2:
-            for heads in self._counts.values():
-                _fold(heads, [head for head in heads if head[:4] not in _PUBLISHED_PREFIXES])
-        if self._count_heads() > self._heads_max // 2:
-            for heads in sorted(self._counts.values(), key=len, reverse=True):
-                before = len(heads)
-                self.publishers_uncounted += _fold(heads, list(heads))
-                self._heads_at_most -= before - len(heads)
-                if self._heads_at_most <= self._heads_max // 2:
-                    break
-
-    def _count_heads(self) -> int:
-        self._heads_at_most = sum(map(len, self._counts.values()))
-        return self._heads_at_most
-
-
-def _no_heads() -> defaultdict[bytes, int]:
-    return defaultdict(int)
-
-
-def _fold(heads: defaultdict[bytes, int], which: Sequence[bytes]) -> int:
-    """Fold heads into those that stand for many; return how many of them named a publisher."""
-    named = 0
-    for head in which:
-        if len(head) <= HEAD_BYTES:
-            named += head[:4] in _PUBLISHED_PREFIXES and len(head) == HEAD_BYTES
-            heads[_COPIES if head[:4] in _COPY_PREFIXES else _PUBLICATIONS] += heads.pop(head)
-    return named
+        """Fold heads until half of the bound is left: those of plain messages, then those of publishers."""
+        for heads in self._heads.values():
+            fold_plain(heads)
+        self._heads_counted = sum(map(len, self._heads.values()))
+        for heads in sorted(self._heads.values(), key=len, reverse=True):
+            if self._heads_counted <= self._heads_max // 2:
+                break
+            before = len(heads)
+            self.publishers_uncounted += fold_all(heads)
+            self._heads_counted -= before - len(heads)

@@ -285,6 +285,12 @@ class Audit:
         """A message is delivered to the application."""
         self.totals.delivered += 1
         subscription = self._open.get((subscriber, channel))
+        if not self._live and subscription is not None:
+            view = subscription.views.get(publisher)
+            if view is not None and number == view.next and not view.skipped and number > view.covered_to:
+                view.next = number + 1  # the usual message, as the demo and the benchmarks have many
+                view.latest = number
+                return
         if subscription is None:
             what = f"{subscriber} gets {publisher}:{number} outside of a subscription"
             self._violation("confirmation", what, at, channel, subscriber, publisher, number)

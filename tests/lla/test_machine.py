@@ -568,7 +568,7 @@ channels = st.sampled_from([b"a", b"b", AGENT_CHANNEL, ANNOUNCE_CHANNEL, replica
 @settings(max_examples=1000)
 @given(st.data())
 def test_fuzz_no_input_makes_it_raise_and_it_goes_on_reporting(data: st.DataObject) -> None:
-    bench = Bench(channels_max=6, publishers_max=20, numsub_per_round_max=4, discovery_interval_s=2.0)
+    bench = Bench(channels_max=6, records_max=9, publishers_max=20, numsub_per_round_max=4, discovery_interval_s=2.0)
     bench.up()
     for _ in range(data.draw(st.integers(1, 8))):
         match data.draw(st.sampled_from(["observe", "tick", "garbage", "down", "answer"])):
@@ -644,6 +644,7 @@ def assert_sane(report: Report) -> None:
         ("channels_per_report_max", 10_001),
         ("channels_max", 0),
         ("publishers_max", 0),
+        ("records_max", 0),
         ("numsub_per_round_max", 0),
     ],
 )

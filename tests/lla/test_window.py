@@ -9,61 +9,86 @@ from hypothesis import strategies as st
 
 from dynamoth.envelope import CONTROL, FIRST, FORWARDED, HEARTBEAT, MAGIC, RAW, ROUTE_CHANGED
 from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL
-from dynamoth_lla.window import PMESSAGE_BYTES, Window, are_ordinary, publications, publishers, split
+from dynamoth_lla.traffic import Traffic
+from dynamoth_lla.window import PMESSAGE_BYTES, Window
 from tests.lla.harness import publication, push
 
+#: With room for no record, everything is counted by head: the other of two ways to the same result.
+BOTH_WAYS = pytest.mark.parametrize("records_max", [1000, 0])
 
-def window(channels_max: int = 1000, heads_max: int = 1000) -> Window:
-    return Window(channels_max, heads_max)
 
-
-def published(counted: Window, channel: bytes) -> int:
-    return publications(counted.counts[channel])
+def window(channels_max: int = 1000, records_max: int = 1000, heads_max: int = 1000) -> Window:
+    return Window(channels_max, records_max, heads_max)
 
 
 def id_of(publisher: int) -> bytes:
     return publisher.to_bytes(8, "big")
 
 
-def test_messages_and_bytes_are_counted_by_channel_and_publisher() -> None:
-    counted = window()
+def traffic(counted: Window, channel: bytes = b"a") -> Traffic:
+    return dict(counted.traffic())[channel]
+
+
+@BOTH_WAYS
+def test_messages_and_bytes_are_counted_by_channel_and_publisher(records_max: int) -> None:
+    counted = window(records_max=records_max)
     counted.observe([push(b"a", publication(1)), push(b"a", publication(2)), push(b"b", publication(1))])
     counted.observe([push(b"a", publication(1, payload=b""))])
-    assert split(published(counted, b"a")) == (3, 32 + 32 + 24)
-    found = {id_: split(count) for id_, count in publishers(counted.counts[b"a"]).items()}
-    assert found == {id_of(1): (2, 56), id_of(2): (1, 32)}
-    assert split(published(counted, b"b")) == (1, 32)
+    of = dict(counted.traffic())
+    assert (of[b"a"].messages, of[b"a"].size) == of[b"a"].published() == (3, 32 + 32 + 24)
+    assert of[b"a"].publishers() == {id_of(1): 2, id_of(2): 1}
+    assert of[b"a"].count_publishers() == 2
+    assert of[b"b"].published() == (1, 32)
 
 
-def test_copies_heartbeats_and_control_messages_are_not_publications() -> None:
-    counted = window()
-    for flags in (FORWARDED, HEARTBEAT, CONTROL, FORWARDED | FIRST | ROUTE_CHANGED, FORWARDED | RAW):
-        counted.observe([push(b"a", publication(1, flags=flags))])
-    assert split(published(counted, b"a")) == (0, 0)
-    assert publishers(counted.counts[b"a"]) == {}
-    assert split(sum(counted.counts[b"a"].values()))[0] == 5
+@BOTH_WAYS
+@pytest.mark.parametrize("flags", [FORWARDED, HEARTBEAT, CONTROL, FORWARDED | FIRST | ROUTE_CHANGED, FORWARDED | RAW])
+def test_copies_heartbeats_and_control_messages_are_not_publications(records_max: int, flags: int) -> None:
+    counted = window(records_max=records_max)
+    counted.observe([push(b"a", publication(1, flags=flags)), push(b"a", publication(2))])
+    of = traffic(counted)
+    assert of.published() == (1, 32)
+    assert (of.messages, of.size) == (2, 64)
+    assert of.publishers() == {id_of(2): 1}
+    assert of.count_publishers() == 1
 
 
-def test_flags_that_say_nothing_about_the_load_do_not_hide_a_publication() -> None:
-    counted = window()
+@BOTH_WAYS
+def test_flags_that_say_nothing_about_the_load_do_not_hide_a_publication(records_max: int) -> None:
+    counted = window(records_max=records_max)
     for flags in (0, FIRST, ROUTE_CHANGED, FIRST | ROUTE_CHANGED):
         counted.observe([push(b"a", publication(1, flags=flags))])
-    assert {id_: split(count)[0] for id_, count in publishers(counted.counts[b"a"]).items()} == {id_of(1): 4}
+    assert traffic(counted).publishers() == {id_of(1): 4}
 
 
-def test_plain_messages_are_publications_without_a_publisher() -> None:
-    counted = window()
-    plain = [b"", b"x", MAGIC, publication(1)[:11], b"a message as long as any head", MAGIC + b"\x80" + bytes(30)]
-    counted.observe([push(b"a", data) for data in plain])
-    assert split(published(counted, b"a")) == (6, sum(map(len, plain)))
-    assert publishers(counted.counts[b"a"]) == {}
+PLAIN = [
+    b"",
+    b"x",
+    MAGIC,
+    MAGIC + b"\x00",  # shorter than an envelope; whoever it claims to be from, 0 in this case, may be believed
+    b"a message as long as any head",
+    MAGIC + b"\x80" + bytes(30),
+    b"\xd7\x0d\x02\x00" + bytes(30),
+    b"\xd7\x0c\x01\x00" + bytes(30),
+    b"\xd6\x0d\x01\x00" + bytes(30),
+]
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("data", PLAIN)
+def test_plain_messages_are_publications_without_a_publisher(records_max: int, data: bytes) -> None:
+    counted = window(records_max=records_max)
+    counted.observe([push(b"a", data), push(b"a", publication(7)), push(b"a", data)])
+    of = traffic(counted)
+    assert of.published() == (of.messages, of.size) == (3, 32 + 2 * len(data))
+    assert of.publishers().keys() - {bytes(8)} == {id_of(7)}
 
 
 def test_other_pushes_are_passed_by() -> None:
     counted = window()
     other: list[list[Any]] = [[b"subscribe", b"a", 1], [b"message", AGENT_CHANNEL, b"x"], [b"invalidate", None]]
     assert counted.observe([*other, push(b"a", publication(1)), *other]) == []
-    assert list(counted.counts) == [b"a"]
+    assert {channel: of.messages for channel, of in counted.traffic()} == {b"a": 1}
 
 
 def test_announcements_are_handed_on_once() -> None:
@@ -79,67 +104,49 @@ def test_channels_beyond_the_bound_are_added_up() -> None:
     counted = window(channels_max=2)
     counted.observe([push(b"%d" % number, b"1234") for number in range(5)])
     counted.observe([push(b"0", b"1234"), push(b"9", b"1234"), push(AGENT_CHANNEL, b"1234")])
-    assert set(counted.counts) == {b"0", b"1"}
-    assert split(counted.overflow) == (4, 16)  # our own channels are nobody's load
+    assert {channel: of.messages for channel, of in counted.traffic()} == {b"0": 2, b"1": 1}
+    assert counted.overflow_messages == 4  # our own channels are nobody's load
     assert counted.uncounted_messages == 5
 
 
+def test_records_beyond_the_bound_are_counted_by_head() -> None:
+    counted = window(records_max=10)
+    for number in range(100):
+        counted.observe([push(b"%d" % (number % 5), publication(number % 20))])
+        assert sum(len(log) for log in counted._logs.values()) <= 10 * 16  # pyright: ignore[reportPrivateUsage]
+    assert {channel: of.messages for channel, of in counted.traffic()} == {b"%d" % number: 20 for number in range(5)}
+
+
 def test_heads_of_plain_messages_give_way_first() -> None:
-    counted = window(heads_max=100)
+    counted = window(records_max=0, heads_max=100)
     counted.observe([push(b"a", publication(number)) for number in range(10)])
     for number in range(200):
         counted.observe([push(b"a", b"plain %6d" % number)])
-    assert len(publishers(counted.counts[b"a"])) == 10
+    of = traffic(counted)
+    assert of.count_publishers() == 10
     assert counted.publishers_uncounted == 0
-    assert split(published(counted, b"a"))[0] == 210
-    assert len(counted.counts[b"a"]) <= 101
+    assert of.published()[0] == 210
 
 
 def test_then_publishers_of_the_channels_that_have_most() -> None:
-    counted = window(heads_max=100)
+    counted = window(records_max=0, heads_max=100)
     counted.observe([push(b"few", publication(number)) for number in range(5)])
     counted.observe([push(b"many", publication(number)) for number in range(99)])
-    assert len(publishers(counted.counts[b"few"])) == 5
-    assert len(publishers(counted.counts[b"many"])) == 0
+    of = dict(counted.traffic())
+    assert of[b"few"].count_publishers() == 5
+    assert of[b"many"].count_publishers() == 0
     assert counted.publishers_uncounted == 99
-    assert split(published(counted, b"many")) == (99, 99 * 32)
+    assert of[b"many"].published() == (99, 99 * 32)
 
 
 def test_folding_keeps_copies_apart_from_publications() -> None:
-    counted = window(heads_max=10)
+    counted = window(records_max=0, heads_max=10)
     for number in range(50):
         counted.observe([push(b"a", publication(number, flags=FORWARDED)), push(b"a", publication(number))])
-    assert split(published(counted, b"a")) == (50, 50 * 32)
-    assert split(sum(counted.counts[b"a"].values())) == (100, 100 * 32)
-
-
-@pytest.mark.parametrize(
-    ("messages", "ordinary"),
-    [
-        ([publication(1), publication(2), publication(2, 2)], True),
-        ([], True),
-        ([publication(1), publication(1, flags=FIRST)], False),
-        ([publication(1), publication(1, flags=FORWARDED)], False),
-        ([publication(1), b"a plain message"], False),
-        ([b"short"], False),
-        ([b""], False),
-        ([publication(1)[:11], publication(1)], False),
-        ([b"\xd7\x0d\x02\x00" + bytes(30)], False),
-        ([b"\xd7\x0c\x01\x00" + bytes(30)], False),
-        ([b"\xd6\x0d\x01\x00" + bytes(30)], False),
-    ],
-)
-def test_ordinary_heads_are_each_another_publishers_and_without_flags(messages: list[bytes], ordinary: bool) -> None:
-    counted = window()
-    counted.observe([push(b"a", message) for message in messages])
-    assert are_ordinary(counted.counts.get(b"a", {})) == ordinary
-
-
-def test_folded_heads_are_not_ordinary() -> None:
-    counted = window(heads_max=4)
-    for flags in (0, FORWARDED):
-        counted.observe([push(b"a", publication(number, flags=flags)) for number in range(10)])
-    assert not are_ordinary(counted.counts[b"a"])
+    of = traffic(counted)
+    assert of.published() == (50, 50 * 32)
+    assert (of.messages, of.size) == (100, 100 * 32)
+    assert 0 < of.count_publishers() <= 10
 
 
 messages = st.tuples(
@@ -151,25 +158,31 @@ messages = st.tuples(
 )
 
 
-@given(st.lists(st.lists(messages, max_size=20), max_size=20), st.integers(1, 5), st.integers(2, 40))
+@given(
+    st.lists(st.lists(messages, max_size=20), max_size=20), st.integers(1, 5), st.integers(0, 60), st.integers(2, 40)
+)
 def test_nothing_is_lost_or_counted_twice_whatever_the_bounds(
-    batches: list[list[tuple[bytes, bytes]]], channels_max: int, heads_max: int
+    batches: list[list[tuple[bytes, bytes]]], channels_max: int, records_max: int, heads_max: int
 ) -> None:
-    counted = window(channels_max, heads_max)
+    counted = window(channels_max, records_max, heads_max)
     expected: Counter[bytes] = Counter()
+    published: Counter[bytes] = Counter()
     wire_bytes = 0
     for batch in batches:
         counted.observe([push(*message) for message in batch])
-        expected.update(channel for channel, _ in batch)
-        wire_bytes += sum(PMESSAGE_BYTES + len(channel) + len(data) for channel, data in batch)
-        assert len(counted.counts) <= channels_max
-    seen_bytes = counted.uncounted_wire_bytes
-    for channel, heads in counted.counts.items():
-        count, size = split(sum(heads.values()))
-        assert count <= expected[channel]
-        seen_bytes += size + count * (PMESSAGE_BYTES + len(channel))
-    assert seen_bytes == wire_bytes
-    assert sum(split(sum(heads.values()))[0] for heads in counted.counts.values()) + counted.uncounted_messages == sum(
-        expected.values()
-    )
-    assert split(counted.overflow)[0] <= counted.uncounted_messages
+        for channel, data in batch:
+            expected[channel] += 1
+            published[channel] += data[:3] != MAGIC or not data[3] & FORWARDED
+            wire_bytes += PMESSAGE_BYTES + len(channel) + len(data)
+    seen, seen_bytes = counted.uncounted_messages, counted.uncounted_wire_bytes
+    for channel, of in counted.traffic():
+        seen += of.messages
+        seen_bytes += of.size + of.messages * (PMESSAGE_BYTES + len(channel))
+        assert of.messages <= expected[channel]
+        assert of.published()[0] <= published[channel]
+        if not counted.uncounted_messages:
+            assert (of.messages, of.published()[0]) == (expected[channel], published[channel])
+        assert sum(of.publishers().values()) <= of.published()[0]
+    assert (seen, seen_bytes) == (expected.total(), wire_bytes)
+    assert counted.overflow_messages <= counted.uncounted_messages
+    assert counted.uncounted_messages == 0 or len(expected) > channels_max

@@ -1,0 +1,136 @@
+"""Every benchmark that has a figure to reach, one after the other, and a table of what was reached.
+
+Run with ``make bench``, or ``python -m bench [NAME ...]`` for some of them. Ratios are of one run; machines differ.
+Exits with 1 when a figure was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Results = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure to reach, as text and as a test of what a benchmark printed."""
+
+    text: str
+    value: Callable[[Results], float]
+    reached: Callable[[float], bool]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One benchmark: what to run, and the figures that its results must reach."""
+
+    module: str
+    arguments: tuple[str, ...]
+    figures: tuple[Figure, ...]
+
+
+def _sum(*names: str) -> Callable[[Results], float]:
+    return lambda results: sum(float(results[name]) for name in names)
+
+
+def _ratio(load: str) -> Callable[[Results], float]:
+    return lambda results: float(results[load]["ratio"])
+
+
+def at_most(bound: float) -> Callable[[float], bool]:
+    """Return a test for values up to ``bound``."""
+    return lambda value: value <= bound
+
+
+def at_least(bound: float) -> Callable[[float], bool]:
+    """Return a test for values from ``bound``."""
+    return lambda value: value >= bound
+
+
+BENCHMARKS: Mapping[str, Benchmark] = {
+    "plan": Benchmark(
+        "bench.plan_cost",
+        (),
+        (Figure("new plan, 100,000 channels on 100 servers: under 0.5 s", _sum("plan_s"), at_most(0.5)),),
+    ),
+    "moves": Benchmark(
+        "bench.moves",
+        ("--json",),
+        (
+            Figure(
+                "100 moves: lost + duplicated + reordered messages, gaps: 0",
+                _sum("lost", "duplicated", "reordered", "gaps"),
+                at_most(0),
+            ),
+            Figure(
+                "100 moves: p99 at most 20 ms above rest", lambda r: r["moving_ms_p99"] - r["rest_ms_p99"], at_most(20)
+            ),
+            Figure("100 moves: the slowest settled within 2 s", _sum("settled_s_max"), at_most(2)),
+        ),
+    ),
+    "agent": Benchmark(
+        "bench.agent_cost",
+        (),
+        (
+            Figure("agent: at most 2 us of CPU per observed message", _sum("cpu_us_per_message"), at_most(2)),
+            Figure("Redis keeps at least 85% of its throughput", _sum("throughput_ratio"), at_least(0.85)),
+        ),
+    ),
+    "client": Benchmark(
+        "bench.client_throughput",
+        ("--json", "{file}"),
+        (
+            Figure("publish, one task, against redis-py: at least 1x", _ratio("publish, one by one"), at_least(1)),
+            Figure("publish, 200 tasks, against redis-py: at least 1x", _ratio("publish, 200 tasks"), at_least(1)),
+            Figure("listen(), against redis-py: at least 1x", _ratio("listen"), at_least(1)),
+        ),
+    ),
+}
+
+
+def run(benchmark: Benchmark) -> Results:
+    """Run one benchmark in a process of its own; return its results: its last line of JSON, or the file it wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "results.json"
+        arguments = [argument.format(file=file) for argument in benchmark.arguments]
+        command = [sys.executable, "-m", benchmark.module, *arguments]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        sys.stdout.write(done.stdout)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        if not file.exists() and not lines:
+            raise SystemExit(f"{benchmark.module} ended with status {done.returncode} and without results")
+        results: Results = json.loads(file.read_text() if file.exists() else lines[-1])
+        return results
+
+
+def main() -> int:
+    """Run what is asked for, print the table."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(BENCHMARKS)}; all by default")
+    names: list[str] = parser.parse_args().names
+    if unknown := [name for name in names if name not in BENCHMARKS]:
+        parser.error(f"no such benchmark: {', '.join(unknown)}")
+    rows: list[tuple[str, float, bool]] = []
+    for name in names or BENCHMARKS:
+        sys.stdout.write(f"== {name}\n")
+        sys.stdout.flush()
+        results = run(BENCHMARKS[name])
+        for figure in BENCHMARKS[name].figures:
+            value = figure.value(results)
+            rows.append((figure.text, value, figure.reached(value)))
+    sys.stdout.write("\n")
+    for text, value, reached in rows:
+        sys.stdout.write(f"{'reached' if reached else 'MISSED ':8} {value:9.3f}  {text}\n")
+    return 0 if all(reached for _, _, reached in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

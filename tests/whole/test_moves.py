@@ -1,0 +1,62 @@
+"""Channels move, by hand and by load, on real servers under real load: nothing is lost, repeated or reordered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import bench.moves
+from bench.moves import Load, measure
+from dynamoth_cli.cluster import LocalCluster
+from tests.whole.harness import Traffic, channels_at, logged, move, until
+
+LOAD_RATIO_HIGH = 0.8
+
+
+def test_a_busy_channel_moves_to_and_fro(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.moves, "REST_S", 1.0)
+    load = Load(subscribers=20, publishers=5, messages_per_s=200, moves=15, processes=1)
+    result = measure(load)
+    assert result.clean, result
+    assert result.published > 100
+    assert result.delivered == result.published * load.subscribers
+    assert result.moves == load.moves
+    assert result.settled_s_max < 10
+
+
+def test_plain_publishers_at_either_server_are_heard_while_channels_move() -> None:
+    [channel] = channels_at("s1", 1)
+    with LocalCluster(2) as cluster, Traffic(cluster, [channel], publishers=1, plain=["s1", "s2"]) as traffic:
+        for number in range(6):
+            move(cluster, channel, "s1" if number % 2 else "s2")
+            traffic.flows()
+        totals = traffic.finish()
+        assert totals.gaps == 0, traffic.gaps
+        assert totals.delivered >= 2 * totals.published
+
+
+def test_the_balancer_moves_channels_away_from_an_overloaded_server_by_itself() -> None:
+    channels = channels_at("s1", 12, servers=3)
+    settings: dict[str, Any] = {"balancer.wait_s": 2.0, "balancer.averaging_s": 3.0, "balancer.channel_rest_s": 5.0}
+    # 12 channels, 20 messages per second, 2 subscribers, 600 bytes: about 290 KB/s, all of it at s1 at first.
+    with (
+        LocalCluster(3, outgoing_bytes_per_s_max=200_000, settings=settings) as cluster,
+        Traffic(cluster, channels, publishers=1, interval_s=0.05, payload_bytes=550) as traffic,
+    ):
+
+        def relieved() -> Any:
+            status = cluster.ask_balancer("status")
+            ratios = [server["load_ratio"] for server in status["servers"].values()]
+            calm = status["moves_settled"] and not status["in_transition"]
+            return status if calm and all(r is not None and r < LOAD_RATIO_HIGH for r in ratios) else None
+
+        status = until(relieved, "every server is below LR_high after moves")
+        moves = [move for decision in status["decisions"] for move in decision["first_moves"]]
+        assert {move["from"] for move in moves} == {"s1"}
+        assert {move["to"] for move in moves} == {"s2", "s3"}, "both others take their share"
+        assert max(move["load_ratio_from_before"] for move in moves) > LOAD_RATIO_HIGH
+        assert len(logged(cluster.balancer, "decided to move a channel")) >= len(moves)
+        traffic.flows()
+        totals = traffic.finish()
+        assert totals.gaps == 0, traffic.gaps
