@@ -8,6 +8,8 @@ Run with ``python -m bench.agent_cost``. A Redis server is started for it, and t
    reports.
 2. Throughput. A publisher with a deep pipeline, every channel with ten subscribers, with agent and without in turns.
    The publisher is as fast as Redis answers and the subscribers read, so that Redis cannot win by piling up output.
+   Four processes are busy then. Where there are fewer cores, Redis has to share them with the others, and it is judged
+   by its CPU time per publication: the inverse of what it could do with a core for itself.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import os
 import random
 import re
 import selectors
@@ -43,7 +46,10 @@ from dynamoth_cli.embedded import EmbeddedRedis
 from dynamoth_node.runtime import NodeConfig, run
 
 CPU_US_PER_MESSAGE_MAX = 2.0
-THROUGHPUT_RATIO_MIN = 0.85
+REDIS_KEEPS_RATIO_MIN = 0.85
+
+BUSY_PROCESSES = 4
+"""Redis, agent, publisher and subscribers."""
 
 PUBLISHERS = 50
 BATCH = 200
@@ -71,12 +77,18 @@ class Result:
     redis_cpu_us_alone: float
     redis_cpu_us_with_agent: float
 
+    @property
+    def redis_keeps_ratio(self) -> float:
+        """What is judged; see above."""
+        enough_cores = (os.cpu_count() or 1) >= BUSY_PROCESSES
+        return self.throughput_ratio if enough_cores else self.redis_cpu_us_alone / self.redis_cpu_us_with_agent
+
     def missed(self) -> list[str]:
         missed: list[str] = []
         if self.cpu_us_per_message > CPU_US_PER_MESSAGE_MAX:
             missed.append(f"CPU per message is above {CPU_US_PER_MESSAGE_MAX} us")
-        if self.throughput_ratio < THROUGHPUT_RATIO_MIN:
-            missed.append(f"Redis keeps less than {THROUGHPUT_RATIO_MIN:.0%} of its throughput")
+        if self.redis_keeps_ratio < REDIS_KEEPS_RATIO_MIN:
+            missed.append(f"Redis keeps less than {REDIS_KEEPS_RATIO_MIN:.0%} of its throughput")
         return missed
 
 
@@ -110,7 +122,7 @@ def subscribers_process(port: int, channels: int, received: SynchronizedArray[in
     while True:
         for key, _ in selector.select():
             index, connection = key.data
-            count = connection.recv_into(buffer)
+            count = connection.recv_into(buffer, 0, socket.MSG_TRUNC)  # counted and thrown away, not copied
             if not count:
                 return
             counts[index] += count
@@ -159,7 +171,6 @@ class Publisher:
     def __init__(self, port: int, channels: int, received: SynchronizedArray[int] | None = None) -> None:
         self._connection = socket.create_connection(("127.0.0.1", port))
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._reader = hiredis.Reader(notEnoughData=None)
         self._received = received.get_obj() if received is not None else None
         self._pushed_bytes = 0
         self._batches: Iterator[Batch] = itertools.cycle(batches(channels))
@@ -173,9 +184,7 @@ class Publisher:
 
     def wait(self, in_flight_max: int) -> None:
         while self._in_flight > in_flight_max:
-            self._reader.feed(self._connection.recv(1 << 16))
-            while self._reader.gets() is not None:
-                self._in_flight -= 1
+            self._in_flight -= self._connection.recv(1 << 16).count(b"\n")  # each reply is one line, a number
 
     def wait_for_subscribers(self, unread_bytes_max: int) -> None:
         while self._received is not None and self._pushed_bytes - min(self._received) > unread_bytes_max:
@@ -376,9 +385,11 @@ def main() -> None:
         f"agent: {result.cpu_us_per_message:.2f} us CPU per observed message, at {result.messages_per_s:,.0f}/s"
         f" on {arguments.channels} channels; {result.observation_lag_s * 1e3:.1f} ms late\n"
         f"Redis: {result.throughput_alone_per_s:,.0f} messages/s to {arguments.subscribers} subscribers each,"
-        f" {result.throughput_with_agent_per_s:,.0f} with the agent: keeps {result.throughput_ratio:.1%}\n"
+        f" {result.throughput_with_agent_per_s:,.0f} with the agent: {result.throughput_ratio:.1%}\n"
         f"Redis: {result.redis_cpu_us_alone:.2f} us CPU per publication, {result.redis_cpu_us_with_agent:.2f} with it\n"
-        f"{json.dumps(asdict(result))}\n"
+        f"Redis keeps {result.redis_keeps_ratio:.1%} of its throughput (judged by"
+        f" {'throughput' if (os.cpu_count() or 1) >= BUSY_PROCESSES else 'CPU time: too few cores here'})\n"
+        f"{json.dumps({**asdict(result), 'redis_keeps_ratio': result.redis_keeps_ratio})}\n"
     )
     for missed in result.missed():
         sys.stdout.write(f"missed: {missed}\n")

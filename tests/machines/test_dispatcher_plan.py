@@ -98,7 +98,9 @@ def test_reads_again_while_no_plan_is_stored() -> None:
     assert told_balancer(agent.read(PLAN_0)) == [ack(0)]
 
 
-@pytest.mark.parametrize("failure", [ErrorReply("LOADING"), {b"@version": b"1", b"@run": b"", b"@header": b"\xc1"}, None, b"text"])
+@pytest.mark.parametrize(
+    "failure", [ErrorReply("LOADING"), {b"@version": b"1", b"@run": b"", b"@header": b"\xc1"}, None, b"text"]
+)
 def test_reads_again_after_what_is_no_plan(failure: Any) -> None:
     agent = Agent()
     agent.up(LOCAL)

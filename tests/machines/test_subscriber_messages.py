@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dynamoth.control import LossNotice, ObservationGap
 from dynamoth.envelope import CONTROL, FIRST, FORWARDED, HEARTBEAT, MAGIC, RAW, ROUTE_CHANGED, seal
-from dynamoth.events import Pushed
+from dynamoth.events import Pushed, Send
 from dynamoth.plan import Route, single
 from dynamoth_client.sequences import HELD_MAX
 from dynamoth_client.subscriber import Deliver, GapDetected
@@ -200,9 +200,18 @@ def test_remembers_a_bounded_number_of_publishers() -> None:
     assert len(streams) < many
 
 
-def test_remembers_a_bounded_number_of_marker_incarnations() -> None:
+def test_remembers_only_the_latest_incarnation_of_markers() -> None:
     listener = Listener().confirmed()
     for incarnation in range(2000):
         listener.mark("s1", 1, "s1", incarnation)
     [place] = listener.subscriber._subscriptions[C].targets.values()  # pyright: ignore[reportPrivateUsage]
-    assert len(place.first_marker) < 2000
+    assert place.first_marker == (1999, 1)
+
+
+@pytest.mark.parametrize(("seen_here", "left"), [(4, False), (5, True), (6, True)])
+def test_a_marker_may_come_round_before_it_is_seen_at_the_new_place(seen_here: int, left: bool) -> None:
+    """The two connections have no order between them."""
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    assert listener.mark("s1", seen_here, "s2", 1) == []
+    actions = listener.mark("s2", 5, "s2", 1)
+    assert (Send("s1", (b"UNSUBSCRIBE", C)) in actions) == left

@@ -64,7 +64,7 @@ def test_a_balancer_that_is_killed_in_the_middle_of_an_installation_is_followed_
         [leading] = logged(cluster.balancer, "leading")
         assert leading["details"]["transitions"] == 1
         waiting = logged(cluster.balancer, "waiting for the lease; a predecessor that was killed keeps it until")
-        assert any(set(line["details"]["held_by_others"]) == {"s1", "s2"} for line in waiting)
+        assert any(set(line["details"]["held_by_others"]) == {"s1", "s2"} for line in waiting), cluster.balancer.lines
         traffic.flows()
         move(cluster, channel, "s1")
         traffic.flows()
