@@ -2,8 +2,8 @@
 
 Theory of operation
 -------------------
-It shares the agent's connection with the dispatcher, which has subscribed it to everything. Messages are counted as
-they come (``window``). Once per interval comes a *round*, in three stages::
+It shares the agent's connection with the dispatcher, which has subscribed it to everything. Messages are written
+down as they come (``window``). Once per interval comes a *round*, in three stages::
 
     MEASURING   INFO was sent. Its last reply closes the window, so both describe the time between the same two
                 points of the connection. The window is gone through (``digest``).

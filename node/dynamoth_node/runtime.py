@@ -92,7 +92,10 @@ async def run_node(config: NodeConfig, stop: asyncio.Event | None = None) -> int
 
 
 def run(config: NodeConfig) -> int:
-    """Run an agent in an event loop of its own, that of uvloop where it is installed; see :func:`run_node`."""
+    """Run an agent in an event loop of its own, that of uvloop where it is installed; see :func:`run_node`.
+
+    Sets the garbage collector of the process to ``GC_THRESHOLDS``.
+    """
     gc.set_threshold(*GC_THRESHOLDS)
     gc.freeze()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:

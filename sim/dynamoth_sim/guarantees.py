@@ -250,7 +250,8 @@ class Audit:
             return
         past = self._past.setdefault((subscriber, channel), {})
         for publisher, view in subscription.views.items():
-            self._judge_holes(subscriber, channel, publisher, view, at)
+            if self._ordered(publisher) or not subscription.ending:  # without order, what is skipped may yet come
+                self._judge_holes(subscriber, channel, publisher, view, at)
             past[publisher] = max(past.get(publisher, 0), view.latest)
 
     def subscriber_died(self, subscriber: Subscriber, at: float) -> None:

@@ -39,12 +39,12 @@ TAG = b"audited"
 _T = TypeVar("_T")
 
 
-def until(condition: Callable[[], _T], what: str) -> _T:
-    """Wait until a condition holds; return what it returned."""
+def until(condition: Callable[[], _T], what: str, every_s: float = 0.01) -> _T:
+    """Wait until a condition, which is looked at every so many seconds, holds; return what it returned."""
     deadline = time.monotonic() + PATIENCE_S
     while not (result := condition()):
         assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {what}"
-        time.sleep(0.01)
+        time.sleep(every_s)
     return result
 
 
@@ -194,7 +194,11 @@ class Traffic:
     def flows(self, channels: Sequence[bytes] | None = None) -> None:
         """Wait until every subscriber has got what every publisher began to publish on each channel after this call."""
         names = [*self._publishers, *self._plain]
-        wanted = {(name, channel): self._begun.get((name, channel), 0) + 1 for name in names for channel in channels or self.channels}
+        wanted = {
+            (name, channel): self._begun.get((name, channel), 0) + 1
+            for name in names
+            for channel in channels or self.channels
+        }
         until(lambda: self._arrived(wanted), "messages flow from everybody to everybody")
 
     def publishes(self, count: int) -> None:

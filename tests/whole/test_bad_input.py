@@ -55,6 +55,12 @@ def last_words(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 def test_second_daemons_end_with_2_and_say_what_to_do(cluster: LocalCluster) -> None:
     [channel] = channels_at("s1", 1)
+
+    def believed() -> int | None:
+        agent = cluster.ask_balancer("status")["servers"]["s1"]
+        return agent["agent_incarnation"] if agent["agent"] == "alive" else None
+
+    first = until(believed, "the balancer hears the agent")
     with daemon(cluster, "node", "--server", "s1") as agent, daemon(cluster, "balancer") as balancer:
         status, told = last_words(agent)
         assert status == 2
@@ -66,6 +72,7 @@ def test_second_daemons_end_with_2_and_say_what_to_do(cluster: LocalCluster) -> 
         assert "stop that one first, there is one balancer for a cluster" in told
     cluster.check()
     cluster.wait_ready()
+    until(lambda: believed() == first, "the balancer believes the first agent again")
     move(cluster, channel, "s2")
     move(cluster, channel, "s1")
 

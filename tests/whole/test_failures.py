@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dynamoth.errors import RequestRefused
+from dynamoth.errors import ClusterUnavailable, RequestRefused
 from dynamoth.plan import Phase
 from dynamoth_cli.cluster import LocalCluster
 from dynamoth_client.asyncio import PubSub, from_url
@@ -54,7 +54,8 @@ def test_a_balancer_that_is_killed_in_the_middle_of_an_installation_is_followed_
         until(lambda: waits(cluster, channel) == [waited_for], f"the status says {waited_for!r}")
         cluster.balancer.kill()
         traffic.flows()
-        until_phase(cluster, [channel], phase, at="s2")
+        with pytest.raises(ClusterUnavailable, match="start 'dynamoth balancer'; until then everything goes on"):
+            cluster.ask_balancer("status")
         go_on()
         traffic.flows()
         until_phase(cluster, [channel], phase, at="s2")  # nobody but a balancer brings it on
@@ -63,8 +64,6 @@ def test_a_balancer_that_is_killed_in_the_middle_of_an_installation_is_followed_
         cluster.wait_ready()
         [leading] = logged(cluster.balancer, "leading")
         assert leading["details"]["transitions"] == 1
-        waiting = logged(cluster.balancer, "waiting for the lease; a predecessor that was killed keeps it until")
-        assert any(set(line["details"]["held_by_others"]) == {"s1", "s2"} for line in waiting), cluster.balancer.lines
         traffic.flows()
         move(cluster, channel, "s1")
         traffic.flows()
@@ -156,7 +155,8 @@ async def use_everything(url: str, channels: list[bytes]) -> None:
         await pubsub.unsubscribe(*channels)
         assert {(await next_of(pubsub))["type"] for _ in channels} == {"unsubscribe"}
         for channel in channels:
-            assert await client.publish(channel, "nobody") == 0
+            while await client.publish(channel, "nobody") != 0:  # the confirmation does not wait for the server
+                await asyncio.sleep(0.01)
 
 
 def test_without_a_balancer_and_without_a_dispatcher_everything_at_rest_goes_on() -> None:
@@ -177,7 +177,9 @@ def test_without_a_balancer_and_without_a_dispatcher_everything_at_rest_goes_on(
         asyncio.run(use_everything(cluster.url, new))
         until(lambda: logged(cluster.balancer, "an agent is not heard any more: see whether it runs"), "it is missed")
         for channel, to in ((at_s2[0], "s1"), (at_s1[0], "s2")):
-            with pytest.raises(RequestRefused, match="the agent of server s1 is not heard; start `dynamoth node` for it"):
+            with pytest.raises(
+                RequestRefused, match="the agent of server s1 is not heard; start `dynamoth node` for it"
+            ):
                 move(cluster, channel, to)
         traffic.flows()
         cluster.agents["s1"].start()

@@ -51,7 +51,8 @@ def test_the_balancer_moves_channels_away_from_an_overloaded_server_by_itself() 
             calm = status["moves_settled"] and not status["in_transition"]
             return status if calm and all(r is not None and r < LOAD_RATIO_HIGH for r in ratios) else None
 
-        status = until(relieved, "every server is below LR_high after moves")
+        # Seldom, as the answers are load too.
+        status = until(relieved, "every server is below LR_high after moves", every_s=0.5)
         moves = [move for decision in status["decisions"] for move in decision["first_moves"]]
         assert {move["from"] for move in moves} == {"s1"}
         assert {move["to"] for move in moves} == {"s2", "s3"}, "both others take their share"
