@@ -23,7 +23,8 @@ class Window:
     """What was observed since the window was opened.
 
     Args:
-        channels_max: how many channels are told apart; the messages of others are added up.
+        channels_max: how many channels are told apart; the messages of others are added up. With more than
+            ``records_max`` messages it may be half as many, as a channel may have both records and heads.
         records_max: how many messages are kept as records, 16 bytes each.
         heads_max: how many heads are counted apart, over all channels, of the messages beyond. About 200 bytes each.
             Both may be exceeded by one batch of messages.

@@ -16,7 +16,7 @@ import dynamoth_balancer.recovery
 import dynamoth_balancer.takeover
 import dynamoth_client.subscriber
 import dynamoth_dispatcher.machine
-import dynamoth_lla.window
+import dynamoth_lla.traffic
 from dynamoth.envelope import FORWARDED, Envelope
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Assignment, Entry, Location, Phase, Plan, Route, missing
@@ -259,8 +259,8 @@ def trusting_newcomer() -> AbstractContextManager[None]:
 
 def copies_count() -> AbstractContextManager[None]:
     """Load analyzers count forwarded copies as publications."""
-    published = dynamoth_lla.window._PUBLISHED_PREFIXES | dynamoth_lla.window._COPY_PREFIXES  # pyright: ignore[reportPrivateUsage]
-    return replaced(dynamoth_lla.window, _PUBLISHED_PREFIXES=published, _COPY_PREFIXES=frozenset())
+    published = dynamoth_lla.traffic._PUBLISHED_PREFIXES | dynamoth_lla.traffic._COPY_PREFIXES  # pyright: ignore[reportPrivateUsage]
+    return replaced(dynamoth_lla.traffic, _PUBLISHED_PREFIXES=published, _COPY_PREFIXES=frozenset())
 
 
 def told_each_time() -> AbstractContextManager[None]:

@@ -152,10 +152,19 @@ def test_folding_keeps_copies_apart_from_publications() -> None:
 messages = st.tuples(
     st.sampled_from([b"a", b"b", b"c", b"d", AGENT_CHANNEL]),
     st.binary(max_size=30)
+    | st.binary(max_size=30).map(lambda rest: MAGIC + rest)
     | st.builds(
         publication, st.integers(0, 20), st.just(1), st.binary(max_size=9), st.sampled_from([0, FIRST, FORWARDED])
     ),
 )
+
+
+def is_copy(data: bytes) -> bool:
+    """Tell it as slowly and plainly as possible."""
+    if len(data) < 4 or not data.startswith(MAGIC):
+        return False
+    known = data[3] & (FORWARDED | FIRST | ROUTE_CHANGED | HEARTBEAT | CONTROL | RAW) == data[3]
+    return known and data[3] & (FORWARDED | HEARTBEAT | CONTROL) != 0
 
 
 @given(
@@ -172,7 +181,7 @@ def test_nothing_is_lost_or_counted_twice_whatever_the_bounds(
         counted.observe([push(*message) for message in batch])
         for channel, data in batch:
             expected[channel] += 1
-            published[channel] += data[:3] != MAGIC or not data[3] & FORWARDED
+            published[channel] += not is_copy(data)
             wire_bytes += PMESSAGE_BYTES + len(channel) + len(data)
     seen, seen_bytes = counted.uncounted_messages, counted.uncounted_wire_bytes
     for channel, of in counted.traffic():
@@ -185,4 +194,5 @@ def test_nothing_is_lost_or_counted_twice_whatever_the_bounds(
         assert sum(of.publishers().values()) <= of.published()[0]
     assert (seen, seen_bytes) == (expected.total(), wire_bytes)
     assert counted.overflow_messages <= counted.uncounted_messages
-    assert counted.uncounted_messages == 0 or len(expected) > channels_max
+    told_apart = channels_max if len(batches) * 20 <= records_max else channels_max / 2
+    assert counted.uncounted_messages == 0 or len(expected) > told_apart

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import redis
 import redis.asyncio
 import redis.exceptions
 
@@ -88,8 +89,8 @@ def begin_move(cluster: LocalCluster, channel: bytes, to: str, request: int) -> 
 
 def waits(cluster: LocalCluster, channel: bytes) -> list[str]:
     """Return what a move waits for, as the balancer tells people."""
-    transitions = cluster.ask_balancer("status")["transitions"]
-    return next((transition["waiting_for"] for transition in transitions if transition["channel"] == channel), [])
+    transitions: list[dict[str, Any]] = cluster.ask_balancer("status")["transitions"]
+    return [reason for each in transitions if each["channel"] == channel for reason in each["waiting_for"]]
 
 
 def logged(child: Child, message: str) -> list[dict[str, Any]]:
@@ -102,18 +103,21 @@ class PlainListener:
     """A plain redis-py subscriber at one server. It knows of no moves: while it stays, none of its channels settles."""
 
     def __init__(self, cluster: LocalCluster, server: str, channels: Sequence[bytes]) -> None:
-        self._client = redis.Redis(port=cluster.redis[server].port)
-        self._pubsub = self._client.pubsub()
+        client: Any = redis.Redis(port=cluster.redis[server].port)  # redis-py is typed in part
+        self._client, self._pubsub = client, client.pubsub()
         self._channels = channels
 
     def __enter__(self) -> Self:
         self._pubsub.subscribe(*self._channels)
         for _ in self._channels:
-            until(lambda: self._pubsub.get_message(timeout=1.0), "a plain subscription")
+            until(self._confirmed, "a plain subscription")
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.leave()
+
+    def _confirmed(self) -> bool:
+        return self._pubsub.get_message(timeout=1.0) is not None
 
     def leave(self) -> None:
         """End its subscriptions, by closing its connection."""
@@ -206,6 +210,10 @@ class Traffic:
         wanted = {key: number + count for key, number in self._begun.items()}
         until(lambda: self._alive() and all(self._begun[key] >= wanted[key] for key in wanted), "publishers publish")
 
+    def add_publisher(self, name: str) -> None:
+        """Let one more publisher begin. Its client knows nothing yet: it follows the ring until it is told better."""
+        self._call(self._add(name))
+
     def calm(self) -> None:
         """From now on nothing fails any more: nothing may be lost."""
 
@@ -242,11 +250,16 @@ class Traffic:
         for name, port in self._plain.items():
             senders[name] = redis.asyncio.Redis(port=port)
             self._clients.append(senders[name])
-        self._publishing = [
-            asyncio.create_task(self._publish(name, client, channel))
-            for name, client in senders.items()
-            for channel in self.channels
-        ]
+        for name, client in senders.items():
+            self._begin(name, client)
+
+    async def _add(self, name: str) -> None:
+        self._begin(name, self._client())
+        self._publishers.append(name)
+
+    def _begin(self, name: str, client: Any) -> None:
+        self._begun |= {(name, channel): 0 for channel in self.channels}
+        self._publishing += [asyncio.create_task(self._publish(name, client, channel)) for channel in self.channels]
 
     def _client(self) -> Redis:
         client = from_url(self._url)

@@ -6,7 +6,7 @@ import json
 import os
 import random
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
 import msgpack
@@ -31,7 +31,7 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 @contextmanager
-def daemon(cluster: LocalCluster, *arguments: str, password: str = PASSWORD) -> Iterator[subprocess.Popen[str]]:
+def daemon(cluster: LocalCluster, *arguments: str, password: str = PASSWORD) -> Generator[subprocess.Popen[str]]:
     """Start one more daemon of the cluster, as an operator does."""
     process = subprocess.Popen(
         dynamoth_command(arguments[0], "--config", str(cluster.config_file), *arguments[1:]),

@@ -106,33 +106,49 @@ def test_a_server_that_restarts_empty_is_taken_back_and_gaps_are_told_there_only
 
 def test_agents_that_are_killed_and_restarted_in_the_middle_of_moves_lose_nothing_silently() -> None:
     channels = channels_at("s1", 6)
-    with LocalCluster(2) as cluster, Traffic(cluster, channels, losses_allowed=True) as traffic:
-        with PlainListener(cluster, "s1", channels):  # so that none of them settles before the agents are dead
-            for request, channel in enumerate(channels, 1):
-                begin_move(cluster, channel, "s2", request)
+    with (
+        LocalCluster(2) as cluster,
+        Traffic(cluster, channels, plain=["s1"], losses_allowed=True) as traffic,
+        PlainListener(cluster, "s1", channels) as listener,  # so that none of them settles before we are done
+    ):
+        for request, channel in enumerate(channels, 1):
+            begin_move(cluster, channel, "s2", request)
 
-            def active() -> bool:
-                entries = [stored_entry(cluster, "s2", channel) for channel in channels]
-                return any(entry is not None and entry.phase is Phase.ACTIVE for entry in entries)
+        def active() -> bool:
+            entries = [stored_entry(cluster, "s2", channel) for channel in channels]
+            return any(entry is not None and entry.phase is Phase.ACTIVE for entry in entries)
 
-            until(active, "a move is active")
-            for agent in cluster.agents.values():
-                agent.kill()
-            traffic.publishes(20)
-            for agent in cluster.agents.values():
-                agent.start()
-            cluster.wait_ready()
-            until_phase(cluster, channels, Phase.ACTIVE, at="s2")
-            traffic.flows()
+        until(active, "a move is active")
+        for agent in cluster.agents.values():
+            agent.kill()
+        traffic.publishes(10)
+        for agent in cluster.agents.values():
+            agent.start()
+        cluster.wait_ready()
+        until_phase(cluster, channels, Phase.ACTIVE, at="s2")
+        question = (b"PUBSUB", b"NUMSUB", *channels)
+        until(lambda: set(cluster.ask("s1", question)[0][1::2]) == {1}, "all but the plain listener have left s1")
+        traffic.flows()
+
+        cluster.agents["s1"].kill()
+        traffic.add_publisher("late")  # goes to s1, where it should not, and nobody forwards
+        traffic.publishes(10)
+        gaps = len(traffic.gaps)
+        cluster.agents["s1"].start()
+        cluster.wait_ready()
+        traffic.flows()
+        told = {(name, gap.channel) for name, gap in traffic.gaps[gaps:]}
+        assert told == {(name, channel) for name in ("r0", "r1") for channel in channels}
+        listener.leave()
         until_phase(cluster, channels, Phase.SETTLED, at="s2")
         traffic.flows()
         traffic.calm()
         for channel in channels[:2]:
             move(cluster, channel, "s1")
         traffic.flows()
-        traffic.finish()
-        restarted = {line["details"]["server"] for line in logged(cluster.balancer, "an agent has restarted")}
-        assert restarted == {"s1", "s2"}
+        assert traffic.finish().covered_losses >= 2 * 2 * 10 * len(channels), "of the plain and of the late publisher"
+        restarted = [line["details"]["server"] for line in logged(cluster.balancer, "an agent has restarted")]
+        assert sorted(restarted) == ["s1", "s1", "s2"]
 
 
 async def use_everything(url: str, channels: list[bytes]) -> None:
@@ -155,7 +171,8 @@ async def use_everything(url: str, channels: list[bytes]) -> None:
         await pubsub.unsubscribe(*channels)
         assert {(await next_of(pubsub))["type"] for _ in channels} == {"unsubscribe"}
         for channel in channels:
-            while await client.publish(channel, "nobody") != 0:  # the confirmation does not wait for the server
+            # The confirmation of an unsubscription does not wait for the server.
+            while await client.publish(channel, "nobody") != 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
 
