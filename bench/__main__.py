@@ -81,7 +81,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         (),
         (
             Figure("agent: at most 2 us of CPU per observed message", _sum("cpu_us_per_message"), at_most(2)),
-            Figure("Redis keeps at least 85% of its throughput", _sum("throughput_ratio"), at_least(0.85)),
+            Figure(
+                "Redis keeps at least 85% of its throughput (by its CPU time per publication)",
+                lambda r: r["redis_cpu_us_alone"] / r["redis_cpu_us_with_agent"],
+                at_least(0.85),
+            ),
         ),
     ),
     "client": Benchmark(

@@ -44,6 +44,9 @@ READER_BUFFER_BYTES_MAX = 1024 * 1024
 """hiredis frees its buffer whenever it is empty and larger than this. Its default of 16 KiB would mean an
 allocation for each large read; reads bring up to 256 KiB."""
 
+FEED_BYTES = 32 * 1024
+"""hiredis is given so much at a time: it takes several times longer per message where its buffer is large."""
+
 ANSWER_GRACE_S = 0.05
 """After a pause of the whole process, timers may run before the socket is read: the answer may be here."""
 
@@ -262,7 +265,13 @@ class Connection(asyncio.Protocol):
             return
         self._arrived_at = self._time()
         self._pinged = False
-        self._reader.feed(data)
+        for start in range(0, len(data), FEED_BYTES):
+            self._reader.feed(data, start, min(FEED_BYTES, len(data) - start))
+            if not self._parse():
+                return
+
+    def _parse(self) -> bool:
+        """Hand on everything that has come in full; False when the connection is not open any more."""
         gets = self._reader.gets
         pushes: list[list[Any]] = []
         fault = ""
@@ -283,11 +292,12 @@ class Connection(asyncio.Protocol):
                     self._hand_on(pushes)
                     pushes = []
                 if not self._take_reply(item):
-                    return
+                    return False
         if pushes:
             self._hand_on(pushes)
         if fault:
             self._lose(errors.violation(self._address, fault))
+        return self._open
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End, from the other side or because of our own ``close``."""

@@ -394,6 +394,7 @@ def inflated_load(stage: Stage) -> None:
     publisher = stage.publisher("P")
     stage.publish(publisher, channel)
     stage.move(channel, "s2")
+    stage.run(0.6)  # until what was published so far has been reported
     since = stage.world.now
     with stage.held("P", "s1", to_server=False):  # P does not hear that it is redirected
         for _ in range(50):

@@ -151,6 +151,27 @@ def test_agents_that_are_killed_and_restarted_in_the_middle_of_moves_lose_nothin
         assert sorted(restarted) == ["s1", "s1", "s2"]
 
 
+def test_what_a_publisher_sent_to_the_wrong_server_while_its_agent_was_dead_is_told_as_lost() -> None:
+    channels = channels_at("s1", 2)
+    with LocalCluster(2) as cluster, Traffic(cluster, channels, losses_allowed=True) as traffic:
+        for channel in channels:
+            move(cluster, channel, "s2")
+        traffic.flows()
+        cluster.agents["s1"].kill()
+        traffic.flows()  # those who know better are not concerned
+        traffic.add_publisher("late")
+        traffic.publishes(10)
+        assert traffic.gaps == []
+        cluster.agents["s1"].start()
+        traffic.flows()
+        told = {(name, gap.channel) for name, gap in traffic.gaps}
+        assert told == {(name, channel) for name in ("r0", "r1") for channel in channels}
+        assert all(gap.count for _, gap in traffic.gaps), "how many is known"
+        traffic.calm()
+        traffic.flows()
+        assert traffic.finish().covered_losses >= 2 * 10 * len(channels)
+
+
 async def use_everything(url: str, channels: list[bytes]) -> None:
     """Connect anew, subscribe, publish, unsubscribe: all of it works, and the receivers are counted right (G7)."""
 
