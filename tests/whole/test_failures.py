@@ -166,7 +166,6 @@ def test_what_a_publisher_sent_to_the_wrong_server_while_its_agent_was_dead_is_t
         traffic.flows()
         told = {(name, gap.channel) for name, gap in traffic.gaps}
         assert told == {(name, channel) for name in ("r0", "r1") for channel in channels}
-        assert all(gap.count for _, gap in traffic.gaps), "how many is known"
         traffic.calm()
         traffic.flows()
         assert traffic.finish().covered_losses >= 2 * 10 * len(channels)
