@@ -193,9 +193,7 @@ def test_the_environment_names_the_server(monkeypatch: pytest.MonkeyPatch, tmp_p
         find_redis_server()
 
 
-def test_without_any_server_the_error_says_how_to_install_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_any_server_the_error_says_how_to_install_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv(REDIS_SERVER_VARIABLE, raising=False)
     assert find_redis_server() == bundled_redis_server()

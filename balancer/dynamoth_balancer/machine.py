@@ -425,6 +425,8 @@ class BalancerMachine:
             return []
         match message:
             case AdminRequest():
+                if self._at_work is None and message.command != "status":
+                    return []  # whoever asks repeats it: perhaps we lead by then, or another balancer does
                 return self._admin.handle(server, message, now)
             case Report() | PlanAck() | Vacated():
                 if message.server == server:

@@ -7,6 +7,10 @@ its server's link until that server has answered; a broken connection makes it g
 that a copy that had arrived already is dropped by subscribers as a duplicate. There is one link per server, so
 messages of one client to one server keep their order.
 
+The first message on a channel, and each at a server that no agent observes, is followed by a reading of the plan that
+is stored there: a route that is wrong, and that no dispatcher may be there to mend, is so found out, and a message that
+nobody forwarded is sent again by the right one.
+
 When a dispatcher tells, in this client's inbox, that a channel has moved, the next message goes the new way and says so
 (ROUTE_CHANGED): its predecessors may still be on their way through the old server's dispatcher.
 """
@@ -106,6 +110,18 @@ class _Waiting:
     expires_at: float
     #: The application has been told of the outcome; a reply that still comes is dropped.
     done: bool = False
+
+
+@dataclass(slots=True)
+class _Check:
+    """The token of a reading of the stored plan: what was published just before it, and where."""
+
+    channel: bytes
+    sequence: int
+    payload: bytes
+    location: Location
+    #: Nobody waits for its outcome.
+    done: bool = True
 
 
 @dataclass(slots=True)
@@ -216,7 +232,11 @@ class PublisherMachine:
             actions.append(self._ask_observers(channel.location.server, now))
         waiting = _Waiting(event.token, now + self.options.publish_timeout_s)
         server.waiting.append(waiting)
-        actions += server.outbox.put((b"PUBLISH", channel.location.physical, data), waiting)
+        actions += server.outbox.put((b"PUBLISH", location.physical, data), waiting)
+        doubtful = flags & FIRST or (server.up and not server.observers)
+        if self.options.envelope and doubtful and not server.outbox.full:
+            check = _Check(event.channel, channel.sequence, event.payload, location)
+            actions += server.outbox.put(stored_plan.read_entry(event.channel), check)
         return actions
 
     def _route(self, name: bytes) -> tuple[Location, int]:
@@ -288,7 +308,9 @@ class PublisherMachine:
     def _replied(self, event: Replied, now: float) -> list[Any]:
         server = self._servers[event.link]
         if event.tag is server.outbox:
-            waiting: _Waiting | None = server.outbox.replied()
+            waiting: _Waiting | _Check | None = server.outbox.replied()
+            if isinstance(waiting, _Check):
+                return self._checked(waiting, event, server, now)
             if waiting is None or waiting.done:
                 return []
             waiting.done = True
@@ -311,6 +333,22 @@ class PublisherMachine:
             case _:
                 raise AssertionError(f"not a tag of a publisher: {event.tag!r}")
         return []
+
+    def _checked(self, check: _Check, event: Replied, server: _Server, now: float) -> list[Any]:
+        """Compare the route that a message took with the stored plan; send it again if it may reach nobody."""
+        if isinstance(event.value, ErrorReply):
+            self.counters["refused_commands"] += 1
+            return []
+        self._entry_read(check.channel, event, server, now)
+        location, epoch = self._route(check.channel)
+        if server.observers or location == check.location:
+            return []
+        right, actions = self._server(location.server)
+        if right.outbox.full:
+            self.counters["repeats_dropped"] += 1
+            return actions
+        data = seal(self.client_id, check.sequence, epoch, check.payload, ROUTE_CHANGED)
+        return [*actions, *right.outbox.put((b"PUBLISH", location.physical, data))]
 
     def _header_read(self, event: Replied, server: _Server, now: float) -> None:
         try:

@@ -287,13 +287,15 @@ class SubscriberMachine:
         subscription = self._subscriptions.pop(channel, None)
         if subscription is None:
             return [SubscriptionEnded(channel)]
+        missed = subscription.may_have_missed if subscription.confirmed else None
+        actions: list[Any] = [] if missed is None else [GapDetected(channel, None, None, missed)]
         subscription.confirmed = False
         self._ended[channel] = subscription.sequences
         if len(self._ended) > self.options.ended_max:
             del self._ended[next(iter(self._ended))]
         self._plan.unpin(channel, now)
         places = [*subscription.targets.values(), *subscription.leaving.values()]
-        actions = [action for place in places for action in self._leave(subscription, place, now)]
+        actions += [action for place in places for action in self._leave(subscription, place, now)]
         return [*actions, SubscriptionEnded(channel)]
 
     def _choose(self, channel: bytes, route: Route) -> tuple[Location, ...]:

@@ -256,7 +256,7 @@ class DispatcherMachine:
             return self._catch_up(now) if self.plan else []
         if self.plan is None or plan.version >= self.plan.version:
             self._adopt(plan, now)
-        return [*self._acknowledge(), *self._catch_up(now)]
+        return [*self.acknowledge(), *self._catch_up(now)]
 
     def _adopt(self, plan: Plan, now: float) -> None:
         """Act on a whole plan."""
@@ -286,7 +286,8 @@ class DispatcherMachine:
         places = dict.fromkeys(place for route in entry.followed for place in route.locations(channel))
         return [place for place in places if place.server != self.server]
 
-    def _acknowledge(self) -> list[Any]:
+    def acknowledge(self) -> list[Any]:
+        """Tell the balancer which version is acted upon."""
         if self.plan is None or self.refusal is not None:
             return []
         ack = PlanAck(self.server, self.incarnation, self.plan.version)
@@ -302,9 +303,9 @@ class DispatcherMachine:
             case PlanChange(delta):
                 if self.plan is None or delta.version > self.plan.version:
                     return self._changed(message, now)
-                return self._acknowledge()
+                return self.acknowledge()
             case PlanQuery(version):
-                return self._acknowledge() if self.plan and self.plan.version >= version else self._read_plan()
+                return self.acknowledge() if self.plan and self.plan.version >= version else self._read_plan()
             case _:
                 self.counters["unexpected_messages"] += 1
                 return []
@@ -326,7 +327,7 @@ class DispatcherMachine:
             if self.transitions.update(channel, entry, now):
                 actions += self._open_links(channel, entry)
         self._forget_changes(now)
-        return [*actions, *self._acknowledge()]
+        return [*actions, *self.acknowledge()]
 
     def _open_links(self, channel: bytes, entry: Entry) -> list[Any]:
         """Connect before the first message is to be forwarded."""

@@ -69,6 +69,8 @@ class AgentGuard:
         #: When to look next; None while the link is down.
         self._check_at: float | None = None
         self._client_id: int | None = None
+        #: Whether it is known, of the present connection, that no other agent was there before.
+        self.is_clear = False
         self._refused = False
 
     @property
@@ -100,6 +102,7 @@ class AgentGuard:
         """Forget the connection."""
         self._check_at = None
         self._client_id = None
+        self.is_clear = False
 
     def replied(self, event: Replied) -> list[Any]:
         """Take the reply to a command of the guard."""
@@ -111,6 +114,8 @@ class AgentGuard:
                 self._client_id = value
             case "count" if not isinstance(value, list) or value[1:] != [1]:
                 return [Send(LOCAL, (b"CLIENT", b"LIST", b"TYPE", b"pubsub"), (TAG, "list"))]
+            case "count":
+                self.is_clear = True
             case "list":
                 return self._compare(value)
             case _:
@@ -118,6 +123,7 @@ class AgentGuard:
         return []
 
     def _refuse(self, error: ErrorReply) -> list[Any]:
+        self.is_clear = True
         if self._refused:
             return []
         self._refused = True
@@ -133,6 +139,7 @@ class AgentGuard:
         for agent in _agents(listed.decode(errors="replace")):
             if agent.id < self._client_id and agent.incarnation != self._incarnation:
                 return [AlreadyRunning(self._reason(agent))]
+        self.is_clear = True
         return []
 
     def _reason(self, other: _Agent) -> str:

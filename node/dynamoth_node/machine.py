@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dynamoth.events import Connect, LinkDown, LinkUp, Pushed, Replied, Start, Tick
+from dynamoth.events import Connect, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
+from dynamoth.names import BALANCER_CHANNEL
 from dynamoth_dispatcher.machine import DispatcherMachine, DispatcherOptions
 from dynamoth_lla.machine import TAG as LLA_TAG
 from dynamoth_lla.machine import LoadAnalyzer
@@ -83,7 +84,12 @@ class NodeMachine:
 
     def handle(self, event: Any, now: float) -> list[Any]:
         """Take one event; return the actions to execute, in order."""
+        was_clear = self._guard.is_clear
         actions = self._route(event, now)
+        if not self._guard.is_clear:
+            actions = [action for action in actions if not _speaks_to_balancer(action)]
+        elif not was_clear:
+            actions += self.dispatcher.acknowledge()
         version = self.plan_version
         if version is not None and version != self.load_analyzer.plan_version:
             self.load_analyzer.plan_version = version
@@ -148,3 +154,9 @@ class NodeMachine:
             return []
         self._said[link] = reason
         return [LinkChanged(link, reason)]
+
+
+def _speaks_to_balancer(action: Any) -> bool:
+    """Tell what an agent must not do before it knows that it is the only one: the balancer would believe it."""
+    publishes = isinstance(action, Send) and action.link == LOCAL and action.args[0] == b"PUBLISH"
+    return publishes and action.args[1] == BALANCER_CHANNEL

@@ -8,7 +8,7 @@ from dynamoth.control import Marker, ObservationGap, RouteNotice, pack_control
 from dynamoth.envelope import FIRST, HEARTBEAT, QUIET_MS_MAX, ROUTE_CHANGED, Envelope, open_envelope, seal
 from dynamoth.events import Connect, ErrorReply, Replied, Send, Start
 from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
-from dynamoth.plan import Plan, Route, Server, single
+from dynamoth.plan import Plan, Route, Server, pack_entry, single
 from dynamoth.stored_plan import READ_HEADER, read_entry
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.publisher import (
@@ -23,6 +23,7 @@ from tests.machines.helpers import (
     ACTIVE,
     PLAN_0,
     SERVERS,
+    SETTLED,
     URLS,
     C,
     Subject,
@@ -68,6 +69,8 @@ class Publisher(Subject):
         for send in only(Send, actions):
             if send.args[0] == b"PUBLISH":
                 out += self.tell(Replied(send.link, send.tag, receivers))
+            elif send.args[0] == b"HMGET":
+                out += self.tell(Replied(send.link, send.tag, [b"0", b"", None]))
             elif send.tag == ("observers",):
                 out += self.tell(Replied(send.link, send.tag, [AGENT_CHANNEL, observers]))
         return out
@@ -178,12 +181,48 @@ def test_what_has_failed_while_the_link_was_down_is_not_sent_any_more() -> None:
 
 
 def test_one_message_too_many_fails_at_once_and_takes_no_number() -> None:
-    publisher = Publisher(PublisherOptions(unanswered_max=2))
+    publisher = Publisher(PublisherOptions(unanswered_max=3))  # the two, and the reading of the plan after the first
     publisher.publish()
     publisher.publish()
-    assert publisher.publish(token=3) == [PublishFailed(3, "2 messages wait for server s1: not connected yet")]
+    assert publisher.publish(token=3) == [PublishFailed(3, "3 messages wait for server s1: not connected yet")]
     publisher.answer(publisher.up("s1"))
     assert numbers(publisher.publish()) == [3]
+
+
+# A server without an agent.
+
+
+def answer_check(publisher: Publisher, actions: list[Any], observers: int) -> list[Any]:
+    """Answer as a server where the plan says that the channel is at s2."""
+    stored = [b"3", b"", pack_entry(SETTLED.entries[C])]
+    out: list[Any] = []
+    for send in only(Send, actions):
+        reply = stored if send.args[0] == b"HMGET" else [AGENT_CHANNEL, observers] if send.tag == ("observers",) else 0
+        out += publisher.tell(Replied(send.link, send.tag, reply)) if send.tag is not None else []
+    return out
+
+
+def test_what_nobody_could_forward_is_sent_again_by_the_right_route() -> None:
+    """A new client follows the ring; the agent that would forward its message, and tell it, is not there."""
+    publisher = Publisher()
+    publisher.publish()
+    actions = answer_check(publisher, publisher.up("s1"), observers=0)
+    assert Connect("s2", URLS["s2"]) in actions
+    assert envelopes(publisher.up("s2"), link="s2") == [Envelope(ROUTE_CHANGED, ID, 1, 1, b"x")]
+    assert envelopes(publisher.publish(), link="s2") == [Envelope(ROUTE_CHANGED, ID, 2, 1, b"x")]
+
+
+def test_what_an_agent_forwards_is_not_sent_again() -> None:
+    publisher = Publisher()
+    publisher.publish()
+    assert answer_check(publisher, publisher.up("s1"), observers=1) == [Published("t", 0)]
+    assert publisher.plan.epoch(C) == 1
+
+
+def test_while_there_is_no_agent_every_message_is_checked() -> None:
+    publisher = Publisher().connected()
+    publisher.answer(publisher.publish(), observers=0)
+    assert len(commands(publisher.publish(), b"HMGET")) == 1
 
 
 # Reconnection.

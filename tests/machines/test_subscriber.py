@@ -201,10 +201,11 @@ def test_unsubscribing_during_a_move_leaves_both_places() -> None:
     assert [action for action in listener.pass_time(25) if not isinstance(action, Disconnect)] == []
 
 
-def test_unsubscribing_while_disconnected_ends_without_a_gap() -> None:
+def test_unsubscribing_while_disconnected_tells_of_what_may_have_been_missed() -> None:
     listener = Listener().confirmed()
     listener.down("s1")
-    assert listener.unsubscribe() == [SubscriptionEnded(C)]
+    gap, ended = listener.unsubscribe()
+    assert isinstance(gap, GapDetected) and ended == SubscriptionEnded(C)
     assert commands(listener.up("s1"), b"SUBSCRIBE") == []
 
 
