@@ -7,7 +7,7 @@ its server's link until that server has answered; a broken connection makes it g
 that a copy that had arrived already is dropped by subscribers as a duplicate. There is one link per server, so
 messages of one client to one server keep their order.
 
-The first message on a channel, and each at a server that no agent observes, is followed by a reading of the plan that
+The first message on a channel, also after the agent of its server has gone, is followed by a reading of the plan that
 is stored there: a route that is wrong, and that no dispatcher may be there to mend, is so found out, and a message that
 nobody forwarded is sent again by the right one.
 
@@ -100,6 +100,8 @@ class _Channel:
     #: Of the local plan, when location and epoch were looked up there.
     generation: int
     used_at: float
+    #: The outage (see ``_Server``) in which the stored plan confirmed the location; -1 for none.
+    checked_in: int = -1
 
 
 @dataclass(slots=True)
@@ -138,6 +140,9 @@ class _Server:
     reason: str = "not connected yet"
     #: Agents that observe it: receivers of every message that are no clients.
     observers: int = 0
+    #: Grows with each connection, and whenever the agents are gone. A route that is right during an outage stays right
+    #: until its end, for no channel is moved away from a server without an agent.
+    outage: int = 0
     observers_asked_at: float = float("-inf")
 
 
@@ -233,7 +238,7 @@ class PublisherMachine:
         waiting = _Waiting(event.token, now + self.options.publish_timeout_s)
         server.waiting.append(waiting)
         actions += server.outbox.put((b"PUBLISH", location.physical, data), waiting)
-        doubtful = flags & FIRST or (server.up and not server.observers)
+        doubtful = flags & FIRST or (server.up and not server.observers and channel.checked_in != server.outage)
         if self.options.envelope and doubtful and not server.outbox.full:
             check = _Check(event.channel, channel.sequence, event.payload, location)
             actions += server.outbox.put(stored_plan.read_entry(event.channel), check)
@@ -293,6 +298,7 @@ class PublisherMachine:
         server = self._servers[event.link]
         server.up = True
         server.run_id = event.run_id
+        server.outage += 1
         reconnected, server.connected_before = server.connected_before, True
         return [
             Send(event.link, (b"SUBSCRIBE", inbox(self.client_id), CLIENTS_CHANNEL)),
@@ -325,7 +331,9 @@ class PublisherMachine:
             return []
         match event.tag:
             case ("observers",):
-                server.observers = int(event.value[1])
+                observers = int(event.value[1])
+                server.outage += server.observers > 0 and not observers
+                server.observers = observers
             case ("header",):
                 self._header_read(event, server, now)
             case ("entry", channel):
@@ -341,7 +349,11 @@ class PublisherMachine:
             return []
         self._entry_read(check.channel, event, server, now)
         location, epoch = self._route(check.channel)
-        if server.observers or location == check.location:
+        if server.observers:
+            return []
+        if location == check.location:
+            if (channel := self._channels.get(check.channel)) is not None:
+                channel.checked_in = server.outage
             return []
         right, actions = self._server(location.server)
         if right.outbox.full:

@@ -219,9 +219,21 @@ def test_what_an_agent_forwards_is_not_sent_again() -> None:
     assert publisher.plan.epoch(C) == 1
 
 
-def test_while_there_is_no_agent_every_message_is_checked() -> None:
+def test_while_there_is_no_agent_each_channel_is_checked_once() -> None:
+    """No channel is moved away from a server without an agent."""
     publisher = Publisher().connected()
-    publisher.answer(publisher.publish(), observers=0)
+    first = publisher.publish()
+    assert len(commands(first, b"HMGET")) == 1
+    publisher.answer(first, observers=0)
+    assert commands(publisher.publish(), b"HMGET") == []
+
+
+def test_when_the_agent_is_gone_each_channel_is_checked_again() -> None:
+    publisher = Publisher().connected()
+    publisher.answer(publisher.publish())
+    for observers in (1, 0):
+        publisher.now += 1
+        publisher.answer(publisher.publish(), observers=observers)
     assert len(commands(publisher.publish(), b"HMGET")) == 1
 
 
