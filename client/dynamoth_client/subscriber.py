@@ -49,6 +49,8 @@ from dynamoth.plan import Location, Mode, Phase, Route
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.sequences import Gap, Sequences
 
+_SPREAD_STEPS = 1024
+
 _UNUSUAL = CONTROL | HEARTBEAT | RAW
 
 _NO_PERMISSION = ("NOPERM", "NOAUTH")
@@ -65,6 +67,8 @@ class SubscriberOptions:
     """How long a message waits for an earlier one of its publisher before the gap is reported."""
     verify_retry_s: float = 0.1
     """How soon a place is verified again when the server held no plan, or one that is behind."""
+    move_spread_s: float = 0.05
+    """A subscriber that is told of a move waits for up to so long, each another time, lest all move at once; 0: not."""
     distrust_s: float = 5.0
     """A route that came from a notice and is not confirmed by its server for so long is given up for the stored
     plan's."""
@@ -177,6 +181,8 @@ class _Subscription:
     confirmations_owed: int = 1
     #: Set while a connection was lost and its places are not verified again: the gap event to come.
     may_have_missed: str | None = None
+    #: The epoch of a notice that is to be followed soon; 0 for none.
+    noticed_epoch: int = 0
     #: Whether a wish to verify again while a place is leaving is pending.
     reverifying: bool = False
     #: When the present route was taken; see ``distrust_s``.
@@ -642,7 +648,7 @@ class SubscriberMachine:
             return []
         match message:
             case RouteNotice(channel, route) if channel == subscription.channel:
-                return self._learned(subscription, location.server, route, now)
+                return self._noticed(subscription, location.server, route, now)
             case Marker(channel, server, incarnation, number) if channel == subscription.channel:
                 return self._marked(subscription, location, server, incarnation, number, now)
             case LossNotice(channel, lost) if channel == subscription.channel and subscription.confirmed:
@@ -650,6 +656,23 @@ class SubscriberMachine:
             case _:
                 self.counters["unexpected_messages"] += 1
                 return []
+
+    def _noticed(self, subscription: _Subscription, link: str, route: Route, now: float) -> list[Any]:
+        """Follow a notice: soon, if the application is being served meanwhile."""
+        spread_s = self.options.move_spread_s
+        if not subscription.confirmed or not spread_s:
+            return self._learned(subscription, link, route, now)
+        if route.epoch > max(subscription.route.epoch, subscription.noticed_epoch):
+            subscription.noticed_epoch = route.epoch
+            delay_s = spread_s * ((self.client_id ^ route.epoch) % _SPREAD_STEPS) / _SPREAD_STEPS
+            self._wish(now + delay_s, "move", (subscription, link, route))
+        return []
+
+    def _move(self, subscription: _Subscription, link: str, route: Route, now: float) -> list[Any]:
+        subscription.noticed_epoch = 0  # should the move not begin, the next notice counts
+        current = self._subscriptions.get(subscription.channel) is subscription
+        connected = link in self._links and self._links[link].up
+        return self._learned(subscription, link, route, now) if current and connected else []
 
     def _marked(
         self, subscription: _Subscription, location: Location, server: str, incarnation: int, number: int, now: float
@@ -683,6 +706,9 @@ class SubscriberMachine:
                 case "expire":
                     subscription, publisher = argument
                     actions += self._expire(subscription, publisher, now)
+                case "move":
+                    subscription, link, route = argument
+                    actions += self._move(subscription, link, route, now)
                 case "listen":
                     actions += self._listen_again(*argument)
                 case "verify":

@@ -17,7 +17,7 @@ class TransitionOptions:
     """How soon a marker follows the previous one at first; then at doubling distance."""
     marker_interval_s_max: float = 1.0
     """The largest distance of two markers of a channel."""
-    marker_delay_s: float = 0.01
+    marker_delay_s: float = 0.02
     """A marker follows so soon after a subscriber has announced that it joined, for it waits for one."""
     trickle_delay_s: float = 0.1
     """Subscribers of a channel on which nothing is published are told so long after the activation."""

@@ -12,7 +12,7 @@ from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.subscriber import Deliver, Subscribe, SubscriberMachine, SubscriberOptions, Unsubscribe
 from tests.machines.helpers import PLAN_0, C, Subject, control, entry_reply, only, reply, tagged
 
-OPTIONS = SubscriberOptions()
+OPTIONS = SubscriberOptions(move_spread_s=0.0)
 INCARNATION = 77
 
 

@@ -13,6 +13,7 @@ from dynamoth.plan import Assignment, Location, Mode, Plan, Route, Server, singl
 from dynamoth.stored_plan import READ_HEADER, read_entry
 from dynamoth_client.subscriber import (
     GapDetected,
+    SubscriberOptions,
     SubscriptionConfirmed,
     SubscriptionEnded,
     SubscriptionFailed,
@@ -263,6 +264,15 @@ def test_a_marker_older_than_the_first_seen_proves_nothing() -> None:
     listener.mark("s2", 5)
     assert listener.mark("s1", 4) == []
     assert listener.mark("s1", 5)[0] == LEAVE_S1
+
+
+def test_subscribers_that_are_told_of_a_move_do_not_move_all_at_once() -> None:
+    listener = Listener(SubscriberOptions(move_spread_s=0.1)).confirmed()
+    assert listener.told(TO_S2) == listener.told(TO_S2) == []
+    deadline = listener.subscriber.deadline()
+    assert deadline is not None and listener.now < deadline <= listener.now + 0.1
+    assert Connect("s2", URLS["s2"]) in listener.pass_time(0.1)
+    assert commands(listener.up("s2"), b"SUBSCRIBE") == [(C,)]
 
 
 def test_markers_of_different_incarnations_have_nothing_in_common() -> None:
