@@ -13,8 +13,8 @@ push takes part in the matching only if its kind is what the *oldest* pending co
 Pushes are handed on in batches, as many as one read brought with no reply between them, because a call per
 message costs more than parsing it.
 
-Everything that is sent within one turn of the event loop leaves in one write at its end: commands are
-pipelined without anybody asking for it.
+A command that is sent while no other waits for its reply leaves at once. All others that are sent within one turn of
+the event loop leave in one write at its end: commands are pipelined without anybody asking for it.
 
 Not supported, because they break the one-answer rule: MULTI around subscriptions, MONITOR, CLIENT REPLY,
 RESET.
@@ -155,7 +155,7 @@ class Connection(asyncio.Protocol):
         return self._output_bytes + self._transport.get_write_buffer_size()
 
     def send(self, args: Sequence[CommandPart], on_reply: OnReply | None = None) -> bool:
-        """Send one command at the end of this turn of the loop; False, and nothing happens, if not open.
+        """Send one command, at the latest at the end of this turn of the loop; False, and nothing happens, if not open.
 
         ``on_reply`` is called once, with the reply, unless the connection is lost before it comes. For a
         subscription command it is called only with an error. Raises TypeError when a part of the command is
@@ -178,7 +178,9 @@ class Connection(asyncio.Protocol):
             self._subscribing += 1
         self._output.append(packed)
         self._output_bytes += len(packed)
-        if not self._flush_scheduled:
+        if len(self._pending) == 1 and not self._flush_scheduled:
+            self._flush()  # nothing is under way that it could be joined to
+        elif not self._flush_scheduled:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
         return True

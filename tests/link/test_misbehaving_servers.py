@@ -269,7 +269,7 @@ def test_a_server_that_does_not_read(run_async: Runner) -> None:
             assert "more than 1000000 bytes wait to be sent" in calls.of("down")[0]
         async with up(url, LinkOptions(ping_interval_s=0, close_timeout_s=0.1)) as (link, calls):
             link.send(["PUBLISH", "c", b"x" * 50_000_000])
-            assert link.write_buffer_size > 50_000_000
+            assert link.write_buffer_size > 25_000_000  # the operating system takes some at once
             began_at = loop.time()
             await link.close()
             assert 0.09 < loop.time() - began_at < 5
