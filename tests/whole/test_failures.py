@@ -151,7 +151,8 @@ def test_agents_that_are_killed_and_restarted_in_the_middle_of_moves_lose_nothin
         assert sorted(restarted) == ["s1", "s1", "s2"]
 
 
-def test_what_a_publisher_sent_to_the_wrong_server_while_its_agent_was_dead_is_told_as_lost() -> None:
+def test_what_a_publisher_sends_to_the_wrong_server_while_its_agent_is_dead_is_not_lost() -> None:
+    """A new client follows the ring to a server that nobody watches: it finds the right one in the stored plan."""
     channels = channels_at("s1", 2)
     with LocalCluster(2) as cluster, Traffic(cluster, channels, losses_allowed=True) as traffic:
         for channel in channels:
@@ -160,15 +161,13 @@ def test_what_a_publisher_sent_to_the_wrong_server_while_its_agent_was_dead_is_t
         cluster.agents["s1"].kill()
         traffic.flows()  # those who know better are not concerned
         traffic.add_publisher("late")
-        traffic.publishes(10)
-        assert traffic.gaps == []
+        traffic.flows()
         cluster.agents["s1"].start()
         traffic.flows()
-        told = {(name, gap.channel) for name, gap in traffic.gaps}
-        assert told == {(name, channel) for name in ("r0", "r1") for channel in channels}
+        assert traffic.gaps == []
         traffic.calm()
         traffic.flows()
-        assert traffic.finish().covered_losses >= 2 * 10 * len(channels)
+        assert traffic.finish().covered_losses == 0
 
 
 async def use_everything(url: str, channels: list[bytes]) -> None:
