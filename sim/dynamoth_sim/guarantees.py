@@ -354,7 +354,7 @@ class Audit:
             begun = self._stream(name, channel).begun if self._live else _FOR_EVER
             view = self._view(subscription, (subscriber, channel), name)
             left = self._cover_holes(view, subscriber, channel, name, None if publisher is None else count, at)
-            upto = begun if left is None else min(begun, view.next - 1 + left)
+            upto = begun if left is None else min(begun, max(view.next - 1, view.covered_to) + left)
             view.covered_to = max(view.covered_to, upto)
 
     def _cover_holes(
