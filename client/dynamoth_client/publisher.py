@@ -336,6 +336,8 @@ class PublisherMachine:
                 server.observers = observers
             case ("header",):
                 self._header_read(event, server, now)
+            case ("doubt", channel):
+                self._doubted(channel, event, server)
             case ("entry", channel):
                 self._entry_read(channel, event, server, now)
             case _:
@@ -404,8 +406,10 @@ class PublisherMachine:
                 return []
 
     def _told(self, link: str, channel: bytes, route: Route, now: float) -> list[Any]:
-        if route.epoch <= self._plan.epoch(channel) or channel not in self._channels:
+        if channel not in self._channels:
             return []
+        if route.epoch <= self._plan.epoch(channel):
+            return self._doubt(link, channel, route)
         if self._plan.reachable(route):
             self._plan.learn(channel, route, now)
             return []
@@ -413,6 +417,28 @@ class PublisherMachine:
             return []
         self._hints[channel] = route
         return [Send(link, stored_plan.READ_HEADER, ("header",))]
+
+    def _doubt(self, link: str, channel: bytes, route: Route) -> list[Any]:
+        """A dispatcher says that our newer route is wrong: only if the plan was lost and begun anew. Look there."""
+        ours = self._route(channel)[0]
+        if ours.server != link or ours in route.locations(channel):
+            return []
+        return [Send(link, stored_plan.read_entry(channel), ("doubt", channel))]
+
+    def _doubted(self, channel: bytes, event: Replied, server: _Server) -> None:
+        """Give up a route to a server whose own stored plan sends the channel elsewhere."""
+        try:
+            stored = stored_plan.parse_entry(event.value, server.run_id)
+        except MalformedMessage:
+            self.counters["malformed_messages"] += 1
+            return
+        if stored is None:
+            return
+        told = stored.settled_or(self._plan.home(channel)).told
+        ours = self._route(channel)[0]
+        if ours.server == event.link and ours not in told.locations(channel) and self._plan.reachable(told):
+            self.counters["distrusted_routes"] += 1
+            self._plan.distrust(channel, told)
 
     def _heartbeats(self, server_id: str, now: float) -> list[Any]:
         """Tell the numbers of what was sent to a server where it may not have been observed, by today's route."""

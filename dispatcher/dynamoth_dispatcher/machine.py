@@ -502,7 +502,7 @@ class DispatcherMachine:
         self, channel: bytes, entry: Entry, here: Location, envelope: Envelope, now: float
     ) -> list[Any]:
         told = entry.told
-        if envelope.epoch >= told.epoch or here in told.locations(channel) or envelope.flags & HEARTBEAT:
+        if here in told.locations(channel) or envelope.flags & HEARTBEAT:
             return []
         key = (envelope.publisher, channel)
         epoch, at = self._told.get(key, (-1, 0.0))

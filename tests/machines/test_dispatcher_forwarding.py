@@ -262,11 +262,16 @@ def test_a_new_epoch_is_told_at_once() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [forwarded(message(1), 0), message(1, flags=HEARTBEAT), message(1, epoch=1), b"raw"],
-    ids=["a copy", "a heartbeat", "one that knows", "raw"],
+    [forwarded(message(1), 0), message(1, flags=HEARTBEAT), b"raw"],
+    ids=["a copy", "a heartbeat", "raw"],
 )
 def test_nobody_is_told_because_of(data: bytes) -> None:
     assert notices(agent("s1", ACTIVE).observe(data)) == []
+
+
+def test_who_comes_to_the_wrong_place_with_a_newer_epoch_is_told_too() -> None:
+    """The plan was lost and begun anew: the publisher is to look into the stored plan."""
+    assert len(notices(agent("s1", ACTIVE).observe(message(1, epoch=9)))) == 1
 
 
 def test_heartbeats_are_forwarded() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from dynamoth.control import Marker, ObservationGap, RouteNotice, pack_control
 from dynamoth.envelope import FIRST, HEARTBEAT, QUIET_MS_MAX, ROUTE_CHANGED, Envelope, open_envelope, seal
 from dynamoth.events import Connect, ErrorReply, Replied, Send, Start
@@ -235,6 +237,17 @@ def test_when_the_agent_is_gone_each_channel_is_checked_again() -> None:
         publisher.now += 1
         publisher.answer(publisher.publish(), observers=observers)
     assert len(commands(publisher.publish(), b"HMGET")) == 1
+
+
+@pytest.mark.parametrize(("stored", "server"), [(SETTLED, "s2"), (PLAN_0, "s1")])
+def test_a_newer_route_is_given_up_only_for_what_its_own_server_stores(stored: Plan, server: str) -> None:
+    """Another cluster's life: this client has epoch 9 for s1, from a plan that was lost."""
+    publisher = Publisher().connected()
+    publisher.plan.learn(C, Route(9, single("s1")), 0.0)
+    publisher.answer(publisher.publish())
+    [read] = tagged(publisher.told(TO_S2), "doubt")
+    publisher.tell(Replied("s1", read.tag, entry_reply(stored, C)))
+    assert publisher.plan.route(C).assignment == single(server)
 
 
 # Reconnection.
