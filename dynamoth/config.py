@@ -28,6 +28,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from dynamoth.errors import ConfigError
+from dynamoth.reports import REPORT_CHANNELS_MAX
 from dynamoth.settings import ENVIRONMENT_PREFIX, Declared, fault, one_of, setting, to_text
 
 OTHER_VARIABLES = ("DYNAMOTH_CONFIG", "DYNAMOTH_URL")
@@ -91,13 +92,16 @@ class NodeSettings:
     http_port: int = setting(0, "their port; 0 for no HTTP", minimum=0, maximum=65535)
     report_interval_s: float = setting(1.0, "time between two reports to the balancer", unit="s", above=0)
     channels_per_report_max: int = setting(
-        1000, "the busiest channels, which a report names; the others are in its sums", minimum=1
+        1000,
+        "the busiest channels, which a report names; the others are in its sums",
+        minimum=1,
+        maximum=REPORT_CHANNELS_MAX,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalancerSettings:
-    """What the balancer may choose. The defaults are the values of the paper's authors."""
+    """What the balancer may choose. The defaults are the values of the paper's authors, where these are known."""
 
     load_ratio_high: float = setting(0.8, "a server above this load ratio is relieved", above=0)
     load_ratio_safe: float = setting(0.6, "it is relieved to this, and none is filled above it", above=0)
@@ -112,6 +116,49 @@ class BalancerSettings:
     agent_stale_s: float = setting(5.0, "an agent silent for this time counts as down", unit="s", above=0)
     lease_s: float = setting(
         5.0, "another balancer takes over from one that is silent for this time", unit="s", minimum=3
+    )
+    all_subscribers_ratio_min: float = setting(
+        100.0,
+        "a channel with more publications/s per subscriber is spread so that all subscribers listen at all its servers:"
+        " their connections are few then for what they receive",
+        above=0,
+    )
+    all_publishers_ratio_min: float = setting(
+        10.0,
+        "a channel with more subscribers per publication/s is spread so that publications go to all its servers: each"
+        " is sent to so many subscribers that a copy more is little besides",
+        above=0,
+    )
+    replicate_publications_per_s_min: float = setting(
+        1000.0,
+        "with fewer publications/s no channel is spread for their sake: Redis has a millisecond for each",
+        unit="1/s",
+        minimum=0,
+    )
+    replicate_subscribers_min: int = setting(
+        100, "with fewer subscribers no channel is spread for their sake: one server is quick enough", minimum=0
+    )
+    replicate_load_ratio_min: float = setting(
+        0.5,
+        "a channel is spread only when it alone makes more than this load ratio: with less, a server has room for"
+        " others. One that makes more than load_ratio_high is spread whatever its publications and subscribers",
+        minimum=0,
+    )
+    replicate_keep_ratio: float = setting(
+        0.6,
+        "a replicated channel is folded back, or loses servers, below this share of what spread it, so that it does not"
+        " go to and fro",
+        above=0,
+        maximum=1,
+    )
+    replicas_max: int = setting(
+        16, "most servers that the balancer spreads a channel over; 1: it spreads none, and folds none back", minimum=1
+    )
+    replication_rest_s: float = setting(
+        30.0, "a channel whose replication was changed is left so for this time", unit="s", minimum=0
+    )
+    replica_dead_s: float = setting(
+        10.0, "a server neither reached nor heard for this time is no longer wanted as a replica", unit="s", minimum=0
     )
     metrics_file: str = setting("", "each report of an agent is written here, a line of JSON; empty for nowhere")
     http_host: str = setting("127.0.0.1", "where /healthz, /readyz and /metrics listen")

@@ -77,7 +77,7 @@ class ObservationGap:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Client to LLA: I have joined and left these channels at your server."""
+    """Client to LLA: I have joined and left these physical channels at your server."""
 
     client: int
     joined: tuple[bytes, ...]

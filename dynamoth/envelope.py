@@ -88,6 +88,12 @@ def open_envelope(data: bytes) -> Envelope:
     return Envelope(flags, publisher, number >> QUIET_BITS, epoch, data[HEADER_BYTES:], number & QUIET_MS_MAX)
 
 
+def rerouted(data: bytes, epoch: int) -> bytes:
+    """Return an envelope as its publisher sends it again, by another route of this epoch."""
+    marked = bytes((data[_FLAGS_OFFSET] | ROUTE_CHANGED,))
+    return data[:_FLAGS_OFFSET] + marked + data[4:20] + epoch.to_bytes(4, "big") + data[24:]
+
+
 def forwarded(data: bytes, epoch: int, flags: int = 0) -> bytes:
     """Return a dispatcher's copy of an envelope: marked, with the dispatcher's epoch and more ``flags``."""
     marked = bytes((data[_FLAGS_OFFSET] | FORWARDED | flags,))

@@ -32,6 +32,12 @@ class MalformedMessage(DynamothError):
     code = "malformed"
 
 
+class UnknownMode(MalformedMessage):
+    """Raised when a route has a mode that this software does not know: the sender is newer."""
+
+    code = "unknown-mode"
+
+
 class RequestRefused(DynamothError):
     """Raised when the balancer refuses an administrator's request, with the reason."""
 

@@ -25,6 +25,8 @@ ANNOUNCE_CHANNEL = RESERVED_PREFIX + b"announce"
 
 _INBOX_PREFIX = RESERVED_PREFIX + b"inbox:"
 _REPLICA_PREFIX = RESERVED_PREFIX + b"r:"
+RELAY_PREFIX = RESERVED_PREFIX + b"relay:"
+"""Before a physical channel: agents speak to the agent of the server, who publishes there what it is given, once."""
 
 SERVER_LOCAL_PREFIXES = (b"__keyspace@", b"__keyevent@", b"__redis__:")
 """Channels that Redis itself publishes on. They belong to one server and are never routed."""
@@ -38,6 +40,11 @@ def inbox(client: int) -> bytes:
 def replica_channel(channel: bytes, epoch: int) -> bytes:
     """Return the physical name of a replicated channel: tagged with its epoch, so that NUMSUB answers per epoch."""
     return _REPLICA_PREFIX + b"%x:" % epoch + channel
+
+
+def relay_channel(physical: bytes) -> bytes:
+    """Return the channel on which an agent is given what it shall publish on a physical channel at its server."""
+    return RELAY_PREFIX + physical
 
 
 def logical_channel(physical: bytes) -> bytes:

@@ -67,11 +67,21 @@ class Outbox:
         self._sent -= 1
         return self._items.popleft()[1]
 
-    def discard_while(self, useless: Callable[[Any], bool]) -> None:
-        """Forget the oldest commands as long as their tokens are ``useless``; only while the link is down."""
+    def unanswered(self) -> list[tuple[Sequence[CommandPart], Any]]:
+        """Return the commands and their tokens, oldest first."""
+        return list(self._items)
+
+    def discard_while(self, useless: Callable[[Any], bool]) -> int:
+        """Forget the oldest commands as long as their tokens are ``useless``; return how many.
+
+        Only while the link is down.
+        """
         assert not self._up, f"replies of commands on {self.link} are still to come"
+        count = 0
         while self._items and useless(self._items[0][1]):
             self._items.popleft()
+            count += 1
+        return count
 
     def discard(self, useless: Callable[[Any], bool]) -> None:
         """Forget all commands whose tokens are ``useless``; only while the link is down."""

@@ -23,7 +23,7 @@ from typing import Any
 import msgpack
 
 from dynamoth.envelope import EPOCH_MAX
-from dynamoth.errors import MalformedMessage, PlanError
+from dynamoth.errors import MalformedMessage, PlanError, UnknownMode
 from dynamoth.names import replica_channel
 from dynamoth.ring import VIRTUAL_NODES, VIRTUAL_NODES_MAX, Ring
 
@@ -95,6 +95,24 @@ class Route:
         physical = channel if mode is Mode.SINGLE else replica_channel(channel, self.epoch)
         return tuple(Location(server, physical) for server in self.assignment.servers)
 
+    def published_at(self, publisher: int, channel: bytes) -> tuple[Location, ...]:
+        """Return where a publisher, or any forwarder for it, sends a message: all of ALL_PUBLISHERS, else one.
+
+        Under ALL_SUBSCRIBERS the one is the same for a publisher as long as the epoch lasts: another for each message
+        would break the order (G3).
+        """
+        locations = self.locations(channel)
+        if self.assignment.mode is Mode.ALL_SUBSCRIBERS:
+            return (locations[(publisher ^ self.epoch) % len(locations)],)
+        return locations
+
+    def listened_at(self, subscriber: int, channel: bytes) -> tuple[Location, ...]:
+        """Return where a subscriber listens: one of ALL_PUBLISHERS, the same as long as the epoch lasts, else all."""
+        locations = self.locations(channel)
+        if self.assignment.mode is Mode.ALL_PUBLISHERS:
+            return (locations[(subscriber ^ self.epoch) % len(locations)],)
+        return locations
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -128,20 +146,18 @@ class Entry:
         return other is None or (self.route.epoch, self.phase) > (other.route.epoch, other.phase)
 
 
-def missing(channel: bytes, routes: Iterable[Route], reached: Set[Location]) -> list[Location]:
+def missing(channel: bytes, routes: Iterable[Route], reached: Set[Location], publisher: int) -> list[Location]:
     """Return where a message that has reached ``reached`` must still be forwarded, for followers of ``routes``.
 
-    DESIGN, "who must get a message": for SINGLE its server; for ALL_SUBSCRIBERS any one of the servers, as every
-    subscriber listens at all of them; for ALL_PUBLISHERS every one. Deterministic, without repetition.
+    For SINGLE its server; for ALL_SUBSCRIBERS any one of the servers, as every subscriber listens at all of them: the
+    one that its publisher uses or will use; for ALL_PUBLISHERS every one. Deterministic, without repetition.
     """
     targets: dict[Location, None] = {}
     for route in routes:
-        locations = route.locations(channel)
-        if route.assignment.mode is Mode.ALL_SUBSCRIBERS:
-            if not any(location in reached or location in targets for location in locations):
-                targets[locations[0]] = None
-        else:
-            targets.update((location, None) for location in locations if location not in reached)
+        any_will_do = route.assignment.mode is Mode.ALL_SUBSCRIBERS
+        if any_will_do and not reached.isdisjoint(route.locations(channel)):
+            continue
+        targets.update((place, None) for place in route.published_at(publisher, channel) if place not in reached)
     return list(targets)
 
 
@@ -285,6 +301,8 @@ def route_from_wire(value: Any) -> Route:
     """Read the wire form of a route. Raises MalformedMessage."""
     try:
         epoch, mode, servers = value[:3]
+        if isinstance(mode, int) and mode > max(Mode):
+            raise UnknownMode(f"mode {mode} of a route is unknown here: upgrade this software")
         if not (isinstance(epoch, int) and 0 <= epoch <= EPOCH_MAX and all(isinstance(s, str) for s in servers)):
             raise MalformedMessage(f"not a route: {shortened(value)}")
         return Route(epoch, Assignment(Mode(mode), tuple(servers)))

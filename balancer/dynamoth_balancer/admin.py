@@ -4,22 +4,30 @@ Requests come as :class:`~dynamoth.control.AdminRequest` on the balancer's chann
 ``inbox(request)`` at that server, once for each time that they were asked: a repeated request, as its answer may have
 been lost, is not carried out again.
 
-=========  ==============================  ==================================================================
-command    arguments                       result
-=========  ==============================  ==================================================================
-status                                     see :mod:`dynamoth_balancer.status`
-plan       after: bytes, limit: 1..1000,   version, servers, base, entries (by channel name), and next: what to
-           all optional                    give as ``after`` for the following ones, None at the end
-plan       channel: bytes                  version, and entries with the one of the channel, also at home
-move       channel: bytes, to: str         when it has settled: channel, from, to, epoch, version, duration_s
-pause                                      paused: True. No decisions of the balancer's own; moves go on
-resume                                     paused: False
-=========  ==============================  ==================================================================
+===========  ==============================  ================================================================
+command      arguments                       result
+===========  ==============================  ================================================================
+status                                       see :mod:`dynamoth_balancer.status`
+plan         after: bytes, limit: 1..1000,   version, servers, base, entries (by channel name), and next: what
+             all optional                    to give as ``after`` for the following ones, None at the end
+plan         channel: bytes                  version, and entries with the one of the channel, also at home
+move         channel: bytes, to: str         when it has settled: channel, mode, servers, epoch, version,
+                                             duration_s, note; from and to
+replicate    channel: bytes, mode: str,      when it has settled: the same; from, if it was at one server. With
+             servers: [str] or count: int    count the least loaded servers, those that the channel is at first;
+                                             the note says when there are fewer
+unreplicate  channel: bytes, to: str         when it has settled: the same; to. Without ``to``, which is
+                                             optional, at the least loaded of the replicas
+pause                                        paused: True. No decisions of the balancer's own; changes go on
+resume                                       paused: False
+===========  ==============================  ================================================================
+
+The modes are "all-subscribers" and "all-publishers", and "single" in results. What an administrator has replicated, the
+balancer leaves as it is, as long as its process lives; its successor decides by load.
 """
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,29 +37,15 @@ from dynamoth.control import AdminReply, AdminRequest, pack_control
 from dynamoth.errors import RequestRefused
 from dynamoth.events import Send
 from dynamoth.names import inbox
+from dynamoth.plan import Mode
+from dynamoth_balancer.changes import BegunChange, ChangeState, mode_name
 from dynamoth_balancer.options import BalancerOptions
 
-MOVES_PENDING_MAX = 1000
-"""Bound of the moves that administrators wait for at one time."""
+CHANGES_PENDING_MAX = 1000
+"""Bound of the changes that administrators wait for at one time."""
 
-
-class MoveState(enum.Enum):
-    """How far a move has come."""
-
-    UNSETTLED = "unsettled"
-    SETTLED = "settled"
-    SUPERSEDED = "superseded"
-    """A later move of the channel has taken its place."""
-
-
-@dataclass(frozen=True, slots=True)
-class BegunMove:
-    """A move that an administrator waits for."""
-
-    channel: bytes
-    source: str
-    target: str
-    epoch: int
+CHANGES = ("move", "replicate", "unreplicate")
+"""The commands that are answered when what they have begun has settled."""
 
 
 class Office(Protocol):
@@ -65,12 +59,12 @@ class Office(Protocol):
         """Return a part of the plan."""
         ...
 
-    def begin_move(self, channel: bytes, target: str, now: float) -> tuple[BegunMove, list[Any]]:
-        """Begin to move a channel; return also the actions to execute."""
+    def begin_change(self, command: str, arguments: Mapping[str, Any], now: float) -> tuple[BegunChange, list[Any]]:
+        """Begin what one of ``CHANGES`` asks for; return also the actions to execute."""
         ...
 
-    def move_state(self, move: BegunMove, now: float) -> tuple[MoveState, str]:
-        """Return how far a move is, and what it waits for."""
+    def change_state(self, change: BegunChange, now: float) -> tuple[ChangeState, str]:
+        """Return how far a change is, and what it waits for."""
         ...
 
     def pause(self, paused: bool) -> None:
@@ -84,11 +78,11 @@ class Office(Protocol):
 
 @dataclass(slots=True)
 class _Pending:
-    """An unanswered move."""
+    """An unanswered request for a change."""
 
     server: str
     request: int
-    move: BegunMove
+    change: BegunChange
     since: float
 
 
@@ -119,11 +113,11 @@ class Admin:
             return [_send(server, answered)]
         self.counters["requests"] += 1
         try:
-            if request.command == "move":
-                return self._move(server, request, now)
+            if request.command in CHANGES:
+                return self._change(server, request, now)
             command = self._commands.get(request.command)
             if command is None:
-                known = ", ".join(sorted([*self._commands, "move"]))
+                known = ", ".join(sorted([*self._commands, *CHANGES]))
                 raise RequestRefused(f"command {request.command!r:.60} is not known; known are {known}")
             return [self._answer(server, AdminReply(request.request, command(request.arguments, now)))]
         except RequestRefused as error:
@@ -134,40 +128,44 @@ class Admin:
         self._office.pause(paused)
         return {"paused": paused}
 
-    def _move(self, server: str, request: AdminRequest, now: float) -> list[Any]:
-        channel, target = request.arguments.get("channel"), request.arguments.get("to")
-        if not isinstance(channel, bytes) or not isinstance(target, str):
-            raise RequestRefused("move takes the arguments channel (bytes) and to (the id of a server, text)")
-        if len(self._pending) >= MOVES_PENDING_MAX:
-            raise RequestRefused(f"{MOVES_PENDING_MAX} moves are waited for already; try again later")
-        move, actions = self._office.begin_move(channel, target, now)
-        self._pending[request.request] = _Pending(server, request.request, move, now)
+    def _change(self, server: str, request: AdminRequest, now: float) -> list[Any]:
+        if len(self._pending) >= CHANGES_PENDING_MAX:
+            raise RequestRefused(f"{CHANGES_PENDING_MAX} changes are waited for already; try again later")
+        change, actions = self._office.begin_change(request.command, request.arguments, now)
+        self._pending[request.request] = _Pending(server, request.request, change, now)
         return actions
 
     def tick(self, now: float) -> list[Send]:
-        """Answer the moves that have settled, and those that took too long."""
+        """Answer the changes that have settled, and those that took too long."""
         sends: list[Send] = []
         for pending in list(self._pending.values()):
-            state, waits = self._office.move_state(pending.move, now)
-            if state is MoveState.SETTLED:
+            state, waits = self._office.change_state(pending.change, now)
+            if state is ChangeState.SETTLED:
                 sends.append(self._settled(pending, now))
-            elif state is MoveState.SUPERSEDED:
-                sends.append(self._failed(pending, "another balancer has moved the channel elsewhere"))
+            elif state is ChangeState.SUPERSEDED:
+                sends.append(
+                    self._failed(pending, "another balancer has moved or replicated the channel in another way")
+                )
             elif now - pending.since >= self._options.move_timeout_s:
                 text = f"not settled after {self._options.move_timeout_s:g} s, but it goes on: it waits for {waits}"
                 sends.append(self._failed(pending, text))
         return sends
 
     def _settled(self, pending: _Pending, now: float) -> Send:
-        move = pending.move
-        result = {
-            "channel": move.channel,
-            "from": move.source,
-            "to": move.target,
-            "epoch": move.epoch,
+        before, after = pending.change.before, pending.change.after
+        result: dict[str, Any] = {
+            "channel": pending.change.channel,
+            "mode": mode_name(after.mode),
+            "servers": list(after.servers),
+            "epoch": pending.change.epoch,
             "version": self._office.version(),
             "duration_s": now - pending.since,
+            "note": pending.change.note,
         }
+        if before.mode is Mode.SINGLE:
+            result["from"] = before.servers[0]
+        if after.mode is Mode.SINGLE:
+            result["to"] = after.servers[0]
         del self._pending[pending.request]
         return self._answer(pending.server, AdminReply(pending.request, result))
 

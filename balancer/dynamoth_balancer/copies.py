@@ -91,6 +91,11 @@ class PlanCopy:
         self.version = version
 
     @property
+    def is_up(self) -> bool:
+        """Whether the server is connected."""
+        return self._up
+
+    @property
     def is_kept(self) -> bool:
         """Whether the server takes what we write: its copy may be behind, but only for a moment."""
         return self._up and self.version is not None and not self.problem

@@ -7,11 +7,13 @@ installed.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from dynamoth.plan import Mode, Phase
-from dynamoth_balancer.goals import Cluster, Decision, Goal, decide
+from dynamoth.plan import Assignment, Mode, Phase, Plan, single
+from dynamoth_balancer.goals import ChannelFigures, Cluster, Decision, Goal, ServerLoad, decide
 from dynamoth_balancer.installer import Installer
 from dynamoth_balancer.model import ClusterModel
 from dynamoth_balancer.options import BalancerOptions
@@ -19,6 +21,11 @@ from dynamoth_balancer.options import BalancerOptions
 DECISIONS_KEPT_MAX = 20
 FINDING_REPEAT_S = 60.0
 """A decision that nothing can be done is told again only when its findings are others, or after this time."""
+
+HELD_MAX = 10_000
+"""Bound of the channels that are left as administrators have replicated them; the longest ago are forgotten."""
+
+_DECIMALS = re.compile(r"\d+\.\d+")
 
 
 class Decider:
@@ -38,14 +45,46 @@ class Decider:
         self._findings_at = -math.inf
         #: When each channel was moved last; those that have rested are forgotten.
         self._moved_at: dict[bytes, float] = {}
+        #: When each channel that is, or was, replicated will have rested; those that have are forgotten.
+        self._rested_at: dict[bytes, float] = {}
+        #: What administrators have made of channels that they have replicated, the longest ago first.
+        self._held: OrderedDict[bytes, Assignment] = OrderedDict()
+        #: When the term began, if there was a plan before.
+        self._began_at = -math.inf
+        #: The replicated channels of the plan of this version.
+        self._replicated: Mapping[bytes, Assignment] = {}
+        self._replicated_version = -1
+        #: Since when servers that cannot be reached are so.
+        self._away_since: dict[str, float] = {}
+        #: Replicas that were dead for ``replica_dead_s`` while their channel was settled.
+        self._unwanted: dict[bytes, frozenset[str]] = {}
+
+    def begin_term(self, installer: Installer, now: float) -> None:
+        """Begin with a plan that another balancer may have changed just now."""
+        if installer.plan.entries:
+            self.wait(now)
+            self._began_at = now
+        self._replicated_version = -1
+        self._unwanted.clear()
 
     def wait(self, now: float) -> None:
         """Make no plan for ``wait_s``."""
         self._plan_at = now + self._options.wait_s
 
-    def moved(self, channels: Iterable[bytes], now: float) -> None:
-        """Let channels that have been moved, by whomever, rest."""
-        self._moved_at.update(dict.fromkeys(channels, now))
+    def moved(self, changes: Mapping[bytes, tuple[Assignment, Assignment]], now: float) -> None:
+        """Let channels whose assignment was changed, by whomever, rest."""
+        self._moved_at.update(dict.fromkeys(changes, now))
+        for channel, assignments in changes.items():
+            self._held.pop(channel, None)
+            self._unwanted.pop(channel, None)
+            if any(map(is_replicated, assignments)):
+                self._rested_at[channel] = now + self._options.replication_rest_s
+
+    def hold(self, channel: bytes, assignment: Assignment) -> None:
+        """Leave a channel as an administrator has replicated it, until somebody changes it."""
+        self._held[channel] = assignment
+        if len(self._held) > HELD_MAX:
+            self._held.popitem(last=False)
 
     def look(self, installer: Installer, now: float) -> Decision | None:
         """Return a decision, if it is time and there is something to decide or to be told."""
@@ -53,9 +92,13 @@ class Decider:
             return None
         self._look_at = now + self._options.decision_interval_s
         self._forget(now)
+        self._watch_replicas(installer, now)
         if self.paused or now < self._plan_at or self._is_busy(installer, now):
             return None
-        decision = decide(self._goals, self.cluster(installer, now))
+        cluster = self.cluster(installer, now)
+        decision = decide(self._goals, cluster)
+        for figures in cluster.figures:
+            self._unwanted.pop(figures.channel, None)  # it was thought about
         if decision.moves:
             self.wait(now)
         elif not decision.findings or not self._is_news(decision, now):
@@ -87,7 +130,78 @@ class Decider:
                 and self._moved_at.get(channel, -math.inf) <= rests_since
             )
 
-        return Cluster(loads, self._model.channels, movable, options)
+        figures = self._figures(installer.plan, loads, now)
+        return Cluster(loads, self._model.channels, movable, options, figures, self._dead_replicas(installer, now))
+
+    # Replication.
+
+    def _figures(self, plan: Plan, loads: Mapping[str, ServerLoad], now: float) -> list[ChannelFigures]:
+        """Return what is true of the channels whose replication may be changed now."""
+        if now - self._began_at < self._options.averaging_s:
+            return []  # what settled in the predecessor's time is not known to have done so before the reports
+        wanted: dict[bytes, Assignment] = {}
+        for channel in (*self.replicated(plan), *self._busy(plan, loads)):
+            entry = plan.entry(channel)
+            assignment = entry.route.assignment
+            if entry.phase is not Phase.SETTLED or self._rested_at.get(channel, now) > now:
+                continue
+            if self._held.get(channel) != assignment and all(server in loads for server in assignment.servers):
+                wanted[channel] = assignment
+        return [
+            replace(figures, unwanted=self._unwanted.get(figures.channel, frozenset()))
+            for figures in self._model.figures(wanted)
+        ]
+
+    def _busy(self, plan: Plan, loads: Mapping[str, ServerLoad]) -> list[bytes]:
+        """Return the channels at one server that are so busy that they may have to be spread."""
+        if not loads:
+            return []
+        capacity = max(load.outgoing_bytes_per_s_max for load in loads.values())
+        least = min(self._options.replicate_load_ratio_min, self._options.load_ratio_high) * capacity
+        return [
+            channel
+            for server in loads
+            for channel in self._model.busy(server, least)
+            if plan.entry(channel).route.assignment == single(server)
+        ]
+
+    def replicated(self, plan: Plan) -> Mapping[bytes, Assignment]:
+        """Return the replicated channels."""
+        if plan.version != self._replicated_version:
+            self._replicated_version = plan.version
+            self._replicated = {
+                channel: entry.route.assignment
+                for channel, entry in plan.entries.items()
+                if is_replicated(entry.route.assignment)
+            }
+        return self._replicated
+
+    def _watch_replicas(self, installer: Installer, now: float) -> None:
+        """Take note of servers that are dead, and of the channels that should leave them when they are back."""
+        for server in installer.plan.servers:
+            if installer.copy(server).is_up:
+                self._away_since.pop(server, None)
+            else:
+                self._away_since.setdefault(server, now)
+        for server, channels in self._dead_replicas(installer, now).items():
+            for channel in channels:
+                self._unwanted[channel] = self._unwanted.get(channel, frozenset()) | {server}
+
+    def _dead_replicas(self, installer: Installer, now: float) -> dict[str, list[bytes]]:
+        """Return the servers that have been dead for long, each with the settled channels that it is a replica of."""
+        long_ago = now - self._options.replica_dead_s
+        dead: dict[str, list[bytes]] = {
+            server: []
+            for server, since in self._away_since.items()
+            if since <= long_ago and installer.is_dead(server, now)
+        }
+        if dead:
+            plan = installer.plan
+            for channel, assignment in self.replicated(plan).items():
+                for server in assignment.servers:
+                    if server in dead and plan.entry(channel).phase is Phase.SETTLED:
+                        dead[server].append(channel)
+        return dead
 
     def _is_busy(self, installer: Installer, now: float) -> bool:
         """Tell whether a change is still being installed; what has got stuck does not count."""
@@ -102,9 +216,15 @@ class Decider:
     def _forget(self, now: float) -> None:
         rest = self._options.channel_rest_s
         self._moved_at = {channel: at for channel, at in self._moved_at.items() if now - at < rest}
+        self._rested_at = {channel: at for channel, at in self._rested_at.items() if at > now}
         self._model.forget_proven(now)
 
 
-def _summary(decision: Decision) -> Mapping[str, str]:
-    """What must differ for a decision to be news: ratios always do."""
-    return {finding.server: finding.reason for finding in decision.findings}
+def is_replicated(assignment: Assignment) -> bool:
+    """Tell whether a channel with this assignment is spread over several servers."""
+    return assignment.mode is not Mode.SINGLE
+
+
+def _summary(decision: Decision) -> set[tuple[str, bytes | None, str]]:
+    """Return what must differ for a decision to be news: figures always do."""
+    return {(each.server, each.channel, _DECIMALS.sub("", each.reason)) for each in decision.findings}

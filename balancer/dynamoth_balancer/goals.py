@@ -6,6 +6,9 @@ A goal sees a :class:`Cluster`, a working copy of the model: it proposes moves o
 copy at once, so that later proposals, of this goal and of later ones, build on it. A move that breaks a bound, or
 that an earlier goal does not permit, is not taken.
 
+There are two: ``replication`` has Algorithm 1 of the paper, and comes first, as a channel that one server is too small
+for cannot be placed well anywhere. Here is the other.
+
 :class:`Relieve` is Algorithm 2 of the paper (section III-B) with its faults mended. It ends: each overloaded server is
 looked at once, and each of its channels once. It does not move a channel to and fro: a move makes the larger load ratio
 of the two servers smaller. So the ratios of all servers, sorted, the largest first, get smaller with each move, in the
@@ -18,39 +21,54 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from dynamoth.plan import Assignment, Mode, single
 from dynamoth_balancer.options import BalancerOptions
 
 
 class Ratios(NamedTuple):
-    """Load ratios of the two servers that a move concerns."""
+    """Load ratio of a server before and after a move."""
 
-    source: float
-    target: float
+    before: float
+    after: float
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A proposal: one channel from one server to another; why; and the estimated load ratios before and after."""
+    """A proposal: one channel from an assignment to another; why; and the estimated loads before and after."""
 
     channel: bytes
-    source: str
-    target: str
+    before: Assignment
+    after: Assignment
     reason: str
-    before: Ratios
-    after: Ratios
+    #: Load ratios of all old and new servers.
+    ratios: Mapping[str, Ratios]
+    #: How many bytes/s more each of these sends after the move, or fewer (negative).
+    loads: Mapping[str, float]
+
+    @property
+    def source(self) -> str:
+        """The busiest of the old servers: the only one of a channel that is not replicated."""
+        return max(self.before.servers, key=lambda server: self.ratios[server].before)
+
+    @property
+    def target(self) -> str:
+        """The new server that will be the busiest: the only one of a channel that will not be replicated."""
+        return max(self.after.servers, key=lambda server: self.ratios[server].after)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A goal could not be reached at a server, and why."""
+    """A goal could not be reached at a server, and why. ``load_ratio`` is 0 for a server that is dead."""
 
     server: str
     load_ratio: float
     reason: str
+    #: None where it is not about one channel.
+    channel: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +84,29 @@ class ChannelRate(NamedTuple):
 
     outgoing_bytes_per_s: float
     channel: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelFigures:
+    """What is true of a channel in the whole cluster, however many replicas have measured it."""
+
+    channel: bytes
+    assignment: Assignment
+    #: Messages that clients publish, each counted once.
+    publications_per_s: float
+    #: How many clients published within one report lately; a lower bound.
+    publishers: int
+    #: How many clients subscribe, each counted once.
+    subscribers: float
+    #: What the channel makes each server of the assignment send.
+    outgoing_bytes_per_s: Mapping[str, float]
+    #: Replicas that were dead for so long that the channel should have left them, and are back.
+    unwanted: frozenset[str] = frozenset()
+
+    @property
+    def outgoing_bytes_per_s_total(self) -> float:
+        """What the channel makes the cluster send: the same in every mode."""
+        return sum(self.outgoing_bytes_per_s.values())
 
 
 @dataclass(slots=True)
@@ -93,12 +134,18 @@ class Cluster:
 
     ``channels`` returns what is measured of the channels of a server, in any order; ``movable`` tells whether a
     channel lives at a server, alone, and may be moved. Both are asked only where a goal looks.
+
+    ``figures`` are of the channels whose replication may be changed now: all that are replicated, and those that make
+    much of a server's load. ``dead`` are the servers that cannot take part for long, each with replicated channels that
+    have a replica there.
     """
 
     servers: dict[str, ServerLoad]
     channels: Callable[[str], Sequence[ChannelRate]]
     movable: Callable[[bytes, str], bool]
     options: BalancerOptions
+    figures: Sequence[ChannelFigures] = ()
+    dead: Mapping[str, Sequence[bytes]] = field(default_factory=dict[str, Sequence[bytes]])
     moves: dict[bytes, Move] = field(default_factory=dict[bytes, Move])
     findings: list[Finding] = field(default_factory=list[Finding])
     _away: Counter[str] = field(default_factory=Counter[str])
@@ -106,31 +153,39 @@ class Cluster:
     _guards: list[Callable[[Cluster, Move], bool]] = field(default_factory=list[Callable[["Cluster", Move], bool]])
 
     def move(self, load: ChannelRate, source: ServerLoad, target: ServerLoad, reason: str) -> Move:
-        """Return the move that this would be, without taking it."""
-        rate = load.outgoing_bytes_per_s
-        before = Ratios(source.load_ratio, target.load_ratio)
-        after = Ratios(source.load_ratio_with(-rate), target.load_ratio_with(rate))
-        return Move(load.channel, source.id, target.id, reason, before, after)
+        """Return the move from one server to another that this would be, without taking it."""
+        loads = {source.id: -load.outgoing_bytes_per_s, target.id: load.outgoing_bytes_per_s}
+        return self.change(load.channel, single(source.id), single(target.id), loads, reason)
 
-    def take(self, move: Move, outgoing_bytes_per_s: float) -> bool:
+    def change(
+        self, channel: bytes, before: Assignment, after: Assignment, loads: Mapping[str, float], reason: str
+    ) -> Move:
+        """Return the move between any two assignments that this would be, without taking it."""
+        ratios = {
+            server: Ratios(self.servers[server].load_ratio, self.servers[server].load_ratio_with(load))
+            for server, load in loads.items()
+        }
+        return Move(channel, before, after, reason, ratios, loads)
+
+    def take(self, move: Move) -> bool:
         """Take a move into this copy, and tell whether that was possible."""
         if not self._admits(move):
             return False
-        source, target = self.servers[move.source], self.servers[move.target]
-        source.outgoing_bytes_per_s = max(0.0, source.outgoing_bytes_per_s - outgoing_bytes_per_s)
-        target.outgoing_bytes_per_s += outgoing_bytes_per_s
+        for name, load in move.loads.items():
+            server = self.servers[name]
+            server.outgoing_bytes_per_s = max(0.0, server.outgoing_bytes_per_s + load)
         self.moves[move.channel] = move
-        self._away[move.source] += 1
-        self._here[move.target] += 1
+        self._away.update(_left(move))
+        self._here.update(_joined(move))
         return True
 
     def _admits(self, move: Move) -> bool:
         return (
             move.channel not in self.moves
             and not self.is_full
-            and not self.has_given(move.source)
-            and not self.has_taken(move.target)
-            and self.movable(move.channel, move.source)
+            and not any(map(self.has_given, _left(move)))
+            and not any(map(self.has_taken, _joined(move)))
+            and (_replicates(move) or self.movable(move.channel, move.source))
             and all(permits(self, move) for permits in self._guards)
         )
 
@@ -150,6 +205,19 @@ class Cluster:
     def guard(self, permits: Callable[[Cluster, Move], bool]) -> None:
         """From now on take only moves that ``permits`` returns True for."""
         self._guards.append(permits)
+
+
+def _left(move: Move) -> set[str]:
+    return set(move.before.servers).difference(move.after.servers)
+
+
+def _joined(move: Move) -> set[str]:
+    return set(move.after.servers).difference(move.before.servers)
+
+
+def _replicates(move: Move) -> bool:
+    """Tell whether a channel is, or will be, at several servers: those to choose from are in ``Cluster.figures``."""
+    return move.before.mode is not Mode.SINGLE or move.after.mode is not Mode.SINGLE
 
 
 class Goal(Protocol):
@@ -196,7 +264,8 @@ class Relieve:
 
     def permits(self, cluster: Cluster, move: Move) -> bool:
         """Permit moves that fill no server beyond what this goal accepts."""
-        return move.after.target <= cluster.options.accept_ratio
+        accept = cluster.options.accept_ratio
+        return all(move.ratios[server].after <= accept for server in _joined(move))
 
     def _relieve(self, cluster: Cluster, source: ServerLoad, room: _Room) -> list[Move]:
         options = cluster.options
@@ -211,7 +280,7 @@ class Relieve:
             if target is None:
                 break
             move = cluster.move(load, source, target, reason)
-            if _improves(move, options) and cluster.take(move, load.outgoing_bytes_per_s):
+            if _improves(move, options) and cluster.take(move):
                 moves.append(move)
                 room.changed(source)
                 room.changed(target)
@@ -231,18 +300,19 @@ class Relieve:
             return "its load is not that of channels"
         ratio = busiest.outgoing_bytes_per_s / source.outgoing_bytes_per_s_max
         if ratio > options.load_ratio_safe:
-            return f"channel {busiest.channel!r:.80} alone makes load ratio {ratio:.2f}: one server is too small for it"
+            what = f"channel {busiest.channel!r:.80} alone makes load ratio {ratio:.2f} here"
+            return f"{what}: one server is too small for it, 'dynamoth plan replicate' spreads it over several"
         return "its channels rest, are in transition, or would overload any other server: add servers"
 
 
 def _improves(move: Move, options: BalancerOptions) -> bool:
     """The one score of a move, for taking away and for placing: see :class:`Relieve`."""
-    before = move.before.source
-    accepted = move.after.target <= options.accept_ratio
-    much_better = move.after.target <= before - options.much_better_ratio
-    larger = max(move.after)
-    smaller_by_margin = move.after.target <= before - options.improvement_ratio_min and larger < max(move.before)
-    return (accepted or much_better) and smaller_by_margin
+    source, target = move.ratios[move.source], move.ratios[move.target]
+    accepted = target.after <= options.accept_ratio
+    much_better = target.after <= source.before - options.much_better_ratio
+    smaller_by_margin = target.after <= source.before - options.improvement_ratio_min
+    smaller = max(source.after, target.after) < max(source.before, target.before)
+    return (accepted or much_better) and smaller_by_margin and smaller
 
 
 def _busiest_first(loads: Iterable[ChannelRate]) -> Iterable[ChannelRate]:

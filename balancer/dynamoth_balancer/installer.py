@@ -155,6 +155,10 @@ class Installer:
             return f"the agent of server {server} is not heard; start `dynamoth node` for it"
         return None
 
+    def is_dead(self, server: str, now: float) -> bool:
+        """Tell whether neither a server nor its agent can be reached: it may still serve clients elsewhere."""
+        return not self._copies[server].is_up and not self._agents.is_alive(server, now)
+
     def _changed(self, plan: Plan, channels: Iterable[bytes], reason: str, now: float) -> list[InstallerAction]:
         self._book.advance(plan, channels)
         return [PlanChanged(plan, reason), *self.sync(now)]

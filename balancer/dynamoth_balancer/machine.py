@@ -13,8 +13,8 @@ Before each deed it looks whether the lease is still held; if not, it is CONTEND
 another recovery, as somebody else may have been at work in between.
 
 The parts: ``lease`` (who may change the plan), ``takeover`` (reading what is there), ``installer`` (phases,
-acknowledgements, stored copies), ``model`` and ``goals`` (decisions), ``admin`` and ``status`` (people). They know
-nothing of each other; this module connects them.
+acknowledgements, stored copies), ``model``, ``goals`` and ``decider`` (decisions), ``admin``, ``changes`` and
+``status`` (people). They know as little of each other as they can; this module connects them.
 """
 
 from __future__ import annotations
@@ -28,26 +28,22 @@ from typing import Any
 from dynamoth.control import REPORT_CODE, AdminRequest, PlanAck, Vacated, unpack_control
 from dynamoth.errors import AlreadyRunning, ConfigError, MalformedMessage, RequestRefused
 from dynamoth.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
-from dynamoth.names import BALANCER_CHANNEL, is_user_channel, logical_channel
-from dynamoth.plan import Mode, Phase, Plan, Server, single
+from dynamoth.names import BALANCER_CHANNEL
+from dynamoth.plan import Assignment, Mode, Plan, Server
 from dynamoth.reports import Report, unpack_report
 from dynamoth_balancer import copies, lease, takeover
 from dynamoth_balancer.actions import Decided, Note, PlanChanged, ReportReceived, Shutdown, Stopped
-from dynamoth_balancer.admin import Admin, BegunMove, MoveState
+from dynamoth_balancer.admin import Admin
 from dynamoth_balancer.agents import Agents, Heard
-from dynamoth_balancer.decider import Decider
+from dynamoth_balancer.changes import BegunChange, Changes, ChangeState
+from dynamoth_balancer.decider import Decider, is_replicated
 from dynamoth_balancer.goals import Relieve
 from dynamoth_balancer.installer import Installer, TransitionsSettled
 from dynamoth_balancer.lease import Lease
 from dynamoth_balancer.model import ClusterModel
 from dynamoth_balancer.options import BalancerOptions
-from dynamoth_balancer.status import (
-    TRANSITIONS_SHOWN_MAX,
-    describe_decision,
-    describe_report,
-    describe_transition,
-    plan_page,
-)
+from dynamoth_balancer.replication import Replicate
+from dynamoth_balancer.status import describe_channels, describe_decision, describe_report, plan_page
 from dynamoth_balancer.takeover import Takeover
 
 TICK_INTERVAL_S = 0.25
@@ -107,8 +103,9 @@ class BalancerMachine:
         #: Agents of which the log was told that they are alive.
         self._agents_noted: set[str] = set()
         self._model = ClusterModel(ids, self.options.averaging_s)
-        self._decider = Decider(self._model, (Relieve(),), self.options)
+        self._decider = Decider(self._model, (Replicate(), Relieve()), self.options)
         self._admin = Admin(self, self.options)
+        self._changes = Changes(self.load_ratio, self._change)
         #: Counts the times that this process got the lease; 0 before the first.
         self._term = 0
         #: Not None exactly while RECOVERING.
@@ -132,6 +129,11 @@ class BalancerMachine:
     def transitions(self) -> int:
         """How many channels are in transition."""
         return 0 if self._installer is None else len(self._installer.transitions)
+
+    @property
+    def replicated(self) -> int:
+        """How many channels are replicated."""
+        return 0 if self.plan is None else len(self._decider.replicated(self.plan))
 
     @property
     def is_paused(self) -> bool:
@@ -346,8 +348,7 @@ class BalancerMachine:
         servers = list(self._servers.values())
         installer = Installer(book, servers, self._agents, self.options, self._term, now)
         self._installer = installer
-        if book.plan.entries:
-            self._decider.wait(now)  # the predecessor may have made a plan just now
+        self._decider.begin_term(installer, now)
         details = {
             "version": book.plan.version,
             "entries": len(book.plan.entries),
@@ -469,52 +470,44 @@ class BalancerMachine:
         if decision is None:
             return []
         self.counters["decisions"] += 1
-        moves = {move.channel: (move.source, move.target) for move in decision.moves}
+        assignments = {move.channel: move.after for move in decision.moves}
+        if not assignments:
+            return [Decided(decision)]
         try:
-            return [Decided(decision), *self._move(installer, moves, "too much load", now)]
+            return [Decided(decision), *self._change(assignments, decision.moves[0].reason, now)]
         except RequestRefused as error:
             reason = {"reason": str(error)}
             return [Decided(decision), Note("warning", "a decision cannot be carried out now", reason)]
 
-    def _move(self, installer: Installer, moves: Mapping[bytes, tuple[str, str]], reason: str, now: float) -> list[Any]:
-        """Begin to move channels, each from a server to another. Raises RequestRefused."""
-        if not moves:
-            return []
-        assignments = {channel: single(target) for channel, (_, target) in moves.items()}
+    def _change(self, assignments: Mapping[bytes, Assignment], reason: str, now: float) -> list[Any]:
+        """Begin to bring channels to new assignments. Raises RequestRefused."""
+        installer = self._at_work
+        assert installer is not None, "only a balancer that leads changes the plan"
+        plan = installer.plan
+        changes = {channel: (plan.entry(channel).route.assignment, after) for channel, after in assignments.items()}
         actions = installer.begin(assignments, reason, now)
-        self._model.moved(moves, now)
-        self._decider.moved(moves, now)
-        self.counters["moves_begun"] += len(moves)
+        self._model.moved(changes, now)
+        self._decider.moved(changes, now)
+        self.counters["moves_begun"] += len(changes)
+        self.counters["replications_begun"] += sum(any(map(is_replicated, pair)) for pair in changes.values())
         return list(actions)
 
     # What administrators may have done: see ``admin.Office``.
 
-    def begin_move(self, channel: bytes, target: str, now: float) -> tuple[BegunMove, list[Any]]:
-        """Begin to move a channel; a move to the same server that is under way already is waited for."""
+    def begin_change(self, command: str, arguments: Mapping[str, Any], now: float) -> tuple[BegunChange, list[Any]]:
+        """Begin what an administrator asks for; see :mod:`dynamoth_balancer.changes`."""
         installer = self._at_work
         if installer is None:
             raise RequestRefused(f"the balancer is {self.stage.value}, not leading: {self._lease_details()}")
-        if not is_user_channel(channel) or logical_channel(channel) != channel:
-            raise RequestRefused(f"channel {channel!r:.80} is not an application's: it cannot be moved")
-        entry = installer.plan.entry(channel)
-        source = entry.route.assignment.servers[0]
-        if channel in installer.transitions and entry.route.assignment == single(target):
-            return BegunMove(channel, entry.previous[-1].assignment.servers[0], target, entry.route.epoch), []
-        if entry.phase is Phase.SETTLED and entry.route.assignment.mode is not Mode.SINGLE:
-            raise RequestRefused(f"channel {channel!r:.80} is replicated: only channels at one server can be moved")
-        actions = self._move(installer, {channel: (source, target)}, "an administrator's move", now)
-        return BegunMove(channel, source, target, installer.plan.entries[channel].route.epoch), actions
+        change, actions = self._changes.begin(installer, command, arguments, now)
+        if change.after.mode is not Mode.SINGLE:
+            self._decider.hold(change.channel, change.after)
+        return change, actions
 
-    def move_state(self, move: BegunMove, now: float) -> tuple[MoveState, str]:
-        """Return how far a move is, and what it waits for."""
+    def change_state(self, change: BegunChange, now: float) -> tuple[ChangeState, str]:
+        """Return how far a change is, and what it waits for."""
         assert self._installer is not None
-        entry = self._installer.plan.entry(move.channel)
-        if entry.route.epoch != move.epoch:
-            return MoveState.SUPERSEDED, ""
-        if entry.phase is Phase.SETTLED:
-            return MoveState.SETTLED, ""
-        transition = self._installer.transitions[move.channel]
-        return MoveState.UNSETTLED, ", ".join(self._installer.waiting_for(transition, now))
+        return self._changes.state(self._installer, change, now)
 
     def pause(self, paused: bool) -> None:
         """Make decisions, or make none."""
@@ -532,20 +525,13 @@ class BalancerMachine:
 
     def status(self, now: float) -> Mapping[str, Any]:
         """Return how everything is."""
-        transitions: list[dict[str, Any]] = []
-        if (installer := self._installer) is not None:
-            for channel, transition in list(installer.transitions.items())[:TRANSITIONS_SHOWN_MAX]:
-                waits = list(installer.waiting_for(transition, now))
-                transitions.append(describe_transition(channel, transition, waits, now))
         return {
             "stage": self.stage.value,
             "incarnation": self.incarnation,
             "version": self.version(),
             "paused": self.is_paused,
             "servers": {server: self._server_status(server, now) for server in self._servers},
-            "entries": 0 if installer is None else len(installer.plan.entries),
-            "in_transition": self.transitions,
-            "transitions": transitions,
+            **describe_channels(self._installer, now),
             "moves_begun": self.counters["moves_begun"],
             "moves_settled": self.counters["moves_settled"],
             "decisions": [

@@ -17,8 +17,9 @@ from dynamoth_balancer.recorder import Recorder
 
 COUNTERS: Mapping[str, str] = {
     "decisions": "Decisions that the balancer made by itself, those that nothing can be done included",
-    "moves_begun": "Channels that were begun to be moved, by decision or by an administrator",
-    "moves_settled": "Channels whose move has settled",
+    "moves_begun": "Channels whose assignment was changed, by decision or by an administrator",
+    "moves_settled": "Channels whose change of assignment has settled",
+    "replications_begun": "Changes among them of channels that were, or then are, replicated",
     "requests": "Requests of administrators",
     "requests_refused": "Requests of administrators that were refused, or not carried out in time",
     "requests_repeated": "Requests of administrators that had been answered before",
@@ -63,6 +64,7 @@ class BalancerCollector(Collector):
         if machine.plan is not None:
             yield _gauge("plan_version", "Version of the plan", machine.plan.version)
             yield _gauge("plan_entries", "Channels that the plan names", len(machine.plan.entries))
+            yield _gauge("replicated_channels", "Channels that are spread over several servers", machine.replicated)
         ratios = GaugeMetricFamily(
             "dynamoth_balancer_load_ratio",
             "Averaged load over capacity, as decisions see it: load on its way is counted where it goes",

@@ -4,24 +4,33 @@ Theory of operation
 -------------------
 Per server the model keeps the samples of the last ``averaging_s`` (one per report) and averages over them when asked.
 
-Load on its way counts as load. When a channel is moved, its average is *attributed* to the new server at once, and
-taken out of what the old one has reported. From then until the channel has settled, what reports say of it is ignored
-at both servers: it is sent at both, by forwarding, and would count twice (DESIGN 7, number 19). After it has settled,
-each report whose whole interval is younger takes over its share of the average from the attribution.
+Load on its way counts as load. When the assignment of a channel changes, its average is *attributed* to the new
+servers at once, and taken out of what the old ones have reported. From then until the channel has settled, what
+reports say of it is ignored at all of them: it is sent at old and new ones, by forwarding, and would count twice.
+After it has settled, each report whose whole interval is younger takes over its share of the average from the
+attribution.
+
+What a channel makes the cluster send is the same in every mode: each publication to each subscriber. With n replicas
+each sends about a part of n: under ALL_SUBSCRIBERS of the publications, under ALL_PUBLISHERS to the subscribers.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 
+from dynamoth.plan import Assignment, Mode
 from dynamoth.reports import Report
-from dynamoth_balancer.goals import ChannelRate, ServerLoad
+from dynamoth_balancer.goals import ChannelFigures, ChannelRate, ServerLoad
 
 SAMPLES_MAX = 200
 """Bound of the samples per server: ``averaging_s`` of 10 s at 20 reports per second. Older ones go earlier then."""
+
+BUSY_MAX = 100
+"""Bound of the channels of a server that are looked at one by one. The next ones are, when these need it no more."""
 
 INTERVAL_S_MIN = 0.01
 INTERVAL_S_MAX = 3600.0
@@ -41,6 +50,9 @@ class _Sample:
     channels: tuple[bytes, ...]
     #: By each channel; 0 where it is attributed.
     channel_bytes: array[float]
+    publications: array[float]
+    publishers: array[float]
+    subscribers: array[float]
 
     def strip(self, channels: Mapping[bytes, object]) -> None:
         """Take some channels out."""
@@ -52,13 +64,23 @@ class _Sample:
 
 @dataclass(slots=True)
 class _Attribution:
-    """The load of a moved channel, where the plan has it."""
+    """The load of a channel whose assignment has changed, where the plan has it."""
 
-    source: str
-    target: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    #: Outgoing bytes/s over all servers.
     rate: float
     #: When the transition settled; None before.
     settled: float | None = None
+
+    @property
+    def servers(self) -> set[str]:
+        """Old and new servers."""
+        return {*self.before, *self.after}
+
+    def rate_at(self, server: str) -> float:
+        """Return what is attributed to one server."""
+        return self.rate / len(self.after) if server in self.after else 0.0
 
     def covers(self, sample: _Sample) -> bool:
         """Tell whether a sample says nothing of this channel that could be used."""
@@ -79,13 +101,18 @@ class _ServerModel:
 
 
 class ClusterModel:
-    """Load ratios and busiest channels. Memory: (servers * samples * channels per report) * 16 bytes, and the names."""
+    """Load ratios, busiest channels, and what is true of a channel wherever it is measured.
+
+    Memory: (servers * samples * channels per report) * 40 bytes, and the names.
+    """
 
     def __init__(self, servers: Iterable[str], averaging_s: float) -> None:
         self._averaging_s = averaging_s
         self._servers = {server: _ServerModel() for server in servers}
         #: Moved channels whose load is not yet proven by reports; at most one attribution for each.
         self._attributions: dict[bytes, _Attribution] = {}
+        #: When channels have settled, as long as it matters to averages.
+        self._settled_at: dict[bytes, float] = {}
         self.counters: Counter[str] = Counter()
 
     def report(self, report: Report, now: float) -> bool:
@@ -108,8 +135,9 @@ class ClusterModel:
         interval, columns = report.interval_s, report.columns
         channels: tuple[bytes, ...] = tuple(map(model.names.get, columns.channels, columns.channels))
         model.names = dict(zip(channels, channels, strict=True))
-        outgoing = report.outgoing_bytes_per_s * interval
-        return _Sample(now - interval, now, interval, outgoing, channels, array("d", columns.bytes_out))
+        numbers = (columns.bytes_out, columns.publications, columns.publishers, columns.subscribers)
+        arrays = [array("d", column) for column in numbers]
+        return _Sample(now - interval, now, interval, report.outgoing_bytes_per_s * interval, channels, *arrays)
 
     def _forget_old(self, model: _ServerModel, now: float) -> None:
         samples = model.samples
@@ -122,34 +150,35 @@ class ClusterModel:
 
     # Channels on their way.
 
-    def moved(self, moves: Mapping[bytes, tuple[str, str]], now: float) -> None:
-        """Attribute channels, each moved from a source to a target, to their targets."""
-        by_source: dict[str, dict[bytes, _Attribution]] = {}
-        for channel, (source, target) in moves.items():
-            by_source.setdefault(source, {})[channel] = _Attribution(source, target, 0.0)
-        for source, attributions in by_source.items():
-            self._forget_old(self._servers[source], now)
-            averages = self.channel_rates(source)
-            for channel, attribution in attributions.items():
-                self._drop(channel)
-                attribution.rate = averages.get(channel, 0.0)
-                self._attributions[channel] = attribution
-                for server in (attribution.source, attribution.target):
-                    self._servers[server].attributed[channel] = attribution
-        for server in {server for pair in moves.values() for server in pair}:
+    def moved(self, changes: Mapping[bytes, tuple[Assignment, Assignment]], now: float) -> None:
+        """Attribute channels, each changed from an assignment to another, to their new servers."""
+        sources = {server for before, _ in changes.values() for server in before.servers}
+        for server in sources:
+            self._forget_old(self._servers[server], now)
+        averages = {server: self.channel_rates(server) for server in sources}
+        touched: set[str] = set()
+        for channel, (before, after) in changes.items():
+            self._drop(channel)
+            rate = sum(averages[server].get(channel, 0.0) for server in before.servers)
+            attribution = self._attributions[channel] = _Attribution(before.servers, after.servers, rate)
+            for server in attribution.servers:
+                self._servers[server].attributed[channel] = attribution
+            touched |= attribution.servers
+        for server in touched:
             for sample in self._servers[server].samples:
-                sample.strip(moves)
+                sample.strip(changes)
 
     def settled(self, channels: Iterable[bytes], now: float) -> None:
         """From now on reports tell the truth about these channels."""
         for channel in channels:
+            self._settled_at[channel] = now
             if (attribution := self._attributions.get(channel)) is not None:
                 attribution.settled = now
 
     def _drop(self, channel: bytes) -> None:
         attribution = self._attributions.pop(channel, None)
         if attribution is not None:
-            for server in (attribution.source, attribution.target):
+            for server in attribution.servers:
                 self._servers[server].attributed.pop(channel, None)
 
     def forget_proven(self, now: float) -> None:
@@ -159,11 +188,17 @@ class ClusterModel:
             for channel, attribution in self._attributions.items()
             if attribution.settled is not None
             and now - attribution.settled > self._averaging_s
-            and not any(attribution.covers(sample) for sample in self._servers[attribution.target].samples)
-            and self._servers[attribution.target].samples
+            and all(self._is_proven(attribution, server) for server in attribution.after)
         ]
         for channel in proven:
             self._drop(channel)
+        horizon = now - 2 * self._averaging_s  # no report in the average begins earlier, as none is longer than that
+        self._settled_at = {channel: at for channel, at in self._settled_at.items() if at >= horizon}
+
+    def _is_proven(self, attribution: _Attribution, server: str) -> bool:
+        """Tell whether the average of a server rests on reports that know the channel."""
+        samples = self._servers[server].samples
+        return bool(samples) and not any(attribution.covers(sample) for sample in samples)
 
     # Averages.
 
@@ -175,7 +210,7 @@ class ClusterModel:
         if not weight:
             return None
         rate = sum(sample.outgoing_bytes for sample in model.samples) / weight
-        rate += sum(a.rate * self._share(a, model, weight) for a in model.attributed.values() if a.target == server)
+        rate += sum(a.rate_at(server) * self._share(a, model, weight) for a in model.attributed.values())
         return ServerLoad(server, rate, model.capacity)
 
     def samples(self, server: str) -> int:
@@ -200,8 +235,9 @@ class ClusterModel:
                 sums[channel] = sums.get(channel, 0.0) + count
         rates = {channel: count / weight for channel, count in sums.items()}
         for channel, attribution in model.attributed.items():
-            if attribution.target == server:
-                rates[channel] = rates.get(channel, 0.0) + attribution.rate * self._share(attribution, model, weight)
+            if server in attribution.after:
+                share = self._share(attribution, model, weight)
+                rates[channel] = rates.get(channel, 0.0) + attribution.rate_at(server) * share
         return rates
 
     @staticmethod
@@ -210,6 +246,103 @@ class ClusterModel:
         if attribution.settled is None or not weight:
             return 1.0
         return sum(sample.interval_s for sample in model.samples if attribution.covers(sample)) / weight
+
+    # What is true of a channel.
+
+    def busy(self, server: str, outgoing_bytes_per_s_min: float) -> list[bytes]:
+        """Return the channels that the latest report of a server names with at least so much load, the busiest."""
+        samples = self._servers[server].samples
+        if not samples:
+            return []
+        latest = samples[-1]
+        least = outgoing_bytes_per_s_min * latest.interval_s
+        loads = zip(latest.channels, latest.channel_bytes, strict=True)  # the busiest first, as reports have them
+        return [channel for channel, _ in islice(takewhile(lambda load: load[1] >= least, loads), BUSY_MAX)]
+
+    def figures(self, assignments: Mapping[bytes, Assignment]) -> list[ChannelFigures]:
+        """Return what is true of settled channels, from what each server has measured of them.
+
+        Left out are those of which a report in the average is from before they have settled, and those of which a
+        server has not reported.
+        """
+        wanted = {server: model.names.keys() & assignments.keys() for server, model in self._servers.items()}
+        for channel, assignment in assignments.items():
+            for server in assignment.servers:
+                wanted[server].add(channel)
+        rows = {server: _rows(self._servers[server].samples, channels) for server, channels in wanted.items()}
+        seen: dict[bytes, dict[str, _Row]] = {}
+        for server, by_channel in rows.items():
+            for channel, row in by_channel.items():
+                seen.setdefault(channel, {})[server] = row
+        return [
+            _merge(channel, assignment, seen.get(channel, {}))
+            for channel, assignment in assignments.items()
+            if all(self._knows(server, channel) for server in assignment.servers)
+        ]
+
+    def _knows(self, server: str, channel: bytes) -> bool:
+        """Tell whether the average of a server is younger than the latest change of a channel."""
+        samples = self._servers[server].samples
+        settled_at = self._settled_at.get(channel)
+        return bool(samples) and (settled_at is None or all(sample.begins >= settled_at for sample in samples))
+
+
+@dataclass(slots=True)
+class _Row:
+    """One channel at one server, averaged; of the publishers, the most that one report has counted."""
+
+    outgoing_bytes_per_s: float = 0.0
+    publications_per_s: float = 0.0
+    publishers: float = 0.0
+    subscribers: float = 0.0
+
+
+def _rows(samples: Iterable[_Sample], wanted: Set[bytes]) -> dict[bytes, _Row]:
+    """Return the averages of those of the wanted channels that reports name."""
+    rows: dict[bytes, _Row] = {}
+    if not wanted:
+        return rows
+    weight = 0.0
+    for sample in samples:
+        weight += sample.interval_s
+        for index in [index for index, channel in enumerate(sample.channels) if channel in wanted]:
+            row = rows.setdefault(sample.channels[index], _Row())
+            row.outgoing_bytes_per_s += sample.channel_bytes[index]
+            row.publications_per_s += sample.publications[index]
+            row.publishers = max(row.publishers, sample.publishers[index])
+            row.subscribers += sample.subscribers[index] * sample.interval_s
+    for row in rows.values():
+        row.outgoing_bytes_per_s /= weight
+        row.publications_per_s /= weight
+        row.subscribers /= weight
+    return rows
+
+
+def _merge(channel: bytes, assignment: Assignment, rows: Mapping[str, _Row]) -> ChannelFigures:
+    """Put together what is true of a channel.
+
+    Under ALL_SUBSCRIBERS each replica counts the same subscribers, under ALL_PUBLISHERS the same publications.
+    What was published at other servers, by those who do not know better, was forwarded from there:
+    forwarded copies are no publications, so it is added.
+    """
+    here = {server: rows.get(server, _NOTHING) for server in assignment.servers}
+    publications = [row.publications_per_s for row in here.values()]
+    publishers = [row.publishers for row in here.values()]
+    subscribers = [row.subscribers for row in here.values()]
+    same_publications = assignment.mode is Mode.ALL_PUBLISHERS
+    same_subscribers = assignment.mode is Mode.ALL_SUBSCRIBERS
+    elsewhere = sum(row.publications_per_s for server, row in rows.items() if server not in here)
+    return ChannelFigures(
+        channel,
+        assignment,
+        (max(publications) if same_publications else sum(publications)) + elsewhere,
+        int(max(publishers) if same_publications else sum(publishers)),
+        max(subscribers) if same_subscribers else sum(subscribers),
+        {server: row.outgoing_bytes_per_s for server, row in here.items()},
+    )
+
+
+_NOTHING = _Row()
 
 
 def _is_plausible(report: Report) -> bool:

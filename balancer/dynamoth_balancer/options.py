@@ -8,13 +8,28 @@ from typing import Any
 from dynamoth.errors import ConfigError
 from dynamoth.ring import VIRTUAL_NODES
 
+_MAY_BE_ZERO = frozenset(
+    {
+        "wait_s",
+        "channel_rest_s",
+        "step_interval_s",
+        "channel_ratio_min",
+        "improvement_ratio_min",
+        "replicate_publications_per_s_min",
+        "replicate_subscribers_min",
+        "replicate_load_ratio_min",
+        "replication_rest_s",
+        "replica_dead_s",
+    }
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalancerOptions:
     """The settings of a :class:`~dynamoth_balancer.machine.BalancerMachine`.
 
-    The ratios and ``wait_s`` are the values of the authors' code; a ratio is of load over capacity (eq. 1 of the
-    paper).
+    The load ratios of ``Relieve`` and ``wait_s`` are the values of the authors' code; a load ratio is of load over
+    capacity (eq. 1 of the paper). The paper does not give the thresholds of Algorithm 1.
 
     Raises:
         ConfigError: a value is out of range; the text names it.
@@ -54,6 +69,52 @@ class BalancerOptions:
     transitions_max: int = 5000
     """Most channels in transition at once, those that administrators moved included. From 1."""
 
+    # Replication: Algorithm 1.
+
+    all_subscribers_ratio_min: float = 100.0
+    """AllSubs_threshold: a channel with more publications/s per subscriber than this may be spread over servers at
+    which all subscribers listen; and one replica for each time that it is reached. More than 0.
+
+    Each subscriber then needs a connection to each replica. With 100 publications/s for each of them that is nothing.
+    """
+    all_publishers_ratio_min: float = 10.0
+    """AllPubs_threshold: a channel with more subscribers per publication/s than this may be spread over servers at each
+    of which a part of the subscribers listens; and one replica for each time that it is reached. More than 0.
+
+    Each publication then goes to each replica. Where it goes to ten subscribers or more that is little besides.
+    """
+    replicate_publications_per_s_min: float = 1000.0
+    """Publication_threshold: with fewer publications/s no channel is spread for their sake. 0: none.
+
+    Below, each message has more than a millisecond of the thread with which Redis sends.
+    """
+    replicate_subscribers_min: int = 100
+    """Subscriber_threshold: with fewer subscribers no channel is spread for their sake. 0: none.
+
+    In the paper's Experiment 1 one server and three were equally quick up to this number.
+    """
+    replicate_load_ratio_min: float = 0.5
+    """A channel that makes a smaller load ratio than this, if it were at one server of the largest capacity, is not
+    spread; and no replica is added that would carry less than half of it. 0: none.
+
+    Half of a server: below, the server has room for it and for others; and it is less than ``load_ratio_safe``, so that
+    a channel is spread before it fills its server.
+    """
+    replicate_keep_ratio: float = 0.6
+    """A replicated channel is folded back, or loses replicas, when its figures are below this share of what it takes to
+    get there. More than 0, at most 1.
+
+    With 0.6 figures may vary by a fourth around their mean without any change.
+    """
+    replicas_max: int = 16
+    """Most servers that the balancer itself spreads a channel over, as subscribers or publishers have a connection to
+    each. 1: it neither spreads channels nor folds them back by itself. From 1."""
+    replication_rest_s: float = 30.0
+    """Least time between two changes of the balancer to a channel that is, or was, replicated. 0: none."""
+    replica_dead_s: float = 10.0
+    """A server that is neither reached nor heard for this time is dead: its replicas are no longer wanted. 0: at
+    once."""
+
     # Agents.
 
     agent_stale_s: float = 5.0
@@ -91,16 +152,17 @@ class BalancerOptions:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        may_be_zero = {"wait_s", "channel_rest_s", "step_interval_s", "channel_ratio_min", "improvement_ratio_min"}
         for item in fields(self):
             value: Any = getattr(self, item.name)
-            if value is not None and not (value > 0 or (value == 0 and item.name in may_be_zero)):
-                bound = "0 or more" if item.name in may_be_zero else "more than 0"
+            if value is not None and not (value > 0 or (value == 0 and item.name in _MAY_BE_ZERO)):
+                bound = "0 or more" if item.name in _MAY_BE_ZERO else "more than 0"
                 raise ConfigError(f"{item.name} must be {bound}, not {value}")
         if self.load_ratio_safe > self.load_ratio_high:
             raise ConfigError(
                 f"load_ratio_safe ({self.load_ratio_safe}) must be at most load_ratio_high ({self.load_ratio_high})"
             )
+        if self.replicate_keep_ratio > 1:
+            raise ConfigError(f"replicate_keep_ratio must be at most 1, not {self.replicate_keep_ratio}")
         if self.lease_s < 3 * self.lease_renew_s:
             raise ConfigError(
                 f"lease_s must be at least 3 times lease_renew_s ({self.lease_renew_s}), not {self.lease_s}"

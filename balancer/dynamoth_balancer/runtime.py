@@ -5,28 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.events import Connect, Start
-from dynamoth.plan import Plan, Server
+from dynamoth.plan import Mode, Plan, Server
 from dynamoth_balancer.actions import Decided, Note, PlanChanged, ReportReceived, Shutdown, Stopped
+from dynamoth_balancer.changes import mode_name
 from dynamoth_balancer.goals import Decision
 from dynamoth_balancer.machine import BalancerMachine, Stage
 from dynamoth_balancer.metrics import make_registry
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.recorder import Recorder, report_row
+from dynamoth_link import daemon
 from dynamoth_link.driver import Driver
 from dynamoth_link.errors import MachineCrashed
-from dynamoth_link.http import HttpAnswer, HttpServer, health, readiness
+from dynamoth_link.http import HttpServer
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import parse_server_url
 
@@ -86,16 +83,7 @@ async def run_balancer(config: BalancerConfig, stop: asyncio.Event | None = None
 
 def run(config: BalancerConfig) -> int:
     """Run a balancer in an event loop of its own, that of uvloop where it is installed; see :func:`run_balancer`."""
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(run_balancer(config))
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
+    return daemon.run(run_balancer(config))
 
 
 class _BalancerProcess:
@@ -114,7 +102,10 @@ class _BalancerProcess:
 
     async def run(self) -> int:
         try:
-            http = await self._serve_http()
+            registry = make_registry(self._machine, self._loop.time, self._recorder)
+            http = await daemon.serve_http(
+                self._config.http_host, self._config.http_port, registry, self._why_not_ready
+            )
             try:
                 await self._run_machine(http)
             finally:
@@ -128,18 +119,14 @@ class _BalancerProcess:
 
     async def _run_machine(self, http: HttpServer | None) -> None:
         driver = Driver(self._machine, on_action=self._execute, link_options=self._link_options, on_crash=self._crashed)
-        signals = (signal.SIGTERM, signal.SIGINT)
-        for number in signals:
-            self._loop.add_signal_handler(number, self._stop.set)
         stopping = self._loop.create_task(self._shut_down(driver), name="shut down")
         try:
-            self._log_started(http)
-            driver.handle(Start())
-            await self._done.wait()
+            with daemon.ended_by_signals(self._stop):
+                self._log_started(http)
+                driver.handle(Start())
+                await self._done.wait()
         finally:
             stopping.cancel()
-            for number in signals:
-                self._loop.remove_signal_handler(number)
             await driver.close()
 
     async def _shut_down(self, driver: Driver) -> None:
@@ -195,19 +182,6 @@ class _BalancerProcess:
             extra["http_port"] = http.port
         _log.info("the balancer has started", extra=extra)
 
-    # HTTP.
-
-    async def _serve_http(self) -> HttpServer | None:
-        if not self._config.http_port:
-            return None
-        registry = make_registry(self._machine, self._loop.time, self._recorder)
-
-        def metrics() -> HttpAnswer:
-            return HttpAnswer(HTTPStatus.OK, generate_latest(registry), CONTENT_TYPE_LATEST)
-
-        paths = {"/metrics": metrics, "/healthz": health, "/readyz": lambda: readiness(self._why_not_ready())}
-        return await HttpServer.start(self._config.http_host, self._config.http_port, paths)
-
     def _why_not_ready(self) -> str | None:
         if self._stop.is_set():
             return "the balancer is ending"
@@ -221,15 +195,30 @@ def _log_decision(decision: Decision) -> None:
     for move in decision.moves:
         extra = {
             "channel": move.channel,
-            "from": move.source,
-            "to": move.target,
+            "mode": mode_name(move.after.mode),
+            "from": list(move.before.servers),
+            "to": list(move.after.servers),
             "reason": move.reason,
-            "load_ratio_from": [round(move.before.source, 3), round(move.after.source, 3)],
-            "load_ratio_to": [round(move.before.target, 3), round(move.after.target, 3)],
+            "load_ratios": {
+                server: [round(ratios.before, 3), round(ratios.after, 3)] for server, ratios in move.ratios.items()
+            },
         }
-        _log.info("decided to move a channel", extra=extra)
+        _log.info(_DECIDED[move.before.mode is Mode.SINGLE, move.after.mode is Mode.SINGLE], extra=extra)
     for finding in decision.findings:
-        _log.warning(
-            "a server stays overloaded",
-            extra={"server": finding.server, "load_ratio": round(finding.load_ratio, 3), "reason": finding.reason},
-        )
+        details: dict[str, Any] = {
+            "server": finding.server,
+            "load_ratio": round(finding.load_ratio, 3),
+            "reason": finding.reason,
+        }
+        if finding.channel is not None:
+            details["channel"] = finding.channel
+        _log.warning("a goal cannot be reached", extra=details)
+
+
+_DECIDED = {
+    (True, True): "decided to move a channel",
+    (True, False): "decided to replicate a channel",
+    (False, False): "decided to change the replicas of a channel",
+    (False, True): "decided to fold back a replicated channel",
+}
+"""By whether the channel was, and will be, at one server."""

@@ -8,13 +8,15 @@ from itertools import islice
 from typing import Any
 
 from dynamoth.errors import RequestRefused
-from dynamoth.plan import Entry, Phase, Plan
+from dynamoth.plan import Entry, Mode, Phase, Plan
 from dynamoth.reports import Report
-from dynamoth_balancer.goals import Decision
-from dynamoth_balancer.installer import Transition
+from dynamoth_balancer.changes import mode_name
+from dynamoth_balancer.goals import Decision, Move
+from dynamoth_balancer.installer import Installer, Transition
 
 TRANSITIONS_SHOWN_MAX = 100
 MOVES_SHOWN_MAX = 20
+REPLICATED_SHOWN_MAX = 100
 ENTRIES_PER_PAGE_MAX = 1000
 """Bounds of what one reply holds: about 100 KB."""
 
@@ -23,22 +25,56 @@ def describe_decision(decision: Decision) -> dict[str, Any]:
     """Return a decision as data."""
     return {
         "moves": len(decision.moves),
-        "first_moves": [
-            {
-                "channel": move.channel,
-                "from": move.source,
-                "to": move.target,
-                "reason": move.reason,
-                "load_ratio_from_before": move.before.source,
-                "load_ratio_from_after": move.after.source,
-                "load_ratio_to_before": move.before.target,
-                "load_ratio_to_after": move.after.target,
-            }
-            for move in decision.moves[:MOVES_SHOWN_MAX]
-        ],
+        "first_moves": [describe_move(move) for move in decision.moves[:MOVES_SHOWN_MAX]],
         "findings": [
-            {"server": finding.server, "load_ratio": finding.load_ratio, "reason": finding.reason}
+            {
+                "server": finding.server,
+                "load_ratio": finding.load_ratio,
+                "reason": finding.reason,
+                "channel": finding.channel,
+            }
             for finding in decision.findings[:MOVES_SHOWN_MAX]
+        ],
+    }
+
+
+def describe_move(move: Move) -> dict[str, Any]:
+    """Return a move as data. The load ratios ``from`` and ``to`` are those of the busiest old and new server."""
+    source, target = move.ratios[move.source], move.ratios[move.target]
+    return {
+        "channel": move.channel,
+        "mode_before": mode_name(move.before.mode),
+        "mode_after": mode_name(move.after.mode),
+        "from": ",".join(move.before.servers),
+        "to": ",".join(move.after.servers),
+        "reason": move.reason,
+        "load_ratio_from_before": source.before,
+        "load_ratio_from_after": source.after,
+        "load_ratio_to_before": target.before,
+        "load_ratio_to_after": target.after,
+        "load_ratios": {server: [ratios.before, ratios.after] for server, ratios in move.ratios.items()},
+    }
+
+
+def describe_channels(installer: Installer | None, now: float) -> dict[str, Any]:
+    """Return how many channels the plan names, and the first of those that are replicated or in transition."""
+    entries: Mapping[bytes, Entry] = {} if installer is None else installer.plan.entries
+    transitions: Mapping[bytes, Transition] = {} if installer is None else installer.transitions
+    replicated = {
+        channel: entry for channel, entry in entries.items() if entry.route.assignment.mode is not Mode.SINGLE
+    }
+    return {
+        "entries": len(entries),
+        "replicated": len(replicated),
+        "replicated_channels": [
+            _describe_entry(channel, replicated[channel])
+            for channel in heapq.nsmallest(REPLICATED_SHOWN_MAX, replicated)
+        ],
+        "in_transition": len(transitions),
+        "transitions": [
+            describe_transition(channel, transition, list(installer.waiting_for(transition, now)), now)
+            for channel, transition in islice(transitions.items(), TRANSITIONS_SHOWN_MAX)
+            if installer is not None
         ],
     }
 
@@ -50,6 +86,7 @@ def describe_transition(channel: bytes, transition: Transition, waits: list[str]
         "channel": channel,
         "phase": entry.phase.name.lower(),
         "epoch": entry.route.epoch,
+        "mode": mode_name(entry.route.assignment.mode),
         "from": sorted(transition.old),
         "to": list(entry.route.assignment.servers),
         "age_s": now - transition.since,
@@ -106,12 +143,12 @@ def _describe_entry(channel: bytes, entry: Entry) -> dict[str, Any]:
         "channel": channel,
         "phase": entry.phase.name.lower(),
         "epoch": entry.route.epoch,
-        "mode": entry.route.assignment.mode.name.lower(),
+        "mode": mode_name(entry.route.assignment.mode),
         "servers": list(entry.route.assignment.servers),
         "previous": [
             {
                 "epoch": route.epoch,
-                "mode": route.assignment.mode.name.lower(),
+                "mode": mode_name(route.assignment.mode),
                 "servers": list(route.assignment.servers),
             }
             for route in entry.previous

@@ -1,7 +1,9 @@
 """``dynamoth demo``: a crowd of players on a cluster of its own, whose channels move while an audit looks on.
 
-The demo starts a ``LocalCluster``, then workers with auditors and players (``demo_worker``), watches the plan and the
-balancer, and shows everything. In the end it stops the players, has every worker judge what arrived, and tells.
+The demo starts a ``LocalCluster``, then workers with auditors, players and performers (``demo_worker``), watches the
+plan and the balancer, and shows everything. The players overload one server, whose channels the balancer moves; then a
+festival is too much for any one server, and the balancer spreads its channel and folds it back. In the end the demo
+stops the players, has every worker judge what arrived, and tells.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from dynamoth.errors import DynamothError
 from dynamoth_cli.admin import ask_balancer, read_plan
 from dynamoth_cli.child import Child, interrupted_by_signals
 from dynamoth_cli.cluster import LocalCluster
-from dynamoth_cli.demo_scene import DEMO_SETTINGS, Scene, make_scene
+from dynamoth_cli.demo_festival import Festival
+from dynamoth_cli.demo_scene import FESTIVAL_SERVERS_MIN, Scene, make_scene
 from dynamoth_cli.demo_state import DemoState, WorkerState
 from dynamoth_cli.demo_view import View, show_summary
 from dynamoth_cli.demo_worker import WorkerOptions
@@ -56,7 +59,7 @@ JUDGE_TIMEOUT_S = 60.0
 """Bounds of what workers may take to get ready, to stop, and to judge."""
 
 CROWDING_S = 8.0
-CROWDING_RATIO_MAX = 0.45
+CROWDING_RATIO_MAX = 0.25
 """So long, but at most for this share of the whole time, the balancer is paused: one shall see what it has to mend."""
 
 START_DELAY_S = 0.3
@@ -66,7 +69,8 @@ EVENTS_MAX = 10_000
 """Bound of events that wait to be looked at; workers wait then."""
 
 AUDITOR_NUMBERS_FROM = 1_000_000
-"""Auditors have other numbers than players."""
+PERFORMER_NUMBERS_FROM = 2_000_000
+"""Auditors and performers have other numbers than players."""
 
 
 class DemoFailed(DynamothError):
@@ -78,7 +82,13 @@ class DemoFailed(DynamothError):
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("--players", type=_players, default=PLAYERS, metavar="N", help="(default %(default)s)")
-    parser.add_argument("--servers", type=server_count, default=SERVERS, metavar="M", help="(default %(default)s)")
+    parser.add_argument(
+        "--servers",
+        type=server_count,
+        default=SERVERS,
+        metavar="M",
+        help=f"(default %(default)s); a channel can be spread from {FESTIVAL_SERVERS_MIN} on",
+    )
     parser.add_argument(
         "--seconds", type=_seconds, default=SECONDS, metavar="S", help="how long the players play (default %(default)g)"
     )
@@ -92,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     servers = [f"s{index + 1}" for index in range(arguments.servers)]
     scene = make_scene(arguments.players, servers, arguments.seconds)
-    state = DemoState(servers, scene.world.channels(), arguments.seconds)
+    state = DemoState(servers, scene.world.channels(), arguments.seconds, scene.festival)
     with interrupted_by_signals():
         with View(state, console) as view, ExitStack() as running:
             state.stage = f"starting {arguments.servers} Redis servers, their agents and the balancer"
@@ -132,7 +142,7 @@ class Demo:
         self._events: queue.Queue[Callable[[], None]] = queue.Queue(EVENTS_MAX)
         self._workers: list[_Worker] = []
         self._cluster = LocalCluster(
-            len(state.servers), outgoing_bytes_per_s_max=scene.outgoing_bytes_per_s_max, settings=DEMO_SETTINGS
+            len(state.servers), outgoing_bytes_per_s_max=scene.outgoing_bytes_per_s_max, settings=scene.settings
         )
 
     def play(self, running: ExitStack) -> None:
@@ -153,10 +163,14 @@ class Demo:
         watcher.start()
         at = time.monotonic() + START_DELAY_S
         self._order("start", at=at)
-        crowded = at + min(CROWDING_S, self._state.seconds * CROWDING_RATIO_MAX)
+        crowded = at + min(CROWDING_S, state.seconds * CROWDING_RATIO_MAX)
         self._until("the crowd gathers, the balancer is paused", at, crowded)
         self._cluster.ask_balancer("resume")
-        self._until(f"{self._scene.players} players play", at, at + self._state.seconds)
+        playing = f"{self._scene.players} players play"
+        if self._scene.festival is not None:
+            self._until(playing, at, at + self._scene.festival.begins_s)
+            self._hold_festival(self._scene.festival, at)
+        self._until(playing, at, at + state.seconds)
         self._order("stop")
         self._stage("stopping the players", lambda: all(w.stopped is not None for w in state.workers), STOP_TIMEOUT_S)
         published = [item for w in state.workers if w.stopped for item in w.stopped.get("published", ())]
@@ -164,6 +178,13 @@ class Demo:
         self._stage("auditing", lambda: all(w.result is not None for w in state.workers), JUDGE_TIMEOUT_S)
         state.take_plan(asyncio.run(read_plan(parse_cluster_url(self._cluster.url))))
         state.stage = "done"
+
+    def _hold_festival(self, festival: Festival, at: float) -> None:
+        """Let the performers play. The balancer is paused at first: it shall be seen what it has to mend."""
+        self._cluster.ask_balancer("pause")
+        self._until("a festival begins, the balancer is paused", at, at + festival.begins_s + festival.gathers_s)
+        self._cluster.ask_balancer("resume")
+        self._until("a festival is on", at, at + festival.ends_s)
 
     # Going on.
 
@@ -207,6 +228,8 @@ class Demo:
         bounds = [scene.players * index // processes for index in range(processes + 1)]
         for first, end in pairwise(bounds):
             self._start_worker("players", first, end - first)
+        if scene.festival is not None:
+            self._start_worker("performers", PERFORMER_NUMBERS_FROM, scene.festival.performers)
 
     def _start_worker(self, role: str, first: int, count: int) -> None:
         child = Child(f"{role} {first}", worker_command(), environment=os.environ, pipes=True)
@@ -222,6 +245,7 @@ class Demo:
             first=first,
             count=count,
             payload_bytes=self._scene.payload_bytes,
+            festival=None if self._scene.festival is None else asdict(self._scene.festival),
         )
         _write_line(child, asdict(options))
         threading.Thread(target=self._listen, args=(worker,), name=f"events of {child.name}", daemon=True).start()

@@ -1,8 +1,8 @@
 """The scene of the demo: a world whose crowd is where one server has to carry it, and what the servers can carry.
 
 The load is uneven on purpose. Most players stay in a hot spot, whose tiles have names that the ring puts on one
-server, above its capacity; the others are nearly idle. Half-way the crowd moves to another corner, whose tiles are all
-on the next server.
+server, above its capacity; the others are nearly idle. Then there is a festival (``demo_festival``). When it is over,
+the crowd moves to another corner, whose tiles are all on the next server.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from itertools import chain, count
 
 from dynamoth.envelope import HEADER_BYTES
 from dynamoth.ring import Ring
-from dynamoth_sim.rgame import UPDATES_PER_S, GameWorld, Tile
+from dynamoth_cli.demo_festival import Festival
+from dynamoth_sim.rgame import UPDATES_PER_S, GameWorld
 
 PAYLOAD_BYTES = 200
 AUDITORS = 2
@@ -30,17 +31,39 @@ SPEED_M_PER_S = 8.0
 PUSH_BYTES = 45
 """RESP3 around each message, and the name of its channel."""
 
-HOT_LOAD_RATIO = 1.3
+HOT_LOAD_RATIO = 1.2
 MEAN_LOAD_RATIO_MAX = 0.5
 """Servers can send so little that the one with the hot spot is above its capacity; but so much that, when the load is
 spread, all are below LR_safe (0.6)."""
 
-DEMO_SETTINGS: Mapping[str, object] = {
-    "balancer.wait_s": 4.0,
-    "balancer.averaging_s": 3.0,
-    "balancer.channel_rest_s": 8.0,
-}
-"""Quicker than is wise for real loads: a minute must show everything."""
+FESTIVAL_NAME = "rgame:festival"
+FESTIVAL_REPLICAS = 3
+PERFORMERS = 36
+FESTIVAL_MESSAGES_PER_S_MAX = 300.0
+"""What makes the festival heavy is the size of its messages, up to what two busy cores can take."""
+
+FESTIVAL_LOAD_RATIO = 1.1
+"""What the festival makes one server send, over its capacity. Three servers have room for it and the tiles."""
+
+FESTIVAL_BEGINS_RATIO = 0.34
+FESTIVAL_ENDS_RATIO = 0.58
+CROWD_MOVES_RATIO = 0.6
+"""Of the whole time. Before, the crowd is dealt with; from the end on the festival's channel is folded back. The crowd
+moves while that goes on, as players need some seconds to finish their ways and to walk."""
+
+FESTIVAL_SERVERS_MIN = 2
+"""With fewer there is no festival, as nothing could be spread."""
+
+WAIT_S = 4.0
+AVERAGING_S = 3.0
+AVERAGING_S_MIN = 2.0
+CHANNEL_REST_S = 8.0
+REPORT_INTERVAL_S = 0.5
+"""Balancing is quicker than is wise for real loads: a minute must show everything. The least averaging time has the
+reports that the balancer needs, and one more."""
+
+UNHURRIED_S = 40.0
+"""In a shorter demo the balancer is quicker still, in proportion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +76,12 @@ class Scene:
     payload_bytes: int
     #: What counts as load ratio 1 of each server.
     outgoing_bytes_per_s_max: int
-    #: What is to be expected, in all.
+    #: What is to be expected of the tiles, in all.
     deliveries_per_s: float
+    #: None where there is none.
+    festival: Festival | None
+    #: Of agents and balancer, by key.
+    settings: Mapping[str, object]
 
 
 def make_scene(players: int, servers: list[str], seconds: float) -> Scene:
@@ -63,7 +90,7 @@ def make_scene(players: int, servers: list[str], seconds: float) -> Scene:
     Args:
         players: how many, from 1.
         servers: their ids, all in the ring.
-        seconds: how long the demo runs; half-way the crowd moves on.
+        seconds: how long the demo runs; everything in it is in proportion.
 
     """
     side = max(4, round(math.sqrt(players * TILES_PER_PLAYER)))
@@ -73,12 +100,14 @@ def make_scene(players: int, servers: list[str], seconds: float) -> Scene:
         speed_m_per_s=SPEED_M_PER_S,
         hot_ratio=HOT_RATIO,
         hot_tiles_per_side=hot_side,
-        hot_spot_period_s=seconds / 2,
+        hot_spot_period_s=seconds * CROWD_MOVES_RATIO,
     )
-    world = replace(plain, suffixes=dict(_suffixes(plain, Ring(servers))))
+    ring = Ring(servers)
+    world = replace(plain, suffixes=dict(_suffixes(plain, ring)))
     deliveries_per_s = expected_deliveries_per_s(world, players)
     total = deliveries_per_s * (PAYLOAD_BYTES + HEADER_BYTES + PUSH_BYTES)
     capacity = max(total / HOT_LOAD_RATIO, total / len(servers) / MEAN_LOAD_RATIO_MAX)
+    festival = make_festival(capacity, ring, seconds) if len(servers) >= FESTIVAL_SERVERS_MIN else None
     return Scene(
         world=world,
         players=players,
@@ -86,7 +115,50 @@ def make_scene(players: int, servers: list[str], seconds: float) -> Scene:
         payload_bytes=PAYLOAD_BYTES,
         outgoing_bytes_per_s_max=max(1, round(capacity)),
         deliveries_per_s=deliveries_per_s,
+        festival=festival,
+        settings={**_pace(seconds), **({} if festival is None else festival.thresholds(AUDITORS))},
     )
+
+
+def make_festival(capacity: float, ring: Ring, seconds: float) -> Festival:
+    """Return a festival that is too much for one server: for that of the crowd, so that the others have room for it.
+
+    Args:
+        capacity: outgoing bytes/s of a server.
+        ring: of two servers or more.
+        seconds: how long the demo runs.
+
+    """
+    deliveries_bytes_per_s = capacity * FESTIVAL_LOAD_RATIO / AUDITORS
+    overhead_bytes = HEADER_BYTES + PUSH_BYTES
+    messages_per_s = min(FESTIVAL_MESSAGES_PER_S_MAX, deliveries_bytes_per_s / (PAYLOAD_BYTES + overhead_bytes))
+    begins_s, ends_s = seconds * FESTIVAL_BEGINS_RATIO, seconds * FESTIVAL_ENDS_RATIO
+    return Festival(
+        name=FESTIVAL_NAME + _suffix(FESTIVAL_NAME, ring, ring.servers[0]),
+        replicas=min(FESTIVAL_REPLICAS, len(ring.servers)),
+        performers=PERFORMERS,
+        messages_per_s=messages_per_s,
+        payload_bytes=round(deliveries_bytes_per_s / messages_per_s) - overhead_bytes,
+        begins_s=begins_s,
+        gathers_s=min(_averaging_s(seconds) + 2 * REPORT_INTERVAL_S, (ends_s - begins_s) / 2),
+        ends_s=ends_s,
+    )
+
+
+def _pace(seconds: float) -> Mapping[str, object]:
+    """Return how quick agents and balancer are."""
+    pace = min(1.0, seconds / UNHURRIED_S)
+    return {
+        "node.report_interval_s": REPORT_INTERVAL_S,
+        "balancer.averaging_s": _averaging_s(seconds),
+        "balancer.wait_s": WAIT_S * pace,
+        "balancer.channel_rest_s": CHANNEL_REST_S * pace,
+        "balancer.replication_rest_s": WAIT_S * pace,
+    }
+
+
+def _averaging_s(seconds: float) -> float:
+    return max(AVERAGING_S_MIN, AVERAGING_S * min(1.0, seconds / UNHURRIED_S))
 
 
 def expected_deliveries_per_s(world: GameWorld, players: int) -> float:
@@ -110,11 +182,10 @@ def _suffixes(world: GameWorld, ring: Ring) -> Iterator[tuple[str, str]]:
     for half, at_s in enumerate((0.0, world.hot_spot_period_s)):
         wanted = ring.servers[half % len(ring.servers)]
         for tile in world.hot_tiles(at_s):
-            yield f"{tile.column}:{tile.row}", _suffix(world, tile, ring, wanted)
+            yield f"{tile.column}:{tile.row}", _suffix(world.channel(tile).decode(), ring, wanted)
 
 
-def _suffix(world: GameWorld, tile: Tile, ring: Ring, wanted: str) -> str:
-    """Return the first suffix that brings a tile to ``wanted``: that takes as many tries as there are servers."""
-    name = world.channel(tile)
+def _suffix(name: str, ring: Ring, wanted: str) -> str:
+    """Return the first suffix that brings a channel to ``wanted``: that takes as many tries as there are servers."""
     suffixes = chain([""], (f":{number}" for number in count()))
-    return next(suffix for suffix in suffixes if ring.home(name + suffix.encode()) == wanted)
+    return next(suffix for suffix in suffixes if ring.home((name + suffix).encode()) == wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from rich import box
@@ -13,7 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dynamoth_cli.demo_state import DemoState
+from dynamoth_cli.demo_festival import Festival
+from dynamoth_cli.demo_state import DemoState, HotChannel
 
 BAR_WIDTH = 40
 BAR_LOAD_RATIO_MAX = 1.5
@@ -22,6 +24,9 @@ BAR_LOAD_RATIO_MAX = 1.5
 LOAD_RATIO_HIGH = 0.8
 LOAD_RATIO_SAFE = 0.6
 """Where bars turn red, and yellow: the balancer's defaults."""
+
+NEWS_SHOWN_MAX = 9
+"""Lines of news in a terminal."""
 
 LINE_INTERVAL_S = 5.0
 """Time between two lines of progress."""
@@ -36,6 +41,8 @@ class View:
         self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
         #: What the latest line of progress was about.
         self._said: tuple[str, int] | None = None
+        #: How many news have been told in lines.
+        self._news_told = 0
 
     def __enter__(self) -> View:
         if self._live is not None:
@@ -56,13 +63,21 @@ class View:
         if about != self._said:
             self._said = about
             self._console.print(progress_line(self._state), highlight=False, soft_wrap=True)
+        self._tell_news()
+
+    def _tell_news(self) -> None:
+        """Print a line for each of the news since the last time, as far as they are kept."""
+        new = min(self._state.news_count - self._news_told, len(self._state.news))
+        self._news_told = self._state.news_count
+        for news in list(self._state.news)[len(self._state.news) - new :]:
+            self._console.print(f"       {news}", markup=False, highlight=False, soft_wrap=True)
 
 
 def render(state: DemoState) -> Panel:
     """Return everything, for a terminal."""
     time = f"{state.elapsed_s:.0f} of {state.seconds:.0f} s" if state.elapsed_s else ""
     return Panel(
-        Group(_servers(state), "", _numbers(state), "", _news(state)),
+        Group(_servers(state), "", *map(partial(_hot, state), state.hot_channels()), _numbers(state), "", _news(state)),
         title=f"[bold]Dynamoth[/]  {state.stage}  {time}",
         title_align="left",
         box=box.ROUNDED,
@@ -99,13 +114,35 @@ def _colour(ratio: float | None) -> str:
     return "red" if ratio > LOAD_RATIO_HIGH else "yellow"
 
 
+def _hot(state: DemoState, hot: HotChannel) -> Text:
+    """Return the line of a channel that is, or may come to be, at several servers."""
+    where = f"{hot.mode} at {', '.join(hot.servers)}"
+    text = Text.assemble(
+        "hot channel ", (hot.name, "bold"), ": ", (where, "bold magenta" if len(hot.servers) > 1 else "")
+    )
+    if hot.is_changing:
+        text.append("  changing now", "yellow")
+    if state.festival is not None and state.festival.name == hot.name:
+        text.append(f"  {_festival_now(state, state.festival)}", "dim")
+    return text
+
+
+def _festival_now(state: DemoState, festival: Festival) -> str:
+    if state.elapsed_s < festival.begins_s:
+        return f"quiet until the festival begins, at {festival.begins_s:.0f} s"
+    if state.elapsed_s < festival.ends_s:
+        return f"{state.performed_per_s():,.0f} publications/s"
+    return "quiet, the festival is over"
+
+
 def _numbers(state: DemoState) -> Text:
     published, delivered = state.rates()
     p50, p99 = (_ms(state.latencies_now.quantile_ms(ratio)) for ratio in (0.5, 0.99))
     version = "-" if state.plan is None else state.plan.version
     found = "  ".join(f"[bold {'red' if count else 'green'}]{count}[/] {name}" for name, count in state.audit().items())
     return Text.from_markup(
-        f"[bold]{state.migrations}[/] channels moved  {state.in_transition} moving now  plan version {version}\n"
+        f"[bold]{state.migrations}[/] channels moved  [bold]{state.replicated}[/] split  [bold]{state.folded_back}[/]"
+        f" folded back  {state.in_transition} changing now  plan version {version}\n"
         f"published {published:,.0f}/s  delivered {delivered:,.0f}/s  latency p50 {p50}  p99 {p99}\n"
         f"audit of {state.audited:,} messages: {found}"
     )
@@ -114,7 +151,7 @@ def _numbers(state: DemoState) -> Text:
 def _news(state: DemoState) -> Text:
     if state.balancer_problem:
         return Text(f"balancer: {state.balancer_problem}", "red")
-    lines = list(state.news) or ["the balancer has had nothing to decide yet"]
+    lines = list(state.news)[-NEWS_SHOWN_MAX:] or ["the balancer has had nothing to decide yet"]
     return Text("\n".join(lines), "dim", no_wrap=True, overflow="ellipsis")
 
 
@@ -130,8 +167,13 @@ def progress_line(state: DemoState) -> str:
     audit = " ".join(f"{name}={count}" for name, count in state.audit().items())
     published, delivered = state.rates()
     p99 = _ms(state.latencies_now.quantile_ms(0.99))
+    hot = "".join(
+        f" {each.name} {each.mode} at {','.join(each.servers)};"
+        for each in state.hot_channels()
+        if len(each.servers) > 1
+    )
     return (
-        f"{state.elapsed_s:4.0f} s  {state.stage}: load {ratios}; moved {state.migrations};"
+        f"{state.elapsed_s:4.0f} s  {state.stage}: load {ratios}; moved {state.migrations};{hot}"
         f" published {published:.0f}/s delivered {delivered:.0f}/s p99 {p99}; audited {state.audited} {audit}"
     )
 
@@ -145,6 +187,7 @@ def show_summary(summary: Mapping[str, Any], console: Console) -> None:
         f"published {summary['published']:,}; delivered {summary['delivered']:,}, {summary['audited']:,} audited",
         f"audit: {verdict} ({irregular})",
         f"channels moved: {summary['migrations']} (plan version {summary['plan_version']})",
+        _replication(summary),
         f"latency: p50 {_ms(summary['latency_ms_p50'])}, p99 {_ms(summary['latency_ms_p99'])}",
         f"load ratios before the first move: {before}; in the end: {after}",
     ]
@@ -152,6 +195,20 @@ def show_summary(summary: Mapping[str, Any], console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=True)
     for story in summary["stories"]:
         console.print(story, markup=False, highlight=False, soft_wrap=True)
+
+
+def _replication(summary: Mapping[str, Any]) -> str:
+    """Return what became of the festival's channel, also when nothing did."""
+    name, times = summary["festival"], summary["replicated"]
+    if not times:
+        if name is None:
+            return "channels split: none; with one server there is nothing to spread, so there was no festival"
+        return f"channels split: none; {name} was too short, or this machine too busy, for the balancer to see it"
+    changed = f" (changed meanwhile: {summary['replicas_changed']})" if summary["replicas_changed"] else ""
+    folded_back = str(summary["folded_back"])
+    if summary["folded_back"] < times:
+        folded_back += ", as the demo was over too soon"
+    return f"channels split: {times}, over up to {summary['replicas_max']} servers{changed}; folded back: {folded_back}"
 
 
 def _ratios(ratios: Mapping[str, float | None] | None) -> str:

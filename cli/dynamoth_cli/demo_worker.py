@@ -1,4 +1,4 @@
-"""One process of the demo's players, or of its auditors.
+"""One process of the demo's players, of its auditors, or of the performers of its festival.
 
 Theory of operation
 -------------------
@@ -12,10 +12,11 @@ the worker is (:class:`WorkerOptions`). Then, for each order, there is an answer
 ``ready`` is the first event; ``stats`` comes by itself each ``STATS_INTERVAL_S``. A worker whose stdin is closed
 ends.
 
-Each player and each auditor is a client of its own, with its own connections. *Auditors* listen on every tile from
-before the first update to the end, so every update of every player is owed to them. *Players* come and go, which is
-harder to do right while channels move: an update is owed to each player of the same process whose subscription was
-confirmed before it was published. Both are judged by the checker that the simulator uses (``dynamoth_sim.guarantees``).
+Each of them is a client of its own, with its own connections. *Auditors* listen on every tile, and on the channel of
+the festival, from before the first update to the end, so everything that anybody publishes is owed to them. *Players*
+come and go, which is harder to do right while channels move: an update is owed to each player of the same process whose
+subscription was confirmed before it was published. Both are judged by the checker that the simulator uses
+(``dynamoth_sim.guarantees``). *Performers* only publish.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ from typing import Any
 import redis.exceptions
 
 from dynamoth.errors import ClusterUnavailable
+from dynamoth_cli.demo_festival import Festival, Performer
 from dynamoth_cli.latency import LatencyCounts
-from dynamoth_cli.loops import run
 from dynamoth_client.asyncio import GapInfo, PubSub, Redis
+from dynamoth_link.daemon import run
 from dynamoth_sim.guarantees import Audit
 from dynamoth_sim.rgame import GameWorld, Join, Leave, Player, Update, read_update
 
@@ -63,7 +65,10 @@ STORIES_MAX = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """What a worker is told first. ``first`` and ``count`` say which numbers its players, or auditors, have."""
+    """What a worker is told first. ``first`` and ``count`` say which numbers its players, auditors or performers have.
+
+    ``world`` and ``festival`` are the fields of ``GameWorld`` and ``Festival``; None where there is no festival.
+    """
 
     role: str
     url: str
@@ -72,16 +77,18 @@ class WorkerOptions:
     first: int
     count: int
     payload_bytes: int
+    festival: dict[str, Any] | None = None
     arrival_timeout_s: float = ARRIVAL_TIMEOUT_S
 
 
 class Worker(ABC):
-    """What players and auditors have in common."""
+    """What players, auditors and performers have in common."""
 
     def __init__(self, options: WorkerOptions, tasks: asyncio.TaskGroup, audit: Audit) -> None:
         self.options = options
         self.audit = audit
         self.world = GameWorld(**options.world)
+        self.festival = None if options.festival is None else Festival(**options.festival)
         #: Since the last ``stats``.
         self.latencies = LatencyCounts()
         #: Messages that were handed to our subscribers, and calls of clients that failed.
@@ -118,7 +125,7 @@ class Worker(ABC):
 
     @abstractmethod
     def owe(self, published: list[tuple[int, str, int]]) -> None:
-        """Take what all players have published in the end."""
+        """Take what everybody has published in the end."""
 
     def stats(self) -> dict[str, Any]:
         """Return what has come since the last time (latencies), and since the beginning (all else)."""
@@ -182,6 +189,19 @@ class Worker(ABC):
     def judge(self, subscriber: int, channel: bytes, player: int, sequence: int, now: float) -> None:
         """Show one delivery to the audit."""
 
+    async def publish(self, client: Redis, update: Update, payload_bytes: int) -> None:
+        """Publish, and tell the audit."""
+        what = update.player, update.channel, update.sequence
+        payload = update.payload(time.monotonic_ns(), payload_bytes)
+        self.audit.published(*what, time.monotonic())
+        try:
+            await client.publish(update.channel, payload)
+        except redis.exceptions.RedisError as error:
+            self.audit.publish_ended(*what, time.monotonic(), failed=True)
+            self.failed(f"{self.options.role} {update.player}: publish: {error}")
+        else:
+            self.audit.publish_ended(*what, time.monotonic())
+
     def gap(self, subscriber: int, gap: GapInfo) -> None:
         """Take a gap event. The audit knows publishers by their player's number, not by their client's id."""
         channel = gap.channel if isinstance(gap.channel, bytes) else gap.channel.encode()
@@ -210,7 +230,7 @@ class Worker(ABC):
 
 
 class Auditors(Worker):
-    """Subscribers on every tile, from before the first update to the end."""
+    """Subscribers on every tile and at the festival, from before the first update to the end."""
 
     def __init__(self, options: WorkerOptions, tasks: asyncio.TaskGroup) -> None:
         super().__init__(options, tasks, Audit(live=False))
@@ -219,8 +239,10 @@ class Auditors(Worker):
         self._all_confirmed = asyncio.Event()
 
     async def open(self, clients: AsyncExitStack) -> None:
-        """Subscribe to all tiles, and wait until all subscriptions are confirmed."""
+        """Subscribe to everything, and wait until all subscriptions are confirmed."""
         channels = self.world.channels()
+        if self.festival is not None:
+            channels.append(self.festival.channel)
         for number in range(self.options.first, self.options.first + self.options.count):
             client = await clients.enter_async_context(Redis.from_url(self.options.url))
             pubsub = await clients.enter_async_context(self.pubsub(number, client))
@@ -258,39 +280,79 @@ class Auditors(Worker):
         self.audit.delivered(subscriber, channel, player, sequence, now)
 
 
-class Players(Worker):
-    """The players."""
+class Publishers(Worker):
+    """What players and performers have in common."""
 
     def __init__(self, options: WorkerOptions, tasks: asyncio.TaskGroup) -> None:
         super().__init__(options, tasks, Audit(live=True))
-        self._numbers = range(options.first, options.first + options.count)
-        self._clients: dict[int, tuple[Redis, PubSub]] = {}
-        self._players: dict[int, Player] = {}
-        #: Players that have not finished their last update.
-        self._playing = 0
+        self.numbers = range(options.first, options.first + options.count)
+        #: Publishers that have not finished their last message.
+        self._publishing = 0
         self._stopping = asyncio.Event()
         self._stopped = asyncio.Event()
 
+    def begin(self, publishing: Coroutine[Any, Any, None]) -> None:
+        """Let one publisher publish, until it ends or is stopped."""
+        self._publishing += 1
+        self.spawn(self._until_end(publishing))
+
+    async def _until_end(self, publishing: Coroutine[Any, Any, None]) -> None:
+        await publishing
+        self._publishing -= 1
+        if not self._publishing:
+            self._stopped.set()
+
+    async def stop(self) -> dict[str, Any]:
+        """Let every publisher finish its present message."""
+        self._stopping.set()
+        if self._publishing:
+            await self._stopped.wait()
+        return self.account()
+
+    @abstractmethod
+    def account(self) -> dict[str, Any]:
+        """Return what was ``published``, as publisher, channel and number of the latest, and how many ``skipped``."""
+
+    async def stopped_within(self, duration_s: float) -> bool:
+        """Wait for a time, or until the demo stops us; tell whether it has."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, duration_s)):
+                await self._stopping.wait()
+        return self._stopping.is_set()
+
+    def owe(self, published: list[tuple[int, str, int]]) -> None:
+        """Our own messages have been told to the audit when they were published."""
+
+    def judge(self, subscriber: int, channel: bytes, player: int, sequence: int, now: float) -> None:
+        """Only of the publishers of this process do we know what was published before what."""
+        if player in self.numbers:
+            self.audit.delivered(subscriber, channel, player, sequence, now)
+
+
+class Players(Publishers):
+    """The players."""
+
+    def __init__(self, options: WorkerOptions, tasks: asyncio.TaskGroup) -> None:
+        super().__init__(options, tasks)
+        self._clients: dict[int, tuple[Redis, PubSub]] = {}
+        self._players: dict[int, Player] = {}
+
     async def open(self, clients: AsyncExitStack) -> None:
         """Make the clients. They connect when they join."""
-        for number in self._numbers:
+        for number in self.numbers:
             client = await clients.enter_async_context(Redis.from_url(self.options.url))
             self._clients[number] = client, await clients.enter_async_context(self.pubsub(number, client))
 
     def start(self, at: float) -> None:
         """Let the players join, one after the other."""
-        for index, number in enumerate(self._numbers):
+        for index, number in enumerate(self.numbers):
             start_s = at + JOIN_DURATION_S * index / self.options.count
             random = Random(f"{self.options.seed}:{number}")
             player = self._players[number] = Player(number, self.world, random, start_s, game_start_s=at)
-            self._playing += 1
-            self.spawn(self._play(player))
+            self.begin(self._play(player))
 
-    async def stop(self) -> dict[str, Any]:
-        """Let every player finish its present update."""
-        self._stopping.set()
-        if self._playing:
-            await self._stopped.wait()
+    def account(self) -> dict[str, Any]:
+        """Return what the players have published."""
         return {
             "published": [
                 (number, channel.decode(), sequence)
@@ -300,19 +362,11 @@ class Players(Worker):
             "skipped": sum(player.skipped for player in self._players.values()),
         }
 
-    def owe(self, published: list[tuple[int, str, int]]) -> None:
-        """Our own updates have been told to the audit when they were published."""
-
-    def judge(self, subscriber: int, channel: bytes, player: int, sequence: int, now: float) -> None:
-        """Only of the players of this process do we know what was published before what."""
-        if player in self._numbers:
-            self.audit.delivered(subscriber, channel, player, sequence, now)
-
     async def _play(self, player: Player) -> None:
         client, pubsub = self._clients[player.number]
         reading = False
         while True:
-            if await self._stopped_within(player.deadline() - time.monotonic()):
+            if await self.stopped_within(player.deadline() - time.monotonic()):
                 break
             for action in player.step(time.monotonic()):
                 match action:
@@ -325,30 +379,45 @@ class Players(Worker):
                         self.audit.ending(player.number, channel)
                         await pubsub.unsubscribe(channel)
                     case Update():
-                        await self._publish(client, action)
+                        await self.publish(client, action, self.options.payload_bytes)
 
-        self._playing -= 1
-        if not self._playing:
-            self._stopped.set()
 
-    async def _stopped_within(self, duration_s: float) -> bool:
-        """Wait for a time, or until the demo stops us; tell whether it has."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, duration_s)):
-                await self._stopping.wait()
-        return self._stopping.is_set()
+class Performers(Publishers):
+    """The performers of the festival."""
 
-    async def _publish(self, client: Redis, update: Update) -> None:
-        what = update.player, update.channel, update.sequence
-        payload = update.payload(time.monotonic_ns(), self.options.payload_bytes)
-        self.audit.published(*what, time.monotonic())
-        try:
-            await client.publish(update.channel, payload)
-        except redis.exceptions.RedisError as error:
-            self.audit.publish_ended(*what, time.monotonic(), failed=True)
-            self.failed(f"player {update.player}: publish: {error}")
-        else:
-            self.audit.publish_ended(*what, time.monotonic())
+    def __init__(self, options: WorkerOptions, tasks: asyncio.TaskGroup) -> None:
+        super().__init__(options, tasks)
+        self._clients: list[Redis] = []
+        self._performers: list[Performer] = []
+
+    async def open(self, clients: AsyncExitStack) -> None:
+        """Make the clients. They connect when they publish."""
+        for _ in self.numbers:
+            self._clients.append(await clients.enter_async_context(Redis.from_url(self.options.url)))
+
+    def start(self, at: float) -> None:
+        """Let the performers wait for the festival."""
+        assert self.festival is not None, "there are performers where there is a festival"
+        for index, (number, client) in enumerate(zip(self.numbers, self._clients, strict=True)):
+            performer = Performer(number, index, self.festival, start_s=at)
+            self._performers.append(performer)
+            self.begin(self._perform(performer, client, self.festival.payload_bytes))
+
+    def account(self) -> dict[str, Any]:
+        """Return what the performers have published."""
+        assert self.festival is not None, "there are performers where there is a festival"
+        return {
+            "published": [(each.number, self.festival.name, each.sequence) for each in self._performers],
+            "skipped": sum(each.skipped for each in self._performers),
+        }
+
+    async def _perform(self, performer: Performer, client: Redis, payload_bytes: int) -> None:
+        while (deadline := performer.deadline()) is not None:
+            if await self.stopped_within(deadline - time.monotonic()):
+                break
+            message = performer.step(time.monotonic())
+            if message is not None:
+                await self.publish(client, message, payload_bytes)
 
 
 class Orders:
@@ -403,7 +472,11 @@ async def work() -> None:
     if first is None:
         return
     options = WorkerOptions(**first)
-    kinds: dict[str, type[Players | Auditors]] = {"players": Players, "auditors": Auditors}
+    kinds: dict[str, type[Players | Auditors | Performers]] = {
+        "players": Players,
+        "auditors": Auditors,
+        "performers": Performers,
+    }
     async with AsyncExitStack() as clients, asyncio.TaskGroup() as tasks:
         worker = kinds[options.role](options, tasks)
         await worker.open(clients)

@@ -58,7 +58,7 @@ COMMANDS = {
     "node": Command("node", "run the agent of one Redis server: dispatcher and load analyzer"),
     "balancer": Command("balancer", "run the balancer of a cluster"),
     "status": Command("status", "show servers, agents, load and balancer"),
-    "plan": Command("plan", "show which channel is where, or move one"),
+    "plan": Command("plan", "show which channel is where; move one, or spread it over several servers"),
     "sim": Command("sim", "try thousands of interleavings and faults in the simulator"),
 }
 

@@ -1,4 +1,4 @@
-"""``dynamoth plan``: which channel is where; and move one."""
+"""``dynamoth plan``: which channel is where; move one, spread one over several servers, and fold it back."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from dynamoth.plan import Entry, Plan, Route
+from dynamoth.plan import Entry, Mode, Plan, Route
+from dynamoth_balancer.changes import MODES, mode_name
 from dynamoth_cli.admin import add_url, ask_balancer, cluster_of, read_plan
 from dynamoth_link.urls import redact
 
-MOVE_TIMEOUT_S = 60.0
+CHANGE_TIMEOUT_S = 60.0
+
+REPLICATED_MODES = [name for name, mode in MODES.items() if mode is not Mode.SINGLE]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -22,18 +25,58 @@ def configure(parser: argparse.ArgumentParser) -> None:
     show = commands.add_parser("show", help="show the plan as the servers store it; needs no balancer")
     add_url(show)
     show.add_argument("--json", action="store_true", help="print JSON")
-    move = commands.add_parser(
+    move = _add_change(
+        commands,
         "move",
-        help="move a channel to a server, and wait until that has settled",
-        description="Move a channel to a server without losing, repeating or reordering a message, and wait until"
-        " nobody uses the old server for it. Exits with 1 and the reason when the balancer refuses.",
+        "move a channel to a server, and wait until that has settled",
+        "Move a channel to a server without losing, repeating or reordering a message, and wait until nobody uses the"
+        " old server for it.",
     )
-    move.add_argument("channel", metavar="CHANNEL")
     move.add_argument("--to", metavar="SERVER", required=True, help="id of the server, as 'plan show' lists them")
-    move.add_argument(
-        "--timeout", type=_seconds, default=MOVE_TIMEOUT_S, metavar="S", help="how long to wait (default %(default)g s)"
+    replicate = _add_change(
+        commands,
+        "replicate",
+        "spread a channel over several servers, and wait until that has settled",
+        "Spread a channel that one server is too small for over several, without losing, repeating or reordering a"
+        " message, and wait until everybody uses them. The balancer leaves it so.",
     )
-    add_url(move)
+    replicate.add_argument(
+        "--mode",
+        choices=REPLICATED_MODES,
+        required=True,
+        help="all-subscribers: each subscriber listens at all servers, a publisher uses one (many publications);"
+        " all-publishers: each publication goes to all servers, a subscriber listens at one (many subscribers)",
+    )
+    which = replicate.add_mutually_exclusive_group(required=True)
+    which.add_argument("--servers", type=_names, metavar="S1,S2", help="ids of the servers, at least two")
+    which.add_argument(
+        "--count", type=int, metavar="N", help="how many servers; the least loaded are chosen, the present ones first"
+    )
+    unreplicate = _add_change(
+        commands,
+        "unreplicate",
+        "put a replicated channel back at one server, and wait until that has settled",
+        "Put a replicated channel back at one server without losing, repeating or reordering a message, and wait until"
+        " nobody uses the others for it.",
+    )
+    unreplicate.add_argument("--to", metavar="SERVER", help="id of the server (default: its least loaded replica)")
+
+
+def _add_change(commands: Any, name: str, summary: str, description: str) -> argparse.ArgumentParser:
+    """Add a command that asks the balancer for a change of one channel."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=f"{description} Exits with 1 and the reason when the balancer refuses."
+    )
+    parser.add_argument("channel", metavar="CHANNEL")
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=CHANGE_TIMEOUT_S,
+        metavar="S",
+        help="how long to wait (default %(default)g s)",
+    )
+    add_url(parser)
+    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,13 +85,25 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "show":
         plan = asyncio.run(read_plan(cluster))
         sys.stdout.write(json.dumps(plan_as_json(plan), indent=2) + "\n" if arguments.json else plan_as_text(plan))
-    else:
-        moved = {"channel": arguments.channel.encode(errors="surrogateescape"), "to": arguments.to}
-        result = asyncio.run(ask_balancer(cluster, "move", moved, timeout_s=arguments.timeout))
-        version = result.get("version")
-        settled = "" if version is None else f" (plan version {version})"
-        sys.stdout.write(f"{arguments.channel} is at {arguments.to}, settled{settled}\n")
+        return 0
+    wanted = change_arguments(arguments)
+    result = asyncio.run(ask_balancer(cluster, arguments.action, wanted, timeout_s=arguments.timeout))
+    sys.stdout.write(describe_result(arguments.channel, result))
     return 0
+
+
+def change_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what the balancer is asked, of what was given on the command line."""
+    given = {name: getattr(arguments, name, None) for name in ("to", "mode", "servers", "count")}
+    wanted = {name: value for name, value in given.items() if value is not None}
+    return {"channel": arguments.channel.encode(errors="surrogateescape"), **wanted}
+
+
+def describe_result(channel: str, result: Mapping[str, Any]) -> str:
+    """Return in words what has become of a channel."""
+    spread = "" if result["mode"] == mode_name(Mode.SINGLE) else f", {result['mode']}"
+    note = f"note: {result['note']}\n" if result["note"] else ""
+    return f"{channel} is at {', '.join(result['servers'])}{spread}, settled (plan version {result['version']})\n{note}"
 
 
 def plan_as_json(plan: Plan) -> Mapping[str, Any]:
@@ -77,7 +132,11 @@ def plan_as_text(plan: Plan) -> str:
     if not plan.entries:
         return "\n".join([*lines, "every channel is where the ring puts it", ""])
     width = max(len(channel_name(channel)) for channel in plan.entries)
-    lines.append(f"{len(plan.entries)} channels were moved; all others are where the ring puts them")
+    replicated = sum(entry.route.assignment.mode is not Mode.SINGLE for entry in plan.entries.values())
+    also = f", {replicated} of them are replicated now" if replicated else ""
+    lines.append(
+        f"{len(plan.entries)} channels were moved or replicated{also}; all others are where the ring puts them"
+    )
     lines += [
         f"  {channel_name(channel):{width}}  {_describe(entry)}" for channel, entry in sorted(plan.entries.items())
     ]
@@ -90,10 +149,14 @@ def channel_name(channel: bytes) -> str:
 
 
 def _describe(entry: Entry) -> str:
-    where = ",".join(entry.route.assignment.servers)
-    mode = entry.route.assignment.mode.name.lower()
-    moving = f"  from {','.join(entry.previous[-1].assignment.servers)}" if entry.previous else ""
+    where, mode = _servers(entry.route), mode_name(entry.route.assignment.mode)
+    old = " and ".join(f"{_servers(route)} {mode_name(route.assignment.mode)}" for route in reversed(entry.previous))
+    moving = f"  from {old}" if old else ""
     return f"{where}  {mode}  {entry.phase.name.lower()}{moving}  since version {entry.route.epoch}"
+
+
+def _servers(route: Route) -> str:
+    return ",".join(route.assignment.servers)
 
 
 def _route_as_json(route: Route) -> dict[str, Any]:
@@ -105,3 +168,7 @@ def _seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"more than 0 s expected, not {text}")
     return value
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]

@@ -15,12 +15,21 @@ from rich.table import Table
 from dynamoth.errors import ClusterUnavailable, RequestRefused
 from dynamoth.events import ErrorReply
 from dynamoth.names import AGENT_CHANNEL
+from dynamoth.plan import Mode
 from dynamoth.stored_plan import READ_HEADER, parse_header
+from dynamoth_balancer.changes import mode_name
 from dynamoth_cli.admin import ANSWER_TIMEOUT_S, add_url, ask_balancer, cluster_of, read_header
 from dynamoth_cli.plan import channel_name
 from dynamoth_link.errors import LinkError
 from dynamoth_link.query import query
 from dynamoth_link.urls import ClusterAddress, ServerAddress, parse_server_url
+
+REPLICATED_SHOWN_MAX = 20
+DECISIONS_SHOWN_MAX = 3
+MOVES_SHOWN_MAX = 5
+"""Bounds of what is shown; the balancer tells more with ``--json``, and its log tells everything."""
+
+SINGLE = mode_name(Mode.SINGLE)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -103,14 +112,55 @@ def show(status: Mapping[str, Any], console: Console) -> None:
     console.print(table)
     balancer = status["balancer"]
     if balancer is not None:
-        paused = ", paused" if balancer["paused"] else ""
-        console.print(
-            f"plan version {status['version']}; balancer: {balancer['stage']}{paused},"
-            f" {balancer['moves_settled']} moves settled, {balancer['in_transition']} channels in transition",
-            highlight=False,
-        )
+        for line in describe_balancer(status["version"], balancer):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     for problem in status["problems"]:
         console.print(f"[bold red]![/] {problem}", highlight=False)
+
+
+def describe_balancer(version: int, balancer: Mapping[str, Any]) -> list[str]:
+    """Return in words what the balancer says: how it is, which channels are replicated, what it decided lately."""
+    paused = ", paused" if balancer["paused"] else ""
+    lines = [
+        f"plan version {version}; balancer: {balancer['stage']}{paused},"
+        f" {balancer['moves_settled']} moves settled, {balancer['in_transition']} channels in transition"
+    ]
+    replicated: list[Mapping[str, Any]] = balancer.get("replicated_channels", [])
+    for channel in replicated[:REPLICATED_SHOWN_MAX]:
+        transition = "" if channel["settled"] else f", {channel['phase']}"
+        where = ", ".join(channel["servers"])
+        lines.append(f"replicated: {channel_name(channel['channel'])} at {where}, {channel['mode']}{transition}")
+    if (more := balancer.get("replicated", 0) - REPLICATED_SHOWN_MAX) > 0:
+        lines.append(f"replicated: {more} more, see 'dynamoth plan show'")
+    for decision in balancer["decisions"][-DECISIONS_SHOWN_MAX:]:
+        lines += _describe_decision(decision)
+    return lines
+
+
+def _describe_decision(decision: Mapping[str, Any]) -> list[str]:
+    when = f"{decision['age_s']:.0f} s ago"
+    lines = [
+        f"{when}: {channel_name(move['channel'])} from {_place(move, 'from', 'mode_before')}"
+        f" to {_place(move, 'to', 'mode_after')}: {move['reason']} ({_ratios(move)})"
+        for move in decision["first_moves"][:MOVES_SHOWN_MAX]
+    ]
+    if (more := decision["moves"] - MOVES_SHOWN_MAX) > 0:
+        lines.append(f"{when}: {more} more moves")
+    lines += [
+        f"{when}: {finding['server']} at load ratio {finding['load_ratio']:.2f}: {finding['reason']}"
+        for finding in decision["findings"][:MOVES_SHOWN_MAX]
+    ]
+    return lines
+
+
+def _place(move: Mapping[str, Any], servers: str, mode: str) -> str:
+    name = move.get(mode, SINGLE)
+    return str(move[servers]) if name == SINGLE else f"{move[servers]} {name}"
+
+
+def _ratios(move: Mapping[str, Any]) -> str:
+    ratios: Mapping[str, Any] = move.get("load_ratios", {})
+    return ", ".join(f"{server} {before:.2f} -> {after:.2f}" for server, (before, after) in ratios.items())
 
 
 def _shown(value: Any, form: str = "{}", factor: float = 1) -> str:

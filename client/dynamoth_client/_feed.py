@@ -19,7 +19,7 @@ from dynamoth_client import _errors
 from dynamoth_client._acks import HOLD_S_MAX, Ack, Acks
 from dynamoth_client._queue import Failure, GapInfo, MessageQueue, Notice
 from dynamoth_client._watch import LinkClosed, LinkOpened, Ping, Ponged, Unreachable, WatchedSubscriber
-from dynamoth_client.local_plan import LocalPlan
+from dynamoth_client.local_plan import LocalPlan, NewerSoftware
 from dynamoth_client.subscriber import (
     Deliver,
     GapDetected,
@@ -163,6 +163,8 @@ class Feed:
             self._queue.put(Notice("pong", None, action.message))
         elif kind is Unreachable:
             self._unreachable(action.reasons)
+        elif kind is NewerSoftware:
+            _logger.warning("%s", action.text)
         else:
             raise AssertionError(f"not an action of a subscriber: {action!r}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import redis.exceptions
 
 from dynamoth.events import Start
 from dynamoth_client import _errors
-from dynamoth_client.local_plan import LocalPlan
+from dynamoth_client.local_plan import LocalPlan, NewerSoftware
 from dynamoth_client.publisher import (
     Publish,
     Published,
@@ -22,6 +23,8 @@ from dynamoth_client.publisher import (
 from dynamoth_link.driver import Driver
 from dynamoth_link.errors import MachineCrashed
 from dynamoth_link.options import LinkOptions
+
+_logger = logging.getLogger("dynamoth_client")
 
 
 class Publishing:
@@ -67,6 +70,9 @@ class Publishing:
         await self._driver.close()
 
     def _execute(self, action: Any) -> None:
+        if type(action) is NewerSoftware:
+            _logger.warning("%s", action.text)
+            return
         outcome = cast("asyncio.Future[int]", action.token)
         self._unanswered.discard(outcome)
         if outcome.done():

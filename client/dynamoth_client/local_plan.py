@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from dynamoth.errors import UnknownMode
 from dynamoth.plan import Plan, Route, Server
+
+
+@dataclass(frozen=True, slots=True)
+class NewerSoftware:
+    """Action, at most once per client: the plan says something that this software does not know; it is left aside."""
+
+    text: str
+
 
 ENTRIES_MAX = 100_000
 """Learned routes that are kept; past it those in nobody's use go first. About 200 bytes each."""
@@ -40,6 +50,7 @@ class LocalPlan:
         #: Channel to the number of subscriptions that need its route.
         self._pins: dict[bytes, int] = {}
         self._swept_at = 0.0
+        self._too_old = False
 
     @property
     def version(self) -> int:
@@ -101,10 +112,21 @@ class LocalPlan:
             self._routes.pop(channel, None)
             self._used_at.pop(channel, None)
 
+    def touch(self) -> None:
+        """Let users look up again what they have looked up."""
+        self.generation += 1
+
     def use(self, channel: bytes, now: float) -> None:
         """Note that the client used the channel: restarts the timer of its route."""
         if channel in self._used_at:
             self._used_at[channel] = now
+
+    def too_old(self, error: UnknownMode) -> list[NewerSoftware]:
+        """Note that a route was not understood; return what the application is to be told, the first time only."""
+        if self._too_old:
+            return []
+        self._too_old = True
+        return [NewerSoftware(f"{error}; until then this client keeps the routes that it knows")]
 
     def pin(self, channel: bytes) -> None:
         """Keep the route of a channel that is subscribed."""

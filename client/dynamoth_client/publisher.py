@@ -7,6 +7,11 @@ its server's link until that server has answered; a broken connection makes it g
 that a copy that had arrived already is dropped by subscribers as a duplicate. There is one link per server, so
 messages of one client to one server keep their order.
 
+Under ALL_PUBLISHERS a message goes to every replica, under one number and with one outcome: the application is told
+when all replicas have answered, or ``straggler_s`` after the first, and those that are slow or away get the message
+when they can. Under ALL_SUBSCRIBERS it goes to one replica; if that is away for ``failover_s``, what it has not
+answered, and all that follows, goes to the next one, as every subscriber listens there too.
+
 The first message on a channel, also after the agent of its server has gone, is followed by a reading of the plan that
 is stored there: a route that is wrong, and that no dispatcher may be there to mend, is so found out, and a message that
 nobody forwarded is sent again by the right one.
@@ -17,20 +22,24 @@ When a dispatcher tells, in this client's inbox, that a channel has moved, the n
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from dynamoth import stored_plan
 from dynamoth.control import ObservationGap, RouteNotice, unpack_control
-from dynamoth.envelope import FIRST, HEARTBEAT, QUIET_MS_MAX, ROUTE_CHANGED, seal
-from dynamoth.errors import MalformedMessage
+from dynamoth.envelope import FIRST, HEARTBEAT, QUIET_MS_MAX, ROUTE_CHANGED, rerouted, seal
+from dynamoth.errors import MalformedMessage, UnknownMode
 from dynamoth.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
 from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Location, Mode, Route
 from dynamoth_client.local_plan import LocalPlan
+from dynamoth_client.publication import Check, PublishedChannel, PublisherServer, Waiting
+
+LEFT_MAX = 4
+"""Servers that a channel has left and that are remembered: what was sent there last may not have been observed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +61,10 @@ class PublisherOptions:
     """The numbering of a channel that was not published to for so long is forgotten and begins anew (FIRST)."""
     channels_max: int = 1_000_000
     """Channels whose numbering is kept at most; past it, the oldest are forgotten although they are not idle."""
+    straggler_s: float = 0.2
+    """How long a message that one replica has answered waits for the answers of the others."""
+    failover_s: float = 1.0
+    """How long a replica may be away before another one takes its place (ALL_SUBSCRIBERS)."""
 
 
 @dataclass(slots=True)
@@ -65,7 +78,7 @@ class Publish:
 
 @dataclass(slots=True)
 class Published:
-    """Action: the server has the message; it went to so many clients there (G7)."""
+    """Action: the server has the message, or at least one replica has; it went to so many clients there (G7)."""
 
     token: Hashable
     receivers: int
@@ -85,65 +98,6 @@ class PublishRefused:
 
     token: Hashable
     error: str
-
-
-@dataclass(slots=True)
-class _Channel:
-    """What a publisher remembers of a channel that it publishes to."""
-
-    #: The number of the latest message; equal to ``floor`` before the first.
-    sequence: int
-    floor: int
-    #: Where the latest message went, or the first will go.
-    location: Location
-    epoch: int
-    #: Of the local plan, when location and epoch were looked up there.
-    generation: int
-    used_at: float
-    #: The outage (see ``_Server``) in which the stored plan confirmed the location; -1 for none.
-    checked_in: int = -1
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """A message that a server has not answered yet."""
-
-    token: Hashable
-    expires_at: float
-    #: The application has been told of the outcome; a reply that still comes is dropped.
-    done: bool = False
-
-
-@dataclass(slots=True)
-class _Check:
-    """The token of a reading of the stored plan: what was published just before it, and where."""
-
-    channel: bytes
-    sequence: int
-    payload: bytes
-    location: Location
-    #: Nobody waits for its outcome.
-    done: bool = True
-
-
-@dataclass(slots=True)
-class _Server:
-    """What a publisher knows of a server that it publishes to."""
-
-    outbox: Outbox
-    #: What the outbox holds of the application's messages, oldest first; those that are done leave from the left.
-    waiting: deque[_Waiting] = field(default_factory=deque[_Waiting])
-    run_id: str | None = None
-    up: bool = False
-    connected_before: bool = False
-    #: Why the link is down, in words for the application.
-    reason: str = "not connected yet"
-    #: Agents that observe it: receivers of every message that are no clients.
-    observers: int = 0
-    #: Grows with each connection, and whenever the agents are gone. A route that is right during an outage stays right
-    #: until its end, for no channel is moved away from a server without an agent.
-    outage: int = 0
-    observers_asked_at: float = float("-inf")
 
 
 class PublisherMachine:
@@ -166,11 +120,11 @@ class PublisherMachine:
         self.options = options or PublisherOptions()
         self.counters: Counter[str] = Counter()
         self._plan = local_plan
-        self._channels: dict[bytes, _Channel] = {}
+        self._channels: dict[bytes, PublishedChannel] = {}
         #: Every forgotten channel ended at or below this number, so that a channel that comes back begins above its
         #: past.
         self._sequence_floor = 0
-        self._servers: dict[str, _Server] = {}
+        self._servers: dict[str, PublisherServer] = {}
         #: Routes to servers that the local plan did not list when it was told of them.
         self._hints: dict[bytes, Route] = {}
         #: With ``envelope=False`` nobody can tell this publisher; it reads the stored plan. Channel to time of reading.
@@ -189,13 +143,7 @@ class PublisherMachine:
             case LinkUp():
                 return self._link_up(event, now)
             case LinkDown():
-                server = self._servers[event.link]
-                server.up = False
-                server.reason = event.reason
-                server.outbox.link_down()
-                server.outbox.discard(lambda token: token is None)  # heartbeats: the reconnection makes new ones
-                self._hints.clear()
-                return []
+                return self._link_down(event, now)
             case Tick():
                 return self._tick(now)
             case Start():
@@ -204,26 +152,34 @@ class PublisherMachine:
                 raise AssertionError(f"not an event of a publisher: {event!r}")
 
     def deadline(self) -> float | None:
-        """Return when the oldest unanswered message fails."""
-        return min((server.waiting[0].expires_at for server in self._servers.values() if server.waiting), default=None)
+        """Return when the oldest unanswered message has waited long enough, or another replica is to take its place."""
+        wishes = [server.waiting[0].tell_at for server in self._servers.values() if server.waiting]
+        failovers = [
+            server.down_since + self.options.failover_s
+            for server in self._servers.values()
+            if server.waiting and not server.up and not server.avoided
+        ]
+        return min((*wishes, *failovers), default=None)
 
     # Publishing.
 
     def _publish(self, event: Publish, now: float) -> list[Any]:
         channel = self._channels.get(event.channel) or self._add_channel(event.channel, now)
-        location, epoch = channel.location, channel.epoch
+        locations, epoch = channel.locations, channel.epoch
         if channel.generation != self._plan.generation:
-            location, epoch = self._route(event.channel)
-        server, actions = self._server(location.server)
-        if server.outbox.full:
-            reason = f"{self.options.unanswered_max} messages wait for server {location.server}: {server.reason}"
-            return [*actions, PublishFailed(event.token, reason)]
+            locations, epoch = self._route(event.channel)
+        targets, actions = self._targets(locations, now)
+        if not targets:
+            reason = f"{self.options.unanswered_max} messages wait for server {locations[0].server}"
+            return [*actions, PublishFailed(event.token, f"{reason}: {self._servers[locations[0].server].reason}")]
         flags = 0
         if channel.sequence == channel.floor:
             flags = FIRST
-        elif location != channel.location and now - channel.used_at <= self.options.route_change_window_s:
-            flags = ROUTE_CHANGED
-        channel.location, channel.epoch, channel.generation = location, epoch, self._plan.generation
+        elif locations != channel.locations:
+            self._note_left(channel, locations)
+            if now - channel.used_at <= self.options.route_change_window_s:
+                flags = ROUTE_CHANGED
+        channel.locations, channel.epoch, channel.generation = locations, epoch, self._plan.generation
         channel.sequence += 1
         quiet_ms = _whole_ms(now - channel.used_at)
         channel.used_at = now
@@ -232,33 +188,64 @@ class PublisherMachine:
         if self.options.envelope:
             data = seal(self.client_id, channel.sequence, channel.epoch, data, flags, quiet_ms)
         else:
-            actions += self._read_route(event.channel, channel.location.server, now)
-        if server.up and now - server.observers_asked_at >= self.options.observers_interval_s:
-            actions.append(self._ask_observers(channel.location.server, now))
-        waiting = _Waiting(event.token, now + self.options.publish_timeout_s)
-        server.waiting.append(waiting)
-        actions += server.outbox.put((b"PUBLISH", location.physical, data), waiting)
-        doubtful = flags & FIRST or (server.up and not server.observers and channel.checked_in != server.outage)
-        if self.options.envelope and doubtful and not server.outbox.full:
-            check = _Check(event.channel, channel.sequence, event.payload, location)
-            actions += server.outbox.put(stored_plan.read_entry(event.channel), check)
+            actions += self._read_route(event.channel, locations, now)
+        expires_at = now + self.options.publish_timeout_s
+        waiting = Waiting(event.token, expires_at, expires_at, event.channel)
+        if len(targets) > 1:
+            waiting.unanswered = sum(not server.avoided for _, server in targets) or len(targets)
+        for location, server in targets:
+            if server.up and now - server.observers_asked_at >= self.options.observers_interval_s:
+                actions.append(self._ask_observers(location.server, now))
+            server.waiting.append(waiting)
+            actions += server.outbox.put((b"PUBLISH", location.physical, data), waiting)
+            doubtful = flags & FIRST or (server.up and not server.observers and event.channel not in server.confirmed)
+            if self.options.envelope and doubtful and not server.outbox.full:
+                check = Check(event.channel, channel.sequence, event.payload, location)
+                actions += server.outbox.put(stored_plan.read_entry(event.channel), check)
         return actions
 
-    def _route(self, name: bytes) -> tuple[Location, int]:
+    def _targets(
+        self, locations: tuple[Location, ...], now: float
+    ) -> tuple[list[tuple[Location, PublisherServer]], list[Any]]:
+        """Return the locations whose outboxes have room, and the actions that open links to new servers."""
+        targets: list[tuple[Location, PublisherServer]] = []
+        actions: list[Any] = []
+        for location in locations:
+            server, connect = self._server(location.server, now)
+            actions += connect
+            if not server.outbox.full:
+                targets.append((location, server))
+            elif len(locations) > 1:  # subscribers of this replica see the gap; those of the others get the message
+                self.counters["copies_dropped"] += 1
+                server.owes_heartbeats = True
+        return targets, actions
+
+    def _route(self, name: bytes) -> tuple[tuple[Location, ...], int]:
         """Return where the local plan now sends messages of a channel, and its epoch."""
         route = self._plan.route(name)
-        return self._choose(route, route.locations(name)), route.epoch
+        locations = route.published_at(self.client_id, name)
+        if route.assignment.mode is Mode.ALL_SUBSCRIBERS and self._is_avoided(locations[0]):
+            replicas = route.locations(name)
+            first = replicas.index(locations[0])
+            others = (place for place in (*replicas[first:], *replicas[:first]) if not self._is_avoided(place))
+            locations = (next(others, locations[0]),)
+        return locations, route.epoch
 
-    def _choose(self, route: Route, locations: tuple[Location, ...]) -> Location:
-        if route.assignment.mode is Mode.SINGLE:
-            return locations[0]
-        return locations[(self.client_id ^ route.epoch) % len(locations)]
+    def _is_avoided(self, location: Location) -> bool:
+        server = self._servers.get(location.server)
+        return server is not None and server.avoided
 
-    def _add_channel(self, name: bytes, now: float) -> _Channel:
+    @staticmethod
+    def _note_left(channel: PublishedChannel, locations: tuple[Location, ...]) -> None:
+        servers = {location.server for location in locations}
+        left = [location.server for location in channel.locations if location.server not in servers]
+        channel.left = (*channel.left, *left)[-LEFT_MAX:]
+
+    def _add_channel(self, name: bytes, now: float) -> PublishedChannel:
         self._sweep(now)
-        location, epoch = self._route(name)
+        locations, epoch = self._route(name)
         floor = self._sequence_floor
-        channel = _Channel(floor, floor, location, epoch, self._plan.generation, now)
+        channel = PublishedChannel(floor, floor, locations, epoch, self._plan.generation, now)
         self._channels[name] = channel
         return channel
 
@@ -275,19 +262,24 @@ class PublisherMachine:
         for name in idle:
             self._sequence_floor = max(self._sequence_floor, self._channels.pop(name).sequence)
             self._read_at.pop(name, None)
+        for server in self._servers.values():
+            server.confirmed.difference_update(idle)
 
-    def _server(self, server_id: str) -> tuple[_Server, list[Any]]:
+    def _server(self, server_id: str, now: float) -> tuple[PublisherServer, list[Any]]:
         server = self._servers.get(server_id)
         if server is not None:
             return server, []
-        server = self._servers[server_id] = _Server(Outbox(server_id, self.options.unanswered_max))
+        server = self._servers[server_id] = PublisherServer(
+            Outbox(server_id, self.options.unanswered_max), down_since=now
+        )
         return server, [Connect(server_id, self._plan.servers[server_id].url)]
 
-    def _read_route(self, channel: bytes, server_id: str, now: float) -> list[Any]:
+    def _read_route(self, channel: bytes, locations: tuple[Location, ...], now: float) -> list[Any]:
         """Without envelopes no dispatcher can tell this publisher of a move: read the stored plan now and then."""
         if now - self._read_at.get(channel, float("-inf")) < self.options.route_change_window_s:
             return []
-        if not self._servers[server_id].up:
+        server_id = next((place.server for place in locations if self._servers[place.server].up), None)
+        if server_id is None:
             return []
         self._read_at[channel] = now
         return [Send(server_id, stored_plan.read_entry(channel), ("entry", channel))]
@@ -297,15 +289,61 @@ class PublisherMachine:
     def _link_up(self, event: LinkUp, now: float) -> list[Any]:
         server = self._servers[event.link]
         server.up = True
+        server.down_since = float("inf")
         server.run_id = event.run_id
-        server.outage += 1
-        reconnected, server.connected_before = server.connected_before, True
+        server.confirmed.clear()
+        if server.avoided:
+            server.avoided = False
+            self._plan.touch()
+        owed, server.owes_heartbeats = server.owes_heartbeats, False
+        avoided = [id_ for id_, other in self._servers.items() if other.avoided]
+        again = [action for id_ in avoided for action in self._fail_over(id_, now)]
         return [
             Send(event.link, (b"SUBSCRIBE", inbox(self.client_id), CLIENTS_CHANNEL)),
             self._ask_observers(event.link, now),
             *server.outbox.link_up(),
-            *(self._heartbeats(event.link, now) if reconnected else []),
+            *again,
+            *(self._heartbeats(event.link, now) if owed else []),
         ]
+
+    def _link_down(self, event: LinkDown, now: float) -> list[Any]:
+        server = self._servers[event.link]
+        if server.up:
+            server.down_since = now
+            server.owes_heartbeats = True
+        server.up = False
+        server.reason = event.reason
+        server.outbox.link_down()
+        server.outbox.discard(lambda token: token is None)  # heartbeats: the reconnection makes new ones
+        self._hints.clear()
+        return []
+
+    def _fail_over(self, server_id: str, now: float) -> list[Any]:
+        """Send what a replica that is away has not answered to another one (ALL_SUBSCRIBERS); the numbers stay."""
+        server = self._servers[server_id]
+        server.avoided = True
+        self._plan.touch()
+        actions: list[Any] = []
+        for args, token in server.outbox.unanswered():
+            if not isinstance(token, Waiting) or token.done:
+                continue
+            if self._plan.route(token.channel).assignment.mode is not Mode.ALL_SUBSCRIBERS:
+                continue
+            [location], epoch = self._route(token.channel)
+            if location.server == server_id:
+                continue
+            other, connect = self._server(location.server, now)
+            actions += connect
+            if other.outbox.full or location.server in token.also_at:
+                continue
+            token.also_at = (*token.also_at, location.server)
+            data = args[2]
+            assert isinstance(data, bytes), "the payload of a PUBLISH"
+            copy = rerouted(data, epoch) if self.options.envelope else data
+            actions += other.outbox.put((b"PUBLISH", location.physical, copy), token)
+            other.waiting.append(token)
+        self.counters["failovers"] += 1
+        return actions
 
     def _ask_observers(self, server_id: str, now: float) -> Send:
         self._servers[server_id].observers_asked_at = now
@@ -314,17 +352,18 @@ class PublisherMachine:
     def _replied(self, event: Replied, now: float) -> list[Any]:
         server = self._servers[event.link]
         if event.tag is server.outbox:
-            waiting: _Waiting | _Check | None = server.outbox.replied()
-            if isinstance(waiting, _Check):
-                return self._checked(waiting, event, server, now)
-            if waiting is None or waiting.done:
-                return []
-            waiting.done = True
+            waiting: Waiting | Check | None = server.outbox.replied()
+            actions: list[Any] = []
+            if isinstance(waiting, Check):
+                actions = self._checked(waiting, event, server, now)
+            elif waiting is not None and not waiting.done:
+                actions = self._answered(waiting, event, server, now)
             while server.waiting and server.waiting[0].done:
                 server.waiting.popleft()
-            if isinstance(event.value, ErrorReply):
-                return [PublishRefused(waiting.token, str(event.value))]
-            return [Published(waiting.token, max(0, event.value - server.observers))]
+            if server.owes_heartbeats and not len(server.outbox):
+                server.owes_heartbeats = False
+                actions += self._heartbeats(event.link, now)
+            return actions
         if isinstance(event.value, ErrorReply):
             self.counters["refused_commands"] += 1
             self._hints.clear()
@@ -332,39 +371,63 @@ class PublisherMachine:
         match event.tag:
             case ("observers",):
                 observers = int(event.value[1])
-                server.outage += server.observers > 0 and not observers
+                if server.observers and not observers:
+                    server.confirmed.clear()
                 server.observers = observers
             case ("header",):
                 self._header_read(event, server, now)
             case ("doubt", channel):
-                self._doubted(channel, event, server)
+                return self._doubted(channel, event, server)
             case ("entry", channel):
-                self._entry_read(channel, event, server, now)
+                return self._entry_read(channel, event, server, now)
             case _:
                 raise AssertionError(f"not a tag of a publisher: {event.tag!r}")
         return []
 
-    def _checked(self, check: _Check, event: Replied, server: _Server, now: float) -> list[Any]:
+    def _answered(self, waiting: Waiting, event: Replied, server: PublisherServer, now: float) -> list[Any]:
+        """Take the answer of one server; tell the application when no other is worth waiting for."""
+        waiting.unanswered -= 1
+        if isinstance(event.value, ErrorReply):
+            waiting.refusal = str(event.value)
+        else:
+            waiting.receivers = (waiting.receivers or 0) + max(0, event.value - server.observers)
+        if waiting.unanswered > 0:
+            if waiting.receivers is not None:
+                waiting.tell_at = min(waiting.tell_at, now + self.options.straggler_s)
+            return []
+        waiting.done = True
+        return [self._outcome(waiting, "")]
+
+    def _outcome(self, waiting: Waiting, reason: str) -> Published | PublishRefused | PublishFailed:
+        """Return what the application is told: that it was published, if any server has it."""
+        if waiting.receivers is not None:
+            self.counters["copies_refused"] += bool(waiting.refusal)
+            return Published(waiting.token, waiting.receivers)
+        if waiting.refusal:
+            return PublishRefused(waiting.token, waiting.refusal)
+        return PublishFailed(waiting.token, reason)
+
+    def _checked(self, check: Check, event: Replied, server: PublisherServer, now: float) -> list[Any]:
         """Compare the route that a message took with the stored plan; send it again if it may reach nobody."""
         if isinstance(event.value, ErrorReply):
             self.counters["refused_commands"] += 1
             return []
-        self._entry_read(check.channel, event, server, now)
-        location, epoch = self._route(check.channel)
+        told = self._entry_read(check.channel, event, server, now)
+        locations, epoch = self._route(check.channel)
         if server.observers:
-            return []
-        if location == check.location:
-            if (channel := self._channels.get(check.channel)) is not None:
-                channel.checked_in = server.outage
-            return []
-        right, actions = self._server(location.server)
-        if right.outbox.full:
+            return told
+        if check.location in locations:
+            server.confirmed.add(check.channel)
+            return told
+        targets, actions = self._targets(locations, now)
+        if not targets:
             self.counters["repeats_dropped"] += 1
-            return actions
         data = seal(self.client_id, check.sequence, epoch, check.payload, ROUTE_CHANGED)
-        return [*actions, *right.outbox.put((b"PUBLISH", location.physical, data))]
+        for location, right in targets:
+            actions += right.outbox.put((b"PUBLISH", location.physical, data))
+        return actions
 
-    def _header_read(self, event: Replied, server: _Server, now: float) -> None:
+    def _header_read(self, event: Replied, server: PublisherServer, now: float) -> None:
         try:
             header = stored_plan.parse_header(event.value, server.run_id)
         except MalformedMessage:
@@ -377,14 +440,22 @@ class PublisherMachine:
                 self.counters["distrusted_hints"] += 1
         self._hints.clear()
 
-    def _entry_read(self, channel: bytes, event: Replied, server: _Server, now: float) -> None:
+    def _entry_read(self, channel: bytes, event: Replied, server: PublisherServer, now: float) -> list[Any]:
+        told, actions = self._stored_route(channel, event, server)
+        if told is not None:
+            self._plan.learn(channel, told, now)
+        return actions
+
+    def _stored_route(self, channel: bytes, event: Replied, server: PublisherServer) -> tuple[Route | None, list[Any]]:
+        """Return the route that clients are told by a stored plan, None if it cannot be read; and actions."""
         try:
             stored = stored_plan.parse_entry(event.value, server.run_id)
+        except UnknownMode as error:
+            return None, list(self._plan.too_old(error))
         except MalformedMessage:
             self.counters["malformed_messages"] += 1
-            return
-        if stored is not None:
-            self._plan.learn(channel, stored.settled_or(self._plan.home(channel)).told, now)
+            return None, []
+        return None if stored is None else stored.settled_or(self._plan.home(channel)).told, []
 
     # What dispatchers say.
 
@@ -393,6 +464,8 @@ class PublisherMachine:
             return []
         try:
             message = unpack_control(push[2])
+        except UnknownMode as error:
+            return list(self._plan.too_old(error))
         except MalformedMessage:
             self.counters["malformed_messages"] += 1
             return []
@@ -420,25 +493,22 @@ class PublisherMachine:
 
     def _doubt(self, link: str, channel: bytes, route: Route) -> list[Any]:
         """A dispatcher says that our newer route is wrong: only if the plan was lost and begun anew. Look there."""
-        ours = self._route(channel)[0]
-        if ours.server != link or ours in route.locations(channel):
+        if not self._contradicts(channel, link, route):
             return []
         return [Send(link, stored_plan.read_entry(channel), ("doubt", channel))]
 
-    def _doubted(self, channel: bytes, event: Replied, server: _Server) -> None:
+    def _doubted(self, channel: bytes, event: Replied, server: PublisherServer) -> list[Any]:
         """Give up a route to a server whose own stored plan sends the channel elsewhere."""
-        try:
-            stored = stored_plan.parse_entry(event.value, server.run_id)
-        except MalformedMessage:
-            self.counters["malformed_messages"] += 1
-            return
-        if stored is None:
-            return
-        told = stored.settled_or(self._plan.home(channel)).told
-        ours = self._route(channel)[0]
-        if ours.server == event.link and ours not in told.locations(channel) and self._plan.reachable(told):
+        told, actions = self._stored_route(channel, event, server)
+        if told is not None and self._contradicts(channel, event.link, told) and self._plan.reachable(told):
             self.counters["distrusted_routes"] += 1
             self._plan.distrust(channel, told)
+        return actions
+
+    def _contradicts(self, channel: bytes, server_id: str, route: Route) -> bool:
+        """Tell whether our route leads to a server, and ``route`` to none of our locations."""
+        ours = self._route(channel)[0]
+        return any(place.server == server_id for place in ours) and set(ours).isdisjoint(route.locations(channel))
 
     def _heartbeats(self, server_id: str, now: float) -> list[Any]:
         """Tell the numbers of what was sent to a server where it may not have been observed, by today's route."""
@@ -446,34 +516,46 @@ class PublisherMachine:
             return []
         actions: list[Any] = []
         for name, channel in self._channels.items():
-            if channel.location.server != server_id or channel.sequence == channel.floor:
+            used = server_id in channel.left or any(place.server == server_id for place in channel.locations)
+            if not used or channel.sequence == channel.floor:
                 continue
-            location, epoch = self._route(name)
-            server, connect = self._server(location.server)
-            if server.outbox.full:
-                self.counters["heartbeats_dropped"] += 1
-                continue
+            locations, epoch = self._route(name)
+            targets, connects = self._targets(locations, now)
+            actions += connects
+            self.counters["heartbeats_dropped"] += len(locations) - len(targets)
+            if not targets:
+                self._servers[locations[0].server].owes_heartbeats = True
             quiet_ms = _whole_ms(now - channel.used_at)
             data = seal(self.client_id, channel.sequence, epoch, b"", HEARTBEAT, quiet_ms)
-            actions += [*connect, *server.outbox.put((b"PUBLISH", location.physical, data))]
+            for location, server in targets:
+                actions += server.outbox.put((b"PUBLISH", location.physical, data))
         return actions
 
     # Time.
 
     def _tick(self, now: float) -> list[Any]:
         actions: list[Any] = []
-        for server_id, server in self._servers.items():
-            while server.waiting and server.waiting[0].expires_at <= now:
+        for server_id, server in list(self._servers.items()):
+            why = "it is connected and does not answer" if server.up else server.reason
+            while server.waiting and (server.waiting[0].done or server.waiting[0].tell_at <= now):
                 waiting = server.waiting.popleft()
-                waiting.done = True
-                why = "it is connected and does not answer" if server.up else server.reason
-                waited = self.options.publish_timeout_s
-                actions.append(
-                    PublishFailed(waiting.token, f"server {server_id} did not answer for {waited:g} s: {why}")
-                )
-            if not server.up:
-                server.outbox.discard_while(lambda token: token is None or token.done)
+                if not waiting.done:
+                    waiting.done = True
+                    waited = self.options.publish_timeout_s
+                    reason = f"server {server_id} did not answer for {waited:g} s: {why}"
+                    actions.append(self._outcome(waiting, reason))
+            if server.up:
+                continue
+            if not server.avoided and now - server.down_since >= self.options.failover_s:
+                actions += self._fail_over(server_id, now)
+            if server.outbox.discard_while(lambda token: _is_useless(token, now)):
+                server.owes_heartbeats = True
         return actions
+
+
+def _is_useless(token: Waiting | Check | None, now: float) -> bool:
+    """Tell whether a command that was not sent is not worth sending any more."""
+    return not isinstance(token, Waiting) or (token.done and token.expires_at <= now)
 
 
 def _whole_ms(duration_s: float) -> int:

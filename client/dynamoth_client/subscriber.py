@@ -2,20 +2,24 @@
 
 Theory of operation
 -------------------
-For each channel there is a :class:`_Subscription` with a route that it follows and *places*, the locations where it
-listens:
+For each channel there is a :class:`Subscription` with a route that it follows and *places*, the locations where it
+listens (``subscription.py``):
 
 * ``targets``: those of the route. A place is *joined* by SUBSCRIBE, and *verified* by an HMGET of the plan stored at
   the same server, sent right behind it on the same link, when the stored plan says that the route is right. When
   every target is verified for the first time the subscription is confirmed to the application.
-* ``leaving``: those of older routes. One is left when a marker of every target has come round (see :class:`_Place`).
+* ``leaving``: those of older routes. One is left when a marker of every target has come round (see :class:`Place`).
+
+What comes between SUBSCRIBE and the confirmation is kept and delivered behind it. A subscription has ended when the
+servers of all its places have acknowledged UNSUBSCRIBE: what was on its way is delivered before.
 
 A newer route comes from a notice of a dispatcher or from the stored plan; its locations become the targets and the
 old targets are leaving. What is delivered goes through the :class:`Sequences` of the channel, so that it does not
 matter in how many places a message is seen.
 
-After a lost connection every place at that server is joined and verified again, and the application gets a gap event
-for each confirmed channel there, as messages may have been missed.
+After a lost connection every place at that server is joined and verified again. The application gets a gap event for
+each confirmed channel there, as messages may have been missed, when the server has taken the subscription: before any
+message that comes after the gap. It gets another one if the place turns out not to be right any more.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -42,12 +46,13 @@ from dynamoth.envelope import (
     open_envelope,
     unpack_header,
 )
-from dynamoth.errors import MalformedMessage
+from dynamoth.errors import MalformedMessage, UnknownMode
 from dynamoth.events import Connect, Disconnect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
 from dynamoth.names import ANNOUNCE_CHANNEL, RESERVED_PREFIX
 from dynamoth.plan import Location, Mode, Phase, Route
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.sequences import Gap, Sequences
+from dynamoth_client.subscription import Place, SubscriberLink, Subscription
 
 _SPREAD_STEPS = 1024
 
@@ -67,11 +72,14 @@ class SubscriberOptions:
     """How long a message waits for an earlier one of its publisher before the gap is reported."""
     verify_retry_s: float = 0.1
     """How soon a place is verified again when the server held no plan, or one that is behind."""
-    move_spread_s: float = 0.05
+    move_spread_s: float = 0.4
     """A subscriber that is told of a move waits for up to so long, each another time, lest all move at once; 0: not."""
     distrust_s: float = 5.0
     """A route that came from a notice and is not confirmed by its server for so long is given up for the stored
     plan's."""
+    failover_s: float = 5.0
+    """How long one of several replicas may be away before another one is used, or it is done without. Longer than a
+    busy process takes to connect: doing without is told as a gap."""
     reverify_s: float = 2.0
     """How often the route is verified again while a place is leaving."""
     link_idle_s: float = 30.0
@@ -105,7 +113,7 @@ class SubscriptionConfirmed:
 
 @dataclass(slots=True)
 class SubscriptionEnded:
-    """Action: nothing of the channel is delivered any more."""
+    """Action: nothing of the channel is delivered any more: the servers have ended it, or were lost."""
 
     channel: bytes
 
@@ -135,75 +143,6 @@ class GapDetected:
     reason: str
 
 
-@dataclass(slots=True)
-class _Place:
-    """A location where a subscription listens, or is about to."""
-
-    location: Location
-    #: Number of the verification whose reply is awaited; 0 when none is.
-    attempt: int = 0
-    #: The stored plan said, on the present connection, that this is right.
-    verified: bool = False
-    #: The dispatcher's incarnation and the number of its first marker seen here on the present connection.
-    first_marker: tuple[int, int] | None = None
-    #: Server to incarnation and number of the latest marker of its dispatcher that has come round to here.
-    rounds: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
-
-    def disconnected(self) -> None:
-        """Forget what was true of the connection that was lost."""
-        self.attempt = 0
-        self.verified = False
-        self.first_marker = None
-        self.rounds.clear()
-
-    def follows(self, target: _Place) -> bool:
-        """Tell whether everything that ``target``'s server got before we joined there has come round to here.
-
-        The same marker, or a later one, was seen here as there; in which of the two first does not matter.
-        """
-        first, latest = target.first_marker, self.rounds.get(target.location.server)
-        return first is not None and latest is not None and first[0] == latest[0] and first[1] <= latest[1]
-
-
-@dataclass(slots=True)
-class _Subscription:
-    """One channel of one PubSub."""
-
-    channel: bytes
-    route: Route
-    sequences: Sequences
-    targets: dict[Location, _Place] = field(default_factory=dict[Location, _Place])
-    leaving: dict[Location, _Place] = field(default_factory=dict[Location, _Place])
-    #: Whether the application has been told. Never goes back.
-    confirmed: bool = False
-    confirmed_at: float = float("inf")
-    #: Confirmations that the application waits for.
-    confirmations_owed: int = 1
-    #: Set while a connection was lost and its places are not verified again: the gap event to come.
-    may_have_missed: str | None = None
-    #: The epoch of a notice that is to be followed soon; 0 for none.
-    noticed_epoch: int = 0
-    #: Whether a wish to verify again while a place is leaving is pending.
-    reverifying: bool = False
-    #: When the present route was taken; see ``distrust_s``.
-    followed_since: float = 0.0
-
-    def verified(self) -> bool:
-        """Tell whether every target is."""
-        return all(place.verified for place in self.targets.values())
-
-
-@dataclass(slots=True)
-class _Link:
-    """A connection to one server."""
-
-    up: bool = False
-    run_id: str | None = None
-    #: Location to place, of all subscriptions, in the order of joining.
-    places: dict[bytes, _Subscription] = field(default_factory=dict[bytes, "_Subscription"])
-    idle_since: float | None = None
-
-
 class SubscriberMachine:
     """Subscribes for one PubSub. See the module's text.
 
@@ -223,19 +162,21 @@ class SubscriberMachine:
         self.options = options or SubscriberOptions()
         self.counters: Counter[str] = Counter()
         self._plan = local_plan
-        self._subscriptions: dict[bytes, _Subscription] = {}
+        self._subscriptions: dict[bytes, Subscription] = {}
+        #: Those that the application has ended and that some server has not.
+        self._ending: dict[bytes, Subscription] = {}
         #: What was delivered of channels that were unsubscribed, oldest first: nothing of it may come again.
         self._ended: dict[bytes, Sequences] = {}
         #: Physical channel to subscription: the hot path's one look-up.
-        self._by_physical: dict[bytes, _Subscription] = {}
-        self._links: dict[str, _Link] = {}
+        self._by_physical: dict[bytes, Subscription] = {}
+        self._links: dict[str, SubscriberLink] = {}
         self._attempts = count(1)
         #: (time, tie-breaker, what, argument): wishes for a later time. A wish may be out of date when its time comes.
         self._wishes: list[tuple[float, int, str, Any]] = []
         self._wish_numbers = count()
         #: Routes to servers that the local plan did not list when it was told of them.
         self._hints: dict[bytes, Route] = {}
-        #: Server to channels joined and left during the present event, for the LLA there.
+        #: Server to physical channels joined and left during the present event, for the LLA there.
         self._announce: dict[str, tuple[list[bytes], list[bytes]]] = {}
 
     def handle(self, event: Any, now: float) -> list[Any]:
@@ -271,6 +212,9 @@ class SubscriberMachine:
     # The application.
 
     def _subscribe(self, channel: bytes, now: float) -> list[Any]:
+        if (ending := self._ending.get(channel)) is not None:
+            ending.confirmations_owed += 1
+            return []
         subscription = self._subscriptions.get(channel)
         if subscription is not None:
             if subscription.confirmed:
@@ -281,66 +225,124 @@ class SubscriberMachine:
             return [SubscriptionFailed(channel, "channels under this prefix are Dynamoth's own: choose another name")]
         route = self._plan.route(channel)
         sequences = self._ended.pop(channel, None) or Sequences(self.options.hold_s_max)
-        sequences.resume()
-        subscription = _Subscription(channel, route, sequences, followed_since=now)
+        subscription = Subscription(channel, route, sequences, followed_since=now)
+        subscription.begin_anew()
         self._subscriptions[channel] = subscription
         self._plan.pin(channel)
-        return [
-            action for location in self._choose(channel, route) for action in self._join(subscription, location, now)
-        ]
+        places = self._choose(subscription, route)
+        return [action for location in places for action in self._join(subscription, location, now)]
 
     def _unsubscribe(self, channel: bytes, now: float) -> list[Any]:
-        subscription = self._subscriptions.pop(channel, None)
+        if (ending := self._ending.get(channel)) is not None:
+            ending.confirmations_owed = 0
+            ending.ends_owed += 1
+            return []
+        subscription = self._subscriptions.get(channel)
         if subscription is None:
             return [SubscriptionEnded(channel)]
-        missed = subscription.may_have_missed if subscription.confirmed else None
-        actions: list[Any] = [] if missed is None else [GapDetected(channel, None, None, missed)]
-        subscription.confirmed = False
+        if not subscription.confirmed:
+            return [*self._drop(subscription, now), SubscriptionEnded(channel)]
+        self._forget_subscription(subscription, now)
+        actions = self._tell_missed(subscription)
+        self._ending[channel] = subscription
+        subscription.ends_owed = 1
+        subscription.ended_moving = bool(subscription.leaving)
+        for place in subscription.places():
+            if self._links[place.location.server].up:
+                actions += self._send_unsubscribe(place.location)
+            else:
+                self._forget_place(subscription, place, now)
+        return [*actions, *self._ended_if_gone(subscription, now)]
+
+    def _drop(self, subscription: Subscription, now: float) -> list[Any]:
+        """End a subscription at once, whatever is on its way."""
+        self._forget_subscription(subscription, now)
+        return [action for place in subscription.places() for action in self._leave(subscription, place, now)]
+
+    def _forget_subscription(self, subscription: Subscription, now: float) -> None:
+        channel = subscription.channel
+        del self._subscriptions[channel]
         self._ended[channel] = subscription.sequences
         if len(self._ended) > self.options.ended_max:
             del self._ended[next(iter(self._ended))]
         self._plan.unpin(channel, now)
-        places = [*subscription.targets.values(), *subscription.leaving.values()]
-        actions += [action for place in places for action in self._leave(subscription, place, now)]
-        return [*actions, SubscriptionEnded(channel)]
 
-    def _choose(self, channel: bytes, route: Route) -> tuple[Location, ...]:
-        """Return the locations of ``route`` where this subscriber listens; the same for one epoch."""
-        locations = route.locations(channel)
-        if route.assignment.mode is Mode.ALL_PUBLISHERS:
-            return (locations[(self.client_id ^ route.epoch) % len(locations)],)
-        return locations
+    def _ended_if_gone(self, subscription: Subscription, now: float) -> list[Any]:
+        """Tell the application of the end when no place is left; begin anew if it has subscribed again."""
+        if subscription.places():
+            return []
+        channel = subscription.channel
+        del self._ending[channel]
+        actions: list[Any] = [SubscriptionEnded(channel)] * subscription.ends_owed
+        for _ in range(subscription.confirmations_owed):
+            actions += self._subscribe(channel, now)
+        return actions
+
+    def _choose(self, subscription: Subscription, route: Route) -> tuple[Location, ...]:
+        """Return the locations of ``route`` where this subscriber listens; the same for one epoch, without failures."""
+        chosen = route.listened_at(self.client_id, subscription.channel)
+        if route.assignment.mode is not Mode.ALL_PUBLISHERS or not subscription.turn:
+            return chosen
+        replicas = route.locations(subscription.channel)
+        return (replicas[(replicas.index(chosen[0]) + subscription.turn) % len(replicas)],)
 
     # Places.
 
-    def _join(self, subscription: _Subscription, location: Location, now: float) -> list[Any]:
-        place = subscription.targets[location] = _Place(location)
+    def _join(self, subscription: Subscription, location: Location, now: float) -> list[Any]:
+        place = subscription.targets[location] = Place(location)
         self._by_physical[location.physical] = subscription
         link = self._links.get(location.server)
         actions: list[Any] = []
         if link is None:
-            link = self._links[location.server] = _Link()
+            link = self._links[location.server] = SubscriberLink(down_since=now)
             actions.append(Connect(location.server, self._plan.servers[location.server].url))
         link.places[location.physical] = subscription
         link.idle_since = None
-        self._announced(location.server)[0].append(subscription.channel)
+        self._announced(location.server)[0].append(location.physical)
         if link.up:
             actions += self._listen(subscription, place)
+        else:
+            self._wish_failover(subscription, place, now)
         return actions
 
-    def _listen(self, subscription: _Subscription, place: _Place) -> list[Any]:
+    def _listen(self, subscription: Subscription, place: Place) -> list[Any]:
         """Subscribe and read the stored plan, in this order, on one connection."""
         return [
             Send(place.location.server, (b"SUBSCRIBE", place.location.physical), ("subscribe", subscription.channel)),
             self._verify(subscription, place),
         ]
 
-    def _verify(self, subscription: _Subscription, place: _Place) -> Send:
+    def _verify(self, subscription: Subscription, place: Place) -> Send:
         place.attempt = next(self._attempts)
         command = stored_plan.read_entry(subscription.channel)
         return Send(place.location.server, command, ("verify", subscription.channel, place.location, place.attempt))
 
-    def _leave(self, subscription: _Subscription, place: _Place, now: float) -> list[Any]:
+    def _leave(self, subscription: Subscription, place: Place, now: float) -> list[Any]:
+        self._forget_place(subscription, place, now)
+        if not self._links[place.location.server].up:
+            return []
+        return self._send_unsubscribe(place.location)
+
+    def _send_unsubscribe(self, location: Location) -> list[Any]:
+        self._links[location.server].unsubscribing[location.physical] += 1
+        self._announced(location.server)[1].append(location.physical)
+        return [Send(location.server, (b"UNSUBSCRIBE", location.physical), ("unsubscribe", location.physical))]
+
+    def _unsubscribed(self, link_name: str, physical: bytes, now: float) -> list[Any]:
+        """Note that the server has done an UNSUBSCRIBE, or refuses it: nothing more comes to what is ending."""
+        link = self._links[link_name]
+        if physical in link.unsubscribing:
+            link.unsubscribing[physical] -= 1
+            if link.unsubscribing[physical]:
+                return []
+            del link.unsubscribing[physical]
+        subscription = link.places.get(physical)
+        if subscription is None or not subscription.ends_owed:
+            return []
+        self._forget_place(subscription, subscription.place(Location(link_name, physical)), now)
+        return self._ended_if_gone(subscription, now)
+
+    def _forget_place(self, subscription: Subscription, place: Place, now: float) -> None:
         location = place.location
         subscription.targets.pop(location, None)
         subscription.leaving.pop(location, None)
@@ -351,14 +353,14 @@ class SubscriberMachine:
             self._wish(now + self.options.link_idle_s, "idle", location.server)
         if not any(location.physical in other.places for other in self._links.values()):
             del self._by_physical[location.physical]
-        self._announced(location.server)[1].append(subscription.channel)
-        return [Send(location.server, (b"UNSUBSCRIBE", location.physical))] if link.up else []
 
-    def _follow(self, subscription: _Subscription, route: Route, now: float) -> list[Any]:
+    def _follow(self, subscription: Subscription, route: Route, now: float) -> list[Any]:
         """Make the locations of ``route`` the targets; its servers are in the local plan."""
+        if not subscription.verified() and not subscription.leaving:
+            self._may_have_missed(subscription, "the channel moved while this client was away")
         subscription.route = route
         subscription.followed_since = now
-        wanted = self._choose(subscription.channel, route)
+        wanted = self._choose(subscription, route)
         actions: list[Any] = []
         for location in wanted:
             place = subscription.leaving.pop(location, None) or subscription.targets.get(location)
@@ -374,6 +376,8 @@ class SubscriberMachine:
             if subscription.confirmed:
                 del subscription.targets[location]
                 subscription.leaving[location] = place
+                subscription.may_have_missed = subscription.may_have_missed or place.lost
+                place.lost = None
             else:
                 actions += self._leave(subscription, place, now)
         if subscription.leaving and not subscription.reverifying:
@@ -381,7 +385,7 @@ class SubscriberMachine:
             self._wish(now + self.options.reverify_s, "reverify", subscription)
         return actions
 
-    def _learned(self, subscription: _Subscription, link: str, route: Route, now: float) -> list[Any]:
+    def _learned(self, subscription: Subscription, link: str, route: Route, now: float) -> list[Any]:
         """Take a newer route, from a notice or a stored plan that was read over ``link``."""
         channel = subscription.channel
         if route.epoch <= subscription.route.epoch:
@@ -407,6 +411,9 @@ class SubscriberMachine:
                 return self._verified(subscription, place, event.value, now)
             case ("subscribe", channel):
                 return self._subscribe_refused(channel, event, now)
+            case ("unsubscribe", physical):
+                self.counters["refused_commands"] += 1
+                return self._unsubscribed(event.link, physical, now)
             case ("header",):
                 return self._header_read(event, now)
             case _:
@@ -421,12 +428,10 @@ class SubscriberMachine:
         return []
 
     def _refused(self, channel: bytes, reason: str, now: float) -> list[Any]:
-        if channel not in self._subscriptions:
-            return []
-        actions = self._unsubscribe(channel, now)
-        return [*actions[:-1], SubscriptionFailed(channel, reason)]
+        subscription = self._subscriptions.get(channel)
+        return [] if subscription is None else [*self._drop(subscription, now), SubscriptionFailed(channel, reason)]
 
-    def _verified(self, subscription: _Subscription, place: _Place, reply: Any, now: float) -> list[Any]:
+    def _verified(self, subscription: Subscription, place: Place, reply: Any, now: float) -> list[Any]:
         """Judge a place by what the plan stored at its server says."""
         if isinstance(reply, ErrorReply):
             self.counters["refused_commands"] += 1
@@ -436,6 +441,9 @@ class SubscriberMachine:
         location = place.location
         try:
             stored = stored_plan.parse_entry(reply, self._links[location.server].run_id)
+        except UnknownMode as error:
+            self._wish(now + self.options.reverify_s, "verify", (subscription, place))
+            return [*self._plan.too_old(error), *self._tell_missed(subscription)]
         except MalformedMessage:
             self.counters["malformed_plans"] += 1
             stored = None
@@ -461,11 +469,13 @@ class SubscriberMachine:
             return self._follow(subscription, told, now)
         return self._retry(place, subscription, now)
 
-    def _retry(self, place: _Place, subscription: _Subscription, now: float) -> list[Any]:
+    def _retry(self, place: Place, subscription: Subscription, now: float) -> list[Any]:
+        if not place.verified and not subscription.leaving:
+            self._may_have_missed(subscription, f"server {place.location.server} did not confirm the subscription")
         self._wish(now + self.options.verify_retry_s, "verify", (subscription, place))
         return []
 
-    def _right(self, subscription: _Subscription, place: _Place, told: Route, phase: Phase, now: float) -> list[Any]:
+    def _right(self, subscription: Subscription, place: Place, told: Route, phase: Phase, now: float) -> list[Any]:
         """The place is right. ``told`` may be newer than the route followed and name the same place."""
         actions: list[Any] = []
         if told.epoch > subscription.route.epoch:
@@ -476,21 +486,45 @@ class SubscriberMachine:
             self._plan.distrust(subscription.channel, told)
             actions += self._follow(subscription, told, now)
         place.verified = True
+        if place.excused:
+            place.excused = False
+            self._may_have_missed(subscription, f"server {place.location.server} could not be reached")
         if not subscription.verified():
             return actions
-        channel = subscription.channel
         if phase is Phase.SETTLED and subscription.leaving:
-            subscription.may_have_missed = subscription.may_have_missed or "the move ended while this client was away"
+            self._may_have_missed(subscription, "the move ended while this client was away")
             for old in list(subscription.leaving.values()):
                 actions += self._leave(subscription, old, now)
-        if subscription.confirmed and subscription.may_have_missed is not None:
-            actions.append(GapDetected(channel, None, None, subscription.may_have_missed))
-        subscription.may_have_missed = None
+        return [*actions, *self._ready(subscription, now)]
+
+    @staticmethod
+    def _may_have_missed(subscription: Subscription, reason: str) -> None:
+        subscription.may_have_missed = subscription.may_have_missed or reason
+
+    @staticmethod
+    def _tell_missed(subscription: Subscription) -> list[Any]:
+        missed, subscription.may_have_missed = subscription.may_have_missed, None
+        for place in subscription.targets.values():
+            missed, place.lost = missed or place.lost, None
+        if missed is None or not subscription.confirmed:
+            return []
+        return [GapDetected(subscription.channel, None, None, missed)]
+
+    def _ready(self, subscription: Subscription, now: float) -> list[Any]:
+        """Every target is verified, or excused: tell the application."""
+        channel = subscription.channel
+        actions = self._tell_missed(subscription)
+        actions += [SubscriptionConfirmed(channel)] * subscription.confirmations_owed
+        subscription.confirmations_owed = 0
         if not subscription.confirmed:
             subscription.confirmed = True
             subscription.confirmed_at = now
-        actions += [SubscriptionConfirmed(channel)] * subscription.confirmations_owed
-        subscription.confirmations_owed = 0
+            if away := subscription.excused():
+                reason = f"subscribed without what is published at {', '.join(away)}, which cannot be reached"
+                actions.append(GapDetected(channel, None, None, reason))
+        if subscription.early:
+            actions.append(Deliver([(channel, payload) for payload in subscription.early]))
+            subscription.early.clear()
         return [*actions, *self._leave_rounded(subscription, now)]
 
     def _header_read(self, event: Replied, now: float) -> list[Any]:
@@ -530,8 +564,7 @@ class SubscriberMachine:
                 actions += self._listen(subscription, place)
             else:
                 actions.append(Send(event.link, (b"SUBSCRIBE", physical), ("subscribe", subscription.channel)))
-        channels = [subscription.channel for subscription in link.places.values()]
-        self._announced(event.link)[0].extend(channels)
+        self._announced(event.link)[0].extend(link.places)
         return actions
 
     def _link_down(self, event: LinkDown, now: float) -> list[Any]:
@@ -539,23 +572,54 @@ class SubscriberMachine:
         if not link.up:
             return []
         link.up = False
+        link.down_since = now
+        link.unsubscribing.clear()
         self._hints.clear()
         actions: list[Any] = []
         for physical, subscription in list(link.places.items()):
             location = Location(event.link, physical)
             reason = f"the connection to server {event.link} was lost: {event.reason}"
-            if location in subscription.targets:
+            if subscription.ends_owed:
+                self._forget_place(subscription, subscription.place(location), now)
+                actions += self._ended_if_gone(subscription, now)
+            elif location in subscription.targets:
                 subscription.targets[location].disconnected()
+                self._wish_failover(subscription, subscription.targets[location], now)
                 if subscription.confirmed:
-                    subscription.may_have_missed = reason
+                    subscription.targets[location].lost = reason
                 else:
-                    subscription.sequences.resume()
+                    subscription.begin_anew()
             elif subscription.verified():
                 actions.append(GapDetected(subscription.channel, None, None, reason))
                 actions += self._leave(subscription, subscription.leaving[location], now)
             else:
                 subscription.may_have_missed = reason
         return actions
+
+    def _wish_failover(self, subscription: Subscription, place: Place, now: float) -> None:
+        if len(subscription.route.assignment.servers) > 1:
+            self._wish(now + self.options.failover_s, "failover", (subscription, place))
+
+    def _fail_over(self, subscription: Subscription, place: Place, now: float) -> list[Any]:
+        """A replica is still away: go to another one (ALL_PUBLISHERS), or do without it (ALL_SUBSCRIBERS)."""
+        server = place.location.server
+        current = subscription.targets.get(place.location) is place
+        if not current or subscription.ends_owed or self._links[server].up or place.excused:
+            return []
+        if now - self._links[server].down_since < self.options.failover_s:
+            return []
+        self.counters["failovers"] += 1
+        if subscription.route.assignment.mode is Mode.ALL_PUBLISHERS:
+            subscription.turn += 1
+            subscription.may_have_missed = subscription.may_have_missed or place.lost
+            actions = self._leave(subscription, place, now)
+            [location] = self._choose(subscription, subscription.route)
+            return [*actions, *self._join(subscription, location, now)]
+        place.excused = True
+        if not subscription.verified():
+            return []
+        self._may_have_missed(subscription, place.lost or f"server {server} cannot be reached")
+        return self._ready(subscription, now)
 
     # Messages.
 
@@ -565,8 +629,16 @@ class SubscriberMachine:
         by_physical = self._by_physical
         for push in event.messages:
             if push[0] != b"message":
+                more = []
                 if push[0] == b"subscribe":
-                    self._subscribed(push[1])
+                    more = self._subscribed(event.link, push[1])
+                elif push[0] == b"unsubscribe":
+                    more = self._unsubscribed(event.link, push[1], now)
+                if more:
+                    if delivered:
+                        actions.append(Deliver(delivered))
+                        delivered = []
+                    actions += more
                 continue
             subscription = by_physical.get(push[1])
             if subscription is None:
@@ -577,6 +649,8 @@ class SubscriberMachine:
                     self.counters["malformed_messages"] += 1
                 if subscription.confirmed:
                     delivered.append((subscription.channel, data))
+                else:
+                    subscription.keep(data)
                 continue
             _, flags, publisher, number, _ = unpack_header(data)
             sequence = number >> QUIET_BITS
@@ -586,6 +660,8 @@ class SubscriberMachine:
                     stream.next = sequence + 1
                     if subscription.confirmed:
                         delivered.append((subscription.channel, data[HEADER_BYTES:]))
+                    else:
+                        subscription.keep(data[HEADER_BYTES:])
                     continue
                 if stream.begun_in_doubt_at <= sequence < expected:
                     continue  # a duplicate: many, while the channel moves
@@ -599,20 +675,29 @@ class SubscriberMachine:
             actions.append(Deliver(delivered))
         return actions
 
-    def _subscribed(self, physical: bytes) -> None:
-        """A subscription takes effect: what came before, on its channel, was of an earlier one."""
+    def _subscribed(self, link: str, physical: bytes) -> list[Any]:
+        """A subscription takes effect: what came before on its channel was of an earlier one, or before a gap."""
         subscription = self._by_physical.get(physical)
-        if subscription is not None and not subscription.confirmed:
-            subscription.sequences.resume()
+        if subscription is None:
+            return []
+        if not subscription.confirmed:
+            subscription.begin_anew()
+            return []
+        place = subscription.targets.get(Location(link, physical))
+        if place is None or place.lost is None or subscription.ends_owed:
+            return []
+        lost, place.lost = place.lost, None
+        return [GapDetected(subscription.channel, None, None, lost)]
 
     def _unusual(
-        self, subscription: _Subscription, link: str, physical: bytes, envelope: Envelope, now: float
+        self, subscription: Subscription, link: str, physical: bytes, envelope: Envelope, now: float
     ) -> list[Any]:
         """Take a message that is not simply the expected one of a known publisher."""
         if envelope.flags & CONTROL:
             return self._controlled(subscription, Location(link, physical), envelope.payload, now)
         flags = envelope.flags
-        if subscription.leaving and Location(link, physical) in subscription.targets:
+        moving = subscription.leaving or subscription.ended_moving
+        if moving and Location(link, physical) in subscription.targets:
             flags |= ROUTE_CHANGED  # what came here before this subscriber did is on its way to the place it is leaving
         owed = subscription.confirmed_at <= now - envelope.quiet_ms / 1000
         sequences = subscription.sequences
@@ -620,17 +705,18 @@ class SubscriberMachine:
         self._watch(subscription, envelope.publisher)
         return self._outcomes(subscription, outcomes)
 
-    def _watch(self, subscription: _Subscription, publisher: int) -> None:
+    def _watch(self, subscription: Subscription, publisher: int) -> None:
         if (expiry := subscription.sequences.watch(publisher)) is not None:
             self._wish(expiry, "expire", (subscription, publisher))
 
-    def _outcomes(self, subscription: _Subscription, outcomes: Sequence[bytes | Gap]) -> list[Any]:
-        if not subscription.confirmed:
-            return []
+    def _outcomes(self, subscription: Subscription, outcomes: Sequence[bytes | Gap]) -> list[Any]:
         channel = subscription.channel
         actions: list[Any] = []
         for outcome in outcomes:
-            if isinstance(outcome, Gap):
+            if not subscription.confirmed:
+                if not isinstance(outcome, Gap):  # what is missing was owed to nobody
+                    subscription.keep(outcome)
+            elif isinstance(outcome, Gap):
                 actions.append(GapDetected(channel, outcome.publisher, outcome.count, outcome.reason))
             elif actions and isinstance(actions[-1], Deliver):
                 actions[-1].messages.append((channel, outcome))
@@ -640,11 +726,15 @@ class SubscriberMachine:
 
     # What dispatchers say.
 
-    def _controlled(self, subscription: _Subscription, location: Location, payload: bytes, now: float) -> list[Any]:
+    def _controlled(self, subscription: Subscription, location: Location, payload: bytes, now: float) -> list[Any]:
         try:
             message = unpack_control(payload)
+        except UnknownMode as error:
+            return list(self._plan.too_old(error))
         except MalformedMessage:
             self.counters["malformed_messages"] += 1
+            return []
+        if subscription.ends_owed:
             return []
         match message:
             case RouteNotice(channel, route) if channel == subscription.channel:
@@ -657,7 +747,7 @@ class SubscriberMachine:
                 self.counters["unexpected_messages"] += 1
                 return []
 
-    def _noticed(self, subscription: _Subscription, link: str, route: Route, now: float) -> list[Any]:
+    def _noticed(self, subscription: Subscription, link: str, route: Route, now: float) -> list[Any]:
         """Follow a notice: soon, if the application is being served meanwhile."""
         spread_s = self.options.move_spread_s
         if not subscription.confirmed or not spread_s:
@@ -668,14 +758,14 @@ class SubscriberMachine:
             self._wish(now + delay_s, "move", (subscription, link, route))
         return []
 
-    def _move(self, subscription: _Subscription, link: str, route: Route, now: float) -> list[Any]:
+    def _move(self, subscription: Subscription, link: str, route: Route, now: float) -> list[Any]:
         subscription.noticed_epoch = 0  # should the move not begin, the next notice counts
         current = self._subscriptions.get(subscription.channel) is subscription
         connected = link in self._links and self._links[link].up
         return self._learned(subscription, link, route, now) if current and connected else []
 
     def _marked(
-        self, subscription: _Subscription, location: Location, server: str, incarnation: int, number: int, now: float
+        self, subscription: Subscription, location: Location, server: str, incarnation: int, number: int, now: float
     ) -> list[Any]:
         target = subscription.targets.get(location)
         if target is None:
@@ -685,7 +775,7 @@ class SubscriberMachine:
             target.first_marker = incarnation, number
         return self._leave_rounded(subscription, now)
 
-    def _leave_rounded(self, subscription: _Subscription, now: float) -> list[Any]:
+    def _leave_rounded(self, subscription: Subscription, now: float) -> list[Any]:
         """Leave the places to which a marker of every target has come round."""
         if not subscription.leaving or not subscription.verified():
             return []
@@ -709,6 +799,9 @@ class SubscriberMachine:
                 case "move":
                     subscription, link, route = argument
                     actions += self._move(subscription, link, route, now)
+                case "failover":
+                    subscription, place = argument
+                    actions += self._fail_over(subscription, place, now)
                 case "listen":
                     actions += self._listen_again(*argument)
                 case "verify":
@@ -724,7 +817,7 @@ class SubscriberMachine:
                     self._wish(now + self.options.stream_idle_s, "forget", None)
         return actions
 
-    def _expire(self, subscription: _Subscription, publisher: int, now: float) -> list[Any]:
+    def _expire(self, subscription: Subscription, publisher: int, now: float) -> list[Any]:
         if self._subscriptions.get(subscription.channel) is not subscription:
             return []
         outcomes = subscription.sequences.expire(publisher, now)
@@ -741,13 +834,13 @@ class SubscriberMachine:
         again = [Send(server, (b"SUBSCRIBE", location.physical), ("subscribe", channel)) for location in leaving]
         return [*again, *(action for place in places for action in self._listen(subscription, place))]
 
-    def _verify_again(self, subscription: _Subscription, place: _Place) -> list[Any]:
+    def _verify_again(self, subscription: Subscription, place: Place) -> list[Any]:
         current = subscription.targets.get(place.location) is place
         if not current or place.attempt or self._subscriptions.get(subscription.channel) is not subscription:
             return []
         return [self._verify(subscription, place)] if self._links[place.location.server].up else []
 
-    def _reverify(self, subscription: _Subscription, now: float) -> list[Any]:
+    def _reverify(self, subscription: Subscription, now: float) -> list[Any]:
         """A place is leaving for long: markers may never come, for the move is over or its dispatcher is down."""
         subscription.reverifying = False
         if not subscription.leaving or self._subscriptions.get(subscription.channel) is not subscription:

@@ -11,6 +11,9 @@ the balancer stores. What is observed before the plan has come waits for it.
 
 For a channel in transition here it also tells the listeners of an old location, sends markers round from a new one,
 and reports an old location that nobody listens at any more (``transitions``).
+
+What is published at all new locations (ALL_PUBLISHERS) is forwarded to the old ones by the dispatchers of all. They
+*relay* it: each gives it to the dispatcher of the old location, which publishes it once.
 """
 
 from __future__ import annotations
@@ -56,12 +59,14 @@ from dynamoth.names import (
     ANNOUNCE_CHANNEL,
     BALANCER_CHANNEL,
     CLIENTS_CHANNEL,
+    RELAY_PREFIX,
     inbox,
     is_user_channel,
     logical_channel,
+    relay_channel,
 )
 from dynamoth.outbox import Outbox
-from dynamoth.plan import Entry, Location, Phase, Plan, missing
+from dynamoth.plan import Entry, Location, Mode, Phase, Plan, Route, missing
 from dynamoth_dispatcher.transitions import Transition, TransitionOptions, Transitions
 
 LOCAL = "local"
@@ -71,6 +76,19 @@ _LINK_PREFIX = "to:"
 def forward_link(server: str) -> str:
     """Return the name of the link over which a dispatcher forwards to ``server``."""
     return _LINK_PREFIX + server
+
+
+def _is_relayed(route: Route) -> bool:
+    """Tell whether several dispatchers see each message that is published by a route, and forward it to old ones."""
+    return route.assignment.mode is Mode.ALL_PUBLISHERS and len(route.assignment.servers) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Relay:
+    """A copy that was given to another dispatcher."""
+
+    target: Location
+    data: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +110,8 @@ class DispatcherOptions:
     """A publisher that still uses an old route so long after it was told is told again."""
     raw_channels_max: int = 100_000
     """Channels at a wrong server whose raw messages are numbered at most."""
+    relayed_max: int = 10_000
+    """Messages per location that are known to have been relayed; one that is relayed again later comes twice."""
     route_change_window_s: float = 5.0
     """Forwarded copies say ROUTE_CHANGED for so long after the plan changed for their channel, or after the dispatcher
     began to observe."""
@@ -136,6 +156,8 @@ class DispatcherMachine:
         self._raw_sequences: OrderedDict[bytes, int] = OrderedDict()
         #: Every forgotten raw channel ended at or below this number.
         self._raw_floor = 0
+        #: Old physical channel here to the messages that were relayed to it, oldest first.
+        self._relayed: dict[bytes, OrderedDict[tuple[int, int, int], None]] = {}
         #: Channel to the time of its latest change of plan, for ROUTE_CHANGED.
         self._changed_at: dict[bytes, float] = {}
         #: Observed before the plan was known: (physical channel, data).
@@ -225,10 +247,13 @@ class DispatcherMachine:
 
     def _replied(self, event: Replied, now: float) -> list[Any]:
         if isinstance(event.tag, Outbox):
-            event.tag.replied()
+            relay: _Relay | None = event.tag.replied()
+            actions: list[Any] = []
             if isinstance(event.value, ErrorReply):
                 self.counters["forwards_refused"] += 1
-            return self._tell_lost(event.link.removeprefix(_LINK_PREFIX)) if self._lost else []
+            elif relay is not None and event.value == 0:  # its dispatcher is away
+                actions += self._forward(relay.target, relay.data)
+            return [*actions, *self._tell_lost(event.link.removeprefix(_LINK_PREFIX))] if self._lost else actions
         match event.tag:
             case ("observe",):
                 self.counters["refused_commands"] += 1
@@ -268,17 +293,21 @@ class DispatcherMachine:
                 self.transitions.update(channel, entry, now)
 
     def _catch_up(self, now: float) -> list[Any]:
-        """With the plan known: handle what was observed before, and tell clients if something was not observed."""
-        actions: list[Any] = []
+        """With the plan known: tell clients if something was not observed, and handle what was, before."""
+        actions = self._tell_of_blindness() if self._blind else []
         while self._backlog:
             actions += self._observed(*self._backlog.popleft(), now)
-        if not self._blind:
-            return actions
+        return actions
+
+    def _tell_of_blindness(self) -> list[Any]:
+        actions: list[Any] = []
         self._blind = False
         actions.append(self._tell_blind())
         for transition in self.transitions.all():
-            for location in self._elsewhere(transition.channel, transition.entry):
-                notice = seal_control(LossNotice(transition.channel, None))
+            notice = seal_control(LossNotice(transition.channel, None))
+            here = (*transition.old_here, *transition.new_here)
+            forwarded_here = here if len(here) > 1 or _is_relayed(transition.entry.route) else ()
+            for location in (*self._elsewhere(transition.channel, transition.entry), *forwarded_here):
                 actions += self._forward(location, notice)
         return actions
 
@@ -326,6 +355,8 @@ class DispatcherMachine:
             self._changed_at[channel] = now
             if self.transitions.update(channel, entry, now):
                 actions += self._open_links(channel, entry)
+            for place in places:
+                self._relayed.pop(place.physical, None)
         self._forget_changes(now)
         return [*actions, *self.acknowledge()]
 
@@ -353,7 +384,8 @@ class DispatcherMachine:
         return actions
 
     def _observed(self, physical: bytes, data: bytes, now: float) -> list[Any]:
-        if not is_user_channel(physical):
+        is_relay = physical.startswith(RELAY_PREFIX)
+        if not is_relay and not is_user_channel(physical):
             if physical == ANNOUNCE_CHANNEL and len(self.transitions):
                 self._announced(data, now)
             return []
@@ -363,6 +395,8 @@ class DispatcherMachine:
                 self.counters["backlog_dropped"] += 1
             self._backlog.append((physical, data))
             return []
+        if is_relay:
+            return self._publish_once(physical.removeprefix(RELAY_PREFIX), data)
         channel = logical_channel(physical)
         entry = self.plan.entry(channel)
         here = Location(self.server, physical)
@@ -393,8 +427,8 @@ class DispatcherMachine:
             self.counters["malformed_messages"] += 1
             return
         if isinstance(message, Announcement):
-            for channel in message.joined:
-                self.transitions.joined(channel, now)
+            for physical in message.joined:
+                self.transitions.joined(logical_channel(physical), now)
 
     def _at_rest(self, physical: bytes) -> None:
         if len(self._quiet) >= self.options.quiet_max:
@@ -418,7 +452,7 @@ class DispatcherMachine:
     ) -> list[Any]:
         if envelope is not None and envelope.flags & FORWARDED and envelope.epoch >= entry.route.epoch:
             return []
-        targets, epoch = self._destinations(channel, entry, here)
+        targets, epoch = self._destinations(channel, entry, here, envelope)
         if not targets:
             return []
         if envelope is None:
@@ -426,19 +460,36 @@ class DispatcherMachine:
         else:
             copy = forwarded(data, epoch, ROUTE_CHANGED if self._in_doubt(channel, now) else 0)
         self.counters["forwarded_messages"] += len(targets)
+        new = entry.route.locations(channel)
+        if _is_relayed(entry.route) and here in new:
+            return [
+                action
+                for target in targets
+                for action in (self._forward(target, copy) if target in new else self._relay(target, copy))
+            ]
         return [action for target in targets for action in self._forward(target, copy)]
 
-    def _destinations(self, channel: bytes, entry: Entry, here: Location) -> tuple[list[Location], int]:
+    def _destinations(
+        self, channel: bytes, entry: Entry, here: Location, envelope: Envelope | None
+    ) -> tuple[list[Location], int]:
         """Return where to forward a message that arrived ``here``, and the epoch that the copies are to carry.
 
-        Only the dispatchers of old and new servers forward between old and new locations, as only they keep the order
-        between what they forward and their markers. Any other sends a message to where clients are told to be, with an
-        epoch that makes the dispatcher there forward it to the rest.
+        Between old and new locations, messages are forwarded only by the dispatcher of the location where they arrived,
+        as only that keeps the order between them and its markers. A message that arrived elsewhere goes to where
+        clients are told to be, with an epoch that makes the dispatcher there forward it to the rest.
         """
-        involved = any(server == self.server for route in entry.followed for server in route.assignment.servers)
-        if involved or entry.phase is Phase.SETTLED:
-            return missing(channel, entry.followed, {here}), entry.route.epoch
-        return missing(channel, (entry.told,), {here}), entry.route.epoch - 1
+        publisher = self._publisher if envelope is None else envelope.publisher
+        route = next((route for route in entry.followed if here in route.locations(channel)), None)
+        if route is None and entry.phase is not Phase.SETTLED:
+            return missing(channel, (entry.told,), {here}, publisher), max(entry.route.epoch - 1, 0)
+        reached = {here}
+        if (
+            route is not None
+            and envelope is not None
+            and (envelope.flags & FORWARDED, envelope.epoch) == (0, route.epoch)
+        ):
+            reached.update(route.published_at(publisher, channel))  # under ALL_PUBLISHERS it was sent to all of them
+        return missing(channel, entry.followed, reached, publisher), entry.route.epoch
 
     def _in_doubt(self, channel: bytes, now: float) -> bool:
         """Tell whether earlier messages may have taken another way than this one, or may not have been observed."""
@@ -465,6 +516,33 @@ class DispatcherMachine:
             self._lose(target)
             return actions
         return [*actions, *outbox.put((b"PUBLISH", target.physical, data))]
+
+    def _relay(self, target: Location, data: bytes) -> list[Any]:
+        """Give a copy to the dispatcher of ``target``, in one order with everything else that is given to it."""
+        if target.server == self.server:
+            return self._publish_once(target.physical, data)
+        outbox, actions = self._outbox(target.server)
+        if outbox.full:
+            self._lose(target)
+            return actions
+        command = (b"PUBLISH", relay_channel(target.physical), data)
+        return [*actions, *outbox.put(command, _Relay(target, data))]
+
+    def _publish_once(self, physical: bytes, data: bytes) -> list[Any]:
+        """Publish what was relayed, unless another dispatcher has relayed the same message; markers always."""
+        envelope = self._open(data)
+        if envelope is None:
+            self.counters["unexpected_messages"] += 1
+            return []
+        if not envelope.flags & CONTROL:
+            known = self._relayed.setdefault(physical, OrderedDict())
+            key = (envelope.publisher, envelope.sequence, envelope.flags & HEARTBEAT)
+            if key in known:
+                return []
+            known[key] = None
+            if len(known) > self.options.relayed_max:
+                known.popitem(last=False)
+        return [Send(LOCAL, (b"PUBLISH", physical, data))]
 
     def _lose(self, target: Location) -> None:
         """Count a message that cannot be forwarded, for those who listen at ``target``."""
@@ -532,7 +610,8 @@ class DispatcherMachine:
         own = isinstance(message, Marker) and message.server == self.server and message.incarnation == self.incarnation
         if not own or transition is None or here not in transition.new_here:
             return []
-        return [action for place in transition.old for action in self._forward(place, data)]
+        send = self._relay if _is_relayed(transition.entry.route) else self._forward
+        return [action for place in transition.old for action in send(place, data)]
 
     # Time.
 

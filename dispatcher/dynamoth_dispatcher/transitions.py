@@ -18,7 +18,8 @@ class TransitionOptions:
     marker_interval_s_max: float = 1.0
     """The largest distance of two markers of a channel."""
     marker_delay_s: float = 0.02
-    """A marker follows so soon after a subscriber has announced that it joined, for it waits for one."""
+    """A marker follows so soon after a subscriber has announced that it joined, for it waits for one; as many times
+    later as there are replicas, as the markers of each new location go to each old one."""
     trickle_delay_s: float = 0.1
     """Subscribers of a channel on which nothing is published are told so long after the activation."""
     notice_interval_s: float = 0.5
@@ -41,7 +42,8 @@ class Transition:
     old_here: tuple[Location, ...]
     #: New locations at this server: their markers go round.
     new_here: tuple[Location, ...]
-    #: Old locations anywhere: where markers go.
+    #: New and old locations anywhere. Markers go from each new one to each old one.
+    new: tuple[Location, ...]
     old: tuple[Location, ...]
     notice_at: float
     poll_at: float
@@ -98,6 +100,7 @@ class Transitions:
             entry,
             old_here,
             new_here,
+            new,
             old,
             notice_at=now + options.trickle_delay_s,
             poll_at=now + options.poll_interval_s,
@@ -113,7 +116,8 @@ class Transitions:
         transition = self._by_channel.get(channel)
         if transition is None or not transition.new_here or self._next_tick_at is None:
             return
-        transition.marker_at = min(transition.marker_at, now + self._options.marker_delay_s)
+        delay_s = self._options.marker_delay_s * max(len(transition.old), len(transition.new))
+        transition.marker_at = min(transition.marker_at, now + delay_s)
         transition.marker_interval_s = self._options.marker_interval_s
         self._next_tick_at = min(self._next_tick_at, transition.marker_at)
 

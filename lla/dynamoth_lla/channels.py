@@ -3,6 +3,9 @@
 How many subscribe is asked of Redis (NUMSUB). Who subscribes, Redis does not tell: clients announce it. An
 announcement is believed as long as Redis counts enough subscribers; a client that is gone without a word is so
 forgotten when it must be one of those that are missing, the one that announced itself first being the first.
+
+A channel may have several physical names at one server: while it is in transition, those of old and new epochs. Their
+subscribers are added up; one that is moving is counted at both for a moment, by Redis as well.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ class Audience:
     __slots__ = ("clients", "subscribers", "tracks")
 
     def __init__(self) -> None:
-        #: Client ids, by the time of their announcement, the latest last.
-        self.clients: dict[int, None] = {}
+        #: Client ids, by the time of their announcement, the latest last; and the physical name that each has joined.
+        self.clients: dict[int, bytes] = {}
         #: How many subscribe, to all physical names, as far as it is known.
         self.subscribers = 0
         #: How many physical names are followed; more than 0.
@@ -93,11 +96,11 @@ class TrackedChannels:
         track = self._tracks.get(physical)
         if track is not None:
             return track
-        if len(self._tracks) >= self._channels_max or len(physical) > CHANNEL_BYTES_MAX:
-            return None
-        if not is_user_channel(physical):
+        if len(self._tracks) >= self._channels_max or not is_user_channel(physical):
             return None
         logical = logical_channel(physical)
+        if len(logical) > CHANNEL_BYTES_MAX:  # not of the physical name: a channel stays known when it is replicated
+            return None
         audience = self._audiences.get(logical)
         if audience is None:
             audience = self._audiences[logical] = Audience()
@@ -166,8 +169,8 @@ class TrackedChannels:
         self.announcements_dropped += max(0, named - ANNOUNCED_MAX)
         for channel in announcement.left[:ANNOUNCED_MAX]:
             audience = self._audiences.get(logical_channel(channel))
-            if audience is not None and announcement.client in audience.clients:
-                del audience.clients[announcement.client]
+            if audience is not None and audience.clients.get(announcement.client) == channel:
+                del audience.clients[announcement.client]  # else it has only moved, to another name
                 self._clients -= 1
         for channel in announcement.joined[: max(0, ANNOUNCED_MAX - len(announcement.left))]:
             room = len(self._tracks) < self._channels_max // 2
@@ -175,16 +178,17 @@ class TrackedChannels:
             if track is None or self._clients >= self._clients_max:
                 self.announcements_dropped += 1
             else:
-                self._join(track.audience, announcement.client)
+                self._join(track, announcement.client)
 
-    def _join(self, audience: Audience, client: int) -> None:
+    def _join(self, track: Track, client: int) -> None:
+        audience = track.audience
         if client in audience.clients:
             del audience.clients[client]  # and again, as the latest
             self._clients -= 1
         elif len(audience.clients) >= self._clients_per_channel_max:
             del audience.clients[next(iter(audience.clients))]
             self._clients -= 1
-        audience.clients[client] = None
+        audience.clients[client] = track.physical
         self._clients += 1
 
     def clear(self) -> None:

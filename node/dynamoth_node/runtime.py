@@ -6,19 +6,15 @@ import asyncio
 import gc
 import logging
 import secrets
-import signal
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from typing import Any
-
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from dynamoth.events import Connect, Start
 from dynamoth_dispatcher.machine import DispatcherOptions
+from dynamoth_link import daemon
 from dynamoth_link.driver import Driver
 from dynamoth_link.errors import MachineCrashed
-from dynamoth_link.http import HttpAnswer, HttpServer, health, readiness
+from dynamoth_link.http import HttpServer
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import parse_server_url
 from dynamoth_lla.machine import ObservationLate
@@ -98,16 +94,7 @@ def run(config: NodeConfig) -> int:
     """
     gc.set_threshold(*GC_THRESHOLDS)
     gc.freeze()
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(run_node(config))
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
+    return daemon.run(run_node(config))
 
 
 class _Agent:
@@ -128,23 +115,20 @@ class _Agent:
         )
 
     async def run(self) -> int:
-        http = await self._serve_http()
+        registry = make_registry(self._machine, self._loop.time)
+        http = await daemon.serve_http(self._config.http_host, self._config.http_port, registry, self._why_not_ready)
         driver = Driver(
             self._machine,
             on_action=self._execute,
             link_options=self._link_options,
             on_crash=self._crashed,
         )
-        signals = (signal.SIGTERM, signal.SIGINT)
-        for number in signals:
-            self._loop.add_signal_handler(number, self._stop.set)
         try:
-            self._log_started(http)
-            driver.handle(Start())
-            await self._stop.wait()
+            with daemon.ended_by_signals(self._stop):
+                self._log_started(http)
+                driver.handle(Start())
+                await self._stop.wait()
         finally:
-            for number in signals:
-                self._loop.remove_signal_handler(number)
             if http is not None:
                 await http.close()
             await driver.close()
@@ -198,19 +182,6 @@ class _Agent:
         if http is not None:
             extra["http_port"] = http.port
         _log.info("the agent has started", extra=extra)
-
-    # HTTP.
-
-    async def _serve_http(self) -> HttpServer | None:
-        if not self._config.http_port:
-            return None
-        registry = make_registry(self._machine, self._loop.time)
-
-        def metrics() -> HttpAnswer:
-            return HttpAnswer(HTTPStatus.OK, generate_latest(registry), CONTENT_TYPE_LATEST)
-
-        paths = {"/metrics": metrics, "/healthz": health, "/readyz": lambda: readiness(self._why_not_ready())}
-        return await HttpServer.start(self._config.http_host, self._config.http_port, paths)
 
     def _why_not_ready(self) -> str | None:
         if self._stop.is_set():

@@ -1,4 +1,4 @@
-"""A simulated administrator: asks the balancer for moves, and asks again until there is an answer."""
+"""A simulated administrator: asks the balancer for changes, and asks again until there is an answer."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ ASK_AGAIN_S = 0.3
 
 @dataclass(slots=True)
 class Ask:
-    """Event: ask the balancer to move a channel. ``request`` is a number of up to 63 bits, new for each."""
+    """Event: ask the balancer to change where a channel is. ``request`` has up to 63 bits and is new for each."""
 
     request: int
-    channel: bytes
-    to: str
+    command: str
+    arguments: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.command} {self.arguments}"
 
 
 @dataclass(slots=True)
 class Answered:
-    """Action: the balancer has answered; ``error`` is None when the move has settled."""
+    """Action: the balancer has answered; ``error`` is None when the change has settled."""
 
     request: int
     error: str | None
@@ -77,7 +80,7 @@ class Administrator:
         ask, times = self.unanswered[request]
         self.unanswered[request] = (ask, times + 1)
         link = list(self._up)[times % len(self._up)]
-        message = AdminRequest(request, "move", {"channel": ask.channel, "to": ask.to})
+        message = AdminRequest(request, ask.command, ask.arguments)
         return [Send(link, (b"PUBLISH", BALANCER_CHANNEL, pack_control(message)))]
 
     def _told(self, data: bytes) -> list[Any]:

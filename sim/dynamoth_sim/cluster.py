@@ -9,7 +9,7 @@ from typing import Any
 from dynamoth import stored_plan
 from dynamoth.events import Machine
 from dynamoth.names import PLAN_KEY
-from dynamoth.plan import Phase, Plan, Server
+from dynamoth.plan import Assignment, Mode, Phase, Plan, Server
 from dynamoth_balancer.actions import Decided, Note, PlanChanged, Stopped
 from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.options import BalancerOptions
@@ -68,8 +68,12 @@ def short_options(
     servers: int = 3,
     spread: tuple[float, ...] = (1.0,),
     forwards_max: int = 1000,
+    replicas_max: int = 1,
 ) -> ClusterOptions:
-    """Return options with short intervals, so that much happens in a few seconds."""
+    """Return options with short intervals, so that much happens in a few seconds.
+
+    ``replicas_max`` is how many servers the balancer itself spreads a channel over; 1 leaves it to the administrator.
+    """
     transition = TransitionOptions(
         marker_interval_s=0.03,
         trickle_delay_s=0.05,
@@ -78,9 +82,16 @@ def short_options(
     )
     return ClusterOptions(
         client=ClientOptions(
-            publisher=PublisherOptions(publish_timeout_s=PUBLISH_TIMEOUT_S, observers_interval_s=0.3),
+            publisher=PublisherOptions(
+                publish_timeout_s=PUBLISH_TIMEOUT_S, observers_interval_s=0.3, straggler_s=0.1, failover_s=0.2
+            ),
             subscriber=SubscriberOptions(
-                hold_s_max=hold_s_max, verify_retry_s=0.05, distrust_s=1.0, reverify_s=0.5, link_idle_s=1.0
+                hold_s_max=hold_s_max,
+                verify_retry_s=0.05,
+                distrust_s=1.0,
+                failover_s=1.0,
+                reverify_s=0.5,
+                link_idle_s=1.0,
             ),
             entry_idle_s=0.8,
         ),
@@ -105,6 +116,14 @@ def short_options(
             lease_renew_s=0.2,
             move_timeout_s=5.0,
             virtual_nodes=VIRTUAL_NODES,
+            all_subscribers_ratio_min=20.0,
+            all_publishers_ratio_min=0.2,
+            replicate_publications_per_s_min=40.0,
+            replicate_subscribers_min=8,
+            replicate_load_ratio_min=0.3,
+            replicas_max=replicas_max,
+            replication_rest_s=0.5,
+            replica_dead_s=1.0,
         ),
         servers=servers,
         delays=delays,
@@ -115,7 +134,7 @@ def short_options(
 
 @dataclass(slots=True)
 class Moves:
-    """What became of the moves that were asked for."""
+    """What became of the changes that were asked for."""
 
     asked: int = 0
     settled: int = 0
@@ -236,10 +255,25 @@ class Cluster:
         self.clients.append(client)
         return client
 
-    def move(self, channel: bytes, to: str) -> None:
-        """Ask the balancer for a move; one that it cannot begin now is refused."""
+    def change(self, channel: bytes, assignment: Assignment) -> None:
+        """Ask the balancer for another assignment of a channel; one that it cannot begin now is refused."""
+        servers = list(assignment.servers)
+        if assignment.mode is not Mode.SINGLE:
+            mode = assignment.mode.name.lower().replace("_", "-")
+            self._ask("replicate", {"channel": channel, "mode": mode, "servers": servers})
+        elif self._is_replicated(channel):
+            self._ask("unreplicate", {"channel": channel, "to": servers[0]})
+        else:
+            self._ask("move", {"channel": channel, "to": servers[0]})
+
+    def _is_replicated(self, channel: bytes) -> bool:
+        plans = [plan for id_ in self.servers if (plan := self.stored_plan(id_)) is not None]
+        newest = max(plans, key=lambda plan: plan.version, default=None)
+        return newest is not None and newest.entry(channel).route.assignment.mode is not Mode.SINGLE
+
+    def _ask(self, command: str, arguments: dict[str, Any]) -> None:
         self.moves.asked += 1
-        self.administrator.handle(Ask(self.world.random.getrandbits(63), channel, to))
+        self.administrator.handle(Ask(self.world.random.getrandbits(63), command, arguments))
 
     def _answered(self, action: Any) -> None:
         assert type(action) is Answered, f"not an action of an administrator: {action!r}"
@@ -272,7 +306,7 @@ class Cluster:
         administrator = self.administrator.machine
         assert isinstance(administrator, Administrator)
         for ask, times in administrator.unanswered.values():
-            problems.append(f"the move of {ask.channel.decode()} to {ask.to}, asked for {times} times, is not answered")
+            problems.append(f"{ask}, asked for {times} times, is not answered")
         return problems
 
     def settled(self) -> bool:

@@ -6,11 +6,12 @@ constant while it is entered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import dynamoth.plan
 import dynamoth_balancer.goals
 import dynamoth_balancer.recovery
 import dynamoth_balancer.takeover
@@ -19,9 +20,11 @@ import dynamoth_dispatcher.machine
 import dynamoth_lla.traffic
 from dynamoth.envelope import FORWARDED, Envelope
 from dynamoth.outbox import Outbox
-from dynamoth.plan import Assignment, Entry, Location, Phase, Plan, Route, missing
+from dynamoth.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, missing
 from dynamoth.ring import Ring
+from dynamoth_balancer.goals import ChannelFigures
 from dynamoth_balancer.installer import Installer
+from dynamoth_balancer.model import ClusterModel
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.publisher import PublisherMachine
@@ -29,6 +32,7 @@ from dynamoth_client.sequences import Stream
 from dynamoth_client.subscriber import SubscriberMachine
 from dynamoth_dispatcher.machine import DispatcherMachine
 from dynamoth_dispatcher.transitions import Transitions
+from dynamoth_sim.replica_scenarios import pairs
 
 Mutation = Callable[[], AbstractContextManager[None]]
 
@@ -297,11 +301,80 @@ def everybody_forwards() -> AbstractContextManager[None]:
     """A dispatcher that is neither at an old nor at a new server forwards to both itself."""
 
     def destinations(
-        self: DispatcherMachine, channel: bytes, entry: Entry, here: Location
+        self: DispatcherMachine, channel: bytes, entry: Entry, here: Location, envelope: Envelope | None
     ) -> tuple[list[Location], int]:
-        return missing(channel, entry.followed, {here}), entry.route.epoch
+        publisher = 0 if envelope is None else envelope.publisher
+        return missing(channel, entry.followed, {here}, publisher), entry.route.epoch
 
     return replaced(DispatcherMachine, _destinations=destinations)
+
+
+def one_name_for_all_epochs() -> AbstractContextManager[None]:
+    """A replicated channel has the name of the channel at every server, whatever the epoch."""
+
+    def plain(channel: bytes, epoch: int) -> bytes:
+        return channel
+
+    return replaced(dynamoth.plan, replica_channel=plain)
+
+
+def any_replica_will_do() -> AbstractContextManager[None]:
+    """A message is forwarded to one server of each route, in whatever mode."""
+
+    def one_each(channel: bytes, routes: Iterable[Route], reached: Set[Location], publisher: int) -> list[Location]:
+        return [place for route in routes for place in missing(channel, [route], reached, publisher)[:1]]
+
+    return replaced(dynamoth_dispatcher.machine, missing=one_each)
+
+
+def one_forwarder() -> AbstractContextManager[None]:
+    """Of the dispatchers of ALL_PUBLISHERS, only that of the first location forwards what was sent to all of them."""
+    forward = DispatcherMachine._forward_message  # pyright: ignore[reportPrivateUsage]
+
+    def first_only(self: DispatcherMachine, channel: bytes, entry: Entry, here: Location, *rest: Any) -> list[Any]:
+        for route in entry.followed:
+            if route.assignment.mode is Mode.ALL_PUBLISHERS and here in route.locations(channel)[1:]:
+                return []
+        return forward(self, channel, entry, here, *rest)
+
+    return replaced(DispatcherMachine, _forward_message=first_only)
+
+
+def added_up() -> AbstractContextManager[None]:
+    """The balancer takes what replicas report for the sum of what is true."""
+    figures = ClusterModel.figures
+
+    def sum_of(true: ChannelFigures) -> ChannelFigures:
+        times = {mode: len(true.assignment.servers) if mode is true.assignment.mode else 1 for mode in Mode}
+        return replace(
+            true,
+            subscribers=true.subscribers * times[Mode.ALL_SUBSCRIBERS],
+            publications_per_s=true.publications_per_s * times[Mode.ALL_PUBLISHERS],
+        )
+
+    def sums(self: ClusterModel, assignments: Mapping[bytes, Assignment]) -> list[ChannelFigures]:
+        return [sum_of(true) for true in figures(self, assignments)]
+
+    return replaced(ClusterModel, figures=sums)
+
+
+def no_failover() -> AbstractContextManager[None]:
+    """Subscribers wait for a replica that is away, however long that takes."""
+
+    def wait(*_: Any) -> list[Any]:
+        return []
+
+    return replaced(SubscriberMachine, _fail_over=wait)
+
+
+def publishers_wait() -> AbstractContextManager[None]:
+    """Publishers wait for a replica that is away, however long that takes."""
+
+    def wait(self: PublisherMachine, server_id: str, now: float) -> list[Any]:
+        self._servers[server_id].avoided = True  # pyright: ignore[reportPrivateUsage]  # so that it is not asked again
+        return []
+
+    return replaced(PublisherMachine, _fail_over=wait)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,5 +407,14 @@ CHECKS: tuple[Check, ...] = (
     Check("20-hot-channel", any_move, "expected"),
     Check("21-unknown-publisher", trusting_newcomer, "G1"),
     Check("22-third-server", everybody_forwards, "G1"),
+    Check("05-never-empty", one_name_for_all_epochs, "expected"),
+    Check("06-some-server-has-it", any_replica_will_do, "G1"),
+    Check("07-all-subscribers-no-flapping", added_up, "expected"),
+    Check("07-all-publishers-no-flapping", added_up, "expected"),
+    Check("24-every-replica-forwards", one_forwarder, "G1"),
+    Check("23-all-subscribers-replica-away", no_failover, "expected"),
+    Check("23-all-subscribers-replica-away", publishers_wait, "expected"),
+    Check("23-all-publishers-replica-away", no_failover, "expected"),
+    *(Check(name, no_markers, "G1") for name, _, _ in pairs()),
 )
 """Each scenario with what must make it fail."""

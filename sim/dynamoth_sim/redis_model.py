@@ -308,6 +308,10 @@ class RedisServer:
         """Return the processes that are subscribed to ``channel`` here, as the server sees it (for tests)."""
         return [connection.process for connection in self._channels.get(channel, ())]
 
+    def channels(self) -> list[bytes]:
+        """Return the channels that somebody is subscribed to here."""
+        return list(self._channels)
+
     # The server itself.
 
     def _ping(self, _connection: Connection, words: list[bytes]) -> Any:

@@ -17,6 +17,8 @@ from itertools import repeat
 from multiprocessing import get_context
 from typing import Any
 
+from dynamoth.names import logical_channel
+from dynamoth.plan import Location, Mode
 from dynamoth_sim.cluster import Cluster, short_options
 from dynamoth_sim.faults import PROFILES, Chaos, Profile, draw_profile
 from dynamoth_sim.guarantees import Totals, Violation
@@ -100,7 +102,13 @@ def run_scenario(seed: int, name: str) -> Outcome:
     """Play a scenario; the seed determines only what the script leaves open."""
     scenario = SCENARIOS[name]
     world = World(seed)
-    stage = Stage(world, scenario.servers, scenario.outgoing_bytes_per_s_max)
+    stage = Stage(
+        world,
+        scenario.servers,
+        scenario.outgoing_bytes_per_s_max,
+        losses_allowed=scenario.losses_allowed,
+        replicas_max=scenario.replicas_max,
+    )
 
     def play() -> list[Violation]:
         with suppress(SceneFailed):  # which has been noted as a violation
@@ -122,6 +130,7 @@ def _run_profile(world: World, profile: Profile) -> Outcome:
             servers=profile.servers,
             spread=SPREAD,
             forwards_max=profile.forwards_max,
+            replicas_max=profile.replicas_max,
         ),
     )
     return _outcome(profile.name, cluster, lambda: _live(cluster, profile))
@@ -196,16 +205,30 @@ def _check_places(cluster: Cluster, workload: Workload) -> list[Violation]:
     if plan is None:
         return violations
     for channel in workload.channels:
-        right = plan.entry(channel).route.assignment.servers
-        for server in cluster.servers.values():
-            listening = len(server.subscribers(channel))
-            expected = cluster.audit.open_count(channel) if server.id in right else 0
-            if listening != expected:
-                names = ", ".join(server.subscribers(channel))
-                text = f"{listening} listen to {channel.decode()} at {server.id}, not {expected}: {names}"
-                story = cluster.world.trace.story(channel, None)
-                violations.append(Violation("place", text, cluster.world.now, channel, story=story))
+        route = plan.entry(channel).route
+        right = {location: len(_listeners(cluster, location)) for location in route.locations(channel)}
+        expected = cluster.audit.open_count(channel)
+        if route.assignment.mode is Mode.ALL_PUBLISHERS:
+            fine = sum(right.values()) == expected
+        else:
+            fine = all(count == expected for count in right.values())
+        found = {
+            Location(server.id, physical): ", ".join(server.subscribers(physical))
+            for server in cluster.servers.values()
+            for physical in server.channels()
+            if logical_channel(physical) == channel
+        }
+        if not fine or not found.keys() <= right.keys():
+            text = (
+                f"{expected} are subscribed to {channel.decode()}; they should listen at {list(right)} and do: {found}"
+            )
+            story = cluster.world.trace.story(channel, None)
+            violations.append(Violation("place", text, cluster.world.now, channel, story=story))
     return violations
+
+
+def _listeners(cluster: Cluster, location: Location) -> list[str]:
+    return cluster.servers[location.server].subscribers(location.physical)
 
 
 def run_seeds(seeds: Sequence[int], name: str | None = None, jobs: int = 1) -> Iterator[Outcome]:

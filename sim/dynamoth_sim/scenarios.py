@@ -1,7 +1,7 @@
 """How the published protocol fails, as scripts: each provokes one fault and finds that nothing comes of it.
 
-The numbers are those of the cases that were collected from the paper's protocol; 5, 6 and 7 concern replicated
-channels and are not here yet. In all of them H0 is the old server of a channel and H1 the new one, S a subscriber,
+The numbers are those of the cases that were collected from the paper's protocol; those that concern replicated channels
+are in ``replica_scenarios``. In all of them H0 is the old server of a channel and H1 the new one, S a subscriber,
 P a publisher, D a dispatcher. ``mutations`` switches off what remedies each, and then the scenario must fail.
 """
 
@@ -15,8 +15,9 @@ from functools import partial
 from dynamoth.control import Marker, RouteNotice
 from dynamoth.errors import MalformedMessage
 from dynamoth.names import BALANCER_CHANNEL
-from dynamoth.plan import Phase
+from dynamoth.plan import Phase, single
 from dynamoth.reports import Report, unpack_report
+from dynamoth_sim import replica_scenarios
 from dynamoth_sim.cluster import AMPLE_BYTES_PER_S
 from dynamoth_sim.faults import INBOX_PREFIX
 from dynamoth_sim.stage import Stage, control_in
@@ -30,6 +31,10 @@ class Scenario:
     servers: int = 3
     #: What each server can send.
     outgoing_bytes_per_s_max: int = AMPLE_BYTES_PER_S
+    #: Whether something fails in it, so that messages may be lost as long as it is told.
+    losses_allowed: bool = False
+    #: How many servers the balancer itself spreads a channel over.
+    replicas_max: int = 1
 
 
 SETTLE_S_MAX = 2.0
@@ -46,7 +51,7 @@ def moved_twice(stage: Stage) -> None:
     subscriber = stage.subscriber("S", channel)
     with stage.held("S", "s1", to_server=False):
         stage.move(channel, "s2", Phase.ACTIVE)
-        stage.cluster.move(channel, "s3")
+        stage.cluster.change(channel, single("s3"))
         stage.run(0.5)
     stage.wait_settled(channel)
     if not stage.is_at(channel, "s3", Phase.ACTIVE):
@@ -103,7 +108,7 @@ def quiet_channel(stage: Stage) -> None:
     stage.open()
     channel = stage.channel_at("s1")
     stage.subscriber("S", channel)
-    stage.cluster.move(channel, "s2")
+    stage.cluster.change(channel, single("s2"))
     stage.wait(
         "the quiet channel has settled at s2",
         lambda: stage.is_at(channel, "s2", Phase.SETTLED),
@@ -188,7 +193,7 @@ def late_plan(stage: Stage) -> None:
         stale = stage.publisher(f"P{number}")
         stage.publish(stale, channel)
         with stage.deaf_agent(deaf):
-            stage.cluster.move(channel, "s2")
+            stage.cluster.change(channel, single("s2"))
             stage.run(0.4)
             newcomer = stage.client(f"N{number}", 1).subscribers[0]
             newcomer.subscribe(channel)
@@ -215,7 +220,7 @@ def balancer_dies(stage: Stage) -> None:
     balancer = stage.cluster.balancer
     connections = stage.cluster.network.connections(balancer.name)
     with stage.held(balancer.name, "s2", to_server=True), stage.held(balancer.name, "s3", to_server=True):
-        stage.cluster.move(moving, "s3")
+        stage.cluster.change(moving, single("s3"))
         stage.wait("s1 stores the change", lambda: stage.entry(moving, "s1").phase is Phase.PREPARED)
         stage.expect("s3 does not store it", stage.entry(moving, "s3").phase is Phase.SETTLED)
         for connection in connections:
@@ -526,5 +531,11 @@ SCENARIOS: dict[str, Scenario] = {
     "20-hot-channel": Scenario(hot_channel, outgoing_bytes_per_s_max=120_000),
     "21-unknown-publisher": Scenario(unknown_publisher),
     "22-third-server": Scenario(third_server),
+    **{name: Scenario(play, servers=4) for name, play in replica_scenarios.PLAYS.items()},
+    **{name: Scenario(play, losses_allowed=True) for name, play in replica_scenarios.FAILURES.items()},
+    **{
+        name: Scenario(play, outgoing_bytes_per_s_max=120_000, replicas_max=3)
+        for name, play in replica_scenarios.LOADS.items()
+    },
 }
 """Every case by its number and name."""

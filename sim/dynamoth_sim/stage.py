@@ -10,7 +10,7 @@ from dynamoth.control import unpack_control
 from dynamoth.envelope import CONTROL, is_enveloped, open_envelope
 from dynamoth.errors import MalformedMessage
 from dynamoth.names import AGENT_CHANNEL
-from dynamoth.plan import Entry, Phase
+from dynamoth.plan import Assignment, Entry, Phase, single
 from dynamoth_sim.clients import Client, PublisherApp, SubscriberApp
 from dynamoth_sim.cluster import AMPLE_BYTES_PER_S, Cluster, short_options
 from dynamoth_sim.guarantees import Violation
@@ -37,6 +37,8 @@ class Stage:
         servers: how many; they are called s1, s2 ...
         outgoing_bytes_per_s_max: what each can send.
         hold_s_max: how long subscribers hold messages back.
+        losses_allowed: whether a loss that is told to subscribers is in order.
+        replicas_max: how many servers the balancer itself spreads a channel over.
 
     """
 
@@ -46,6 +48,8 @@ class Stage:
         servers: int = 3,
         outgoing_bytes_per_s_max: int = AMPLE_BYTES_PER_S,
         hold_s_max: float = 1.0,
+        losses_allowed: bool = False,
+        replicas_max: int = 1,
     ) -> None:
         self.world = world
         options = short_options(
@@ -53,6 +57,8 @@ class Stage:
             delays=STAGE_DELAYS,
             outgoing_bytes_per_s_max=outgoing_bytes_per_s_max,
             servers=servers,
+            losses_allowed=losses_allowed,
+            replicas_max=replicas_max,
         )
         self.cluster = Cluster(world, options)
         self._problems: list[Violation] = []
@@ -151,15 +157,22 @@ class Stage:
 
     def is_at(self, channel: bytes, server: str, phase: Phase) -> bool:
         """Tell whether every server's plan has a channel at ``server``, in ``phase`` or a later one."""
-        return all(
-            entry.route.assignment.servers == (server,) and entry.phase >= phase
-            for entry in (self.entry(channel, id_) for id_ in self.cluster.servers)
-        )
+        return self.holds(channel, single(server), phase)
+
+    def holds(self, channel: bytes, assignment: Assignment, phase: Phase) -> bool:
+        """Tell whether every server's plan has a channel as ``assignment`` says, in ``phase`` or a later one."""
+        entries = [self.entry(channel, id_) for id_ in self.cluster.servers]
+        return all(entry.route.assignment == assignment and entry.phase >= phase for entry in entries)
 
     def move(self, channel: bytes, to: str, phase: Phase = Phase.SETTLED) -> None:
         """Move a channel, and wait until the move has come to ``phase``."""
-        self.cluster.move(channel, to)
-        self.wait(f"{channel.decode()} is {phase.name} at {to}", lambda: self.is_at(channel, to, phase))
+        self.change(channel, single(to), phase)
+
+    def change(self, channel: bytes, assignment: Assignment, phase: Phase = Phase.SETTLED) -> None:
+        """Change where a channel is, and wait until the change has come to ``phase``."""
+        self.cluster.change(channel, assignment)
+        what = f"{channel.decode()} is {phase.name} as {assignment.mode.name} at {'+'.join(assignment.servers)}"
+        self.wait(what, lambda: self.holds(channel, assignment, phase))
 
     def wait_settled(self, *channels: bytes) -> None:
         """Wait until nothing is in transition any more and every administrator has an answer."""

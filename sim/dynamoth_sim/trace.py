@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from dynamoth.control import Marker, PlanChange, RouteNotice, unpack_control
 from dynamoth.envelope import CONTROL, FIRST, FORWARDED, HEARTBEAT, RAW, ROUTE_CHANGED, is_enveloped, open_envelope
 from dynamoth.errors import MalformedMessage
-from dynamoth.plan import unpack_entry
+from dynamoth.names import logical_channel
+from dynamoth.plan import Assignment, Mode, unpack_entry
 
 BEFORE_S = 0.3
 AFTER_S = 0.5
@@ -92,6 +93,7 @@ def _is_message(record: Record, channel: bytes, payload: bytes) -> bool:
 
 def _is_around(record: Record, channel: bytes, people: Sequence[str]) -> bool:
     """Tell whether a record that is not of the message itself helps to understand it."""
+    on_channel = record.channel is not None and logical_channel(record.channel) == channel
     concerned = record.who is not None and any(record.who.startswith(name) for name in people)
     match record.kind:
         case "fault" | "says":
@@ -105,8 +107,8 @@ def _is_around(record: Record, channel: bytes, people: Sequence[str]) -> bool:
         case _:
             pass
     if record.data is None:
-        return record.channel == channel and concerned
-    return (record.channel == channel and _is_control(record.data)) or (
+        return on_channel and concerned
+    return (on_channel and _is_control(record.data)) or (
         channel in _control_channels(record.data) and record.kind == "publishes"
     )
 
@@ -153,8 +155,8 @@ def _plan_in_words(fields: dict[bytes, bytes]) -> str:
         if not name.startswith(_ENTRY_PREFIX):
             continue
         entry = unpack_entry(value)
-        old = ",".join("+".join(route.assignment.servers) for route in entry.previous)
-        new = "+".join(entry.route.assignment.servers)
+        old = ",".join(_assignment_in_words(route.assignment) for route in entry.previous)
+        new = _assignment_in_words(entry.route.assignment)
         words.append(f"{name.decode(errors='replace')} epoch {entry.route.epoch} {entry.phase.name} ({old} -> {new})")
     return "; ".join(words)
 
@@ -185,11 +187,16 @@ def _control_in_words(data: bytes) -> str:
         case PlanChange(delta):
             return f"PlanChange({delta.base} to {delta.version}: {', '.join(map(_name, delta.entries))})"
         case RouteNotice(channel, route):
-            return f"RouteNotice({_name(channel)}: epoch {route.epoch} at {'+'.join(route.assignment.servers)})"
+            return f"RouteNotice({_name(channel)}: epoch {route.epoch} at {_assignment_in_words(route.assignment)})"
         case Marker(channel, server, incarnation, number):
             return f"Marker({_name(channel)}: {number} of {server}, {incarnation % 0x10000:04x})"
         case _:
             return str(message)
+
+
+def _assignment_in_words(assignment: Assignment) -> str:
+    mode = "" if assignment.mode is Mode.SINGLE else f"{assignment.mode.name} "
+    return mode + "+".join(assignment.servers)
 
 
 def _name(channel: bytes) -> str:

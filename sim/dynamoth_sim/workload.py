@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 from dynamoth.events import Connect, LinkDown, LinkUp, Replied, Send, Start
+from dynamoth.plan import Assignment, Mode, single
 from dynamoth_sim.clients import Client, PublisherApp, SubscriberApp, make_payload
 from dynamoth_sim.cluster import Cluster
 from dynamoth_sim.process import Process
@@ -17,7 +18,7 @@ from dynamoth_sim.rgame import GameWorld, Join, Leave, Player
 
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
-    """How much happens."""
+    """How much happens. "Moves" are all changes of where a channel is, replication included."""
 
     channels: int = 3
     publishers: int = 3
@@ -34,6 +35,8 @@ class WorkloadOptions:
     move_interval_s: float = 0.3
     #: The share of moves that take all channels at once.
     storm_ratio: float = 0.0
+    #: The share of moves that replicate the channel, in either mode, over two servers or more.
+    replicated_ratio: float = 0.5
     #: How many publishes a publisher may begin before the first has ended, where it does not wait for them.
     burst_max: int = 5
 
@@ -250,8 +253,15 @@ class Workload:
             return
         storm = self._random.random() < self.options.storm_ratio
         for channel in self.channels if storm else [self._random.choice(self.channels)]:
-            self.cluster.move(channel, self._random.choice(list(self.cluster.servers)))
+            self.cluster.change(channel, self._draw_assignment())
         self.cluster.world.after(self.options.move_interval_s * self._random.random(), self._move)
+
+    def _draw_assignment(self) -> Assignment:
+        servers = list(self.cluster.servers)
+        if self._random.random() >= self.options.replicated_ratio:
+            return single(self._random.choice(servers))
+        mode = self._random.choice((Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS))
+        return Assignment(mode, tuple(self._random.sample(servers, self._random.randint(2, len(servers)))))
 
     # The end.
 

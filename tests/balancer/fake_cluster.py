@@ -35,7 +35,7 @@ from dynamoth.events import (
     Tick,
 )
 from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, BALANCER_LEASE_KEY, PLAN_KEY, inbox
-from dynamoth.plan import Entry, Phase, Plan, Server
+from dynamoth.plan import Entry, Mode, Phase, Plan, Route, Server
 from dynamoth.reports import ChannelColumns, Report, pack_report
 from dynamoth.stored_plan import parse_whole, write_whole
 from dynamoth_balancer.actions import Decided, Note, PlanChanged, Stopped
@@ -123,6 +123,67 @@ class FakeServer:
                 raise AssertionError(f"the fake server does not know {args!r:.100}")
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """What is true of a channel, wherever it is."""
+
+    publications_per_s: float
+    subscribers: int
+    publishers: int = 40
+    message_bytes: float = 100
+
+    @property
+    def outgoing_bytes_per_s(self) -> float:
+        return self.publications_per_s * self.subscribers * self.message_bytes
+
+    def seen_at(self, server: str, route: Route) -> Row:
+        """Return what the agent of a server of a route counts of it in a second."""
+        mode, servers = route.assignment.mode, route.assignment.servers
+        publishers, subscribers = self.publishers, self.subscribers
+        index = servers.index(server)
+        if mode is Mode.ALL_SUBSCRIBERS:
+            publishers = sum((number ^ route.epoch) % len(servers) == index for number in range(publishers))
+        if mode is Mode.ALL_PUBLISHERS:
+            subscribers = sum((number ^ route.epoch) % len(servers) == index for number in range(subscribers))
+        publications = self.publications_per_s * publishers / self.publishers if self.publishers else 0.0
+        return Row(publications, publishers, subscribers, publications * subscribers * self.message_bytes)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What an agent counts of a channel in a second."""
+
+    publications: float = 0.0
+    publishers: int = 0
+    subscribers: int = 0
+    bytes_out: float = 0.0
+
+    def __add__(self, other: Row) -> Row:
+        return Row(
+            self.publications + other.publications,
+            self.publishers + other.publishers,
+            self.subscribers + other.subscribers,
+            self.bytes_out + other.bytes_out,
+        )
+
+
+def columns(rows: Mapping[bytes, Row], interval_s: float) -> ChannelColumns:
+    """Return rows as a report has them."""
+    names = sorted(rows, key=lambda name: (-rows[name].bytes_out, name))
+    zeros, nobody = (0,) * len(names), (b"",) * len(names)
+    return ChannelColumns(
+        channels=tuple(names),
+        publications=tuple(round(rows[name].publications * interval_s) for name in names),
+        publishers=tuple(rows[name].publishers for name in names),
+        subscribers=tuple(rows[name].subscribers for name in names),
+        messages_sent=zeros,
+        bytes_in=zeros,
+        bytes_out=tuple(round(rows[name].bytes_out * interval_s) for name in names),
+        publisher_ids=nobody,
+        subscriber_ids=nobody,
+    )
+
+
 @dataclass
 class FakeAgent:
     """The agent of one server, as the balancer sees it."""
@@ -135,6 +196,8 @@ class FakeAgent:
     plan: Plan | None = None
     #: What each channel makes the server send, bytes/s.
     loads: dict[bytes, int] = field(default_factory=dict[bytes, int])
+    #: What it counts of other channels.
+    rows: dict[bytes, Row] = field(default_factory=dict[bytes, Row])
     #: Channels whose subscribers have not left their old location here.
     listened: set[bytes] = field(default_factory=set[bytes])
     reports: bool = True
@@ -180,10 +243,7 @@ class FakeAgent:
 
     def report(self) -> Report:
         self.sequence += 1
-        channels = sorted(self.loads, key=lambda channel: -self.loads[channel])
-        zeros = (0,) * len(channels)
-        nobody = (b"",) * len(channels)
-        out = tuple(round(self.loads[channel] * REPORT_INTERVAL_S) for channel in channels)
+        rows = {**self.rows, **{channel: Row(bytes_out=load) for channel, load in self.loads.items()}}
         return Report(
             server=self.server.id,
             incarnation=self.incarnation,
@@ -191,8 +251,8 @@ class FakeAgent:
             interval_s=REPORT_INTERVAL_S,
             plan_version=self.plan.version if self.reports_version and self.plan is not None else None,
             outgoing_bytes_per_s_max=CAPACITY,
-            outgoing_bytes_per_s=float(sum(self.loads.values())),
-            columns=ChannelColumns(tuple(channels), zeros, zeros, zeros, zeros, zeros, out, nobody, nobody),
+            outgoing_bytes_per_s=sum(row.bytes_out for row in rows.values()),
+            columns=columns(rows, REPORT_INTERVAL_S),
         )
 
 
@@ -256,6 +316,8 @@ class FakeCluster:
         self._agents_at = now
         #: Channels whose load follows them to where the agents of the new servers have settled them.
         self.follow: dict[bytes, int] = {}
+        #: What is true of other channels; it follows them in the same way.
+        self.traffic: dict[bytes, Traffic] = {}
         self._followed: Plan | None = None
 
     def configured(self, ids: Iterable[str] | None = None) -> list[Server]:
@@ -434,6 +496,13 @@ class FakeCluster:
             agent.loads.pop(channel, None)
             if agent.server.id in here:
                 agent.loads[channel] = load
+        agent.rows.clear()
+        for channel, traffic in self.traffic.items():
+            assert self._followed is not None
+            for route in self._followed.entry(channel).followed:
+                if agent.server.id in route.assignment.servers:
+                    row = agent.rows.get(channel, Row())
+                    agent.rows[channel] = row + traffic.seen_at(agent.server.id, route)
 
     # Actions.
 

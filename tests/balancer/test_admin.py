@@ -222,7 +222,10 @@ def test_an_unknown_command_is_answered_with_the_known_ones() -> None:
     cluster = FakeCluster(1)
     cluster.started(NO_DECISIONS)
     reply = cluster.ask("explode")
-    assert reply.error == "command 'explode' is not known; known are move, pause, plan, resume, status"
+    assert (
+        reply.error
+        == "command 'explode' is not known; known are move, pause, plan, replicate, resume, status, unreplicate"
+    )
 
 
 def test_answers_that_are_remembered_are_bounded() -> None:
@@ -280,9 +283,13 @@ def _sealed(server: str) -> st.SearchStrategy[bytes]:
         st.builds(Vacated, names, pairs).map(pack_control),
         st.builds(
             AdminRequest,
-            numbers,
-            st.sampled_from(["status", "move", "plan", "pause", "x"]),
-            st.dictionaries(st.sampled_from(["channel", "to", "limit", "after"]), _values, max_size=4),
+            st.integers(2**32, 2**64 - 1),  # not a number of the test's own requests: that would be answered alike
+            st.sampled_from(["status", "move", "replicate", "unreplicate", "plan", "pause", "x"]),
+            st.dictionaries(
+                st.sampled_from(["channel", "to", "limit", "after", "mode", "servers", "count"]),
+                _values | st.sampled_from([CHANNEL, "s1", ["s1", "s2"], "all-publishers", 2]),
+                max_size=4,
+            ),
         ).map(pack_control),
     )
 

@@ -56,6 +56,16 @@ def test_a_channel_too_large_for_any_server_is_told_of_and_never_moved_to_and_fr
     assert 1 <= len(balancer.decided) <= 6, "told again now and then, not every second"
 
 
+def test_what_cannot_be_done_is_not_told_anew_because_the_load_varies() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(QUICK)
+    [channel] = _load(cluster, balancer, {"s1": [0.95]})
+    for number in range(300):
+        cluster.follow[channel] = round((0.95 + number % 7 / 50) * CAPACITY)
+        cluster.run(1)
+    assert 1 <= len(balancer.decided) <= 6
+
+
 def test_no_channel_is_moved_back_while_the_load_is_constant() -> None:
     cluster = FakeCluster(3)
     balancer = cluster.started(QUICK)

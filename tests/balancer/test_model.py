@@ -1,15 +1,18 @@
-"""The model: averages, and load on its way, which counts once and at the right server (DESIGN 7, number 19)."""
+"""The model: averages, and load on its way, which counts once and at the right server (case 19)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamoth.plan import Assignment, Mode, Route, single
 from dynamoth.reports import ChannelColumns, Report
-from dynamoth_balancer.model import SAMPLES_MAX, ClusterModel
+from dynamoth_balancer.model import BUSY_MAX, SAMPLES_MAX, ClusterModel
+from tests.balancer.fake_cluster import Row, Traffic, columns
 
 CAPACITY = 1000
 
@@ -72,7 +75,7 @@ def test_load_on_its_way_counts_at_the_new_server_and_forwarded_copies_do_not() 
         model.report(report("s1", {b"a": 500, b"b": 400}), now)
         model.report(report("s2", {b"z": 100}), now)
     assert (ratio(model, "s1", now), ratio(model, "s2", now)) == (0.9, 0.1)
-    model.moved({b"a": ("s1", "s2")}, now)
+    model.moved({b"a": (single("s1"), single("s2"))}, now)
     for second in range(5):
         assert (ratio(model, "s1", now), ratio(model, "s2", now)) == (0.4, 0.6), f"{second} s after the decision"
         now += 1  # forwarded in both directions: it is sent at both servers, and even more than before
@@ -99,7 +102,7 @@ def test_a_channel_that_is_moved_on_counts_at_its_latest_server_only() -> None:
         model.report(report("s3", {}), now)
     places = ["s1", "s2", "s3", "s1", "s2"]
     for source, target in pairwise(places):
-        model.moved({b"a": (source, target)}, now)
+        model.moved({b"a": (single(source), single(target))}, now)
         model.settled([b"a"], now)
         now += 1
         for server in ("s1", "s2", "s3"):
@@ -147,7 +150,7 @@ def test_the_load_of_the_cluster_is_neither_lost_nor_doubled(steps: list[tuple[i
     for channel_number, target_number, ticks, settles in steps:
         channel, target = b"c%d" % channel_number, servers[target_number]
         if channel not in on_the_way and places[channel] != target:
-            model.moved({channel: (places[channel], target)}, now)
+            model.moved({channel: (single(places[channel]), single(target))}, now)
             on_the_way[channel] = target
         for _ in range(ticks):
             pass_time()
@@ -164,3 +167,105 @@ def test_the_load_of_the_cluster_is_neither_lost_nor_doubled(steps: list[tuple[i
             load_now = model.load(server, now)
             assert load_now is not None
             assert load_now.outgoing_bytes_per_s == pytest.approx(expected[server], abs=1e-6)
+
+
+# What is true of a channel, however many servers have measured it.
+
+HOT = b"hot"
+TRAFFIC = Traffic(1000, 90, publishers=30, message_bytes=0.01)
+
+
+def _seen(
+    model: ClusterModel, route: Route, servers: list[str], traffic: Traffic = TRAFFIC, until: float = 10.0
+) -> None:
+    for server in servers:
+        for second in range(10):
+            rows = {b"other": Row(bytes_out=10.0)}
+            if server in route.assignment.servers:
+                rows[HOT] = traffic.seen_at(server, route)
+            _hear(model, server, rows, until - 9 + second)
+
+
+def _hear(model: ClusterModel, server: str, rows: dict[bytes, Row], at: float) -> None:
+    total = sum(row.bytes_out for row in rows.values())
+    model.report(replace(report(server, {}), outgoing_bytes_per_s=total, columns=columns(rows, 1.0)), at)
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_figures_of_a_channel_are_the_same_in_every_mode(mode: Mode) -> None:
+    servers = ["s1", "s2", "s3", "s4"]
+    assignment = single("s2") if mode is Mode.SINGLE else Assignment(mode, ("s4", "s1", "s2"))
+    model = ClusterModel(servers, averaging_s=20.0)
+    _seen(model, Route(3, assignment), servers)
+    [figures] = model.figures({HOT: assignment})
+    assert figures.assignment == assignment
+    assert figures.publications_per_s == pytest.approx(1000, abs=2)
+    assert (figures.publishers, figures.subscribers) == (30, 90)
+    assert figures.outgoing_bytes_per_s_total == pytest.approx(900, abs=2)
+    assert set(figures.outgoing_bytes_per_s) == set(assignment.servers)
+
+
+def test_figures_are_averages_and_publishers_the_most_of_any_report() -> None:
+    model = ClusterModel(["s1"], averaging_s=20.0)
+    _seen(model, Route(0, single("s1")), ["s1"], Traffic(100, 10, publishers=7, message_bytes=0.1), until=10.0)
+    _seen(model, Route(0, single("s1")), ["s1"], Traffic(300, 30, publishers=2, message_bytes=0.1), until=20.0)
+    [figures] = model.figures({HOT: single("s1")})
+    assert (figures.publications_per_s, figures.subscribers, figures.publishers) == pytest.approx((200, 20, 7))
+
+
+def test_what_is_published_at_a_server_that_has_no_replica_counts() -> None:
+    """Plain Redis clients do not know of replicas: what they publish is forwarded, and copies are no publications."""
+    assignment = Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2"))
+    model = ClusterModel(["s1", "s2", "s3"], averaging_s=20.0)
+    _seen(model, Route(1, assignment), ["s1", "s2"])
+    for second in range(1, 11):
+        _hear(model, "s3", {HOT: Row(publications=500)}, float(second))
+    [figures] = model.figures({HOT: assignment})
+    assert figures.publications_per_s == pytest.approx(1500, abs=2)
+
+
+def test_figures_are_not_known_while_reports_are_from_before_the_channel_settled() -> None:
+    before, after = single("s1"), Assignment(Mode.ALL_PUBLISHERS, ("s2", "s3"))
+    servers = ["s1", "s2", "s3"]
+    model = ClusterModel(servers, averaging_s=5.0)
+    _seen(model, Route(0, before), servers, until=10.0)
+    model.moved({HOT: (before, after)}, 10.0)
+    model.settled([HOT], 12.5)
+    for now in range(11, 31):
+        _seen_once(model, Route(1, after), servers, float(now))
+        model.forget_proven(float(now))
+        assert (model.figures({HOT: after}) != []) == (now >= 18), f"at {now}: a report of 12 to 13 is in the average"
+    assert ClusterModel(["s1"], 5.0).figures({HOT: single("s1")}) == [], "no report at all"
+
+
+def _seen_once(model: ClusterModel, route: Route, servers: list[str], now: float) -> None:
+    for server in servers:
+        rows = {HOT: TRAFFIC.seen_at(server, route)} if server in route.assignment.servers else {}
+        _hear(model, server, rows, now)
+        model.load(server, now)
+
+
+def test_the_busiest_channels_of_the_latest_report_are_found() -> None:
+    model = ClusterModel(["s1", "s2"], averaging_s=10.0)
+    model.report(report("s1", {b"gone": 900}), 1.0)
+    model.report(report("s1", {b"a": 300, b"b": 500, b"c": 299}), 2.0)
+    assert model.busy("s1", 300.0) == [b"b", b"a"]
+    assert model.busy("s2", 0.0) == []
+    many = {b"%d" % number: 5 for number in range(3 * BUSY_MAX)}
+    model.report(report("s2", many), 2.0)
+    assert len(model.busy("s2", 0.0)) == BUSY_MAX
+
+
+def test_load_that_is_being_spread_counts_at_all_replicas() -> None:
+    servers = ["s1", "s2", "s3"]
+    model = ClusterModel(servers, averaging_s=5.0)
+    one, three = single("s1"), Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2", "s3"))
+    two = Assignment(Mode.ALL_PUBLISHERS, ("s2", "s3"))
+    _seen(model, Route(0, one), servers)
+    for before, after, expected in (
+        (one, three, (0.31, 0.31, 0.31)),
+        (three, two, (0.01, 0.46, 0.46)),
+        (two, single("s2"), (0.01, 0.91, 0.01)),
+    ):
+        model.moved({HOT: (before, after)}, 10.0)
+        assert tuple(ratio(model, server, 10.0) for server in servers) == pytest.approx(expected, abs=0.002)

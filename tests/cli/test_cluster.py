@@ -117,6 +117,29 @@ def test_a_move_that_is_refused_exits_with_1_and_the_reason(
     assert reason in err
 
 
+def test_a_channel_is_replicated_shown_and_folded_back(
+    cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    channel = "a:hot:channel"
+    code, out, err = command(cluster, capsys, "plan", "replicate", channel, "--mode", "all-publishers", "--count", "3")
+    assert code == 0, err
+    servers = out.partition(" is at ")[2].partition(", all-publishers, settled")[0].split(", ")
+    assert sorted(servers) == ["s1", "s2"]
+    assert "note: 2 servers instead of 3, as no more can take part: add servers" in out
+    code, out, _ = command(cluster, capsys, "plan", "show")
+    assert f"{channel}  {','.join(servers)}  all-publishers  settled" in out
+    code, out, _ = command(cluster, capsys, "status")
+    assert code == 0 and f"replicated: {channel} at {', '.join(servers)}, all-publishers" in out
+    code, _, err = command(cluster, capsys, "plan", "move", channel, "--to", "s1")
+    assert code == 1 and "unreplicate CHANNEL --to SERVER" in err
+    code, out, err = command(
+        cluster, capsys, "plan", "replicate", channel, "--mode", "all-subscribers", "--servers", "s2,s1"
+    )
+    assert code == 0 and f"{channel} is at s2, s1, all-subscribers, settled" in out, err
+    code, out, err = command(cluster, capsys, "plan", "unreplicate", channel, "--to", "s2")
+    assert code == 0 and f"{channel} is at s2, settled" in out, err
+
+
 def test_a_wrong_password_is_named(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
     url = cluster.url.replace("p%40ss", "wrong")
     for arguments in (["status"], ["plan", "show"], ["plan", "move", "c", "--to", "s1"]):

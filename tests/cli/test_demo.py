@@ -8,6 +8,7 @@ import re
 import select
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -18,11 +19,22 @@ import pytest
 from dynamoth_cli.child import Child, dynamoth_command
 from dynamoth_cli.cluster import LocalCluster
 from dynamoth_cli.demo import worker_command
+from dynamoth_cli.demo_festival import Festival
 from dynamoth_cli.demo_worker import WorkerOptions
 from dynamoth_sim.rgame import GameWorld, Update
 
 TIMEOUT_S = 120.0
 WORLD: dict[str, Any] = {"tiles_per_side": 2}
+FESTIVAL = Festival(
+    name="a:festival",
+    replicas=2,
+    performers=4,
+    messages_per_s=100.0,
+    payload_bytes=500,
+    begins_s=0.0,
+    gathers_s=0.0,
+    ends_s=3600.0,
+)
 
 
 def demo(*arguments: str) -> subprocess.Popen[str]:
@@ -38,24 +50,32 @@ def children_of(pid: int) -> dict[int, str]:
     return {int(child): arguments for child, arguments in re.findall(r"(\d+) (.*)", listed)}
 
 
-def test_channels_move_and_the_audit_is_clean(tmp_path: Path) -> None:
+def test_channels_move_one_is_split_and_folded_back_and_the_audit_is_clean(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    process = demo("--players", "40", "--servers", "2", "--seconds", "12", "--seed", "1", "--json", str(file))
+    process = demo("--players", "40", "--servers", "3", "--seconds", "24", "--seed", "1", "--json", str(file))
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, out + err
     result = json.loads(file.read_text())
     assert result["clean"], result
     for name in ("lost", "duplicated", "reordered", "gaps", "errors", "violations"):
         assert result[name] == 0
-    assert result["published"] > 40 * 3 * 8
+    assert result["published"] > 40 * 3 * 16
     assert result["audited"] == 2 * result["published"], "both auditors see everything"
     assert result["delivered"] > result["audited"]
     assert result["migrations"] >= 1
-    assert result["plan_version"] >= 3 * 1
+    assert result["replicated"] >= 1, out
+    assert result["folded_back"] >= 1, out
+    assert 2 <= result["replicas_max"] <= 3
+    assert result["plan_version"] >= 3 * (1 + 2)
     assert 0 < result["latency_ms_p50"] <= result["latency_ms_p99"]
-    assert max(result["load_ratios_before"].values()) > 0.8 > max(result["load_ratios_after"].values())
-    assert set(result["load_ratios_after"]) == {"s1", "s2"}
+    assert max(result["load_ratios_before"].values()) > 0.8
+    assert set(result["load_ratios_after"]) == {"s1", "s2", "s3"}
     assert "audit: clean (0 lost, 0 duplicated, 0 reordered, 0 gaps)" in out
+    assert re.search(
+        r"rgame:festival\S*  split: s\d -> s\d,s\d.* all-subscribers  \(s\d: .* publications/s to 2 subs", out
+    )
+    assert re.search(r"rgame:festival\S*  folded back: s\d,s\d.* -> s\d  \(s\d: .*: one server is enough", out)
+    assert re.search(r"channels split: \d+, over up to [23] servers.*; folded back: \d+", out)
 
 
 def begun(process: subprocess.Popen[str]) -> list[int]:
@@ -108,7 +128,7 @@ def cluster() -> Iterator[LocalCluster]:
 class Worker:
     """A worker of the demo, spoken with as the demo does."""
 
-    def __init__(self, cluster: LocalCluster, role: str, count: int) -> None:
+    def __init__(self, cluster: LocalCluster, role: str, count: int, festival: Festival | None = None) -> None:
         options = WorkerOptions(
             role=role,
             url=cluster.url,
@@ -117,6 +137,7 @@ class Worker:
             first=0,
             count=count,
             payload_bytes=100,
+            festival=None if festival is None else asdict(festival),
             arrival_timeout_s=1.0,
         )
         self.child = Child(role, worker_command(), environment=os.environ, pipes=True)
@@ -194,3 +215,25 @@ def test_players_judge_what_their_own_process_publishes(cluster: LocalCluster) -
     worker.child.stdin.close()
     assert worker.child.wait(TIMEOUT_S), "a worker ends with its demo"
     assert worker.child.stop() == 0
+
+
+@pytest.mark.parametrize(("concealed", "lost"), [(0, 0), (1, 2)])
+def test_what_performers_publish_is_owed_to_the_auditors(cluster: LocalCluster, concealed: int, lost: int) -> None:
+    auditors = Worker(cluster, "auditors", 2, FESTIVAL)
+    performers = Worker(cluster, "performers", FESTIVAL.performers, FESTIVAL)
+    performers.tell({"order": "start", "at": time.monotonic()})
+    while performers.wait_for("stats")["published"] < 50:
+        pass
+    performers.tell({"order": "stop"})
+    published = performers.wait_for("stopped")["published"]
+    assert [(number, name) for number, name, _ in published] == [(n, FESTIVAL.name) for n in range(4)]
+    total = sum(sequence for _, _, sequence in published)
+    assert total >= 50
+    published[0][2] += concealed  # as if one message more had been published
+    result = auditors.finish(published)
+    assert result["delivered"] == 2 * total
+    assert (result["lost"], result["duplicated"], result["reordered"], result["gaps"]) == (lost, 0, 0, 0)
+    result = performers.finish(published)
+    assert (result["published"], result["violations"], result["errors"]) == (total, 0, 0)
+    for worker in (auditors, performers):
+        worker.child.kill()

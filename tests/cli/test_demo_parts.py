@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from dynamoth.plan import Plan, Server, single
+from dynamoth.plan import Assignment, Mode, Plan, Server, single
 from dynamoth.ring import Ring
-from dynamoth_cli.demo_scene import make_scene
+from dynamoth_balancer.goals import ChannelFigures
+from dynamoth_balancer.options import BalancerOptions
+from dynamoth_balancer.replication import wish
+from dynamoth_cli.demo_festival import Festival, Performer
+from dynamoth_cli.demo_scene import Scene, expected_deliveries_per_s, make_scene
 from dynamoth_cli.demo_state import DemoState, WorkerState
 from dynamoth_cli.demo_view import View, render, show_summary
 
 SERVERS = ["s1", "s2", "s3"]
 CHANNELS = [b"a", b"b", b"c"]
+FESTIVAL = Festival(
+    name="f",
+    replicas=3,
+    performers=4,
+    messages_per_s=40.0,
+    payload_bytes=1000,
+    begins_s=20.0,
+    gathers_s=2.0,
+    ends_s=30.0,
+)
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3, 8, 64])
@@ -24,7 +39,7 @@ def test_each_hot_spot_is_at_one_server_and_the_second_at_another(players: int, 
     ids = [f"s{number}" for number in range(servers)]
     scene = make_scene(players, ids, seconds=50.0)
     ring = Ring(ids)
-    homes = [{ring.home(channel) for channel in scene.world.hot_channels(at_s)} for at_s in (0.0, 26.0)]
+    homes = [{ring.home(channel) for channel in scene.world.hot_channels(at_s)} for at_s in (0.0, 31.0)]
     assert [len(home) for home in homes] == [1, 1]
     assert servers == 1 or homes[0] != homes[1]
 
@@ -35,6 +50,132 @@ def test_the_load_fits_on_two_cores_and_overloads_one_server() -> None:
     total = scene.deliveries_per_s * 300
     assert total < 3 * 0.6 * scene.outgoing_bytes_per_s_max, "there is room for all, when it is spread"
     assert total * scene.world.hot_ratio > 0.8 * scene.outgoing_bytes_per_s_max, "but not at one server"
+
+
+AT_ONE = single("s1")
+
+
+def options_of(scene: Scene) -> BalancerOptions:
+    """Return what the balancer of the demo is told."""
+    section = "balancer."
+    given: dict[str, Any] = {
+        key.removeprefix(section): value for key, value in scene.settings.items() if key.startswith(section)
+    }
+    return BalancerOptions(**given)
+
+
+def figures_of(scene: Scene, festival: Festival, share: float = 1.0, assignment: Assignment = AT_ONE) -> ChannelFigures:
+    """Return what a balancer knows of the festival when this share of it is in the average."""
+    messages_per_s = festival.messages_per_s * share
+    bytes_per_s = messages_per_s * scene.auditors * (festival.payload_bytes + 24 + 45)
+    return ChannelFigures(
+        festival.channel,
+        assignment,
+        messages_per_s,
+        festival.performers,
+        scene.auditors,
+        dict.fromkeys(assignment.servers, bytes_per_s / len(assignment.servers)),
+    )
+
+
+def festival_of(scene: Scene) -> Festival:
+    assert scene.festival is not None
+    return scene.festival
+
+
+@pytest.mark.parametrize("players", [1, 10, 40, 100, 1000, 5000])
+@pytest.mark.parametrize("servers", [2, 3, 8])
+def test_the_festival_is_spread_over_as_many_servers_as_there_are_up_to_three(players: int, servers: int) -> None:
+    ring = Ring([f"s{number}" for number in range(servers)])
+    scene = make_scene(players, list(ring.servers), seconds=50.0)
+    festival, capacity, options = festival_of(scene), scene.outgoing_bytes_per_s_max, options_of(scene)
+    figures = figures_of(scene, festival)
+    assert 1.0 < figures.outgoing_bytes_per_s_total / capacity < 1.2, "it alone is too much for a server"
+    assert festival.messages_per_s <= 300
+    assert festival.payload_bytes >= 200
+    assert ring.home(festival.channel) == ring.home(scene.world.hot_channels(0.0)[0]), "the others have room"
+    for share in (0.76, 1.0, 1.08):
+        wanted = wish(figures_of(scene, festival, share), capacity, options)
+        assert wanted is not None
+        assert (wanted.mode, wanted.replicas) == (Mode.ALL_SUBSCRIBERS, min(3, servers))
+
+
+@pytest.mark.parametrize("servers", [2, 3])
+def test_the_festival_is_folded_back_without_a_stop_on_the_way(servers: int) -> None:
+    ids = SERVERS[:servers]
+    scene = make_scene(100, ids, seconds=50.0)
+    festival, options = festival_of(scene), options_of(scene)
+    spread = Assignment(Mode.ALL_SUBSCRIBERS, tuple(ids))
+    wanted = [
+        wish(figures_of(scene, festival, percent / 100, spread), scene.outgoing_bytes_per_s_max, options)
+        for percent in range(103, -1, -1)
+    ]
+    kept = wanted.index(next(item for item in wanted if item is not None))
+    assert kept > 40, "figures may vary"
+    assert {(item.mode, item.replicas) for item in wanted[kept:] if item is not None} == {(Mode.SINGLE, 1)}
+
+
+def test_no_tile_is_spread() -> None:
+    scene = make_scene(100, SERVERS, seconds=50.0)
+    world, options = scene.world, options_of(scene)
+    players = 3 * 100 * world.hot_ratio / world.hot_tiles_per_side**2  # three times what a hot tile has on average
+    bytes_per_s = players * 3 * (players + scene.auditors) * (scene.payload_bytes + 24 + 45)
+    tile = ChannelFigures(b"t", single("s1"), players * 3, int(players), players + 2, {"s1": bytes_per_s})
+    assert wish(tile, scene.outgoing_bytes_per_s_max, options) is None
+
+
+def test_three_servers_have_room_for_the_festival_and_the_tiles() -> None:
+    scene = make_scene(100, SERVERS, seconds=50.0)
+    tiles = expected_deliveries_per_s(scene.world, 100) * (scene.payload_bytes + 24 + 45)
+    festival = figures_of(scene, festival_of(scene)).outgoing_bytes_per_s_total
+    assert (tiles + festival) / 3 < 0.8 * scene.outgoing_bytes_per_s_max
+
+
+@pytest.mark.parametrize("seconds", [20.0, 24.0, 50.0, 600.0])
+def test_each_thing_has_its_time(seconds: float) -> None:
+    scene = make_scene(100, SERVERS, seconds)
+    festival, options = festival_of(scene), options_of(scene)
+    assert 0.25 * seconds < festival.begins_s, "the crowd was dealt with"
+    assert options.averaging_s < festival.gathers_s < festival.ends_s - festival.begins_s, "all of it is known"
+    assert festival.ends_s < scene.world.hot_spot_period_s
+    left_s = seconds - festival.ends_s
+    assert left_s > options.averaging_s + options.wait_s + options.replication_rest_s / 2, "it can be folded back"
+
+
+def test_with_one_server_there_is_no_festival() -> None:
+    scene = make_scene(100, ["s1"], seconds=50.0)
+    assert scene.festival is None
+    assert BalancerOptions().replicate_load_ratio_min == options_of(scene).replicate_load_ratio_min
+
+
+def test_performers_take_turns_and_publish_in_time() -> None:
+    performers = [Performer(100 + index, index, FESTIVAL, start_s=1000.0) for index in range(4)]
+    messages: list[tuple[float, int, int]] = []
+    for performer in performers:
+        while (deadline := performer.deadline()) is not None:
+            message = performer.step(deadline)
+            assert message is not None
+            assert message.channel == b"f"
+            messages.append((deadline, message.player, message.sequence))
+    messages.sort()
+    assert len(messages) == 40 * 10
+    times = [at for at, _, _ in messages]
+    assert times == pytest.approx([1020.0 + 0.025 * number for number in range(400)])
+    assert [player for _, player, _ in messages[:5]] == [100, 101, 102, 103, 100]
+    assert [sequence for _, player, sequence in messages if player == 103] == list(range(1, 101))
+
+
+def test_a_performer_that_is_late_skips_and_counts_and_numbers_without_a_hole() -> None:
+    performer = Performer(100, 0, FESTIVAL, start_s=0.0)
+    assert performer.step(19.99) is None, "too early"
+    numbers = [message.sequence for at in (20.0, 20.5, 20.55, 20.6) if (message := performer.step(at)) is not None]
+    assert numbers == [1, 2, 3], "at 20.55 there is nothing new"
+    assert performer.skipped == 4
+    last = performer.step(99.0)
+    assert last is not None
+    assert (last.sequence, performer.skipped + performer.sequence) == (4, 100)
+    assert performer.deadline() is None
+    assert performer.step(99.5) is None
 
 
 def stats(**found: int) -> dict[str, Any]:
@@ -132,6 +273,7 @@ def test_moves_are_counted_by_their_epochs() -> None:
         state.take_plan(plan)
         state.take_plan(plan)
     assert moves(state) == (3, 0)
+    assert replications(state) == (0, 0, 0, 1)
     assert sum(state.channels_at().values()) == len(CHANNELS)
     state.take_plan(plans()[1])
     assert moves(state) == (3, 1)
@@ -146,6 +288,8 @@ def status(ratios: tuple[float | None, ...], decisions: list[dict[str, Any]]) ->
 
 MOVE = {
     "channel": b"a",
+    "mode_before": "single",
+    "mode_after": "single",
     "from": "s1",
     "to": "s2",
     "reason": "s1 is above 0.80",
@@ -171,14 +315,100 @@ def test_each_decision_is_news_once() -> None:
     finding = {"server": "s3", "load_ratio": 0.95, "reason": "one channel is all of it"}
     for elapsed_s in (10.0, 10.6, 11.4):
         state.elapsed_s = elapsed_s
-        decision = {"age_s": elapsed_s - 7.5, "first_moves": [MOVE], "findings": [finding]}
+        decision = {"number": 1, "age_s": elapsed_s - 7.5, "moves": 1, "first_moves": [MOVE], "findings": [finding]}
         state.take_balancer(status((0.5, 0.5, 0.5), [decision]))
     assert len(state.news) == 2
     assert "a  s1 -> s2  (s1: 1.10 -> 0.70)  s1 is above 0.80" in state.news[0]
     assert "s3 at 0.95: one channel is all of it" in state.news[1]
-    state.elapsed_s = 20.0
-    state.take_balancer(status((0.5, 0.5, 0.5), [{"age_s": 1.0, "first_moves": [MOVE], "findings": []}]))
-    assert len(state.news) == 3
+    soon = {"number": 2, "age_s": 3.9, "moves": 1, "first_moves": [MOVE], "findings": []}
+    state.take_balancer(status((0.5, 0.5, 0.5), [soon]))
+    assert len(state.news) == state.news_count == 3, "another decision in the same second"
+
+
+def replication(before: str, after: str, servers: tuple[str, str]) -> dict[str, Any]:
+    ratios = {"s1": [1.4, 0.7], "s2": [0.3, 0.65]}
+    modes = {"mode_before": before, "mode_after": after}
+    return {**MOVE, **modes, "from": servers[0], "to": servers[1], "load_ratios": ratios, "reason": "it is hot"}
+
+
+@pytest.mark.parametrize(
+    ("move", "told"),
+    [
+        (replication("single", "all-subscribers", ("s1", "s1,s2")), "split: s1 -> s1,s2 all-subscribers"),
+        (replication("all-publishers", "all-publishers", ("s1,s2", "s1,s3")), "changed: s1,s2 -> s1,s3 all-publishers"),
+        (replication("all-subscribers", "single", ("s1,s2", "s2")), "folded back: s1,s2 -> s2"),
+    ],
+)
+def test_what_becomes_of_a_hot_channel_is_news_with_all_load_ratios(move: dict[str, Any], told: str) -> None:
+    state = DemoState(SERVERS, CHANNELS, 50.0)
+    state.take_balancer(
+        status((0.5, 0.5, 0.5), [{"number": 1, "age_s": 0.0, "moves": 1, "first_moves": [move], "findings": []}])
+    )
+    assert list(state.news) == [f"  0 s  a  {told}  (s1: 1.40 -> 0.70, s2: 0.30 -> 0.65)  it is hot"]
+
+
+def test_many_moves_do_not_hide_what_becomes_of_a_hot_channel() -> None:
+    state = DemoState(SERVERS, CHANNELS, 50.0)
+    split = replication("single", "all-subscribers", ("s1", "s1,s2"))
+    finding = {"server": "s3", "load_ratio": 0.95, "reason": "it is full"}
+    decision = {"number": 1, "age_s": 0.0, "moves": 21, "first_moves": [*[MOVE] * 19, split], "findings": [finding] * 3}
+    state.take_balancer(status((0.5, 0.5, 0.5), [decision]))
+    assert state.news[0].startswith("  0 s  a  split: s1 -> s1,s2")
+    assert [news.startswith("  0 s  a  s1 -> s2") for news in state.news][1:] == [True] * 4 + [False] * 4
+    assert state.news[5] == "  0 s  and 16 more moves"
+    assert "split: s1 -> s1,s2" in shown(state, terminal=True)
+
+
+def replicated_plans() -> list[Plan]:
+    """Return the plans in which the festival is spread over two servers, then three, and folded back; all settled."""
+    plan = Plan.initial(Server(id_, "redis://x") for id_ in SERVERS)
+    versions = [plan]
+    several = [Assignment(Mode.ALL_SUBSCRIBERS, servers) for servers in (("s1", "s2"), ("s1", "s2", "s3"))]
+    for assignment in (*several, single("s3")):
+        plan = versions[-1].begin({b"f": assignment})
+        versions += [plan, plan.activate([b"f"]), plan.activate([b"f"]).settle([b"f"])]
+    return versions
+
+
+def replications(state: DemoState) -> tuple[int, int, int, int]:
+    return state.replicated, state.replicas_changed, state.folded_back, state.replicas_max
+
+
+def test_splits_are_counted_by_their_epochs_and_are_no_moves() -> None:
+    state = DemoState(SERVERS, CHANNELS, 50.0, FESTIVAL)
+    seen: list[tuple[int, int, int, int]] = []
+    for plan in replicated_plans():
+        state.take_plan(plan)
+        state.take_plan(plan)
+        seen.append(replications(state))
+    assert seen == [(0, 0, 0, 1), *[(1, 0, 0, 2)] * 3, *[(1, 1, 0, 3)] * 3, *[(1, 1, 1, 3)] * 3]
+    assert state.migrations == 0
+    summary = state.summary()
+    assert [summary[name] for name in ("replicated", "folded_back", "replicas_max")] == [1, 1, 3]
+
+
+def test_a_split_that_was_seen_only_in_transition_counts() -> None:
+    state = DemoState(SERVERS, CHANNELS, 50.0, FESTIVAL)
+    state.take_plan(replicated_plans()[7])
+    assert replications(state) == (1, 0, 1, 3), "what it comes from is in the plan as well"
+
+
+def test_where_clients_are_told_that_the_hot_channel_is() -> None:
+    state = DemoState(SERVERS, CHANNELS, 50.0, FESTIVAL)
+    assert state.hot_channels() == []
+    told: list[tuple[str, tuple[str, ...], bool]] = []
+    for plan in replicated_plans()[:4]:
+        state.take_plan(plan)
+        [hot] = state.hot_channels()
+        assert hot.name == "f"
+        told.append((hot.mode, hot.servers, hot.is_changing))
+    home = Ring(SERVERS).home(b"f")
+    assert told == [
+        ("single", (home,), False),
+        ("single", (home,), True),
+        ("all-subscribers", ("s1", "s2"), True),
+        ("all-subscribers", ("s1", "s2"), False),
+    ]
 
 
 def test_rates_are_over_the_last_seconds() -> None:
@@ -187,6 +417,26 @@ def test_rates_are_over_the_last_seconds() -> None:
         state.take_event(state.workers[0], {"event": "stats", **stats(published=second * 100, delivered=second * 500)})
         state.sample(float(second))
     assert state.rates() == (100.0, 500.0)
+
+
+def test_the_rate_of_the_festival_is_that_of_its_performers() -> None:
+    state = played({"published": 0}, {})
+    performers = WorkerState("performers")
+    state.workers.append(performers)
+    for second in range(10):
+        state.take_event(state.workers[0], {"event": "stats", **stats(published=second * 100)})
+        state.take_event(performers, {"event": "stats", **stats(published=second * 300)})
+        state.sample(float(second))
+    assert state.performed_per_s() == 300.0
+    assert state.rates() == (400.0, 0.0)
+
+
+def test_errors_of_performers_make_it_unclean() -> None:
+    state = played({"published": 1}, {"delivered": 1})
+    performers = WorkerState("performers")
+    state.workers.append(performers)
+    state.take_event(performers, {"event": "result", "violations": 0, "stories": [], **stats(errors=2)})
+    assert state.faults() == ["2 errors of clients"]
 
 
 def shown(state: DemoState, *, terminal: bool) -> str:
@@ -208,7 +458,9 @@ def test_everything_can_be_shown_at_any_time(terminal: bool) -> None:
     assert "NOT clean" in shown(empty, terminal=terminal)
     state = played({"published": 10, "delivered": 30, "lost": 1}, {"delivered": 20})
     state.take_plan(plans()[-1])
-    state.take_balancer(status((1.7, 0.7, None), [{"age_s": 0.0, "first_moves": [MOVE], "findings": []}]))
+    state.take_balancer(
+        status((1.7, 0.7, None), [{"number": 1, "age_s": 0.0, "moves": 1, "first_moves": [MOVE], "findings": []}])
+    )
     text = shown(state, terminal=terminal)
     assert "NOT clean: 1 lost" in text
     assert "1.70" in text
@@ -221,3 +473,47 @@ def test_without_a_terminal_each_line_is_said_once() -> None:
     text = shown(played({"published": 10}, {"delivered": 20}), terminal=False)
     assert text.count("starting: load") == 1
     assert "audit: clean" in text
+
+
+def lines(state: DemoState) -> str:
+    return shown(state, terminal=False)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_hot_channel_is_shown_with_its_mode_and_servers(terminal: bool) -> None:
+    state = DemoState(SERVERS, CHANNELS, 50.0, FESTIVAL)
+    state.elapsed_s = 25.0
+    state.take_plan(replicated_plans()[3])
+    text = shown(state, terminal=terminal)
+    assert re.search("all-subscribers at s1, ?s2", text)
+    assert "split: 1, over up to 2 servers; folded back: 0, as the demo was over too soon" in text
+    for plan in replicated_plans()[4:]:
+        state.take_plan(plan)
+    assert "split: 1, over up to 3 servers (changed meanwhile: 1); folded back: 1\n" in shown(state, terminal=terminal)
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "told"),
+    [(5.0, "quiet until the festival begins, at 20 s"), (25.0, "0 publications/s"), (35.0, "the festival is over")],
+)
+def test_it_is_said_how_the_festival_goes(elapsed_s: float, told: str) -> None:
+    state = DemoState(SERVERS, CHANNELS, 50.0, FESTIVAL)
+    state.take_plan(replicated_plans()[0])
+    state.elapsed_s = elapsed_s
+    assert told in shown(state, terminal=True)
+
+
+def test_it_is_said_in_words_when_nothing_was_split() -> None:
+    assert "split: none; f was too short" in lines(DemoState(SERVERS, CHANNELS, 50.0, FESTIVAL))
+    assert "split: none; with one server there is nothing to spread" in lines(DemoState(["s1"], CHANNELS, 50.0))
+
+
+def test_without_a_terminal_news_are_lines_told_once() -> None:
+    state = DemoState(SERVERS, CHANNELS, 50.0, FESTIVAL)
+    split = replication("single", "all-subscribers", ("s1", "s1,s2"))
+    state.take_balancer(
+        status((0.5, 0.5, 0.5), [{"number": 1, "age_s": 0.0, "moves": 2, "first_moves": [split, MOVE], "findings": []}])
+    )
+    text = lines(state)
+    assert text.count("split: s1 -> s1,s2 all-subscribers  (s1: 1.40 -> 0.70, s2: 0.30 -> 0.65)  it is hot") == 1
+    assert text.count("a  s1 -> s2") == 1

@@ -107,6 +107,7 @@ HAVE_TESTS_OF_THEIR_OWN = {
     "link.tls_cert_file",
     "link.tls_key_file",
     "balancer.load_ratio_safe",
+    "balancer.replicate_keep_ratio",
 }
 
 
@@ -124,6 +125,12 @@ def test_every_setting_comes_from_every_source(key: str) -> None:
     ):
         assert getattr(getattr(loaded.config, declared.section), declared.name) == value
         assert type(getattr(getattr(loaded.config, declared.section), declared.name)) is type(declared.default)
+
+
+def test_a_ratio_has_an_upper_bound_too() -> None:
+    loaded = from_toml("[balancer]\nreplicate_keep_ratio = 1\n")
+    assert loaded.config.balancer.replicate_keep_ratio == 1.0
+    assert "more than 0 to 1 expected, not 1.1" in refusal("[balancer]\nreplicate_keep_ratio = 1.1\n")
 
 
 def test_names_are_unambiguous() -> None:

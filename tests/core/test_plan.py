@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamoth.control import RouteNotice, pack_control, unpack_control
 from dynamoth.envelope import EPOCH_MAX
-from dynamoth.errors import PlanError
+from dynamoth.errors import MalformedMessage, PlanError, UnknownMode
 from dynamoth.names import replica_channel
-from dynamoth.plan import Assignment, Entry, Location, Mode, Phase, Plan, PlanDelta, Route, Server, missing, single
-from tests.core.strategies import PLAN_0, assignments, plans, routes
+from dynamoth.plan import (
+    Assignment,
+    Entry,
+    Location,
+    Mode,
+    Phase,
+    Plan,
+    PlanDelta,
+    Route,
+    Server,
+    entry_from_wire,
+    entry_to_wire,
+    missing,
+    route_from_wire,
+    route_to_wire,
+    single,
+)
+from tests.core.strategies import PLAN_0, SERVER_IDS, assignments, naturals, plans, routes
 
 C = b"news"
 HOME = PLAN_0.ring.home(C)
@@ -165,7 +185,7 @@ def test_an_epoch_is_never_newer_than_the_plan(plan: Plan) -> None:
 
 
 def is_reached(channel: bytes, route: Route, reached: set[Location]) -> bool:
-    """DESIGN, "who must get a message": whether every subscriber that follows ``route`` has got it."""
+    """Tell whether every subscriber that follows ``route`` has got it."""
     locations = route.locations(channel)
     if route.assignment.mode is Mode.ALL_SUBSCRIBERS:
         return any(location in reached for location in locations)
@@ -179,7 +199,7 @@ followed_routes = st.lists(routes, min_size=1, max_size=4)
 def test_after_forwarding_every_followed_route_is_reached(data: st.DataObject, followed: list[Route]) -> None:
     everywhere = sorted({place for route in followed for place in route.locations(C)}, key=repr)
     reached = data.draw(st.sets(st.sampled_from(everywhere)))
-    targets = missing(C, followed, reached)
+    targets = missing(C, followed, reached, 7)
     assert all(is_reached(C, route, reached | set(targets)) for route in followed)
     assert len(set(targets)) == len(targets)
     assert not reached & set(targets)
@@ -188,36 +208,57 @@ def test_after_forwarding_every_followed_route_is_reached(data: st.DataObject, f
 
 @given(followed_routes)
 def test_nothing_is_missing_once_it_was_forwarded(followed: list[Route]) -> None:
-    targets = missing(C, followed, set())
-    assert missing(C, followed, set(targets)) == []
+    targets = missing(C, followed, set(), 7)
+    assert missing(C, followed, set(targets), 7) == []
 
 
 @given(routes)
 def test_no_target_is_superfluous(route: Route) -> None:
-    targets = missing(C, [route], set())
+    targets = missing(C, [route], set(), 7)
     for left_out in targets:
         assert not is_reached(C, route, set(targets) - {left_out})
 
 
 def test_single_is_missing_at_its_server() -> None:
     routes = [Route(5, single("s2")), Route(0, single("s1"))]
-    assert missing(C, routes, {Location("s1", C)}) == [Location("s2", C)]
-    assert missing(C, routes, {Location("s2", C)}) == [Location("s1", C)]
-    assert missing(C, routes, {Location("s3", C)}) == [Location("s2", C), Location("s1", C)]
+    assert missing(C, routes, {Location("s1", C)}, 7) == [Location("s2", C)]
+    assert missing(C, routes, {Location("s2", C)}, 7) == [Location("s1", C)]
+    assert missing(C, routes, {Location("s3", C)}, 7) == [Location("s2", C), Location("s1", C)]
 
 
 def test_all_subscribers_has_it_once_one_server_has_it() -> None:
     physical = replica_channel(C, 5)
     replicated = Route(5, Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2")))
-    assert missing(C, [replicated], {Location("s2", physical)}) == []
-    assert missing(C, [replicated], {Location("s1", C)}) == [Location("s1", physical)]
+    assert missing(C, [replicated], {Location("s2", physical)}, 7) == []
+    assert missing(C, [replicated], {Location("s1", C)}, 7) == [Location("s1", physical)]
 
 
 def test_all_publishers_lacks_it_wherever_it_is_not() -> None:
     """Case 6 of the published protocol's failures: "some current server has it" is not enough."""
     physical = replica_channel(C, 5)
     replicated = Route(5, Assignment(Mode.ALL_PUBLISHERS, ("s1", "s2", "s3")))
-    assert missing(C, [replicated], {Location("s2", physical)}) == [Location("s1", physical), Location("s3", physical)]
+    assert missing(C, [replicated], {Location("s2", physical)}, 7) == [
+        Location("s1", physical),
+        Location("s3", physical),
+    ]
+
+
+@given(st.data(), followed_routes, naturals)
+def test_a_message_is_forwarded_to_where_its_publisher_sends_or_will_send(
+    data: st.DataObject, followed: list[Route], publisher: int
+) -> None:
+    """A copy that took another replica than the publisher's next message could be overtaken by it for no reason."""
+    everywhere = sorted({place for route in followed for place in route.locations(C)}, key=repr)
+    reached = data.draw(st.sets(st.sampled_from(everywhere)))
+    used = {place for route in followed for place in route.published_at(publisher, C)}
+    assert set(missing(C, followed, reached, publisher)) <= used
+
+
+def test_of_all_subscribers_each_publisher_lacks_its_own_one() -> None:
+    replicated = Route(5, Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2", "s3")))
+    targets = {publisher: missing(C, [replicated], set(), publisher) for publisher in range(30)}
+    assert all(list(replicated.published_at(publisher, C)) == places for publisher, places in targets.items())
+    assert {place.server for [place] in targets.values()} == {"s1", "s2", "s3"}
 
 
 @given(routes, assignments(), st.integers(0, EPOCH_MAX))
@@ -226,3 +267,98 @@ def test_replicas_of_different_epochs_never_share_a_location(route: Route, other
     if Mode.SINGLE in (route.assignment.mode, other.mode) or route.epoch == epoch:
         return
     assert not set(route.locations(C)) & set(Route(epoch, other).locations(C))
+
+
+# Where one client publishes and listens.
+
+REPLICAS = ("s3", "s1", "s2")
+
+
+@given(assignments(), st.integers(0, EPOCH_MAX), naturals)
+def test_every_publisher_and_every_subscriber_have_a_location_in_common(
+    assignment: Assignment, epoch: int, publisher: int
+) -> None:
+    """Whatever the mode, and exactly one: more would be duplicates, fewer a loss (Dynamoth, section II-B)."""
+    route = Route(epoch, assignment)
+    for subscriber in range(8):
+        assert len(set(route.published_at(publisher, C)) & set(route.listened_at(subscriber, C))) == 1
+
+
+@pytest.mark.parametrize("mode", [Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS])
+def test_one_side_uses_every_replica_and_the_other_one_of_them(mode: Mode) -> None:
+    route = Route(5, Assignment(mode, REPLICAS))
+    everywhere = tuple(Location(server, replica_channel(C, 5)) for server in REPLICAS)
+    for client in range(10):
+        one, all_ = route.published_at(client, C), route.listened_at(client, C)
+        if mode is Mode.ALL_PUBLISHERS:
+            one, all_ = all_, one
+        assert len(one) == 1
+        assert one[0] in everywhere
+        assert all_ == everywhere
+
+
+def test_the_single_location_is_the_channel_itself() -> None:
+    route = Route(5, single("s2"))
+    assert route.published_at(7, C) == route.listened_at(7, C) == (Location("s2", C),)
+
+
+@pytest.mark.parametrize("mode", [Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS])
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_clients_are_spread_over_the_replicas(mode: Mode, replicas: int) -> None:
+    servers = SERVER_IDS[:replicas]
+    route = Route(5, Assignment(mode, servers))
+    choose = route.published_at if mode is Mode.ALL_SUBSCRIBERS else route.listened_at
+    shares = [choose(client, C)[0].server for client in range(100 * replicas)]
+    assert all(90 <= shares.count(server) <= 110 for server in servers)
+
+
+@pytest.mark.parametrize("mode", [Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS])
+def test_a_choice_lasts_as_long_as_its_epoch_and_no_longer(mode: Mode) -> None:
+    """It is the same for all who know the route: a forwarder sends where the publisher itself does (G3)."""
+
+    def choice(client: int, epoch: int) -> str:
+        route = Route(epoch, Assignment(mode, REPLICAS))
+        [place] = route.published_at(client, C) if mode is Mode.ALL_SUBSCRIBERS else route.listened_at(client, C)
+        return place.server
+
+    for client in range(20):
+        assert len({choice(client, 5) for _ in range(3)}) == 1
+        assert {choice(client, epoch) for epoch in range(20)} == set(REPLICAS)
+
+
+# Modes of newer software.
+
+
+def of_mode(mode: Any, epoch: Any = 3) -> list[Any]:
+    return [epoch, mode, ["s1", "s2"]]
+
+
+@pytest.mark.parametrize("mode", [max(Mode) + 1, 2**63])
+def test_a_mode_of_newer_software_is_told_from_nonsense(mode: int) -> None:
+    for read in (
+        lambda: route_from_wire(of_mode(mode)),
+        lambda: entry_from_wire([Phase.SETTLED, of_mode(mode), []]),
+        lambda: entry_from_wire([Phase.ACTIVE, route_to_wire(Route(4, single("s1"))), [of_mode(mode)]]),
+        lambda: unpack_control(msgpack.packb([1, C, of_mode(mode)])),
+    ):
+        with pytest.raises(UnknownMode, match=f"mode {mode} .* upgrade this software"):
+            read()
+
+
+def test_whoever_drops_malformed_messages_drops_those_too() -> None:
+    assert issubclass(UnknownMode, MalformedMessage)
+
+
+@pytest.mark.parametrize("mode", [0, -1, "2", None, 2.5, [2]])
+def test_a_mode_that_no_software_writes_is_malformed(mode: Any) -> None:
+    with pytest.raises(MalformedMessage) as raised:
+        route_from_wire(of_mode(mode))
+    assert not isinstance(raised.value, UnknownMode)
+
+
+@given(st.sampled_from(Mode))
+def test_known_modes_are_read(mode: Mode) -> None:
+    route = Route(3, Assignment(mode, ("s1",)))
+    assert route_from_wire(route_to_wire(route)) == route
+    assert entry_from_wire(entry_to_wire(Entry(route, Phase.SETTLED))) == Entry(route, Phase.SETTLED)
+    assert unpack_control(pack_control(RouteNotice(C, route))) == RouteNotice(C, route)

@@ -116,8 +116,31 @@ def test_physical_names_of_one_channel_share_the_audience() -> None:
     channels.drop_deserted([old])
     assert channels.get(b"a") is None
     assert new.audience.subscribers == 2 == channels.subscribers
-    announce(channels, 2, left=[b"a"])
+    announce(channels, 2, left=[new.physical])
     assert list(new.audience.clients) == []
+
+
+def test_a_client_that_moves_to_another_name_of_the_channel_is_still_there() -> None:
+    channels = tracked()
+    new = replica_channel(b"a", 7)
+    announce(channels, 1, [b"a"])
+    channels.take_count(b"a", 1)
+    announce(channels, 1, [new])
+    channels.take_count(new, 1)
+    announce(channels, 1, left=[b"a"])
+    channels.take_count(b"a", 0)
+    track = channels.get(new)
+    assert track is not None and list(track.audience.clients) == [1]
+    announce(channels, 1, left=[new])
+    assert not track.audience.clients
+
+
+def test_a_long_name_is_followed_under_its_physical_names_too() -> None:
+    channels = tracked()
+    longest, longer = b"x" * CHANNEL_BYTES_MAX, b"x" * (CHANNEL_BYTES_MAX + 1)
+    for name, followed in ((longest, True), (longer, False)):
+        for physical in (name, replica_channel(name, 7)):
+            assert (channels.follow(physical) is not None) == followed
 
 
 def test_deserted_channels_are_followed_no_more_unless_somebody_has_just_joined() -> None:

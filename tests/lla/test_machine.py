@@ -133,6 +133,31 @@ def test_replicas_are_one_channel() -> None:
     assert (row.publications, row.publishers, row.subscribers, row.messages_sent) == (3, 2, 3, 1 + 2 * 2)
 
 
+def test_while_it_is_in_transition_a_channel_is_one_row_and_copies_are_no_publications() -> None:
+    """Plain name, an old epoch and a new one at once, as when the server is in each of the assignments."""
+    bench = a_bench()
+    old, new = replica_channel(b"a", 5), replica_channel(b"a", 9)
+    bench.server.subscribers.update({b"a": 1, old: 4, new: 2})
+    bench.announce(11, [old])
+    bench.announce(11, [new])  # moves
+    bench.observe(push(b"a", publication(1)), push(old, publication(1, flags=FORWARDED)))
+    bench.observe(push(new, publication(1, flags=FORWARDED)), push(new, publication(2)))
+    bench.observe(push(new, publication(0, flags=CONTROL)), push(old, publication(0, flags=FORWARDED | CONTROL)))
+    bench.observe(push(new, publication(3, flags=HEARTBEAT)))
+    bench.announce(11, left=[old])
+    report = bench.next_report()
+    assert report.columns.channels == (b"a",)
+    row = rows(report)[b"a"]
+    assert (row.publications, row.publishers) == (2, 2)
+    assert row.subscribers == 7, "who is moving is counted twice, by Redis as well"
+    assert row.messages_sent == 1 * 1 + 2 * 4 + 4 * 2
+    assert report.columns.subscriber_ids == (pack_ids([11]),)
+    assert report.rest == ChannelSums()
+    bench.server.subscribers.update({b"a": 0, old: 0, new: 7})
+    row = rows(bench.next_report())[b"a"]
+    assert (row.publications, row.subscribers, row.messages_sent) == (0, 7, 0)
+
+
 def test_the_busiest_channels_are_named_and_the_rest_are_sums() -> None:
     bench = a_bench(channels_per_report_max=2)
     for number in range(5):

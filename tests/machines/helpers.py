@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar
 
-from dynamoth.control import ControlMessage, seal_control
+import msgpack
+
+from dynamoth.control import ControlMessage, RouteNotice, pack_control, seal_control
 from dynamoth.envelope import seal
 from dynamoth.events import LinkDown, LinkUp, Pushed, Replied, Send, Tick
-from dynamoth.plan import Plan, Server, pack_entry, single
+from dynamoth.plan import Assignment, Mode, Phase, Plan, Route, Server, pack_entry, single
 from dynamoth.stored_plan import HEADER_FIELD, RUN_FIELD, VERSION_FIELD, write_whole
 
 SERVERS = tuple(Server(id_, f"redis://{id_}:6379") for id_ in ("s1", "s2", "s3"))
@@ -32,6 +34,17 @@ PREPARED = PLAN_0.begin({C: single("s2")})
 """Version 1: C is about to move from s1 to s2."""
 ACTIVE = PREPARED.activate([C])
 SETTLED = ACTIVE.settle([C])
+
+
+def to_replicas(mode: Mode, *servers: str, epoch: int = 1) -> Route:
+    return Route(epoch, Assignment(mode, servers or tuple(server.id for server in SERVERS)))
+
+
+def phases(plan: Plan, assignment: Assignment, channel: bytes = C) -> tuple[Plan, Plan, Plan]:
+    """Return the three versions in which the channel gets another assignment: PREPARED, ACTIVE, SETTLED."""
+    prepared = plan.begin({channel: assignment})
+    active = prepared.activate([channel])
+    return prepared, active, active.settle([channel])
 
 
 class Machine(Protocol):
@@ -85,6 +98,11 @@ def commands(actions: Iterable[Any], name: bytes, link: str | None = None) -> li
     return [tuple(s.args[1:]) for s in sends if s.args[0] == name and link in (None, s.link)]
 
 
+def over(link: str, actions: Iterable[Any]) -> list[Any]:
+    """Return the commands over one link, to be answered by its server alone."""
+    return [send for send in only(Send, actions) if send.link == link]
+
+
 def published(actions: Iterable[Any], channel: bytes, link: str | None = None) -> list[bytes]:
     """Return what is published on a channel."""
     return [args[1] for args in commands(actions, b"PUBLISH", link) if args[0] == channel]
@@ -106,6 +124,21 @@ def entry_reply(plan: Plan | None, channel: bytes, run_id: str | None = RUN) -> 
         None if run_id is None else run_id.encode(),
         None if entry is None else pack_entry(entry),
     ]
+
+
+def unknown_entry(version: int = 1, run_id: str = RUN) -> list[bytes | None]:
+    """Return what HMGET says of a channel whose mode only newer software knows."""
+    packed: bytes = msgpack.packb([int(Phase.SETTLED), [version, max(Mode) + 1, ["s2", "s3"]], []])
+    return [b"%d" % version, run_id.encode(), packed]
+
+
+def unknown_notice(channel: bytes = C, epoch: int = 1) -> bytes:
+    """Return a RouteNotice with such a mode, as newer software packs it."""
+    code, name, (number, _, servers) = msgpack.unpackb(
+        pack_control(RouteNotice(channel, to_replicas(Mode.ALL_PUBLISHERS, epoch=epoch)))
+    )
+    packed: bytes = msgpack.packb([code, name, [number, max(Mode) + 1, servers]])
+    return packed
 
 
 def whole_reply(plan: Plan, run_id: str | None = RUN) -> dict[Any, Any]:

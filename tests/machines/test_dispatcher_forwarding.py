@@ -20,7 +20,7 @@ from dynamoth.envelope import (
     open_envelope,
 )
 from dynamoth.events import Connect, ErrorReply, Send
-from dynamoth.names import AGENT_CHANNEL, inbox, replica_channel
+from dynamoth.names import AGENT_CHANNEL, inbox, relay_channel, replica_channel
 from dynamoth.plan import Assignment, Mode, Plan, Route, single
 from dynamoth_dispatcher.machine import LOCAL, DispatcherOptions, forward_link
 from tests.machines.agent import Agent, copies
@@ -115,7 +115,7 @@ def test_a_replicated_channel_is_reached_under_its_physical_name() -> None:
     assert len(copies(actions, "s2", physical)) == len(copies(actions, "s3", physical)) == 1
     at_replica = agent("s2", replicated)
     actions = [*at_replica.observe(message(1), physical=physical), *at_replica.connect("s1"), *at_replica.connect("s3")]
-    assert len(copies(actions, "s1")) == len(copies(actions, "s3", physical)) == 1
+    assert len(copies(actions, "s1", relay_channel(C))) == len(copies(actions, "s3", physical)) == 1
 
 
 def test_a_replica_on_the_same_server_is_reached_without_a_link() -> None:

@@ -7,17 +7,20 @@ from typing import Any
 import pytest
 
 from dynamoth.control import Announcement, Marker, RouteNotice, pack_control
-from dynamoth.events import Connect, Disconnect, ErrorReply, Send
+from dynamoth.envelope import FIRST
+from dynamoth.events import Connect, Disconnect, ErrorReply, Pushed, Send
 from dynamoth.names import ANNOUNCE_CHANNEL, replica_channel
 from dynamoth.plan import Assignment, Location, Mode, Plan, Route, Server, single
 from dynamoth.stored_plan import READ_HEADER, read_entry
 from dynamoth_client.subscriber import (
+    Deliver,
     GapDetected,
     SubscriberOptions,
     SubscriptionConfirmed,
     SubscriptionEnded,
     SubscriptionFailed,
 )
+from dynamoth_client.subscription import EARLY_MAX
 from tests.machines.helpers import (
     ACTIVE,
     PLAN_0,
@@ -43,8 +46,8 @@ JOIN_S1 = [
     Send("s1", (b"SUBSCRIBE", C), ("subscribe", C)),
     Send("s1", read_entry(C), ("verify", C, Location("s1", C), 1)),
 ]
-LEAVE_S1 = Send("s1", (b"UNSUBSCRIBE", C))
-LEAVE_S2 = Send("s2", (b"UNSUBSCRIBE", C))
+LEAVE_S1 = Send("s1", (b"UNSUBSCRIBE", C), ("unsubscribe", C))
+LEAVE_S2 = Send("s2", (b"UNSUBSCRIBE", C), ("unsubscribe", C))
 
 
 def announcement(link: str, joined: tuple[bytes, ...], left: tuple[bytes, ...]) -> Send:
@@ -69,7 +72,30 @@ def test_confirms_only_when_the_stored_plan_says_so() -> None:
     listener.subscribe()
     sent = listener.up("s1")
     assert listener.push("s1", C, message(1)) == []
-    assert listener.verify(sent, PLAN_0) == [SubscriptionConfirmed(C)]
+    assert listener.verify(sent, PLAN_0) == [SubscriptionConfirmed(C), Deliver([(C, b"m1")])]
+
+
+def test_of_too_many_messages_before_the_confirmation_the_newest_are_kept() -> None:
+    listener = Listener()
+    listener.subscribe()
+    sent = listener.up("s1")
+    for number in range(1, EARLY_MAX + 3):
+        listener.push("s1", C, message(number))
+    payloads = delivered(listener.verify(sent, PLAN_0))
+    assert (len(payloads), payloads[0], payloads[-1]) == (EARLY_MAX, b"m3", b"m%d" % (EARLY_MAX + 2))
+
+
+def test_what_came_at_a_place_that_was_given_up_before_the_confirmation_is_not_delivered() -> None:
+    """What lies between the two places is missing; a gap before the subscription has begun would only confuse."""
+    listener = Listener()
+    listener.subscribe()
+    sent = listener.up("s1")
+    listener.push("s1", C, message(1))
+    listener.verify(sent, ACTIVE)
+    sent = listener.up("s2")
+    listener.acknowledged(b"subscribe", link="s2")
+    listener.push("s2", C, message(3))
+    assert listener.verify(sent, ACTIVE) == [SubscriptionConfirmed(C), Deliver([(C, b"m3")])]
 
 
 @pytest.mark.parametrize("plan", [PLAN_0, PREPARED])
@@ -171,10 +197,76 @@ def test_tells_the_load_analyzer_each_channel_once() -> None:
 # Unsubscribing.
 
 
-def test_unsubscribing_ends_a_confirmed_subscription() -> None:
+def test_unsubscribing_delivers_what_was_on_its_way_before_it_ends() -> None:
     listener = Listener().confirmed()
-    assert listener.unsubscribe() == [LEAVE_S1, SubscriptionEnded(C), announcement("s1", (), (C,))]
+    assert listener.unsubscribe() == [LEAVE_S1, announcement("s1", (), (C,))]
+    assert delivered(listener.push("s1", C, message(1))) == [b"m1"]
+    push = [b"message", C, message(2)]
+    actions = listener.tell(Pushed("s1", [push, [b"unsubscribe", C, 0], [b"message", C, message(3)]]))
+    assert actions == [Deliver([(C, b"m2")]), SubscriptionEnded(C)]
+
+
+def test_unsubscribing_twice_ends_twice_when_the_server_has() -> None:
+    listener = Listener().confirmed()
+    listener.unsubscribe()
+    assert listener.unsubscribe() == []
+    assert listener.acknowledged(b"unsubscribe") == [SubscriptionEnded(C), SubscriptionEnded(C)]
+
+
+def test_a_server_that_refuses_to_unsubscribe_ends_it_too() -> None:
+    """An ACL that allows SUBSCRIBE only must not keep the application waiting."""
+    listener = Listener().confirmed()
+    listener.unsubscribe()
+    assert listener.tell(reply(LEAVE_S1, ErrorReply("NOPERM no"))) == [SubscriptionEnded(C)]
     assert listener.push("s1", C, message(1)) == []
+
+
+def test_a_subscription_that_is_ending_follows_nobody() -> None:
+    listener = Listener().confirmed()
+    listener.unsubscribe()
+    assert listener.told(TO_S2) == []
+    assert listener.mark("s1", 1, server="s1") == []
+    assert listener.pass_time(1) == []
+
+
+def test_a_lost_connection_ends_a_subscription_that_is_ending() -> None:
+    listener = Listener().confirmed()
+    listener.unsubscribe()
+    assert listener.down("s1") == [SubscriptionEnded(C)]
+    assert commands(listener.up("s1"), b"SUBSCRIBE") == []
+
+
+def test_subscribing_again_waits_for_the_end() -> None:
+    listener = Listener().confirmed()
+    listener.unsubscribe()
+    assert listener.subscribe(C, C) == []
+    ended, *sent = listener.acknowledged(b"unsubscribe")
+    assert ended == SubscriptionEnded(C)
+    assert commands(sent, b"SUBSCRIBE") == [(C,)]
+    assert listener.verify(sent, PLAN_0) == [SubscriptionConfirmed(C), SubscriptionConfirmed(C)]
+
+
+def test_subscribing_again_and_thinking_better_of_it() -> None:
+    listener = Listener().confirmed()
+    listener.unsubscribe()
+    listener.subscribe()
+    assert listener.unsubscribe() == []
+    assert listener.acknowledged(b"unsubscribe") == [SubscriptionEnded(C), SubscriptionEnded(C)]
+
+
+def test_the_end_of_an_earlier_stay_is_not_the_end_of_this_one() -> None:
+    """The subscription moved from s1 to s2 and back; what s1 acknowledges first is the leaving in between."""
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    listener.mark("s2", 1)
+    assert LEAVE_S1 in listener.mark("s1", 1)
+    back = PLAN_0.begin({C: single("s2")}).activate([C]).settle([C]).begin({C: single("s1")}).activate([C])
+    listener.verify(listener.told(back.entry(C).route, link="s2"), back)
+    listener.mark("s1", 5, server="s1")
+    assert LEAVE_S2 in listener.mark("s2", 5, server="s1")
+    listener.unsubscribe()
+    assert listener.acknowledged(b"unsubscribe", b"subscribe") == []
+    assert delivered(listener.push("s1", C, message(1))) == [b"m1"]
+    assert listener.acknowledged(b"unsubscribe") == [SubscriptionEnded(C)]
 
 
 def test_unsubscribing_before_the_link_is_up_sends_nothing() -> None:
@@ -197,9 +289,20 @@ def test_unsubscribing_during_a_move_leaves_both_places() -> None:
     actions = listener.unsubscribe()
     assert LEAVE_S1 in actions
     assert LEAVE_S2 in actions
-    assert SubscriptionEnded(C) in actions
-    assert listener.push("s1", C, message(1)) == listener.push("s2", C, message(1)) == []
+    assert listener.acknowledged(b"unsubscribe") == []
+    assert delivered(listener.push("s2", C, message(1, flags=FIRST))) == [b"m1"]
+    assert listener.acknowledged(b"unsubscribe", link="s2") == [SubscriptionEnded(C)]
+    assert listener.push("s1", C, message(2)) == listener.push("s2", C, message(2)) == []
     assert [action for action in listener.pass_time(25) if not isinstance(action, Disconnect)] == []
+
+
+def test_while_a_move_ends_nothing_is_delivered_before_what_is_on_its_way() -> None:
+    """Seed 11148: the old place is gone first, with what was still to be forwarded there."""
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    listener.unsubscribe()
+    listener.acknowledged(b"unsubscribe")
+    assert listener.push("s2", C, message(2)) == []
+    assert listener.acknowledged(b"unsubscribe", link="s2") == [SubscriptionEnded(C)]
 
 
 def test_unsubscribing_while_disconnected_tells_of_what_may_have_been_missed() -> None:
@@ -228,6 +331,7 @@ def test_resubscribing_is_confirmed_by_a_verification_of_its_own() -> None:
 def test_an_unused_link_is_closed_after_a_while() -> None:
     listener = Listener().confirmed()
     listener.unsubscribe()
+    listener.acknowledged(b"unsubscribe")
     assert listener.pass_time(OPTIONS.link_idle_s - 1) == []
     assert listener.pass_time(1) == [Disconnect("s1")]
     assert listener.subscribe() == [Connect("s1", URLS["s1"])]
@@ -236,6 +340,7 @@ def test_an_unused_link_is_closed_after_a_while() -> None:
 def test_a_link_that_is_used_again_stays() -> None:
     listener = Listener().confirmed()
     listener.unsubscribe()
+    listener.acknowledged(b"unsubscribe")
     listener.pass_time(OPTIONS.link_idle_s - 1)
     listener.subscribe()
     assert only(Disconnect, listener.pass_time(100)) == []
@@ -546,6 +651,35 @@ def test_every_channel_of_a_lost_link_gets_its_gap() -> None:
     assert {gap.channel for gap in gaps(listener.verify(actions, PLAN_0))} == {C, other}
 
 
+def test_the_gap_comes_before_what_follows_it() -> None:
+    """Also when the stored plan cannot be read for long: the application must not wait for that."""
+    listener = Listener().confirmed()
+    listener.down("s1")
+    sent = listener.up("s1")
+    actions = listener.tell(Pushed("s1", [[b"subscribe", C, 1], [b"message", C, message(1)]]))
+    assert [type(action) for action in actions] == [GapDetected, Deliver]
+    assert gaps(listener.verify(sent, PLAN_0)) == []
+
+
+def test_a_loss_at_a_place_that_is_left_meanwhile_is_told() -> None:
+    """The new place was lost, and the channel moves on while the old one is still listened to."""
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    listener.down("s2")
+    moved_on = SETTLED.begin({C: single("s3")}).activate([C])
+    listener.told(moved_on.entry(C).route)
+    assert gaps(listener.verify(listener.up("s3"), moved_on))
+
+
+def test_another_gap_is_told_when_the_place_was_not_right_any_more() -> None:
+    listener = Listener().confirmed()
+    listener.down("s1")
+    sent = listener.up("s1")
+    assert len(gaps(listener.acknowledged(b"subscribe"))) == 1
+    listener.verify(sent, SETTLED)
+    [gap] = gaps(listener.verify(listener.up("s2"), SETTLED))
+    assert "moved" in gap.reason
+
+
 def test_what_was_seen_before_the_confirmation_causes_no_gap_after_it() -> None:
     """What was published while an unconfirmed subscription was away is owed to nobody."""
     listener = Listener()
@@ -560,10 +694,11 @@ def test_what_was_seen_before_the_confirmation_causes_no_gap_after_it() -> None:
 
 def test_what_a_former_subscription_had_seen_causes_no_gap_in_the_next() -> None:
     listener = Listener().confirmed()
-    listener.unsubscribe()
-    sent = listener.subscribe()
     listener.push("s1", C, message(1))
-    listener.acknowledged(b"unsubscribe", b"subscribe")
+    listener.unsubscribe()
+    listener.subscribe()
+    sent = listener.acknowledged(b"unsubscribe")
+    listener.acknowledged(b"subscribe")
     listener.verify(sent, PLAN_0)
     assert delivered(listener.push("s1", C, message(5))) == [b"m5"]
     assert gaps(listener.pass_time(1)) == []

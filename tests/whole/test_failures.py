@@ -146,7 +146,7 @@ def test_agents_that_are_killed_and_restarted_in_the_middle_of_moves_lose_nothin
         for channel in channels[:2]:
             move(cluster, channel, "s1")
         traffic.flows()
-        assert traffic.finish().covered_losses >= 2 * 2 * 10 * len(channels), "of the plain and of the late publisher"
+        assert traffic.finish().covered_losses >= 2 * 10 * len(channels), "of the plain publisher, at least"
         restarted = [line["details"]["server"] for line in logged(cluster.balancer, "an agent has restarted")]
         assert sorted(restarted) == ["s1", "s1", "s2"]
 
@@ -190,9 +190,7 @@ async def use_everything(url: str, channels: list[bytes]) -> None:
         await pubsub.unsubscribe(*channels)
         assert {(await next_of(pubsub))["type"] for _ in channels} == {"unsubscribe"}
         for channel in channels:
-            # The confirmation of an unsubscription does not wait for the server.
-            while await client.publish(channel, "nobody") != 0:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            assert await client.publish(channel, "nobody") == 0
 
 
 def test_without_a_balancer_and_without_a_dispatcher_everything_at_rest_goes_on() -> None:

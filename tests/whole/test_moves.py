@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-import bench.moves
-from bench.moves import Load, measure
+from bench.busy_channel import Load
+from bench.moves import move_to_and_fro
 from dynamoth_cli.cluster import LocalCluster
 from tests.whole.harness import Traffic, channels_at, logged, move, until
 
 LOAD_RATIO_HIGH = 0.8
 
 
-def test_a_busy_channel_moves_to_and_fro(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.moves, "REST_S", 1.0)
-    load = Load(subscribers=20, publishers=5, messages_per_s=200, moves=15, processes=1)
-    result = measure(load)
+def test_a_busy_channel_moves_to_and_fro() -> None:
+    load = Load(subscribers=20, publishers=5, messages_per_s=200, changes=15, processes=1, rest_s=1.0)
+    result = move_to_and_fro(load)
     assert result.clean, result
     assert result.published > 100
     assert result.delivered == result.published * load.subscribers
-    assert result.moves == load.moves
+    assert result.changes == load.changes
     assert result.settled_s_max < 10
 
 

@@ -1,0 +1,327 @@
+"""Servers that have machines of their own, as far as the network goes: for the benchmark of replication.
+
+Theory of operation
+-------------------
+::
+
+       clients, balancer (our own network namespace)
+                         |
+                  bridge 198.18.n.1/24
+               /         |         \
+           veth        veth        veth        of limited rate towards the bridge
+             |           |           |
+       namespace s1      s2          s3        redis-server and its agent in each
+
+A token bucket (``tbf``) at the namespace's end of a veth limits what the machine sends. Between Redis and its agent
+nothing is limited, as both are on one machine (Dynamoth, section III-A); what the agent sends to another server is.
+
+The addresses are of the block that is set aside for benchmarks of networks (RFC 2544). All names carry our process id,
+so that two runs do not meet. Everything is undone on exit, in reverse order, whatever has happened before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from dynamoth.config import declared_settings
+from dynamoth.errors import ClusterUnavailable, DynamothError
+from dynamoth.settings import to_text
+from dynamoth_cli.admin import ask_balancer
+from dynamoth_cli.child import Child, dynamoth_command
+from dynamoth_cli.embedded import find_redis_server
+from dynamoth_cli.status import read_status
+from dynamoth_link.errors import LinkError
+from dynamoth_link.query import query
+from dynamoth_link.urls import parse_cluster_url
+
+BURST_BYTES = 65_536
+"""What a machine may send at once. A segment that TCP hands over in one piece is at most as large."""
+QUEUE_S = 1.0
+"""The queue before the limit holds what is sent in this time: more than TCP puts there, so that nothing is dropped."""
+
+SUBNETS = 512
+"""The /24 networks of 198.18.0.0/15."""
+
+PORT = 6379
+READY_TIMEOUT_S = 30.0
+POLL_INTERVAL_S = 0.05
+REQUEST_TIMEOUT_S = 60.0
+COMMAND_TIMEOUT_S = 10.0
+
+_INTERFACE = "eth0"
+"""What a machine calls its only interface."""
+
+
+class NotPossible(DynamothError):
+    """Raised when this machine, or our rights on it, do not allow the benchmark; says what to do."""
+
+    code = "not-possible"
+
+
+class Network:
+    """A bridge, and machines at it. As a context manager; nothing of it is left on exit.
+
+    Args:
+        bytes_per_s: what each machine can send, Ethernet headers included.
+
+    Raises (on entry):
+        NotPossible: there is something that it needs and does not have.
+
+    """
+
+    def __init__(self, bytes_per_s: int) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._name = f"dyb{os.getpid()}"
+        self._undo = ExitStack()
+        #: 198.18.n, from entry to exit.
+        self._subnet = ""
+        #: The machines by id: their addresses.
+        self.addresses: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        check_possible()
+        self._subnet = _free_subnet()
+        try:
+            self._undo.callback(_remove, "link", self._name)
+            _ip("link", "add", self._name, "type", "bridge")
+            _ip("address", "add", f"{self._subnet}.1/24", "dev", self._name)
+            _ip("link", "set", self._name, "up")
+        except BaseException:
+            self._undo.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._undo.close()
+
+    def add(self, id_: str) -> None:
+        """Add a machine. Raises NotPossible."""
+        number = len(self.addresses) + 2  # .1 is ours
+        namespace, cable = self.namespace(id_), f"{self._name}v{number}"
+        self._undo.callback(_remove, "netns", namespace)
+        _ip("netns", "add", namespace)
+        self._undo.callback(_remove, "link", cable)
+        _ip("link", "add", cable, "type", "veth", "peer", "name", _INTERFACE, "netns", namespace)
+        _ip("link", "set", cable, "master", self._name, "up")
+        _ip("-n", namespace, "address", "add", f"{self._subnet}.{number}/24", "dev", _INTERFACE)
+        _ip("-n", namespace, "link", "set", "lo", "up")
+        _ip("-n", namespace, "link", "set", _INTERFACE, "up")
+        limit = ("rate", f"{self._bytes_per_s}bps", "burst", str(BURST_BYTES))  # bps: bytes, in the words of tc
+        queue = ("limit", str(int(self._bytes_per_s * QUEUE_S)))
+        _call("tc", "-n", namespace, "qdisc", "add", "dev", _INTERFACE, "root", "tbf", *limit, *queue)
+        self.addresses[id_] = f"{self._subnet}.{number}"
+
+    def namespace(self, id_: str) -> str:
+        """Return the name of a machine's namespace."""
+        return f"{self._name}-{id_}"
+
+    def inside(self, id_: str, command: list[str]) -> list[str]:
+        """Return the command line that runs ``command`` on a machine; the process id stays."""
+        return [_tool("ip"), "netns", "exec", self.namespace(id_), *command]
+
+    def dropped(self) -> int:
+        """Return how many packets the machines' limits have dropped."""
+        return sum(self._dropped(id_) for id_ in self.addresses)
+
+    def _dropped(self, id_: str) -> int:
+        shown = _call("tc", "-n", self.namespace(id_), "-s", "-json", "qdisc", "show", "dev", _INTERFACE)
+        return sum(int(queue["drops"]) for queue in json.loads(shown))
+
+
+def check_possible() -> None:
+    """Raise NotPossible where a benchmark cannot make networks."""
+    if sys.platform != "linux":
+        raise NotPossible("needs Linux: each server gets a network namespace")
+    for tool in ("ip", "tc"):
+        _tool(tool)
+    if os.geteuid() != 0:
+        again = f"sudo {sys.executable} -m bench replication"
+        raise NotPossible(f"needs root, to make network namespaces and to limit their rate: run '{again}'")
+
+
+def _free_subnet() -> str:
+    """Return a network that this machine has no address in, two runs most probably different ones."""
+    shown = json.loads(_ip("-json", "address", "show"))
+    used = {address["local"] for link in shown for address in link.get("addr_info", ())}
+    for offset in range(SUBNETS):
+        high, low = divmod((os.getpid() + offset) % SUBNETS, 256)
+        subnet = f"198.{18 + high}.{low}"
+        if not any(address.startswith(f"{subnet}.") for address in used):
+            return subnet
+    raise NotPossible("every network of 198.18.0.0/15 is in use on this machine: remove one")
+
+
+def _remove(kind: str, name: str) -> None:
+    """Remove a link or a namespace, if it is there. A failure is told and does not keep others from being removed."""
+    shown = _call("ip", "-o", kind, "show") if kind == "link" else _call("ip", "netns", "list")
+    if name not in shown.replace(":", " ").replace("@", " ").split():
+        return
+    try:
+        _ip(kind, "delete", name)
+    except NotPossible as error:
+        sys.stderr.write(f"{error}\n")
+
+
+def _ip(*arguments: str) -> str:
+    return _call("ip", *arguments)
+
+
+def _call(tool: str, *arguments: str) -> str:
+    """Run a command to its end; return what it prints. In a group of its own: Ctrl-C shall not stop it half way."""
+    done = subprocess.run(
+        [_tool(tool), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=COMMAND_TIMEOUT_S,
+        process_group=0,
+    )
+    if done.returncode:
+        raise NotPossible(
+            f"cannot do '{tool} {' '.join(arguments)}': {done.stderr.strip()}: it needs a kernel with network"
+            " namespaces, veth, bridge and sch_tbf, and the right to use them (in a container: --privileged)"
+        )
+    return done.stdout
+
+
+def _tool(name: str) -> str:
+    found = shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
+    if found is None:
+        raise NotPossible(f"needs the program '{name}': install iproute2 (apt-get install iproute2)")
+    return found
+
+
+class LimitedCluster:
+    """Redis servers with their agents, each on a machine of ``network``, and a balancer that decides nothing itself.
+
+    As a context manager it is ready on entry, and all of its processes have ended on exit.
+
+    Raises (on entry):
+        ChildEnded: a process has ended.
+        ClusterUnavailable: the cluster has not become ready.
+        NotPossible: no machine can be made.
+
+    """
+
+    def __init__(self, network: Network, servers: int) -> None:
+        self._network = network
+        self.server_ids = [f"s{index + 1}" for index in range(servers)]
+        self._undo = ExitStack()
+        self._children: list[Child] = []
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._undo.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._undo.close()
+
+    @property
+    def url(self) -> str:
+        """The URL for clients."""
+        addresses = (self._network.addresses[id_] for id_ in self.server_ids)
+        return "dynamoth://" + ",".join(f"{address}:{PORT}" for address in addresses)
+
+    def ask_balancer(self, command: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Have the balancer carry out a request; return its result. Raises as ``admin.ask_balancer``."""
+        return asyncio.run(ask_balancer(parse_cluster_url(self.url), command, arguments, timeout_s=REQUEST_TIMEOUT_S))
+
+    def check(self) -> None:
+        """Raise ChildEnded if a process has ended."""
+        for child in self._children:
+            if child.ended_by_itself:
+                raise child.failure()
+
+    def _start(self) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="dynamoth-bench-"))
+        self._undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        for id_ in self.server_ids:
+            self._network.add(id_)
+        for id_ in self.server_ids:
+            self._run(f"server {id_}", self._network.inside(id_, self._redis_command(id_, folder)))
+        self._wait(self._silent_server)
+        config_file = folder / "dynamoth.toml"
+        config_file.write_text(self._configuration())
+        with_config = ("--config", str(config_file))
+        for id_ in self.server_ids:
+            command = dynamoth_command("node", *with_config, "--server", id_)
+            self._run(f"agent {id_}", self._network.inside(id_, command))
+        self._run("balancer", dynamoth_command("balancer", *with_config))
+        self._wait(self._not_at_work)
+        self.ask_balancer("pause", {})
+
+    def _run(self, name: str, command: list[str]) -> None:
+        settings = {declared.variable for declared in declared_settings().values()}
+        environment = {variable: value for variable, value in os.environ.items() if variable not in settings}
+        child = Child(name, command, environment=environment)
+        self._undo.callback(child.stop)
+        self._children.append(child)
+        child.start()
+
+    def _redis_command(self, id_: str, folder: Path) -> list[str]:
+        """Return how a server is started: as it comes, but for what keeps it off the disk and lets others in."""
+        options = {
+            "bind": self._network.addresses[id_],
+            "port": str(PORT),
+            "protected-mode": "no",  # there is no way to it but over the bridge
+            "dir": str(folder),
+            "save": "",
+            "logfile": "/dev/stderr",
+        }
+        return [str(find_redis_server()), *(word for name, value in options.items() for word in (f"--{name}", value))]
+
+    def _configuration(self) -> str:
+        lines: list[str] = []
+        for id_ in self.server_ids:
+            url = f"redis://{self._network.addresses[id_]}:{PORT}"
+            lines += ["[[cluster.servers]]", f"id = {to_text(id_, quoted=True)}", f"url = {to_text(url, quoted=True)}"]
+        return "\n".join([*lines, ""])
+
+    def _wait(self, missing: Callable[[], str]) -> None:
+        """Wait until nothing is missing."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while problem := missing():
+            self.check()
+            if time.monotonic() > deadline:
+                raise ClusterUnavailable(f"not ready after {READY_TIMEOUT_S:g} s: {problem}")
+            time.sleep(POLL_INTERVAL_S)
+
+    def _silent_server(self) -> str:
+        """Say which server does not answer yet; empty when all do."""
+        for server in parse_cluster_url(self.url).servers:
+            try:
+                asyncio.run(query(server, (b"PING",)))
+            except LinkError as error:
+                return str(error)
+        return ""
+
+    def _not_at_work(self) -> str:
+        """Say what agents and balancer have not done yet; empty when they are at work."""
+        try:
+            status = asyncio.run(read_status(parse_cluster_url(self.url)))
+        except ClusterUnavailable as error:
+            return str(error)
+        if status["problems"]:
+            return str(status["problems"][0])
+        stage = status["balancer"]["stage"]
+        return "" if stage == "leading" else f"the balancer is {stage}, not leading"

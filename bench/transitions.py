@@ -1,0 +1,74 @@
+"""One busy channel that goes through assignments of every mode, on any servers: what is lost, how much slower it gets.
+
+Run with ``python -m bench.transitions``; ``--help`` tells the rest, ``bench.busy_channel`` what is measured. The
+assignments are drawn at random: one server, or two or three of them in one of the two ways of replication. So old and
+new servers may be the same, overlap, or be others altogether.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
+
+from bench.busy_channel import CHANNEL, Change, Load, Result, add_arguments, load_of, measure, show, where
+from dynamoth.plan import Assignment, Mode, single
+from dynamoth_cli.child import interrupted_by_signals
+from dynamoth_cli.cluster import LocalCluster
+
+SERVERS = 3
+SEED = 1
+PAUSE_S = 0.5
+"""Long enough for each transition to be measured by itself: what one leaves behind would be waited for in the next."""
+
+
+def all_assignments(servers: Sequence[str]) -> list[Assignment]:
+    """Return every assignment to some of the servers."""
+    several = [chosen for size in range(2, len(servers) + 1) for chosen in combinations(servers, size)]
+    replicated = [
+        Assignment(mode, chosen) for mode in (Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS) for chosen in several
+    ]
+    return [*map(single, servers), *replicated]
+
+
+def walk(start: Assignment, servers: Sequence[str], count: int, chance: random.Random) -> Iterator[Assignment]:
+    """Give ``count`` assignments, each another one than that before it."""
+    present = start
+    for _ in range(count):
+        present = chance.choice([other for other in all_assignments(servers) if other != present])
+        yield present
+
+
+def change_between(before: Assignment, after: Assignment) -> Change:
+    """Return what an administrator asks for to get from one assignment to the other."""
+    kind = f"{before.mode.name} to {after.mode.name}"
+    if after.mode is not Mode.SINGLE:
+        mode = after.mode.name.lower().replace("_", "-")
+        return Change("replicate", {"channel": CHANNEL, "mode": mode, "servers": list(after.servers)}, kind)
+    command = "move" if before.mode is Mode.SINGLE else "unreplicate"
+    return Change(command, {"channel": CHANNEL, "to": after.servers[0]}, kind)
+
+
+def go_through(load: Load, seed: int) -> Result:
+    """Run the load on a cluster, and have its channel go through assignments."""
+    with LocalCluster(SERVERS) as cluster:
+        cluster.ask_balancer("pause")  # it might find that the channel should be replicated, or not
+        start = single(where(cluster))
+        path = [start, *walk(start, cluster.server_ids, load.changes, random.Random(seed))]
+        return measure(load, cluster, [change_between(*pair) for pair in pairwise(path)])
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.transitions", description=__doc__)
+    add_arguments(parser, changes="transitions", pause_s=PAUSE_S)
+    parser.add_argument("--seed", type=int, default=SEED, help="of the choice of assignments (default %(default)s)")
+    arguments = parser.parse_args()
+    with interrupted_by_signals():
+        result = go_through(load_of(arguments), arguments.seed)
+    show(result, as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""What a publisher remembers of a channel, of a message that waits for its answer, and of its servers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from dynamoth.outbox import Outbox
+from dynamoth.plan import Location
+
+
+@dataclass(slots=True)
+class PublishedChannel:
+    """What a publisher remembers of a channel that it publishes to."""
+
+    #: The number of the latest message; equal to ``floor`` before the first.
+    sequence: int
+    floor: int
+    #: Where the latest message went, or the first will go; several under ALL_PUBLISHERS only.
+    locations: tuple[Location, ...]
+    epoch: int
+    #: Of the local plan, when locations and epoch were looked up there.
+    generation: int
+    used_at: float
+    #: The servers where the latest message did not go any more, the latest last.
+    left: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A message that a server has not answered yet, or some of several."""
+
+    token: Hashable
+    #: When no server is waited for any more.
+    expires_at: float
+    #: When the application is told at the latest.
+    tell_at: float
+    channel: bytes
+    #: How many servers are waited for: those that are avoided are not, if there are others.
+    unanswered: int = 1
+    #: Clients that it went to, as far as servers have answered; None before the first did.
+    receivers: int | None = None
+    #: The latest error that a server has answered with.
+    refusal: str = ""
+    #: Servers that it was sent to in the place of the first.
+    also_at: tuple[str, ...] = ()
+    #: The application has been told of the outcome; a reply that still comes is dropped.
+    done: bool = False
+
+
+@dataclass(slots=True)
+class Check:
+    """The token of a reading of the stored plan: what was published just before it, and where."""
+
+    channel: bytes
+    sequence: int
+    payload: bytes
+    location: Location
+
+
+@dataclass(slots=True)
+class PublisherServer:
+    """What a publisher knows of a server that it publishes to."""
+
+    outbox: Outbox
+    #: What the outbox holds of the application's messages, oldest first; those that are done leave from the left.
+    waiting: deque[Waiting] = field(default_factory=deque[Waiting])
+    run_id: str | None = None
+    up: bool = False
+    #: Since when the link is down; infinity while it is up.
+    down_since: float = float("inf")
+    #: It is away for so long that replicas elsewhere take its place.
+    avoided: bool = False
+    #: Whether something may have got lost on the way here: subscribers are to be told the latest numbers.
+    owes_heartbeats: bool = False
+    #: Why the link is down, in words for the application.
+    reason: str = "not connected yet"
+    #: Agents that observe it: receivers of every message that are no clients.
+    observers: int = 0
+    #: Channels whose route the plan stored here has confirmed since the latest connection, and since the agents were
+    #: last seen to be gone: it stays right as long, for no channel is moved away from a server without an agent.
+    confirmed: set[bytes] = field(default_factory=set[bytes])
+    observers_asked_at: float = float("-inf")

@@ -1,0 +1,122 @@
+"""What a subscriber remembers of a channel, of the places where it listens to it, and of its links."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from dynamoth.plan import Location, Route
+from dynamoth_client.sequences import Sequences
+
+EARLY_MAX = 1000
+"""Messages that are kept for an unconfirmed subscription at most. It is confirmed within a round trip, while the plan
+can be read."""
+
+
+@dataclass(slots=True)
+class Place:
+    """A location where a subscription listens, or is about to."""
+
+    location: Location
+    #: Number of the verification whose reply is awaited; 0 when none is.
+    attempt: int = 0
+    #: The stored plan said, on the present connection, that this is right.
+    verified: bool = False
+    #: It cannot be reached for so long that the other replicas do without it (ALL_SUBSCRIBERS).
+    excused: bool = False
+    #: Why the connection was lost, as long as the application has not been told that it may have missed something.
+    lost: str | None = None
+    #: The dispatcher's incarnation and the number of its first marker seen here on the present connection.
+    first_marker: tuple[int, int] | None = None
+    #: Server to incarnation and number of the latest marker of its dispatcher that has come round to here.
+    rounds: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+
+    def disconnected(self) -> None:
+        """Forget what was true of the connection that was lost."""
+        self.attempt = 0
+        self.verified = False
+        self.first_marker = None
+        self.rounds.clear()
+
+    def follows(self, target: Place) -> bool:
+        """Tell whether everything that ``target``'s server got before we joined there has come round to here.
+
+        The same marker, or a later one, was seen here as there; in which of the two first does not matter.
+        """
+        first, latest = target.first_marker, self.rounds.get(target.location.server)
+        return first is not None and latest is not None and first[0] == latest[0] and first[1] <= latest[1]
+
+
+@dataclass(slots=True)
+class Subscription:
+    """One channel of one PubSub."""
+
+    channel: bytes
+    route: Route
+    sequences: Sequences
+    targets: dict[Location, Place] = field(default_factory=dict[Location, Place])
+    leaving: dict[Location, Place] = field(default_factory=dict[Location, Place])
+    #: Whether the application has been told. Never goes back.
+    confirmed: bool = False
+    confirmed_at: float = float("inf")
+    #: Confirmations that the application waits for.
+    confirmations_owed: int = 1
+    #: Why the application may have missed something, until it is told: when all is verified again.
+    may_have_missed: str | None = None
+    #: The epoch of a notice that is to be followed soon; 0 for none.
+    noticed_epoch: int = 0
+    #: Whether a wish to verify again while a place is leaving is pending.
+    reverifying: bool = False
+    #: When the present route was taken; see ``distrust_s``.
+    followed_since: float = 0.0
+    #: How often a replica that was away has been replaced by the next one (ALL_PUBLISHERS).
+    turn: int = 0
+    #: What came before the confirmation, to be delivered behind it.
+    early: list[bytes] = field(default_factory=list[bytes])
+    #: How often the application is to be told that this has ended. Not 0: it is ending, and follows no route any more.
+    ends_owed: int = 0
+    #: It was leaving a place when the application ended it.
+    ended_moving: bool = False
+
+    def begin_anew(self) -> None:
+        """Forget what came before the confirmation: something between that and what is to come may be missing."""
+        self.sequences.resume()
+        self.early.clear()
+
+    def keep(self, payload: bytes) -> None:
+        """Keep a message until the confirmation; of too many the newest."""
+        self.early.append(payload)
+        if len(self.early) > EARLY_MAX:
+            del self.early[0]
+
+    def places(self) -> list[Place]:
+        """Return where it listens."""
+        return [*self.targets.values(), *self.leaving.values()]
+
+    def place(self, location: Location) -> Place:
+        """Return the place at a location where it listens."""
+        return self.targets.get(location) or self.leaving[location]
+
+    def verified(self) -> bool:
+        """Tell whether every target is, apart from excused replicas."""
+        places = self.targets.values()
+        return all(place.verified or place.excused for place in places) and any(place.verified for place in places)
+
+    def excused(self) -> list[str]:
+        """Return the servers of the excused targets."""
+        return [location.server for location, place in self.targets.items() if place.excused]
+
+
+@dataclass(slots=True)
+class SubscriberLink:
+    """A connection to one server."""
+
+    up: bool = False
+    #: When the connection was lost, or the first one asked for. Only of use while it is down.
+    down_since: float = 0.0
+    run_id: str | None = None
+    #: Location to place, of all subscriptions, in the order of joining.
+    places: dict[bytes, Subscription] = field(default_factory=dict[bytes, "Subscription"])
+    idle_since: float | None = None
+    #: Location to the number of UNSUBSCRIBEs that the server has not acknowledged. No value is 0.
+    unsubscribing: Counter[bytes] = field(default_factory=Counter[bytes])

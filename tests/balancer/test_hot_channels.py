@@ -1,0 +1,288 @@
+"""The whole loop in virtual time: hot channels are spread and folded back, and what these decisions wait for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from dynamoth.plan import Assignment, Mode, Phase, single
+from dynamoth_balancer.options import BalancerOptions
+from tests.balancer.fake_cluster import CAPACITY, Balancer, FakeCluster, Traffic
+
+OPTIONS = BalancerOptions(wait_s=2.0, averaging_s=3.0, channel_rest_s=5.0, replication_rest_s=20.0)
+HOT = b"hot"
+MANY_PUBLICATIONS = Traffic(3000, 10, message_bytes=30)
+MANY_SUBSCRIBERS = Traffic(10, 3000, message_bytes=30)
+
+
+def _started(
+    traffic: Traffic | None = None, servers: int = 4, options: BalancerOptions = OPTIONS
+) -> tuple[FakeCluster, Balancer]:
+    cluster = FakeCluster(servers)
+    balancer = cluster.started(options)
+    if traffic is not None:
+        cluster.traffic[HOT] = traffic
+    return cluster, balancer
+
+
+def _assignment(balancer: Balancer) -> Assignment:
+    return balancer.plan.entry(HOT).route.assignment
+
+
+def _settled_as(balancer: Balancer, mode: Mode) -> bool:
+    entry = balancer.plan.entry(HOT)
+    return entry.phase is Phase.SETTLED and entry.route.assignment.mode is mode
+
+
+def _changes(balancer: Balancer) -> list[Assignment]:
+    """Return the assignments that the balancer has decided, in order."""
+    return [move.after for decided in balancer.decided for move in decided.decision.moves if move.channel == HOT]
+
+
+def _findings(balancer: Balancer) -> list[str]:
+    return [finding.reason for decided in balancer.decided for finding in decided.decision.findings]
+
+
+@pytest.mark.parametrize(
+    ("traffic", "mode"), [(MANY_PUBLICATIONS, Mode.ALL_SUBSCRIBERS), (MANY_SUBSCRIBERS, Mode.ALL_PUBLISHERS)]
+)
+def test_a_hot_channel_is_spread_once_and_folded_back_when_it_has_cooled_down(traffic: Traffic, mode: Mode) -> None:
+    cluster, balancer = _started(traffic)
+    cluster.run_until(lambda: _settled_as(balancer, mode))
+    cluster.run(300)
+    [spread] = _changes(balancer)
+    assert (spread.mode, len(spread.servers)) == (mode, 3)
+    share = traffic.outgoing_bytes_per_s / 3 / CAPACITY
+    ratios = {id_: balancer.machine.load_ratio(id_, cluster.now) for id_ in cluster.servers}
+    assert ratios == pytest.approx({id_: share if id_ in spread.servers else 0.0 for id_ in ratios}, abs=0.02)
+    cluster.traffic[HOT] = replace(traffic, message_bytes=5)
+    cluster.run_until(lambda: _settled_as(balancer, Mode.SINGLE))
+    cluster.run(300)
+    assert len(_changes(balancer)) == 2 and _assignment(balancer).servers[0] in spread.servers
+
+
+def test_load_that_is_being_spread_counts_where_it_goes() -> None:
+    """Number 19: forwarded copies, and what is sent at old and new servers, do not look like load."""
+    cluster, balancer = _started(MANY_PUBLICATIONS)
+    home = balancer.plan.ring.home(HOT)
+    cluster.agents[home].listened.add(HOT)
+    cluster.run_until(lambda: bool(_changes(balancer)))
+    [spread] = _changes(balancer)
+    share = MANY_PUBLICATIONS.outgoing_bytes_per_s / len(spread.servers) / CAPACITY
+    for _ in range(10):
+        ratios = {id_: balancer.machine.load_ratio(id_, cluster.now) for id_ in spread.servers}
+        assert ratios == pytest.approx(dict.fromkeys(spread.servers, share), abs=0.01)
+        cluster.run(1)
+
+
+def test_it_follows_the_load_with_a_rest_between_changes() -> None:
+    cluster, balancer = _started(replace(MANY_PUBLICATIONS, message_bytes=20), servers=6)
+    times: list[float] = []
+    for factor in (1, 3, 5, 1, 0.2):
+        cluster.traffic[HOT] = replace(MANY_PUBLICATIONS, message_bytes=20 * factor)
+        for _ in range(240):
+            cluster.run(0.25)
+            if len(_changes(balancer)) > len(times):
+                times.append(cluster.now)
+    numbers = [len(assignment.servers) for assignment in _changes(balancer)]
+    assert numbers[0] == 2 and max(numbers) == 5 and numbers[-1] == 1
+    assert numbers[: numbers.index(5) + 1] == sorted(numbers[: numbers.index(5) + 1]), "it grows"
+    assert numbers[numbers.index(5) :] == sorted(numbers[numbers.index(5) :], reverse=True), "and shrinks"
+    assert all(later - earlier >= OPTIONS.replication_rest_s for earlier, later in pairwise(times))
+
+
+def test_nothing_is_decided_of_a_channel_before_it_has_been_measured_where_it_is() -> None:
+    """While subscribers move they are counted twice, and later averages still know of it."""
+    options = replace(OPTIONS, averaging_s=8.0, replication_rest_s=0.0, channel_rest_s=0.0, wait_s=0.0)
+    cluster, balancer = _started(MANY_PUBLICATIONS, options=options)
+    cluster.run_until(lambda: bool(_changes(balancer)))
+    cluster.traffic[HOT] = replace(MANY_PUBLICATIONS, message_bytes=1)
+    cluster.run_until(lambda: _settled_as(balancer, Mode.ALL_SUBSCRIBERS))
+    settled = cluster.now
+    cluster.run_until(lambda: len(_changes(balancer)) == 2)
+    assert cluster.now - settled >= options.averaging_s
+    assert _changes(balancer)[1].mode is Mode.SINGLE
+
+
+def test_a_successor_measures_before_it_folds_back_or_spreads() -> None:
+    cluster, balancer = _started(MANY_PUBLICATIONS)
+    cluster.run_until(lambda: _settled_as(balancer, Mode.ALL_SUBSCRIBERS))
+    cluster.kill(balancer)
+    options = replace(OPTIONS, wait_s=0.0, averaging_s=15.0, replication_rest_s=0.0)
+    successor = cluster.start(options)
+    cluster.traffic[HOT] = replace(MANY_PUBLICATIONS, message_bytes=1)
+    cluster.run_until(lambda: successor.machine.plan is not None)
+    began = cluster.now
+    cluster.run_until(lambda: bool(_changes(successor)))
+    assert cluster.now - began >= 15 - 1 and _changes(successor)[0].mode is Mode.SINGLE
+
+
+def test_relieving_a_server_leaves_replicated_channels_alone() -> None:
+    cluster, balancer = _started(MANY_PUBLICATIONS)
+    cluster.run_until(lambda: _settled_as(balancer, Mode.ALL_SUBSCRIBERS))
+    spread = _assignment(balancer)
+    busy = spread.servers[0]
+    names = [c for c in (b"c%d" % n for n in range(500)) if balancer.plan.ring.home(c) == busy][:4]
+    cluster.follow.update(dict.fromkeys(names, round(0.2 * CAPACITY)))
+    cluster.run(120)
+    moves = [move for decided in balancer.decided for move in decided.decision.moves if move.channel != HOT]
+    assert moves and all(move.before == single(busy) and move.after.mode is Mode.SINGLE for move in moves)
+    assert _assignment(balancer) == spread
+
+
+def test_servers_that_cannot_take_part_are_not_chosen_and_their_number_is_told() -> None:
+    cluster, balancer = _started(MANY_PUBLICATIONS, servers=3)
+    home = balancer.plan.ring.home(HOT)
+    away = next(id_ for id_ in cluster.servers if id_ != home)
+    cluster.agents[away].alive = False
+    cluster.run_until(lambda: bool(balancer.decided))
+    cluster.run(10)
+    assert set(_assignment(balancer).servers) == {*cluster.servers} - {away}
+    assert "needs 3 servers and has 2, as no more can take part" in _findings(balancer)[0]
+    told = len(balancer.decided)
+    cluster.run(50)
+    assert len(balancer.decided) <= told + 2, "told again now and then only"
+    cluster.agents[away].alive = True
+    cluster.run_until(lambda: len(_assignment(balancer).servers) == 3)
+
+
+# Administrators.
+
+
+def test_what_an_administrator_has_replicated_is_left_so() -> None:
+    cluster, balancer = _started()
+    arguments = {"channel": HOT, "mode": "all-publishers", "servers": ["s1", "s2"]}
+    assert cluster.ask("replicate", arguments).error is None
+    cluster.run(120)
+    assert not _changes(balancer) and _settled_as(balancer, Mode.ALL_PUBLISHERS)
+    cluster.traffic[HOT] = MANY_PUBLICATIONS
+    cluster.run(120)
+    assert not _changes(balancer), "also when the balancer would spread it in another way"
+    assert cluster.ask("unreplicate", {"channel": HOT}).error is None
+    unreplicated = cluster.now
+    cluster.run_until(lambda: bool(_changes(balancer)))
+    assert cluster.now - unreplicated >= OPTIONS.replication_rest_s - 1, "and it rests"
+    assert _changes(balancer)[0].mode is Mode.ALL_SUBSCRIBERS
+
+
+def test_a_successor_decides_by_load() -> None:
+    cluster, balancer = _started()
+    arguments = {"channel": HOT, "mode": "all-publishers", "servers": ["s1", "s2"]}
+    assert cluster.ask("replicate", arguments).error is None
+    cluster.kill(balancer)
+    successor = cluster.start(OPTIONS)
+    cluster.run_until(lambda: bool(successor.decided))
+    assert _changes(successor)[0].mode is Mode.SINGLE
+
+
+def test_what_another_balancer_has_made_of_a_channel_since_is_not_held() -> None:
+    cluster, balancer = _started()
+    arguments = {"channel": HOT, "mode": "all-publishers", "servers": ["s1", "s2"]}
+    assert cluster.ask("replicate", arguments).error is None
+    balancer.frozen = True
+    cluster.run(10)
+    other = cluster.start(OPTIONS)
+    cluster.run_until(lambda: other.machine.plan is not None)
+    changed = {"channel": HOT, "mode": "all-subscribers", "servers": ["s2", "s3"]}
+    assert cluster.ask("replicate", changed).error is None
+    cluster.run(5)
+    cluster.kill(other)
+    balancer.frozen = False
+    cluster.run_until(lambda: bool(_changes(balancer)))
+    assert _changes(balancer)[0].mode is Mode.SINGLE
+
+
+def test_a_paused_balancer_spreads_nothing() -> None:
+    cluster, balancer = _started(MANY_PUBLICATIONS)
+    assert cluster.ask("pause").error is None
+    cluster.run(60)
+    assert not balancer.decided
+    assert cluster.ask("resume").error is None
+    cluster.run_until(lambda: bool(_changes(balancer)))
+
+
+def test_status_tells_of_replicated_channels_and_decisions() -> None:
+    cluster, balancer = _started(MANY_PUBLICATIONS)
+    cluster.run_until(lambda: _settled_as(balancer, Mode.ALL_SUBSCRIBERS))
+    status = cluster.ask("status").result
+    servers = list(_assignment(balancer).servers)
+    assert status["replicated"] == 1
+    [channel] = status["replicated_channels"]
+    assert (channel["channel"], channel["mode"], channel["servers"]) == (HOT, "all-subscribers", servers)
+    [move] = status["decisions"][0]["first_moves"]
+    assert (move["mode_before"], move["mode_after"]) == ("single", "all-subscribers")
+    home = balancer.plan.ring.home(HOT)
+    assert (move["from"], move["to"]) == (home, ",".join(servers))
+    assert set(move["load_ratios"]) == {home, *servers}
+    assert move["load_ratios"][home] == pytest.approx([0.9, 0.3], abs=0.02)
+    assert "3000 publications/s to 10 subscribers" in move["reason"]
+
+
+# Dead replicas.
+
+
+def _with_a_dead_replica(message_bytes: float) -> tuple[FakeCluster, Balancer, str]:
+    """Return a cluster whose hot channel has three replicas, of which one has just died."""
+    cluster, balancer = _started(MANY_PUBLICATIONS, servers=5)
+    cluster.run_until(lambda: _settled_as(balancer, Mode.ALL_SUBSCRIBERS))
+    cluster.run(OPTIONS.replication_rest_s + 5)
+    dead = _assignment(balancer).servers[1]
+    cluster.traffic[HOT] = replace(MANY_PUBLICATIONS, message_bytes=message_bytes)
+    cluster.stop_server(dead)
+    return cluster, balancer, dead
+
+
+def test_a_dead_replica_is_told_of_and_left_when_it_is_back() -> None:
+    cluster, balancer, dead = _with_a_dead_replica(20)  # 0.6 of a server: two would do
+    version, died = balancer.plan.version, cluster.now
+    cluster.run_until(lambda: any("is dead" in reason for reason in _findings(balancer)))
+    assert OPTIONS.replica_dead_s <= cluster.now - died <= OPTIONS.replica_dead_s + 2
+    cluster.run(120)
+    assert balancer.plan.version == version, "it may still serve clients: nothing is changed behind its back"
+    assert 2 <= len([reason for reason in _findings(balancer) if "is dead" in reason]) <= 4
+    before = _assignment(balancer)
+    cluster.start_server(dead)
+    cluster.run_until(lambda: len(_changes(balancer)) == 2)
+    after = _changes(balancer)[1]
+    assert after == Assignment(before.mode, tuple(server for server in before.servers if server != dead))
+    cluster.run(120)
+    assert len(_changes(balancer)) == 2 and _settled_as(balancer, Mode.ALL_SUBSCRIBERS)
+
+
+def test_a_dead_replica_that_the_load_needs_is_kept_when_it_is_back() -> None:
+    cluster, balancer, dead = _with_a_dead_replica(40)
+    cluster.run(60)
+    cluster.start_server(dead)
+    cluster.run(120)
+    assert dead in _assignment(balancer).servers
+
+
+def test_a_replica_that_is_away_for_a_moment_is_not_dead() -> None:
+    cluster, balancer, dead = _with_a_dead_replica(20)
+    cluster.run(OPTIONS.replica_dead_s - 1)
+    cluster.start_server(dead)
+    cluster.run(60)
+    assert len(_changes(balancer)) == 1 and not _findings(balancer)
+
+
+def test_an_administrators_replica_that_was_dead_is_told_of_and_kept() -> None:
+    cluster, balancer = _started()
+    arguments = {"channel": HOT, "mode": "all-publishers", "servers": ["s1", "s2", "s3"]}
+    assert cluster.ask("replicate", arguments).error is None
+    cluster.stop_server("s2")
+    cluster.run(60)
+    assert any("replica s2 of channel b'hot' is dead" in reason for reason in _findings(balancer))
+    cluster.start_server("s2")
+    cluster.run(60)
+    assert _assignment(balancer).servers == ("s1", "s2", "s3")
+
+
+def test_only_a_server_that_is_neither_reached_nor_heard_is_dead() -> None:
+    cluster, balancer = _started(MANY_PUBLICATIONS)
+    cluster.run_until(lambda: _settled_as(balancer, Mode.ALL_SUBSCRIBERS))
+    cluster.agents[_assignment(balancer).servers[0]].alive = False
+    cluster.run(60)
+    assert not any("is dead" in reason for reason in _findings(balancer))
+    assert len(_changes(balancer)) == 1

@@ -1,0 +1,456 @@
+"""Algorithm 1: which channels are spread over several servers, over which; and nothing flaps (case 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from dynamoth.plan import Assignment, Mode, Route, single
+from dynamoth.reports import Report
+from dynamoth_balancer.goals import (
+    ChannelFigures,
+    ChannelRate,
+    Cluster,
+    Decision,
+    Finding,
+    Move,
+    Relieve,
+    ServerLoad,
+    decide,
+)
+from dynamoth_balancer.model import ClusterModel
+from dynamoth_balancer.options import BalancerOptions
+from dynamoth_balancer.replication import Judgement, Replicate, wish
+from tests.balancer.fake_cluster import Traffic, columns
+
+CAPACITY = 1_000_000.0
+CHANNEL = b"hot"
+SUBS, PUBS = Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS
+
+OPTIONS = BalancerOptions(
+    all_subscribers_ratio_min=100.0,
+    all_publishers_ratio_min=10.0,
+    replicate_publications_per_s_min=1000.0,
+    replicate_subscribers_min=100,
+    replicate_load_ratio_min=0.5,
+    replicate_keep_ratio=0.6,
+)
+
+
+def figures(
+    publications_per_s: float,
+    subscribers: float,
+    load_ratio: float,
+    assignment: Assignment | None = None,
+    publishers: int = 100,
+    unwanted: Iterable[str] = (),
+) -> ChannelFigures:
+    """Return figures of a channel whose load is evenly spread over its servers."""
+    assignment = assignment or single("s1")
+    share = load_ratio * CAPACITY / len(assignment.servers)
+    loads = dict.fromkeys(assignment.servers, share)
+    return ChannelFigures(CHANNEL, assignment, publications_per_s, publishers, subscribers, loads, frozenset(unwanted))
+
+
+def replicated(mode: Mode, *numbers: int) -> Assignment:
+    return Assignment(mode, tuple(f"s{number}" for number in numbers))
+
+
+def decided(
+    given_figures: ChannelFigures | Sequence[ChannelFigures],
+    others: Mapping[str, float],
+    options: BalancerOptions = OPTIONS,
+    *,
+    dead: Mapping[str, Sequence[bytes]] | None = None,
+    capacities: Mapping[str, float] | None = None,
+) -> Decision:
+    """Decide. ``others`` is the load ratio of each server without the channels that the figures are of."""
+    channels = [given_figures] if isinstance(given_figures, ChannelFigures) else given_figures
+    servers: dict[str, ServerLoad] = {}
+    for name, ratio in others.items():
+        capacity = (capacities or {}).get(name, CAPACITY)
+        own = sum(each.outgoing_bytes_per_s.get(name, 0.0) for each in channels)
+        servers[name] = ServerLoad(name, ratio * capacity + own, capacity)
+    cluster = Cluster(servers, lambda server: [], lambda channel, server: True, options, channels, dead or {})
+    return decide((Replicate(),), cluster)
+
+
+def only_move(decision: Decision) -> Move:
+    [move] = decision.moves
+    return move
+
+
+IDLE: dict[str, float] = {f"s{number}": 0.0 for number in range(1, 6)}
+
+
+# The branches of Algorithm 1.
+
+
+def test_many_publications_for_few_subscribers_are_spread_over_servers_with_all_subscribers() -> None:
+    move = only_move(decided(figures(3000, 10, 0.6), IDLE))
+    assert (move.before, move.after) == (single("s1"), replicated(SUBS, 1, 2))
+    assert "3000 publications/s to 10 subscribers make load ratio 0.60" in move.reason
+    assert move.ratios["s1"] == pytest.approx((0.6, 0.3)) and move.ratios["s2"] == pytest.approx((0.0, 0.3))
+
+
+def test_many_subscribers_for_few_publications_are_spread_over_servers() -> None:
+    assert only_move(decided(figures(10, 3000, 0.6), IDLE)).after == replicated(PUBS, 1, 2)
+
+
+def test_where_there_are_many_of_both_all_subscribers_it_is() -> None:
+    """The paper's corner case; also where the condition for all-publishers is true."""
+    assert only_move(decided(figures(2000, 500, 0.6), IDLE)).after.mode is SUBS
+    assert only_move(decided(figures(2000, 50_000, 0.6), IDLE)).after.mode is SUBS
+
+
+@pytest.mark.parametrize(
+    ("publications_per_s", "subscribers", "load_ratio", "publishers"),
+    [
+        (3000, 10, 0.5, 100),  # the load is not above its threshold
+        (1000, 5, 0.6, 100),  # the publications are not
+        (3000, 30, 0.6, 100),  # the publications for each subscriber are not
+        (3000, 10, 0.7, 1),  # one publisher is one stream
+        (9, 100, 0.6, 100),  # the subscribers are not
+        (30, 300, 0.6, 100),  # the subscribers for each publication are not
+        (0, 5000, 0.0, 0),  # nothing is published
+        (5000, 0, 0.0, 100),  # nobody listens
+    ],
+)
+def test_otherwise_a_channel_is_at_one_server(
+    publications_per_s: float, subscribers: float, load_ratio: float, publishers: int
+) -> None:
+    some = figures(publications_per_s, subscribers, load_ratio, publishers=publishers)
+    assert decided(some, IDLE) == Decision()
+
+
+def test_a_channel_that_alone_overloads_a_server_is_spread_by_what_there_is_more_of() -> None:
+    """Between the thresholds, where the paper would leave it."""
+    assert decided(figures(500, 90, 0.8), IDLE) == Decision()
+    assert only_move(decided(figures(500, 90, 0.9), IDLE)).after == replicated(SUBS, 1, 2)
+    assert only_move(decided(figures(90, 500, 0.9), IDLE)).after == replicated(PUBS, 1, 2)
+    assert only_move(decided(figures(500, 90, 0.9, publishers=1), IDLE)).after == replicated(PUBS, 1, 2)
+    assert only_move(decided(figures(0.5, 1, 0.9), IDLE)).after == replicated(SUBS, 1, 2), "one subscriber"
+    assert decided(figures(5000, 1, 0.9, publishers=1), IDLE) == Decision(), "nothing to spread"
+
+
+def test_the_replicas_are_as_many_as_the_ratio_asks_for_within_what_the_load_needs() -> None:
+    def count(*some: Any, **options: Any) -> int:
+        return len(only_move(decided(figures(*some), IDLE, replace(OPTIONS, **options))).after.servers)
+
+    assert count(1010, 10, 0.95) == 2, "1.01 times the threshold"
+    assert count(2500, 10, 0.95) == 3, "2.5 times"
+    assert count(90_000, 10, 0.95) == 3, "more would carry less than a fourth of a server each"
+    assert count(1010, 10, 1.3) == 3, "0.65 is too much for a server"
+    assert count(10, 40_000, 2.9) == 5
+    assert count(90_000, 10, 0.95, replicate_load_ratio_min=0.0) == 5, "all there are"
+    assert count(10, 40_000, 2.9, replicas_max=4) == 4
+    assert Judgement(figures(90_000, 10, 2.0, publishers=3), CAPACITY, OPTIONS).replicas(SUBS) == 3
+
+
+def test_capacities_differ_and_a_larger_server_would_do() -> None:
+    some = figures(3000, 10, 0.9)
+    assert decided(some, IDLE, capacities={"s2": 10 * CAPACITY}) == Decision()
+    move = only_move(decided(figures(1500, 10, 9.0), IDLE, capacities={"s2": 10 * CAPACITY, "s3": 10 * CAPACITY}))
+    assert set(move.after.servers) == {"s2", "s3"}
+
+
+# Which servers.
+
+
+def test_the_least_loaded_servers_are_taken_without_the_channels_own_load() -> None:
+    others = {"s1": 0.5, "s2": 0.2, "s3": 0.1, "s4": 0.3}
+    move = only_move(decided(figures(3000, 10, 0.55), others))
+    assert move.after == replicated(SUBS, 3, 2)
+    assert move.ratios["s1"] == pytest.approx((1.05, 0.5)), "the present one is freed"
+    others["s1"] = 0.0
+    assert only_move(decided(figures(3000, 10, 0.55), others)).after == replicated(SUBS, 1, 3)
+
+
+def test_it_grows_to_the_least_loaded_servers_and_keeps_those_that_it_has() -> None:
+    some = figures(3000, 10, 1.3, replicated(SUBS, 1, 2))
+    others = {"s1": 0.3, "s2": 0.3, "s3": 0.1, "s4": 0.05, "s5": 0.2}
+    move = only_move(decided(some, others))
+    assert set(move.after.servers) == {"s1", "s2", "s4"} and move.before == replicated(SUBS, 1, 2)
+    assert move.loads == pytest.approx({"s1": -650_000 + 1.3e6 / 3, "s2": -650_000 + 1.3e6 / 3, "s4": 1.3e6 / 3})
+
+
+def test_the_busiest_replicas_are_freed_first() -> None:
+    some = figures(3000, 10, 0.7, replicated(SUBS, 1, 2, 3, 4, 5))
+    others = {"s1": 0.05, "s2": 0.4, "s3": 0.1, "s4": 0.3, "s5": 0.2}
+    move = only_move(decided(some, others))
+    assert move.after == replicated(SUBS, 1, 3, 5, 4), "0.7 / 0.6: four replicas would do, even if it was a third more"
+    less = replace(some, outgoing_bytes_per_s=dict.fromkeys(some.assignment.servers, 0.35 * CAPACITY / 5))
+    assert only_move(decided(less, others)).after == replicated(SUBS, 1, 3)
+
+
+def test_none_is_freed_that_the_others_have_no_room_for() -> None:
+    some = figures(3000, 10, 0.6, replicated(SUBS, 1, 2, 3, 4, 5))
+    assert not decided(some, dict.fromkeys(IDLE, 0.5)).moves
+    others = {"s1": 0.4, "s2": 0.4, "s3": 0.4, "s4": 0.4, "s5": 0.9}
+    assert only_move(decided(some, others)).after == replicated(SUBS, 1, 2, 3, 4)
+
+
+def test_a_channel_is_folded_back_to_the_least_loaded_of_its_replicas_that_has_room() -> None:
+    some = figures(500, 10, 0.2, replicated(SUBS, 1, 2, 3))
+    others = {"s1": 0.3, "s2": 0.2, "s3": 0.5, "s4": 0.0}
+    move = only_move(decided(some, others))
+    assert move.after == single("s2") and "one server is enough" in move.reason
+    assert move.ratios["s2"].after == pytest.approx(0.4) and move.ratios["s3"].after == pytest.approx(0.5)
+    assert decided(some, dict.fromkeys(others, 0.45)) == Decision(), "no replica has room"
+
+
+def test_it_changes_between_the_modes() -> None:
+    assert only_move(decided(figures(10, 3000, 0.6, replicated(SUBS, 1, 2)), IDLE)).after == replicated(PUBS, 1, 2)
+    assert only_move(decided(figures(3000, 10, 0.6, replicated(PUBS, 1, 2)), IDLE)).after == replicated(SUBS, 1, 2)
+    assert only_move(decided(figures(2000, 300, 0.6, replicated(PUBS, 1, 2)), IDLE)).after == replicated(SUBS, 1, 2)
+    fewer = only_move(decided(figures(10, 3000, 0.6, replicated(SUBS, 1, 2, 3, 4)), {**IDLE, "s1": 0.3}))
+    assert fewer.after == replicated(PUBS, 2, 3)
+    one = figures(2000, 300, 0.9, replicated(PUBS, 1, 2), publishers=1)
+    assert decided(one, IDLE) == Decision(), "one publisher cannot be spread"
+
+
+# When there are too few servers.
+
+
+def test_fewer_servers_than_wanted_are_used_and_told_of() -> None:
+    decision = decided(figures(3000, 10, 1.9), {"s1": 0.0, "s2": 0.0, "s3": 0.0})
+    assert set(only_move(decision).after.servers) == {"s1", "s2", "s3"}
+    assert decision.findings == (
+        Finding(
+            "s1",
+            1.9,
+            "channel b'hot' needs 4 servers and has 3, as no more can take part: add servers, or see why their agents"
+            " are down",
+            CHANNEL,
+        ),
+    )
+
+
+def test_one_server_is_not_enough_to_spread_anything() -> None:
+    decision = decided(figures(3000, 10, 0.9), {"s1": 0.0})
+    assert not decision.moves
+    assert "needs 3 servers and has 1, as no more can take part" in decision.findings[0].reason
+
+
+def test_servers_without_room_are_not_used() -> None:
+    decision = decided(figures(3000, 10, 0.7), {"s1": 0.0, "s2": 0.5, "s3": 0.55})
+    assert not decision.moves
+    [finding] = decision.findings
+    assert "needs 2 servers and has 1, as no other has room: add servers" in finding.reason
+    much_better = decided(figures(3000, 10, 1.3), {"s1": 0.0, "s2": 0.3, "s3": 0.3})
+    assert set(only_move(much_better).after.servers) == {"s1", "s2", "s3"}, "0.73 is much less than 1.3"
+
+
+def test_growth_takes_what_has_room() -> None:
+    some = figures(9000, 10, 2.9, replicated(SUBS, 1, 2))
+    decision = decided(some, {"s1": 0.0, "s2": 0.0, "s3": 0.0, "s4": 1.2, "s5": 1.2})
+    assert set(only_move(decision).after.servers) == {"s1", "s2", "s3"}
+    assert "has 3, as no other has room" in decision.findings[0].reason
+
+
+def test_the_bound_of_replicas_is_told_and_one_switches_it_off() -> None:
+    some = figures(9000, 10, 2.9)
+    decision = decided(some, IDLE, replace(OPTIONS, replicas_max=2))
+    assert len(only_move(decision).after.servers) == 2
+    assert "raise replicas_max" in decision.findings[0].reason
+    off = replace(OPTIONS, replicas_max=1)
+    assert decided(some, IDLE, off) == Decision()
+    assert decided(figures(1, 1, 0.0, replicated(SUBS, 1, 2)), IDLE, off) == Decision(), "nor is one folded back"
+
+
+# Other goals.
+
+
+class _Scatter:
+    """A later goal that would have every channel at one server, another one."""
+
+    def propose(self, cluster: Cluster) -> list[Move]:
+        moves: list[Move] = []
+        for each in cluster.figures:
+            loads = {name: -load for name, load in each.outgoing_bytes_per_s.items()}
+            target = next(name for name in cluster.servers if name not in loads)
+            loads[target] = each.outgoing_bytes_per_s_total
+            move = cluster.change(each.channel, each.assignment, single(target), loads, "test")
+            moves += [move] if cluster.take(move) else []
+        return moves
+
+    def permits(self, cluster: Cluster, move: Move) -> bool:
+        return True
+
+
+def test_no_later_goal_moves_replicated_channels() -> None:
+    some = figures(1500, 10, 0.9, replicated(SUBS, 1, 2))
+    servers = {name: ServerLoad(name, some.outgoing_bytes_per_s.get(name, 0.0), CAPACITY) for name in IDLE}
+
+    def cluster() -> Cluster:
+        return Cluster(servers, lambda server: [], lambda channel, server: True, OPTIONS, [some])
+
+    assert not decide((Replicate(), _Scatter()), cluster()).moves
+    assert decide((_Scatter(),), cluster()).moves, "the goal itself would"
+
+
+def test_a_server_is_relieved_of_what_is_not_replicated() -> None:
+    """The replicated channel is the busiest there, and stays."""
+    some = figures(1500, 10, 1.0, replicated(SUBS, 1, 2))
+    half = ChannelRate(500_000, CHANNEL)
+    rates = {"s1": [half, ChannelRate(350_000, b"other")], "s2": [half], "s3": []}
+    servers = {name: ServerLoad(name, sum(r.outgoing_bytes_per_s for r in rates[name]), CAPACITY) for name in rates}
+    cluster = Cluster(
+        servers, lambda server: rates[server], lambda channel, server: channel != CHANNEL, OPTIONS, [some]
+    )
+    move = only_move(decide((Replicate(), Relieve()), cluster))
+    assert (move.channel, move.before, move.after) == (b"other", single("s1"), single("s3"))
+
+
+def test_a_channel_that_is_being_spread_is_not_moved_by_the_same_plan() -> None:
+    some = figures(3000, 10, 0.95)
+    servers = {name: ServerLoad(name, 950_000 if name == "s1" else 0.0, CAPACITY) for name in IDLE}
+    cluster = Cluster(
+        servers, lambda server: [ChannelRate(950_000, CHANNEL)], lambda channel, server: True, OPTIONS, [some]
+    )
+    assert only_move(decide((Replicate(), Relieve()), cluster)).after.mode is SUBS
+
+
+def test_bounds_of_a_plan_hold_for_replication_too() -> None:
+    channels = [replace(figures(3000, 10, 0.6, single(f"s{n}")), channel=b"%d" % n) for n in range(1, 6)]
+    more = {**IDLE, **{f"idle{number}": 0.0 for number in range(9)}}
+    assert len(decided(channels, more).moves) == 5
+    assert len(decided(channels, more, replace(OPTIONS, moves_per_plan_max=2)).moves) == 2
+
+
+# Dead replicas.
+
+
+def test_a_dead_replica_is_told_of_with_the_cure() -> None:
+    decision = decided([], IDLE, dead={"s2": [b"a", b"b", b"c", b"d", b"e"], "s9": []})
+    [finding] = decision.findings
+    assert finding.server == "s2" and finding.channel is None
+    assert "replica s2 of channel b'a', b'b', b'c' and 2 more is dead" in finding.reason
+    assert "Start them" in finding.reason
+
+
+def test_a_replica_that_was_dead_is_left_when_the_others_do_without_it() -> None:
+    some = figures(3000, 10, 0.9, replicated(SUBS, 1, 2, 3, 4), unwanted=["s2"])
+    move = only_move(decided(some, IDLE))
+    assert move.after == replicated(SUBS, 1, 3, 4) and "dead" in move.reason
+
+
+def test_a_replica_that_was_dead_is_kept_when_the_load_needs_it() -> None:
+    some = figures(3000, 10, 1.5, replicated(SUBS, 1, 2, 3), unwanted=["s2"])
+    assert decided(some, IDLE) == Decision()
+    two = figures(1200, 10, 0.9, replicated(SUBS, 1, 2), unwanted=["s2"])
+    assert decided(two, IDLE) == Decision(), "two are the fewest"
+
+
+def test_a_channel_that_was_left_with_one_replica_stays_there_if_one_is_enough() -> None:
+    some = figures(700, 10, 0.4, replicated(SUBS, 1, 2), unwanted=["s1"])
+    assert decided(replace(some, unwanted=frozenset()), IDLE) == Decision(), "within the hysteresis"
+    assert only_move(decided(some, IDLE)).after == single("s2")
+
+
+# Nothing flaps.
+
+
+def _traffic(publications_log: float, subscribers_log: float, publishers: int, load_ratio: float) -> Traffic:
+    publications, subscribers = 10**publications_log, round(10**subscribers_log)
+    return Traffic(publications, subscribers, publishers, load_ratio * CAPACITY / (publications * subscribers))
+
+
+loads = st.builds(_traffic, st.floats(0, 4), st.floats(0, 4), st.integers(1, 60), st.floats(0.1, 3))
+modes = st.sampled_from(Mode)
+
+
+def _reported(model: ClusterModel, traffic: Traffic, route: Route, servers: Iterable[str], until: float) -> None:
+    """Let the agents of all servers report for long enough what they see of a settled channel."""
+    for second in range(12):
+        for server in servers:
+            here = server in route.assignment.servers
+            rows = {CHANNEL: traffic.seen_at(server, route)} if here else {}
+            report = Report(
+                server=server,
+                incarnation=1,
+                sequence=second,
+                interval_s=1.0,
+                plan_version=0,
+                outgoing_bytes_per_s_max=int(CAPACITY),
+                outgoing_bytes_per_s=sum(row.bytes_out for row in rows.values()),
+                columns=columns(rows, 1.0),
+            )
+            model.report(report, until - 11 + second)
+
+
+@given(loads, modes, st.integers(2, 8), st.integers(2, 8))
+@example(Traffic(9000, 10, 40, 22.2), Mode.SINGLE, 2, 8)  # as published, 80 subscribers are seen with eight replicas
+@example(Traffic(10, 800, 40, 250), Mode.SINGLE, 2, 8)  # ... and 80 publications/s
+def test_under_constant_load_one_decision_is_final_whatever_the_mode(
+    traffic: Traffic, mode: Mode, replicas: int, servers: int
+) -> None:
+    """With figures as each replica would report them: as published, a mode cancels what has led to it."""
+    names = [f"s{number}" for number in range(1, max(replicas, servers) + 1)]
+    assignment = single("s1") if mode is Mode.SINGLE else Assignment(mode, tuple(names[:replicas]))
+    route = Route(1, assignment)
+    seen: list[Assignment] = []
+    for step in range(1, 4):
+        model = ClusterModel(names, averaging_s=10.0)
+        _reported(model, traffic, route, names, 100.0)
+        [found] = model.figures({CHANNEL: route.assignment})
+        cluster = Cluster(
+            {name: load for name in names if (load := model.load(name, 100.0)) is not None},
+            model.channels,
+            lambda channel, server: False,
+            OPTIONS,
+            [found],
+        )
+        decision = decide((Replicate(),), cluster)
+        if not decision.moves:
+            return
+        [move] = decision.moves
+        seen.append(route.assignment)
+        # Reports have whole bytes: a load that is a whole number of servers may turn out to be a little more.
+        rounded = move.after.mode is move.before.mode and len(move.after.servers) == len(move.before.servers) + 1
+        assert len(seen) == 1 or rounded, f"on to {move.after} under constant load, after {seen}"
+        route = Route(step + 1, move.after)
+    raise AssertionError(f"it goes on: {seen}")
+
+
+varied = st.floats(0.8, 1.25)
+
+
+@given(
+    st.floats(0, 1e5),
+    st.floats(0, 1e5),
+    st.floats(0, 20),
+    st.integers(2, 100),
+    modes,
+    st.integers(2, 20),
+    varied,
+    varied,
+)
+def test_what_was_decided_is_kept_when_figures_vary_a_little(
+    publications_per_s: float,
+    subscribers: float,
+    load_ratio: float,
+    publishers: int,
+    mode: Mode,
+    replicas: int,
+    first: float,
+    second: float,
+) -> None:
+    """Figures that vary by a fourth around their mean undo no decision: neither back to the mode, nor to the number."""
+
+    def seen(assignment: Assignment, factor: float) -> ChannelFigures:
+        # With as many bytes for each message the load varies as the publications do.
+        return figures(publications_per_s * factor, subscribers, load_ratio * factor, assignment, publishers)
+
+    before = single("s0") if mode is Mode.SINGLE else Assignment(mode, tuple(f"s{n}" for n in range(replicas)))
+    wanted = wish(seen(before, first), CAPACITY, OPTIONS)
+    assume(wanted is not None)
+    assert wanted is not None
+    after = Assignment(wanted.mode, tuple(f"s{number}" for number in range(wanted.replicas)))
+    again = wish(seen(after, second), CAPACITY, OPTIONS)
+    assert again is None or (again.mode, again.replicas) != (before.mode, len(before.servers))

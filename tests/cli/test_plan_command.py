@@ -1,0 +1,134 @@
+"""``dynamoth plan`` and ``dynamoth status``: what is asked of the balancer, and what people are shown."""
+
+from __future__ import annotations
+
+import argparse
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from dynamoth.plan import Assignment, Entry, Mode, Phase, Plan, Route, Server, single
+from dynamoth_cli import plan
+from dynamoth_cli.plan import change_arguments, describe_result, plan_as_json, plan_as_text
+from dynamoth_cli.status import DECISIONS_SHOWN_MAX, MOVES_SHOWN_MAX, REPLICATED_SHOWN_MAX, describe_balancer
+
+BASE = Plan.initial(Server(id_, f"redis://{id_}") for id_ in ("s1", "s2", "s3"))
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    plan.configure(parser)
+    return parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("move", "c", "--to", "s1"), {"channel": b"c", "to": "s1"}),
+        (
+            ("replicate", "c", "--mode", "all-publishers", "--servers", "s1, s2,s3"),
+            {"channel": b"c", "mode": "all-publishers", "servers": ["s1", "s2", "s3"]},
+        ),
+        (
+            ("replicate", "c\udcff", "--mode", "all-subscribers", "--count", "4"),
+            {"channel": b"c\xff", "mode": "all-subscribers", "count": 4},
+        ),
+        (("unreplicate", "c"), {"channel": b"c"}),
+        (("unreplicate", "c", "--to", "s2"), {"channel": b"c", "to": "s2"}),
+    ],
+)
+def test_what_is_given_is_what_the_balancer_is_asked(arguments: tuple[str, ...], wanted: dict[str, Any]) -> None:
+    assert change_arguments(parsed(*arguments)) == wanted
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("replicate", "c", "--mode", "all-publishers"),
+        ("replicate", "c", "--servers", "s1,s2"),
+        ("replicate", "c", "--mode", "single", "--count", "2"),
+        ("replicate", "c", "--mode", "all-publishers", "--servers", "s1,s2", "--count", "2"),
+        ("replicate", "c", "--mode", "all-publishers", "--count", "many"),
+        ("unreplicate",),
+    ],
+)
+def test_wrong_arguments_exit_with_2(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parsed(*arguments)
+    assert caught.value.code == 2
+
+
+def test_the_result_tells_where_the_channel_is_and_the_note() -> None:
+    result = {"mode": "single", "servers": ["s1"], "version": 7, "note": ""}
+    assert describe_result("c", result) == "c is at s1, settled (plan version 7)\n"
+    result = {"mode": "all-publishers", "servers": ["s1", "s2"], "version": 7, "note": "2 servers instead of 3"}
+    assert describe_result("c", result) == (
+        "c is at s1, s2, all-publishers, settled (plan version 7)\nnote: 2 servers instead of 3\n"
+    )
+
+
+def test_the_plan_shows_mode_and_all_servers_also_of_what_is_in_transition() -> None:
+    subscribers = Route(5, Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2", "s3")))
+    publishers = Route(9, Assignment(Mode.ALL_PUBLISHERS, ("s3", "s1")))
+    entries = {
+        b"hot": Entry(subscribers, Phase.SETTLED),
+        b"moved": Entry(Route(2, single("s2")), Phase.SETTLED),
+        b"turning": Entry(publishers, Phase.ACTIVE, (Route(2, single("s2")), subscribers)),
+    }
+    shown = Plan(9, BASE.servers, BASE.base, MappingProxyType(entries))
+    text = plan_as_text(shown)
+    assert "3 channels were moved or replicated, 2 of them are replicated now" in text
+    assert "  hot      s1,s2,s3  all-subscribers  settled  since version 5\n" in text
+    assert "  moved    s2  single  settled  since version 2\n" in text
+    assert (
+        "  turning  s3,s1  all-publishers  active  from s1,s2,s3 all-subscribers and s2 single  since version 9\n"
+        in text
+    )
+    [hot, _, turning] = plan_as_json(shown)["channels"]
+    assert (hot["mode"], hot["servers"]) == ("ALL_SUBSCRIBERS", ["s1", "s2", "s3"])
+    assert [route["servers"] for route in turning["previous"]] == [["s2"], ["s1", "s2", "s3"]]
+
+
+def _balancer(**others: Any) -> dict[str, Any]:
+    state: dict[str, Any] = {"stage": "leading", "paused": False, "moves_settled": 4, "in_transition": 1}
+    return {**state, "decisions": [], **others}
+
+
+def _replicated(number: int, **others: Any) -> dict[str, Any]:
+    entry = {"channel": b"c%d" % number, "mode": "all-publishers", "servers": ["s1", "s2"], "settled": True}
+    return {**entry, "phase": "settled", **others}
+
+
+def test_status_shows_replicated_channels() -> None:
+    channels = [_replicated(0), _replicated(1, settled=False, phase="active")]
+    lines = describe_balancer(7, _balancer(replicated=2, replicated_channels=channels, paused=True))
+    assert lines == [
+        "plan version 7; balancer: leading, paused, 4 moves settled, 1 channels in transition",
+        "replicated: c0 at s1, s2, all-publishers",
+        "replicated: c1 at s1, s2, all-publishers, active",
+    ]
+    many = [_replicated(number) for number in range(100)]
+    lines = describe_balancer(7, _balancer(replicated=250, replicated_channels=many))
+    assert len(lines) == 1 + REPLICATED_SHOWN_MAX + 1
+    assert lines[-1] == f"replicated: {250 - REPLICATED_SHOWN_MAX} more, see 'dynamoth plan show'"
+
+
+def test_status_shows_the_latest_decisions_with_reason_and_load() -> None:
+    move = {
+        "channel": b"hot",
+        "mode_before": "single",
+        "mode_after": "all-subscribers",
+        "from": "s1",
+        "to": "s1,s2",
+        "reason": "much",
+        "load_ratios": {"s1": [0.9, 0.45], "s2": [0.0, 0.45]},
+    }
+    finding = {"server": "s3", "load_ratio": 0.91, "reason": "add servers", "channel": None}
+    old = {"number": 1, "age_s": 900.0, "moves": 0, "first_moves": [], "findings": [{**finding, "reason": "too old"}]}
+    decision = {"number": 2, "age_s": 12.4, "moves": 30, "first_moves": [move] * 20, "findings": [finding]}
+    lines = describe_balancer(7, _balancer(decisions=[old, *[decision] * DECISIONS_SHOWN_MAX]))[1:]
+    assert lines[0] == "12 s ago: hot from s1 to s1,s2 all-subscribers: much (s1 0.90 -> 0.45, s2 0.00 -> 0.45)"
+    assert lines[MOVES_SHOWN_MAX] == f"12 s ago: {30 - MOVES_SHOWN_MAX} more moves"
+    assert lines[-1] == "12 s ago: s3 at load ratio 0.91: add servers"
+    assert not any("too old" in line for line in lines)

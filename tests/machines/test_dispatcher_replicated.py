@@ -1,0 +1,626 @@
+"""What a dispatcher does for replicated channels, and what several of them achieve together."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamoth.control import LossNotice, Marker, RouteNotice, Vacated, pack_control, seal_control, unpack_control
+from dynamoth.envelope import (
+    CONTROL,
+    FIRST,
+    FORWARDED,
+    RAW,
+    ROUTE_CHANGED,
+    Envelope,
+    forwarded,
+    is_enveloped,
+    open_envelope,
+)
+from dynamoth.events import Connect, Replied, Send
+from dynamoth.names import BALANCER_CHANNEL, RELAY_PREFIX, inbox, is_user_channel, relay_channel, replica_channel
+from dynamoth.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, single
+from dynamoth_dispatcher.machine import LOCAL, DispatcherOptions
+from dynamoth_dispatcher.transitions import TransitionOptions
+from tests.core import strategies
+from tests.machines.agent import INCARNATION, Agent
+from tests.machines.helpers import PLAN_0, C, commands, message, only, phases, published, tagged
+
+PACE = TransitionOptions()
+ALL_SUBSCRIBERS, ALL_PUBLISHERS = Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS
+REPLICATED = [ALL_SUBSCRIBERS, ALL_PUBLISHERS]
+COPY = FORWARDED | ROUTE_CHANGED
+
+
+def replicas(mode: Mode, *servers: str) -> Assignment:
+    return Assignment(mode, servers)
+
+
+def at(server: str, epoch: int) -> Location:
+    return Location(server, replica_channel(C, epoch))
+
+
+def plain(server: str) -> Location:
+    return Location(server, C)
+
+
+def sent(server: str, actions: list[Any]) -> list[tuple[Location, bytes]]:
+    """Return what the dispatcher of ``server`` publishes, or relays, on users' channels, and where, in order."""
+    out: list[tuple[Location, bytes]] = []
+    for send in only(Send, actions):
+        command, *parts = send.args
+        if command == b"PUBLISH" and isinstance(parts[0], bytes) and isinstance(parts[1], bytes):
+            physical = parts[0].removeprefix(RELAY_PREFIX)
+            if is_user_channel(physical):
+                out.append(
+                    (Location(server if send.link == LOCAL else send.link.removeprefix("to:"), physical), parts[1])
+                )
+    return out
+
+
+def controls(server: str, actions: list[Any]) -> list[tuple[Location, Any]]:
+    """Return the control messages among them."""
+    pairs = [(place, open_envelope(data)) for place, data in sent(server, actions) if is_enveloped(data)]
+    return [(place, unpack_control(envelope.payload)) for place, envelope in pairs if envelope.flags & CONTROL]
+
+
+def arrive(plan: Plan, place: Location, *payloads: bytes) -> list[tuple[Location, Envelope]]:
+    """Let messages arrive at a location; return what the dispatcher there makes of them."""
+    agent = Agent(place.server).holding(plan)
+    actions = agent.observe(*payloads, physical=place.physical)
+    actions += agent.connect_all()
+    envelopes = [(target, open_envelope(data)) for target, data in sent(place.server, actions)]
+    return [(target, envelope) for target, envelope in envelopes if not envelope.flags & CONTROL]
+
+
+def destinations(plan: Plan, place: Location, data: bytes) -> set[Location]:
+    out = [target for target, _ in arrive(plan, place, data)]
+    assert len(set(out)) == len(out)
+    return set(out)
+
+
+# Messages at a location of a route.
+
+GROWN = phases(phases(PLAN_0, replicas(ALL_PUBLISHERS, "s1", "s2"))[2], replicas(ALL_PUBLISHERS, "s1", "s2", "s3"))
+"""From two replicas (epoch 1) to three (epoch 4)."""
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+def test_siblings_have_what_a_publisher_sent_by_todays_route(phase: int) -> None:
+    """It has sent it to each of them; the followers of the other route have it from nobody yet."""
+    old, new = {at("s1", 1), at("s2", 1)}, {at("s1", 4), at("s2", 4), at("s3", 4)}
+    for place in old:
+        assert destinations(GROWN[phase], place, message(1, epoch=1)) == new
+    for place in new:
+        assert destinations(GROWN[phase], place, message(1, epoch=4)) == old
+
+
+@pytest.mark.parametrize("data", [*(forwarded(message(1), epoch) for epoch in (0, 1, 3)), b"raw"], ids=repr)
+def test_siblings_lack_what_somebody_else_sent(data: bytes) -> None:
+    everywhere = {at("s1", 1), at("s2", 1), at("s1", 4), at("s2", 4), at("s3", 4)}
+    for place in everywhere:
+        assert destinations(GROWN[1], place, data) == everywhere - {place}
+
+
+def test_siblings_lack_what_a_publisher_sent_by_an_older_route() -> None:
+    """It did not know that there are siblings, or who they are."""
+    assert destinations(GROWN[1], at("s1", 1), message(1, epoch=0)) >= {at("s2", 1)}
+    assert destinations(GROWN[1], at("s2", 4), message(1, epoch=1)) >= {at("s1", 4), at("s3", 4)}
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+def test_a_copy_of_today_goes_nowhere(phase: int) -> None:
+    for place in (at("s1", 1), at("s2", 1), at("s1", 4), at("s2", 4), at("s3", 4)):
+        assert destinations(GROWN[phase], place, forwarded(message(1), 4)) == set()
+
+
+@pytest.mark.parametrize("mode", REPLICATED)
+def test_at_rest_nothing_is_forwarded(mode: Mode) -> None:
+    plan = phases(PLAN_0, replicas(mode, "s1", "s2"))[2]
+    for data in (message(1, epoch=1), forwarded(message(1), 0), b"raw"):
+        assert destinations(plan, at("s1", 1), data) == set()
+
+
+def test_one_replica_has_it_for_all_subscribers() -> None:
+    """Whichever it is: a publisher whose own one is away sends to another."""
+    plan = phases(phases(PLAN_0, replicas(ALL_SUBSCRIBERS, "s1", "s2"))[2], single("s3"))[1]
+    for server in ("s1", "s2"):
+        assert destinations(plan, at(server, 1), message(1, epoch=1)) == {plain("s3")}
+
+
+@pytest.mark.parametrize("publisher", range(6))
+def test_for_all_subscribers_a_copy_goes_where_its_publisher_will_send(publisher: int) -> None:
+    """What comes next comes the same way, and does not overtake it."""
+    plan = phases(PLAN_0, replicas(ALL_SUBSCRIBERS, "s1", "s2", "s3"))[1]
+    route = plan.entry(C).route
+    assert destinations(plan, plain("s1"), message(1, publisher=publisher)) == {*route.published_at(publisher, C)}
+    assert destinations(plan.settle([C]), plain("s2"), message(1, publisher=publisher)) == {
+        *route.published_at(publisher, C)
+    }
+
+
+def test_copies_say_whose_and_how_new_they_are() -> None:
+    plan = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
+    out = arrive(plan, plain("s1"), message(5, b"x", flags=FIRST))
+    assert [(target.server, envelope) for target, envelope in out] == [
+        ("s2", Envelope(FORWARDED | FIRST | out[0][1].flags & ROUTE_CHANGED, 7, 5, 1, b"x")),
+        ("s3", Envelope(FORWARDED | FIRST | out[0][1].flags & ROUTE_CHANGED, 7, 5, 1, b"x")),
+    ]
+
+
+# Messages elsewhere.
+
+BETWEEN = phases(phases(PLAN_0, replicas(ALL_SUBSCRIBERS, "s1", "s2"))[2], replicas(ALL_PUBLISHERS, "s1", "s3"))
+"""From epoch 1 to epoch 4; the plain name of C is no location of either."""
+
+
+@pytest.mark.parametrize(
+    "place", [plain("s1"), plain("s2"), plain("s3"), at("s1", 2), at("s3", 1), at("s2", 4)], ids=str
+)
+@pytest.mark.parametrize("data", [message(1), message(1, epoch=3), forwarded(message(1), 3), b"raw"])
+def test_at_no_location_of_its_servers_a_message_goes_where_clients_are_told_to_be(
+    place: Location, data: bytes
+) -> None:
+    """Only the dispatchers of locations forward between them: copies that went round must not overtake markers."""
+    prepared, active, _ = BETWEEN
+    for plan in (prepared, active):
+        out = arrive(plan, place, data)
+        publisher = out[0][1].publisher
+        assert {target for target, _ in out} == {*plan.entry(C).told.published_at(publisher, C)}
+        assert {envelope.epoch for _, envelope in out} == {3}, "older, so that the dispatcher there forwards it on"
+        assert all(envelope.flags & FORWARDED for _, envelope in out)
+
+
+def test_where_clients_are_told_to_be_such_a_copy_goes_on_to_all_the_others() -> None:
+    prepared, active, _ = BETWEEN
+    [(target, envelope)] = arrive(prepared, plain("s1"), message(1))
+    assert target in {at("s1", 1), at("s2", 1)}
+    copy = forwarded(message(1), envelope.epoch)
+    assert destinations(prepared, target, copy) == {at("s1", 4), at("s3", 4)}
+    for target, envelope in arrive(active, plain("s2"), message(1)):
+        others = destinations(active, target, forwarded(message(1), envelope.epoch))
+        assert len(others) == 2
+        assert {at("s1", 4), at("s3", 4)} - {target} <= others
+
+
+def test_once_it_is_settled_a_message_at_an_old_location_goes_to_the_new_ones_only() -> None:
+    settled = BETWEEN[2]
+    for place in (plain("s1"), plain("s2"), at("s1", 1), at("s2", 1), at("s3", 7)):
+        assert destinations(settled, place, message(1, epoch=1)) == {at("s1", 4), at("s3", 4)}
+
+
+# Raw messages.
+
+
+@pytest.mark.parametrize("mode", REPLICATED)
+def test_raw_messages_under_the_plain_name_are_numbered_for_the_replicas(mode: Mode) -> None:
+    """A plain client knows the channel by no other name."""
+    plan = phases(PLAN_0, replicas(mode, "s1", "s2"))[2]
+    out = arrive(plan, plain("s1"), b"one", b"two")
+    publisher = out[0][1].publisher
+    places = list(plan.entry(C).route.published_at(publisher, C))
+    for number, payload in ((0, b"one"), (1, b"two")):
+        some = [(target, envelope) for target, envelope in out if envelope.payload == payload]
+        assert sorted((target for target, _ in some), key=repr) == places
+        assert {envelope.sequence - out[0][1].sequence for _, envelope in some} == {number}
+        assert all(envelope.flags & (RAW | FORWARDED) == RAW | FORWARDED for _, envelope in some)
+
+
+def test_every_raw_message_of_a_server_takes_the_same_replica() -> None:
+    plan = phases(PLAN_0, replicas(ALL_SUBSCRIBERS, "s1", "s2", "s3"))[2]
+    assert len({target for target, _ in arrive(plan, plain("s2"), *(b"%d" % number for number in range(9)))}) == 1
+
+
+def test_raw_messages_at_an_old_location_reach_the_replicas() -> None:
+    plan = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s1", "s2"))[1]
+    assert destinations(plan, plain("s1"), b"raw") == {at("s1", 1), at("s2", 1)}
+
+
+# Two locations at one server.
+
+
+def test_between_names_at_one_server_the_order_of_observation_is_kept() -> None:
+    """Over one connection, and so in the order of the commands."""
+    plan = phases(PLAN_0, replicas(ALL_SUBSCRIBERS, "s1", "s2"))[1]
+    agent = Agent().holding(plan)
+    publisher = next(id_ for id_ in range(9) if plan.entry(C).route.published_at(id_, C) == (at("s1", 1),))
+    actions = agent.observe(*(message(number, publisher=publisher) for number in range(1, 6)))
+    copies = [open_envelope(data) for data in published(actions, replica_channel(C, 1), LOCAL)]
+    assert [copy.sequence for copy in copies] == [1, 2, 3, 4, 5]
+    assert only(Connect, actions) == []
+
+
+def test_a_copy_at_the_same_server_is_not_forwarded_again() -> None:
+    plan = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s1", "s2"))[1]
+    agent = Agent().holding(plan, "s2")
+    copies = published(agent.observe(message(1)), replica_channel(C, 1), LOCAL)
+    assert len(copies) == 1
+    assert sent("s1", agent.observe(*copies, physical=replica_channel(C, 1))) == []
+
+
+def test_a_name_at_rest_becomes_restless_when_only_the_epoch_changes() -> None:
+    """The servers stay, and what was remembered as needing nothing is the old location now."""
+    start = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s1", "s2"))[2]
+    agent = Agent().holding(start)
+    assert agent.observe(message(1, epoch=1), physical=replica_channel(C, 1)) == []
+    agent.change(start, start.begin({C: replicas(ALL_SUBSCRIBERS, "s1", "s2")}))
+    actions = agent.observe(message(2, epoch=1), physical=replica_channel(C, 1))
+    actions += agent.connect_all()
+    assert [place.physical for place, _ in sent("s1", actions)] == [replica_channel(C, 4)]
+
+
+def test_subscribers_at_its_own_server_are_told_that_it_was_blind() -> None:
+    """What was published at one name here was not forwarded to the other; its publisher may be gone by now (G5)."""
+    plan = phases(PLAN_0, replicas(ALL_SUBSCRIBERS, "s1", "s2"))[1]
+    agent = Agent()
+    agent.up(LOCAL)
+    actions = agent.read(plan)
+    actions += agent.connect_all()
+    told = {place for place, notice in controls("s1", actions) if notice == LossNotice(C, None)}
+    assert told == {plain("s1"), at("s1", 1), at("s2", 1)}
+
+
+def test_subscribers_at_its_only_location_have_missed_nothing_by_its_blindness() -> None:
+    plan = phases(PLAN_0, replicas(ALL_SUBSCRIBERS, "s2", "s3"))[1]
+    agent = Agent("s2")
+    agent.up(LOCAL)
+    actions = agent.read(plan)
+    actions += agent.connect_all()
+    assert {place for place, _ in controls("s2", actions)} == {plain("s1"), at("s3", 1)}
+
+
+def test_what_a_full_outbox_has_cost_is_told_at_each_location() -> None:
+    plan = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
+    agent = Agent(options=DispatcherOptions(forwards_max=2))
+    agent.up(LOCAL)
+    agent.read(plan)
+    agent.answer(agent.connect_all())
+    forwards = agent.observe(*map(message, range(1, 6)))
+    told = controls("s1", agent.answer(forwards))
+    assert sorted(told, key=repr) == [(at("s2", 1), LossNotice(C, 3)), (at("s3", 1), LossNotice(C, 3))]
+
+
+# Relaying: what is published at all of several new locations.
+
+
+def relayed(agent: Agent, *payloads: bytes, physical: bytes = C) -> list[bytes]:
+    """Let other dispatchers relay something to a location here; return what is published there."""
+    return published(agent.observe(*payloads, physical=relay_channel(physical)), physical, LOCAL)
+
+
+def test_only_what_comes_at_several_new_locations_is_relayed_to_the_old_ones() -> None:
+    spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
+    new, old = Agent("s2").holding(spread, "s1", "s3"), Agent("s1").holding(spread, "s2", "s3")
+    [relay] = only(Send, new.observe(message(1, epoch=1), physical=replica_channel(C, 1)))
+    assert (relay.link, relay.args[1]) == ("to:s1", relay_channel(C))
+    assert {send.args[1] for send in only(Send, old.observe(message(1)))} >= {replica_channel(C, 1)}
+    one = phases(PLAN_0, replicas(ALL_SUBSCRIBERS, "s2", "s3"))[1]
+    [copy] = only(
+        Send, Agent("s2").holding(one, "s1", "s3").observe(message(1, epoch=1), physical=replica_channel(C, 1))
+    )
+    assert copy.args[1] == C
+
+
+def test_what_several_relay_is_published_once_and_markers_each_time() -> None:
+    spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
+    agent = Agent("s1").holding(spread, "s2", "s3")
+    first, second = forwarded(message(1), 1), forwarded(message(2), 1)
+    marker = seal_control(Marker(C, "s2", INCARNATION, 1))
+    assert relayed(agent, first, second, marker, second, first, marker) == [first, second, marker, marker]
+    assert relayed(agent, forwarded(message(1, publisher=8), 1)) == [forwarded(message(1, publisher=8), 1)]
+    assert relayed(agent, b"raw") == []
+
+
+def test_what_is_relayed_at_the_same_server_is_published_once_too() -> None:
+    spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s1", "s2"))[1]
+    agent = Agent("s1").holding(spread, "s2")
+    copies = published(agent.observe(message(1, epoch=1), physical=replica_channel(C, 1)), C, LOCAL)
+    assert [open_envelope(copy).sequence for copy in copies] == [1]
+    assert relayed(agent, *copies) == []
+
+
+def test_when_its_dispatcher_is_away_the_copy_goes_to_the_location_itself() -> None:
+    spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
+    agent = Agent("s2").holding(spread, "s1", "s3")
+    [relay] = only(Send, agent.observe(message(1, epoch=1), physical=replica_channel(C, 1)))
+    assert agent.tell(Replied(relay.link, relay.tag, 0)) == [Send("to:s1", (b"PUBLISH", C, relay.args[2]), relay.tag)]
+
+
+def test_subscribers_are_told_that_what_was_relayed_may_be_lost() -> None:
+    """Before a marker lets them go (G5)."""
+    spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
+    agent = Agent("s1")
+    agent.up(LOCAL)
+    marker = seal_control(Marker(C, "s2", INCARNATION, 1))
+    agent.observe(marker, physical=relay_channel(C))
+    told = [notice for place, notice in controls("s1", agent.read(spread)) if place == plain("s1")]
+    assert told == [LossNotice(C, None), Marker(C, "s2", INCARNATION, 1)]
+
+
+# Markers.
+
+
+@pytest.mark.parametrize("server", ["s1", "s3"])
+def test_the_marker_of_each_new_location_goes_to_every_old_one(server: str) -> None:
+    active = BETWEEN[1]
+    agent = Agent(server).holding(active)
+    marks = controls(server, agent.pass_time(0.001))
+    assert marks == [(at(server, 4), Marker(C, server, INCARNATION, 1))]
+    actions = agent.observe(seal_control(marks[0][1]), physical=replica_channel(C, 4))
+    actions += agent.connect_all()
+    came_round = [place for place, told in controls(server, actions) if told == marks[0][1]]
+    assert sorted(came_round, key=repr) == [at("s1", 1), at("s2", 1)]
+
+
+def test_an_old_location_sends_no_marker() -> None:
+    told = controls("s2", Agent("s2").holding(BETWEEN[1]).pass_time(1))
+    assert {type(each) for _, each in told} == {RouteNotice}
+
+
+def test_a_marker_that_has_come_round_at_its_own_server_ends_there() -> None:
+    """The dispatcher sees it once more, at the old name, and it must not begin another round."""
+    agent = Agent("s1").holding(BETWEEN[1], "s2", "s3")
+    marker = seal_control(Marker(C, "s1", INCARNATION, 1))
+    assert agent.observe(marker, physical=replica_channel(C, 1)) == []
+
+
+def test_a_marker_of_a_sibling_goes_nowhere() -> None:
+    agent = Agent("s1").holding(BETWEEN[1], "s2", "s3")
+    marker = seal_control(Marker(C, "s3", INCARNATION, 1))
+    assert agent.observe(marker, physical=replica_channel(C, 4)) == []
+
+
+@given(strategies.assignments(), strategies.assignments(), strategies.naturals)
+def test_at_every_old_location_a_marker_is_behind_what_was_published_before_it(
+    old: Assignment, new: Assignment, publisher: int
+) -> None:
+    """What a subscriber relies on when it leaves. Holds for each link, as each is first in, first out."""
+    if old == new:
+        return
+    active = phases(phases(strategies.PLAN_0, old)[2], new)[1] if old != home() else phases(strategies.PLAN_0, new)[1]
+    entry = active.entry(C)
+    for place in entry.route.locations(C):
+        agent = Agent(place.server).holding(active)
+        marker = seal_control(Marker(C, place.server, INCARNATION, 1))
+        before = message(1, publisher=publisher, epoch=entry.route.epoch)
+        after = message(2, publisher=publisher, epoch=entry.route.epoch)
+        actions = agent.observe(before, marker, after, physical=place.physical)
+        out = sent(place.server, [*actions, *agent.connect_all()])
+        for target in (target for route in entry.previous for target in route.locations(C)):
+            if target in entry.route.locations(C):
+                continue
+            there = [data for where, data in out if where == target]
+            order = [
+                0 if data == marker else open_envelope(data).sequence
+                for data in there
+                if data == marker or is_message(data)
+            ]
+            assert order in ([0], [1, 0, 2])
+
+
+def is_message(data: bytes) -> bool:
+    return not open_envelope(data).flags & CONTROL
+
+
+def home() -> Assignment:
+    return strategies.PLAN_0.entry(C).route.assignment
+
+
+# Vacated locations.
+
+
+def count(agent: Agent, actions: list[Any], listeners: Mapping[bytes, int]) -> list[Any]:
+    """Answer NUMSUB with the number of listeners of each name; return what the balancer is told."""
+    out: list[Any] = []
+    for send in tagged(actions, "numsub"):
+        names = [name for name in send.args[2:] if isinstance(name, bytes)]
+        pairs = [part for name in names for part in (name, listeners[name])]
+        out += agent.tell(Replied(LOCAL, send.tag, pairs))
+    return [unpack_control(data) for data in published(out, BALANCER_CHANNEL, LOCAL)]
+
+
+def polled(agent: Agent) -> list[Any]:
+    return agent.pass_time(PACE.poll_interval_s + PACE.tick_interval_s)
+
+
+def test_only_the_old_names_are_counted_at_a_server_that_stays() -> None:
+    """Case 5: the server never empties, the old name does."""
+    agent = Agent("s1").holding(BETWEEN[1])
+    actions = polled(agent)
+    assert commands(actions, b"PUBSUB") == [(b"NUMSUB", replica_channel(C, 1))] * len(tagged(actions, "numsub"))
+    assert count(agent, actions, {replica_channel(C, 1): 0}) == [Vacated("s1", ((C, 4),))]
+
+
+def test_a_new_location_is_not_asked_about() -> None:
+    assert tagged(polled(Agent("s3").holding(BETWEEN[1])), "numsub") == []
+
+
+def both_old_here() -> Plan:
+    """Return a plan where two older routes of C had a location at s1 and may still be followed."""
+    older = (Route(0, single("s1")), Route(1, replicas(ALL_SUBSCRIBERS, "s1", "s2")))
+    return PLAN_0.with_entries({C: Entry(Route(4, single("s3")), Phase.ACTIVE, older)}, 5)
+
+
+@pytest.mark.parametrize(("at_plain", "at_replica"), [(1, 0), (0, 1), (1, 1)])
+def test_as_long_as_anybody_listens_at_any_old_name_nothing_is_vacated(at_plain: int, at_replica: int) -> None:
+    agent = Agent("s1").holding(both_old_here())
+    listeners = {C: at_plain, replica_channel(C, 1): at_replica}
+    for _ in range(5):
+        assert count(agent, polled(agent), listeners) == []
+
+
+def test_it_is_vacated_once_when_nobody_listens_at_any() -> None:
+    agent = Agent("s1").holding(both_old_here())
+    assert count(agent, polled(agent), {C: 0, replica_channel(C, 1): 0}) == [Vacated("s1", ((C, 4),))]
+
+
+# Telling clients.
+
+
+def test_listeners_are_told_at_every_old_name_here_and_at_no_new_one() -> None:
+    agent = Agent("s1").holding(both_old_here())
+    told = {place for place, each in controls("s1", agent.pass_time(1)) if isinstance(each, RouteNotice)}
+    assert told == {plain("s1"), at("s1", 1)}
+    told = {
+        place
+        for place, each in controls("s1", Agent("s1").holding(BETWEEN[1]).pass_time(1))
+        if isinstance(each, RouteNotice)
+    }
+    assert told == {at("s1", 1)}
+
+
+@pytest.mark.parametrize("mode", REPLICATED)
+@pytest.mark.parametrize("server", ["s1", "s2", "s3"])
+def test_a_publisher_is_told_unless_it_is_at_a_replica(mode: Mode, server: str) -> None:
+    """At any: under ALL_SUBSCRIBERS it may have a reason to use another one than its own."""
+    plan = phases(PLAN_0, replicas(mode, "s1", "s2"))[1]
+    told = pack_control(RouteNotice(C, plan.entry(C).route))
+    for physical in (C, replica_channel(C, 1)):
+        actions = Agent(server).holding(plan).observe(message(1, epoch=1), physical=physical)
+        right = physical != C and server != "s3"
+        assert published(actions, inbox(7), LOCAL) == ([] if right else [told])
+
+
+# Several dispatchers together.
+
+
+class Cluster:
+    """The dispatchers of some servers, with plans of their own, and links that deliver at once."""
+
+    def __init__(self, plans: Mapping[str, Plan]) -> None:
+        self.agents = {server: Agent(server) for server in plans}
+        for server, agent in self.agents.items():
+            agent.up(LOCAL)
+            agent.read(plans[server])
+            agent.connect_all()
+        #: Where the message has arrived, with the number of times that it was forwarded before, in order.
+        self.arrivals: list[tuple[Location, int]] = []
+
+    def publish(self, *places: Location, data: bytes, hops_max: int = 50) -> set[Location]:
+        """Let a message arrive at some locations, and let the dispatchers forward until nothing is left to do."""
+        todo = deque((place, data, 0) for place in places)
+        while todo:
+            place, payload, hops = todo.popleft()
+            assert hops <= hops_max, f"forwarded for ever: {self.arrivals}"
+            self.arrivals.append((place, hops))
+            agent = self.agents[place.server]
+            linked = len(agent.links)
+            actions = agent.observe(payload, physical=place.physical)
+            actions += [action for link in agent.links[linked:] for action in agent.up(link)]
+            todo.extend((to, copy, hops + 1) for to, copy in sent(place.server, actions) if is_message(copy))
+        return {place for place, _ in self.arrivals}
+
+    @property
+    def hops(self) -> int:
+        return max(hops for _, hops in self.arrivals)
+
+
+def has_reached(route: Route, reached: set[Location]) -> bool:
+    """Tell whether every subscriber that follows a route has got the message, also one whose replica was away."""
+    places = route.locations(C)
+    if route.assignment.mode is ALL_SUBSCRIBERS:
+        return any(place in reached for place in places)
+    return all(place in reached for place in places)
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> list[Plan]:
+    """The versions of two changes in a row, from home over one assignment to another."""
+    first = draw(strategies.assignments().filter(lambda assignment: assignment != home()))
+    second = draw(strategies.assignments().filter(lambda assignment: assignment != first))
+    once = phases(strategies.PLAN_0, first)
+    return [strategies.PLAN_0, *once, *phases(once[-1], second)]
+
+
+OLD, PREPARED, ACTIVE, SETTLED = 3, 4, 5, 6
+"""Indices of the versions of the second change."""
+MEANWHILE = st.sampled_from((PREPARED, ACTIVE, SETTLED))
+SERVERS = strategies.SERVER_IDS
+
+
+def everywhere(plan: Plan) -> Cluster:
+    return Cluster(dict.fromkeys(SERVERS, plan))
+
+
+@given(changes(), MEANWHILE, st.booleans(), strategies.naturals)
+def test_whoever_follows_any_route_gets_what_is_published_by_any(
+    plans: list[Plan], version: int, by_the_old: bool, publisher: int
+) -> None:
+    entry = plans[version].entry(C)
+    route = plans[OLD].entry(C).route if by_the_old else entry.told
+    cluster = everywhere(plans[version])
+    reached = cluster.publish(
+        *route.published_at(publisher, C), data=message(1, publisher=publisher, epoch=route.epoch)
+    )
+    assert all(has_reached(each, reached) for each in entry.followed)
+    assert cluster.hops <= 1
+    assert len(cluster.arrivals) <= len(SERVERS) + len(SERVERS) ** 2
+
+
+@given(changes(), st.sampled_from((PREPARED, ACTIVE)), st.data(), strategies.naturals)
+def test_one_replica_is_enough_for_the_followers_of_the_other_route(
+    plans: list[Plan], version: int, data: st.DataObject, publisher: int
+) -> None:
+    """The others may be slow or away; under ALL_SUBSCRIBERS the publisher may have taken any."""
+    entry = plans[version].entry(C)
+    route = data.draw(st.sampled_from(entry.followed))
+    place = data.draw(st.sampled_from(route.locations(C)))
+    reached = everywhere(plans[version]).publish(place, data=message(1, publisher=publisher, epoch=route.epoch))
+    assert all(has_reached(other, reached) for other in entry.followed if other != route)
+    if route.assignment.mode is ALL_SUBSCRIBERS:
+        assert has_reached(route, reached)
+
+
+@st.composite
+def anywhere(draw: st.DrawFn, plans: list[Plan]) -> Location:
+    """Any server, under any name that the channel ever had or might have had."""
+    epochs = [plan.entry(C).route.epoch for plan in plans]
+    physical = draw(st.sampled_from((C, *(replica_channel(C, epoch) for epoch in (*epochs, 99)))))
+    return Location(draw(st.sampled_from(SERVERS)), physical)
+
+
+@given(changes(), MEANWHILE, st.data(), strategies.naturals)
+def test_whoever_follows_any_route_gets_what_was_published_anywhere(
+    plans: list[Plan], version: int, data: st.DataObject, publisher: int
+) -> None:
+    """By a very stale publisher, one of another life of the cluster, or a plain client."""
+    entry = plans[version].entry(C)
+    place = data.draw(anywhere(plans))
+    route = next((route for route in entry.followed if place in route.locations(C)), None)
+    if route is not None and route.assignment.mode is ALL_PUBLISHERS and entry.phase is Phase.SETTLED:
+        return  # nobody sends to some of the replicas at rest
+    payload = message(1, publisher=publisher, epoch=0 if route is None or route.epoch else 1)
+    cluster = everywhere(plans[version])
+    reached = cluster.publish(place, data=data.draw(st.sampled_from((payload, b"raw"))))
+    assert all(has_reached(each, reached) for each in entry.followed)
+    assert cluster.hops <= 2
+
+
+@given(changes(), MEANWHILE, st.data(), strategies.naturals)
+def test_dispatchers_need_not_change_their_plans_at_once(
+    plans: list[Plan], newest: int, data: st.DataObject, publisher: int
+) -> None:
+    """Those of a change have acknowledged the version before; others may have slept since the last that was theirs.
+
+    A copy goes on only from a dispatcher that knows more, so that each step is nearer to the present, and ends.
+    """
+    before, now = plans[newest - 1].entry(C), plans[newest].entry(C)
+    old = plans[OLD].entry(C).route
+    concerned = {*old.assignment.servers, *now.route.assignment.servers}
+    oldest = (
+        dict.fromkeys(SERVERS, 0) | dict.fromkeys(home().servers, ACTIVE - OLD) | dict.fromkeys(concerned, newest - 1)
+    )
+    cluster = Cluster({server: plans[data.draw(st.integers(oldest[server], newest))] for server in SERVERS})
+    route = data.draw(st.sampled_from([plans[0].entry(C).route, old, now.told]))
+    reached = cluster.publish(
+        *route.published_at(publisher, C), data=message(1, publisher=publisher, epoch=route.epoch)
+    )
+    followed = [each for each in now.followed if each in before.followed]
+    assert followed
+    assert all(has_reached(each, reached) for each in followed)
+    assert cluster.hops <= 3

@@ -1,0 +1,726 @@
+"""The publisher machine and replicated channels: copies, outcomes, failover."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from dynamoth.control import ObservationGap, pack_control
+from dynamoth.envelope import FIRST, HEARTBEAT, ROUTE_CHANGED, Envelope
+from dynamoth.events import Connect, ErrorReply, Replied
+from dynamoth.names import CLIENTS_CHANNEL, replica_channel
+from dynamoth.plan import Assignment, Mode, Plan, Route, single
+from dynamoth_client.local_plan import LocalPlan, NewerSoftware
+from dynamoth_client.publisher import (
+    Publish,
+    Published,
+    PublisherMachine,
+    PublisherOptions,
+    PublishFailed,
+    PublishRefused,
+)
+from tests.machines.agent import Agent, copies
+from tests.machines.helpers import (
+    PLAN_0,
+    C,
+    Subject,
+    channel_at,
+    commands,
+    entry_reply,
+    only,
+    over,
+    phases,
+    published,
+    reply,
+    tagged,
+    to_replicas,
+    unknown_entry,
+    unknown_notice,
+)
+from tests.machines.test_publisher import ID, INBOX, Publisher, envelopes, numbers
+
+ALL: tuple[str, ...] = ("s1", "s2", "s3")
+TO_ALL = to_replicas(Mode.ALL_PUBLISHERS)
+TO_ONE_OF_ALL = to_replicas(Mode.ALL_SUBSCRIBERS)
+REPLICA = replica_channel(C, 1)
+"""The physical name of C under both of them."""
+CHOSEN = TO_ONE_OF_ALL.published_at(ID, C)[0].server
+"""The replica that the publisher of these tests uses under ALL_SUBSCRIBERS."""
+NEXT = ALL[(ALL.index(CHOSEN) + 1) % 3]
+LAST = ALL[(ALL.index(CHOSEN) + 2) % 3]
+DEFAULTS = PublisherOptions()
+ONE_AGENT: dict[str, int] = dict.fromkeys(ALL, 1)
+
+
+def following(
+    route: Route,
+    *up: str,
+    options: PublisherOptions | None = None,
+    observers: Mapping[str, int] = ONE_AGENT,
+) -> Publisher:
+    """Return a publisher that knows the route of C and is connected to some servers."""
+    publisher = Publisher(options)
+    publisher.plan.learn(C, route, publisher.now)
+    for server in up:
+        publisher.publish(channel_at(server, 9), token="other")
+        publisher.answer(publisher.up(server), observers=observers[server])
+    return publisher
+
+
+def begun(route: Route, *up: str, options: PublisherOptions | None = None) -> Publisher:
+    """The same, after message 1 on C, which is FIRST and followed by readings of the plan."""
+    publisher = following(route, *up, options=options)
+    publisher.answer(publisher.publish(token="first"), observers=1)
+    publisher.pass_time(DEFAULTS.straggler_s)
+    return publisher
+
+
+def replies(publisher: Publisher, server: str, actions: list[Any], receivers: object = 1) -> list[Any]:
+    """Let one server answer."""
+    return publisher.answer(over(server, actions), receivers, observers=1)
+
+
+def replicas_of(actions: list[Any]) -> list[str]:
+    """Return the servers to which copies are sent."""
+    return [server for server in ALL if published(actions, REPLICA, server)]
+
+
+# ALL_PUBLISHERS: copies.
+
+
+def test_one_copy_goes_to_each_replica_under_one_number() -> None:
+    publisher = begun(TO_ALL, *ALL)
+    for number in (2, 3):
+        sent = publisher.publish()
+        assert [envelopes(sent, REPLICA, server) for server in ALL] == [[Envelope(0, ID, number, 1, b"x")]] * 3
+
+
+def test_it_connects_to_every_replica_at_once() -> None:
+    publisher = following(TO_ALL)
+    assert [connect.link for connect in only(Connect, publisher.publish())] == list(ALL)
+    for server in ALL:
+        assert envelopes(publisher.up(server), REPLICA) == [Envelope(FIRST, ID, 1, 1, b"x")]
+
+
+def test_the_outcome_is_one_and_sums_the_receivers_without_the_agents_of_each_server() -> None:
+    publisher = following(TO_ALL, *ALL, observers={"s1": 1, "s2": 2, "s3": 0})
+    sent = publisher.publish(token=1)
+    puts = [send for send in sent if send.args[0] == b"PUBLISH"]
+    assert publisher.answer(over("s1", puts), receivers=4) == []
+    assert publisher.answer(over("s2", puts), receivers=4) == []
+    assert publisher.answer(over("s3", puts), receivers=4) == [Published(1, 3 + 2 + 4)]
+
+
+def test_outcomes_come_in_the_order_of_the_last_answers() -> None:
+    publisher = begun(TO_ALL, *ALL)
+    sent = [*publisher.publish(token=2), *publisher.publish(token=3)]
+    assert replies(publisher, "s3", sent) == replies(publisher, "s1", sent) == []
+    assert replies(publisher, "s2", sent) == [Published(2, 0), Published(3, 0)]
+    assert publisher.pass_time(60) == []
+
+
+# ALL_PUBLISHERS: a replica that is slow, dead, full or that refuses.
+
+
+def test_a_slow_replica_does_not_keep_the_application_waiting() -> None:
+    publisher = begun(TO_ALL, *ALL)
+    sent = publisher.publish(token=2)
+    publisher.pass_time(3)
+    replies(publisher, "s1", sent, receivers=3)
+    publisher.pass_time(DEFAULTS.straggler_s / 2)
+    replies(publisher, "s2", sent, receivers=6)
+    assert publisher.pass_time(DEFAULTS.straggler_s / 2 - 0.01) == []
+    assert publisher.pass_time(0.02) == [Published(2, 2 + 5)]
+    assert replies(publisher, "s3", sent) == []
+    assert publisher.pass_time(60) == []
+
+
+def test_before_any_answer_nothing_is_told() -> None:
+    publisher = begun(TO_ALL, *ALL)
+    sent = publisher.publish(token=2)
+    assert publisher.pass_time(DEFAULTS.publish_timeout_s - 0.1) == []
+    assert replies(publisher, "s2", sent) == []
+    assert publisher.pass_time(0.11) == [Published(2, 0)]  # the time-out is the earlier of the two
+
+
+def test_a_replica_that_was_slow_once_is_not_slow_for_ever() -> None:
+    publisher = begun(TO_ALL, *ALL)
+    slow = publisher.publish(token=2)
+    replies(publisher, "s1", slow)
+    replies(publisher, "s2", slow)
+    publisher.pass_time(DEFAULTS.straggler_s)
+    replies(publisher, "s3", slow)
+    assert publisher.answer(publisher.publish(token=3)) == [Published(3, 0)]
+
+
+def test_a_dead_replica_does_not_stop_the_others() -> None:
+    publisher = begun(TO_ALL, *ALL)
+    publisher.down("s2")
+    for number in (2, 3):
+        sent = publisher.publish(token=number)
+        assert replicas_of(sent) == ["s1", "s3"]
+        assert publisher.answer(sent) == []
+        assert publisher.pass_time(DEFAULTS.straggler_s) == [Published(number, 0)]
+
+
+def test_a_replica_that_comes_back_in_time_gets_what_it_has_not_answered() -> None:
+    publisher = begun(TO_ALL, *ALL)
+    unanswered = publisher.publish(token=2)
+    replies(publisher, "s1", unanswered)
+    replies(publisher, "s3", unanswered)
+    publisher.down("s2")
+    publisher.answer(publisher.publish(token=3))
+    assert publisher.pass_time(DEFAULTS.publish_timeout_s - 1) == [Published(2, 0), Published(3, 0)]
+    again = publisher.up("s2")
+    *messages, heartbeat = envelopes(again, REPLICA, "s2")
+    assert messages == [Envelope(0, ID, 2, 1, b"x"), Envelope(0, ID, 3, 1, b"x")]
+    assert heartbeat == Envelope(HEARTBEAT, ID, 3, 1, b"")
+    assert publisher.answer(again) == []
+
+
+def test_heartbeats_tell_of_what_a_replica_will_never_get() -> None:
+    """Its subscribers could otherwise not know that there was anything (G5)."""
+    publisher = begun(TO_ALL, "s1", "s3", options=PublisherOptions(publish_timeout_s=1))
+    for number in (2, 3):
+        publisher.answer(publisher.publish(token=number))
+    publisher.pass_time(0.9)
+    publisher.answer(publisher.publish(token=4))
+    publisher.pass_time(0.9)
+    sent = envelopes(publisher.up("s2"), REPLICA, "s2")
+    assert [(envelope.flags, envelope.sequence) for envelope in sent] == [(0, 4), (HEARTBEAT, 4)]
+
+
+def test_a_full_replica_misses_messages_and_the_others_do_not() -> None:
+    publisher = begun(TO_ALL, *ALL, options=PublisherOptions(unanswered_max=2))
+    for number in (2, 3):
+        sent = publisher.publish(token=number)
+        replies(publisher, "s1", sent)
+        replies(publisher, "s3", sent)
+    publisher.pass_time(1)
+    sent = publisher.publish(token=4)
+    assert replicas_of(sent) == ["s1", "s3"]
+    assert publisher.answer(sent, observers=1) == [Published(4, 0)]
+    assert publisher.publisher.counters["copies_dropped"] == 1
+
+
+def test_subscribers_of_a_replica_that_was_full_are_told_when_it_has_room() -> None:
+    """No later message may come that would show the gap (G5)."""
+    publisher = begun(TO_ALL, *ALL, options=PublisherOptions(unanswered_max=2))
+    sent = [*publisher.publish(), *publisher.publish()]
+    replies(publisher, "s1", sent)
+    replies(publisher, "s3", sent)
+    publisher.answer(publisher.publish())
+    told = replies(publisher, "s2", sent)
+    assert Envelope(HEARTBEAT, ID, 4, 1, b"") in envelopes(told, REPLICA, "s2")
+
+
+def test_subscribers_of_a_replica_that_was_full_are_told_when_it_comes_back() -> None:
+    publisher = begun(TO_ALL, *ALL, options=PublisherOptions(unanswered_max=3))
+    publisher.down("s2")
+    for _ in range(4):
+        publisher.answer(publisher.publish())
+    sent = over("s2", publisher.up("s2"))
+    assert numbers(sent, REPLICA) == [2, 3, 4]
+    assert Envelope(HEARTBEAT, ID, 5, 1, b"") in envelopes(replies(publisher, "s2", sent), REPLICA, "s2")
+
+
+def test_when_every_replica_is_full_it_fails_at_once_and_takes_no_number() -> None:
+    publisher = begun(TO_ALL, options=PublisherOptions(unanswered_max=2))  # message 1 and a reading of the plan
+    assert publisher.publish(token=2) == [PublishFailed(2, "2 messages wait for server s1: not connected yet")]
+    for server in ALL:
+        publisher.answer(publisher.up(server))
+    assert numbers(over("s1", publisher.publish(token=3)), REPLICA) == [2]
+
+
+def test_when_every_replica_is_dead_it_fails_once() -> None:
+    publisher = following(TO_ALL)
+    publisher.publish(token=1)
+    for server in ALL:
+        publisher.down(server)
+    assert publisher.pass_time(DEFAULTS.publish_timeout_s - 0.1) == []
+    assert publisher.pass_time(0.1) == [PublishFailed(1, "server s1 did not answer for 10 s: reset by peer")]
+    assert [publisher.answer(publisher.up(server)) for server in ALL] == [[], [], []]
+
+
+def test_one_replica_that_refuses_does_not_spoil_the_outcome() -> None:
+    publisher = begun(TO_ALL, *ALL)
+    sent = publisher.publish(token=2)
+    assert replies(publisher, "s1", sent, ErrorReply("NOPERM no")) == []
+    assert replies(publisher, "s2", sent, 3) == []
+    assert replies(publisher, "s3", sent, 3) == [Published(2, 4)]
+    assert publisher.publisher.counters["copies_refused"] == 1
+
+
+def test_only_when_all_refuse_it_is_refused() -> None:
+    publisher = begun(TO_ALL, *ALL)
+    sent = publisher.publish(token=2)
+    assert replies(publisher, "s1", sent, ErrorReply("NOPERM no")) == []
+    assert replies(publisher, "s2", sent, ErrorReply("NOPERM no")) == []
+    assert replies(publisher, "s3", sent, ErrorReply("NOPERM never")) == [PublishRefused(2, "NOPERM never")]
+
+
+def test_who_refuses_is_no_reason_to_give_up_on_those_who_may_not() -> None:
+    """Refused means that the message is not delivered, and the others are about to deliver it."""
+    publisher = begun(TO_ALL, *ALL)
+    sent = publisher.publish(token=2)
+    replies(publisher, "s1", sent, ErrorReply("NOPERM no"))
+    assert publisher.pass_time(2 * DEFAULTS.straggler_s) == []
+    assert [*replies(publisher, "s2", sent, 3), *replies(publisher, "s3", sent, 3)] == [Published(2, 4)]
+
+
+def test_an_outcome_is_in_time_behind_one_that_failed_over() -> None:
+    """What another replica has answered in its place still lies before the later ones of its server."""
+    publisher = begun(TO_ONE_OF_ALL, *ALL)
+    both, alone = channel_at(CHOSEN, 1), channel_at(NEXT, 1)
+    publisher.plan.learn(both, Route(2, Assignment(Mode.ALL_PUBLISHERS, (CHOSEN, NEXT))), publisher.now)
+    publisher.answer(publisher.publish(both), observers=1)
+    publisher.publish(token=2)
+    publisher.down(CHOSEN)
+    publisher.answer(publisher.pass_time(DEFAULTS.failover_s))
+    replies(publisher, CHOSEN, publisher.up(CHOSEN))
+    publisher.publish(alone, token="slow")
+    sent = publisher.publish(both, token="both")
+    replies(publisher, CHOSEN, sent)
+    assert publisher.pass_time(DEFAULTS.straggler_s) == [Published("both", 0)]
+
+
+# Changes of route.
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (single("s1"), TO_ALL.assignment),
+        (TO_ALL.assignment, single("s1")),
+        (TO_ALL.assignment, TO_ONE_OF_ALL.assignment),
+        (TO_ONE_OF_ALL.assignment, TO_ALL.assignment),
+        (TO_ALL.assignment, Assignment(Mode.ALL_PUBLISHERS, ("s1", "s2"))),
+        (TO_ONE_OF_ALL.assignment, Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2"))),
+        (TO_ALL.assignment, TO_ALL.assignment),
+    ],
+)
+def test_the_first_message_after_a_change_says_so_at_every_new_location(old: Assignment, new: Assignment) -> None:
+    publisher = begun(Route(1, old), *ALL)
+    route = Route(2, new)
+    assert publisher.told(route) == []
+    for number, flags in ((2, ROUTE_CHANGED), (3, 0)):
+        sent = publisher.publish()
+        for place in route.published_at(ID, C):
+            assert envelopes(sent, place.physical, place.server) == [Envelope(flags, ID, number, 2, b"x")]
+        assert len(commands(sent, b"PUBLISH")) == len(route.published_at(ID, C))
+
+
+def test_what_was_published_by_the_old_route_is_sent_again_there() -> None:
+    """Its dispatchers forward it; numbers and epoch are those of its time."""
+    publisher = begun(TO_ALL, *ALL)
+    publisher.publish()
+    publisher.down("s2")
+    publisher.told(Route(2, single("s1")))
+    publisher.publish()
+    assert Envelope(0, ID, 2, 1, b"x") in envelopes(publisher.up("s2"), REPLICA, "s2")
+
+
+# Heartbeats.
+
+
+def test_heartbeats_go_to_every_replica_whichever_was_blind() -> None:
+    publisher = begun(TO_ALL, *ALL)
+    for server in ALL:
+        told = publisher.push("s1", CLIENTS_CHANNEL, pack_control(ObservationGap(server)))
+        assert [envelopes(told, REPLICA, to) for to in ALL] == [[Envelope(HEARTBEAT, ID, 1, 1, b"")]] * 3
+
+
+def test_after_a_reconnection_heartbeats_go_to_every_replica() -> None:
+    publisher = begun(TO_ALL, *ALL)
+    publisher.down("s2")
+    sent = publisher.up("s2")
+    assert [envelopes(sent, REPLICA, to) for to in ALL] == [[Envelope(HEARTBEAT, ID, 1, 1, b"")]] * 3
+
+
+def test_under_all_subscribers_a_heartbeat_goes_where_messages_go() -> None:
+    publisher = begun(TO_ONE_OF_ALL, *ALL)
+    told = publisher.push("s1", CLIENTS_CHANNEL, pack_control(ObservationGap(CHOSEN)))
+    assert envelopes(told, REPLICA) == envelopes(told, REPLICA, CHOSEN) == [Envelope(HEARTBEAT, ID, 1, 1, b"")]
+    told = publisher.push("s1", CLIENTS_CHANNEL, pack_control(ObservationGap(NEXT)))
+    assert envelopes(told, REPLICA) == []
+
+
+def test_heartbeats_tell_of_a_replica_that_was_left() -> None:
+    publisher = begun(TO_ALL, *ALL)
+    publisher.told(Route(2, single("s1")))
+    publisher.answer(publisher.publish())
+    told = publisher.push("s1", CLIENTS_CHANNEL, pack_control(ObservationGap("s3")))
+    assert envelopes(told) == [Envelope(HEARTBEAT, ID, 2, 2, b"")]
+
+
+# Servers without an agent.
+
+
+def test_the_plan_of_each_replica_is_read_where_nobody_observes() -> None:
+    publisher = following(TO_ALL, *ALL, observers={"s1": 0, "s2": 1, "s3": 0})
+    for expected in ([1, 1, 1], [1, 0, 1]):  # the first message is followed by one everywhere
+        sent = publisher.publish()
+        assert [len(commands(sent, b"HMGET", server)) for server in ALL] == expected
+
+
+def readings(publisher: Publisher, actions: list[Any], stored: Plan) -> list[Any]:
+    """Let every server say that it stores a plan; nobody observes any of them."""
+    out: list[Any] = []
+    for send in actions:
+        value = entry_reply(stored, C) if send.args[0] == b"HMGET" else 0
+        out += publisher.tell(reply(send, value))
+    return out
+
+
+def test_the_check_of_one_replica_says_nothing_of_the_others() -> None:
+    stored = phases(PLAN_0, TO_ALL.assignment)[2]
+    publisher = following(TO_ALL, *ALL, observers=dict.fromkeys(ALL, 0))
+    first = publisher.publish()
+    assert [len(commands(first, b"HMGET", server)) for server in ALL] == [1, 1, 1]
+    assert readings(publisher, over("s1", first), stored) == []
+    second = publisher.publish()
+    assert [len(commands(second, b"HMGET", server)) for server in ALL] == [0, 1, 1]
+    readings(publisher, [*over("s2", first), *over("s3", first)], stored)
+    assert commands(publisher.publish(), b"HMGET") == []
+
+
+@pytest.mark.parametrize("mode", [Mode.ALL_PUBLISHERS, Mode.ALL_SUBSCRIBERS])
+def test_what_nobody_could_forward_is_sent_again_to_all_that_need_it(mode: Mode) -> None:
+    """A new client follows the ring; the agent that would forward its message is not there."""
+    route = to_replicas(mode, "s2", "s3")
+    publisher = following(Route(0, single("s1")), *ALL, observers=dict.fromkeys(ALL, 0))
+    again = readings(publisher, publisher.publish(), phases(PLAN_0, route.assignment)[2])
+    for place in route.locations(C):
+        expected = [Envelope(ROUTE_CHANGED, ID, 1, 1, b"x")] if place in route.published_at(ID, C) else []
+        assert envelopes(again, place.physical, place.server) == expected
+    assert publisher.plan.route(C) == route
+
+
+# ALL_SUBSCRIBERS: one replica.
+
+
+def test_a_publisher_keeps_to_one_replica_as_long_as_the_epoch_lasts() -> None:
+    publisher = begun(TO_ONE_OF_ALL, *ALL)
+    for _ in range(10):
+        publisher.now += 1
+        sent = publisher.publish()
+        assert replicas_of(sent) == [CHOSEN]
+        publisher.answer(sent, observers=1)
+
+
+def test_publishers_are_spread_over_the_replicas() -> None:
+    chosen: list[str] = []
+    for client in range(300):
+        plan = LocalPlan(PLAN_0)
+        plan.learn(C, TO_ONE_OF_ALL, 0.0)
+        [connect] = Subject(PublisherMachine(client, plan)).tell(Publish("t", C, b"x"))
+        chosen.append(connect.link)
+    assert all(90 <= chosen.count(server) <= 110 for server in ALL)
+
+
+def test_the_receivers_are_those_of_the_one_replica() -> None:
+    publisher = begun(TO_ONE_OF_ALL, *ALL)
+    assert publisher.answer(publisher.publish(token=2), receivers=8) == [Published(2, 7)]
+
+
+# ALL_SUBSCRIBERS: failover.
+
+
+def away(publisher: Publisher, *servers: str) -> list[Any]:
+    """Let replicas be lost, one after the other, each for so long that another one takes its place."""
+    actions: list[Any] = []
+    for server in servers:
+        publisher.down(server)
+        actions += publisher.pass_time(DEFAULTS.failover_s)
+    return actions
+
+
+def test_what_a_replica_does_not_answer_goes_to_the_next_with_its_numbers() -> None:
+    publisher = begun(TO_ONE_OF_ALL, *ALL)
+    publisher.publish(token=2, payload=b"two")
+    publisher.publish(token=3, payload=b"three")
+    publisher.down(CHOSEN)
+    assert publisher.publish(token=4, payload=b"four") == []
+    assert publisher.pass_time(DEFAULTS.failover_s - 0.01) == []
+    sent = publisher.pass_time(0.02)
+    assert replicas_of(sent) == [NEXT]
+    assert [(e.sequence, e.epoch, e.payload) for e in envelopes(sent, REPLICA)] == [
+        (2, 1, b"two"),
+        (3, 1, b"three"),
+        (4, 1, b"four"),
+    ]
+    assert publisher.answer(sent, receivers=5) == [Published(2, 4), Published(3, 4), Published(4, 4)]
+    assert publisher.publisher.counters["failovers"] == 1
+
+
+def test_what_goes_to_the_next_says_that_its_predecessors_may_be_on_their_way() -> None:
+    """A subscriber that is new to the publisher would begin with it, and drop them when they come."""
+    publisher = begun(TO_ONE_OF_ALL, *ALL)
+    publisher.publish()
+    sent = away(publisher, CHOSEN)
+    assert [envelope.flags & ROUTE_CHANGED for envelope in envelopes(sent, REPLICA)] == [ROUTE_CHANGED]
+
+
+def test_the_first_message_of_all_stays_the_first() -> None:
+    publisher = following(TO_ONE_OF_ALL)
+    publisher.publish()
+    assert Connect(NEXT, publisher.plan.servers[NEXT].url) in publisher.pass_time(DEFAULTS.failover_s)
+    [envelope] = envelopes(publisher.up(NEXT), REPLICA)
+    assert (envelope.sequence, envelope.flags & FIRST) == (1, FIRST)
+
+
+@pytest.mark.parametrize("old", [single("s1"), Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2"))])
+def test_what_goes_to_the_next_reaches_the_followers_of_an_old_route_too(old: Assignment) -> None:
+    """The replica that is away may never have had it, so that only the dispatcher of the next one can forward it."""
+    before = phases(PLAN_0, old)[2] if old != PLAN_0.entry(C).route.assignment else PLAN_0
+    active = phases(before, TO_ONE_OF_ALL.assignment)[1]
+    route = active.entry(C).route
+    publisher = begun(route, *ALL)
+    publisher.publish()
+    chosen = route.published_at(ID, C)[0].server
+    [(physical, copy)] = commands(away(publisher, chosen), b"PUBLISH")
+    dispatcher = Agent(ALL[(ALL.index(chosen) + 1) % 3]).holding(active)
+    actions = [*dispatcher.observe(copy, physical=physical), *dispatcher.connect_all()]
+    previous = active.entry(C).previous[0]
+    reached = [
+        place
+        for place in previous.locations(C)
+        if copies(actions, place.server, place.physical) or published(actions, place.physical, "local")
+    ]
+    assert reached == list(previous.published_at(ID, C))
+
+
+def test_new_messages_follow_to_the_next_and_the_first_says_so() -> None:
+    publisher = begun(TO_ONE_OF_ALL, *ALL)
+    publisher.publish()
+    away(publisher, CHOSEN)
+    for number, flags in ((3, ROUTE_CHANGED), (4, 0)):
+        assert envelopes(publisher.publish(), REPLICA, NEXT) == [Envelope(flags, ID, number, 1, b"x")]
+
+
+def test_an_outcome_is_told_once_whoever_answers_in_the_end() -> None:
+    publisher = begun(TO_ONE_OF_ALL, *ALL)
+    publisher.publish(token=2)
+    sent = away(publisher, CHOSEN)
+    late = publisher.up(CHOSEN)
+    assert numbers(late, REPLICA)[0] == 2
+    assert replies(publisher, CHOSEN, late) == [Published(2, 0)]
+    assert replies(publisher, NEXT, sent) == []
+    assert publisher.pass_time(60) == []
+
+
+def test_the_time_out_runs_from_the_beginning() -> None:
+    publisher = begun(TO_ONE_OF_ALL, *ALL)
+    publisher.publish(token=2)
+    away(publisher, CHOSEN)
+    assert publisher.pass_time(DEFAULTS.publish_timeout_s - DEFAULTS.failover_s - 0.1) == []
+    [failed] = publisher.pass_time(0.2)
+    assert isinstance(failed, PublishFailed)
+    assert publisher.pass_time(60) == []
+
+
+def test_a_message_for_which_the_next_has_no_room_waits_for_its_own_replica() -> None:
+    publisher = begun(TO_ONE_OF_ALL, *ALL, options=PublisherOptions(unanswered_max=2))
+    publisher.publish(channel_at(NEXT, 9), token="other")
+    publisher.publish(token=2)
+    publisher.publish(token=3)
+    assert numbers(away(publisher, CHOSEN), REPLICA) == [2]
+    again = publisher.up(CHOSEN)
+    assert [envelope.sequence for envelope in envelopes(again, REPLICA) if not envelope.flags] == [2, 3]
+    assert only(Published, publisher.answer(again, observers=1)) == [Published(2, 0), Published(3, 0)]
+
+
+def test_what_has_failed_is_not_sent_to_the_next() -> None:
+    publisher = begun(TO_ONE_OF_ALL, *ALL, options=PublisherOptions(publish_timeout_s=0.5))
+    publisher.publish(token=2)
+    publisher.down(CHOSEN)
+    assert only(PublishFailed, publisher.pass_time(0.5))
+    publisher.publish(token=3)
+    assert numbers(publisher.pass_time(0.5), REPLICA) == []
+    assert numbers(publisher.publish(token=4), REPLICA) == [4]
+
+
+def test_the_next_is_the_one_behind_its_own() -> None:
+    """So that the load of one that is away goes to the same place, whatever the epoch has chosen."""
+    every_choice: set[str] = set()
+    for epoch in range(1, 12):
+        route = to_replicas(Mode.ALL_SUBSCRIBERS, epoch=epoch)
+        [chosen] = route.published_at(ID, C)
+        every_choice.add(chosen.server)
+        publisher = begun(route, *ALL)
+        publisher.publish()
+        [(physical, _)] = commands(away(publisher, chosen.server), b"PUBLISH", ALL[(ALL.index(chosen.server) + 1) % 3])
+        assert physical == chosen.physical
+    assert every_choice == set(ALL)
+
+
+def test_short_absences_change_nothing() -> None:
+    publisher = begun(TO_ONE_OF_ALL, *ALL)
+    for _ in range(5):
+        publisher.publish()
+        publisher.down(CHOSEN)
+        assert replicas_of(publisher.pass_time(DEFAULTS.failover_s - 0.1)) == []
+        assert replicas_of(publisher.up(CHOSEN)) == [CHOSEN]
+
+
+def test_an_absence_is_measured_from_its_beginning_however_often_it_fails_to_connect() -> None:
+    publisher = begun(TO_ONE_OF_ALL, *ALL)
+    publisher.publish()
+    publisher.down(CHOSEN)
+    for _ in range(4):
+        publisher.pass_time(DEFAULTS.failover_s / 5)
+        publisher.down(CHOSEN)
+    assert replicas_of(publisher.pass_time(DEFAULTS.failover_s / 5 + 0.01)) == [NEXT]
+
+
+def test_a_replica_that_was_away_unnoticed_is_avoided_with_the_next_message() -> None:
+    publisher = begun(TO_ONE_OF_ALL, *ALL)
+    publisher.down(CHOSEN)
+    publisher.pass_time(60)
+    assert publisher.publish() == []
+    assert replicas_of(publisher.pass_time(0.001)) == [NEXT]
+
+
+def test_it_returns_when_its_replica_does_and_says_so() -> None:
+    publisher = begun(TO_ONE_OF_ALL, *ALL)
+    publisher.publish()
+    publisher.answer(away(publisher, CHOSEN))
+    publisher.answer(publisher.publish())
+    publisher.answer(publisher.up(CHOSEN))
+    for number, flags in ((4, ROUTE_CHANGED), (5, 0)):
+        sent = publisher.publish()
+        assert envelopes(sent, REPLICA) == envelopes(sent, REPLICA, CHOSEN) == [Envelope(flags, ID, number, 1, b"x")]
+
+
+def test_a_replica_that_returns_is_told_what_it_has_missed() -> None:
+    """Its dispatcher may not have observed what came just before (G5)."""
+    publisher = begun(TO_ONE_OF_ALL, *ALL)
+    publisher.publish()
+    publisher.answer(away(publisher, CHOSEN))
+    publisher.answer(publisher.publish())
+    assert Envelope(HEARTBEAT, ID, 3, 1, b"") in envelopes(publisher.up(CHOSEN), REPLICA, CHOSEN)
+
+
+def test_when_the_next_is_away_too_the_one_after_it_takes_over() -> None:
+    publisher = begun(TO_ONE_OF_ALL, *ALL)
+    publisher.publish(token=2)
+    sent = away(publisher, CHOSEN, NEXT)
+    assert replicas_of(sent) == sorted((NEXT, LAST))
+    assert numbers(over(LAST, sent), REPLICA) == [2]
+    assert replicas_of(publisher.publish()) == [LAST]
+    assert replies(publisher, LAST, sent) == [Published(2, 0)]
+
+
+def test_when_all_are_away_it_stays_and_waits() -> None:
+    publisher = begun(TO_ONE_OF_ALL, *ALL)
+    publisher.publish(token=2)
+    for server in ALL:
+        publisher.down(server)
+    publisher.pass_time(DEFAULTS.failover_s)
+    assert publisher.publish(token=3) == []
+    again = publisher.up(CHOSEN)
+    assert set(numbers(again, REPLICA)) == {2, 3}
+    assert publisher.answer(again, observers=1) == [Published(2, 0), Published(3, 0)]
+    assert replicas_of(publisher.publish()) == [CHOSEN]
+
+
+def test_when_all_are_away_whichever_returns_gets_the_messages() -> None:
+    publisher = begun(TO_ONE_OF_ALL, *ALL)
+    publisher.publish(token=2)
+    away(publisher, *ALL)
+    sent = publisher.up(LAST)
+    assert 2 in numbers(sent, REPLICA)
+    assert replicas_of(publisher.publish(token=3)) == [LAST]
+    assert replies(publisher, LAST, sent) == [Published(2, 0)]
+
+
+def test_what_was_published_while_all_were_away_goes_to_whichever_returns() -> None:
+    publisher = begun(TO_ONE_OF_ALL, *ALL)
+    publisher.publish(token=2)
+    away(publisher, *ALL)
+    publisher.publish(token=3)
+    publisher.pass_time(DEFAULTS.failover_s)
+    sent = over(NEXT, publisher.up(NEXT))
+    assert [number for number in numbers(sent, REPLICA) if number > 2][:1] == [3]
+    assert Published(3, 0) in replies(publisher, NEXT, sent)
+
+
+def test_a_later_epoch_is_chosen_for_anew_and_avoids_what_is_away() -> None:
+    publisher = begun(TO_ONE_OF_ALL, *ALL)
+    publisher.publish()
+    away(publisher, CHOSEN)
+    chosen: set[str] = set()
+    for epoch in range(2, 12):
+        route = to_replicas(Mode.ALL_SUBSCRIBERS, epoch=epoch)
+        publisher.told(route)
+        [place] = route.published_at(ID, C)
+        chosen.add(place.server)
+        assert envelopes(publisher.publish(), place.physical, NEXT if place.server == CHOSEN else place.server)
+    assert chosen == set(ALL)
+
+
+def test_a_single_server_has_no_substitute() -> None:
+    publisher = begun(Route(1, single(CHOSEN)), *ALL)
+    publisher.publish(token=2)
+    assert commands(away(publisher, CHOSEN), b"PUBLISH") == []
+    assert publisher.publish(token=3) == []
+    assert numbers(publisher.up(CHOSEN)) == [2, 3, 3]  # and a heartbeat
+
+
+def test_what_else_waits_for_a_replica_that_is_away_stays_there() -> None:
+    """A message under ALL_PUBLISHERS is at the other replicas already; one for a single server waits for that."""
+    publisher = begun(TO_ONE_OF_ALL, *ALL)
+    everywhere = channel_at(CHOSEN, 1)
+    publisher.plan.learn(everywhere, to_replicas(Mode.ALL_PUBLISHERS, NEXT, CHOSEN, epoch=2), publisher.now)
+    publisher.publish(everywhere)
+    moved = channel_at(CHOSEN, 2)
+    publisher.publish(moved)
+    publisher.plan.learn(moved, Route(3, single(NEXT)), publisher.now)
+    publisher.publish()
+    assert len(commands(away(publisher, CHOSEN), b"PUBLISH")) == 1
+
+
+def test_without_envelopes_the_next_takes_plain_payloads_over() -> None:
+    publisher = begun(TO_ONE_OF_ALL, *ALL, options=PublisherOptions(envelope=False))
+    publisher.publish(token=2)
+    sent = away(publisher, CHOSEN)
+    assert published(sent, REPLICA, NEXT) == [b"x"]
+    assert publisher.answer(sent) == [Published(2, 0)]
+
+
+# Modes of newer software.
+
+
+def test_a_notice_of_an_unknown_mode_changes_nothing_and_is_told_once() -> None:
+    publisher = begun(Route(0, single("s1")), *ALL)
+    [told] = publisher.push("s1", INBOX, unknown_notice())
+    assert isinstance(told, NewerSoftware)
+    assert "upgrade this software" in told.text
+    assert publisher.push("s1", INBOX, unknown_notice(), unknown_notice(epoch=9)) == []
+    assert envelopes(publisher.publish(), C, "s1") == [Envelope(0, ID, 2, 0, b"x")]
+    publisher.told(Route(5, single("s2")))
+    assert envelopes(publisher.publish(), C, "s2") == [Envelope(ROUTE_CHANGED, ID, 3, 5, b"x")]
+
+
+def test_a_stored_entry_of_an_unknown_mode_changes_nothing_and_is_told_once() -> None:
+    publisher = following(Route(0, single("s1")), "s1", observers={"s1": 0})
+    sent = publisher.publish(token=1)
+    told = [
+        action
+        for send in sent
+        for action in publisher.tell(reply(send, unknown_entry() if send.args[0] == b"HMGET" else 1))
+    ]
+    assert [type(action) for action in told] == [Published, NewerSoftware]
+    assert envelopes(publisher.publish(), C, "s1") == [Envelope(0, ID, 2, 0, b"x")]
+
+
+@pytest.mark.parametrize("tag", ["entry", "doubt"])
+def test_other_readings_of_an_unknown_mode_are_told_too(tag: str) -> None:
+    publisher = begun(Route(2, single("s1")), *ALL, options=PublisherOptions(envelope=tag != "entry"))
+    publisher.now += DEFAULTS.route_change_window_s
+    [read] = tagged(publisher.publish() if tag == "entry" else publisher.told(Route(1, single("s2"))), tag)
+    [told] = publisher.tell(Replied(read.link, read.tag, unknown_entry()))
+    assert isinstance(told, NewerSoftware)
+    assert publisher.plan.route(C) == Route(2, single("s1"))

@@ -1,0 +1,630 @@
+"""The subscriber machine and replicated channels: where it listens, moves between replica sets, replicas away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dynamoth.control import Marker, RouteNotice
+from dynamoth.envelope import FIRST, FORWARDED, ROUTE_CHANGED
+from dynamoth.events import Connect, Disconnect, Pushed
+from dynamoth.names import replica_channel
+from dynamoth.plan import Assignment, Location, Mode, Plan, Route, single
+from dynamoth_client.local_plan import LocalPlan, NewerSoftware
+from dynamoth_client.publisher import Publish, PublisherMachine
+from dynamoth_client.subscriber import (
+    Deliver,
+    GapDetected,
+    Subscribe,
+    SubscriberMachine,
+    SubscriberOptions,
+    SubscriptionConfirmed,
+    SubscriptionEnded,
+)
+from tests.machines.helpers import (
+    PLAN_0,
+    SETTLED,
+    C,
+    Subject,
+    commands,
+    control,
+    message,
+    only,
+    over,
+    phases,
+    published,
+    reply,
+    tagged,
+    unknown_entry,
+    unknown_notice,
+)
+from tests.machines.listener import INCARNATION, OPTIONS, Listener, delivered
+
+ALL = ("s1", "s2", "s3")
+EVERY = Assignment(Mode.ALL_SUBSCRIBERS, ALL)
+"""A subscriber listens at every replica."""
+ANY = Assignment(Mode.ALL_PUBLISHERS, ALL)
+"""A subscriber listens at one of the replicas."""
+ID = 0xABCD
+COPY = FORWARDED | ROUTE_CHANGED
+
+
+def replicated(assignment: Assignment) -> Plan:
+    """Return a plan where C has rested at its replicas for long."""
+    return phases(PLAN_0, assignment)[2]
+
+
+AT_EVERY = replicated(EVERY)
+AT_ANY = replicated(ANY)
+REPLICA = replica_channel(C, 1)
+"""The physical name of C in both."""
+CHOSEN = AT_ANY.entry(C).route.listened_at(ID, C)[0].server
+NEXT = ALL[(ALL.index(CHOSEN) + 1) % 3]
+LAST = ALL[(ALL.index(CHOSEN) + 2) % 3]
+
+
+def gaps(actions: list[Any]) -> list[str]:
+    """Return why messages may be missing."""
+    return [gap.reason for gap in only(GapDetected, actions)]
+
+
+def listening(plan: Plan, *up: str, options: SubscriberOptions = OPTIONS) -> Listener:
+    """Return a subscriber that follows the route of ``plan``, and is verified at those of its servers that are up."""
+    listener = Listener(options)
+    listener.plan.learn(C, plan.entry(C).told, listener.now)
+    asked = [connect.link for connect in only(Connect, listener.subscribe())]
+    for server in up:
+        if server in asked:
+            listener.verify(listener.up(server), plan)
+    if set(asked) <= set(up):
+        assert listener.pass_time(5) == [], "nothing is left to be done"
+    return listener
+
+
+def moving(old: Plan, assignment: Assignment) -> tuple[Listener, Plan, list[Any]]:
+    """Let a subscriber be confirmed where ``old`` says, told of a new assignment, and verified there."""
+    active = phases(old, assignment)[1]
+    listener = listening(old, *ALL)
+    actions = notified(listener, active.entry(C).route, old.entry(C).route.listened_at(ID, C)[0])
+    return listener, active, settle_in(listener, actions, active)
+
+
+def notified(listener: Listener, route: Route, at: Location) -> list[Any]:
+    return listener.push(at.server, at.physical, control(RouteNotice(C, route)))
+
+
+def settle_in(listener: Listener, actions: list[Any], plan: Plan) -> list[Any]:
+    """Let every connection come up that was asked for, and every verification be answered."""
+    actions = [*actions, *(a for connect in only(Connect, actions) for a in listener.up(connect.link))]
+    return [*actions, *listener.verify(actions, plan)]
+
+
+def mark(listener: Listener, server: str, at: Location, number: int = 1) -> list[Any]:
+    """Let a marker of the dispatcher of ``server`` come at a location."""
+    return listener.push(at.server, at.physical, control(Marker(C, server, INCARNATION, number)))
+
+
+def joined(actions: list[Any]) -> set[Location]:
+    return {Location(server, args[0]) for server in ALL for args in commands(actions, b"SUBSCRIBE", server)}
+
+
+def left(actions: list[Any]) -> set[Location]:
+    return {Location(server, args[0]) for server in ALL for args in commands(actions, b"UNSUBSCRIBE", server)}
+
+
+def at(*servers: str, epoch: int = 1) -> set[Location]:
+    return {Location(server, replica_channel(C, epoch)) for server in servers}
+
+
+# ALL_SUBSCRIBERS.
+
+
+def test_listens_at_every_replica_and_is_confirmed_when_the_last_is_verified() -> None:
+    listener = Listener()
+    listener.plan.learn(C, AT_EVERY.entry(C).route, listener.now)
+    assert [connect.link for connect in only(Connect, listener.subscribe())] == list(ALL)
+    sent = {server: listener.up(server) for server in ALL}
+    assert joined([send for each in sent.values() for send in each]) == at(*ALL)
+    assert [listener.verify(sent[server], AT_EVERY) for server in ALL] == [[], [], [SubscriptionConfirmed(C)]]
+
+
+def test_finds_the_replicas_from_its_home() -> None:
+    listener = Listener()
+    listener.subscribe()
+    actions = listener.verify(listener.up("s1"), AT_EVERY)
+    assert joined(actions) == at("s1")
+    assert left(actions) == {Location("s1", C)}
+    confirmed = settle_in(listener, actions, AT_EVERY)
+    assert only(SubscriptionConfirmed, confirmed) == [SubscriptionConfirmed(C)]
+    assert joined(confirmed) == at(*ALL)
+
+
+def test_what_comes_before_the_confirmation_at_any_replica_is_delivered_behind_it() -> None:
+    listener = listening(AT_EVERY, "s1", "s2")
+    sent = listener.up("s3")
+    listener.tell(Pushed("s3", [[b"subscribe", REPLICA, 1]]))
+    for number, server in enumerate(ALL):
+        assert listener.push(server, REPLICA, message(1, b"from " + server.encode(), publisher=number)) == []
+    assert listener.verify(sent, AT_EVERY) == [
+        SubscriptionConfirmed(C),
+        Deliver([(C, b"from s1"), (C, b"from s2"), (C, b"from s3")]),
+    ]
+
+
+def test_publishers_at_different_replicas_have_nothing_to_do_with_each_other() -> None:
+    listener = listening(AT_EVERY, *ALL)
+    for number in (1, 2, 3):
+        for publisher, server in enumerate(ALL):
+            assert delivered(listener.push(server, REPLICA, message(number, publisher=publisher))) == [b"m%d" % number]
+
+
+def test_a_duplicate_at_another_replica_is_dropped() -> None:
+    """A publisher that failed over sends again what it has no answer for."""
+    listener = listening(AT_EVERY, *ALL)
+    assert delivered(listener.push("s1", REPLICA, message(1, flags=FIRST), message(2))) == [b"m1", b"m2"]
+    again = listener.push("s2", REPLICA, message(2, flags=ROUTE_CHANGED), message(3, flags=ROUTE_CHANGED), message(4))
+    assert delivered(again) == [b"m3", b"m4"]
+    assert listener.push("s1", REPLICA, message(3), message(4)) == []
+    assert gaps(listener.pass_time(5)) == []
+
+
+def test_what_overtakes_another_message_at_another_replica_waits_for_it() -> None:
+    listener = listening(AT_EVERY, *ALL)
+    listener.push("s1", REPLICA, message(1))
+    assert listener.push("s2", REPLICA, message(3, flags=ROUTE_CHANGED)) == []
+    assert delivered(listener.push("s1", REPLICA, message(2))) == [b"m2", b"m3"]
+
+
+def test_unsubscribing_ends_when_every_replica_has_acknowledged() -> None:
+    listener = listening(AT_EVERY, *ALL)
+    assert left(listener.unsubscribe()) == at(*ALL)
+    for server in ("s1", "s2"):
+        assert listener.tell(Pushed(server, [[b"unsubscribe", REPLICA, 0]])) == []
+    assert delivered(listener.push("s3", REPLICA, message(1))) == [b"m1"]
+    assert listener.tell(Pushed("s3", [[b"unsubscribe", REPLICA, 0]])) == [SubscriptionEnded(C)]
+
+
+# ALL_PUBLISHERS.
+
+
+def test_listens_at_one_replica_and_is_confirmed_there() -> None:
+    listener = Listener()
+    listener.plan.learn(C, AT_ANY.entry(C).route, listener.now)
+    assert [connect.link for connect in only(Connect, listener.subscribe())] == [CHOSEN]
+    sent = listener.up(CHOSEN)
+    assert joined(sent) == at(CHOSEN)
+    assert listener.verify(sent, AT_ANY) == [SubscriptionConfirmed(C)]
+    assert delivered(listener.push(CHOSEN, REPLICA, message(1))) == [b"m1"]
+
+
+def test_the_choice_lasts_as_long_as_the_epoch() -> None:
+    listener = listening(AT_ANY, CHOSEN)
+    for _ in range(5):
+        listener.unsubscribe()
+        listener.tell(Pushed(CHOSEN, [[b"unsubscribe", REPLICA, 0]]))
+        sent = listener.subscribe()
+        assert joined(sent) == at(CHOSEN)
+        assert listener.verify(sent, AT_ANY) == [SubscriptionConfirmed(C)]
+
+
+def test_subscribers_are_spread_over_the_replicas() -> None:
+    chosen: list[str] = []
+    for client in range(300):
+        plan = LocalPlan(PLAN_0)
+        plan.learn(C, AT_ANY.entry(C).route, 0.0)
+        [connect] = only(Connect, Subject(SubscriberMachine(client, plan)).tell(Subscribe((C,))))
+        chosen.append(connect.link)
+    assert all(90 <= chosen.count(server) <= 110 for server in ALL)
+
+
+# Moves.
+
+
+@pytest.mark.parametrize("last", ALL)
+def test_leaves_a_single_server_only_after_markers_of_every_replica(last: str) -> None:
+    """A message of a publisher that uses another replica may still be on its way to the old place."""
+    home = Location("s1", C)
+    listener, _, actions = moving(PLAN_0, EVERY)
+    assert (joined(actions), left(actions)) == (at(*ALL), set())
+    for server in ALL:
+        [place] = at(server)
+        assert left(mark(listener, server, place)) == set()
+    for server in (*(server for server in ALL if server != last), last):
+        assert left(mark(listener, server, home)) == ({home} if server == last else set())
+
+
+def test_markers_of_one_replica_that_came_by_another_prove_nothing() -> None:
+    """Each marker is to be seen at its own server's location first: that is where it began."""
+    home = Location("s1", C)
+    listener, _, _ = moving(PLAN_0, EVERY)
+    for server in ALL:
+        mark(listener, "s2", Location(server, REPLICA))
+        assert left(mark(listener, server, home)) == set()
+
+
+def test_leaves_each_replica_of_an_old_set_after_its_own_markers() -> None:
+    listener, _, _ = moving(AT_EVERY, single("s2"))
+    target = Location("s2", C)
+    assert left(mark(listener, "s2", target)) == set()
+    for place in sorted(at(*ALL), key=repr):
+        assert left(mark(listener, "s2", place)) == {place}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (EVERY, Assignment(Mode.ALL_SUBSCRIBERS, ("s2", "s3"))),
+        (Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2")), EVERY),
+        (EVERY, ANY),
+        (ANY, EVERY),
+        (ANY, Assignment(Mode.ALL_PUBLISHERS, ("s1", "s2"))),
+        (EVERY, single("s1")),
+        (ANY, single(CHOSEN)),
+    ],
+)
+def test_moves_between_routes_that_share_servers(old: Assignment, new: Assignment) -> None:
+    """At a shared server it listens under both names; the old one is left, and the new one is not."""
+    listener, active, actions = moving(replicated(old), new)
+    entry = active.entry(C)
+    old_places = set(entry.previous[0].listened_at(ID, C))
+    new_places = set(entry.route.listened_at(ID, C))
+    assert (joined(actions), left(actions)) == (new_places, set())
+    actions = [action for target in new_places for action in mark(listener, target.server, target)]
+    for place in old_places:
+        assert place not in left(actions)
+        actions += [action for target in new_places for action in mark(listener, target.server, place)]
+    assert left(actions) == old_places
+    assert gaps(actions) == []
+    for number, place in enumerate(sorted(new_places, key=repr), 1):
+        assert delivered(listener.push(place.server, place.physical, message(number))) == [b"m%d" % number]
+    assert left(listener.unsubscribe()) == new_places
+
+
+def test_before_the_confirmation_old_replicas_are_left_at_once() -> None:
+    listener = listening(AT_EVERY, "s1")
+    active = phases(AT_EVERY, single("s2"))[1]
+    actions = listener.verify(listener.up("s3"), active)
+    assert left(actions) == at("s1", "s3")
+    assert settle_in(listener, [*actions, *listener.up("s2")], active)[-1] == SubscriptionConfirmed(C)
+
+
+def test_a_notice_from_every_replica_moves_it_once() -> None:
+    listener = listening(AT_EVERY, *ALL, options=SubscriberOptions(move_spread_s=0.1))
+    route = phases(AT_EVERY, single("s2"))[1].entry(C).route
+    for server in ALL:
+        assert notified(listener, route, Location(server, REPLICA)) == []
+    assert joined(listener.pass_time(0.1)) == {Location("s2", C)}
+
+
+def test_while_it_leaves_a_replica_set_it_looks_again_at_every_target() -> None:
+    listener, active, _ = moving(replicated(Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2"))), EVERY)
+    again = tagged(listener.pass_time(OPTIONS.reverify_s), "verify")
+    assert sorted(send.link for send in again) == list(ALL)
+    settled = active.settle([C])
+    assert left(listener.verify(over("s1", again), settled)) == at("s1", "s2")
+
+
+# A replica that is away: ALL_PUBLISHERS.
+
+
+def failed_over(listener: Listener, *servers: str) -> list[Any]:
+    """Let replicas be lost, one after the other, each for so long that it is given up."""
+    actions: list[Any] = []
+    for server in servers:
+        actions += listener.down(server)
+        actions += listener.pass_time(OPTIONS.failover_s)
+    return actions
+
+
+def test_goes_to_the_next_replica_and_reports_the_gap() -> None:
+    listener = listening(AT_ANY, CHOSEN)
+    listener.push(CHOSEN, REPLICA, message(1))
+    listener.down(CHOSEN)
+    assert listener.pass_time(OPTIONS.failover_s - 0.01) == []
+    actions = listener.pass_time(0.02)
+    assert only(Connect, actions) == [Connect(NEXT, PLAN_0.servers[NEXT].url)]
+    sent = listener.up(NEXT)
+    assert joined(sent) == at(NEXT)
+    assert gaps(listener.verify(sent, AT_ANY)) == [f"the connection to server {CHOSEN} was lost: reset by peer"]
+    assert listener.push(NEXT, REPLICA, message(1)) == []
+    assert delivered(listener.push(NEXT, REPLICA, message(2))) == [b"m2"]
+    assert joined(listener.up(CHOSEN)) == set()
+
+
+def test_goes_to_the_next_replica_before_the_first_confirmation_too() -> None:
+    listener = listening(AT_ANY)
+    assert only(Connect, listener.pass_time(OPTIONS.failover_s)) == [Connect(NEXT, PLAN_0.servers[NEXT].url)]
+    assert listener.verify(listener.up(NEXT), AT_ANY) == [SubscriptionConfirmed(C)]
+    assert joined(listener.up(CHOSEN)) == set()
+
+
+def test_goes_round_until_a_replica_is_there() -> None:
+    listener = listening(AT_ANY)
+    asked = [connect.link for connect in only(Connect, listener.pass_time(6 * OPTIONS.failover_s))]
+    assert asked == [NEXT, LAST]
+    for _ in range(3):
+        assert listener.pass_time(OPTIONS.failover_s) == []
+    sent = [action for server in ALL for action in listener.up(server)]
+    assert len(joined(sent)) == 1
+    assert listener.verify(sent, AT_ANY) == [SubscriptionConfirmed(C)]
+
+
+def test_goes_on_to_the_one_after_when_the_next_is_lost() -> None:
+    listener = listening(AT_ANY, CHOSEN)
+    failed_over(listener, CHOSEN)
+    listener.verify(listener.up(NEXT), AT_ANY)
+    failed_over(listener, NEXT)
+    assert gaps(listener.verify(listener.up(LAST), AT_ANY)) == [
+        f"the connection to server {NEXT} was lost: reset by peer"
+    ]
+
+
+@pytest.mark.parametrize("plan", [AT_ANY, AT_EVERY])
+def test_a_replica_that_is_back_in_time_stays(plan: Plan) -> None:
+    listener = listening(plan, *ALL)
+    listener.down(CHOSEN)
+    assert listener.pass_time(OPTIONS.failover_s - 0.01) == []
+    sent = listener.up(CHOSEN)
+    assert joined(sent) == at(CHOSEN)
+    assert len(gaps(listener.verify(sent, plan))) == 1
+    assert listener.pass_time(OPTIONS.failover_s) == []
+
+
+@pytest.mark.parametrize("plan", [AT_ANY, AT_EVERY])
+def test_a_short_absence_is_not_added_to_the_one_before(plan: Plan) -> None:
+    listener = listening(plan, *ALL)
+    listener.down(CHOSEN)
+    listener.pass_time(OPTIONS.failover_s * 0.8)
+    listener.verify(listener.up(CHOSEN), plan)
+    listener.down(CHOSEN)
+    assert listener.pass_time(OPTIONS.failover_s * 0.9) == []
+    assert listener.counters["failovers"] == 0
+
+
+def test_a_move_to_a_replica_that_is_away_goes_to_another_and_nothing_is_missed() -> None:
+    """It stays at the old place until markers of the replica that it found have come round."""
+    home = Location("s1", C)
+    listener = Listener().confirmed()
+    active = phases(PLAN_0, Assignment(Mode.ALL_PUBLISHERS, ("s2", "s3")))[1]
+    [away] = active.entry(C).route.listened_at(ID, C)
+    [there] = set(active.entry(C).route.locations(C)) - {away}
+    actions = listener.told(active.entry(C).route)
+    actions += listener.pass_time(OPTIONS.failover_s)
+    assert [connect.link for connect in only(Connect, actions)] == [away.server, there.server]
+    actions += listener.verify(listener.up(there.server), active)
+    actions += mark(listener, there.server, there)
+    assert left(actions) == set()
+    actions += mark(listener, there.server, home)
+    assert left(actions) == {home}
+    assert gaps(actions) == []
+
+
+# A replica that is away: ALL_SUBSCRIBERS.
+
+WITHOUT_S2 = "subscribed without what is published at s2, which cannot be reached"
+
+
+def test_is_confirmed_without_a_replica_that_is_away_and_says_so() -> None:
+    listener = listening(AT_EVERY, "s1", "s3")
+    listener.push("s1", REPLICA, message(1))
+    assert listener.pass_time(OPTIONS.failover_s - 0.01) == []
+    assert listener.pass_time(0.02) == [
+        SubscriptionConfirmed(C),
+        GapDetected(C, None, None, WITHOUT_S2),
+        Deliver([(C, b"m1")]),
+    ]
+    assert delivered(listener.push("s3", REPLICA, message(1, publisher=8))) == [b"m1"]
+
+
+def test_a_replica_that_comes_back_is_listened_at_and_what_it_had_is_a_gap() -> None:
+    listener = listening(AT_EVERY, "s1", "s3")
+    listener.pass_time(OPTIONS.failover_s)
+    sent = listener.up("s2")
+    assert joined(sent) == at("s2")
+    assert gaps(listener.verify(sent, AT_EVERY)) == ["server s2 could not be reached"]
+    assert delivered(listener.push("s2", REPLICA, message(1))) == [b"m1"]
+
+
+def test_a_replica_that_is_lost_is_a_gap_once_it_stays_away_and_when_it_is_back() -> None:
+    listener = listening(AT_EVERY, *ALL)
+    assert listener.down("s2") == []
+    assert delivered(listener.push("s1", REPLICA, message(1))) == [b"m1"]
+    assert listener.pass_time(OPTIONS.failover_s - 0.01) == []
+    assert gaps(listener.pass_time(0.02)) == ["the connection to server s2 was lost: reset by peer"]
+    assert listener.pass_time(10) == []
+    assert gaps(listener.verify(listener.up("s2"), AT_EVERY)) == ["server s2 could not be reached"]
+    assert listener.pass_time(10) == []
+
+
+def test_a_replica_that_is_lost_before_the_confirmation_holds_it_up_for_a_while() -> None:
+    listener = listening(AT_EVERY, "s1", "s2")
+    listener.down("s2")
+    sent = listener.up("s3")
+    assert listener.verify(sent, AT_EVERY) == []
+    assert listener.pass_time(OPTIONS.failover_s) == [SubscriptionConfirmed(C), GapDetected(C, None, None, WITHOUT_S2)]
+
+
+def test_all_that_are_away_are_named() -> None:
+    listener = listening(AT_EVERY, "s1")
+    [confirmed, gap] = listener.pass_time(OPTIONS.failover_s)
+    assert confirmed == SubscriptionConfirmed(C)
+    assert "s2, s3" in gap.reason
+
+
+def test_with_every_replica_away_it_waits_for_the_first() -> None:
+    listener = listening(AT_EVERY)
+    assert listener.pass_time(10 * OPTIONS.failover_s) == []
+    confirmed, gap = listener.verify(listener.up("s2"), AT_EVERY)
+    assert confirmed == SubscriptionConfirmed(C)
+    assert "s1, s3" in gap.reason
+
+
+def test_with_every_replica_lost_the_gap_is_told_when_the_first_is_back() -> None:
+    listener = listening(AT_EVERY, *ALL)
+    for server in ALL:
+        assert listener.down(server) == []
+    assert listener.pass_time(10 * OPTIONS.failover_s) == []
+    assert len(gaps(listener.verify(listener.up("s3"), AT_EVERY))) == 1
+    assert len(gaps(listener.verify(listener.up("s1"), AT_EVERY))) == 1
+
+
+def test_a_replica_that_is_up_and_holds_no_plan_is_not_away() -> None:
+    """Nobody may be confirmed where the route cannot be verified."""
+    listener = listening(AT_EVERY, "s1", "s3")
+    retry = listener.verify(listener.up("s2"), None)
+    for _ in range(20):
+        retry = listener.verify([*retry, *listener.pass_time(OPTIONS.failover_s / 10)], None)
+        assert only(SubscriptionConfirmed, retry) == []
+    assert listener.verify(listener.pass_time(1), AT_EVERY) == [SubscriptionConfirmed(C)]
+
+
+def test_ending_without_a_replica_that_is_away() -> None:
+    listener = listening(AT_EVERY, *ALL)
+    listener.down("s2")
+    listener.pass_time(OPTIONS.failover_s)
+    actions = listener.unsubscribe()
+    assert left(actions) == at("s1", "s3")
+    assert gaps(actions) == []  # it was told when the replica was given up
+    assert listener.tell(Pushed("s1", [[b"unsubscribe", REPLICA, 0]])) == []
+    assert listener.tell(Pushed("s3", [[b"unsubscribe", REPLICA, 0]])) == [SubscriptionEnded(C)]
+    assert joined(listener.up("s2")) == set()
+
+
+def test_ending_before_a_lost_replica_is_given_up_tells_the_gap() -> None:
+    listener = listening(AT_EVERY, *ALL)
+    listener.down("s2")
+    actions = listener.unsubscribe()
+    assert gaps(actions) == ["the connection to server s2 was lost: reset by peer"]
+    assert left(actions) == at("s1", "s3")
+    assert listener.pass_time(OPTIONS.failover_s) == []
+    assert listener.tell(Pushed("s1", [[b"unsubscribe", REPLICA, 0]])) == []
+    assert listener.tell(Pushed("s3", [[b"unsubscribe", REPLICA, 0]])) == [SubscriptionEnded(C)]
+
+
+def test_ending_while_replicas_are_lost_one_by_one() -> None:
+    listener = listening(AT_EVERY, *ALL)
+    listener.unsubscribe()
+    assert listener.down("s1") == listener.down("s2") == []
+    assert listener.down("s3") == [SubscriptionEnded(C)]
+    assert [each for each in listener.pass_time(60) if not isinstance(each, Disconnect)] == []
+
+
+def test_subscribing_again_while_a_replica_is_away() -> None:
+    listener = listening(AT_EVERY, "s1", "s3")
+    listener.pass_time(OPTIONS.failover_s)
+    listener.unsubscribe()
+    acknowledged = [Pushed(server, [[b"unsubscribe", REPLICA, 0]]) for server in ("s1", "s3")]
+    assert listener.tell(*acknowledged) == [SubscriptionEnded(C)]
+    sent = listener.subscribe()
+    assert joined(sent) == at("s1", "s3")
+    assert listener.verify(sent, AT_EVERY) == []
+    assert SubscriptionConfirmed(C) in listener.pass_time(OPTIONS.failover_s)
+
+
+def test_a_move_to_replicas_of_which_one_is_away_keeps_the_old_place() -> None:
+    """What is published at that one is forwarded to the old place, if its dispatcher can; its markers come later."""
+    home = Location("s1", C)
+    active = phases(PLAN_0, EVERY)[1]
+    listener = Listener().confirmed()
+    actions = listener.told(active.entry(C).route)
+    actions += listener.verify([*actions, *listener.up("s2")], active)
+    actions += listener.pass_time(OPTIONS.failover_s)
+    for server in ("s1", "s2"):
+        actions += mark(listener, server, Location(server, REPLICA))
+        actions += mark(listener, server, home)
+    assert left(actions) == set()
+    assert gaps(actions) == ["server s3 cannot be reached"]
+    assert delivered(listener.push("s1", C, message(1))) == [b"m1"]
+    listener.verify(listener.up("s3"), active)
+    mark(listener, "s3", Location("s3", REPLICA))
+    assert left(mark(listener, "s3", home)) == {home}
+
+
+def test_a_move_away_from_a_replica_that_is_away_ends_when_it_is_back() -> None:
+    listener = listening(AT_EVERY, *ALL)
+    listener.down("s3")
+    listener.pass_time(OPTIONS.failover_s)
+    active = phases(AT_EVERY, single("s2"))[1]
+    target = Location("s2", C)
+    settle_in(listener, notified(listener, active.entry(C).route, Location("s1", REPLICA)), active)
+    mark(listener, "s2", target)
+    for server in ("s1", "s2"):
+        assert left(mark(listener, "s2", Location(server, REPLICA))) == at(server)
+    assert joined(listener.up("s3")) == at("s3")
+    assert left(mark(listener, "s2", Location("s3", REPLICA))) == at("s3")
+
+
+def test_a_move_away_from_a_replica_that_is_away_ends_when_it_is_settled() -> None:
+    listener = listening(AT_EVERY, *ALL)
+    listener.down("s3")
+    listener.pass_time(OPTIONS.failover_s)
+    _, active, settled = phases(AT_EVERY, single("s2"))
+    settle_in(listener, notified(listener, active.entry(C).route, Location("s1", REPLICA)), active)
+    listener.verify(listener.pass_time(OPTIONS.reverify_s), settled)
+    assert joined(listener.up("s3")) == set()
+    assert delivered(listener.push("s2", C, message(1))) == [b"m1"]
+
+
+def test_a_single_server_has_no_substitute() -> None:
+    listener = Listener().confirmed()
+    listener.down("s1")
+    assert listener.pass_time(60) == []
+    assert listener.counters["failovers"] == 0
+    assert joined(listener.up("s1")) == {Location("s1", C)}
+
+
+def test_replicas_that_come_and_go_leave_no_wishes_behind() -> None:
+    listener = listening(AT_ANY)
+    for _ in range(1000):
+        listener.pass_time(OPTIONS.failover_s)
+    assert len(listener.subscriber._wishes) < 100  # pyright: ignore[reportPrivateUsage]  # no other way to see it
+
+
+# Modes of newer software.
+
+
+def test_a_notice_of_an_unknown_mode_changes_nothing_and_is_told_once_per_client() -> None:
+    listener = Listener().confirmed()
+    publisher = Subject(PublisherMachine(7, listener.plan))
+    publisher.tell(Publish("t", C, b"x"))
+    publisher.up("s1")
+    notice = message(0, unknown_notice(), flags=0x10)
+    [told] = listener.push("s1", C, notice)
+    assert isinstance(told, NewerSoftware)
+    assert "mode 4 " in told.text and "upgrade this software" in told.text
+    assert listener.push("s1", C, notice, message(1)) == [Deliver([(C, b"m1")])]
+    assert publisher.push("s1", b"__dynamoth__:clients", unknown_notice()) == []
+    assert len(published(publisher.tell(Publish("t", C, b"x")), C, "s1")) == 1
+
+
+def test_a_subscription_waits_while_the_stored_mode_is_unknown() -> None:
+    """Confirmed, it would promise what nobody knows how to keep."""
+    listener = Listener()
+    listener.subscribe()
+    [verify] = tagged(listener.up("s1"), "verify")
+    [told] = listener.tell(reply(verify, unknown_entry()))
+    assert isinstance(told, NewerSoftware)
+    [verify] = tagged(listener.pass_time(OPTIONS.reverify_s), "verify")
+    assert listener.tell(reply(verify, unknown_entry())) == []
+    assert listener.verify(listener.pass_time(OPTIONS.reverify_s), PLAN_0) == [SubscriptionConfirmed(C)]
+
+
+def test_an_unknown_mode_while_it_moves_leaves_it_where_it_is() -> None:
+    listener = Listener().confirmed().moving(SETTLED.begin({C: single("s1")}), Route(1, single("s2")))
+    [verify] = tagged(listener.pass_time(OPTIONS.reverify_s), "verify")
+    assert [type(each) for each in listener.tell(reply(verify, unknown_entry(5)))] == [NewerSoftware]
+    assert delivered([*listener.push("s1", C, message(1)), *listener.push("s2", C, message(2))]) == [b"m1", b"m2"]
+    assert listener.plan.route(C) == Route(1, single("s2"))
+
+
+def test_a_gap_is_told_although_the_stored_mode_is_unknown() -> None:
+    """It goes on by the route that it knows, so that nothing else would ever tell of what it has missed (G5)."""
+    listener = Listener().confirmed()
+    listener.down("s1")
+    [verify] = tagged(listener.up("s1"), "verify")
+    told = listener.tell(reply(verify, unknown_entry()))
+    assert gaps(told) == ["the connection to server s1 was lost: reset by peer"]
+    assert (
+        gaps(listener.tell(*(reply(send, unknown_entry()) for send in tagged(listener.pass_time(1), "verify")))) == []
+    )
