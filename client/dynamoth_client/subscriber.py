@@ -464,9 +464,7 @@ class SubscriberMachine:
                 else [*actions, *self._retry(place, subscription, now)]
             )
         if now - subscription.followed_since >= self.options.distrust_s and self._plan.reachable(told):
-            self.counters["distrusted_routes"] += 1
-            self._plan.distrust(subscription.channel, told)
-            return self._follow(subscription, told, now)
+            return self._distrust(subscription, told, now)
         return self._retry(place, subscription, now)
 
     def _retry(self, place: Place, subscription: Subscription, now: float) -> list[Any]:
@@ -482,10 +480,8 @@ class SubscriberMachine:
             self._plan.learn(subscription.channel, told, now)
             actions += self._follow(subscription, told, now)
         elif told.epoch < subscription.route.epoch and phase is not Phase.PREPARED:
-            self.counters["distrusted_routes"] += 1
-            self._plan.distrust(subscription.channel, told)
-            actions += self._follow(subscription, told, now)
-        place.verified = True
+            actions += self._distrust(subscription, told, now)
+        place.verified, place.verified_epoch = True, told.epoch
         if place.excused:
             place.excused = False
             self._may_have_missed(subscription, f"server {place.location.server} could not be reached")
@@ -496,6 +492,20 @@ class SubscriberMachine:
             for old in list(subscription.leaving.values()):
                 actions += self._leave(subscription, old, now)
         return [*actions, *self._ready(subscription, now)]
+
+    def _distrust(self, subscription: Subscription, told: Route, now: float) -> list[Any]:
+        """Give up a route for an older one that the servers tell: the newer one was forged, or their plan was lost."""
+        self.counters["distrusted_routes"] += 1
+        self._plan.distrust(subscription.channel, told)
+        given_up = list(subscription.targets)
+        actions = self._follow(subscription, told, now)
+        if all(target.verified_epoch == told.epoch for target in subscription.targets.values()):
+            # It has listened all the while where it should: there is nothing to wait for where it should not.
+            for location in given_up:
+                place = subscription.leaving.get(location)
+                if place is not None and place.verified_epoch < 0:
+                    actions += self._leave(subscription, place, now)
+        return actions
 
     @staticmethod
     def _may_have_missed(subscription: Subscription, reason: str) -> None:
@@ -593,6 +603,7 @@ class SubscriberMachine:
                 actions.append(GapDetected(subscription.channel, None, None, reason))
                 actions += self._leave(subscription, subscription.leaving[location], now)
             else:
+                subscription.leaving[location].disconnected()
                 subscription.may_have_missed = reason
         return actions
 

@@ -22,6 +22,8 @@ class Place:
     attempt: int = 0
     #: The stored plan said, on the present connection, that this is right.
     verified: bool = False
+    #: The epoch of which it said so last; -1: of none.
+    verified_epoch: int = -1
     #: It cannot be reached for so long that the other replicas do without it (ALL_SUBSCRIBERS).
     excused: bool = False
     #: Why the connection was lost, as long as the application has not been told that it may have missed something.
@@ -35,6 +37,7 @@ class Place:
         """Forget what was true of the connection that was lost."""
         self.attempt = 0
         self.verified = False
+        self.verified_epoch = -1
         self.first_marker = None
         self.rounds.clear()
 

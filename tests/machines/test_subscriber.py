@@ -528,9 +528,22 @@ def test_a_forged_notice_is_distrusted_after_a_while_and_nothing_is_lost() -> No
         if listener.counters["distrusted_routes"]:
             break
     assert listener.plan.route(C) == Route(0, single("s1"))
-    assert gaps(retry) == []
+    back = listener.verify(retry, PLAN_0)
+    assert gaps(retry) == gaps(back) == []
+    assert LEAVE_S2 in retry
     listener.told(TO_S2)
     assert listener.plan.route(C) == TO_S2
+
+
+def test_a_connection_lost_while_a_forged_notice_was_followed_is_told() -> None:
+    listener = Listener().confirmed()
+    listener.told(Route(99, single("s2")))
+    listener.verify(listener.up("s2"), PLAN_0)
+    listener.down("s1")
+    retry = listener.verify(listener.up("s1"), PLAN_0)
+    while not listener.counters["distrusted_routes"]:
+        retry = listener.verify(listener.pass_time(OPTIONS.verify_retry_s), PLAN_0)
+    assert len(gaps(listener.verify(retry, PLAN_0))) == 1
 
 
 def test_a_forged_epoch_does_not_make_it_deaf_to_true_notices() -> None:
