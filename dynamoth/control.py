@@ -85,6 +85,18 @@ class Announcement:
 
 
 @dataclass(frozen=True, slots=True)
+class ForwardRequest:
+    """Publisher to dispatcher: your server has got this message, and I cannot reach these: publish it there for me.
+
+    On the same physical channel, as it is.
+    """
+
+    physical: bytes
+    servers: tuple[str, ...]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class PlanChange:
     """Balancer to agent: the plan changed; it is stored at your server already. Answer with :class:`PlanAck`."""
 
@@ -139,6 +151,7 @@ ControlMessage = (
     | LossNotice
     | ObservationGap
     | Announcement
+    | ForwardRequest
     | PlanChange
     | PlanQuery
     | PlanAck
@@ -216,6 +229,7 @@ _WRITE: dict[type[Any], Callable[[Any], list[Any]]] = {
     Vacated: lambda m: [9, m.server, m.channels],
     AdminRequest: lambda m: [10, m.request, m.command, m.arguments],
     AdminReply: lambda m: [11, m.request, m.result, m.error],
+    ForwardRequest: lambda m: [13, m.physical, m.servers, m.data],
 }
 
 _READ: dict[int, Callable[[list[Any]], ControlMessage]] = {
@@ -230,6 +244,7 @@ _READ: dict[int, Callable[[list[Any]], ControlMessage]] = {
     9: lambda v: Vacated(_text(v[0]), tuple(map(_pair, _array(v[1])))),
     10: lambda v: AdminRequest(_natural(v[0]), _text(v[1]), _mapping(v[2])),
     11: lambda v: AdminReply(_natural(v[0]), _mapping(v[1]), _optional(_text, v[2])),
+    13: lambda v: ForwardRequest(_bytes(v[0]), tuple(map(_text, _array(v[1]))), _bytes(v[2])),
 }
 
 REPORT_CODE = 12

@@ -37,16 +37,29 @@ class Waiting:
     #: When the application is told at the latest.
     tell_at: float
     channel: bytes
-    #: How many servers are waited for: those that are avoided are not, if there are others.
-    unanswered: int = 1
     #: Clients that it went to, as far as servers have answered; None before the first did.
     receivers: int | None = None
     #: The latest error that a server has answered with.
     refusal: str = ""
     #: Servers that it was sent to in the place of the first.
     also_at: tuple[str, ...] = ()
+    #: If it goes to several replicas: the servers that have not answered.
+    missing: tuple[str, ...] = ()
+    #: Those of them that have it and were not asked yet to forward it.
+    holders: tuple[str, ...] = ()
+    #: How many requests to forward it are unanswered.
+    requests: int = 0
+    #: The physical channel and the envelope that it was sent with; None where nothing is promised.
+    sent: tuple[bytes, bytes] | None = None
     #: The application has been told of the outcome; a reply that still comes is dropped.
     done: bool = False
+
+
+@dataclass(slots=True)
+class HandOver:
+    """The token of a request to forward a message to the replicas that have not answered."""
+
+    message: Waiting
 
 
 @dataclass(slots=True)

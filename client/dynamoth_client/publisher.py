@@ -8,9 +8,10 @@ that a copy that had arrived already is dropped by subscribers as a duplicate. T
 messages of one client to one server keep their order.
 
 Under ALL_PUBLISHERS a message goes to every replica, under one number and with one outcome: the application is told
-when all replicas have answered, or ``straggler_s`` after the first, and those that are slow or away get the message
-when they can. Under ALL_SUBSCRIBERS it goes to one replica; if that is away for ``failover_s``, what it has not
-answered, and all that follows, goes to the next one, as every subscriber listens there too.
+when all replicas have answered, or ``straggler_s`` after the first. For those that cannot be reached then, the
+dispatcher of a replica that has the message is asked to forward it, lest it be lost with this client; the application
+is told when it has heard. Under ALL_SUBSCRIBERS a message goes to one replica; if that is away for ``failover_s``, what
+it has not answered, and all that follows, goes to the next one, as every subscriber listens there too.
 
 The first message on a channel, also after the agent of its server has gone, is followed by a reading of the plan that
 is stored there: a route that is wrong, and that no dispatcher may be there to mend, is so found out, and a message that
@@ -28,15 +29,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamoth import stored_plan
-from dynamoth.control import ObservationGap, RouteNotice, unpack_control
-from dynamoth.envelope import FIRST, HEARTBEAT, QUIET_MS_MAX, ROUTE_CHANGED, rerouted, seal
+from dynamoth.control import ForwardRequest, ObservationGap, RouteNotice, pack_control, unpack_control
+from dynamoth.envelope import FIRST, HEARTBEAT, QUIET_MS_MAX, ROUTE_CHANGED, open_envelope, rerouted, seal
 from dynamoth.errors import MalformedMessage, UnknownMode
 from dynamoth.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
-from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
+from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, FORWARD_CHANNEL, inbox
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Location, Mode, Route
 from dynamoth_client.local_plan import LocalPlan
-from dynamoth_client.publication import Check, PublishedChannel, PublisherServer, Waiting
+from dynamoth_client.publication import Check, HandOver, PublishedChannel, PublisherServer, Waiting
 
 LEFT_MAX = 4
 """Servers that a channel has left and that are remembered: what was sent there last may not have been observed."""
@@ -191,8 +192,12 @@ class PublisherMachine:
             actions += self._read_route(event.channel, locations, now)
         expires_at = now + self.options.publish_timeout_s
         waiting = Waiting(event.token, expires_at, expires_at, event.channel)
-        if len(targets) > 1:
-            waiting.unanswered = sum(not server.avoided for _, server in targets) or len(targets)
+        if len(locations) > 1:
+            has_room = [location.server for location, _ in targets]
+            replicas = [location.server for location in locations]
+            waiting.missing = tuple(id_ for id_ in replicas if id_ in has_room or not self._servers[id_].up)
+            if self.options.envelope:
+                waiting.sent = locations[0].physical, data
         for location, server in targets:
             if server.up and now - server.observers_asked_at >= self.options.observers_interval_s:
                 actions.append(self._ask_observers(location.server, now))
@@ -352,12 +357,14 @@ class PublisherMachine:
     def _replied(self, event: Replied, now: float) -> list[Any]:
         server = self._servers[event.link]
         if event.tag is server.outbox:
-            waiting: Waiting | Check | None = server.outbox.replied()
+            token: Waiting | HandOver | Check | None = server.outbox.replied()
             actions: list[Any] = []
-            if isinstance(waiting, Check):
-                actions = self._checked(waiting, event, server, now)
-            elif waiting is not None and not waiting.done:
-                actions = self._answered(waiting, event, server, now)
+            if isinstance(token, Check):
+                actions = self._checked(token, event, server, now)
+            elif isinstance(token, HandOver):
+                actions = self._handed_over(token.message, event, now)
+            elif token is not None and not token.done:
+                actions = self._answered(token, event, server, now)
             while server.waiting and server.waiting[0].done:
                 server.waiting.popleft()
             if server.owes_heartbeats and not len(server.outbox):
@@ -386,17 +393,60 @@ class PublisherMachine:
 
     def _answered(self, waiting: Waiting, event: Replied, server: PublisherServer, now: float) -> list[Any]:
         """Take the answer of one server; tell the application when no other is worth waiting for."""
-        waiting.unanswered -= 1
         if isinstance(event.value, ErrorReply):
             waiting.refusal = str(event.value)
         else:
             waiting.receivers = (waiting.receivers or 0) + max(0, event.value - server.observers)
-        if waiting.unanswered > 0:
-            if waiting.receivers is not None:
-                waiting.tell_at = min(waiting.tell_at, now + self.options.straggler_s)
+            if waiting.missing:
+                waiting.holders = (*waiting.holders, event.link)
+        if waiting.missing:
+            waiting.missing = tuple(server_id for server_id in waiting.missing if server_id != event.link)
+            if not all(self._servers[server_id].avoided for server_id in waiting.missing):
+                if waiting.receivers is not None:
+                    waiting.tell_at = min(waiting.tell_at, now + self.options.straggler_s)
+                return []
+            if waiting.missing:
+                return self._hand_over(waiting, now)
+        return self._end(waiting)
+
+    def _hand_over(self, waiting: Waiting, now: float) -> list[Any]:
+        """Ask the dispatcher of the next replica that has a message to forward it to those that are away; or end.
+
+        A replica that is connected and slow has the message on its way: to send it twice would make it slower still.
+        """
+        away = tuple(server_id for server_id in waiting.missing if not self._servers[server_id].up)
+        while away and waiting.holders and waiting.sent is not None:
+            server_id, *others = waiting.holders
+            waiting.holders = tuple(others)
+            server = self._servers[server_id]
+            if not server.up or server.outbox.full:
+                continue
+            physical, data = waiting.sent
+            copy = rerouted(data, open_envelope(data).epoch)
+            request = pack_control(ForwardRequest(physical, away, copy))
+            waiting.requests += 1
+            waiting.tell_at = min(now + self.options.straggler_s, waiting.expires_at)
+            server.waiting.append(waiting)
+            return server.outbox.put((b"PUBLISH", FORWARD_CHANNEL, request), HandOver(waiting))
+        if away and waiting.requests:
+            waiting.tell_at = waiting.expires_at
             return []
+        return self._end(waiting)
+
+    def _handed_over(self, waiting: Waiting, event: Replied, now: float) -> list[Any]:
+        """The message will be forwarded, if a dispatcher was there to hear of it."""
+        waiting.requests -= 1
+        if waiting.done:
+            return []
+        if isinstance(event.value, ErrorReply) or event.value == 0:
+            self.counters["unheard_requests"] += 1
+            return self._hand_over(waiting, now)
+        self.counters["handed_over"] += 1
+        return self._end(waiting)
+
+    def _end(self, waiting: Waiting, reason: str = "") -> list[Any]:
         waiting.done = True
-        return [self._outcome(waiting, "")]
+        return [self._outcome(waiting, reason)]
 
     def _outcome(self, waiting: Waiting, reason: str) -> Published | PublishRefused | PublishFailed:
         """Return what the application is told: that it was published, if any server has it."""
@@ -539,11 +589,13 @@ class PublisherMachine:
             why = "it is connected and does not answer" if server.up else server.reason
             while server.waiting and (server.waiting[0].done or server.waiting[0].tell_at <= now):
                 waiting = server.waiting.popleft()
-                if not waiting.done:
-                    waiting.done = True
+                if waiting.done:
+                    continue
+                if waiting.expires_at > now:
+                    actions += self._hand_over(waiting, now)
+                else:
                     waited = self.options.publish_timeout_s
-                    reason = f"server {server_id} did not answer for {waited:g} s: {why}"
-                    actions.append(self._outcome(waiting, reason))
+                    actions += self._end(waiting, f"server {server_id} did not answer for {waited:g} s: {why}")
             if server.up:
                 continue
             if not server.avoided and now - server.down_since >= self.options.failover_s:
@@ -553,8 +605,10 @@ class PublisherMachine:
         return actions
 
 
-def _is_useless(token: Waiting | Check | None, now: float) -> bool:
+def _is_useless(token: Waiting | HandOver | Check | None, now: float) -> bool:
     """Tell whether a command that was not sent is not worth sending any more."""
+    if isinstance(token, HandOver):
+        return token.message.done
     return not isinstance(token, Waiting) or (token.done and token.expires_at <= now)
 
 

@@ -27,6 +27,7 @@ from typing import Any
 from dynamoth import stored_plan
 from dynamoth.control import (
     Announcement,
+    ForwardRequest,
     LossNotice,
     Marker,
     ObservationGap,
@@ -59,6 +60,7 @@ from dynamoth.names import (
     ANNOUNCE_CHANNEL,
     BALANCER_CHANNEL,
     CLIENTS_CHANNEL,
+    FORWARD_CHANNEL,
     RELAY_PREFIX,
     inbox,
     is_user_channel,
@@ -385,7 +387,7 @@ class DispatcherMachine:
 
     def _observed(self, physical: bytes, data: bytes, now: float) -> list[Any]:
         is_relay = physical.startswith(RELAY_PREFIX)
-        if not is_relay and not is_user_channel(physical):
+        if not is_relay and physical != FORWARD_CHANNEL and not is_user_channel(physical):
             if physical == ANNOUNCE_CHANNEL and len(self.transitions):
                 self._announced(data, now)
             return []
@@ -397,6 +399,8 @@ class DispatcherMachine:
             return []
         if is_relay:
             return self._publish_once(physical.removeprefix(RELAY_PREFIX), data)
+        if physical == FORWARD_CHANNEL:
+            return self._requested(data)
         channel = logical_channel(physical)
         entry = self.plan.entry(channel)
         here = Location(self.server, physical)
@@ -429,6 +433,27 @@ class DispatcherMachine:
         if isinstance(message, Announcement):
             for physical in message.joined:
                 self.transitions.joined(logical_channel(physical), now)
+
+    def _requested(self, data: bytes) -> list[Any]:
+        """Forward what a publisher cannot send itself. Its own copy may still arrive: subscribers know both as one."""
+        try:
+            request = unpack_control(data)
+        except MalformedMessage:
+            self.counters["malformed_messages"] += 1
+            return []
+        assert self.plan is not None
+        if (
+            not isinstance(request, ForwardRequest)
+            or not is_user_channel(request.physical)
+            or self._open(request.data) is None
+        ):
+            self.counters["unexpected_messages"] += 1
+            return []
+        servers = [server for server in request.servers if server in self.plan.servers and server != self.server]
+        self.counters["forwarded_messages"] += len(servers)
+        return [
+            action for server in servers for action in self._forward(Location(server, request.physical), request.data)
+        ]
 
     def _at_rest(self, physical: bytes) -> None:
         if len(self._quiet) >= self.options.quiet_max:

@@ -27,6 +27,7 @@ from dynamoth_balancer.installer import Installer
 from dynamoth_balancer.model import ClusterModel
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_client.local_plan import LocalPlan
+from dynamoth_client.publication import Waiting
 from dynamoth_client.publisher import PublisherMachine
 from dynamoth_client.sequences import Stream
 from dynamoth_client.subscriber import SubscriberMachine
@@ -377,6 +378,15 @@ def publishers_wait() -> AbstractContextManager[None]:
     return replaced(PublisherMachine, _fail_over=wait)
 
 
+def nothing_handed_over() -> AbstractContextManager[None]:
+    """A publisher that has told the application sends to the replicas that are away when they come back."""
+
+    def end(self: PublisherMachine, waiting: Waiting, now: float) -> list[Any]:
+        return self._end(waiting)  # pyright: ignore[reportPrivateUsage]
+
+    return replaced(PublisherMachine, _hand_over=end)
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """A scenario, what makes it fail, and the guarantee that is broken then ("expected": what the script expects)."""
@@ -415,6 +425,7 @@ CHECKS: tuple[Check, ...] = (
     Check("23-all-subscribers-replica-away", no_failover, "expected"),
     Check("23-all-subscribers-replica-away", publishers_wait, "expected"),
     Check("23-all-publishers-replica-away", no_failover, "expected"),
+    Check("26-dies-cut-off", nothing_handed_over, "G1"),
     *(Check(name, no_markers, "G1") for name, _, _ in pairs()),
 )
 """Each scenario with what must make it fail."""

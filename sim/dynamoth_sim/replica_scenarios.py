@@ -228,6 +228,34 @@ def replica_away(mode: Mode, stage: Stage) -> None:
     stage.close(channel)
 
 
+def dies_cut_off(stage: Stage) -> None:
+    """Case 26. A publisher that cannot reach one of its replicas is told that it has published, and dies.
+
+    ALL_PUBLISHERS waits for no replica that is away; so a dispatcher must know what that lacks, and forward it.
+    """
+    stage.open()
+    channel = stage.channel_at("s1")
+    stage.change(channel, Assignment(Mode.ALL_PUBLISHERS, ("s2", "s3")))
+    for number in range(4):
+        stage.subscriber(f"S{number}", channel)
+    survivor = stage.publisher("Q")
+    client = stage.client("P", 0)
+    publisher = client.publisher
+    assert publisher is not None
+    for app in (survivor, publisher):
+        stage.publish(app, channel)
+    network, process = stage.cluster.network, publisher.process.name
+    heal = network.part([process], ["s3"])
+    for connection in network.connections(process, "s3"):
+        network.break_connection(connection, notice_s_max=0.0)
+    stage.wait("P knows", lambda: not stage.pipes(process, "s3", to_server=True))
+    for _ in range(3):
+        stage.publish(publisher, channel)
+    client.crash()
+    heal()
+    stage.close(channel)
+
+
 def _publish_all(stage: Stage, publishers: Iterable[PublisherApp], channel: bytes) -> None:
     for publisher in publishers:
         stage.publish(publisher, channel)
@@ -237,6 +265,7 @@ PLAYS: dict[str, Callable[[Stage], None]] = {
     "05-never-empty": never_empty,
     "06-some-server-has-it": some_server_has_it,
     "24-every-replica-forwards": every_replica_forwards,
+    "26-dies-cut-off": dies_cut_off,
     **{name: partial(changes, before, after) for name, before, after in pairs()},
 }
 """Every case in which nothing fails, by its name."""

@@ -12,6 +12,7 @@ from dynamoth.control import (
     AdminRequest,
     Announcement,
     ControlMessage,
+    ForwardRequest,
     LossNotice,
     Marker,
     ObservationGap,
@@ -86,6 +87,9 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     LossNotice: st.builds(LossNotice, channels, st.none() | naturals),
     ObservationGap: st.builds(ObservationGap, st.text(max_size=5)),
     Announcement: st.builds(Announcement, naturals, channel_tuples, channel_tuples),
+    ForwardRequest: st.builds(
+        ForwardRequest, channels, st.lists(server_ids, max_size=3).map(tuple), st.binary(max_size=20)
+    ),
     PlanChange: st.builds(PlanChange, deltas),
     PlanQuery: st.builds(PlanQuery, naturals),
     PlanAck: st.builds(PlanAck, st.text(max_size=5), naturals, naturals),

@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.control import LossNotice, Marker, RouteNotice, Vacated, pack_control, seal_control, unpack_control
+from dynamoth.control import (
+    ForwardRequest,
+    LossNotice,
+    Marker,
+    ObservationGap,
+    RouteNotice,
+    Vacated,
+    pack_control,
+    seal_control,
+    unpack_control,
+)
 from dynamoth.envelope import (
     CONTROL,
     FIRST,
@@ -23,18 +33,27 @@ from dynamoth.envelope import (
     open_envelope,
 )
 from dynamoth.events import Connect, Replied, Send
-from dynamoth.names import BALANCER_CHANNEL, RELAY_PREFIX, inbox, is_user_channel, relay_channel, replica_channel
+from dynamoth.names import (
+    BALANCER_CHANNEL,
+    FORWARD_CHANNEL,
+    RELAY_PREFIX,
+    inbox,
+    is_user_channel,
+    relay_channel,
+    replica_channel,
+)
 from dynamoth.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, single
 from dynamoth_dispatcher.machine import LOCAL, DispatcherOptions
 from dynamoth_dispatcher.transitions import TransitionOptions
 from tests.core import strategies
-from tests.machines.agent import INCARNATION, Agent
+from tests.machines.agent import INCARNATION, Agent, copies
 from tests.machines.helpers import PLAN_0, C, commands, message, only, phases, published, tagged
 
 PACE = TransitionOptions()
 ALL_SUBSCRIBERS, ALL_PUBLISHERS = Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS
 REPLICATED = [ALL_SUBSCRIBERS, ALL_PUBLISHERS]
 COPY = FORWARDED | ROUTE_CHANGED
+AT_ALL = phases(PLAN_0, Assignment(Mode.ALL_PUBLISHERS, ("s1", "s2", "s3")))[2]
 
 
 def replicas(mode: Mode, *servers: str) -> Assignment:
@@ -329,6 +348,42 @@ def test_when_its_dispatcher_is_away_the_copy_goes_to_the_location_itself() -> N
     agent = Agent("s2").holding(spread, "s1", "s3")
     [relay] = only(Send, agent.observe(message(1, epoch=1), physical=replica_channel(C, 1)))
     assert agent.tell(Replied(relay.link, relay.tag, 0)) == [Send("to:s1", (b"PUBLISH", C, relay.args[2]), relay.tag)]
+
+
+def test_what_a_publisher_cannot_send_itself_is_forwarded_as_it_is() -> None:
+    agent = Agent("s1").holding(AT_ALL)
+    copy = message(5, epoch=1)
+    request = pack_control(ForwardRequest(replica_channel(C, 1), ("s2", "s1", "s9"), copy))
+    assert agent.observe(request, physical=FORWARD_CHANNEL) == [Connect("to:s2", PLAN_0.servers["s2"].url)]
+    [forward] = agent.connect("s2")
+    assert (forward.link, forward.args) == ("to:s2", (b"PUBLISH", replica_channel(C, 1), copy))
+    agent.down("to:s2")
+    assert agent.connect("s2") == [forward]
+
+
+def test_a_request_to_forward_waits_for_the_plan() -> None:
+    agent = Agent("s1")
+    agent.up(LOCAL)
+    request = pack_control(ForwardRequest(replica_channel(C, 1), ("s2",), message(5, epoch=1)))
+    assert agent.observe(request, physical=FORWARD_CHANNEL) == []
+    agent.read(AT_ALL)
+    assert copies(agent.connect("s2"), "s2", replica_channel(C, 1)) == [message(5, epoch=1)]
+
+
+@pytest.mark.parametrize(
+    ("request_", "counter"),
+    [
+        (b"junk", "malformed_messages"),
+        (pack_control(ObservationGap("s1")), "unexpected_messages"),
+        (pack_control(ForwardRequest(BALANCER_CHANNEL, ("s2",), message(1))), "unexpected_messages"),
+        (pack_control(ForwardRequest(C, ("s2",), b"raw")), "unexpected_messages"),
+    ],
+    ids=["malformed", "another message", "no user's channel", "no envelope"],
+)
+def test_nothing_else_is_forwarded_at_request(request_: bytes, counter: str) -> None:
+    agent = Agent("s1").holding(AT_ALL)
+    assert agent.observe(request_, physical=FORWARD_CHANNEL) == []
+    assert agent.counters[counter] == 1
 
 
 def test_subscribers_are_told_that_what_was_relayed_may_be_lost() -> None:

@@ -110,5 +110,5 @@ def test_learning_stays_cheap_when_subscriptions_alone_exceed_the_bound() -> Non
             plan.learn(name, Route(1, single("s2")), 0.0)
         return process_time() - started
 
-    few, many = (min(cost_s(channels) for _ in range(3)) for channels in (200, 1600))
+    few, many = (min(cost_s(size) for _ in range(3)) for size in (200, 1600))
     assert many < 8 * few * 3, f"8 times the channels cost {many / few:.0f} times as much"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from dynamoth.control import ObservationGap, pack_control
-from dynamoth.envelope import FIRST, HEARTBEAT, ROUTE_CHANGED, Envelope
+from dynamoth.control import ForwardRequest, ObservationGap, pack_control, unpack_control
+from dynamoth.envelope import FIRST, HEARTBEAT, ROUTE_CHANGED, Envelope, open_envelope
 from dynamoth.events import Connect, ErrorReply, Replied
-from dynamoth.names import CLIENTS_CHANNEL, replica_channel
+from dynamoth.names import CLIENTS_CHANNEL, FORWARD_CHANNEL, replica_channel
 from dynamoth.plan import Assignment, Mode, Plan, Route, single
 from dynamoth_client.local_plan import LocalPlan, NewerSoftware
 from dynamoth_client.publisher import (
@@ -162,7 +162,102 @@ def test_a_dead_replica_does_not_stop_the_others() -> None:
         sent = publisher.publish(token=number)
         assert replicas_of(sent) == ["s1", "s3"]
         assert publisher.answer(sent) == []
-        assert publisher.pass_time(DEFAULTS.straggler_s) == [Published(number, 0)]
+        assert told_when_handed_over(publisher, "s1") == [Published(number, 0)]
+
+
+def requests(actions: list[Any], server: str) -> list[Any]:
+    """Return what the dispatcher of a server is asked to forward."""
+    return [unpack_control(data) for data in published(actions, FORWARD_CHANNEL, server)]
+
+
+def told_when_handed_over(publisher: Publisher, server: str) -> list[Any]:
+    """Let the time of stragglers pass, and the dispatcher of ``server`` hear of it; return what follows."""
+    asked = publisher.pass_time(DEFAULTS.straggler_s)
+    assert [type(request) for request in requests(asked, server)] == [ForwardRequest]
+    return replies(publisher, server, asked)
+
+
+def test_a_message_for_a_dead_replica_is_handed_to_the_dispatcher_of_one_that_has_it() -> None:
+    """This client may end before the replica comes back, or before it can reach it."""
+    publisher = begun(TO_ALL, *ALL)
+    publisher.down("s2")
+    replies(publisher, "s3", publisher.publish(token=2))
+    asked = publisher.pass_time(DEFAULTS.straggler_s)
+    [request] = requests(asked, "s3")
+    assert (request.physical, request.servers) == (REPLICA, ("s2",))
+    envelope = open_envelope(request.data)
+    assert (envelope.flags, envelope.sequence, envelope.epoch) == (ROUTE_CHANGED, 2, 1)
+    assert replies(publisher, "s3", asked) == [Published(2, 0)]
+    assert publisher.pass_time(60) == []
+
+
+def test_where_no_dispatcher_hears_the_next_one_is_asked() -> None:
+    publisher = begun(TO_ALL, *ALL)
+    publisher.down("s2")
+    publisher.answer(publisher.publish(token=2))
+    first = publisher.pass_time(DEFAULTS.straggler_s)
+    second = publisher.answer(first, receivers=0)
+    assert (len(requests(first, "s1")), len(requests(second, "s3"))) == (1, 1)
+    assert publisher.answer(second, receivers=ErrorReply("NOPERM no")) == [Published(2, 0)]
+    assert publisher.publisher.counters["unheard_requests"] == 2
+
+
+def test_a_dispatcher_that_is_slow_to_hear_is_not_the_only_one_that_is_asked() -> None:
+    publisher = begun(TO_ALL, *ALL)
+    publisher.down("s2")
+    publisher.answer(publisher.publish(token=2))
+    first = publisher.pass_time(DEFAULTS.straggler_s)
+    second = publisher.pass_time(DEFAULTS.straggler_s)
+    assert (len(requests(first, "s1")), len(requests(second, "s3"))) == (1, 1)
+    assert publisher.pass_time(DEFAULTS.straggler_s) == []
+    assert replies(publisher, "s1", first) == [Published(2, 0)]
+    assert replies(publisher, "s3", second) == []
+
+
+def test_when_all_replicas_went_away_after_one_had_it_the_outcome_comes_with_the_time_out() -> None:
+    publisher = begun(TO_ALL, *ALL)
+    publisher.down("s2")
+    replies(publisher, "s1", publisher.publish(token=2))
+    asked = publisher.pass_time(DEFAULTS.straggler_s)
+    publisher.down("s1")
+    assert only(Published, publisher.pass_time(DEFAULTS.publish_timeout_s - 1)) == []
+    again = requests(publisher.up("s1"), "s1")
+    assert again == requests(asked, "s1")
+    assert publisher.pass_time(1) == [Published(2, 0)]
+
+
+def test_a_replica_that_answers_in_time_after_all_needs_no_dispatcher() -> None:
+    publisher = begun(TO_ALL, *ALL)
+    publisher.down("s2")
+    publisher.answer(publisher.publish(token=2))
+    asked = publisher.pass_time(DEFAULTS.straggler_s)
+    assert Published(2, 0) in publisher.answer(publisher.up("s2"), observers=1)
+    assert replies(publisher, "s1", asked) == []
+
+
+def test_a_slow_replica_is_not_sent_the_same_twice() -> None:
+    publisher = begun(TO_ALL, *ALL)
+    replies(publisher, "s1", publisher.publish(token=2))
+    assert publisher.pass_time(DEFAULTS.straggler_s) == [Published(2, 0)]
+
+
+def test_plain_payloads_are_not_handed_over_as_nobody_could_know_the_second_copy() -> None:
+    publisher = begun(TO_ALL, *ALL, options=PublisherOptions(envelope=False))
+    publisher.down("s2")
+    publisher.answer(publisher.publish(token=2))
+    assert publisher.pass_time(DEFAULTS.straggler_s) == [Published(2, 0)]
+
+
+def test_after_a_while_a_dead_replica_is_not_waited_for_at_all() -> None:
+    publisher = begun(TO_ALL, *ALL)
+    publisher.down("s2")
+    earlier = publisher.publish(token=2)
+    publisher.pass_time(DEFAULTS.failover_s)
+    assert publisher.answer(publisher.answer(earlier)) == [Published(2, 0)]
+    sent = publisher.publish(token=3)
+    assert replies(publisher, "s1", sent) == []
+    asked = replies(publisher, "s3", sent)
+    assert replies(publisher, "s1", asked) == [Published(3, 0)]
 
 
 def test_a_replica_that_comes_back_in_time_gets_what_it_has_not_answered() -> None:
@@ -172,7 +267,8 @@ def test_a_replica_that_comes_back_in_time_gets_what_it_has_not_answered() -> No
     replies(publisher, "s3", unanswered)
     publisher.down("s2")
     publisher.answer(publisher.publish(token=3))
-    assert publisher.pass_time(DEFAULTS.publish_timeout_s - 1) == [Published(2, 0), Published(3, 0)]
+    handed_over = publisher.pass_time(DEFAULTS.publish_timeout_s - 1)
+    assert publisher.answer(handed_over) == [Published(2, 0), Published(3, 0)]
     again = publisher.up("s2")
     *messages, heartbeat = envelopes(again, REPLICA, "s2")
     assert messages == [Envelope(0, ID, 2, 1, b"x"), Envelope(0, ID, 3, 1, b"x")]
