@@ -86,14 +86,14 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True)
 class ForwardRequest:
-    """Publisher to dispatcher: your server has got this message, and I cannot reach these: publish it there for me.
+    """Publisher to dispatcher: your server has a message of mine, and others have not answered: publish this there.
 
-    On the same physical channel, as it is.
+    ``copies`` has pairs of a server and an envelope for the physical channel there: the message, at once, or a
+    heartbeat, after a while in which the message itself should arrive.
     """
 
     physical: bytes
-    servers: tuple[str, ...]
-    data: bytes
+    copies: tuple[tuple[str, bytes], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +206,11 @@ def _pair(value: Any) -> tuple[bytes, int]:
     return _bytes(channel), _natural(epoch)
 
 
+def _copy(value: Any) -> tuple[str, bytes]:
+    server, data = _array(value)[:2]
+    return _text(server), _bytes(data)
+
+
 def _delta_to_wire(delta: PlanDelta) -> list[Any]:
     entries = [[channel, entry_to_wire(entry)] for channel, entry in delta.entries.items()]
     return [delta.base, delta.version, entries]
@@ -229,7 +234,7 @@ _WRITE: dict[type[Any], Callable[[Any], list[Any]]] = {
     Vacated: lambda m: [9, m.server, m.channels],
     AdminRequest: lambda m: [10, m.request, m.command, m.arguments],
     AdminReply: lambda m: [11, m.request, m.result, m.error],
-    ForwardRequest: lambda m: [13, m.physical, m.servers, m.data],
+    ForwardRequest: lambda m: [13, m.physical, m.copies],
 }
 
 _READ: dict[int, Callable[[list[Any]], ControlMessage]] = {
@@ -244,7 +249,7 @@ _READ: dict[int, Callable[[list[Any]], ControlMessage]] = {
     9: lambda v: Vacated(_text(v[0]), tuple(map(_pair, _array(v[1])))),
     10: lambda v: AdminRequest(_natural(v[0]), _text(v[1]), _mapping(v[2])),
     11: lambda v: AdminReply(_natural(v[0]), _mapping(v[1]), _optional(_text, v[2])),
-    13: lambda v: ForwardRequest(_bytes(v[0]), tuple(map(_text, _array(v[1]))), _bytes(v[2])),
+    13: lambda v: ForwardRequest(_bytes(v[0]), tuple(map(_copy, _array(v[1])))),
 }
 
 REPORT_CODE = 12

@@ -410,31 +410,38 @@ class PublisherMachine:
         return self._end(waiting)
 
     def _hand_over(self, waiting: Waiting, now: float) -> list[Any]:
-        """Ask the dispatcher of the next replica that has a message to forward it to those that are away; or end.
+        """Ask the dispatcher of the next replica that has a message to see to those that have not answered; or end.
 
-        A replica that is connected and slow has the message on its way: to send it twice would make it slower still.
+        It is to forward the message where this client is not connected. A replica that is connected and slow has the
+        message on its way, and twice would make it slower still: its subscribers are only to be told of the number.
         """
-        away = tuple(server_id for server_id in waiting.missing if not self._servers[server_id].up)
-        while away and waiting.holders and waiting.sent is not None:
+        while waiting.missing and waiting.holders and waiting.sent is not None:
             server_id, *others = waiting.holders
             waiting.holders = tuple(others)
             server = self._servers[server_id]
             if not server.up or server.outbox.full:
                 continue
-            physical, data = waiting.sent
-            copy = rerouted(data, open_envelope(data).epoch)
-            request = pack_control(ForwardRequest(physical, away, copy))
-            waiting.requests += 1
             waiting.tell_at = min(now + self.options.straggler_s, waiting.expires_at)
             server.waiting.append(waiting)
+            waiting.requests += 1
+            request = pack_control(self._request(waiting, *waiting.sent, now))
             return server.outbox.put((b"PUBLISH", FORWARD_CHANNEL, request), HandOver(waiting))
-        if away and waiting.requests:
+        if waiting.missing and waiting.requests:
             waiting.tell_at = waiting.expires_at
             return []
         return self._end(waiting)
 
+    def _request(self, waiting: Waiting, physical: bytes, data: bytes, now: float) -> ForwardRequest:
+        """Return what each replica that has not answered is to be sent by somebody else."""
+        envelope = open_envelope(data)
+        quiet_ms = _whole_ms(now - waiting.expires_at + self.options.publish_timeout_s)
+        heartbeat = seal(self.client_id, envelope.sequence, envelope.epoch, b"", HEARTBEAT, quiet_ms)
+        copy = rerouted(data, envelope.epoch)
+        servers = waiting.missing
+        return ForwardRequest(physical, tuple((id_, heartbeat if self._servers[id_].up else copy) for id_ in servers))
+
     def _handed_over(self, waiting: Waiting, event: Replied, now: float) -> list[Any]:
-        """The message will be forwarded, if a dispatcher was there to hear of it."""
+        """Tell the application, if a dispatcher was there to hear."""
         waiting.requests -= 1
         if waiting.done:
             return []

@@ -45,6 +45,7 @@ from dynamoth.envelope import (
     FIRST,
     FORWARDED,
     HEARTBEAT,
+    QUIET_MS_MAX,
     RAW,
     ROUTE_CHANGED,
     Envelope,
@@ -114,6 +115,10 @@ class DispatcherOptions:
     """Channels at a wrong server whose raw messages are numbered at most."""
     relayed_max: int = 10_000
     """Messages per location that are known to have been relayed; one that is relayed again later comes twice."""
+    heartbeat_delay_s: float = 5.0
+    """A heartbeat that a publisher asks for waits so long for its message: longer than a slow server takes."""
+    heartbeats_max: int = 100_000
+    """Such heartbeats that wait at most; past it the oldest is sent."""
     route_change_window_s: float = 5.0
     """Forwarded copies say ROUTE_CHANGED for so long after the plan changed for their channel, or after the dispatcher
     began to observe."""
@@ -160,6 +165,8 @@ class DispatcherMachine:
         self._raw_floor = 0
         #: Old physical channel here to the messages that were relayed to it, oldest first.
         self._relayed: dict[bytes, OrderedDict[tuple[int, int, int], None]] = {}
+        #: (location, publisher) to the latest heartbeat that the publisher has asked for, and when; latest last.
+        self._heartbeats: OrderedDict[tuple[Location, int], tuple[Envelope, float]] = OrderedDict()
         #: Channel to the time of its latest change of plan, for ROUTE_CHANGED.
         self._changed_at: dict[bytes, float] = {}
         #: Observed before the plan was known: (physical channel, data).
@@ -200,6 +207,9 @@ class DispatcherMachine:
     def deadline(self) -> float | None:
         """Return when the next notice, poll, marker or reading of the plan may be due."""
         wishes = [time for time in (self.transitions.deadline(), self._plan_retry_at) if time is not None]
+        if self._heartbeats:
+            _, since = next(iter(self._heartbeats.values()))
+            wishes.append(since + self.options.heartbeat_delay_s)
         return min(wishes) if wishes and self._up else None
 
     # Links.
@@ -400,7 +410,7 @@ class DispatcherMachine:
         if is_relay:
             return self._publish_once(physical.removeprefix(RELAY_PREFIX), data)
         if physical == FORWARD_CHANNEL:
-            return self._requested(data)
+            return self._requested(data, now)
         channel = logical_channel(physical)
         entry = self.plan.entry(channel)
         here = Location(self.server, physical)
@@ -434,26 +444,44 @@ class DispatcherMachine:
             for physical in message.joined:
                 self.transitions.joined(logical_channel(physical), now)
 
-    def _requested(self, data: bytes) -> list[Any]:
-        """Forward what a publisher cannot send itself. Its own copy may still arrive: subscribers know both as one."""
+    def _requested(self, data: bytes, now: float) -> list[Any]:
+        """Forward what a publisher cannot send itself. Its own copy may still arrive: subscribers know both as one.
+
+        A heartbeat waits, and is sent when the publisher has not asked for a later one in the meantime.
+        """
         try:
             request = unpack_control(data)
         except MalformedMessage:
             self.counters["malformed_messages"] += 1
             return []
         assert self.plan is not None
-        if (
-            not isinstance(request, ForwardRequest)
-            or not is_user_channel(request.physical)
-            or self._open(request.data) is None
-        ):
+        if not isinstance(request, ForwardRequest) or not is_user_channel(request.physical):
             self.counters["unexpected_messages"] += 1
             return []
-        servers = [server for server in request.servers if server in self.plan.servers and server != self.server]
-        self.counters["forwarded_messages"] += len(servers)
-        return [
-            action for server in servers for action in self._forward(Location(server, request.physical), request.data)
-        ]
+        actions: list[Any] = []
+        for server, copy in request.copies:
+            envelope = self._open(copy)
+            if envelope is None or server not in self.plan.servers or server == self.server:
+                self.counters["unexpected_messages"] += 1
+                continue
+            target = Location(server, request.physical)
+            if envelope.flags & HEARTBEAT:
+                self._heartbeats[target, envelope.publisher] = envelope, now
+                self._heartbeats.move_to_end((target, envelope.publisher))
+                if len(self._heartbeats) > self.options.heartbeats_max:
+                    actions += self._send_heartbeat(now)
+            else:
+                self.counters["forwarded_messages"] += 1
+                actions += self._forward(target, copy)
+        return actions
+
+    def _send_heartbeat(self, now: float) -> list[Any]:
+        """Send the heartbeat that was asked for first."""
+        (target, publisher), (envelope, since) = self._heartbeats.popitem(last=False)
+        quiet_ms = min(envelope.quiet_ms + int((now - since) * 1000), QUIET_MS_MAX)
+        data = seal(publisher, envelope.sequence, envelope.epoch, b"", HEARTBEAT, quiet_ms)
+        assert self.plan is not None
+        return self._forward(target, data) if target.server in self.plan.servers else []
 
     def _at_rest(self, physical: bytes) -> None:
         if len(self._quiet) >= self.options.quiet_max:
@@ -644,6 +672,8 @@ class DispatcherMachine:
         actions: list[Any] = []
         if self._plan_retry_at is not None and self._plan_retry_at <= now:
             actions += self._read_plan()
+        while self._heartbeats and next(iter(self._heartbeats.values()))[1] + self.options.heartbeat_delay_s <= now:
+            actions += self._send_heartbeat(now)
         notices, polls, markers = self.transitions.due(now)
         for transition in notices:
             transition.told = True

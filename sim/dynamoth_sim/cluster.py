@@ -96,7 +96,11 @@ def short_options(
             entry_idle_s=0.8,
         ),
         dispatcher=DispatcherOptions(
-            transition=transition, tell_again_s=0.3, plan_retry_s=0.1, forwards_max=forwards_max
+            transition=transition,
+            tell_again_s=0.3,
+            plan_retry_s=0.1,
+            forwards_max=forwards_max,
+            heartbeat_delay_s=1.5,
         ),
         load_analyzer=LoadAnalyzerOptions(
             outgoing_bytes_per_s_max=outgoing_bytes_per_s_max, report_interval_s=0.25, discovery_interval_s=2.0

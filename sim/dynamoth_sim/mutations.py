@@ -426,6 +426,7 @@ CHECKS: tuple[Check, ...] = (
     Check("23-all-subscribers-replica-away", publishers_wait, "expected"),
     Check("23-all-publishers-replica-away", no_failover, "expected"),
     Check("26-dies-cut-off", nothing_handed_over, "G1"),
+    Check("26-dies-cut-off-unnoticed", nothing_handed_over, "expected"),
     *(Check(name, no_markers, "G1") for name, _, _ in pairs()),
 )
 """Each scenario with what must make it fail."""

@@ -228,10 +228,11 @@ def replica_away(mode: Mode, stage: Stage) -> None:
     stage.close(channel)
 
 
-def dies_cut_off(stage: Stage) -> None:
+def dies_cut_off(noticed: bool, stage: Stage) -> None:
     """Case 26. A publisher that cannot reach one of its replicas is told that it has published, and dies.
 
-    ALL_PUBLISHERS waits for no replica that is away; so a dispatcher must know what that lacks, and forward it.
+    ALL_PUBLISHERS waits for no replica that is away; so a dispatcher must know what that may lack. If the publisher had
+    noticed that its connection was lost, the dispatcher forwards its messages; if not, subscribers are told.
     """
     stage.open()
     channel = stage.channel_at("s1")
@@ -242,17 +243,24 @@ def dies_cut_off(stage: Stage) -> None:
     client = stage.client("P", 0)
     publisher = client.publisher
     assert publisher is not None
-    for app in (survivor, publisher):
+    for app in (survivor, publisher, survivor, publisher):  # by the home route; the dispatcher there tells them
         stage.publish(app, channel)
+        stage.run(0.1)
     network, process = stage.cluster.network, publisher.process.name
-    heal = network.part([process], ["s3"])
-    for connection in network.connections(process, "s3"):
+    [connection] = network.connections(process, "s3")
+    if noticed:
         network.break_connection(connection, notice_s_max=0.0)
-    stage.wait("P knows", lambda: not stage.pipes(process, "s3", to_server=True))
+        stage.wait("P knows", lambda: not network.connections(process, "s3"))
+    heal = network.part([process], ["s3"])
     for _ in range(3):
         stage.publish(publisher, channel)
+    if not noticed:
+        network.break_connection(connection, lose_all=True)
     client.crash()
     heal()
+    if not noticed:
+        stage.wait("subscribers at s3 are told", lambda: stage.cluster.audit.totals.gaps > 0)
+        stage.cluster.audit.calm()
     stage.close(channel)
 
 
@@ -265,7 +273,7 @@ PLAYS: dict[str, Callable[[Stage], None]] = {
     "05-never-empty": never_empty,
     "06-some-server-has-it": some_server_has_it,
     "24-every-replica-forwards": every_replica_forwards,
-    "26-dies-cut-off": dies_cut_off,
+    "26-dies-cut-off": partial(dies_cut_off, True),
     **{name: partial(changes, before, after) for name, before, after in pairs()},
 }
 """Every case in which nothing fails, by its name."""
@@ -279,5 +287,6 @@ LOADS: dict[str, Callable[[Stage], None]] = {
 FAILURES: dict[str, Callable[[Stage], None]] = {
     "23-all-subscribers-replica-away": partial(replica_away, Mode.ALL_SUBSCRIBERS),
     "23-all-publishers-replica-away": partial(replica_away, Mode.ALL_PUBLISHERS),
+    "26-dies-cut-off-unnoticed": partial(dies_cut_off, False),
 }
 """Those in which a server fails, so that losses are in order where they are told."""

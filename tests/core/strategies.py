@@ -88,7 +88,7 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     ObservationGap: st.builds(ObservationGap, st.text(max_size=5)),
     Announcement: st.builds(Announcement, naturals, channel_tuples, channel_tuples),
     ForwardRequest: st.builds(
-        ForwardRequest, channels, st.lists(server_ids, max_size=3).map(tuple), st.binary(max_size=20)
+        ForwardRequest, channels, st.lists(st.tuples(server_ids, st.binary(max_size=20)), max_size=3).map(tuple)
     ),
     PlanChange: st.builds(PlanChange, deltas),
     PlanQuery: st.builds(PlanQuery, naturals),

@@ -25,12 +25,14 @@ from dynamoth.envelope import (
     CONTROL,
     FIRST,
     FORWARDED,
+    HEARTBEAT,
     RAW,
     ROUTE_CHANGED,
     Envelope,
     forwarded,
     is_enveloped,
     open_envelope,
+    seal,
 )
 from dynamoth.events import Connect, Replied, Send
 from dynamoth.names import (
@@ -350,11 +352,22 @@ def test_when_its_dispatcher_is_away_the_copy_goes_to_the_location_itself() -> N
     assert agent.tell(Replied(relay.link, relay.tag, 0)) == [Send("to:s1", (b"PUBLISH", C, relay.args[2]), relay.tag)]
 
 
+def asked(agent: Agent, *copies: tuple[str, bytes], physical: bytes = replica_channel(C, 1)) -> list[Any]:
+    """Let a publisher ask the dispatcher to forward something."""
+    return agent.observe(pack_control(ForwardRequest(physical, copies)), physical=FORWARD_CHANNEL)
+
+
+def heartbeat(number: int, quiet_ms: int = 200) -> bytes:
+    return seal(0xABCD, number, 1, b"", HEARTBEAT, quiet_ms)
+
+
+def heartbeats(actions: list[Any], server: str) -> list[Envelope]:
+    return [open_envelope(data) for data in copies(actions, server, replica_channel(C, 1))]
+
+
 def test_what_a_publisher_cannot_send_itself_is_forwarded_as_it_is() -> None:
-    agent = Agent("s1").holding(AT_ALL)
-    copy = message(5, epoch=1)
-    request = pack_control(ForwardRequest(replica_channel(C, 1), ("s2", "s1", "s9"), copy))
-    assert agent.observe(request, physical=FORWARD_CHANNEL) == [Connect("to:s2", PLAN_0.servers["s2"].url)]
+    agent, copy = Agent("s1").holding(AT_ALL), message(5, epoch=1)
+    assert asked(agent, ("s2", copy)) == [Connect("to:s2", PLAN_0.servers["s2"].url)]
     [forward] = agent.connect("s2")
     assert (forward.link, forward.args) == ("to:s2", (b"PUBLISH", replica_channel(C, 1), copy))
     agent.down("to:s2")
@@ -364,10 +377,36 @@ def test_what_a_publisher_cannot_send_itself_is_forwarded_as_it_is() -> None:
 def test_a_request_to_forward_waits_for_the_plan() -> None:
     agent = Agent("s1")
     agent.up(LOCAL)
-    request = pack_control(ForwardRequest(replica_channel(C, 1), ("s2",), message(5, epoch=1)))
-    assert agent.observe(request, physical=FORWARD_CHANNEL) == []
+    assert asked(agent, ("s2", message(5, epoch=1))) == []
     agent.read(AT_ALL)
     assert copies(agent.connect("s2"), "s2", replica_channel(C, 1)) == [message(5, epoch=1)]
+
+
+def test_a_heartbeat_is_sent_when_the_publisher_asks_for_no_other_for_a_while() -> None:
+    """As long as it does, later messages show the gap; and the message itself is to come first if it can."""
+    agent = Agent("s1").holding(AT_ALL)
+    wait_s = DispatcherOptions().heartbeat_delay_s
+    assert asked(agent, ("s2", heartbeat(5)), ("s3", heartbeat(5))) == []
+    assert agent.pass_time(wait_s / 2) == []
+    assert asked(agent, ("s2", heartbeat(6))) == []
+    agent.pass_time(wait_s / 2)
+    assert [(e.sequence, e.flags, e.quiet_ms) for e in heartbeats(agent.connect("s3"), "s3")] == [(5, HEARTBEAT, 5200)]
+    agent.pass_time(wait_s / 2)
+    assert [(e.sequence, e.flags, e.quiet_ms) for e in heartbeats(agent.connect("s2"), "s2")] == [(6, HEARTBEAT, 5200)]
+    assert agent.pass_time(60) == []
+
+
+def test_of_too_many_heartbeats_the_oldest_is_sent_at_once() -> None:
+    agent = Agent("s1", DispatcherOptions(heartbeats_max=1)).holding(AT_ALL)
+    asked(agent, ("s2", heartbeat(5)), ("s3", heartbeat(5)))
+    assert [envelope.sequence for envelope in heartbeats(agent.connect("s2"), "s2")] == [5]
+
+
+def test_a_heartbeat_for_a_server_that_has_left_the_plan_is_dropped() -> None:
+    agent = Agent("s1").holding(AT_ALL)
+    asked(agent, ("s3", heartbeat(5)))
+    agent.read(Plan(9, {id_: AT_ALL.servers[id_] for id_ in ("s1", "s2")}, ("s1", "s2"), virtual_nodes=8))
+    assert agent.pass_time(60) == []
 
 
 @pytest.mark.parametrize(
@@ -375,10 +414,12 @@ def test_a_request_to_forward_waits_for_the_plan() -> None:
     [
         (b"junk", "malformed_messages"),
         (pack_control(ObservationGap("s1")), "unexpected_messages"),
-        (pack_control(ForwardRequest(BALANCER_CHANNEL, ("s2",), message(1))), "unexpected_messages"),
-        (pack_control(ForwardRequest(C, ("s2",), b"raw")), "unexpected_messages"),
+        (pack_control(ForwardRequest(BALANCER_CHANNEL, (("s2", message(1)),))), "unexpected_messages"),
+        (pack_control(ForwardRequest(C, (("s2", b"raw"),))), "unexpected_messages"),
+        (pack_control(ForwardRequest(C, (("s9", message(1)),))), "unexpected_messages"),
+        (pack_control(ForwardRequest(C, (("s1", message(1)),))), "unexpected_messages"),
     ],
-    ids=["malformed", "another message", "no user's channel", "no envelope"],
+    ids=["malformed", "another message", "no user's channel", "no envelope", "unknown server", "itself"],
 )
 def test_nothing_else_is_forwarded_at_request(request_: bytes, counter: str) -> None:
     agent = Agent("s1").holding(AT_ALL)
