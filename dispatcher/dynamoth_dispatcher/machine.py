@@ -30,7 +30,6 @@ from dynamoth.control import (
     ForwardRequest,
     LossNotice,
     Marker,
-    ObservationGap,
     PlanAck,
     PlanChange,
     PlanQuery,
@@ -45,7 +44,6 @@ from dynamoth.envelope import (
     FIRST,
     FORWARDED,
     HEARTBEAT,
-    QUIET_MS_MAX,
     RAW,
     ROUTE_CHANGED,
     Envelope,
@@ -55,30 +53,21 @@ from dynamoth.envelope import (
     seal,
 )
 from dynamoth.errors import MalformedMessage, PlanError
-from dynamoth.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
+from dynamoth.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
 from dynamoth.names import (
     AGENT_CHANNEL,
     ANNOUNCE_CHANNEL,
     BALANCER_CHANNEL,
-    CLIENTS_CHANNEL,
     FORWARD_CHANNEL,
     RELAY_PREFIX,
     inbox,
     is_user_channel,
     logical_channel,
-    relay_channel,
 )
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Entry, Location, Mode, Phase, Plan, Route, missing
+from dynamoth_dispatcher.forwarder import LOCAL, Forwarder, ForwarderOptions
 from dynamoth_dispatcher.transitions import Transition, TransitionOptions, Transitions
-
-LOCAL = "local"
-_LINK_PREFIX = "to:"
-
-
-def forward_link(server: str) -> str:
-    """Return the name of the link over which a dispatcher forwards to ``server``."""
-    return _LINK_PREFIX + server
 
 
 def _is_relayed(route: Route) -> bool:
@@ -87,22 +76,11 @@ def _is_relayed(route: Route) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Relay:
-    """A copy that was given to another dispatcher."""
-
-    target: Location
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class DispatcherOptions:
     """What a dispatcher may choose."""
 
     transition: TransitionOptions = field(default_factory=TransitionOptions)
-    forwards_max: int = 100_000
-    """Messages per server that wait to be forwarded at most; past it the newest are lost and subscribers are told."""
-    lost_max: int = 10_000
-    """Locations per server whose lost messages are counted at most; past it publishers send heartbeats instead."""
+    forwarder: ForwarderOptions = field(default_factory=ForwarderOptions)
     backlog_max: int = 100_000
     """Messages that wait for the plan at most, before it has been read; past it clients are told of the gap."""
     quiet_max: int = 1_000_000
@@ -113,12 +91,6 @@ class DispatcherOptions:
     """A publisher that still uses an old route so long after it was told is told again."""
     raw_channels_max: int = 100_000
     """Channels at a wrong server whose raw messages are numbered at most."""
-    relayed_max: int = 10_000
-    """Messages per location that are known to have been relayed; one that is relayed again later comes twice."""
-    heartbeat_delay_s: float = 5.0
-    """A heartbeat that a publisher asks for waits so long for its message: longer than a slow server takes."""
-    heartbeats_max: int = 100_000
-    """Such heartbeats that wait at most; past it the oldest is sent."""
     route_change_window_s: float = 5.0
     """Forwarded copies say ROUTE_CHANGED for so long after the plan changed for their channel, or after the dispatcher
     began to observe."""
@@ -153,20 +125,13 @@ class DispatcherMachine:
         self._publisher = zlib.crc32(server.encode()) << 32 | incarnation & 0xFFFFFFFF
         #: Physical channels on which a message of today's routes needs nothing: the hot path's one look-up.
         self._quiet: set[bytes] = set()
-        #: Server to the commands that must arrive there.
-        self._outboxes: dict[str, Outbox] = {}
-        #: Server to location to the number of messages lost to a full outbox, until subscribers there can be told.
-        self._lost: dict[str, dict[Location, int]] = {}
+        self._forwarder = Forwarder(server, self.options.forwarder, self.counters)
         #: (publisher, channel) to (epoch, time) of the latest notice to a stale publisher.
         self._told: OrderedDict[tuple[int, bytes], tuple[int, float]] = OrderedDict()
         #: Channel to the number of its latest raw message here.
         self._raw_sequences: OrderedDict[bytes, int] = OrderedDict()
         #: Every forgotten raw channel ended at or below this number.
         self._raw_floor = 0
-        #: Old physical channel here to the messages that were relayed to it, oldest first.
-        self._relayed: dict[bytes, OrderedDict[tuple[int, int, int], None]] = {}
-        #: (location, publisher) to the latest heartbeat that the publisher has asked for, and when; latest last.
-        self._heartbeats: OrderedDict[tuple[Location, int], tuple[Envelope, float]] = OrderedDict()
         #: Channel to the time of its latest change of plan, for ROUTE_CHANGED.
         self._changed_at: dict[bytes, float] = {}
         #: Observed before the plan was known: (physical channel, data).
@@ -175,8 +140,6 @@ class DispatcherMachine:
         self.refusal: str | None = None
         self._up = False
         self._run_id: str | None = None
-        #: Whether messages were lost on more channels than ``_lost`` holds; their publishers are to say what they sent.
-        self._lost_unnamed = False
         #: Whether something may have gone by unobserved of which the clients here have not been told.
         self._blind = True
         #: When this dispatcher last began to observe.
@@ -195,7 +158,7 @@ class DispatcherMachine:
             case Tick():
                 return self._tick(now)
             case LinkUp(link, run_id):
-                return self._local_up(run_id, now) if link == LOCAL else self._forward_up(link)
+                return self._local_up(run_id, now) if link == LOCAL else self._forwarder.link_up(link)
             case LinkDown(link, _):
                 self._link_down(link)
                 return []
@@ -206,10 +169,8 @@ class DispatcherMachine:
 
     def deadline(self) -> float | None:
         """Return when the next notice, poll, marker or reading of the plan may be due."""
-        wishes = [time for time in (self.transitions.deadline(), self._plan_retry_at) if time is not None]
-        if self._heartbeats:
-            _, since = next(iter(self._heartbeats.values()))
-            wishes.append(since + self.options.heartbeat_delay_s)
+        times = (self.transitions.deadline(), self._plan_retry_at, self._forwarder.deadline())
+        wishes = [time for time in times if time is not None]
         return min(wishes) if wishes and self._up else None
 
     # Links.
@@ -239,33 +200,13 @@ class DispatcherMachine:
             self._plan_asked = False
             self._plan_retry_at = None
         else:
-            self._outboxes[link.removeprefix(_LINK_PREFIX)].link_down()
-
-    def _forward_up(self, link: str) -> list[Any]:
-        server = link.removeprefix(_LINK_PREFIX)
-        outbox = self._outboxes[server]
-        actions: list[Any] = outbox.link_up()
-        return [*actions, *self._tell_lost(server)]
-
-    def _outbox(self, server: str) -> tuple[Outbox, list[Any]]:
-        outbox = self._outboxes.get(server)
-        if outbox is not None:
-            return outbox, []
-        assert self.plan is not None
-        outbox = self._outboxes[server] = Outbox(forward_link(server), self.options.forwards_max)
-        return outbox, [Connect(forward_link(server), self.plan.servers[server].url)]
+            self._forwarder.link_down(link)
 
     # The plan.
 
     def _replied(self, event: Replied, now: float) -> list[Any]:
         if isinstance(event.tag, Outbox):
-            relay: _Relay | None = event.tag.replied()
-            actions: list[Any] = []
-            if isinstance(event.value, ErrorReply):
-                self.counters["forwards_refused"] += 1
-            elif relay is not None and event.value == 0:  # its dispatcher is away
-                actions += self._forward(relay.target, relay.data)
-            return [*actions, *self._tell_lost(event.link.removeprefix(_LINK_PREFIX))] if self._lost else actions
+            return self._forwarder.replied(event)
         match event.tag:
             case ("observe",):
                 self.counters["refused_commands"] += 1
@@ -298,6 +239,7 @@ class DispatcherMachine:
     def _adopt(self, plan: Plan, now: float) -> None:
         """Act on a whole plan."""
         self.plan = plan
+        self._forwarder.servers = plan.servers
         self._quiet.clear()
         self.transitions.clear()
         for channel, entry in plan.entries.items():
@@ -314,13 +256,13 @@ class DispatcherMachine:
     def _tell_of_blindness(self) -> list[Any]:
         actions: list[Any] = []
         self._blind = False
-        actions.append(self._tell_blind())
+        actions.append(self._forwarder.ask_publishers())
         for transition in self.transitions.all():
             notice = seal_control(LossNotice(transition.channel, None))
             here = (*transition.old_here, *transition.new_here)
             forwarded_here = here if len(here) > 1 or _is_relayed(transition.entry.route) else ()
             for location in (*self._elsewhere(transition.channel, transition.entry), *forwarded_here):
-                actions += self._forward(location, notice)
+                actions += self._forwarder.forward(location, notice)
         return actions
 
     def _elsewhere(self, channel: bytes, entry: Entry) -> list[Location]:
@@ -368,13 +310,13 @@ class DispatcherMachine:
             if self.transitions.update(channel, entry, now):
                 actions += self._open_links(channel, entry)
             for place in places:
-                self._relayed.pop(place.physical, None)
+                self._forwarder.forget_relayed(place.physical)
         self._forget_changes(now)
         return [*actions, *self.acknowledge()]
 
     def _open_links(self, channel: bytes, entry: Entry) -> list[Any]:
         """Connect before the first message is to be forwarded."""
-        return [action for place in self._elsewhere(channel, entry) for action in self._outbox(place.server)[1]]
+        return [action for place in self._elsewhere(channel, entry) for action in self._forwarder.connect(place.server)]
 
     def _forget_changes(self, now: float) -> None:
         window = self.options.route_change_window_s
@@ -408,7 +350,7 @@ class DispatcherMachine:
             self._backlog.append((physical, data))
             return []
         if is_relay:
-            return self._publish_once(physical.removeprefix(RELAY_PREFIX), data)
+            return self._forwarder.publish_once(physical.removeprefix(RELAY_PREFIX), data)
         if physical == FORWARD_CHANNEL:
             return self._requested(data, now)
         channel = logical_channel(physical)
@@ -466,22 +408,11 @@ class DispatcherMachine:
                 continue
             target = Location(server, request.physical)
             if envelope.flags & HEARTBEAT:
-                self._heartbeats[target, envelope.publisher] = envelope, now
-                self._heartbeats.move_to_end((target, envelope.publisher))
-                if len(self._heartbeats) > self.options.heartbeats_max:
-                    actions += self._send_heartbeat(now)
+                actions += self._forwarder.heartbeat_later(target, envelope, now)
             else:
                 self.counters["forwarded_messages"] += 1
-                actions += self._forward(target, copy)
+                actions += self._forwarder.forward(target, copy)
         return actions
-
-    def _send_heartbeat(self, now: float) -> list[Any]:
-        """Send the heartbeat that was asked for first."""
-        (target, publisher), (envelope, since) = self._heartbeats.popitem(last=False)
-        quiet_ms = min(envelope.quiet_ms + int((now - since) * 1000), QUIET_MS_MAX)
-        data = seal(publisher, envelope.sequence, envelope.epoch, b"", HEARTBEAT, quiet_ms)
-        assert self.plan is not None
-        return self._forward(target, data) if target.server in self.plan.servers else []
 
     def _at_rest(self, physical: bytes) -> None:
         if len(self._quiet) >= self.options.quiet_max:
@@ -514,13 +445,12 @@ class DispatcherMachine:
             copy = forwarded(data, epoch, ROUTE_CHANGED if self._in_doubt(channel, now) else 0)
         self.counters["forwarded_messages"] += len(targets)
         new = entry.route.locations(channel)
-        if _is_relayed(entry.route) and here in new:
-            return [
-                action
-                for target in targets
-                for action in (self._forward(target, copy) if target in new else self._relay(target, copy))
-            ]
-        return [action for target in targets for action in self._forward(target, copy)]
+        relayed = set(targets).difference(new) if _is_relayed(entry.route) and here in new else set[Location]()
+        return [
+            action
+            for target in targets
+            for action in (self._forwarder.relay if target in relayed else self._forwarder.forward)(target, copy)
+        ]
 
     def _destinations(
         self, channel: bytes, entry: Entry, here: Location, envelope: Envelope | None
@@ -560,73 +490,6 @@ class DispatcherMachine:
         self._raw_sequences[channel] = sequence + 1
         return seal(self._publisher, sequence + 1, epoch, data, flags)
 
-    def _forward(self, target: Location, data: bytes) -> list[Any]:
-        """Send a copy to ``target``: over the link to its server, or here when only the physical channel differs."""
-        if target.server == self.server:
-            return [Send(LOCAL, (b"PUBLISH", target.physical, data))]
-        outbox, actions = self._outbox(target.server)
-        if outbox.full:
-            self._lose(target)
-            return actions
-        return [*actions, *outbox.put((b"PUBLISH", target.physical, data))]
-
-    def _relay(self, target: Location, data: bytes) -> list[Any]:
-        """Give a copy to the dispatcher of ``target``, in one order with everything else that is given to it."""
-        if target.server == self.server:
-            return self._publish_once(target.physical, data)
-        outbox, actions = self._outbox(target.server)
-        if outbox.full:
-            self._lose(target)
-            return actions
-        command = (b"PUBLISH", relay_channel(target.physical), data)
-        return [*actions, *outbox.put(command, _Relay(target, data))]
-
-    def _publish_once(self, physical: bytes, data: bytes) -> list[Any]:
-        """Publish what was relayed, unless another dispatcher has relayed the same message; markers always."""
-        envelope = self._open(data)
-        if envelope is None:
-            self.counters["unexpected_messages"] += 1
-            return []
-        if not envelope.flags & CONTROL:
-            known = self._relayed.setdefault(physical, OrderedDict())
-            key = (envelope.publisher, envelope.sequence, envelope.flags & HEARTBEAT)
-            if key in known:
-                return []
-            known[key] = None
-            if len(known) > self.options.relayed_max:
-                known.popitem(last=False)
-        return [Send(LOCAL, (b"PUBLISH", physical, data))]
-
-    def _lose(self, target: Location) -> None:
-        """Count a message that cannot be forwarded, for those who listen at ``target``."""
-        self.counters["forwards_lost"] += 1
-        lost = self._lost.setdefault(target.server, {})
-        if target in lost or len(lost) < self.options.lost_max:
-            lost[target] = lost.get(target, 0) + 1
-        else:
-            self._lost_unnamed = True
-
-    def _tell_lost(self, server: str) -> list[Any]:
-        """Tell the subscribers at ``server`` what a full outbox has cost them, now that there is room again."""
-        lost = self._lost.get(server)
-        if lost is None:
-            return []
-        actions: list[Any] = []
-        while lost and not self._outboxes[server].full:
-            target, number = lost.popitem()
-            notice = LossNotice(logical_channel(target.physical), number)
-            actions += self._forward(target, seal_control(notice))
-        if not lost:
-            del self._lost[server]
-        if not self._lost and self._lost_unnamed:
-            self._lost_unnamed = False
-            actions.append(self._tell_blind())
-        return actions
-
-    def _tell_blind(self) -> Send:
-        """Have the publishers here say what they sent: it may not have been forwarded."""
-        return Send(LOCAL, (b"PUBLISH", CLIENTS_CHANNEL, pack_control(ObservationGap(self.server))))
-
     # Telling.
 
     def _tell_publisher(
@@ -663,7 +526,7 @@ class DispatcherMachine:
         own = isinstance(message, Marker) and message.server == self.server and message.incarnation == self.incarnation
         if not own or transition is None or here not in transition.new_here:
             return []
-        send = self._relay if _is_relayed(transition.entry.route) else self._forward
+        send = self._forwarder.relay if _is_relayed(transition.entry.route) else self._forwarder.forward
         return [action for place in transition.old for action in send(place, data)]
 
     # Time.
@@ -672,8 +535,7 @@ class DispatcherMachine:
         actions: list[Any] = []
         if self._plan_retry_at is not None and self._plan_retry_at <= now:
             actions += self._read_plan()
-        while self._heartbeats and next(iter(self._heartbeats.values()))[1] + self.options.heartbeat_delay_s <= now:
-            actions += self._send_heartbeat(now)
+        actions += self._forwarder.due(now)
         notices, polls, markers = self.transitions.due(now)
         for transition in notices:
             transition.told = True

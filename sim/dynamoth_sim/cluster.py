@@ -15,6 +15,7 @@ from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_client.publisher import PublisherOptions
 from dynamoth_client.subscriber import SubscriberOptions
+from dynamoth_dispatcher.forwarder import ForwarderOptions
 from dynamoth_dispatcher.machine import DispatcherOptions
 from dynamoth_dispatcher.transitions import TransitionOptions
 from dynamoth_lla.options import LoadAnalyzerOptions
@@ -99,8 +100,7 @@ def short_options(
             transition=transition,
             tell_again_s=0.3,
             plan_retry_s=0.1,
-            forwards_max=forwards_max,
-            heartbeat_delay_s=1.5,
+            forwarder=ForwarderOptions(forwards_max=forwards_max, heartbeat_delay_s=1.5),
         ),
         load_analyzer=LoadAnalyzerOptions(
             outgoing_bytes_per_s_max=outgoing_bytes_per_s_max, report_interval_s=0.25, discovery_interval_s=2.0

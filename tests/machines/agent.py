@@ -10,7 +10,8 @@ from dynamoth.events import Connect, Pushed, Replied, Send, Start
 from dynamoth.names import AGENT_CHANNEL
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Plan
-from dynamoth_dispatcher.machine import LOCAL, DispatcherMachine, DispatcherOptions, forward_link
+from dynamoth_dispatcher.forwarder import LOCAL, forward_link
+from dynamoth_dispatcher.machine import DispatcherMachine, DispatcherOptions
 from tests.machines.helpers import C, Subject, commands, only, whole_reply
 
 INCARNATION = 0x1234_5678_9ABC

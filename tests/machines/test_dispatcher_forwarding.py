@@ -22,7 +22,8 @@ from dynamoth.envelope import (
 from dynamoth.events import Connect, ErrorReply, Send
 from dynamoth.names import AGENT_CHANNEL, inbox, relay_channel, replica_channel
 from dynamoth.plan import Assignment, Mode, Plan, Route, single
-from dynamoth_dispatcher.machine import LOCAL, DispatcherOptions, forward_link
+from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions, forward_link
+from dynamoth_dispatcher.machine import DispatcherOptions
 from tests.machines.agent import Agent, copies
 from tests.machines.helpers import ACTIVE, PLAN_0, PREPARED, SETTLED, URLS, C, channel_at, message, only, published
 
@@ -287,7 +288,7 @@ def test_control_messages_of_others_are_not_forwarded() -> None:
 
 
 def test_a_full_outbox_costs_messages_and_says_so() -> None:
-    dispatcher = agent("s1", SETTLED, DispatcherOptions(forwards_max=2))
+    dispatcher = agent("s1", SETTLED, DispatcherOptions(forwarder=ForwarderOptions(forwards_max=2)))
     dispatcher.observe(*map(message, range(1, 6)))
     assert dispatcher.counters["forwards_lost"] == 3
     sent = dispatcher.connect("s2")
@@ -309,7 +310,7 @@ def test_telling_of_many_lost_channels_costs_the_same_for_each() -> None:
     """While one server is down, the replies of every other one must stay cheap."""
 
     def cost_s(channels: int) -> float:
-        dispatcher = agent("s3", PLAN_0, DispatcherOptions(forwards_max=1))
+        dispatcher = agent("s3", PLAN_0, DispatcherOptions(forwarder=ForwarderOptions(forwards_max=1)))
         names = [channel for channel in map(b"%d".__mod__, range(4 * channels)) if PLAN_0.ring.home(channel) == "s1"]
         for name in names[:channels]:
             dispatcher.observe(message(1), physical=name)

@@ -24,7 +24,8 @@ from dynamoth.events import Connect, ErrorReply, Replied, Send
 from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, CLIENTS_CHANNEL
 from dynamoth.plan import Entry, Phase, Plan, PlanDelta, Route, single
 from dynamoth.stored_plan import READ_WHOLE
-from dynamoth_dispatcher.machine import LOCAL, DispatcherOptions, forward_link
+from dynamoth_dispatcher.forwarder import LOCAL, forward_link
+from dynamoth_dispatcher.machine import DispatcherOptions
 from dynamoth_dispatcher.transitions import TransitionOptions
 from tests.machines.agent import INCARNATION, Agent, copies
 from tests.machines.helpers import (

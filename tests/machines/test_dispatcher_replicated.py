@@ -45,7 +45,8 @@ from dynamoth.names import (
     replica_channel,
 )
 from dynamoth.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, single
-from dynamoth_dispatcher.machine import LOCAL, DispatcherOptions
+from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions
+from dynamoth_dispatcher.machine import DispatcherOptions
 from dynamoth_dispatcher.transitions import TransitionOptions
 from tests.core import strategies
 from tests.machines.agent import INCARNATION, Agent, copies
@@ -297,7 +298,7 @@ def test_subscribers_at_its_only_location_have_missed_nothing_by_its_blindness()
 
 def test_what_a_full_outbox_has_cost_is_told_at_each_location() -> None:
     plan = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
-    agent = Agent(options=DispatcherOptions(forwards_max=2))
+    agent = Agent(options=DispatcherOptions(forwarder=ForwarderOptions(forwards_max=2)))
     agent.up(LOCAL)
     agent.read(plan)
     agent.answer(agent.connect_all())
@@ -385,7 +386,7 @@ def test_a_request_to_forward_waits_for_the_plan() -> None:
 def test_a_heartbeat_is_sent_when_the_publisher_asks_for_no_other_for_a_while() -> None:
     """As long as it does, later messages show the gap; and the message itself is to come first if it can."""
     agent = Agent("s1").holding(AT_ALL)
-    wait_s = DispatcherOptions().heartbeat_delay_s
+    wait_s = ForwarderOptions().heartbeat_delay_s
     assert asked(agent, ("s2", heartbeat(5)), ("s3", heartbeat(5))) == []
     assert agent.pass_time(wait_s / 2) == []
     assert asked(agent, ("s2", heartbeat(6))) == []
@@ -397,7 +398,7 @@ def test_a_heartbeat_is_sent_when_the_publisher_asks_for_no_other_for_a_while() 
 
 
 def test_of_too_many_heartbeats_the_oldest_is_sent_at_once() -> None:
-    agent = Agent("s1", DispatcherOptions(heartbeats_max=1)).holding(AT_ALL)
+    agent = Agent("s1", DispatcherOptions(forwarder=ForwarderOptions(heartbeats_max=1))).holding(AT_ALL)
     asked(agent, ("s2", heartbeat(5)), ("s3", heartbeat(5)))
     assert [envelope.sequence for envelope in heartbeats(agent.connect("s2"), "s2")] == [5]
 

@@ -13,7 +13,7 @@ from dynamoth.envelope import CONTROL, MAGIC, SEQUENCE_MAX, seal
 from dynamoth.events import ErrorReply, Pushed, Replied
 from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, CLIENTS_CHANNEL, replica_channel
 from dynamoth.plan import Plan
-from dynamoth_dispatcher.machine import LOCAL
+from dynamoth_dispatcher.forwarder import LOCAL
 from tests.core.strategies import control_messages, lies_about_length, mutations, nests, well_formed_nonsense
 from tests.machines.agent import Agent
 from tests.machines.helpers import ACTIVE, PLAN_0, PREPARED, SETTLED, C

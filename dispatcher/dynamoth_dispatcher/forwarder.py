@@ -1,0 +1,227 @@
+"""Gets copies of messages to where the dispatcher wants them: over one outbox per server, relayed, or later.
+
+Theory of operation
+-------------------
+A copy for a location at another server goes through the outbox of that server, in one order, and stays there until the
+server has answered. An outbox that is full loses the newest; subscribers at the location are told how many
+(``LossNotice``) when there is room again; when too many locations are concerned, publishers are asked for heartbeats.
+
+A *relayed* copy goes to the dispatcher of the location instead, which publishes each message once, whoever else relays
+it too. If no dispatcher hears it, it goes to the location itself.
+
+A heartbeat that a publisher has asked for waits until the publisher has asked for no later one for a while.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dynamoth.control import LossNotice, ObservationGap, pack_control, seal_control
+from dynamoth.envelope import CONTROL, HEARTBEAT, QUIET_MS_MAX, Envelope, open_envelope, seal
+from dynamoth.errors import MalformedMessage
+from dynamoth.events import Connect, ErrorReply, Replied, Send
+from dynamoth.names import CLIENTS_CHANNEL, logical_channel, relay_channel
+from dynamoth.outbox import Outbox
+from dynamoth.plan import Location, Server
+
+LOCAL = "local"
+_LINK_PREFIX = "to:"
+
+
+def forward_link(server: str) -> str:
+    """Return the name of the link over which a dispatcher forwards to ``server``."""
+    return _LINK_PREFIX + server
+
+
+@dataclass(frozen=True, slots=True)
+class ForwarderOptions:
+    """What a dispatcher may choose about copies under way."""
+
+    forwards_max: int = 100_000
+    """Messages per server that wait to be forwarded at most; past it the newest are lost and subscribers are told."""
+    lost_max: int = 10_000
+    """Locations per server whose lost messages are counted at most; past it publishers send heartbeats instead."""
+    relayed_max: int = 10_000
+    """Messages per location that are known to have been relayed; one that is relayed again later comes twice."""
+    heartbeat_delay_s: float = 5.0
+    """A heartbeat that a publisher asks for waits so long for its message: longer than a slow server takes."""
+    heartbeats_max: int = 100_000
+    """Such heartbeats that wait at most; past it the oldest is sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Relay:
+    """A copy that was given to another dispatcher."""
+
+    target: Location
+    data: bytes
+
+
+class Forwarder:
+    """What a dispatcher has under way. See the module's text.
+
+    Promises: a copy that is accepted arrives at least once and in the order of acceptance per server, or its loss is
+    told to the subscribers there.
+    """
+
+    def __init__(self, server: str, options: ForwarderOptions, counters: Counter[str]) -> None:
+        """Make one with nothing under way.
+
+        Args:
+            server: the id of the dispatcher's own server; copies for locations there are published over ``LOCAL``.
+            options: see :class:`ForwarderOptions`.
+            counters: those of the dispatcher.
+
+        """
+        self._server = server
+        self._options = options
+        self._counters = counters
+        #: The servers of the plan by id; nothing is sent to any other.
+        self.servers: Mapping[str, Server] = {}
+        #: Server to the commands that must arrive there.
+        self._outboxes: dict[str, Outbox] = {}
+        #: Server to location to the number of messages lost to a full outbox, until subscribers there can be told.
+        self._lost: dict[str, dict[Location, int]] = {}
+        #: Whether messages were lost on more channels than ``_lost`` holds; their publishers are to say what they sent.
+        self._lost_unnamed = False
+        #: Old physical channel here to the messages that were relayed to it, oldest first.
+        self._relayed: dict[bytes, OrderedDict[tuple[int, int, int], None]] = {}
+        #: (location, publisher) to the latest heartbeat that the publisher has asked for, and when; latest last.
+        self._heartbeats: OrderedDict[tuple[Location, int], tuple[Envelope, float]] = OrderedDict()
+
+    # Copies.
+
+    def forward(self, target: Location, data: bytes) -> list[Any]:
+        """Send a copy to ``target``: over the link to its server, or here when only the physical channel differs."""
+        if target.server == self._server:
+            return [Send(LOCAL, (b"PUBLISH", target.physical, data))]
+        return self._put(target, (b"PUBLISH", target.physical, data))
+
+    def relay(self, target: Location, data: bytes) -> list[Any]:
+        """Give a copy to the dispatcher of ``target``, in one order with everything else that is given to it."""
+        if target.server == self._server:
+            return self.publish_once(target.physical, data)
+        return self._put(target, (b"PUBLISH", relay_channel(target.physical), data), _Relay(target, data))
+
+    def _put(self, target: Location, command: tuple[bytes, bytes, bytes], token: _Relay | None = None) -> list[Any]:
+        actions = self.connect(target.server)
+        outbox = self._outboxes[target.server]
+        if outbox.full:
+            self._lose(target)
+            return actions
+        return [*actions, *outbox.put(command, token)]
+
+    def publish_once(self, physical: bytes, data: bytes) -> list[Any]:
+        """Publish what was relayed, unless another dispatcher has relayed the same message; markers always."""
+        try:
+            envelope = open_envelope(data)
+        except MalformedMessage:
+            self._counters["malformed_messages"] += 1
+            return []
+        if not envelope.flags & CONTROL:
+            known = self._relayed.setdefault(physical, OrderedDict())
+            key = (envelope.publisher, envelope.sequence, envelope.flags & HEARTBEAT)
+            if key in known:
+                return []
+            known[key] = None
+            if len(known) > self._options.relayed_max:
+                known.popitem(last=False)
+        return [Send(LOCAL, (b"PUBLISH", physical, data))]
+
+    def forget_relayed(self, physical: bytes) -> None:
+        """Forget what was relayed to a physical channel here: its transition has changed."""
+        self._relayed.pop(physical, None)
+
+    # Links.
+
+    def connect(self, server: str) -> list[Any]:
+        """Return what opens the link to a server of the plan, nothing if it was opened before."""
+        if server in self._outboxes:
+            return []
+        self._outboxes[server] = Outbox(forward_link(server), self._options.forwards_max)
+        return [Connect(forward_link(server), self.servers[server].url)]
+
+    def link_up(self, link: str) -> list[Any]:
+        """Send what waits for a server."""
+        server = link.removeprefix(_LINK_PREFIX)
+        actions: list[Any] = self._outboxes[server].link_up()
+        return [*actions, *self._tell_lost(server)]
+
+    def link_down(self, link: str) -> None:
+        """Keep what waits for a server."""
+        self._outboxes[link.removeprefix(_LINK_PREFIX)].link_down()
+
+    def replied(self, event: Replied) -> list[Any]:
+        """Take the answer to a copy: a reply whose tag is an :class:`Outbox`."""
+        relay: _Relay | None = event.tag.replied()
+        actions: list[Any] = []
+        if isinstance(event.value, ErrorReply):
+            self._counters["forwards_refused"] += 1
+        elif relay is not None and event.value == 0:  # its dispatcher is away
+            actions += self.forward(relay.target, relay.data)
+        return [*actions, *self._tell_lost(event.link.removeprefix(_LINK_PREFIX))] if self._lost else actions
+
+    # Losses.
+
+    def _lose(self, target: Location) -> None:
+        """Count a message that cannot be forwarded, for those who listen at ``target``."""
+        self._counters["forwards_lost"] += 1
+        lost = self._lost.setdefault(target.server, {})
+        if target in lost or len(lost) < self._options.lost_max:
+            lost[target] = lost.get(target, 0) + 1
+        else:
+            self._lost_unnamed = True
+
+    def _tell_lost(self, server: str) -> list[Any]:
+        """Tell the subscribers at ``server`` what a full outbox has cost them, now that there is room again."""
+        lost = self._lost.get(server)
+        if lost is None:
+            return []
+        actions: list[Any] = []
+        while lost and not self._outboxes[server].full:
+            target, number = lost.popitem()
+            notice = LossNotice(logical_channel(target.physical), number)
+            actions += self.forward(target, seal_control(notice))
+        if not lost:
+            del self._lost[server]
+        if not self._lost and self._lost_unnamed:
+            self._lost_unnamed = False
+            actions.append(self.ask_publishers())
+        return actions
+
+    def ask_publishers(self) -> Send:
+        """Have the publishers here say what they sent: it may not have been forwarded."""
+        return Send(LOCAL, (b"PUBLISH", CLIENTS_CHANNEL, pack_control(ObservationGap(self._server))))
+
+    # Heartbeats.
+
+    def deadline(self) -> float | None:
+        """Return when the next heartbeat is due."""
+        if not self._heartbeats:
+            return None
+        _, asked_at = next(iter(self._heartbeats.values()))
+        return asked_at + self._options.heartbeat_delay_s
+
+    def heartbeat_later(self, target: Location, heartbeat: Envelope, now: float) -> list[Any]:
+        """Send a heartbeat when its publisher asks for no later one for ``target`` for a while."""
+        key = target, heartbeat.publisher
+        self._heartbeats[key] = heartbeat, now
+        self._heartbeats.move_to_end(key)
+        return self._send_heartbeat(now) if len(self._heartbeats) > self._options.heartbeats_max else []
+
+    def due(self, now: float) -> list[Any]:
+        """Send the heartbeats that are due."""
+        actions: list[Any] = []
+        while (due_at := self.deadline()) is not None and due_at <= now:
+            actions += self._send_heartbeat(now)
+        return actions
+
+    def _send_heartbeat(self, now: float) -> list[Any]:
+        (target, publisher), (heartbeat, asked_at) = self._heartbeats.popitem(last=False)
+        if target.server not in self.servers:
+            return []
+        quiet_ms = min(heartbeat.quiet_ms + int((now - asked_at) * 1000), QUIET_MS_MAX)
+        return self.forward(target, seal(publisher, heartbeat.sequence, heartbeat.epoch, b"", HEARTBEAT, quiet_ms))
