@@ -252,6 +252,9 @@ _READ: dict[int, Callable[[list[Any]], ControlMessage]] = {
     13: lambda v: ForwardRequest(_bytes(v[0]), tuple(map(_copy, _array(v[1])))),
 }
 
+MARKER_HEAD: bytes = msgpack.packb([2, 0, 0, 0, 0])[:2]
+"""Begins every marker that this software packs, so that who waits for none can pass over it."""
+
 REPORT_CODE = 12
 """Reports of LLAs have a module of their own, ``dynamoth.reports``, and share this space of codes."""
 

@@ -142,10 +142,13 @@ class Feed:
     # What the machine asks for.
 
     def _execute(self, action: Any) -> None:
+        if type(action) is Deliver:
+            if self._acks.held:
+                self._release_for(action.messages)
+            self._queue.extend(action.messages)
+            return
         kind = cast("type[object]", type(action))
-        if kind is Deliver:
-            self._deliver(action.messages)
-        elif kind is SubscriptionConfirmed:
+        if kind is SubscriptionConfirmed:
             self._acknowledge(self._acks.confirmed(action.channel))
         elif kind is SubscriptionEnded:
             self._acknowledge(self._acks.ended(action.channel))
@@ -168,12 +171,10 @@ class Feed:
         else:
             raise AssertionError(f"not an action of a subscriber: {action!r}")
 
-    def _deliver(self, messages: list[tuple[bytes, bytes]]) -> None:
-        held = self._acks.held
-        if held:
-            for channel in {channel for channel, _ in messages if channel in held}:
-                self._put_acks(self._acks.release(channel))
-        self._queue.extend(messages)
+    def _release_for(self, messages: list[tuple[bytes, bytes]]) -> None:
+        """Let no message come before the acknowledgement of its channel."""
+        for channel in {channel for channel, _ in messages if channel in self._acks.held}:
+            self._put_acks(self._acks.release(channel))
 
     def _acknowledge(self, acks: list[Ack]) -> None:
         self._put_acks(acks)

@@ -275,8 +275,7 @@ class PubSub(redis.asyncio.client.PubSub):
             raise RuntimeError(_NOT_CONNECTED)
         queue = self._queue
         items = queue.items
-        loop = asyncio.get_running_loop()
-        until = None if timeout is None or timeout == math.inf else loop.time() + timeout
+        until = None if timeout is None or timeout == math.inf else _now() + timeout
         self._turn = 0
         if items:
             await asyncio.sleep(0)
@@ -285,13 +284,18 @@ class PubSub(redis.asyncio.client.PubSub):
                 if queue.error is not None:
                     raise type(queue.error)(*queue.error.args)
                 return None
-            left_s = None if until is None else until - loop.time()
-            if left_s is None or left_s > 0:
+            if until is None:
+                waiter = queue.waiter()
+                try:
+                    await waiter
+                finally:
+                    queue.forget(waiter)
+            elif (left_s := until - _now()) > 0:
                 await queue.wait(left_s)
-                continue
-            await asyncio.sleep(0)
-            if not items:
-                return None
+            else:
+                await asyncio.sleep(0)
+                if not items:
+                    return None
         item = items.popleft()
         if queue.is_full:
             queue.relieve()
@@ -399,6 +403,10 @@ class PubSub(redis.asyncio.client.PubSub):
     def _name(self, value: bytes) -> Any:
         """Return a name, or a payload, as the application sees it."""
         return self._encoder.decode(value)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 async def _call(handler: Handler, message: dict[str, Any]) -> None:

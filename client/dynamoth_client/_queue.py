@@ -90,8 +90,9 @@ class MessageQueue:
     def extend(self, items: Iterable[Item]) -> None:
         """Add items, in their order."""
         self.items.extend(items)
-        if self._waiters:
-            self.wake()
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
         if len(self.items) >= self.bound and not self.is_full:
             self.is_full = True
             self._on_full()
@@ -113,18 +114,25 @@ class MessageQueue:
         for waiter in self._waiters:
             _release(waiter)
 
-    async def wait(self, timeout_s: float | None) -> None:
-        """Wait until something may have come, or ``timeout_s`` is over (None: without end)."""
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-        timer = None if timeout_s is None else loop.call_later(timeout_s, _release, waiter)
+    def waiter(self) -> asyncio.Future[None]:
+        """Return a future to await until something may have come. To be given to ``forget`` afterwards."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
+        return waiter
+
+    def forget(self, waiter: asyncio.Future[None]) -> None:
+        """End what ``waiter`` has begun."""
+        self._waiters.discard(waiter)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait until something may have come, or ``timeout_s`` is over."""
+        waiter = self.waiter()
+        timer = asyncio.get_running_loop().call_later(timeout_s, _release, waiter)
         try:
             await waiter
         finally:
-            self._waiters.discard(waiter)
-            if timer is not None:
-                timer.cancel()
+            self.forget(waiter)
+            timer.cancel()
 
 
 def _release(waiter: asyncio.Future[None]) -> None:

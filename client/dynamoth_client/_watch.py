@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
-from dynamoth.events import Connect, Disconnect, ErrorReply, LinkDown, LinkUp, Machine, Replied, Send, Tick
+from dynamoth.events import Connect, Disconnect, ErrorReply, LinkDown, LinkUp, Machine, Pushed, Replied, Send, Tick
 
 NOT_CONNECTED_YET = "not connected yet"
 
@@ -79,6 +79,8 @@ class WatchedSubscriber:
 
     def handle(self, event: Any, now: float) -> list[Any]:
         """Take one event; return the actions to execute, in order."""
+        if type(event) is Pushed:  # nearly all of them
+            return self._watched(self._machine.handle(event, now), now)
         kind = cast("type[object]", type(event))
         if kind is Ping:
             return self._ping(event)
@@ -92,15 +94,22 @@ class WatchedSubscriber:
         if kind is LinkUp and self._pings:
             actions += [ping for waiting in self._pings for ping in self._send(event.link, waiting)]
             self._pings.clear()
-        opened = [action for action in actions if type(action) is Connect or type(action) is Disconnect]
-        if opened:
-            actions = self._note_links(actions)
-        if opened or kind is LinkUp or kind is LinkDown:
+        actions = self._watched(actions, now)
+        if kind is LinkUp or kind is LinkDown:
             self._judge(now)
         elif kind is Tick and self._alone_since is not None and now >= self._alone_since + self._unreachable_s:
             self._alone_since = now
             reasons = {link: reason for link, reason in self._down.items() if reason is not None}
             return [*actions, Unreachable(reasons)]
+        return actions
+
+    def _watched(self, actions: list[Any], now: float) -> list[Any]:
+        """Note links that are opened and closed."""
+        for action in actions:
+            if type(action) is Connect or type(action) is Disconnect:
+                actions = self._note_links(actions)
+                self._judge(now)
+                break
         return actions
 
     def deadline(self) -> float | None:

@@ -32,7 +32,7 @@ from itertools import count
 from typing import Any
 
 from dynamoth import stored_plan
-from dynamoth.control import Announcement, LossNotice, Marker, RouteNotice, pack_control, unpack_control
+from dynamoth.control import MARKER_HEAD, Announcement, LossNotice, Marker, RouteNotice, pack_control, unpack_control
 from dynamoth.envelope import (
     CONTROL,
     HEADER_BYTES,
@@ -676,6 +676,8 @@ class SubscriberMachine:
                     continue
                 if stream.begun_in_doubt_at <= sequence < expected:
                     continue  # a duplicate: many, while the channel moves
+            if flags & CONTROL and not subscription.leaving and data.startswith(MARKER_HEAD, HEADER_BYTES):
+                continue  # others wait for it
             more = self._unusual(subscription, event.link, push[1], open_envelope(data), now)
             if more:
                 if delivered:

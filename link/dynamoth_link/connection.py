@@ -267,6 +267,10 @@ class Connection(asyncio.Protocol):
             return
         self._arrived_at = self._time()
         self._pinged = False
+        if len(data) <= FEED_BYTES:
+            self._reader.feed(data)
+            self._parse()
+            return
         for start in range(0, len(data), FEED_BYTES):
             self._reader.feed(data, start, min(FEED_BYTES, len(data) - start))
             if not self._parse():

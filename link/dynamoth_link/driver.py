@@ -117,7 +117,9 @@ class Driver:
             self._step(event)
             while self._waiting and not self._stopped:
                 self._step(self._waiting.popleft())
-            self._set_timer()
+            deadline = self._machine.deadline()
+            if deadline is not None and (self._timer_at is None or deadline < self._timer_at):
+                self._set_timer()
         except Exception as error:
             self._crash(error)
         finally:
@@ -151,22 +153,19 @@ class Driver:
         if now > self._now:
             self._now = now
         for action in self._machine.handle(event, self._now):
-            self._execute(action)
+            if type(action) is Send:
+                self._send(action)
+            elif type(action) is Connect:
+                self._connect(action)
+            elif type(action) is Disconnect:
+                self._disconnect(action.link)
+            else:
+                try:
+                    self._on_action(action)
+                except Exception as error:
+                    report_exception(self._loop, error, f"on_action of {type(self._machine).__name__}")
             if self._stopped:
                 return
-
-    def _execute(self, action: Any) -> None:
-        if type(action) is Send:
-            self._send(action)
-        elif type(action) is Connect:
-            self._connect(action)
-        elif type(action) is Disconnect:
-            self._disconnect(action.link)
-        else:
-            try:
-                self._on_action(action)
-            except Exception as error:
-                report_exception(self._loop, error, f"on_action of {type(self._machine).__name__}")
 
     def _crash(self, error: Exception) -> None:
         events = "\n".join(f"  {_short.repr(event)}" for event in self._recent)

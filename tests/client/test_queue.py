@@ -33,7 +33,7 @@ def test_full_and_room_are_told_once_each_and_nothing_is_dropped() -> None:
 def test_a_waiter_wakes_with_the_first_item_and_at_its_timeout() -> None:
     async def test() -> None:
         queue = MessageQueue(4)
-        waiter = asyncio.create_task(queue.wait(None))
+        waiter = asyncio.create_task(queue.wait(60))
         await asyncio.sleep(0)
         assert not waiter.done()
         queue.put(_message(1))
@@ -49,7 +49,7 @@ def test_a_waiter_wakes_with_the_first_item_and_at_its_timeout() -> None:
 def test_a_cancelled_waiter_does_not_disturb_another() -> None:
     async def test() -> None:
         queue = MessageQueue(4)
-        first, second = asyncio.create_task(queue.wait(None)), asyncio.create_task(queue.wait(None))
+        first, second = asyncio.create_task(queue.wait(60)), asyncio.create_task(queue.wait(60))
         await asyncio.sleep(0)
         first.cancel()
         await asyncio.wait({first})
@@ -63,7 +63,7 @@ def test_a_cancelled_waiter_does_not_disturb_another() -> None:
 def test_close_wakes_who_waits() -> None:
     async def test() -> None:
         queue = MessageQueue(4)
-        waiter = asyncio.create_task(queue.wait(None))
+        waiter = asyncio.create_task(queue.wait(60))
         await asyncio.sleep(0)
         queue.close(redis.exceptions.ConnectionError("gone"))
         await waiter

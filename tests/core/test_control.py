@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.control import (
+    MARKER_HEAD,
     REPORT_CODE,
     ControlMessage,
     LossNotice,
@@ -60,7 +61,9 @@ def test_travels_on_a_users_channel_in_a_marked_envelope() -> None:
 def test_bytes_on_the_wire_never_change_silently() -> None:
     notice = RouteNotice(b"news", Route(5, single("s1")))
     assert pack_control(notice) == bytes.fromhex("93 01 c404 6e657773 93 05 01 91 a2 7331")
-    assert pack_control(Marker(b"c", "s1", 7, 8)) == bytes.fromhex("95 02 c401 63 a2 7331 07 08")
+    marker = pack_control(Marker(b"c", "s1", 7, 8))
+    assert marker == bytes.fromhex("95 02 c401 63 a2 7331 07 08")
+    assert marker.startswith(MARKER_HEAD)
     assert pack_control(LossNotice(b"c", None)) == bytes.fromhex("93 03 c401 63 c0")
 
 

@@ -201,9 +201,9 @@ def test_remembers_a_bounded_number_of_publishers() -> None:
 
 
 def test_remembers_only_the_latest_incarnation_of_markers() -> None:
-    listener = Listener().confirmed()
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
     for incarnation in range(2000):
-        listener.mark("s1", 1, "s1", incarnation)
+        listener.mark("s2", 1, "s2", incarnation)
     [place] = listener.subscriber._subscriptions[C].targets.values()  # pyright: ignore[reportPrivateUsage]
     assert place.first_marker == (1999, 1)
 
