@@ -90,11 +90,14 @@ def open_envelope(data: bytes) -> Envelope:
 
 def rerouted(data: bytes, epoch: int) -> bytes:
     """Return an envelope as its publisher sends it again, by another route of this epoch."""
-    marked = bytes((data[_FLAGS_OFFSET] | ROUTE_CHANGED,))
-    return data[:_FLAGS_OFFSET] + marked + data[4:20] + epoch.to_bytes(4, "big") + data[24:]
+    return _marked(data, epoch, ROUTE_CHANGED)
 
 
 def forwarded(data: bytes, epoch: int, flags: int = 0) -> bytes:
     """Return a dispatcher's copy of an envelope: marked, with the dispatcher's epoch and more ``flags``."""
-    marked = bytes((data[_FLAGS_OFFSET] | FORWARDED | flags,))
+    return _marked(data, epoch, FORWARDED | flags)
+
+
+def _marked(data: bytes, epoch: int, flags: int) -> bytes:
+    marked = bytes((data[_FLAGS_OFFSET] | flags,))
     return data[:_FLAGS_OFFSET] + marked + data[4:20] + epoch.to_bytes(4, "big") + data[24:]

@@ -90,9 +90,7 @@ class MessageQueue:
     def extend(self, items: Iterable[Item]) -> None:
         """Add items, in their order."""
         self.items.extend(items)
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        self.wake()
         if len(self.items) >= self.bound and not self.is_full:
             self.is_full = True
             self._on_full()

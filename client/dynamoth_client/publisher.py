@@ -220,7 +220,7 @@ class PublisherMachine:
             actions += connect
             if not server.outbox.full:
                 targets.append((location, server))
-            elif len(locations) > 1:  # subscribers of this replica see the gap; those of the others get the message
+            elif len(locations) > 1:  # subscribers of this replica may see a gap; those of the others get the message
                 self.counters["copies_dropped"] += 1
                 server.owes_heartbeats = True
         return targets, actions

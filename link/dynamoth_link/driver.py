@@ -117,9 +117,7 @@ class Driver:
             self._step(event)
             while self._waiting and not self._stopped:
                 self._step(self._waiting.popleft())
-            deadline = self._machine.deadline()
-            if deadline is not None and (self._timer_at is None or deadline < self._timer_at):
-                self._set_timer()
+            self._set_timer()
         except Exception as error:
             self._crash(error)
         finally:
