@@ -4,8 +4,8 @@ Each is one msgpack array ``[code, field, ...]``. Codes are never reused. A read
 knows, so that newer software may add some. Whoever gets one that is unknown or malformed counts and drops it.
 
 Messages to clients travel on the user's channel itself, in an envelope with the flag CONTROL, where their order
-relative to the application's messages matters (:class:`RouteNotice`, :class:`Marker`, :class:`LossNotice`), or in the
-client's inbox. They are hints: a client goes only to servers of the plan, and verifies there.
+relative to the application's messages matters to all who listen there (:class:`RouteNotice`, :class:`LossNotice`), or
+in the client's inbox. They are hints: a client goes only to servers of the plan, and verifies there.
 """
 
 from __future__ import annotations
@@ -43,16 +43,15 @@ class RouteNotice:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """Dispatcher to subscribers in transition: everything before this, at my server, has been forwarded before it.
+    """Dispatcher to a subscriber in transition: what was at ``server`` before your announcement came here before this.
 
-    A subscriber that sees the same marker first at the new location and then at the old one has been sent everything
-    that was published at the new one before its subscription there took effect. ``incarnation`` is that of the
-    dispatcher's process; ``number`` grows within it.
+    Sent to the subscriber's inbox at every server with an old location, in one order with what is forwarded there. So
+    the subscriber has been sent, at the old location, everything that was published at the new one before its
+    subscription there took effect. ``number`` is that of the announcement.
     """
 
     channel: bytes
     server: str
-    incarnation: int
     number: int
 
 
@@ -77,9 +76,15 @@ class ObservationGap:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Client to LLA: I have joined and left these physical channels at your server."""
+    """Subscriber to agent: I have joined and left these physical channels at your server.
+
+    Published behind the SUBSCRIBE of the channels, on the same connection. For each that is a new location of a channel
+    in transition the dispatcher answers with markers. A subscriber may announce again what it has joined, to have them
+    sent again. ``number`` grows with each announcement of the subscriber.
+    """
 
     client: int
+    number: int
     joined: tuple[bytes, ...]
     left: tuple[bytes, ...]
 
@@ -188,6 +193,10 @@ def _array(value: Any) -> list[Any]:
     return array
 
 
+def _names(value: Any) -> tuple[bytes, ...]:
+    return tuple(map(_bytes, _array(value)))
+
+
 def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise MalformedMessage(f"a map expected, not {shortened(value)}")
@@ -224,10 +233,10 @@ def _delta_from_wire(value: Any) -> PlanDelta:
 
 _WRITE: dict[type[Any], Callable[[Any], list[Any]]] = {
     RouteNotice: lambda m: [1, m.channel, route_to_wire(m.route)],
-    Marker: lambda m: [2, m.channel, m.server, m.incarnation, m.number],
+    Marker: lambda m: [2, m.channel, m.server, m.number],
     LossNotice: lambda m: [3, m.channel, m.count],
     ObservationGap: lambda m: [4, m.server],
-    Announcement: lambda m: [5, m.client, m.joined, m.left],
+    Announcement: lambda m: [5, m.client, m.number, m.joined, m.left],
     PlanChange: lambda m: [6, _delta_to_wire(m.delta)],
     PlanQuery: lambda m: [7, m.version],
     PlanAck: lambda m: [8, m.server, m.incarnation, m.version],
@@ -239,10 +248,10 @@ _WRITE: dict[type[Any], Callable[[Any], list[Any]]] = {
 
 _READ: dict[int, Callable[[list[Any]], ControlMessage]] = {
     1: lambda v: RouteNotice(_bytes(v[0]), route_from_wire(v[1])),
-    2: lambda v: Marker(_bytes(v[0]), _text(v[1]), _natural(v[2]), _natural(v[3])),
+    2: lambda v: Marker(_bytes(v[0]), _text(v[1]), _natural(v[2])),
     3: lambda v: LossNotice(_bytes(v[0]), _optional(_natural, v[1])),
     4: lambda v: ObservationGap(_text(v[0])),
-    5: lambda v: Announcement(_natural(v[0]), tuple(map(_bytes, _array(v[1]))), tuple(map(_bytes, _array(v[2])))),
+    5: lambda v: Announcement(_natural(v[0]), _natural(v[1]), _names(v[2]), _names(v[3])),
     6: lambda v: PlanChange(_delta_from_wire(v[0])),
     7: lambda v: PlanQuery(_natural(v[0])),
     8: lambda v: PlanAck(_text(v[0]), _natural(v[1]), _natural(v[2])),
@@ -251,9 +260,6 @@ _READ: dict[int, Callable[[list[Any]], ControlMessage]] = {
     11: lambda v: AdminReply(_natural(v[0]), _mapping(v[1]), _optional(_text, v[2])),
     13: lambda v: ForwardRequest(_bytes(v[0]), tuple(map(_copy, _array(v[1])))),
 }
-
-MARKER_HEAD: bytes = msgpack.packb([2, 0, 0, 0, 0])[:2]
-"""Begins every marker that this software packs, so that who waits for none can pass over it."""
 
 REPORT_CODE = 12
 """Reports of LLAs have a module of their own, ``dynamoth.reports``, and share this space of codes."""

@@ -21,7 +21,7 @@ BALANCER_CHANNEL = RESERVED_PREFIX + b"to-balancer"
 CLIENTS_CHANNEL = RESERVED_PREFIX + b"clients"
 """An agent speaks to every client that is connected to its server."""
 ANNOUNCE_CHANNEL = RESERVED_PREFIX + b"announce"
-"""Clients tell the LLA of a server which channels they have joined and left there."""
+"""Subscribers tell the agent of a server which channels they have joined and left there."""
 FORWARD_CHANNEL = RESERVED_PREFIX + b"forward"
 """Publishers ask the agent of a server to forward a message to replicas that they cannot reach themselves."""
 

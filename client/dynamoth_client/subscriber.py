@@ -8,7 +8,8 @@ listens (``subscription.py``):
 * ``targets``: those of the route. A place is *joined* by SUBSCRIBE, and *verified* by an HMGET of the plan stored at
   the same server, sent right behind it on the same link, when the stored plan says that the route is right. When
   every target is verified for the first time the subscription is confirmed to the application.
-* ``leaving``: those of older routes. One is left when a marker of every target has come round (see :class:`Place`).
+* ``leaving``: those of older routes. One is left when the marker that answers the announcement at each target has come
+  to the inbox at its server (:class:`Marker`).
 
 What comes between SUBSCRIBE and the confirmation is kept and delivered behind it. A subscription has ended when the
 servers of all its places have acknowledged UNSUBSCRIBE: what was on its way is delivered before.
@@ -32,7 +33,7 @@ from itertools import count
 from typing import Any
 
 from dynamoth import stored_plan
-from dynamoth.control import MARKER_HEAD, Announcement, LossNotice, Marker, RouteNotice, pack_control, unpack_control
+from dynamoth.control import Announcement, LossNotice, Marker, RouteNotice, pack_control, unpack_control
 from dynamoth.envelope import (
     CONTROL,
     HEADER_BYTES,
@@ -48,7 +49,7 @@ from dynamoth.envelope import (
 )
 from dynamoth.errors import MalformedMessage, UnknownMode
 from dynamoth.events import Connect, Disconnect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
-from dynamoth.names import ANNOUNCE_CHANNEL, RESERVED_PREFIX
+from dynamoth.names import ANNOUNCE_CHANNEL, RESERVED_PREFIX, inbox
 from dynamoth.plan import Location, Mode, Phase, Route
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.sequences import Gap, Sequences
@@ -80,8 +81,11 @@ class SubscriberOptions:
     failover_s: float = 5.0
     """How long one of several replicas may be away before another one is used, or it is done without. Longer than a
     busy process takes to connect: doing without is told as a gap."""
-    reverify_s: float = 2.0
-    """How often the route is verified again while a place is leaving."""
+    look_again_s: float = 0.25
+    """How soon, while a place is leaving, the route is verified again and markers are asked for again; then at doubling
+    distance."""
+    look_again_s_max: float = 2.0
+    """The largest such distance."""
     link_idle_s: float = 30.0
     """A link on which nothing is listened to for so long is closed."""
     stream_idle_s: float = 600.0
@@ -170,14 +174,16 @@ class SubscriberMachine:
         #: Physical channel to subscription: the hot path's one look-up.
         self._by_physical: dict[bytes, Subscription] = {}
         self._links: dict[str, SubscriberLink] = {}
+        self._inbox = inbox(client_id)
         self._attempts = count(1)
+        self._announcement_numbers = count(1)
         #: (time, tie-breaker, what, argument): wishes for a later time. A wish may be out of date when its time comes.
         self._wishes: list[tuple[float, int, str, Any]] = []
         self._wish_numbers = count()
         #: Routes to servers that the local plan did not list when it was told of them.
         self._hints: dict[bytes, Route] = {}
-        #: Server to physical channels joined and left during the present event, for the LLA there.
-        self._announce: dict[str, tuple[list[bytes], list[bytes]]] = {}
+        #: Server to physical channels joined and left during the present event, for the agent there.
+        self._announce: dict[str, tuple[dict[bytes, None], list[bytes]]] = {}
 
     def handle(self, event: Any, now: float) -> list[Any]:
         """Take one event; return the actions to execute, in order."""
@@ -298,7 +304,7 @@ class SubscriberMachine:
             actions.append(Connect(location.server, self._plan.servers[location.server].url))
         link.places[location.physical] = subscription
         link.idle_since = None
-        self._announced(location.server)[0].append(location.physical)
+        self._announced(location.server)[0][location.physical] = None
         if link.up:
             actions += self._listen(subscription, place)
         else:
@@ -380,9 +386,23 @@ class SubscriberMachine:
                 place.lost = None
             else:
                 actions += self._leave(subscription, place, now)
-        if subscription.leaving and not subscription.reverifying:
-            subscription.reverifying = True
-            self._wish(now + self.options.reverify_s, "reverify", subscription)
+        if subscription.leaving and not subscription.look_again_s:
+            subscription.look_again_s = self.options.look_again_s
+            self._wish(now + subscription.look_again_s, "look again", subscription)
+        return [*actions, *self._ask_for_markers(subscription)]
+
+    def _ask_for_markers(self, subscription: Subscription) -> list[Any]:
+        """Announce the targets where it leaves other places, and listen to the inbox there, for the answers."""
+        if not subscription.leaving:
+            return []
+        actions: list[Any] = []
+        for server in dict.fromkeys(location.server for location in subscription.leaving):
+            link = self._links[server]
+            if link.up and not link.hears_inbox:
+                link.hears_inbox = True
+                actions.append(Send(server, (b"SUBSCRIBE", self._inbox), ("inbox",)))
+        for location in subscription.targets:
+            self._announced(location.server)[0][location.physical] = None
         return actions
 
     def _learned(self, subscription: Subscription, link: str, route: Route, now: float) -> list[Any]:
@@ -416,6 +436,9 @@ class SubscriberMachine:
                 return self._unsubscribed(event.link, physical, now)
             case ("header",):
                 return self._header_read(event, now)
+            case ("inbox",):
+                self.counters["refused_commands"] += 1
+                return []
             case _:
                 raise AssertionError(f"not a tag of a subscriber: {event.tag!r}")
 
@@ -442,7 +465,7 @@ class SubscriberMachine:
         try:
             stored = stored_plan.parse_entry(reply, self._links[location.server].run_id)
         except UnknownMode as error:
-            self._wish(now + self.options.reverify_s, "verify", (subscription, place))
+            self._wish(now + self.options.look_again_s_max, "verify", (subscription, place))
             return [*self._plan.too_old(error), *self._tell_missed(subscription)]
         except MalformedMessage:
             self.counters["malformed_plans"] += 1
@@ -535,7 +558,7 @@ class SubscriberMachine:
         if subscription.early:
             actions.append(Deliver([(channel, payload) for payload in subscription.early]))
             subscription.early.clear()
-        return [*actions, *self._leave_rounded(subscription, now)]
+        return [*actions, *self._leave_marked(subscription, now)]
 
     def _header_read(self, event: Replied, now: float) -> list[Any]:
         hints, self._hints = self._hints, {}
@@ -574,14 +597,15 @@ class SubscriberMachine:
                 actions += self._listen(subscription, place)
             else:
                 actions.append(Send(event.link, (b"SUBSCRIBE", physical), ("subscribe", subscription.channel)))
-        self._announced(event.link)[0].extend(link.places)
+                actions += self._ask_for_markers(subscription)
+        self._announced(event.link)[0].update(dict.fromkeys(link.places))
         return actions
 
     def _link_down(self, event: LinkDown, now: float) -> list[Any]:
         link = self._links[event.link]
         if not link.up:
             return []
-        link.up = False
+        link.up = link.hears_inbox = False
         link.down_since = now
         link.unsubscribing.clear()
         self._hints.clear()
@@ -653,6 +677,8 @@ class SubscriberMachine:
                 continue
             subscription = by_physical.get(push[1])
             if subscription is None:
+                if push[1] == self._inbox:
+                    actions += self._marked(event.link, push[2], now)
                 continue
             data: bytes = push[2]
             if data[:3] != MAGIC or len(data) < HEADER_BYTES or data[3] & ~KNOWN_FLAGS:
@@ -676,8 +702,6 @@ class SubscriberMachine:
                     continue
                 if stream.begun_in_doubt_at <= sequence < expected:
                     continue  # a duplicate: many, while the channel moves
-            if flags & CONTROL and not subscription.leaving and data.startswith(MARKER_HEAD, HEADER_BYTES):
-                continue  # others wait for it
             more = self._unusual(subscription, event.link, push[1], open_envelope(data), now)
             if more:
                 if delivered:
@@ -752,8 +776,6 @@ class SubscriberMachine:
         match message:
             case RouteNotice(channel, route) if channel == subscription.channel:
                 return self._noticed(subscription, location.server, route, now)
-            case Marker(channel, server, incarnation, number) if channel == subscription.channel:
-                return self._marked(subscription, location, server, incarnation, number, now)
             case LossNotice(channel, lost) if channel == subscription.channel and subscription.confirmed:
                 return [GapDetected(channel, None, lost, "a dispatcher could not forward messages")]
             case _:
@@ -777,24 +799,31 @@ class SubscriberMachine:
         connected = link in self._links and self._links[link].up
         return self._learned(subscription, link, route, now) if current and connected else []
 
-    def _marked(
-        self, subscription: Subscription, location: Location, server: str, incarnation: int, number: int, now: float
-    ) -> list[Any]:
-        target = subscription.targets.get(location)
-        if target is None:
-            if (old := subscription.leaving.get(location)) is not None:
-                old.rounds[server] = incarnation, number
-        elif server == location.server and (target.first_marker is None or target.first_marker[0] != incarnation):
-            target.first_marker = incarnation, number
-        return self._leave_rounded(subscription, now)
+    def _marked(self, link: str, data: bytes, now: float) -> list[Any]:
+        """Take a marker from the inbox at a server: it holds for every place there that is leaving."""
+        try:
+            message = unpack_control(open_envelope(data).payload)
+        except MalformedMessage:
+            self.counters["malformed_messages"] += 1
+            return []
+        if not isinstance(message, Marker):
+            self.counters["unexpected_messages"] += 1
+            return []
+        subscription = self._subscriptions.get(message.channel)
+        if subscription is None or all(target.server != message.server for target in subscription.targets):
+            return []
+        for place in subscription.leaving.values():
+            if place.location.server == link:
+                place.marked[message.server] = max(message.number, place.marked.get(message.server, 0))
+        return self._leave_marked(subscription, now)
 
-    def _leave_rounded(self, subscription: Subscription, now: float) -> list[Any]:
-        """Leave the places to which a marker of every target has come round."""
+    def _leave_marked(self, subscription: Subscription, now: float) -> list[Any]:
+        """Leave the places to which markers of all targets have come."""
         if not subscription.leaving or not subscription.verified():
             return []
         targets = subscription.targets.values()
-        rounded = [p for p in subscription.leaving.values() if all(p.follows(target) for target in targets)]
-        return [action for place in rounded for action in self._leave(subscription, place, now)]
+        marked = [p for p in subscription.leaving.values() if all(p.follows(target) for target in targets)]
+        return [action for place in marked for action in self._leave(subscription, place, now)]
 
     # Time.
 
@@ -819,8 +848,8 @@ class SubscriberMachine:
                     actions += self._listen_again(*argument)
                 case "verify":
                     actions += self._verify_again(*argument)
-                case "reverify":
-                    actions += self._reverify(argument, now)
+                case "look again":
+                    actions += self._look_again(argument, now)
                 case "idle":
                     actions += self._close_idle(argument, now)
                 case _:
@@ -853,15 +882,16 @@ class SubscriberMachine:
             return []
         return [self._verify(subscription, place)] if self._links[place.location.server].up else []
 
-    def _reverify(self, subscription: Subscription, now: float) -> list[Any]:
-        """A place is leaving for long: markers may never come, for the move is over or its dispatcher is down."""
-        subscription.reverifying = False
+    def _look_again(self, subscription: Subscription, now: float) -> list[Any]:
+        """A place is leaving for long: a marker was lost, or none will come, as the move is over."""
+        waited_s, subscription.look_again_s = subscription.look_again_s, 0.0
         if not subscription.leaving or self._subscriptions.get(subscription.channel) is not subscription:
             return []
-        subscription.reverifying = True
-        self._wish(now + self.options.reverify_s, "reverify", subscription)
+        subscription.look_again_s = min(2 * waited_s, self.options.look_again_s_max)
+        self._wish(now + subscription.look_again_s, "look again", subscription)
         places = list(subscription.targets.values())
-        return [action for place in places for action in self._verify_again(subscription, place)]
+        again = [action for place in places for action in self._verify_again(subscription, place)]
+        return [*again, *self._ask_for_markers(subscription)]
 
     def _close_idle(self, server: str, now: float) -> list[Any]:
         link = self._links.get(server)
@@ -870,10 +900,10 @@ class SubscriberMachine:
         del self._links[server]
         return [Disconnect(server)]
 
-    # The LLA.
+    # The agents.
 
-    def _announced(self, server: str) -> tuple[list[bytes], list[bytes]]:
-        return self._announce.setdefault(server, ([], []))
+    def _announced(self, server: str) -> tuple[dict[bytes, None], list[bytes]]:
+        return self._announce.setdefault(server, ({}, []))
 
     def _announcements(self) -> list[Any]:
         sends: list[Any] = []
@@ -881,9 +911,19 @@ class SubscriberMachine:
             link = self._links.get(server)
             if link is None or not link.up:
                 continue
-            for first in range(0, max(len(joined), len(left)), ANNOUNCED_MAX):
+            names = tuple(joined)
+            for first in range(0, max(len(names), len(left)), ANNOUNCED_MAX):
                 some = slice(first, first + ANNOUNCED_MAX)
-                message = Announcement(self.client_id, tuple(joined[some]), tuple(left[some]))
+                number = next(self._announcement_numbers)
+                message = Announcement(self.client_id, number, names[some], tuple(left[some]))
                 sends.append(Send(server, (b"PUBLISH", ANNOUNCE_CHANNEL, pack_control(message))))
+                self._note_announced(server, names[some], number)
         self._announce.clear()
         return sends
+
+    def _note_announced(self, server: str, joined: Sequence[bytes], number: int) -> None:
+        for physical in joined:
+            subscription = self._links[server].places.get(physical)
+            target = subscription.targets.get(Location(server, physical)) if subscription is not None else None
+            if target is not None:
+                target.announced = target.announced or number

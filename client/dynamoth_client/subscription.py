@@ -28,26 +28,22 @@ class Place:
     excused: bool = False
     #: Why the connection was lost, as long as the application has not been told that it may have missed something.
     lost: str | None = None
-    #: The dispatcher's incarnation and the number of its first marker seen here on the present connection.
-    first_marker: tuple[int, int] | None = None
-    #: Server to incarnation and number of the latest marker of its dispatcher that has come round to here.
-    rounds: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    #: The number of the first announcement that followed the SUBSCRIBE on the present connection; 0: none has yet.
+    announced: int = 0
+    #: Server to the number of the latest announcement there for which its dispatcher's marker has come to here.
+    marked: dict[str, int] = field(default_factory=dict[str, int])
 
     def disconnected(self) -> None:
         """Forget what was true of the connection that was lost."""
         self.attempt = 0
         self.verified = False
         self.verified_epoch = -1
-        self.first_marker = None
-        self.rounds.clear()
+        self.announced = 0
+        self.marked.clear()
 
     def follows(self, target: Place) -> bool:
-        """Tell whether everything that ``target``'s server got before we joined there has come round to here.
-
-        The same marker, or a later one, was seen here as there; in which of the two first does not matter.
-        """
-        first, latest = target.first_marker, self.rounds.get(target.location.server)
-        return first is not None and latest is not None and first[0] == latest[0] and first[1] <= latest[1]
+        """Tell whether everything that ``target``'s server got before we joined there has come round to here."""
+        return 0 < target.announced <= self.marked.get(target.location.server, 0)
 
 
 @dataclass(slots=True)
@@ -68,8 +64,8 @@ class Subscription:
     may_have_missed: str | None = None
     #: The epoch of a notice that is to be followed soon; 0 for none.
     noticed_epoch: int = 0
-    #: Whether a wish to verify again while a place is leaving is pending.
-    reverifying: bool = False
+    #: A wish to look again while a place is leaving is pending, after so long; 0: none is.
+    look_again_s: float = 0.0
     #: When the present route was taken; see ``distrust_s``.
     followed_since: float = 0.0
     #: How often a replica that was away has been replaced by the next one (ALL_PUBLISHERS).
@@ -118,6 +114,8 @@ class SubscriberLink:
     #: When the connection was lost, or the first one asked for. Only of use while it is down.
     down_since: float = 0.0
     run_id: str | None = None
+    #: Whether the subscriber listens to its inbox there.
+    hears_inbox: bool = False
     #: Location to place, of all subscriptions, in the order of joining.
     places: dict[bytes, Subscription] = field(default_factory=dict[bytes, "Subscription"])
     idle_since: float | None = None

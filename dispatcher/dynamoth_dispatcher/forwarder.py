@@ -106,6 +106,13 @@ class Forwarder:
             return self.publish_once(target.physical, data)
         return self._put(target, (b"PUBLISH", relay_channel(target.physical), data), _Relay(target, data))
 
+    def mark(self, target: Location, data: bytes, *, relayed: bool) -> list[Any]:
+        """Send a marker behind the copies for its server; where there is no room, not: it is asked for again."""
+        outbox = self._outboxes.get(target.server)
+        if outbox is not None and outbox.full:
+            return []
+        return self.relay(target, data) if relayed else self.forward(target, data)
+
     def _put(self, target: Location, command: tuple[bytes, bytes, bytes], token: _Relay | None = None) -> list[Any]:
         actions = self.connect(target.server)
         outbox = self._outboxes[target.server]

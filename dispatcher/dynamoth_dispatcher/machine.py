@@ -9,7 +9,7 @@ is told, and it is forwarded where ``missing`` says, in the order of observation
 The plan comes from the copy stored at the server, whole when the link comes up, and in deltas behind each change that
 the balancer stores. What is observed before the plan has come waits for it.
 
-For a channel in transition here it also tells the listeners of an old location, sends markers round from a new one,
+For a channel in transition here it also tells the listeners of an old location, sends markers to who joins a new one,
 and reports an old location that nobody listens at any more (``transitions``).
 
 What is published at all new locations (ALL_PUBLISHERS) is forwarded to the old ones by the dispatchers of all. They
@@ -146,7 +146,6 @@ class DispatcherMachine:
         self._sighted_at = float("-inf")
         self._plan_asked = False
         self._plan_retry_at: float | None = None
-        self._marker_number = 0
 
     def handle(self, event: Any, now: float) -> list[Any]:
         """Take one event; return the actions to execute, in order."""
@@ -168,7 +167,7 @@ class DispatcherMachine:
                 raise AssertionError(f"not an event of a dispatcher: {event!r}")
 
     def deadline(self) -> float | None:
-        """Return when the next notice, poll, marker or reading of the plan may be due."""
+        """Return when the next notice, poll or reading of the plan may be due."""
         times = (self.transitions.deadline(), self._plan_retry_at, self._forwarder.deadline())
         wishes = [time for time in times if time is not None]
         return min(wishes) if wishes and self._up else None
@@ -340,9 +339,7 @@ class DispatcherMachine:
     def _observed(self, physical: bytes, data: bytes, now: float) -> list[Any]:
         is_relay = physical.startswith(RELAY_PREFIX)
         if not is_relay and physical != FORWARD_CHANNEL and not is_user_channel(physical):
-            if physical == ANNOUNCE_CHANNEL and len(self.transitions):
-                self._announced(data, now)
-            return []
+            return self._announced(data) if physical == ANNOUNCE_CHANNEL and len(self.transitions) else []
         if self.plan is None:
             if len(self._backlog) == self.options.backlog_max:
                 self._blind = True
@@ -361,7 +358,7 @@ class DispatcherMachine:
             return []
         envelope = self._open(data)
         if envelope is not None and envelope.flags & CONTROL:
-            return self._marker_came_back(envelope, here, channel, data)
+            return []
         actions = self._forward_message(channel, entry, here, envelope, data, now)
         if envelope is not None and not envelope.flags & FORWARDED:
             actions += self._tell_publisher(channel, entry, here, envelope, now)
@@ -376,15 +373,29 @@ class DispatcherMachine:
             actions.append(self._notice(transition, here))
         return actions
 
-    def _announced(self, data: bytes, now: float) -> None:
+    def _announced(self, data: bytes) -> list[Any]:
+        """Send markers to a subscriber that has joined new locations here, to wherever it may still listen.
+
+        Not while something may have gone by unobserved of which old locations have not been told: it asks again.
+        """
         try:
             message = unpack_control(data)
         except MalformedMessage:
             self.counters["malformed_messages"] += 1
-            return
-        if isinstance(message, Announcement):
-            for physical in message.joined:
-                self.transitions.joined(logical_channel(physical), now)
+            return []
+        if not isinstance(message, Announcement) or self._blind:
+            return []
+        actions: list[Any] = []
+        to = inbox(message.client)
+        for physical in message.joined:
+            transition = self.transitions.get(logical_channel(physical))
+            if transition is None or Location(self.server, physical) not in transition.new_here:
+                continue
+            marker = seal_control(Marker(transition.channel, self.server, message.number))
+            relayed = _is_relayed(transition.entry.route)
+            for server in transition.old_servers:
+                actions += self._forwarder.mark(Location(server, to), marker, relayed=relayed)
+        return actions
 
     def _requested(self, data: bytes, now: float) -> list[Any]:
         """Forward what a publisher cannot send itself. Its own copy may still arrive: subscribers know both as one.
@@ -515,20 +526,6 @@ class DispatcherMachine:
         notice = RouteNotice(transition.channel, transition.entry.route)
         return Send(LOCAL, (b"PUBLISH", location.physical, seal_control(notice)))
 
-    def _marker_came_back(self, envelope: Envelope, here: Location, channel: bytes, data: bytes) -> list[Any]:
-        """Send an own marker round: behind everything that was forwarded before it."""
-        transition = self.transitions.get(channel)
-        try:
-            message = unpack_control(envelope.payload)
-        except MalformedMessage:
-            self.counters["malformed_messages"] += 1
-            return []
-        own = isinstance(message, Marker) and message.server == self.server and message.incarnation == self.incarnation
-        if not own or transition is None or here not in transition.new_here:
-            return []
-        send = self._forwarder.relay if _is_relayed(transition.entry.route) else self._forwarder.forward
-        return [action for place in transition.old for action in send(place, data)]
-
     # Time.
 
     def _tick(self, now: float) -> list[Any]:
@@ -536,18 +533,11 @@ class DispatcherMachine:
         if self._plan_retry_at is not None and self._plan_retry_at <= now:
             actions += self._read_plan()
         actions += self._forwarder.due(now)
-        notices, polls, markers = self.transitions.due(now)
+        notices, polls = self.transitions.due(now)
         for transition in notices:
             transition.told = True
             actions += [self._notice(transition, location) for location in transition.old_here]
-        for transition in markers:
-            actions += [self._mark(transition, location) for location in transition.new_here]
         return [*actions, *self._poll(polls)]
-
-    def _mark(self, transition: Transition, location: Location) -> Send:
-        self._marker_number += 1
-        marker = Marker(transition.channel, self.server, self.incarnation, self._marker_number)
-        return Send(LOCAL, (b"PUBLISH", location.physical, seal_control(marker)))
 
     def _poll(self, transitions: Iterable[Transition]) -> list[Any]:
         asked = [(t.channel, t.entry.route.epoch, location.physical) for t in transitions for location in t.old_here]

@@ -1,4 +1,4 @@
-"""The channels in transition at one server: whom to tell, when to send markers, when an old location is vacated."""
+"""The channels in transition at one server: whom to tell and when, and when an old location is vacated."""
 
 from __future__ import annotations
 
@@ -13,13 +13,6 @@ class TransitionOptions:
 
     tick_interval_s: float = 0.02
     """How often the transitions are looked at while there are any."""
-    marker_interval_s: float = 0.05
-    """How soon a marker follows the previous one at first; then at doubling distance."""
-    marker_interval_s_max: float = 1.0
-    """The largest distance of two markers of a channel."""
-    marker_delay_s: float = 0.02
-    """A marker follows so soon after a subscriber has announced that it joined, for it waits for one; as many times
-    later as there are replicas, as the markers of each new location go to each old one."""
     trickle_delay_s: float = 0.1
     """Subscribers of a channel on which nothing is published are told so long after the activation."""
     notice_interval_s: float = 0.5
@@ -29,7 +22,7 @@ class TransitionOptions:
     vacated_interval_s: float = 0.5
     """How often the balancer is told again of a vacated location until it settles the channel."""
     per_tick_max: int = 500
-    """Notices, polls and markers of one tick at most, all together; the others have their turn next."""
+    """Notices and polls of one tick at most, both together; the others have their turn next."""
 
 
 @dataclass(slots=True)
@@ -40,15 +33,12 @@ class Transition:
     entry: Entry
     #: Old locations at this server: their listeners are told to move.
     old_here: tuple[Location, ...]
-    #: New locations at this server: their markers go round.
+    #: New locations at this server: who joins them is sent markers.
     new_here: tuple[Location, ...]
-    #: New and old locations anywhere. Markers go from each new one to each old one.
-    new: tuple[Location, ...]
-    old: tuple[Location, ...]
+    #: The servers of old locations: where such a subscriber may still listen.
+    old_servers: tuple[str, ...]
     notice_at: float
     poll_at: float
-    marker_at: float
-    marker_interval_s: float
     #: Whether a publication has triggered the first notice, or the trickle has sent it.
     told: bool = False
     vacated_at: float = float("-inf")
@@ -100,45 +90,31 @@ class Transitions:
             entry,
             old_here,
             new_here,
-            new,
-            old,
+            tuple(dict.fromkeys(place.server for place in old)),
             notice_at=now + options.trickle_delay_s,
             poll_at=now + options.poll_interval_s,
-            marker_at=now,
-            marker_interval_s=options.marker_interval_s,
         )
         if self._next_tick_at is None:
             self._next_tick_at = now
         return transition
 
-    def joined(self, channel: bytes, now: float) -> None:
-        """A subscriber has joined ``channel`` at this server: if that is a new location, it waits for a marker."""
-        transition = self._by_channel.get(channel)
-        if transition is None or not transition.new_here or self._next_tick_at is None:
-            return
-        delay_s = self._options.marker_delay_s * max(len(transition.old), len(transition.new))
-        transition.marker_at = min(transition.marker_at, now + delay_s)
-        transition.marker_interval_s = self._options.marker_interval_s
-        self._next_tick_at = min(self._next_tick_at, transition.marker_at)
-
     def deadline(self) -> float | None:
         """Return when something may be due."""
         return self._next_tick_at if self._by_channel else None
 
-    def due(self, now: float) -> tuple[list[Transition], list[Transition], list[Transition]]:
-        """Return the transitions whose notice, poll and marker are due, and plan the next ones. Bounded per tick."""
+    def due(self, now: float) -> tuple[list[Transition], list[Transition]]:
+        """Return the transitions whose notice and poll are due, and plan the next ones. Bounded per tick."""
         notices: list[Transition] = []
         polls: list[Transition] = []
-        markers: list[Transition] = []
         if self._next_tick_at is None or now < self._next_tick_at:
-            return notices, polls, markers
+            return notices, polls
         options = self._options
         self._next_tick_at = now + options.tick_interval_s if self._by_channel else None
         served: list[bytes] = []
         for transition in self._by_channel.values():
             if transition.entry.phase is not Phase.ACTIVE:
                 continue
-            before = len(notices) + len(polls) + len(markers)
+            before = len(notices) + len(polls)
             if before >= options.per_tick_max:
                 break
             if transition.old_here and transition.notice_at <= now:
@@ -147,12 +123,8 @@ class Transitions:
             if transition.old_here and transition.poll_at <= now:
                 transition.poll_at = now + options.poll_interval_s
                 polls.append(transition)
-            if transition.new_here and transition.marker_at <= now:
-                transition.marker_at = now + transition.marker_interval_s
-                transition.marker_interval_s = min(2 * transition.marker_interval_s, options.marker_interval_s_max)
-                markers.append(transition)
-            if len(notices) + len(polls) + len(markers) > before:
+            if len(notices) + len(polls) > before:
                 served.append(transition.channel)
         for channel in served:  # to the end, so that every channel has its turn
             self._by_channel[channel] = self._by_channel.pop(channel)
-        return notices, polls, markers
+        return notices, polls

@@ -76,7 +76,6 @@ def short_options(
     ``replicas_max`` is how many servers the balancer itself spreads a channel over; 1 leaves it to the administrator.
     """
     transition = TransitionOptions(
-        marker_interval_s=0.03,
         trickle_delay_s=0.05,
         notice_interval_s=0.2,
         vacated_interval_s=0.2,
@@ -91,7 +90,8 @@ def short_options(
                 verify_retry_s=0.05,
                 distrust_s=1.0,
                 failover_s=1.0,
-                reverify_s=0.5,
+                look_again_s=0.1,
+                look_again_s_max=0.5,
                 link_idle_s=1.0,
             ),
             entry_idle_s=0.8,

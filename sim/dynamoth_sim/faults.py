@@ -14,7 +14,7 @@ from random import Random
 from dynamoth.control import Marker, RouteNotice, unpack_control
 from dynamoth.envelope import CONTROL, is_enveloped, open_envelope
 from dynamoth.errors import MalformedMessage
-from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, inbox
+from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, BALANCER_CHANNEL, inbox
 from dynamoth_sim.cluster import AMPLE_BYTES_PER_S, Cluster
 from dynamoth_sim.network import DEFAULT_DELAYS, Delays
 from dynamoth_sim.process import Process
@@ -263,8 +263,6 @@ class Chaos:
             return 1
         draw = self._random.random()
         if draw < CONTROL_LATE_RATIO:
-            if is_enveloped(data) and _is_marker(data):
-                return 1  # its dispatcher publishes it once, and forwards it in the order of its outbox: never late
             self._world.after(self._random.random(), self._repeat, server, channel, data)
             return 1
         draw -= CONTROL_LATE_RATIO
@@ -358,13 +356,9 @@ class Chaos:
         self._world.trace.add((self._world.now, "fault", None, server, None, None, text))
 
 
-def _is_marker(data: bytes) -> bool:
-    return isinstance(unpack_control(open_envelope(data).payload), Marker)
-
-
 def _may_get_lost(channel: bytes, data: bytes) -> bool:
     """Tell whether a message is one that its sender repeats until it is answered, or that is only a hint."""
-    if channel in (AGENT_CHANNEL, BALANCER_CHANNEL) or channel.startswith(INBOX_PREFIX):
+    if channel in (AGENT_CHANNEL, ANNOUNCE_CHANNEL, BALANCER_CHANNEL) or channel.startswith(INBOX_PREFIX):
         return True
     if not is_enveloped(data):
         return False

@@ -19,6 +19,7 @@ import dynamoth_client.subscriber
 import dynamoth_dispatcher.machine
 import dynamoth_lla.traffic
 from dynamoth.envelope import FORWARDED, Envelope
+from dynamoth.names import is_user_channel
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, missing
 from dynamoth.ring import Ring
@@ -102,8 +103,8 @@ def no_trickle() -> AbstractContextManager[None]:
     due = Transitions.due
 
     def no_notices(self: Transitions, now: float) -> Any:
-        _, polls, markers = due(self, now)
-        return [], polls, markers
+        _, polls = due(self, now)
+        return [], polls
 
     return replaced(Transitions, due=no_notices)
 
@@ -130,7 +131,7 @@ def no_markers() -> AbstractContextManager[None]:
         places = list(subscription.leaving.values())
         return [action for place in places for action in self._leave(subscription, place, now)]  # pyright: ignore[reportPrivateUsage]
 
-    return replaced(SubscriberMachine, _leave_rounded=leave)
+    return replaced(SubscriberMachine, _leave_marked=leave)
 
 
 def no_verification() -> AbstractContextManager[None]:
@@ -212,9 +213,8 @@ def settled_is_over() -> AbstractContextManager[None]:
     observed = DispatcherMachine._observed  # pyright: ignore[reportPrivateUsage]
 
     def transitions_only(self: DispatcherMachine, physical: bytes, data: bytes, now: float) -> list[Any]:
-        if self.plan is not None and self.plan.entry(physical).phase is Phase.SETTLED:
-            return []
-        return observed(self, physical, data, now)
+        settled = self.plan is not None and self.plan.entry(physical).phase is Phase.SETTLED
+        return [] if settled and is_user_channel(physical) else observed(self, physical, data, now)
 
     return replaced(DispatcherMachine, _observed=transitions_only)
 

@@ -140,7 +140,7 @@ def left_too_early(stage: Stage) -> None:
 def left_before_the_forwarded(stage: Stage) -> None:
     """Case 9. S unsubscribes at H0 after it has joined at H1, but D1's forward of an earlier message comes after that.
 
-    S leaves only after a marker of H1, forwarded behind that message, has come round to H0.
+    S leaves only after D1's marker, forwarded behind that message, has come to its inbox at H0.
     """
     stage.open()
     channel, other = stage.channel_at("s1"), stage.channel_at("s2", "other")
@@ -349,7 +349,7 @@ def two_copies(stage: Stage) -> None:
     stage.subscriber("S", channel)
     publisher = stage.publisher("P")
     stage.publish(publisher, channel)
-    with stage.losing("s2", lambda _, data: isinstance(control_in(data), Marker)):  # so S cannot leave s1
+    with stage.losing("s1", lambda _, data: isinstance(control_in(data), Marker)):  # so S cannot leave s1
         stage.move(channel, "s2", Phase.ACTIVE)
         both = [stage.cluster.servers[server] for server in ("s1", "s2")]
         stage.wait("S listens at both", lambda: all("S.s0" in server.subscribers(channel) for server in both))

@@ -188,8 +188,8 @@ def _control_in_words(data: bytes) -> str:
             return f"PlanChange({delta.base} to {delta.version}: {', '.join(map(_name, delta.entries))})"
         case RouteNotice(channel, route):
             return f"RouteNotice({_name(channel)}: epoch {route.epoch} at {_assignment_in_words(route.assignment)})"
-        case Marker(channel, server, incarnation, number):
-            return f"Marker({_name(channel)}: {number} of {server}, {incarnation % 0x10000:04x})"
+        case Marker(channel, server, number):
+            return f"Marker({_name(channel)}: {number} of {server})"
         case _:
             return str(message)
 

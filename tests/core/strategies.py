@@ -83,10 +83,10 @@ channel_tuples = st.lists(channels, max_size=4).map(tuple)
 
 MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     RouteNotice: st.builds(RouteNotice, channels, routes),
-    Marker: st.builds(Marker, channels, st.text(max_size=5), naturals, naturals),
+    Marker: st.builds(Marker, channels, st.text(max_size=5), naturals),
     LossNotice: st.builds(LossNotice, channels, st.none() | naturals),
     ObservationGap: st.builds(ObservationGap, st.text(max_size=5)),
-    Announcement: st.builds(Announcement, naturals, channel_tuples, channel_tuples),
+    Announcement: st.builds(Announcement, naturals, naturals, channel_tuples, channel_tuples),
     ForwardRequest: st.builds(
         ForwardRequest, channels, st.lists(st.tuples(server_ids, st.binary(max_size=20)), max_size=3).map(tuple)
     ),

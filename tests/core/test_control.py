@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.control import (
-    MARKER_HEAD,
     REPORT_CODE,
+    Announcement,
     ControlMessage,
     LossNotice,
     Marker,
@@ -52,7 +52,7 @@ def test_fields_of_newer_software_are_ignored_within_an_entry(entry: Entry, adde
 
 
 def test_travels_on_a_users_channel_in_a_marked_envelope() -> None:
-    marker = Marker(b"news", "s1", 7, 8)
+    marker = Marker(b"news", "s1", 7)
     envelope = open_envelope(seal_control(marker))
     assert envelope.flags == CONTROL
     assert unpack_control(envelope.payload) == marker
@@ -61,9 +61,10 @@ def test_travels_on_a_users_channel_in_a_marked_envelope() -> None:
 def test_bytes_on_the_wire_never_change_silently() -> None:
     notice = RouteNotice(b"news", Route(5, single("s1")))
     assert pack_control(notice) == bytes.fromhex("93 01 c404 6e657773 93 05 01 91 a2 7331")
-    marker = pack_control(Marker(b"c", "s1", 7, 8))
-    assert marker == bytes.fromhex("95 02 c401 63 a2 7331 07 08")
-    assert marker.startswith(MARKER_HEAD)
+    marker = pack_control(Marker(b"c", "s1", 7))
+    assert marker == bytes.fromhex("94 02 c401 63 a2 7331 07")
+    announcement = pack_control(Announcement(1, 2, (b"a",), ()))
+    assert announcement == bytes.fromhex("95 05 01 02 91 c401 61 90")
     assert pack_control(LossNotice(b"c", None)) == bytes.fromhex("93 03 c401 63 c0")
 
 

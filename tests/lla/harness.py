@@ -119,7 +119,7 @@ class Bench:
         self.tell(Pushed("local", messages))
 
     def announce(self, client: int, joined: Iterable[bytes] = (), left: Iterable[bytes] = ()) -> None:
-        self.observe(push(ANNOUNCE_CHANNEL, pack_control(Announcement(client, tuple(joined), tuple(left)))))
+        self.observe(push(ANNOUNCE_CHANNEL, pack_control(Announcement(client, 1, tuple(joined), tuple(left)))))
 
     def next_deadline(self) -> None:
         deadline = self.analyzer.deadline()

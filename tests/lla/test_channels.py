@@ -12,7 +12,7 @@ def tracked(channels_max: int = 100, per_channel_max: int = 10, clients_max: int
 
 
 def announce(channels: TrackedChannels, client: int, joined: Iterable[bytes] = (), left: Iterable[bytes] = ()) -> None:
-    channels.take_announcement(Announcement(client, tuple(joined), tuple(left)))
+    channels.take_announcement(Announcement(client, 1, tuple(joined), tuple(left)))
 
 
 def clients(channels: TrackedChannels, channel: bytes) -> list[int]:

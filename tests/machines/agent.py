@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from dynamoth.control import ControlMessage, PlanChange, pack_control
+from dynamoth.control import Announcement, ControlMessage, Marker, PlanChange, pack_control, unpack_control
+from dynamoth.envelope import open_envelope
 from dynamoth.events import Connect, Pushed, Replied, Send, Start
-from dynamoth.names import AGENT_CHANNEL
+from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, RELAY_PREFIX, inbox
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Plan
 from dynamoth_dispatcher.forwarder import LOCAL, forward_link
@@ -15,6 +16,7 @@ from dynamoth_dispatcher.machine import DispatcherMachine, DispatcherOptions
 from tests.machines.helpers import C, Subject, commands, only, whole_reply
 
 INCARNATION = 0x1234_5678_9ABC
+SUBSCRIBER = 0xABCD
 
 
 class Agent(Subject):
@@ -69,6 +71,10 @@ class Agent(Subject):
         """Let messages be published at the server."""
         return self.tell(Pushed(LOCAL, [[b"pmessage", b"*", physical, payload] for payload in payloads]))
 
+    def announce(self, *joined: bytes, number: int = 1) -> list[Any]:
+        """Let a subscriber announce what it has joined at the server."""
+        return self.observe(announcement(*joined, number=number), physical=ANNOUNCE_CHANNEL)
+
     def answer(self, actions: Iterable[Any], value: Any = 1) -> list[Any]:
         """Let the servers answer what was forwarded."""
         sends = [send for send in only(Send, actions) if isinstance(send.tag, Outbox)]
@@ -82,6 +88,22 @@ class Agent(Subject):
                 pairs = [part for name in send.args[2:] for part in (name, count)]
                 out += self.tell(Replied(send.link, send.tag, pairs))
         return out
+
+
+def announcement(*joined: bytes, number: int = 1) -> bytes:
+    return pack_control(Announcement(SUBSCRIBER, number, joined, ()))
+
+
+def marks(actions: Iterable[Any]) -> list[tuple[str, Marker]]:
+    """Return the markers to the subscriber, and over which links they go: published, or given to a dispatcher."""
+    found: list[tuple[str, Marker]] = []
+    for link in dict.fromkeys(send.link for send in only(Send, actions)):
+        for name, data in commands(actions, b"PUBLISH", link):
+            if name.removeprefix(RELAY_PREFIX) == inbox(SUBSCRIBER):
+                marker = unpack_control(open_envelope(data).payload)
+                assert isinstance(marker, Marker)
+                found.append((link, marker))
+    return found
 
 
 def copies(actions: Iterable[Any], server: str, physical: bytes = C) -> list[bytes]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from dynamoth.control import Marker, RouteNotice
+from dynamoth.control import Announcement, Marker, RouteNotice, unpack_control
 from dynamoth.events import Pushed, Start
+from dynamoth.names import ANNOUNCE_CHANNEL, inbox
 from dynamoth.plan import Plan, Route
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.subscriber import Deliver, Subscribe, SubscriberMachine, SubscriberOptions, Unsubscribe
-from tests.machines.helpers import PLAN_0, C, Subject, control, entry_reply, only, reply, tagged
+from tests.machines.helpers import PLAN_0, URLS, C, Subject, control, entry_reply, only, published, reply, tagged
 
 OPTIONS = SubscriberOptions(move_spread_s=0.0)
-INCARNATION = 77
+ID = 0xABCD
+INBOX = inbox(ID)
 
 
 class Listener(Subject):
@@ -21,13 +23,23 @@ class Listener(Subject):
 
     def __init__(self, options: SubscriberOptions = OPTIONS, header: Plan = PLAN_0) -> None:
         self.plan = LocalPlan(header)
-        self.subscriber = SubscriberMachine(0xABCD, self.plan, options)
+        self.subscriber = SubscriberMachine(ID, self.plan, options)
         super().__init__(self.subscriber)
+        #: Server to the number of the latest announcement there.
+        self.announced: dict[str, int] = {}
         self.tell(Start())
 
     @property
     def counters(self) -> dict[str, int]:
         return self.subscriber.counters
+
+    def tell(self, *events: Any) -> list[Any]:
+        actions = super().tell(*events)
+        for server in URLS:
+            for message in map(unpack_control, published(actions, ANNOUNCE_CHANNEL, server)):
+                assert isinstance(message, Announcement)
+                self.announced[server] = message.number
+        return actions
 
     def subscribe(self, *channels: bytes) -> list[Any]:
         return self.tell(Subscribe(channels or (C,)))
@@ -62,9 +74,10 @@ class Listener(Subject):
         """Let the server acknowledge SUBSCRIBE or UNSUBSCRIBE, as RESP3 does: with a push."""
         return self.tell(Pushed(link, [[kind, C, 1] for kind in kinds]))
 
-    def mark(self, link: str, number: int, server: str = "s2", incarnation: int = INCARNATION) -> list[Any]:
-        """Let a marker of the dispatcher of ``server`` come at ``link``."""
-        return self.push(link, C, control(Marker(C, server, incarnation, number)))
+    def mark(self, link: str, server: str = "s2", number: int | None = None) -> list[Any]:
+        """Let a marker of the dispatcher of ``server`` come to the inbox: the answer to the latest announcement."""
+        answered = self.announced[server] if number is None else number
+        return self.push(link, INBOX, control(Marker(C, server, answered)))
 
 
 def delivered(actions: Iterable[Any]) -> list[bytes]:

@@ -45,11 +45,11 @@ from dynamoth.names import (
     replica_channel,
 )
 from dynamoth.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, single
-from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions
+from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions, forward_link
 from dynamoth_dispatcher.machine import DispatcherOptions
 from dynamoth_dispatcher.transitions import TransitionOptions
 from tests.core import strategies
-from tests.machines.agent import INCARNATION, Agent, copies
+from tests.machines.agent import SUBSCRIBER, Agent, copies, marks
 from tests.machines.helpers import PLAN_0, C, commands, message, only, phases, published, tagged
 
 PACE = TransitionOptions()
@@ -332,7 +332,7 @@ def test_what_several_relay_is_published_once_and_markers_each_time() -> None:
     spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
     agent = Agent("s1").holding(spread, "s2", "s3")
     first, second = forwarded(message(1), 1), forwarded(message(2), 1)
-    marker = seal_control(Marker(C, "s2", INCARNATION, 1))
+    marker = seal_control(Marker(C, "s2", 1))
     assert relayed(agent, first, second, marker, second, first, marker) == [first, second, marker, marker]
     assert relayed(agent, forwarded(message(1, publisher=8), 1)) == [forwarded(message(1, publisher=8), 1)]
     assert relayed(agent, b"raw") == []
@@ -433,43 +433,27 @@ def test_subscribers_are_told_that_what_was_relayed_may_be_lost() -> None:
     spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
     agent = Agent("s1")
     agent.up(LOCAL)
-    marker = seal_control(Marker(C, "s2", INCARNATION, 1))
+    marker = seal_control(Marker(C, "s2", 1))
     agent.observe(marker, physical=relay_channel(C))
     told = [notice for place, notice in controls("s1", agent.read(spread)) if place == plain("s1")]
-    assert told == [LossNotice(C, None), Marker(C, "s2", INCARNATION, 1)]
+    assert told == [LossNotice(C, None), Marker(C, "s2", 1)]
 
 
 # Markers.
 
 
 @pytest.mark.parametrize("server", ["s1", "s3"])
-def test_the_marker_of_each_new_location_goes_to_every_old_one(server: str) -> None:
-    active = BETWEEN[1]
-    agent = Agent(server).holding(active)
-    marks = controls(server, agent.pass_time(0.001))
-    assert marks == [(at(server, 4), Marker(C, server, INCARNATION, 1))]
-    actions = agent.observe(seal_control(marks[0][1]), physical=replica_channel(C, 4))
-    actions += agent.connect_all()
-    came_round = [place for place, told in controls(server, actions) if told == marks[0][1]]
-    assert sorted(came_round, key=repr) == [at("s1", 1), at("s2", 1)]
+def test_the_markers_of_each_new_location_go_to_the_servers_of_all_old_ones(server: str) -> None:
+    agent = Agent(server).holding(BETWEEN[1])
+    links = {"s1": LOCAL if server == "s1" else "to:s1", "s2": "to:s2"}
+    told = marks([*agent.announce(replica_channel(C, 4)), *agent.connect_all()])
+    assert told == [(links[old], Marker(C, server, 1)) for old in ("s1", "s2")]
 
 
 def test_an_old_location_sends_no_marker() -> None:
-    told = controls("s2", Agent("s2").holding(BETWEEN[1]).pass_time(1))
-    assert {type(each) for _, each in told} == {RouteNotice}
-
-
-def test_a_marker_that_has_come_round_at_its_own_server_ends_there() -> None:
-    """The dispatcher sees it once more, at the old name, and it must not begin another round."""
-    agent = Agent("s1").holding(BETWEEN[1], "s2", "s3")
-    marker = seal_control(Marker(C, "s1", INCARNATION, 1))
-    assert agent.observe(marker, physical=replica_channel(C, 1)) == []
-
-
-def test_a_marker_of_a_sibling_goes_nowhere() -> None:
-    agent = Agent("s1").holding(BETWEEN[1], "s2", "s3")
-    marker = seal_control(Marker(C, "s3", INCARNATION, 1))
-    assert agent.observe(marker, physical=replica_channel(C, 4)) == []
+    agent = Agent("s2").holding(BETWEEN[1])
+    assert marks(agent.announce(C, replica_channel(C, 1), replica_channel(C, 4))) == []
+    assert {type(each) for _, each in controls("s2", agent.pass_time(1))} == {RouteNotice}
 
 
 @given(strategies.assignments(), strategies.assignments(), strategies.naturals)
@@ -483,21 +467,27 @@ def test_at_every_old_location_a_marker_is_behind_what_was_published_before_it(
     entry = active.entry(C)
     for place in entry.route.locations(C):
         agent = Agent(place.server).holding(active)
-        marker = seal_control(Marker(C, place.server, INCARNATION, 1))
         before = message(1, publisher=publisher, epoch=entry.route.epoch)
         after = message(2, publisher=publisher, epoch=entry.route.epoch)
-        actions = agent.observe(before, marker, after, physical=place.physical)
-        out = sent(place.server, [*actions, *agent.connect_all()])
+        actions = agent.observe(before, physical=place.physical)
+        actions += agent.announce(place.physical)
+        actions += agent.observe(after, physical=place.physical)
+        actions += agent.connect_all()
         for target in (target for route in entry.previous for target in route.locations(C)):
-            if target in entry.route.locations(C):
-                continue
-            there = [data for where, data in out if where == target]
-            order = [
-                0 if data == marker else open_envelope(data).sequence
-                for data in there
-                if data == marker or is_message(data)
-            ]
-            assert order in ([0], [1, 0, 2])
+            if target not in entry.route.locations(C):
+                assert order(place.server, target, actions) in ([0], [1, 0, 2])
+
+
+def order(server: str, target: Location, actions: list[Any]) -> list[int]:
+    """Return the numbers of what ``server`` sends to a location, in order; 0 is the subscriber's marker."""
+    numbers: list[int] = []
+    for name, data in commands(actions, b"PUBLISH", LOCAL if target.server == server else forward_link(target.server)):
+        physical = name.removeprefix(RELAY_PREFIX)
+        if physical == inbox(SUBSCRIBER):
+            numbers.append(0)
+        elif physical == target.physical and is_message(data):
+            numbers.append(open_envelope(data).sequence)
+    return numbers
 
 
 def is_message(data: bytes) -> bool:

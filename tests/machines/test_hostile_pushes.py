@@ -148,6 +148,7 @@ def test_what_is_malformed_is_counted_by_each() -> None:
     publisher = Publisher().connected("s1")
     publisher.push("s1", INBOX, b"\xc1", b"\xc1")
     agent = Agent().holding(ACTIVE)
-    agent.observe(bad, seal(1, 1, 0, b"", 0x80))
+    agent.observe(seal(1, 1, 0, b"", 0x80))
+    agent.observe(b"\xc1", physical=ANNOUNCE_CHANNEL)
     counters = (listener.counters, publisher.publisher.counters, agent.counters)
     assert [each["malformed_messages"] for each in counters] == [2, 2, 2]

@@ -483,7 +483,7 @@ def test_one_idle_channel_does_not_make_the_crowd_be_swept_for_every_new_one() -
 
 def test_malformed_and_unexpected_messages_are_counted() -> None:
     publisher = Publisher().connected()
-    assert publisher.push("s1", INBOX, b"", b"\xc1", pack_control(Marker(C, "s1", 1, 1))) == []
+    assert publisher.push("s1", INBOX, b"", b"\xc1", pack_control(Marker(C, "s1", 1))) == []
     assert publisher.publisher.counters["malformed_messages"] == 2
     assert publisher.publisher.counters["unexpected_messages"] == 1
 

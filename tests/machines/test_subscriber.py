@@ -39,7 +39,7 @@ from tests.machines.helpers import (
     reply,
     tagged,
 )
-from tests.machines.listener import INCARNATION, OPTIONS, Listener, delivered
+from tests.machines.listener import ID, INBOX, OPTIONS, Listener, delivered
 
 TO_S2 = Route(1, single("s2"))
 JOIN_S1 = [
@@ -48,10 +48,11 @@ JOIN_S1 = [
 ]
 LEAVE_S1 = Send("s1", (b"UNSUBSCRIBE", C), ("unsubscribe", C))
 LEAVE_S2 = Send("s2", (b"UNSUBSCRIBE", C), ("unsubscribe", C))
+LISTEN_S1 = Send("s1", (b"SUBSCRIBE", INBOX), ("inbox",))
 
 
-def announcement(link: str, joined: tuple[bytes, ...], left: tuple[bytes, ...]) -> Send:
-    return Send(link, (b"PUBLISH", ANNOUNCE_CHANNEL, pack_control(Announcement(0xABCD, joined, left))))
+def announcement(link: str, joined: tuple[bytes, ...], left: tuple[bytes, ...], number: int) -> Send:
+    return Send(link, (b"PUBLISH", ANNOUNCE_CHANNEL, pack_control(Announcement(ID, number, joined, left))))
 
 
 def gaps(actions: list[Any]) -> list[GapDetected]:
@@ -64,7 +65,7 @@ def gaps(actions: list[Any]) -> list[GapDetected]:
 def test_subscribes_and_reads_the_stored_plan_on_one_connection() -> None:
     listener = Listener()
     assert listener.subscribe() == [Connect("s1", URLS["s1"])]
-    assert listener.up("s1") == [*JOIN_S1, announcement("s1", (C,), ())]
+    assert listener.up("s1") == [*JOIN_S1, announcement("s1", (C,), (), 1)]
 
 
 def test_confirms_only_when_the_stored_plan_says_so() -> None:
@@ -138,7 +139,7 @@ def test_in_the_wrong_place_it_follows_before_it_confirms(plan: Plan) -> None:
     listener = Listener()
     listener.subscribe()
     actions = listener.verify(listener.up("s1"), plan)
-    assert actions == [Connect("s2", URLS["s2"]), LEAVE_S1, announcement("s1", (), (C,))]
+    assert actions == [Connect("s2", URLS["s2"]), LEAVE_S1, announcement("s1", (), (C,), 2)]
     assert listener.verify(listener.up("s2"), plan) == [SubscriptionConfirmed(C)]
 
 
@@ -190,8 +191,8 @@ def test_channels_of_one_server_share_a_link() -> None:
 def test_tells_the_load_analyzer_each_channel_once() -> None:
     listener = Listener()
     listener.subscribe()
-    assert commands(listener.up("s1"), b"PUBLISH") == [announcement("s1", (C,), ()).args[1:]]
-    assert commands(listener.unsubscribe(), b"PUBLISH") == [announcement("s1", (), (C,)).args[1:]]
+    assert commands(listener.up("s1"), b"PUBLISH") == [announcement("s1", (C,), (), 1).args[1:]]
+    assert commands(listener.unsubscribe(), b"PUBLISH") == [announcement("s1", (), (C,), 2).args[1:]]
 
 
 # Unsubscribing.
@@ -199,7 +200,7 @@ def test_tells_the_load_analyzer_each_channel_once() -> None:
 
 def test_unsubscribing_delivers_what_was_on_its_way_before_it_ends() -> None:
     listener = Listener().confirmed()
-    assert listener.unsubscribe() == [LEAVE_S1, announcement("s1", (), (C,))]
+    assert listener.unsubscribe() == [LEAVE_S1, announcement("s1", (), (C,), 2)]
     assert delivered(listener.push("s1", C, message(1))) == [b"m1"]
     push = [b"message", C, message(2)]
     actions = listener.tell(Pushed("s1", [push, [b"unsubscribe", C, 0], [b"message", C, message(3)]]))
@@ -225,7 +226,7 @@ def test_a_subscription_that_is_ending_follows_nobody() -> None:
     listener = Listener().confirmed()
     listener.unsubscribe()
     assert listener.told(TO_S2) == []
-    assert listener.mark("s1", 1, server="s1") == []
+    assert listener.mark("s1", "s1") == []
     assert listener.pass_time(1) == []
 
 
@@ -257,12 +258,10 @@ def test_subscribing_again_and_thinking_better_of_it() -> None:
 def test_the_end_of_an_earlier_stay_is_not_the_end_of_this_one() -> None:
     """The subscription moved from s1 to s2 and back; what s1 acknowledges first is the leaving in between."""
     listener = Listener().confirmed().moving(ACTIVE, TO_S2)
-    listener.mark("s2", 1)
-    assert LEAVE_S1 in listener.mark("s1", 1)
+    assert LEAVE_S1 in listener.mark("s1")
     back = PLAN_0.begin({C: single("s2")}).activate([C]).settle([C]).begin({C: single("s1")}).activate([C])
     listener.verify(listener.told(back.entry(C).route, link="s2"), back)
-    listener.mark("s1", 5, server="s1")
-    assert LEAVE_S2 in listener.mark("s2", 5, server="s1")
+    assert LEAVE_S2 in listener.mark("s2", "s1")
     listener.unsubscribe()
     assert listener.acknowledged(b"unsubscribe", b"subscribe") == []
     assert delivered(listener.push("s1", C, message(1))) == [b"m1"]
@@ -349,26 +348,45 @@ def test_a_link_that_is_used_again_stays() -> None:
 # Make before break.
 
 
-def test_stays_at_the_old_place_until_a_marker_has_come_round() -> None:
+def test_stays_at_the_old_place_until_a_marker_has_come_there() -> None:
     listener = Listener().confirmed()
-    assert listener.told(TO_S2) == [Connect("s2", URLS["s2"])]
+    assert listener.told(TO_S2) == [Connect("s2", URLS["s2"]), LISTEN_S1]
     assert listener.verify(listener.up("s2"), ACTIVE) == []
-    assert listener.mark("s2", 3) == []
-    assert listener.mark("s1", 3) == [LEAVE_S1, announcement("s1", (), (C,))]
+    assert listener.mark("s1") == [LEAVE_S1, announcement("s1", (), (C,), 3)]
     assert delivered(listener.push("s2", C, message(1))) == [b"m1"]
 
 
-def test_a_marker_at_the_old_place_alone_proves_nothing() -> None:
-    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
-    assert listener.mark("s1", 5) == []
-    assert listener.mark("s1", 6) == []
+def test_announces_behind_the_subscription_so_that_the_answer_tells_of_it() -> None:
+    listener = Listener().confirmed()
+    listener.told(TO_S2)
+    names = [send.args[0] for send in only(Send, listener.up("s2"))]
+    assert names == [b"SUBSCRIBE", b"HMGET", b"PUBLISH"]
 
 
-def test_a_marker_older_than_the_first_seen_proves_nothing() -> None:
+def test_a_marker_at_another_server_than_the_old_places_proves_nothing() -> None:
     listener = Listener().confirmed().moving(ACTIVE, TO_S2)
-    listener.mark("s2", 5)
-    assert listener.mark("s1", 4) == []
-    assert listener.mark("s1", 5)[0] == LEAVE_S1
+    assert listener.mark("s2") == []
+
+
+def test_markers_for_any_announcement_since_it_joined_count() -> None:
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    first = listener.announced["s2"]
+    listener.pass_time(OPTIONS.look_again_s)
+    assert listener.announced["s2"] > first
+    assert listener.mark("s1", number=first)[0] == LEAVE_S1
+
+
+def test_asks_again_for_a_marker_that_does_not_come() -> None:
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    times: list[float] = []
+    for _ in range(7):
+        begun = listener.now
+        while not commands(listener.pass_time(0.01), b"PUBLISH", "s2"):
+            assert listener.now < begun + 10
+        times.append(listener.now - begun)
+    assert times == pytest.approx([0.25, 0.5, 1.0, 2.0, 2.0, 2.0, 2.0], abs=0.02)
+    listener.mark("s1")
+    assert commands(listener.pass_time(10), b"PUBLISH") == []
 
 
 def test_subscribers_that_are_told_of_a_move_do_not_move_all_at_once() -> None:
@@ -380,50 +398,76 @@ def test_subscribers_that_are_told_of_a_move_do_not_move_all_at_once() -> None:
     assert commands(listener.up("s2"), b"SUBSCRIBE") == [(C,)]
 
 
-def test_markers_of_different_incarnations_have_nothing_in_common() -> None:
-    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
-    listener.mark("s2", 5, incarnation=INCARNATION)
-    assert listener.mark("s1", 9, incarnation=INCARNATION + 1) == []
-    assert listener.mark("s2", 1, incarnation=INCARNATION + 1)[0] == LEAVE_S1
-
-
 def test_a_marker_of_another_server_proves_nothing() -> None:
     listener = Listener().confirmed().moving(ACTIVE, TO_S2)
-    listener.mark("s2", 5, server="s3")
-    assert listener.mark("s1", 5, server="s3") == []
-    listener.mark("s2", 5)
-    assert listener.mark("s1", 6, server="s3") == []
+    assert listener.mark("s1", "s3", 100) == []
+    assert listener.mark("s1")[0] == LEAVE_S1
 
 
 def test_a_marker_counts_only_once_the_new_place_is_verified() -> None:
     listener = Listener().confirmed()
     listener.told(TO_S2)
     sent = listener.up("s2")
-    listener.mark("s2", 1)
-    assert listener.mark("s1", 1) == []
+    assert listener.mark("s1") == []
     assert listener.verify(sent, ACTIVE)[0] == LEAVE_S1
 
 
-def test_markers_before_a_reconnection_prove_nothing_after_it() -> None:
+def test_a_marker_for_an_announcement_before_a_reconnection_proves_nothing_after_it() -> None:
     listener = Listener().confirmed().moving(ACTIVE, TO_S2)
-    listener.mark("s2", 1)
+    before = listener.announced["s2"]
     listener.down("s2")
     listener.verify(listener.up("s2"), ACTIVE)
-    assert listener.mark("s1", 1) == []
-    listener.mark("s2", 2)
-    assert listener.mark("s1", 2)[0] == LEAVE_S1
+    assert listener.mark("s1", number=before) == []
+    assert listener.mark("s1")[0] == LEAVE_S1
 
 
-def test_a_round_that_ended_before_a_reconnection_does_not_count_after_it() -> None:
+def test_a_marker_that_came_before_a_reconnection_does_not_count_after_it() -> None:
     listener = Listener().confirmed()
     listener.told(TO_S2)
     listener.up("s2")
-    listener.mark("s2", 1)
-    listener.mark("s1", 1)
+    listener.mark("s1")
     listener.down("s2")
     assert commands(listener.verify(listener.up("s2"), ACTIVE), b"UNSUBSCRIBE") == []
-    listener.mark("s2", 2)
-    assert listener.mark("s1", 2)[0] == LEAVE_S1
+    assert listener.mark("s1")[0] == LEAVE_S1
+
+
+def test_an_old_place_that_was_away_needs_its_markers_anew() -> None:
+    """What was forwarded there in the meantime may not have come."""
+    listener = Listener().confirmed()
+    listener.told(TO_S2)
+    sent = listener.up("s2")
+    listener.mark("s1")
+    listener.down("s1")
+    again = listener.up("s1")
+    assert LISTEN_S1 in again and (C,) in commands(again, b"SUBSCRIBE", "s1")
+    assert commands(again, b"PUBLISH", "s2") != []
+    assert LEAVE_S1 not in listener.verify(sent, ACTIVE)
+    assert listener.mark("s1")[0] == LEAVE_S1
+
+
+def test_listens_to_its_inbox_once_per_connection() -> None:
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    listener.mark("s1")
+    listener.told(Route(4, single("s3")), "s2")
+    back = listener.told(Route(7, single("s1")), "s2")
+    assert commands(back, b"SUBSCRIBE", "s2") == []
+    assert (INBOX,) not in commands(back, b"SUBSCRIBE", "s1")
+
+
+def test_a_refused_inbox_costs_the_subscription_nothing() -> None:
+    """It stays at both places until the move is over."""
+    listener = Listener().confirmed()
+    [refused] = tagged(listener.told(TO_S2), "inbox")
+    assert listener.tell(reply(refused, ErrorReply("NOPERM no channel permission"))) == []
+    assert listener.counters["refused_commands"] == 1
+    assert delivered(listener.push("s1", C, message(1))) == [b"m1"]
+
+
+def test_junk_in_the_inbox_is_counted() -> None:
+    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
+    notice = control(RouteNotice(C, TO_S2))
+    assert listener.push("s1", INBOX, b"", control(Marker(b"other", "s2", 9)), notice) == []
+    assert (listener.counters["malformed_messages"], listener.counters["unexpected_messages"]) == (1, 1)
 
 
 def test_a_replicated_target_needs_a_marker_of_every_server() -> None:
@@ -433,16 +477,8 @@ def test_a_replicated_target_needs_a_marker_of_every_server() -> None:
     listener.told(Route(1, assignment))
     listener.verify(listener.up("s2"), active)
     listener.verify(listener.up("s3"), active)
-    physical = replica_channel(C, 1)
-    for server in ("s2", "s3"):
-        marker = marker_bytes(server, 1)
-        assert listener.push(server, physical, marker) == []
-        left = listener.push("s1", C, marker)
-        assert (LEAVE_S1 in left) is (server == "s3")
-
-
-def marker_bytes(server: str, number: int) -> bytes:
-    return control(Marker(C, server, INCARNATION, number))
+    assert listener.mark("s1", "s2") == []
+    assert LEAVE_S1 in listener.mark("s1", "s3")
 
 
 def test_stale_notices_are_ignored() -> None:
@@ -462,17 +498,16 @@ def test_moves_back_before_the_first_move_ended() -> None:
     listener = Listener().confirmed().moving(ACTIVE, TO_S2)
     back = Route(4, single("s1"))
     actions = listener.told(back, "s2")
-    assert commands(actions, b"SUBSCRIBE") == []
+    assert commands(actions, b"SUBSCRIBE") == [(INBOX,)]
     assert commands(actions, b"UNSUBSCRIBE") == []
     plan = SETTLED.begin({C: single("s1")}).activate([C])
     assert gaps(listener.verify(actions, plan)) == []
-    listener.mark("s1", 1, "s1")
-    assert listener.mark("s2", 1, "s1")[0] == LEAVE_S2
+    assert listener.mark("s2", "s1")[0] == LEAVE_S2
 
 
 def test_while_leaving_it_looks_again_whether_the_move_is_over() -> None:
     listener = Listener().confirmed().moving(ACTIVE, TO_S2)
-    again = listener.pass_time(OPTIONS.reverify_s)
+    again = listener.pass_time(OPTIONS.look_again_s)
     assert [send.link for send in tagged(again, "verify")] == ["s2"]
     actions = listener.verify(again, SETTLED)
     assert LEAVE_S1 in actions
@@ -484,7 +519,7 @@ def test_looks_again_once_per_interval_however_often_it_was_told() -> None:
     listener = Listener().confirmed()
     for epoch in range(1, 2001):
         listener.told(Route(epoch, single("s2" if epoch % 2 else "s1")))
-    listener.pass_time(2 * OPTIONS.reverify_s)
+    listener.pass_time(4 * OPTIONS.look_again_s_max)
     assert len(listener.subscriber._wishes) < 100  # pyright: ignore[reportPrivateUsage]  # no other way to see it
 
 
@@ -499,7 +534,7 @@ def test_reads_the_header_before_it_goes_to_an_unknown_server() -> None:
     [read] = listener.told(TO_S4)
     assert read == Send("s1", READ_HEADER, ("header",))
     assert listener.told(TO_S4) == []
-    assert listener.tell(reply(read, header_reply(GROWN))) == [Connect("s4", "redis://s4:6379")]
+    assert listener.tell(reply(read, header_reply(GROWN))) == [Connect("s4", "redis://s4:6379"), LISTEN_S1]
 
 
 def test_never_goes_to_a_server_that_no_plan_lists() -> None:
@@ -643,16 +678,15 @@ def test_losing_the_old_place_before_the_new_one_is_verified_is_a_gap_later() ->
     listener = Listener().confirmed()
     listener.told(TO_S2)
     assert gaps(listener.down("s1")) == []
-    assert commands(listener.up("s1"), b"SUBSCRIBE") == [(C,)]
+    assert commands(listener.up("s1"), b"SUBSCRIBE") == [(C,), (INBOX,)]
     assert len(gaps(listener.verify(listener.up("s2"), ACTIVE))) == 1
 
 
 def test_losing_the_new_place_keeps_the_old_one() -> None:
     listener = Listener().confirmed().moving(ACTIVE, TO_S2)
-    listener.mark("s2", 1)
     assert commands(listener.down("s2"), b"UNSUBSCRIBE") == []
     assert delivered(listener.push("s1", C, message(1))) == [b"m1"]
-    assert listener.mark("s1", 1) == []
+    assert listener.mark("s1") == []
 
 
 def test_every_channel_of_a_lost_link_gets_its_gap() -> None:

@@ -15,7 +15,7 @@ from dynamoth.events import Pushed
 from dynamoth.plan import Route, single
 from dynamoth_client.sequences import HELD_MAX
 from dynamoth_client.subscriber import Deliver, GapDetected
-from tests.machines.helpers import ACTIVE, PLAN_0, C, channel_at, commands, control, message, only
+from tests.machines.helpers import ACTIVE, PLAN_0, C, channel_at, control, message, only
 from tests.machines.listener import OPTIONS, Listener, delivered
 
 TO_S2 = Route(1, single("s2"))
@@ -198,20 +198,3 @@ def test_remembers_a_bounded_number_of_publishers() -> None:
         listener.push("s1", C, message(1, publisher=publisher))
     streams = listener.subscriber._subscriptions[C].sequences.streams  # pyright: ignore[reportPrivateUsage]
     assert len(streams) < many
-
-
-def test_remembers_only_the_latest_incarnation_of_markers() -> None:
-    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
-    for incarnation in range(2000):
-        listener.mark("s2", 1, "s2", incarnation)
-    [place] = listener.subscriber._subscriptions[C].targets.values()  # pyright: ignore[reportPrivateUsage]
-    assert place.first_marker == (1999, 1)
-
-
-@pytest.mark.parametrize(("seen_here", "left"), [(4, False), (5, True), (6, True)])
-def test_a_marker_may_come_round_before_it_is_seen_at_the_new_place(seen_here: int, left: bool) -> None:
-    """The two connections have no order between them."""
-    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
-    assert listener.mark("s1", seen_here, "s2", 1) == []
-    actions = listener.mark("s2", 5, "s2", 1)
-    assert (commands(actions, b"UNSUBSCRIBE") == [(C,)]) == left

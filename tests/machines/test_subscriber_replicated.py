@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dynamoth.control import Marker, RouteNotice
+from dynamoth.control import RouteNotice
 from dynamoth.envelope import FIRST, FORWARDED, ROUTE_CHANGED
 from dynamoth.events import Connect, Disconnect, Pushed
 from dynamoth.names import replica_channel
@@ -39,14 +39,13 @@ from tests.machines.helpers import (
     unknown_entry,
     unknown_notice,
 )
-from tests.machines.listener import INCARNATION, OPTIONS, Listener, delivered
+from tests.machines.listener import ID, INBOX, OPTIONS, Listener, delivered
 
 ALL = ("s1", "s2", "s3")
 EVERY = Assignment(Mode.ALL_SUBSCRIBERS, ALL)
 """A subscriber listens at every replica."""
 ANY = Assignment(Mode.ALL_PUBLISHERS, ALL)
 """A subscriber listens at one of the replicas."""
-ID = 0xABCD
 COPY = FORWARDED | ROUTE_CHANGED
 
 
@@ -100,13 +99,14 @@ def settle_in(listener: Listener, actions: list[Any], plan: Plan) -> list[Any]:
     return [*actions, *listener.verify(actions, plan)]
 
 
-def mark(listener: Listener, server: str, at: Location, number: int = 1) -> list[Any]:
-    """Let a marker of the dispatcher of ``server`` come at a location."""
-    return listener.push(at.server, at.physical, control(Marker(C, server, INCARNATION, number)))
+def mark(listener: Listener, server: str, at: Location) -> list[Any]:
+    """Let the dispatcher of ``server`` answer the latest announcement there, in the inbox at the server of ``at``."""
+    return listener.mark(at.server, server)
 
 
 def joined(actions: list[Any]) -> set[Location]:
-    return {Location(server, args[0]) for server in ALL for args in commands(actions, b"SUBSCRIBE", server)}
+    names = {(server, args[0]) for server in ALL for args in commands(actions, b"SUBSCRIBE", server)}
+    return {Location(server, name) for server, name in names if name != INBOX}
 
 
 def left(actions: list[Any]) -> set[Location]:
@@ -227,26 +227,22 @@ def test_leaves_a_single_server_only_after_markers_of_every_replica(last: str) -
     home = Location("s1", C)
     listener, _, actions = moving(PLAN_0, EVERY)
     assert (joined(actions), left(actions)) == (at(*ALL), set())
-    for server in ALL:
-        [place] = at(server)
-        assert left(mark(listener, server, place)) == set()
     for server in (*(server for server in ALL if server != last), last):
         assert left(mark(listener, server, home)) == ({home} if server == last else set())
 
 
-def test_markers_of_one_replica_that_came_by_another_prove_nothing() -> None:
-    """Each marker is to be seen at its own server's location first: that is where it began."""
+def test_markers_that_come_at_a_server_without_an_old_place_prove_nothing() -> None:
+    """They are behind what was forwarded to their server, and to no other."""
     home = Location("s1", C)
     listener, _, _ = moving(PLAN_0, EVERY)
+    assert left(mark(listener, "s1", home)) == set()
     for server in ALL:
-        mark(listener, "s2", Location(server, REPLICA))
-        assert left(mark(listener, server, home)) == set()
+        for elsewhere in at("s2", "s3"):
+            assert left(mark(listener, server, elsewhere)) == set()
 
 
 def test_leaves_each_replica_of_an_old_set_after_its_own_markers() -> None:
     listener, _, _ = moving(AT_EVERY, single("s2"))
-    target = Location("s2", C)
-    assert left(mark(listener, "s2", target)) == set()
     for place in sorted(at(*ALL), key=repr):
         assert left(mark(listener, "s2", place)) == {place}
 
@@ -270,7 +266,6 @@ def test_moves_between_routes_that_share_servers(old: Assignment, new: Assignmen
     old_places = set(entry.previous[0].listened_at(ID, C))
     new_places = set(entry.route.listened_at(ID, C))
     assert (joined(actions), left(actions)) == (new_places, set())
-    actions = [action for target in new_places for action in mark(listener, target.server, target)]
     for place in old_places:
         assert place not in left(actions)
         actions += [action for target in new_places for action in mark(listener, target.server, place)]
@@ -299,7 +294,7 @@ def test_a_notice_from_every_replica_moves_it_once() -> None:
 
 def test_while_it_leaves_a_replica_set_it_looks_again_at_every_target() -> None:
     listener, active, _ = moving(replicated(Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2"))), EVERY)
-    again = tagged(listener.pass_time(OPTIONS.reverify_s), "verify")
+    again = tagged(listener.pass_time(OPTIONS.look_again_s_max), "verify")
     assert sorted(send.link for send in again) == list(ALL)
     settled = active.settle([C])
     assert left(listener.verify(over("s1", again), settled)) == at("s1", "s2")
@@ -393,7 +388,6 @@ def test_a_move_to_a_replica_that_is_away_goes_to_another_and_nothing_is_missed(
     actions += listener.pass_time(OPTIONS.failover_s)
     assert [connect.link for connect in only(Connect, actions)] == [away.server, there.server]
     actions += listener.verify(listener.up(there.server), active)
-    actions += mark(listener, there.server, there)
     assert left(actions) == set()
     actions += mark(listener, there.server, home)
     assert left(actions) == {home}
@@ -531,13 +525,11 @@ def test_a_move_to_replicas_of_which_one_is_away_keeps_the_old_place() -> None:
     actions += listener.verify([*actions, *listener.up("s2")], active)
     actions += listener.pass_time(OPTIONS.failover_s)
     for server in ("s1", "s2"):
-        actions += mark(listener, server, Location(server, REPLICA))
         actions += mark(listener, server, home)
     assert left(actions) == set()
     assert gaps(actions) == ["server s3 cannot be reached"]
     assert delivered(listener.push("s1", C, message(1))) == [b"m1"]
     listener.verify(listener.up("s3"), active)
-    mark(listener, "s3", Location("s3", REPLICA))
     assert left(mark(listener, "s3", home)) == {home}
 
 
@@ -546,9 +538,7 @@ def test_a_move_away_from_a_replica_that_is_away_ends_when_it_is_back() -> None:
     listener.down("s3")
     listener.pass_time(OPTIONS.failover_s)
     active = phases(AT_EVERY, single("s2"))[1]
-    target = Location("s2", C)
     settle_in(listener, notified(listener, active.entry(C).route, Location("s1", REPLICA)), active)
-    mark(listener, "s2", target)
     for server in ("s1", "s2"):
         assert left(mark(listener, "s2", Location(server, REPLICA))) == at(server)
     assert joined(listener.up("s3")) == at("s3")
@@ -561,7 +551,7 @@ def test_a_move_away_from_a_replica_that_is_away_ends_when_it_is_settled() -> No
     listener.pass_time(OPTIONS.failover_s)
     _, active, settled = phases(AT_EVERY, single("s2"))
     settle_in(listener, notified(listener, active.entry(C).route, Location("s1", REPLICA)), active)
-    listener.verify(listener.pass_time(OPTIONS.reverify_s), settled)
+    listener.verify(listener.pass_time(OPTIONS.look_again_s_max), settled)
     assert joined(listener.up("s3")) == set()
     assert delivered(listener.push("s2", C, message(1))) == [b"m1"]
 
@@ -605,14 +595,14 @@ def test_a_subscription_waits_while_the_stored_mode_is_unknown() -> None:
     [verify] = tagged(listener.up("s1"), "verify")
     [told] = listener.tell(reply(verify, unknown_entry()))
     assert isinstance(told, NewerSoftware)
-    [verify] = tagged(listener.pass_time(OPTIONS.reverify_s), "verify")
+    [verify] = tagged(listener.pass_time(OPTIONS.look_again_s_max), "verify")
     assert listener.tell(reply(verify, unknown_entry())) == []
-    assert listener.verify(listener.pass_time(OPTIONS.reverify_s), PLAN_0) == [SubscriptionConfirmed(C)]
+    assert listener.verify(listener.pass_time(OPTIONS.look_again_s_max), PLAN_0) == [SubscriptionConfirmed(C)]
 
 
 def test_an_unknown_mode_while_it_moves_leaves_it_where_it_is() -> None:
     listener = Listener().confirmed().moving(SETTLED.begin({C: single("s1")}), Route(1, single("s2")))
-    [verify] = tagged(listener.pass_time(OPTIONS.reverify_s), "verify")
+    [verify] = tagged(listener.pass_time(OPTIONS.look_again_s_max), "verify")
     assert [type(each) for each in listener.tell(reply(verify, unknown_entry(5)))] == [NewerSoftware]
     assert delivered([*listener.push("s1", C, message(1)), *listener.push("s2", C, message(2))]) == [b"m1", b"m2"]
     assert listener.plan.route(C) == Route(1, single("s2"))

@@ -115,7 +115,7 @@ def hostile(channels: list[bytes], seed: int) -> Iterator[tuple[bytes, bytes, by
             sealed = seal(chance.getrandbits(64), number, chance.randrange(10), b"junk")
             routes = [Route(2**31, single("s9")), Route(2**31, single("s2")), Route(2**31, single("s1"))]
             notice = seal_control(RouteNotice(channel, chance.choice(routes)))
-            marker = seal_control(Marker(channel, "s1", chance.getrandbits(63), number))
+            marker = seal_control(Marker(channel, "s1", number))
             broken = sealed[: chance.randrange(1, len(sealed))] if number % 2 else sealed[:1] + chance.randbytes(60)
             yield b"PUBLISH", channel, chance.choice([broken, notice, marker])
 
