@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,15 @@ from dynamoth import stored_plan
 from dynamoth.events import Connect, Disconnect, LinkDown, LinkUp, Replied, Send, Start, Tick
 from dynamoth.plan import Plan
 from dynamoth_client.local_plan import LocalPlan
-from dynamoth_client.publisher import Publish, Published, PublisherMachine, PublisherOptions, PublishFailed
+from dynamoth_client.publisher import (
+    Publish,
+    PublishAll,
+    Published,
+    PublishedAll,
+    PublisherMachine,
+    PublisherOptions,
+    PublishFailed,
+)
 from dynamoth_client.subscriber import (
     Deliver,
     GapDetected,
@@ -231,17 +239,30 @@ class PublisherApp:
 
     def publish(self, channel: bytes, size_bytes: int = 0) -> int:
         """Publish the next message on ``channel``, padded to ``size_bytes``; return its number."""
+        number, payload = self._begin(channel)
+        self.process.handle(Publish((channel, number), channel, payload.ljust(size_bytes, b"_")))
+        return number
+
+    def publish_all(self, channels: Iterable[bytes]) -> None:
+        """Publish the next message on each of these channels, together."""
+        begun = [(channel, *self._begin(channel)) for channel in channels]
+        self.process.handle(PublishAll([((channel, number), channel, payload) for channel, number, payload in begun]))
+
+    def _begin(self, channel: bytes) -> tuple[int, bytes]:
+        """Begin the next message on ``channel``; return its number and its payload."""
         number = self._numbers[channel] = self._numbers.get(channel, 0) + 1
         self._unended[channel, number] = None
         now = self._world.now
         self._audit.published(self.name, channel, number, now)
         payload = make_payload(self.name, number)
         self._world.trace.add((now, "begins to publish", self.name, None, channel, payload, None))
-        payload = payload.ljust(size_bytes, b"_")
-        self.process.handle(Publish((channel, number), channel, payload))
-        return number
+        return number, payload
 
     def _acted(self, action: Any) -> None:
+        if type(action) is PublishedAll:
+            for outcome in action.outcomes:
+                self._acted(Published(*outcome))
+            return
         channel, number = action.token
         del self._unended[channel, number]
         receivers = action.receivers if type(action) is Published else None

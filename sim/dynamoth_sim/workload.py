@@ -174,12 +174,11 @@ class Workload:
             app.publish(self._random.choice(channels))
 
     def _burst(self, app: PublisherApp, channels: list[bytes]) -> None:
-        """Publish without waiting for what has begun."""
+        """Publish several together, without waiting for what has begun."""
         if self.stopped or not app.process.alive:
             return
         count = self._random.randint(1, self.options.burst_max)
-        for _ in range(count):
-            self._publish(app, channels)
+        app.publish_all([self._random.choice(channels) for _ in range(count)])
         self.cluster.world.after(count * self.options.think_s_max * self._random.random(), self._burst, app, channels)
 
     def _start_raw(self, name: str, url: str) -> None:
