@@ -1,8 +1,8 @@
 """Redis' own glob patterns, as ``stringmatchlen`` of its ``util.c`` understands them, and what is made of them here.
 
 ``*`` any bytes, ``?`` one byte, ``[abc]``, ``[a-z]``, ``[^a]`` one of a class, backslash the next byte as it is. Where
-Redis surprises, so does this: a pattern of stars does not match the empty name, ``]`` at once ends a class, a class that
-is not closed ends with the pattern, and ranges compare signed bytes (as on x86).
+Redis surprises, so does this: a pattern of stars does not match the empty name, ``]`` always ends a class, one that is
+not closed ends with the pattern, and ranges compare signed bytes (as on x86).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth_client._acks import Ack, Acks
+from dynamoth_client._acks import Ack, Acks, Subject
 
 
 def _subscribed(acks: Acks, *channels: bytes) -> None:
@@ -32,7 +32,7 @@ def test_a_held_acknowledgement_can_be_released_before_its_turn() -> None:
     acks = Acks()
     _subscribed(acks, b"slow", b"quick")
     acks.confirmed(b"quick")
-    assert set(acks.held) == {b"quick"}
+    assert set(acks.held) == {Subject(b"quick")}
     assert acks.release(b"quick") == [Ack("subscribe", b"quick", 1)]
     assert acks.release(b"quick") == []
     assert acks.confirmed(b"slow") == [Ack("subscribe", b"slow", 2)]

@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dynamoth.names import RESERVED_PREFIX, logical_channel, replica_channel
-from dynamoth_client._glob import SPLIT_MAX, compile_glob, physical_patterns
 from dynamoth_cli.embedded import EmbeddedRedis
+from dynamoth_client._glob import SPLIT_MAX, compile_glob, physical_patterns
 
 LETTERS = (b"a", b"b", b"c", b"_", b":", b"]", b"^", b"-", b"\\", b"\xff", b"\x80", b"\n", b"\0", b"*")
 PIECES = (*LETTERS, b"*", b"?", b"[", b"[", b"[ab]", b"[^_", b"a-c")
@@ -28,13 +28,14 @@ class RealRedis:
     """Tells whether a real server takes a name for a match."""
 
     def __init__(self, port: int) -> None:
-        self._client: Any = redis.Redis(port=port)
-        self._pubsub: Any = self._client.pubsub()
+        client: Any = redis.Redis
+        self._client = client(port=port)
+        self._pubsub = self._client.pubsub()
 
     def matches(self, pattern: bytes, name: bytes) -> bool:
         self._pubsub.psubscribe(pattern)
         self._acknowledged("psubscribe")
-        matched = self._client.execute_command("PUBLISH", name, "x") == 1
+        matched: bool = self._client.execute_command("PUBLISH", name, "x") == 1
         self._pubsub.punsubscribe(pattern)
         self._acknowledged("punsubscribe")
         return matched
