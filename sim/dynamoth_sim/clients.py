@@ -378,7 +378,7 @@ class PatternSubscriberApp:
                 self._note("has ended", pattern)
                 self._audit.pattern_ended(self.audited(pattern), now)
             case PatternGapDetected(pattern, channel, publisher, count, reason):
-                self._note(f"GAP of {channel}, {count}: {reason}", pattern)
+                self._note(f"GAP of {channel!r}, {count}: {reason}", pattern)
                 if channel is None:
                     self._audit.pattern_gap(self.audited(pattern), now)
                     return
