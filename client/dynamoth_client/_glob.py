@@ -10,15 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import islice
-from typing import Final
 
 from dynamoth.names import RESERVED_PREFIX, replica_pattern
 
-_STAR: Final = None
 _ANY = frozenset(range(256))
 
 _Token = frozenset[int] | None
-"""One byte out of a set, or ``*``."""
+"""One byte out of a set; None is a star."""
 
 _Tokens = tuple[_Token, ...]
 
@@ -56,8 +54,8 @@ def _parse(pattern: bytes) -> _Tokens:
         byte = pattern[at]
         at += 1
         if byte == ord("*"):
-            if not tokens or tokens[-1] is not _STAR:
-                tokens.append(_STAR)
+            if not tokens or tokens[-1] is not None:
+                tokens.append(None)
         elif byte == ord("?"):
             tokens.append(_ANY)
         elif byte == ord("["):
@@ -98,9 +96,9 @@ def _expression(tokens: _Tokens) -> re.Pattern[bytes]:
     """A star takes as little as what follows needs, and never more: so the time is bounded as Redis' is."""
     parts: list[bytes] = [b"(?s)"]
     open_star = False
-    stars = sum(token is _STAR for token in tokens)
+    stars = sum(token is None for token in tokens)
     for token in tokens:
-        if token is not _STAR:
+        if token is not None:
             parts.append(_class_expression(token))
             continue
         if open_star:
@@ -108,7 +106,7 @@ def _expression(tokens: _Tokens) -> re.Pattern[bytes]:
         stars -= 1
         open_star = stars > 0
         parts.append(b"(?>.*?" if open_star else b".*")
-    if all(token is _STAR for token in tokens) and tokens:
+    if all(token is None for token in tokens) and tokens:
         parts = [b"(?s).+"]
     return re.compile(b"".join(parts))
 
@@ -123,7 +121,7 @@ def _class_expression(members: frozenset[int]) -> bytes:
 
 def _glob(tokens: _Tokens) -> bytes:
     """Return a pattern of these tokens."""
-    return b"".join(b"*" if token is _STAR else _class_glob(token) for token in tokens)
+    return b"".join(b"*" if token is None else _class_glob(token) for token in tokens)
 
 
 def _class_glob(members: frozenset[int]) -> bytes:
@@ -150,9 +148,9 @@ def _outside(tokens: _Tokens, prefix: bytes) -> Iterator[_Tokens]:
         return
     first, rest = tokens[0], tokens[1:]
     head = prefix[0]
-    if first is _STAR:
+    if first is None:
         yield from _outside(rest, prefix)
-        yield (_ANY - {head}, _STAR, *rest)
+        yield (_ANY - {head}, None, *rest)
         deeper = _outside(tokens, prefix[1:])
     elif head not in first:
         yield tokens

@@ -19,9 +19,8 @@ PIECES = (*LETTERS, b"*", b"?", b"[", b"[", b"[ab]", b"[^_", b"a-c")
 
 patterns = st.lists(st.sampled_from(PIECES), min_size=1, max_size=8).map(b"".join)
 names = st.lists(st.sampled_from(LETTERS), max_size=6).map(b"".join)
-near_reserved = st.builds(
-    lambda length, tail: RESERVED_PREFIX[:length] + tail, st.integers(0, len(RESERVED_PREFIX)), names
-)
+lengths = st.integers(0, len(RESERVED_PREFIX))
+near_reserved = st.tuples(lengths, names).map(lambda drawn: RESERVED_PREFIX[: drawn[0]] + drawn[1])
 
 
 class RealRedis:
