@@ -66,7 +66,7 @@ async def _use(client: Any, pubsub: Any) -> list[Any]:
 
 def test_patterns_are_as_redis_py_has_them(cluster: StoredCluster) -> None:
     async def test() -> None:
-        plain = redis.asyncio.Redis(port=cluster.servers["s1"].port)
+        plain: Any = redis.asyncio.Redis(port=cluster.servers["s1"].port)
         async with plain, plain.pubsub() as plain_pubsub:
             expected = await _use(plain, plain_pubsub)
         async with from_url(cluster.url) as client, client.pubsub() as pubsub:
@@ -329,7 +329,8 @@ def test_plain_redis_clients_are_heard_once_wherever_they_publish(whole_cluster:
             await _confirmed(pubsub, "pla*")
             for server in ("s1", "s2"):
                 port = whole_cluster.redis[server].port
-                async with redis.asyncio.Redis(port=port, password=whole_cluster.password) as plain:
+                client_of_one: Any = redis.asyncio.Redis(port=port, password=whole_cluster.password)
+                async with client_of_one as plain:
                     await plain.publish(channel, f"raw at {server}")
                 assert await _next(pubsub) == _pmessage(b"pla*", b"plain", f"raw at {server}".encode())
             await client.publish(channel, "last")
