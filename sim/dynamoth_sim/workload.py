@@ -24,7 +24,7 @@ class WorkloadOptions:
     publishers: int = 3
     #: Clients that subscribe, each with one or two PubSubs.
     subscribers: int = 3
-    #: Clients that subscribe to patterns, each with one PubSub.
+    #: Clients that subscribe to patterns, each with one or two PubSubs.
     pattern_subscribers: int = 1
     raw_publishers: int = 0
     #: Players of RGame, who publish and subscribe, on channels of their own.
@@ -140,7 +140,8 @@ class Workload:
             client = self.cluster.add_client(f"c{number}", self._random.randint(1, 2))
             self._start(client, self._subscriber_ready)
         for number in range(options.pattern_subscribers):
-            self._start(self.cluster.add_client(f"t{number}", 0, 1), self._pattern_subscriber_ready)
+            client = self.cluster.add_client(f"t{number}", 0, self._random.randint(1, 2))
+            self._start(client, self._pattern_subscriber_ready)
         game = GameWorld(tiles_per_side=2, speed_m_per_s=30.0, pause_s_max=0.2, updates_per_s=15.0)
         for number in range(options.players):
             client = self.cluster.add_client(f"g{number}", 1)
