@@ -21,14 +21,9 @@ from dynamoth_client._acks import HOLD_S_MAX, Ack, Acks, Subject
 from dynamoth_client._queue import Failure, GapInfo, MessageQueue, Notice
 from dynamoth_client._watch import LinkClosed, LinkOpened, Ping, Ponged, Unreachable, WatchedSubscriber
 from dynamoth_client.local_plan import LocalPlan, NewerSoftware
+from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected
 from dynamoth_client.pattern_subscription import PatternMessage
-from dynamoth_client.patterns import (
-    DeliverMatched,
-    PatternGapDetected,
-    PatternMachine,
-    SubscribePatterns,
-    UnsubscribePatterns,
-)
+from dynamoth_client.patterns import PatternMachine, SubscribePatterns, UnsubscribePatterns
 from dynamoth_client.subscriber import (
     Deliver,
     GapDetected,

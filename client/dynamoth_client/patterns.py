@@ -13,11 +13,7 @@ replicated channels, whose physical names carry a prefix, and one or more for al
 * While there are patterns, the header is read again at every server now and then.
 
 Whatever is published reaches some server, where it is seen; so nothing depends on dispatchers, on notices or on where
-channels are. Copies (by a dispatcher, of a publisher that sends to all replicas or sends again) are told by their
-numbers: each (pattern, channel) has its :class:`Sequences`. As the messages of one publisher may come over several
-connections, the first one of an unknown publisher waits for its predecessor if that is owed.
-
-Raw messages are delivered where they were published. What a dispatcher has numbered itself (RAW) is a copy of one.
+channels are. Which message is delivered to which pattern is decided in ``pattern_messages.py``.
 
 After a lost connection everything is subscribed to again. The application gets a gap event for each confirmed pattern
 when the server has taken the subscription: before any message that comes after the gap.
@@ -33,44 +29,21 @@ from itertools import count
 from typing import Any
 
 from dynamoth import stored_plan
-from dynamoth.envelope import (
-    CONTROL,
-    HEADER_BYTES,
-    HEARTBEAT,
-    KNOWN_FLAGS,
-    MAGIC,
-    QUIET_BITS,
-    QUIET_MS_MAX,
-    RAW,
-    ROUTE_CHANGED,
-    Envelope,
-    open_envelope,
-    unpack_header,
-)
 from dynamoth.errors import MalformedMessage
 from dynamoth.events import Connect, Disconnect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
 from dynamoth.names import RESERVED_PREFIX
 from dynamoth_client.local_plan import LocalPlan
+from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected, PatternMessages
 from dynamoth_client.pattern_subscription import (
     MatchedChannel,
     PatternLink,
     PatternMessage,
-    PatternName,
     PatternPlace,
     PatternSubscription,
 )
-from dynamoth_client.sequences import Gap, Sequences
 from dynamoth_client.subscriber import SubscriptionConfirmed, SubscriptionEnded, SubscriptionFailed
 
-_UNUSUAL = CONTROL | HEARTBEAT | RAW
-
-_IGNORED = CONTROL | RAW
-"""What is for those who listen to channels by name: notices, and copies of raw messages."""
-
 _NO_PERMISSION = ("NOPERM", "NOAUTH")
-
-KNOWN_MAX_RATIO = 4
-"""How many physical channels per remembered channel are known to a name at most; past it all are looked at again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,24 +83,6 @@ class UnsubscribePatterns:
     patterns: tuple[bytes, ...]
 
 
-@dataclass(slots=True)
-class DeliverMatched:
-    """Action: messages for the application, in order."""
-
-    messages: list[PatternMessage]
-
-
-@dataclass(slots=True)
-class PatternGapDetected:
-    """Action: messages of a pattern were, or may have been, lost (G5). None means unknown, or any."""
-
-    pattern: bytes
-    channel: bytes | None
-    publisher: int | None
-    count: int | None
-    reason: str
-
-
 class PatternMachine:
     """Subscribes to patterns for one PubSub. See the module's text.
 
@@ -153,8 +108,6 @@ class PatternMachine:
         self._ending: dict[bytes, PatternSubscription] = {}
         #: What was delivered of patterns that were unsubscribed, oldest first: nothing of it may come again.
         self._ended: dict[bytes, dict[bytes, MatchedChannel]] = {}
-        #: What servers know to whom it belongs, ending patterns included: the hot path's first look-up.
-        self._names: dict[bytes, PatternName] = {}
         self._links: dict[str, PatternLink] = {}
         #: Readings of headers so far; each has a number.
         self._readings = 0
@@ -166,6 +119,9 @@ class PatternMachine:
         #: (time, tie-breaker, what, argument): wishes for a later time. A wish may be out of date when its time comes.
         self._wishes: list[tuple[float, int, str, Any]] = []
         self._wish_numbers = count()
+        self._messages = PatternMessages(
+            self.options.hold_s_max, self.options.channels_max, self.counters, self._wish_to_expire
+        )
 
     def handle(self, event: Any, now: float) -> list[Any]:
         """Take one event; return the actions to execute, in order."""
@@ -215,10 +171,7 @@ class PatternMachine:
         subscription = PatternSubscription(pattern, self._ended.pop(pattern, {}))
         subscription.begin_anew()
         self._patterns[pattern] = subscription
-        for name in subscription.names:
-            known = self._names.setdefault(name, PatternName())
-            known.users[subscription] = None
-            known.known.clear()
+        self._messages.add(subscription)
         self._idle_since = None
         if not self._reads_headers:
             self._reads_headers = True
@@ -241,7 +194,7 @@ class PatternMachine:
         lost = next((place.lost for place in subscription.places.values() if place.lost is not None), None)
         actions: list[Any] = [] if lost is None else [PatternGapDetected(pattern, None, None, None, lost)]
         for server in list(subscription.places):
-            names = self._unshared(subscription)
+            names = self._messages.unshared(subscription)
             if self._links[server].up and names:
                 actions += self._send_punsubscribe(server, names)
             else:
@@ -251,8 +204,8 @@ class PatternMachine:
     def _drop(self, subscription: PatternSubscription, now: float) -> list[Any]:
         """End a pattern at once, whatever is on its way."""
         self._forget_pattern(subscription, now)
-        names = self._unshared(subscription)
-        self._release_names(subscription)
+        names = self._messages.unshared(subscription)
+        self._messages.remove(subscription)
         servers = [server for server in subscription.places if self._links[server].up]
         return [action for server in servers if names for action in self._send_punsubscribe(server, names)]
 
@@ -265,30 +218,13 @@ class PatternMachine:
             self._idle_since = now
             self._wish(now + self.options.link_idle_s, "idle", None)
 
-    def _unshared(self, subscription: PatternSubscription) -> tuple[bytes, ...]:
-        """Return the names of a pattern that no other one needs."""
-        others = self._patterns
-        return tuple(
-            name
-            for name in subscription.names
-            if not any(user is not subscription and user.pattern in others for user in self._names[name].users)
-        )
-
-    def _release_names(self, subscription: PatternSubscription) -> None:
-        for name in subscription.names:
-            known = self._names[name]
-            del known.users[subscription]
-            known.known.clear()
-            if not known.users:
-                del self._names[name]
-
     def _ended_if_gone(self, subscription: PatternSubscription, now: float) -> list[Any]:
         """Tell the application of the end when no server is left; begin anew if it has subscribed again."""
         if subscription.places:
             return []
         pattern = subscription.pattern
         del self._ending[pattern]
-        self._release_names(subscription)
+        self._messages.remove(subscription)
         actions: list[Any] = [SubscriptionEnded(pattern)] * subscription.ends_owed
         for _ in range(subscription.confirmations_owed):
             actions += self._subscribe(pattern, now)
@@ -492,134 +428,16 @@ class PatternMachine:
     def _pushed(self, event: Pushed, now: float) -> list[Any]:
         actions: list[Any] = []
         delivered: list[PatternMessage] = []
-        names = self._names
+        take = self._messages.take
         for push in event.messages:
-            if push[0] != b"pmessage":
-                more = self._acknowledged(event.link, push, now)
-                if more:
-                    if delivered:
-                        actions.append(DeliverMatched(delivered))
-                        delivered = []
-                    actions += more
-                continue
-            name = names.get(push[1])
-            if name is None:
-                continue
-            found = name.known.get(push[2])
-            if found is None:
-                found = self._find(push[1], name, push[2], now)
-            for matched in found:
-                more = self._arrived(matched, push[3], now, delivered)
-                if more:
-                    if delivered:
-                        actions.append(DeliverMatched(delivered))
-                        delivered = []
-                    actions += more
+            more = take(push, now, delivered) if push[0] == b"pmessage" else self._acknowledged(event.link, push, now)
+            if more:
+                if delivered:
+                    actions.append(DeliverMatched(delivered))
+                    delivered = []
+                actions += more
         if delivered:
             actions.append(DeliverMatched(delivered))
-        return actions
-
-    def _arrived(self, matched: MatchedChannel, data: bytes, now: float, delivered: list[PatternMessage]) -> list[Any]:
-        """Take one message: add it to ``delivered`` where it is the expected one, else return what is to be done."""
-        pattern = matched.pattern
-        matched.seen_at = now
-        if data[:3] != MAGIC or len(data) < HEADER_BYTES or data[3] & ~KNOWN_FLAGS:
-            self.counters["malformed_messages"] += data[:3] == MAGIC
-            payload = data
-        else:
-            _, flags, publisher, number, _ = unpack_header(data)
-            sequence = number >> QUIET_BITS
-            stream = matched.sequences.streams.get(publisher)
-            if flags & _UNUSUAL or stream is None or (expected := stream.next) is None:
-                return self._unusual(matched, open_envelope(data), now)
-            if stream.begun_in_doubt_at <= sequence < expected:
-                return []  # a duplicate: many, under ALL_PUBLISHERS and while the channel moves
-            if sequence != expected or stream.held:
-                return self._unusual(matched, open_envelope(data), now)
-            stream.next = sequence + 1
-            payload = data[HEADER_BYTES:]
-        message = PatternMessage(pattern.pattern, matched.channel, payload)
-        if pattern.confirmed:
-            delivered.append(message)
-        else:
-            pattern.keep(message)
-        return []
-
-    def _find(
-        self, server_pattern: bytes, name: PatternName, physical: bytes, now: float
-    ) -> tuple[MatchedChannel, ...]:
-        """Find out to whom messages on a physical channel go that come under one name."""
-        found: list[MatchedChannel] = []
-        for subscription in list(name.users):
-            channel = subscription.channel_of(server_pattern, physical)
-            if channel is None:
-                continue
-            matched = subscription.channels.get(channel)
-            if matched is None:
-                self._make_room(subscription, now)
-                matched = MatchedChannel(subscription, channel, Sequences(self.options.hold_s_max))
-                subscription.channels[channel] = matched
-            found.append(matched)
-        if len(name.known) >= KNOWN_MAX_RATIO * self.options.channels_max:
-            name.known.clear()
-        name.known[physical] = tuple(found)
-        return name.known[physical]
-
-    def _make_room(self, subscription: PatternSubscription, now: float) -> None:
-        channels = subscription.channels
-        if len(channels) < self.options.channels_max:
-            return
-        idle = [each for each in channels.values() if not any(s.held for s in each.sequences.streams.values())]
-        idle.sort(key=lambda matched: matched.seen_at)
-        for matched in idle[: max(1, self.options.channels_max // 4)]:
-            del channels[matched.channel]
-        subscription.forgotten_at = now
-        for name in subscription.names:
-            self._names[name].known.clear()
-
-    def _unusual(self, matched: MatchedChannel, envelope: Envelope, now: float) -> list[Any]:
-        """Take a message that is not simply the expected one of a known publisher."""
-        flags = envelope.flags
-        if flags & _IGNORED:
-            return []
-        sequences = matched.sequences
-        if flags & HEARTBEAT:
-            stream = sequences.streams.get(envelope.publisher)
-            if stream is None or stream.next is None:
-                return []  # what it tells of is seen where it was published, or its loss is told with a connection's
-        subscription = matched.pattern
-        subscription.is_new = False
-        since = max(subscription.confirmed_at, subscription.forgotten_at)
-        owed = envelope.quiet_ms < QUIET_MS_MAX and since <= now - envelope.quiet_ms / 1000
-        # The previous message may come over another connection, whether the publisher has changed its route or not.
-        outcomes = sequences.arrive(
-            envelope.publisher, envelope.sequence, flags | ROUTE_CHANGED, envelope.payload, now, owed
-        )
-        self._watch(matched, envelope.publisher)
-        return self._outcomes(matched, outcomes)
-
-    def _watch(self, matched: MatchedChannel, publisher: int) -> None:
-        if (expiry := matched.sequences.watch(publisher)) is not None:
-            self._wish(expiry, "expire", (matched, publisher))
-
-    @staticmethod
-    def _outcomes(matched: MatchedChannel, outcomes: Sequence[bytes | Gap]) -> list[Any]:
-        subscription, channel = matched.pattern, matched.channel
-        pattern = subscription.pattern
-        actions: list[Any] = []
-        for outcome in outcomes:
-            if isinstance(outcome, Gap):
-                if subscription.confirmed:  # else what is missing was owed to nobody
-                    gap = PatternGapDetected(pattern, channel, outcome.publisher, outcome.count, outcome.reason)
-                    actions.append(gap)
-                continue
-            message = PatternMessage(pattern, channel, outcome)
-            if not subscription.confirmed:
-                subscription.keep(message)
-            elif actions and isinstance(actions[-1], DeliverMatched):
-                actions[-1].messages.append(message)
-            else:
-                actions.append(DeliverMatched([message]))
         return actions
 
     # Acknowledgements.
@@ -633,9 +451,8 @@ class PatternMachine:
 
     def _subscribed(self, link: str, name: bytes) -> list[Any]:
         """A subscription takes effect: what came before was of an earlier one, or before a gap."""
-        known = self._names.get(name)
         actions: list[Any] = []
-        for subscription in known.users if known is not None else ():
+        for subscription in self._messages.users(name):
             place = subscription.places.get(link)
             if place is None or subscription.ends_owed:
                 continue
@@ -655,15 +472,17 @@ class PatternMachine:
             if link.unsubscribing[name]:
                 return []
             del link.unsubscribing[name]
-        known = self._names.get(name)
-        ending = [user for user in known.users if user.ends_owed] if known is not None else []
-        done = [user for user in ending if not any(own in link.unsubscribing for own in user.names)]
+        ending = [user for user in self._messages.users(name) if user.ends_owed]
+        done = [user for user in ending if link.unsubscribing.keys().isdisjoint(user.names)]
         return [action for subscription in done for action in self._left(subscription, link_name, now)]
 
     # Time.
 
     def _wish(self, at: float, what: str, argument: Any) -> None:
         heapq.heappush(self._wishes, (at, next(self._wish_numbers), what, argument))
+
+    def _wish_to_expire(self, at: float, matched: MatchedChannel, publisher: int) -> None:
+        self._wish(at, "expire", (matched, publisher))
 
     def _tick(self, now: float) -> list[Any]:
         actions: list[Any] = []
@@ -672,7 +491,8 @@ class PatternMachine:
             match what:
                 case "expire":
                     matched, publisher = argument
-                    actions += self._expire(matched, publisher, now)
+                    if self._patterns.get(matched.pattern.pattern) is matched.pattern:
+                        actions += self._messages.expire(matched, publisher, now)
                 case "headers":
                     actions += self._read_again(now)
                 case "read":
@@ -688,14 +508,6 @@ class PatternMachine:
                     self._forget_idle()
                     self._wish(now + self.options.stream_idle_s, "forget", None)
         return actions
-
-    def _expire(self, matched: MatchedChannel, publisher: int, now: float) -> list[Any]:
-        subscription = matched.pattern
-        if self._patterns.get(subscription.pattern) is not subscription:
-            return []
-        outcomes = matched.sequences.expire(publisher, now)
-        self._watch(matched, publisher)
-        return self._outcomes(matched, outcomes)
 
     def _read_again(self, now: float) -> list[Any]:
         """Look everywhere for servers that have come or gone."""

@@ -11,14 +11,8 @@ from dynamoth.events import Connect, Disconnect, LinkDown, LinkUp, Replied, Send
 from dynamoth.plan import Plan
 from dynamoth_client._glob import compile_glob
 from dynamoth_client.local_plan import LocalPlan
-from dynamoth_client.patterns import (
-    DeliverMatched,
-    PatternGapDetected,
-    PatternMachine,
-    PatternOptions,
-    SubscribePatterns,
-    UnsubscribePatterns,
-)
+from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected
+from dynamoth_client.patterns import PatternMachine, PatternOptions, SubscribePatterns, UnsubscribePatterns
 from dynamoth_client.publisher import Publish, Published, PublisherMachine, PublisherOptions, PublishFailed
 from dynamoth_client.subscriber import (
     Deliver,

@@ -29,6 +29,7 @@ from dynamoth_balancer.installer import Installer
 from dynamoth_balancer.model import ClusterModel
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_client.local_plan import LocalPlan
+from dynamoth_client.pattern_messages import PatternMessages
 from dynamoth_client.pattern_subscription import MatchedChannel, PatternMessage
 from dynamoth_client.patterns import PatternMachine
 from dynamoth_client.publication import Waiting
@@ -394,14 +395,14 @@ def every_copy_for_patterns() -> AbstractContextManager[None]:
     """Subscribers to patterns deliver whatever comes, copies included."""
 
     def deliver(
-        self: PatternMachine, matched: MatchedChannel, data: bytes, now: float, delivered: list[PatternMessage]
+        self: PatternMessages, matched: MatchedChannel, data: bytes, now: float, delivered: list[PatternMessage]
     ) -> list[Any]:
         envelope = open_envelope(data)
         if not envelope.flags & (CONTROL | HEARTBEAT):
             delivered.append(PatternMessage(matched.pattern.pattern, matched.channel, envelope.payload))
         return []
 
-    return replaced(PatternMachine, _arrived=deliver)
+    return replaced(PatternMessages, _arrived=deliver)
 
 
 def no_pattern_for_replicas() -> AbstractContextManager[None]:

@@ -12,15 +12,9 @@ from dynamoth.events import Connect, Disconnect, ErrorReply, Pushed, Replied, Se
 from dynamoth.names import replica_channel, replica_pattern
 from dynamoth.plan import Plan, Server
 from dynamoth_client.local_plan import LocalPlan
+from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected
 from dynamoth_client.pattern_subscription import PatternMessage
-from dynamoth_client.patterns import (
-    DeliverMatched,
-    PatternGapDetected,
-    PatternMachine,
-    PatternOptions,
-    SubscribePatterns,
-    UnsubscribePatterns,
-)
+from dynamoth_client.patterns import PatternMachine, PatternOptions, SubscribePatterns, UnsubscribePatterns
 from dynamoth_client.subscriber import SubscriptionConfirmed, SubscriptionEnded, SubscriptionFailed
 from tests.machines.helpers import PLAN_0, RUN, SERVERS, URLS, Subject, commands, control, header_reply, message, only
 
