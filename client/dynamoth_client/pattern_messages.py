@@ -123,7 +123,7 @@ class PatternMessages:
     # Messages.
 
     def take(self, push: Sequence[Any], now: float, delivered: list[PatternMessage]) -> list[Any]:
-        """Take one ``pmessage``: add it to ``delivered`` if it is expected, else return what is to be done behind that."""
+        """Take one ``pmessage``: add it to ``delivered`` if it is expected, else return what to do behind those."""
         name = self._names.get(push[1])
         if name is None:
             return []
