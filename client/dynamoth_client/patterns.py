@@ -237,7 +237,10 @@ class PatternMachine:
         servers = self._plan.servers
         actions: list[Any] = []
         for id_, link in list(self._links.items()):
-            if id_ not in servers or servers[id_].url != link.url:
+            is_listed = id_ in servers and servers[id_].url == link.url
+            if (
+                not is_listed and self._links.get(id_) is link
+            ):  # leaving one may let a pattern begin anew, and call this
                 actions += self._leave_server(id_, now)
         for id_, server in servers.items():
             if id_ in self._links:

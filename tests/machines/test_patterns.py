@@ -16,7 +16,19 @@ from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected
 from dynamoth_client.pattern_subscription import PatternMessage
 from dynamoth_client.patterns import PatternMachine, PatternOptions, SubscribePatterns, UnsubscribePatterns
 from dynamoth_client.subscriber import SubscriptionConfirmed, SubscriptionEnded, SubscriptionFailed
-from tests.machines.helpers import PLAN_0, RUN, SERVERS, URLS, Subject, commands, control, header_reply, message, only
+from tests.machines.helpers import (
+    PLAN_0,
+    RUN,
+    SERVERS,
+    URLS,
+    Subject,
+    commands,
+    control,
+    header_reply,
+    message,
+    only,
+    over,
+)
 
 OPTIONS = PatternOptions(header_interval_s=1000.0)
 P = b"news.*"
@@ -406,6 +418,19 @@ def test_a_server_that_has_another_address_is_connected_there() -> None:
     matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed()
     told = matcher.answer([matcher.pass_time(3.0)[0]], moved)
     assert told == [Disconnect("s3"), Connect("s3", "redis://new:6379")]
+
+
+def test_servers_that_leave_may_be_the_last_that_an_ending_pattern_waits_for() -> None:
+    shrunk = replace(Plan.initial(SERVERS[:1], virtual_nodes=8), version=5)
+    matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed(P, b"other")
+    ends = only(Send, matcher.unsubscribe())
+    matcher.subscribe()
+    matcher.answer(ends[:1])
+    matcher.down("s3")
+    told = matcher.answer([matcher.pass_time(3.0)[0]], shrunk)
+    assert [action for action in told if not isinstance(action, Send)][:2] == [Disconnect("s2"), SubscriptionEnded(P)]
+    assert only(Disconnect, told) == [Disconnect("s2"), Disconnect("s3")]
+    assert matcher.answer(over("s1", told), shrunk) == [SubscriptionConfirmed(P)]
 
 
 # Ends.
