@@ -170,6 +170,7 @@ def _live(cluster: Cluster, profile: Profile) -> list[Violation]:
     world.run_until(world.now + ROUND_S)
     _check_receivers(cluster, workload)
     world.run_until(world.now + ROUND_S)
+    violations += _settle(cluster, workload)  # where the balancer goes by load, it may have begun something again
     violations += _check_places(cluster, workload)
     world.run_until(world.now + HOLD_S_MAX)
     return [*violations, *cluster.audit.finish(world.now)]
