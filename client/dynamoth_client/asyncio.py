@@ -14,6 +14,9 @@ from typing import Any, cast
 import redis.asyncio
 import redis.exceptions
 
+# What is not ours is redis-py's: its __all__, whatever its version.
+from redis.asyncio import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary, reportAssignmentType]
+
 from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES
 from dynamoth.plan import Mode
 from dynamoth_client._cluster import Cluster
@@ -30,7 +33,8 @@ from dynamoth_client._settings import (
 )
 from dynamoth_link.urls import ServerAddress
 
-__all__ = ["ChannelPlan", "GapInfo", "GuaranteesOff", "PubSub", "Redis", "from_url"]
+__all__ = ["ChannelPlan", "GapInfo", "GuaranteesOff", "PubSub", "Redis", "StrictRedis", "from_url"]
+__all__ += redis.asyncio.__all__  # pyright: ignore[reportUnsupportedDunderAll]  # of a module in a package
 
 
 class GuaranteesOff(UserWarning):
@@ -46,7 +50,7 @@ class ChannelPlan:
     epoch: int
 
 
-class Redis(redis.asyncio.Redis):
+class Redis(redis.asyncio.Redis):  # type: ignore[no-redef]  # instead of redis-py's
     """A ``redis.asyncio.Redis`` whose ``publish`` and ``pubsub`` use all servers of a Dynamoth cluster.
 
     Every other command (GET, SET, pipelines, ``monitor`` ...) goes to the *first* server named, through redis-py and
@@ -208,6 +212,9 @@ class Redis(redis.asyncio.Redis):
         return encoded if type(encoded) is bytes else bytes(encoded)
 
 
-def from_url(url: str, **kwargs: Any) -> Redis:
+StrictRedis = Redis  # type: ignore[misc]  # instead of redis-py's
+
+
+def from_url(url: str, **kwargs: Any) -> Redis:  # type: ignore[no-redef]  # instead of redis-py's
     """Make a client from a URL; see :meth:`Redis.from_url`."""
     return Redis.from_url(url, **kwargs)
