@@ -14,9 +14,6 @@ from typing import Any, cast
 import redis.asyncio
 import redis.exceptions
 
-# What is not ours is redis-py's: its __all__, whatever its version.
-from redis.asyncio import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary, reportAssignmentType]
-
 from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES
 from dynamoth.plan import Mode
 from dynamoth_client._cluster import Cluster
@@ -34,7 +31,7 @@ from dynamoth_client._settings import (
 from dynamoth_link.urls import ServerAddress
 
 __all__ = ["ChannelPlan", "GapInfo", "GuaranteesOff", "PubSub", "Redis", "StrictRedis", "from_url"]
-__all__ += redis.asyncio.__all__  # pyright: ignore[reportUnsupportedDunderAll]  # of a module in a package
+__all__ += redis.asyncio.__all__  # pyright: ignore[reportUnsupportedDunderAll]  # what is not ours is redis-py's
 
 
 class GuaranteesOff(UserWarning):
@@ -50,7 +47,7 @@ class ChannelPlan:
     epoch: int
 
 
-class Redis(redis.asyncio.Redis):  # type: ignore[no-redef]  # instead of redis-py's
+class Redis(redis.asyncio.Redis):
     """A ``redis.asyncio.Redis`` whose ``publish`` and ``pubsub`` use all servers of a Dynamoth cluster.
 
     Every other command (GET, SET, pipelines, ``monitor`` ...) goes to the *first* server named, through redis-py and
@@ -212,9 +209,16 @@ class Redis(redis.asyncio.Redis):  # type: ignore[no-redef]  # instead of redis-
         return encoded if type(encoded) is bytes else bytes(encoded)
 
 
-StrictRedis = Redis  # type: ignore[misc]  # instead of redis-py's
+StrictRedis = Redis
 
 
-def from_url(url: str, **kwargs: Any) -> Redis:  # type: ignore[no-redef]  # instead of redis-py's
+def from_url(url: str, **kwargs: Any) -> Redis:
     """Make a client from a URL; see :meth:`Redis.from_url`."""
     return Redis.from_url(url, **kwargs)
+
+
+def __getattr__(name: str) -> Any:
+    """Hand on redis-py's public names, so that this module stands for ``redis.asyncio``."""
+    if name in redis.asyncio.__all__:
+        return getattr(redis.asyncio, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
