@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import redis
 import redis.exceptions
@@ -120,6 +120,10 @@ class Redis(redis.Redis):
             connection_pool=self.connection_pool,
             single_connection_client=True,
         )
+
+    def __enter__(self) -> Self:
+        """Be closed at the end."""
+        return self
 
     def publish(self, channel: Any, message: Any, **kwargs: Any) -> int:
         """Publish ``message`` on ``channel``; return the number of client subscribers at the server it went to (G7).

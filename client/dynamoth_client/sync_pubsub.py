@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import redis
 import redis.client
@@ -142,6 +142,10 @@ class PubSub(redis.client.PubSub):
 
     def __del__(self) -> None:
         """Leave it to the asynchronous PubSub, which goes with this one, to end its feed."""
+
+    def __enter__(self) -> Self:
+        """Be closed at the end."""
+        return self
 
     def __exit__(self, *exception: object) -> None:
         """Close."""

@@ -6,10 +6,11 @@ import asyncio
 import gc
 import logging
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis as redis_py
+import redis.asyncio as redis_asyncio
 
 import dynamoth_client as redis
 from dynamoth.envelope import open_envelope
@@ -49,7 +50,7 @@ def test_other_commands_go_to_the_first_server(cluster: StoredCluster) -> None:
     with redis.from_url(cluster.url, decode_responses=True) as client:
         client.set("key", "value")
         assert client.get("key") == "value"
-        pipeline: Any = client.pipeline()
+        pipeline = cast("Any", client).pipeline()
         assert pipeline.incr("number").incr("number").execute() == [1, 2]
         assert asyncio.run(cluster.ask("s1", "GET", "key")) == b"value"
         assert asyncio.run(cluster.ask("s2", "GET", "key")) is None
@@ -95,10 +96,10 @@ def test_ways_to_make_a_client(cluster_factory: ClusterFactory) -> None:
     channel = cluster.channel_at("s2")
     for make in makers:
         with make() as client, client.pubsub() as pubsub:
-            assert isinstance(client, redis_py.Redis)
-            assert client.ping()
             confirmed(pubsub, channel)
             assert client.publish(channel, "x") == 1
+            assert client.ping()
+            assert isinstance(client, redis_py.Redis)
             assert next_of(pubsub)["data"] == b"x"
     pool.close()
     with pytest.raises(redis.DataError, match="not both"):
@@ -221,7 +222,8 @@ def test_a_log_handler_that_publishes_is_refused_and_does_not_hang(cluster: Stor
 
 
 def test_the_modules_stand_for_redis_py_s() -> None:
-    for ours, theirs in ((redis, redis_py), (redis.asyncio, redis_py.asyncio)):
+    pairs: list[tuple[Any, Any]] = [(redis, redis_py), (redis.asyncio, redis_asyncio)]
+    for ours, theirs in pairs:
         for name in public_names(theirs):
             assert getattr(ours, name) is not None
             if name not in ("Redis", "StrictRedis", "from_url"):
@@ -230,7 +232,7 @@ def test_the_modules_stand_for_redis_py_s() -> None:
         assert set(ours.__all__) >= set(public_names(theirs))
         with pytest.raises(AttributeError):
             _ = ours.no_such_name
-    assert redis.exceptions is redis_py.exceptions
+    assert redis.exceptions is cast("Any", redis_py).exceptions
     assert redis.__version__ == redis_py.__version__
     with pytest.raises(AttributeError):
         _ = redis._no_such_name

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import redis as redis_py
-import redis.client
 
 import dynamoth_client as redis
 from dynamoth_client import PubSub
@@ -40,11 +40,12 @@ def test_acknowledgements_are_redis_py_s(cluster: StoredCluster) -> None:
 
 def test_it_is_one_of_redis_py_s(cluster: StoredCluster) -> None:
     with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
-        assert isinstance(pubsub, redis_py.client.PubSub)
-        assert pubsub.connection is None
+        before = pubsub.connection
         pubsub.connect()
+        assert before is None
         assert pubsub.connection is not None
-        assert pubsub.connection_pool is client.connection_pool
+        assert isinstance(pubsub, redis.client.PubSub)
+        assert cast("Any", pubsub).connection_pool is client.connection_pool
         assert (pubsub.channels, pubsub.patterns, pubsub.pending_unsubscribe_channels) == ({}, {}, set())
         assert list(pubsub.listen()) == []
 
@@ -180,9 +181,10 @@ def test_commands_by_name(cluster: StoredCluster) -> None:
     with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
         pubsub.execute_command("SUBSCRIBE", "c")
         assert pubsub.parse_response() == [b"subscribe", b"c", 1]
-        assert pubsub.handle_message([b"message", b"c", b"x"]) == message_of("message", b"c", b"x")
+        handle: Callable[[Any], Any] = cast("Any", pubsub).handle_message
+        assert handle([b"message", b"c", b"x"]) == message_of("message", b"c", b"x")
         pubsub.execute_command(b"UNSUBSCRIBE", "c")
-        assert pubsub.handle_message(pubsub.parse_response()) == message_of("unsubscribe", b"c", 0)
+        assert handle(pubsub.parse_response()) == message_of("unsubscribe", b"c", 0)
         assert not pubsub.subscribed
         with pytest.raises(redis.PubSubError, match="give it to the client"):
             pubsub.execute_command("GET", "c")
@@ -202,14 +204,15 @@ def test_run_in_thread(cluster: StoredCluster) -> None:
     taken: list[Any] = []
     with redis.from_url(cluster.url) as client:
         pubsub = client.pubsub()
+        run_in_thread = cast("Any", pubsub).run_in_thread
         pubsub.subscribe("no handler")
         with pytest.raises(redis.PubSubError, match="no handler"):
-            pubsub.run_in_thread()
+            run_in_thread()
         pubsub.unsubscribe()
         pubsub.subscribe(c=taken.append)
         while list(pubsub.channels) != [b"c"]:
             next_of(pubsub)
-        thread = pubsub.run_in_thread(sleep_time=0.01, daemon=True)
+        thread = run_in_thread(sleep_time=0.01, daemon=True)
         until(lambda: client.publish("c", "x") == 1, "it is subscribed")
         until(lambda: bool(taken), "the handler is called")
         thread.stop()
@@ -232,7 +235,7 @@ def test_run_in_thread_has_a_handler_for_exceptions(cluster: StoredCluster) -> N
     with redis.from_url(cluster.url) as client:
         pubsub = client.pubsub()
         confirmed(pubsub, c=fail)
-        thread = pubsub.run_in_thread(sleep_time=0.5, exception_handler=take)
+        thread = cast("Any", pubsub).run_in_thread(sleep_time=0.5, exception_handler=take)
         client.publish("c", "x")
         thread.join(20)
         assert errors == [(ZeroDivisionError, pubsub)]
@@ -240,8 +243,13 @@ def test_run_in_thread_has_a_handler_for_exceptions(cluster: StoredCluster) -> N
 
 def test_run(cluster: StoredCluster) -> None:
     taken: list[Any] = []
+
+    def take(message: dict[str, Any]) -> None:
+        taken.append(message["data"])
+        pubsub.unsubscribe()
+
     with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
-        pubsub.subscribe(c=lambda message: (taken.append(message["data"]), pubsub.unsubscribe()))
+        pubsub.subscribe(c=take)
         running = Running(pubsub.run)
         until(lambda: client.publish("c", "x") == 1, "it is subscribed")
         running.result()
@@ -249,10 +257,14 @@ def test_run(cluster: StoredCluster) -> None:
 
 
 def test_gaps_are_told_by_the_reader(cluster: StoredCluster) -> None:
-    told: list[Any] = []
+    told: list[tuple[redis.GapInfo, threading.Thread]] = []
+
+    def tell(gap: redis.GapInfo) -> None:
+        told.append((gap, threading.current_thread()))
+
     channel = cluster.channel_at("s1")
     with redis.from_url(cluster.url) as client:
-        by_call = client.pubsub(on_gap=lambda gap: told.append((gap, threading.current_thread())))
+        by_call = client.pubsub(on_gap=tell)
         by_message = client.pubsub(gaps=True)
         for pubsub in (by_call, by_message):
             confirmed(pubsub, channel)
@@ -265,11 +277,14 @@ def test_gaps_are_told_by_the_reader(cluster: StoredCluster) -> None:
 
 
 def test_a_full_queue_is_taken_from_and_filled_again(cluster: StoredCluster) -> None:
+    def publish(client: redis.Redis) -> list[int]:
+        return [client.publish("c", number) for number in range(2000)]
+
     for bound in (1, 2, 7):
         with redis.from_url(cluster.url) as client, redis.from_url(cluster.url) as other:
             pubsub = client.pubsub(max_queue=bound)
             confirmed(pubsub, "c")
-            publishing = Running(lambda o: [o.publish("c", number) for number in range(2000)], other)
+            publishing = Running(publish, other)
             assert [int(next_of(pubsub)["data"]) for _ in range(2000)] == list(range(2000))
             assert publishing.result() == [1] * 2000
     with redis.from_url(cluster.url) as client, pytest.raises(redis.DataError):
