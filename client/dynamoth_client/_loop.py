@@ -1,13 +1,13 @@
-"""One event loop for the threads of one synchronous client, which drive it in turns.
+"""An event loop for the threads of a synchronous client, which drive it in turns.
 
 Theory of operation
 -------------------
-The machines of a client live on one asyncio event loop that no thread owns. A thread that wants something takes the
-*turn* if it is free, hands its request to the machines, and drives the loop itself until its own result is there: so
-the usual call costs no switch of threads. A thread that finds the turn taken lets the driver begin its request and
-waits; when the driver has its own result and leaves, it hands the turn to the one that has waited longest. While
-nobody calls, a *keeper* thread has the turn, so that connections are kept, moves are followed and queues are filled;
-it gives way to everybody.
+Machines live on an asyncio event loop that no thread owns: a client's publisher on one, its subscribers on another. A
+thread that wants something takes the *turn* if it is free, hands its request to the machines, and drives the loop
+itself until its own result is there: so the usual call costs no switch of threads. A thread that finds the turn taken
+lets the driver begin its request and waits; when the driver has its own result and leaves, it hands the turn to the one
+that has waited longest. While nobody calls, a *keeper* thread has the turn, so that connections are kept, moves are
+followed and queues are filled; it gives way to everybody.
 
 The mutex guards who has the turn and who waits, and is never held while anything runs. ``abandon`` is called by
 finalizers, which run at any point of any thread, and takes no lock.
@@ -148,6 +148,8 @@ class SharedLoop:
         self._is_ending = False
         #: The interpreter exits: the keeper ends, and waits for nobody.
         self._is_exiting = False
+        #: The keeper has ended, and whoever has the turn is the last.
+        self._is_left = False
 
     def run(self, begin: Callable[..., asyncio.Future[_T]], *args: Any) -> _T:
         """Call ``begin(*args)`` on the loop, wait for the future that it returns, and return or raise its outcome.
@@ -263,11 +265,16 @@ class SharedLoop:
                     if waiter.wake.locked():
                         waiter.wake.release()
                     return
-            self._is_driven = False
+            self._is_driven = self._is_left  # nobody takes the last turn
             rouse = self._keeper_sleeps or bool(self._waiting)
             self._keeper_sleeps = False
         if rouse:
             self._keeper_wake.set()
+        if self._is_left:
+            self._loop.close()
+            for waiter in list(self._waiting):
+                waiter.error = redis.exceptions.ConnectionError(_errors.CLOSED)
+                self._finish(waiter)
 
     def _follow(self, waiter: _Waiter, begin: Callable[..., asyncio.Future[_T]], args: tuple[Any, ...]) -> _T:
         """Let whoever has the turn begin a request; wait until it is done, or the turn is ours."""
@@ -368,21 +375,30 @@ class SharedLoop:
             if self._is_exiting and (self._is_driven or self._waiting):
                 return
             waiter = self._take_turn_or_wait(may_drive=True)
-        if waiter is None:
-            self._lead(self._begin_end, ())
-        else:
-            self._follow(waiter, self._begin_end, ())
+        try:
+            if waiter is None:
+                self._lead(self._begin_end, ())
+            else:
+                self._follow(waiter, self._begin_end, ())
+        finally:
+            if self._take_last_turn():
+                try:  # a request that came while we ended may have begun something
+                    self._loop.run_until_complete(self._on_end())
+                finally:
+                    self._loop.close()
+
+    def _take_last_turn(self) -> bool:
+        """Take the turn for ever; False when a thread does not leave it: then that one closes the loop."""
         with self._mutex:
             waiter = self._take_turn_or_wait(may_drive=True)
-        if waiter is not None and not waiter.wake.acquire(timeout=END_S_MAX):
-            with self._mutex:
-                self._waiting.pop(waiter, None)
-            if not waiter.leads:
-                _logger.error("a thread still uses a client that was closed %s s ago: it is left alone", END_S_MAX)
-                return
-        # The turn is ours for ever. A request that came while we ended may have begun something.
-        self._loop.run_until_complete(self._on_end())
-        self._loop.close()
+        if waiter is None or waiter.wake.acquire(timeout=END_S_MAX):
+            return True
+        with self._mutex:
+            self._waiting.pop(waiter, None)
+            self._is_left = not waiter.leads
+        if self._is_left:
+            _logger.error("a thread still uses a client that was closed %s s ago: it is left alone", END_S_MAX)
+        return not self._is_left
 
     def _begin_end(self) -> asyncio.Future[None]:
         return self._loop.create_task(self._on_end(), name="end a client")

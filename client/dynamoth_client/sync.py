@@ -37,8 +37,9 @@ class Redis(redis.Redis):
     What :class:`dynamoth_client.asyncio.Redis` promises holds here too: every other command goes to the first server
     named, through redis-py, nothing connects before it is needed, and errors are those of ``redis.exceptions``.
 
-    Any thread may use it. A thread of its own keeps connections while nobody calls; it ends with ``close``, or with
-    the client and its PubSubs. A forked child has connections of its own, made when it uses the client first.
+    Any thread may use it. Threads of its own, one for what it publishes and one for its PubSubs, keep connections while
+    nobody calls; they end with ``close``, or with the client and its PubSubs. A forked child has connections of its
+    own, made when it uses the client first.
     """
 
     def __init__(
@@ -78,7 +79,10 @@ class Redis(redis.Redis):
         self._envelope = envelope
         pool = stand_in(self.connection_pool)
         self._encoder = connection_encoder(pool)
-        self._cluster = SyncCluster(partial(read_settings, pool, seeds), envelope=envelope)
+        settings = partial(read_settings, pool, seeds)
+        # Two of them, so that who publishes and who waits for messages never wait for each other.
+        self._cluster = SyncCluster(settings, envelope=envelope)
+        self._subscriptions = SyncCluster(settings, envelope=envelope)
         if not envelope:
             warnings.warn(
                 "envelope=False: messages of this client are not numbered, so they can be lost, repeated or reordered"
@@ -155,7 +159,7 @@ class Redis(redis.Redis):
 
     def pubsub(self, **kwargs: Any) -> PubSub:
         """Return a new :class:`PubSub`, with links of its own. Arguments: redis-py's and those of the class."""
-        return PubSub(self.connection_pool, self._cluster, **kwargs)
+        return PubSub(self.connection_pool, self._subscriptions, **kwargs)
 
     def plan(self, channel: Any) -> ChannelPlan:
         """Return where this client believes ``channel`` to be. Bootstraps when needed; raises as ``publish``."""
@@ -166,13 +170,14 @@ class Redis(redis.Redis):
 
         The client can be used again afterwards.
         """
-        if "_cluster" in self.__dict__:  # not so where the constructor failed
+        if "_subscriptions" in self.__dict__:  # not so where the constructor failed
             self._cluster.close()
+            self._subscriptions.close()
         super().close()
 
     def __del__(self) -> None:
         """Close the pool, as redis-py does. PubSubs may still be in use: links end with the last of them."""
-        if "_cluster" in self.__dict__:
+        if "_subscriptions" in self.__dict__:
             super().close()
 
     def _execute_here(self, *args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the publications and the subscriptions of one synchronous client share: asynchronous ones, and their loop."""
+"""What the publications of one synchronous client share, or its subscriptions: a cluster on a loop for threads."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ _SYNC_ONLY = ("ssl_validate_ocsp", "ssl_ocsp")
 
 
 class SyncCluster:
-    """One client's view of the cluster, for any thread. Nothing happens before the first use.
+    """A view of the cluster, for any thread. Nothing happens before the first use.
 
-    Owned by the client and its PubSubs: when the last of them is gone, what runs is ended.
+    A client has one to publish with, and one for its PubSubs, who own it too: what runs is ended when the last owner is
+    gone.
     """
 
     def __init__(self, settings: Callable[[], Settings], *, envelope: bool) -> None:
