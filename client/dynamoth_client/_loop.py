@@ -146,7 +146,7 @@ class SharedLoop:
         self._keeper_sleeps = False
         #: No new requests; the keeper ends everything.
         self._is_ending = False
-        #: The interpreter exits: the keeper ends, and waits for nobody.
+        #: The interpreter exits: daemon threads stop here, as they soon would anywhere.
         self._is_exiting = False
         #: The keeper has ended, and whoever has the turn is the last.
         self._is_left = False
@@ -165,13 +165,18 @@ class SharedLoop:
         running = events._get_running_loop()  # asyncio's hook for event loops
         if running is self._loop:
             raise RuntimeError("the client was called from inside itself: log handlers must not use it")
-        with self._mutex:
-            if self._is_ending:
-                raise redis.exceptions.ConnectionError(_errors.CLOSED)
-            if self._keeper is None:
-                self._keeper = _start_thread(self._keep)
-            waiter = self._take_turn_or_wait(running is None)
-        return self._lead(begin, args) if waiter is None else self._follow(waiter, begin, args)
+        try:
+            with self._mutex:
+                if self._is_ending:
+                    raise redis.exceptions.ConnectionError(_errors.CLOSED)
+                if self._keeper is None:
+                    self._keeper = _start_thread(self._keep)
+                waiter = self._take_turn_or_wait(running is None)
+            return self._lead(begin, args) if waiter is None else self._follow(waiter, begin, args)
+        except redis.exceptions.ConnectionError:
+            if self._is_exiting and threading.current_thread().daemon:
+                threading.Event().wait()  # an error would be printed, and there is nothing wrong
+            raise
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Call a function on the loop, soon; nothing happens when the loop has ended."""
@@ -200,12 +205,10 @@ class SharedLoop:
         with contextlib.suppress(RuntimeError):  # it has ended
             self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def exit(self, timeout_s: float) -> None:
-        """End the keeper, as the interpreter exits; connections only if no thread uses them."""
-        self._is_exiting = self._is_ending = True
-        if self._keeper is not None:
-            self._rouse_keeper()
-            self._keeper.join(timeout_s)
+    def exit(self) -> None:
+        """End everything, as the interpreter exits. Daemon threads that use this are not told, and do not return."""
+        self._is_exiting = True
+        self.close()
 
     def disown(self) -> None:
         """Close what a forked child has inherited, without a word to servers or to the parent.
@@ -372,8 +375,6 @@ class SharedLoop:
     def _end(self) -> None:
         """End what runs on the loop, wait until no thread is there any more, and close it."""
         with self._mutex:
-            if self._is_exiting and (self._is_driven or self._waiting):
-                return
             waiter = self._take_turn_or_wait(may_drive=True)
         try:
             if waiter is None:

@@ -18,9 +18,6 @@ from dynamoth_client._cluster import Cluster
 from dynamoth_client._loop import SharedLoop
 from dynamoth_client._settings import Settings
 
-EXIT_S_MAX = 1.0
-"""How long the interpreter waits, when it exits, for a client that was not closed."""
-
 _T = TypeVar("_T")
 
 _SETTINGS = (
@@ -90,9 +87,9 @@ class SyncCluster:
                 loop.close()
 
     def exit(self) -> None:
-        """End as the interpreter exits."""
+        """End everything that runs, for good, as the interpreter exits."""
         if (loop := self._loop) is not None:
-            loop.exit(EXIT_S_MAX)
+            loop.exit()
 
     def fork(self) -> None:
         """Begin anew in a forked child: new connections, new client ids."""

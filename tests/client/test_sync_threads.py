@@ -280,7 +280,7 @@ def test_the_interpreter_exits_with_an_open_client(cluster: StoredCluster) -> No
         pubsub.subscribe(c=print)
         assert client.publish("d", "x") == 0
         if how == "worker":
-            pubsub.run_in_thread(sleep_time=0.1, daemon=True)
+            pubsub.run_in_thread(sleep_time=0.001, daemon=True)
         elif how == "listener":
             threading.Thread(target=lambda: list(pubsub.listen()), daemon=True).start()
         elif how == "global":
