@@ -332,6 +332,14 @@ def test_closing_lets_a_blocked_reader_go(cluster: StoredCluster, close: str, re
     client.close()
 
 
+def test_a_wait_that_begins_when_all_has_been_closed(cluster: StoredCluster) -> None:
+    """As of a reader that saw a subscription a moment before."""
+    with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
+        confirmed(pubsub, "c")
+        pubsub.close()
+        assert Running(cast("Any", pubsub)._wait, None).result() is None
+
+
 def test_unsubscribing_elsewhere_ends_a_listener(cluster: StoredCluster) -> None:
     with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
         confirmed(pubsub, "c")

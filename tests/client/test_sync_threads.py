@@ -11,7 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -126,6 +126,11 @@ def test_callers_take_over_from_the_keeper(cluster: StoredCluster, monkeypatch: 
         assert [one.result() for one in publishing] == [[1] * EACH] * 2
 
 
+async def _waiting() -> int:
+    """Return how many waits for items there are."""
+    return sum("until_item" in str(task.get_coro()) for task in asyncio.all_tasks())
+
+
 class _Interrupted(Exception):
     """Raised by a signal handler."""
 
@@ -155,6 +160,8 @@ def test_a_signal_ends_a_wait_and_loses_nothing(cluster: StoredCluster, read: st
             with pytest.raises(_Interrupted):
                 functions[read]()
             timer.join()
+            on_the_loop = cast("Any", client)._subscriptions.call
+            until(lambda: on_the_loop(_waiting) == (leading is not None), "what was interrupted has ended")
             assert client.publish("c", "x") == 1
             assert next_of(pubsub)["data"] == b"x"
             assert client.publish("d", "y") == 1
