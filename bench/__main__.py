@@ -131,6 +131,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             Figure("publish, one task, against redis-py: at least 1x", _ratio("publish, one by one"), at_least(1)),
             Figure("publish, 200 tasks, against redis-py: at least 1x", _ratio("publish, 200 tasks"), at_least(1)),
             Figure("listen(), against redis-py: at least 1x", _ratio("listen"), at_least(1)),
+            Figure("sync publish, against redis-py: at least 1x", _ratio("sync publish"), at_least(1)),
+            Figure("sync listen(), against redis-py: at least 1x", _ratio("sync listen"), at_least(1)),
         ),
     ),
     "replication": Benchmark(

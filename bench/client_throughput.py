@@ -1,8 +1,8 @@
 """How many messages one process publishes and receives per second: our client against redis-py's, on one server.
 
 Run with ``python -m bench.client_throughput``; ``--help`` tells the rest. Runs of the two clients take turns, and
-medians are compared. For receiving, a second process publishes as fast as the server takes it: envelopes for our
-client, plain payloads for redis-py's.
+medians are compared: of the asynchronous clients, and of the synchronous ones. For receiving, a second process
+publishes as fast as the server takes it: envelopes for our client, plain payloads for redis-py's.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import hiredis
+import redis
 import redis.asyncio
 
+import dynamoth_client
 from dynamoth import stored_plan
 from dynamoth.envelope import FIRST, seal
 from dynamoth.plan import Plan, Server
@@ -43,9 +45,10 @@ class Load:
     """What is measured, and how much of it."""
 
     name: str
-    run: Callable[[Any, int, Load, bool], Coroutine[Any, Any, float]]
+    run: Callable[[Any, int, Load, bool], Coroutine[Any, Any, float]] | Callable[[Any, int, Load, bool], float]
     messages: int
     payload: bytes
+    is_sync: bool = False
 
 
 async def publish_one_by_one(client: Any, port: int, load: Load, ours: bool) -> float:
@@ -93,6 +96,38 @@ async def listen(client: Any, port: int, load: Load, ours: bool) -> float:
         return wall_s
 
 
+def publish_in_a_thread(client: Any, port: int, load: Load, ours: bool) -> float:
+    """The synchronous client, one message after the other."""
+    client.publish(CHANNEL, load.payload)
+    began_at = time.perf_counter()
+    for _ in range(load.messages):
+        client.publish(CHANNEL, load.payload)
+    return time.perf_counter() - began_at
+
+
+def listen_in_a_thread(client: Any, port: int, load: Load, ours: bool) -> float:
+    """The synchronous ``listen`` over everything; the time from the first message to the last."""
+    with client.pubsub() as pubsub:
+        pubsub.subscribe(CHANNEL)
+        pubsub.get_message(timeout=None)
+        process = multiprocessing.get_context("spawn").Process(
+            target=publish_raw, args=(port, load.messages, load.payload, ours)
+        )
+        process.start()
+        began_at = 0.0
+        missing = load.messages
+        for message in pubsub.listen():
+            assert message["data"] == load.payload
+            if missing == load.messages:
+                began_at = time.perf_counter()
+            missing -= 1
+            if not missing:
+                break
+        wall_s = time.perf_counter() - began_at
+        process.join()
+        return wall_s
+
+
 def publish_raw(port: int, messages: int, payload: bytes, enveloped: bool) -> None:
     """Publish as fast as the server takes it. Everything is packed before it begins."""
     numbered = range(1, messages + 1)
@@ -116,7 +151,15 @@ async def measure(port: int, load: Load, *, ours: bool) -> float:
     url = f"redis://127.0.0.1:{port}"
     client: Any = from_url(url) if ours else redis.asyncio.Redis(port=port, max_connections=TASKS + 1)
     async with client:
-        return load.messages / await load.run(client, port, load, ours)
+        return load.messages / await cast("Coroutine[Any, Any, float]", load.run(client, port, load, ours))
+
+
+def measure_sync(port: int, load: Load, *, ours: bool) -> float:
+    """Return messages per second of one run of a synchronous client."""
+    url = f"redis://127.0.0.1:{port}"
+    client: Any = dynamoth_client.from_url(url) if ours else redis.Redis(port=port)
+    with client:
+        return load.messages / cast("float", load.run(client, port, load, ours))
 
 
 async def store_plan(server: EmbeddedRedis) -> None:
@@ -143,7 +186,10 @@ def compare(server: EmbeddedRedis, load: Load, rounds: int, loop_name: str) -> d
     for _ in range(rounds):
         for ours in rates:
             gc.collect()
-            rates[ours].append(run(measure(server.port, load, ours=ours), loop_name))
+            if load.is_sync:
+                rates[ours].append(measure_sync(server.port, load, ours=ours))
+            else:
+                rates[ours].append(run(measure(server.port, load, ours=ours), loop_name))
     theirs, mine = statistics.median(rates[False]), statistics.median(rates[True])
     return {"redis_py_per_s": theirs, "dynamoth_per_s": mine, "ratio": mine / theirs}
 
@@ -162,6 +208,8 @@ def main() -> None:
         Load("publish, one by one", publish_one_by_one, messages // 10, payload),
         Load(f"publish, {TASKS} tasks", publish_concurrently, messages // 5, payload),
         Load("listen", listen, messages, payload),
+        Load("sync publish", publish_in_a_thread, messages // 10, payload, is_sync=True),
+        Load("sync listen", listen_in_a_thread, messages, payload, is_sync=True),
     ]
     results: dict[str, dict[str, float]] = {}
     with EmbeddedRedis(options={"client-output-buffer-limit": "pubsub 0 0 0"}) as server:

@@ -278,7 +278,7 @@ class PubSub(redis.asyncio.client.PubSub):
                 return [kind, self._data(item)]
             return [kind, None if item.channel is None else self._name(item.channel), self._data(item)]
         if isinstance(item, PatternMessage):
-            return [self._name(b"pmessage"), *self._matched(item)]
+            return [self._name(b"pmessage"), *list(self._matched(item).values())[1:]]
         return [self._name(b"message"), self._name(item[0]), self._name(item[1])]
 
     def _pop(self) -> Item | None:
@@ -330,16 +330,15 @@ class PubSub(redis.asyncio.client.PubSub):
             return {"type": "message", "pattern": None, "channel": channel, "data": payload}
         return {"type": "message", "pattern": None, "channel": self._name(channel), "data": self._name(payload)}
 
-    def _matched(self, item: PatternMessage) -> tuple[Any, Any, Any]:
-        """Return pattern, channel and payload as the application sees them."""
-        return self._name(item.pattern), self._name(item.channel), self._name(item.payload)
+    def _matched(self, item: PatternMessage) -> dict[str, Any]:
+        pattern, channel, payload = self._name(item.pattern), self._name(item.channel), self._name(item.payload)
+        return {"type": "pmessage", "pattern": pattern, "channel": channel, "data": payload}
 
     async def _unusual(self, item: PatternMessage | Notice | Failure, ignored: bool) -> dict[str, Any] | None:
         """Do as ``get_message`` with what is no plain message of a channel."""
         if isinstance(item, PatternMessage):
-            pattern, channel, payload = self._matched(item)
-            message = {"type": "pmessage", "pattern": pattern, "channel": channel, "data": payload}
-            handler = self.patterns.get(pattern)
+            message = self._matched(item)
+            handler = self.patterns.get(message["pattern"])
             if handler is None:
                 return message
             await _call(handler, message)

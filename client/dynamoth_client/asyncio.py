@@ -30,7 +30,8 @@ from dynamoth_client._settings import (
 )
 from dynamoth_link.urls import ServerAddress
 
-__all__ = ["ChannelPlan", "GapInfo", "GuaranteesOff", "PubSub", "Redis", "from_url"]
+__all__ = ["ChannelPlan", "GapInfo", "GuaranteesOff", "PubSub", "Redis", "StrictRedis", "from_url"]
+__all__ += redis.asyncio.__all__  # pyright: ignore[reportUnsupportedDunderAll]  # what is not ours is redis-py's
 
 
 class GuaranteesOff(UserWarning):
@@ -208,6 +209,16 @@ class Redis(redis.asyncio.Redis):
         return encoded if type(encoded) is bytes else bytes(encoded)
 
 
+StrictRedis = Redis
+
+
 def from_url(url: str, **kwargs: Any) -> Redis:
     """Make a client from a URL; see :meth:`Redis.from_url`."""
     return Redis.from_url(url, **kwargs)
+
+
+def __getattr__(name: str) -> Any:
+    """Hand on redis-py's public names, so that this module stands for ``redis.asyncio``."""
+    if name in redis.asyncio.__all__:
+        return getattr(redis.asyncio, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,420 @@
+"""An event loop for the threads of a synchronous client, which drive it in turns.
+
+Theory of operation
+-------------------
+Machines live on an asyncio event loop that no thread owns: a client's publisher on one, its subscribers on another. A
+thread that wants something takes the *turn* if it is free, hands its request to the machines, and drives the loop
+itself until its own result is there: so the usual call costs no switch of threads. A thread that finds the turn taken
+lets the driver begin its request and waits; when the driver has its own result and leaves, it hands the turn to the one
+that has waited longest. While nobody calls, a *keeper* thread has the turn, so that connections are kept, moves are
+followed and queues are filled; it gives way to everybody.
+
+The mutex guards who has the turn and who waits, and is never held while anything runs. ``abandon`` is called by
+finalizers, which run at any point of any thread, and takes no lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import selectors
+import threading
+import weakref
+from asyncio import events
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
+import redis.exceptions
+
+from dynamoth_client import _errors
+
+KEEPER_IDLE_S = 0.005
+"""The keeper takes the turn when no caller has driven for this long: longer than a busy caller pauses between two
+calls, and short beside every timer of the machines."""
+
+END_S_MAX = 5.0
+"""Bound for the end of a loop: closing connections takes much less, and a thread that does not come back is logged."""
+
+_logger = logging.getLogger("dynamoth_client")
+
+_T = TypeVar("_T")
+
+
+class _Outcome(Protocol):
+    """What a driver waits for: a future, or a :class:`_Waiter`."""
+
+    def done(self) -> bool:
+        """Whether it is there."""
+        ...
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Can be driven by the turn, and knows its selector and its transports, for the sake of forks."""
+
+    #: asyncio's: one turn. Twice as quick as ``run_forever`` with a ``stop``, which need two turns for each result.
+    _run_once: Callable[[], None]
+
+    def __init__(self) -> None:
+        self.sockets = selectors.DefaultSelector()
+        super().__init__(self.sockets)
+        self.transports: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()
+
+    def drive(self, outcome: _Outcome) -> None:
+        """Run until ``outcome`` is done; one turn at least, lest a caller that is answered at once starve the loop.
+
+        As ``run_forever``, but that ``stop`` does not matter. The running loop of the thread is this one, before and
+        after; whoever drives sees to that.
+        """
+        if outcome.done():
+            self.call_soon(_nothing)
+            self._run_once()
+        while not outcome.done():
+            self._run_once()
+
+    async def create_connection(self, *args: Any, **kwargs: Any) -> Any:
+        made = await cast("Any", super()).create_connection(*args, **kwargs)
+        self.transports.add(made[0])
+        return made
+
+    async def create_unix_connection(self, *args: Any, **kwargs: Any) -> Any:
+        made = await cast("Any", super()).create_unix_connection(*args, **kwargs)
+        self.transports.add(made[0])
+        return made
+
+
+class _Waiter:
+    """A thread whose request somebody else has to begin, and perhaps to finish."""
+
+    __slots__ = ("_is_done", "error", "future", "leads", "may_drive", "wake")
+
+    def __init__(self, may_drive: bool) -> None:
+        #: False for a thread that runs an event loop of its own: asyncio allows one per thread.
+        self.may_drive = may_drive
+        #: Released when the request is done, or the turn is this thread's.
+        self.wake = threading.Lock()
+        self.wake.acquire()
+        #: Whether the turn was handed to this thread.
+        self.leads = False
+        self.future: asyncio.Future[Any] | None = None
+        self.error: BaseException | None = None
+        self._is_done = False
+
+    def done(self) -> bool:
+        """Whether the request has its outcome."""
+        return self._is_done
+
+    def finish(self) -> None:
+        """Let the thread go; the turn may be its own."""
+        self._is_done = True
+        if self.wake.locked():
+            self.wake.release()
+
+    def result(self) -> Any:
+        """Return the outcome, or raise it."""
+        if self.error is not None:
+            raise self.error
+        assert self.future is not None, "done without an outcome"
+        return self.future.result()
+
+
+class SharedLoop:
+    """An event loop that threads drive in turns, from the first ``run`` until ``close`` or ``abandon``."""
+
+    def __init__(self, on_end: Callable[[], Any]) -> None:
+        """Make a loop that nobody drives yet.
+
+        Args:
+            on_end: an asynchronous function that ends everything that runs on the loop. Must not keep the owner of this
+                object alive: the keeper holds it.
+
+        """
+        self._on_end = on_end
+        self._loop = _Loop()
+        self._mutex = threading.Lock()
+        #: Whether a thread has the turn, and whether that is the keeper.
+        self._is_driven = False
+        self._keeper_drives = False
+        #: Who waits, in order. As many as there are threads, at most.
+        self._waiting: dict[_Waiter, None] = {}
+        #: How often a caller drove: the keeper sees by it whether callers are busy.
+        self._drives = 0
+        self._keeper: threading.Thread | None = None
+        self._keeper_wake = threading.Event()
+        #: The keeper waits without end; whoever leaves the turn wakes it.
+        self._keeper_sleeps = False
+        #: No new requests; the keeper ends everything.
+        self._is_ending = False
+        #: The interpreter exits: daemon threads stop here, as they soon would anywhere.
+        self._is_exiting = False
+        #: The keeper has ended, and whoever has the turn is the last.
+        self._is_left = False
+
+    def run(self, begin: Callable[..., asyncio.Future[_T]], *args: Any) -> _T:
+        """Call ``begin(*args)`` on the loop, wait for the future that it returns, and return or raise its outcome.
+
+        The loop gets one turn at least, so that a caller that is always answered at once does not starve it. A wait
+        that an exception in this thread ends (KeyboardInterrupt, a handler of a signal) cancels the future.
+
+        Raises:
+            redis.exceptions.ConnectionError: the loop has ended.
+            RuntimeError: called by something that runs on this loop, as the handler of a log line: nobody could answer.
+
+        """
+        running = events._get_running_loop()  # asyncio's hook for event loops
+        if running is self._loop:
+            raise RuntimeError("the client was called from inside itself: log handlers must not use it")
+        try:
+            with self._mutex:
+                if self._is_ending:
+                    raise redis.exceptions.ConnectionError(_errors.CLOSED)
+                if self._keeper is None:
+                    self._keeper = _start_thread(self._keep)
+                waiter = self._take_turn_or_wait(running is None)
+            return self._lead(begin, args) if waiter is None else self._follow(waiter, begin, args)
+        except redis.exceptions.ConnectionError:
+            if self._is_exiting and threading.current_thread().daemon:
+                threading.Event().wait()  # an error would be printed, and there is nothing wrong
+            raise
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Call a function on the loop, soon; nothing happens when the loop has ended."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function)
+
+    def close(self) -> None:
+        """End everything: waiting calls fail. Returns when the thread is gone, after ``END_S_MAX`` at most."""
+        with self._mutex:
+            self._is_ending = True
+            keeper = self._keeper
+        if keeper is None:
+            self._loop.close()
+            return
+        self._rouse_keeper()
+        if keeper is not threading.current_thread():
+            keeper.join(END_S_MAX)
+
+    def abandon(self) -> None:
+        """End everything, soon; for finalizers."""
+        self._is_ending = True
+        if self._keeper is None:
+            if not self._loop.is_closed():
+                self._loop.close()
+            return
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def exit(self) -> None:
+        """End everything, as the interpreter exits. Daemon threads that use this are not told, and do not return."""
+        self._is_exiting = True
+        self.close()
+
+    def disown(self) -> None:
+        """Close what a forked child has inherited, without a word to servers or to the parent.
+
+        The descriptors are made to point to nowhere, as the objects that have them would close their numbers again.
+        The selector's too: it is shared with the parent, so sockets must not be taken out of it. The loop itself cannot
+        be used or closed: in the parent a thread may have been driving it.
+        """
+        numbers = {key.fd for key in self._loop.sockets.get_map().values()}
+        sockets = [transport.get_extra_info("socket") for transport in list(self._loop.transports)]
+        numbers.update(socket.fileno() for socket in sockets if socket is not None)
+        if hasattr(self._loop.sockets, "fileno"):
+            numbers.add(self._loop.sockets.fileno())
+        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            for number in numbers:
+                if number >= 0:
+                    os.dup2(nowhere, number, inheritable=False)
+        finally:
+            os.close(nowhere)
+
+    # Turns.
+
+    def _take_turn_or_wait(self, may_drive: bool) -> _Waiter | None:
+        """Take the turn, or queue for it. With the mutex."""
+        if may_drive and not self._is_driven:
+            self._is_driven = True
+            return None
+        waiter = _Waiter(may_drive)
+        self._waiting[waiter] = None
+        return waiter
+
+    def _lead(self, begin: Callable[..., asyncio.Future[_T]], args: tuple[Any, ...]) -> _T:
+        """Begin a request and drive until it is done. The turn is ours."""
+        future: asyncio.Future[_T] | None = None
+        events._set_running_loop(self._loop)
+        try:
+            self._drives += 1
+            future = begin(*args)
+            self._loop.drive(future)
+        finally:
+            if future is not None and not future.done():
+                future.cancel()
+            events._set_running_loop(None)
+            self._leave()
+        assert future is not None, "an exception has been raised otherwise"
+        return future.result()
+
+    def _leave(self) -> None:
+        """Hand the turn to the next one, or free it."""
+        with self._mutex:
+            self._keeper_drives = False
+            for waiter in self._waiting:
+                if waiter.may_drive:
+                    del self._waiting[waiter]
+                    waiter.leads = True
+                    if waiter.wake.locked():
+                        waiter.wake.release()
+                    return
+            self._is_driven = self._is_left  # nobody takes the last turn
+            rouse = self._keeper_sleeps or bool(self._waiting)
+            self._keeper_sleeps = False
+        if rouse:
+            self._keeper_wake.set()
+        if self._is_left:
+            self._loop.close()
+            for waiter in list(self._waiting):
+                waiter.error = redis.exceptions.ConnectionError(_errors.CLOSED)
+                self._finish(waiter)
+
+    def _follow(self, waiter: _Waiter, begin: Callable[..., asyncio.Future[_T]], args: tuple[Any, ...]) -> _T:
+        """Let whoever has the turn begin a request; wait until it is done, or the turn is ours."""
+
+        def submit() -> None:
+            try:
+                waiter.future = begin(*args)
+            except BaseException as error:
+                waiter.error = error
+                self._finish(waiter)
+                if not isinstance(error, Exception):
+                    raise
+            else:
+                waiter.future.add_done_callback(lambda _: self._finish(waiter))
+
+        try:
+            try:
+                self._loop.call_soon_threadsafe(submit)
+            except RuntimeError as error:
+                raise redis.exceptions.ConnectionError(_errors.CLOSED) from error
+            self._make_way(waiter)
+            waiter.wake.acquire()
+            if not waiter.done():  # the turn is ours
+                events._set_running_loop(self._loop)
+                try:
+                    self._drives += 1
+                    self._loop.drive(waiter)
+                finally:
+                    events._set_running_loop(None)
+        finally:
+            self._drop(waiter)
+        return cast("_T", waiter.result())
+
+    def _make_way(self, waiter: _Waiter) -> None:
+        """See to it that somebody drives, and that the keeper does not for longer than it must."""
+        if not waiter.may_drive:
+            self._keeper_wake.set()
+        elif self._keeper_drives:
+            with contextlib.suppress(RuntimeError):  # it has ended, and our request with it
+                self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _finish(self, waiter: _Waiter) -> None:
+        with self._mutex:
+            self._waiting.pop(waiter, None)
+        waiter.finish()
+
+    def _drop(self, waiter: _Waiter) -> None:
+        """End a wait, whether or not its request is done."""
+        with self._mutex:
+            self._waiting.pop(waiter, None)
+        if not waiter.done():
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(_cancel, waiter)
+        if waiter.leads:
+            self._leave()
+
+    # The keeper.
+
+    def _rouse_keeper(self) -> None:
+        self._keeper_wake.set()
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _keep(self) -> None:
+        try:
+            while self._await_turn():
+                try:
+                    self._loop.run_forever()
+                finally:
+                    self._leave()
+            self._end()
+        except BaseException:
+            _logger.exception("the thread that keeps a client's connections has ended: this is a bug")
+
+    def _await_turn(self) -> bool:
+        """Take the turn when callers have been idle; False when it is time to end."""
+        seen = -1
+        timeout_s: float | None = KEEPER_IDLE_S
+        while True:
+            self._keeper_wake.wait(timeout_s)
+            timeout_s = KEEPER_IDLE_S
+            with self._mutex:
+                self._keeper_wake.clear()
+                if self._is_ending:
+                    return False
+                if self._is_driven:
+                    if seen == self._drives:  # one caller drives for long
+                        self._keeper_sleeps = True
+                        timeout_s = None
+                elif seen == self._drives or self._waiting:
+                    self._is_driven = self._keeper_drives = True
+                    return True
+                seen = self._drives
+
+    def _end(self) -> None:
+        """End what runs on the loop, wait until no thread is there any more, and close it."""
+        with self._mutex:
+            waiter = self._take_turn_or_wait(may_drive=True)
+        try:
+            if waiter is None:
+                self._lead(self._begin_end, ())
+            else:
+                self._follow(waiter, self._begin_end, ())
+        finally:
+            if self._take_last_turn():
+                try:  # a request that came while we ended may have begun something
+                    self._loop.run_until_complete(self._on_end())
+                finally:
+                    self._loop.close()
+
+    def _take_last_turn(self) -> bool:
+        """Take the turn for ever; False when a thread does not leave it: then that one closes the loop."""
+        with self._mutex:
+            waiter = self._take_turn_or_wait(may_drive=True)
+        if waiter is None or waiter.wake.acquire(timeout=END_S_MAX):
+            return True
+        with self._mutex:
+            self._waiting.pop(waiter, None)
+            self._is_left = not waiter.leads
+        if self._is_left:
+            _logger.error("a thread still uses a client that was closed %s s ago: it is left alone", END_S_MAX)
+        return not self._is_left
+
+    def _begin_end(self) -> asyncio.Future[None]:
+        return self._loop.create_task(self._on_end(), name="end a client")
+
+
+def _start_thread(target: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=target, name="dynamoth_client", daemon=True)
+    thread.start()
+    return thread
+
+
+def _nothing() -> None:
+    """Let the loop not wait for sockets."""
+
+
+def _cancel(waiter: _Waiter) -> None:
+    if waiter.future is not None and not waiter.future.done():
+        waiter.future.cancel()

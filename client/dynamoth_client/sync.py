@@ -1,0 +1,205 @@
+"""The drop-in synchronous client: redis-py's ``Redis`` whose publish/subscribe is spread over many servers.
+
+>>> client = dynamoth_client.from_url("dynamoth://host1:6379,host2:6379")
+>>> client.publish("news", "hello")
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Self, cast
+
+import redis
+import redis.exceptions
+
+from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES
+from dynamoth_client._cluster import Cluster
+from dynamoth_client._settings import (
+    connection_encoder,
+    designated_arguments,
+    parse_servers,
+    parse_url,
+    read_settings,
+)
+from dynamoth_client.asyncio import ChannelPlan, GuaranteesOff
+from dynamoth_client.sync_cluster import SyncCluster, stand_in
+from dynamoth_client.sync_pubsub import PubSub
+from dynamoth_link.urls import ServerAddress
+
+__all__ = ["PubSub", "Redis", "StrictRedis", "from_url"]
+
+
+class Redis(redis.Redis):
+    """A ``redis.Redis`` whose ``publish`` and ``pubsub`` use all servers of a Dynamoth cluster.
+
+    What :class:`dynamoth_client.asyncio.Redis` promises holds here too: every other command goes to the first server
+    named, through redis-py, nothing connects before it is needed, and errors are those of ``redis.exceptions``.
+
+    Any thread may use it. Threads of its own, one for what it publishes and one for its PubSubs, keep connections while
+    nobody calls; they end with ``close``, or with the client and its PubSubs. A forked child has connections of its
+    own, made when it uses the client first.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        servers: Iterable[str | ServerAddress] | None = None,
+        envelope: bool = True,
+        connection_pool: redis.ConnectionPool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Make a client; see :meth:`from_url` for URLs.
+
+        Args:
+            *args: redis-py's, that is ``host``, ``port``, ``db`` and ``password``.
+            servers: some servers of the cluster, ``redis://...`` URLs or ``host:port``; the first one gets all other
+                commands. None: the one that ``host`` and ``port`` (or ``connection_pool``) name.
+            envelope: as for :class:`dynamoth_client.asyncio.Redis`.
+            connection_pool: as in redis-py; its settings serve publish and subscribe too.
+            **kwargs: redis-py's. ``username``, ``password``, ``ssl*``, ``client_name``, ``socket_connect_timeout`` and
+                ``health_check_interval`` hold for every server; credentials in a server's own URL come first.
+
+        Raises:
+            redis.exceptions.DataError: ``servers`` is empty, or comes with ``host``, ``port`` or ``unix_socket_path``.
+            ValueError: a URL that cannot be read.
+
+        """
+        seeds = None if servers is None else parse_servers(servers, tls=bool(kwargs.get("ssl")))
+        if seeds is not None and connection_pool is None:
+            named = [name for name in ("host", "port", "unix_socket_path") if name in kwargs]
+            if named or args:
+                raise redis.exceptions.DataError(f"give either servers or {' and '.join(named) or 'host'}, not both")
+            kwargs |= designated_arguments(seeds[0])
+        if connection_pool is not None:
+            kwargs["connection_pool"] = connection_pool
+        super().__init__(*args, **kwargs)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
+        self._seeds = seeds
+        self._envelope = envelope
+        pool = stand_in(self.connection_pool)
+        self._encoder = connection_encoder(pool)
+        settings = partial(read_settings, pool, seeds)
+        # Two of them, so that who publishes and who waits for messages never wait for each other.
+        self._cluster = SyncCluster(settings, envelope=envelope)
+        self._subscriptions = SyncCluster(settings, envelope=envelope)
+        if not envelope:
+            warnings.warn(
+                "envelope=False: messages of this client are not numbered, so they can be lost, repeated or reordered"
+                " while channels move; use it only until all subscribers use dynamoth_client",
+                GuaranteesOff,
+                stacklevel=2,
+            )
+
+    @classmethod
+    def from_url(cls, url: str, **kwargs: Any) -> Redis:
+        """Make a client from ``dynamoth://[user:password@]host:port,host:port[/db][?option=value&...]``.
+
+        As :meth:`dynamoth_client.asyncio.Redis.from_url`.
+
+        Raises:
+            ValueError: the URL cannot be read; the text says why and never shows the password.
+            redis.exceptions.DataError: a value of an option cannot be used.
+
+        """
+        parsed = parse_url(url)
+        envelope = kwargs.pop("envelope", True) if parsed.envelope is None else parsed.envelope
+        kwargs.pop("envelope", None)
+        single_connection_client = kwargs.pop("single_connection_client", False)
+        make_pool = cast("Callable[..., redis.ConnectionPool]", redis.ConnectionPool.from_url)
+        client = cls(
+            servers=parsed.seeds,
+            envelope=envelope,
+            connection_pool=make_pool(parsed.pool_url, **kwargs),
+            single_connection_client=single_connection_client,
+        )
+        client.auto_close_connection_pool = True
+        return client
+
+    def client(self) -> Redis:
+        """Return a client of the same cluster with one connection of its own for other commands."""
+        return self.__class__(
+            servers=self._seeds,
+            envelope=self._envelope,
+            connection_pool=self.connection_pool,
+            single_connection_client=True,
+        )
+
+    def __enter__(self) -> Self:
+        """Be closed at the end."""
+        return self
+
+    def publish(self, channel: Any, message: Any, **kwargs: Any) -> int:
+        """Publish ``message`` on ``channel``; return the number of client subscribers at the server it went to (G7).
+
+        Both are encoded as redis-py does (str, bytes, memoryview, int, float). Messages that one thread publishes one
+        after the other are delivered in that order.
+
+        Raises:
+            redis.exceptions.ConnectionError: no server gave a plan, or the channel's server did not answer in time; in
+                the latter case the message may have been delivered.
+            redis.exceptions.ResponseError: the server refused it.
+            redis.exceptions.DataError: the message or the channel cannot be sent.
+
+        """
+        name = self._encode(channel)
+        payload = self._encode(message)
+        if name.startswith(b"__"):
+            if name.startswith(SERVER_LOCAL_PREFIXES):
+                return cast("int", self._execute_here("PUBLISH", name, payload, **kwargs))
+            if name.startswith(RESERVED_PREFIX):
+                raise redis.exceptions.DataError(f"{name!r} is one of Dynamoth's own channels: choose another name")
+        return self._cluster.publish(name, payload)
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Execute a command at the first server; PUBLISH is routed as by :meth:`publish`."""
+        if len(args) == 3 and args[0] in ("PUBLISH", "publish", b"PUBLISH", b"publish"):
+            return self.publish(args[1], args[2], **options)
+        return self._execute_here(*args, **options)
+
+    def pubsub(self, **kwargs: Any) -> PubSub:
+        """Return a new :class:`PubSub`, with links of its own. Arguments: redis-py's and those of the class."""
+        return PubSub(self.connection_pool, self._subscriptions, **kwargs)
+
+    def plan(self, channel: Any) -> ChannelPlan:
+        """Return where this client believes ``channel`` to be. Bootstraps when needed; raises as ``publish``."""
+        return self._cluster.call(_plan, self._cluster.cluster, self._encode(channel))
+
+    def close(self) -> None:
+        """Close the PubSubs, the links and, as in redis-py, the pool. What still waits fails with ConnectionError.
+
+        The client can be used again afterwards.
+        """
+        if "_subscriptions" in self.__dict__:  # not so where the constructor failed
+            self._cluster.close()
+            self._subscriptions.close()
+        super().close()
+
+    def __del__(self) -> None:
+        """Close the pool, as redis-py does. PubSubs may still be in use: links end with the last of them."""
+        if "_subscriptions" in self.__dict__:
+            super().close()
+
+    def _execute_here(self, *args: Any, **options: Any) -> Any:
+        """Execute a command at the first server."""
+        execute = cast("Any", super()).execute_command
+        return execute(*args, **options)
+
+    def _encode(self, value: Any) -> bytes:
+        if type(value) is bytes:
+            return value
+        encoded = self._encoder.encode(value)
+        return encoded if type(encoded) is bytes else bytes(encoded)
+
+
+StrictRedis = Redis
+
+
+def from_url(url: str, **kwargs: Any) -> Redis:
+    """Make a client from a URL; see :meth:`Redis.from_url`."""
+    return Redis.from_url(url, **kwargs)
+
+
+async def _plan(cluster: Cluster, channel: bytes) -> ChannelPlan:
+    route = (await cluster.local_plan()).route(channel)
+    return ChannelPlan(route.assignment.mode, route.assignment.servers, route.epoch)

@@ -1,0 +1,158 @@
+"""What the publications of one synchronous client share, or its subscriptions: a cluster on a loop for threads."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import redis
+import redis.asyncio
+
+from dynamoth_client._cluster import Cluster
+from dynamoth_client._loop import SharedLoop
+from dynamoth_client._settings import Settings
+
+_T = TypeVar("_T")
+
+_SETTINGS = (
+    "host", "port", "path", "username", "password", "client_name", "credential_provider", "socket_connect_timeout",
+    "health_check_interval", "encoding", "encoding_errors", "decode_responses",
+)  # fmt: skip
+"""What publish and subscribe need of the arguments of redis-py's connections, besides ``ssl_*``."""
+
+_SYNC_ONLY = ("ssl_validate_ocsp", "ssl_ocsp")
+"""How the options begin that redis-py's asynchronous connections do not have."""
+
+
+class SyncCluster:
+    """A view of the cluster, for any thread. Nothing happens before the first use.
+
+    A client has one to publish with, and one for its PubSubs, who own it too: what runs is ended when the last owner is
+    gone.
+    """
+
+    def __init__(self, settings: Callable[[], Settings], *, envelope: bool) -> None:
+        """Keep what is needed to begin.
+
+        Args:
+            settings: as for :class:`Cluster`. Must not keep the client alive.
+            envelope: as for :class:`Cluster`.
+
+        """
+        self._make_cluster = partial(Cluster, settings, envelope=envelope)
+        #: The asynchronous cluster: for what runs where the machines are, only. Another one in a forked child.
+        self.cluster = self._make_cluster()
+        #: Held while a loop is made and while it is ended, so that ``cluster`` is at home on one at a time.
+        self._lock = threading.Lock()
+        self._loop: SharedLoop | None = None
+        #: PubSubs, which have to begin anew in a forked child.
+        self.followers: weakref.WeakSet[Any] = weakref.WeakSet()
+        _all.add(self)
+
+    def __del__(self) -> None:
+        """End what runs."""
+        loop: SharedLoop | None = getattr(self, "_loop", None)
+        if loop is not None:
+            loop.abandon()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was used since it was made, closed or inherited by a forked child."""
+        return self._loop is not None
+
+    def publish(self, channel: bytes, payload: bytes) -> int:
+        """Publish; return and raise as ``Redis.publish``."""
+        return (self._loop or self._open()).run(self._publish, channel, payload)
+
+    def call(self, function: Callable[..., Coroutine[Any, Any, _T]], *args: Any) -> _T:
+        """Run an asynchronous function where the machines are, and return or raise its outcome."""
+        return cast("_T", (self._loop or self._open()).run(_begin, function, args))
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Call a function where the machines are, soon. Nothing happens when nothing runs there."""
+        if (loop := self._loop) is not None:
+            loop.call_soon(function)
+
+    def close(self) -> None:
+        """End everything that runs. What waits fails. The next use begins anew."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+            if loop is not None:
+                loop.close()
+
+    def exit(self) -> None:
+        """End everything that runs, for good, as the interpreter exits."""
+        if (loop := self._loop) is not None:
+            loop.exit()
+
+    def fork(self) -> None:
+        """Begin anew in a forked child: new connections, new client ids."""
+        self._lock = threading.Lock()
+        self.cluster = self._make_cluster()
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.disown()
+            _inherited.append(loop)
+        for follower in list(self.followers):
+            follower.fork()
+
+    def _open(self) -> SharedLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = SharedLoop(self.cluster.close)
+            return self._loop
+
+    def _publish(self, channel: bytes, payload: bytes) -> asyncio.Future[int]:
+        publishing = self.cluster.publishing()
+        if publishing is None:
+            return asyncio.ensure_future(self._publish_first(channel, payload))
+        return publishing.publish(channel, payload)
+
+    async def _publish_first(self, channel: bytes, payload: bytes) -> int:
+        publishing = await self.cluster.open_publishing()
+        return await publishing.publish(channel, payload)
+
+
+def stand_in(pool: redis.ConnectionPool) -> redis.asyncio.ConnectionPool:
+    """Return redis-py's asynchronous pool with the settings of a synchronous one. It is read, and never connected."""
+    arguments = cast("Mapping[str, Any]", pool.connection_kwargs)
+    tls = issubclass(pool.connection_class, redis.SSLConnection)
+    kept = {name: value for name, value in arguments.items() if name in _SETTINGS or (tls and _is_tls_option(name))}
+    kind = redis.asyncio.SSLConnection if tls else redis.asyncio.Connection
+    make = cast("Callable[..., redis.asyncio.ConnectionPool]", redis.asyncio.ConnectionPool)
+    return make(kind, **kept)
+
+
+def _is_tls_option(name: str) -> bool:
+    return name.startswith("ssl_") and not name.startswith(_SYNC_ONLY)
+
+
+def _begin(function: Callable[..., Coroutine[Any, Any, _T]], args: tuple[Any, ...]) -> asyncio.Future[_T]:
+    return asyncio.ensure_future(function(*args))
+
+
+_all: weakref.WeakSet[SyncCluster] = weakref.WeakSet()
+
+_inherited: list[SharedLoop] = []
+"""Loops of the parents of this process: never to be collected, as what they hold would complain of not being closed.
+As many as the parents had clients."""
+
+
+def _after_fork() -> None:
+    for cluster in list(_all):
+        cluster.fork()
+
+
+def _at_exit() -> None:
+    for cluster in list(_all):
+        cluster.exit()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_at_exit)

@@ -1,0 +1,414 @@
+"""redis-py's synchronous ``PubSub`` over many servers: the asynchronous one, read by threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar, cast
+
+import redis
+import redis.client
+import redis.exceptions
+
+from dynamoth_client import _pubsub
+from dynamoth_client._queue import MAX_QUEUE, Failure, GapInfo, Item, MessageQueue, Notice
+from dynamoth_client.pattern_subscription import PatternMessage
+from dynamoth_client.sync_cluster import SyncCluster, stand_in
+
+Handler = Callable[[dict[str, Any]], Any]
+GapHandler = Callable[[GapInfo], object]
+
+_T = TypeVar("_T")
+
+_COMMANDS = ("subscribe", "psubscribe", "ssubscribe", "unsubscribe", "punsubscribe", "sunsubscribe", "ping")
+
+
+@dataclass(frozen=True, slots=True)
+class _Subscription:
+    """A channel or a pattern with its handler, as redis-py's ``Subscription``."""
+
+    name: Any
+    handler: Handler | None
+
+
+class _Inner(_pubsub.PubSub):
+    """The asynchronous PubSub, whose items are taken by a thread. Handlers and gaps are left to that thread."""
+
+    message = _pubsub.PubSub._message  # pyright: ignore[reportPrivateUsage]
+    matched = _pubsub.PubSub._matched  # pyright: ignore[reportPrivateUsage]
+
+    def __init__(self, *args: Any, make_room: Callable[[Callable[[], object]], None], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._make_room = make_room
+
+    def pop(self) -> Item | None:
+        """Take the next item, from any thread; None when there is none."""
+        queue = self._queue
+        items = queue.items
+        if not items:
+            return None
+        item = items.popleft()
+        if queue.is_full and len(items) == queue.bound // 2:
+            self._make_room(queue.relieve)  # it begins to read from sockets, which is for the event loop to do
+        return item
+
+    async def until_item(self, timeout: float | None) -> None:
+        """Wait until there is an item, or ``timeout`` seconds are over (None: never), or nothing is subscribed to.
+
+        Raises as ``get_message``, when there is no item and none will come.
+        """
+        queue = self._queue
+        queue.relieve()  # it may have become full when its last item had just been taken
+        if not self.subscribed and not queue.is_closed:
+            return
+        if timeout is not None and timeout <= 0:
+            await asyncio.sleep(0)  # sockets are read in this turn
+        elif timeout is None or timeout == math.inf:
+            await self._until_item_or_closed(queue)
+        else:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._until_item_or_closed(queue)
+        if not queue.items and queue.error is not None:
+            raise type(queue.error)(*queue.error.args)
+
+    async def _until_item_or_closed(self, queue: MessageQueue) -> None:
+        while not queue.items and not queue.is_closed:
+            waiter = queue.waiter()
+            try:
+                await waiter
+            finally:
+                queue.forget(waiter)
+
+    async def notice(self, item: Notice | Failure, ignored: bool) -> dict[str, Any] | None:
+        """Take note of what is no message; return what the application is to see of it. Raises a Failure's error."""
+        return await self._notice(item, ignored)
+
+    def inherit(self, channels: Mapping[Any, Handler | None], patterns: Mapping[Any, Handler | None]) -> None:
+        """Say what will be subscribed to soon."""
+        self.channels.update(channels)
+        self.patterns.update(patterns)
+
+
+class PubSub(redis.client.PubSub):
+    """Subscriptions, read with redis-py's methods; the servers and the moves of channels between them do not show.
+
+    What is promised, ``on_gap``, ``gaps`` and ``max_queue`` are those of :class:`dynamoth_client.asyncio.PubSub`, and
+    so are the differences from redis-py. ``on_gap`` and handlers are called by the thread that reads.
+
+    One thread may read at a time; any thread may subscribe, unsubscribe and ``close`` meanwhile. ``close`` lets a
+    thread that waits in ``get_message`` or ``listen`` return. In a forked child a PubSub subscribes again to all that
+    it was subscribed to, when it is used there first; the parent's goes on.
+    """
+
+    def __init__(
+        self,
+        connection_pool: redis.ConnectionPool,
+        cluster: SyncCluster,
+        *,
+        on_gap: GapHandler | None = None,
+        gaps: bool = False,
+        max_queue: int = MAX_QUEUE,
+        push_handler_func: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(connection_pool, **kwargs)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
+        self.shard_channels = {}
+        self.pending_unsubscribe_shard_channels = set[Any]()
+        self._cluster = cluster
+        self._on_gap = on_gap
+        self._gaps = gaps
+        pool = stand_in(connection_pool)
+        encoder = cast("Any", self).encoder
+        self._make_inner: Callable[[], _Inner] = lambda: _Inner(
+            pool,
+            cluster.cluster,
+            gaps=gaps or on_gap is not None,
+            max_queue=max_queue,
+            push_handler_func=push_handler_func,
+            encoder=encoder,
+            make_room=cluster.call_soon,
+        )
+        self._inner = self._make_inner()
+        #: What to subscribe to again in a forked child, channels and patterns, until that has been done.
+        self._inherited: tuple[dict[Any, Handler | None], dict[Any, Handler | None]] | None = None
+        cluster.followers.add(self)
+
+    def __del__(self) -> None:
+        """Leave it to the asynchronous PubSub, which goes with this one, to end its feed."""
+
+    def __enter__(self) -> Self:
+        """Be closed at the end."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close."""
+        self.close()
+
+    # What redis-py has as attributes.
+
+    @property
+    def channels(self) -> dict[Any, Any]:  # type: ignore[override]
+        """The channels that are subscribed to, confirmed or not, with their handlers."""
+        return self._inner.channels
+
+    @property
+    def patterns(self) -> dict[Any, Any]:  # type: ignore[override]
+        """The patterns that are subscribed to, confirmed or not, with their handlers."""
+        return self._inner.patterns
+
+    @property
+    def pending_unsubscribe_channels(self) -> set[Any]:  # type: ignore[override]
+        """Channels whose unsubscription has been asked for, and not been read."""
+        return self._inner.pending_unsubscribe_channels
+
+    @property
+    def pending_unsubscribe_patterns(self) -> set[Any]:  # type: ignore[override]
+        """Patterns whose unsubscription has been asked for, and not been read."""
+        return self._inner.pending_unsubscribe_patterns
+
+    @property
+    def connection(self) -> Any:
+        """What is connected, or None: not one of redis-py's connections."""
+        return self._inner.connection
+
+    @connection.setter
+    def connection(self, value: None) -> None:
+        """Take what redis-py's constructor sets."""
+
+    @property
+    def subscribed(self) -> bool:
+        """Whether there are subscriptions, confirmed or not."""
+        return self._inner.subscribed
+
+    @property
+    def gaps_detected(self) -> int:
+        """How many gaps there have been since the last ``close``."""
+        return self._inner.gaps_detected
+
+    # The life of a PubSub.
+
+    def reset(self) -> None:
+        """End all subscriptions; what has not been read is dropped. The PubSub can be used again."""
+        if "_inner" not in self.__dict__:  # redis-py's constructor
+            return
+        self._inherited = None
+        try:
+            if self._cluster.is_open:
+                self._cluster.call(self._inner.aclose)
+            else:  # what there was has ended
+                self._inner = self._make_inner()
+        except redis.exceptions.ConnectionError:  # the client is being closed
+            self._inner = self._make_inner()
+        self.subscribed_event.clear()
+
+    def close(self) -> None:
+        """End all subscriptions, as ``reset``."""
+        self.reset()
+
+    def connect(self) -> None:
+        """Get ready: read the plan, if this client has not. Raises ``redis.exceptions.ConnectionError``."""
+        self._call(self._inner.connect)
+
+    def fork(self) -> None:
+        """Begin anew in a forked child."""
+        inner, self._inner = self._inner, self._make_inner()
+        self.subscribed_event = threading.Event()
+        self._lock = threading.RLock()
+        channels = {name: h for name, h in inner.channels.items() if name not in inner.pending_unsubscribe_channels}
+        patterns = {name: h for name, h in inner.patterns.items() if name not in inner.pending_unsubscribe_patterns}
+        if channels or patterns:
+            self._inherited = channels, patterns
+            self._inner.inherit(channels, patterns)
+
+    # Subscribing.
+
+    def subscribe(self, *args: Any, **kwargs: Handler) -> None:
+        """Subscribe to channels: names, or names as keywords with a handler that is called with each message.
+
+        Returns when the request is on its way, as in redis-py; the confirmation is the message of type ``subscribe``.
+
+        Raises:
+            redis.exceptions.ConnectionError: the plan cannot be read from any server; nothing is subscribed.
+            redis.exceptions.DataError: a channel that cannot be subscribed to here.
+
+        """
+        self._call(self._inner.subscribe, *args, **kwargs)
+
+    def psubscribe(self, *args: Any, **kwargs: Handler) -> None:
+        """Subscribe to patterns, as ``subscribe`` to channels."""
+        self._call(self._inner.psubscribe, *args, **kwargs)
+
+    def ssubscribe(self, *args: Any, target_node: Any = None, **kwargs: Handler) -> None:
+        """Refuse. Raises ``redis.exceptions.PubSubError``."""
+        self._call(self._inner.ssubscribe, *args, **kwargs)
+
+    def unsubscribe(self, *args: Any) -> None:
+        """Unsubscribe from channels, or from all; confirmed by messages of type ``unsubscribe``."""
+        self._call(self._inner.unsubscribe, *args)
+
+    def punsubscribe(self, *args: Any) -> None:
+        """Unsubscribe from patterns, or from all; confirmed by messages of type ``punsubscribe``."""
+        self._call(self._inner.punsubscribe, *args)
+
+    def sunsubscribe(self, *args: Any, target_node: Any = None) -> None:
+        """Acknowledge as Redis does where no sharded channel is subscribed to."""
+        self._call(self._inner.sunsubscribe, *args)
+
+    def ping(self, message: Any = None) -> bool:
+        """Ask a server for a sign of life; its answer is a message of type ``pong``.
+
+        Raises ``redis.exceptions.ConnectionError`` when no server is there.
+        """
+        return bool(self._call(self._inner.ping, message))
+
+    def check_health(self) -> None:
+        """Do nothing: links check themselves."""
+
+    def execute_command(self, *args: Any) -> Any:
+        """Execute a command of subscriptions. Raises ``redis.exceptions.PubSubError`` for any other."""
+        name = args[0].decode() if isinstance(args[0], bytes) else str(args[0])
+        if name.lower() not in _COMMANDS:
+            raise redis.exceptions.PubSubError(f"{name} is no command of a PubSub: give it to the client")
+        return getattr(self, name.lower())(*args[1:])
+
+    # Reading.
+
+    def get_message(
+        self, ignore_subscribe_messages: bool = False, timeout: float | None = 0.0
+    ) -> dict[str, Any] | None:
+        """Return the next message, or None when there is none within ``timeout`` seconds (None: wait without end).
+
+        None also means that a handler took the message, or that it was to be ignored. Before the first subscription
+        this waits for one.
+
+        Raises:
+            redis.exceptions.ConnectionError: no server can be reached, see the class; or the client was closed.
+
+        """
+        if not self._inner.subscribed:
+            began_at = time.monotonic()
+            if not self.subscribed_event.wait(timeout):
+                return None
+            if timeout is not None:
+                timeout = max(0.0, timeout - (time.monotonic() - began_at))
+        item = self._inner.pop()
+        if item is None:
+            self._wait(timeout)
+            item = self._inner.pop()
+            if item is None:
+                return None
+        return self._read(item, ignore_subscribe_messages)
+
+    get_sharded_message = get_message
+
+    def listen(self) -> Generator[dict[str, Any], None, None]:
+        """Yield messages until the last channel's unsubscription has been read. Raises as ``get_message``."""
+        while (inner := self._inner).subscribed:
+            item = inner.pop()
+            if item is None:
+                self._wait(None)
+            elif type(item) is tuple:
+                message = inner.message(item)
+                handler = inner.channels.get(message["channel"])
+                if handler is None:
+                    yield message
+                else:
+                    handler(message)
+            else:
+                shown = self._read(item, False)
+                if shown is not None:
+                    yield shown
+
+    def run(
+        self, *, exception_handler: Callable[[BaseException, PubSub], object] | None = None, poll_timeout: float = 1.0
+    ) -> None:
+        """Call the handlers until the last channel's unsubscription has been read, or ``close``.
+
+        As the asynchronous PubSub's: every channel needs a handler (``redis.exceptions.PubSubError``), and an error
+        goes to ``exception_handler`` if there is one.
+        """
+        for name, handler in [*self.channels.items(), *self.patterns.items()]:
+            if handler is None:
+                raise redis.exceptions.PubSubError(f"{name!r} has no handler registered")
+        while self.subscribed:
+            try:
+                self.get_message(ignore_subscribe_messages=True, timeout=poll_timeout)
+            except Exception as error:
+                if exception_handler is None:
+                    raise
+                exception_handler(error, self)
+
+    def parse_response(self, block: bool = True, timeout: float = 0) -> Any:
+        """Return the next message as the list that Redis sends; None when there is none within ``timeout``."""
+        return self._call(self._inner.parse_response, block, timeout)
+
+    def _wait(self, timeout: float | None) -> None:
+        """Let the machines work until there is an item, or ``timeout`` is over."""
+        if self._inherited is not None:
+            self._subscribe_again()
+        self._cluster.call(self._inner.until_item, timeout)
+
+    def _read(self, item: Item, ignored: bool) -> dict[str, Any] | None:
+        """Return what the application is to see of an item, unless a handler takes it."""
+        inner = self._inner
+        if isinstance(item, (Notice, Failure)):
+            message = self._cluster.call(self._note, item, ignored)
+            if message is not None and message["type"] == "gap":
+                if self._on_gap is not None:
+                    self._on_gap(message["data"])
+                return message if self._gaps else None
+            return message
+        if isinstance(item, PatternMessage):
+            message = inner.matched(item)
+            handler = inner.patterns.get(message["pattern"])
+        else:
+            message = inner.message(item)
+            handler = inner.channels.get(message["channel"])
+        if handler is None:
+            return message
+        handler(message)
+        return None
+
+    async def _note(self, item: Notice | Failure, ignored: bool) -> dict[str, Any] | None:
+        try:
+            return await self._inner.notice(item, ignored or self.ignore_subscribe_messages)
+        finally:
+            if not self._inner.subscribed:
+                self.subscribed_event.clear()
+
+    # Requests.
+
+    def _call(self, function: Callable[..., Awaitable[_T]], *args: Any, **kwargs: Any) -> _T:
+        if self._inherited is not None:
+            self._subscribe_again()
+        return cast("_T", self._cluster.call(self._request, function, args, kwargs))
+
+    async def _request(
+        self, function: Callable[..., Awaitable[_T]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _T:
+        try:
+            return await function(*args, **kwargs)
+        finally:
+            if self._inner.subscribed:
+                self.subscribed_event.set()
+
+    def _subscribe_again(self) -> None:
+        """Subscribe to what the parent process had subscribed to. When it fails, the next use tries again."""
+        assert self._inherited is not None, "asked for in a forked child only"
+        channels, patterns = inherited = self._inherited
+        self._inherited = None
+        try:
+            if channels:
+                self._call(self._inner.subscribe, *(_Subscription(*each) for each in channels.items()))
+            if patterns:
+                self._call(self._inner.psubscribe, *(_Subscription(*each) for each in patterns.items()))
+        except BaseException:
+            self._inner.inherit(*inherited)
+            self._inherited = inherited
+            raise

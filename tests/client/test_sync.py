@@ -1,0 +1,255 @@
+"""The synchronous client on real servers that store a plan: everything but PubSub's own behaviour."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import weakref
+from typing import Any, cast
+
+import pytest
+import redis as redis_py
+import redis.asyncio as redis_asyncio
+
+import dynamoth_client as redis
+from dynamoth.envelope import open_envelope
+from dynamoth.plan import Mode
+from dynamoth_client.sync_cluster import stand_in
+from tests.client.conftest import ClusterFactory
+from tests.client.stored_cluster import StoredCluster
+from tests.client.sync_helpers import confirmed, keepers, message_of, next_of, until
+
+
+def test_what_is_published_arrives_whatever_server_the_channel_is_at(cluster: StoredCluster) -> None:
+    channels = [cluster.channel_at("s1"), cluster.channel_at("s2")]
+    with redis.Redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
+        confirmed(pubsub, *channels)
+        for channel in channels:
+            assert client.publish(channel, "hello") == 1
+            assert next_of(pubsub) == message_of("message", channel.encode(), b"hello")
+        for server, channel in zip(("s1", "s2"), channels, strict=True):
+            assert asyncio.run(cluster.ask(server, "PUBSUB", "NUMSUB", channel)) == [channel.encode(), 1]
+
+
+def test_messages_are_encoded_as_redis_py_does(cluster: StoredCluster) -> None:
+    sent: list[Any] = ["text", "é", b"\x00\xff", 7, 2.5, memoryview(b"view"), bytearray(b"array"), ""]
+    expected = [b"text", "é".encode(), b"\x00\xff", b"7", b"2.5", b"view", b"array", b""]
+    with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
+        confirmed(pubsub, "c")
+        for message in sent:
+            assert client.publish("c", message) == 1
+        assert [next_of(pubsub)["data"] for _ in sent] == expected
+        refused: list[Any] = [None, True, [], object()]
+        for message in refused:
+            with pytest.raises(redis.DataError):
+                client.publish("c", message)
+
+
+def test_other_commands_go_to_the_first_server(cluster: StoredCluster) -> None:
+    with redis.from_url(cluster.url, decode_responses=True) as client:
+        client.set("key", "value")
+        assert client.get("key") == "value"
+        pipeline = cast("Any", client).pipeline()
+        assert pipeline.incr("number").incr("number").execute() == [1, 2]
+        assert asyncio.run(cluster.ask("s1", "GET", "key")) == b"value"
+        assert asyncio.run(cluster.ask("s2", "GET", "key")) is None
+        assert keepers() == 0, "nothing of ours runs before it is needed"
+
+
+def test_publish_by_execute_command_is_routed(cluster: StoredCluster) -> None:
+    channel = cluster.channel_at("s2")
+    with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
+        confirmed(pubsub, channel)
+        assert client.execute_command("PUBLISH", channel, "hello") == 1
+
+
+def test_channels_of_one_server_go_to_the_first_and_ours_are_refused(cluster: StoredCluster) -> None:
+    plain: Any = redis_py.Redis(port=cluster.servers["s1"].port)
+    with plain, plain.pubsub() as pubsub, redis.from_url(cluster.url) as client:
+        pubsub.subscribe("__keyspace@0__:key")
+        assert pubsub.get_message(timeout=5)["type"] == "subscribe"
+        assert client.publish("__keyspace@0__:key", "set") == 1
+        with pytest.raises(redis.DataError, match="choose another name"):
+            client.publish("__dynamoth__:agent", "x")
+        assert client.publish("__dynamo", "fine") == 0
+
+
+def test_the_plan_that_a_client_knows(cluster: StoredCluster) -> None:
+    with redis.from_url(cluster.url) as client:
+        assert client.plan(cluster.channel_at("s2")) == redis.ChannelPlan(Mode.SINGLE, ("s2",), 0)
+
+
+def test_ways_to_make_a_client(cluster_factory: ClusterFactory) -> None:
+    cluster = cluster_factory(password="secret")
+    first = cluster.servers["s1"]
+    pool = redis.ConnectionPool(port=first.port, password="secret")
+    makers: list[Any] = [
+        lambda: redis.Redis("127.0.0.1", first.port, 0, "secret"),
+        lambda: redis.StrictRedis(host="127.0.0.1", port=first.port, password="secret"),
+        lambda: redis.Redis(servers=cluster.hosts, password="secret"),
+        lambda: redis.Redis(connection_pool=pool),
+        lambda: redis.Redis.from_pool(redis.ConnectionPool(port=first.port, password="secret")),
+        lambda: redis.Redis.from_url(f"redis://:secret@127.0.0.1:{first.port}"),
+        lambda: redis.from_url(cluster.url.replace("//", "//:secret@")).client(),
+    ]
+    channel = cluster.channel_at("s2")
+    for make in makers:
+        with make() as client, client.pubsub() as pubsub:
+            confirmed(pubsub, channel)
+            assert client.publish(channel, "x") == 1
+            assert client.ping()
+            assert isinstance(client, redis_py.Redis)
+            assert next_of(pubsub)["data"] == b"x"
+    pool.close()
+    with pytest.raises(redis.DataError, match="not both"):
+        redis.Redis("127.0.0.1", servers=cluster.hosts)
+    with pytest.raises(redis.DataError, match="host and port"):
+        redis.Redis(host="127.0.0.1", port=1, servers=cluster.hosts)
+
+
+def test_envelopes_can_be_left_out(cluster: StoredCluster) -> None:
+    channel = cluster.channel_at("s1")
+    plain: Any = redis_py.Redis(port=cluster.servers["s1"].port)
+    with plain, plain.pubsub() as pubsub:
+        pubsub.subscribe(channel)
+        assert pubsub.get_message(timeout=5)["type"] == "subscribe"
+        with pytest.warns(redis.GuaranteesOff), redis.from_url(cluster.url, envelope=False) as client:
+            client.publish(channel, "plain")
+        with redis.from_url(cluster.url) as client:
+            client.publish(channel, "enveloped")
+        assert pubsub.get_message(timeout=5)["data"] == b"plain"
+        envelope = open_envelope(pubsub.get_message(timeout=5)["data"])
+        assert envelope is not None
+        assert envelope.payload == b"enveloped"
+
+
+def test_errors_are_those_of_redis_py(cluster_factory: ClusterFactory) -> None:
+    cluster = cluster_factory(password="secret")
+    with redis.from_url(cluster.url) as client:
+        with pytest.raises(redis.exceptions.AuthenticationError):
+            client.publish("c", "x")
+        with pytest.raises(redis.exceptions.AuthenticationError):
+            client.pubsub().subscribe("c")
+    for server in cluster.servers.values():
+        server.kill()
+    with redis.from_url(cluster.url) as client, pytest.raises(redis.ConnectionError):
+        client.publish("c", "x")
+
+
+def test_a_server_that_dies_fails_the_publications_there(cluster: StoredCluster) -> None:
+    gone, alive = cluster.channel_at("s2"), cluster.channel_at("s1")
+    with redis.from_url(cluster.url) as client:
+        assert client.publish(gone, "x") == 0
+        cluster.servers["s2"].kill()
+        with pytest.raises(redis.ConnectionError):
+            client.publish(gone, "x")
+        assert client.publish(alive, "x") == 0
+
+
+def test_a_closed_client_can_be_used_again(cluster: StoredCluster) -> None:
+    client = redis.from_url(cluster.url)
+    for _ in range(3):
+        assert client.publish("c", "x") == 0
+        assert keepers() == 1
+        client.close()
+        assert keepers() == 0
+    client.close()
+
+
+def test_a_dropped_client_leaves_nothing(cluster: StoredCluster) -> None:
+    client = redis.from_url(cluster.url)
+    pubsub = client.pubsub()
+    confirmed(pubsub, "c")
+    assert client.publish("c", "x") == 1
+    reference = weakref.ref(client)
+    del client
+    gc.collect()
+    assert reference() is None
+    assert next_of(pubsub)["data"] == b"x"
+    del pubsub
+    gc.collect()
+    until(lambda: keepers() == 0, "the thread ends")
+    for server in cluster.servers:
+        until(lambda s=server: b"sub=1" not in asyncio.run(cluster.ask(s, "CLIENT", "LIST")), "nobody is subscribed")  # type: ignore[misc]
+
+
+def test_a_dropped_pubsub_leaves_no_subscription(cluster: StoredCluster) -> None:
+    channel = cluster.channel_at("s1")
+    with redis.from_url(cluster.url) as client:
+        pubsub = client.pubsub()
+        confirmed(pubsub, channel)
+        assert client.publish(channel, "x") == 1
+        del pubsub
+        gc.collect()
+        until(lambda: client.publish(channel, "x") == 0, "nobody is subscribed")
+
+
+def test_in_a_thread_that_runs_an_event_loop(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
+            confirmed(pubsub, "c")
+            for number in range(20):
+                assert client.publish("c", number) == 1
+                assert next_of(pubsub)["data"] == b"%d" % number
+
+    asyncio.run(test())
+
+
+def test_a_log_handler_that_publishes_does_not_hang(cluster: StoredCluster) -> None:
+    outcomes: list[Any] = []
+
+    class Publisher(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            outcomes.append(client.publish("log", record.getMessage()))
+
+    logger = logging.getLogger("dynamoth_client")
+    handler = Publisher()
+    channel = cluster.channel_at("s1")
+    with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
+        confirmed(pubsub, channel)
+        logger.addHandler(handler)
+        try:
+            asyncio.run(cluster.kill_subscribers("s1"))
+            until(lambda: bool(outcomes), "the gap is logged")
+        finally:
+            logger.removeHandler(handler)
+        assert outcomes[0] == 0
+        until(lambda: client.publish(channel, "x") == 1, "it goes on")
+
+
+def test_the_modules_stand_for_redis_py_s() -> None:
+    pairs: list[tuple[Any, Any]] = [(redis, redis_py), (redis.asyncio, redis_asyncio)]
+    for ours, theirs in pairs:
+        for name in public_names(theirs):
+            assert getattr(ours, name) is not None
+            if name not in ("Redis", "StrictRedis", "from_url"):
+                assert getattr(ours, name) is getattr(theirs, name)
+        assert issubclass(ours.StrictRedis, theirs.Redis)
+        assert set(ours.__all__) >= set(public_names(theirs))
+        with pytest.raises(AttributeError):
+            _ = ours.no_such_name
+    assert redis.exceptions is cast("Any", redis_py).exceptions
+    assert redis.__version__ == redis_py.__version__
+    with pytest.raises(AttributeError):
+        _ = redis._no_such_name
+
+
+def public_names(module: Any) -> list[str]:
+    names: list[str] = module.__all__
+    return names
+
+
+def test_settings_of_a_synchronous_pool() -> None:
+    url = "rediss://user:secret@example:6380/3?ssl_cert_reqs=none&ssl_check_hostname=false&socket_connect_timeout=7"
+    pool = redis.ConnectionPool.from_url(url, ssl_validate_ocsp=False, decode_responses=True, client_name="me")
+    twin: Any = stand_in(pool)
+    assert twin.connection_class is redis.asyncio.SSLConnection
+    assert twin.get_encoder().decode_responses
+    twin.connection_class(**twin.connection_kwargs)
+    expected = {
+        "host": "example", "port": 6380, "username": "user", "password": "secret", "client_name": "me",
+        "socket_connect_timeout": 7.0, "decode_responses": True, "ssl_cert_reqs": "none", "ssl_check_hostname": False,
+    }  # fmt: skip
+    assert expected.items() <= twin.connection_kwargs.items()
+    assert "ssl_validate_ocsp" not in twin.connection_kwargs

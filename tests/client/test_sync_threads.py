@@ -1,0 +1,305 @@
+"""The synchronous client among threads, processes and signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+import dynamoth_client as redis
+from dynamoth_client import PubSub, _loop
+from tests.client.stored_cluster import StoredCluster
+from tests.client.sync_helpers import PATIENCE_S, Running, confirmed, keepers, next_of, until
+
+THREADS = 8
+EACH = 250
+
+
+def _publish(client: redis.Redis, channels: list[str], name: int) -> list[int]:
+    return [client.publish(channels[number % len(channels)], f"{name} {number}") for number in range(EACH)]
+
+
+def test_threads_publish_at_once(cluster: StoredCluster) -> None:
+    channels = [cluster.channel_at("s1"), cluster.channel_at("s2")]
+    with redis.from_url(cluster.url) as client, redis.from_url(cluster.url) as other, other.pubsub() as pubsub:
+        confirmed(pubsub, *channels)
+        publishing = [Running(_publish, client, channels, name) for name in range(THREADS)]
+        seen: dict[tuple[bytes, int], list[int]] = {}
+        for _ in range(THREADS * EACH):
+            message = next_of(pubsub)
+            name, number = map(int, message["data"].split())
+            seen.setdefault((message["channel"], name), []).append(number)
+        assert [one.result() for one in publishing] == [[1] * EACH] * THREADS
+        assert len(seen) == THREADS * len(channels)
+        for numbers in seen.values():
+            assert numbers == sorted(numbers)
+            assert len(numbers) == EACH / len(channels)
+        assert pubsub.get_message(timeout=0.05) is None
+
+
+def test_threads_publish_while_others_read_with_the_same_client(cluster: StoredCluster) -> None:
+    def read(pubsub: PubSub) -> int:
+        messages = 0
+        for message in pubsub.listen():
+            messages += message["type"] == "message"
+            if messages == THREADS * EACH:
+                break
+        return messages
+
+    with redis.from_url(cluster.url) as client:
+        pubsubs = [client.pubsub() for _ in range(3)]
+        for pubsub in pubsubs:
+            confirmed(pubsub, "c")
+        reading = [Running(read, pubsub) for pubsub in pubsubs]
+        publishing = [Running(_publish, client, ["c"], name) for name in range(THREADS)]
+        assert [one.result() for one in publishing] == [[3] * EACH] * THREADS
+        assert [one.result() for one in reading] == [THREADS * EACH] * 3
+
+
+def test_threads_begin_at_once(cluster: StoredCluster) -> None:
+    """One loop, one thread, one reading of the plan."""
+    for _ in range(5):
+        with redis.from_url(cluster.url) as client:
+            barrier = threading.Barrier(THREADS)
+
+            def publish(client: redis.Redis = client, barrier: threading.Barrier = barrier) -> int:
+                barrier.wait()
+                return client.publish("c", "x")
+
+            assert [one.result() for one in [Running(publish) for _ in range(THREADS)]] == [0] * THREADS
+            assert keepers() == 1
+
+
+def test_closing_while_threads_publish(cluster: StoredCluster) -> None:
+    """Each call succeeds or says that the client was closed; a later one begins anew; nothing hangs."""
+
+    def publish(client: redis.Redis, stop: threading.Event) -> int:
+        succeeded = 0
+        while not stop.is_set():
+            try:
+                client.publish("c", "x")
+                succeeded += 1
+            except redis.ConnectionError as error:
+                assert "closed" in str(error), error
+        return succeeded
+
+    client, stop = redis.from_url(cluster.url), threading.Event()
+    publishing = [Running(publish, client, stop) for _ in range(THREADS)]
+    for _ in range(20):
+        client.close()
+        time.sleep(0.01)
+    stop.set()
+    assert all(one.result() > 0 for one in publishing)
+    client.close()
+    assert keepers() == 0
+
+
+def test_the_keeper_works_while_nobody_calls(cluster: StoredCluster) -> None:
+    with redis.from_url(cluster.url) as client, redis.from_url(cluster.url) as other, client.pubsub() as pubsub:
+        confirmed(pubsub, "c")
+        before = other.publish("c", "first")
+        asyncio.run(cluster.kill_subscribers("s1"))
+        asyncio.run(cluster.kill_subscribers("s2"))
+        until(lambda: other.publish("c", "second") == 1, "subscribed again, though nobody reads")
+        assert before == 1
+        seen = [next_of(pubsub)["data"], next_of(pubsub)["data"]]
+        assert seen == [b"first", b"second"]
+
+
+def test_callers_take_over_from_the_keeper(cluster: StoredCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the moment: the keeper is as eager as can be."""
+    monkeypatch.setattr(_loop, "KEEPER_IDLE_S", 0.0)
+    with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
+        confirmed(pubsub, "c")
+        publishing = [Running(_publish, client, ["c"], name) for name in range(2)]
+        for _ in range(2 * EACH):
+            assert next_of(pubsub)["type"] == "message"
+        assert [one.result() for one in publishing] == [[1] * EACH] * 2
+
+
+async def _waiting() -> int:
+    """Return how many waits for items there are."""
+    return sum("until_item" in str(task.get_coro()) for task in asyncio.all_tasks())
+
+
+class _Interrupted(Exception):
+    """Raised by a signal handler."""
+
+
+@pytest.mark.parametrize("read", ["listen", "get_message", "follows"])
+def test_a_signal_ends_a_wait_and_loses_nothing(cluster: StoredCluster, read: str) -> None:
+    def interrupt(number: int, frame: Any) -> None:
+        raise _Interrupted
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with redis.from_url(cluster.url) as client, client.pubsub() as pubsub, client.pubsub() as other:
+            confirmed(pubsub, "c")
+            confirmed(other, "d")
+            leading: Running | None = None
+            if read == "follows":  # another thread drives
+                leading = Running(other.get_message, False, None)
+                leading.join(0.05)
+                assert leading.is_alive()
+            functions: dict[str, Callable[[], Any]] = {
+                "listen": lambda: next(pubsub.listen()),
+                "get_message": lambda: pubsub.get_message(timeout=None),
+                "follows": lambda: pubsub.get_message(timeout=PATIENCE_S),
+            }
+            timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
+            timer.start()
+            with pytest.raises(_Interrupted):
+                functions[read]()
+            timer.join()
+            on_the_loop = cast("Any", client)._subscriptions.call
+            until(lambda: on_the_loop(_waiting) == (leading is not None), "what was interrupted has ended")
+            assert client.publish("c", "x") == 1
+            assert next_of(pubsub)["data"] == b"x"
+            assert client.publish("d", "y") == 1
+            assert (next_of(other) if leading is None else leading.result())["data"] == b"y"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def _in_child(function: Callable[[], None]) -> int:
+    """Fork, run a function in the child, and return the child's exit status; 0 when it raised nothing."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            function()
+            status = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("the child hangs")
+
+
+@pytest.mark.parametrize("busy", ["idle", "keeper", "driven"])
+def test_a_forked_child_begins_anew_and_the_parent_goes_on(cluster: StoredCluster, busy: str) -> None:
+    channel, other = cluster.channel_at("s1"), cluster.channel_at("s2")
+
+    def in_child() -> None:
+        assert pubsub.subscribed
+        assert pubsub.channels == {channel.encode(): None, b"handled": taken.append}
+        assert client.publish(channel, "from the child") == 1, "the parent's only: the child is not subscribed yet"
+        assert [next_of(pubsub)["type"] for _ in range(2)] == ["subscribe", "subscribe"]
+        assert client.publish(channel, "from the child, again") == 2
+        assert next_of(pubsub)["data"] == b"from the child, again"
+        assert client.publish("handled", "x") == 2
+        assert pubsub.get_message(timeout=PATIENCE_S) is None
+        assert [message["data"] for message in taken] == [b"x"]
+        with redis.from_url(cluster.url) as another:
+            assert another.publish(channel, "of another client") == 2
+        client.close()
+
+    taken: list[Any] = []
+    with redis.from_url(cluster.url) as client, client.pubsub() as pubsub, client.pubsub() as second:
+        confirmed(pubsub, channel, handled=taken.append)
+        confirmed(second, other)
+        assert client.publish(channel, "before") == 1
+        driving: Running | None = None
+        if busy == "keeper":
+            time.sleep(0.05)  # the keeper has the turn by then; nothing depends on it
+        elif busy == "driven":
+            driving = Running(second.get_message, False, None)
+            driving.join(0.05)
+            assert driving.is_alive()
+        assert _in_child(in_child) == 0
+        assert client.publish(channel, "after") == 1
+        expected = [b"before", b"from the child", b"from the child, again", b"of another client", b"after"]
+        assert [next_of(pubsub)["data"] for _ in expected] == expected, "and no gap, no acknowledgement"
+        assert client.publish(other, "end") == 1
+        assert (next_of(second) if driving is None else driving.result())["data"] == b"end"
+        assert pubsub.gaps_detected == 0
+
+
+def test_a_forked_child_holds_none_of_the_parent_s_connections(cluster: StoredCluster) -> None:
+    """A server sees the parent leave although the child lives on."""
+    channel = cluster.channel_at("s1")
+    reader, writer = os.pipe()
+    client = redis.from_url(cluster.url)
+    pubsub = client.pubsub()
+    confirmed(pubsub, channel)
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until the parent has seen enough
+        os._exit(0)
+    try:
+        os.close(reader)
+        pubsub.close()
+        client.close()
+        asyncio.run(asyncio.wait_for(cluster.until_subscribed("s1", channel, 0), PATIENCE_S))
+    finally:
+        os.close(writer)
+        os.waitpid(child, 0)
+
+
+def test_a_child_that_cannot_subscribe_again_tries_again(cluster: StoredCluster) -> None:
+    def in_child() -> None:
+        for server in cluster.servers.values():
+            server.pause()
+        try:
+            with pytest.raises(redis.ConnectionError):
+                pubsub.get_message(timeout=PATIENCE_S)
+            assert pubsub.subscribed
+        finally:
+            for server in cluster.servers.values():
+                server.resume()
+        assert next_of(pubsub)["type"] == "subscribe"
+        assert client.publish("c", "x") == 2
+
+    with redis.from_url(cluster.url + "?socket_connect_timeout=0.2") as client, client.pubsub() as pubsub:
+        confirmed(pubsub, "c")
+        assert _in_child(in_child) == 0
+
+
+def test_the_interpreter_exits_with_an_open_client(cluster: StoredCluster) -> None:
+    program = textwrap.dedent(
+        """
+        import sys, threading, time
+        import dynamoth_client as redis
+
+        how, url = sys.argv[1:]
+        client = redis.from_url(url)
+        pubsub = client.pubsub()
+        pubsub.subscribe(c=print)
+        assert client.publish("d", "x") == 0
+        if how == "worker":
+            pubsub.run_in_thread(sleep_time=0.001, daemon=True)
+        elif how == "listener":
+            threading.Thread(target=lambda: list(pubsub.listen()), daemon=True).start()
+        elif how == "global":
+            time.sleep(0.05)
+        elif how == "error":
+            raise SystemExit(3)
+        if how in ("worker", "listener"):
+            time.sleep(0.05)
+        """
+    )
+    for how, status in (("at once", 0), ("global", 0), ("worker", 0), ("listener", 0), ("error", 3)):
+        command = [sys.executable, "-P", "-X", "dev", "-c", program, how, cluster.url]
+        path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=path)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", ""), how
