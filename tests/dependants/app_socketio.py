@@ -1,0 +1,62 @@
+"""python-socketio: a server with ``AsyncRedisManager`` and a browser's part; another process emits to its clients.
+
+``publishing`` uses every manager that can emit from outside: to add one, add it to ``MANAGERS``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
+from importlib import import_module
+from typing import Any
+
+from aiohttp import web
+
+from tests.dependants.worker import Hear, Publish
+
+socketio: Any = import_module("socketio")  # it has no types
+
+CHANNEL = "socketio"
+"""What python-socketio calls it unless it is told otherwise."""
+
+MANAGERS: Mapping[str, Callable[..., Any]] = {"asyncio": socketio.AsyncRedisManager}
+"""By road."""
+
+
+@asynccontextmanager
+async def listening(url: str, hear: Hear) -> AsyncGenerator[dict[str, str]]:
+    server: Any = socketio.AsyncServer(async_mode="aiohttp", client_manager=socketio.AsyncRedisManager(url))
+    web_application = web.Application()
+    server.attach(web_application)
+    runner = web.AppRunner(web_application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    browser: Any = socketio.AsyncClient()
+    browser.on("number", lambda data: hear(data["road"], data["number"]))
+    await browser.connect(f"http://127.0.0.1:{runner.addresses[0][1]}", transports=["websocket"])
+    yield dict.fromkeys(MANAGERS, CHANNEL)
+    await browser.disconnect()
+    await server.shutdown()
+    await runner.cleanup()
+
+
+@asynccontextmanager
+async def publishing(url: str, channels: dict[str, str]) -> AsyncGenerator[Publish]:
+    managers = {road: MANAGERS[road](url, write_only=True, channel=channel) for road, channel in channels.items()}
+
+    async def publish(road: str, number: int) -> None:
+        emit, data = managers[road].emit, {"road": road, "number": number}
+        if inspect.iscoroutinefunction(emit):
+            await emit("number", data)
+        else:
+            await asyncio.to_thread(emit, "number", data)
+
+    yield publish
+    for manager in managers.values():
+        if hasattr(manager.redis, "aclose"):
+            await manager.redis.aclose()
+        else:
+            manager.redis.close()
