@@ -35,7 +35,11 @@ async def listening(url: str, hear: Hear) -> AsyncGenerator[dict[str, str]]:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     browser: Any = socketio.AsyncClient()
-    browser.on("number", lambda data: hear(data["road"], data["number"]))
+
+    def on_number(data: dict[str, Any]) -> None:
+        hear(data["road"], data["number"])
+
+    browser.on("number", on_number)
     await browser.connect(f"http://127.0.0.1:{runner.addresses[0][1]}", transports=["websocket"])
     yield dict.fromkeys(MANAGERS, CHANNEL)
     await browser.disconnect()
