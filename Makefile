@@ -12,15 +12,15 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 \
 .PHONY: help venv check lint format-check mypy pyright imports test conformance bench demo format lock clean
 
 help:
-	@echo "make demo    what Dynamoth does, live, on embedded Redis servers"
-	@echo "make check   linters, type checkers and import contracts"
-	@echo "make test    all tests"
-	@echo "make conformance   redis-py's own publish/subscribe tests, against this client"
-	@echo "make bench   benchmarks against real Redis servers"
-	@echo "make venv    .venv with everything for development"
-	@echo "make format  format and fix what the linter can fix"
-	@echo "make lock    pin the newest versions of all requirements (UPGRADE= keeps the pins that still fit)"
-	@echo "make clean   remove .venv and caches"
+	@echo "make demo         what Dynamoth does, live, on embedded Redis servers"
+	@echo "make check        linters, type checkers and import contracts"
+	@echo "make test         all tests"
+	@echo "make conformance  redis-py's own publish/subscribe tests, against this client"
+	@echo "make bench        benchmarks against real Redis servers"
+	@echo "make venv         .venv with everything for development"
+	@echo "make format       format and fix what the linter can fix"
+	@echo "make lock         pin the newest versions of all requirements (UPGRADE= keeps the pins that still fit)"
+	@echo "make clean        remove .venv and caches"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,19 +1,17 @@
-"""python-socketio: a server with ``AsyncRedisManager`` and a browser's part; another process emits to its clients.
-
-``publishing`` uses every manager that can emit from outside: to add one, add it to ``MANAGERS``.
-"""
+"""python-socketio: a server with ``AsyncRedisManager`` and a browser's part; another process emits to its clients."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from importlib import import_module
 from typing import Any
 
 from aiohttp import web
 
+import dynamoth_client
 from tests.dependants.worker import Hear, Publish
 
 socketio: Any = import_module("socketio")  # it has no types
@@ -21,8 +19,10 @@ socketio: Any = import_module("socketio")  # it has no types
 CHANNEL = "socketio"
 """What python-socketio calls it unless it is told otherwise."""
 
-MANAGERS: Mapping[str, Callable[..., Any]] = {"asyncio": socketio.AsyncRedisManager}
-"""By road."""
+MANAGERS: dict[str, Callable[..., Any]] = {"asyncio": socketio.AsyncRedisManager}
+"""What emits from outside of a server, by road."""
+if hasattr(dynamoth_client, "Redis"):
+    MANAGERS["sync"] = socketio.RedisManager
 
 
 @asynccontextmanager
@@ -34,17 +34,24 @@ async def listening(url: str, hear: Hear) -> AsyncGenerator[dict[str, str]]:
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    browser: Any = socketio.AsyncClient()
+    async with browsing(runner.addresses[0][1], "websocket", hear):
+        yield dict.fromkeys(MANAGERS, CHANNEL)
+    await server.shutdown()
+    await runner.cleanup()
+
+
+@asynccontextmanager
+async def browsing(port: int, transport: str, hear: Hear) -> AsyncGenerator[None]:
+    """Be a client of a server."""
 
     def on_number(data: dict[str, Any]) -> None:
         hear(data["road"], data["number"])
 
+    browser: Any = socketio.AsyncClient()
     browser.on("number", on_number)
-    await browser.connect(f"http://127.0.0.1:{runner.addresses[0][1]}", transports=["websocket"])
-    yield dict.fromkeys(MANAGERS, CHANNEL)
+    await browser.connect(f"http://127.0.0.1:{port}", transports=[transport])
+    yield
     await browser.disconnect()
-    await server.shutdown()
-    await runner.cleanup()
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import pytest
 
+import dynamoth_client
 from dynamoth.plan import Plan, Server
 from dynamoth_cli.child import Child
 from dynamoth_cli.cluster import HOST, LocalCluster
@@ -20,6 +21,10 @@ from tests.whole.harness import move, until
 
 SERVERS = 3
 MESSAGES_BETWEEN_CHANGES = 20
+
+APPLICATIONS = ["app_channels", "app_socketio", "app_broadcaster"]
+if hasattr(dynamoth_client, "Redis"):
+    APPLICATIONS.append("app_socketio_sync")
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +101,7 @@ class Listener(Worker):
         until(lambda: all(len(self.heard(road)) >= count for road, count in wanted.items()), "messages arrive")
 
 
-@pytest.mark.parametrize("application", ["app_channels", "app_socketio", "app_broadcaster"])
+@pytest.mark.parametrize("application", APPLICATIONS)
 def test_every_message_arrives_once_while_channels_move(cluster: LocalCluster, application: str) -> None:
     url = f"redis://{HOST}:{cluster.redis['s1'].port}"
     with ExitStack() as stack:

@@ -17,7 +17,11 @@ from contextlib import AbstractAsyncContextManager
 from importlib import import_module
 from typing import Any, Protocol
 
-from dynamoth_client.asyncio import Redis
+import redis
+import redis.asyncio
+
+import dynamoth_client
+import dynamoth_client.asyncio
 
 INTERVAL_S = 0.003
 """Between two numbers of a publisher."""
@@ -44,11 +48,14 @@ class Application(Protocol):
 def use_dynamoth() -> None:
     """Do what an application does whose libraries make their clients themselves: replace the class that they look up.
 
-    Once, at the start. All of them say ``from redis import asyncio`` and look ``Redis`` up there when they connect. The
-    URL of one server is enough: the others are found through it.
+    Once, at the start. All of them say ``import redis``, or ``from redis import asyncio``, and look ``Redis`` up there
+    when they connect. The URL of one server is enough: the others are found through it.
     """
-    module: Any = import_module("redis.asyncio")
-    module.Redis = Redis
+    swaps: list[tuple[Any, Any]] = [(redis.asyncio, dynamoth_client.asyncio)]
+    if hasattr(dynamoth_client, "Redis"):
+        swaps.append((redis, dynamoth_client))
+    for theirs, ours in swaps:
+        theirs.Redis = ours.Redis
 
 
 async def _listen(application: Application, url: str) -> None:
