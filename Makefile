@@ -9,17 +9,18 @@ DEV := $(VENV)/.dev-installed
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
-.PHONY: help venv check lint format-check mypy pyright imports test bench demo format lock clean
+.PHONY: help venv check lint format-check mypy pyright imports test conformance bench demo format lock clean
 
 help:
-	@echo "make demo    what Dynamoth does, live, on embedded Redis servers"
-	@echo "make check   linters, type checkers and import contracts"
-	@echo "make test    all tests"
-	@echo "make bench   benchmarks against real Redis servers"
-	@echo "make venv    .venv with everything for development"
-	@echo "make format  format and fix what the linter can fix"
-	@echo "make lock    pin the newest versions of all requirements (UPGRADE= keeps the pins that still fit)"
-	@echo "make clean   remove .venv and caches"
+	@echo "make demo         what Dynamoth does, live, on embedded Redis servers"
+	@echo "make check        linters, type checkers and import contracts"
+	@echo "make test         all tests"
+	@echo "make conformance  redis-py's own publish/subscribe tests, against this client"
+	@echo "make bench        benchmarks against real Redis servers"
+	@echo "make venv         .venv with everything for development"
+	@echo "make format       format and fix what the linter can fix"
+	@echo "make lock         pin the newest versions of all requirements (UPGRADE= keeps the pins that still fit)"
+	@echo "make clean        remove .venv and caches"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -57,6 +58,9 @@ imports: $(DEV)
 test: $(DEV)
 	$(BIN)/python -m pytest --durations=10
 
+conformance: $(DEV)
+	$(BIN)/python -m tests.conformance
+
 bench: $(DEV)
 	$(BIN)/python -m bench
 
@@ -67,7 +71,7 @@ format: $(DEV)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-# dev.txt first: the other two take its versions, so that they can be installed on top of each other.
+# dev.txt first: the others take its versions, so that they can be installed on top of each other.
 UPGRADE ?= --upgrade
 lock: $(DEV)
 	$(PIP) uv
@@ -76,6 +80,8 @@ lock: $(DEV)
 		--constraint requirements/dev.txt --output-file requirements/run.txt
 	$(COMPILE) $(UPGRADE) pyproject.toml requirements/analytics.in --extra analytics \
 		--constraint requirements/dev.txt --output-file requirements/analytics.txt
+	$(COMPILE) $(UPGRADE) requirements/conformance.in --no-deps \
+		--constraint requirements/dev.txt --output-file requirements/conformance.txt
 
 clean:
 	rm -rf $(VENV) dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -16,6 +16,7 @@ import redis.exceptions
 
 from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES
 from dynamoth.plan import Mode
+from dynamoth_client import _introspection
 from dynamoth_client._cluster import Cluster
 from dynamoth_client._pubsub import PubSub
 from dynamoth_client._queue import GapInfo
@@ -180,6 +181,37 @@ class Redis(redis.asyncio.Redis):
     def pubsub(self, **kwargs: Any) -> PubSub:
         """Return a new :class:`PubSub`, with links of its own. Arguments: redis-py's and those of the class."""
         return PubSub(self.connection_pool, self._cluster, **kwargs)
+
+    async def pubsub_channels(self, pattern: Any = "*", **kwargs: Any) -> list[Any]:
+        """Return the channels of the whole cluster that match ``pattern`` and have subscribers, sorted.
+
+        These three ask every server that this client knows of; names and patterns of Dynamoth itself do not show.
+        Keyword arguments are those of redis-py's cluster client (``target_nodes``): without a meaning here.
+
+        Raises:
+            redis.exceptions.ConnectionError: a server cannot be reached; the text names it.
+            redis.exceptions.ResponseError: a server refused.
+
+        """
+        found = await _introspection.read_channels(self._cluster, self._encode(pattern))
+        return [self._encoder.decode(channel) for channel in found]
+
+    async def pubsub_numsub(self, *args: Any, **kwargs: Any) -> list[tuple[Any, int]]:
+        """Return channels with their numbers of subscribers in the whole cluster. Raises as ``pubsub_channels``.
+
+        A subscriber counts once at however many replicas it listens; twice for the moment of a move in which it
+        listens at both places.
+        """
+        channels = [self._encode(channel) for channel in args]
+        counts = await _introspection.count_subscribers(self._cluster, channels)
+        return [(self._encoder.decode(channel), count) for channel, count in zip(channels, counts, strict=True)]
+
+    async def pubsub_numpat(self, **kwargs: Any) -> int:
+        """Return how many patterns are subscribed to at the server that has most. Raises as ``pubsub_channels``.
+
+        A pattern of this client counts more than once: Redis counts those that it is made of there (at least two).
+        """
+        return await _introspection.count_patterns(self._cluster)
 
     async def plan(self, channel: Any) -> ChannelPlan:
         """Return where this client believes ``channel`` to be. Bootstraps when needed; raises as ``publish``."""

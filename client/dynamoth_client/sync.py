@@ -15,6 +15,7 @@ import redis
 import redis.exceptions
 
 from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES
+from dynamoth_client import _introspection
 from dynamoth_client._cluster import Cluster
 from dynamoth_client._settings import (
     connection_encoder,
@@ -160,6 +161,24 @@ class Redis(redis.Redis):
     def pubsub(self, **kwargs: Any) -> PubSub:
         """Return a new :class:`PubSub`, with links of its own. Arguments: redis-py's and those of the class."""
         return PubSub(self.connection_pool, self._subscriptions, **kwargs)
+
+    def pubsub_channels(self, pattern: Any = "*", **kwargs: Any) -> list[Any]:
+        """Return the channels of the whole cluster that match ``pattern``.
+
+        This and the next two are those of :class:`dynamoth_client.asyncio.Redis`.
+        """
+        found = self._cluster.call(_introspection.read_channels, self._cluster.cluster, self._encode(pattern))
+        return [self._encoder.decode(channel) for channel in found]
+
+    def pubsub_numsub(self, *args: Any, **kwargs: Any) -> list[tuple[Any, int]]:
+        """Return channels with their numbers of subscribers in the whole cluster."""
+        channels = [self._encode(channel) for channel in args]
+        counts = self._cluster.call(_introspection.count_subscribers, self._cluster.cluster, channels)
+        return [(self._encoder.decode(channel), count) for channel, count in zip(channels, counts, strict=True)]
+
+    def pubsub_numpat(self, **kwargs: Any) -> int:
+        """Return how many patterns are subscribed to at the server that has most."""
+        return self._cluster.call(_introspection.count_patterns, self._cluster.cluster)
 
     def plan(self, channel: Any) -> ChannelPlan:
         """Return where this client believes ``channel`` to be. Bootstraps when needed; raises as ``publish``."""

@@ -1,0 +1,173 @@
+"""What PUBSUB CHANNELS, NUMSUB and NUMPAT of the client tell of a whole cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+import redis.asyncio
+import redis.exceptions
+
+from dynamoth.names import replica_channel
+from dynamoth.plan import Assignment, Location, Mode, Route
+from dynamoth_cli.cluster import LocalCluster
+from dynamoth_client._introspection import merge_channels, merge_subscribers
+from dynamoth_client.asyncio import PubSub, Redis, from_url
+from tests.client.conftest import ClusterFactory
+from tests.client.stored_cluster import StoredCluster, run
+from tests.whole.harness import channels_at, move
+
+SERVERS = ("s1", "s2", "s3")
+
+
+@pytest.fixture(scope="module")
+def whole_cluster() -> Iterator[LocalCluster]:
+    """Three servers, kept for all tests here: each uses channels of its own."""
+    with LocalCluster(len(SERVERS)) as cluster:
+        yield cluster
+
+
+async def _subscribed(client: Redis, *channels: bytes | str) -> PubSub:
+    pubsub = client.pubsub()
+    await pubsub.subscribe(*channels)
+    for number in range(len(channels)):
+        message = await pubsub.get_message(timeout=None)
+        assert message is not None and message["data"] == number + 1
+    return pubsub
+
+
+@asynccontextmanager
+async def _subscribers(cluster: LocalCluster, channel: bytes, count: int) -> AsyncGenerator[Redis]:
+    """Give a client, while so many others, each with connections of its own, are subscribed to a channel."""
+    async with AsyncExitStack() as stack:
+        for _ in range(count):
+            client = await stack.enter_async_context(from_url(cluster.url))
+            await stack.enter_async_context(await _subscribed(client, channel))
+        yield await stack.enter_async_context(from_url(cluster.url))
+
+
+async def _until_numsub(client: Redis, channel: bytes, count: int) -> None:
+    while await client.pubsub_numsub(channel) != [(channel, count)]:  # noqa: ASYNC110  # Redis tells nobody
+        await asyncio.sleep(0.02)
+
+
+def test_every_server_is_asked(whole_cluster: LocalCluster) -> None:
+    async def test() -> None:
+        channels = [name for server in SERVERS for name in channels_at(server, 2, len(SERVERS))]
+        async with from_url(whole_cluster.url) as client, await _subscribed(client, *channels):
+            assert await client.pubsub_channels() == sorted(channels)
+            assert await client.pubsub_channels(channels[3]) == [channels[3]]
+            assert await client.pubsub_channels("no such*") == []
+            wanted = [*channels, b"nobody is here", channels[0]]
+            assert await client.pubsub_numsub(*wanted) == [(name, int(name in channels)) for name in wanted]
+            assert await client.pubsub_numsub() == []
+        async with from_url(whole_cluster.url, decode_responses=True) as client, await _subscribed(client, "dé"):
+            assert await client.pubsub_channels("d*") == ["dé"]
+            assert await client.pubsub_numsub("dé") == [("dé", 1)]
+
+    run(test())
+
+
+@pytest.mark.parametrize("mode", ["all-subscribers", "all-publishers"])
+def test_a_replicated_channel_is_one_and_so_is_each_subscriber(whole_cluster: LocalCluster, mode: str) -> None:
+    channel = f"split:{mode}".encode()
+
+    async def test() -> None:
+        async with _subscribers(whole_cluster, channel, 4) as client:
+            arguments = {"channel": channel, "mode": mode, "servers": list(SERVERS)}
+            await asyncio.to_thread(whole_cluster.ask_balancer, "replicate", arguments)
+            await _until_numsub(client, channel, 4)
+            assert await client.pubsub_channels("split:*") == [channel]
+            assert await client.pubsub_channels(mode) == [], "a part of a name that has a colon is no name"
+            await asyncio.to_thread(whole_cluster.ask_balancer, "unreplicate", {"channel": channel})
+            await _until_numsub(client, channel, 4)
+
+    run(test())
+
+
+def test_a_channel_that_was_moved_is_found(whole_cluster: LocalCluster) -> None:
+    [channel] = channels_at("s2", 1, len(SERVERS))
+
+    async def test() -> None:
+        async with _subscribers(whole_cluster, channel, 3) as client:
+            await asyncio.to_thread(move, whole_cluster, channel, "s3")
+            assert await client.pubsub_numsub(channel) == [(channel, 3)]
+            assert await client.pubsub_channels() == [channel]
+
+    run(test())
+
+
+def test_patterns_of_agents_are_not_counted(whole_cluster: LocalCluster) -> None:
+    async def test() -> None:
+        async with from_url(whole_cluster.url) as client:
+            assert await client.pubsub_numpat() == 0
+            plain: Any = redis.asyncio.Redis(port=whole_cluster.redis["s2"].port)
+            async with plain, plain.pubsub() as pubsub:
+                await pubsub.psubscribe("a*", "b*", "c*")
+                for _ in range(3):
+                    assert (await pubsub.get_message(timeout=None))["type"] == "psubscribe"
+                assert await client.pubsub_numpat() == 3
+
+    run(test())
+
+
+def test_channels_of_one_server_show_too(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        async with from_url(cluster.url) as client:
+            plain: Any = redis.asyncio.Redis(port=cluster.servers["s2"].port)
+            async with plain, plain.pubsub() as pubsub:
+                await pubsub.subscribe("__keyspace@0__:key", "__dynamoth__:agent")
+                await cluster.until_subscribed("s2", "__dynamoth__:agent")
+                assert await client.pubsub_channels() == [b"__keyspace@0__:key"]
+                assert await client.pubsub_numsub("__keyspace@0__:key") == [(b"__keyspace@0__:key", 1)]
+
+    run(test())
+
+
+def test_a_server_that_is_away_is_named(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        async with from_url(cluster.url) as client:
+            assert await client.pubsub_channels() == []
+            port = cluster.servers["s2"].port
+            await asyncio.to_thread(cluster.servers["s2"].stop)
+            for question in (client.pubsub_channels, client.pubsub_numpat, lambda: client.pubsub_numsub("a")):
+                with pytest.raises(redis.exceptions.ConnectionError, match=rf"\n  s2: .*:{port}") as failed:
+                    await question()
+                assert "s1" not in str(failed.value)
+
+    run(test())
+
+
+def test_a_server_that_refuses_is_named(cluster_factory: ClusterFactory) -> None:
+    cluster = cluster_factory()
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client:
+            assert await client.pubsub_numpat() == 0
+            assert await cluster.ask("s1", "ACL", "SETUSER", "default", "-pubsub") == b"OK"
+            with pytest.raises(redis.exceptions.NoPermissionError, match="s1: NOPERM"):
+                await client.pubsub_numpat()
+
+    run(test())
+
+
+def test_our_own_names_are_left_out() -> None:
+    physical = [b"news", b"__dynamoth__:agent", replica_channel(b"a:b", 17), replica_channel(b"a:b", 18), b"__mine"]
+    assert merge_channels(physical) == [b"__mine", b"a:b", b"news"]
+
+
+def test_subscribers_are_added_up_by_mode() -> None:
+    single = Route(5, Assignment(Mode.SINGLE, ("s1",)))
+    every = Route(6, Assignment(Mode.ALL_SUBSCRIBERS, SERVERS))
+    any_ = Route(7, Assignment(Mode.ALL_PUBLISHERS, SERVERS))
+    counts = {Location("s1", b"c"): 1, Location("s2", b"c"): 2, Location("s1", b"other"): 1000}
+    counts |= {place: 10 * (index + 1) for index, place in enumerate(every.locations(b"c"))}
+    counts |= dict.fromkeys(any_.locations(b"c"), 100)
+    assert merge_subscribers(b"c", [], counts) == 3
+    assert merge_subscribers(b"c", [single], counts) == 3
+    assert merge_subscribers(b"c", [every], counts) == 3 + 30
+    assert merge_subscribers(b"c", [any_, every], counts) == 3 + 30 + 300
+    assert merge_subscribers(b"c", [every], {}) == 0
