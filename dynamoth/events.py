@@ -64,6 +64,18 @@ class Send:
     tag: Tag = None
 
 
+@dataclass(slots=True)
+class SendAll:
+    """Send commands that have replies (no subscription commands), in order, as so many ``Send`` with one tag would.
+
+    Their replies come as ``RepliedAll``, as many at once as came together, or as ``Replied``.
+    """
+
+    link: str
+    commands: Sequence[Sequence[CommandPart]]
+    tag: Tag
+
+
 # Events that every driver reports.
 
 
@@ -99,6 +111,15 @@ class Replied:
     link: str
     tag: Tag
     value: Any
+
+
+@dataclass(slots=True)
+class RepliedAll:
+    """The replies to consecutive commands of one ``SendAll``; at least one."""
+
+    link: str
+    tag: Tag
+    values: Sequence[Any]
 
 
 @dataclass(slots=True)

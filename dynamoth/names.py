@@ -44,6 +44,14 @@ def replica_channel(channel: bytes, epoch: int) -> bytes:
     return _REPLICA_PREFIX + b"%x:" % epoch + channel
 
 
+def replica_pattern(pattern: bytes) -> bytes:
+    """Return the pattern that all physical names of replicated channels match whose user's name matches ``pattern``.
+
+    It matches others, too: those that have a colon, and behind it something that matches.
+    """
+    return _REPLICA_PREFIX + b"*:" + pattern
+
+
 def relay_channel(physical: bytes) -> bytes:
     """Return the channel on which an agent is given what it shall publish on a physical channel at its server."""
     return RELAY_PREFIX + physical

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dynamoth.events import CommandPart, Send
+from dynamoth.events import CommandPart, Send, SendAll
 
 
 class Outbox:
@@ -37,6 +37,11 @@ class Outbox:
         return len(self._items)
 
     @property
+    def room(self) -> int:
+        """Return how many commands more can be put."""
+        return self.bound - len(self._items)
+
+    @property
     def full(self) -> bool:
         """Whether the bound is reached; ``put`` then refuses."""
         return len(self._items) >= self.bound
@@ -49,6 +54,15 @@ class Outbox:
             return []
         self._sent += 1
         return [Send(self.link, args, self)]
+
+    def put_all(self, items: Sequence[tuple[Sequence[CommandPart], Any]]) -> Send | SendAll:
+        """Add commands with their tokens, at least one and at most ``room``; only while the link is up."""
+        assert self._up and len(items) <= self.room, f"no room in the outbox of {self.link}, or it is down"
+        self._items.extend(items)
+        self._sent += len(items)
+        if len(items) == 1:
+            return Send(self.link, items[0][0], self)
+        return SendAll(self.link, [args for args, _ in items], self)
 
     def link_up(self) -> list[Send]:
         """Send everything that is unanswered, over a new connection."""
@@ -66,6 +80,13 @@ class Outbox:
         assert self._sent, f"a reply on {self.link} without a command"
         self._sent -= 1
         return self._items.popleft()[1]
+
+    def replied_all(self, count: int) -> list[Any]:
+        """Take the replies to the ``count`` oldest commands; return their tokens."""
+        assert self._sent >= count, f"{count} replies on {self.link} to {self._sent} commands"
+        self._sent -= count
+        take = self._items.popleft
+        return [take()[1] for _ in range(count)]
 
     def unanswered(self) -> list[tuple[Sequence[CommandPart], Any]]:
         """Return the commands and their tokens, oldest first."""

@@ -16,7 +16,7 @@ import enum
 import reprlib
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -69,8 +69,9 @@ class Assignment:
             raise PlanError(f"mode SINGLE takes one server, not {len(self.servers)}")
 
 
+@lru_cache(maxsize=1024)
 def single(server: str) -> Assignment:
-    """Return the assignment of a channel to one server."""
+    """Return the assignment of a channel to one server; the same object for all channels there."""
     return Assignment(Mode.SINGLE, (server,))
 
 
@@ -198,8 +199,12 @@ class Plan:
         return Ring(self.base, self.virtual_nodes)
 
     def home_route(self, channel: bytes) -> Route:
-        """Return the route that the ring gives: epoch 0."""
-        return Route(0, single(self.ring.home(channel)))
+        """Return the route that the ring gives, of epoch 0; the same object for all channels of a server."""
+        return self._homes[self.ring.home(channel)]
+
+    @cached_property
+    def _homes(self) -> dict[str, Route]:
+        return {server: Route(0, single(server)) for server in self.base}
 
     def entry(self, channel: bytes) -> Entry:
         """Return what holds for ``channel``: its entry, or its home, settled, where the plan does not name it."""

@@ -8,20 +8,33 @@ So a request that is confirmed early is *held* until those before it are confirm
 :meth:`Acks.release` before it hands on a message of a held channel (a message never comes before its
 acknowledgement), and :meth:`Acks.release_all` after ``HOLD_S_MAX``. Requests that were then passed over are *late*
 and hold nobody up any more.
+
+Channels and patterns are counted together, and a pattern may be named as a channel is: so each is a :class:`Subject`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 HOLD_S_MAX = 0.25
 """How long an acknowledgement waits for those before it: servers that are up confirm within a few milliseconds."""
 
 
+class Subject(NamedTuple):
+    """What is subscribed to: a channel, or a pattern."""
+
+    name: bytes
+    is_pattern: bool = False
+
+
 @dataclass(slots=True, frozen=True)
 class Ack:
-    """One acknowledgement: ``kind`` is ``subscribe`` or ``unsubscribe``, ``count`` the subscriptions there are then."""
+    """One acknowledgement: ``kind`` is redis-py's type, ``count`` the subscriptions there are then.
+
+    ``channel`` is the pattern where it is about one.
+    """
 
     kind: str
     channel: bytes
@@ -31,7 +44,7 @@ class Ack:
 @dataclass(slots=True, eq=False)
 class _Request:
     kind: str
-    channel: bytes
+    subject: Subject
     #: Confirmed, and held if it has not been acknowledged yet.
     done: bool = False
     acknowledged: bool = False
@@ -46,58 +59,61 @@ class Acks:
     def __init__(self) -> None:
         #: Requests that may still hold others up, oldest first.
         self._order: deque[_Request] = deque()
-        #: Channel to its requests that are not confirmed, oldest first. No value is empty.
-        self._open: dict[bytes, deque[_Request]] = {}
-        #: Channels whose latest acknowledgement was of a subscription.
-        self._subscribed: set[bytes] = set()
-        #: Channel to its held requests, oldest first. No value is empty.
-        self.held: dict[bytes, list[_Request]] = {}
+        #: The requests that are not confirmed, oldest first. No value is empty.
+        self._open: dict[Subject, deque[_Request]] = {}
+        #: Those whose latest acknowledgement was of a subscription.
+        self._subscribed: set[Subject] = set()
+        #: The held requests, oldest first. No value is empty.
+        self.held: dict[Subject, list[_Request]] = {}
 
     @property
     def count(self) -> int:
-        """How many channels are acknowledged as subscribed."""
+        """How many channels and patterns are acknowledged as subscribed."""
         return len(self._subscribed)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no channel is subscribed and nothing is under way."""
+        """Whether nothing is subscribed and nothing is under way."""
         return not self._subscribed and not self._open
 
-    def request(self, kind: str, channel: bytes) -> None:
-        """Note that the application asks to ``subscribe`` or ``unsubscribe``."""
-        request = _Request(kind, channel)
+    def request(self, kind: str, name: bytes) -> None:
+        """Note that the application asks to ``subscribe`` or ``unsubscribe``, ``psubscribe`` or ``punsubscribe``."""
+        request = _Request(kind, Subject(name, kind.startswith("p")))
         self._order.append(request)
-        self._open.setdefault(channel, deque()).append(request)
+        self._open.setdefault(request.subject, deque()).append(request)
 
-    def confirmed(self, channel: bytes) -> list[Ack]:
-        """Confirm the oldest open request of the channel, which is to subscribe; return what is acknowledged now."""
-        if channel not in self._open:
+    def confirmed(self, name: bytes, *, is_pattern: bool = False) -> list[Ack]:
+        """Confirm the oldest open request of ``name``, which is to subscribe; return what is acknowledged now."""
+        subject = Subject(name, is_pattern)
+        if subject not in self._open:
             return []
-        return self._done(self._take_open(channel))
+        return self._done(self._take_open(subject))
 
-    def ended(self, channel: bytes) -> list[Ack]:
+    def ended(self, name: bytes, *, is_pattern: bool = False) -> list[Ack]:
         """Confirm the oldest request to unsubscribe, and those before it; return what is acknowledged now.
 
         A subscription that ends before it was confirmed is acknowledged all the same, as Redis does.
         """
+        subject = Subject(name, is_pattern)
         acks: list[Ack] = []
-        while channel in self._open:
-            request = self._take_open(channel)
+        while subject in self._open:
+            request = self._take_open(subject)
             acks += self._done(request)
-            if request.kind == "unsubscribe":
+            if request.kind.endswith("unsubscribe"):
                 break
         return acks
 
-    def failed(self, channel: bytes) -> list[Ack]:
-        """Drop all open requests of a channel that the server refuses; return what is acknowledged now."""
-        for request in self._open.pop(channel, ()):
+    def failed(self, name: bytes, *, is_pattern: bool = False) -> list[Ack]:
+        """Drop all open requests of what the server refuses; return what is acknowledged now."""
+        subject = Subject(name, is_pattern)
+        for request in self._open.pop(subject, ()):
             request.acknowledged = True
-        self._subscribed.discard(channel)
+        self._subscribed.discard(subject)
         return self._drain()
 
-    def release(self, channel: bytes) -> list[Ack]:
-        """Acknowledge the held requests of one channel out of their turn."""
-        return [self._acknowledge(request) for request in self.held.pop(channel, ())]
+    def release(self, name: bytes, *, is_pattern: bool = False) -> list[Ack]:
+        """Acknowledge the held requests of one channel, or pattern, out of their turn."""
+        return [self._acknowledge(request) for request in self.held.pop(Subject(name, is_pattern), ())]
 
     def release_all(self) -> list[Ack]:
         """Acknowledge all held requests out of their turn; those passed over hold nobody up any more."""
@@ -108,18 +124,18 @@ class Acks:
         self.held.clear()
         return acks
 
-    def _take_open(self, channel: bytes) -> _Request:
-        requests = self._open[channel]
+    def _take_open(self, subject: Subject) -> _Request:
+        requests = self._open[subject]
         request = requests.popleft()
         if not requests:
-            del self._open[channel]
+            del self._open[subject]
         return request
 
     def _done(self, request: _Request) -> list[Ack]:
         request.done = True
         if request.late:
             return [self._acknowledge(request)]
-        self.held.setdefault(request.channel, []).append(request)
+        self.held.setdefault(request.subject, []).append(request)
         return self._drain()
 
     def _drain(self) -> list[Ack]:
@@ -134,16 +150,16 @@ class Acks:
         return acks
 
     def _unhold(self, request: _Request) -> None:
-        """Take the oldest held request of a channel, which is this one, as ``_order`` is older first."""
-        requests = self.held[request.channel]
+        """Take the oldest held request of its subject, which is this one, as ``_order`` is older first."""
+        requests = self.held[request.subject]
         requests.remove(request)
         if not requests:
-            del self.held[request.channel]
+            del self.held[request.subject]
 
     def _acknowledge(self, request: _Request) -> Ack:
         request.acknowledged = True
-        if request.kind == "subscribe":
-            self._subscribed.add(request.channel)
+        if request.kind.endswith("unsubscribe"):
+            self._subscribed.discard(request.subject)
         else:
-            self._subscribed.discard(request.channel)
-        return Ack(request.kind, request.channel, len(self._subscribed))
+            self._subscribed.add(request.subject)
+        return Ack(request.kind, request.subject.name, len(self._subscribed))

@@ -1,7 +1,7 @@
-"""One subscriber machine at work: its links, its acknowledgements, and the queue that it fills.
+"""The subscriber machines of one PubSub at work: their links and acknowledgements, and the queue that they fill.
 
-A feed knows nothing of the PubSub that reads its queue, so that a PubSub that the application drops is collected, and
-ends its feed.
+There is one machine for channels, and, from the first pattern on, one for patterns, with links of its own. A feed knows
+nothing of the PubSub that reads its queue, so that a PubSub that the application drops is collected, and ends its feed.
 """
 
 from __future__ import annotations
@@ -9,17 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, cast
 
 import redis.exceptions
 
-from dynamoth.events import Start
+from dynamoth.events import Machine, Start
 from dynamoth_client import _errors
-from dynamoth_client._acks import HOLD_S_MAX, Ack, Acks
+from dynamoth_client._acks import HOLD_S_MAX, Ack, Acks, Subject
 from dynamoth_client._queue import Failure, GapInfo, MessageQueue, Notice
 from dynamoth_client._watch import LinkClosed, LinkOpened, Ping, Ponged, Unreachable, WatchedSubscriber
 from dynamoth_client.local_plan import LocalPlan, NewerSoftware
+from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected
+from dynamoth_client.pattern_subscription import PatternMessage
+from dynamoth_client.patterns import PatternMachine, SubscribePatterns, UnsubscribePatterns
 from dynamoth_client.subscriber import (
     Deliver,
     GapDetected,
@@ -32,6 +36,7 @@ from dynamoth_client.subscriber import (
 )
 from dynamoth_link.driver import Driver
 from dynamoth_link.errors import LinkError, MachineCrashed
+from dynamoth_link.link import Link
 from dynamoth_link.options import LinkOptions
 
 GAP_LOG_INTERVAL_S = 1.0
@@ -57,33 +62,29 @@ class Feed:
 
         """
         self._queue = queue
+        self._local_plan = local_plan
+        self._link_options = link_options
         self._wants_gaps = wants_gaps
         self._loop = asyncio.get_running_loop()
         self._acks = Acks()
         self._release_timer: asyncio.TimerHandle | None = None
-        #: The links that exist. All of them are paused while the queue is full.
-        self._links: set[str] = set()
         #: Gaps that were put into the full queue, by channel: more of the same channel are added to these.
-        self._gaps_while_full: dict[bytes, Notice] = {}
+        self._gaps_while_full: dict[Subject, Notice] = {}
         self._gap_logged_at = float("-inf")
         self._gaps_not_logged = 0
         #: How many gaps there have been.
         self.gaps = 0
         machine = SubscriberMachine(secrets.randbits(64), local_plan)
         self.counters = machine.counters
-        self._driver = Driver(
-            WatchedSubscriber(machine, link_options.connect_timeout_s),
-            on_action=self._execute,
-            link_options=lambda _: link_options,
-            on_crash=self._crashed,
-        )
+        self._channels = _Work(machine, self._execute, self._crashed, link_options)
+        #: Made with the first pattern.
+        self._patterns: _Work | None = None
         queue.watch(self._pause, self._resume)
-        self._driver.handle(Start())
 
     @property
     def is_connected(self) -> bool:
         """Whether the feed is at work; its links may be down all the same, and come back by themselves."""
-        return not self._driver.is_stopped
+        return not self._channels.driver.is_stopped
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -94,13 +95,32 @@ class Feed:
         """Subscribe; the acknowledgements come through the queue."""
         for channel in (wanted := tuple(channels)):
             self._acks.request("subscribe", channel)
-        self._driver.handle(Subscribe(wanted))
+        self._channels.driver.handle(Subscribe(wanted))
 
     def unsubscribe(self, channels: Iterable[bytes]) -> None:
         """Unsubscribe; the acknowledgements come through the queue."""
         for channel in (wanted := tuple(channels)):
             self._acks.request("unsubscribe", channel)
-        self._driver.handle(Unsubscribe(wanted))
+        self._channels.driver.handle(Unsubscribe(wanted))
+
+    def psubscribe(self, patterns: Iterable[bytes]) -> None:
+        """Subscribe to patterns; the acknowledgements come through the queue."""
+        if self._patterns is None:
+            machine = PatternMachine(secrets.randbits(64), self._local_plan)
+            self._patterns = _Work(machine, self._execute, self._crashed, self._link_options)
+        for pattern in (wanted := tuple(patterns)):
+            self._acks.request("psubscribe", pattern)
+        self._patterns.driver.handle(SubscribePatterns(wanted))
+
+    def punsubscribe(self, patterns: Iterable[bytes]) -> None:
+        """Unsubscribe from patterns; the acknowledgements come through the queue."""
+        for pattern in (wanted := tuple(patterns)):
+            self._acks.request("punsubscribe", pattern)
+        if self._patterns is not None:
+            self._patterns.driver.handle(UnsubscribePatterns(wanted))
+            return
+        for pattern in wanted:
+            self._acknowledge(self._acks.ended(pattern, is_pattern=True))
 
     def acknowledge_nothing(self, kind: str) -> None:
         """Put the acknowledgement that Redis gives when there was nothing to unsubscribe from."""
@@ -111,13 +131,14 @@ class Feed:
 
         Raises ``redis.exceptions.ConnectionError`` (or AuthenticationError) when every link was lost or refused.
         """
-        if not self._links:
+        work = next((work for work in self._works() if work.links), None)
+        if work is None:
             return False
-        links = [link for name in self._links if (link := self._driver.link(name)) is not None]
+        links = work.opened()
         faults = [_errors.from_link(link.fault) for link in links if link.fault is not None]
         if len(faults) == len(links):
             raise _errors.joined(faults, "no server of the subscribed channels can be reached (still trying):")
-        self._driver.handle(Ping(message))
+        work.driver.handle(Ping(message))
         return True
 
     def pong(self, message: bytes) -> None:
@@ -127,7 +148,8 @@ class Feed:
     def stop(self) -> None:
         """End at once."""
         self._cancel_timer()
-        self._driver.stop()
+        for work in self._works():
+            work.driver.stop()
 
     def fail(self, error: redis.exceptions.RedisError) -> None:
         """Stop, and let ``error`` meet whoever reads the queue once it is empty."""
@@ -136,36 +158,48 @@ class Feed:
 
     async def close(self) -> None:
         """Stop, and wait until sockets and tasks are gone."""
-        self._cancel_timer()
-        await self._driver.close()
+        self.stop()
+        for work in self._works():
+            await work.driver.close()
 
-    # What the machine asks for.
+    def _works(self) -> list[_Work]:
+        return [self._channels] if self._patterns is None else [self._channels, self._patterns]
 
-    def _execute(self, action: Any) -> None:
+    # What the machines ask for.
+
+    def _execute(self, work: _Work, action: Any) -> None:
         if type(action) is Deliver:
             if self._acks.held:
                 self._release_for(action.messages)
             self._queue.extend(action.messages)
             return
         kind = cast("type[object]", type(action))
-        if kind is SubscriptionConfirmed:
-            self._acknowledge(self._acks.confirmed(action.channel))
+        is_pattern = work is not self._channels
+        if kind is DeliverMatched:
+            if self._acks.held:
+                self._release_for_matched(action.messages)
+            self._queue.extend(action.messages)
+        elif kind is SubscriptionConfirmed:
+            self._acknowledge(self._acks.confirmed(action.channel, is_pattern=is_pattern))
         elif kind is SubscriptionEnded:
-            self._acknowledge(self._acks.ended(action.channel))
+            self._acknowledge(self._acks.ended(action.channel, is_pattern=is_pattern))
         elif kind is SubscriptionFailed:
-            self._failed(action.channel, action.reason)
+            self._failed(action.channel, action.reason, is_pattern)
         elif kind is GapDetected:
             self._note_gap(GapInfo(action.channel, action.publisher, action.count, action.reason))
+        elif kind is PatternGapDetected:
+            channel = action.pattern if action.channel is None else action.channel
+            self._note_gap(GapInfo(channel, action.publisher, action.count, action.reason, action.pattern))
         elif kind is LinkOpened:
-            self._links.add(action.link)
+            work.links.add(action.link)
             if self._queue.is_full:
                 self._pause()
         elif kind is LinkClosed:
-            self._links.discard(action.link)
+            work.links.discard(action.link)
         elif kind is Ponged:
             self._queue.put(Notice("pong", None, action.message))
         elif kind is Unreachable:
-            self._unreachable(action.reasons)
+            self._unreachable(work, action.reasons)
         elif kind is NewerSoftware:
             _logger.warning("%s", action.text)
         else:
@@ -173,8 +207,13 @@ class Feed:
 
     def _release_for(self, messages: list[tuple[bytes, bytes]]) -> None:
         """Let no message come before the acknowledgement of its channel."""
-        for channel in {channel for channel, _ in messages if channel in self._acks.held}:
+        for channel in {channel for channel, _ in messages if Subject(channel) in self._acks.held}:
             self._put_acks(self._acks.release(channel))
+
+    def _release_for_matched(self, messages: list[PatternMessage]) -> None:
+        """Let no message come before the acknowledgement of its pattern."""
+        for pattern in {message.pattern for message in messages}:
+            self._put_acks(self._acks.release(pattern, is_pattern=True))
 
     def _acknowledge(self, acks: list[Ack]) -> None:
         self._put_acks(acks)
@@ -189,26 +228,21 @@ class Feed:
         for ack in acks:
             self._queue.put(Notice(ack.kind, ack.channel, ack.count))
 
-    def _failed(self, channel: bytes, reason: str) -> None:
-        self._acknowledge(self._acks.failed(channel))
-        self._queue.put(Failure(_errors.from_reply(reason), channel))
+    def _failed(self, name: bytes, reason: str, is_pattern: bool) -> None:
+        self._acknowledge(self._acks.failed(name, is_pattern=is_pattern))
+        self._queue.put(Failure(_errors.from_reply(reason), name, is_pattern))
 
-    def _unreachable(self, reasons: dict[str, str]) -> None:
+    def _unreachable(self, work: _Work, reasons: dict[str, str]) -> None:
         """Tell the reader, unless it has not read the last such news."""
         if self._acks.is_idle or (self._queue.items and isinstance(self._queue.items[-1], Failure)):
             return
-        faults = [self._fault_of(link, reason) for link, reason in reasons.items()]
+        faults = [work.fault_of(link, reason) for link, reason in reasons.items()]
         self._queue.put(
             Failure(_errors.joined(faults, "no server of the subscribed channels can be reached (still trying):"))
         )
 
-    def _fault_of(self, name: str, reason: str) -> redis.exceptions.RedisError:
-        link = self._driver.link(name)
-        fault: LinkError | None = link.fault if link is not None else None
-        return redis.exceptions.ConnectionError(reason) if fault is None else _errors.from_link(fault)
-
     def _crashed(self, crash: MachineCrashed) -> None:
-        self._cancel_timer()
+        self.stop()
         self._queue.close(redis.exceptions.ConnectionError(f"the subscriptions have ended: {crash}"))
 
     # Gaps.
@@ -225,11 +259,15 @@ class Feed:
     def _put_gap_while_full(self, gap: GapInfo) -> None:
         """Keep the full queue bounded: at most one more unread gap per channel."""
         assert isinstance(gap.channel, bytes), "names are decoded by the reader"
-        unread = self._gaps_while_full.get(gap.channel)
+        # One for all channels of a pattern: there is no bound to these.
+        subject = Subject(gap.pattern, True) if isinstance(gap.pattern, bytes) else Subject(gap.channel)
+        unread = self._gaps_while_full.get(subject)
         if unread is not None and not unread.is_read:
-            unread.data = GapInfo(gap.channel, None, None, f"several gaps; the latest: {gap.reason}")
+            reason = f"several gaps; the latest: {gap.reason}"
+            unread.channel = subject.name
+            unread.data = GapInfo(subject.name, None, None, reason, gap.pattern)
             return
-        notice = self._gaps_while_full[gap.channel] = Notice("gap", gap.channel, gap)
+        notice = self._gaps_while_full[subject] = Notice("gap", gap.channel, gap)
         self._queue.put(notice)
 
     def _log_gap(self, gap: GapInfo) -> None:
@@ -248,17 +286,50 @@ class Feed:
     # Back-pressure.
 
     def _pause(self) -> None:
-        for name in self._links:
-            if (link := self._driver.link(name)) is not None:
-                link.pause_reading()
+        for link in self._opened():
+            link.pause_reading()
 
     def _resume(self) -> None:
         self._gaps_while_full.clear()
-        for name in self._links:
-            if (link := self._driver.link(name)) is not None:
-                link.resume_reading()
+        for link in self._opened():
+            link.resume_reading()
+
+    def _opened(self) -> list[Link]:
+        return [link for work in self._works() for link in work.opened()]
 
     def _cancel_timer(self) -> None:
         if self._release_timer is not None:
             self._release_timer.cancel()
             self._release_timer = None
+
+
+class _Work:
+    """One machine, its driver and its links."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        execute: Callable[[_Work, Any], None],
+        crashed: Callable[[MachineCrashed], None],
+        link_options: LinkOptions,
+    ) -> None:
+        """Start. ``execute`` is given this and each action that the driver does not execute itself."""
+        #: The links that exist. All of them are paused while the queue is full.
+        self.links: set[str] = set()
+        self.driver = Driver(
+            WatchedSubscriber(machine, link_options.connect_timeout_s),
+            on_action=partial(execute, self),
+            link_options=lambda _: link_options,
+            on_crash=crashed,
+        )
+        self.driver.handle(Start())
+
+    def opened(self) -> list[Link]:
+        """Return the links."""
+        return [link for name in self.links if (link := self.driver.link(name)) is not None]
+
+    def fault_of(self, name: str, reason: str) -> redis.exceptions.RedisError:
+        """Return why a link is down, as an exception of redis-py."""
+        link = self.driver.link(name)
+        fault: LinkError | None = link.fault if link is not None else None
+        return redis.exceptions.ConnectionError(reason) if fault is None else _errors.from_link(fault)

@@ -14,7 +14,9 @@ from dynamoth_client import _errors
 from dynamoth_client.local_plan import LocalPlan, NewerSoftware
 from dynamoth_client.publisher import (
     Publish,
+    PublishAll,
     Published,
+    PublishedAll,
     PublisherMachine,
     PublisherOptions,
     PublishFailed,
@@ -39,9 +41,13 @@ class Publishing:
             envelope: False publishes plain payloads, without guarantees.
 
         """
-        self._loop = asyncio.get_running_loop()
+        self.loop = self._loop = asyncio.get_running_loop()
+        #: Whether it was closed, or its machine crashed.
+        self.is_stopped = False
         #: Publications without an outcome. The machine bounds them in number and in time.
         self._unanswered: set[asyncio.Future[int]] = set()
+        #: Publications of this turn of the event loop that the machine will be told of at its end.
+        self._collected: list[tuple[asyncio.Future[int], bytes, bytes]] = []
         machine = PublisherMachine(secrets.randbits(64), local_plan, PublisherOptions(envelope=envelope))
         self.counters = machine.counters
         self._driver = Driver(
@@ -49,27 +55,42 @@ class Publishing:
         )
         self._driver.handle(Start())
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether it was closed, or its machine crashed."""
-        return self._driver.is_stopped
-
     def publish(self, channel: bytes, payload: bytes) -> asyncio.Future[int]:
-        """Hand a message to the machine, at once and in the order of the calls; the future gets the receivers.
+        """Hand a message to the machine, in the order of the calls; the future gets the receivers.
 
-        It is failed with an error of ``redis.exceptions`` otherwise. Cancelling it does not take the message back.
+        At once if no other is unanswered, else at the end of this turn of the loop, with all others of the turn. The
+        future is failed with an error of ``redis.exceptions`` otherwise. Cancelling it does not take the message back.
         """
         outcome: asyncio.Future[int] = self._loop.create_future()
+        if not self._unanswered:
+            self._unanswered.add(outcome)
+            self._driver.handle(Publish(outcome, channel, payload))
+            return outcome
         self._unanswered.add(outcome)
-        self._driver.handle(Publish(outcome, channel, payload))
+        if not self._collected:
+            self._loop.call_soon(self._hand_over)
+        self._collected.append((outcome, channel, payload))
         return outcome
+
+    def _hand_over(self) -> None:
+        collected, self._collected = self._collected, []
+        self._driver.handle(PublishAll(collected))
 
     async def close(self) -> None:
         """End; what has no outcome yet fails. What was sent still goes out."""
+        self.is_stopped = True
         self._fail_all(redis.exceptions.ConnectionError(_errors.CLOSED))
         await self._driver.close()
 
     def _execute(self, action: Any) -> None:
+        if type(action) is PublishedAll:
+            outcomes = cast("list[tuple[asyncio.Future[int], int]]", action.outcomes)
+            discard = self._unanswered.discard
+            for outcome, receivers in outcomes:
+                discard(outcome)
+                if not outcome.done():
+                    outcome.set_result(receivers)
+            return
         if type(action) is NewerSoftware:
             _logger.warning("%s", action.text)
             return
@@ -87,6 +108,7 @@ class Publishing:
             raise AssertionError(f"not an action of a publisher: {action!r}")
 
     def _crashed(self, crash: MachineCrashed) -> None:
+        self.is_stopped = True
         self._fail_all(
             redis.exceptions.ConnectionError(f"the message was not sent, or its outcome is unknown: {crash}")
         )

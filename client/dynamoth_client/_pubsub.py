@@ -19,6 +19,7 @@ from dynamoth_client._cluster import Cluster
 from dynamoth_client._feed import Feed
 from dynamoth_client._queue import MAX_QUEUE, Failure, GapInfo, Item, MessageQueue, Notice
 from dynamoth_client._settings import Encoder
+from dynamoth_client.pattern_subscription import PatternMessage
 
 Channel = bytes | str | memoryview
 Handler = Callable[[dict[str, Any]], Any]
@@ -28,14 +29,15 @@ TURN_ITEMS_MAX = 256
 """Items that a reader takes, at most, before others on the event loop get their turn."""
 
 _NOT_CONNECTED = "pubsub connection not set: did you forget to call subscribe() or psubscribe()?"
-_NO_PATTERNS = "patterns and sharded channels come with a later release: subscribe to the channels by name"
+_NO_SHARDED = "sharded channels come with a later release: subscribe to the channels by name"
 
 
 class PubSub(redis.asyncio.client.PubSub):
     """Subscriptions, read with redis-py's methods; the servers and the moves of channels between them do not show.
 
-    What is promised (G1-G3 of the README) begins for a channel with its ``subscribe`` message: from then on every
-    message is delivered once, and in order per publisher. Besides redis-py's arguments:
+    What is promised (G1-G3 of the README) begins for a channel with its ``subscribe`` message, for a pattern with its
+    ``psubscribe`` message: from then on every message is delivered once, and in order per publisher. Besides
+    redis-py's arguments:
 
     Args:
         on_gap: called, or awaited, with a :class:`GapInfo` where messages were lost or may have been, in its place
@@ -52,11 +54,14 @@ class PubSub(redis.asyncio.client.PubSub):
       channels can be reached for ``socket_connect_timeout`` (5 s if None) do ``get_message`` and ``listen`` raise
       ConnectionError or AuthenticationError, and again each time as long; the PubSub goes on trying and can be read on.
     * The first ``subscribe`` raises when the plan cannot be read from any server, and nothing is subscribed then.
-    * Patterns, sharded channels and channels that belong to one server (``__keyspace@...``) are refused with an error.
+    * A pattern needs a connection to every server. One that is away for 5 s is done without, and that is a gap.
+    * Sharded channels and channels that belong to one server (``__keyspace@...``) are refused with an error.
     """
 
     channels: dict[Channel, Handler | None]
+    patterns: dict[Channel, Handler | None]
     pending_unsubscribe_channels: set[Channel]
+    pending_unsubscribe_patterns: set[Channel]
 
     def __init__(
         self,
@@ -124,7 +129,7 @@ class PubSub(redis.asyncio.client.PubSub):
     @property
     def subscribed(self) -> bool:
         """Whether there are subscriptions, confirmed or not; True as soon as ``subscribe`` has begun."""
-        return bool(self.channels)
+        return bool(self.channels or self.patterns)
 
     @property
     def gaps_detected(self) -> int:
@@ -149,33 +154,49 @@ class PubSub(redis.asyncio.client.PubSub):
         encoded = [self._encode(channel) for channel in wanted]
         for channel in encoded:
             _refuse_unroutable(channel)
-        named = {self._name(channel): handler for channel, handler in zip(encoded, wanted.values(), strict=True)}
+        named = self._named(encoded, wanted.values())
         self.channels.update(named)
         self.pending_unsubscribe_channels.difference_update(named)
         await self._request(lambda feed: feed.subscribe(encoded))
 
     def unsubscribe(self, *args: Any) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Unsubscribe from channels, or from all; confirmed by messages of type ``unsubscribe``."""
-        if args:
-            encoded = [self._encode(channel) for channel in _flat(args)]
-        else:
-            open_ = [channel for channel in self.channels if channel not in self.pending_unsubscribe_channels]
-            encoded = [self._encode(channel) for channel in open_]
-        self.pending_unsubscribe_channels.update(self._name(channel) for channel in encoded)
+        encoded = self._to_end(args, self.channels, self.pending_unsubscribe_channels)
         if encoded:
             return self._request(lambda feed: feed.unsubscribe(encoded))
         return self._request(lambda feed: feed.acknowledge_nothing("unsubscribe"))
 
-    async def psubscribe(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse. Raises ``redis.exceptions.PubSubError``."""
-        raise redis.exceptions.PubSubError(_NO_PATTERNS)
+    async def psubscribe(self, *args: Any, **kwargs: Handler) -> None:
+        """Subscribe to all channels that match patterns, as ``subscribe`` does to channels.
+
+        A message of a channel comes once for each pattern that matches it, and once more if the channel is subscribed
+        to by name. Patterns are Redis' own; channels that belong to one server (``__keyspace@...``) match none.
+
+        Raises:
+            redis.exceptions.ConnectionError: the plan cannot be read from any server; nothing is subscribed.
+            redis.exceptions.DataError: a pattern that can match nothing here.
+
+        """
+        wanted = _subscriptions(args, kwargs)
+        if not wanted:
+            raise redis.exceptions.ResponseError("wrong number of arguments for 'psubscribe' command: name a pattern")
+        encoded = [self._encode(pattern) for pattern in wanted]
+        for pattern in encoded:
+            _refuse_unroutable(pattern)
+        named = self._named(encoded, wanted.values())
+        self.patterns.update(named)
+        self.pending_unsubscribe_patterns.difference_update(named)
+        await self._request(lambda feed: feed.psubscribe(encoded))
 
     async def ssubscribe(self, *args: Any, target_node: Any = None, **kwargs: Any) -> None:
         """Refuse. Raises ``redis.exceptions.PubSubError``."""
-        raise redis.exceptions.PubSubError(_NO_PATTERNS)
+        raise redis.exceptions.PubSubError(_NO_SHARDED)
 
     def punsubscribe(self, *args: Any) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Acknowledge as Redis does where no pattern is subscribed to: cleaning up must not fail."""
+        """Unsubscribe from patterns, or from all; confirmed by messages of type ``punsubscribe``."""
+        encoded = self._to_end(args, self.patterns, self.pending_unsubscribe_patterns)
+        if encoded:
+            return self._request(lambda feed: feed.punsubscribe(encoded))
         return self._request(lambda feed: feed.acknowledge_nothing("punsubscribe"))
 
     def sunsubscribe(self, *args: Any, target_node: Any = None) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -217,7 +238,7 @@ class PubSub(redis.asyncio.client.PubSub):
             if item is None:
                 return None
         if type(item) is not tuple:
-            return await self._notice(cast("Notice | Failure", item), ignore_subscribe_messages)
+            return await self._unusual(cast("PatternMessage | Notice | Failure", item), ignore_subscribe_messages)
         message = self._message(item)
         handler = self.channels.get(message["channel"])
         if handler is None:
@@ -226,8 +247,8 @@ class PubSub(redis.asyncio.client.PubSub):
         return None
 
     async def listen(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield messages until the last channel's unsubscription has been read. Raises as ``get_message``."""
-        while self.channels:
+        """Yield messages until the last unsubscription has been read. Raises as ``get_message``."""
+        while self.channels or self.patterns:
             item = self._pop()
             if item is None:
                 item = await self._take(None)
@@ -239,9 +260,9 @@ class PubSub(redis.asyncio.client.PubSub):
                 else:
                     await _call(handler, message)
             elif item is not None:
-                notice = await self._notice(cast("Notice | Failure", item), ignored=False)
-                if notice is not None:
-                    yield notice
+                unusual = await self._unusual(cast("PatternMessage | Notice | Failure", item), ignored=False)
+                if unusual is not None:
+                    yield unusual
 
     async def parse_response(self, block: bool = True, timeout: float = 0) -> Any:
         """Return the next message as the list that Redis sends; None when there is none within ``timeout``."""
@@ -256,6 +277,8 @@ class PubSub(redis.asyncio.client.PubSub):
             if item.kind == "pong":
                 return [kind, self._data(item)]
             return [kind, None if item.channel is None else self._name(item.channel), self._data(item)]
+        if isinstance(item, PatternMessage):
+            return [self._name(b"pmessage"), *list(self._matched(item).values())[1:]]
         return [self._name(b"message"), self._name(item[0]), self._name(item[1])]
 
     def _pop(self) -> Item | None:
@@ -307,6 +330,21 @@ class PubSub(redis.asyncio.client.PubSub):
             return {"type": "message", "pattern": None, "channel": channel, "data": payload}
         return {"type": "message", "pattern": None, "channel": self._name(channel), "data": self._name(payload)}
 
+    def _matched(self, item: PatternMessage) -> dict[str, Any]:
+        pattern, channel, payload = self._name(item.pattern), self._name(item.channel), self._name(item.payload)
+        return {"type": "pmessage", "pattern": pattern, "channel": channel, "data": payload}
+
+    async def _unusual(self, item: PatternMessage | Notice | Failure, ignored: bool) -> dict[str, Any] | None:
+        """Do as ``get_message`` with what is no plain message of a channel."""
+        if isinstance(item, PatternMessage):
+            message = self._matched(item)
+            handler = self.patterns.get(message["pattern"])
+            if handler is None:
+                return message
+            await _call(handler, message)
+            return None
+        return await self._notice(item, ignored)
+
     async def _notice(self, item: Notice | Failure, ignored: bool) -> dict[str, Any] | None:
         if isinstance(item, Failure):
             raise self._failed(item)
@@ -321,6 +359,9 @@ class PubSub(redis.asyncio.client.PubSub):
         if kind == "unsubscribe" and name in self.pending_unsubscribe_channels:
             self.pending_unsubscribe_channels.remove(name)
             self.channels.pop(name, None)
+        elif kind == "punsubscribe" and name in self.pending_unsubscribe_patterns:
+            self.pending_unsubscribe_patterns.remove(name)
+            self.patterns.pop(name, None)
         return None if ignored or self.ignore_subscribe_messages else message
 
     async def _gap(self, message: dict[str, Any]) -> dict[str, Any] | None:
@@ -333,13 +374,22 @@ class PubSub(redis.asyncio.client.PubSub):
     def _failed(self, failure: Failure) -> redis.exceptions.RedisError:
         if failure.channel is not None:
             name = self._name(failure.channel)
-            self.channels.pop(name, None)
-            self.pending_unsubscribe_channels.discard(name)
+            if failure.is_pattern:
+                self.patterns.pop(name, None)
+                self.pending_unsubscribe_patterns.discard(name)
+            else:
+                self.channels.pop(name, None)
+                self.pending_unsubscribe_channels.discard(name)
         return failure.error
 
     def _data(self, notice: Notice) -> Any:
         if isinstance(notice.data, GapInfo):
-            return replace(notice.data, channel=self._name(cast("bytes", notice.data.channel)))
+            pattern = notice.data.pattern
+            return replace(
+                notice.data,
+                channel=self._name(cast("bytes", notice.data.channel)),
+                pattern=None if pattern is None else self._name(cast("bytes", pattern)),
+            )
         return self._name(notice.data) if isinstance(notice.data, bytes) else notice.data
 
     # The feed.
@@ -394,8 +444,21 @@ class PubSub(redis.asyncio.client.PubSub):
         self._requests.clear()
         self.channels = {}
         self.pending_unsubscribe_channels = set()
+        self.patterns = {}
+        self.pending_unsubscribe_patterns = set()
 
     # Names.
+
+    def _named(self, encoded: Iterable[bytes], handlers: Iterable[Handler | None]) -> dict[Channel, Handler | None]:
+        """Return handlers by the names that the application sees."""
+        return {self._name(name): handler for name, handler in zip(encoded, handlers, strict=True)}
+
+    def _to_end(self, args: tuple[Any, ...], subscribed: Iterable[Channel], pending: set[Channel]) -> list[bytes]:
+        """Return what to unsubscribe from: what is named, else all that is not being unsubscribed. Adds to pending."""
+        names = _flat(args) if args else [name for name in subscribed if name not in pending]
+        encoded = [self._encode(name) for name in names]
+        pending.update(self._name(name) for name in encoded)
+        return encoded
 
     def _encode(self, value: Any) -> bytes:
         return bytes(self._encoder.encode(value))

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import redis.exceptions
 
+from dynamoth_client.pattern_subscription import PatternMessage
+
 MAX_QUEUE = 65_536
 """Default bound. At some 200 bytes per short message this is about 13 MB, and half a second of a fast reader's work."""
 
@@ -17,21 +19,25 @@ MAX_QUEUE = 65_536
 class GapInfo:
     """Messages of a channel were lost, or may have been (see the README's guarantees; Dynamoth has no silent loss).
 
-    ``channel`` is decoded as messages are. ``publisher`` is the 64-bit id of the client whose messages are missing,
-    None for any. ``count`` is how many, None for unknown, 0 included. ``reason`` is for people.
+    ``channel`` is decoded as messages are; it is the pattern where messages of any channel that matches may be missing.
+    ``pattern`` is the pattern that the gap is of, None for a channel that was subscribed to by name. ``publisher`` is
+    the 64-bit id of the client whose messages are missing, None for any. ``count`` is how many, None for unknown, 0
+    included. ``reason`` is for people.
     """
 
     channel: bytes | str
     publisher: int | None
     count: int | None
     reason: str
+    pattern: bytes | str | None = None
 
 
 @dataclass(slots=True)
 class Notice:
     """Anything in the queue that is neither a message nor an error. ``kind`` is redis-py's ``type``.
 
-    ``channel`` is None for a pong, and for the acknowledgement of an UNSUBSCRIBE that had nothing to end.
+    ``channel`` is the pattern where it is about one, and None for a pong and for the acknowledgement of an UNSUBSCRIBE
+    that had nothing to end.
     """
 
     kind: str
@@ -42,14 +48,15 @@ class Notice:
 
 @dataclass(slots=True)
 class Failure:
-    """An error for whoever reads next. ``channel`` is that of a subscription that is gone, if it is about one."""
+    """An error for whoever reads next. ``channel`` is that (or the pattern) of a subscription that is gone, if any."""
 
     error: redis.exceptions.RedisError
     channel: bytes | None = None
+    is_pattern: bool = False
 
 
-Item = tuple[bytes, bytes] | Notice | Failure
-"""A pair is a message: channel and payload."""
+Item = tuple[bytes, bytes] | PatternMessage | Notice | Failure
+"""A plain pair is a message of a channel: channel and payload."""
 
 
 class MessageQueue:

@@ -161,9 +161,9 @@ class Redis(redis.asyncio.Redis):
             redis.exceptions.DataError: the message or the channel cannot be sent.
 
         """
-        name = self._encode(channel)
-        payload = self._encode(message)
-        if name.startswith(b"__"):
+        name = channel if type(channel) is bytes else self._encode(channel)
+        payload = message if type(message) is bytes else self._encode(message)
+        if name[:2] == b"__":
             if name.startswith(SERVER_LOCAL_PREFIXES):
                 return cast("int", await self._execute_here("PUBLISH", name, payload, **kwargs))
             if name.startswith(RESERVED_PREFIX):

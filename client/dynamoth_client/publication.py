@@ -25,18 +25,21 @@ class PublishedChannel:
     used_at: float
     #: The servers where the latest message did not go any more, the latest last.
     left: tuple[str, ...] = ()
+    #: Where the next message goes, while there is nothing about it to be decided: the one server of the only location.
+    lane: PublisherServer | None = None
+    physical: bytes = b""
 
 
-@dataclass(slots=True)
 class Waiting:
     """A message that a server has not answered yet, or some of several."""
 
-    token: Hashable
-    #: When no server is waited for any more.
-    expires_at: float
-    #: When the application is told at the latest.
-    tell_at: float
-    channel: bytes
+    def __init__(self, token: Hashable, expires_at: float, channel: bytes) -> None:
+        self.token = token
+        #: When no server is waited for any more; and when the application is told at the latest.
+        self.expires_at = self.tell_at = expires_at
+        self.channel = channel
+
+    # What few messages need is not stored with each.
     #: Clients that it went to, as far as servers have answered; None before the first did.
     receivers: int | None = None
     #: The latest error that a server has answered with.
@@ -79,6 +82,11 @@ class PublisherServer:
     outbox: Outbox
     #: What the outbox holds of the application's messages, oldest first; those that are done leave from the left.
     waiting: deque[Waiting] = field(default_factory=deque[Waiting])
+    #: Messages of the present event that go out together, and how many more may; empty between events.
+    together: list[tuple[tuple[bytes, bytes, bytes], Waiting]] = field(
+        default_factory=list[tuple[tuple[bytes, bytes, bytes], Waiting]]
+    )
+    room: int = 0
     run_id: str | None = None
     up: bool = False
     #: Since when the link is down; infinity while it is up.
@@ -95,3 +103,5 @@ class PublisherServer:
     #: last seen to be gone: it stays right as long, for no channel is moved away from a server without an agent.
     confirmed: set[bytes] = field(default_factory=set[bytes])
     observers_asked_at: float = float("-inf")
+    #: Until when a message needs no other command beside it, if its channel is confirmed; minus infinity while down.
+    clear_until: float = float("-inf")

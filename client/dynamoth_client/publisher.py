@@ -24,7 +24,7 @@ When a dispatcher tells, in this client's inbox, that a channel has moved, the n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,19 @@ from dynamoth import stored_plan
 from dynamoth.control import ForwardRequest, ObservationGap, RouteNotice, pack_control, unpack_control
 from dynamoth.envelope import FIRST, HEARTBEAT, QUIET_MS_MAX, ROUTE_CHANGED, open_envelope, rerouted, seal
 from dynamoth.errors import MalformedMessage, UnknownMode
-from dynamoth.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
+from dynamoth.events import (
+    Connect,
+    ErrorReply,
+    LinkDown,
+    LinkUp,
+    Pushed,
+    Replied,
+    RepliedAll,
+    Send,
+    SendAll,
+    Start,
+    Tick,
+)
 from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, FORWARD_CHANNEL, inbox
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Location, Mode, Route
@@ -78,11 +90,25 @@ class Publish:
 
 
 @dataclass(slots=True)
+class PublishAll:
+    """Event: the application publishes messages, each with its ``token``, channel and payload, in this order."""
+
+    messages: Sequence[tuple[Hashable, bytes, bytes]]
+
+
+@dataclass(slots=True)
 class Published:
     """Action: the server has the message, or at least one replica has; it went to so many clients there (G7)."""
 
     token: Hashable
     receivers: int
+
+
+@dataclass(slots=True)
+class PublishedAll:
+    """Action: as so many ``Published``; each outcome is a ``token`` and ``receivers``."""
+
+    outcomes: list[tuple[Hashable, int]]
 
 
 @dataclass(slots=True)
@@ -135,8 +161,12 @@ class PublisherMachine:
     def handle(self, event: Any, now: float) -> list[Any]:
         """Take one event; return the actions to execute, in order."""
         match event:
+            case PublishAll():
+                return self._publish_all(event.messages, now)
+            case RepliedAll():
+                return self._replied_all(event.link, event.values, now)
             case Publish():
-                return self._publish(event, now)
+                return self._publish_all(((event.token, event.channel, event.payload),), now)
             case Replied():
                 return self._replied(event, now)
             case Pushed():
@@ -164,15 +194,62 @@ class PublisherMachine:
 
     # Publishing.
 
-    def _publish(self, event: Publish, now: float) -> list[Any]:
-        channel = self._channels.get(event.channel) or self._add_channel(event.channel, now)
+    def _publish_all(self, messages: Sequence[tuple[Hashable, bytes, bytes]], now: float) -> list[Any]:
+        """Publish messages; those about which there is nothing to be decided go out together, server by server."""
+        actions: list[Any] = []
+        ready: list[PublisherServer] = []
+        client_id, find = self.client_id, self._channels.get
+        generation = self._plan.generation
+        expires_at = now + self.options.publish_timeout_s
+        for token, name, payload in messages:
+            channel = find(name)
+            server = channel.lane if channel is not None and channel.generation == generation else None
+            if (
+                channel is None
+                or server is None
+                or not (server.observers or name in server.confirmed)
+                or not (server.room if server.together else self._begin_together(server, now, ready))
+            ):
+                actions += [self._send_together(server) for server in ready]
+                ready.clear()
+                actions += self._publish(token, name, payload, now)
+                generation = self._plan.generation
+                continue
+            quiet_ms = 0
+            if now != channel.used_at:
+                quiet_ms = _whole_ms(now - channel.used_at)
+                channel.used_at = now
+                self._plan.use(name, now)
+            channel.sequence = sequence = channel.sequence + 1
+            data = seal(client_id, sequence, channel.epoch, payload, 0, quiet_ms)
+            server.room -= 1
+            server.together.append(((b"PUBLISH", channel.physical, data), Waiting(token, expires_at, name)))
+        return actions + [self._send_together(server) for server in ready]
+
+    @staticmethod
+    def _begin_together(server: PublisherServer, now: float, ready: list[PublisherServer]) -> int:
+        """Return how many messages can go to a server with no command beside them; add it to those that get some."""
+        server.room = 0 if now >= server.clear_until else server.outbox.room
+        if server.room:
+            ready.append(server)
+        return server.room
+
+    @staticmethod
+    def _send_together(server: PublisherServer) -> Send | SendAll:
+        together, server.together = server.together, []
+        server.waiting.extend([waiting for _, waiting in together])
+        return server.outbox.put_all(together)
+
+    def _publish(self, token: Hashable, name: bytes, payload: bytes, now: float) -> list[Any]:
+        """Publish a message about which something is to be decided."""
+        channel = self._channels.get(name) or self._add_channel(name, now)
         locations, epoch = channel.locations, channel.epoch
         if channel.generation != self._plan.generation:
-            locations, epoch = self._route(event.channel)
+            locations, epoch = self._route(name)
         targets, actions = self._targets(locations, now)
         if not targets:
             reason = f"{self.options.unanswered_max} messages wait for server {locations[0].server}"
-            return [*actions, PublishFailed(event.token, f"{reason}: {self._servers[locations[0].server].reason}")]
+            return [*actions, PublishFailed(token, f"{reason}: {self._servers[locations[0].server].reason}")]
         flags = 0
         if channel.sequence == channel.floor:
             flags = FIRST
@@ -184,14 +261,15 @@ class PublisherMachine:
         channel.sequence += 1
         quiet_ms = _whole_ms(now - channel.used_at)
         channel.used_at = now
-        self._plan.use(event.channel, now)
-        data = event.payload
+        self._plan.use(name, now)
+        data = payload
         if self.options.envelope:
             data = seal(self.client_id, channel.sequence, channel.epoch, data, flags, quiet_ms)
         else:
-            actions += self._read_route(event.channel, locations, now)
-        expires_at = now + self.options.publish_timeout_s
-        waiting = Waiting(event.token, expires_at, expires_at, event.channel)
+            actions += self._read_route(name, locations, now)
+        waiting = Waiting(token, now + self.options.publish_timeout_s, name)
+        channel.lane = targets[0][1] if len(locations) == 1 and self.options.envelope else None
+        channel.physical = locations[0].physical
         if len(locations) > 1:
             has_room = [location.server for location, _ in targets]
             replicas = [location.server for location in locations]
@@ -203,10 +281,10 @@ class PublisherMachine:
                 actions.append(self._ask_observers(location.server, now))
             server.waiting.append(waiting)
             actions += server.outbox.put((b"PUBLISH", location.physical, data), waiting)
-            doubtful = flags & FIRST or (server.up and not server.observers and event.channel not in server.confirmed)
+            doubtful = flags & FIRST or (server.up and not server.observers and name not in server.confirmed)
             if self.options.envelope and doubtful and not server.outbox.full:
-                check = Check(event.channel, channel.sequence, event.payload, location)
-                actions += server.outbox.put(stored_plan.read_entry(event.channel), check)
+                check = Check(name, channel.sequence, payload, location)
+                actions += server.outbox.put(stored_plan.read_entry(name), check)
         return actions
 
     def _targets(
@@ -317,6 +395,7 @@ class PublisherMachine:
             server.down_since = now
             server.owes_heartbeats = True
         server.up = False
+        server.clear_until = float("-inf")
         server.reason = event.reason
         server.outbox.link_down()
         server.outbox.discard(lambda token: token is None)  # heartbeats: the reconnection makes new ones
@@ -352,25 +431,13 @@ class PublisherMachine:
 
     def _ask_observers(self, server_id: str, now: float) -> Send:
         self._servers[server_id].observers_asked_at = now
+        self._servers[server_id].clear_until = now + self.options.observers_interval_s
         return Send(server_id, (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL), ("observers",))
 
     def _replied(self, event: Replied, now: float) -> list[Any]:
         server = self._servers[event.link]
         if event.tag is server.outbox:
-            token: Waiting | HandOver | Check | None = server.outbox.replied()
-            actions: list[Any] = []
-            if isinstance(token, Check):
-                actions = self._checked(token, event, server, now)
-            elif isinstance(token, HandOver):
-                actions = self._handed_over(token.message, event, now)
-            elif token is not None and not token.done:
-                actions = self._answered(token, event, server, now)
-            while server.waiting and server.waiting[0].done:
-                server.waiting.popleft()
-            if server.owes_heartbeats and not len(server.outbox):
-                server.owes_heartbeats = False
-                actions += self._heartbeats(event.link, now)
-            return actions
+            return self._replied_all(event.link, (event.value,), now)
         if isinstance(event.value, ErrorReply):
             self.counters["refused_commands"] += 1
             self._hints.clear()
@@ -386,21 +453,52 @@ class PublisherMachine:
             case ("doubt", channel):
                 return self._doubted(channel, event, server)
             case ("entry", channel):
-                return self._entry_read(channel, event, server, now)
+                return self._entry_read(channel, event.value, server, now)
             case _:
                 raise AssertionError(f"not a tag of a publisher: {event.tag!r}")
         return []
 
-    def _answered(self, waiting: Waiting, event: Replied, server: PublisherServer, now: float) -> list[Any]:
+    def _replied_all(self, link: str, values: Sequence[Any], now: float) -> list[Any]:
+        """Take replies to the oldest commands of an outbox."""
+        server = self._servers[link]
+        outbox, waiting, observers = server.outbox, server.waiting, server.observers
+        actions: list[Any] = []
+        outcomes: list[tuple[Hashable, int]] = []
+        for token, value in zip(outbox.replied_all(len(values)), values, strict=True):
+            if type(token) is Waiting and type(value) is int and not token.missing and not token.done:
+                token.done = True
+                outcomes.append((token.token, value - observers if value > observers else 0))
+            elif token is not None:
+                actions += self._replied_to(token, link, value, now)
+                observers = server.observers
+        while waiting and waiting[0].done:
+            waiting.popleft()
+        if server.owes_heartbeats and not len(outbox):
+            server.owes_heartbeats = False
+            actions += self._heartbeats(link, now)
+        if len(outcomes) > 1:
+            actions.append(PublishedAll(outcomes))
+        elif outcomes:
+            actions.append(Published(*outcomes[0]))
+        return actions
+
+    def _replied_to(self, token: Waiting | HandOver | Check, link: str, value: Any, now: float) -> list[Any]:
+        if isinstance(token, Check):
+            return self._checked(token, link, value, now)
+        if isinstance(token, HandOver):
+            return self._handed_over(token.message, value, now)
+        return [] if token.done else self._answered(token, link, value, now)
+
+    def _answered(self, waiting: Waiting, link: str, value: Any, now: float) -> list[Any]:
         """Take the answer of one server; tell the application when no other is worth waiting for."""
-        if isinstance(event.value, ErrorReply):
-            waiting.refusal = str(event.value)
+        if isinstance(value, ErrorReply):
+            waiting.refusal = str(value)
         else:
-            waiting.receivers = (waiting.receivers or 0) + max(0, event.value - server.observers)
+            waiting.receivers = (waiting.receivers or 0) + max(0, value - self._servers[link].observers)
             if waiting.missing:
-                waiting.holders = (*waiting.holders, event.link)
+                waiting.holders = (*waiting.holders, link)
         if waiting.missing:
-            waiting.missing = tuple(server_id for server_id in waiting.missing if server_id != event.link)
+            waiting.missing = tuple(server_id for server_id in waiting.missing if server_id != link)
             if not all(self._servers[server_id].avoided for server_id in waiting.missing):
                 if waiting.receivers is not None:
                     waiting.tell_at = min(waiting.tell_at, now + self.options.straggler_s)
@@ -440,12 +538,12 @@ class PublisherMachine:
         servers = waiting.missing
         return ForwardRequest(physical, tuple((id_, heartbeat if self._servers[id_].up else copy) for id_ in servers))
 
-    def _handed_over(self, waiting: Waiting, event: Replied, now: float) -> list[Any]:
+    def _handed_over(self, waiting: Waiting, value: Any, now: float) -> list[Any]:
         """Tell the application, if a dispatcher was there to hear."""
         waiting.requests -= 1
         if waiting.done:
             return []
-        if isinstance(event.value, ErrorReply) or event.value == 0:
+        if isinstance(value, ErrorReply) or value == 0:
             self.counters["unheard_requests"] += 1
             return self._hand_over(waiting, now)
         self.counters["handed_over"] += 1
@@ -464,12 +562,13 @@ class PublisherMachine:
             return PublishRefused(waiting.token, waiting.refusal)
         return PublishFailed(waiting.token, reason)
 
-    def _checked(self, check: Check, event: Replied, server: PublisherServer, now: float) -> list[Any]:
+    def _checked(self, check: Check, link: str, value: Any, now: float) -> list[Any]:
         """Compare the route that a message took with the stored plan; send it again if it may reach nobody."""
-        if isinstance(event.value, ErrorReply):
+        if isinstance(value, ErrorReply):
             self.counters["refused_commands"] += 1
             return []
-        told = self._entry_read(check.channel, event, server, now)
+        server = self._servers[link]
+        told = self._entry_read(check.channel, value, server, now)
         locations, epoch = self._route(check.channel)
         if server.observers:
             return told
@@ -497,16 +596,16 @@ class PublisherMachine:
                 self.counters["distrusted_hints"] += 1
         self._hints.clear()
 
-    def _entry_read(self, channel: bytes, event: Replied, server: PublisherServer, now: float) -> list[Any]:
-        told, actions = self._stored_route(channel, event, server)
+    def _entry_read(self, channel: bytes, value: Any, server: PublisherServer, now: float) -> list[Any]:
+        told, actions = self._stored_route(channel, value, server)
         if told is not None:
             self._plan.learn(channel, told, now)
         return actions
 
-    def _stored_route(self, channel: bytes, event: Replied, server: PublisherServer) -> tuple[Route | None, list[Any]]:
+    def _stored_route(self, channel: bytes, value: Any, server: PublisherServer) -> tuple[Route | None, list[Any]]:
         """Return the route that clients are told by a stored plan, None if it cannot be read; and actions."""
         try:
-            stored = stored_plan.parse_entry(event.value, server.run_id)
+            stored = stored_plan.parse_entry(value, server.run_id)
         except UnknownMode as error:
             return None, list(self._plan.too_old(error))
         except MalformedMessage:
@@ -556,7 +655,7 @@ class PublisherMachine:
 
     def _doubted(self, channel: bytes, event: Replied, server: PublisherServer) -> list[Any]:
         """Give up a route to a server whose own stored plan sends the channel elsewhere."""
-        told, actions = self._stored_route(channel, event, server)
+        told, actions = self._stored_route(channel, event.value, server)
         if told is not None and self._contradicts(channel, event.link, told) and self._plan.reachable(told):
             self.counters["distrusted_routes"] += 1
             self._plan.distrust(channel, told)

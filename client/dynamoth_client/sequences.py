@@ -224,8 +224,8 @@ class Sequences:
         self.hold_s_max = hold_s_max
         #: Publisher to stream. The subscriber's hot path looks in here itself.
         self.streams: dict[int, Stream] = {}
-        #: Dispatcher to the latest numbers of its raw messages.
-        self._raw: dict[int, dict[int, None]] = {}
+        #: Dispatcher to the latest numbers of its raw messages; None before the first of these.
+        self._raw: dict[int, dict[int, None]] | None = None
 
     def arrive(
         self, publisher: int, sequence: int, flags: int, payload: bytes, now: float, owed: bool
@@ -250,6 +250,8 @@ class Sequences:
             stream.resume()
 
     def _arrive_raw(self, dispatcher: int, sequence: int, payload: bytes) -> list[Outcome]:
+        if self._raw is None:
+            self._raw = {}
         seen = self._raw.get(dispatcher)
         if seen is None:
             if len(self._raw) >= DISPATCHERS_MAX:

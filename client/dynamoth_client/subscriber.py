@@ -557,7 +557,7 @@ class SubscriberMachine:
                 actions.append(GapDetected(channel, None, None, reason))
         if subscription.early:
             actions.append(Deliver([(channel, payload) for payload in subscription.early]))
-            subscription.early.clear()
+            subscription.early = None
         return [*actions, *self._leave_marked(subscription, now)]
 
     def _header_read(self, event: Replied, now: float) -> list[Any]:
@@ -814,7 +814,8 @@ class SubscriberMachine:
             return []
         for place in subscription.leaving.values():
             if place.location.server == link:
-                place.marked[message.server] = max(message.number, place.marked.get(message.server, 0))
+                number = max(message.number, place.marked.get(message.server, 0))
+                place.marked = {**place.marked, message.server: number}
         return self._leave_marked(subscription, now)
 
     def _leave_marked(self, subscription: Subscription, now: float) -> list[Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from dynamoth.plan import Location, Route
 from dynamoth_client.sequences import Sequences
@@ -11,6 +13,9 @@ from dynamoth_client.sequences import Sequences
 EARLY_MAX = 1000
 """Messages that are kept for an unconfirmed subscription at most. It is confirmed within a round trip, while the plan
 can be read."""
+
+
+_NOBODY: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -31,7 +36,7 @@ class Place:
     #: The number of the first announcement that followed the SUBSCRIBE on the present connection; 0: none has yet.
     announced: int = 0
     #: Server to the number of the latest announcement there for which its dispatcher's marker has come to here.
-    marked: dict[str, int] = field(default_factory=dict[str, int])
+    marked: Mapping[str, int] = field(default_factory=lambda: _NOBODY)
 
     def disconnected(self) -> None:
         """Forget what was true of the connection that was lost."""
@@ -39,7 +44,7 @@ class Place:
         self.verified = False
         self.verified_epoch = -1
         self.announced = 0
-        self.marked.clear()
+        self.marked = _NOBODY
 
     def follows(self, target: Place) -> bool:
         """Tell whether everything that ``target``'s server got before we joined there has come round to here."""
@@ -70,8 +75,8 @@ class Subscription:
     followed_since: float = 0.0
     #: How often a replica that was away has been replaced by the next one (ALL_PUBLISHERS).
     turn: int = 0
-    #: What came before the confirmation, to be delivered behind it.
-    early: list[bytes] = field(default_factory=list[bytes])
+    #: What came before the confirmation, to be delivered behind it; None: nothing.
+    early: list[bytes] | None = None
     #: How often the application is to be told that this has ended. Not 0: it is ending, and follows no route any more.
     ends_owed: int = 0
     #: It was leaving a place when the application ended it.
@@ -80,10 +85,12 @@ class Subscription:
     def begin_anew(self) -> None:
         """Forget what came before the confirmation: something between that and what is to come may be missing."""
         self.sequences.resume()
-        self.early.clear()
+        self.early = None
 
     def keep(self, payload: bytes) -> None:
         """Keep a message until the confirmation; of too many the newest."""
+        if self.early is None:
+            self.early = []
         self.early.append(payload)
         if len(self.early) > EARLY_MAX:
             del self.early[0]

@@ -17,6 +17,7 @@ import redis.exceptions
 
 from dynamoth_client import _pubsub
 from dynamoth_client._queue import MAX_QUEUE, Failure, GapInfo, Item, MessageQueue, Notice
+from dynamoth_client.pattern_subscription import PatternMessage
 from dynamoth_client.sync_cluster import SyncCluster, stand_in
 
 Handler = Callable[[dict[str, Any]], Any]
@@ -38,10 +39,8 @@ class _Subscription:
 class _Inner(_pubsub.PubSub):
     """The asynchronous PubSub, whose items are taken by a thread. Handlers and gaps are left to that thread."""
 
-    patterns: dict[Any, Handler | None]
-    pending_unsubscribe_patterns: set[Any]
-
     message = _pubsub.PubSub._message  # pyright: ignore[reportPrivateUsage]
+    matched = _pubsub.PubSub._matched  # pyright: ignore[reportPrivateUsage]
 
     def __init__(self, *args: Any, make_room: Callable[[Callable[[], object]], None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -365,8 +364,12 @@ class PubSub(redis.client.PubSub):
                     self._on_gap(message["data"])
                 return message if self._gaps else None
             return message
-        message = inner.message(item)
-        handler = inner.channels.get(message["channel"])
+        if isinstance(item, PatternMessage):
+            message = inner.matched(item)
+            handler = inner.patterns.get(message["pattern"])
+        else:
+            message = inner.message(item)
+            handler = inner.channels.get(message["channel"])
         if handler is None:
             return message
         handler(message)

@@ -37,6 +37,9 @@ from dynamoth_link.urls import ServerAddress
 OnReply = Callable[[Any], None]
 """Takes the reply to one command; an ``ErrorReply`` when the server refused it."""
 
+OnReplies = Callable[[list[Any]], None]
+"""Takes replies to consecutive commands, at least one, in order; an ``ErrorReply`` for each that was refused."""
+
 OnPushes = Callable[[list[list[Any]]], None]
 """Takes consecutive pushes, at least one, as RESP3 lists."""
 
@@ -72,6 +75,18 @@ class _Subscribing:
         self.kind = kind
         self.missing = missing
         self.on_reply = on_reply
+
+
+@final
+class _Run:
+    """Commands that were sent together, and as many of their replies as have come and were not handed on."""
+
+    __slots__ = ("missing", "on_replies", "values")
+
+    def __init__(self, missing: int, on_replies: OnReplies) -> None:
+        self.missing = missing
+        self.on_replies = on_replies
+        self.values: list[Any] = []
 
 
 class Connection(asyncio.Protocol):
@@ -123,7 +138,7 @@ class Connection(asyncio.Protocol):
         #: Once true, never again open: nothing more is read, written or called.
         self._ended = False
         #: What has been sent and not been answered, oldest first.
-        self._pending: deque[OnReply | _Subscribing | None] = deque()
+        self._pending: deque[OnReply | _Subscribing | _Run | None] = deque()
         #: How many of ``_pending`` are ``_Subscribing``: while there are none, pushes need no look at their
         #: kind.
         self._subscribing = 0
@@ -166,7 +181,7 @@ class Connection(asyncio.Protocol):
             return False
         if not args:
             raise ValueError("a command has at least its name")
-        packed = self._pack(tuple(args))
+        packed = self._packed(args)
         name = args[0]
         kind = _SUBSCRIPTIONS.get(name.upper()) if isinstance(name, (bytes, str)) else None
         if kind is None:
@@ -176,6 +191,38 @@ class Connection(asyncio.Protocol):
                 raise ValueError(f"{name!r} needs at least one channel: how many pushes answer it is unknown")
             self._pending.append(_Subscribing(kind, len(args) - 1, on_reply))
             self._subscribing += 1
+        self._put(packed)
+        return True
+
+    def send_all(self, commands: Sequence[Sequence[CommandPart]], on_replies: OnReplies) -> bool:
+        """Send commands, at least one, that each have one reply, as ``send`` would; False if not open.
+
+        ``on_replies`` is called with as many replies at once as came together. Raises TypeError for a part that is not
+        a CommandPart; nothing has been sent then.
+        """
+        if not self._open:
+            return False
+        packed = b"".join([self._packed(command) for command in commands])
+        self._pending.append(_Run(len(commands), on_replies))
+        self._put(packed)
+        return True
+
+    def _packed(self, args: Sequence[CommandPart]) -> bytes:
+        if len(args) == 3:  # PUBLISH: nearly all commands, and three times faster so
+            name, first, second = args
+            if type(name) is bytes and type(first) is bytes and type(second) is bytes:
+                return b"*3\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
+                    len(name),
+                    name,
+                    len(first),
+                    first,
+                    len(second),
+                    second,
+                )
+        return self._pack(tuple(args))
+
+    def _put(self, packed: bytes) -> None:
+        """Write what was put into ``_pending`` just now."""
         self._output.append(packed)
         self._output_bytes += len(packed)
         if len(self._pending) == 1 and not self._flush_scheduled:
@@ -183,7 +230,6 @@ class Connection(asyncio.Protocol):
         elif not self._flush_scheduled:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
-        return True
 
     async def call(self, commands: Sequence[Sequence[CommandPart]]) -> list[Any]:
         """Send commands and return their replies, in order; error replies are values.
@@ -279,7 +325,9 @@ class Connection(asyncio.Protocol):
     def _parse(self) -> bool:
         """Hand on everything that has come in full; False when the connection is not open any more."""
         gets = self._reader.gets
+        pending = self._pending
         pushes: list[list[Any]] = []
+        run: _Run | None = None
         fault = ""
         while True:
             try:
@@ -288,6 +336,9 @@ class Connection(asyncio.Protocol):
                 fault = str(error)
                 break
             if type(item) is _Push:
+                if run is not None:
+                    self._hand_back(run)
+                    run = None
                 pushes.append(item)
                 if self._subscribing:
                     self._take_acknowledgement(item)
@@ -297,8 +348,18 @@ class Connection(asyncio.Protocol):
                 if pushes:
                     self._hand_on(pushes)
                     pushes = []
-                if not self._take_reply(item):
+                oldest = pending[0] if pending else None
+                if isinstance(oldest, _Run):
+                    oldest.values.append(item)
+                    run = oldest
+                    if len(run.values) == run.missing:
+                        pending.popleft()
+                        self._hand_back(run)
+                        run = None
+                elif not self._take_reply(item):
                     return False
+        if run is not None:
+            self._hand_back(run)
         if pushes:
             self._hand_on(pushes)
         if fault:
@@ -318,10 +379,22 @@ class Connection(asyncio.Protocol):
     # Reading.
 
     def _hand_on(self, pushes: list[list[Any]]) -> None:
+        if not self._open:
+            return
         try:
             self._on_pushes(pushes)
         except Exception as error:
             self._report(error, "on_pushes")
+
+    def _hand_back(self, run: _Run) -> None:
+        if not self._open:
+            return
+        values, run.values = run.values, []
+        run.missing -= len(values)
+        try:
+            run.on_replies(values)
+        except Exception as error:
+            self._report(error, "on_replies")
 
     def _take_acknowledgement(self, push: list[Any]) -> None:
         oldest = self._pending[0]
@@ -339,6 +412,7 @@ class Connection(asyncio.Protocol):
             self._lose(errors.violation(self._address, f"a reply that nobody asked for: {reply!r:.200}"))
             return False
         on_reply = self._pending.popleft()
+        assert not isinstance(on_reply, _Run), "its replies are taken by _parse"
         if isinstance(on_reply, _Subscribing):
             self._subscribing -= 1
             if type(reply) is not ErrorReply:

@@ -20,7 +20,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from dynamoth.events import Connect, Disconnect, LinkDown, LinkUp, Machine, Pushed, Replied, Send, Tick
+from dynamoth.events import (
+    Connect,
+    Disconnect,
+    LinkDown,
+    LinkUp,
+    Machine,
+    Pushed,
+    Replied,
+    RepliedAll,
+    Send,
+    SendAll,
+    Tick,
+)
 from dynamoth_link.connection import report_exception
 from dynamoth_link.errors import MachineCrashed
 from dynamoth_link.link import Link
@@ -43,8 +55,8 @@ def _default_options(action: Connect) -> LinkOptions:
 class Driver:
     """Executes what one machine asks for, and tells it what happened.
 
-    ``Connect``, ``Disconnect`` and ``Send`` are executed here; every other action goes to ``on_action``. What
-    the contract of ``dynamoth.events`` says about links is kept; besides:
+    ``Connect``, ``Disconnect``, ``Send`` and ``SendAll`` are executed here; every other action goes to ``on_action``.
+    What the contract of ``dynamoth.events`` says about links is kept; besides:
 
     * ``Connect`` with a URL that cannot be parsed is answered with one ``LinkDown`` that says so, and no
       retry.
@@ -153,6 +165,8 @@ class Driver:
         for action in self._machine.handle(event, self._now):
             if type(action) is Send:
                 self._send(action)
+            elif type(action) is SendAll:
+                self._send_all(action)
             elif type(action) is Connect:
                 self._connect(action)
             elif type(action) is Disconnect:
@@ -214,8 +228,16 @@ class Driver:
             tag = action.tag
             link.send(action.args, None if tag is None else partial(self._replied, action.link, tag))
 
+    def _send_all(self, action: SendAll) -> None:
+        link = self._links.get(action.link)
+        if link is not None:
+            link.send_all(action.commands, partial(self._replied_all, action.link, action.tag))
+
     def _replied(self, name: str, tag: Any, value: Any) -> None:
         self.handle(Replied(name, tag, value))
+
+    def _replied_all(self, name: str, tag: Any, values: list[Any]) -> None:
+        self.handle(RepliedAll(name, tag, values))
 
     # Time.
 

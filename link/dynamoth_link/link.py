@@ -16,7 +16,7 @@ from typing import Any
 
 from dynamoth.events import CommandPart
 from dynamoth_link import errors
-from dynamoth_link.connection import Connection, OnPushes, OnReply, report_exception
+from dynamoth_link.connection import Connection, OnPushes, OnReplies, OnReply, report_exception
 from dynamoth_link.handshake import open_connection
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import ServerAddress, parse_server_url
@@ -100,6 +100,14 @@ class Link:
         """
         connection = self._connection
         return connection is not None and connection.send(args, on_reply)
+
+    def send_all(self, commands: Sequence[Sequence[CommandPart]], on_replies: OnReplies) -> bool:
+        """Send commands that each have one reply; False, and they are dropped, while the link is down.
+
+        ``on_replies`` takes replies, as many at once as came together. Raises TypeError as ``send``.
+        """
+        connection = self._connection
+        return connection is not None and connection.send_all(commands, on_replies)
 
     def pause_reading(self) -> None:
         """Let the server's output wait in its buffers until ``resume_reading``; holds across reconnections.

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from dynamoth import stored_plan
 from dynamoth.events import Connect, Disconnect, LinkDown, LinkUp, Replied, Send, Start, Tick
 from dynamoth.plan import Plan
+from dynamoth_client._glob import compile_glob
 from dynamoth_client.local_plan import LocalPlan
-from dynamoth_client.publisher import Publish, Published, PublisherMachine, PublisherOptions, PublishFailed
+from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected
+from dynamoth_client.patterns import PatternMachine, PatternOptions, SubscribePatterns, UnsubscribePatterns
+from dynamoth_client.publisher import (
+    Publish,
+    PublishAll,
+    Published,
+    PublishedAll,
+    PublisherMachine,
+    PublisherOptions,
+    PublishFailed,
+)
 from dynamoth_client.subscriber import (
     Deliver,
     GapDetected,
@@ -28,6 +39,9 @@ from dynamoth_sim.world import World
 
 HEADER_RETRY_S = 0.05
 """How soon a client that found no plan asks again."""
+
+PATTERN_MARK = "~"
+"""Between the name of a pattern subscriber and its pattern, in the names that the audit knows."""
 
 
 def make_payload(publisher: str, number: int) -> bytes:
@@ -89,6 +103,7 @@ class ClientOptions:
 
     publisher: PublisherOptions
     subscriber: SubscriberOptions
+    patterns: PatternOptions
     #: After so long without use a client forgets where a channel is.
     entry_idle_s: float
 
@@ -109,6 +124,7 @@ class Client:
         options: ClientOptions,
         names: dict[int, str],
         subscribers: int = 1,
+        pattern_subscribers: int = 0,
     ) -> None:
         self._world = world
         self._network = network
@@ -117,11 +133,13 @@ class Client:
         self._seed_urls = seed_urls
         self._options = options
         self._subscribers_count = subscribers
+        self._pattern_subscribers_count = pattern_subscribers
         self._generation = 0
         self._reader: Process | None = None
         self.local_plan: LocalPlan | None = None
         self.publisher: PublisherApp | None = None
         self.subscribers: list[SubscriberApp] = []
+        self.pattern_subscribers: list[PatternSubscriberApp] = []
         #: Called each time the client has become ready to work.
         self.on_ready: Callable[[Client], None] = lambda client: None
         #: Publisher id on the wire to the name that the audit knows, of all clients.
@@ -138,7 +156,8 @@ class Client:
         running = [] if self._reader is None else [self._reader]
         if self.publisher is not None:
             running.append(self.publisher.process)
-        return [*running, *(subscriber.process for subscriber in self.subscribers)]
+        running += [subscriber.process for subscriber in self.subscribers]
+        return [*running, *(subscriber.process for subscriber in self.pattern_subscribers)]
 
     def start(self) -> None:
         """Begin by reading the plan."""
@@ -157,6 +176,8 @@ class Client:
         name = self.name if self._generation == 1 else f"{self.name}_{self._generation}"
         self.publisher = PublisherApp(self, name, plan)
         self.subscribers = [SubscriberApp(self, f"{name}.s{i}", plan) for i in range(self._subscribers_count)]
+        count = self._pattern_subscribers_count
+        self.pattern_subscribers = [PatternSubscriberApp(self, f"{name}.t{i}", plan) for i in range(count)]
         for process in self.processes:
             process.start()
         self.on_ready(self)
@@ -174,8 +195,12 @@ class Client:
             self._audit.publisher_died(self.publisher.name)
         for subscriber in self.subscribers:
             self._audit.subscriber_died(subscriber.name, self._world.now)
+        for app in self.pattern_subscribers:
+            for pattern in app.patterns:
+                self._audit.subscriber_died(app.audited(pattern), self._world.now)
         self._reader = self.publisher = self.local_plan = None
         self.subscribers = []
+        self.pattern_subscribers = []
 
     # What the applications use.
 
@@ -231,17 +256,30 @@ class PublisherApp:
 
     def publish(self, channel: bytes, size_bytes: int = 0) -> int:
         """Publish the next message on ``channel``, padded to ``size_bytes``; return its number."""
+        number, payload = self._begin(channel)
+        self.process.handle(Publish((channel, number), channel, payload.ljust(size_bytes, b"_")))
+        return number
+
+    def publish_all(self, channels: Iterable[bytes]) -> None:
+        """Publish the next message on each of these channels, together."""
+        begun = [(channel, *self._begin(channel)) for channel in channels]
+        self.process.handle(PublishAll([((channel, number), channel, payload) for channel, number, payload in begun]))
+
+    def _begin(self, channel: bytes) -> tuple[int, bytes]:
+        """Begin the next message on ``channel``; return its number and its payload."""
         number = self._numbers[channel] = self._numbers.get(channel, 0) + 1
         self._unended[channel, number] = None
         now = self._world.now
         self._audit.published(self.name, channel, number, now)
         payload = make_payload(self.name, number)
         self._world.trace.add((now, "begins to publish", self.name, None, channel, payload, None))
-        payload = payload.ljust(size_bytes, b"_")
-        self.process.handle(Publish((channel, number), channel, payload))
-        return number
+        return number, payload
 
     def _acted(self, action: Any) -> None:
+        if type(action) is PublishedAll:
+            for outcome in action.outcomes:
+                self._acted(Published(*outcome))
+            return
         channel, number = action.token
         del self._unended[channel, number]
         receivers = action.receivers if type(action) is Published else None
@@ -302,3 +340,72 @@ class SubscriberApp:
 
     def _note(self, kind: str, channel: bytes) -> None:
         self._world.trace.add((self._world.now, kind, self.name, None, channel, None, None))
+
+
+class PatternSubscriberApp:
+    """One PubSub that subscribes to patterns."""
+
+    def __init__(self, client: Client, name: str, plan: LocalPlan) -> None:
+        self.name = name
+        #: The patterns that it has ever asked for.
+        self.patterns: dict[bytes, None] = {}
+        self._client = client
+        self._world = client.world
+        self._audit = client.audit
+        self._plan = plan
+        self.process = Process(client.world, client.network, name, self._machine, self._acted)
+
+    def _machine(self, incarnation: int) -> PatternMachine:
+        return PatternMachine(incarnation, self._plan, self._client.options.patterns)
+
+    def audited(self, pattern: bytes) -> str:
+        """Return the name under which the audit knows the subscription to a pattern."""
+        return f"{self.name}{PATTERN_MARK}{pattern.decode()}"
+
+    def subscribe(self, pattern: bytes) -> None:
+        """Ask for a subscription."""
+        self.patterns[pattern] = None
+        self._note("subscribes to", pattern)
+        self.process.handle(SubscribePatterns((pattern,)))
+
+    def unsubscribe(self, pattern: bytes) -> None:
+        """End a subscription."""
+        self._note("unsubscribes from", pattern)
+        self._audit.pattern_ending(self.audited(pattern))
+        self.process.handle(UnsubscribePatterns((pattern,)))
+
+    def is_confirmed(self, pattern: bytes) -> bool:
+        """Tell whether a subscription is confirmed and not ended."""
+        return self._audit.is_open_pattern(self.audited(pattern))
+
+    def _acted(self, action: Any) -> None:
+        now = self._world.now
+        match action:
+            case DeliverMatched(messages):
+                for message in messages:
+                    publisher, number = read_payload(message.payload)
+                    self._world.trace.add((now, "DELIVERS", self.name, None, message.channel, message.payload, None))
+                    self._audit.delivered(self.audited(message.pattern), message.channel, publisher, number, now)
+            case SubscriptionConfirmed(pattern):
+                self._note("is confirmed", pattern)
+                self._audit.pattern_confirmed(self.audited(pattern), _matcher(pattern), now)
+            case SubscriptionEnded(pattern):
+                self._note("has ended", pattern)
+                self._audit.pattern_ended(self.audited(pattern), now)
+            case PatternGapDetected(pattern, channel, publisher, count, reason):
+                self._note(f"GAP of {channel!r}, {count}: {reason}", pattern)
+                if channel is None:
+                    self._audit.pattern_gap(self.audited(pattern), now)
+                    return
+                name = None if publisher is None else self._client.names.get(publisher)
+                self._audit.gap(self.audited(pattern), channel, name, count if name is not None else None, now)
+            case _:
+                raise AssertionError(f"not an action of a pattern subscriber: {action!r}")
+
+    def _note(self, kind: str, pattern: bytes) -> None:
+        self._world.trace.add((self._world.now, "fault", self.name, None, pattern, None, kind))
+
+
+def _matcher(pattern: bytes) -> Callable[[bytes], bool]:
+    expression = compile_glob(pattern)
+    return lambda channel: expression.fullmatch(channel) is not None

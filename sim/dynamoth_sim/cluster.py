@@ -13,6 +13,7 @@ from dynamoth.plan import Assignment, Mode, Phase, Plan, Server
 from dynamoth_balancer.actions import Decided, Note, PlanChanged, Stopped
 from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.options import BalancerOptions
+from dynamoth_client.patterns import PatternOptions
 from dynamoth_client.publisher import PublisherOptions
 from dynamoth_client.subscriber import SubscriberOptions
 from dynamoth_dispatcher.forwarder import ForwarderOptions
@@ -22,7 +23,7 @@ from dynamoth_lla.options import LoadAnalyzerOptions
 from dynamoth_node.guard import AlreadyRunning
 from dynamoth_node.machine import NodeMachine
 from dynamoth_sim.administrator import Administrator, Answered, Ask
-from dynamoth_sim.clients import Client, ClientOptions
+from dynamoth_sim.clients import PATTERN_MARK, Client, ClientOptions
 from dynamoth_sim.guarantees import Audit, Violation
 from dynamoth_sim.network import DEFAULT_DELAYS, Delays, Network
 from dynamoth_sim.process import Process
@@ -93,6 +94,9 @@ def short_options(
                 look_again_s=0.1,
                 look_again_s_max=0.5,
                 link_idle_s=1.0,
+            ),
+            patterns=PatternOptions(
+                hold_s_max=hold_s_max, header_interval_s=0.5, retry_s=0.05, failover_s=1.0, link_idle_s=1.0
             ),
             entry_idle_s=0.8,
         ),
@@ -252,10 +256,11 @@ class Cluster:
         self.balancer.start()
         self.administrator.start()
 
-    def add_client(self, name: str, subscribers: int = 1) -> Client:
+    def add_client(self, name: str, subscribers: int = 1, pattern_subscribers: int = 0) -> Client:
         """Add a client; the caller starts it."""
         urls = [server.url for server in self.servers.values()]
-        client = Client(self.world, self.network, self.audit, name, urls, self.options.client, self._names, subscribers)
+        numbers = subscribers, pattern_subscribers
+        client = Client(self.world, self.network, self.audit, name, urls, self.options.client, self._names, *numbers)
         self.clients.append(client)
         return client
 
@@ -323,5 +328,6 @@ class Cluster:
         payload = None
         if violation.publisher is not None and violation.number is not None:
             payload = b"%s:%d." % (str(violation.publisher).encode(), violation.number)
-        people = [str(name) for name in (violation.publisher, violation.subscriber) if name is not None]
+        names = [str(name) for name in (violation.publisher, violation.subscriber) if name is not None]
+        people = [name.partition(PATTERN_MARK)[0] for name in names]
         return self.world.trace.story(violation.channel, payload, people)

@@ -18,6 +18,7 @@ from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, BALANCER_CHANNEL, in
 from dynamoth_sim.cluster import AMPLE_BYTES_PER_S, Cluster
 from dynamoth_sim.network import DEFAULT_DELAYS, Delays
 from dynamoth_sim.process import Process
+from dynamoth_sim.redis_model import OUTPUT_BUFFER_BYTES_MAX
 from dynamoth_sim.workload import DEFAULT_WORKLOAD, WorkloadOptions
 
 INBOX_PREFIX = inbox(0)[:-16]
@@ -343,11 +344,10 @@ class Chaos:
     def _overflow(self) -> None:
         """Output buffers are small for a while: whoever does not read is thrown out."""
         server = self._random.choice(list(self._cluster.servers.values()))
-        before = server.output_buffer_bytes_max
         server.output_buffer_bytes_max = 500
 
         def restore() -> None:
-            server.output_buffer_bytes_max = before
+            server.output_buffer_bytes_max = OUTPUT_BUFFER_BYTES_MAX  # not what it was: this may happen twice at once
 
         self._note(server.id, "has small output buffers")
         self._until(0.1 * self._random.random(), restore)

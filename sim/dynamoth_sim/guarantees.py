@@ -21,6 +21,8 @@ Where publishers and subscribers are in different processes (``live=False``), no
 what. Then auditors subscribe before the first publish, everything is owed to them, :meth:`Audit.published_upto`
 tells in the end how much there was, and a gap event covers what is missing before the next delivery.
 
+A subscription to a pattern is one subscription to each channel that matches, known or not yet.
+
 What was not delivered in the end is looked for by :meth:`Audit.finish`. Memory: one small record per
 (subscription, publisher), and two numbers per (publisher, channel); so a run may last as long as it likes.
 """
@@ -156,6 +158,8 @@ class Audit:
         self._open: dict[tuple[Subscriber, bytes], _Subscription] = {}
         #: What ended subscriptions had seen, for a subscriber that comes back: nothing of it may come again.
         self._past: dict[tuple[Subscriber, bytes], dict[Publisher, int]] = {}
+        #: Subscribers to one pattern, which tells what it matches, and since when.
+        self._patterns: dict[Subscriber, tuple[Callable[[bytes], bool], float]] = {}
         self.violations: list[Violation] = []
         #: All violations, those that are not described included.
         self.violations_count = 0
@@ -218,7 +222,12 @@ class Audit:
             self._violation("G7", what, at, channel, publisher=publisher, number=number)
 
     def _stream(self, publisher: Publisher, channel: bytes) -> _Stream:
-        streams = self._streams.setdefault(channel, {})
+        streams = self._streams.get(channel)
+        if streams is None:
+            streams = self._streams[channel] = {}
+            for subscriber, (matches, since) in self._patterns.items():
+                if matches(channel):
+                    self.confirmed(subscriber, channel, since)
         stream = streams.get(publisher)
         if stream is None:
             stream = streams[publisher] = _Stream(calm_from=self._calm_from)
@@ -256,6 +265,7 @@ class Audit:
 
     def subscriber_died(self, subscriber: Subscriber, at: float) -> None:
         """A subscriber is gone, with its subscriptions."""
+        self._patterns.pop(subscriber, None)
         for open_subscriber, channel in list(self._open):
             if open_subscriber == subscriber:
                 self.ended(subscriber, channel, at)
@@ -265,8 +275,44 @@ class Audit:
         return (subscriber, channel) in self._open
 
     def open_count(self, channel: bytes) -> int:
-        """Return how many confirmed subscriptions the channel has."""
-        return sum(open_channel == channel for _, open_channel in self._open)
+        """Return how many confirmed subscriptions the channel has, without those of patterns."""
+        return sum(open_channel == channel and who not in self._patterns for who, open_channel in self._open)
+
+    # Patterns. A subscriber has one pattern, and no channels by name.
+
+    def pattern_confirmed(self, subscriber: Subscriber, matches: Callable[[bytes], bool], at: float) -> None:
+        """A subscription to a pattern is confirmed; ``matches`` tells of a channel. Harmless when it was before."""
+        if subscriber in self._patterns:
+            return
+        self._patterns[subscriber] = matches, at
+        for channel in self._streams:
+            if matches(channel):
+                self.confirmed(subscriber, channel, at)
+
+    def pattern_ending(self, subscriber: Subscriber) -> None:
+        """The application asks for the end of a subscription to a pattern."""
+        for channel in self._channels_of(subscriber):
+            self.ending(subscriber, channel)
+
+    def pattern_ended(self, subscriber: Subscriber, at: float) -> None:
+        """A subscription to a pattern has ended; nothing may be delivered any more."""
+        self.subscriber_died(subscriber, at)
+
+    def pattern_gap(self, subscriber: Subscriber, at: float) -> None:
+        """The subscriber is told that anything of any channel that matches may be missing."""
+        for channel in self._channels_of(subscriber):
+            self.gap(subscriber, channel, None, None, at)
+
+    def is_open_pattern(self, subscriber: Subscriber) -> bool:
+        """Tell whether a subscription to a pattern is confirmed and not ended."""
+        return subscriber in self._patterns
+
+    def pattern_count(self, channel: bytes) -> int:
+        """Return how many confirmed subscriptions to patterns match the channel."""
+        return sum(matches(channel) for matches, _ in self._patterns.values())
+
+    def _channels_of(self, subscriber: Subscriber) -> list[bytes]:
+        return [channel for open_subscriber, channel in self._open if open_subscriber == subscriber]
 
     def _view(self, subscription: _Subscription, key: tuple[Subscriber, bytes], publisher: Publisher) -> _View:
         """Return the view of a publisher that the subscription has not seen before.

@@ -15,11 +15,12 @@ import dynamoth.plan
 import dynamoth_balancer.goals
 import dynamoth_balancer.recovery
 import dynamoth_balancer.takeover
+import dynamoth_client.pattern_subscription
 import dynamoth_client.subscriber
 import dynamoth_dispatcher.machine
 import dynamoth_lla.traffic
-from dynamoth.envelope import FORWARDED, Envelope
-from dynamoth.names import is_user_channel
+from dynamoth.envelope import CONTROL, FORWARDED, HEARTBEAT, Envelope, open_envelope
+from dynamoth.names import is_user_channel, replica_pattern
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, missing
 from dynamoth.ring import Ring
@@ -28,6 +29,9 @@ from dynamoth_balancer.installer import Installer
 from dynamoth_balancer.model import ClusterModel
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_client.local_plan import LocalPlan
+from dynamoth_client.pattern_messages import PatternMessages
+from dynamoth_client.pattern_subscription import MatchedChannel, PatternMessage
+from dynamoth_client.patterns import PatternMachine
 from dynamoth_client.publication import Waiting
 from dynamoth_client.publisher import PublisherMachine
 from dynamoth_client.sequences import Stream
@@ -387,6 +391,49 @@ def nothing_handed_over() -> AbstractContextManager[None]:
     return replaced(PublisherMachine, _hand_over=end)
 
 
+def every_copy_for_patterns() -> AbstractContextManager[None]:
+    """Subscribers to patterns deliver whatever comes, copies included."""
+
+    def deliver(
+        self: PatternMessages, matched: MatchedChannel, data: bytes, now: float, delivered: list[PatternMessage]
+    ) -> list[Any]:
+        envelope = open_envelope(data)
+        if not envelope.flags & (CONTROL | HEARTBEAT):
+            delivered.append(PatternMessage(matched.pattern.pattern, matched.channel, envelope.payload))
+        return []
+
+    return replaced(PatternMessages, _arrived=deliver)
+
+
+def no_pattern_for_replicas() -> AbstractContextManager[None]:
+    """Subscribers to patterns do not know that replicated channels have other names."""
+
+    def plain(pattern: bytes) -> tuple[bytes, ...]:
+        return (pattern, replica_pattern(b""))
+
+    return replaced(dynamoth_client.pattern_subscription, physical_patterns=plain)
+
+
+def lost_in_silence() -> AbstractContextManager[None]:
+    """Subscribers to patterns subscribe again and say nothing."""
+    subscribed = PatternMachine._subscribed  # pyright: ignore[reportPrivateUsage]
+
+    def silent(self: PatternMachine, link: str, name: bytes) -> list[Any]:
+        subscribed(self, link, name)
+        return []
+
+    return replaced(PatternMachine, _subscribed=silent)
+
+
+def headers_read_once() -> AbstractContextManager[None]:
+    """Subscribers to patterns do not look for servers that come later."""
+
+    def nothing(self: PatternMachine, now: float) -> list[Any]:
+        return []
+
+    return replaced(PatternMachine, _read_again=nothing)
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """A scenario, what makes it fail, and the guarantee that is broken then ("expected": what the script expects)."""
@@ -428,5 +475,11 @@ CHECKS: tuple[Check, ...] = (
     Check("26-dies-cut-off", nothing_handed_over, "G1"),
     Check("26-dies-cut-off-unnoticed", nothing_handed_over, "expected"),
     *(Check(name, no_markers, "G1") for name, _, _ in pairs()),
+    Check("27-pattern-moved", every_copy_for_patterns, "G2"),
+    Check("27-pattern-moved", no_hold, "G1"),
+    Check("28-pattern-replicated", no_pattern_for_replicas, "G1"),
+    Check("28-pattern-replicated", every_copy_for_patterns, "G2"),
+    Check("29-pattern-cut-off", lost_in_silence, "G5"),
+    Check("30-pattern-finds-servers", headers_read_once, "G1"),
 )
 """Each scenario with what must make it fail."""

@@ -9,11 +9,26 @@ arrive together are one event, and a :class:`Tick` comes at the machine's deadli
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, cast
 
-from dynamoth.events import Connect, Disconnect, LinkDown, LinkUp, Machine, Pushed, Replied, Send, Start, Tick
+from dynamoth.events import (
+    CommandPart,
+    Connect,
+    Disconnect,
+    LinkDown,
+    LinkUp,
+    Machine,
+    Pushed,
+    Replied,
+    RepliedAll,
+    Send,
+    SendAll,
+    Start,
+    Tick,
+)
 from dynamoth_sim.network import Connection, End, Network, Packet
 from dynamoth_sim.redis_model import COMMAND_BYTES, Greeting, Reply
 from dynamoth_sim.world import Timer, World
@@ -43,6 +58,20 @@ class _Link:
     connection: Connection | None = None
     up: bool = False
     failures: int = 0
+
+
+class _Together:
+    """The tag of the commands of one ``SendAll``."""
+
+    def __init__(self, tag: Any) -> None:
+        self.tag = tag
+
+
+def _kind(item: Any) -> object:
+    """Return what consecutive items have in common that make one event."""
+    if isinstance(item, Reply):
+        return item.tag if isinstance(item.tag, _Together) else Reply
+    return cast("type[object]", type(item))
 
 
 class Process:
@@ -179,7 +208,11 @@ class Process:
             raise MachineFailed(f"{self.name} raised {error!r} when told {event!r:.400}") from error
         for action in actions:
             if type(action) is Send:
-                self._send(action)
+                self._send(action.link, action.args, action.tag)
+            elif type(action) is SendAll:
+                together = _Together(action.tag)
+                for args in action.commands:
+                    self._send(action.link, args, together)
             elif type(action) is Connect:
                 self._connect(action)
             elif type(action) is Disconnect:
@@ -189,14 +222,14 @@ class Process:
 
     # Links.
 
-    def _send(self, action: Send) -> None:
-        link = self._links.get(action.link)
+    def _send(self, name: str, args: Sequence[CommandPart], tag: Any) -> None:
+        link = self._links.get(name)
         if link is None or not link.up:
             return
         assert link.connection is not None
-        last = action.args[-1]
+        last = args[-1]
         size = COMMAND_BYTES + (len(last) if isinstance(last, bytes) else 0)
-        link.connection.to_server.send((action.args, action.tag), size)
+        link.connection.to_server.send((args, tag), size)
 
     def _connect(self, action: Connect) -> None:
         if action.link in self._links:
@@ -243,19 +276,18 @@ class Process:
         return None
 
     def _receive(self, connection: Connection, packet: Packet) -> None:
-        """Tell the machine what came in on a connection, in order; consecutive pushes as one event."""
+        """Tell the machine what came in on a connection, in order; what is of one kind and consecutive as one event."""
         connection.unread_bytes -= packet.size
-        pushes: list[Any] = []
-        for item in packet.items:
-            if type(item) is list:
-                pushes.append(item)
-                continue
-            if pushes:
-                self._pushed(connection, pushes)
-                pushes = []
-            self._told(connection, item)
-        if pushes:
-            self._pushed(connection, pushes)
+        for kind, items in groupby(packet.items, _kind):
+            if kind is list:
+                self._pushed(connection, list(items))
+            elif isinstance(kind, _Together):
+                link = self._link_of(connection)
+                if link is not None:
+                    self.handle(RepliedAll(link.name, kind.tag, [item.value for item in items]))
+            else:
+                for item in items:
+                    self._told(connection, item)
 
     def _pushed(self, connection: Connection, pushes: list[Any]) -> None:
         link = self._link_of(connection)

@@ -9,11 +9,12 @@ connection, and a restart forgets everything but what was saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 from dynamoth.events import CommandPart
 from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
+from dynamoth_client._glob import compile_glob
 from dynamoth_sim.network import Connection, End, Packet
 from dynamoth_sim.redis_keys import KeySpace, Snapshot, UnknownCommand
 from dynamoth_sim.world import World
@@ -22,7 +23,7 @@ MESSAGE_BYTES = 32
 """What RESP3 adds to channel and data in a push to a subscriber, roughly: for the counters and output buffers."""
 
 PMESSAGE_BYTES = 40
-"""The same in a push to a subscriber of ``*``."""
+"""The same in a push to a subscriber of a pattern."""
 
 ACKNOWLEDGEMENT_BYTES = 30
 COMMAND_BYTES = 30
@@ -381,8 +382,12 @@ def _reply_bytes(value: Any) -> int:
     return 5
 
 
+@lru_cache(100_000)
 def _matches(pattern: bytes, name: bytes) -> bool:
-    return pattern == b"*" or fnmatchcase(name.decode("latin-1"), pattern.decode("latin-1"))
+    return _expression(pattern).fullmatch(name) is not None
+
+
+_expression = lru_cache(1000)(compile_glob)
 
 
 def _client_line(connection: Connection) -> bytes:

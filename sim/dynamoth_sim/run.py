@@ -170,6 +170,7 @@ def _live(cluster: Cluster, profile: Profile) -> list[Violation]:
     world.run_until(world.now + ROUND_S)
     _check_receivers(cluster, workload)
     world.run_until(world.now + ROUND_S)
+    violations += _settle(cluster, workload)  # where the balancer goes by load, it may have begun something again
     violations += _check_places(cluster, workload)
     world.run_until(world.now + HOLD_S_MAX)
     return [*violations, *cluster.audit.finish(world.now)]
@@ -190,12 +191,21 @@ def _check_receivers(cluster: Cluster, workload: Workload) -> None:
     def ended(name: str, channel: bytes, number: int, receivers: int | None) -> None:
         if receivers is not None:
             audit = cluster.audit
-            audit.receivers(name, channel, number, cluster.world.now, receivers, audit.open_count(channel))
+            true = audit.open_count(channel) + audit.pattern_count(channel) * _copies(cluster, channel)
+            audit.receivers(name, channel, number, cluster.world.now, receivers, true)
 
     for client in cluster.clients:
         if client.publisher is not None:
             client.publisher.on_ended = partial(ended, client.publisher.name)
     workload.publish_everywhere()
+
+
+def _copies(cluster: Cluster, channel: bytes) -> int:
+    """Return how many servers a message is published at: a pattern is counted by each of them."""
+    plan = cluster.stored_plan(next(iter(cluster.servers)))
+    assert plan is not None, "all is quiet"
+    assignment = plan.entry(channel).route.assignment
+    return len(assignment.servers) if assignment.mode is Mode.ALL_PUBLISHERS else 1
 
 
 def _check_places(cluster: Cluster, workload: Workload) -> list[Violation]:

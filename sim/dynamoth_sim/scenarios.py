@@ -1,8 +1,9 @@
 """How the published protocol fails, as scripts: each provokes one fault and finds that nothing comes of it.
 
 The numbers are those of the cases that were collected from the paper's protocol; those that concern replicated channels
-are in ``replica_scenarios``. In all of them H0 is the old server of a channel and H1 the new one, S a subscriber,
-P a publisher, D a dispatcher. ``mutations`` switches off what remedies each, and then the scenario must fail.
+are in ``replica_scenarios``, those that concern patterns in ``pattern_scenarios``. In all of them H0 is the old server
+of a channel and H1 the new one, S a subscriber, P a publisher, D a dispatcher. ``mutations`` switches off what remedies
+each, and then the scenario must fail.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dynamoth.errors import MalformedMessage
 from dynamoth.names import BALANCER_CHANNEL
 from dynamoth.plan import Phase, single
 from dynamoth.reports import Report, unpack_report
-from dynamoth_sim import replica_scenarios
+from dynamoth_sim import pattern_scenarios, replica_scenarios
 from dynamoth_sim.cluster import AMPLE_BYTES_PER_S
 from dynamoth_sim.faults import INBOX_PREFIX
 from dynamoth_sim.stage import Stage, control_in
@@ -533,6 +534,8 @@ SCENARIOS: dict[str, Scenario] = {
     "22-third-server": Scenario(third_server),
     **{name: Scenario(play, servers=4) for name, play in replica_scenarios.PLAYS.items()},
     **{name: Scenario(play, losses_allowed=True) for name, play in replica_scenarios.FAILURES.items()},
+    **{name: Scenario(play) for name, play in pattern_scenarios.PLAYS.items()},
+    **{name: Scenario(play, losses_allowed=True) for name, play in pattern_scenarios.FAILURES.items()},
     **{
         name: Scenario(play, outgoing_bytes_per_s_max=120_000, replicas_max=3)
         for name, play in replica_scenarios.LOADS.items()

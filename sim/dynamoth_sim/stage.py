@@ -11,7 +11,7 @@ from dynamoth.envelope import CONTROL, is_enveloped, open_envelope
 from dynamoth.errors import MalformedMessage
 from dynamoth.names import AGENT_CHANNEL
 from dynamoth.plan import Assignment, Entry, Phase, single
-from dynamoth_sim.clients import Client, PublisherApp, SubscriberApp
+from dynamoth_sim.clients import Client, PatternSubscriberApp, PublisherApp, SubscriberApp
 from dynamoth_sim.cluster import AMPLE_BYTES_PER_S, Cluster, short_options
 from dynamoth_sim.guarantees import Violation
 from dynamoth_sim.network import Delays, Pipe
@@ -124,6 +124,17 @@ class Stage:
         app = self.client(name, 1).subscribers[0]
         for channel in channels:
             self.join(app, channel)
+        return app
+
+    def pattern_subscriber(self, name: str, *patterns: bytes) -> PatternSubscriberApp:
+        """Start a subscriber to patterns, and wait until its subscriptions are confirmed."""
+        client = self.cluster.add_client(name, 0, 1)
+        client.start()
+        self.wait(f"{name} reads the plan", lambda: client.ready)
+        [app] = client.pattern_subscribers
+        for pattern in patterns:
+            app.subscribe(pattern)
+        self.wait(f"{name} is confirmed", lambda: all(map(app.is_confirmed, patterns)))
         return app
 
     def join(self, app: SubscriberApp, channel: bytes) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from dynamoth.events import Connect, LinkDown, LinkUp, Replied, Send, Start
 from dynamoth.plan import Assignment, Mode, single
-from dynamoth_sim.clients import Client, PublisherApp, SubscriberApp, make_payload
+from dynamoth_sim.clients import Client, PatternSubscriberApp, PublisherApp, SubscriberApp, make_payload
 from dynamoth_sim.cluster import Cluster
 from dynamoth_sim.process import Process
 from dynamoth_sim.rgame import GameWorld, Join, Leave, Player
@@ -24,6 +24,8 @@ class WorkloadOptions:
     publishers: int = 3
     #: Clients that subscribe, each with one or two PubSubs.
     subscribers: int = 3
+    #: Clients that subscribe to patterns, each with one or two PubSubs.
+    pattern_subscribers: int = 1
     raw_publishers: int = 0
     #: Players of RGame, who publish and subscribe, on channels of their own.
     players: int = 0
@@ -40,6 +42,10 @@ class WorkloadOptions:
     #: How many publishes a publisher may begin before the first has ended, where it does not wait for them.
     burst_max: int = 5
 
+
+PATTERNS = (b"*", b"ch*", b"ch[02]", b"*1", b"[^a-f]?*", b"rgame:?:1")
+"""What pattern subscribers subscribe to. No name matches two of the names of one at a server, or one that two of them
+share: so a publish counts each as one receiver."""
 
 DEFAULT_WORKLOAD = WorkloadOptions()
 
@@ -133,6 +139,9 @@ class Workload:
         for number in range(options.subscribers):
             client = self.cluster.add_client(f"c{number}", self._random.randint(1, 2))
             self._start(client, self._subscriber_ready)
+        for number in range(options.pattern_subscribers):
+            client = self.cluster.add_client(f"t{number}", 0, self._random.randint(1, 2))
+            self._start(client, self._pattern_subscriber_ready)
         game = GameWorld(tiles_per_side=2, speed_m_per_s=30.0, pause_s_max=0.2, updates_per_s=15.0)
         for number in range(options.players):
             client = self.cluster.add_client(f"g{number}", 1)
@@ -174,12 +183,11 @@ class Workload:
             app.publish(self._random.choice(channels))
 
     def _burst(self, app: PublisherApp, channels: list[bytes]) -> None:
-        """Publish without waiting for what has begun."""
+        """Publish several together, without waiting for what has begun."""
         if self.stopped or not app.process.alive:
             return
         count = self._random.randint(1, self.options.burst_max)
-        for _ in range(count):
-            self._publish(app, channels)
+        app.publish_all([self._random.choice(channels) for _ in range(count)])
         self.cluster.world.after(count * self.options.think_s_max * self._random.random(), self._burst, app, channels)
 
     def _start_raw(self, name: str, url: str) -> None:
@@ -222,6 +230,27 @@ class Workload:
         else:
             self._join(app, joined, channel)
         self._churn_later(app, joined)
+
+    def _pattern_subscriber_ready(self, client: Client) -> None:
+        for app in client.pattern_subscribers:
+            patterns = self._random.sample(PATTERNS, self._random.randint(1, 2))
+            for pattern in patterns:
+                self.cluster.world.after(0.4 * self._random.random(), app.subscribe, pattern)
+            if self.options.churn_interval_s and self._random.random() < 0.5:
+                self._churn_pattern_later(app, patterns[0], subscribed=True)
+
+    def _churn_pattern_later(self, app: PatternSubscriberApp, pattern: bytes, *, subscribed: bool) -> None:
+        delay = 0.4 + 2 * self.options.churn_interval_s * self._random.random()
+        self.cluster.world.after(delay, self._churn_pattern, app, pattern, subscribed)
+
+    def _churn_pattern(self, app: PatternSubscriberApp, pattern: bytes, subscribed: bool) -> None:
+        if self.stopped or not app.process.alive:
+            return
+        if subscribed:
+            app.unsubscribe(pattern)
+        else:
+            app.subscribe(pattern)
+        self._churn_pattern_later(app, pattern, subscribed=not subscribed)
 
     # Players.
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth_client._acks import Ack, Acks
+from dynamoth_client._acks import Ack, Acks, Subject
 
 
 def _subscribed(acks: Acks, *channels: bytes) -> None:
@@ -32,7 +32,7 @@ def test_a_held_acknowledgement_can_be_released_before_its_turn() -> None:
     acks = Acks()
     _subscribed(acks, b"slow", b"quick")
     acks.confirmed(b"quick")
-    assert set(acks.held) == {b"quick"}
+    assert set(acks.held) == {Subject(b"quick")}
     assert acks.release(b"quick") == [Ack("subscribe", b"quick", 1)]
     assert acks.release(b"quick") == []
     assert acks.confirmed(b"slow") == [Ack("subscribe", b"slow", 2)]
@@ -114,3 +114,25 @@ def test_every_request_is_acknowledged_once_and_counts_are_redis_s(data: st.Data
     for ack in seen:
         (subscribed.add if ack.kind == "subscribe" else subscribed.discard)(ack.channel)
         assert ack.count == len(subscribed)
+
+
+def test_patterns_and_channels_are_counted_together_and_told_apart() -> None:
+    acks = Acks()
+    acks.request("subscribe", b"a")
+    acks.request("psubscribe", b"a")
+    assert acks.confirmed(b"a", is_pattern=True) == []
+    assert acks.confirmed(b"a") == [Ack("subscribe", b"a", 1), Ack("psubscribe", b"a", 2)]
+    acks.request("punsubscribe", b"a")
+    assert acks.ended(b"a") == []
+    assert acks.ended(b"a", is_pattern=True) == [Ack("punsubscribe", b"a", 1)]
+    acks.request("psubscribe", b"b")
+    assert acks.failed(b"b", is_pattern=True) == [] and acks.count == 1
+
+
+def test_a_held_pattern_is_released_by_itself() -> None:
+    acks = Acks()
+    acks.request("subscribe", b"slow")
+    acks.request("psubscribe", b"a")
+    acks.confirmed(b"a", is_pattern=True)
+    assert acks.release(b"a") == []
+    assert acks.release(b"a", is_pattern=True) == [Ack("psubscribe", b"a", 1)]

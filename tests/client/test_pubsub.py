@@ -470,13 +470,17 @@ def test_what_comes_later_is_refused_with_words(cluster: StoredCluster) -> None:
     async def test() -> None:
         async with from_url(cluster.url) as client, client.pubsub() as pubsub:
             with pytest.raises(redis.exceptions.PubSubError, match="by name"):
-                await pubsub.psubscribe("a*")
-            with pytest.raises(redis.exceptions.PubSubError, match="by name"):
                 await pubsub.ssubscribe("a")
             with pytest.raises(redis.exceptions.DataError, match="belongs to one server"):
                 await pubsub.subscribe("__keyspace@0__:a")
             with pytest.raises(redis.exceptions.DataError, match="choose another name"):
                 await pubsub.subscribe("__dynamoth__:agent")
+            with pytest.raises(redis.exceptions.DataError, match="belongs to one server"):
+                await pubsub.psubscribe("__keyspace@*")
+            with pytest.raises(redis.exceptions.DataError, match="choose another name"):
+                await pubsub.psubscribe("__dynamoth__:*")
+            with pytest.raises(redis.exceptions.ResponseError, match="name a pattern"):
+                await pubsub.psubscribe()
             with pytest.raises(redis.exceptions.ResponseError, match="name a channel"):
                 await pubsub.subscribe()
             assert not pubsub.subscribed

@@ -153,3 +153,28 @@ def test_gaps_do_not_fill_a_full_queue_without_end(cluster: StoredCluster) -> No
             assert pubsub.gaps_detected == 3
 
     run(test())
+
+
+def test_gaps_of_the_channels_of_a_pattern_are_one_in_a_full_queue(cluster: StoredCluster) -> None:
+    channel = cluster.channel_at("s1")
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub(max_queue=1, gaps=True) as pubsub:
+            await _confirmed(pubsub, channel)
+            await client.publish(channel, "fills it")
+            queue = pubsub._queue  # pyright: ignore[reportPrivateUsage]
+            feed = pubsub._feed  # pyright: ignore[reportPrivateUsage]
+            assert feed is not None
+            while not queue.is_full:  # noqa: ASYNC110  # the message comes by itself
+                await asyncio.sleep(0)
+            for number in range(3):
+                gap = GapInfo(b"c%d" % number, 7, 1, f"gap {number}", b"c*")
+                feed._note_gap(gap)  # pyright: ignore[reportPrivateUsage]
+            assert len(queue.items) == 2
+            await _next(pubsub)
+            message = await _next(pubsub)
+            assert (message["channel"], message["data"].channel, message["data"].pattern) == (b"c*", b"c*", b"c*")
+            assert (message["data"].publisher, message["data"].count) == (None, None)
+            assert "gap 2" in message["data"].reason
+
+    run(test())

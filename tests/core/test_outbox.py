@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynamoth.events import Send
+from dynamoth.events import Send, SendAll
 from dynamoth.outbox import Outbox
 
 
@@ -35,6 +35,24 @@ def test_sends_again_in_order_what_was_not_answered() -> None:
     assert sent(outbox.link_up()) == [b"2", b"3", b"4"]
     assert [outbox.replied() for _ in range(3)] == [b"2", b"3", b"4"]
     assert len(outbox) == 0
+
+
+def test_takes_and_answers_several_together() -> None:
+    outbox = Outbox("to:s2", 3)
+    outbox.link_up()
+    assert outbox.put_all([((b"1",), "a")]) == Send("to:s2", (b"1",), outbox)
+    assert outbox.room == 2
+    assert outbox.put_all([((b"2",), "b"), ((b"3",), "c")]) == SendAll("to:s2", [(b"2",), (b"3",)], outbox)
+    assert outbox.full
+    with pytest.raises(AssertionError, match="no room"):
+        outbox.put_all([((b"4",), "d")])
+    with pytest.raises(AssertionError, match="4 replies"):
+        outbox.replied_all(4)
+    assert outbox.replied_all(2) == ["a", "b"]
+    outbox.link_down()
+    with pytest.raises(AssertionError, match="down"):
+        outbox.put_all([((b"4",), "d")])
+    assert sent(outbox.link_up()) == [b"3"]
 
 
 def test_is_bounded() -> None:

@@ -68,6 +68,12 @@ class Recorder:
 
         return take
 
+    def many(self, values: list[Any]) -> None:
+        """Take replies to commands that were sent together: each as ``reply``, all of one call as ``replies``."""
+        self.calls.append(("replies", values))
+        for value in values:
+            self.record("reply")(value)
+
     def of(self, name: str) -> list[Any]:
         return [value for called, value in self.calls if called == name]
 

@@ -9,7 +9,19 @@ from typing import Any
 
 import pytest
 
-from dynamoth.events import Connect, Disconnect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Tick
+from dynamoth.events import (
+    Connect,
+    Disconnect,
+    ErrorReply,
+    LinkDown,
+    LinkUp,
+    Pushed,
+    Replied,
+    RepliedAll,
+    Send,
+    SendAll,
+    Tick,
+)
 from dynamoth_cli.embedded import EmbeddedRedis
 from dynamoth_link.driver import CLOCK_STEP_S, RECENT_EVENTS, Driver
 from dynamoth_link.errors import MachineCrashed
@@ -91,9 +103,14 @@ def test_a_machine_talks_to_a_server(redis: EmbeddedRedis, run_async: Runner) ->
             Send("a", ["SUBSCRIBE", "c"], tag="only an error"),
             Send("a", ["NONSENSE"], tag=3),
             Send("a", ["ECHO", 4], tag=0),
+            SendAll("a", [["ECHO", 5], ["ECHO", 6]], tag="both"),
+            SendAll("b", [["ECHO", "dropped: no link"]], tag=0),
         )
-        await stage.calls.count("event", 5)
-        up, first, pushed, error, last = stage.events
+        await stage.calls.until(lambda: sum(len(e.values) for e in stage.events if isinstance(e, RepliedAll)) == 2)
+        together = [event for event in stage.events if isinstance(event, RepliedAll)]
+        assert [(event.link, event.tag) for event in together] == [("a", "both")] * len(together)
+        assert [value for event in together for value in event.values] == [b"5", b"6"]
+        up, first, pushed, error, last = stage.events[:5]
         assert isinstance(up, LinkUp)
         assert up.run_id is not None
         assert first == Replied("a", ("x", 1), b"1")
@@ -105,7 +122,7 @@ def test_a_machine_talks_to_a_server(redis: EmbeddedRedis, run_async: Runner) ->
         stage.do(Disconnect("a"))
         assert stage.driver.link("a") is None
         await stage.driver.close()
-        assert len(stage.events) == 5
+        assert len(stage.events) == 5 + len(together)
 
     run_async(main)
 

@@ -129,6 +129,58 @@ def test_pushes_and_replies_keep_the_order_of_the_connection(redis: EmbeddedRedi
     run_async(main)
 
 
+def test_commands_that_are_sent_together_are_answered_in_order(redis: EmbeddedRedis, run_async: Runner) -> None:
+    async def main() -> None:
+        async with up(redis.url) as (link, calls):
+            link.send(["ECHO", "before"], calls.record("reply"))
+            assert link.send_all([[b"ECHO", b"%d" % n] for n in range(998)] + [["ECHO", "é"], ["NONSENSE"]], calls.many)
+            link.send(["ECHO", "behind"], calls.record("reply"))
+            replies = await calls.count("reply", 1002)
+            assert replies[:999] == [b"before", *(b"%d" % number for number in range(998))]
+            assert (replies[999], type(replies[1000]), replies[1001]) == ("é".encode(), ErrorReply, b"behind")
+            assert len(calls.of("replies")) < 100, "many at once"
+
+    run_async(main)
+
+
+def test_pushes_between_replies_to_commands_sent_together_keep_their_place(
+    redis: EmbeddedRedis, run_async: Runner
+) -> None:
+    async def main() -> None:
+        async with up(redis.url) as (link, calls):
+            link.send(["SUBSCRIBE", "c"])
+            await calls.until(lambda: calls.pushes)
+            link.send_all([(b"PUBLISH", b"c", b"%d" % number) for number in range(500)], calls.many)
+            await calls.count("reply", 500)
+            await calls.until(lambda: len(calls.pushes) == 501)
+            order: list[int] = []
+            for name, value in calls.calls[2:]:
+                order += [int(push[2]) for push in value] if name == "pushes" else [-1] * (name == "reply")
+            # To its own connection Redis pushes a message before the reply to its PUBLISH.
+            assert order == [each for number in range(500) for each in (number, -1)]
+
+    run_async(main)
+
+
+def test_a_link_that_is_stopped_between_two_replies_calls_no_more(redis: EmbeddedRedis, run_async: Runner) -> None:
+    async def main() -> None:
+        async with up(redis.url) as (link, calls):
+            link.send(["SUBSCRIBE", "c"])
+            await calls.until(lambda: calls.pushes)
+
+            def stop(values: list[Any]) -> None:
+                calls.many(values)
+                link.stop()
+
+            link.send_all([(b"ECHO", b"1"), (b"PUBLISH", b"c", b"2"), (b"ECHO", b"3")], stop)
+            await calls.count("reply", 1)
+            await link.close()
+            assert calls.of("replies") == [[b"1"]]
+            assert len(calls.pushes) == 1
+
+    run_async(main)
+
+
 def test_a_read_is_handed_on_as_one_batch(redis: EmbeddedRedis, run_async: Runner) -> None:
     async def main() -> None:
         async with up(redis.url) as (link, calls), up(redis.url) as (publisher, _):
@@ -364,6 +416,9 @@ def test_a_command_that_cannot_be_sent_harms_no_other(redis: EmbeddedRedis, run_
             for args, error in wrong:
                 with pytest.raises(error):
                     link.send(args, calls.record("wrong"))
+            unsendable: Any = ("ECHO", None)
+            with pytest.raises(TypeError):
+                link.send_all([("ECHO", 1), unsendable], calls.record("wrong"))
             assert link.write_buffer_size == 0
             link.send(["ECHO", 1], calls.record("reply"))
             assert await calls.count("reply", 1) == [b"1"]

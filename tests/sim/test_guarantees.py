@@ -293,3 +293,48 @@ def test_after_the_storm_no_loss_is_in_order() -> None:
     deliver(audit, 4)
     violations = audit.finish(9.0)
     assert [(v.guarantee, v.publisher, v.number) for v in violations] == [("G1", "p", 3), ("G1", "new", 1)]
+
+
+def is_c(channel: bytes) -> bool:
+    return channel.startswith(b"c")
+
+
+def test_a_pattern_is_owed_what_matches_on_channels_known_before_or_not() -> None:
+    audit = strict()
+    publish(audit, 1)
+    audit.pattern_confirmed("t", is_c, 1.0)
+    audit.pattern_confirmed("t", is_c, 1.1)
+    publish(audit, 2)
+    publish(audit, 1, channel=b"c2")
+    publish(audit, 1, channel=b"other")
+    assert (audit.pattern_count(C), audit.open_count(C), audit.pattern_count(b"other")) == (1, 0, 0)
+    violations = audit.finish(9.0)
+    assert [(v.guarantee, v.subscriber, v.channel, v.number) for v in violations] == [
+        ("G1", "t", C, 2),
+        ("G1", "t", b"c2", 1),
+    ]
+
+
+def test_a_pattern_that_has_ended_is_owed_nothing_and_may_get_nothing() -> None:
+    audit = strict()
+    audit.pattern_confirmed("t", is_c, 1.0)
+    publish(audit, 1)
+    audit.pattern_ending("t")
+    assert audit.is_open_pattern("t")
+    audit.pattern_ended("t", 2.0)
+    assert not audit.is_open_pattern("t")
+    publish(audit, 1, channel=b"c2")
+    assert audit.finish(9.0) == []
+    deliver(audit, 1, subscriber="t")
+    assert guarantees(audit.violations) == ["confirmation"]
+
+
+def test_a_gap_of_a_pattern_covers_every_channel_that_matches() -> None:
+    audit = lenient()
+    audit.pattern_confirmed("t", is_c, 1.0)
+    publish(audit, 1)
+    publish(audit, 1, channel=b"c2")
+    audit.pattern_gap("t", 2.0)
+    publish(audit, 2)
+    violations = audit.finish(9.0)
+    assert [(v.guarantee, v.channel, v.number) for v in violations] == [("G5", C, 2)]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dynamoth_sim.run import main
 
-SEEDS = "0-1999"
 
-
-def test_two_thousand_seeds() -> None:
+@pytest.mark.parametrize("seeds", [f"{first}-{first + 499}" for first in range(0, 2000, 500)])
+def test_two_thousand_seeds(seeds: str) -> None:
     written: list[str] = []
-    assert main(SEEDS, write=written.append) == 0, "".join(written)
+    assert main(seeds, write=written.append) == 0, "".join(written)

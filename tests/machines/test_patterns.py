@@ -1,0 +1,500 @@
+"""The pattern machine: at every server, confirmed when nothing can be missed any more, each message once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from dynamoth.control import LossNotice
+from dynamoth.envelope import FIRST, FORWARDED, HEARTBEAT, QUIET_MS_MAX, RAW, ROUTE_CHANGED, seal
+from dynamoth.events import Connect, Disconnect, ErrorReply, Pushed, Replied, Send, Start
+from dynamoth.names import replica_channel, replica_pattern
+from dynamoth.plan import Plan, Server
+from dynamoth_client.local_plan import LocalPlan
+from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected
+from dynamoth_client.pattern_subscription import PatternMessage
+from dynamoth_client.patterns import PatternMachine, PatternOptions, SubscribePatterns, UnsubscribePatterns
+from dynamoth_client.subscriber import SubscriptionConfirmed, SubscriptionEnded, SubscriptionFailed
+from tests.machines.helpers import (
+    PLAN_0,
+    RUN,
+    SERVERS,
+    URLS,
+    Subject,
+    commands,
+    control,
+    header_reply,
+    message,
+    only,
+    over,
+)
+
+OPTIONS = PatternOptions(header_interval_s=1000.0)
+P = b"news.*"
+R = replica_pattern(P)
+NEWS = b"news.x"
+
+
+class Matcher(Subject):
+    """A pattern subscriber, with servers that answer when the test says so."""
+
+    def __init__(self, options: PatternOptions = OPTIONS, header: Plan = PLAN_0) -> None:
+        self.plan = LocalPlan(header)
+        self.patterns = PatternMachine(0xABCD, self.plan, options)
+        super().__init__(self.patterns)
+        self.tell(Start())
+
+    def subscribe(self, *patterns: bytes) -> list[Any]:
+        return self.tell(SubscribePatterns(patterns or (P,)))
+
+    def unsubscribe(self, *patterns: bytes) -> list[Any]:
+        return self.tell(UnsubscribePatterns(patterns or (P,)))
+
+    def answer(self, actions: Iterable[Any], plan: Plan | None = PLAN_0) -> list[Any]:
+        """Answer as servers that store ``plan``: acknowledge subscriptions and ends, and give the header."""
+        told: list[Any] = []
+        for send in only(Send, actions):
+            told += self.answer_one(send, plan)
+        return told
+
+    def answer_one(self, send: Send, plan: Plan | None = PLAN_0) -> list[Any]:
+        name = send.args[0]
+        if name in (b"PSUBSCRIBE", b"PUNSUBSCRIBE"):
+            assert isinstance(name, bytes)
+            return self.tell(Pushed(send.link, [[name.lower(), pattern, 1] for pattern in send.args[1:]]))
+        assert name == b"HMGET"
+        value = [None, None, None] if plan is None else header_reply(plan)
+        return self.tell(Replied(send.link, send.tag, value))
+
+    def all_up(self, plan: Plan = PLAN_0) -> list[Any]:
+        """Let every server be connected and answer."""
+        return [action for server in plan.servers for action in self.answer(self.up(server), plan)]
+
+    def confirmed(self, *patterns: bytes) -> Matcher:
+        self.subscribe(*patterns)
+        told = self.all_up()
+        assert only(SubscriptionConfirmed, told) == [SubscriptionConfirmed(pattern) for pattern in patterns or (P,)]
+        return self
+
+    def matched(self, link: str, *datas: bytes, channel: bytes = NEWS, pattern: bytes = P) -> list[Any]:
+        return self.tell(Pushed(link, [[b"pmessage", pattern, channel, data] for data in datas]))
+
+
+def delivered(actions: Iterable[Any]) -> list[bytes]:
+    return [each.payload for action in only(DeliverMatched, actions) for each in action.messages]
+
+
+def quiet(number: int, quiet_ms: int, flags: int = 0) -> bytes:
+    """Message ``number`` of publisher 7, so long after its previous one."""
+    return seal(7, number, 0, b"m%d" % number, flags, quiet_ms)
+
+
+# Confirmation.
+
+
+def test_a_pattern_is_subscribed_to_at_every_server_and_the_header_is_read_behind_that() -> None:
+    matcher = Matcher()
+    assert matcher.subscribe() == [Connect(server, url) for server, url in URLS.items()]
+    for server in ("s1", "s2"):
+        asked = matcher.up(server)
+        assert [send.args[0] for send in only(Send, asked)] == [b"PSUBSCRIBE", b"HMGET"]
+        assert commands(asked, b"PSUBSCRIBE", server) == [(P, R)]
+        assert matcher.answer(asked) == []
+    assert matcher.answer(matcher.up("s3")) == [SubscriptionConfirmed(P)]
+
+
+def test_each_time_that_it_is_named_it_is_confirmed() -> None:
+    matcher = Matcher()
+    matcher.subscribe(P, P)
+    assert matcher.all_up() == [SubscriptionConfirmed(P)] * 2
+    assert matcher.subscribe() == [SubscriptionConfirmed(P)]
+
+
+def test_an_acknowledgement_alone_or_a_header_alone_does_not_confirm() -> None:
+    matcher = Matcher()
+    matcher.subscribe()
+    matcher.answer(matcher.up("s1"))
+    matcher.answer(matcher.up("s2"))
+    subscribe, header = only(Send, matcher.up("s3"))
+    assert matcher.answer_one(header) == []
+    assert matcher.answer_one(subscribe) == []
+    assert matcher.tell(Pushed("s3", [])) == []
+
+
+def test_a_header_that_was_asked_for_before_the_subscription_does_not_confirm() -> None:
+    matcher = Matcher(replace(OPTIONS, header_interval_s=1.0)).confirmed(b"other")
+    earlier = only(Send, matcher.pass_time(1.0))
+    asked = only(Send, matcher.subscribe())
+    for send in asked:
+        if send.args[0] == b"PSUBSCRIBE":
+            assert matcher.answer_one(send) == []
+    assert [matcher.answer_one(send) for send in earlier] == [[], [], []]
+    headers = [send for send in asked if send.args[0] == b"HMGET"]
+    assert matcher.answer(headers) == [SubscriptionConfirmed(P)]
+
+
+def test_a_server_that_only_a_header_names_is_joined_first() -> None:
+    grown = replace(PLAN_0, version=5, servers={**PLAN_0.servers, "s4": Server("s4", "redis://s4:6379")})
+    matcher = Matcher()
+    matcher.subscribe()
+    matcher.answer(matcher.up("s1"))
+    assert matcher.answer(matcher.up("s2"), grown) == [Connect("s4", "redis://s4:6379")]
+    assert matcher.answer(matcher.up("s3")) == []
+    assert matcher.answer(matcher.up("s4"), grown) == [SubscriptionConfirmed(P)]
+
+
+def test_a_server_without_a_plan_is_asked_again_and_after_a_while_it_will_do() -> None:
+    matcher = Matcher(replace(OPTIONS, retry_s=0.5, failover_s=2.0))
+    matcher.subscribe()
+    matcher.answer(matcher.up("s1"))
+    matcher.answer(matcher.up("s2"))
+    assert matcher.answer(matcher.up("s3"), None) == []
+    for _ in range(3):
+        assert matcher.answer(matcher.pass_time(0.5), None) == []
+    assert matcher.answer(matcher.pass_time(0.5), None) == [SubscriptionConfirmed(P)]
+    assert matcher.pass_time(1.0) == []
+
+
+def test_a_plan_of_an_earlier_process_is_not_believed() -> None:
+    matcher = Matcher()
+    matcher.subscribe()
+    matcher.answer(matcher.up("s1"))
+    matcher.answer(matcher.up("s2"))
+    assert matcher.answer(matcher.up("s3", run_id="another than " + RUN)) == []
+    assert matcher.patterns.counters["no_plan_at_server"] == 1
+
+
+def test_a_server_that_is_away_for_long_is_done_without_and_that_is_told() -> None:
+    matcher = Matcher()
+    matcher.subscribe()
+    matcher.answer(matcher.up("s1"))
+    matcher.answer(matcher.up("s2"))
+    assert matcher.pass_time(OPTIONS.failover_s - 0.1) == []
+    reason = "subscribed without what is published at s3, which cannot be reached"
+    assert matcher.pass_time(0.1) == [SubscriptionConfirmed(P), PatternGapDetected(P, None, None, None, reason)]
+    back = PatternGapDetected(P, None, None, None, "server s3 could not be reached")
+    assert matcher.answer(matcher.up("s3")) == [back]
+
+
+def test_the_next_pattern_does_not_wait_for_it_again() -> None:
+    matcher = Matcher()
+    matcher.subscribe()
+    matcher.answer(matcher.up("s1"))
+    matcher.answer(matcher.up("s2"))
+    matcher.pass_time(OPTIONS.failover_s)
+    told = matcher.answer(matcher.subscribe(b"other"))
+    assert only(SubscriptionConfirmed, told) == [SubscriptionConfirmed(b"other")]
+    assert len(only(PatternGapDetected, told)) == 1
+
+
+def test_without_any_server_nothing_is_confirmed() -> None:
+    matcher = Matcher()
+    matcher.subscribe()
+    assert matcher.pass_time(10 * OPTIONS.failover_s) == []
+
+
+def test_a_pattern_that_the_server_refuses_is_gone() -> None:
+    matcher = Matcher()
+    matcher.subscribe()
+    [subscribe, header] = only(Send, matcher.up("s1"))
+    refusal = ErrorReply("NOPERM this user has no permissions to access one of the channels used as arguments")
+    told = matcher.tell(Replied("s1", subscribe.tag, refusal))
+    assert told[-1] == SubscriptionFailed(P, str(refusal))
+    assert matcher.answer_one(header) == []
+    assert matcher.up("s2") == []
+
+
+def test_a_plan_that_may_not_be_read_fails_the_pattern() -> None:
+    matcher = Matcher()
+    matcher.subscribe()
+    subscribe, header = only(Send, matcher.up("s1"))
+    matcher.answer_one(subscribe)
+    told = matcher.tell(Replied("s1", header.tag, ErrorReply("NOPERM no access")))
+    assert only(SubscriptionFailed, told) == [SubscriptionFailed(P, "the stored plan cannot be read: NOPERM no access")]
+
+
+def test_a_server_that_is_busy_is_asked_again() -> None:
+    matcher = Matcher()
+    matcher.subscribe()
+    matcher.answer(matcher.up("s1"))
+    matcher.answer(matcher.up("s2"))
+    subscribe, header = only(Send, matcher.up("s3"))
+    assert matcher.tell(Replied("s3", subscribe.tag, ErrorReply("BUSY running a script"))) == []
+    assert matcher.answer_one(header) == []
+    assert matcher.answer(matcher.pass_time(OPTIONS.retry_s)) == [SubscriptionConfirmed(P)]
+
+
+def test_a_reserved_pattern_is_refused() -> None:
+    [failed] = Matcher().subscribe(b"__dynamoth__:*")
+    assert isinstance(failed, SubscriptionFailed)
+
+
+# Messages.
+
+
+def test_messages_come_with_pattern_and_channel() -> None:
+    matcher = Matcher().confirmed()
+    told = matcher.matched("s1", message(1, flags=FIRST), message(2))
+    told += matcher.matched("s2", message(1, publisher=8, flags=FIRST), channel=b"news.y")
+    found = [each for action in only(DeliverMatched, told) for each in action.messages]
+    assert found == [
+        PatternMessage(P, NEWS, b"m1"),
+        PatternMessage(P, NEWS, b"m2"),
+        PatternMessage(P, b"news.y", b"m1"),
+    ]
+
+
+def test_replicas_are_the_channel_and_copies_are_dropped() -> None:
+    matcher = Matcher().confirmed()
+    physical = replica_channel(NEWS, 77)
+    told = matcher.matched("s1", message(1, flags=FIRST), channel=physical, pattern=R)
+    assert told == [DeliverMatched([PatternMessage(P, NEWS, b"m1")])]
+    assert matcher.matched("s2", message(1, flags=FIRST), channel=physical, pattern=R) == []
+    assert matcher.matched("s3", message(1, flags=FORWARDED)) == []
+    assert delivered(matcher.matched("s3", message(2, flags=ROUTE_CHANGED))) == [b"m2"]
+
+
+def test_a_replica_of_another_channel_that_ends_alike_is_not_for_the_pattern() -> None:
+    matcher = Matcher().confirmed()
+    assert matcher.matched("s1", message(1), channel=replica_channel(b"old:news.x", 77), pattern=R) == []
+
+
+def test_an_early_message_waits_for_the_one_before_it() -> None:
+    matcher = Matcher().confirmed()
+    assert delivered(matcher.matched("s1", message(1, flags=FIRST))) == [b"m1"]
+    assert matcher.matched("s2", message(3)) == []
+    assert delivered(matcher.matched("s1", message(2))) == [b"m2", b"m3"]
+
+
+def test_what_never_comes_is_told() -> None:
+    matcher = Matcher().confirmed()
+    matcher.matched("s1", message(1, flags=FIRST))
+    matcher.matched("s2", message(4))
+    gap, released = matcher.pass_time(OPTIONS.hold_s_max)
+    assert gap == PatternGapDetected(P, NEWS, 7, 2, "not arrived in time")
+    assert released == DeliverMatched([PatternMessage(P, NEWS, b"m4")])
+
+
+def test_an_unknown_publisher_s_message_waits_for_a_predecessor_that_is_owed() -> None:
+    matcher = Matcher().confirmed()
+    matcher.now += 10.0
+    assert matcher.matched("s2", quiet(6, 500)) == [], "number 5 came after the confirmation"
+    assert delivered(matcher.matched("s1", quiet(5, 20_000))) == [b"m5", b"m6"]
+
+
+def test_an_unknown_publisher_s_message_does_not_wait_for_what_is_not_owed() -> None:
+    matcher = Matcher().confirmed()
+    matcher.now += 100.0
+    assert delivered(matcher.matched("s2", quiet(6, QUIET_MS_MAX))) == [b"m6"], "long ago: it would have come"
+    matcher = Matcher().confirmed()
+    assert delivered(matcher.matched("s2", quiet(6, 500))) == [b"m6"], "before the confirmation"
+
+
+def test_raw_messages_are_delivered_where_they_were_published() -> None:
+    matcher = Matcher().confirmed()
+    assert delivered(matcher.matched("s2", b"raw", b"raw")) == [b"raw", b"raw"]
+    assert matcher.matched("s1", message(1, b"raw", flags=RAW | FORWARDED, publisher=99)) == []
+
+
+def test_control_messages_are_not_for_patterns() -> None:
+    matcher = Matcher().confirmed()
+    assert matcher.matched("s1", control(LossNotice(NEWS, 3))) == []
+
+
+def test_a_heartbeat_reveals_a_lost_tail_of_a_known_publisher_only() -> None:
+    matcher = Matcher().confirmed()
+    heartbeat = message(3, b"", flags=HEARTBEAT)
+    assert matcher.matched("s1", heartbeat) == []
+    assert matcher.pass_time(1.0) == []
+    assert delivered(matcher.matched("s1", quiet(2, 5000))) == [b"m2"]
+    assert matcher.matched("s2", heartbeat) == []
+    assert matcher.pass_time(OPTIONS.hold_s_max) == [PatternGapDetected(P, NEWS, 7, 1, "not arrived in time")]
+
+
+def test_messages_for_several_patterns_come_once_for_each() -> None:
+    matcher = Matcher().confirmed(P, b"*.x")
+    first = message(1, flags=FIRST)
+    own = b"[^\\_]*.x"
+    told = matcher.tell(Pushed("s1", [[b"pmessage", pattern, NEWS, first] for pattern in (P, own)]))
+    found = [each.pattern for action in only(DeliverMatched, told) for each in action.messages]
+    assert found == [P, b"*.x"]
+
+
+def test_a_message_that_matches_two_names_of_a_pattern_comes_once() -> None:
+    matcher = Matcher().confirmed(b"*x*")
+    names = [b"x*", b"[^\\_]*x*"]
+    told = matcher.tell(Pushed("s1", [[b"pmessage", name, b"xx", b"raw"] for name in names]))
+    assert delivered(told) == [b"raw"]
+
+
+def test_two_patterns_may_share_a_name() -> None:
+    matcher = Matcher().confirmed(b"*", b"[^_]*")
+    shared = b"[^\\_]*"
+    told = matcher.matched("s1", b"raw", pattern=shared)
+    told += matcher.matched("s1", b"raw", pattern=b"[^_]*")
+    assert [m.pattern for action in only(DeliverMatched, told) for m in action.messages] == [b"*", b"[^_]*"]
+
+
+def test_what_comes_before_the_confirmation_is_delivered_behind_it() -> None:
+    matcher = Matcher()
+    matcher.subscribe()
+    for server in ("s1", "s2"):
+        matcher.answer(matcher.up(server))
+    assert matcher.matched("s1", message(1, flags=FIRST)) == []
+    subscribe, header = only(Send, matcher.up("s3"))
+    matcher.answer_one(subscribe)  # from here on nothing is missed; what came before is forgotten
+    assert matcher.matched("s1", message(3)) == []
+    told = matcher.answer_one(header)
+    assert told == [SubscriptionConfirmed(P), DeliverMatched([PatternMessage(P, NEWS, b"m3")])]
+    assert matcher.matched("s2", message(2)) == []
+
+
+def test_channels_past_the_bound_are_forgotten_the_longest_idle_first() -> None:
+    matcher = Matcher(replace(OPTIONS, channels_max=4)).confirmed()
+    for number in range(4):
+        matcher.now += 1.0
+        matcher.matched("s1", message(1, flags=FIRST), channel=b"news.%d" % number)
+    matcher.matched("s1", message(1, flags=FIRST), channel=b"news.4")
+    assert matcher.matched("s2", message(1), channel=b"news.1") == [], "still known"
+    assert delivered(matcher.matched("s1", quiet(2, 4000), channel=b"news.0")) == [b"m2"], "no wait for what was seen"
+
+
+# Connections.
+
+
+def test_a_lost_connection_is_a_gap_told_when_the_server_has_taken_the_subscription_again() -> None:
+    matcher = Matcher().confirmed()
+    matcher.matched("s1", message(1, flags=FIRST))
+    assert matcher.down("s1") == []
+    subscribe, header = only(Send, matcher.up("s1"))
+    reason = "the connection to server s1 was lost: reset by peer"
+    acknowledgements = [[b"psubscribe", P, 1], [b"psubscribe", R, 2]]
+    told = matcher.tell(Pushed("s1", [*acknowledgements, [b"pmessage", P, NEWS, message(2)]]))
+    assert told == [PatternGapDetected(P, None, None, None, reason), DeliverMatched([PatternMessage(P, NEWS, b"m2")])]
+    assert matcher.answer_one(header) == []
+    assert subscribe.args == (b"PSUBSCRIBE", P, R)
+
+
+def test_a_connection_lost_before_the_confirmation_is_no_gap() -> None:
+    matcher = Matcher()
+    matcher.subscribe()
+    matcher.answer(matcher.up("s1"))
+    matcher.answer(matcher.up("s2"))
+    matcher.down("s1")
+    assert matcher.answer(matcher.up("s3")) == []
+    assert matcher.answer(matcher.up("s1")) == [SubscriptionConfirmed(P)]
+
+
+def test_servers_that_come_later_are_found_and_that_is_a_gap() -> None:
+    grown = replace(PLAN_0, version=5, servers={**PLAN_0.servers, "s4": Server("s4", "redis://s4:6379")})
+    matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed()
+    asked = matcher.pass_time(3.0)
+    assert [send.link for send in only(Send, asked)] == ["s1", "s2", "s3"]
+    assert matcher.answer(asked, grown) == [Connect("s4", "redis://s4:6379")]
+    told = matcher.answer(matcher.up("s4"), grown)
+    assert told == [PatternGapDetected(P, None, None, None, "server s4 was not known before")]
+
+
+def test_a_server_that_leaves_the_plan_is_left_and_is_no_gap() -> None:
+    shrunk = Plan.initial(SERVERS[:2], virtual_nodes=8)
+    matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed()
+    told = matcher.answer([matcher.pass_time(3.0)[0]], replace(shrunk, version=5))
+    assert told == [Disconnect("s3")]
+    matcher.matched("s1", message(1, flags=FIRST))
+
+
+def test_a_server_that_leaves_while_it_is_away_is_a_gap() -> None:
+    shrunk = Plan.initial(SERVERS[:2], virtual_nodes=8)
+    matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed()
+    matcher.down("s3")
+    told = matcher.answer([matcher.pass_time(3.0)[0]], replace(shrunk, version=5))
+    reason = "the connection to server s3 was lost: reset by peer"
+    assert told == [Disconnect("s3"), PatternGapDetected(P, None, None, None, reason)]
+
+
+def test_a_server_that_has_another_address_is_connected_there() -> None:
+    moved = replace(PLAN_0, version=5, servers={**PLAN_0.servers, "s3": Server("s3", "redis://new:6379")})
+    matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed()
+    told = matcher.answer([matcher.pass_time(3.0)[0]], moved)
+    assert told == [Disconnect("s3"), Connect("s3", "redis://new:6379")]
+
+
+def test_servers_that_leave_may_be_the_last_that_an_ending_pattern_waits_for() -> None:
+    shrunk = replace(Plan.initial(SERVERS[:1], virtual_nodes=8), version=5)
+    matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed(P, b"other")
+    ends = only(Send, matcher.unsubscribe())
+    matcher.subscribe()
+    matcher.answer(ends[:1])
+    matcher.down("s3")
+    told = matcher.answer([matcher.pass_time(3.0)[0]], shrunk)
+    assert [action for action in told if not isinstance(action, Send)][:2] == [Disconnect("s2"), SubscriptionEnded(P)]
+    assert only(Disconnect, told) == [Disconnect("s2"), Disconnect("s3")]
+    assert matcher.answer(over("s1", told), shrunk) == [SubscriptionConfirmed(P)]
+
+
+# Ends.
+
+
+def test_a_pattern_has_ended_when_every_server_has_said_so() -> None:
+    matcher = Matcher().confirmed()
+    ends = only(Send, matcher.unsubscribe())
+    assert [(send.link, send.args) for send in ends] == [(id_, (b"PUNSUBSCRIBE", P, R)) for id_ in URLS]
+    assert delivered(matcher.matched("s3", message(1, flags=FIRST))) == [b"m1"], "it was on its way"
+    assert matcher.answer(ends[:2]) == []
+    assert matcher.answer(ends[2:]) == [SubscriptionEnded(P)]
+    assert matcher.matched("s3", message(2)) == []
+
+
+def test_a_server_that_is_lost_says_nothing_more() -> None:
+    matcher = Matcher().confirmed()
+    ends = only(Send, matcher.unsubscribe())
+    matcher.answer(ends[:2])
+    assert matcher.down("s3") == [SubscriptionEnded(P)]
+
+
+def test_the_end_of_a_pattern_leaves_another_one_its_names() -> None:
+    matcher = Matcher().confirmed(b"*", b"_")
+    ends = matcher.unsubscribe(b"*")
+    assert all(b"_" not in names for names in commands(ends, b"PUNSUBSCRIBE"))
+    assert matcher.answer(ends) == [SubscriptionEnded(b"*")]
+    told = matcher.matched("s1", b"raw", channel=b"_", pattern=b"_")
+    assert told == [DeliverMatched([PatternMessage(b"_", b"_", b"raw")])]
+
+
+def test_never_subscribed_and_not_yet_confirmed_patterns_end_at_once() -> None:
+    matcher = Matcher()
+    assert matcher.unsubscribe() == [SubscriptionEnded(P)]
+    matcher.subscribe()
+    matcher.answer(matcher.up("s1"))
+    told = matcher.unsubscribe()
+    assert told[-1] == SubscriptionEnded(P)
+    assert commands(told, b"PUNSUBSCRIBE", "s1") == [(P, R)]
+
+
+def test_a_new_subscription_waits_for_the_end_of_the_old_one_and_repeats_nothing() -> None:
+    matcher = Matcher().confirmed()
+    matcher.matched("s1", message(1, flags=FIRST))
+    ends = matcher.unsubscribe()
+    assert matcher.subscribe() == []
+    again = matcher.answer(ends)
+    assert again[0] == SubscriptionEnded(P)
+    assert matcher.answer(again[1:]) == [SubscriptionConfirmed(P)]
+    assert matcher.matched("s2", message(1, flags=FORWARDED)) == []
+    assert delivered(matcher.matched("s2", quiet(2, 10))) == [b"m2"]
+
+
+def test_links_are_closed_a_while_after_the_last_pattern() -> None:
+    matcher = Matcher().confirmed()
+    matcher.answer(matcher.unsubscribe())
+    assert matcher.pass_time(OPTIONS.link_idle_s) == [Disconnect(server) for server in URLS]
+    assert matcher.subscribe() == [Connect(server, url) for server, url in URLS.items()]
+    assert matcher.all_up() == [SubscriptionConfirmed(P)]
+
+
+def test_links_stay_for_a_pattern_that_comes_in_time() -> None:
+    matcher = Matcher().confirmed()
+    matcher.answer(matcher.unsubscribe())
+    matcher.pass_time(OPTIONS.link_idle_s / 2)
+    assert matcher.answer(matcher.subscribe()) == [SubscriptionConfirmed(P)]
+    assert matcher.pass_time(OPTIONS.link_idle_s) == []
