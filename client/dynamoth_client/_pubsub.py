@@ -26,10 +26,8 @@ Handler = Callable[[dict[str, Any]], Any]
 GapHandler = Callable[[GapInfo], Awaitable[None] | None]
 
 TURN_ITEMS_MAX = 256
-"""Items that a reader takes, at most, before others on the event loop get their turn."""
-
-BATCH_MAX = 1024
-"""Messages in one list of ``batches`` at most."""
+"""Items that a reader takes, at most, before others on the event loop get their turn; also in one list of ``batches``:
+many more would make the garbage collector look at them."""
 
 _NOT_CONNECTED = "pubsub connection not set: did you forget to call subscribe() or psubscribe()?"
 _NO_SHARDED = "sharded channels come with a later release: subscribe to the channels by name"
@@ -275,7 +273,7 @@ class PubSub(redis.asyncio.client.PubSub):
                     yield unusual
 
     async def batches(self) -> AsyncIterator[list[dict[str, Any]]]:
-        """Yield messages as ``listen``, in lists of those that have come: at least one, ``BATCH_MAX`` at most.
+        """Yield messages as ``listen``, in lists of those that have come: at least one, ``TURN_ITEMS_MAX`` at most.
 
         For applications that read very much.
         """
@@ -295,19 +293,21 @@ class PubSub(redis.asyncio.client.PubSub):
 
     async def _fill(self, batch: list[dict[str, Any]]) -> None:
         """Take messages from the queue as long as there are some."""
-        items, channels, plain = self._queue.items, self.channels, not self._decodes
-        while items and len(batch) < BATCH_MAX and not isinstance(item := items[0], (Notice, Failure)):
-            items.popleft()
-            if plain and type(item) is tuple:
+        items, channels, decodes = self._queue.items, self.channels, self._decodes
+        for _ in range(min(len(items), TURN_ITEMS_MAX)):
+            item = items.popleft()
+            if type(item) is tuple:
                 channel, payload = item
-                message = {"type": "message", "pattern": None, "channel": channel, "data": payload}
-                handler = channels.get(channel)
+                message: dict[str, Any] = {"type": "message", "pattern": None, "channel": channel, "data": payload}
+                if decodes:
+                    message = self._message(item)
+                handler = channels.get(message["channel"])
             elif isinstance(item, PatternMessage):
                 message = self._matched(item)
                 handler = self.patterns.get(message["pattern"])
             else:
-                message = self._message(item)
-                handler = channels.get(message["channel"])
+                items.appendleft(item)
+                break
             if handler is None:
                 batch.append(message)
             else:

@@ -59,6 +59,8 @@ _SPREAD_STEPS = 1024
 
 _UNUSUAL = CONTROL | HEARTBEAT | RAW
 
+_NO_HEADER = (b"", 0, 0, 0, 0)
+
 _NO_PERMISSION = ("NOPERM", "NOAUTH")
 
 ANNOUNCED_MAX = 1000
@@ -681,7 +683,8 @@ class SubscriberMachine:
                     actions += self._marked(event.link, push[2], now)
                 continue
             data: bytes = push[2]
-            if data[:3] != MAGIC or len(data) < HEADER_BYTES or data[3] & ~KNOWN_FLAGS:
+            magic, flags, publisher, number, _ = unpack_header(data) if len(data) >= HEADER_BYTES else _NO_HEADER
+            if magic != MAGIC or flags & ~KNOWN_FLAGS:
                 if data[:3] == MAGIC:
                     self.counters["malformed_messages"] += 1
                 if subscription.confirmed:
@@ -689,19 +692,19 @@ class SubscriberMachine:
                 else:
                     subscription.keep(data)
                 continue
-            _, flags, publisher, number, _ = unpack_header(data)
-            sequence = number >> QUIET_BITS
-            stream = subscription.sequences.streams.get(publisher)
-            if stream is not None and not flags & _UNUSUAL and (expected := stream.next) is not None:
-                if sequence == expected and not stream.held:
-                    stream.next = sequence + 1
-                    if subscription.confirmed:
-                        delivered.append((subscription.channel, data[HEADER_BYTES:]))
-                    else:
-                        subscription.keep(data[HEADER_BYTES:])
-                    continue
-                if stream.begun_in_doubt_at <= sequence < expected:
-                    continue  # a duplicate: many, while the channel moves
+            if not flags & _UNUSUAL:
+                stream = subscription.sequences.streams.get(publisher)
+                if stream is not None and (expected := stream.next) is not None:
+                    sequence = number >> QUIET_BITS
+                    if sequence == expected and not stream.held:
+                        stream.next = sequence + 1
+                        if subscription.confirmed:
+                            delivered.append((subscription.channel, data[HEADER_BYTES:]))
+                        else:
+                            subscription.keep(data[HEADER_BYTES:])
+                        continue
+                    if stream.begun_in_doubt_at <= sequence < expected:
+                        continue  # a duplicate: many, while the channel moves
             more = self._unusual(subscription, event.link, push[1], open_envelope(data), now)
             if more:
                 if delivered:

@@ -100,8 +100,8 @@ class PubSub(redis.client.PubSub):
     """Subscriptions, read with redis-py's methods; the servers and the moves of channels between them do not show.
 
     What is promised, ``on_gap``, ``gaps``, ``max_queue`` and ``when_full`` are those of
-    :class:`dynamoth_client.asyncio.PubSub`, and so are the differences from redis-py. ``on_gap`` and handlers are called
-    by the thread that reads.
+    :class:`dynamoth_client.asyncio.PubSub`, and so are the differences from redis-py. The thread that reads calls
+    ``on_gap`` and handlers.
 
     One thread may read at a time; any thread may subscribe, unsubscribe and ``close`` meanwhile. ``close`` lets a
     thread that waits in ``get_message`` or ``listen`` return. In a forked child a PubSub subscribes again to all that
@@ -330,7 +330,7 @@ class PubSub(redis.client.PubSub):
                     yield shown
 
     def batches(self) -> Generator[list[dict[str, Any]], None, None]:
-        """Yield messages as ``listen``, in lists of those that have come: at least one, ``BATCH_MAX`` at most."""
+        """Yield messages as ``listen``, in lists of those that have come: at least one, ``TURN_ITEMS_MAX`` at most."""
         while (inner := self._inner).subscribed:
             item = inner.pop()
             if item is None:
@@ -343,7 +343,7 @@ class PubSub(redis.client.PubSub):
                 message = self._read(item, False)
                 if message is not None:
                     batch.append(message)
-                item = inner.pop() if len(batch) < _pubsub.BATCH_MAX else None
+                item = inner.pop() if len(batch) < _pubsub.TURN_ITEMS_MAX else None
             if batch:
                 yield batch
 

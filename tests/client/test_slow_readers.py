@@ -21,6 +21,10 @@ def run(test: Any) -> None:
     asyncio.run(asyncio.wait_for(test, 30))
 
 
+def pubsub_of(client: Any, **options: Any) -> Any:
+    return client.pubsub(**options)
+
+
 async def confirmed(pubsub: Any, *channels: str) -> None:
     await pubsub.subscribe(*channels)
     for _ in channels:
@@ -46,7 +50,7 @@ async def read(batches: AsyncIterator[list[dict[str, Any]]], count: int) -> list
 
 def test_batches_have_every_message_once_and_in_order(cluster: StoredCluster) -> None:
     async def test() -> None:
-        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+        async with from_url(cluster.url) as client, pubsub_of(client) as pubsub:
             await confirmed(pubsub, "c")
             await publish(client, "c")
             batches = await read(pubsub.batches(), COUNT)
@@ -59,7 +63,7 @@ def test_batches_have_every_message_once_and_in_order(cluster: StoredCluster) ->
 
 def test_batches_begin_with_acknowledgements_and_end_with_the_last_subscription(cluster: StoredCluster) -> None:
     async def test() -> None:
-        async with from_url(cluster.url, decode_responses=True) as client, client.pubsub() as pubsub:
+        async with from_url(cluster.url, decode_responses=True) as client, pubsub_of(client) as pubsub:
             handled: list[str] = []
             await pubsub.subscribe("c", handled=lambda message: handled.append(message["data"]))
             await pubsub.psubscribe("pat*")
@@ -85,7 +89,10 @@ def test_batches_begin_with_acknowledgements_and_end_with_the_last_subscription(
 
 def test_an_error_comes_behind_the_messages_before_it(cluster: StoredCluster) -> None:
     async def test() -> None:
-        async with from_url(cluster.url) as client, client.pubsub(max_queue=COUNT, when_full="disconnect") as pubsub:
+        async with (
+            from_url(cluster.url) as client,
+            pubsub_of(client, max_queue=COUNT, when_full="disconnect") as pubsub,
+        ):
             await confirmed(pubsub, "c")
             await publish(client, "c", 2 * COUNT)
             got: list[int] = []
@@ -105,8 +112,8 @@ def test_dropping_the_oldest_keeps_the_newest_and_tells_how_many_are_missing(clu
         told: list[GapInfo] = []
         async with (
             from_url(cluster.url) as client,
-            client.pubsub(max_queue=40, when_full="drop_oldest", gaps=True, on_gap=told.append) as pubsub,
-            client.pubsub() as witness,
+            pubsub_of(client, max_queue=40, when_full="drop_oldest", gaps=True, on_gap=told.append) as pubsub,
+            pubsub_of(client) as witness,
         ):
             await confirmed(pubsub, "c")
             await confirmed(witness, "c")
@@ -131,7 +138,7 @@ def test_dropping_the_oldest_keeps_the_newest_and_tells_how_many_are_missing(clu
 def test_what_patterns_had_is_told_by_channel(cluster: StoredCluster) -> None:
     async def test() -> None:
         options: Any = {"max_queue": 4, "when_full": "drop_oldest", "gaps": True}
-        async with from_url(cluster.url) as client, client.pubsub(**options) as pubsub:
+        async with from_url(cluster.url) as client, pubsub_of(client, **options) as pubsub:
             await pubsub.psubscribe("c*")
             assert (await pubsub.get_message(timeout=None))["type"] == "psubscribe"
             for number in range(8):
@@ -152,7 +159,7 @@ def test_a_slow_reader_does_not_slow_another_one(cluster: StoredCluster) -> None
     """Each PubSub has its own links: what blocks one is not in the way of the other."""
 
     async def test() -> None:
-        async with from_url(cluster.url) as client, client.pubsub(max_queue=1) as slow, client.pubsub() as quick:
+        async with from_url(cluster.url) as client, pubsub_of(client, max_queue=1) as slow, pubsub_of(client) as quick:
             await confirmed(slow, "c")
             await confirmed(quick, "c")
             await publish(client, "c")
@@ -166,7 +173,7 @@ def test_a_slow_reader_does_not_slow_another_one(cluster: StoredCluster) -> None
 
 def test_a_disconnected_pubsub_can_begin_again(cluster: StoredCluster) -> None:
     async def test() -> None:
-        async with from_url(cluster.url) as client, client.pubsub(max_queue=10, when_full="disconnect") as pubsub:
+        async with from_url(cluster.url) as client, pubsub_of(client, max_queue=10, when_full="disconnect") as pubsub:
             await confirmed(pubsub, "c")
             await publish(client, "c", 100)
             with pytest.raises(redis.exceptions.ConnectionError, match="aclose"):
@@ -185,9 +192,9 @@ def test_a_disconnected_pubsub_can_begin_again(cluster: StoredCluster) -> None:
 def test_an_unknown_policy_is_refused(cluster: StoredCluster) -> None:
     wrong: Any = "explode"
     with pytest.raises(redis.exceptions.DataError, match="block, drop_oldest, disconnect"):
-        from_url(cluster.url).pubsub(when_full=wrong)
+        pubsub_of(from_url(cluster.url), when_full=wrong)
     with dynamoth_client.from_url(cluster.url) as client, pytest.raises(redis.exceptions.DataError):
-        client.pubsub(when_full=wrong)
+        pubsub_of(client, when_full=wrong)
 
 
 # The synchronous client.
@@ -195,7 +202,7 @@ def test_an_unknown_policy_is_refused(cluster: StoredCluster) -> None:
 
 def test_the_synchronous_client_has_batches_and_policies_too(cluster: StoredCluster) -> None:
     with dynamoth_client.from_url(cluster.url) as client:
-        pubsub: Any = client.pubsub()
+        pubsub = pubsub_of(client)
         confirmed_sync(pubsub, "c")
         for number in range(COUNT):
             client.publish("c", b"%d" % number)
@@ -205,7 +212,7 @@ def test_the_synchronous_client_has_batches_and_policies_too(cluster: StoredClus
             if len(got) == COUNT:
                 break
         assert got == list(range(COUNT))
-        dropping: Any = client.pubsub(max_queue=40, when_full="drop_oldest", gaps=True)
+        dropping = pubsub_of(client, max_queue=40, when_full="drop_oldest", gaps=True)
         confirmed_sync(dropping, "d")
         for number in range(COUNT):
             client.publish("d", b"%d" % number)
