@@ -173,8 +173,6 @@ class SubscriberMachine:
         self._ending: dict[bytes, Subscription] = {}
         #: What was delivered of channels that were unsubscribed, oldest first: nothing of it may come again.
         self._ended: dict[bytes, Sequences] = {}
-        #: Physical channel to subscription: the hot path's one look-up.
-        self._by_physical: dict[bytes, Subscription] = {}
         self._links: dict[str, SubscriberLink] = {}
         self._inbox = inbox(client_id)
         self._attempts = count(1)
@@ -298,7 +296,6 @@ class SubscriberMachine:
 
     def _join(self, subscription: Subscription, location: Location, now: float) -> list[Any]:
         place = subscription.targets[location] = Place(location)
-        self._by_physical[location.physical] = subscription
         link = self._links.get(location.server)
         actions: list[Any] = []
         if link is None:
@@ -359,8 +356,6 @@ class SubscriberMachine:
         if not link.places:
             link.idle_since = now
             self._wish(now + self.options.link_idle_s, "idle", location.server)
-        if not any(location.physical in other.places for other in self._links.values()):
-            del self._by_physical[location.physical]
 
     def _follow(self, subscription: Subscription, route: Route, now: float) -> list[Any]:
         """Make the locations of ``route`` the targets; its servers are in the local plan."""
@@ -383,7 +378,7 @@ class SubscriberMachine:
                 continue
             if subscription.confirmed:
                 del subscription.targets[location]
-                subscription.leaving[location] = place
+                subscription.leaving = {**subscription.leaving, location: place}
                 subscription.may_have_missed = subscription.may_have_missed or place.lost
                 place.lost = None
             else:
@@ -663,7 +658,7 @@ class SubscriberMachine:
     def _pushed(self, event: Pushed, now: float) -> list[Any]:
         actions: list[Any] = []
         delivered: list[tuple[bytes, bytes]] = []
-        by_physical = self._by_physical
+        places = self._links[event.link].places
         for push in event.messages:
             if push[0] != b"message":
                 more = []
@@ -677,7 +672,7 @@ class SubscriberMachine:
                         delivered = []
                     actions += more
                 continue
-            subscription = by_physical.get(push[1])
+            subscription = places.get(push[1])
             if subscription is None:
                 if push[1] == self._inbox:
                     actions += self._marked(event.link, push[2], now)
@@ -717,7 +712,7 @@ class SubscriberMachine:
 
     def _subscribed(self, link: str, physical: bytes) -> list[Any]:
         """A subscription takes effect: what came before on its channel was of an earlier one, or before a gap."""
-        subscription = self._by_physical.get(physical)
+        subscription = self._links[link].places.get(physical)
         if subscription is None:
             return []
         if not subscription.confirmed:

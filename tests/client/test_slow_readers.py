@@ -65,7 +65,11 @@ def test_batches_begin_with_acknowledgements_and_end_with_the_last_subscription(
     async def test() -> None:
         async with from_url(cluster.url, decode_responses=True) as client, pubsub_of(client) as pubsub:
             handled: list[str] = []
-            await pubsub.subscribe("c", handled=lambda message: handled.append(message["data"]))
+
+            def handle(message: dict[str, Any]) -> None:
+                handled.append(message["data"])
+
+            await pubsub.subscribe("c", handled=handle)
             await pubsub.psubscribe("pat*")
             batches = pubsub.batches()
             kinds = [[message["type"] for message in batch] for batch in [await anext(batches) for _ in range(3)]]
