@@ -22,7 +22,7 @@ class GapInfo:
     ``channel`` is decoded as messages are; it is the pattern where messages of any channel that matches may be missing.
     ``pattern`` is the pattern that the gap is of, None for a channel that was subscribed to by name. ``publisher`` is
     the 64-bit id of the client whose messages are missing, None for any. ``count`` is how many, None for unknown, 0
-    included. ``reason`` is for people.
+    included. ``reason`` is for people. ``sharded`` tells that the channel is a sharded one.
     """
 
     channel: bytes | str
@@ -30,6 +30,15 @@ class GapInfo:
     count: int | None
     reason: str
     pattern: bytes | str | None = None
+    sharded: bool = False
+
+
+@dataclass(slots=True)
+class ShardedMessage:
+    """A message of a sharded channel, by the application's name of it."""
+
+    channel: bytes
+    payload: bytes
 
 
 @dataclass(slots=True)
@@ -48,14 +57,15 @@ class Notice:
 
 @dataclass(slots=True)
 class Failure:
-    """An error for whoever reads next. ``channel`` is that (or the pattern) of a subscription that is gone, if any."""
+    """An error for whoever reads next. ``channel``, or the pattern, is that of a subscription that is gone, if any."""
 
     error: redis.exceptions.RedisError
     channel: bytes | None = None
     is_pattern: bool = False
+    is_sharded: bool = False
 
 
-Item = tuple[bytes, bytes] | PatternMessage | Notice | Failure
+Item = tuple[bytes, bytes] | PatternMessage | ShardedMessage | Notice | Failure
 """A plain pair is a message of a channel: channel and payload."""
 
 
