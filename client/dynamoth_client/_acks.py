@@ -125,6 +125,16 @@ class Acks:
         self._subscribed_like(subject).discard(subject)
         return self._drain()
 
+    def begin_anew(self) -> list[Subject]:
+        """Forget all subscriptions, as every connection was cut; return those to be asked for again, sorted.
+
+        What has requests under way is not among them: those are acknowledged all the same.
+        """
+        subscribed = self._subscribed | self._sharded
+        self._subscribed.clear()
+        self._sharded.clear()
+        return sorted(subject for subject in subscribed if subject not in self._open and subject not in self.held)
+
     def release(self, name: bytes, *, is_pattern: bool = False) -> list[Ack]:
         """Acknowledge the held requests of one channel, or pattern, out of their turn."""
         return [self._acknowledge(request) for request in self.held.pop(Subject(name, is_pattern), ())]

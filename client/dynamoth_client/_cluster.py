@@ -67,7 +67,7 @@ class Cluster:
         """Make the feed of a PubSub; bootstraps when needed. Raises as ``local_plan``."""
         local_plan = await self.local_plan()
         feed = Feed(queue, local_plan, self.settings.link_options, wants_gaps=wants_gaps)
-        self._feeds = {other for other in self._feeds if other.is_connected}
+        self._feeds = {other for other in self._feeds if not other.is_stopped}
         self._feeds.add(feed)
         return feed
 

@@ -74,6 +74,8 @@ class Feed:
         self._acks = Acks()
         #: Whether any message may be of a sharded channel.
         self._has_sharded = False
+        #: Whether ``disconnect`` was called.
+        self._was_cut = False
         self._release_timer: asyncio.TimerHandle | None = None
         #: Gaps that were put into the full queue, by name, by whether it is a pattern's or a sharded one's: more
         #: of the same are added to these.
@@ -90,9 +92,17 @@ class Feed:
         queue.watch(self._pause, self._resume)
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether the feed has ended."""
+        return self._channels.driver.is_stopped
+
+    @property
     def is_connected(self) -> bool:
-        """Whether the feed is at work; its links may be down all the same, and come back by themselves."""
-        return not self._channels.driver.is_stopped
+        """Whether the feed is at work. False after ``disconnect`` until a link is up.
+
+        Else its links may be down all the same, and come back by themselves.
+        """
+        return not self.is_stopped and (not self._was_cut or any(link.is_up for link in self._opened()))
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -168,6 +178,31 @@ class Feed:
     def pong(self, message: bytes) -> None:
         """Put a pong for a PING that was answered elsewhere."""
         self._queue.put(Notice("pong", None, message))
+
+    async def disconnect(self, nowait: bool = False) -> None:
+        """Cut all links, as one does with redis-py's connection; they are made again at once.
+
+        Every subscription begins anew: it is acknowledged again, counted from 1, and what is promised begins again with
+        that. What is in the queue stays there. ``nowait`` has no meaning here: nothing is waited for.
+        """
+        if self.is_stopped:
+            return
+        self._was_cut = True
+        for link in self._opened():
+            link.cut()
+        # The machines end a subscription at once where no link is up, and know its numbers when it comes again.
+        again = self._acks.begin_anew()
+        channels = tuple(subject.name for subject in again if not subject.is_pattern)
+        patterns = tuple(subject.name for subject in again if subject.is_pattern)
+        self._channels.driver.handle(Unsubscribe(channels))
+        if self._patterns is not None:
+            self._patterns.driver.handle(UnsubscribePatterns(patterns))
+        for subject in again:
+            kind = "psubscribe" if subject.is_pattern else "ssubscribe" if subject.is_sharded else "subscribe"
+            self._acks.request(kind, subject.name)
+        self._channels.driver.handle(Subscribe(channels))
+        if self._patterns is not None:
+            self._patterns.driver.handle(SubscribePatterns(patterns))
 
     def stop(self) -> None:
         """End at once."""

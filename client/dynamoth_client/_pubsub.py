@@ -53,6 +53,8 @@ class PubSub(redis.asyncio.client.PubSub):
     * A lost connection is made again without an exception; it shows as a gap. Only when no server of the subscribed
       channels can be reached for ``socket_connect_timeout`` (5 s if None) do ``get_message`` and ``listen`` raise
       ConnectionError or AuthenticationError, and again each time as long; the PubSub goes on trying and can be read on.
+    * ``connection`` is None or what stands for all connections: it has ``is_connected``, and ``disconnect``, which cuts
+      them. After that, and no other loss, every subscription is acknowledged again, as redis-py does after each.
     * The first ``subscribe`` raises when the plan cannot be read from any server, and nothing is subscribed then.
     * A pattern needs a connection to every server. One that is away for 5 s is done without, and that is a gap.
     * Sharded channels (``ssubscribe``) are channels with names of their own, which live, move and are replicated as
@@ -103,7 +105,7 @@ class PubSub(redis.asyncio.client.PubSub):
     def __del__(self) -> None:
         """End the feed of a PubSub that was dropped without ``aclose``."""
         feed: Feed | None = getattr(self, "_feed", None)
-        if feed is not None and feed.is_connected and not feed.loop.is_closed():
+        if feed is not None and not feed.is_stopped and not feed.loop.is_closed():
             feed.loop.call_soon_threadsafe(feed.stop)
 
     # The life of a PubSub.
@@ -111,12 +113,17 @@ class PubSub(redis.asyncio.client.PubSub):
     async def connect(self) -> None:
         """Get ready: read the plan, if this client has not. Connections are opened when channels need them.
 
+        Always gives others on the event loop a turn.
+
         Raises:
             redis.exceptions.ConnectionError: no server gave a plan.
             RuntimeError: the client belongs to another event loop.
 
         """
+        is_open = self._feed is not None
         await self._opened()
+        if is_open:
+            await asyncio.sleep(0)
 
     async def aclose(self) -> None:
         """End all subscriptions; what has not been read is dropped. The PubSub can be used again."""

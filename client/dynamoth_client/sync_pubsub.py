@@ -16,6 +16,7 @@ import redis.client
 import redis.exceptions
 
 from dynamoth_client import _pubsub
+from dynamoth_client._feed import Feed
 from dynamoth_client._queue import MAX_QUEUE, Failure, GapInfo, Item, MessageQueue, Notice, ShardedMessage
 from dynamoth_client.pattern_subscription import PatternMessage
 from dynamoth_client.sync_cluster import SyncCluster, stand_in
@@ -106,6 +107,27 @@ class _Inner(_pubsub.PubSub):
         self.shard_channels.update(inherited.shard_channels)
 
 
+class Connection:
+    """What stands for all connections of a PubSub, with what applications use of redis-py's."""
+
+    def __init__(self, feed: Feed, cluster: SyncCluster) -> None:
+        self._feed = feed
+        self._cluster = cluster
+
+    @property
+    def is_connected(self) -> bool:
+        """False after ``disconnect`` until a connection is made again, and after the end of the subscriptions."""
+        return self._feed.is_connected
+
+    def disconnect(self, *args: Any) -> None:
+        """Cut all connections; they are made again at once, and every subscription is acknowledged again.
+
+        Arguments are those of redis-py: without a meaning here.
+        """
+        if self._cluster.is_open:
+            self._cluster.call(self._feed.disconnect)
+
+
 class PubSub(redis.client.PubSub):
     """Subscriptions, read with redis-py's methods; the servers and the moves of channels between them do not show.
 
@@ -172,7 +194,7 @@ class PubSub(redis.client.PubSub):
         return self._inner.patterns
 
     @property
-    def shard_channels(self) -> dict[Any, Any]:  # type: ignore[override]
+    def shard_channels(self) -> dict[Any, Any]:
         """The sharded channels that are subscribed to, confirmed or not, with their handlers."""
         return self._inner.shard_channels
 
@@ -198,8 +220,9 @@ class PubSub(redis.client.PubSub):
 
     @property
     def connection(self) -> Any:
-        """What is connected, or None: not one of redis-py's connections."""
-        return self._inner.connection
+        """A :class:`Connection`, or None before the first subscription."""
+        feed = self._inner.connection
+        return None if feed is None else Connection(feed, self._cluster)
 
     @connection.setter
     def connection(self, value: None) -> None:

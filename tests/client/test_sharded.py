@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 import redis as plain_redis
-import redis.asyncio
 import redis.exceptions
 
 import dynamoth_client
