@@ -27,8 +27,15 @@ FORWARD_CHANNEL = RESERVED_PREFIX + b"forward"
 
 _INBOX_PREFIX = RESERVED_PREFIX + b"inbox:"
 _REPLICA_PREFIX = RESERVED_PREFIX + b"r:"
+SHARDED_PREFIX = RESERVED_PREFIX + b"s:"
+"""Before the name of a sharded channel: an application's channel like any other, which the name alone tells apart."""
+_SHARDED_REPLICA_PREFIX = RESERVED_PREFIX + b"sr:"
+"""Not ``_REPLICA_PREFIX``: a pattern subscriber listens at what ``replica_pattern`` matches, and would be counted."""
 RELAY_PREFIX = RESERVED_PREFIX + b"relay:"
 """Before a physical channel: agents speak to the agent of the server, who publishes there what it is given, once."""
+
+_USERS_PREFIXES = (_REPLICA_PREFIX, SHARDED_PREFIX, _SHARDED_REPLICA_PREFIX)
+"""What is an application's under the reserved prefix."""
 
 SERVER_LOCAL_PREFIXES = (b"__keyspace@", b"__keyevent@", b"__redis__:")
 """Channels that Redis itself publishes on. They belong to one server and are never routed."""
@@ -39,15 +46,22 @@ def inbox(client: int) -> bytes:
     return _INBOX_PREFIX + b"%016x" % client
 
 
+def sharded_channel(name: bytes) -> bytes:
+    """Return the name under which Dynamoth has what the application calls the sharded channel ``name``."""
+    return SHARDED_PREFIX + name
+
+
 def replica_channel(channel: bytes, epoch: int) -> bytes:
     """Return the physical name of a replicated channel: tagged with its epoch, so that NUMSUB answers per epoch."""
+    if channel.startswith(SHARDED_PREFIX):
+        return _SHARDED_REPLICA_PREFIX + b"%x:" % epoch + channel[len(SHARDED_PREFIX) :]
     return _REPLICA_PREFIX + b"%x:" % epoch + channel
 
 
 def replica_pattern(pattern: bytes) -> bytes:
     """Return the pattern that all physical names of replicated channels match whose user's name matches ``pattern``.
 
-    It matches others, too: those that have a colon, and behind it something that matches.
+    Sharded channels match none. Others do that should not: those with a colon, and behind it something that matches.
     """
     return _REPLICA_PREFIX + b"*:" + pattern
 
@@ -58,9 +72,11 @@ def relay_channel(physical: bytes) -> bytes:
 
 
 def logical_channel(physical: bytes) -> bytes:
-    """Return the user's name of a physical channel."""
+    """Return the user's name of a physical channel; for a sharded one with ``SHARDED_PREFIX``."""
     if physical.startswith(_REPLICA_PREFIX):
         return physical[len(_REPLICA_PREFIX) :].partition(b":")[2]
+    if physical.startswith(_SHARDED_REPLICA_PREFIX):
+        return SHARDED_PREFIX + physical[len(_SHARDED_REPLICA_PREFIX) :].partition(b":")[2]
     return physical
 
 
@@ -69,5 +85,10 @@ def is_user_channel(physical: bytes) -> bool:
     if not physical.startswith(b"__"):
         return True
     if physical.startswith(RESERVED_PREFIX):
-        return physical.startswith(_REPLICA_PREFIX)
+        return physical.startswith(_USERS_PREFIXES)
     return not physical.startswith(SERVER_LOCAL_PREFIXES)
+
+
+def is_own_channel(channel: bytes) -> bool:
+    """Tell whether a logical channel is Dynamoth's own, not to be subscribed to or published on by an application."""
+    return channel.startswith(RESERVED_PREFIX) and not channel.startswith(SHARDED_PREFIX)

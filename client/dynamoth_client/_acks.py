@@ -10,6 +10,7 @@ acknowledgement), and :meth:`Acks.release_all` after ``HOLD_S_MAX``. Requests th
 and hold nobody up any more.
 
 Channels and patterns are counted together, and a pattern may be named as a channel is: so each is a :class:`Subject`.
+Sharded channels are counted by themselves; their names tell them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from dynamoth.names import SHARDED_PREFIX
 
 HOLD_S_MAX = 0.25
 """How long an acknowledgement waits for those before it: servers that are up confirm within a few milliseconds."""
@@ -28,10 +31,15 @@ class Subject(NamedTuple):
     name: bytes
     is_pattern: bool = False
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this is a sharded channel."""
+        return not self.is_pattern and self.name.startswith(SHARDED_PREFIX)
+
 
 @dataclass(slots=True, frozen=True)
 class Ack:
-    """One acknowledgement: ``kind`` is redis-py's type, ``count`` the subscriptions there are then.
+    """One acknowledgement: ``kind`` is redis-py's type, ``count`` the subscriptions of this sort there are then.
 
     ``channel`` is the pattern where it is about one.
     """
@@ -54,15 +62,16 @@ class _Request:
 class Acks:
     """Requests in, confirmations in, acknowledgements out. It does no I/O and has no clock."""
 
-    __slots__ = ("_open", "_order", "_subscribed", "held")
+    __slots__ = ("_open", "_order", "_sharded", "_subscribed", "held")
 
     def __init__(self) -> None:
         #: Requests that may still hold others up, oldest first.
         self._order: deque[_Request] = deque()
         #: The requests that are not confirmed, oldest first. No value is empty.
         self._open: dict[Subject, deque[_Request]] = {}
-        #: Those whose latest acknowledgement was of a subscription.
+        #: Those whose latest acknowledgement was of a subscription: channels and patterns, and sharded channels.
         self._subscribed: set[Subject] = set()
+        self._sharded: set[Subject] = set()
         #: The held requests, oldest first. No value is empty.
         self.held: dict[Subject, list[_Request]] = {}
 
@@ -72,12 +81,17 @@ class Acks:
         return len(self._subscribed)
 
     @property
+    def sharded_count(self) -> int:
+        """How many sharded channels are acknowledged as subscribed."""
+        return len(self._sharded)
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing is subscribed and nothing is under way."""
-        return not self._subscribed and not self._open
+        return not self._subscribed and not self._sharded and not self._open
 
     def request(self, kind: str, name: bytes) -> None:
-        """Note that the application asks to ``subscribe`` or ``unsubscribe``, ``psubscribe`` or ``punsubscribe``."""
+        """Note that the application asks to ``subscribe`` or ``unsubscribe``; ``p`` or ``s`` may be in front."""
         request = _Request(kind, Subject(name, kind.startswith("p")))
         self._order.append(request)
         self._open.setdefault(request.subject, deque()).append(request)
@@ -108,8 +122,18 @@ class Acks:
         subject = Subject(name, is_pattern)
         for request in self._open.pop(subject, ()):
             request.acknowledged = True
-        self._subscribed.discard(subject)
+        self._subscribed_like(subject).discard(subject)
         return self._drain()
+
+    def begin_anew(self) -> list[Subject]:
+        """Forget all subscriptions, as every connection was cut; return those to be asked for again, sorted.
+
+        What has requests under way is not among them: those are acknowledged all the same.
+        """
+        subscribed = self._subscribed | self._sharded
+        self._subscribed.clear()
+        self._sharded.clear()
+        return sorted(subject for subject in subscribed if subject not in self._open and subject not in self.held)
 
     def release(self, name: bytes, *, is_pattern: bool = False) -> list[Ack]:
         """Acknowledge the held requests of one channel, or pattern, out of their turn."""
@@ -158,8 +182,12 @@ class Acks:
 
     def _acknowledge(self, request: _Request) -> Ack:
         request.acknowledged = True
+        subscribed = self._subscribed_like(request.subject)
         if request.kind.endswith("unsubscribe"):
-            self._subscribed.discard(request.subject)
+            subscribed.discard(request.subject)
         else:
-            self._subscribed.add(request.subject)
-        return Ack(request.kind, request.subject.name, len(self._subscribed))
+            subscribed.add(request.subject)
+        return Ack(request.kind, request.subject.name, len(subscribed))
+
+    def _subscribed_like(self, subject: Subject) -> set[Subject]:
+        return self._sharded if subject.is_sharded else self._subscribed

@@ -68,7 +68,7 @@ class Cluster:
         local_plan = await self.local_plan()
         options = self.settings.link_options
         feed = Feed(queue, local_plan, options, wants_gaps=wants_gaps, when_full=when_full)
-        self._feeds = {other for other in self._feeds if other.is_connected}
+        self._feeds = {other for other in self._feeds if not other.is_stopped}
         self._feeds.add(feed)
         return feed
 

@@ -1,6 +1,7 @@
 """The subscriber machines of one PubSub at work: their links and acknowledgements, and the queue that they fill.
 
-There is one machine for channels, and, from the first pattern on, one for patterns, with links of its own. A feed knows
+There is one machine for channels, and, from the first pattern on, one for patterns, with links of its own. The machines
+do not know of sharded channels: these are channels with a prefix, which is put on and taken off here. A feed knows
 nothing of the PubSub that reads its queue, so that a PubSub that the application drops is collected, and ends its feed.
 """
 
@@ -10,15 +11,17 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import redis.exceptions
 
 from dynamoth.events import Machine, Start
+from dynamoth.names import SHARDED_PREFIX, sharded_channel
 from dynamoth_client import _errors
 from dynamoth_client._acks import HOLD_S_MAX, Ack, Acks, Subject
-from dynamoth_client._queue import Dropped, Failure, GapInfo, MessageQueue, Notice, WhenFull
+from dynamoth_client._queue import Dropped, Failure, GapInfo, MessageQueue, Notice, ShardedMessage, WhenFull
 from dynamoth_client._watch import LinkClosed, LinkOpened, Ping, Ponged, Unreachable, WatchedSubscriber
 from dynamoth_client.local_plan import LocalPlan, NewerSoftware
 from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected
@@ -42,6 +45,8 @@ from dynamoth_link.options import LinkOptions
 GAP_LOG_INTERVAL_S = 1.0
 """Gaps that the application does not ask for are logged at most this often: a lost server means one for each
 channel."""
+
+_SHARDED_KINDS = ("ssubscribe", "sunsubscribe")
 
 _logger = logging.getLogger("dynamoth_client")
 
@@ -74,9 +79,14 @@ class Feed:
         self._wants_gaps = wants_gaps
         self._loop = asyncio.get_running_loop()
         self._acks = Acks()
+        #: Whether any message may be of a sharded channel.
+        self._has_sharded = False
+        #: Whether ``disconnect`` was called.
+        self._was_cut = False
         self._release_timer: asyncio.TimerHandle | None = None
-        #: Gaps that were put into the full queue, by channel: more of the same channel are added to these.
-        self._gaps_while_full: dict[Subject, Notice] = {}
+        #: Gaps that were put into the full queue, by name, by whether it is a pattern's or a sharded one's: more
+        #: of the same are added to these.
+        self._gaps_while_full: dict[tuple[bytes | str, bool, bool], Notice] = {}
         self._gap_logged_at = float("-inf")
         self._gaps_not_logged = 0
         #: How many gaps there have been.
@@ -92,9 +102,17 @@ class Feed:
         self._gaps_of_dropped: dict[Dropped, Notice] = {}
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether the feed has ended."""
+        return self._channels.driver.is_stopped
+
+    @property
     def is_connected(self) -> bool:
-        """Whether the feed is at work; its links may be down all the same, and come back by themselves."""
-        return not self._channels.driver.is_stopped
+        """Whether the feed is at work. False after ``disconnect`` until a link is up.
+
+        Else its links may be down all the same, and come back by themselves.
+        """
+        return not self.is_stopped and (not self._was_cut or any(link.is_up for link in self._opened()))
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -111,6 +129,21 @@ class Feed:
         """Unsubscribe; the acknowledgements come through the queue."""
         for channel in (wanted := tuple(channels)):
             self._acks.request("unsubscribe", channel)
+        self._channels.driver.handle(Unsubscribe(wanted))
+
+    def ssubscribe(self, channels: Iterable[bytes]) -> None:
+        """Subscribe to sharded channels; the acknowledgements come through the queue."""
+        self._has_sharded = True
+        wanted = tuple(map(sharded_channel, channels))
+        for channel in wanted:
+            self._acks.request("ssubscribe", channel)
+        self._channels.driver.handle(Subscribe(wanted))
+
+    def sunsubscribe(self, channels: Iterable[bytes]) -> None:
+        """Unsubscribe from sharded channels; the acknowledgements come through the queue."""
+        wanted = tuple(map(sharded_channel, channels))
+        for channel in wanted:
+            self._acks.request("sunsubscribe", channel)
         self._channels.driver.handle(Unsubscribe(wanted))
 
     def psubscribe(self, patterns: Iterable[bytes]) -> None:
@@ -134,7 +167,8 @@ class Feed:
 
     def acknowledge_nothing(self, kind: str) -> None:
         """Put the acknowledgement that Redis gives when there was nothing to unsubscribe from."""
-        self._queue.put(Notice(kind, None, self._acks.count))
+        count = self._acks.sharded_count if kind == "sunsubscribe" else self._acks.count
+        self._queue.put(Notice(kind, None, count))
 
     def ping(self, message: bytes | None) -> bool:
         """Send a PING over a link; the pong comes through the queue. False when there is no link at all.
@@ -154,6 +188,31 @@ class Feed:
     def pong(self, message: bytes) -> None:
         """Put a pong for a PING that was answered elsewhere."""
         self._queue.put(Notice("pong", None, message))
+
+    async def disconnect(self, nowait: bool = False) -> None:
+        """Cut all links, as one does with redis-py's connection; they are made again at once.
+
+        Every subscription begins anew: it is acknowledged again, counted from 1, and what is promised begins again with
+        that. What is in the queue stays there. ``nowait`` has no meaning here: nothing is waited for.
+        """
+        if self.is_stopped:
+            return
+        self._was_cut = True
+        for link in self._opened():
+            link.cut()
+        # The machines end a subscription at once where no link is up, and know its numbers when it comes again.
+        again = self._acks.begin_anew()
+        channels = tuple(subject.name for subject in again if not subject.is_pattern)
+        patterns = tuple(subject.name for subject in again if subject.is_pattern)
+        self._channels.driver.handle(Unsubscribe(channels))
+        if self._patterns is not None:
+            self._patterns.driver.handle(UnsubscribePatterns(patterns))
+        for subject in again:
+            kind = "psubscribe" if subject.is_pattern else "ssubscribe" if subject.is_sharded else "subscribe"
+            self._acks.request(kind, subject.name)
+        self._channels.driver.handle(Subscribe(channels))
+        if self._patterns is not None:
+            self._patterns.driver.handle(SubscribePatterns(patterns))
 
     def stop(self) -> None:
         """End at once."""
@@ -181,7 +240,7 @@ class Feed:
         if type(action) is Deliver:
             if self._acks.held:
                 self._release_for(action.messages)
-            self._queue.extend(action.messages)
+            self._queue.extend(map(_told_apart, action.messages) if self._has_sharded else action.messages)
             return
         kind = cast("type[object]", type(action))
         is_pattern = work is not self._channels
@@ -196,7 +255,8 @@ class Feed:
         elif kind is SubscriptionFailed:
             self._failed(action.channel, action.reason, is_pattern)
         elif kind is GapDetected:
-            self._note_gap(GapInfo(action.channel, action.publisher, action.count, action.reason))
+            channel, sharded = _users(action.channel)
+            self._note_gap(GapInfo(channel, action.publisher, action.count, action.reason, sharded=sharded))
         elif kind is PatternGapDetected:
             channel = action.pattern if action.channel is None else action.channel
             self._note_gap(GapInfo(channel, action.publisher, action.count, action.reason, action.pattern))
@@ -236,11 +296,13 @@ class Feed:
 
     def _put_acks(self, acks: Iterable[Ack]) -> None:
         for ack in acks:
-            self._queue.put(Notice(ack.kind, ack.channel, ack.count))
+            channel = ack.channel.removeprefix(SHARDED_PREFIX) if ack.kind in _SHARDED_KINDS else ack.channel
+            self._queue.put(Notice(ack.kind, channel, ack.count))
 
     def _failed(self, name: bytes, reason: str, is_pattern: bool) -> None:
         self._acknowledge(self._acks.failed(name, is_pattern=is_pattern))
-        self._queue.put(Failure(_errors.from_reply(reason), name, is_pattern))
+        name, sharded = (name, False) if is_pattern else _users(name)
+        self._queue.put(Failure(_errors.from_reply(reason), name, is_pattern, sharded))
 
     def _unreachable(self, work: _Work, reasons: dict[str, str]) -> None:
         """Tell the reader, unless it has not read the last such news."""
@@ -270,12 +332,13 @@ class Feed:
         """Keep the full queue bounded: at most one more unread gap per channel."""
         assert isinstance(gap.channel, bytes), "names are decoded by the reader"
         # One for all channels of a pattern: there is no bound to these.
-        subject = Subject(gap.pattern, True) if isinstance(gap.pattern, bytes) else Subject(gap.channel)
+        name = gap.pattern if isinstance(gap.pattern, bytes) else gap.channel
+        subject = (name, gap.pattern is not None, gap.sharded)
         unread = self._gaps_while_full.get(subject)
         if unread is not None and not unread.is_read:
             reason = f"several gaps; the latest: {gap.reason}"
-            unread.channel = subject.name
-            unread.data = GapInfo(subject.name, None, None, reason, gap.pattern)
+            unread.channel = name
+            unread.data = replace(gap, channel=name, publisher=None, count=None, reason=reason)
             return
         notice = self._gaps_while_full[subject] = Notice("gap", gap.channel, gap)
         self._queue.put(notice)
@@ -307,17 +370,18 @@ class Feed:
     def _drop_oldest(self) -> None:
         """Make room, and tell in the place of the messages what is missing."""
         queue = self._queue
-        for (channel, pattern), count in queue.drop_oldest().items():
-            reason = "the application reads too slowly: its oldest messages were dropped (when_full, max_queue)"
+        reason = "the application reads too slowly: its oldest messages were dropped (when_full, max_queue)"
+        for subject, count in queue.drop_oldest().items():
+            channel, pattern, sharded = subject
             self.gaps += 1
-            told = self._gaps_of_dropped.get((channel, pattern))
+            gap = GapInfo(channel, None, count, reason, pattern, sharded)
+            told = self._gaps_of_dropped.get(subject)
             if not self._wants_gaps:
-                self._log_gap(GapInfo(channel, None, count, reason, pattern))
+                self._log_gap(gap)
             elif told is not None and not told.is_read and isinstance(told.data, GapInfo):
-                told.data = GapInfo(channel, None, (told.data.count or 0) + count, reason, pattern)
+                told.data = replace(gap, count=count + (told.data.count or 0))
             else:
-                notice = Notice("gap", channel, GapInfo(channel, None, count, reason, pattern))
-                self._gaps_of_dropped[channel, pattern] = notice
+                notice = self._gaps_of_dropped[subject] = Notice("gap", channel, gap)
                 queue.put_first(notice)
 
     def _give_up(self) -> None:
@@ -369,3 +433,18 @@ class _Work:
         link = self.driver.link(name)
         fault: LinkError | None = link.fault if link is not None else None
         return redis.exceptions.ConnectionError(reason) if fault is None else _errors.from_link(fault)
+
+
+def _users(channel: bytes) -> tuple[bytes, bool]:
+    """Return the application's name of a channel, and whether it is a sharded one."""
+    if channel.startswith(SHARDED_PREFIX):
+        return channel[len(SHARDED_PREFIX) :], True
+    return channel, False
+
+
+def _told_apart(message: tuple[bytes, bytes]) -> tuple[bytes, bytes] | ShardedMessage:
+    """Return a message as the queue has it."""
+    channel, payload = message
+    if channel.startswith(SHARDED_PREFIX):
+        return ShardedMessage(channel[len(SHARDED_PREFIX) :], payload)
+    return message

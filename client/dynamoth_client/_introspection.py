@@ -1,8 +1,8 @@
 """PUBSUB CHANNELS, NUMSUB and NUMPAT for the whole cluster: every server is asked, and the answers are merged.
 
 What belongs to Dynamoth itself does not show: names under the reserved prefix, the agents' pattern. A replicated
-channel shows under the application's name. A question opens connections of its own and closes them: this is for people
-and for monitoring. It is about the servers that this client knows of.
+channel shows under the application's name. Sharded channels are asked for by themselves. A question opens connections
+of its own and closes them: this is for people and for monitoring. It is about the servers that this client knows of.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ import redis.exceptions
 from dynamoth.envelope import EPOCH_MAX
 from dynamoth.errors import MalformedMessage
 from dynamoth.events import CommandPart, ErrorReply
-from dynamoth.names import RESERVED_PREFIX, is_user_channel, logical_channel, replica_channel
+from dynamoth.names import (
+    RESERVED_PREFIX,
+    SHARDED_PREFIX,
+    is_user_channel,
+    logical_channel,
+    replica_channel,
+    sharded_channel,
+)
 from dynamoth.plan import Entry, Location, Mode, Route, Server
 from dynamoth.stored_plan import parse_entry, read_entry
 from dynamoth_client import _errors
@@ -29,31 +36,31 @@ AGENT_PATTERNS = 1
 """The patterns of an agent, at its server: ``*``."""
 
 _EPOCH_DIGITS_MAX = len(b"%x" % EPOCH_MAX)
-_REPLICA_PREFIX = replica_channel(b"", 0).removesuffix(b"0:")
 
 _Replies = dict[str, list[Any]]
 """By server: the replies to the commands, in their order."""
 
 
-async def read_channels(cluster: Cluster, pattern: bytes) -> list[bytes]:
+async def read_channels(cluster: Cluster, pattern: bytes, *, sharded: bool = False) -> list[bytes]:
     """Return the channels that match ``pattern``, as Redis understands it, and that somebody listens to; sorted.
 
-    Those that are only subscribed to by pattern are not among them, as in Redis.
+    ``sharded`` asks for the sharded channels, by the applications' names, and for no others. Those that are only
+    subscribed to by pattern are not among them, as in Redis.
 
     Raises:
         redis.exceptions.ConnectionError: a server cannot be reached, or none gave a plan; the text names it.
         redis.exceptions.ResponseError: a server refused.
 
     """
-    replies = await _ask_all(cluster, [(b"PUBSUB", b"CHANNELS", each) for each in physical_globs(pattern)])
-    return merge_channels(name for lists in replies.values() for names in lists for name in names)
+    replies = await _ask_all(cluster, [(b"PUBSUB", b"CHANNELS", each) for each in physical_globs(pattern, sharded)])
+    return merge_channels((name for lists in replies.values() for names in lists for name in names), sharded)
 
 
 async def count_subscribers(cluster: Cluster, channels: Sequence[bytes]) -> list[int]:
     """Return the number of subscribers of each of ``channels``, in their order. Raises as ``read_channels``.
 
-    A subscriber is counted once, however many replicas it listens at. While a channel moves, a subscriber that listens
-    at both places is counted at both.
+    Sharded channels are named with their prefix. A subscriber is counted once, however many replicas it listens at.
+    While a channel moves, a subscriber that listens at both places is counted at both.
     """
     if not channels:
         return []
@@ -90,25 +97,31 @@ async def count_patterns(cluster: Cluster) -> int:
 # Merging.
 
 
-def physical_globs(pattern: bytes) -> list[bytes]:
+def physical_globs(pattern: bytes, sharded: bool = False) -> list[bytes]:
     """Return the globs that match exactly the physical names of the channels that ``pattern`` matches, or control.
 
     Replicated channels have their epoch, some hexadecimal digits, before their name. ``*`` for these would match a
     part of a name that has a colon, too.
     """
+    single = sharded_channel(b"") if sharded else b""
+    prefix = replica_channel(single, 0).removesuffix(b"0:")
     digits = (b"[0-9a-f]" * count for count in range(1, _EPOCH_DIGITS_MAX + 1))
-    return [pattern, *(_REPLICA_PREFIX + each + b":" + pattern for each in digits)]
+    return [single + pattern, *(prefix + each + b":" + pattern for each in digits)]
 
 
-def merge_channels(physical: Iterable[bytes]) -> list[bytes]:
-    """Return the applications' names of physical channels, each once, sorted; our own are left out."""
-    return sorted(
-        {
-            logical_channel(name)
-            for name in physical
-            if is_user_channel(name) or not name.startswith(RESERVED_PREFIX)  # the latter: __keyspace@0__:...
-        }
-    )
+def merge_channels(physical: Iterable[bytes], sharded: bool = False) -> list[bytes]:
+    """Return the applications' names of physical channels, each once, sorted; our own are left out.
+
+    Either of the sharded channels, or of the others.
+    """
+    logical = {
+        logical_channel(name)
+        for name in physical
+        if is_user_channel(name) or not name.startswith(RESERVED_PREFIX)  # the latter: __keyspace@0__:...
+    }
+    if sharded:
+        return sorted(name.removeprefix(SHARDED_PREFIX) for name in logical if name.startswith(SHARDED_PREFIX))
+    return sorted(name for name in logical if not name.startswith(SHARDED_PREFIX))
 
 
 def merge_subscribers(channel: bytes, routes: Iterable[Route], counts: Mapping[Location, int]) -> int:

@@ -14,31 +14,41 @@ import redis.asyncio
 import redis.asyncio.client
 import redis.exceptions
 
-from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES
+from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES, SHARDED_PREFIX
 from dynamoth_client._cluster import Cluster
 from dynamoth_client._feed import Feed
-from dynamoth_client._queue import MAX_QUEUE, WHEN_FULL, Failure, GapInfo, Item, MessageQueue, Notice, WhenFull
+from dynamoth_client._queue import (
+    MAX_QUEUE,
+    WHEN_FULL,
+    Failure,
+    GapInfo,
+    Item,
+    MessageQueue,
+    Notice,
+    ShardedMessage,
+    WhenFull,
+)
 from dynamoth_client._settings import Encoder
 from dynamoth_client.pattern_subscription import PatternMessage
 
 Channel = bytes | str | memoryview
 Handler = Callable[[dict[str, Any]], Any]
 GapHandler = Callable[[GapInfo], Awaitable[None] | None]
+_Unusual = PatternMessage | ShardedMessage | Notice | Failure
 
 TURN_ITEMS_MAX = 256
 """Items that a reader takes, at most, before others on the event loop get their turn; also in one list of ``batches``:
 many more would make the garbage collector look at them."""
 
 _NOT_CONNECTED = "pubsub connection not set: did you forget to call subscribe() or psubscribe()?"
-_NO_SHARDED = "sharded channels come with a later release: subscribe to the channels by name"
 
 
 class PubSub(redis.asyncio.client.PubSub):
     """Subscriptions, read with redis-py's methods; the servers and the moves of channels between them do not show.
 
-    What is promised (G1-G3 of the README) begins for a channel with its ``subscribe`` message, for a pattern with its
-    ``psubscribe`` message: from then on every message is delivered once, and in order per publisher. Besides
-    redis-py's arguments:
+    What is promised (G1-G3 of the README) begins for a channel with its ``subscribe`` (``ssubscribe``) message, for a
+    pattern with its ``psubscribe`` message: from then on every message is delivered once, and in order per publisher.
+    Besides redis-py's arguments:
 
     Args:
         on_gap: called, or awaited, with a :class:`GapInfo` where messages were lost or may have been, in its place
@@ -57,15 +67,21 @@ class PubSub(redis.asyncio.client.PubSub):
     * A lost connection is made again without an exception; it shows as a gap. Only when no server of the subscribed
       channels can be reached for ``socket_connect_timeout`` (5 s if None) do ``get_message`` and ``listen`` raise
       ConnectionError or AuthenticationError, and again each time as long; the PubSub goes on trying and can be read on.
+    * ``connection`` is None or what stands for all connections: it has ``is_connected``, and ``disconnect``, which cuts
+      them. After that, and no other loss, every subscription is acknowledged again, as redis-py does after each.
     * The first ``subscribe`` raises when the plan cannot be read from any server, and nothing is subscribed then.
     * A pattern needs a connection to every server. One that is away for 5 s is done without, and that is a gap.
-    * Sharded channels and channels that belong to one server (``__keyspace@...``) are refused with an error.
+    * Sharded channels (``ssubscribe``) are channels with names of their own, which live, move and are replicated as
+      others do, on servers of any version. A plain Redis client neither sees nor sends their messages.
+    * Channels that belong to one server (``__keyspace@...``) are refused with an error.
     """
 
     channels: dict[Channel, Handler | None]
     patterns: dict[Channel, Handler | None]
+    shard_channels: dict[Channel, Handler | None]
     pending_unsubscribe_channels: set[Channel]
     pending_unsubscribe_patterns: set[Channel]
+    pending_unsubscribe_shard_channels: set[Channel]
 
     def __init__(
         self,
@@ -107,7 +123,7 @@ class PubSub(redis.asyncio.client.PubSub):
     def __del__(self) -> None:
         """End the feed of a PubSub that was dropped without ``aclose``."""
         feed: Feed | None = getattr(self, "_feed", None)
-        if feed is not None and feed.is_connected and not feed.loop.is_closed():
+        if feed is not None and not feed.is_stopped and not feed.loop.is_closed():
             feed.loop.call_soon_threadsafe(feed.stop)
 
     # The life of a PubSub.
@@ -115,12 +131,17 @@ class PubSub(redis.asyncio.client.PubSub):
     async def connect(self) -> None:
         """Get ready: read the plan, if this client has not. Connections are opened when channels need them.
 
+        Always gives others on the event loop a turn.
+
         Raises:
             redis.exceptions.ConnectionError: no server gave a plan.
             RuntimeError: the client belongs to another event loop.
 
         """
+        is_open = self._feed is not None
         await self._opened()
+        if is_open:
+            await asyncio.sleep(0)
 
     async def aclose(self) -> None:
         """End all subscriptions; what has not been read is dropped. The PubSub can be used again."""
@@ -137,7 +158,7 @@ class PubSub(redis.asyncio.client.PubSub):
     @property
     def subscribed(self) -> bool:
         """Whether there are subscriptions, confirmed or not; True as soon as ``subscribe`` has begun."""
-        return bool(self.channels or self.patterns)
+        return bool(self.channels or self.patterns or self.shard_channels)
 
     @property
     def gaps_detected(self) -> int:
@@ -168,7 +189,13 @@ class PubSub(redis.asyncio.client.PubSub):
         await self._request(lambda feed: feed.subscribe(encoded))
 
     def unsubscribe(self, *args: Any) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Unsubscribe from channels, or from all; confirmed by messages of type ``unsubscribe``."""
+        """Unsubscribe from channels, or from all; confirmed by messages of type ``unsubscribe``.
+
+        Raises ``redis.exceptions.DataError`` for what is a sharded channel inside: ``sunsubscribe`` is for these.
+        """
+        for name in _flat(args) if args else ():
+            if (encoded_name := self._encode(name)).startswith(SHARDED_PREFIX):
+                _refuse_unroutable(encoded_name)
         encoded = self._to_end(args, self.channels, self.pending_unsubscribe_channels)
         if encoded:
             return self._request(lambda feed: feed.unsubscribe(encoded))
@@ -196,9 +223,24 @@ class PubSub(redis.asyncio.client.PubSub):
         self.pending_unsubscribe_patterns.difference_update(named)
         await self._request(lambda feed: feed.psubscribe(encoded))
 
-    async def ssubscribe(self, *args: Any, target_node: Any = None, **kwargs: Any) -> None:
-        """Refuse. Raises ``redis.exceptions.PubSubError``."""
-        raise redis.exceptions.PubSubError(_NO_SHARDED)
+    async def ssubscribe(self, *args: Any, target_node: Any = None, **kwargs: Handler) -> None:
+        """Subscribe to sharded channels, which have names of their own, as ``subscribe`` does to channels.
+
+        Confirmed by messages of type ``ssubscribe``; messages are of type ``smessage``. ``target_node`` is that of
+        redis-py's cluster client: without a meaning here.
+
+        Raises:
+            redis.exceptions.ConnectionError: the plan cannot be read from any server; nothing is subscribed.
+
+        """
+        wanted = _subscriptions(args, kwargs)
+        if not wanted:
+            raise redis.exceptions.ResponseError("wrong number of arguments for 'ssubscribe' command: name a channel")
+        encoded = [self._encode(channel) for channel in wanted]
+        named = self._named(encoded, wanted.values())
+        self.shard_channels.update(named)
+        self.pending_unsubscribe_shard_channels.difference_update(named)
+        await self._request(lambda feed: feed.ssubscribe(encoded))
 
     def punsubscribe(self, *args: Any) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Unsubscribe from patterns, or from all; confirmed by messages of type ``punsubscribe``."""
@@ -208,7 +250,10 @@ class PubSub(redis.asyncio.client.PubSub):
         return self._request(lambda feed: feed.acknowledge_nothing("punsubscribe"))
 
     def sunsubscribe(self, *args: Any, target_node: Any = None) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Acknowledge as Redis does where no sharded channel is subscribed to."""
+        """Unsubscribe from sharded channels, or from all; confirmed by messages of type ``sunsubscribe``."""
+        encoded = self._to_end(args, self.shard_channels, self.pending_unsubscribe_shard_channels)
+        if encoded:
+            return self._request(lambda feed: feed.sunsubscribe(encoded))
         return self._request(lambda feed: feed.acknowledge_nothing("sunsubscribe"))
 
     async def ping(self, message: Any = None) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -246,7 +291,7 @@ class PubSub(redis.asyncio.client.PubSub):
             if item is None:
                 return None
         if type(item) is not tuple:
-            return await self._unusual(cast("PatternMessage | Notice | Failure", item), ignore_subscribe_messages)
+            return await self._unusual(cast("_Unusual", item), ignore_subscribe_messages)
         message = self._message(item)
         handler = self.channels.get(message["channel"])
         if handler is None:
@@ -256,7 +301,7 @@ class PubSub(redis.asyncio.client.PubSub):
 
     async def listen(self) -> AsyncIterator[dict[str, Any]]:
         """Yield messages until the last unsubscription has been read. Raises as ``get_message``."""
-        while self.channels or self.patterns:
+        while self.channels or self.patterns or self.shard_channels:
             item = self._pop()
             if item is None:
                 item = await self._take(None)
@@ -268,7 +313,7 @@ class PubSub(redis.asyncio.client.PubSub):
                 else:
                     await _call(handler, message)
             elif item is not None:
-                unusual = await self._unusual(cast("PatternMessage | Notice | Failure", item), ignored=False)
+                unusual = await self._unusual(cast("_Unusual", item), ignored=False)
                 if unusual is not None:
                     yield unusual
 
@@ -277,7 +322,7 @@ class PubSub(redis.asyncio.client.PubSub):
 
         For applications that read very much.
         """
-        while self.channels or self.patterns:
+        while self.subscribed:
             item = await self._take(None)
             if item is None:
                 continue
@@ -302,16 +347,16 @@ class PubSub(redis.asyncio.client.PubSub):
                 if decodes:
                     message = self._message(item)
                 handler = channels.get(message["channel"])
-            elif isinstance(item, PatternMessage):
-                message = self._matched(item)
-                handler = self.patterns.get(message["pattern"])
-            else:
+                if handler is None:
+                    batch.append(message)
+                else:
+                    await _call(handler, message)
+            elif isinstance(item, (Notice, Failure)):
                 items.appendleft(item)
                 break
-            if handler is None:
-                batch.append(message)
             else:
-                await _call(handler, message)
+                unusual = await self._unusual(cast("_Unusual", item), ignored=False)
+                batch += [] if unusual is None else [unusual]
         if self._queue.is_full:
             self._queue.relieve()
 
@@ -330,6 +375,8 @@ class PubSub(redis.asyncio.client.PubSub):
             return [kind, None if item.channel is None else self._name(item.channel), self._data(item)]
         if isinstance(item, PatternMessage):
             return [self._name(b"pmessage"), *list(self._matched(item).values())[1:]]
+        if isinstance(item, ShardedMessage):
+            return [self._name(b"smessage"), self._name(item.channel), self._name(item.payload)]
         return [self._name(b"message"), self._name(item[0]), self._name(item[1])]
 
     def _pop(self) -> Item | None:
@@ -385,16 +432,24 @@ class PubSub(redis.asyncio.client.PubSub):
         pattern, channel, payload = self._name(item.pattern), self._name(item.channel), self._name(item.payload)
         return {"type": "pmessage", "pattern": pattern, "channel": channel, "data": payload}
 
-    async def _unusual(self, item: PatternMessage | Notice | Failure, ignored: bool) -> dict[str, Any] | None:
+    def _sharded(self, item: ShardedMessage) -> dict[str, Any]:
+        channel, payload = self._name(item.channel), self._name(item.payload)
+        return {"type": "smessage", "pattern": None, "channel": channel, "data": payload}
+
+    async def _unusual(self, item: _Unusual, ignored: bool) -> dict[str, Any] | None:
         """Do as ``get_message`` with what is no plain message of a channel."""
         if isinstance(item, PatternMessage):
             message = self._matched(item)
             handler = self.patterns.get(message["pattern"])
-            if handler is None:
-                return message
-            await _call(handler, message)
-            return None
-        return await self._notice(item, ignored)
+        elif isinstance(item, ShardedMessage):
+            message = self._sharded(item)
+            handler = self.shard_channels.get(message["channel"])
+        else:
+            return await self._notice(item, ignored)
+        if handler is None:
+            return message
+        await _call(handler, message)
+        return None
 
     async def _notice(self, item: Notice | Failure, ignored: bool) -> dict[str, Any] | None:
         if isinstance(item, Failure):
@@ -413,6 +468,9 @@ class PubSub(redis.asyncio.client.PubSub):
         elif kind == "punsubscribe" and name in self.pending_unsubscribe_patterns:
             self.pending_unsubscribe_patterns.remove(name)
             self.patterns.pop(name, None)
+        elif kind == "sunsubscribe" and name in self.pending_unsubscribe_shard_channels:
+            self.pending_unsubscribe_shard_channels.remove(name)
+            self.shard_channels.pop(name, None)
         return None if ignored or self.ignore_subscribe_messages else message
 
     async def _gap(self, message: dict[str, Any]) -> dict[str, Any] | None:
@@ -428,6 +486,9 @@ class PubSub(redis.asyncio.client.PubSub):
             if failure.is_pattern:
                 self.patterns.pop(name, None)
                 self.pending_unsubscribe_patterns.discard(name)
+            elif failure.is_sharded:
+                self.shard_channels.pop(name, None)
+                self.pending_unsubscribe_shard_channels.discard(name)
             else:
                 self.channels.pop(name, None)
                 self.pending_unsubscribe_channels.discard(name)
@@ -497,6 +558,8 @@ class PubSub(redis.asyncio.client.PubSub):
         self.pending_unsubscribe_channels = set()
         self.patterns = {}
         self.pending_unsubscribe_patterns = set()
+        self.shard_channels = {}
+        self.pending_unsubscribe_shard_channels = set()
 
     # Names.
 

@@ -23,7 +23,7 @@ class GapInfo:
     ``channel`` is decoded as messages are; it is the pattern where messages of any channel that matches may be missing.
     ``pattern`` is the pattern that the gap is of, None for a channel that was subscribed to by name. ``publisher`` is
     the 64-bit id of the client whose messages are missing, None for any. ``count`` is how many, None for unknown, 0
-    included. ``reason`` is for people.
+    included. ``reason`` is for people. ``sharded`` tells that the channel is a sharded one.
     """
 
     channel: bytes | str
@@ -31,6 +31,15 @@ class GapInfo:
     count: int | None
     reason: str
     pattern: bytes | str | None = None
+    sharded: bool = False
+
+
+@dataclass(slots=True)
+class ShardedMessage:
+    """A message of a sharded channel, by the application's name of it."""
+
+    channel: bytes
+    payload: bytes
 
 
 @dataclass(slots=True)
@@ -49,17 +58,18 @@ class Notice:
 
 @dataclass(slots=True)
 class Failure:
-    """An error for whoever reads next. ``channel`` is that (or the pattern) of a subscription that is gone, if any."""
+    """An error for whoever reads next. ``channel``, or the pattern, is that of a subscription that is gone, if any."""
 
     error: redis.exceptions.RedisError
     channel: bytes | None = None
     is_pattern: bool = False
+    is_sharded: bool = False
 
 
-Dropped = tuple[bytes, bytes | None]
-"""A channel, and the pattern that its messages came for, if any."""
+Dropped = tuple[bytes, bytes | None, bool]
+"""A channel, the pattern that its messages came for, if any, and whether it is a sharded channel."""
 
-Item = tuple[bytes, bytes] | PatternMessage | Notice | Failure
+Item = tuple[bytes, bytes] | PatternMessage | ShardedMessage | Notice | Failure
 """A plain pair is a message of a channel: channel and payload."""
 
 
@@ -127,9 +137,11 @@ class MessageQueue:
         for _ in range(len(items) - self.bound + max(1, self.bound // DROPPED_RATIO)):
             item = items.popleft()
             if isinstance(item, tuple):
-                dropped[item[0], None] += 1
+                dropped[item[0], None, False] += 1
+            elif isinstance(item, ShardedMessage):
+                dropped[item.channel, None, True] += 1
             elif isinstance(item, PatternMessage):
-                dropped[item.channel, item.pattern] += 1
+                dropped[item.channel, item.pattern, False] += 1
             else:
                 kept.append(item)
         items.extendleft(reversed(kept))

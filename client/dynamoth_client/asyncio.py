@@ -14,7 +14,7 @@ from typing import Any, cast
 import redis.asyncio
 import redis.exceptions
 
-from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES
+from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES, sharded_channel
 from dynamoth.plan import Mode
 from dynamoth_client import _introspection
 from dynamoth_client._cluster import Cluster
@@ -172,10 +172,21 @@ class Redis(redis.asyncio.Redis):
         publishing = self._cluster.publishing() or await self._cluster.open_publishing()
         return await publishing.publish(name, payload)
 
+    async def spublish(self, shard_channel: Any, message: Any) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Publish ``message`` on a sharded channel, as :meth:`publish` on a channel: only ``ssubscribe`` hears it.
+
+        Raises as ``publish``.
+        """
+        name, payload = sharded_channel(self._encode(shard_channel)), self._encode(message)
+        publishing = self._cluster.publishing() or await self._cluster.open_publishing()
+        return await publishing.publish(name, payload)
+
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Execute a command at the first server; PUBLISH is routed as by :meth:`publish`."""
+        """Execute a command at the first server; PUBLISH and SPUBLISH are routed as by :meth:`publish`."""
         if len(args) == 3 and args[0] in ("PUBLISH", "publish", b"PUBLISH", b"publish"):
             return await self.publish(args[1], args[2], **options)
+        if len(args) == 3 and args[0] in ("SPUBLISH", "spublish", b"SPUBLISH", b"spublish"):
+            return await self.spublish(args[1], args[2])
         return await self._execute_here(*args, **options)
 
     def pubsub(self, **kwargs: Any) -> PubSub:
@@ -185,7 +196,7 @@ class Redis(redis.asyncio.Redis):
     async def pubsub_channels(self, pattern: Any = "*", **kwargs: Any) -> list[Any]:
         """Return the channels of the whole cluster that match ``pattern`` and have subscribers, sorted.
 
-        These three ask every server that this client knows of; names and patterns of Dynamoth itself do not show.
+        These five ask every server that this client knows of; names and patterns of Dynamoth itself do not show.
         Keyword arguments are those of redis-py's cluster client (``target_nodes``): without a meaning here.
 
         Raises:
@@ -204,6 +215,17 @@ class Redis(redis.asyncio.Redis):
         """
         channels = [self._encode(channel) for channel in args]
         counts = await _introspection.count_subscribers(self._cluster, channels)
+        return [(self._encoder.decode(channel), count) for channel, count in zip(channels, counts, strict=True)]
+
+    async def pubsub_shardchannels(self, pattern: Any = "*", **kwargs: Any) -> list[Any]:
+        """Return the sharded channels of the whole cluster, as ``pubsub_channels`` does the others."""
+        found = await _introspection.read_channels(self._cluster, self._encode(pattern), sharded=True)
+        return [self._encoder.decode(channel) for channel in found]
+
+    async def pubsub_shardnumsub(self, *args: Any, **kwargs: Any) -> list[tuple[Any, int]]:
+        """Return sharded channels with their numbers of subscribers, as ``pubsub_numsub`` does others."""
+        channels = [self._encode(channel) for channel in args]
+        counts = await _introspection.count_subscribers(self._cluster, [sharded_channel(name) for name in channels])
         return [(self._encoder.decode(channel), count) for channel, count in zip(channels, counts, strict=True)]
 
     async def pubsub_numpat(self, **kwargs: Any) -> int:

@@ -121,6 +121,8 @@ class PatternSubscription:
         """
         if name == self.names[-1]:
             channel = logical_channel(physical)
+            if channel.startswith(RESERVED_PREFIX):  # a plain client's: no replica of ours is named so
+                return None
             return channel if self._glob.fullmatch(channel) else None
         if physical.startswith(RESERVED_PREFIX) or not is_user_channel(physical):
             return None

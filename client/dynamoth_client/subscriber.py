@@ -49,7 +49,7 @@ from dynamoth.envelope import (
 )
 from dynamoth.errors import MalformedMessage, UnknownMode
 from dynamoth.events import Connect, Disconnect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
-from dynamoth.names import ANNOUNCE_CHANNEL, RESERVED_PREFIX, inbox
+from dynamoth.names import ANNOUNCE_CHANNEL, inbox, is_own_channel
 from dynamoth.plan import Location, Mode, Phase, Route
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.sequences import Gap, Sequences
@@ -227,7 +227,7 @@ class SubscriberMachine:
                 return [SubscriptionConfirmed(channel)]
             subscription.confirmations_owed += 1
             return []
-        if channel.startswith(RESERVED_PREFIX):
+        if is_own_channel(channel):
             return [SubscriptionFailed(channel, "channels under this prefix are Dynamoth's own: choose another name")]
         route = self._plan.route(channel)
         sequences = self._ended.pop(channel, None) or Sequences(self.options.hold_s_max)

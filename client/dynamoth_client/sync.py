@@ -14,7 +14,7 @@ from typing import Any, Self, cast
 import redis
 import redis.exceptions
 
-from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES
+from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES, sharded_channel
 from dynamoth_client import _introspection
 from dynamoth_client._cluster import Cluster
 from dynamoth_client._settings import (
@@ -152,10 +152,19 @@ class Redis(redis.Redis):
                 raise redis.exceptions.DataError(f"{name!r} is one of Dynamoth's own channels: choose another name")
         return self._cluster.publish(name, payload)
 
+    def spublish(self, shard_channel: Any, message: Any) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Publish ``message`` on a sharded channel, as :meth:`publish` on a channel: only ``ssubscribe`` hears it.
+
+        Raises as ``publish``.
+        """
+        return self._cluster.publish(sharded_channel(self._encode(shard_channel)), self._encode(message))
+
     def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Execute a command at the first server; PUBLISH is routed as by :meth:`publish`."""
+        """Execute a command at the first server; PUBLISH and SPUBLISH are routed as by :meth:`publish`."""
         if len(args) == 3 and args[0] in ("PUBLISH", "publish", b"PUBLISH", b"publish"):
             return self.publish(args[1], args[2], **options)
+        if len(args) == 3 and args[0] in ("SPUBLISH", "spublish", b"SPUBLISH", b"spublish"):
+            return self.spublish(args[1], args[2])
         return self._execute_here(*args, **options)
 
     def pubsub(self, **kwargs: Any) -> PubSub:
@@ -165,7 +174,7 @@ class Redis(redis.Redis):
     def pubsub_channels(self, pattern: Any = "*", **kwargs: Any) -> list[Any]:
         """Return the channels of the whole cluster that match ``pattern``.
 
-        This and the next two are those of :class:`dynamoth_client.asyncio.Redis`.
+        This and the next four are those of :class:`dynamoth_client.asyncio.Redis`.
         """
         found = self._cluster.call(_introspection.read_channels, self._cluster.cluster, self._encode(pattern))
         return [self._encoder.decode(channel) for channel in found]
@@ -174,6 +183,19 @@ class Redis(redis.Redis):
         """Return channels with their numbers of subscribers in the whole cluster."""
         channels = [self._encode(channel) for channel in args]
         counts = self._cluster.call(_introspection.count_subscribers, self._cluster.cluster, channels)
+        return [(self._encoder.decode(channel), count) for channel, count in zip(channels, counts, strict=True)]
+
+    def pubsub_shardchannels(self, pattern: Any = "*", **kwargs: Any) -> list[Any]:
+        """Return the sharded channels of the whole cluster that match ``pattern``."""
+        read = partial(_introspection.read_channels, sharded=True)
+        found = self._cluster.call(read, self._cluster.cluster, self._encode(pattern))
+        return [self._encoder.decode(channel) for channel in found]
+
+    def pubsub_shardnumsub(self, *args: Any, **kwargs: Any) -> list[tuple[Any, int]]:
+        """Return sharded channels with their numbers of subscribers in the whole cluster."""
+        channels = [self._encode(channel) for channel in args]
+        names = [sharded_channel(name) for name in channels]
+        counts = self._cluster.call(_introspection.count_subscribers, self._cluster.cluster, names)
         return [(self._encoder.decode(channel), count) for channel, count in zip(channels, counts, strict=True)]
 
     def pubsub_numpat(self, **kwargs: Any) -> int:

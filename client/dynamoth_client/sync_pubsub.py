@@ -16,7 +16,17 @@ import redis.client
 import redis.exceptions
 
 from dynamoth_client import _pubsub
-from dynamoth_client._queue import MAX_QUEUE, Failure, GapInfo, Item, MessageQueue, Notice, WhenFull
+from dynamoth_client._feed import Feed
+from dynamoth_client._queue import (
+    MAX_QUEUE,
+    Failure,
+    GapInfo,
+    Item,
+    MessageQueue,
+    Notice,
+    ShardedMessage,
+    WhenFull,
+)
 from dynamoth_client.pattern_subscription import PatternMessage
 from dynamoth_client.sync_cluster import SyncCluster, stand_in
 
@@ -36,11 +46,21 @@ class _Subscription:
     handler: Handler | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Inherited:
+    """What the parent of a forked child had subscribed to, with the handlers."""
+
+    channels: dict[Any, Handler | None]
+    patterns: dict[Any, Handler | None]
+    shard_channels: dict[Any, Handler | None]
+
+
 class _Inner(_pubsub.PubSub):
     """The asynchronous PubSub, whose items are taken by a thread. Handlers and gaps are left to that thread."""
 
     message = _pubsub.PubSub._message  # pyright: ignore[reportPrivateUsage]
     matched = _pubsub.PubSub._matched  # pyright: ignore[reportPrivateUsage]
+    sharded = _pubsub.PubSub._sharded  # pyright: ignore[reportPrivateUsage]
 
     def __init__(self, *args: Any, make_room: Callable[[Callable[[], object]], None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -90,10 +110,32 @@ class _Inner(_pubsub.PubSub):
         """Take note of what is no message; return what the application is to see of it. Raises a Failure's error."""
         return await self._notice(item, ignored)
 
-    def inherit(self, channels: Mapping[Any, Handler | None], patterns: Mapping[Any, Handler | None]) -> None:
+    def inherit(self, inherited: _Inherited) -> None:
         """Say what will be subscribed to soon."""
-        self.channels.update(channels)
-        self.patterns.update(patterns)
+        self.channels.update(inherited.channels)
+        self.patterns.update(inherited.patterns)
+        self.shard_channels.update(inherited.shard_channels)
+
+
+class Connection:
+    """What stands for all connections of a PubSub, with what applications use of redis-py's."""
+
+    def __init__(self, feed: Feed, cluster: SyncCluster) -> None:
+        self._feed = feed
+        self._cluster = cluster
+
+    @property
+    def is_connected(self) -> bool:
+        """False after ``disconnect`` until a connection is made again, and after the end of the subscriptions."""
+        return self._feed.is_connected
+
+    def disconnect(self, *args: Any) -> None:
+        """Cut all connections; they are made again at once, and every subscription is acknowledged again.
+
+        Arguments are those of redis-py: without a meaning here.
+        """
+        if self._cluster.is_open:
+            self._cluster.call(self._feed.disconnect)
 
 
 class PubSub(redis.client.PubSub):
@@ -121,8 +163,6 @@ class PubSub(redis.client.PubSub):
         **kwargs: Any,
     ) -> None:
         super().__init__(connection_pool, **kwargs)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
-        self.shard_channels = {}
-        self.pending_unsubscribe_shard_channels = set[Any]()
         self._cluster = cluster
         self._on_gap = on_gap
         self._gaps = gaps
@@ -139,8 +179,8 @@ class PubSub(redis.client.PubSub):
             make_room=cluster.call_soon,
         )
         self._inner = self._make_inner()
-        #: What to subscribe to again in a forked child, channels and patterns, until that has been done.
-        self._inherited: tuple[dict[Any, Handler | None], dict[Any, Handler | None]] | None = None
+        #: What to subscribe to again in a forked child, until that has been done.
+        self._inherited: _Inherited | None = None
         cluster.followers.add(self)
 
     def __del__(self) -> None:
@@ -167,6 +207,16 @@ class PubSub(redis.client.PubSub):
         return self._inner.patterns
 
     @property
+    def shard_channels(self) -> dict[Any, Any]:
+        """The sharded channels that are subscribed to, confirmed or not, with their handlers."""
+        return self._inner.shard_channels
+
+    @shard_channels.setter
+    def shard_channels(self, value: dict[Any, Any]) -> None:
+        """Replace the handlers, as redis-py lets one."""
+        self._inner.shard_channels = value
+
+    @property
     def pending_unsubscribe_channels(self) -> set[Any]:  # type: ignore[override]
         """Channels whose unsubscription has been asked for, and not been read."""
         return self._inner.pending_unsubscribe_channels
@@ -177,9 +227,15 @@ class PubSub(redis.client.PubSub):
         return self._inner.pending_unsubscribe_patterns
 
     @property
+    def pending_unsubscribe_shard_channels(self) -> set[Any]:  # type: ignore[override]
+        """Sharded channels whose unsubscription has been asked for, and not been read."""
+        return self._inner.pending_unsubscribe_shard_channels
+
+    @property
     def connection(self) -> Any:
-        """What is connected, or None: not one of redis-py's connections."""
-        return self._inner.connection
+        """A :class:`Connection`, or None before the first subscription."""
+        feed = self._inner.connection
+        return None if feed is None else Connection(feed, self._cluster)
 
     @connection.setter
     def connection(self, value: None) -> None:
@@ -224,11 +280,14 @@ class PubSub(redis.client.PubSub):
         inner, self._inner = self._inner, self._make_inner()
         self.subscribed_event = threading.Event()
         self._lock = threading.RLock()
-        channels = {name: h for name, h in inner.channels.items() if name not in inner.pending_unsubscribe_channels}
-        patterns = {name: h for name, h in inner.patterns.items() if name not in inner.pending_unsubscribe_patterns}
-        if channels or patterns:
-            self._inherited = channels, patterns
-            self._inner.inherit(channels, patterns)
+        inherited = _Inherited(
+            _kept(inner.channels, inner.pending_unsubscribe_channels),
+            _kept(inner.patterns, inner.pending_unsubscribe_patterns),
+            _kept(inner.shard_channels, inner.pending_unsubscribe_shard_channels),
+        )
+        self._inner.inherit(inherited)
+        if self._inner.subscribed:
+            self._inherited = inherited
 
     # Subscribing.
 
@@ -249,7 +308,7 @@ class PubSub(redis.client.PubSub):
         self._call(self._inner.psubscribe, *args, **kwargs)
 
     def ssubscribe(self, *args: Any, target_node: Any = None, **kwargs: Handler) -> None:
-        """Refuse. Raises ``redis.exceptions.PubSubError``."""
+        """Subscribe to sharded channels, which have names of their own, as ``subscribe`` does to channels."""
         self._call(self._inner.ssubscribe, *args, **kwargs)
 
     def unsubscribe(self, *args: Any) -> None:
@@ -261,7 +320,7 @@ class PubSub(redis.client.PubSub):
         self._call(self._inner.punsubscribe, *args)
 
     def sunsubscribe(self, *args: Any, target_node: Any = None) -> None:
-        """Acknowledge as Redis does where no sharded channel is subscribed to."""
+        """Unsubscribe from sharded channels, or from all; confirmed by messages of type ``sunsubscribe``."""
         self._call(self._inner.sunsubscribe, *args)
 
     def ping(self, message: Any = None) -> bool:
@@ -355,7 +414,7 @@ class PubSub(redis.client.PubSub):
         As the asynchronous PubSub's: every channel needs a handler (``redis.exceptions.PubSubError``), and an error
         goes to ``exception_handler`` if there is one.
         """
-        for name, handler in [*self.channels.items(), *self.patterns.items()]:
+        for name, handler in [*self.channels.items(), *self.patterns.items(), *self.shard_channels.items()]:
             if handler is None:
                 raise redis.exceptions.PubSubError(f"{name!r} has no handler registered")
         while self.subscribed:
@@ -389,6 +448,9 @@ class PubSub(redis.client.PubSub):
         if isinstance(item, PatternMessage):
             message = inner.matched(item)
             handler = inner.patterns.get(message["pattern"])
+        elif isinstance(item, ShardedMessage):
+            message = inner.sharded(item)
+            handler = inner.shard_channels.get(message["channel"])
         else:
             message = inner.message(item)
             handler = inner.channels.get(message["channel"])
@@ -423,14 +485,21 @@ class PubSub(redis.client.PubSub):
     def _subscribe_again(self) -> None:
         """Subscribe to what the parent process had subscribed to. When it fails, the next use tries again."""
         assert self._inherited is not None, "asked for in a forked child only"
-        channels, patterns = inherited = self._inherited
-        self._inherited = None
+        inherited, self._inherited = self._inherited, None
+        inner = self._inner
         try:
-            if channels:
-                self._call(self._inner.subscribe, *(_Subscription(*each) for each in channels.items()))
-            if patterns:
-                self._call(self._inner.psubscribe, *(_Subscription(*each) for each in patterns.items()))
+            for subscribe, names in (
+                (inner.subscribe, inherited.channels),
+                (inner.psubscribe, inherited.patterns),
+                (inner.ssubscribe, inherited.shard_channels),
+            ):
+                if names:
+                    self._call(subscribe, *(_Subscription(*each) for each in names.items()))
         except BaseException:
-            self._inner.inherit(*inherited)
+            self._inner.inherit(inherited)
             self._inherited = inherited
             raise
+
+
+def _kept(subscribed: Mapping[Any, Handler | None], ending: set[Any]) -> dict[Any, Handler | None]:
+    return {name: handler for name, handler in subscribed.items() if name not in ending}

@@ -286,6 +286,10 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def cut(self, reason: errors.LinkError) -> None:
+        """End the connection at once, and let ``lost`` say so; nothing happens where it has ended already."""
+        self._lose(reason)
+
     async def wait_closed(self, timeout_s: float) -> None:
         """Wait until the socket is closed; after ``timeout_s``, or when cancelled, cut it."""
         if self._transport is None:

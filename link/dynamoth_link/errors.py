@@ -153,6 +153,11 @@ def connection_lost(address: ServerAddress, detail: str = "") -> LinkError:
     )
 
 
+def connection_cut(address: ServerAddress) -> LinkError:
+    """Return the error for a connection that we ended ourselves, to open another one."""
+    return ServerUnreachable(f"{address.redacted()}: the connection was cut by the application, and is made again")
+
+
 def write_buffer_overrun(address: ServerAddress, limit_bytes: int) -> LinkError:
     """Return the error for a server that does not read what we write."""
     return ServerUnreachable(

@@ -67,6 +67,8 @@ class Link:
         self._task: asyncio.Task[None] | None = None
         self._stopped = False
         self._paused = False
+        #: The connection was cut, and the task that holds it has not seen that yet.
+        self._was_cut = False
         self._fault: errors.LinkError | None = None
 
     @property
@@ -126,6 +128,19 @@ class Link:
         if self._connection is not None:
             self._connection.resume_reading()
 
+    def cut(self) -> None:
+        """Lose the present connection, if there is one, and make another one at once.
+
+        ``on_down`` is called before this returns.
+        """
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        self._was_cut = True
+        self._fault = errors.connection_cut(self.address)
+        connection.cut(self._fault)
+        self._tell(self._on_down, str(self._fault), "on_down")
+
     def stop(self) -> None:
         """End the link: no callback comes any more. ``close`` waits until what was sent has gone out."""
         if self._stopped:
@@ -156,6 +171,10 @@ class Link:
         while not self._stopped:
             began_at = loop.time()
             was_up, fault = await self._live_once()
+            if self._was_cut:  # ``cut`` has said so; it is no fault of the server's
+                self._was_cut = False
+                failures = 0
+                continue
             # A server that accepts us and drops us at once is as good as down: only a connection that held
             # counts.
             held = was_up and loop.time() - began_at >= self._options.backoff_s_max

@@ -3,6 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamoth.names import sharded_channel
 from dynamoth_client._acks import Ack, Acks, Subject
 
 
@@ -127,6 +128,44 @@ def test_patterns_and_channels_are_counted_together_and_told_apart() -> None:
     assert acks.ended(b"a", is_pattern=True) == [Ack("punsubscribe", b"a", 1)]
     acks.request("psubscribe", b"b")
     assert acks.failed(b"b", is_pattern=True) == [] and acks.count == 1
+
+
+def test_sharded_channels_are_counted_by_themselves() -> None:
+    acks = Acks()
+    sharded = sharded_channel(b"a")
+    acks.request("subscribe", b"a")
+    acks.request("ssubscribe", sharded)
+    acks.request("ssubscribe", sharded_channel(b"b"))
+    assert acks.confirmed(b"a") == [Ack("subscribe", b"a", 1)]
+    assert acks.confirmed(sharded) == [Ack("ssubscribe", sharded, 1)]
+    assert acks.confirmed(sharded_channel(b"b")) == [Ack("ssubscribe", sharded_channel(b"b"), 2)]
+    acks.request("unsubscribe", b"a")
+    assert acks.ended(b"a") == [Ack("unsubscribe", b"a", 0)]
+    assert (acks.count, acks.sharded_count, acks.is_idle) == (0, 2, False)
+    acks.request("sunsubscribe", sharded)
+    assert acks.ended(sharded) == [Ack("sunsubscribe", sharded, 1)]
+    assert acks.failed(sharded_channel(b"b")) == [] and acks.is_idle
+
+
+def test_what_was_cut_is_to_be_asked_for_again_unless_that_is_under_way() -> None:
+    acks = Acks()
+    sharded = sharded_channel(b"a")
+    for kind, name in (("subscribe", b"b"), ("subscribe", b"a"), ("ssubscribe", sharded), ("subscribe", b"leaving")):
+        acks.request(kind, name)
+        acks.confirmed(name)
+    acks.request("psubscribe", b"p")
+    acks.confirmed(b"p", is_pattern=True)
+    acks.request("unsubscribe", b"leaving")
+    acks.request("subscribe", b"coming")
+    acks.request("subscribe", b"held")
+    acks.confirmed(b"held")
+    assert acks.begin_anew() == [Subject(sharded), Subject(b"a"), Subject(b"b"), Subject(b"p", True)]
+    assert (acks.count, acks.sharded_count) == (0, 0)
+    assert acks.ended(b"leaving") == [Ack("unsubscribe", b"leaving", 0)]
+    acks.request("subscribe", b"a")
+    assert acks.confirmed(b"coming") == [Ack("subscribe", b"coming", 1), Ack("subscribe", b"held", 2)]
+    assert acks.confirmed(b"a") == [Ack("subscribe", b"a", 3)]
+    assert Acks().begin_anew() == []
 
 
 def test_a_held_pattern_is_released_by_itself() -> None:

@@ -11,7 +11,7 @@ import pytest
 import redis.asyncio
 import redis.exceptions
 
-from dynamoth.names import replica_channel
+from dynamoth.names import replica_channel, sharded_channel
 from dynamoth.plan import Assignment, Location, Mode, Route
 from dynamoth_cli.cluster import LocalCluster
 from dynamoth_client._introspection import merge_channels, merge_subscribers
@@ -156,7 +156,9 @@ def test_a_server_that_refuses_is_named(cluster_factory: ClusterFactory) -> None
 
 def test_our_own_names_are_left_out() -> None:
     physical = [b"news", b"__dynamoth__:agent", replica_channel(b"a:b", 17), replica_channel(b"a:b", 18), b"__mine"]
-    assert merge_channels(physical) == [b"__mine", b"a:b", b"news"]
+    sharded = [sharded_channel(b"s"), replica_channel(sharded_channel(b"t:u"), 17), sharded_channel(b"t:u")]
+    assert merge_channels(physical + sharded) == [b"__mine", b"a:b", b"news"]
+    assert merge_channels(physical + sharded, sharded=True) == [b"s", b"t:u"]
 
 
 def test_subscribers_are_added_up_by_mode() -> None:

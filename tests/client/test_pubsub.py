@@ -466,11 +466,19 @@ def test_closing_the_client_ends_its_pubsubs_with_an_error(cluster: StoredCluste
     run(test())
 
 
-def test_what_comes_later_is_refused_with_words(cluster: StoredCluster) -> None:
+def test_what_cannot_be_subscribed_to_is_refused_with_words(cluster: StoredCluster) -> None:
     async def test() -> None:
         async with from_url(cluster.url) as client, client.pubsub() as pubsub:
-            with pytest.raises(redis.exceptions.PubSubError, match="by name"):
-                await pubsub.ssubscribe("a")
+            with pytest.raises(redis.exceptions.ResponseError, match="name a channel"):
+                await pubsub.ssubscribe()
+            with pytest.raises(redis.exceptions.DataError, match="choose another name"):
+                await pubsub.subscribe("__dynamoth__:s:a")
+            with pytest.raises(redis.exceptions.DataError, match="choose another name"):
+                await pubsub.unsubscribe("a", "__dynamoth__:s:a")
+            with pytest.raises(redis.exceptions.DataError, match="choose another name"):
+                await pubsub.psubscribe("__dynamoth__:s:*")
+            with pytest.raises(redis.exceptions.DataError, match="choose another name"):
+                await client.publish("__dynamoth__:s:a", "x")
             with pytest.raises(redis.exceptions.DataError, match="belongs to one server"):
                 await pubsub.subscribe("__keyspace@0__:a")
             with pytest.raises(redis.exceptions.DataError, match="choose another name"):

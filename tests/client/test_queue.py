@@ -39,7 +39,7 @@ def test_the_oldest_messages_are_dropped_and_nothing_else() -> None:
     items: list[Item] = [_message(0), notice, matched[0], failure, *map(_message, range(1, 7)), matched[1]]
     queue.extend(items)
     assert queue.is_full
-    assert queue.drop_oldest() == {(b"channel", None): 2, (b"channel", b"c*"): 1}
+    assert queue.drop_oldest() == {(b"channel", None, False): 2, (b"channel", b"c*", False): 1}
     assert list(queue.items) == [notice, failure, *map(_message, range(2, 7)), matched[1]]
     assert not queue.is_full
 

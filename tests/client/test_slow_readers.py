@@ -71,21 +71,25 @@ def test_batches_begin_with_acknowledgements_and_end_with_the_last_subscription(
 
             await pubsub.subscribe("c", handled=handle)
             await pubsub.psubscribe("pat*")
+            await pubsub.ssubscribe("shard")
             batches = pubsub.batches()
-            kinds = [[message["type"] for message in batch] for batch in [await anext(batches) for _ in range(3)]]
-            assert kinds == [["subscribe"], ["subscribe"], ["psubscribe"]]
+            kinds = [[message["type"] for message in batch] for batch in [await anext(batches) for _ in range(4)]]
+            assert sorted(kinds) == [["psubscribe"], ["ssubscribe"], ["subscribe"], ["subscribe"]]
             for channel in ("c", "handled", "pattern", "c"):
                 await client.publish(channel, channel)
-            messages = [message for batch in await read(batches, 3) for message in batch]
-            assert sorted((m["type"], m["pattern"], m["data"]) for m in messages) == [
-                ("message", None, "c"),
-                ("message", None, "c"),
+            await client.spublish("shard", "sharded")
+            messages = [message for batch in await read(batches, 4) for message in batch]
+            assert sorted((m["type"], str(m["pattern"]), m["data"]) for m in messages) == [
+                ("message", "None", "c"),
+                ("message", "None", "c"),
                 ("pmessage", "pat*", "pattern"),
+                ("smessage", "None", "sharded"),
             ]
             await pubsub.unsubscribe()
             await pubsub.punsubscribe()
+            await pubsub.sunsubscribe()
             rest = [message["type"] async for batch in pubsub.batches() for message in batch]
-            assert sorted(rest) == ["punsubscribe", "unsubscribe", "unsubscribe"]
+            assert sorted(rest) == ["punsubscribe", "sunsubscribe", "unsubscribe", "unsubscribe"]
             assert handled == ["handled"]
 
     run(test())

@@ -215,8 +215,10 @@ def test_what_cannot_be_subscribed_to_is_refused(cluster: StoredCluster) -> None
         for channel in ("__keyspace@0__:key", "__dynamoth__:agent"):
             with pytest.raises(redis.DataError):
                 pubsub.subscribe(channel)
-        with pytest.raises(redis.PubSubError):
-            pubsub.ssubscribe("c")
+        with pytest.raises(redis.DataError):
+            pubsub.unsubscribe("__dynamoth__:s:c")
+        with pytest.raises(redis.DataError):
+            client.publish("__dynamoth__:s:c", "x")
         assert not pubsub.subscribed
 
 

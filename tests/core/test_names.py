@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth import names
+from dynamoth_client._glob import compile_glob, physical_patterns
 
 
 @given(st.binary(max_size=20), st.integers(0, 2**32 - 1))
@@ -15,6 +16,19 @@ def test_a_replica_channel_tells_its_users_name(channel: bytes, epoch: int) -> N
     assert names.logical_channel(physical) == channel
     assert names.is_user_channel(physical)
     assert physical.startswith(names.RESERVED_PREFIX)
+
+
+@given(st.binary(max_size=20), st.integers(0, 2**32 - 1))
+def test_a_sharded_channel_is_an_application_s_and_no_pattern_sees_its_replicas(name: bytes, epoch: int) -> None:
+    channel = names.sharded_channel(name)
+    replica = names.replica_channel(channel, epoch)
+    assert names.logical_channel(channel) == names.logical_channel(replica) == channel
+    assert names.is_user_channel(channel) and names.is_user_channel(replica)
+    assert not names.is_own_channel(channel)
+    assert not compile_glob(names.replica_pattern(b"*")).fullmatch(replica)
+    for pattern in physical_patterns(b"*"):
+        assert not compile_glob(pattern).fullmatch(channel)
+        assert not compile_glob(pattern).fullmatch(replica)
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
@@ -44,3 +58,4 @@ def test_channels_of_users(channel: bytes) -> None:
 )
 def test_channels_that_are_never_measured_nor_forwarded(channel: bytes) -> None:
     assert not names.is_user_channel(channel)
+    assert names.is_own_channel(channel) is channel.startswith(names.RESERVED_PREFIX)

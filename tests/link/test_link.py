@@ -403,6 +403,29 @@ def test_exceptions_in_callbacks_are_reported_and_survived(redis: EmbeddedRedis,
     assert all("bug in" in report for report in reported)
 
 
+def test_a_link_that_is_cut_says_so_at_once_and_comes_back_without_a_wait(
+    redis: EmbeddedRedis, run_async: Runner
+) -> None:
+    async def main() -> None:
+        async with up(redis.url, LinkOptions(backoff_s_min=1000.0, backoff_s_max=1000.0)) as (link, calls):
+            for number in (1, 2):
+                link.send(["ECHO", number], calls.record("lost"))
+                link.cut()
+                assert not link.is_up
+                assert calls.of("down")[number - 1 :] == [str(link.fault)]
+                assert "cut by the application" in str(link.fault)
+                link.cut()  # nothing to cut
+                await calls.count("up", number + 1)
+                assert link.fault is None
+            link.send(["ECHO", 3], calls.record("reply"))
+            assert await calls.count("reply", 1) == [b"3"]
+            assert len(calls.of("down")) == 2
+            link.cut()  # and it is closed while it is cut
+        assert calls.of("lost") == []
+
+    run_async(main)
+
+
 def test_a_command_that_cannot_be_sent_harms_no_other(redis: EmbeddedRedis, run_async: Runner) -> None:
     async def main() -> None:
         async with up(redis.url) as (link, calls):
