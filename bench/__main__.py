@@ -129,11 +129,26 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ("--json", "{file}"),
         (
             Figure("publish, one task, against redis-py: at least 1x", _ratio("publish, one by one"), at_least(1)),
-            Figure("publish, 200 tasks, against redis-py: at least 1x", _ratio("publish, 200 tasks"), at_least(1)),
-            Figure("listen(), against redis-py: at least 1x", _ratio("listen"), at_least(1)),
+            Figure("publish, 200 tasks, against redis-py: at least 20x", _ratio("publish, 200 tasks"), at_least(20)),
+            Figure("listen(), against redis-py: at least 3x", _ratio("listen"), at_least(3)),
+            Figure("batches(), against redis-py's listen(): at least 5x", _ratio("batches"), at_least(5)),
+            Figure("listen() with guarantees, against without: at least 0.7x", _ratio("guarantees"), at_least(0.7)),
             Figure("sync publish, against redis-py: at least 1x", _ratio("sync publish"), at_least(1)),
             Figure("sync listen(), against redis-py: at least 1x", _ratio("sync listen"), at_least(1)),
         ),
+    ),
+    "latency": Benchmark(
+        "bench.client_latency",
+        ("--json",),
+        (
+            Figure("latency at 1,000 messages/s, p50, against redis-py: at most 1x", _ratio("p50"), at_most(1)),
+            Figure("latency at 1,000 messages/s, p99, against redis-py: at most 1x", _ratio("p99"), at_most(1)),
+        ),
+    ),
+    "memory": Benchmark(
+        "bench.client_memory",
+        (),
+        (Figure("client memory per channel, 100,000: at most 1 KB", _sum("bytes_per_channel"), at_most(1024)),),
     ),
     "replication": Benchmark(
         "bench.replication",

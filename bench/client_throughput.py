@@ -1,8 +1,13 @@
 """How many messages one process publishes and receives per second: our client against redis-py's, on one server.
 
 Run with ``python -m bench.client_throughput``; ``--help`` tells the rest. Runs of the two clients take turns, and
-medians are compared: of the asynchronous clients, and of the synchronous ones. For receiving, a second process
-publishes as fast as the server takes it: envelopes for our client, plain payloads for redis-py's.
+medians are compared: of the asynchronous clients, and of the synchronous ones.
+
+For receiving, a second process publishes everything before the first message is read, envelopes for our client and
+plain payloads for redis-py's: so what waits at the server is read as fast as the client can, and nothing else is
+measured. A small queue keeps our client from reading ahead. ``batches`` is compared with redis-py's ``listen``, as that
+is what one would have used. *Guarantees*: our client against itself, with numbered messages and with plain ones, which
+are delivered as they come.
 """
 
 from __future__ import annotations
@@ -17,7 +22,8 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -38,6 +44,8 @@ CHANNEL = b"channel:1"
 TASKS = 200
 PUBLISHER_BATCH = 500
 PUBLISHER_ID = 2**63 + 5
+QUEUE = 1000
+"""Messages that our client may have read before the measurement begins."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,8 @@ class Load:
     messages: int
     payload: bytes
     is_sync: bool = False
+    #: Both runs are of our client.
+    is_ours: bool = False
 
 
 async def publish_one_by_one(client: Any, port: int, load: Load, ours: bool) -> float:
@@ -75,25 +85,55 @@ async def publish_concurrently(client: Any, port: int, load: Load, ours: bool) -
 
 async def listen(client: Any, port: int, load: Load, ours: bool) -> float:
     """``async for`` over everything; the time from the first message to the last."""
-    async with client.pubsub() as pubsub:
-        await pubsub.subscribe(CHANNEL)
-        await pubsub.get_message(timeout=None)
-        process = multiprocessing.get_context("spawn").Process(
-            target=publish_raw, args=(port, load.messages, load.payload, ours)
-        )
-        process.start()
+    async with subscribed(client, port, load, ours, enveloped=ours) as pubsub:
+        return await _listen(pubsub, load)
+
+
+async def batches(client: Any, port: int, load: Load, ours: bool) -> float:
+    """Our ``batches``, redis-py's ``listen``."""
+    async with subscribed(client, port, load, ours, enveloped=ours) as pubsub:
+        if not ours:
+            return await _listen(pubsub, load)
         began_at = 0.0
         missing = load.messages
-        async for message in pubsub.listen():
-            assert message["data"] == load.payload
-            if missing == load.messages:
+        async for batch in pubsub.batches():
+            if not began_at:
                 began_at = time.perf_counter()
-            missing -= 1
+            for message in batch:
+                assert message["data"] == load.payload
+            missing -= len(batch)
             if not missing:
                 break
-        wall_s = time.perf_counter() - began_at
-        await asyncio.to_thread(process.join)
-        return wall_s
+        return time.perf_counter() - began_at
+
+
+async def listen_to_ours(client: Any, port: int, load: Load, ours: bool) -> float:
+    """Our ``listen``: to numbered messages, and (in the place of redis-py's) to plain ones."""
+    async with subscribed(client, port, load, ours=True, enveloped=ours) as pubsub:
+        return await _listen(pubsub, load)
+
+
+@asynccontextmanager
+async def subscribed(client: Any, port: int, load: Load, ours: bool, enveloped: bool) -> AsyncGenerator[Any]:
+    """A PubSub for which everything has been published already."""
+    async with client.pubsub(**_options(ours)) as pubsub:
+        await pubsub.subscribe(CHANNEL)
+        await pubsub.get_message(timeout=None)
+        await asyncio.to_thread(publish_all, port, load, enveloped)
+        yield pubsub
+
+
+async def _listen(pubsub: Any, load: Load) -> float:
+    began_at = 0.0
+    missing = load.messages
+    async for message in pubsub.listen():
+        assert message["data"] == load.payload
+        if missing == load.messages:
+            began_at = time.perf_counter()
+        missing -= 1
+        if not missing:
+            break
+    return time.perf_counter() - began_at
 
 
 def publish_in_a_thread(client: Any, port: int, load: Load, ours: bool) -> float:
@@ -107,13 +147,10 @@ def publish_in_a_thread(client: Any, port: int, load: Load, ours: bool) -> float
 
 def listen_in_a_thread(client: Any, port: int, load: Load, ours: bool) -> float:
     """The synchronous ``listen`` over everything; the time from the first message to the last."""
-    with client.pubsub() as pubsub:
+    with client.pubsub(**_options(ours)) as pubsub:
         pubsub.subscribe(CHANNEL)
         pubsub.get_message(timeout=None)
-        process = multiprocessing.get_context("spawn").Process(
-            target=publish_raw, args=(port, load.messages, load.payload, ours)
-        )
-        process.start()
+        publish_all(port, load, ours)
         began_at = 0.0
         missing = load.messages
         for message in pubsub.listen():
@@ -123,9 +160,20 @@ def listen_in_a_thread(client: Any, port: int, load: Load, ours: bool) -> float:
             missing -= 1
             if not missing:
                 break
-        wall_s = time.perf_counter() - began_at
-        process.join()
-        return wall_s
+        return time.perf_counter() - began_at
+
+
+def _options(ours: bool) -> dict[str, Any]:
+    return {"max_queue": QUEUE} if ours else {}
+
+
+def publish_all(port: int, load: Load, enveloped: bool) -> None:
+    """Have another process publish, and wait for its end."""
+    arguments = (port, load.messages, load.payload, enveloped)
+    process = multiprocessing.get_context("spawn").Process(target=publish_raw, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def publish_raw(port: int, messages: int, payload: bytes, enveloped: bool) -> None:
@@ -149,7 +197,8 @@ def publish_raw(port: int, messages: int, payload: bytes, enveloped: bool) -> No
 async def measure(port: int, load: Load, *, ours: bool) -> float:
     """Return messages per second of one run."""
     url = f"redis://127.0.0.1:{port}"
-    client: Any = from_url(url) if ours else redis.asyncio.Redis(port=port, max_connections=TASKS + 1)
+    is_ours = ours or load.is_ours
+    client: Any = from_url(url) if is_ours else redis.asyncio.Redis(port=port, max_connections=TASKS + 1)
     async with client:
         return load.messages / await cast("Coroutine[Any, Any, float]", load.run(client, port, load, ours))
 
@@ -191,7 +240,7 @@ def compare(server: EmbeddedRedis, load: Load, rounds: int, loop_name: str) -> d
             else:
                 rates[ours].append(run(measure(server.port, load, ours=ours), loop_name))
     theirs, mine = statistics.median(rates[False]), statistics.median(rates[True])
-    return {"redis_py_per_s": theirs, "dynamoth_per_s": mine, "ratio": mine / theirs}
+    return {"other_per_s": theirs, "dynamoth_per_s": mine, "ratio": mine / theirs}
 
 
 def main() -> None:
@@ -208,6 +257,8 @@ def main() -> None:
         Load("publish, one by one", publish_one_by_one, messages // 10, payload),
         Load(f"publish, {TASKS} tasks", publish_concurrently, messages // 5, payload),
         Load("listen", listen, messages, payload),
+        Load("batches", batches, messages, payload),
+        Load("guarantees", listen_to_ours, messages, payload, is_ours=True),
         Load("sync publish", publish_in_a_thread, messages // 10, payload, is_sync=True),
         Load("sync listen", listen_in_a_thread, messages, payload, is_sync=True),
     ]
@@ -217,7 +268,7 @@ def main() -> None:
         for load in loads:
             result = results[load.name] = compare(server, load, arguments.rounds, arguments.loop)
             sys.stdout.write(
-                f"{load.name:22} redis-py {result['redis_py_per_s']:>9,.0f}/s"
+                f"{load.name:22} {'without ' if load.is_ours else 'redis-py'} {result['other_per_s']:>9,.0f}/s"
                 f"   dynamoth {result['dynamoth_per_s']:>9,.0f}/s   ratio {result['ratio']:.2f}\n"
             )
             sys.stdout.flush()

@@ -44,7 +44,8 @@ RAW = 0x20
 KNOWN_FLAGS = FORWARDED | FIRST | ROUTE_CHANGED | HEARTBEAT | CONTROL | RAW
 
 _HEADER = Struct(">3sBQQI")
-_pack = _HEADER.pack
+pack_header = _HEADER.pack
+"""Makes a header, for hot paths; arguments as ``unpack_header`` returns them."""
 unpack_header = _HEADER.unpack_from
 """Opens a header without checks, for hot paths: magic, flags, publisher, sequence << QUIET_BITS | quiet_ms, epoch."""
 _FLAGS_OFFSET = 3
@@ -68,7 +69,7 @@ def is_enveloped(data: bytes) -> bool:
 
 def seal(publisher: int, sequence: int, epoch: int, payload: bytes, flags: int = 0, quiet_ms: int = 0) -> bytes:
     """Put ``payload`` into an envelope."""
-    return _pack(MAGIC, flags, publisher, sequence << QUIET_BITS | quiet_ms, epoch) + payload
+    return pack_header(MAGIC, flags, publisher, sequence << QUIET_BITS | quiet_ms, epoch) + payload
 
 
 def open_envelope(data: bytes) -> Envelope:

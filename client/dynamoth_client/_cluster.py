@@ -11,7 +11,7 @@ from dynamoth_client import _errors
 from dynamoth_client._bootstrap import read_plan_header
 from dynamoth_client._feed import Feed
 from dynamoth_client._publishing import Publishing
-from dynamoth_client._queue import MessageQueue
+from dynamoth_client._queue import MessageQueue, WhenFull
 from dynamoth_client._settings import Settings
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_link.errors import LinkError
@@ -63,10 +63,11 @@ class Cluster:
             self._publishing = Publishing(local_plan, self.settings.link_options, envelope=self._envelope)
         return self._publishing
 
-    async def open_feed(self, queue: MessageQueue, *, wants_gaps: bool) -> Feed:
+    async def open_feed(self, queue: MessageQueue, *, wants_gaps: bool, when_full: WhenFull = "block") -> Feed:
         """Make the feed of a PubSub; bootstraps when needed. Raises as ``local_plan``."""
         local_plan = await self.local_plan()
-        feed = Feed(queue, local_plan, self.settings.link_options, wants_gaps=wants_gaps)
+        options = self.settings.link_options
+        feed = Feed(queue, local_plan, options, wants_gaps=wants_gaps, when_full=when_full)
         self._feeds = {other for other in self._feeds if not other.is_stopped}
         self._feeds.add(feed)
         return feed

@@ -21,7 +21,7 @@ from dynamoth.events import Machine, Start
 from dynamoth.names import SHARDED_PREFIX, sharded_channel
 from dynamoth_client import _errors
 from dynamoth_client._acks import HOLD_S_MAX, Ack, Acks, Subject
-from dynamoth_client._queue import Failure, GapInfo, MessageQueue, Notice, ShardedMessage
+from dynamoth_client._queue import Dropped, Failure, GapInfo, MessageQueue, Notice, ShardedMessage, WhenFull
 from dynamoth_client._watch import LinkClosed, LinkOpened, Ping, Ponged, Unreachable, WatchedSubscriber
 from dynamoth_client.local_plan import LocalPlan, NewerSoftware
 from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected
@@ -55,7 +55,13 @@ class Feed:
     """The runtime of one PubSub's subscriptions, until ``stop`` or ``close``. Belongs to the running event loop."""
 
     def __init__(
-        self, queue: MessageQueue, local_plan: LocalPlan, link_options: LinkOptions, *, wants_gaps: bool
+        self,
+        queue: MessageQueue,
+        local_plan: LocalPlan,
+        link_options: LinkOptions,
+        *,
+        wants_gaps: bool,
+        when_full: WhenFull = "block",
     ) -> None:
         """Begin without subscriptions and without links.
 
@@ -64,6 +70,7 @@ class Feed:
             local_plan: shared by the machines of one client.
             link_options: for every link.
             wants_gaps: whether gaps go into the queue; they are logged otherwise.
+            when_full: what becomes of a full queue.
 
         """
         self._queue = queue
@@ -89,7 +96,10 @@ class Feed:
         self._channels = _Work(machine, self._execute, self._crashed, link_options)
         #: Made with the first pattern.
         self._patterns: _Work | None = None
-        queue.watch(self._pause, self._resume)
+        on_full = {"block": self._pause, "drop_oldest": self._drop_oldest, "disconnect": self._give_up}[when_full]
+        queue.watch(on_full, self._resume)
+        #: Gaps of messages that were dropped, until they are read: more of the same channel are added to these.
+        self._gaps_of_dropped: dict[Dropped, Notice] = {}
 
     @property
     def is_stopped(self) -> bool:
@@ -356,6 +366,33 @@ class Feed:
         self._gaps_while_full.clear()
         for link in self._opened():
             link.resume_reading()
+
+    def _drop_oldest(self) -> None:
+        """Make room, and tell in the place of the messages what is missing."""
+        queue = self._queue
+        for dropped, count in queue.drop_oldest().items():
+            channel, pattern, sharded = dropped
+            reason = "the application reads too slowly: its oldest messages were dropped (when_full, max_queue)"
+            self.gaps += 1
+            told = self._gaps_of_dropped.get(dropped)
+            if not self._wants_gaps:
+                self._log_gap(GapInfo(channel, None, count, reason, pattern, sharded))
+            elif told is not None and not told.is_read and isinstance(told.data, GapInfo):
+                told.data = GapInfo(channel, None, (told.data.count or 0) + count, reason, pattern, sharded)
+            else:
+                notice = Notice("gap", channel, GapInfo(channel, None, count, reason, pattern, sharded))
+                self._gaps_of_dropped[dropped] = notice
+                queue.put_first(notice)
+
+    def _give_up(self) -> None:
+        """End, with an error for the reader behind what has come."""
+        bound = self._queue.bound
+        self.fail(
+            redis.exceptions.ConnectionError(
+                f"disconnected, as {bound} messages waited for the application: read faster, allow more (max_queue), or"
+                " choose another when_full; aclose() and subscribe again to go on"
+            )
+        )
 
     def _opened(self) -> list[Link]:
         return [link for work in self._works() for link in work.opened()]

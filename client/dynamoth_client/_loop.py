@@ -22,7 +22,7 @@ import os
 import selectors
 import threading
 import weakref
-from asyncio import events
+from asyncio.events import _get_running_loop, _set_running_loop
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
@@ -162,7 +162,7 @@ class SharedLoop:
             RuntimeError: called by something that runs on this loop, as the handler of a log line: nobody could answer.
 
         """
-        running = events._get_running_loop()  # asyncio's hook for event loops
+        running = _get_running_loop()  # asyncio's hook for event loops
         if running is self._loop:
             raise RuntimeError("the client was called from inside itself: log handlers must not use it")
         try:
@@ -244,7 +244,7 @@ class SharedLoop:
     def _lead(self, begin: Callable[..., asyncio.Future[_T]], args: tuple[Any, ...]) -> _T:
         """Begin a request and drive until it is done. The turn is ours."""
         future: asyncio.Future[_T] | None = None
-        events._set_running_loop(self._loop)
+        _set_running_loop(self._loop)
         try:
             self._drives += 1
             future = begin(*args)
@@ -252,7 +252,7 @@ class SharedLoop:
         finally:
             if future is not None and not future.done():
                 future.cancel()
-            events._set_running_loop(None)
+            _set_running_loop(None)
             self._leave()
         assert future is not None, "an exception has been raised otherwise"
         return future.result()
@@ -301,12 +301,12 @@ class SharedLoop:
             self._make_way(waiter)
             waiter.wake.acquire()
             if not waiter.done():  # the turn is ours
-                events._set_running_loop(self._loop)
+                _set_running_loop(self._loop)
                 try:
                     self._drives += 1
                     self._loop.drive(waiter)
                 finally:
-                    events._set_running_loop(None)
+                    _set_running_loop(None)
         finally:
             self._drop(waiter)
         return cast("_T", waiter.result())

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import redis.exceptions
 
+from dynamoth.envelope import HEADER_BYTES
 from dynamoth.events import Start
 from dynamoth_client import _errors
 from dynamoth_client.local_plan import LocalPlan, NewerSoftware
@@ -27,6 +28,11 @@ from dynamoth_link.errors import MachineCrashed
 from dynamoth_link.options import LinkOptions
 
 _logger = logging.getLogger("dynamoth_client")
+
+
+PAYLOAD_BYTES_MAX = 512 * 1024 * 1024 - HEADER_BYTES
+"""Redis takes strings of 512 MB (``proto-max-bulk-len``), envelope included; at more it ends the connection, and what
+was to be sent again after that would end the next one, too."""
 
 
 class Publishing:
@@ -60,7 +66,15 @@ class Publishing:
 
         At once if no other is unanswered, else at the end of this turn of the loop, with all others of the turn. The
         future is failed with an error of ``redis.exceptions`` otherwise. Cancelling it does not take the message back.
+
+        Raises:
+            redis.exceptions.DataError: the payload is larger than ``PAYLOAD_BYTES_MAX``.
+
         """
+        if len(payload) > PAYLOAD_BYTES_MAX:
+            raise redis.exceptions.DataError(
+                f"a message of {len(payload):,} bytes is too large: Redis takes {PAYLOAD_BYTES_MAX:,}; send it in parts"
+            )
         outcome: asyncio.Future[int] = self._loop.create_future()
         if not self._unanswered:
             self._unanswered.add(outcome)

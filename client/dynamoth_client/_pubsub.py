@@ -17,7 +17,17 @@ import redis.exceptions
 from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES, SHARDED_PREFIX
 from dynamoth_client._cluster import Cluster
 from dynamoth_client._feed import Feed
-from dynamoth_client._queue import MAX_QUEUE, Failure, GapInfo, Item, MessageQueue, Notice, ShardedMessage
+from dynamoth_client._queue import (
+    MAX_QUEUE,
+    WHEN_FULL,
+    Failure,
+    GapInfo,
+    Item,
+    MessageQueue,
+    Notice,
+    ShardedMessage,
+    WhenFull,
+)
 from dynamoth_client._settings import Encoder
 from dynamoth_client.pattern_subscription import PatternMessage
 
@@ -27,7 +37,8 @@ GapHandler = Callable[[GapInfo], Awaitable[None] | None]
 _Unusual = PatternMessage | ShardedMessage | Notice | Failure
 
 TURN_ITEMS_MAX = 256
-"""Items that a reader takes, at most, before others on the event loop get their turn."""
+"""Items that a reader takes, at most, before others on the event loop get their turn; also in one list of ``batches``:
+many more would make the garbage collector look at them."""
 
 _NOT_CONNECTED = "pubsub connection not set: did you forget to call subscribe() or psubscribe()?"
 
@@ -44,9 +55,12 @@ class PubSub(redis.asyncio.client.PubSub):
             among the messages.
         gaps: True gives messages of type ``gap`` as well, whose ``data`` is the :class:`GapInfo`. With neither,
             gaps are logged as warnings.
-        max_queue: how many messages wait for the application at most. Past it servers are not read from until half of
-            them have been taken. Nothing is dropped here; a Redis server drops a connection that is not read from for
-            long (``client-output-buffer-limit pubsub``), and that is a gap.
+        max_queue: how many messages wait for the application at most.
+        when_full: what is done about more. ``"block"``: servers are not read from until half of the messages have been
+            taken; nothing is dropped here, but a Redis server drops a connection that is not read from for long
+            (``client-output-buffer-limit pubsub``), and that is a gap. ``"drop_oldest"``: the oldest quarter is
+            dropped, and a gap in its place tells how many of which channel. ``"disconnect"``: the subscriptions end,
+            and ConnectionError is raised behind the messages that have come.
 
     Different from redis-py:
 
@@ -77,6 +91,7 @@ class PubSub(redis.asyncio.client.PubSub):
         on_gap: GapHandler | None = None,
         gaps: bool = False,
         max_queue: int = MAX_QUEUE,
+        when_full: WhenFull = "block",
         push_handler_func: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -84,6 +99,8 @@ class PubSub(redis.asyncio.client.PubSub):
             raise redis.exceptions.DataError(
                 "push_handler_func is not supported: give handlers to subscribe(), and on_gap for gaps"
             )
+        if when_full not in WHEN_FULL:
+            raise redis.exceptions.DataError(f"when_full must be one of {', '.join(WHEN_FULL)}, not {when_full!r}")
         super().__init__(connection_pool, **kwargs)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
         self._encoder = cast("Encoder", self.encoder)
         self._decodes = self._encoder.decode_responses
@@ -91,6 +108,7 @@ class PubSub(redis.asyncio.client.PubSub):
         self._on_gap = on_gap
         self._gaps = gaps
         self._max_queue = max_queue
+        self._when_full: WhenFull = when_full
         self._queue = MessageQueue(max_queue)
         #: Set by ``connect`` and all that needs it, before anything is awaited; cleared by ``aclose``.
         self._is_begun = False
@@ -299,6 +317,52 @@ class PubSub(redis.asyncio.client.PubSub):
                 if unusual is not None:
                     yield unusual
 
+    async def batches(self) -> AsyncIterator[list[dict[str, Any]]]:
+        """Yield messages as ``listen``, in lists of those that have come: at least one, ``TURN_ITEMS_MAX`` at most.
+
+        For applications that read very much.
+        """
+        while self.subscribed:
+            item = await self._take(None)
+            if item is None:
+                continue
+            batch: list[dict[str, Any]] = []
+            if isinstance(item, (Notice, Failure)):  # it may raise: alone
+                notice = await self._notice(item, ignored=False)
+                batch += [] if notice is None else [notice]
+            else:
+                self._queue.items.appendleft(item)
+                await self._fill(batch)
+            if batch:
+                yield batch
+
+    async def _fill(self, batch: list[dict[str, Any]]) -> None:
+        """Take messages from the queue as long as there are some."""
+        items, channels, decodes = self._queue.items, self.channels, self._decodes
+        for _ in range(min(len(items), TURN_ITEMS_MAX)):
+            item = items.popleft()
+            if type(item) is tuple:
+                channel, payload = item
+                message: dict[str, Any] = {"type": "message", "pattern": None, "channel": channel, "data": payload}
+                if decodes:
+                    message = self._message(item)
+                handler = channels.get(message["channel"])
+            elif isinstance(item, PatternMessage):
+                message = self._matched(item)
+                handler = self.patterns.get(message["pattern"])
+            elif isinstance(item, ShardedMessage):
+                message = self._sharded(item)
+                handler = self.shard_channels.get(message["channel"])
+            else:
+                items.appendleft(item)
+                break
+            if handler is None:
+                batch.append(message)
+            else:
+                await _call(handler, message)
+        if self._queue.is_full:
+            self._queue.relieve()
+
     async def parse_response(self, block: bool = True, timeout: float = 0) -> Any:
         """Return the next message as the list that Redis sends; None when there is none within ``timeout``."""
         item = await self._take(None if block else timeout)
@@ -475,7 +539,7 @@ class PubSub(redis.asyncio.client.PubSub):
     async def _open(self) -> Feed:
         wants_gaps = self._gaps or self._on_gap is not None
         try:
-            self._feed = await self._cluster.open_feed(self._queue, wants_gaps=wants_gaps)
+            self._feed = await self._cluster.open_feed(self._queue, wants_gaps=wants_gaps, when_full=self._when_full)
         except Exception as error:
             queue = self._queue
             self._forget()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import redis.exceptions
 
@@ -65,16 +66,29 @@ class Failure:
     is_sharded: bool = False
 
 
+Dropped = tuple[bytes, bytes | None, bool]
+"""A channel, the pattern that its messages came for, if any, and whether it is a sharded one."""
+
 Item = tuple[bytes, bytes] | PatternMessage | ShardedMessage | Notice | Failure
 """A plain pair is a message of a channel: channel and payload."""
+
+
+WhenFull = Literal["block", "drop_oldest", "disconnect"]
+"""What becomes of a PubSub whose queue is full: its servers are not read from until there is room; its oldest messages
+are dropped; or it ends, with an error behind what it has."""
+
+WHEN_FULL: tuple[WhenFull, ...] = get_args(WhenFull)
+
+DROPPED_RATIO = 4
+"""One in so many of the items of a full queue is dropped, besides those that are too many: it costs a look at each."""
 
 
 class MessageQueue:
     """The queue of one PubSub.
 
-    Past ``bound`` items ``on_full`` is called, once, and at half of it ``on_room``: the owner stops reading from
-    servers in between, so that the queue exceeds its bound by what one read per server has brought at most. Nothing
-    is dropped.
+    Past ``bound`` items ``on_full`` is called, once, and at half of it ``on_room``. The owner stops reading from
+    servers in between, or makes room by ``drop_oldest``, so that the queue exceeds its bound by what one read per
+    server has brought at most.
     """
 
     __slots__ = ("_on_full", "_on_room", "_waiters", "bound", "error", "is_closed", "is_full", "items")
@@ -111,6 +125,33 @@ class MessageQueue:
         if len(self.items) >= self.bound and not self.is_full:
             self.is_full = True
             self._on_full()
+
+    def drop_oldest(self) -> Counter[Dropped]:
+        """Make room in a full queue by dropping the oldest messages; return how many of each channel.
+
+        All else stays, in its place.
+        """
+        items = self.items
+        dropped: Counter[Dropped] = Counter()
+        kept: list[Item] = []
+        for _ in range(len(items) - self.bound + max(1, self.bound // DROPPED_RATIO)):
+            item = items.popleft()
+            if isinstance(item, tuple):
+                dropped[item[0], None, False] += 1
+            elif isinstance(item, PatternMessage):
+                dropped[item.channel, item.pattern, False] += 1
+            elif isinstance(item, ShardedMessage):
+                dropped[item.channel, None, True] += 1
+            else:
+                kept.append(item)
+        items.extendleft(reversed(kept))
+        self.is_full = False
+        return dropped
+
+    def put_first(self, item: Item) -> None:
+        """Add one item before all others."""
+        self.items.appendleft(item)
+        self.wake()
 
     def relieve(self) -> None:
         """Let more come when half of the room is free."""

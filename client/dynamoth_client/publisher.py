@@ -30,7 +30,18 @@ from typing import Any
 
 from dynamoth import stored_plan
 from dynamoth.control import ForwardRequest, ObservationGap, RouteNotice, pack_control, unpack_control
-from dynamoth.envelope import FIRST, HEARTBEAT, QUIET_MS_MAX, ROUTE_CHANGED, open_envelope, rerouted, seal
+from dynamoth.envelope import (
+    FIRST,
+    HEARTBEAT,
+    MAGIC,
+    QUIET_BITS,
+    QUIET_MS_MAX,
+    ROUTE_CHANGED,
+    open_envelope,
+    pack_header,
+    rerouted,
+    seal,
+)
 from dynamoth.errors import MalformedMessage, UnknownMode
 from dynamoth.events import (
     Connect,
@@ -221,7 +232,7 @@ class PublisherMachine:
                 channel.used_at = now
                 self._plan.use(name, now)
             channel.sequence = sequence = channel.sequence + 1
-            data = seal(client_id, sequence, channel.epoch, payload, 0, quiet_ms)
+            data = pack_header(MAGIC, 0, client_id, sequence << QUIET_BITS | quiet_ms, channel.epoch) + payload
             server.room -= 1
             server.together.append(((b"PUBLISH", channel.physical, data), Waiting(token, expires_at, name)))
         return actions + [self._send_together(server) for server in ready]

@@ -214,6 +214,10 @@ class Stream:
         return [Gap(publisher, count, reason), *self._run()]
 
 
+_NO_STREAMS: dict[int, Stream] = {}
+"""Of a channel without messages: nothing is ever put in here."""
+
+
 class Sequences:
     """The streams of one channel, as one subscriber sees them. Memory: one ``Stream`` per live publisher."""
 
@@ -223,7 +227,7 @@ class Sequences:
         """Begin without knowledge of any publisher."""
         self.hold_s_max = hold_s_max
         #: Publisher to stream. The subscriber's hot path looks in here itself.
-        self.streams: dict[int, Stream] = {}
+        self.streams: dict[int, Stream] = _NO_STREAMS
         #: Dispatcher to the latest numbers of its raw messages; None before the first of these.
         self._raw: dict[int, dict[int, None]] | None = None
 
@@ -239,7 +243,9 @@ class Sequences:
             return self._arrive_raw(publisher, sequence, payload)
         stream = self.streams.get(publisher)
         if stream is None:
-            if len(self.streams) >= STREAMS_MAX:
+            if not self.streams:
+                self.streams = {}
+            elif len(self.streams) >= STREAMS_MAX:
                 del self.streams[next(iter(self.streams))]
             stream = self.streams[publisher] = Stream(None)
         return stream.arrive(publisher, sequence, flags, payload, now, owed)

@@ -59,6 +59,8 @@ _SPREAD_STEPS = 1024
 
 _UNUSUAL = CONTROL | HEARTBEAT | RAW
 
+_NO_HEADER = (b"", 0, 0, 0, 0)
+
 _NO_PERMISSION = ("NOPERM", "NOAUTH")
 
 ANNOUNCED_MAX = 1000
@@ -171,8 +173,6 @@ class SubscriberMachine:
         self._ending: dict[bytes, Subscription] = {}
         #: What was delivered of channels that were unsubscribed, oldest first: nothing of it may come again.
         self._ended: dict[bytes, Sequences] = {}
-        #: Physical channel to subscription: the hot path's one look-up.
-        self._by_physical: dict[bytes, Subscription] = {}
         self._links: dict[str, SubscriberLink] = {}
         self._inbox = inbox(client_id)
         self._attempts = count(1)
@@ -296,7 +296,6 @@ class SubscriberMachine:
 
     def _join(self, subscription: Subscription, location: Location, now: float) -> list[Any]:
         place = subscription.targets[location] = Place(location)
-        self._by_physical[location.physical] = subscription
         link = self._links.get(location.server)
         actions: list[Any] = []
         if link is None:
@@ -357,8 +356,6 @@ class SubscriberMachine:
         if not link.places:
             link.idle_since = now
             self._wish(now + self.options.link_idle_s, "idle", location.server)
-        if not any(location.physical in other.places for other in self._links.values()):
-            del self._by_physical[location.physical]
 
     def _follow(self, subscription: Subscription, route: Route, now: float) -> list[Any]:
         """Make the locations of ``route`` the targets; its servers are in the local plan."""
@@ -381,7 +378,7 @@ class SubscriberMachine:
                 continue
             if subscription.confirmed:
                 del subscription.targets[location]
-                subscription.leaving[location] = place
+                subscription.leaving = {**subscription.leaving, location: place}
                 subscription.may_have_missed = subscription.may_have_missed or place.lost
                 place.lost = None
             else:
@@ -661,7 +658,7 @@ class SubscriberMachine:
     def _pushed(self, event: Pushed, now: float) -> list[Any]:
         actions: list[Any] = []
         delivered: list[tuple[bytes, bytes]] = []
-        by_physical = self._by_physical
+        places = self._links[event.link].places
         for push in event.messages:
             if push[0] != b"message":
                 more = []
@@ -675,13 +672,14 @@ class SubscriberMachine:
                         delivered = []
                     actions += more
                 continue
-            subscription = by_physical.get(push[1])
+            subscription = places.get(push[1])
             if subscription is None:
                 if push[1] == self._inbox:
                     actions += self._marked(event.link, push[2], now)
                 continue
             data: bytes = push[2]
-            if data[:3] != MAGIC or len(data) < HEADER_BYTES or data[3] & ~KNOWN_FLAGS:
+            magic, flags, publisher, number, _ = unpack_header(data) if len(data) >= HEADER_BYTES else _NO_HEADER
+            if magic != MAGIC or flags & ~KNOWN_FLAGS:
                 if data[:3] == MAGIC:
                     self.counters["malformed_messages"] += 1
                 if subscription.confirmed:
@@ -689,19 +687,19 @@ class SubscriberMachine:
                 else:
                     subscription.keep(data)
                 continue
-            _, flags, publisher, number, _ = unpack_header(data)
-            sequence = number >> QUIET_BITS
-            stream = subscription.sequences.streams.get(publisher)
-            if stream is not None and not flags & _UNUSUAL and (expected := stream.next) is not None:
-                if sequence == expected and not stream.held:
-                    stream.next = sequence + 1
-                    if subscription.confirmed:
-                        delivered.append((subscription.channel, data[HEADER_BYTES:]))
-                    else:
-                        subscription.keep(data[HEADER_BYTES:])
-                    continue
-                if stream.begun_in_doubt_at <= sequence < expected:
-                    continue  # a duplicate: many, while the channel moves
+            if not flags & _UNUSUAL:
+                stream = subscription.sequences.streams.get(publisher)
+                if stream is not None and (expected := stream.next) is not None:
+                    sequence = number >> QUIET_BITS
+                    if sequence == expected and not stream.held:
+                        stream.next = sequence + 1
+                        if subscription.confirmed:
+                            delivered.append((subscription.channel, data[HEADER_BYTES:]))
+                        else:
+                            subscription.keep(data[HEADER_BYTES:])
+                        continue
+                    if stream.begun_in_doubt_at <= sequence < expected:
+                        continue  # a duplicate: many, while the channel moves
             more = self._unusual(subscription, event.link, push[1], open_envelope(data), now)
             if more:
                 if delivered:
@@ -714,7 +712,7 @@ class SubscriberMachine:
 
     def _subscribed(self, link: str, physical: bytes) -> list[Any]:
         """A subscription takes effect: what came before on its channel was of an earlier one, or before a gap."""
-        subscription = self._by_physical.get(physical)
+        subscription = self._links[link].places.get(physical)
         if subscription is None:
             return []
         if not subscription.confirmed:

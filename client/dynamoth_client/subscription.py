@@ -16,6 +16,8 @@ can be read."""
 
 
 _NOBODY: Mapping[str, int] = MappingProxyType({})
+_NOWHERE: dict[Location, Place] = {}
+"""What a channel at rest is leaving: nothing is ever put in here."""
 
 
 @dataclass(slots=True)
@@ -59,7 +61,7 @@ class Subscription:
     route: Route
     sequences: Sequences
     targets: dict[Location, Place] = field(default_factory=dict[Location, Place])
-    leaving: dict[Location, Place] = field(default_factory=dict[Location, Place])
+    leaving: dict[Location, Place] = field(default_factory=lambda: _NOWHERE)
     #: Whether the application has been told. Never goes back.
     confirmed: bool = False
     confirmed_at: float = float("inf")
@@ -123,7 +125,7 @@ class SubscriberLink:
     run_id: str | None = None
     #: Whether the subscriber listens to its inbox there.
     hears_inbox: bool = False
-    #: Location to place, of all subscriptions, in the order of joining.
+    #: Physical channel to subscription, in the order of joining: the hot path's one look-up.
     places: dict[bytes, Subscription] = field(default_factory=dict[bytes, "Subscription"])
     idle_since: float | None = None
     #: Location to the number of UNSUBSCRIBEs that the server has not acknowledged. No value is 0.

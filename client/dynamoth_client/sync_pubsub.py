@@ -17,7 +17,7 @@ import redis.exceptions
 
 from dynamoth_client import _pubsub
 from dynamoth_client._feed import Feed
-from dynamoth_client._queue import MAX_QUEUE, Failure, GapInfo, Item, MessageQueue, Notice, ShardedMessage
+from dynamoth_client._queue import MAX_QUEUE, Failure, GapInfo, Item, MessageQueue, Notice, ShardedMessage, WhenFull
 from dynamoth_client.pattern_subscription import PatternMessage
 from dynamoth_client.sync_cluster import SyncCluster, stand_in
 
@@ -61,9 +61,10 @@ class _Inner(_pubsub.PubSub):
         """Take the next item, from any thread; None when there is none."""
         queue = self._queue
         items = queue.items
-        if not items:
+        try:
+            item = items.popleft()
+        except IndexError:
             return None
-        item = items.popleft()
         if queue.is_full and len(items) == queue.bound // 2:
             self._make_room(queue.relieve)  # it begins to read from sockets, which is for the event loop to do
         return item
@@ -131,8 +132,9 @@ class Connection:
 class PubSub(redis.client.PubSub):
     """Subscriptions, read with redis-py's methods; the servers and the moves of channels between them do not show.
 
-    What is promised, ``on_gap``, ``gaps`` and ``max_queue`` are those of :class:`dynamoth_client.asyncio.PubSub`, and
-    so are the differences from redis-py. ``on_gap`` and handlers are called by the thread that reads.
+    What is promised, ``on_gap``, ``gaps``, ``max_queue`` and ``when_full`` are those of
+    :class:`dynamoth_client.asyncio.PubSub`, and so are the differences from redis-py. The thread that reads calls
+    ``on_gap`` and handlers.
 
     One thread may read at a time; any thread may subscribe, unsubscribe and ``close`` meanwhile. ``close`` lets a
     thread that waits in ``get_message`` or ``listen`` return. In a forked child a PubSub subscribes again to all that
@@ -147,6 +149,7 @@ class PubSub(redis.client.PubSub):
         on_gap: GapHandler | None = None,
         gaps: bool = False,
         max_queue: int = MAX_QUEUE,
+        when_full: WhenFull = "block",
         push_handler_func: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -161,6 +164,7 @@ class PubSub(redis.client.PubSub):
             cluster.cluster,
             gaps=gaps or on_gap is not None,
             max_queue=max_queue,
+            when_full=when_full,
             push_handler_func=push_handler_func,
             encoder=encoder,
             make_room=cluster.call_soon,
@@ -374,6 +378,24 @@ class PubSub(redis.client.PubSub):
                 shown = self._read(item, False)
                 if shown is not None:
                     yield shown
+
+    def batches(self) -> Generator[list[dict[str, Any]], None, None]:
+        """Yield messages as ``listen``, in lists of those that have come: at least one, ``TURN_ITEMS_MAX`` at most."""
+        while (inner := self._inner).subscribed:
+            item = inner.pop()
+            if item is None:
+                self._wait(None)
+            batch: list[dict[str, Any]] = []
+            while item is not None:
+                if batch and isinstance(item, (Notice, Failure)):  # it may raise
+                    yield batch
+                    batch = []
+                message = self._read(item, False)
+                if message is not None:
+                    batch.append(message)
+                item = inner.pop() if len(batch) < _pubsub.TURN_ITEMS_MAX else None
+            if batch:
+                yield batch
 
     def run(
         self, *, exception_handler: Callable[[BaseException, PubSub], object] | None = None, poll_timeout: float = 1.0

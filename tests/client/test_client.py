@@ -12,6 +12,7 @@ import redis.exceptions
 
 from dynamoth.envelope import open_envelope
 from dynamoth.plan import Mode
+from dynamoth_client._publishing import PAYLOAD_BYTES_MAX
 from dynamoth_client.asyncio import ChannelPlan, GuaranteesOff, PubSub, Redis, from_url
 from tests.client.conftest import ClusterFactory
 from tests.client.stored_cluster import StoredCluster, run
@@ -549,5 +550,24 @@ def test_links_carry_the_client_s_name(cluster: StoredCluster) -> None:
             await _confirmed(pubsub, cluster.channel_at("s1"))
             listing: bytes = await cluster.ask("s1", "CLIENT", "LIST")
             assert b"name=tester" in listing
+
+    run(test())
+
+
+def test_payloads_of_any_size_up_to_redis_own_limit(cluster: StoredCluster) -> None:
+    channel = bytes(range(256)) * 4
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            await pubsub.subscribe(channel)
+            assert (await pubsub.get_message(timeout=None) or {})["channel"] == channel
+            for payload in (b"", b"\0", bytes(20_000_000)):
+                assert await client.publish(channel, payload) == 1
+                message = await pubsub.get_message(timeout=None)
+                assert message is not None
+                assert message["data"] == payload
+            with pytest.raises(redis.exceptions.DataError, match="too large"):
+                await client.publish(channel, bytes(PAYLOAD_BYTES_MAX + 1))
+            assert await client.publish(channel, b"goes on") == 1
 
     run(test())

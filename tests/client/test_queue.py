@@ -5,7 +5,8 @@ import asyncio
 import pytest
 import redis.exceptions
 
-from dynamoth_client._queue import MessageQueue, Notice
+from dynamoth_client._queue import Failure, Item, MessageQueue, Notice, ShardedMessage
+from dynamoth_client.pattern_subscription import PatternMessage
 
 
 def _message(number: int) -> tuple[bytes, bytes]:
@@ -28,6 +29,24 @@ def test_full_and_room_are_told_once_each_and_nothing_is_dropped() -> None:
         queue.relieve()
         assert told == (["full"] if len(queue.items) > 2 else ["full", "room"])
     assert taken == 10
+
+
+def test_the_oldest_messages_are_dropped_and_nothing_else() -> None:
+    queue = MessageQueue(8)
+    queue.watch(lambda: None, lambda: None)
+    notice, failure = Notice("subscribe", b"channel", 1), Failure(redis.exceptions.ConnectionError("lost"))
+    matched = [PatternMessage(b"c*", b"channel", b"%d" % number) for number in range(2)]
+    sharded = ShardedMessage(b"channel", b"0")
+    items: list[Item] = [_message(0), notice, matched[0], failure, sharded, *map(_message, range(1, 7)), matched[1]]
+    queue.extend(items)
+    assert queue.is_full
+    assert queue.drop_oldest() == {
+        (b"channel", None, False): 2,
+        (b"channel", b"c*", False): 1,
+        (b"channel", None, True): 1,
+    }
+    assert list(queue.items) == [notice, failure, *map(_message, range(2, 7)), matched[1]]
+    assert not queue.is_full
 
 
 def test_a_waiter_wakes_with_the_first_item_and_at_its_timeout() -> None:

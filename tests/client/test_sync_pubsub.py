@@ -167,6 +167,26 @@ def test_listen_ends_with_the_last_subscription(cluster: StoredCluster) -> None:
         assert not pubsub.subscribed
 
 
+def test_patterns(cluster: StoredCluster) -> None:
+    taken: list[Any] = []
+    channels = [cluster.channel_at("s1", "news"), cluster.channel_at("s2", "news")]
+    with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
+        pubsub.psubscribe("news-*", **{"new*": taken.append})
+        for number in (1, 2):
+            acknowledged = next_of(pubsub)
+            assert (acknowledged["type"], acknowledged["data"]) == ("psubscribe", number)
+        assert pubsub.patterns == {b"news-*": None, b"new*": taken.append}
+        for channel in channels:
+            client.publish(channel, "x")
+            expected = message_of("pmessage", channel.encode(), b"x") | {"pattern": b"news-*"}
+            assert next_of(pubsub) == expected
+            until(lambda: pubsub.get_message(timeout=0.01) is None and bool(taken), "the handler is called")
+            assert taken.pop() == expected | {"pattern": b"new*"}
+        pubsub.punsubscribe()
+        assert [message["type"] for message in pubsub.listen()] == ["punsubscribe", "punsubscribe"]
+        assert not pubsub.subscribed
+
+
 def test_ping(cluster: StoredCluster) -> None:
     with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
         confirmed(pubsub, "c")

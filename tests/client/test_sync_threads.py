@@ -248,6 +248,20 @@ def test_a_forked_child_subscribes_to_sharded_channels_again(cluster: StoredClus
         assert next_of(pubsub)["data"] == b"from the child"
 
 
+def test_patterns_are_subscribed_to_again_in_a_forked_child(cluster: StoredCluster) -> None:
+    def in_child() -> None:
+        assert pubsub.patterns == {b"c*": None}
+        assert next_of(pubsub)["type"] == "psubscribe"
+        client.publish("channel", "x")
+        assert next_of(pubsub)["channel"] == b"channel"
+
+    with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
+        pubsub.psubscribe("c*")
+        assert next_of(pubsub)["type"] == "psubscribe"
+        assert _in_child(in_child) == 0
+        assert next_of(pubsub)["channel"] == b"channel"
+
+
 def test_a_forked_child_holds_none_of_the_parent_s_connections(cluster: StoredCluster) -> None:
     """A server sees the parent leave although the child lives on."""
     channel = cluster.channel_at("s1")

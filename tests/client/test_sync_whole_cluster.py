@@ -86,7 +86,7 @@ def test_a_move_is_followed_while_the_application_does_something_else(whole_clus
         confirmed(pubsub, channel)
         home = client.plan(channel).servers[0]
         _move(whole_cluster, channel, _other(home))
-        assert client.publish(channel, "moved") == 1
+        client.publish(channel, "moved")
         assert next_of(pubsub)["data"] == b"moved"
 
 

@@ -1,0 +1,228 @@
+"""Readers that are slow, and readers that take many messages at once, on real servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import redis.exceptions
+
+import dynamoth_client
+from dynamoth_client.asyncio import GapInfo, from_url
+from tests.client.stored_cluster import StoredCluster
+from tests.client.sync_helpers import confirmed as confirmed_sync
+
+COUNT = 500
+
+
+def run(test: Any) -> None:
+    asyncio.run(asyncio.wait_for(test, 30))
+
+
+def pubsub_of(client: Any, **options: Any) -> Any:
+    return client.pubsub(**options)
+
+
+async def confirmed(pubsub: Any, *channels: str) -> None:
+    await pubsub.subscribe(*channels)
+    for _ in channels:
+        assert (await pubsub.get_message(timeout=None))["type"] == "subscribe"
+
+
+async def publish(client: Any, channel: str, count: int = COUNT) -> None:
+    await asyncio.gather(*(client.publish(channel, b"%d" % number) for number in range(count)))
+
+
+# batches().
+
+
+async def read(batches: AsyncIterator[list[dict[str, Any]]], count: int) -> list[list[dict[str, Any]]]:
+    read: list[list[dict[str, Any]]] = []
+    async for batch in batches:
+        assert batch
+        read.append(batch)
+        if sum(map(len, read)) >= count:
+            break
+    return read
+
+
+def test_batches_have_every_message_once_and_in_order(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        async with from_url(cluster.url) as client, pubsub_of(client) as pubsub:
+            await confirmed(pubsub, "c")
+            await publish(client, "c")
+            batches = await read(pubsub.batches(), COUNT)
+            assert [int(message["data"]) for batch in batches for message in batch] == list(range(COUNT))
+            assert batches[0][0] == {"type": "message", "pattern": None, "channel": b"c", "data": b"0"}
+            assert max(map(len, batches)) > 10
+
+    run(test())
+
+
+def test_batches_begin_with_acknowledgements_and_end_with_the_last_subscription(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        async with from_url(cluster.url, decode_responses=True) as client, pubsub_of(client) as pubsub:
+            handled: list[str] = []
+
+            def handle(message: dict[str, Any]) -> None:
+                handled.append(message["data"])
+
+            await pubsub.subscribe("c", handled=handle)
+            await pubsub.psubscribe("pat*")
+            batches = pubsub.batches()
+            kinds = [[message["type"] for message in batch] for batch in [await anext(batches) for _ in range(3)]]
+            assert kinds == [["subscribe"], ["subscribe"], ["psubscribe"]]
+            for channel in ("c", "handled", "pattern", "c"):
+                await client.publish(channel, channel)
+            messages = [message for batch in await read(batches, 3) for message in batch]
+            assert sorted((m["type"], m["pattern"], m["data"]) for m in messages) == [
+                ("message", None, "c"),
+                ("message", None, "c"),
+                ("pmessage", "pat*", "pattern"),
+            ]
+            await pubsub.unsubscribe()
+            await pubsub.punsubscribe()
+            rest = [message["type"] async for batch in pubsub.batches() for message in batch]
+            assert sorted(rest) == ["punsubscribe", "unsubscribe", "unsubscribe"]
+            assert handled == ["handled"]
+
+    run(test())
+
+
+def test_an_error_comes_behind_the_messages_before_it(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        async with (
+            from_url(cluster.url) as client,
+            pubsub_of(client, max_queue=COUNT, when_full="disconnect") as pubsub,
+        ):
+            await confirmed(pubsub, "c")
+            await publish(client, "c", 2 * COUNT)
+            got: list[int] = []
+            with pytest.raises(redis.exceptions.ConnectionError, match="max_queue"):
+                async for batch in pubsub.batches():
+                    got += [int(message["data"]) for message in batch]
+            assert got == list(range(len(got))) and COUNT <= len(got) < 2 * COUNT
+
+    run(test())
+
+
+# when_full.
+
+
+def test_dropping_the_oldest_keeps_the_newest_and_tells_how_many_are_missing(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        told: list[GapInfo] = []
+        async with (
+            from_url(cluster.url) as client,
+            pubsub_of(client, max_queue=40, when_full="drop_oldest", gaps=True, on_gap=told.append) as pubsub,
+            pubsub_of(client) as witness,
+        ):
+            await confirmed(pubsub, "c")
+            await confirmed(witness, "c")
+            for _ in range(5):
+                await publish(client, "c", 100)
+            for _ in range(500):
+                assert (await witness.get_message(timeout=None))["type"] == "message"
+            await client.publish("c", b"last")
+            messages: list[dict[str, Any]] = []
+            while not messages or messages[-1]["data"] != b"last":
+                messages.append(await pubsub.get_message(timeout=None))
+            gaps = [message["data"] for message in messages if message["type"] == "gap"]
+            assert gaps == told
+            assert messages[0]["type"] == "gap", "in the place of what was dropped"
+            assert {(gap.channel, gap.publisher, gap.pattern) for gap in gaps} == {(b"c", None, None)}
+            assert sum(gap.count for gap in gaps) + len(messages) - len(gaps) == 501
+            assert pubsub.gaps_detected >= 1
+
+    run(test())
+
+
+def test_what_patterns_had_is_told_by_channel(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        options: Any = {"max_queue": 4, "when_full": "drop_oldest", "gaps": True}
+        async with from_url(cluster.url) as client, pubsub_of(client, **options) as pubsub:
+            await pubsub.psubscribe("c*")
+            assert (await pubsub.get_message(timeout=None))["type"] == "psubscribe"
+            for number in range(8):
+                await client.publish(f"c{number % 2}", b"%d" % number)
+            await client.publish("c0", b"last")
+            counts = {b"c0": 0, b"c1": 0}
+            while (message := await pubsub.get_message(timeout=None))["data"] != b"last":
+                gap = message["data"]
+                if message["type"] == "gap":
+                    assert gap.pattern == b"c*"
+                counts[message["channel"]] += gap.count if message["type"] == "gap" else 1
+            assert counts == {b"c0": 4, b"c1": 4}
+
+    run(test())
+
+
+def test_a_slow_reader_does_not_slow_another_one(cluster: StoredCluster) -> None:
+    """Each PubSub has its own links: what blocks one is not in the way of the other."""
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client, pubsub_of(client, max_queue=1) as slow, pubsub_of(client) as quick:
+            await confirmed(slow, "c")
+            await confirmed(quick, "c")
+            await publish(client, "c")
+            for number in range(COUNT):
+                assert int((await quick.get_message(timeout=None))["data"]) == number
+            for number in range(COUNT):
+                assert int((await slow.get_message(timeout=None))["data"]) == number
+
+    run(test())
+
+
+def test_a_disconnected_pubsub_can_begin_again(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        async with from_url(cluster.url) as client, pubsub_of(client, max_queue=10, when_full="disconnect") as pubsub:
+            await confirmed(pubsub, "c")
+            await publish(client, "c", 100)
+            with pytest.raises(redis.exceptions.ConnectionError, match="aclose"):
+                while True:
+                    await pubsub.get_message(timeout=None)
+            with pytest.raises(redis.exceptions.ConnectionError, match="aclose"):
+                await pubsub.subscribe("other")
+            await pubsub.aclose()
+            await confirmed(pubsub, "c")
+            await client.publish("c", b"again")
+            assert (await pubsub.get_message(timeout=None))["data"] == b"again"
+
+    run(test())
+
+
+def test_an_unknown_policy_is_refused(cluster: StoredCluster) -> None:
+    wrong: Any = "explode"
+    with pytest.raises(redis.exceptions.DataError, match="block, drop_oldest, disconnect"):
+        pubsub_of(from_url(cluster.url), when_full=wrong)
+    with dynamoth_client.from_url(cluster.url) as client, pytest.raises(redis.exceptions.DataError):
+        pubsub_of(client, when_full=wrong)
+
+
+# The synchronous client.
+
+
+def test_the_synchronous_client_has_batches_and_policies_too(cluster: StoredCluster) -> None:
+    with dynamoth_client.from_url(cluster.url) as client:
+        pubsub = pubsub_of(client)
+        confirmed_sync(pubsub, "c")
+        for number in range(COUNT):
+            client.publish("c", b"%d" % number)
+        got: list[int] = []
+        for batch in pubsub.batches():
+            got += [int(message["data"]) for message in batch]
+            if len(got) == COUNT:
+                break
+        assert got == list(range(COUNT))
+        dropping = pubsub_of(client, max_queue=40, when_full="drop_oldest", gaps=True)
+        confirmed_sync(dropping, "d")
+        for number in range(COUNT):
+            client.publish("d", b"%d" % number)
+        client.publish("d", b"last")
+        read: list[dict[str, Any]] = []
+        while not read or read[-1]["data"] != b"last":
+            read.append(dropping.get_message(timeout=None))
+        gaps = [message["data"] for message in read if message["type"] == "gap"]
+        assert sum(gap.count for gap in gaps) + len(read) - len(gaps) == COUNT + 1
