@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import redis.exceptions
 
-from dynamoth_client._queue import Failure, Item, MessageQueue, Notice
+from dynamoth_client._queue import Failure, Item, MessageQueue, Notice, ShardedMessage
 from dynamoth_client.pattern_subscription import PatternMessage
 
 
@@ -36,10 +36,15 @@ def test_the_oldest_messages_are_dropped_and_nothing_else() -> None:
     queue.watch(lambda: None, lambda: None)
     notice, failure = Notice("subscribe", b"channel", 1), Failure(redis.exceptions.ConnectionError("lost"))
     matched = [PatternMessage(b"c*", b"channel", b"%d" % number) for number in range(2)]
-    items: list[Item] = [_message(0), notice, matched[0], failure, *map(_message, range(1, 7)), matched[1]]
+    sharded = ShardedMessage(b"channel", b"0")
+    items: list[Item] = [_message(0), notice, matched[0], failure, sharded, *map(_message, range(1, 7)), matched[1]]
     queue.extend(items)
     assert queue.is_full
-    assert queue.drop_oldest() == {(b"channel", None, False): 2, (b"channel", b"c*", False): 1}
+    assert queue.drop_oldest() == {
+        (b"channel", None, False): 2,
+        (b"channel", b"c*", False): 1,
+        (b"channel", None, True): 1,
+    }
     assert list(queue.items) == [notice, failure, *map(_message, range(2, 7)), matched[1]]
     assert not queue.is_full
 

@@ -120,6 +120,50 @@ def test_the_asynchronous_client(cluster: StoredCluster) -> None:
     run(test())
 
 
+def test_in_batches(cluster: StoredCluster) -> None:
+    handled: list[Any] = []
+    expected = [[_of("ssubscribe", b"c", 1)], [_of("ssubscribe", b"handled", 2)], [_of("smessage", b"c", b"x")]]
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            await pubsub.ssubscribe("c", handled=handled.append)
+            batches = pubsub.batches()
+            assert [await anext(batches) for _ in range(2)] == expected[:2]
+            for channel in ("handled", "c"):
+                assert await client.spublish(channel, "x") == 1
+            assert await anext(batches) == expected[2]
+            await pubsub.sunsubscribe()
+            assert len([message async for batch in batches for message in batch]) == 2
+
+    run(test())
+    with dynamoth_client.from_url(cluster.url) as client, client.pubsub() as pubsub:
+        pubsub.ssubscribe("c")
+        batches = pubsub.batches()
+        assert next(batches) == expected[0]
+        assert client.spublish("c", "x") == 1
+        assert next(batches) == expected[2]
+    assert handled == [_of("smessage", b"handled", b"x")]
+
+
+def test_those_that_are_dropped_are_gaps(cluster: StoredCluster) -> None:
+    count = 100
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub(max_queue=8, when_full="drop_oldest", gaps=True) as p:
+            await p.ssubscribe("c")
+            assert await _next(p) == _of("ssubscribe", b"c", 1)
+            for number in range(count):
+                assert await client.spublish("c", str(number)) == 1
+            seen = [await _next(p)]
+            while seen[-1]["data"] != b"%d" % (count - 1):
+                seen.append(await _next(p))
+            gaps = [message["data"] for message in seen if message["type"] == "gap"]
+            assert gaps and all(gap.sharded and gap.channel == b"c" for gap in gaps)
+            assert sum(gap.count for gap in gaps) + len(seen) - len(gaps) == count
+
+    run(test())
+
+
 def test_a_gap_of_a_sharded_channel_says_so(cluster: StoredCluster) -> None:
     async def test() -> None:
         async with from_url(cluster.url) as client, client.pubsub(gaps=True) as pubsub:
