@@ -98,7 +98,7 @@ class Feed:
         self._patterns: _Work | None = None
         on_full = {"block": self._pause, "drop_oldest": self._drop_oldest, "disconnect": self._give_up}[when_full]
         queue.watch(on_full, self._resume)
-        #: Gaps of messages that were dropped, until they are read: more of the same channel are added to these.
+        #: Gaps of messages that were dropped, until they are read: more of the same subscription are added to these.
         self._gaps_of_dropped: dict[Dropped, Notice] = {}
 
     @property
@@ -370,6 +370,7 @@ class Feed:
     def _drop_oldest(self) -> None:
         """Make room, and tell in the place of the messages what is missing."""
         queue = self._queue
+        self._gaps_of_dropped = {of: told for of, told in self._gaps_of_dropped.items() if not told.is_read}
         reason = "the application reads too slowly: its oldest messages were dropped (when_full, max_queue)"
         for subject, count in queue.drop_oldest().items():
             channel, pattern, sharded = subject
@@ -378,7 +379,7 @@ class Feed:
             told = self._gaps_of_dropped.get(subject)
             if not self._wants_gaps:
                 self._log_gap(gap)
-            elif told is not None and not told.is_read and isinstance(told.data, GapInfo):
+            elif told is not None and isinstance(told.data, GapInfo):
                 told.data = replace(gap, count=count + (told.data.count or 0))
             else:
                 notice = self._gaps_of_dropped[subject] = Notice("gap", channel, gap)

@@ -47,7 +47,7 @@ class Publishing:
             envelope: False publishes plain payloads, without guarantees.
 
         """
-        self.loop = self._loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         #: Whether it was closed, or its machine crashed.
         self.is_stopped = False
         #: Publications without an outcome. The machine bounds them in number and in time.
@@ -76,11 +76,11 @@ class Publishing:
                 f"a message of {len(payload):,} bytes is too large: Redis takes {PAYLOAD_BYTES_MAX:,}; send it in parts"
             )
         outcome: asyncio.Future[int] = self._loop.create_future()
-        if not self._unanswered:
-            self._unanswered.add(outcome)
+        is_alone = not self._unanswered
+        self._unanswered.add(outcome)
+        if is_alone:
             self._driver.handle(Publish(outcome, channel, payload))
             return outcome
-        self._unanswered.add(outcome)
         if not self._collected:
             self._loop.call_soon(self._hand_over)
         self._collected.append((outcome, channel, payload))

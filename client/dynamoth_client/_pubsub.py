@@ -59,8 +59,8 @@ class PubSub(redis.asyncio.client.PubSub):
         when_full: what is done about more. ``"block"``: servers are not read from until half of the messages have been
             taken; nothing is dropped here, but a Redis server drops a connection that is not read from for long
             (``client-output-buffer-limit pubsub``), and that is a gap. ``"drop_oldest"``: the oldest quarter is
-            dropped, and a gap in its place tells how many of which channel. ``"disconnect"``: the subscriptions end,
-            and ConnectionError is raised behind the messages that have come.
+            dropped, and a gap in its place tells how many of which channel or pattern. ``"disconnect"``: the
+            subscriptions end, and ConnectionError is raised behind the messages that have come.
 
     Different from redis-py:
 
@@ -323,23 +323,17 @@ class PubSub(redis.asyncio.client.PubSub):
         For applications that read very much.
         """
         while self.subscribed:
-            item = await self._take(None)
-            if item is None:
+            if not await self._wait(None):
                 continue
             batch: list[dict[str, Any]] = []
-            if isinstance(item, (Notice, Failure)):  # it may raise: alone
-                notice = await self._notice(item, ignored=False)
-                batch += [] if notice is None else [notice]
-            else:
-                self._queue.items.appendleft(item)
-                await self._fill(batch)
+            await self._fill(batch)
             if batch:
                 yield batch
 
     async def _fill(self, batch: list[dict[str, Any]]) -> None:
-        """Take messages from the queue as long as there are some."""
+        """Take messages from the queue as long as there are some, or one item of another kind."""
         items, channels, decodes = self._queue.items, self.channels, self._decodes
-        for _ in range(min(len(items), TURN_ITEMS_MAX)):
+        for count in range(min(len(items), TURN_ITEMS_MAX)):
             item = items.popleft()
             if type(item) is tuple:
                 channel, payload = item
@@ -351,12 +345,14 @@ class PubSub(redis.asyncio.client.PubSub):
                     batch.append(message)
                 else:
                     await _call(handler, message)
-            elif isinstance(item, (Notice, Failure)):
-                items.appendleft(item)
+            elif count and isinstance(item, (Notice, Failure)):
+                items.appendleft(item)  # it may raise: alone
                 break
             else:
                 unusual = await self._unusual(cast("_Unusual", item), ignored=False)
                 batch += [] if unusual is None else [unusual]
+                if isinstance(item, (Notice, Failure)):
+                    break
         if self._queue.is_full:
             self._queue.relieve()
 
@@ -392,6 +388,10 @@ class PubSub(redis.asyncio.client.PubSub):
 
     async def _take(self, timeout: float | None) -> Item | None:
         """Take the next item; None when there is none in time, or this PubSub was closed."""
+        return self._pop() if await self._wait(timeout) else None
+
+    async def _wait(self, timeout: float | None) -> bool:
+        """Wait for an item, with a turn for others; False when there is none in time, or this PubSub was closed."""
         if not self._is_begun:
             raise RuntimeError(_NOT_CONNECTED)
         queue = self._queue
@@ -404,7 +404,7 @@ class PubSub(redis.asyncio.client.PubSub):
             if queue.is_closed:
                 if queue.error is not None:
                     raise type(queue.error)(*queue.error.args)
-                return None
+                return False
             if until is None:
                 waiter = queue.waiter()
                 try:
@@ -416,11 +416,8 @@ class PubSub(redis.asyncio.client.PubSub):
             else:
                 await asyncio.sleep(0)
                 if not items:
-                    return None
-        item = items.popleft()
-        if queue.is_full:
-            queue.relieve()
-        return item
+                    return False
+        return True
 
     def _message(self, item: tuple[bytes, bytes]) -> dict[str, Any]:
         channel, payload = item

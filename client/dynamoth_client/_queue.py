@@ -67,7 +67,8 @@ class Failure:
 
 
 Dropped = tuple[bytes, bytes | None, bool]
-"""A channel, the pattern that its messages came for, if any, and whether it is a sharded channel."""
+"""A channel, or the pattern that its messages came for, that pattern, if any, and whether it is a sharded channel. One
+for all channels of a pattern: there is no bound to these."""
 
 Item = tuple[bytes, bytes] | PatternMessage | ShardedMessage | Notice | Failure
 """A plain pair is a message of a channel: channel and payload."""
@@ -127,7 +128,7 @@ class MessageQueue:
             self._on_full()
 
     def drop_oldest(self) -> Counter[Dropped]:
-        """Make room in a full queue by dropping the oldest messages; return how many of each channel.
+        """Make room in a full queue by dropping the oldest messages; return how many of each subscription.
 
         All else stays, in its place.
         """
@@ -141,7 +142,7 @@ class MessageQueue:
             elif isinstance(item, ShardedMessage):
                 dropped[item.channel, None, True] += 1
             elif isinstance(item, PatternMessage):
-                dropped[item.channel, item.pattern, False] += 1
+                dropped[item.pattern, item.pattern, False] += 1
             else:
                 kept.append(item)
         items.extendleft(reversed(kept))

@@ -61,6 +61,27 @@ class ClusterOptions:
     losses_allowed: bool = False
 
 
+def _short_client_options(hold_s_max: float) -> ClientOptions:
+    return ClientOptions(
+        publisher=PublisherOptions(
+            publish_timeout_s=PUBLISH_TIMEOUT_S, observers_interval_s=0.3, straggler_s=0.1, failover_s=0.2
+        ),
+        subscriber=SubscriberOptions(
+            hold_s_max=hold_s_max,
+            verify_retry_s=0.05,
+            distrust_s=1.0,
+            failover_s=1.0,
+            look_again_s=0.1,
+            look_again_s_max=0.5,
+            link_idle_s=1.0,
+        ),
+        patterns=PatternOptions(
+            hold_s_max=hold_s_max, header_interval_s=0.5, retry_s=0.05, failover_s=1.0, link_idle_s=1.0
+        ),
+        entry_idle_s=0.8,
+    )
+
+
 def short_options(
     *,
     hold_s_max: float,
@@ -76,32 +97,10 @@ def short_options(
 
     ``replicas_max`` is how many servers the balancer itself spreads a channel over; 1 leaves it to the administrator.
     """
-    transition = TransitionOptions(
-        trickle_delay_s=0.05,
-        notice_interval_s=0.2,
-        vacated_interval_s=0.2,
-    )
     return ClusterOptions(
-        client=ClientOptions(
-            publisher=PublisherOptions(
-                publish_timeout_s=PUBLISH_TIMEOUT_S, observers_interval_s=0.3, straggler_s=0.1, failover_s=0.2
-            ),
-            subscriber=SubscriberOptions(
-                hold_s_max=hold_s_max,
-                verify_retry_s=0.05,
-                distrust_s=1.0,
-                failover_s=1.0,
-                look_again_s=0.1,
-                look_again_s_max=0.5,
-                link_idle_s=1.0,
-            ),
-            patterns=PatternOptions(
-                hold_s_max=hold_s_max, header_interval_s=0.5, retry_s=0.05, failover_s=1.0, link_idle_s=1.0
-            ),
-            entry_idle_s=0.8,
-        ),
+        client=_short_client_options(hold_s_max),
         dispatcher=DispatcherOptions(
-            transition=transition,
+            transition=TransitionOptions(trickle_delay_s=0.05, notice_interval_s=0.2, vacated_interval_s=0.2),
             tell_again_s=0.3,
             plan_retry_s=0.1,
             forwarder=ForwarderOptions(forwards_max=forwards_max, heartbeat_delay_s=1.5),

@@ -11,6 +11,7 @@ import redis.exceptions
 
 import dynamoth_client
 from dynamoth_client.asyncio import GapInfo, from_url
+from dynamoth_client.pattern_subscription import PatternMessage
 from tests.client.stored_cluster import StoredCluster
 from tests.client.sync_helpers import confirmed as confirmed_sync
 
@@ -143,7 +144,7 @@ def test_dropping_the_oldest_keeps_the_newest_and_tells_how_many_are_missing(clu
     run(test())
 
 
-def test_what_patterns_had_is_told_by_channel(cluster: StoredCluster) -> None:
+def test_what_a_pattern_had_is_one_gap_however_many_channels(cluster: StoredCluster) -> None:
     async def test() -> None:
         options: Any = {"max_queue": 4, "when_full": "drop_oldest", "gaps": True}
         async with from_url(cluster.url) as client, pubsub_of(client, **options) as pubsub:
@@ -152,13 +153,34 @@ def test_what_patterns_had_is_told_by_channel(cluster: StoredCluster) -> None:
             for number in range(8):
                 await client.publish(f"c{number % 2}", b"%d" % number)
             await client.publish("c0", b"last")
-            counts = {b"c0": 0, b"c1": 0}
+            count = 0
             while (message := await pubsub.get_message(timeout=None))["data"] != b"last":
                 gap = message["data"]
                 if message["type"] == "gap":
-                    assert gap.pattern == b"c*"
-                counts[message["channel"]] += gap.count if message["type"] == "gap" else 1
-            assert counts == {b"c0": 4, b"c1": 4}
+                    assert (gap.pattern, gap.channel, message["channel"]) == (b"c*", b"c*", b"c*")
+                count += gap.count if message["type"] == "gap" else 1
+            assert count == 8
+
+    run(test())
+
+
+def test_a_reader_that_has_stopped_costs_no_more_with_time(cluster: StoredCluster) -> None:
+    """However many channels a pattern matches, and however often messages are dropped."""
+
+    async def test() -> None:
+        options: Any = {"max_queue": 8, "when_full": "drop_oldest", "gaps": True}
+        async with from_url(cluster.url) as client, pubsub_of(client, **options) as pubsub:
+            await pubsub.psubscribe("c*")
+            assert (await pubsub.get_message(timeout=None))["type"] == "psubscribe"
+            for number in range(300):
+                await client.publish(f"c{number}", b"%d" % number)
+            await client.publish("c", b"last")
+            queue = pubsub._queue
+            while not any(isinstance(item, PatternMessage) and item.payload == b"last" for item in queue.items):
+                await queue.wait(30)
+            assert len(queue.items) <= 8 + 1
+            gap = (await pubsub.get_message(timeout=None))["data"]
+            assert gap.count + len(queue.items) == 301
 
     run(test())
 
