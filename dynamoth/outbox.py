@@ -55,14 +55,12 @@ class Outbox:
         self._sent += 1
         return [Send(self.link, args, self)]
 
-    def put_all(self, items: Sequence[tuple[Sequence[CommandPart], Any]]) -> Send | SendAll:
-        """Add commands with their tokens, at least one and at most ``room``; only while the link is up."""
-        assert self._up and len(items) <= self.room, f"no room in the outbox of {self.link}, or it is down"
-        self._items.extend(items)
-        self._sent += len(items)
-        if len(items) == 1:
-            return Send(self.link, items[0][0], self)
-        return SendAll(self.link, [args for args, _ in items], self)
+    def put_all(self, commands: Sequence[Sequence[CommandPart]], token: Any) -> SendAll:
+        """Add commands, at most ``room``, which have one token in common; only while the link is up."""
+        assert self._up and len(commands) <= self.room, f"no room in the outbox of {self.link}, or it is down"
+        self._items.extend([(args, token) for args in commands])
+        self._sent += len(commands)
+        return SendAll(self.link, commands, self)
 
     def link_up(self) -> list[Send]:
         """Send everything that is unanswered, over a new connection."""
@@ -87,6 +85,10 @@ class Outbox:
         self._sent -= count
         take = self._items.popleft
         return [take()[1] for _ in range(count)]
+
+    def replace_tokens(self, replacement: Callable[[Sequence[CommandPart], Any], Any]) -> None:
+        """Give every unanswered command, oldest first, the token that ``replacement`` returns for it and its token."""
+        self._items = deque((args, replacement(args, token)) for args, token in self._items)
 
     def unanswered(self) -> list[tuple[Sequence[CommandPart], Any]]:
         """Return the commands and their tokens, oldest first."""

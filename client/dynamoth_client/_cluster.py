@@ -39,7 +39,8 @@ class Cluster:
         #: The bootstrap that is under way, shared by all who need it.
         self._bootstrap: asyncio.Task[LocalPlan] | None = None
         self._local_plan: LocalPlan | None = None
-        self._publishing: Publishing | None = None
+        #: The publisher; ``open_publishing`` makes it, also in the place of one that has stopped.
+        self.publishing: Publishing | None = None
         #: Feeds that are at work, or were stopped without ``close``.
         self._feeds: set[Feed] = set()
 
@@ -50,18 +51,12 @@ class Cluster:
             self._settings = self._read_settings()
         return self._settings
 
-    def publishing(self) -> Publishing | None:
-        """Return the publisher if there is one for the running loop; otherwise ``open_publishing`` makes it."""
-        if self._loop is asyncio.get_running_loop() and self._publishing is not None:
-            return None if self._publishing.is_stopped else self._publishing
-        return None
-
     async def open_publishing(self) -> Publishing:
         """Return the publisher; bootstraps when needed. Raises as ``local_plan``."""
         local_plan = await self.local_plan()
-        if self._publishing is None or self._publishing.is_stopped:
-            self._publishing = Publishing(local_plan, self.settings.link_options, envelope=self._envelope)
-        return self._publishing
+        if self.publishing is None or self.publishing.is_stopped:
+            self.publishing = Publishing(local_plan, self.settings.link_options, envelope=self._envelope)
+        return self.publishing
 
     async def open_feed(self, queue: MessageQueue, *, wants_gaps: bool, when_full: WhenFull = "block") -> Feed:
         """Make the feed of a PubSub; bootstraps when needed. Raises as ``local_plan``."""
@@ -118,8 +113,8 @@ class Cluster:
         if self._loop is not asyncio.get_running_loop() and not self._loop.is_closed():
             self._bind()
         owned = not self._loop.is_closed()
-        bootstrap, publishing, feeds = self._bootstrap, self._publishing, self._feeds
-        self._loop = self._bootstrap = self._local_plan = self._publishing = None
+        bootstrap, publishing, feeds = self._bootstrap, self.publishing, self._feeds
+        self._loop = self._bootstrap = self._local_plan = self.publishing = None
         self._feeds = set()
         if not owned:  # what ran there ended with its loop
             return
@@ -145,9 +140,7 @@ class Cluster:
         if self._loop is None:
             self._loop = loop
         elif self._loop is not loop:
-            raise RuntimeError(
-                "this client belongs to another event loop: make one client per loop, and aclose() it there when done"
-            )
+            raise RuntimeError(_errors.OTHER_LOOP)
 
 
 def _retrieve(task: asyncio.Task[LocalPlan]) -> None:

@@ -9,6 +9,8 @@ from dynamoth_link.errors import AuthenticationFailed, LinkError, ServerLoading
 
 CLOSED = "the client was closed while this waited: keep it open until its calls have returned"
 
+OTHER_LOOP = "this client belongs to another event loop: make one client per loop, and aclose() it there when done"
+
 _BY_CODE: dict[str, type[RedisError]] = {
     "NOPERM": redis.exceptions.NoPermissionError,
     "NOAUTH": redis.exceptions.AuthenticationError,

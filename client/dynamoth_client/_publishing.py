@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Sequence
 from typing import Any, cast
 
 import redis.exceptions
@@ -68,6 +69,7 @@ class Publishing:
         future is failed with an error of ``redis.exceptions`` otherwise. Cancelling it does not take the message back.
 
         Raises:
+            RuntimeError: called in another event loop. (Not always seen here; to await the future there fails then.)
             redis.exceptions.DataError: the payload is larger than ``PAYLOAD_BYTES_MAX``.
 
         """
@@ -75,19 +77,23 @@ class Publishing:
             raise redis.exceptions.DataError(
                 f"a message of {len(payload):,} bytes is too large: Redis takes {PAYLOAD_BYTES_MAX:,}; send it in parts"
             )
-        outcome: asyncio.Future[int] = self._loop.create_future()
-        is_alone = not self._unanswered
-        self._unanswered.add(outcome)
-        if is_alone:
-            self._driver.handle(Publish(outcome, channel, payload))
+        outcome: asyncio.Future[int] = asyncio.Future(loop=self._loop)  # create_future would take twice as long
+        if self._collected:
+            self._collected.append((outcome, channel, payload))
             return outcome
-        if not self._collected:
+        if self._loop is not asyncio.get_running_loop():
+            raise RuntimeError(_errors.OTHER_LOOP)
+        if self._unanswered:
+            self._collected.append((outcome, channel, payload))
             self._loop.call_soon(self._hand_over)
-        self._collected.append((outcome, channel, payload))
+        else:
+            self._unanswered.add(outcome)
+            self._driver.handle(Publish(outcome, channel, payload))
         return outcome
 
     def _hand_over(self) -> None:
         collected, self._collected = self._collected, []
+        self._unanswered.update([outcome for outcome, _, _ in collected])
         self._driver.handle(PublishAll(collected))
 
     async def close(self) -> None:
@@ -98,10 +104,9 @@ class Publishing:
 
     def _execute(self, action: Any) -> None:
         if type(action) is PublishedAll:
-            outcomes = cast("list[tuple[asyncio.Future[int], int]]", action.outcomes)
-            discard = self._unanswered.discard
-            for outcome, receivers in outcomes:
-                discard(outcome)
+            outcomes = cast("Sequence[asyncio.Future[int]]", action.tokens)
+            self._unanswered.difference_update(outcomes)
+            for outcome, receivers in zip(outcomes, action.receivers, strict=True):
                 if not outcome.done():
                     outcome.set_result(receivers)
             return
@@ -129,6 +134,7 @@ class Publishing:
 
     def _fail_all(self, error: redis.exceptions.RedisError) -> None:
         unanswered, self._unanswered = self._unanswered, set()
-        for outcome in unanswered:
+        collected, self._collected = self._collected, []
+        for outcome in (*unanswered, *(outcome for outcome, _, _ in collected)):
             if not outcome.done():
                 outcome.set_exception(error)

@@ -169,7 +169,9 @@ class Redis(redis.asyncio.Redis):
                 return cast("int", await self._execute_here("PUBLISH", name, payload, **kwargs))
             if name.startswith(RESERVED_PREFIX):
                 raise redis.exceptions.DataError(f"{name!r} is one of Dynamoth's own channels: choose another name")
-        publishing = self._cluster.publishing() or await self._cluster.open_publishing()
+        publishing = self._cluster.publishing
+        if publishing is None or publishing.is_stopped:
+            publishing = await self._cluster.open_publishing()
         return await publishing.publish(name, payload)
 
     async def spublish(self, shard_channel: Any, message: Any) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -178,7 +180,9 @@ class Redis(redis.asyncio.Redis):
         Raises as ``publish``.
         """
         name, payload = sharded_channel(self._encode(shard_channel)), self._encode(message)
-        publishing = self._cluster.publishing() or await self._cluster.open_publishing()
+        publishing = self._cluster.publishing
+        if publishing is None or publishing.is_stopped:
+            publishing = await self._cluster.open_publishing()
         return await publishing.publish(name, payload)
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:

@@ -59,6 +59,21 @@ class Waiting:
 
 
 @dataclass(slots=True)
+class Together:
+    """Messages, each for one server only, that went out to it together over the present connection.
+
+    Cheaper than one ``Waiting`` for each, which take its place when the connection is lost.
+    """
+
+    tokens: list[Hashable]
+    tell_at: float
+    #: How many the server has answered: the first ones.
+    answered: int = 0
+    #: The application has been told of all outcomes; replies that still come are dropped.
+    done: bool = False
+
+
+@dataclass(slots=True)
 class HandOver:
     """The token of a request to forward a message to the replicas that have not answered."""
 
@@ -81,12 +96,10 @@ class PublisherServer:
 
     outbox: Outbox
     #: What the outbox holds of the application's messages, oldest first; those that are done leave from the left.
-    waiting: deque[Waiting] = field(default_factory=deque[Waiting])
-    #: Messages of the present event that go out together, and how many more may; empty between events.
-    together: list[tuple[tuple[bytes, bytes, bytes], Waiting]] = field(
-        default_factory=list[tuple[tuple[bytes, bytes, bytes], Waiting]]
-    )
-    room: int = 0
+    waiting: deque[Waiting | Together] = field(default_factory=deque["Waiting | Together"])
+    #: The messages of the present event that go out together, and their tokens; empty between events.
+    commands: list[tuple[bytes, bytes, bytes]] = field(default_factory=list[tuple[bytes, bytes, bytes]])
+    tokens: list[Hashable] = field(default_factory=list[Hashable])
     run_id: str | None = None
     up: bool = False
     #: Since when the link is down; infinity while it is up.

@@ -23,7 +23,7 @@ When a dispatcher tells, in this client's inbox, that a channel has moved, the n
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +44,7 @@ from dynamoth.envelope import (
 )
 from dynamoth.errors import MalformedMessage, UnknownMode
 from dynamoth.events import (
+    CommandPart,
     Connect,
     ErrorReply,
     LinkDown,
@@ -56,11 +57,11 @@ from dynamoth.events import (
     Start,
     Tick,
 )
-from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, FORWARD_CHANNEL, inbox
+from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, FORWARD_CHANNEL, inbox, logical_channel
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Location, Mode, Route
 from dynamoth_client.local_plan import LocalPlan
-from dynamoth_client.publication import Check, HandOver, PublishedChannel, PublisherServer, Waiting
+from dynamoth_client.publication import Check, HandOver, PublishedChannel, PublisherServer, Together, Waiting
 
 LEFT_MAX = 4
 """Servers that a channel has left and that are remembered: what was sent there last may not have been observed."""
@@ -117,9 +118,10 @@ class Published:
 
 @dataclass(slots=True)
 class PublishedAll:
-    """Action: as so many ``Published``; each outcome is a ``token`` and ``receivers``."""
+    """Action: as so many ``Published``, at least one."""
 
-    outcomes: list[tuple[Hashable, int]]
+    tokens: Sequence[Hashable]
+    receivers: Sequence[int]
 
 
 @dataclass(slots=True)
@@ -219,9 +221,10 @@ class PublisherMachine:
                 channel is None
                 or server is None
                 or not (server.observers or name in server.confirmed)
-                or not (server.room if server.together else self._begin_together(server, now, ready))
+                or not (server.commands or self._begin_together(server, len(messages), now, ready))
             ):
-                actions += [self._send_together(server) for server in ready]
+                for other in ready:
+                    actions += self._send_together(other, expires_at)
                 ready.clear()
                 actions += self._publish(token, name, payload, now)
                 generation = self._plan.generation
@@ -233,23 +236,31 @@ class PublisherMachine:
                 self._plan.use(name, now)
             channel.sequence = sequence = channel.sequence + 1
             data = pack_header(MAGIC, 0, client_id, sequence << QUIET_BITS | quiet_ms, channel.epoch) + payload
-            server.room -= 1
-            server.together.append(((b"PUBLISH", channel.physical, data), Waiting(token, expires_at, name)))
-        return actions + [self._send_together(server) for server in ready]
+            server.commands.append((b"PUBLISH", channel.physical, data))
+            server.tokens.append(token)
+        for server in ready:
+            actions += self._send_together(server, expires_at)
+        return actions
 
     @staticmethod
-    def _begin_together(server: PublisherServer, now: float, ready: list[PublisherServer]) -> int:
-        """Return how many messages can go to a server with no command beside them; add it to those that get some."""
-        server.room = 0 if now >= server.clear_until else server.outbox.room
-        if server.room:
+    def _begin_together(server: PublisherServer, count: int, now: float, ready: list[PublisherServer]) -> bool:
+        """Tell whether ``count`` messages can go to a server with no command beside them; it is ``ready`` then."""
+        is_clear = now < server.clear_until and count <= server.outbox.room
+        if is_clear:
             ready.append(server)
-        return server.room
+        return is_clear
 
     @staticmethod
-    def _send_together(server: PublisherServer) -> Send | SendAll:
-        together, server.together = server.together, []
-        server.waiting.extend([waiting for _, waiting in together])
-        return server.outbox.put_all(together)
+    def _send_together(server: PublisherServer, expires_at: float) -> Sequence[Send | SendAll]:
+        commands, server.commands = server.commands, []
+        tokens, server.tokens = server.tokens, []
+        if len(commands) == 1:
+            waiting = Waiting(tokens[0], expires_at, logical_channel(commands[0][1]))
+            server.waiting.append(waiting)
+            return server.outbox.put(commands[0], waiting)
+        together = Together(tokens, expires_at)
+        server.waiting.append(together)
+        return (server.outbox.put_all(commands, together),)
 
     def _publish(self, token: Hashable, name: bytes, payload: bytes, now: float) -> list[Any]:
         """Publish a message about which something is to be decided."""
@@ -409,6 +420,7 @@ class PublisherMachine:
         server.clear_until = float("-inf")
         server.reason = event.reason
         server.outbox.link_down()
+        _take_apart(server)
         server.outbox.discard(lambda token: token is None)  # heartbeats: the reconnection makes new ones
         self._hints.clear()
         return []
@@ -472,33 +484,34 @@ class PublisherMachine:
     def _replied_all(self, link: str, values: Sequence[Any], now: float) -> list[Any]:
         """Take replies to the oldest commands of an outbox."""
         server = self._servers[link]
-        outbox, waiting, observers = server.outbox, server.waiting, server.observers
+        waiting = server.waiting
         actions: list[Any] = []
-        outcomes: list[tuple[Hashable, int]] = []
-        for token, value in zip(outbox.replied_all(len(values)), values, strict=True):
-            if type(token) is Waiting and type(value) is int and not token.missing and not token.done:
-                token.done = True
-                outcomes.append((token.token, value - observers if value > observers else 0))
-            elif token is not None:
-                actions += self._replied_to(token, link, value, now)
-                observers = server.observers
+        tokens = server.outbox.replied_all(len(values))
+        index = 0
+        while index < len(tokens):
+            token = tokens[index]
+            if type(token) is Together:
+                count = min(len(token.tokens) - token.answered, len(tokens) - index)
+                actions += _answered_together(token, values[index : index + count], server.observers)
+                index += count
+            else:
+                actions += self._replied_to(token, link, values[index], now)
+                index += 1
         while waiting and waiting[0].done:
             waiting.popleft()
-        if server.owes_heartbeats and not len(outbox):
+        if server.owes_heartbeats and not len(server.outbox):
             server.owes_heartbeats = False
             actions += self._heartbeats(link, now)
-        if len(outcomes) > 1:
-            actions.append(PublishedAll(outcomes))
-        elif outcomes:
-            actions.append(Published(*outcomes[0]))
         return actions
 
-    def _replied_to(self, token: Waiting | HandOver | Check, link: str, value: Any, now: float) -> list[Any]:
+    def _replied_to(self, token: Waiting | HandOver | Check | None, link: str, value: Any, now: float) -> list[Any]:
+        if type(token) is Waiting:
+            return [] if token.done else self._answered(token, link, value, now)
         if isinstance(token, Check):
             return self._checked(token, link, value, now)
         if isinstance(token, HandOver):
             return self._handed_over(token.message, value, now)
-        return [] if token.done else self._answered(token, link, value, now)
+        return []
 
     def _answered(self, waiting: Waiting, link: str, value: Any, now: float) -> list[Any]:
         """Take the answer of one server; tell the application when no other is worth waiting for."""
@@ -708,11 +721,14 @@ class PublisherMachine:
                 waiting = server.waiting.popleft()
                 if waiting.done:
                     continue
-                if waiting.expires_at > now:
+                reason = f"server {server_id} did not answer for {self.options.publish_timeout_s:g} s: {why}"
+                if isinstance(waiting, Together):
+                    waiting.done = True
+                    actions += [PublishFailed(token, reason) for token in waiting.tokens[waiting.answered :]]
+                elif waiting.expires_at > now:
                     actions += self._hand_over(waiting, now)
                 else:
-                    waited = self.options.publish_timeout_s
-                    actions += self._end(waiting, f"server {server_id} did not answer for {waited:g} s: {why}")
+                    actions += self._end(waiting, reason)
             if server.up:
                 continue
             if not server.avoided and now - server.down_since >= self.options.failover_s:
@@ -720,6 +736,47 @@ class PublisherMachine:
             if server.outbox.discard_while(lambda token: _is_useless(token, now)):
                 server.owes_heartbeats = True
         return actions
+
+
+def _answered_together(together: Together, values: Sequence[Any], observers: int) -> list[Any]:
+    """Take the answers to the next messages of those that went out together; return what the application is told."""
+    begin = together.answered
+    together.answered = end = begin + len(values)
+    if together.done:
+        return []
+    together.done = end == len(together.tokens)
+    tokens = together.tokens[begin:end]
+    if not any(type(value) is ErrorReply for value in values):
+        return [PublishedAll(tokens, [value - observers if value > observers else 0 for value in values])]
+    return [
+        PublishRefused(token, str(value))
+        if isinstance(value, ErrorReply)
+        else Published(token, max(0, value - observers))
+        for token, value in zip(tokens, values, strict=True)
+    ]
+
+
+def _take_apart(server: PublisherServer) -> None:
+    """Wait for each message that went out with others by itself, as what becomes of them may be different now."""
+    parts: dict[int, list[Waiting]] = {}
+
+    def part(args: Sequence[CommandPart], token: Any) -> Any:
+        if type(token) is not Together:
+            return token
+        physical = args[1]
+        assert isinstance(physical, bytes), "the channel of a PUBLISH"
+        waiting = Waiting(token.tokens[token.answered], token.tell_at, logical_channel(physical))
+        waiting.done = token.done
+        token.answered += 1
+        parts.setdefault(id(token), []).append(waiting)
+        return waiting
+
+    server.outbox.replace_tokens(part)
+    server.waiting = deque(
+        single
+        for waiting in server.waiting
+        for single in (parts.get(id(waiting), ()) if type(waiting) is Together else (waiting,))
+    )
 
 
 def _is_useless(token: Waiting | HandOver | Check | None, now: float) -> bool:

@@ -277,7 +277,7 @@ class PublisherApp:
 
     def _acted(self, action: Any) -> None:
         if type(action) is PublishedAll:
-            for outcome in action.outcomes:
+            for outcome in zip(action.tokens, action.receivers, strict=True):
                 self._acted(Published(*outcome))
             return
         channel, number = action.token

@@ -40,19 +40,21 @@ def test_sends_again_in_order_what_was_not_answered() -> None:
 def test_takes_and_answers_several_together() -> None:
     outbox = Outbox("to:s2", 3)
     outbox.link_up()
-    assert outbox.put_all([((b"1",), "a")]) == Send("to:s2", (b"1",), outbox)
+    assert outbox.put((b"1",), "a") == [Send("to:s2", (b"1",), outbox)]
     assert outbox.room == 2
-    assert outbox.put_all([((b"2",), "b"), ((b"3",), "c")]) == SendAll("to:s2", [(b"2",), (b"3",)], outbox)
+    assert outbox.put_all([(b"2",), (b"3",)], "b") == SendAll("to:s2", [(b"2",), (b"3",)], outbox)
     assert outbox.full
     with pytest.raises(AssertionError, match="no room"):
-        outbox.put_all([((b"4",), "d")])
+        outbox.put_all([(b"4",)], "d")
     with pytest.raises(AssertionError, match="4 replies"):
         outbox.replied_all(4)
     assert outbox.replied_all(2) == ["a", "b"]
     outbox.link_down()
     with pytest.raises(AssertionError, match="down"):
-        outbox.put_all([((b"4",), "d")])
+        outbox.put_all([(b"4",)], "d")
+    outbox.replace_tokens(lambda args, token: (args, token))
     assert sent(outbox.link_up()) == [b"3"]
+    assert outbox.replied() == ((b"3",), "b")
 
 
 def test_is_bounded() -> None:

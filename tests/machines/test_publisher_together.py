@@ -56,7 +56,7 @@ class Application(Subject):
                 self.batches += 1
                 self._sent(action.link, action.commands, action.tag)
             elif isinstance(action, PublishedAll):
-                self.outcomes.update(action.outcomes)
+                self.outcomes.update(zip(action.tokens, action.receivers, strict=True))
             elif isinstance(action, Published):
                 self.outcomes[action.token] = action.receivers
             elif isinstance(action, (PublishFailed, PublishRefused)):
@@ -74,9 +74,10 @@ class Application(Subject):
         self._tokens += len(channels)
         self.tell(*([PublishAll(messages)] if self._together else [Publish(*message) for message in messages]))
 
-    def answer(self, server: str, observers: int) -> None:
-        """Let a server answer what it has got so far."""
-        unanswered, self._unanswered[server] = self._unanswered[server], deque()
+    def answer(self, server: str, observers: int, limit: int = 1000) -> None:
+        """Let a server answer what it has got so far, at most so many commands."""
+        held = self._unanswered[server]
+        unanswered = deque(held.popleft() for _ in range(min(limit, len(held))))
         while unanswered:
             args, tag = unanswered.popleft()
             values = [_reply(args, observers)]
@@ -99,10 +100,10 @@ def _reply(args: Sequence[Any], observers: int) -> Any:
 
 steps = st.one_of(
     st.tuples(st.just("publish"), st.lists(st.integers(0, len(CHANNELS) - 1), min_size=1, max_size=6)),
-    st.tuples(st.just("answer"), st.sampled_from(SERVERS), st.integers(0, 1)),
+    st.tuples(st.just("answer"), st.sampled_from(SERVERS), st.integers(0, 1), st.sampled_from([1, 3, 1000])),
     st.tuples(st.just("drop"), st.sampled_from(SERVERS)),
     st.tuples(st.just("move"), st.integers(0, len(CHANNELS) - 1), st.sampled_from(SERVERS), st.integers(1, 5)),
-    st.tuples(st.just("wait"), st.sampled_from([0.0, 0.01, 0.6])),
+    st.tuples(st.just("wait"), st.sampled_from([0.0, 0.01, 0.6, 10.5])),
 )
 
 
@@ -121,8 +122,8 @@ def test_together_is_the_same_as_one_after_the_other(script: list[tuple[Any, ...
             match step:
                 case ("publish", channels):
                     application.publish(channels)
-                case ("answer", server, observers):
-                    application.answer(server, observers)
+                case ("answer", server, observers, *limit):
+                    application.answer(server, observers, *limit)
                 case ("drop", server):
                     application.drop(server)
                 case ("move", int(index), str(server), int(epoch)):
