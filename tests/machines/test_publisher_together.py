@@ -13,7 +13,7 @@ from dynamoth.control import RouteNotice, pack_control
 from dynamoth.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, RepliedAll, Send, SendAll, Start
 from dynamoth.names import AGENT_CHANNEL, inbox
 from dynamoth.outbox import Outbox
-from dynamoth.plan import Route, single
+from dynamoth.plan import Assignment, Mode, Route, single
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.publisher import (
     Publish,
@@ -30,6 +30,12 @@ from tests.machines.helpers import PLAN_0, RUN, C, Subject, channel_at
 ID = 0xABCD
 CHANNELS = (C, channel_at("s1", 1), channel_at("s2"), channel_at("s3"))
 SERVERS = ("s1", "s2", "s3")
+ASSIGNMENTS = (
+    *map(single, SERVERS),
+    Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2")),
+    Assignment(Mode.ALL_SUBSCRIBERS, SERVERS),
+    Assignment(Mode.ALL_PUBLISHERS, ("s2", "s3")),
+)
 OPTIONS = PublisherOptions(unanswered_max=7, observers_interval_s=0.5)
 
 
@@ -85,9 +91,14 @@ class Application(Subject):
                 values.append(_reply(unanswered.popleft()[0], observers))
             self.tell(RepliedAll(server, tag, values) if len(values) > 1 else Replied(server, tag, values[0]))
 
-    def drop(self, server: str) -> None:
+    def down(self, server: str) -> None:
         self._unanswered[server].clear()
-        self.tell(LinkDown(server, "reset by peer"), LinkUp(server, RUN))
+        self.tell(LinkDown(server, "reset by peer"))
+
+    def up(self, server: str) -> None:
+        """Connect anew; a link that is up goes down first."""
+        self.down(server)
+        self.tell(LinkUp(server, RUN))
 
 
 def _reply(args: Sequence[Any], observers: int) -> Any:
@@ -101,9 +112,9 @@ def _reply(args: Sequence[Any], observers: int) -> Any:
 steps = st.one_of(
     st.tuples(st.just("publish"), st.lists(st.integers(0, len(CHANNELS) - 1), min_size=1, max_size=6)),
     st.tuples(st.just("answer"), st.sampled_from(SERVERS), st.integers(0, 1), st.sampled_from([1, 3, 1000])),
-    st.tuples(st.just("drop"), st.sampled_from(SERVERS)),
-    st.tuples(st.just("move"), st.integers(0, len(CHANNELS) - 1), st.sampled_from(SERVERS), st.integers(1, 5)),
-    st.tuples(st.just("wait"), st.sampled_from([0.0, 0.01, 0.6, 10.5])),
+    st.tuples(st.sampled_from(["down", "up"]), st.sampled_from(SERVERS)),
+    st.tuples(st.just("move"), st.integers(0, len(CHANNELS) - 1), st.sampled_from(ASSIGNMENTS), st.integers(1, 5)),
+    st.tuples(st.just("wait"), st.sampled_from([0.0, 0.01, 0.6, 1.5, 10.5])),
 )
 
 
@@ -117,17 +128,21 @@ def test_together_is_the_same_as_one_after_the_other(script: list[tuple[Any, ...
                 [next(index for index, name in enumerate(CHANNELS) if PLAN_0.ring.home(name) == server)]
             )
             application.tell(LinkUp(server, RUN))
-        end: list[tuple[Any, ...]] = [*(("answer", server, 1) for server in SERVERS), ("publish", [0, 1, 2, 3, 0])]
+            application.answer(server, 1)
+        end: list[tuple[Any, ...]] = [("up", server) for server in SERVERS]
+        end += [*(("answer", server, 1) for server in SERVERS), ("publish", [0, 1, 2, 3, 0])]
         for step in [*script, *end]:
             match step:
                 case ("publish", channels):
                     application.publish(channels)
                 case ("answer", server, observers, *limit):
                     application.answer(server, observers, *limit)
-                case ("drop", server):
-                    application.drop(server)
-                case ("move", int(index), str(server), int(epoch)):
-                    notice = pack_control(RouteNotice(CHANNELS[index], Route(epoch, single(server))))
+                case ("down", server):
+                    application.down(server)
+                case ("up", server):
+                    application.up(server)
+                case ("move", int(index), Assignment() as assignment, int(epoch)):
+                    notice = pack_control(RouteNotice(CHANNELS[index], Route(epoch, assignment)))
                     application.tell(Pushed("s1", [[b"message", inbox(ID), notice]]))
                 case _:
                     application.pass_time(step[1])
