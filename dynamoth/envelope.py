@@ -72,6 +72,11 @@ def seal(publisher: int, sequence: int, epoch: int, payload: bytes, flags: int =
     return pack_header(MAGIC, flags, publisher, sequence << QUIET_BITS | quiet_ms, epoch) + payload
 
 
+def whole_ms(duration_s: float) -> int:
+    """Return a time since the previous message as an envelope has it: whole milliseconds, rounded down, bounded."""
+    return min(int(duration_s * 1000), QUIET_MS_MAX)
+
+
 def open_envelope(data: bytes) -> Envelope:
     """Open an envelope.
 

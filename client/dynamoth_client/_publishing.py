@@ -14,16 +14,16 @@ from dynamoth.envelope import HEADER_BYTES
 from dynamoth.events import Start
 from dynamoth_client import _errors
 from dynamoth_client.local_plan import LocalPlan, NewerSoftware
-from dynamoth_client.publisher import (
+from dynamoth_client.publication import (
     Publish,
     PublishAll,
     Published,
     PublishedAll,
-    PublisherMachine,
     PublisherOptions,
     PublishFailed,
     PublishRefused,
 )
+from dynamoth_client.publisher import PublisherMachine
 from dynamoth_link.driver import Driver
 from dynamoth_link.errors import MachineCrashed
 from dynamoth_link.options import LinkOptions

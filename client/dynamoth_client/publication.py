@@ -1,13 +1,93 @@
-"""What a publisher remembers of a channel, of a message that waits for its answer, and of its servers."""
+"""The life of a publication: how the application asks for it, what the publisher remembers, what comes of it.
+
+First what goes into :class:`~dynamoth_client.publisher.PublisherMachine` and comes out; then its records, of a channel,
+of messages that wait for their answers, and of servers.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Location
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherOptions:
+    """What a publisher may choose."""
+
+    envelope: bool = True
+    """False sends plain payloads that plain Redis clients can read. No guarantee holds for them."""
+    publish_timeout_s: float = 10.0
+    """A message that no server has answered for so long fails; it may have been delivered all the same."""
+    unanswered_max: int = 100_000
+    """Messages per server that wait for its answer at most; one more fails at once."""
+    route_change_window_s: float = 5.0
+    """A route change is announced to subscribers if the previous message went out at most so long before it. Longer
+    than any forwarded copy may take."""
+    observers_interval_s: float = 1.0
+    """How often a publisher asks a server that it uses how many agents observe it (G7)."""
+    channel_idle_s: float = 600.0
+    """The numbering of a channel that was not published to for so long is forgotten and begins anew (FIRST)."""
+    channels_max: int = 1_000_000
+    """Channels whose numbering is kept at most; past it, the oldest are forgotten although they are not idle."""
+    straggler_s: float = 0.2
+    """How long a message that one replica has answered waits for the answers of the others."""
+    failover_s: float = 1.0
+    """How long a replica may be away before another one takes its place (ALL_SUBSCRIBERS)."""
+
+
+@dataclass(slots=True)
+class Publish:
+    """Event: the application publishes. ``token`` comes back with the outcome."""
+
+    token: Hashable
+    channel: bytes
+    payload: bytes
+
+
+@dataclass(slots=True)
+class PublishAll:
+    """Event: the application publishes messages, each with its ``token``, channel and payload, in this order."""
+
+    messages: Sequence[tuple[Hashable, bytes, bytes]]
+
+
+@dataclass(slots=True)
+class Published:
+    """Action: the server has the message, or at least one replica has; it went to so many clients there (G7)."""
+
+    token: Hashable
+    receivers: int
+
+
+@dataclass(slots=True)
+class PublishedAll:
+    """Action: as so many ``Published``, at least one."""
+
+    tokens: Sequence[Hashable]
+    receivers: Sequence[int]
+
+
+@dataclass(slots=True)
+class PublishFailed:
+    """Action: no server has answered, for ``reason``. The message may or may not be delivered."""
+
+    token: Hashable
+    reason: str
+
+
+@dataclass(slots=True)
+class PublishRefused:
+    """Action: the server answered with an error (its text). The message is not delivered."""
+
+    token: Hashable
+    error: str
+
+
+# What a publisher remembers.
 
 
 @dataclass(slots=True)

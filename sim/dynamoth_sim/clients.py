@@ -13,15 +13,8 @@ from dynamoth_client._glob import compile_glob
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected
 from dynamoth_client.patterns import PatternMachine, PatternOptions, SubscribePatterns, UnsubscribePatterns
-from dynamoth_client.publisher import (
-    Publish,
-    PublishAll,
-    Published,
-    PublishedAll,
-    PublisherMachine,
-    PublisherOptions,
-    PublishFailed,
-)
+from dynamoth_client.publication import Publish, PublishAll, Published, PublishedAll, PublisherOptions, PublishFailed
+from dynamoth_client.publisher import PublisherMachine
 from dynamoth_client.subscriber import (
     Deliver,
     GapDetected,

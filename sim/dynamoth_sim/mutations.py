@@ -29,11 +29,13 @@ from dynamoth_balancer.installer import Installer
 from dynamoth_balancer.model import ClusterModel
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_client.local_plan import LocalPlan
+from dynamoth_client.outcomes import Outcomes
 from dynamoth_client.pattern_messages import PatternMessages
 from dynamoth_client.pattern_subscription import MatchedChannel, PatternMessage
 from dynamoth_client.patterns import PatternMachine
 from dynamoth_client.publication import Waiting
 from dynamoth_client.publisher import PublisherMachine
+from dynamoth_client.publisher_routes import PublisherRoutes
 from dynamoth_client.sequences import Stream
 from dynamoth_client.subscriber import SubscriberMachine
 from dynamoth_dispatcher.machine import DispatcherMachine
@@ -180,7 +182,7 @@ def any_epoch() -> AbstractContextManager[None]:
         self._plan.learn(subscription.channel, route, now)  # pyright: ignore[reportPrivateUsage]
         return self._follow(subscription, route, now)  # pyright: ignore[reportPrivateUsage]
 
-    def told(self: PublisherMachine, link: str, channel: bytes, route: Route, now: float) -> list[Any]:
+    def told(self: PublisherRoutes, link: str, channel: bytes, route: Route, now: float) -> list[Any]:
         self._plan.learn(channel, route, now)  # pyright: ignore[reportPrivateUsage]
         return []
 
@@ -189,7 +191,7 @@ def any_epoch() -> AbstractContextManager[None]:
         with (
             replaced(LocalPlan, learn=learn),
             replaced(SubscriberMachine, _learned=learned),
-            replaced(PublisherMachine, _told=told),
+            replaced(PublisherRoutes, told=told),
         ):
             yield
 
@@ -385,10 +387,10 @@ def publishers_wait() -> AbstractContextManager[None]:
 def nothing_handed_over() -> AbstractContextManager[None]:
     """A publisher that has told the application sends to the replicas that are away when they come back."""
 
-    def end(self: PublisherMachine, waiting: Waiting, now: float) -> list[Any]:
-        return self._end(waiting)  # pyright: ignore[reportPrivateUsage]
+    def end(self: Outcomes, waiting: Waiting, now: float) -> list[Any]:
+        return self.end(waiting)
 
-    return replaced(PublisherMachine, _hand_over=end)
+    return replaced(Outcomes, hand_over=end)
 
 
 def every_copy_for_patterns() -> AbstractContextManager[None]:

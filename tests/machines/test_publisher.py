@@ -13,14 +13,8 @@ from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
 from dynamoth.plan import Plan, Route, Server, pack_entry, single
 from dynamoth.stored_plan import READ_HEADER, read_entry
 from dynamoth_client.local_plan import LocalPlan
-from dynamoth_client.publisher import (
-    Publish,
-    Published,
-    PublisherMachine,
-    PublisherOptions,
-    PublishFailed,
-    PublishRefused,
-)
+from dynamoth_client.publication import Publish, Published, PublisherOptions, PublishFailed, PublishRefused
+from dynamoth_client.publisher import PublisherMachine
 from tests.machines.helpers import (
     ACTIVE,
     PLAN_0,

@@ -13,14 +13,8 @@ from dynamoth.events import Connect, ErrorReply, Replied
 from dynamoth.names import CLIENTS_CHANNEL, FORWARD_CHANNEL, replica_channel
 from dynamoth.plan import Assignment, Mode, Plan, Route, single
 from dynamoth_client.local_plan import LocalPlan, NewerSoftware
-from dynamoth_client.publisher import (
-    Publish,
-    Published,
-    PublisherMachine,
-    PublisherOptions,
-    PublishFailed,
-    PublishRefused,
-)
+from dynamoth_client.publication import Publish, Published, PublisherOptions, PublishFailed, PublishRefused
+from dynamoth_client.publisher import PublisherMachine
 from tests.machines.agent import Agent, copies
 from tests.machines.helpers import (
     PLAN_0,

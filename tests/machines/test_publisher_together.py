@@ -15,16 +15,16 @@ from dynamoth.names import AGENT_CHANNEL, inbox
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Assignment, Mode, Route, single
 from dynamoth_client.local_plan import LocalPlan
-from dynamoth_client.publisher import (
+from dynamoth_client.publication import (
     Publish,
     PublishAll,
     Published,
     PublishedAll,
-    PublisherMachine,
     PublisherOptions,
     PublishFailed,
     PublishRefused,
 )
+from dynamoth_client.publisher import PublisherMachine
 from tests.machines.helpers import PLAN_0, RUN, C, Subject, channel_at
 
 ID = 0xABCD
@@ -91,13 +91,13 @@ class Application(Subject):
                 values.append(_reply(unanswered.popleft()[0], observers))
             self.tell(RepliedAll(server, tag, values) if len(values) > 1 else Replied(server, tag, values[0]))
 
-    def down(self, server: str) -> None:
+    def lose(self, server: str) -> None:
         self._unanswered[server].clear()
         self.tell(LinkDown(server, "reset by peer"))
 
-    def up(self, server: str) -> None:
+    def reconnect(self, server: str) -> None:
         """Connect anew; a link that is up goes down first."""
-        self.down(server)
+        self.lose(server)
         self.tell(LinkUp(server, RUN))
 
 
@@ -112,7 +112,7 @@ def _reply(args: Sequence[Any], observers: int) -> Any:
 steps = st.one_of(
     st.tuples(st.just("publish"), st.lists(st.integers(0, len(CHANNELS) - 1), min_size=1, max_size=6)),
     st.tuples(st.just("answer"), st.sampled_from(SERVERS), st.integers(0, 1), st.sampled_from([1, 3, 1000])),
-    st.tuples(st.sampled_from(["down", "up"]), st.sampled_from(SERVERS)),
+    st.tuples(st.sampled_from(["lose", "reconnect"]), st.sampled_from(SERVERS)),
     st.tuples(st.just("move"), st.integers(0, len(CHANNELS) - 1), st.sampled_from(ASSIGNMENTS), st.integers(1, 5)),
     st.tuples(st.just("wait"), st.sampled_from([0.0, 0.01, 0.6, 1.5, 10.5])),
 )
@@ -129,7 +129,7 @@ def test_together_is_the_same_as_one_after_the_other(script: list[tuple[Any, ...
             )
             application.tell(LinkUp(server, RUN))
             application.answer(server, 1)
-        end: list[tuple[Any, ...]] = [("up", server) for server in SERVERS]
+        end: list[tuple[Any, ...]] = [("reconnect", server) for server in SERVERS]
         end += [*(("answer", server, 1) for server in SERVERS), ("publish", [0, 1, 2, 3, 0])]
         for step in [*script, *end]:
             match step:
@@ -137,10 +137,10 @@ def test_together_is_the_same_as_one_after_the_other(script: list[tuple[Any, ...
                     application.publish(channels)
                 case ("answer", server, observers, *limit):
                     application.answer(server, observers, *limit)
-                case ("down", server):
-                    application.down(server)
-                case ("up", server):
-                    application.up(server)
+                case ("lose", server):
+                    application.lose(server)
+                case ("reconnect", server):
+                    application.reconnect(server)
                 case ("move", int(index), Assignment() as assignment, int(epoch)):
                     notice = pack_control(RouteNotice(CHANNELS[index], Route(epoch, assignment)))
                     application.tell(Pushed("s1", [[b"message", inbox(ID), notice]]))

@@ -12,7 +12,8 @@ from dynamoth.events import Connect, Disconnect, Pushed
 from dynamoth.names import replica_channel
 from dynamoth.plan import Assignment, Location, Mode, Plan, Route, single
 from dynamoth_client.local_plan import LocalPlan, NewerSoftware
-from dynamoth_client.publisher import Publish, PublisherMachine
+from dynamoth_client.publication import Publish
+from dynamoth_client.publisher import PublisherMachine
 from dynamoth_client.subscriber import (
     Deliver,
     GapDetected,

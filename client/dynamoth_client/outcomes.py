@@ -1,0 +1,170 @@
+"""What becomes of publications: from the answers of servers to what the application is told.
+
+A message for one server has the outcome of its answer. One for several replicas ends when all have answered, or when
+the dispatcher of one that has it has been asked to forward it to the others; see the text of
+:mod:`dynamoth_client.publisher`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dynamoth.control import ForwardRequest, pack_control
+from dynamoth.envelope import HEARTBEAT, open_envelope, rerouted, seal, whole_ms
+from dynamoth.events import CommandPart, ErrorReply
+from dynamoth.names import FORWARD_CHANNEL, logical_channel
+from dynamoth_client.publication import (
+    HandOver,
+    Published,
+    PublishedAll,
+    PublisherOptions,
+    PublisherServer,
+    PublishFailed,
+    PublishRefused,
+    Together,
+    Waiting,
+)
+
+
+class Outcomes:
+    """Finds the outcomes of one publisher's messages. All methods return the actions to execute."""
+
+    def __init__(
+        self,
+        client_id: int,
+        servers: Mapping[str, PublisherServer],
+        options: PublisherOptions,
+        counters: Counter[str],
+    ) -> None:
+        """Share the servers and the counters with the publisher."""
+        self._client_id = client_id
+        self._servers = servers
+        self._options = options
+        self._counters = counters
+
+    def answered(self, waiting: Waiting, link: str, value: Any, now: float) -> list[Any]:
+        """Take the answer of one server; tell the application when no other is worth waiting for."""
+        if isinstance(value, ErrorReply):
+            waiting.refusal = str(value)
+        else:
+            waiting.receivers = (waiting.receivers or 0) + max(0, value - self._servers[link].observers)
+            if waiting.missing:
+                waiting.holders = (*waiting.holders, link)
+        if waiting.missing:
+            waiting.missing = tuple(server_id for server_id in waiting.missing if server_id != link)
+            if not all(self._servers[server_id].avoided for server_id in waiting.missing):
+                if waiting.receivers is not None:
+                    waiting.tell_at = min(waiting.tell_at, now + self._options.straggler_s)
+                return []
+            if waiting.missing:
+                return self.hand_over(waiting, now)
+        return self.end(waiting)
+
+    def hand_over(self, waiting: Waiting, now: float) -> list[Any]:
+        """Ask the dispatcher of the next replica that has a message to see to those that have not answered; or end.
+
+        It is to forward the message where this client is not connected. A replica that is connected and slow has the
+        message on its way, and twice would make it slower still: its subscribers are only to be told of the number.
+        """
+        while waiting.missing and waiting.holders and waiting.sent is not None:
+            server_id, *others = waiting.holders
+            waiting.holders = tuple(others)
+            server = self._servers[server_id]
+            if not server.up or server.outbox.full:
+                continue
+            waiting.tell_at = min(now + self._options.straggler_s, waiting.expires_at)
+            server.waiting.append(waiting)
+            waiting.requests += 1
+            request = pack_control(self._request(waiting, *waiting.sent, now))
+            return server.outbox.put((b"PUBLISH", FORWARD_CHANNEL, request), HandOver(waiting))
+        if waiting.missing and waiting.requests:
+            waiting.tell_at = waiting.expires_at
+            return []
+        return self.end(waiting)
+
+    def _request(self, waiting: Waiting, physical: bytes, data: bytes, now: float) -> ForwardRequest:
+        """Return what each replica that has not answered is to be sent by somebody else."""
+        envelope = open_envelope(data)
+        quiet_ms = whole_ms(now - waiting.expires_at + self._options.publish_timeout_s)
+        heartbeat = seal(self._client_id, envelope.sequence, envelope.epoch, b"", HEARTBEAT, quiet_ms)
+        copy = rerouted(data, envelope.epoch)
+        servers = waiting.missing
+        return ForwardRequest(physical, tuple((id_, heartbeat if self._servers[id_].up else copy) for id_ in servers))
+
+    def handed_over(self, waiting: Waiting, value: Any, now: float) -> list[Any]:
+        """Tell the application, if a dispatcher was there to hear."""
+        waiting.requests -= 1
+        if waiting.done:
+            return []
+        if isinstance(value, ErrorReply) or value == 0:
+            self._counters["unheard_requests"] += 1
+            return self.hand_over(waiting, now)
+        self._counters["handed_over"] += 1
+        return self.end(waiting)
+
+    def late(self, waiting: Waiting | Together, server_id: str, now: float) -> list[Any]:
+        """See to messages that a server should have answered by now: somebody else is asked, or they have failed."""
+        server = self._servers[server_id]
+        why = "it is connected and does not answer" if server.up else server.reason
+        reason = f"server {server_id} did not answer for {self._options.publish_timeout_s:g} s: {why}"
+        if isinstance(waiting, Together):
+            waiting.done = True
+            return [PublishFailed(token, reason) for token in waiting.tokens[waiting.answered :]]
+        return self.hand_over(waiting, now) if waiting.expires_at > now else self.end(waiting, reason)
+
+    def end(self, waiting: Waiting, reason: str = "") -> list[Any]:
+        """Tell the application; ``reason`` is why no server has answered."""
+        waiting.done = True
+        return [self._outcome(waiting, reason)]
+
+    def _outcome(self, waiting: Waiting, reason: str) -> Published | PublishRefused | PublishFailed:
+        """Return what the application is told: that it was published, if any server has it."""
+        if waiting.receivers is not None:
+            self._counters["copies_refused"] += bool(waiting.refusal)
+            return Published(waiting.token, waiting.receivers)
+        if waiting.refusal:
+            return PublishRefused(waiting.token, waiting.refusal)
+        return PublishFailed(waiting.token, reason)
+
+
+def answered_together(together: Together, values: Sequence[Any], observers: int) -> list[Any]:
+    """Take the answers to the next messages of those that went out together; return what the application is told."""
+    begin = together.answered
+    together.answered = end = begin + len(values)
+    if together.done:
+        return []
+    together.done = end == len(together.tokens)
+    tokens = together.tokens[begin:end]
+    if not any(type(value) is ErrorReply for value in values):
+        return [PublishedAll(tokens, [value - observers if value > observers else 0 for value in values])]
+    return [
+        PublishRefused(token, str(value))
+        if isinstance(value, ErrorReply)
+        else Published(token, max(0, value - observers))
+        for token, value in zip(tokens, values, strict=True)
+    ]
+
+
+def take_apart(server: PublisherServer) -> None:
+    """Wait for each message that went out with others by itself, as what becomes of them may be different now."""
+    parts: dict[int, list[Waiting]] = {}
+
+    def part(args: Sequence[CommandPart], token: Any) -> Any:
+        if type(token) is not Together:
+            return token
+        physical = args[1]
+        assert isinstance(physical, bytes), "the channel of a PUBLISH"
+        waiting = Waiting(token.tokens[token.answered], token.tell_at, logical_channel(physical))
+        waiting.done = token.done
+        token.answered += 1
+        parts.setdefault(id(token), []).append(waiting)
+        return waiting
+
+    server.outbox.replace_tokens(part)
+    server.waiting = deque(
+        single
+        for waiting in server.waiting
+        for single in (parts.get(id(waiting), ()) if type(waiting) is Together else (waiting,))
+    )

@@ -1,0 +1,134 @@
+"""Where a publisher's messages go: by the local plan, and by what dispatchers tell and servers store of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dynamoth import stored_plan
+from dynamoth.errors import MalformedMessage, UnknownMode
+from dynamoth.events import Replied, Send
+from dynamoth.plan import Location, Mode, Route
+from dynamoth_client.local_plan import LocalPlan
+from dynamoth_client.publication import PublisherOptions, PublisherServer
+
+
+class PublisherRoutes:
+    """The routes of one publisher's channels."""
+
+    def __init__(
+        self,
+        client_id: int,
+        plan: LocalPlan,
+        servers: Mapping[str, PublisherServer],
+        options: PublisherOptions,
+        counters: Counter[str],
+    ) -> None:
+        """Share the local plan, the servers and the counters with the publisher."""
+        self._client_id = client_id
+        self._plan = plan
+        self._servers = servers
+        self._counters = counters
+        self._options = options
+        #: Routes to servers that the local plan did not list when it was told of them.
+        self._hints: dict[bytes, Route] = {}
+        #: When the stored plan was read for a channel because nobody can tell this publisher.
+        self._read_at: dict[bytes, float] = {}
+
+    def find(self, name: bytes) -> tuple[tuple[Location, ...], int]:
+        """Return where the local plan now sends messages of a channel, and its epoch."""
+        route = self._plan.route(name)
+        locations = route.published_at(self._client_id, name)
+        if route.assignment.mode is Mode.ALL_SUBSCRIBERS and self._is_avoided(locations[0]):
+            replicas = route.locations(name)
+            first = replicas.index(locations[0])
+            others = (place for place in (*replicas[first:], *replicas[:first]) if not self._is_avoided(place))
+            locations = (next(others, locations[0]),)
+        return locations, route.epoch
+
+    def _is_avoided(self, location: Location) -> bool:
+        server = self._servers.get(location.server)
+        return server is not None and server.avoided
+
+    def forget(self, channels: Iterable[bytes]) -> None:
+        """Forget when the routes of channels were read."""
+        for channel in channels:
+            self._read_at.pop(channel, None)
+
+    def forget_hints(self) -> None:
+        """Forget what waits for a header of the plan that will not come."""
+        self._hints.clear()
+
+    def read_regularly(self, channel: bytes, locations: tuple[Location, ...], now: float) -> list[Any]:
+        """Without envelopes no dispatcher can tell this publisher of a move: read the stored plan now and then."""
+        if now - self._read_at.get(channel, float("-inf")) < self._options.route_change_window_s:
+            return []
+        server_id = next((place.server for place in locations if self._servers[place.server].up), None)
+        if server_id is None:
+            return []
+        self._read_at[channel] = now
+        return [Send(server_id, stored_plan.read_entry(channel), ("entry", channel))]
+
+    def told(self, link: str, channel: bytes, route: Route, now: float) -> list[Any]:
+        """Take what a dispatcher tells of a channel that is published to."""
+        if route.epoch <= self._plan.epoch(channel):
+            return self._doubt(link, channel, route)
+        if self._plan.reachable(route):
+            self._plan.learn(channel, route, now)
+            return []
+        if self._hints:
+            return []
+        self._hints[channel] = route
+        return [Send(link, stored_plan.READ_HEADER, ("header",))]
+
+    def _doubt(self, link: str, channel: bytes, route: Route) -> list[Any]:
+        """A dispatcher says that our newer route is wrong: only if the plan was lost and begun anew. Look there."""
+        if not self._contradicts(channel, link, route):
+            return []
+        return [Send(link, stored_plan.read_entry(channel), ("doubt", channel))]
+
+    def doubted(self, channel: bytes, event: Replied, server: PublisherServer) -> list[Any]:
+        """Give up a route to a server whose own stored plan sends the channel elsewhere."""
+        told, actions = self._stored_route(channel, event.value, server)
+        if told is not None and self._contradicts(channel, event.link, told) and self._plan.reachable(told):
+            self._counters["distrusted_routes"] += 1
+            self._plan.distrust(channel, told)
+        return actions
+
+    def _contradicts(self, channel: bytes, server_id: str, route: Route) -> bool:
+        """Tell whether our route leads to a server, and ``route`` to none of our locations."""
+        ours = self.find(channel)[0]
+        return any(place.server == server_id for place in ours) and set(ours).isdisjoint(route.locations(channel))
+
+    def header_read(self, event: Replied, server: PublisherServer, now: float) -> None:
+        """Take the list of servers, for which a route waited that leads to one that was not known."""
+        try:
+            header = stored_plan.parse_header(event.value, server.run_id)
+        except MalformedMessage:
+            self._counters["malformed_messages"] += 1
+            header = None
+        if header is not None and header.believed:
+            self._plan.update_header(header.plan)
+        for channel, route in self._hints.items():
+            if not self._plan.learn(channel, route, now):
+                self._counters["distrusted_hints"] += 1
+        self._hints.clear()
+
+    def entry_read(self, channel: bytes, value: Any, server: PublisherServer, now: float) -> list[Any]:
+        """Take what a server stores of a channel."""
+        told, actions = self._stored_route(channel, value, server)
+        if told is not None:
+            self._plan.learn(channel, told, now)
+        return actions
+
+    def _stored_route(self, channel: bytes, value: Any, server: PublisherServer) -> tuple[Route | None, list[Any]]:
+        """Return the route that clients are told by a stored plan, None if it cannot be read; and actions."""
+        try:
+            stored = stored_plan.parse_entry(value, server.run_id)
+        except UnknownMode as error:
+            return None, list(self._plan.too_old(error))
+        except MalformedMessage:
+            self._counters["malformed_messages"] += 1
+            return None, []
+        return None if stored is None else stored.settled_or(self._plan.home(channel)).told, []
