@@ -207,7 +207,9 @@ class Connection(asyncio.Protocol):
             return False
         packed = _packed(commands)
         self._pending.append(_Run(len(commands), on_replies))
-        self._put(packed)
+        self._output.append(packed)
+        self._output_bytes += len(packed)
+        self._flush()  # whoever sends many together has waited for them already
         return True
 
     def _put(self, packed: bytes) -> None:
