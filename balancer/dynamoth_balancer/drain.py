@@ -15,8 +15,8 @@ from dynamoth_balancer.replication import Change
 class Drain:
     """No channel is at a server that is being drained, and no replica.
 
-    The busiest go first, each to the server with most room, as long as that stays below ``accept_ratio``; those for
-    which there is no room stay, and smaller ones are tried.
+    The busiest go first, each to the server with most room. One that would fill that too much, which ``Relieve`` does
+    not permit, stays, and smaller ones are tried.
     """
 
     def propose(self, cluster: Cluster) -> list[Move]:
@@ -52,7 +52,7 @@ class Drain:
             if target is None or cluster.is_full or cluster.has_given(source.id):
                 break
             move = cluster.move(load, source, target, _reason(source.id))
-            if move.ratios[target.id].after <= cluster.options.accept_ratio and cluster.take(move):
+            if cluster.take(move):
                 moves.append(move)
                 room.changed(target)
         return moves

@@ -345,7 +345,7 @@ class Room:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         #: (minus room, server id), with outdated items between; bounded by servers + 2 * moves.
-        self._heap = [(-self._room(server), server.id) for server in cluster.targets]
+        self._heap = [(-self._room(server), server.id) for server in cluster.servers.values()]
         heapq.heapify(self._heap)
 
     def _room(self, server: ServerLoad) -> float:

@@ -395,10 +395,16 @@ def test_a_channel_that_is_used_for_the_first_time_begins_at_home_and_leaves() -
     balancer = cluster.started(OPTIONS)
     cluster.run(10)
     assert _left(cluster) == (True, 0) and not balancer.decided
-    [channel] = _home(balancer, DRAINED, b"new")
+    [channel], [elsewhere] = _home(balancer, DRAINED, b"new"), _home(balancer, "s2", b"other")
     cluster.follow[channel] = 1000
-    cluster.run_until(lambda: channel in cluster.agents["s2"].loads)
-    assert balancer.plan.entry(channel).route.assignment == single("s2")
+    cluster.agents[DRAINED].loads[elsewhere] = 1000  # by a publisher that does not know better
+    cluster.agents[DRAINED].listened.add(channel)
+    cluster.run_until(lambda: bool(balancer.decided))
+    cluster.run(5)
+    assert balancer.plan.entry(channel).phase is Phase.ACTIVE and _left(cluster) == (True, 1), "subscribers are there"
+    cluster.agents[DRAINED].listened.clear()
+    cluster.run(5)
+    assert balancer.plan.entry(channel).route.assignment == single("s2") and _left(cluster) == (True, 0)
 
 
 def test_what_was_on_its_way_there_arrives_and_leaves_again() -> None:
