@@ -82,7 +82,9 @@ class Decider:
                 self._rested_at[channel] = now + self._options.replication_rest_s
 
     def hold(self, channel: bytes, assignment: Assignment) -> None:
-        """Leave a channel as an administrator has replicated it, until somebody changes it."""
+        """Leave a channel as an administrator has replicated it, until somebody changes it; unless it must leave."""
+        if not self._options.draining.isdisjoint(assignment.servers):
+            return  # begun before the balancer was restarted, and asked for again since
         self._held[channel] = assignment
         if len(self._held) > HELD_MAX:
             self._held.popitem(last=False)

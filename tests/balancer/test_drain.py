@@ -424,6 +424,26 @@ def test_what_was_on_its_way_there_arrives_and_leaves_again() -> None:
     cluster.run_until(lambda: balancer.plan.entry(channel).route.assignment == single("s2"))
 
 
+def test_a_replication_that_an_administrator_still_waits_for_is_no_reason_to_stay() -> None:
+    cluster = FakeCluster(3)
+    before = cluster.started(replace(OPTIONS, draining=frozenset()))
+    wanted = {"channel": b"hot", "mode": "all-subscribers", "servers": [DRAINED, "s2"]}
+    home = before.plan.ring.home(b"hot")
+    cluster.agents[home].listened.add(b"hot")
+    cluster.admin("s2", "replicate", wanted)
+    cluster.run(1)
+    cluster.kill(before)
+    balancer = cluster.start(OPTIONS)
+    cluster.run_until(lambda: balancer.machine.plan is not None)
+    cluster.run(2)
+    cluster.admin("s2", "replicate", wanted)
+    cluster.run(1)
+    cluster.agents[home].listened.clear()
+    cluster.run(3)
+    assert [reply.error for reply in cluster.servers["s2"].replies] == [None], "what was begun is waited for"
+    cluster.run_until(lambda: DRAINED not in balancer.plan.entry(b"hot").route.assignment.servers)
+
+
 def test_channels_that_reports_do_not_name_count_too() -> None:
     cluster = FakeCluster(2)
     balancer = cluster.started(OPTIONS)
