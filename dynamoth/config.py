@@ -53,6 +53,9 @@ class ServerSettings:
     """Where agents, balancer and clients reach it. Without credentials: the plan shows it to every client."""
     outgoing_bytes_per_s_max: int
     """What counts as load ratio 1 (eq. 1 of the paper). Left out: ``cluster.outgoing_bytes_per_s_max``."""
+    draining: bool = False
+    """Whether the balancer puts no channel there and moves away what is there, so that it can be stopped. Only the
+    balancer looks at this: restart it after a change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,6 +291,11 @@ def _check_relations(loaded: LoadedConfig) -> None:
     if config.node.server and ids and config.node.server not in ids:
         accepted = f"the id of a server of the cluster ({', '.join(ids)})"
         raise loaded.fault("node.server", config.node.server, accepted)
+    if ids and all(server.draining for server in config.cluster.servers):
+        raise ConfigError(
+            f"cluster.servers: all have draining = true (from {loaded.places['cluster.servers']}), and their channels"
+            " can go nowhere: set it to false for at least one"
+        )
     if bool(config.link.tls_cert_file) != bool(config.link.tls_key_file):
         missing, given = ("key", "cert") if config.link.tls_cert_file else ("cert", "key")
         raise loaded.fault(f"link.tls_{missing}_file", "", f"a file, as link.tls_{given}_file is given,")
@@ -388,7 +396,10 @@ def _parse_server(key: str, item: Any, place: str) -> ServerSettings:
         raise fault(f"{key}.url", _CREDENTIALS.sub("***", url), accepted, place)
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
         raise fault(f"{key}.outgoing_bytes_per_s_max", limit, "a whole number from 1 (bytes/s)", place)
-    return ServerSettings(id=id_, url=url, outgoing_bytes_per_s_max=limit or 0)
+    draining = table.get("draining", False)
+    if not isinstance(draining, bool):
+        raise fault(f"{key}.draining", draining, "true or false", place)
+    return ServerSettings(id=id_, url=url, outgoing_bytes_per_s_max=limit or 0, draining=draining)
 
 
 def format_config(loaded: LoadedConfig, sections: Sequence[str]) -> str:

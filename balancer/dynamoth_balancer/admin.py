@@ -22,8 +22,9 @@ pause                                        paused: True. No decisions of the b
 resume                                       paused: False
 ===========  ==============================  ================================================================
 
-The modes are "all-subscribers" and "all-publishers", and "single" in results. What an administrator has replicated, the
-balancer leaves as it is, as long as its process lives; its successor decides by load.
+The modes are "all-subscribers" and "all-publishers", and "single" in results. A server that is being drained is refused
+where one is named, and not chosen where none is; then the note says why there are fewer than ``count``. What an
+administrator has replicated, the balancer leaves as it is, as long as its process lives; its successor decides by load.
 """
 
 from __future__ import annotations

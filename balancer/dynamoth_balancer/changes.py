@@ -157,12 +157,13 @@ class Changes:
         if target is None:
             under_way = entry.route.assignment.mode is Mode.SINGLE
             servers = entry.route.assignment.servers if under_way else replicated[0].servers
-            target = self._by_load(servers, now)[0]
+            able = [server for server in servers if installer.why_not_to(server, now) is None]
+            target = self._by_load(able or servers, now)[0]
         return single(target), ""
 
     def _choose(self, installer: Installer, entry: Entry, count: int, now: float) -> tuple[tuple[str, ...], str]:
         """Choose servers for a replicated channel; the note says when there are fewer than asked for."""
-        problems = {server: installer.why_not(server, now) for server in installer.plan.servers}
+        problems = {server: installer.why_not_to(server, now) for server in installer.plan.servers}
         able = [server for server, problem in problems.items() if problem is None]
         present = [server for server in able if server in entry.route.assignment.servers]
         others = [server for server in able if server not in entry.route.assignment.servers]

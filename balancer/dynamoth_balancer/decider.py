@@ -12,8 +12,8 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dynamoth.plan import Assignment, Mode, Phase, Plan, single
-from dynamoth_balancer.goals import ChannelFigures, Cluster, Decision, Goal, ServerLoad, decide
+from dynamoth.plan import Assignment, Entry, Mode, Phase, Plan, single
+from dynamoth_balancer.goals import ChannelFigures, ChannelRate, Cluster, Decision, Goal, ServerLoad, decide
 from dynamoth_balancer.installer import Installer
 from dynamoth_balancer.model import ClusterModel
 from dynamoth_balancer.options import BalancerOptions
@@ -51,9 +51,10 @@ class Decider:
         self._held: OrderedDict[bytes, Assignment] = OrderedDict()
         #: When the term began, if there was a plan before.
         self._began_at = -math.inf
-        #: The replicated channels of the plan of this version.
+        #: Of the plan of this version: the replicated channels, and what it names at servers that are being drained.
         self._replicated: Mapping[bytes, Assignment] = {}
-        self._replicated_version = -1
+        self._at_draining: Mapping[str, frozenset[bytes]] = {}
+        self._plan_version = -1
         #: Since when servers that cannot be reached are so.
         self._away_since: dict[str, float] = {}
         #: Replicas that were dead for ``replica_dead_s`` while their channel was settled.
@@ -64,7 +65,7 @@ class Decider:
         if installer.plan.entries:
             self.wait(now)
             self._began_at = now
-        self._replicated_version = -1
+        self._plan_version = -1
         self._unwanted.clear()
 
     def wait(self, now: float) -> None:
@@ -81,7 +82,9 @@ class Decider:
                 self._rested_at[channel] = now + self._options.replication_rest_s
 
     def hold(self, channel: bytes, assignment: Assignment) -> None:
-        """Leave a channel as an administrator has replicated it, until somebody changes it."""
+        """Leave a channel as an administrator has replicated it, until somebody changes it; unless it must leave."""
+        if not self._options.draining.isdisjoint(assignment.servers):
+            return  # begun before the balancer was restarted, and asked for again since
         self._held[channel] = assignment
         if len(self._held) > HELD_MAX:
             self._held.popitem(last=False)
@@ -131,7 +134,20 @@ class Decider:
             )
 
         figures = self._figures(installer.plan, loads, now)
-        return Cluster(loads, self._model.channels, movable, options, figures, self._dead_replicas(installer, now))
+        dead = self._dead_replicas(installer, now)
+        draining = {server: self.left_at(server, installer.plan) for server in options.draining}
+        return Cluster(loads, self._model.channels, movable, options, figures, dead, draining)
+
+    def left_at(self, server: str, plan: Plan) -> list[ChannelRate]:
+        """Return what is at a server that is being drained: channels that the plan names there, with traffic or none.
+
+        Besides these, channels that are at home there and that the server's agent has reported lately by name, because
+        somebody subscribes or publishes. Those that are on their way from there are among them.
+        """
+        self._read(plan)
+        rates = self._model.channel_rates(server)
+        measured = (channel for channel in rates if _follows(plan.entry(channel), server))
+        return [ChannelRate(rates.get(channel, 0.0), channel) for channel in self._at_draining[server].union(measured)]
 
     # Replication.
 
@@ -167,14 +183,22 @@ class Decider:
 
     def replicated(self, plan: Plan) -> Mapping[bytes, Assignment]:
         """Return the replicated channels."""
-        if plan.version != self._replicated_version:
-            self._replicated_version = plan.version
-            self._replicated = {
-                channel: entry.route.assignment
-                for channel, entry in plan.entries.items()
-                if is_replicated(entry.route.assignment)
-            }
+        self._read(plan)
         return self._replicated
+
+    def _read(self, plan: Plan) -> None:
+        if plan.version == self._plan_version:
+            return
+        self._plan_version = plan.version
+        self._replicated = {
+            channel: entry.route.assignment
+            for channel, entry in plan.entries.items()
+            if is_replicated(entry.route.assignment)
+        }
+        self._at_draining = {
+            server: frozenset(channel for channel, entry in plan.entries.items() if _follows(entry, server))
+            for server in self._options.draining
+        }
 
     def _watch_replicas(self, installer: Installer, now: float) -> None:
         """Take note of servers that are dead, and of the channels that should leave them when they are back."""
@@ -223,6 +247,11 @@ class Decider:
 def is_replicated(assignment: Assignment) -> bool:
     """Tell whether a channel with this assignment is spread over several servers."""
     return assignment.mode is not Mode.SINGLE
+
+
+def _follows(entry: Entry, server: str) -> bool:
+    """Tell whether somebody may use a server for a channel."""
+    return any(server in route.assignment.servers for route in entry.followed)
 
 
 def _summary(decision: Decision) -> set[tuple[str, bytes | None, str]]:

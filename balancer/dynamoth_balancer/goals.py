@@ -6,8 +6,8 @@ A goal sees a :class:`Cluster`, a working copy of the model: it proposes moves o
 copy at once, so that later proposals, of this goal and of later ones, build on it. A move that breaks a bound, or
 that an earlier goal does not permit, is not taken.
 
-There are two: ``replication`` has Algorithm 1 of the paper, and comes first, as a channel that one server is too small
-for cannot be placed well anywhere. Here is the other.
+There are three: ``replication`` has Algorithm 1 of the paper, and comes first, as a channel that one server is too
+small for cannot be placed well anywhere. The second is here, and ``drain`` has the last.
 
 :class:`Relieve` is Algorithm 2 of the paper (section III-B) with its faults mended. It ends: each overloaded server is
 looked at once, and each of its channels once. It does not move a channel to and fro: a move makes the larger load ratio
@@ -137,7 +137,8 @@ class Cluster:
 
     ``figures`` are of the channels whose replication may be changed now: all that are replicated, and those that make
     much of a server's load. ``dead`` are the servers that cannot take part for long, each with replicated channels that
-    have a replica there.
+    have a replica there. ``draining`` are the servers that are to become empty, each with what is there; no move puts a
+    channel there, or leaves one of its replicas there.
     """
 
     servers: dict[str, ServerLoad]
@@ -146,6 +147,7 @@ class Cluster:
     options: BalancerOptions
     figures: Sequence[ChannelFigures] = ()
     dead: Mapping[str, Sequence[bytes]] = field(default_factory=dict[str, Sequence[bytes]])
+    draining: Mapping[str, Sequence[ChannelRate]] = field(default_factory=dict[str, Sequence[ChannelRate]])
     moves: dict[bytes, Move] = field(default_factory=dict[bytes, Move])
     findings: list[Finding] = field(default_factory=list[Finding])
     _away: Counter[str] = field(default_factory=Counter[str])
@@ -183,11 +185,23 @@ class Cluster:
         return (
             move.channel not in self.moves
             and not self.is_full
+            and self.draining.keys().isdisjoint(move.after.servers)
             and not any(map(self.has_given, _left(move)))
             and not any(map(self.has_taken, _joined(move)))
             and (_replicates(move) or self.movable(move.channel, move.source))
             and all(permits(self, move) for permits in self._guards)
         )
+
+    @property
+    def targets(self) -> list[ServerLoad]:
+        """The servers that channels may be put at."""
+        return [server for server in self.servers.values() if server.id not in self.draining]
+
+    @property
+    def more_servers(self) -> str:
+        """What helps where there are too few servers, in words for people."""
+        text = "add servers, or see why their agents are down"
+        return f"{text}, or end the draining of {', '.join(sorted(self.draining))}" if self.draining else text
 
     @property
     def is_full(self) -> bool:
@@ -256,7 +270,7 @@ class Relieve:
         if not overloaded:
             return []
         overloaded.sort(key=lambda server: (-server.load_ratio, server.id))
-        room = _Room(cluster)
+        room = Room(cluster)
         moves: list[Move] = []
         for server in overloaded:
             moves += self._relieve(cluster, server, room)
@@ -267,12 +281,12 @@ class Relieve:
         accept = cluster.options.accept_ratio
         return all(move.ratios[server].after <= accept for server in _joined(move))
 
-    def _relieve(self, cluster: Cluster, source: ServerLoad, room: _Room) -> list[Move]:
+    def _relieve(self, cluster: Cluster, source: ServerLoad, room: Room) -> list[Move]:
         options = cluster.options
         reason = f"{source.id} has load ratio {source.load_ratio:.2f}, above {options.load_ratio_high:.2f}"
         smallest = options.channel_ratio_min * source.outgoing_bytes_per_s_max
         moves: list[Move] = []
-        for load in _busiest_first(cluster.channels(source.id)):
+        for load in busiest_first(cluster.channels(source.id)):
             done = source.load_ratio <= options.load_ratio_safe or load.outgoing_bytes_per_s < smallest
             if done or cluster.is_full or cluster.has_given(source.id):
                 break
@@ -285,24 +299,25 @@ class Relieve:
                 room.changed(source)
                 room.changed(target)
         if source.load_ratio > options.load_ratio_high:
-            cluster.findings.append(Finding(source.id, source.load_ratio, self._why_not(cluster, source, room)))
+            stayed = [load for load in cluster.channels(source.id) if load.channel not in cluster.moves]
+            why = why_they_stay(cluster, source, stayed) if stayed else "its load is not that of channels"
+            cluster.findings.append(Finding(source.id, source.load_ratio, why))
         return moves
 
-    def _why_not(self, cluster: Cluster, source: ServerLoad, room: _Room) -> str:
-        options = cluster.options
-        if cluster.is_full or cluster.has_given(source.id):
-            return "this plan has as many moves as one may have; the next goes on"
-        if room.most(source.id) is None:
-            return "there is no other server that could take channels: add servers, or see why their agents are down"
-        stayed = (load for load in cluster.channels(source.id) if load.channel not in cluster.moves)
-        busiest = max(stayed, default=None)
-        if busiest is None:
-            return "its load is not that of channels"
-        ratio = busiest.outgoing_bytes_per_s / source.outgoing_bytes_per_s_max
-        if ratio > options.load_ratio_safe:
-            what = f"channel {busiest.channel!r:.80} alone makes load ratio {ratio:.2f} here"
-            return f"{what}: one server is too small for it, 'dynamoth plan replicate' spreads it over several"
-        return "its channels rest, are in transition, or would overload any other server: add servers"
+
+def why_they_stay(cluster: Cluster, source: ServerLoad, stayed: Sequence[ChannelRate]) -> str:
+    """Say why channels, at least one, that should leave a server have not left it, and what helps."""
+    others = [server.id for server in cluster.targets if server is not source]
+    if not others:
+        return f"there is no other server that could take channels: {cluster.more_servers}"
+    if cluster.is_full or cluster.has_given(source.id) or all(map(cluster.has_taken, others)):
+        return "this plan has as many moves as one may have; the next goes on"
+    busiest = max(stayed)
+    ratio = busiest.outgoing_bytes_per_s / source.outgoing_bytes_per_s_max
+    if ratio > cluster.options.load_ratio_safe:
+        what = f"channel {busiest.channel!r:.80} alone makes load ratio {ratio:.2f} here"
+        return f"{what}: one server is too small for it, 'dynamoth plan replicate' spreads it over several"
+    return "its channels rest, are in transition, or would overload any other server: add servers"
 
 
 def _improves(move: Move, options: BalancerOptions) -> bool:
@@ -315,7 +330,7 @@ def _improves(move: Move, options: BalancerOptions) -> bool:
     return (accepted or much_better) and smaller_by_margin and smaller
 
 
-def _busiest_first(loads: Iterable[ChannelRate]) -> Iterable[ChannelRate]:
+def busiest_first(loads: Iterable[ChannelRate]) -> Iterable[ChannelRate]:
     """Go through loads in descending order; only as many are sorted as are asked for."""
     heap = [(-load.outgoing_bytes_per_s, load.channel) for load in loads]
     heapq.heapify(heap)
@@ -324,7 +339,7 @@ def _busiest_first(loads: Iterable[ChannelRate]) -> Iterable[ChannelRate]:
         yield ChannelRate(-negative, channel)
 
 
-class _Room:
+class Room:
     """Which server has most room, in bytes/s below the accepted load ratio. Each question costs O(log servers)."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -343,12 +358,13 @@ class _Room:
 
     def most(self, besides: str) -> ServerLoad | None:
         """Return the server with most room that may still take channels, None when there is none."""
+        draining = self._cluster.draining
         aside: tuple[float, str] | None = None
         found: ServerLoad | None = None
         while self._heap and found is None:
             negative, name = self._heap[0]
             server = self._cluster.servers[name]
-            if -negative != self._room(server) or self._cluster.has_taken(name):
+            if -negative != self._room(server) or self._cluster.has_taken(name) or name in draining:
                 heapq.heappop(self._heap)
             elif name == besides:
                 aside = heapq.heappop(self._heap)

@@ -138,9 +138,10 @@ class Installer:
             raise RequestRefused(f"channel {channel!r:.80} is in transition; wait until it has settled")
         if entry.route.assignment == assignment:
             raise RequestRefused(f"channel {channel!r:.80} is there already")
-        for server in (*entry.route.assignment.servers, *assignment.servers):
-            if (problem := self.why_not(server, now)) is not None:
-                raise RequestRefused(problem)
+        problems = [self.why_not(server, now) for server in entry.route.assignment.servers]
+        problems += [self.why_not_to(server, now) for server in assignment.servers]
+        for problem in filter(None, problems):
+            raise RequestRefused(problem)
 
     def why_not(self, server: str, now: float) -> str | None:
         """Say why a server cannot take part in new transitions; None when it can."""
@@ -154,6 +155,15 @@ class Installer:
         if not self._agents.is_alive(server, now):
             return f"the agent of server {server} is not heard; start `dynamoth node` for it"
         return None
+
+    def why_not_to(self, server: str, now: float) -> str | None:
+        """Say why a server cannot be in a new assignment, as one that channels only leave; None when it can."""
+        if server in self._options.draining:
+            return (
+                f"server {server} is being drained (draining = true in the configuration of the balancer) and takes no"
+                " channels: name another one, or set it to false and restart the balancer"
+            )
+        return self.why_not(server, now)
 
     def is_dead(self, server: str, now: float) -> bool:
         """Tell whether neither a server nor its agent can be reached: it may still serve clients elsewhere."""

@@ -37,6 +37,7 @@ from dynamoth_balancer.admin import Admin
 from dynamoth_balancer.agents import Agents, Heard
 from dynamoth_balancer.changes import BegunChange, Changes, ChangeState
 from dynamoth_balancer.decider import Decider, is_replicated
+from dynamoth_balancer.drain import Drain
 from dynamoth_balancer.goals import Relieve
 from dynamoth_balancer.installer import Installer, TransitionsSettled
 from dynamoth_balancer.lease import Lease
@@ -81,7 +82,8 @@ class BalancerMachine:
         options: every threshold, interval and bound.
 
     Raises:
-        ConfigError: there is no server, or a server is named twice.
+        ConfigError: there is no server, or a server is named twice; or those that are being drained are not servers, or
+            all servers.
 
     """
 
@@ -91,6 +93,9 @@ class BalancerMachine:
             raise ConfigError(f"a balancer needs servers, each named once, not: {', '.join(ids) or 'none'}")
         self.incarnation = incarnation
         self.options = options or BalancerOptions()
+        if not self.options.draining < set(ids):
+            names = ", ".join(sorted(self.options.draining))
+            raise ConfigError(f"draining must name some of the servers ({', '.join(ids)}) and leave one, not: {names}")
         self.counters: Counter[str] = Counter()
         self.stage = Stage.CONTENDING
         self._servers = {server.id: server for server in servers}
@@ -103,7 +108,7 @@ class BalancerMachine:
         #: Agents of which the log was told that they are alive.
         self._agents_noted: set[str] = set()
         self._model = ClusterModel(ids, self.options.averaging_s)
-        self._decider = Decider(self._model, (Replicate(), Relieve()), self.options)
+        self._decider = Decider(self._model, (Replicate(), Relieve(), Drain()), self.options)
         self._admin = Admin(self, self.options)
         self._changes = Changes(self.load_ratio, self._change)
         #: Counts the times that this process got the lease; 0 before the first.
@@ -148,6 +153,23 @@ class BalancerMachine:
     def load_ratios(self, now: float) -> dict[str, float | None]:
         """Return the estimated load ratio of each server."""
         return {server: self.load_ratio(server, now) for server in self._servers}
+
+    def channels_left(self, server: str, now: float) -> int | None:
+        """Return how many channels are still at a server that is being drained, as far as agents can tell.
+
+        None where the server is not being drained, or nothing is measured there.
+        """
+        plan, latest = self.plan, self._model.latest(server)
+        if (
+            server not in self.options.draining
+            or plan is None
+            or latest is None
+            or self.load_ratio(server, now) is None
+        ):
+            return None
+        rest = latest.rest  # channels that reports have no room for
+        unnamed = rest.channels if rest.subscribers or rest.publications else 0
+        return len(self._decider.left_at(server, plan)) + unnamed
 
     def links_up(self) -> int:
         """Return how many servers are connected."""
@@ -553,6 +575,8 @@ class BalancerMachine:
             "acknowledged_version": agent.acked if agent.acked >= 0 else None,
             "stored_version": None if installer is None else installer.copy(server).version,
             "problem": "" if installer is None else installer.copy(server).problem,
+            "draining": server in self.options.draining,
+            "channels_left": self.channels_left(server, now),
             "load_ratio": None if load is None else load.load_ratio,
             "outgoing_bytes_per_s_estimated": None if load is None else load.outgoing_bytes_per_s,
             **describe_report(self._model.latest(server)),

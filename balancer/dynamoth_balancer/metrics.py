@@ -74,6 +74,15 @@ class BalancerCollector(Collector):
             if ratio is not None:
                 ratios.add_metric([server], ratio)
         yield ratios
+        left = GaugeMetricFamily(
+            "dynamoth_balancer_channels_left",
+            "Channels that are still at a server that is being drained, as far as its agent can tell",
+            labels=["server"],
+        )
+        for server in sorted(machine.options.draining):
+            if (count := machine.channels_left(server, now)) is not None:
+                left.add_metric([server], count)
+        yield left
         counters = machine.all_counters()
         for name in {**COUNTERS, **counters}:
             yield _counter(name, COUNTERS.get(name, name.replace("_", " ")), counters.get(name, 0))

@@ -115,6 +115,11 @@ class BalancerOptions:
     """A server that is neither reached nor heard for this time is dead: its replicas are no longer wanted. 0: at
     once."""
 
+    # Servers.
+
+    draining: frozenset[str] = frozenset()
+    """Ids of the servers that are to become empty: nothing is put there, and what is there is moved away."""
+
     # Agents.
 
     agent_stale_s: float = 5.0
@@ -154,7 +159,7 @@ class BalancerOptions:
         """Check the ranges."""
         for item in fields(self):
             value: Any = getattr(self, item.name)
-            if value is not None and not (value > 0 or (value == 0 and item.name in _MAY_BE_ZERO)):
+            if isinstance(value, int | float) and not (value > 0 or (value == 0 and item.name in _MAY_BE_ZERO)):
                 bound = "0 or more" if item.name in _MAY_BE_ZERO else "more than 0"
                 raise ConfigError(f"{item.name} must be {bound}, not {value}")
         if self.load_ratio_safe > self.load_ratio_high:

@@ -164,18 +164,19 @@ class Replicate:
     def propose(self, cluster: Cluster) -> list[Move]:
         """Propose to spread, to fold back, to add and to free replicas, the busiest channels first."""
         cluster.findings += [_dead(server, channels) for server, channels in cluster.dead.items() if channels]
-        if cluster.options.replicas_max < REPLICAS_MIN or not cluster.servers:
+        if cluster.options.replicas_max < REPLICAS_MIN or not cluster.targets:
             return []
         moves: list[Move] = []
         for figures in sorted(cluster.figures, key=lambda each: (-each.outgoing_bytes_per_s_total, each.channel)):
-            move = _Change(cluster, figures).propose()
+            move = Change(cluster, figures).propose()
             if move is not None and cluster.take(move):
                 moves.append(move)
         return moves
 
     def permits(self, cluster: Cluster, move: Move) -> bool:
-        """Permit moves of channels that are at one server, and stay so."""
-        return move.before.mode is Mode.SINGLE and move.after.mode is Mode.SINGLE
+        """Permit moves of channels that are at one server, and stay so; replicas leave only servers being drained."""
+        stays_single = move.before.mode is Mode.SINGLE and move.after.mode is Mode.SINGLE
+        return stays_single or not cluster.draining.keys().isdisjoint(move.before.servers)
 
 
 def _dead(server: str, channels: Sequence[bytes]) -> Finding:
@@ -190,16 +191,23 @@ def _dead(server: str, channels: Sequence[bytes]) -> Finding:
     )
 
 
-class _Change:
-    """One channel that is looked at: which servers, and whether they have room."""
+class Change:
+    """One channel that is looked at: which servers, and whether they have room.
+
+    There must be a server that channels may be put at; others are in no assignment that it makes.
+    """
 
     def __init__(self, cluster: Cluster, figures: ChannelFigures) -> None:
         self._cluster = cluster
         self._figures = figures
         self._total = figures.outgoing_bytes_per_s_total
-        self._capacity = max(server.outgoing_bytes_per_s_max for server in cluster.servers.values())
+        #: The servers that the channel may be put at, and those of its present ones that are among them.
+        self._targets = [server.id for server in cluster.targets]
+        self._kept = [server for server in figures.assignment.servers if server in self._targets]
+        self._capacity = max(server.outgoing_bytes_per_s_max for server in cluster.targets)
 
     def propose(self) -> Move | None:
+        """Return the change that Algorithm 1 wants, None when the channel may stay as it is or must."""
         figures, present = self._figures, self._figures.assignment
         if figures.unwanted.intersection(present.servers):
             left = self._without_unwanted()
@@ -209,7 +217,7 @@ class _Change:
         if wanted is None:
             return None
         if wanted.mode is Mode.SINGLE:
-            return self._fold(present.servers)
+            return self._fold(self._kept)
         if wanted.mode is present.mode and wanted.replicas < len(present.servers):
             return self._shrink(wanted.replicas)
         return self._spread(wanted)
@@ -218,11 +226,27 @@ class _Change:
         """Leave replicas that were dead, unless the load needs as many as there are: the others did without them."""
         figures, present = self._figures, self._figures.assignment
         strict = Judgement(figures, self._capacity, self._cluster.options)
-        rest = [server for server in present.servers if server not in figures.unwanted]
+        rest = [server for server in self._kept if server not in figures.unwanted]
         needed = strict.replicas(present.mode) if strict.keeps(present.mode) or strict.outgrown else 1
         if len(rest) >= max(REPLICAS_MIN, needed):
             return self._move(Assignment(present.mode, tuple(rest)), "replicas that were dead are not needed")
         return self._fold(rest) if rest and needed == 1 else None
+
+    def drained(self, reason: str) -> Move | None:
+        """Return the change with which a replicated channel leaves servers that are being drained.
+
+        Others with room take their place, else there are fewer replicas; None when these would have too much then.
+        """
+        present = self._figures.assignment
+        accept = self._cluster.options.accept_ratio
+        for count in range(min(len(present.servers), len(self._targets)), 0, -1):
+            chosen = self._best(count)
+            share = self._total / count
+            grown = chosen if count < len(present.servers) else [name for name in chosen if name not in self._kept]
+            if all(self._ratio_with(name, share) <= accept for name in grown):
+                replicated = count >= REPLICAS_MIN
+                return self._move(Assignment(present.mode, tuple(chosen)) if replicated else single(*chosen), reason)
+        return None
 
     # Which servers.
 
@@ -251,7 +275,7 @@ class _Change:
         present = self._figures.assignment
         grows = wanted.mode is present.mode
         least = len(present.servers) + 1 if grows else REPLICAS_MIN
-        most = min(wanted.replicas, self._cluster.options.replicas_max, len(self._cluster.servers))
+        most = min(wanted.replicas, self._cluster.options.replicas_max, len(self._targets))
         chosen = next((servers for n in range(most, least - 1, -1) if (servers := self._choose(n))), None)
         found = len(present.servers) if chosen is None else len(chosen)
         if found < wanted.replicas:
@@ -263,21 +287,24 @@ class _Change:
     def _choose(self, count: int) -> list[str] | None:
         """Return the servers that the channel would best be spread over; None when they have no room for it."""
         share = self._total / count
-        present = self._figures.assignment
-        if present.mode is Mode.SINGLE:
-            chosen = self._least_loaded(self._cluster.servers, share)[:count]
-        else:
-            others = [name for name in self._cluster.servers if name not in present.servers]
-            chosen = self._least_loaded(present.servers, share)[:count]
-            chosen += self._least_loaded(others, share)[: count - len(chosen)]
-        added = [name for name in chosen if name not in present.servers]
+        chosen = self._best(count)
+        added = [name for name in chosen if name not in self._kept]
         return chosen if all(self._has_room(name, share) for name in added) else None
+
+    def _best(self, count: int) -> list[str]:
+        """Return the servers that the channel would best be spread over, if they have room; replicas are kept."""
+        share = self._total / count
+        if self._figures.assignment.mode is Mode.SINGLE:
+            return self._least_loaded(self._targets, share)[:count]
+        others = [name for name in self._targets if name not in self._kept]
+        chosen = self._least_loaded(self._kept, share)[:count]
+        return chosen + self._least_loaded(others, share)[: count - len(chosen)]
 
     def _shrink(self, count: int) -> Move | None:
         """Free the busiest replicas, as many as the others have room for."""
         present = self._figures.assignment
-        busiest_last = sorted(present.servers, key=lambda name: (self._server(name).load_ratio, name))
-        for number in range(count, len(present.servers)):
+        busiest_last = sorted(self._kept, key=lambda name: (self._server(name).load_ratio, name))
+        for number in range(count, min(len(self._kept) + 1, len(present.servers))):
             rest = busiest_last[:number]
             share = self._total / number
             if all(self._ratio_with(name, share) <= self._cluster.options.accept_ratio for name in rest):
@@ -285,9 +312,9 @@ class _Change:
         return None
 
     def _fold(self, replicas: Iterable[str]) -> Move | None:
-        """Put the channel at the least loaded of its replicas, if that has room."""
-        target = self._least_loaded(replicas, self._total)[0]
-        if self._ratio_with(target, self._total) > self._cluster.options.accept_ratio:
+        """Put the channel at the least loaded of these replicas, if there is one and that has room."""
+        target = next(iter(self._least_loaded(replicas, self._total)), None)
+        if target is None or self._ratio_with(target, self._total) > self._cluster.options.accept_ratio:
             return None
         return self._move(single(target), self._reason(Mode.SINGLE, 1))
 
@@ -317,8 +344,8 @@ class _Change:
         busiest = max(map(self._server, names), key=lambda server: server.load_ratio)
         if found >= options.replicas_max:
             why = "no more are allowed: raise replicas_max"
-        elif found >= len(self._cluster.servers):
-            why = "no more can take part: add servers, or see why their agents are down"
+        elif found >= len(self._targets):
+            why = f"no more can take part: {self._cluster.more_servers}"
         else:
             why = "no other has room: add servers"
         text = f"channel {self._figures.channel!r:.80} needs {wanted.replicas} servers and has {found}, as {why}"

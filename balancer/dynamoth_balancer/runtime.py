@@ -175,6 +175,7 @@ class _BalancerProcess:
     def _log_started(self, http: HttpServer | None) -> None:
         extra: dict[str, Any] = {
             "servers": {server.id: parse_server_url(server.url).redacted() for server in self._config.servers},
+            "draining": sorted(self._config.options.draining),
             "incarnation": self._machine.incarnation,
             "event_loop": type(self._loop).__module__.partition(".")[0],
         }

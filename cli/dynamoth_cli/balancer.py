@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from dynamoth.config import BalancerSettings, LoadedConfig
@@ -34,9 +34,10 @@ def run(arguments: argparse.Namespace) -> int:
 def balancer_config(loaded: LoadedConfig) -> BalancerConfig:
     """Return what the balancer is told. Raises ConfigError."""
     settings = loaded.config.balancer
+    draining = frozenset(server.id for server in loaded.config.cluster.servers if server.draining)
     return BalancerConfig(
         servers=cluster_servers(loaded),
-        options=balancer_options(settings),
+        options=replace(balancer_options(settings), draining=draining),
         http_host=settings.http_host,
         http_port=settings.http_port,
         link=link_options(loaded, CLIENT_NAME),

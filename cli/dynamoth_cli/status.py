@@ -125,6 +125,8 @@ def describe_balancer(version: int, balancer: Mapping[str, Any]) -> list[str]:
         f"plan version {version}; balancer: {balancer['stage']}{paused},"
         f" {balancer['moves_settled']} moves settled, {balancer['in_transition']} channels in transition"
     ]
+    servers: Mapping[str, Mapping[str, Any]] = balancer["servers"]
+    lines += [_draining(id_, server["channels_left"]) for id_, server in servers.items() if server.get("draining")]
     replicated: list[Mapping[str, Any]] = balancer.get("replicated_channels", [])
     for channel in replicated[:REPLICATED_SHOWN_MAX]:
         transition = "" if channel["settled"] else f", {channel['phase']}"
@@ -135,6 +137,16 @@ def describe_balancer(version: int, balancer: Mapping[str, Any]) -> list[str]:
     for decision in balancer["decisions"][-DECISIONS_SHOWN_MAX:]:
         lines += _describe_decision(decision)
     return lines
+
+
+def _draining(server: str, channels_left: int | None) -> str:
+    match channels_left:
+        case None:
+            return f"draining: {server}; what is left there is not known, as its agent does not report"
+        case 0:
+            return f"draining: {server}; nothing is left there"
+        case _:
+            return f"draining: {server}; {channels_left} channels are left there"
 
 
 def _describe_decision(decision: Mapping[str, Any]) -> list[str]:

@@ -92,10 +92,12 @@ def short_options(
     spread: tuple[float, ...] = (1.0,),
     forwards_max: int = 1000,
     replicas_max: int = 1,
+    draining: frozenset[str] = frozenset(),
 ) -> ClusterOptions:
     """Return options with short intervals, so that much happens in a few seconds.
 
     ``replicas_max`` is how many servers the balancer itself spreads a channel over; 1 leaves it to the administrator.
+    ``draining`` are the servers that it is told to empty.
     """
     return ClusterOptions(
         client=_short_client_options(hold_s_max),
@@ -131,6 +133,7 @@ def short_options(
             replicas_max=replicas_max,
             replication_rest_s=0.5,
             replica_dead_s=1.0,
+            draining=draining,
         ),
         servers=servers,
         delays=delays,
@@ -262,6 +265,12 @@ class Cluster:
         client = Client(self.world, self.network, self.audit, name, urls, self.options.client, self._names, *numbers)
         self.clients.append(client)
         return client
+
+    def drain(self, server: str) -> None:
+        """Restart the balancer with a configuration that has a server drained, as an operator does."""
+        self.options = replace(self.options, balancer=replace(self.options.balancer, draining=frozenset({server})))
+        self.balancer.crash()
+        self.balancer.start()
 
     def change(self, channel: bytes, assignment: Assignment) -> None:
         """Ask the balancer for another assignment of a channel; one that it cannot begin now is refused."""

@@ -59,6 +59,8 @@ class Profile:
     outgoing_bytes_per_s_max: int = AMPLE_BYTES_PER_S
     #: How many servers the balancer itself spreads a channel over.
     replicas_max: int = 1
+    #: Servers that the balancer is told to empty.
+    draining: frozenset[str] = frozenset()
 
 
 SLOW = Delays(base_s=0.0005, jitter_s=0.005, spike_s=0.1, spike_ratio=0.03)
@@ -103,6 +105,14 @@ PROFILES: dict[str, Profile] = {
             workload=WorkloadOptions(players=4, publishers=1, subscribers=1),
             outgoing_bytes_per_s_max=20_000,
             replicas_max=3,
+        ),
+        Profile(
+            "draining",
+            losses_allowed=False,
+            faults=LOSSLESS_FAULTS,
+            delays=SLOW,
+            draining=frozenset({"s1"}),
+            interval_s=0.6,
         ),
         Profile("mixed", losses_allowed=False, faults=(*LOSSLESS_FAULTS, "meddle"), delays=SLOW, interval_s=0.2),
         Profile("connections", losses_allowed=True, faults=("cut client", "cut agent"), delays=SLOW),

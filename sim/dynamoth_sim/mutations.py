@@ -24,7 +24,8 @@ from dynamoth.names import is_user_channel, replica_pattern
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, missing
 from dynamoth.ring import Ring
-from dynamoth_balancer.goals import ChannelFigures
+from dynamoth_balancer.drain import Drain
+from dynamoth_balancer.goals import ChannelFigures, Cluster, Move
 from dynamoth_balancer.installer import Installer
 from dynamoth_balancer.model import ClusterModel
 from dynamoth_balancer.options import BalancerOptions
@@ -436,6 +437,20 @@ def headers_read_once() -> AbstractContextManager[None]:
     return replaced(PatternMachine, _read_again=nothing)
 
 
+def nothing_leaves() -> AbstractContextManager[None]:
+    """The balancer moves nothing away from servers that are being drained."""
+
+    def nothing(self: Drain, cluster: Cluster) -> list[Move]:
+        return []
+
+    return replaced(Drain, propose=nothing)
+
+
+def anything_may_come() -> AbstractContextManager[None]:
+    """The balancer lets administrators put channels at servers that are being drained."""
+    return replaced(Installer, why_not_to=Installer.why_not)
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """A scenario, what makes it fail, and the guarantee that is broken then ("expected": what the script expects)."""
@@ -483,5 +498,8 @@ CHECKS: tuple[Check, ...] = (
     Check("28-pattern-replicated", every_copy_for_patterns, "G2"),
     Check("29-pattern-cut-off", lost_in_silence, "G5"),
     Check("30-pattern-finds-servers", headers_read_once, "G1"),
+    Check("31-drained", nothing_leaves, "expected"),
+    Check("31-drained", break_before_make, "G1"),
+    Check("31-drained", anything_may_come, "expected"),
 )
 """Each scenario with what must make it fail."""

@@ -131,6 +131,7 @@ def _run_profile(world: World, profile: Profile) -> Outcome:
             spread=SPREAD,
             forwards_max=profile.forwards_max,
             replicas_max=profile.replicas_max,
+            draining=profile.draining,
         ),
     )
     return _outcome(profile.name, cluster, lambda: _live(cluster, profile))

@@ -15,9 +15,10 @@ from functools import partial
 
 from dynamoth.control import Marker, RouteNotice
 from dynamoth.errors import MalformedMessage
-from dynamoth.names import BALANCER_CHANNEL
-from dynamoth.plan import Phase, single
+from dynamoth.names import BALANCER_CHANNEL, is_user_channel, logical_channel
+from dynamoth.plan import Assignment, Mode, Phase, single
 from dynamoth.reports import Report, unpack_report
+from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_sim import pattern_scenarios, replica_scenarios
 from dynamoth_sim.cluster import AMPLE_BYTES_PER_S
 from dynamoth_sim.faults import INBOX_PREFIX
@@ -492,6 +493,46 @@ def third_server(stage: Stage) -> None:
     stage.close(channel)
 
 
+def drained(stage: Stage) -> None:
+    """Case 31. A server is to be stopped, and channels of all kinds are there: busy, idle, moved there, replicated.
+
+    The balancer is told so, moves all of them away under load, and lets nobody put one there.
+    """
+    stage.open()
+    busy, idle, moved = (stage.channel_at("s1", name) for name in ("busy", "idle", "moved"))
+    replicated = {
+        stage.channel_at("s1", "two"): Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2")),
+        stage.channel_at("s2", "three"): Assignment(Mode.ALL_PUBLISHERS, ("s1", "s2", "s3")),
+    }
+    stage.move(moved, "s2")
+    stage.move(moved, "s1")
+    for channel, assignment in replicated.items():
+        stage.change(channel, assignment)
+    channels = [busy, moved, *replicated]
+    for number in range(3):
+        stage.subscriber(f"S{number}", *channels, idle)
+    publishers = [stage.publisher(f"P{number}") for number in range(3)]
+    stage.cluster.drain("s1")
+    for number in range(1000):
+        publishers[number % 3].publish(channels[number % len(channels)])
+        stage.run(0.005)
+    left = [channel for channel in (*channels, idle) if "s1" in stage.entry(channel).route.assignment.servers]
+    stage.expect(f"nothing is left at s1, not {left}", not left, *left[:1])
+    here = [
+        channel for channel in map(logical_channel, stage.cluster.servers["s1"].channels()) if is_user_channel(channel)
+    ]
+    stage.expect(f"nobody listens at s1, not to {here}", not here, *here[:1])
+    balancer = stage.cluster.balancer.machine
+    assert isinstance(balancer, BalancerMachine)
+    count = balancer.channels_left("s1", stage.world.now)
+    stage.expect(f"the balancer says so, not {count}", count == 0)
+    stage.cluster.change(busy, single("s1"))
+    stage.wait("the balancer answers", stage.cluster.settled)
+    refused = [reason for reason in stage.cluster.moves.refused if "is being drained" in reason]
+    stage.expect("nobody can move a channel to s1", len(refused) == 1, busy)
+    stage.close(*channels, idle)
+
+
 def _listen_only(stage: Stage, channel: bytes, server: str) -> bool:
     return all(bool(model.subscribers(channel)) == (id_ == server) for id_, model in stage.cluster.servers.items())
 
@@ -532,6 +573,7 @@ SCENARIOS: dict[str, Scenario] = {
     "20-hot-channel": Scenario(hot_channel, outgoing_bytes_per_s_max=120_000),
     "21-unknown-publisher": Scenario(unknown_publisher),
     "22-third-server": Scenario(third_server),
+    "31-drained": Scenario(drained),
     **{name: Scenario(play, servers=4) for name, play in replica_scenarios.PLAYS.items()},
     **{name: Scenario(play, losses_allowed=True) for name, play in replica_scenarios.FAILURES.items()},
     **{name: Scenario(play) for name, play in pattern_scenarios.PLAYS.items()},

@@ -68,6 +68,7 @@ def decided(
     *,
     dead: Mapping[str, Sequence[bytes]] | None = None,
     capacities: Mapping[str, float] | None = None,
+    draining: Sequence[str] = (),
 ) -> Decision:
     """Decide. ``others`` is the load ratio of each server without the channels that the figures are of."""
     channels = [given_figures] if isinstance(given_figures, ChannelFigures) else given_figures
@@ -76,7 +77,8 @@ def decided(
         capacity = (capacities or {}).get(name, CAPACITY)
         own = sum(each.outgoing_bytes_per_s.get(name, 0.0) for each in channels)
         servers[name] = ServerLoad(name, ratio * capacity + own, capacity)
-    cluster = Cluster(servers, lambda server: [], lambda channel, server: True, options, channels, dead or {})
+    drained: dict[str, Sequence[ChannelRate]] = dict.fromkeys(draining, ())
+    cluster = Cluster(servers, lambda server: [], lambda channel, server: True, options, channels, dead or {}, drained)
     return decide((Replicate(),), cluster)
 
 
@@ -157,6 +159,12 @@ def test_capacities_differ_and_a_larger_server_would_do() -> None:
     assert decided(some, IDLE, capacities={"s2": 10 * CAPACITY}) == Decision()
     move = only_move(decided(figures(1500, 10, 9.0), IDLE, capacities={"s2": 10 * CAPACITY, "s3": 10 * CAPACITY}))
     assert set(move.after.servers) == {"s2", "s3"}
+
+
+def test_a_larger_server_that_is_being_drained_would_not_do() -> None:
+    some = figures(3000, 10, 0.9)
+    decision = decided(some, IDLE, capacities={"s2": 10 * CAPACITY}, draining=["s2"])
+    assert only_move(decision).after == replicated(SUBS, 1, 3, 4)
 
 
 # Which servers.
@@ -338,6 +346,11 @@ def test_a_replica_that_was_dead_is_left_when_the_others_do_without_it() -> None
     some = figures(3000, 10, 0.9, replicated(SUBS, 1, 2, 3, 4), unwanted=["s2"])
     move = only_move(decided(some, IDLE))
     assert move.after == replicated(SUBS, 1, 3, 4) and "dead" in move.reason
+
+
+def test_with_a_replica_that_was_dead_one_that_is_being_drained_is_left_too() -> None:
+    some = figures(3000, 10, 0.7, replicated(SUBS, 1, 2, 3, 4), unwanted=["s2"])
+    assert only_move(decided(some, IDLE, draining=["s3"])).after == replicated(SUBS, 1, 4)
 
 
 def test_a_replica_that_was_dead_is_kept_when_the_load_needs_it() -> None:

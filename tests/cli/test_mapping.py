@@ -69,6 +69,12 @@ def test_the_balancer_gets_every_option_that_is_a_setting() -> None:
     assert [getattr(config.options, name) for name in names] == values
 
 
+def test_the_balancer_is_told_which_servers_are_being_drained() -> None:
+    assert balancer_config(LOADED).options.draining == frozenset()
+    drained = FILE.replace('url = "redis://a"', 'url = "redis://a"\ndraining = true')
+    assert balancer_config(load_config(file=ConfigText("x", drained))).options.draining == {"s1"}
+
+
 def test_the_links_get_credentials_timeouts_and_tls() -> None:
     link = link_options(LOADED, "me")
     assert (link.username, link.password, link.client_name) == ("u", "p", "me")

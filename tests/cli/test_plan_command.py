@@ -92,7 +92,7 @@ def test_the_plan_shows_mode_and_all_servers_also_of_what_is_in_transition() -> 
 
 def _balancer(**others: Any) -> dict[str, Any]:
     state: dict[str, Any] = {"stage": "leading", "paused": False, "moves_settled": 4, "in_transition": 1}
-    return {**state, "decisions": [], **others}
+    return {**state, "decisions": [], "servers": {}, **others}
 
 
 def _replicated(number: int, **others: Any) -> dict[str, Any]:
@@ -112,6 +112,17 @@ def test_status_shows_replicated_channels() -> None:
     lines = describe_balancer(7, _balancer(replicated=250, replicated_channels=many))
     assert len(lines) == 1 + REPLICATED_SHOWN_MAX + 1
     assert lines[-1] == f"replicated: {250 - REPLICATED_SHOWN_MAX} more, see 'dynamoth plan show'"
+
+
+def test_status_shows_which_servers_are_being_drained_and_what_is_left_there() -> None:
+    left = {"s1": None, "s2": 12, "s3": 0}
+    servers: dict[str, Any] = {id_: {"draining": True, "channels_left": count} for id_, count in left.items()}
+    servers["s4"] = {"draining": False, "channels_left": None}
+    assert describe_balancer(7, _balancer(servers=servers))[1:] == [
+        "draining: s1; what is left there is not known, as its agent does not report",
+        "draining: s2; 12 channels are left there",
+        "draining: s3; nothing is left there",
+    ]
 
 
 def test_status_shows_the_latest_decisions_with_reason_and_load() -> None:

@@ -79,9 +79,17 @@ def test_flag_over_environment_over_file_over_default() -> None:
 def test_servers_from_a_file() -> None:
     loaded = from_toml("[cluster]\noutgoing_bytes_per_s_max = 7\n" + SERVERS)
     assert [dataclasses.astuple(server) for server in loaded.config.cluster.servers] == [
-        ("s1", "redis://a:6379", 7),
-        ("s2", "redis://b:6379", 5),
+        ("s1", "redis://a:6379", 7, False),
+        ("s2", "redis://b:6379", 5, False),
     ]
+
+
+def test_servers_that_are_being_drained() -> None:
+    loaded = from_toml(SERVERS + "draining = true\n")
+    assert [server.draining for server in loaded.config.cluster.servers] == [False, True]
+    printed = format_config(loaded, ["cluster"])
+    assert load_config(file=ConfigText("printed", printed)).config.cluster == loaded.config.cluster
+    assert "draining = false\n" in printed and "draining = true\n" in printed
 
 
 def test_servers_from_text() -> None:
@@ -188,6 +196,14 @@ def test_every_setting_says_what_it_means() -> None:
         (SERVERS.replace("s2", "s1"), r"cluster.servers\[1\].id: one that no other server has expected, not 's1'"),
         (SERVERS.replace("//b", "//a"), r"cluster.servers\[1\].url: one that no other server has"),
         (SERVERS.replace("= 5", "= 0"), r"cluster.servers\[1\].outgoing_bytes_per_s_max: a whole number from 1"),
+        (
+            SERVERS + "draining = 1\n",
+            r"cluster.servers\[1\].draining: true or false expected, not 1 \(from x.toml line 2",
+        ),
+        (
+            SERVERS.replace("url", "draining = true\nurl"),
+            r"cluster.servers: all have draining = true \(from x.toml line 2\), .* set it to false for at least one",
+        ),
         (SERVERS.replace("url", "uri"), r"key cluster.servers\[0\].uri .* is not known: did you mean url\?"),
         (SERVERS + "[node]\nserver = 's3'\n", r"node.server: the id of a server .*\(s1, s2\) expected, not 's3'"),
         ("[node\n", "x.toml is not TOML: .*line 1"),

@@ -1,0 +1,549 @@
+"""Servers that are being drained: what leaves them, what is refused, and what nobody puts there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamoth.errors import ConfigError
+from dynamoth.plan import Assignment, Mode, Phase, Server, single
+from dynamoth.reports import pack_report
+from dynamoth_balancer.drain import Drain
+from dynamoth_balancer.goals import ChannelFigures, ChannelRate, Cluster, Decision, Move, Relieve, ServerLoad, decide
+from dynamoth_balancer.machine import BalancerMachine
+from dynamoth_balancer.metrics import make_registry
+from dynamoth_balancer.options import BalancerOptions
+from dynamoth_balancer.replication import Replicate
+from tests.balancer.fake_cluster import CAPACITY, Balancer, FakeCluster, Traffic
+
+SUBS, PUBS = Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS
+
+
+# The goal.
+
+
+@dataclass
+class World:
+    """Where channels are, and what load ratio each makes, evenly spread over its servers. All servers are alike."""
+
+    servers: Sequence[str]
+    draining: frozenset[str]
+    places: dict[bytes, Assignment]
+    ratios: dict[bytes, float]
+    #: Load of a server that is no channel's.
+    rest: Mapping[str, float] = field(default_factory=dict[str, float])
+    fixed: set[bytes] = field(default_factory=set[bytes])
+    down: frozenset[str] = frozenset()
+    #: Channels with so many publications that they are spread at half of a server's load.
+    hot: frozenset[bytes] = frozenset()
+    options: BalancerOptions = field(default_factory=BalancerOptions)
+
+    def share(self, channel: bytes, server: str) -> float:
+        servers = self.places[channel].servers
+        return self.ratios[channel] * CAPACITY / len(servers) if server in servers else 0.0
+
+    def load(self, server: str) -> float:
+        return self.rest.get(server, 0.0) * CAPACITY + sum(self.share(channel, server) for channel in self.places)
+
+    def at(self, server: str) -> list[bytes]:
+        return [channel for channel, place in self.places.items() if server in place.servers]
+
+    def cluster(self) -> Cluster:
+        up = [server for server in self.servers if server not in self.down]
+
+        def channels(server: str) -> list[ChannelRate]:
+            rates = [ChannelRate(self.share(channel, server), channel) for channel in self.at(server)]
+            return [rate for rate in rates if rate.outgoing_bytes_per_s]
+
+        def movable(channel: bytes, server: str) -> bool:
+            return channel not in self.fixed and self.places[channel] == single(server)
+
+        figures = [
+            ChannelFigures(
+                channel,
+                place,
+                3000 if channel in self.hot else 3,
+                100,
+                10,
+                {server: self.share(channel, server) for server in place.servers},
+            )
+            for channel, place in self.places.items()
+            if channel not in self.fixed and self.down.isdisjoint(place.servers)
+        ]
+        return Cluster(
+            {server: ServerLoad(server, self.load(server), CAPACITY) for server in up},
+            channels,
+            movable,
+            self.options,
+            figures,
+            draining={
+                server: [ChannelRate(self.share(channel, server), channel) for channel in self.at(server)]
+                for server in self.draining
+            },
+        )
+
+    def decide(self) -> Decision:
+        return decide((Replicate(), Relieve(), Drain()), self.cluster())
+
+    def carry_out(self, decision: Decision) -> None:
+        for move in decision.moves:
+            assert self.places[move.channel] == move.before
+            self.places[move.channel] = move.after
+
+
+def world(
+    places: Mapping[str, tuple[Assignment, float]],
+    servers: int = 3,
+    draining: Sequence[str] = ("s1",),
+    **others: Any,
+) -> World:
+    """Make a world out of assignment and load ratio by channel."""
+    names = [f"s{number}" for number in range(1, servers + 1)]
+    where = {channel.encode(): place for channel, (place, _) in places.items()}
+    ratios = {channel.encode(): ratio for channel, (_, ratio) in places.items()}
+    return World(names, frozenset(draining), where, ratios, **others)
+
+
+def replicated(mode: Mode, *numbers: int) -> Assignment:
+    return Assignment(mode, tuple(f"s{number}" for number in numbers))
+
+
+def after(decision: Decision) -> dict[bytes, Assignment]:
+    return {move.channel: move.after for move in decision.moves}
+
+
+def test_channels_leave_the_busiest_first_for_the_servers_with_most_room_idle_ones_too() -> None:
+    cluster = world(
+        {"a": (single("s1"), 0.3), "b": (single("s1"), 0.2), "idle": (single("s1"), 0.0), "c": (single("s2"), 0.1)}
+    )
+    decision = cluster.decide()
+    assert [(move.channel, move.after) for move in decision.moves] == [
+        (b"a", single("s3")),
+        (b"b", single("s2")),
+        (b"idle", single("s2")),
+    ]
+    assert not decision.findings
+    assert {move.reason for move in decision.moves} == {"s1 is being drained"}
+    assert decision.moves[0].ratios["s1"] == pytest.approx((0.5, 0.2))
+
+
+def test_nothing_happens_without_a_server_to_drain() -> None:
+    assert world({"a": (single("s1"), 0.3)}, draining=()).decide() == Decision()
+
+
+def test_a_channel_that_fits_nowhere_stays_and_smaller_ones_leave() -> None:
+    cluster = world({"large": (single("s1"), 0.5), "small": (single("s1"), 0.1)}, rest={"s2": 0.3, "s3": 0.4})
+    decision = cluster.decide()
+    assert after(decision) == {b"small": single("s2")}
+    [finding] = decision.findings
+    assert finding.server == "s1" and finding.load_ratio == pytest.approx(0.5)
+    assert finding.reason.startswith("it is not drained yet: its channels rest, are in transition, or would overload")
+
+
+def test_what_does_not_fit_into_one_server_is_told_of_by_name() -> None:
+    [finding] = world({"huge": (single("s1"), 0.75)}).decide().findings
+    assert "channel b'huge' alone makes load ratio 0.75 here" in finding.reason
+
+
+def test_resting_channels_wait() -> None:
+    decision = world({"a": (single("s1"), 0.3)}, fixed={b"a"}).decide()
+    assert not decision.moves and "its channels rest" in decision.findings[0].reason
+
+
+def test_without_another_server_nothing_leaves_and_the_cure_is_told() -> None:
+    channels = {"a": (single("s1"), 0.3), "b": (replicated(SUBS, 1, 2), 0.4)}
+    for cluster in (
+        world(channels, servers=2, draining=("s1", "s2")),  # the third is down, or the balancer would refuse that
+        world(channels, servers=3, draining=("s1", "s2"), down=frozenset({"s3"})),
+    ):
+        decision = cluster.decide()
+        assert not decision.moves and [finding.server for finding in decision.findings] == ["s1", "s2"]
+        assert decision.findings[0].reason == (
+            "it is not drained yet: there is no other server that could take channels: add servers, or see why their"
+            " agents are down, or end the draining of s1, s2"
+        )
+
+
+def test_a_server_that_is_down_is_told_of_as_long_as_something_is_there() -> None:
+    cluster = world({"a": (single("s1"), 0.3)}, down=frozenset({"s1"}))
+    [finding] = cluster.decide().findings
+    assert "cannot take part in changes: see whether the server and its agent are up" in finding.reason
+    assert world({}, down=frozenset({"s1"})).decide() == Decision()
+
+
+def test_bounds_of_a_plan_and_of_a_server_hold_and_are_told() -> None:
+    channels = {f"c{number}": (single("s1"), 0.001) for number in range(30)}
+    for options in (BalancerOptions(moves_per_plan_max=5), BalancerOptions(moves_per_server_max=5)):
+        decision = world(channels, options=options).decide()
+        assert len(decision.moves) == 5 and "the next goes on" in decision.findings[0].reason
+    two = {**channels, **{f"d{number}": (single("s2"), 0.001) for number in range(30)}}
+    one_target = world(two, draining=("s1", "s2"), options=BalancerOptions(moves_per_server_max=5))
+    decision = one_target.decide()
+    assert len(decision.moves) == 5 and "the next goes on" in decision.findings[1].reason, "s3 has taken five"
+
+
+def test_replicas_are_replaced_by_the_least_loaded_server_with_room() -> None:
+    rest = {"s3": 0.3, "s4": 0.2}
+    decision = world({"hot": (replicated(SUBS, 1, 2), 0.7)}, 4, rest=rest, hot=frozenset({b"hot"})).decide()
+    [move] = decision.moves
+    assert move.after == replicated(SUBS, 2, 4) and move.reason == "s1 is being drained"
+    assert move.ratios["s1"] == pytest.approx((0.35, 0.0)) and move.ratios["s4"] == pytest.approx((0.2, 0.55))
+
+
+def test_without_another_server_with_room_there_are_fewer_replicas() -> None:
+    for rest in ({"s4": 0.5}, {"s4": 0.9}):
+        cluster = world({"hot": (replicated(PUBS, 1, 2, 3), 0.9)}, 4, rest=rest)
+        assert after(Decision(tuple(_drained(cluster)))) == {b"hot": replicated(PUBS, 2, 3)}
+    three = world({"hot": (replicated(PUBS, 1, 2, 3), 0.9)}, 3)
+    assert after(Decision(tuple(_drained(three)))) == {b"hot": replicated(PUBS, 2, 3)}
+
+
+def test_of_two_replicas_the_other_one_is_left_if_it_has_room() -> None:
+    cluster = world({"hot": (replicated(SUBS, 1, 2), 0.58)}, 2, hot=frozenset({b"hot"}))
+    assert after(cluster.decide()) == {b"hot": single("s2")}
+    full = world({"hot": (replicated(SUBS, 1, 2), 0.9)}, 2, hot=frozenset({b"hot"}))
+    decision = full.decide()
+    assert not decision.moves and decision.findings[-1].reason.startswith("it is not drained yet: its channels rest")
+
+
+def test_all_replicas_are_replaced_when_all_their_servers_are_being_drained() -> None:
+    cluster = world({"hot": (replicated(SUBS, 1, 2), 0.9)}, 4, draining=("s1", "s2"), hot=frozenset({b"hot"}))
+    [move] = cluster.decide().moves
+    assert move.after == replicated(SUBS, 3, 4) and move.reason == "s1, s2 are being drained"
+    one = world({"hot": (replicated(SUBS, 1, 2), 0.5)}, 3, draining=("s1", "s2"), hot=frozenset({b"hot"}))
+    assert after(one.decide()) == {b"hot": single("s3")}
+
+
+def test_replicas_leave_also_where_the_balancer_does_not_spread_by_itself() -> None:
+    cluster = world({"hot": (replicated(SUBS, 1, 2), 0.4)}, options=BalancerOptions(replicas_max=1))
+    assert after(cluster.decide()) == {b"hot": replicated(SUBS, 2, 3)}
+
+
+def _drained(cluster: World) -> list[Move]:
+    """Return what the goal alone proposes."""
+    return Drain().propose(cluster.cluster())
+
+
+# The other goals, beside a server that is being drained.
+
+
+def test_no_overloaded_server_is_relieved_to_one_that_is_being_drained() -> None:
+    channels = {f"c{number}": (single("s2"), 0.3) for number in range(3)}
+    decision = world(channels, draining=("s1",), rest={"s3": 0.2}).decide()
+    assert after(decision) == {b"c0": single("s3")}
+    [finding] = world(channels, 2).decide().findings
+    assert finding.reason.endswith("add servers, or see why their agents are down, or end the draining of s1")
+
+
+def test_an_overloaded_server_is_emptied_in_the_same_plan() -> None:
+    channels = {f"c{number}": (single("s1"), 0.3) for number in range(3)}
+    decision = world(channels, 4, draining=("s1",)).decide()
+    assert {move.channel for move in decision.moves} == {b"c0", b"c1", b"c2"}
+    assert "above 0.80" in decision.moves[0].reason and decision.moves[-1].reason == "s1 is being drained"
+
+
+def test_a_channel_is_spread_over_others() -> None:
+    hot = frozenset({b"hot"})
+    cluster = world({"hot": (single("s1"), 0.7)}, 4, hot=hot)
+    assert after(cluster.decide()) == {b"hot": replicated(SUBS, 2, 3)}
+    grown = world({"hot": (replicated(SUBS, 1, 2), 1.3)}, 4, hot=hot)
+    assert after(grown.decide()) == {b"hot": replicated(SUBS, 2, 3, 4)}
+    few = world({"hot": (single("s2"), 0.9)}, 2, hot=hot).decide()
+    assert not few.moves and "no more can take part: add servers" in few.findings[0].reason
+    assert few.findings[0].reason.endswith("or end the draining of s1")
+
+
+def test_a_channel_is_folded_back_and_shrunk_to_what_is_kept() -> None:
+    assert after(world({"cold": (replicated(SUBS, 1, 2, 3), 0.2)}, rest={"s2": 0.3, "s3": 0.1}).decide()) == {
+        b"cold": single("s3")
+    }
+    some = world({"hot": (replicated(SUBS, 1, 2, 3, 4, 5), 0.7)}, 5, draining=("s2",), hot=frozenset({b"hot"}))
+    [move] = some.decide().moves
+    assert "s2" not in move.after.servers and "publications/s" in move.reason
+
+
+def test_what_no_replica_can_keep_is_replaced_first() -> None:
+    """Nothing is folded back to a server that is being drained."""
+    cluster = world({"cold": (replicated(SUBS, 1, 2), 0.2)}, 4, draining=("s1", "s2"))
+    first = cluster.decide()
+    assert after(first) == {b"cold": replicated(SUBS, 3, 4)}
+    cluster.carry_out(first)
+    assert cluster.decide().moves[0].after.mode is Mode.SINGLE
+
+
+class _Fill:
+    """A later goal that wants everything at one server."""
+
+    def propose(self, cluster: Cluster) -> list[Move]:
+        source, target = cluster.servers["s2"], cluster.servers["s1"]
+        moves = [cluster.move(load, source, target, "test") for load in cluster.channels("s2")]
+        return [move for move in moves if cluster.take(move)]
+
+    def permits(self, cluster: Cluster, move: Move) -> bool:
+        return True
+
+
+def test_no_goal_at_all_can_put_a_channel_there() -> None:
+    channels = {"a": (single("s2"), 0.1)}
+    assert not decide((_Fill(),), world(channels).cluster()).moves
+    assert decide((_Fill(),), world(channels, draining=()).cluster()).moves, "the goal itself would"
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    count = draw(st.integers(2, 5))
+    names = [f"s{number}" for number in range(1, count + 1)]
+    draining = draw(st.sets(st.sampled_from(names), max_size=count - 1))
+    places: dict[bytes, Assignment] = {}
+    for number in range(draw(st.integers(0, 20))):
+        servers = draw(st.lists(st.sampled_from(names), min_size=1, max_size=3, unique=True))
+        mode = Mode.SINGLE if len(servers) == 1 else draw(st.sampled_from((SUBS, PUBS)))
+        places[b"c%d" % number] = Assignment(mode, tuple(servers))
+    ratios = {channel: draw(st.floats(0.0, 0.2) | st.floats(0.0, 1.5)) for channel in places}
+    options = BalancerOptions(
+        moves_per_plan_max=draw(st.integers(1, 20)),
+        moves_per_server_max=draw(st.integers(1, 20)),
+        replicas_max=draw(st.sampled_from((1, 16))),
+    )
+    return World(
+        names,
+        frozenset(draining),
+        places,
+        ratios,
+        rest={name: draw(st.sampled_from((0.0, 0.0, 0.3, 0.9))) for name in names},
+        fixed={channel for channel in places if draw(st.integers(0, 9)) == 0},
+        hot=frozenset(channel for channel in places if draw(st.booleans())),
+        options=options,
+    )
+
+
+@given(worlds())
+def test_any_plan_puts_nothing_there_keeps_its_bounds_and_there_is_an_end(cluster: World) -> None:
+    """Under constant load: what could leave has left, or there is a finding that says why it has not."""
+    options = cluster.options
+    for _ in range(200):
+        decision = cluster.decide()
+        assert len(decision.moves) <= options.moves_per_plan_max
+        for move in decision.moves:
+            assert cluster.draining.isdisjoint(move.after.servers)
+            if "being drained" in move.reason:
+                joined = set(move.after.servers).difference(move.before.servers)
+                assert all(move.ratios[server].after <= options.accept_ratio + 1e-9 for server in joined)
+        for server in cluster.servers:
+            left = [move for move in decision.moves if server in {*move.before.servers} - {*move.after.servers}]
+            joined_here = [move for move in decision.moves if server in {*move.after.servers} - {*move.before.servers}]
+            assert max(len(left), len(joined_here)) <= options.moves_per_server_max
+        cluster.carry_out(decision)
+        told = {finding.server for finding in decision.findings if "not drained yet" in finding.reason}
+        assert told == {server for server in cluster.draining if cluster.at(server)}
+        if not decision.moves:
+            return
+    raise AssertionError("200 plans under constant load")
+
+
+# The whole loop.
+
+DRAINED = "s1"
+OPTIONS = BalancerOptions(wait_s=4.0, averaging_s=3.0, channel_rest_s=5.0, draining=frozenset({DRAINED}))
+
+
+def _home(balancer: Balancer, server: str, prefix: bytes, count: int = 1) -> list[bytes]:
+    names = (b"%s-%d" % (prefix, number) for number in range(10_000))
+    return [name for name, _ in zip((n for n in names if balancer.plan.ring.home(n) == server), range(count))]  # noqa: B905
+
+
+def _left(cluster: FakeCluster) -> tuple[bool, int | None]:
+    status = cluster.ask("status", server="s2").result["servers"][DRAINED]
+    return status["draining"], status["channels_left"]
+
+
+def test_a_server_is_drained_by_a_balancer_that_is_told_so() -> None:
+    cluster = FakeCluster(3)
+    before = cluster.started(replace(OPTIONS, draining=frozenset()))
+    busy, hot, named = _home(before, DRAINED, b"busy", 3), b"hot", _home(before, "s2", b"named")[0]
+    [subscribed, published] = _home(before, DRAINED, b"idle", 2)
+    cluster.follow.update(dict.fromkeys(busy, round(0.1 * CAPACITY)))
+    cluster.traffic |= {subscribed: Traffic(0, 3), published: Traffic(5, 0)}
+    assert cluster.ask("move", {"channel": named, "to": DRAINED}).error is None, "nobody uses it"
+    wanted = {"channel": hot, "mode": "all-publishers", "servers": [DRAINED, "s2"]}
+    assert cluster.ask("replicate", wanted).error is None
+    cluster.traffic[hot] = Traffic(10, 200, message_bytes=10)
+    cluster.run(5)
+    assert _left(cluster) == (False, None)
+    cluster.kill(before)
+    balancer = cluster.start(OPTIONS)
+    cluster.run_until(lambda: balancer.machine.plan is not None)
+    cluster.run(2)
+    assert _left(cluster) == (True, 7)
+    cluster.run_until(lambda: bool(balancer.decided))
+    moved = {move.channel: move for decided in balancer.decided for move in decided.decision.moves}
+    assert moved.keys() == {*busy, subscribed, published, named, hot}
+    assert all(DRAINED not in move.after.servers for move in moved.values())
+    cluster.run(20)
+    assert _left(cluster) == (True, 0)
+    assert len(balancer.decided) == 1 and all(entry.phase is Phase.SETTLED for entry in balancer.plan.entries.values())
+
+
+def test_a_channel_that_is_used_for_the_first_time_begins_at_home_and_leaves() -> None:
+    """The ring is not changed: it tells clients where a channel is that the plan does not name."""
+    cluster = FakeCluster(2)
+    balancer = cluster.started(OPTIONS)
+    cluster.run(10)
+    assert _left(cluster) == (True, 0) and not balancer.decided
+    [channel], [elsewhere] = _home(balancer, DRAINED, b"new"), _home(balancer, "s2", b"other")
+    cluster.follow[channel] = 1000
+    cluster.agents[DRAINED].loads[elsewhere] = 1000  # by a publisher that does not know better
+    cluster.agents[DRAINED].listened.add(channel)
+    cluster.run_until(lambda: bool(balancer.decided))
+    cluster.run(5)
+    assert balancer.plan.entry(channel).phase is Phase.ACTIVE and _left(cluster) == (True, 1), "subscribers are there"
+    cluster.agents[DRAINED].listened.clear()
+    cluster.run(5)
+    assert balancer.plan.entry(channel).route.assignment == single("s2") and _left(cluster) == (True, 0)
+
+
+def test_what_was_on_its_way_there_arrives_and_leaves_again() -> None:
+    cluster = FakeCluster(2)
+    before = cluster.started(replace(OPTIONS, draining=frozenset()))
+    [channel] = _home(before, "s2", b"late")
+    cluster.agents["s2"].listened.add(channel)
+    cluster.admin("s2", "move", {"channel": channel, "to": DRAINED})
+    cluster.run(1)
+    assert before.plan.entry(channel).phase is Phase.ACTIVE
+    cluster.kill(before)
+    balancer = cluster.start(OPTIONS)
+    cluster.run_until(lambda: balancer.machine.plan is not None)
+    cluster.run(2)
+    assert _left(cluster) == (True, 1)
+    cluster.agents["s2"].listened.clear()
+    cluster.run_until(lambda: balancer.plan.entry(channel).route.assignment == single("s2"))
+
+
+def test_a_replication_that_an_administrator_still_waits_for_is_no_reason_to_stay() -> None:
+    cluster = FakeCluster(3)
+    before = cluster.started(replace(OPTIONS, draining=frozenset()))
+    wanted = {"channel": b"hot", "mode": "all-subscribers", "servers": [DRAINED, "s2"]}
+    home = before.plan.ring.home(b"hot")
+    cluster.agents[home].listened.add(b"hot")
+    cluster.admin("s2", "replicate", wanted)
+    cluster.run(1)
+    cluster.kill(before)
+    balancer = cluster.start(OPTIONS)
+    cluster.run_until(lambda: balancer.machine.plan is not None)
+    cluster.run(2)
+    cluster.admin("s2", "replicate", wanted)
+    cluster.run(1)
+    cluster.agents[home].listened.clear()
+    cluster.run(3)
+    assert [reply.error for reply in cluster.servers["s2"].replies] == [None], "what was begun is waited for"
+    cluster.run_until(lambda: DRAINED not in balancer.plan.entry(b"hot").route.assignment.servers)
+
+
+def test_channels_that_reports_do_not_name_count_too() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(OPTIONS)
+    cluster.run(5)
+    report = cluster.agents[DRAINED].report()
+    for users, left in (({"subscribers": 7}, 5), ({"publications": 3}, 5), ({}, 0)):
+        crowded = replace(report, rest=replace(report.rest, channels=5, **users))
+        cluster.say(DRAINED, pack_report(crowded))
+        cluster.run()
+        assert balancer.machine.channels_left(DRAINED, cluster.now) == left
+
+
+def test_what_is_left_is_not_known_while_the_agent_is_silent() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(OPTIONS)
+    cluster.run(5)
+    registry = make_registry(balancer.machine, lambda: cluster.now)
+    metric = ("dynamoth_balancer_channels_left", {"server": DRAINED})
+    assert registry.get_sample_value(*metric) == 0.0
+    assert registry.get_sample_value(metric[0], {"server": "s2"}) is None
+    assert _left(cluster) == (True, 0)
+    cluster.stop_server(DRAINED)
+    cluster.run(10)
+    assert _left(cluster) == (True, None) and registry.get_sample_value(*metric) is None
+    assert not balancer.decided, "it may be down: there is nothing"
+
+
+def test_not_all_servers_can_be_drained_and_only_those_that_there_are() -> None:
+    servers = [Server(id_, f"redis://{id_}") for id_ in ("s1", "s2")]
+    for names in ({"s1", "s2"}, {"s3"}, {"s1", "s3"}):
+        with pytest.raises(ConfigError, match=r"must name some of the servers \(s1, s2\) and leave one, not: s"):
+            BalancerMachine(servers, 1, BalancerOptions(draining=frozenset(names)))
+
+
+# Administrators.
+
+BY_HAND = BalancerOptions(load_ratio_high=1000.0, wait_s=1000.0, draining=frozenset({DRAINED}))
+"""The balancer does not drain: the administrator is quicker."""
+
+REFUSAL = (
+    "server s1 is being drained (draining = true in the configuration of the balancer) and takes no channels: name"
+    " another one, or set it to false and restart the balancer"
+)
+
+
+def _by_hand(servers: int = 4) -> tuple[FakeCluster, bytes]:
+    """Return a cluster in which s1 is being drained, and a channel whose home it is."""
+    cluster = FakeCluster(servers)
+    balancer = cluster.started(BY_HAND)
+    return cluster, _home(balancer, DRAINED, b"news")[0]
+
+
+def test_nothing_is_moved_replicated_or_folded_back_to_a_server_that_is_being_drained() -> None:
+    cluster, at_home = _by_hand()
+    [elsewhere] = _home(cluster.balancers[0], "s2", b"other")
+    assert cluster.ask("move", {"channel": elsewhere, "to": DRAINED}).error == REFUSAL
+    arguments = {"channel": at_home, "mode": "all-publishers"}
+    assert cluster.ask("replicate", {**arguments, "servers": [DRAINED, "s2"]}).error == REFUSAL
+    assert cluster.ask("replicate", {**arguments, "servers": ["s3", "s2"]}).error is None, "away from it"
+    assert cluster.ask("unreplicate", {"channel": at_home, "to": DRAINED}).error == REFUSAL
+    assert cluster.ask("unreplicate", {"channel": at_home, "to": "s3"}).error is None
+
+
+def test_a_replica_set_that_has_such_a_server_leaves_it_and_does_not_keep_it() -> None:
+    cluster, channel = _replicated_at_drained()
+    grown = {"channel": channel, "mode": "all-subscribers", "servers": [DRAINED, "s2", "s3"]}
+    assert cluster.ask("replicate", grown).error == REFUSAL
+    assert cluster.ask("replicate", {**grown, "servers": ["s2", "s3"]}).error is None
+
+
+def test_a_count_takes_others_and_the_note_tells_why_there_are_fewer() -> None:
+    cluster, channel = _replicated_at_drained(servers=3)
+    reply = cluster.ask("replicate", {"channel": channel, "mode": "all-publishers", "count": 3})
+    assert reply.error is None and sorted(reply.result["servers"]) == ["s2", "s3"]
+    assert reply.result["note"] == f"2 servers instead of 3, as no more can take part: {REFUSAL}"
+    two, other = _by_hand(servers=2)
+    error = two.ask("replicate", {"channel": other, "mode": "all-publishers", "count": 2}).error
+    assert error is not None and "1 can take part" in error and REFUSAL in error
+
+
+def test_unreplicate_takes_a_replica_that_is_not_being_drained_if_there_is_one() -> None:
+    cluster, channel = _replicated_at_drained()
+    cluster.agents["s2"].loads[b"load"] = round(0.5 * CAPACITY)
+    cluster.run(5)
+    assert cluster.ask("unreplicate", {"channel": channel}).result["to"] == "s2"
+    both, channel = _replicated_at_drained(draining={DRAINED, "s2"})
+    error = both.ask("unreplicate", {"channel": channel}).error
+    assert error is not None and "is being drained" in error
+
+
+def _replicated_at_drained(
+    servers: int = 4, draining: set[str] | frozenset[str] = BY_HAND.draining
+) -> tuple[FakeCluster, bytes]:
+    """Return a cluster with a channel that was replicated over s1 and s2 before they were to be drained."""
+    cluster = FakeCluster(servers)
+    before = cluster.started(replace(BY_HAND, draining=frozenset()))
+    wanted = {"channel": b"news", "mode": "all-subscribers", "servers": [DRAINED, "s2"]}
+    assert cluster.ask("replicate", wanted).error is None
+    cluster.kill(before)
+    balancer = cluster.start(replace(BY_HAND, draining=frozenset(draining)))
+    cluster.run_until(lambda: balancer.machine.plan is not None and cluster.is_quiet(balancer))
+    cluster.run(3)
+    return cluster, b"news"

@@ -1,0 +1,61 @@
+"""A server is drained as an operator does it: a line in the configuration, and the balancer restarted, under load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dynamoth.errors import RequestRefused
+from dynamoth_cli.cluster import LocalCluster
+from dynamoth_cli.main import main
+from tests.whole.harness import Traffic, channels_at, logged, move, until
+
+SETTINGS: dict[str, Any] = {
+    "balancer.wait_s": 3.0,
+    "balancer.averaging_s": 3.0,
+    "balancer.lease_s": 3.0,
+    "balancer.replicas_max": 1,  # what is replicated stays so, however little traffic there is
+}
+
+
+def test_a_server_is_drained_under_load_and_takes_no_channel(capsys: pytest.CaptureFixture[str]) -> None:
+    at_s1, [moved, hot, elsewhere] = channels_at("s1", 3, servers=3), channels_at("s2", 3, servers=3)
+    everything = [*at_s1, moved, hot, elsewhere]
+    with LocalCluster(3, settings=SETTINGS) as cluster:
+        move(cluster, moved, "s1")
+        replicated = {"channel": hot, "mode": "all-subscribers", "servers": ["s1", "s2"]}
+        cluster.ask_balancer("replicate", replicated)
+        with Traffic(cluster, everything) as traffic:
+            file = cluster.config_file
+            file.write_text(file.read_text().replace('id = "s1"\n', 'id = "s1"\ndraining = true\n'))
+            assert cluster.balancer.stop() == 0
+            cluster.balancer.start()
+            cluster.wait_ready()
+
+            def left() -> Any:
+                return cluster.ask_balancer("status")["servers"]["s1"]["channels_left"]
+
+            until(lambda: left() == 0, "nothing is left at s1", every_s=0.5)
+            traffic.flows()
+            requests: list[tuple[str, dict[str, Any]]] = [
+                ("replicate", {**replicated, "servers": ["s1", "s2", "s3"]}),
+                ("move", {"channel": elsewhere, "to": "s1"}),
+                ("unreplicate", {"channel": hot, "to": "s1"}),
+            ]
+            for command, arguments in requests:
+                with pytest.raises(RequestRefused, match=r"server s1 is being drained \(draining = true in"):
+                    cluster.ask_balancer(command, arguments)
+            users = [name for name in cluster.ask("s1", (b"PUBSUB", b"CHANNELS"))[0] if not name.startswith(b"__")]
+            assert not users, "no subscriber is left"
+            page = cluster.ask_balancer("plan")
+            assert all("s1" not in entry["servers"] for entry in page["entries"])
+            assert {entry["channel"] for entry in page["entries"]} == {*at_s1, moved, hot}
+            assert {entry["channel"]: sorted(entry["servers"]) for entry in page["entries"]}[hot] == ["s2", "s3"]
+            assert main(["status", "--url", cluster.url]) == 0
+            assert "draining: s1; nothing is left there\n" in capsys.readouterr().out
+            decided = logged(cluster.balancer, "decided to")
+            assert {line["reason"] for line in decided} == {"s1 is being drained"} and len(decided) == 5
+            cluster.redis["s1"].stop()
+            traffic.flows()
+            assert traffic.finish().gaps == 0, traffic.gaps
