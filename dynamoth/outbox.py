@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 
 from dynamoth.events import CommandPart, Send, SendAll
@@ -58,7 +59,7 @@ class Outbox:
     def put_all(self, commands: Sequence[Sequence[CommandPart]], token: Any) -> SendAll:
         """Add commands, at most ``room``, which have one token in common; only while the link is up."""
         assert self._up and len(commands) <= self.room, f"no room in the outbox of {self.link}, or it is down"
-        self._items.extend([(args, token) for args in commands])
+        self._items.extend(zip(commands, repeat(token)))  # without strict: the second has no end
         self._sent += len(commands)
         return SendAll(self.link, commands, self)
 

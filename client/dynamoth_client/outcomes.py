@@ -137,7 +137,7 @@ def answered_together(together: Together, values: Sequence[Any], observers: int)
         return []
     together.done = end == len(together.tokens)
     tokens = together.tokens[begin:end]
-    if not any(type(value) is ErrorReply for value in values):
+    if ErrorReply not in set(map(type, values)):
         return [PublishedAll(tokens, [value - observers if value > observers else 0 for value in values])]
     return [
         PublishRefused(token, str(value))

@@ -149,26 +149,29 @@ class PublisherMachine:
         client_id, find = self.client_id, self._channels.get
         generation = self._plan.generation
         expires_at = now + self.options.publish_timeout_s
+        channel = server = latest = None
         for token, name, payload in messages:
-            channel = find(name)
-            server = channel.lane if channel is not None and channel.generation == generation else None
-            if (
-                channel is None
-                or server is None
-                or not (server.observers or name in server.confirmed)
-                or not (server.commands or self._begin_together(server, len(messages), now, ready))
-            ):
-                for other in ready:
-                    actions += self._send_together(other, expires_at)
-                ready.clear()
-                actions += self._publish(token, name, payload, now)
-                generation = self._plan.generation
-                continue
             quiet_ms = 0
-            if now != channel.used_at:
-                quiet_ms = whole_ms(now - channel.used_at)
-                channel.used_at = now
-                self._plan.use(name, now)
+            if name is not latest or channel is None or server is None:
+                channel, latest = find(name), name
+                server = channel.lane if channel is not None and channel.generation == generation else None
+                if (
+                    channel is None
+                    or server is None
+                    or not (server.observers or name in server.confirmed)
+                    or not (server.commands or self._begin_together(server, len(messages), now, ready))
+                ):
+                    for other in ready:
+                        actions += self._send_together(other, expires_at)
+                    ready.clear()
+                    actions += self._publish(token, name, payload, now)
+                    generation = self._plan.generation
+                    latest = None
+                    continue
+                if now != channel.used_at:
+                    quiet_ms = whole_ms(now - channel.used_at)
+                    channel.used_at = now
+                    self._plan.use(name, now)
             channel.sequence = sequence = channel.sequence + 1
             data = pack_header(MAGIC, 0, client_id, sequence << QUIET_BITS | quiet_ms, channel.epoch) + payload
             server.commands.append((b"PUBLISH", channel.physical, data))
