@@ -27,6 +27,10 @@ from dynamoth.errors import MalformedMessage, PlanError, UnknownMode
 from dynamoth.names import replica_channel
 from dynamoth.ring import VIRTUAL_NODES, VIRTUAL_NODES_MAX, Ring
 
+JOIN_S = 10.0
+"""A server that was not in use carries no channel for so long after the plan has listed it. Whoever listens at every
+server, for patterns, gets there meanwhile."""
+
 
 class Mode(enum.IntEnum):
     """How a channel is spread over its servers (Dynamoth, section II-B)."""

@@ -118,6 +118,7 @@ class Decider:
             server: load
             for server in installer.plan.servers
             if installer.why_not(server, now) is None
+            and not installer.joins_in(server, now)
             and self._model.samples(server) >= options.reports_min
             and (load := self._model.load(server, now)) is not None
         }

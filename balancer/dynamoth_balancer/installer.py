@@ -33,7 +33,15 @@ from dynamoth_balancer.agents import Agents
 from dynamoth_balancer.book import PlanBook
 from dynamoth_balancer.copies import CopyAction, CopyFound, PlanCopy
 from dynamoth_balancer.options import BalancerOptions
-from dynamoth_balancer.recovery import VERSIONS_IN_RESERVE, Copy, check_ring, check_servers, same_ring, version_after
+from dynamoth_balancer.recovery import (
+    VERSIONS_IN_RESERVE,
+    Copy,
+    check_ring,
+    check_servers,
+    same_ring,
+    servers_in_use,
+    version_after,
+)
 
 
 @dataclass(slots=True)
@@ -81,6 +89,9 @@ class Installer:
         self._copies = {
             server.id: PlanCopy(server.id, term, options.retry_s, options.verify_interval_s) for server in servers
         }
+        #: Until when servers at which no channel is get none: clients with patterns may not listen there yet.
+        unused = {server.id for server in servers} - servers_in_use(book.plan)
+        self._joining = dict.fromkeys(unused, now + options.join_s)
         self._transitions: dict[bytes, Transition] = {}
         self._note_transitions(book.plan.entries, now)
         #: Something has happened that may complete a phase.
@@ -163,7 +174,13 @@ class Installer:
                 f"server {server} is being drained (draining = true in the configuration of the balancer) and takes no"
                 " channels: name another one, or set it to false and restart the balancer"
             )
+        if (wait_s := self.joins_in(server, now)) > 0:
+            return f"server {server} is new, and clients with patterns connect to it first: try again in {wait_s:.1f} s"
         return self.why_not(server, now)
+
+    def joins_in(self, server: str, now: float) -> float:
+        """Return how long a new server gets no channel yet; 0 for most servers."""
+        return max(0.0, self._joining.get(server, now) - now)
 
     def is_dead(self, server: str, now: float) -> bool:
         """Tell whether neither a server nor its agent can be reached: it may still serve clients elsewhere."""

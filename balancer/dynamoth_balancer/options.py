@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from dynamoth.errors import ConfigError
+from dynamoth.plan import JOIN_S
 from dynamoth.ring import VIRTUAL_NODES
 
 _MAY_BE_ZERO = frozenset(
@@ -20,6 +21,7 @@ _MAY_BE_ZERO = frozenset(
         "replicate_load_ratio_min",
         "replication_rest_s",
         "replica_dead_s",
+        "join_s",
     }
 )
 
@@ -119,6 +121,10 @@ class BalancerOptions:
 
     draining: frozenset[str] = frozenset()
     """Ids of the servers that are to become empty: nothing is put there, and what is there is moved away."""
+
+    join_s: float = JOIN_S
+    """A server at which no channel is gets none for so long after a balancer with it in its list has come to work, as
+    clients with patterns must subscribe there before. They count on ``JOIN_S``. 0: no wait."""
 
     # Agents.
 

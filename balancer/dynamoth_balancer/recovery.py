@@ -85,7 +85,7 @@ def check_servers(configured: Sequence[Server], copies: Iterable[Copy]) -> None:
     """Refuse copies that list a server which is not configured. Raises ConfigError."""
     known = {server.id for server in configured}
     for copy in copies:
-        gone = sorted((set(copy.plan.servers) | _named(copy.plan)) - known)
+        gone = sorted((set(copy.plan.servers) | servers_in_use(copy.plan)) - known)
         if gone:
             raise ConfigError(
                 f"the plan stored at {copy.server} lists {', '.join(gone)}, which the configuration does not:"
@@ -93,10 +93,10 @@ def check_servers(configured: Sequence[Server], copies: Iterable[Copy]) -> None:
             )
 
 
-def _named(plan: Plan) -> set[str]:
-    """Return the servers that entries name."""
+def servers_in_use(plan: Plan) -> set[str]:
+    """Return the servers that some channel may be at: those of the ring, and those that entries name."""
     assignments = {route.assignment for entry in plan.entries.values() for route in (entry.route, *entry.previous)}
-    return {server for assignment in assignments for server in assignment.servers}
+    return {*plan.base, *(server for assignment in assignments for server in assignment.servers)}
 
 
 def check_ring(copy: Copy, plan: Plan) -> None:

@@ -107,10 +107,8 @@ class Publishing:
             outcomes = cast("Sequence[asyncio.Future[int]]", action.tokens)
             self._unanswered.difference_update(outcomes)
             for outcome, receivers in zip(outcomes, action.receivers, strict=True):
-                try:
+                if not outcome.done():
                     outcome.set_result(receivers)
-                except asyncio.InvalidStateError:  # cancelled: nobody waits for it
-                    pass
             return
         if type(action) is NewerSoftware:
             _logger.warning("%s", action.text)

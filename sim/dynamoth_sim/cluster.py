@@ -41,6 +41,9 @@ PUBLISH_S_MAX = PUBLISH_TIMEOUT_S + 1.0
 AMPLE_BYTES_PER_S = 1_000_000_000
 """The capacity of a server that is never loaded: the balancer then decides nothing by itself."""
 
+JOIN_S = 2.0
+"""How long a new server carries no channel, and a client with patterns has for getting there."""
+
 RESTART_S = 0.2
 """How soon a process that has ended by itself is started again, as a supervisor would."""
 
@@ -134,6 +137,7 @@ def short_options(
             replication_rest_s=0.5,
             replica_dead_s=1.0,
             draining=draining,
+            join_s=JOIN_S,
         ),
         servers=servers,
         delays=delays,

@@ -8,7 +8,7 @@ import pytest
 
 from dynamoth.errors import AlreadyRunning, ConfigError
 from dynamoth.names import BALANCER_LEASE_KEY, PLAN_KEY
-from dynamoth.plan import Plan, single
+from dynamoth.plan import JOIN_S, Plan, single
 from dynamoth_balancer.actions import Shutdown, Stopped
 from dynamoth_balancer.machine import BalancerMachine, Stage
 from dynamoth_balancer.options import BalancerOptions
@@ -193,9 +193,14 @@ def test_a_new_server_is_listed_and_is_no_part_of_the_ring() -> None:
     balancer = cluster.started()
     assert set(balancer.plan.servers) == {"s1", "s2", "s3"}
     assert balancer.plan.base == ("s1", "s2")
-    channel = b"c"
-    reply = cluster.ask("move", {"channel": channel, "to": "s3"})
-    assert reply.error is None
+    for _ in range(2):
+        error = cluster.ask("move", {"channel": b"c", "to": "s3"}).error
+        assert error is not None and "s3 is new" in error and "try again in" in error
+        cluster.run(JOIN_S / 2)
+    assert cluster.ask("move", {"channel": b"c", "to": "s3"}).error is None, "clients with patterns have had their time"
+    cluster.kill(balancer)
+    balancer = cluster.started()
+    assert cluster.ask("move", {"channel": b"d", "to": "s3"}).error is None, "a server in use is not new"
 
 
 def test_a_server_cannot_leave_the_configuration() -> None:
