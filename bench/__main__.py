@@ -150,6 +150,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         (),
         (Figure("client memory per channel, 100,000: at most 1 KB", _sum("bytes_per_channel"), at_most(1024)),),
     ),
+    "profile": Benchmark("bench.client_profile", (), ()),
     "replication": Benchmark(
         "bench.replication",
         ("--json", "{file}"),
