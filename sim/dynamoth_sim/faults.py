@@ -35,6 +35,9 @@ PAUSE_S_MAX = 0.3
 
 DOWN_S_MAX = 0.4
 
+SERVERS_MAX = 5
+"""No more are added."""
+
 LEASE_LOST_S = 1.2
 """Longer than the lease of the simulated balancers."""
 
@@ -61,6 +64,8 @@ class Profile:
     replicas_max: int = 1
     #: Servers that the balancer is told to empty.
     draining: frozenset[str] = frozenset()
+    #: How long applications work and things go wrong, in virtual time.
+    work_s: float = 2.5
 
 
 SLOW = Delays(base_s=0.0005, jitter_s=0.005, spike_s=0.1, spike_ratio=0.03)
@@ -114,6 +119,13 @@ PROFILES: dict[str, Profile] = {
             draining=frozenset({"s1"}),
             interval_s=0.6,
         ),
+        Profile(
+            "joining",
+            losses_allowed=False,
+            faults=("pause agent", "pause client", "stall server", "crash balancer", "cut balancer", "add server"),
+            delays=SLOW,
+            work_s=4.5,
+        ),
         Profile("mixed", losses_allowed=False, faults=(*LOSSLESS_FAULTS, "meddle"), delays=SLOW, interval_s=0.2),
         Profile("connections", losses_allowed=True, faults=("cut client", "cut agent"), delays=SLOW),
         Profile("servers", losses_allowed=True, faults=("restart server", "restore server"), interval_s=0.8),
@@ -128,7 +140,7 @@ PROFILES: dict[str, Profile] = {
         Profile(
             "everything",
             losses_allowed=True,
-            faults=(*LOSSLESS_FAULTS, *LOSSY_FAULTS, "meddle"),
+            faults=(*LOSSLESS_FAULTS, *LOSSY_FAULTS, "add server", "meddle"),
             delays=SLOW,
             interval_s=0.2,
             workload=WorkloadOptions(storm_ratio=0.2),
@@ -170,6 +182,7 @@ class Chaos:
             "crash balancer": self._crash_balancer,
             "cut balancer": self._cut_balancer,
             "rival balancer": self._rival_balancer,
+            "add server": self._add_server,
             "cut client": self._cut_client,
             "cut agent": self._cut_agent,
             "restart server": self._restart_server,
@@ -263,6 +276,18 @@ class Chaos:
             rival.start()
             self._cluster.balancer.pause(LEASE_LOST_S)
             self._until(LEASE_LOST_S + DOWN_S_MAX * self._random.random(), lambda: self._end(rival))
+
+    def _add_server(self) -> None:
+        """An operator adds a server, and restarts the balancer with the longer list."""
+        cluster = self._cluster
+        if len(cluster.servers) >= SERVERS_MAX or cluster.rival.alive:
+            return
+        added = cluster.servers[cluster.add_server()]
+        if "meddle" in self._profile.faults:
+            added.meddle = self._meddle
+        if cluster.balancer.alive:
+            cluster.balancer.crash()
+            cluster.balancer.start()
 
     @staticmethod
     def _end(process: Process) -> None:

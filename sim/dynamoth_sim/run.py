@@ -28,9 +28,6 @@ from dynamoth_sim.stage import SceneFailed, Stage
 from dynamoth_sim.workload import Workload
 from dynamoth_sim.world import World
 
-WORK_S = 2.5
-"""How long applications work and things go wrong, in virtual time."""
-
 SETTLE_S_MAX = 8.0
 """Within this after the last fault, every transition has settled."""
 
@@ -161,7 +158,7 @@ def _live(cluster: Cluster, profile: Profile) -> list[Violation]:
     cluster.start()
     workload.start()
     world.at(0.5, chaos.start)
-    world.run_until(WORK_S)
+    world.run_until(profile.work_s)
     chaos.stop()
     workload.stop()
     violations = _settle(cluster, workload)
