@@ -9,6 +9,11 @@ from dynamoth_link.errors import AuthenticationFailed, LinkError, ServerLoading
 
 CLOSED = "the client was closed while this waited: keep it open until its calls have returned"
 
+
+class BadOption(redis.exceptions.DataError, ValueError):
+    """Raised when an option of redis-py has a value that nobody can use: a ValueError, as redis-py's often is."""
+
+
 _BY_CODE: dict[str, type[RedisError]] = {
     "NOPERM": redis.exceptions.NoPermissionError,
     "NOAUTH": redis.exceptions.AuthenticationError,

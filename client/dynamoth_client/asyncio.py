@@ -6,46 +6,36 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import redis.asyncio
-import redis.exceptions
+import redis.asyncio.client
 
-from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES, sharded_channel
-from dynamoth.plan import Mode
+from dynamoth.names import sharded_channel
 from dynamoth_client import _introspection
 from dynamoth_client._cluster import Cluster
+from dynamoth_client._making import (
+    PUBLISH,
+    SPUBLISH,
+    ChannelPlan,
+    GuaranteesOff,
+    constructor_arguments,
+    encoded,
+    in_pipeline,
+    is_server_local,
+    url_arguments,
+    warn_of_plain_payloads,
+)
+from dynamoth_client._pools import follow_renewals
 from dynamoth_client._pubsub import PubSub
 from dynamoth_client._queue import GapInfo
-from dynamoth_client._settings import (
-    Settings,
-    connection_encoder,
-    designated_arguments,
-    parse_servers,
-    parse_url,
-    pool_from_url,
-    read_settings,
-)
+from dynamoth_client._settings import OptionIgnored, connection_encoder, leave_out, read_settings, sample_of
 from dynamoth_link.urls import ServerAddress
 
-__all__ = ["ChannelPlan", "GapInfo", "GuaranteesOff", "PubSub", "Redis", "StrictRedis", "from_url"]
+__all__ = ["ChannelPlan", "GapInfo", "GuaranteesOff", "OptionIgnored", "PubSub", "Redis", "StrictRedis", "from_url"]
 __all__ += redis.asyncio.__all__  # pyright: ignore[reportUnsupportedDunderAll]  # what is not ours is redis-py's
-
-
-class GuaranteesOff(UserWarning):
-    """Given once per client that is made with ``envelope=False``."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelPlan:
-    """Where a client believes a channel to be: ``servers`` by id, and the plan version since which (0: the ring's)."""
-
-    mode: Mode
-    servers: tuple[str, ...]
-    epoch: int
 
 
 class Redis(redis.asyncio.Redis):
@@ -79,34 +69,25 @@ class Redis(redis.asyncio.Redis):
                 application is being upgraded. Then messages are not numbered: while a channel moves, or a connection is
                 lost, they can be lost, repeated and reordered, without a gap event. Subscribing is not affected.
             connection_pool: as in redis-py; its settings serve publish and subscribe too.
-            **kwargs: redis-py's. ``username``, ``password``, ``ssl*``, ``client_name``, ``socket_connect_timeout`` and
-                ``health_check_interval`` hold for every server; credentials in a server's own URL come first.
+            **kwargs: redis-py's, see the class.
 
         Raises:
             redis.exceptions.DataError: ``servers`` is empty, or comes with ``host``, ``port`` or ``unix_socket_path``.
-            ValueError: a URL that cannot be read.
+            TypeError, ValueError: a URL that cannot be read, or an argument that redis-py refuses.
 
         """
-        seeds = None if servers is None else parse_servers(servers, tls=bool(kwargs.get("ssl")))
-        if seeds is not None and connection_pool is None:
-            named = [name for name in ("host", "port", "unix_socket_path") if name in kwargs]
-            if named:
-                raise redis.exceptions.DataError(f"give either servers or {' and '.join(named)}, not both")
-            kwargs |= designated_arguments(seeds[0])
-        if connection_pool is not None:
-            kwargs["connection_pool"] = connection_pool
-        super().__init__(**kwargs)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
+        seeds, arguments = constructor_arguments(servers, connection_pool, (), kwargs)
+        super().__init__(**arguments)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
+        if connection_pool is None:
+            leave_out(self.connection_pool, kwargs)
+            sample_of(self.connection_pool)
+        follow_renewals(self.connection_pool, self._event_dispatcher)
         self._seeds = seeds
         self._envelope = envelope
         self._encoder = connection_encoder(self.connection_pool)
-        self._cluster = Cluster(self._settings, envelope=envelope)
+        self._cluster = Cluster(partial(read_settings, self.connection_pool, seeds), envelope=envelope)
         if not envelope:
-            warnings.warn(
-                "envelope=False: messages of this client are not numbered, so they can be lost, repeated or reordered"
-                " while channels move; use it only until all subscribers use dynamoth_client",
-                GuaranteesOff,
-                stacklevel=2,
-            )
+            warn_of_plain_payloads()
 
     @classmethod
     def from_url(
@@ -127,16 +108,8 @@ class Redis(redis.asyncio.Redis):
             redis.exceptions.DataError: a value of an option cannot be used.
 
         """
-        parsed = parse_url(url)
-        envelope = kwargs.pop("envelope", True) if parsed.envelope is None else parsed.envelope
-        kwargs.pop("envelope", None)
-        pool = pool_from_url(parsed.pool_url, kwargs)
-        client = cls(
-            servers=parsed.seeds,
-            envelope=envelope,
-            connection_pool=pool,
-            single_connection_client=single_connection_client,
-        )
+        make_pool = cast("Callable[..., redis.asyncio.ConnectionPool]", redis.asyncio.ConnectionPool.from_url)  # pyright: ignore[reportUnknownMemberType]
+        client = cls(**url_arguments(url, make_pool, kwargs), single_connection_client=single_connection_client)
         client.auto_close_connection_pool = auto_close_connection_pool is not False
         return client
 
@@ -164,11 +137,8 @@ class Redis(redis.asyncio.Redis):
         """
         name = channel if type(channel) is bytes else self._encode(channel)
         payload = message if type(message) is bytes else self._encode(message)
-        if name[:2] == b"__":
-            if name.startswith(SERVER_LOCAL_PREFIXES):
-                return cast("int", await self._execute_here("PUBLISH", name, payload, **kwargs))
-            if name.startswith(RESERVED_PREFIX):
-                raise redis.exceptions.DataError(f"{name!r} is one of Dynamoth's own channels: choose another name")
+        if name[:2] == b"__" and is_server_local(name):
+            return cast("int", await self._execute_here("PUBLISH", name, payload, **kwargs))
         publishing = self._cluster.publishing() or await self._cluster.open_publishing()
         return await publishing.publish(name, payload)
 
@@ -183,11 +153,20 @@ class Redis(redis.asyncio.Redis):
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """Execute a command at the first server; PUBLISH and SPUBLISH are routed as by :meth:`publish`."""
-        if len(args) == 3 and args[0] in ("PUBLISH", "publish", b"PUBLISH", b"publish"):
+        if len(args) == 3 and args[0] in PUBLISH:
             return await self.publish(args[1], args[2], **options)
-        if len(args) == 3 and args[0] in ("SPUBLISH", "spublish", b"SPUBLISH", b"spublish"):
+        if len(args) == 3 and args[0] in SPUBLISH:
             return await self.spublish(args[1], args[2])
         return await self._execute_here(*args, **options)
+
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
+        """Return redis-py's pipeline, at the first server; see the class for PUBLISH and SPUBLISH in it."""
+        return Pipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
+
+    def set_retry(self, retry: Any) -> None:
+        """Retry as this says from now on; links that are open keep the backoff they have."""
+        super().set_retry(retry)
+        self._cluster.forget_settings()
 
     def pubsub(self, **kwargs: Any) -> PubSub:
         """Return a new :class:`PubSub`, with links of its own. Arguments: redis-py's and those of the class."""
@@ -253,14 +232,17 @@ class Redis(redis.asyncio.Redis):
         execute = cast("Callable[..., Awaitable[Any]]", super().execute_command)  # pyright: ignore[reportUnknownMemberType]
         return await execute(*args, **options)
 
-    def _settings(self) -> Settings:
-        return read_settings(self.connection_pool, self._seeds)
-
     def _encode(self, value: Any) -> bytes:
-        if type(value) is bytes:
-            return value
-        encoded = self._encoder.encode(value)
-        return encoded if type(encoded) is bytes else bytes(encoded)
+        return encoded(self._encoder.encode, value)
+
+
+class Pipeline(redis.asyncio.client.Pipeline):
+    """redis-py's pipeline, whose messages on sharded channels are forwarded by the agents, as those on others are."""
+
+    def execute_command(self, *args: Any, **kwargs: Any) -> Any:
+        """Put a command into the pipeline. Raises ``redis.exceptions.DataError`` for channels of Dynamoth's own."""
+        arguments = in_pipeline(connection_encoder(self.connection_pool).encode, args)
+        return cast("Any", super()).execute_command(*arguments, **kwargs)
 
 
 StrictRedis = Redis

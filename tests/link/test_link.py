@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dynamoth_link.options import LinkOptions, TlsOptions
 from dynamoth_link.query import query
 from tests.link.harness import HASTY, Recorder, Runner, opened, up
 from tests.redis_servers import RedisServerFactory
+from tests.tls import Certificates, make_certificates, tls_in_front_of
 
 
 def test_replies_come_in_the_order_of_the_commands(redis: EmbeddedRedis, run_async: Runner) -> None:
@@ -320,33 +322,34 @@ def test_unix_socket(redis_server_factory: RedisServerFactory, tmp_path: Path, r
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A self-signed certificate for localhost, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    certificate, key = folder / "server.crt", folder / "server.key"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    command += ["-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(command, check=True, capture_output=True)
-    return certificate, key
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
 def speaks_tls(binary: Path) -> bool:
     return b"tls-auth-clients" in binary.read_bytes() and b"SSL_CTX_new" in binary.read_bytes()
 
 
-def test_tls(redis_server_factory: RedisServerFactory, certificate: tuple[Path, Path], run_async: Runner) -> None:
-    plain = redis_server_factory()
+@contextmanager
+def tls_port(factory: RedisServerFactory, certificates: Certificates) -> Iterator[int]:
+    """A server with TLS: Redis' own where it was built with that, else one in front of it."""
+    plain = factory()
     if not speaks_tls(plain.binary):
-        pytest.skip(f"{plain.binary} was built without TLS")
+        with tls_in_front_of(plain.port, certificates) as port:
+            yield port
+        return
     plain.stop()  # its port is free now
     options = {"tls-port": str(plain.port), "tls-auth-clients": "no"}
-    options |= {"tls-cert-file": str(certificate[0]), "tls-key-file": str(certificate[1])}
-    redis_server_factory(options=options)
-    url = f"rediss://localhost:{plain.port}"
-    trusting = LinkOptions(tls=TlsOptions(ca_file=str(certificate[0])))
+    options |= {"tls-cert-file": str(certificates.server), "tls-key-file": str(certificates.server_key)}
+    factory(options=options)
+    yield plain.port
 
-    async def main() -> None:
+
+def test_tls(redis_server_factory: RedisServerFactory, certificates: Certificates, run_async: Runner) -> None:
+    trusting = LinkOptions(tls=TlsOptions(ca_file=str(certificates.authority)))
+
+    async def main(port: int) -> None:
+        url = f"rediss://localhost:{port}"
         async with up(url, trusting) as (link, calls):
             link.send(["ECHO", b"x" * 1_000_000], calls.record("reply"))
             assert await calls.count("reply", 1) == [b"x" * 1_000_000]
@@ -360,7 +363,8 @@ def test_tls(redis_server_factory: RedisServerFactory, certificate: tuple[Path, 
             async with opened(bad_url, bad_options) as (_, calls):
                 assert says in (await calls.count("down", 1))[0]
 
-    run_async(main)
+    with tls_port(redis_server_factory, certificates) as port:
+        run_async(lambda: main(port))
 
 
 def test_tls_to_a_port_without_it(redis: EmbeddedRedis, run_async: Runner) -> None:
