@@ -123,14 +123,14 @@ def test_the_asynchronous_client(tls_cluster: TlsClusterFactory, certificates: C
     own = {"ssl_certfile": str(certificates.client), "ssl_keyfile": str(certificates.client_key)}
 
     async def test() -> None:
-        async with dynamoth_client.asyncio.Redis(servers=_urls(cluster), ssl_ca_certs=authority, **own) as client:
-            async with client.pubsub() as pubsub:
-                for channel in (cluster.channel_at("s1"), cluster.channel_at("s2")):
-                    await pubsub.subscribe(channel)
-                    assert (await pubsub.get_message(timeout=None) or {})["type"] == "subscribe"
-                    assert await client.publish(channel, "x") == 1
-                    assert (await pubsub.get_message(timeout=None) or {})["data"] == b"x"
-                assert await client.ping()
+        client = dynamoth_client.asyncio.Redis(servers=_urls(cluster), ssl_ca_certs=authority, **own)
+        async with client, client.pubsub() as pubsub:
+            for channel in (cluster.channel_at("s1"), cluster.channel_at("s2")):
+                await pubsub.subscribe(channel)
+                assert (await pubsub.get_message(timeout=None) or {})["type"] == "subscribe"
+                assert await client.publish(channel, "x") == 1
+                assert (await pubsub.get_message(timeout=None) or {})["data"] == b"x"
+            assert await client.ping()
         untrusting = dynamoth_client.asyncio.Redis(servers=_urls(cluster), retry=None, **own)
         with pytest.raises(redis.exceptions.ConnectionError, match="certificate is not trusted"):
             await untrusting.publish("c", "x")

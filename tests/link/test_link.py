@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -522,5 +523,28 @@ def test_stop_from_a_callback_is_the_last_one(redis: EmbeddedRedis, run_async: R
             assert len(calls.of("pushes")) == 1
             await link.close()
             assert [name for name, _ in calls.calls] == ["up", "pushes", "stopped"]
+
+    run_async(main)
+
+
+@pytest.mark.parametrize("options", [{}, {socket.TCP_KEEPIDLE: 17, socket.TCP_KEEPINTVL: 3}, None])
+def test_sockets_are_kept_alive(redis: EmbeddedRedis, run_async: Runner, options: dict[int, int] | None) -> None:
+    async def main() -> None:
+        async with up(redis.url, LinkOptions(keepalive=options)) as (link, _):
+            assert link._connection is not None
+            assert link._connection._transport is not None
+            sock: socket.socket = link._connection._transport.get_extra_info("socket")
+            assert bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)) == (options is not None)
+            for option, value in (options or {}).items():
+                assert sock.getsockopt(socket.IPPROTO_TCP, option) == value
+
+    run_async(main)
+
+
+@pytest.mark.parametrize("options", [{9999: 1}, {socket.TCP_KEEPIDLE: "soon"}, {"TCP_KEEPIDLE": 1}])
+def test_options_of_keepalive_that_cannot_be_set(redis: EmbeddedRedis, run_async: Runner, options: Any) -> None:
+    async def main() -> None:
+        async with opened(redis.url, LinkOptions(keepalive=options)) as (_, calls):
+            assert "the keepalive options cannot be set" in (await calls.count("down", 1))[0]
 
     run_async(main)
