@@ -6,7 +6,7 @@ import asyncio
 import ssl
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +51,7 @@ def _openssl(*arguments: str) -> None:
 
 
 @contextmanager
-def tls_in_front_of(port: int, certificates: Certificates, *, asks_for_client: bool = False) -> Iterator[int]:
+def tls_in_front_of(port: int, certificates: Certificates, *, asks_for_client: bool = False) -> Generator[int]:
     """Listen with TLS on localhost, hand everything on to a server's port, and give the own port.
 
     ``asks_for_client`` refuses clients without a certificate of the authority.

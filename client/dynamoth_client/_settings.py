@@ -48,6 +48,8 @@ DEFAULT_PORT = 6379
 
 _DEFAULTS = LinkOptions()
 
+_TLS = (redis.SSLConnection, redis.asyncio.SSLConnection)
+
 _LEFT_OUT = ("socket_connect_timeout", "socket_keepalive", "socket_keepalive_options")
 """What redis-py does not give to the connections of a unix socket; besides ``ssl_*``, as to those without TLS."""
 
@@ -142,7 +144,6 @@ def read_settings(pool: Pool, seeds: Iterable[ServerAddress] | None) -> Settings
     """
     servers = tuple(seeds) if seeds is not None else (_server_of(pool),)
     sample, options = sample_of(pool)
-    kind = cast("type[Any]", type(sample))
     _refuse_unsupported(options)
     _warn_of_own_class(pool)
     state = state_of(pool)
@@ -158,7 +159,7 @@ def read_settings(pool: Pool, seeds: Iterable[ServerAddress] | None) -> Settings
             library_name=None if library is None else library.formatted_name,
             library_version=None if library is None else library.lib_version,
             keepalive=dict(sample.socket_keepalive_options) if keeps_alive else None,
-            tls=TlsOptions(context=_tls_context(options)) if _speaks_tls(kind) else TlsOptions(),
+            tls=TlsOptions(context=_tls_context(options)) if isinstance(sample, _TLS) else TlsOptions(),
             connect_timeout_s=_seconds(sample, "socket_connect_timeout") or _DEFAULTS.connect_timeout_s,
             ping_interval_s=_seconds(sample, "health_check_interval", off=0) or _DEFAULTS.ping_interval_s,
             ping_timeout_s=socket_timeout_s or _DEFAULTS.ping_timeout_s,
@@ -207,12 +208,8 @@ def _server_of(pool: Pool) -> ServerAddress:
     options = options_of(pool)
     if "path" in options:
         return ServerAddress(host="", port=0, path=options["path"])
-    tls = _speaks_tls(pool.connection_class)
+    tls = issubclass(pool.connection_class, _TLS)
     return ServerAddress(host=options.get("host", "localhost"), port=int(options.get("port", DEFAULT_PORT)), tls=tls)
-
-
-def _speaks_tls(kind: type[Any]) -> bool:
-    return issubclass(kind, (redis.SSLConnection, redis.asyncio.SSLConnection))
 
 
 def _tls_context(options: Mapping[str, Any]) -> Any:

@@ -93,9 +93,8 @@ def test_tls_of_redis_py_is_tls_of_the_links(module: Any) -> None:
 @BOTH
 def test_options_of_tls(module: Any) -> None:
     flags = [ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF]
-    options = {"ssl_min_version": ssl.TLSVersion.TLSv1_3, "ssl_include_verify_flags": flags}
-    options["ssl_ciphers"] = "ECDHE-RSA-AES128-GCM-SHA256"
-    context = _link_options(module, ssl=True, **options).tls.context
+    options: dict[str, Any] = {"ssl_ciphers": "ECDHE-RSA-AES128-GCM-SHA256", "ssl_include_verify_flags": flags}
+    context = _link_options(module, ssl=True, ssl_min_version=ssl.TLSVersion.TLSv1_3, **options).tls.context
     assert context is not None
     assert context.minimum_version is ssl.TLSVersion.TLSv1_3
     assert context.verify_flags & ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF
@@ -356,22 +355,20 @@ def test_what_links_cannot_do_is_refused_when_they_are_needed(module: Any) -> No
         _settings(module.Redis(connection_pool=pool))
     assert _settings(module.Redis(connection_pool=pool, servers=["one:1"])).seeds == (ServerAddress("one", 1),)
 
-    class Own(pools.Connection):
-        pass
-
+    kind: Any = type("Own", (pools.Connection,), {})
     with pytest.warns(OptionIgnored, match="connection_class=Own"):
-        _settings(module.Redis(connection_pool=pools.ConnectionPool(connection_class=Own)))
+        _settings(module.Redis(connection_pool=pools.ConnectionPool(connection_class=kind)))
 
 
 @pytest.mark.parametrize("name", ["ssl_validate_ocsp", "ssl_validate_ocsp_stapled"])
 def test_ocsp_is_refused(name: str) -> None:
     """redis.asyncio does not know it at all."""
+    make: Any = dynamoth_client.Redis
     for options in ({"ssl": True}, {}):
-        client = dynamoth_client.Redis(servers=["one:1", "rediss://two:2"], **{name: True}, **options)
+        client = make(servers=["one:1", "rediss://two:2"], **{name: True}, **options)
         with pytest.raises(redis.exceptions.DataError, match=f"{name} is not supported"):
             _settings(client)
-    settings = _settings(dynamoth_client.Redis(ssl=True, **{name: False}))
-    assert settings.link_options.tls.context is not None
+    assert _settings(make(ssl=True, **{name: False})).link_options.tls.context is not None
 
 
 #: What is honoured, refused or without a meaning for links, as the table in ``_settings`` says.

@@ -52,7 +52,6 @@ def _urls(cluster: StoredCluster) -> list[str]:
 def _use(cluster: StoredCluster, **options: Any) -> None:
     """Publish and subscribe at both servers, and use the first one for something else."""
     channels = [cluster.channel_at("s1"), cluster.channel_at("s2")]
-    client: dynamoth_client.Redis
     for client in _clients(cluster, **options):
         with client, client.pubsub() as pubsub:
             confirmed(pubsub, *channels)
@@ -63,7 +62,7 @@ def _use(cluster: StoredCluster, **options: Any) -> None:
             assert client.pubsub_numsub(*channels) == [(channel.encode(), 1) for channel in channels]
 
 
-def _clients(cluster: StoredCluster, **options: Any) -> Iterator[dynamoth_client.Redis]:
+def _clients(cluster: StoredCluster, **options: Any) -> Iterator[Any]:
     yield dynamoth_client.Redis(servers=_urls(cluster), **options)
     hosts = ",".join(url.partition("://")[2] for url in _urls(cluster))
     yield dynamoth_client.from_url(f"dynamoths://{hosts}", **options)
@@ -120,10 +119,11 @@ def test_tls_options_of_a_first_server_without_tls(tls_cluster: TlsClusterFactor
 def test_the_asynchronous_client(tls_cluster: TlsClusterFactory, certificates: Certificates) -> None:
     cluster = tls_cluster(asks_for_client=True)
     authority = str(certificates.authority)
+    make: Any = dynamoth_client.asyncio.Redis
     own = {"ssl_certfile": str(certificates.client), "ssl_keyfile": str(certificates.client_key)}
 
     async def test() -> None:
-        client = dynamoth_client.asyncio.Redis(servers=_urls(cluster), ssl_ca_certs=authority, **own)
+        client = make(servers=_urls(cluster), ssl_ca_certs=authority, **own)
         async with client, client.pubsub() as pubsub:
             for channel in (cluster.channel_at("s1"), cluster.channel_at("s2")):
                 await pubsub.subscribe(channel)
@@ -131,7 +131,7 @@ def test_the_asynchronous_client(tls_cluster: TlsClusterFactory, certificates: C
                 assert await client.publish(channel, "x") == 1
                 assert (await pubsub.get_message(timeout=None) or {})["data"] == b"x"
             assert await client.ping()
-        untrusting = dynamoth_client.asyncio.Redis(servers=_urls(cluster), retry=None, **own)
+        untrusting = make(servers=_urls(cluster), retry=None, **own)
         with pytest.raises(redis.exceptions.ConnectionError, match="certificate is not trusted"):
             await untrusting.publish("c", "x")
         await untrusting.aclose()

@@ -85,7 +85,7 @@ def test_each_link_has_a_copy() -> None:
     first = Pauses(backoff)
     for failures in range(1, 100):
         first.after(failures)
-    assert backoff._previous_backoff == 0
+    assert backoff._previous_backoff == 0  # pyright: ignore[reportPrivateUsage]  # redis-py's state
 
 
 def _link(calls: Recorder, options: LinkOptions) -> Link:

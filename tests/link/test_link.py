@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -332,7 +332,7 @@ def speaks_tls(binary: Path) -> bool:
 
 
 @contextmanager
-def tls_port(factory: RedisServerFactory, certificates: Certificates) -> Iterator[int]:
+def tls_port(factory: RedisServerFactory, certificates: Certificates) -> Generator[int]:
     """A server with TLS: Redis' own where it was built with that, else one in front of it."""
     plain = factory()
     if not speaks_tls(plain.binary):
@@ -531,9 +531,8 @@ def test_stop_from_a_callback_is_the_last_one(redis: EmbeddedRedis, run_async: R
 def test_sockets_are_kept_alive(redis: EmbeddedRedis, run_async: Runner, options: dict[int, int] | None) -> None:
     async def main() -> None:
         async with up(redis.url, LinkOptions(keepalive=options)) as (link, _):
-            assert link._connection is not None
-            assert link._connection._transport is not None
-            sock: socket.socket = link._connection._transport.get_extra_info("socket")
+            connection: Any = link._connection  # pyright: ignore[reportPrivateUsage]  # no other way to see it
+            sock = connection._transport.get_extra_info("socket")
             assert bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)) == (options is not None)
             for option, value in (options or {}).items():
                 assert sock.getsockopt(socket.IPPROTO_TCP, option) == value
