@@ -42,14 +42,36 @@ class Redis(redis.asyncio.Redis):
     """A ``redis.asyncio.Redis`` whose ``publish`` and ``pubsub`` use all servers of a Dynamoth cluster.
 
     Every other command (GET, SET, pipelines, ``monitor`` ...) goes to the *first* server named, through redis-py and
-    its own connection pool. A PUBLISH in a pipeline or in a script goes there as well, without an envelope: it is
-    delivered, and forwarded if the channel lives elsewhere, but not numbered by this client.
+    its own connection pool. A PUBLISH or SPUBLISH in a pipeline, and a PUBLISH in a script, goes there as well, without
+    an envelope: it is delivered, and forwarded if the channel lives elsewhere, but not numbered by this client.
 
     Nothing connects before it is needed. The first ``publish`` or ``subscribe`` reads the plan from the servers named;
     that some of them are down does not matter. Errors are those of ``redis.exceptions``.
 
     A client belongs to the event loop where it published or subscribed first, until ``aclose``; on another one it
     raises RuntimeError. ``aclose`` ends its PubSubs too.
+
+    redis-py's options hold for every server, also for those that join later. Credentials in a server's own URL come
+    first. What is to be known besides:
+
+    * ``credential_provider`` is asked for each connection. When it raises, that is in the text of the ConnectionError
+      that ``publish``, ``subscribe`` and reading raise, and it is asked again. What it streams renews open connections.
+    * ``retry``: connections are made again for ever, after the pauses of its backoff (but 10 ms at least; without a
+      ``retry`` they grow from 0.05 s to 1 s), and subscriptions are restored, whatever its ``retries``. These, and the
+      errors of ``retry_on_error``, are for what asks servers: reading the plan, ``pubsub_channels`` and its like,
+      ``PubSub.ping``; refused credentials are not tried again. A message that is not answered is sent again by itself;
+      after 10 s ``publish`` raises ConnectionError.
+    * ``health_check_interval`` is the silence after which a connection is sent a PING, ``socket_timeout`` how long the
+      answer may take. 0 (redis-py's default) and None stand for 5 s: where nobody looks, losses would not be noticed.
+    * ``socket_connect_timeout`` bounds each attempt; None stands for ``socket_timeout``, or 5 s.
+    * ``max_connections``: as many publishers (one per client) and PubSubs that have subscribed can be open, for all
+      clients of a pool; one more raises ``redis.exceptions.MaxConnectionsError``, with a BlockingConnectionPool too.
+      Each has a connection to each server that it uses, a PubSub of channels and patterns two. There is no limit where
+      redis-py's default stands. Connections for other commands are counted by redis-py, by themselves.
+    * ``redis_connect_func``, and OCSP (``ssl_validate_ocsp``), are for other commands: ``publish`` and ``subscribe``
+      raise DataError with them. They do not use a ``connection_class`` of one's own, and warn of that (OptionIgnored).
+    * ``db``, ``protocol``, ``legacy_responses``, ``single_connection_client``, ``socket_read_size``, client-side caches
+      and notifications of maintenance are for other commands. Publish and subscribe know no databases and speak RESP3.
     """
 
     def __init__(
@@ -81,7 +103,8 @@ class Redis(redis.asyncio.Redis):
         if connection_pool is None:
             leave_out(self.connection_pool, kwargs)
             sample_of(self.connection_pool)
-        follow_renewals(self.connection_pool, self._event_dispatcher)
+        if not self.single_connection_client:
+            follow_renewals(self.connection_pool, self._event_dispatcher)
         self._seeds = seeds
         self._envelope = envelope
         self._encoder = connection_encoder(self.connection_pool)
@@ -241,8 +264,7 @@ class Pipeline(redis.asyncio.client.Pipeline):
 
     def execute_command(self, *args: Any, **kwargs: Any) -> Any:
         """Put a command into the pipeline. Raises ``redis.exceptions.DataError`` for channels of Dynamoth's own."""
-        arguments = in_pipeline(connection_encoder(self.connection_pool).encode, args)
-        return cast("Any", super()).execute_command(*arguments, **kwargs)
+        return cast("Any", super()).execute_command(*in_pipeline(self.connection_pool, args), **kwargs)
 
 
 StrictRedis = Redis

@@ -40,7 +40,8 @@ class Redis(redis.Redis):
     """A ``redis.Redis`` whose ``publish`` and ``pubsub`` use all servers of a Dynamoth cluster.
 
     What :class:`dynamoth_client.asyncio.Redis` promises holds here too: every other command goes to the first server
-    named, through redis-py, nothing connects before it is needed, and errors are those of ``redis.exceptions``.
+    named, through redis-py, nothing connects before it is needed, errors are those of ``redis.exceptions``, and options
+    hold for every server. A ``credential_provider`` is asked by ``get_credentials``, in threads of their own.
 
     Any thread may use it. Threads of its own, one for what it publishes and one for its PubSubs, keep connections while
     nobody calls; they end with ``close``, or with the client and its PubSubs. A forked child has connections of its
@@ -76,7 +77,8 @@ class Redis(redis.Redis):
         if connection_pool is None:
             leave_out(pool, kwargs)
             sample_of(pool)
-        follow_renewals(pool, self._event_dispatcher)
+        if not kwargs.get("single_connection_client"):  # redis-py has told the provider of that connection
+            follow_renewals(pool, self._event_dispatcher)
         self._seeds = seeds
         self._envelope = envelope
         self._encoder = connection_encoder(pool)
@@ -229,8 +231,7 @@ class Pipeline(redis.client.Pipeline):
 
     def execute_command(self, *args: Any, **kwargs: Any) -> Any:
         """Put a command into the pipeline. Raises ``redis.exceptions.DataError`` for channels of Dynamoth's own."""
-        arguments = in_pipeline(connection_encoder(self.connection_pool).encode, args)
-        return cast("Any", super()).execute_command(*arguments, **kwargs)
+        return cast("Any", super()).execute_command(*in_pipeline(self.connection_pool, args), **kwargs)
 
 
 StrictRedis = Redis
