@@ -127,8 +127,8 @@ class Redis(redis.asyncio.Redis):
         class. The URL of one server (``redis://``, ``rediss://``, ``unix://``) stands for a cluster found through it.
 
         Raises:
-            ValueError: the URL cannot be read; the text says why and never shows the password.
-            redis.exceptions.DataError: a value of an option cannot be used.
+            ValueError: the URL, or an option in it, cannot be read; the text says why and never shows the password.
+            TypeError, redis.exceptions.RedisError: an option that redis-py refuses; as it does, but at once.
 
         """
         make_pool = cast("Callable[..., redis.asyncio.ConnectionPool]", redis.asyncio.ConnectionPool.from_url)  # pyright: ignore[reportUnknownMemberType]

@@ -96,8 +96,8 @@ class Redis(redis.Redis):
         As :meth:`dynamoth_client.asyncio.Redis.from_url`.
 
         Raises:
-            ValueError: the URL cannot be read; the text says why and never shows the password.
-            redis.exceptions.DataError: a value of an option cannot be used.
+            ValueError: the URL, or an option in it, cannot be read; the text says why and never shows the password.
+            TypeError, redis.exceptions.RedisError: an option that redis-py refuses; as it does, but at once.
 
         """
         single_connection_client = kwargs.pop("single_connection_client", False)
