@@ -9,10 +9,11 @@ from typing import Any as _Any
 import redis as _redis
 
 from dynamoth_client import asyncio
-from dynamoth_client.asyncio import ChannelPlan, GapInfo, GuaranteesOff
+from dynamoth_client.asyncio import ChannelPlan, GapInfo, GuaranteesOff, OptionIgnored
 from dynamoth_client.sync import PubSub, Redis, StrictRedis, from_url
 
-__all__ = ["ChannelPlan", "GapInfo", "GuaranteesOff", "PubSub", "Redis", "StrictRedis", "asyncio", "from_url"]
+__all__ = ["ChannelPlan", "GapInfo", "GuaranteesOff", "OptionIgnored", "PubSub", "Redis", "StrictRedis", "asyncio"]
+__all__ += ["from_url"]
 __all__ += _redis.__all__
 
 

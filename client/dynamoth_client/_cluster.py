@@ -51,18 +51,27 @@ class Cluster:
             self._settings = self._read_settings()
         return self._settings
 
+    def forget_settings(self) -> None:
+        """Let the settings be read again, for what is opened from now on."""
+        self._settings = None
+
     async def open_publishing(self) -> Publishing:
-        """Return the publisher; bootstraps when needed. Raises as ``local_plan``."""
+        """Return the publisher; bootstraps when needed. Raises as ``local_plan``, and ``MaxConnectionsError``."""
         local_plan = await self.local_plan()
         if self.publishing is None or self.publishing.is_stopped:
-            self.publishing = Publishing(local_plan, self.settings.link_options, envelope=self._envelope)
+            settings = self.settings
+            self.publishing = settings.connections.admit(
+                lambda: Publishing(local_plan, settings.link_options, envelope=self._envelope)
+            )
         return self.publishing
 
     async def open_feed(self, queue: MessageQueue, *, wants_gaps: bool, when_full: WhenFull = "block") -> Feed:
-        """Make the feed of a PubSub; bootstraps when needed. Raises as ``local_plan``."""
+        """Make the feed of a PubSub; bootstraps when needed. Raises as ``open_publishing``."""
         local_plan = await self.local_plan()
-        options = self.settings.link_options
-        feed = Feed(queue, local_plan, options, wants_gaps=wants_gaps, when_full=when_full)
+        settings = self.settings
+        feed = settings.connections.admit(
+            lambda: Feed(queue, local_plan, settings.link_options, wants_gaps=wants_gaps, when_full=when_full)
+        )
         self._feeds = {other for other in self._feeds if not other.is_stopped}
         self._feeds.add(feed)
         return feed
@@ -94,17 +103,7 @@ class Cluster:
     async def ping(self) -> None:
         """Check that one seed answers PING. Raises the error of the last one when none does."""
         self._bind()
-        error: LinkError | None = None
-        for seed in self.settings.seeds:
-            options = self.settings.link_options
-            try:
-                await query(seed, (b"PING",), options=options, timeout_s=options.connect_timeout_s)
-            except LinkError as fault:
-                error = fault
-            else:
-                return
-        assert error is not None, "there is at least one seed"
-        raise _errors.from_link(error) from error
+        await self.settings.retrying.call(self._ping)
 
     async def close(self) -> None:
         """End everything that runs. The next use begins anew, on whichever loop it is."""
@@ -127,9 +126,23 @@ class Cluster:
             feed.fail(redis.exceptions.ConnectionError(_errors.CLOSED))
             await feed.close()
 
+    async def _ping(self) -> None:
+        error: LinkError | None = None
+        for seed in self.settings.seeds:
+            options = self.settings.link_options
+            try:
+                await query(seed, (b"PING",), options=options, timeout_s=options.connect_timeout_s)
+            except LinkError as fault:
+                error = fault
+            else:
+                return
+        assert error is not None, "there is at least one seed"
+        raise _errors.from_link(error) from error
+
     async def _read_plan(self, settings: Settings) -> LocalPlan:
         try:
-            self._local_plan = LocalPlan(await read_plan_header(settings))
+            header = await settings.retrying.call(lambda: read_plan_header(settings))
+            self._local_plan = LocalPlan(header)
         finally:
             if self._bootstrap is asyncio.current_task():
                 self._bootstrap = None

@@ -11,6 +11,11 @@ CLOSED = "the client was closed while this waited: keep it open until its calls 
 
 OTHER_LOOP = "this client belongs to another event loop: make one client per loop, and aclose() it there when done"
 
+
+class BadOption(redis.exceptions.DataError, ValueError):
+    """Raised when an option of redis-py has a value that nobody can use: a ValueError, as redis-py's often is."""
+
+
 _BY_CODE: dict[str, type[RedisError]] = {
     "NOPERM": redis.exceptions.NoPermissionError,
     "NOAUTH": redis.exceptions.AuthenticationError,

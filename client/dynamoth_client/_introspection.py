@@ -169,9 +169,15 @@ def _newest(replies: Iterable[Any]) -> Entry | None:
 
 
 async def _ask_all(cluster: Cluster, commands: Sequence[Sequence[CommandPart]]) -> _Replies:
-    """Send the same commands to every server. Raises as ``read_channels``."""
+    """Send the same commands to every server, again if need be. Raises as ``read_channels``."""
     servers = (await cluster.local_plan()).servers
     options = cluster.settings.link_options
+    return await cluster.settings.retrying.call(lambda: _ask_each(servers, options, commands))
+
+
+async def _ask_each(
+    servers: Mapping[str, Server], options: LinkOptions, commands: Sequence[Sequence[CommandPart]]
+) -> _Replies:
     async with asyncio.TaskGroup() as group:
         tasks = {id_: group.create_task(_ask(server, commands, options)) for id_, server in servers.items()}
     replies: _Replies = {}

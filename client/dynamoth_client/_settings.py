@@ -1,31 +1,72 @@
-"""From redis-py's arguments and URLs to what links need: seeds, credentials, TLS, timeouts.
+"""From redis-py's arguments to what links need: seeds, credentials, TLS, timeouts, retries.
 
-redis-py's connection pool is the one place where a client's settings are kept: it is built by redis-py from the
-caller's arguments, and everything else is read from it. So an option means the same for GET and SET and for publish
-and subscribe.
+redis-py's connection pool is the one place where a client's settings are kept. To read them, a connection of the pool
+is made and not connected: so an option has redis-py's default, and what redis-py refuses is refused with its exception.
+What becomes of each option:
+
+=========================================================  =========================================================
+``host``, ``port``, ``unix_socket_path``                   the first server, and the seed where ``servers`` has none
+``username``, ``password``, ``credential_provider``        every server whose URL has no credentials of its own
+``ssl``, ``ssl_*``                                         every ``rediss://`` server; OCSP is refused
+``client_name``, ``lib_name``, ``lib_version``,            every connection
+``driver_info``, ``socket_keepalive(_options)``
+``socket_connect_timeout``                                 bound of each attempt; None: ``socket_timeout``, or 5 s
+``socket_timeout``                                         how long the answer to a PING may take; None: 5 s
+``health_check_interval``                                  silence after which a PING is sent; 0: 5 s
+``retry``, ``retry_on_error``, ``retry_on_timeout``        see ``Settings.retrying``; the backoff is that of every link
+``max_connections``                                        see ``ConnectionLimit``
+``encoding``, ``encoding_errors``, ``decode_responses``    names and messages, by redis-py's own encoder
+``redis_connect_func``                                     refused: it would log in by its own ways
+``db``, ``protocol``, ``legacy_responses``, ``cache*``,    other commands only. Publish and subscribe know no databases
+``single_connection_client``, ``socket_read_size``,        and always speak RESP3; links need no notice of maintenance,
+``maint_notifications_config``, ``event_dispatcher``,      as they come back by themselves; each client has one
+``parser_class``, ``socket_type``, a pool's ``timeout``    connection to a server to publish with, whatever happens
+=========================================================  =========================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
-from urllib.parse import urlencode
 
+import redis
 import redis.asyncio
+import redis.asyncio.sentinel
 import redis.exceptions
-from redis.asyncio.connection import SSLConnection
+import redis.sentinel
 
 from dynamoth.errors import ConfigError
+from dynamoth_client._errors import BadOption
+from dynamoth_client._pools import ConnectionLimit, Pool, is_asynchronous, options_of, state_of
+from dynamoth_client._retrying import Retrying, backoff_of, is_retry
 from dynamoth_link.options import LinkOptions, TlsOptions
-from dynamoth_link.urls import ServerAddress, parse_cluster_url, parse_server_url
+from dynamoth_link.urls import ServerAddress
 
 DEFAULT_PORT = 6379
-CLUSTER_SCHEMES = ("dynamoth://", "dynamoths://")
 
 _DEFAULTS = LinkOptions()
-_TRUE = ("1", "true", "yes", "on")
-_FALSE = ("0", "false", "no", "off")
+
+_TLS = (redis.SSLConnection, redis.asyncio.SSLConnection)
+
+_LEFT_OUT = ("socket_connect_timeout", "socket_keepalive", "socket_keepalive_options")
+"""What redis-py does not give to the connections of a unix socket; besides ``ssl_*``, as to those without TLS."""
+
+_OCSP = "ssl_validate_ocsp"
+"""How the options begin that ask for OCSP; only redis-py's synchronous connections have them."""
+
+_UNSUPPORTED = {
+    "redis_connect_func": "it would set up connections in its own way: use credential_provider for credentials that"
+    " change, and client_name and driver_info for names",
+    "ssl_validate_ocsp": "the connections are those of asyncio, which know no OCSP: leave it out and restrict"
+    " ssl_ca_certs to an authority of your own",
+}
+_UNSUPPORTED["ssl_validate_ocsp_stapled"] = _UNSUPPORTED["ssl_validate_ocsp"]
+
+
+class OptionIgnored(UserWarning):
+    """Given when a client begins to publish or subscribe, for what only other commands can make use of."""
 
 
 class Encoder(Protocol):
@@ -47,135 +88,139 @@ class Settings:
     """Where a client begins, and how it connects.
 
     ``seeds`` are the servers of which it reads the plan, at least one, in the caller's order; all with database 0, as
-    the plan is there and publish/subscribe knows no databases.
+    the plan is there and publish/subscribe knows no databases. ``retrying`` is for reading the plan, which a client
+    does before it publishes or subscribes, for questions to all servers, and for PING. What was published is sent again
+    by itself, until the publisher's own bound; subscriptions are always restored.
     """
 
     seeds: tuple[ServerAddress, ...]
     link_options: LinkOptions
+    retrying: Retrying
+    connections: ConnectionLimit
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedUrl:
-    """A URL cut into redis-py's part and ours.
-
-    ``pool_url`` is for redis-py: the first server, with all options but ours. ``seeds`` is None for the URL of one
-    server, which the pool then knows. ``envelope`` is None where the URL does not say.
-    """
-
-    pool_url: str
-    seeds: tuple[ServerAddress, ...] | None
-    envelope: bool | None
-
-
-def parse_url(url: str) -> ParsedUrl:
-    """Cut a URL. Raises ``InvalidUrl`` (a ValueError, as redis-py's) for a cluster URL that cannot be read."""
-    if not url.startswith(CLUSTER_SCHEMES):
-        return ParsedUrl(url, None, None)
-    cluster = parse_cluster_url(url)
-    options = dict(cluster.options)
-    envelope = _parse_flag("envelope", options.pop("envelope")) if "envelope" in options else None
-    query = f"?{urlencode(options)}" if options else ""
-    return ParsedUrl(cluster.first.url() + query, cluster.servers, envelope)
-
-
-def pool_from_url(pool_url: str, arguments: Mapping[str, Any]) -> redis.asyncio.ConnectionPool:
-    """Return redis-py's pool for a URL of redis-py."""
-    make = cast("Callable[..., redis.asyncio.ConnectionPool]", redis.asyncio.ConnectionPool.from_url)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
-    return make(pool_url, **arguments)
-
-
-def connection_encoder(pool: redis.asyncio.ConnectionPool) -> Encoder:
+def connection_encoder(pool: Pool) -> Encoder:
     """Return what encodes and decodes for the connections of a pool."""
     return cast("Encoder", cast("Any", pool).get_encoder())
 
 
-def parse_servers(servers: Iterable[str | ServerAddress], tls: bool) -> tuple[ServerAddress, ...]:
-    """Read the argument ``servers``: URLs of servers, or ``host:port``, the latter over TLS when ``tls``.
+def leave_out(pool: Pool, keywords: Mapping[str, Any]) -> None:
+    """Keep the options that redis-py left out of a pool, which it has made of these arguments, for the links."""
+    kept = options_of(pool)
+    state_of(pool).left_out.update(
+        (name, value)
+        for name, value in keywords.items()
+        if value is not None and name not in kept and (name in _LEFT_OUT or name.startswith("ssl_"))
+    )
 
-    Raises ``redis.exceptions.DataError`` when there is none, and ``InvalidUrl`` for one that cannot be read.
+
+def sample_of(pool: Pool) -> tuple[Any, Mapping[str, Any]]:
+    """Return a connection as redis-py makes them, which is not connected, and its arguments.
+
+    Raises whatever redis-py raises for options that it refuses: TypeError, ValueError, ``redis.exceptions.RedisError``.
     """
-    if isinstance(servers, str):
-        raise redis.exceptions.DataError(
-            'servers must be a list of servers, not one text: give ["host:port", ...], or use from_url'
-        )
-    parsed = tuple(_parse_server(server, tls) for server in servers)
-    if not parsed:
-        raise redis.exceptions.DataError("servers is empty: name at least one server of the cluster")
-    return parsed
+    kind: Any = pool.connection_class
+    options = dict(options_of(pool))
+    left_out = state_of(pool).left_out
+    if left_out:
+        family: Any = redis.asyncio if is_asynchronous(pool) else redis
+        needs_tls = any(name.startswith("ssl_") for name in left_out)
+        kind = family.SSLConnection if needs_tls else family.Connection
+        options.pop("path", None)
+        options |= left_out
+    retry = options.get("retry")
+    if retry is not None and not is_retry(retry):
+        raise BadOption(f"retry must be a redis.retry.Retry or redis.asyncio.retry.Retry, not {retry!r}")
+    return kind(**options), options
 
 
-def designated_arguments(server: ServerAddress) -> dict[str, Any]:
-    """Return redis-py's keyword arguments for the server that gets all commands but publish and subscribe."""
-    arguments: dict[str, Any] = {}
-    if server.path is not None:
-        arguments["unix_socket_path"] = server.path
-    else:
-        arguments |= {"host": server.host, "port": server.port}
-    if server.tls:
-        arguments["ssl"] = True
-    if server.has_credentials:
-        arguments |= {"username": server.username, "password": server.password}
-    if server.db:
-        arguments["db"] = server.db
-    return arguments
-
-
-def read_settings(pool: redis.asyncio.ConnectionPool, seeds: Iterable[ServerAddress] | None) -> Settings:
+def read_settings(pool: Pool, seeds: Iterable[ServerAddress] | None) -> Settings:
     """Read what links need from a pool. ``seeds`` None stands for the pool's own server.
 
     Raises:
         redis.exceptions.DataError: a setting cannot be used for links; the text says which and what to do.
+        TypeError, ValueError, redis.exceptions.RedisError: redis-py's own, see ``sample_of``.
 
     """
-    arguments = cast("Mapping[str, Any]", pool.connection_kwargs)
-    tls = issubclass(pool.connection_class, SSLConnection)
-    if arguments.get("credential_provider") is not None:
-        raise redis.exceptions.DataError(
-            "credential_provider is not supported for publish and subscribe: give username and password"
-        )
-    servers = tuple(seeds) if seeds is not None else (_server_of(arguments, tls),)
+    servers = tuple(seeds) if seeds is not None else (_server_of(pool),)
+    sample, options = sample_of(pool)
+    _refuse_unsupported(options)
+    _warn_of_own_class(pool)
+    state = state_of(pool)
+    socket_timeout_s = _seconds(sample, "socket_timeout")
+    library = getattr(sample, "driver_info", None)
+    keeps_alive = getattr(sample, "socket_keepalive", False)
     try:
-        options = LinkOptions(
-            username=arguments.get("username"),
-            password=arguments.get("password"),
-            client_name=arguments.get("client_name"),
-            tls=TlsOptions(context=_tls_context(pool)) if tls else TlsOptions(),
-            connect_timeout_s=arguments.get("socket_connect_timeout") or _DEFAULTS.connect_timeout_s,
-            ping_interval_s=arguments.get("health_check_interval") or _DEFAULTS.ping_interval_s,
+        link_options = LinkOptions(
+            username=sample.username or None,
+            password=sample.password or None,
+            credentials=state.credentials,
+            client_name=sample.client_name or None,
+            library_name=None if library is None else library.formatted_name,
+            library_version=None if library is None else library.lib_version,
+            keepalive=dict(sample.socket_keepalive_options) if keeps_alive else None,
+            tls=TlsOptions(context=_tls_context(options)) if isinstance(sample, _TLS) else TlsOptions(),
+            connect_timeout_s=_seconds(sample, "socket_connect_timeout") or _DEFAULTS.connect_timeout_s,
+            ping_interval_s=_seconds(sample, "health_check_interval", off=0) or _DEFAULTS.ping_interval_s,
+            ping_timeout_s=socket_timeout_s or _DEFAULTS.ping_timeout_s,
+            backoff=None if options.get("retry") is None else backoff_of(sample.retry),
         )
     except ConfigError as error:
-        raise redis.exceptions.DataError(str(error)) from error
-    return Settings(tuple(replace(server, db=0) for server in servers), options)
-
-
-def _parse_flag(name: str, text: str) -> bool:
-    if text.lower() in _TRUE:
-        return True
-    if text.lower() in _FALSE:
-        return False
-    raise redis.exceptions.DataError(f"the option {name!r} of the URL must be true or false, not {text!r}")
-
-
-def _parse_server(server: str | ServerAddress, tls: bool) -> ServerAddress:
-    if isinstance(server, ServerAddress):
-        return server
-    if "://" in server:
-        return parse_server_url(server)
-    return parse_server_url(f"{'rediss' if tls else 'redis'}://{server}")
-
-
-def _server_of(arguments: Mapping[str, Any], tls: bool) -> ServerAddress:
-    """Return the one server that a pool connects to."""
-    if "path" in arguments:
-        return ServerAddress(host="", port=0, path=arguments["path"])
-    return ServerAddress(
-        host=arguments.get("host", "localhost"), port=int(arguments.get("port", DEFAULT_PORT)), tls=tls
+        raise BadOption(str(error)) from error
+    return Settings(
+        tuple(replace(server, db=0) for server in servers), link_options, Retrying(sample.retry), state.connections
     )
 
 
-def _tls_context(pool: redis.asyncio.ConnectionPool) -> Any:
+def _seconds(sample: Any, name: str, off: int | None = None) -> float | None:
+    """Return an option in seconds; None for None, and for what else turns it off."""
+    value = getattr(sample, name)
+    if value is None or (off is not None and value == off):
+        return None
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        raise BadOption(f"{name} must be a number of seconds, more than 0, not {value!r}")
+    return value
+
+
+def _refuse_unsupported(options: Mapping[str, Any]) -> None:
+    for name, why in _UNSUPPORTED.items():
+        if options.get(name):
+            raise redis.exceptions.DataError(f"{name} is not supported for publish and subscribe: {why}")
+
+
+def _warn_of_own_class(pool: Pool) -> None:
+    kind: type[Any] = pool.connection_class
+    if not kind.__module__.startswith("redis."):
+        warnings.warn(
+            f"connection_class={kind.__name__} is used for other commands only: publish and subscribe have connections"
+            " of their own, with the options of the pool",
+            OptionIgnored,
+            stacklevel=2,
+        )
+
+
+def _server_of(pool: Pool) -> ServerAddress:
+    """Return the one server that a pool connects to."""
+    if isinstance(pool, (redis.sentinel.SentinelConnectionPool, redis.asyncio.sentinel.SentinelConnectionPool)):
+        raise redis.exceptions.DataError(
+            "a pool of Sentinel names no server of the cluster: name some with servers=[...]"
+        )
+    options = options_of(pool)
+    if "path" in options:
+        return ServerAddress(host="", port=0, path=options["path"])
+    tls = issubclass(pool.connection_class, _TLS)
+    return ServerAddress(host=options.get("host", "localhost"), port=int(options.get("port", DEFAULT_PORT)), tls=tls)
+
+
+def _tls_context(options: Mapping[str, Any]) -> Any:
     """Return the ``ssl.SSLContext`` that redis-py makes of its ``ssl_*`` arguments."""
-    connection = cast("Any", pool.connection_class(**pool.connection_kwargs))
+    about_tls = {
+        name: value
+        for name, value in options.items()
+        if name.startswith("ssl_") and not name.startswith(("ssl_ocsp", _OCSP))
+    }
+    make: Any = redis.asyncio.SSLConnection
+    connection = make(**about_tls)
     try:
         return connection.ssl_context.get()
     except (OSError, ValueError) as error:

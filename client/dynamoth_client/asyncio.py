@@ -6,60 +6,72 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import redis.asyncio
-import redis.exceptions
+import redis.asyncio.client
 
-from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES, sharded_channel
-from dynamoth.plan import Mode
+from dynamoth.names import sharded_channel
 from dynamoth_client import _introspection
 from dynamoth_client._cluster import Cluster
+from dynamoth_client._making import (
+    PUBLISH,
+    SPUBLISH,
+    ChannelPlan,
+    GuaranteesOff,
+    constructor_arguments,
+    encoded,
+    in_pipeline,
+    is_server_local,
+    url_arguments,
+    warn_of_plain_payloads,
+)
+from dynamoth_client._pools import follow_renewals
 from dynamoth_client._pubsub import PubSub
 from dynamoth_client._queue import GapInfo
-from dynamoth_client._settings import (
-    Settings,
-    connection_encoder,
-    designated_arguments,
-    parse_servers,
-    parse_url,
-    pool_from_url,
-    read_settings,
-)
+from dynamoth_client._settings import OptionIgnored, connection_encoder, leave_out, read_settings, sample_of
 from dynamoth_link.urls import ServerAddress
 
-__all__ = ["ChannelPlan", "GapInfo", "GuaranteesOff", "PubSub", "Redis", "StrictRedis", "from_url"]
+__all__ = ["ChannelPlan", "GapInfo", "GuaranteesOff", "OptionIgnored", "PubSub", "Redis", "StrictRedis", "from_url"]
 __all__ += redis.asyncio.__all__  # pyright: ignore[reportUnsupportedDunderAll]  # what is not ours is redis-py's
-
-
-class GuaranteesOff(UserWarning):
-    """Given once per client that is made with ``envelope=False``."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelPlan:
-    """Where a client believes a channel to be: ``servers`` by id, and the plan version since which (0: the ring's)."""
-
-    mode: Mode
-    servers: tuple[str, ...]
-    epoch: int
 
 
 class Redis(redis.asyncio.Redis):
     """A ``redis.asyncio.Redis`` whose ``publish`` and ``pubsub`` use all servers of a Dynamoth cluster.
 
     Every other command (GET, SET, pipelines, ``monitor`` ...) goes to the *first* server named, through redis-py and
-    its own connection pool. A PUBLISH in a pipeline or in a script goes there as well, without an envelope: it is
-    delivered, and forwarded if the channel lives elsewhere, but not numbered by this client.
+    its own connection pool. A PUBLISH or SPUBLISH in a pipeline, and a PUBLISH in a script, goes there as well, without
+    an envelope: it is delivered, and forwarded if the channel lives elsewhere, but not numbered by this client.
 
     Nothing connects before it is needed. The first ``publish`` or ``subscribe`` reads the plan from the servers named;
     that some of them are down does not matter. Errors are those of ``redis.exceptions``.
 
     A client belongs to the event loop where it published or subscribed first, until ``aclose``; on another one it
     raises RuntimeError. ``aclose`` ends its PubSubs too.
+
+    redis-py's options hold for every server, also for those that join later. Credentials in a server's own URL come
+    first. What is to be known besides:
+
+    * ``credential_provider`` is asked for each connection. When it raises, that is in the text of the ConnectionError
+      that ``publish``, ``subscribe`` and reading raise, and it is asked again. What it streams renews open connections.
+    * ``retry``: connections are made again for ever, after the pauses of its backoff (but 10 ms at least; without a
+      ``retry`` they grow from 0.05 s to 1 s), and subscriptions are restored, whatever its ``retries``. These, and the
+      errors of ``retry_on_error``, are for what asks servers: reading the plan, ``pubsub_channels`` and its like,
+      ``PubSub.ping``; refused credentials are not tried again. A message that is not answered is sent again by itself;
+      after 10 s ``publish`` raises ConnectionError.
+    * ``health_check_interval`` is the silence after which a connection is sent a PING, ``socket_timeout`` how long the
+      answer may take. 0 (redis-py's default) and None stand for 5 s: where nobody looks, losses would not be noticed.
+    * ``socket_connect_timeout`` bounds each attempt; None stands for ``socket_timeout``, or 5 s.
+    * ``max_connections``: as many publishers (one per client) and PubSubs that have subscribed can be open, for all
+      clients of a pool; one more raises ``redis.exceptions.MaxConnectionsError``, with a BlockingConnectionPool too.
+      Each has a connection to each server that it uses, a PubSub of channels and patterns two. There is no limit where
+      redis-py's default stands. Connections for other commands are counted by redis-py, by themselves.
+    * ``redis_connect_func``, and OCSP (``ssl_validate_ocsp``), are for other commands: ``publish`` and ``subscribe``
+      raise DataError with them. They do not use a ``connection_class`` of one's own, and warn of that (OptionIgnored).
+    * ``db``, ``protocol``, ``legacy_responses``, ``single_connection_client``, ``socket_read_size``, client-side caches
+      and notifications of maintenance are for other commands. Publish and subscribe know no databases and speak RESP3.
     """
 
     def __init__(
@@ -79,34 +91,26 @@ class Redis(redis.asyncio.Redis):
                 application is being upgraded. Then messages are not numbered: while a channel moves, or a connection is
                 lost, they can be lost, repeated and reordered, without a gap event. Subscribing is not affected.
             connection_pool: as in redis-py; its settings serve publish and subscribe too.
-            **kwargs: redis-py's. ``username``, ``password``, ``ssl*``, ``client_name``, ``socket_connect_timeout`` and
-                ``health_check_interval`` hold for every server; credentials in a server's own URL come first.
+            **kwargs: redis-py's, see the class.
 
         Raises:
             redis.exceptions.DataError: ``servers`` is empty, or comes with ``host``, ``port`` or ``unix_socket_path``.
-            ValueError: a URL that cannot be read.
+            TypeError, ValueError: a URL that cannot be read, or an argument that redis-py refuses.
 
         """
-        seeds = None if servers is None else parse_servers(servers, tls=bool(kwargs.get("ssl")))
-        if seeds is not None and connection_pool is None:
-            named = [name for name in ("host", "port", "unix_socket_path") if name in kwargs]
-            if named:
-                raise redis.exceptions.DataError(f"give either servers or {' and '.join(named)}, not both")
-            kwargs |= designated_arguments(seeds[0])
-        if connection_pool is not None:
-            kwargs["connection_pool"] = connection_pool
-        super().__init__(**kwargs)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
+        seeds, arguments = constructor_arguments(servers, connection_pool, (), kwargs)
+        super().__init__(**arguments)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
+        if connection_pool is None:
+            leave_out(self.connection_pool, kwargs)
+            sample_of(self.connection_pool)
+        if not self.single_connection_client:
+            follow_renewals(self.connection_pool, self._event_dispatcher)
         self._seeds = seeds
         self._envelope = envelope
         self._encoder = connection_encoder(self.connection_pool)
-        self._cluster = Cluster(self._settings, envelope=envelope)
+        self._cluster = Cluster(partial(read_settings, self.connection_pool, seeds), envelope=envelope)
         if not envelope:
-            warnings.warn(
-                "envelope=False: messages of this client are not numbered, so they can be lost, repeated or reordered"
-                " while channels move; use it only until all subscribers use dynamoth_client",
-                GuaranteesOff,
-                stacklevel=2,
-            )
+            warn_of_plain_payloads()
 
     @classmethod
     def from_url(
@@ -123,20 +127,12 @@ class Redis(redis.asyncio.Redis):
         class. The URL of one server (``redis://``, ``rediss://``, ``unix://``) stands for a cluster found through it.
 
         Raises:
-            ValueError: the URL cannot be read; the text says why and never shows the password.
-            redis.exceptions.DataError: a value of an option cannot be used.
+            ValueError: the URL, or an option in it, cannot be read; the text says why and never shows the password.
+            TypeError, redis.exceptions.RedisError: an option that redis-py refuses; as it does, but at once.
 
         """
-        parsed = parse_url(url)
-        envelope = kwargs.pop("envelope", True) if parsed.envelope is None else parsed.envelope
-        kwargs.pop("envelope", None)
-        pool = pool_from_url(parsed.pool_url, kwargs)
-        client = cls(
-            servers=parsed.seeds,
-            envelope=envelope,
-            connection_pool=pool,
-            single_connection_client=single_connection_client,
-        )
+        make_pool = cast("Callable[..., redis.asyncio.ConnectionPool]", redis.asyncio.ConnectionPool.from_url)  # pyright: ignore[reportUnknownMemberType]
+        client = cls(**url_arguments(url, make_pool, kwargs), single_connection_client=single_connection_client)
         client.auto_close_connection_pool = auto_close_connection_pool is not False
         return client
 
@@ -164,11 +160,8 @@ class Redis(redis.asyncio.Redis):
         """
         name = channel if type(channel) is bytes else self._encode(channel)
         payload = message if type(message) is bytes else self._encode(message)
-        if name[:2] == b"__":
-            if name.startswith(SERVER_LOCAL_PREFIXES):
-                return cast("int", await self._execute_here("PUBLISH", name, payload, **kwargs))
-            if name.startswith(RESERVED_PREFIX):
-                raise redis.exceptions.DataError(f"{name!r} is one of Dynamoth's own channels: choose another name")
+        if name[:2] == b"__" and is_server_local(name):
+            return cast("int", await self._execute_here("PUBLISH", name, payload, **kwargs))
         publishing = self._cluster.publishing
         if publishing is None or publishing.is_stopped:
             publishing = await self._cluster.open_publishing()
@@ -187,11 +180,20 @@ class Redis(redis.asyncio.Redis):
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """Execute a command at the first server; PUBLISH and SPUBLISH are routed as by :meth:`publish`."""
-        if len(args) == 3 and args[0] in ("PUBLISH", "publish", b"PUBLISH", b"publish"):
+        if len(args) == 3 and args[0] in PUBLISH:
             return await self.publish(args[1], args[2], **options)
-        if len(args) == 3 and args[0] in ("SPUBLISH", "spublish", b"SPUBLISH", b"spublish"):
+        if len(args) == 3 and args[0] in SPUBLISH:
             return await self.spublish(args[1], args[2])
         return await self._execute_here(*args, **options)
+
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
+        """Return redis-py's pipeline, at the first server; see the class for PUBLISH and SPUBLISH in it."""
+        return Pipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
+
+    def set_retry(self, retry: Any) -> None:
+        """Retry as this says from now on; links that are open keep the backoff they have."""
+        super().set_retry(retry)
+        self._cluster.forget_settings()
 
     def pubsub(self, **kwargs: Any) -> PubSub:
         """Return a new :class:`PubSub`, with links of its own. Arguments: redis-py's and those of the class."""
@@ -257,14 +259,16 @@ class Redis(redis.asyncio.Redis):
         execute = cast("Callable[..., Awaitable[Any]]", super().execute_command)  # pyright: ignore[reportUnknownMemberType]
         return await execute(*args, **options)
 
-    def _settings(self) -> Settings:
-        return read_settings(self.connection_pool, self._seeds)
-
     def _encode(self, value: Any) -> bytes:
-        if type(value) is bytes:
-            return value
-        encoded = self._encoder.encode(value)
-        return encoded if type(encoded) is bytes else bytes(encoded)
+        return encoded(self._encoder.encode, value)
+
+
+class Pipeline(redis.asyncio.client.Pipeline):
+    """redis-py's pipeline, whose messages on sharded channels are forwarded by the agents, as those on others are."""
+
+    def execute_command(self, *args: Any, **kwargs: Any) -> Any:
+        """Put a command into the pipeline. Raises ``redis.exceptions.DataError`` for channels of Dynamoth's own."""
+        return cast("Any", super()).execute_command(*in_pipeline(self.connection_pool, args), **kwargs)
 
 
 StrictRedis = Redis

@@ -6,26 +6,30 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Self, cast
 
 import redis
-import redis.exceptions
+import redis.client
 
-from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES, sharded_channel
+from dynamoth.names import sharded_channel
 from dynamoth_client import _introspection
 from dynamoth_client._cluster import Cluster
-from dynamoth_client._settings import (
-    connection_encoder,
-    designated_arguments,
-    parse_servers,
-    parse_url,
-    read_settings,
+from dynamoth_client._making import (
+    PUBLISH,
+    SPUBLISH,
+    ChannelPlan,
+    constructor_arguments,
+    encoded,
+    in_pipeline,
+    is_server_local,
+    url_arguments,
+    warn_of_plain_payloads,
 )
-from dynamoth_client.asyncio import ChannelPlan, GuaranteesOff
-from dynamoth_client.sync_cluster import SyncCluster, stand_in
+from dynamoth_client._pools import follow_renewals
+from dynamoth_client._settings import connection_encoder, leave_out, read_settings, sample_of
+from dynamoth_client.sync_cluster import SyncCluster
 from dynamoth_client.sync_pubsub import PubSub
 from dynamoth_link.urls import ServerAddress
 
@@ -36,7 +40,8 @@ class Redis(redis.Redis):
     """A ``redis.Redis`` whose ``publish`` and ``pubsub`` use all servers of a Dynamoth cluster.
 
     What :class:`dynamoth_client.asyncio.Redis` promises holds here too: every other command goes to the first server
-    named, through redis-py, nothing connects before it is needed, and errors are those of ``redis.exceptions``.
+    named, through redis-py, nothing connects before it is needed, errors are those of ``redis.exceptions``, and options
+    hold for every server. A ``credential_provider`` is asked by ``get_credentials``, in threads of their own.
 
     Any thread may use it. Threads of its own, one for what it publishes and one for its PubSubs, keep connections while
     nobody calls; they end with ``close``, or with the client and its PubSubs. A forked child has connections of its
@@ -59,38 +64,30 @@ class Redis(redis.Redis):
                 commands. None: the one that ``host`` and ``port`` (or ``connection_pool``) name.
             envelope: as for :class:`dynamoth_client.asyncio.Redis`.
             connection_pool: as in redis-py; its settings serve publish and subscribe too.
-            **kwargs: redis-py's. ``username``, ``password``, ``ssl*``, ``client_name``, ``socket_connect_timeout`` and
-                ``health_check_interval`` hold for every server; credentials in a server's own URL come first.
+            **kwargs: redis-py's, see :class:`dynamoth_client.asyncio.Redis`.
 
         Raises:
             redis.exceptions.DataError: ``servers`` is empty, or comes with ``host``, ``port`` or ``unix_socket_path``.
-            ValueError: a URL that cannot be read.
+            TypeError, ValueError: a URL that cannot be read, or an argument that redis-py refuses.
 
         """
-        seeds = None if servers is None else parse_servers(servers, tls=bool(kwargs.get("ssl")))
-        if seeds is not None and connection_pool is None:
-            named = [name for name in ("host", "port", "unix_socket_path") if name in kwargs]
-            if named or args:
-                raise redis.exceptions.DataError(f"give either servers or {' and '.join(named) or 'host'}, not both")
-            kwargs |= designated_arguments(seeds[0])
-        if connection_pool is not None:
-            kwargs["connection_pool"] = connection_pool
-        super().__init__(*args, **kwargs)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
+        seeds, arguments = constructor_arguments(servers, connection_pool, args, kwargs)
+        super().__init__(*args, **arguments)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
+        pool = self.connection_pool
+        if connection_pool is None:
+            leave_out(pool, kwargs)
+            sample_of(pool)
+        if not kwargs.get("single_connection_client"):  # redis-py has told the provider of that connection
+            follow_renewals(pool, self._event_dispatcher)
         self._seeds = seeds
         self._envelope = envelope
-        pool = stand_in(self.connection_pool)
         self._encoder = connection_encoder(pool)
         settings = partial(read_settings, pool, seeds)
         # Two of them, so that who publishes and who waits for messages never wait for each other.
         self._cluster = SyncCluster(settings, envelope=envelope)
         self._subscriptions = SyncCluster(settings, envelope=envelope)
         if not envelope:
-            warnings.warn(
-                "envelope=False: messages of this client are not numbered, so they can be lost, repeated or reordered"
-                " while channels move; use it only until all subscribers use dynamoth_client",
-                GuaranteesOff,
-                stacklevel=2,
-            )
+            warn_of_plain_payloads()
 
     @classmethod
     def from_url(cls, url: str, **kwargs: Any) -> Redis:
@@ -99,21 +96,13 @@ class Redis(redis.Redis):
         As :meth:`dynamoth_client.asyncio.Redis.from_url`.
 
         Raises:
-            ValueError: the URL cannot be read; the text says why and never shows the password.
-            redis.exceptions.DataError: a value of an option cannot be used.
+            ValueError: the URL, or an option in it, cannot be read; the text says why and never shows the password.
+            TypeError, redis.exceptions.RedisError: an option that redis-py refuses; as it does, but at once.
 
         """
-        parsed = parse_url(url)
-        envelope = kwargs.pop("envelope", True) if parsed.envelope is None else parsed.envelope
-        kwargs.pop("envelope", None)
         single_connection_client = kwargs.pop("single_connection_client", False)
         make_pool = cast("Callable[..., redis.ConnectionPool]", redis.ConnectionPool.from_url)
-        client = cls(
-            servers=parsed.seeds,
-            envelope=envelope,
-            connection_pool=make_pool(parsed.pool_url, **kwargs),
-            single_connection_client=single_connection_client,
-        )
+        client = cls(**url_arguments(url, make_pool, kwargs), single_connection_client=single_connection_client)
         client.auto_close_connection_pool = True
         return client
 
@@ -145,11 +134,8 @@ class Redis(redis.Redis):
         """
         name = self._encode(channel)
         payload = self._encode(message)
-        if name.startswith(b"__"):
-            if name.startswith(SERVER_LOCAL_PREFIXES):
-                return cast("int", self._execute_here("PUBLISH", name, payload, **kwargs))
-            if name.startswith(RESERVED_PREFIX):
-                raise redis.exceptions.DataError(f"{name!r} is one of Dynamoth's own channels: choose another name")
+        if name.startswith(b"__") and is_server_local(name):
+            return cast("int", self._execute_here("PUBLISH", name, payload, **kwargs))
         return self._cluster.publish(name, payload)
 
     def spublish(self, shard_channel: Any, message: Any) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -161,11 +147,21 @@ class Redis(redis.Redis):
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         """Execute a command at the first server; PUBLISH and SPUBLISH are routed as by :meth:`publish`."""
-        if len(args) == 3 and args[0] in ("PUBLISH", "publish", b"PUBLISH", b"publish"):
+        if len(args) == 3 and args[0] in PUBLISH:
             return self.publish(args[1], args[2], **options)
-        if len(args) == 3 and args[0] in ("SPUBLISH", "spublish", b"SPUBLISH", b"spublish"):
+        if len(args) == 3 and args[0] in SPUBLISH:
             return self.spublish(args[1], args[2])
         return self._execute_here(*args, **options)
+
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
+        """Return redis-py's pipeline, at the first server; PUBLISH and SPUBLISH in it are forwarded."""
+        return Pipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
+
+    def set_retry(self, retry: Any) -> None:
+        """Retry as this says from now on; links that are open keep the backoff they have."""
+        super().set_retry(retry)
+        for cluster in (self._cluster, self._subscriptions):
+            cluster.cluster.forget_settings()
 
     def pubsub(self, **kwargs: Any) -> PubSub:
         """Return a new :class:`PubSub`, with links of its own. Arguments: redis-py's and those of the class."""
@@ -227,10 +223,15 @@ class Redis(redis.Redis):
         return execute(*args, **options)
 
     def _encode(self, value: Any) -> bytes:
-        if type(value) is bytes:
-            return value
-        encoded = self._encoder.encode(value)
-        return encoded if type(encoded) is bytes else bytes(encoded)
+        return encoded(self._encoder.encode, value)
+
+
+class Pipeline(redis.client.Pipeline):
+    """redis-py's pipeline, whose messages on sharded channels are forwarded by the agents, as those on others are."""
+
+    def execute_command(self, *args: Any, **kwargs: Any) -> Any:
+        """Put a command into the pipeline. Raises ``redis.exceptions.DataError`` for channels of Dynamoth's own."""
+        return cast("Any", super()).execute_command(*in_pipeline(self.connection_pool, args), **kwargs)
 
 
 StrictRedis = Redis

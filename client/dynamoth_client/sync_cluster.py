@@ -7,28 +7,17 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar, cast
 
-import redis
-import redis.asyncio
-
+from dynamoth_client import _pools
 from dynamoth_client._cluster import Cluster
 from dynamoth_client._loop import SharedLoop
 from dynamoth_client._publishing import Publishing
 from dynamoth_client._settings import Settings
 
 _T = TypeVar("_T")
-
-_SETTINGS = (
-    "host", "port", "path", "username", "password", "client_name", "credential_provider", "socket_connect_timeout",
-    "health_check_interval", "encoding", "encoding_errors", "decode_responses",
-)  # fmt: skip
-"""What publish and subscribe need of the arguments of redis-py's connections, besides ``ssl_*``."""
-
-_SYNC_ONLY = ("ssl_validate_ocsp", "ssl_ocsp")
-"""How the options begin that redis-py's asynchronous connections do not have."""
 
 
 class SyncCluster:
@@ -123,20 +112,6 @@ class SyncCluster:
         return await publishing.publish(channel, payload)
 
 
-def stand_in(pool: redis.ConnectionPool) -> redis.asyncio.ConnectionPool:
-    """Return redis-py's asynchronous pool with the settings of a synchronous one. It is read, and never connected."""
-    arguments = cast("Mapping[str, Any]", pool.connection_kwargs)
-    tls = issubclass(pool.connection_class, redis.SSLConnection)
-    kept = {name: value for name, value in arguments.items() if name in _SETTINGS or (tls and _is_tls_option(name))}
-    kind = redis.asyncio.SSLConnection if tls else redis.asyncio.Connection
-    make = cast("Callable[..., redis.asyncio.ConnectionPool]", redis.asyncio.ConnectionPool)
-    return make(kind, **kept)
-
-
-def _is_tls_option(name: str) -> bool:
-    return name.startswith("ssl_") and not name.startswith(_SYNC_ONLY)
-
-
 def _begin(function: Callable[..., Coroutine[Any, Any, _T]], args: tuple[Any, ...]) -> asyncio.Future[_T]:
     return asyncio.ensure_future(function(*args))
 
@@ -149,6 +124,7 @@ As many as the parents had clients."""
 
 
 def _after_fork() -> None:
+    _pools.begin_anew()
     for cluster in list(_all):
         cluster.fork()
 

@@ -28,7 +28,7 @@ from dynamoth_client._queue import (
     WhenFull,
 )
 from dynamoth_client.pattern_subscription import PatternMessage
-from dynamoth_client.sync_cluster import SyncCluster, stand_in
+from dynamoth_client.sync_cluster import SyncCluster
 
 Handler = Callable[[dict[str, Any]], Any]
 GapHandler = Callable[[GapInfo], object]
@@ -166,7 +166,7 @@ class PubSub(redis.client.PubSub):
         self._cluster = cluster
         self._on_gap = on_gap
         self._gaps = gaps
-        pool = stand_in(connection_pool)
+        pool = cast("Any", connection_pool)  # kept by it, and not used
         encoder = cast("Any", self).encoder
         self._make_inner: Callable[[], _Inner] = lambda: _Inner(
             pool,

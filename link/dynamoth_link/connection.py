@@ -103,6 +103,7 @@ class Connection(asyncio.Protocol):
     """
 
     __slots__ = (
+        "__weakref__",
         "_address",
         "_arrived_at",
         "_closed",
@@ -164,6 +165,11 @@ class Connection(asyncio.Protocol):
     def is_open(self) -> bool:
         """Whether commands can be sent."""
         return self._open
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that the connection belongs to."""
+        return self._loop
 
     @property
     def write_buffer_size(self) -> int:

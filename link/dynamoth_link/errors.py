@@ -35,6 +35,12 @@ class AuthenticationFailed(LinkError):
     retryable = False
 
 
+class CredentialsUnavailable(LinkError):
+    """Raised when what gives out credentials failed: it is asked again at the next attempt."""
+
+    code = "credentials"
+
+
 class TlsFailed(LinkError):
     """Raised when TLS cannot be agreed on: a certificate that is not trusted, a port without TLS."""
 
@@ -71,6 +77,22 @@ class MachineCrashed(DynamothError):
 def unusable_tls(address: ServerAddress, error: Exception) -> LinkError:
     """Return the error for TLS files that cannot be loaded."""
     return TlsFailed(f"{address.redacted()}: the TLS files cannot be loaded ({error}): check the paths and the key")
+
+
+def unusable_keepalive(address: ServerAddress, error: Exception) -> LinkError:
+    """Return the error for a socket that does not take the options of keepalive."""
+    return LinkError(
+        f"{address.redacted()}: the keepalive options cannot be set ({error}): give numbers of TCP options that this"
+        " system has (socket.TCP_KEEPIDLE ...), with values that it takes"
+    )
+
+
+def no_credentials(address: ServerAddress, what: str) -> LinkError:
+    """Return the error for credentials that could not be had. ``what`` says what their provider did."""
+    return CredentialsUnavailable(
+        f"{address.redacted()}: the credential provider {what}: check it and what it asks; it is asked again at the"
+        " next attempt"
+    )
 
 
 def diagnose_exception(address: ServerAddress, error: Exception) -> LinkError:

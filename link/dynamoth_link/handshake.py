@@ -4,41 +4,65 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 from dynamoth.events import CommandPart, ErrorReply
 from dynamoth_link import errors
 from dynamoth_link.connection import Connection, OnPushes
+from dynamoth_link.credentials import DEFAULT_USER, Login
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import ServerAddress
 
 VERSION_MIN = (6, 2)
 """The oldest Redis that the project is tested with. RESP3 itself came with 6.0."""
 
-DEFAULT_USER = "default"
-"""The user that a password without a user name belongs to."""
-
 
 async def open_connection(
-    address: ServerAddress, options: LinkOptions, on_pushes: OnPushes
+    address: ServerAddress, options: LinkOptions, on_pushes: OnPushes, *, limit: asyncio.Timeout | None = None
 ) -> tuple[Connection, str | None]:
     """Open a connection that is authenticated and speaks RESP3; return it with the server's run id.
 
     The run id is None where the server does not let us ask. Nothing stays open when this raises or is
-    cancelled. Raises ``LinkError``, at the latest after ``connect_timeout_s``.
+    cancelled. Raises ``LinkError``, at the latest after ``connect_timeout_s``. That, and the caller's ``limit``, stand
+    still while ``options.credentials`` are asked for.
     """
     address = address.with_credentials(options.username, options.password)
     connection = Connection(address, options, on_pushes)
     try:
-        async with asyncio.timeout(options.connect_timeout_s):
+        async with asyncio.timeout(options.connect_timeout_s) as own_limit:
             await _connect_socket(address, options, connection)
-            return connection, await _introduce(address, options, connection)
+            login = _own_login(address)
+            if login is None and options.credentials is not None:
+                with _stopped(own_limit, limit):
+                    login = await options.credentials.get(address)
+            run_id = await _introduce(address, options, connection, login)
     except TimeoutError as error:
         connection.abort()
         raise errors.connect_timed_out(address, options.connect_timeout_s) from error
     except BaseException:
         connection.abort()
         raise
+    if options.credentials is not None:
+        options.credentials.keep(connection)
+    return connection, run_id
+
+
+@contextmanager
+def _stopped(*limits: asyncio.Timeout | None) -> Generator[None]:
+    """Stop the clock of timeouts."""
+    loop = asyncio.get_running_loop()
+    began_at = loop.time()
+    running = [(limit, when) for limit in limits if limit is not None and (when := limit.when()) is not None]
+    for limit, _ in running:
+        limit.reschedule(None)
+    try:
+        yield
+    finally:
+        for limit, when in running:
+            limit.reschedule(when + loop.time() - began_at)
 
 
 async def _connect_socket(address: ServerAddress, options: LinkOptions, connection: Connection) -> None:
@@ -50,35 +74,65 @@ async def _connect_socket(address: ServerAddress, options: LinkOptions, connecti
     try:
         if address.path is not None:
             await loop.create_unix_connection(lambda: connection, address.path)
-        else:  # both asyncio and uvloop set TCP_NODELAY
-            await loop.create_connection(lambda: connection, address.host, address.port, ssl=context)
+            return
+        # Both asyncio and uvloop set TCP_NODELAY.
+        transport, _ = await loop.create_connection(lambda: connection, address.host, address.port, ssl=context)
     except (OSError, ValueError) as error:
         raise errors.diagnose_exception(address, error) from error
+    if options.keepalive is not None:
+        try:
+            _keep_alive(transport.get_extra_info("socket"), options.keepalive)
+        except (OSError, TypeError, ValueError) as error:
+            raise errors.unusable_keepalive(address, error) from error
 
 
-async def _introduce(address: ServerAddress, options: LinkOptions, connection: Connection) -> str | None:
-    (hello,) = await connection.call([_hello(address, options)])
+def _keep_alive(sock: socket.socket, options: Mapping[int, int | bytes]) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in options.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _own_login(address: ServerAddress) -> Login | None:
+    return (address.username or DEFAULT_USER, address.password or "") if address.has_credentials else None
+
+
+async def _introduce(
+    address: ServerAddress, options: LinkOptions, connection: Connection, login: Login | None
+) -> str | None:
+    (hello,) = await connection.call([_hello(options, login)])
+    username = address.username if login is None or login[0] == DEFAULT_USER else _text(login[0])
     if isinstance(hello, ErrorReply):
-        raise errors.diagnose_reply(address, address.username, str(hello))
+        raise errors.diagnose_reply(address, username, str(hello))
     _check_version(address, hello)
+    library = _library(options)
     select: list[list[CommandPart]] = [["SELECT", address.db]] if address.db else []
-    *selected, ping, info = await connection.call([*select, ["PING"], ["INFO", "server"]])
+    replies = await connection.call([*library, *select, ["PING"], ["INFO", "server"]])
+    *selected, ping, info = replies[len(library) :]  # what an older server says to the library's name does not matter
     for reply in selected:
         if isinstance(reply, ErrorReply):
-            raise errors.diagnose_reply(address, address.username, str(reply))
+            raise errors.diagnose_reply(address, username, str(reply))
     # A server that is loading answers HELLO and INFO, and refuses most of the rest.
     if isinstance(ping, ErrorReply) and str(ping).startswith("LOADING"):
-        raise errors.diagnose_reply(address, address.username, str(ping))
+        raise errors.diagnose_reply(address, username, str(ping))
     return _run_id(info)
 
 
-def _hello(address: ServerAddress, options: LinkOptions) -> list[CommandPart]:
+def _hello(options: LinkOptions, login: Login | None) -> list[CommandPart]:
     command: list[CommandPart] = ["HELLO", 3]
-    if address.has_credentials:
-        command += ["AUTH", address.username or DEFAULT_USER, address.password or ""]
+    if login is not None:
+        command += ["AUTH", *login]
     if options.client_name is not None:
         command += ["SETNAME", options.client_name]
     return command
+
+
+def _library(options: LinkOptions) -> list[list[CommandPart]]:
+    told = (("LIB-NAME", options.library_name), ("LIB-VER", options.library_version))
+    return [["CLIENT", "SETINFO", name, value] for name, value in told if value]
+
+
+def _text(part: CommandPart) -> str:
+    return part.decode(errors="replace") if isinstance(part, bytes) else str(part)
 
 
 def _check_version(address: ServerAddress, hello: Any) -> None:

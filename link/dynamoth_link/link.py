@@ -10,19 +10,16 @@ goes to the connection; what is sent at any other time is dropped. Nothing is ev
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from dynamoth.events import CommandPart
 from dynamoth_link import errors
+from dynamoth_link.backoff import Doubling, Pauses
 from dynamoth_link.connection import Connection, OnPushes, OnReplies, OnReply, report_exception
 from dynamoth_link.handshake import open_connection
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import ServerAddress, parse_server_url
-
-DOUBLINGS_MAX = 30
-"""By then any backoff has long reached its bound; keeps the power from growing without end."""
 
 _DEFAULTS = LinkOptions()
 
@@ -57,6 +54,7 @@ class Link:
     ) -> None:
         self.address = parse_server_url(address) if isinstance(address, str) else address
         self._options = options
+        self._pauses = Pauses(options.backoff or Doubling(options.backoff_s_min, options.backoff_s_max))
         self._on_up = on_up
         self._on_down = on_down
         self._on_pushes = on_pushes
@@ -181,7 +179,7 @@ class Link:
             failures = 0 if held else failures + 1
             self._fault = fault
             self._tell(self._on_down, str(fault), "on_down")
-            await asyncio.sleep(self._backoff_s(max(failures, 1)))
+            await asyncio.sleep(self._pause_s(max(failures, 1)))
 
     async def _live_once(self) -> tuple[bool, errors.LinkError]:
         """Open one connection and return when it is lost: whether it came up, and why it ended."""
@@ -209,10 +207,12 @@ class Link:
             self._tell(self._on_up, run_id, "on_up")
         return await connection.lost
 
-    def _backoff_s(self, failures: int) -> float:
-        growth = 2.0 ** min(failures - 1, DOUBLINGS_MAX)
-        delay_s = min(self._options.backoff_s_max, self._options.backoff_s_min * growth)
-        return delay_s * random.uniform(0.5, 1.0)
+    def _pause_s(self, failures: int) -> float:
+        try:
+            return self._pauses.after(failures)
+        except Exception as error:
+            report_exception(asyncio.get_running_loop(), error, f"the backoff of the link to {self.address.redacted()}")
+            return self._options.backoff_s_max
 
     def _tell(self, callback: Callable[[Any], None], value: Any, name: str) -> None:
         if self._stopped:

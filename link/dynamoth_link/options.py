@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from dynamoth.errors import ConfigError
+from dynamoth_link.backoff import Backoff
+from dynamoth_link.credentials import Credentials
 
 WRITE_BUFFER_BYTES_MAX = 256 * 1024 * 1024
 """Redis drops a client whose unsent output passes a limit; this is ours, for a server that does not read.
@@ -52,13 +55,18 @@ class LinkOptions:
     """The settings of a link. Raises ``ConfigError`` when one is out of range.
 
     ``username``, ``password``: used where the server's URL has no credentials of its own.
+    ``credentials``: used where there are none of these, and asked for anew at each connection. The time that takes
+    does not count as connecting.
     ``client_name``: the name shown by ``CLIENT LIST``: visible ASCII without spaces; None for none.
+    ``library_name``, ``library_version``: shown there as well, by Redis 7.2 and later; None for what it is without.
+    ``keepalive``: options of TCP (``{socket.TCP_KEEPIDLE: 30}``) for sockets that are kept alive; None for others.
     ``connect_timeout_s``: bound of one attempt, from the first packet until RESP3 is agreed on; more than 0.
     ``ping_interval_s``: after this much silence a PING is sent; 0 means never.
     ``ping_timeout_s``: after this much more silence the link is down; more than 0.
     ``backoff_s_min``, ``backoff_s_max``: bounds of the wait between two attempts. It doubles from one failed
     attempt to the next, and each is shortened by up to a half at random, so that clients do not come back all
-    at once.
+    at once. A connection that held for ``backoff_s_max`` ends the series.
+    ``backoff``: decides about that wait itself; each link has a copy. None for the above.
     ``close_timeout_s``: how long ``close`` lets what was sent go out before it cuts the connection.
     ``write_buffer_bytes_max``: with more than this unsent at the end of a turn of the event loop the link
     goes down (and comes back): the server does not keep up. 0 means no bound.
@@ -66,13 +74,18 @@ class LinkOptions:
 
     username: str | None = None
     password: str | None = field(default=None, repr=False)
+    credentials: Credentials | None = None
     client_name: str | None = None
+    library_name: str | None = None
+    library_version: str | None = None
+    keepalive: Mapping[int, int | bytes] | None = None
     tls: TlsOptions = TlsOptions()
     connect_timeout_s: float = 5.0
     ping_interval_s: float = 5.0
     ping_timeout_s: float = 5.0
     backoff_s_min: float = 0.05
     backoff_s_max: float = 1.0
+    backoff: Backoff | None = None
     close_timeout_s: float = 1.0
     write_buffer_bytes_max: int = WRITE_BUFFER_BYTES_MAX
 

@@ -30,7 +30,7 @@ async def query(
         address: the server, or its URL.
         commands: each as ``Send.args``; none at all checks that the server is there and lets us in.
         options: credentials, TLS.
-        timeout_s: bound of everything together, more than 0.
+        timeout_s: bound of everything together, more than 0; the time that ``options.credentials`` take does not count.
 
     Raises:
         ServerUnreachable: no connection, lost before the last reply, or ``timeout_s`` is over.
@@ -42,8 +42,8 @@ async def query(
     if isinstance(address, str):
         address = parse_server_url(address)
     try:
-        async with asyncio.timeout(timeout_s):
-            connection, _ = await open_connection(address, options, _ignore)
+        async with asyncio.timeout(timeout_s) as limit:
+            connection, _ = await open_connection(address, options, _ignore, limit=limit)
             try:
                 return await connection.call(commands)
             finally:

@@ -1,18 +1,40 @@
 from __future__ import annotations
 
+import inspect
+import socket
+import ssl
+import warnings
 from typing import Any
 
 import pytest
 import redis.asyncio
+import redis.asyncio.retry
+import redis.asyncio.sentinel
+import redis.backoff
 import redis.exceptions
+import redis.retry
+import redis.sentinel
 
-from dynamoth_client._settings import Settings, parse_servers, read_settings
-from dynamoth_client.asyncio import GuaranteesOff, Redis, from_url
+import dynamoth_client
+import dynamoth_client.asyncio
+from dynamoth_client._making import parse_servers
+from dynamoth_client._settings import Settings, read_settings
+from dynamoth_client.asyncio import GuaranteesOff, OptionIgnored, Redis, from_url
+from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import ServerAddress
 
+BOTH = pytest.mark.parametrize("module", [dynamoth_client, dynamoth_client.asyncio], ids=["sync", "asyncio"])
+"""Both clients; as of here their settings are one thing."""
 
-def _settings(client: Redis) -> Settings:
-    return client._cluster.settings  # pyright: ignore[reportPrivateUsage]
+
+def _settings(client: Any) -> Settings:
+    cluster = client._cluster
+    settings: Settings = getattr(cluster, "cluster", cluster).settings
+    return settings
+
+
+def _link_options(module: Any, **options: Any) -> LinkOptions:
+    return _settings(module.Redis(servers=["one:1", "two:2"], **options)).link_options
 
 
 def test_is_a_redis_and_not_a_cluster_client() -> None:
@@ -54,11 +76,12 @@ def test_host_and_port_alone_are_one_seed() -> None:
     assert _settings(from_url("unix:///tmp/r")).seeds[0].path == "/tmp/r"
 
 
-def test_tls_of_redis_py_is_tls_of_the_links() -> None:
+@BOTH
+def test_tls_of_redis_py_is_tls_of_the_links(module: Any) -> None:
     for client in (
-        from_url("dynamoths://one:1,two:2?ssl_cert_reqs=none"),
-        Redis(servers=["one:1", "two:2"], ssl=True, ssl_cert_reqs="none"),
-        Redis(servers=["rediss://one:1", "rediss://two:2"], ssl_cert_reqs="none"),
+        module.from_url("dynamoths://one:1,two:2?ssl_cert_reqs=none"),
+        module.Redis(servers=["one:1", "two:2"], ssl=True, ssl_cert_reqs="none"),
+        module.Redis(servers=["rediss://one:1", "rediss://two:2"], ssl_cert_reqs="none"),
     ):
         settings = _settings(client)
         assert all(seed.tls for seed in settings.seeds)
@@ -67,10 +90,28 @@ def test_tls_of_redis_py_is_tls_of_the_links() -> None:
         assert context.check_hostname is False
 
 
-def test_tls_files_that_are_not_there() -> None:
-    client = Redis(servers=["one:1"], ssl=True, ssl_ca_certs="/nowhere/ca.pem")
+@BOTH
+def test_options_of_tls(module: Any) -> None:
+    flags = [ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF]
+    options: dict[str, Any] = {"ssl_ciphers": "ECDHE-RSA-AES128-GCM-SHA256", "ssl_include_verify_flags": flags}
+    context = _link_options(module, ssl=True, ssl_min_version=ssl.TLSVersion.TLSv1_3, **options).tls.context
+    assert context is not None
+    assert context.minimum_version is ssl.TLSVersion.TLSv1_3
+    assert context.verify_flags & ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF
+    assert "ECDHE-RSA-AES128-GCM-SHA256" in [cipher["name"] for cipher in context.get_ciphers()]
+    url = "dynamoths://one:1?ssl_min_version=772&ssl_check_hostname=no"
+    context = _settings(module.from_url(url)).link_options.tls.context
+    assert context is not None
+    assert (context.minimum_version, context.check_hostname) == (ssl.TLSVersion.TLSv1_3, False)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "options", [{"ssl_ca_certs": "/nowhere/ca.pem"}, {"ssl_ciphers": "NONE"}, {"ssl_certfile": "/nowhere/me.pem"}]
+)
+def test_tls_that_cannot_be_used(module: Any, options: dict[str, Any]) -> None:
     with pytest.raises(redis.exceptions.DataError, match="ssl_"):
-        _settings(client)
+        _link_options(module, ssl=True, **options)
 
 
 @pytest.mark.parametrize(
@@ -94,12 +135,6 @@ def test_urls_that_cannot_be_read_do_not_show_the_password() -> None:
         assert "secret" not in str(error.value)
     with pytest.raises(ValueError, match="one:x"):
         _ = Redis(servers=["one:x"])
-
-
-def test_credential_provider_is_refused_with_the_cure() -> None:
-    provider = redis.UsernamePasswordCredentialProvider("u", "p")
-    with pytest.raises(redis.exceptions.DataError, match="username and password"):
-        _settings(Redis(servers=["one:1"], credential_provider=provider))
 
 
 def test_a_client_name_that_links_cannot_send() -> None:
@@ -139,3 +174,223 @@ def test_servers_of_several_kinds() -> None:
         ServerAddress("::1", 3),
         ServerAddress("", 0, "/s"),
     )
+
+
+# Each option of redis-py.
+
+
+@BOTH
+def test_defaults_are_redis_py_s_where_it_has_any(module: Any) -> None:
+    options = _link_options(module)
+    assert (options.connect_timeout_s, options.ping_timeout_s, options.ping_interval_s) == (5, 5, 5)
+    assert options.keepalive == {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+    assert (options.username, options.password, options.client_name, options.credentials) == (None,) * 4
+    assert (options.library_name, options.library_version) == ("redis-py", redis.__version__)
+    assert isinstance(options.backoff, redis.backoff.ExponentialWithJitterBackoff)
+    assert _settings(module.from_url("dynamoth://one:1")).link_options.backoff is None, "as from_url has no retry"
+
+
+@BOTH
+def test_timeouts(module: Any) -> None:
+    options = _link_options(module, socket_timeout=0.25, socket_connect_timeout=2, health_check_interval=30)
+    assert (options.connect_timeout_s, options.ping_timeout_s, options.ping_interval_s) == (2, 0.25, 30)
+    options = _link_options(module, socket_timeout=3, socket_connect_timeout=None)
+    assert (options.connect_timeout_s, options.ping_timeout_s) == (3, 3)
+    options = _link_options(module, socket_timeout=None, socket_connect_timeout=None, health_check_interval=0)
+    assert (options.connect_timeout_s, options.ping_timeout_s, options.ping_interval_s) == (5, 5, 5)
+    url = "dynamoth://one:1,two:2?socket_timeout=0.25&socket_connect_timeout=2&health_check_interval=30"
+    options = _settings(module.from_url(url)).link_options
+    assert (options.connect_timeout_s, options.ping_timeout_s, options.ping_interval_s) == (2, 0.25, 30)
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["socket_timeout", "socket_connect_timeout", "health_check_interval"])
+@pytest.mark.parametrize("value", [-1, "5", True, float("nan")])
+def test_timeouts_that_are_none(module: Any, name: str, value: Any) -> None:
+    with pytest.raises(redis.exceptions.DataError, match=f"{name} must be") as error:
+        _link_options(module, **{name: value})
+    assert isinstance(error.value, ValueError)
+
+
+@BOTH
+def test_keepalive(module: Any) -> None:
+    assert _link_options(module, socket_keepalive=False).keepalive is None
+    assert _link_options(module, socket_keepalive_options=None).keepalive == {}
+    assert _link_options(module, socket_keepalive_options={socket.TCP_KEEPIDLE: 7}).keepalive == {
+        socket.TCP_KEEPIDLE: 7
+    }
+    assert _settings(module.from_url("dynamoth://one:1?socket_keepalive=no")).link_options.keepalive is None
+
+
+@BOTH
+@pytest.mark.parametrize("first", ["redis://one:1", "unix:///socket"])
+def test_options_that_redis_py_leaves_out_for_its_own_server(module: Any, first: str) -> None:
+    """It has no TLS there, or no TCP; other servers have."""
+    servers = [first, "rediss://two:2"]
+    client = module.Redis(servers=servers, ssl_cert_reqs="none", socket_connect_timeout=2, socket_keepalive=False)
+    for each in (client, module.Redis(servers=servers, connection_pool=client.connection_pool)):
+        options = _settings(each).link_options
+        assert options.tls.context is not None
+        assert options.tls.context.verify_mode is ssl.CERT_NONE
+        assert (options.connect_timeout_s, options.keepalive) == (2, None)
+    assert _link_options(module, ssl_ca_certs=None).tls.context is None
+
+
+@BOTH
+def test_names_of_the_library(module: Any) -> None:
+    info = redis.DriverInfo(lib_version="9").add_upstream_driver("django-redis", "5.4.0")
+    options = _link_options(module, driver_info=info)
+    assert (options.library_name, options.library_version) == ("redis-py(django-redis_v5.4.0)", "9")
+    options = _link_options(module, driver_info=None)
+    assert (options.library_name, options.library_version) == (None, None)
+    with pytest.deprecated_call():
+        options = _link_options(module, lib_name="mine", lib_version=None)
+    assert (options.library_name, options.library_version) == ("mine", None)
+
+
+@BOTH
+def test_empty_names_are_none(module: Any) -> None:
+    options = _link_options(module, username="", password="", client_name="")
+    assert (options.username, options.password, options.client_name) == (None, None, None)
+
+
+@BOTH
+def test_the_backoff_is_that_of_every_link_and_the_rest_of_retry_is_for_questions(module: Any) -> None:
+    for kind in (redis.retry.Retry, redis.asyncio.retry.Retry):
+        given: Any = kind(redis.backoff.ExponentialBackoff(cap=7, base=2), 3)
+        for client in (
+            module.Redis(servers=["one:1"], retry=given),
+            module.from_url("dynamoth://one:1", retry=given),
+            module.Redis(connection_pool=type(module.Redis().connection_pool)(retry=given)),
+        ):
+            backoff = _settings(client).link_options.backoff
+            assert backoff is not None
+            assert [backoff.compute(failures) for failures in (1, 2)] == [4, 7]
+    assert _link_options(module, retry=None).backoff is None
+    assert _link_options(module, retry=None, retry_on_error=[OSError]).backoff is None
+    with pytest.raises(redis.exceptions.DataError, match=r"retry must be a redis\.retry\.Retry"):
+        module.Redis(retry=3)
+
+
+@BOTH
+def test_set_retry_holds_for_what_is_opened_later(module: Any) -> None:
+    client = module.Redis(servers=["one:1"], retry=None)
+    assert _settings(client).link_options.backoff is None
+    client.set_retry(redis.asyncio.retry.Retry(redis.backoff.ConstantBackoff(0.5), 1))
+    assert isinstance(_settings(client).link_options.backoff, redis.backoff.ConstantBackoff)
+
+
+@BOTH
+def test_a_credential_provider_is_asked_by_links(module: Any) -> None:
+    provider = redis.UsernamePasswordCredentialProvider("u", "p")
+    options = _link_options(module, credential_provider=provider)
+    assert options.credentials is not None
+    assert (options.username, options.password) == (None, None)
+    with pytest.raises(redis.exceptions.DataError, match="cannot be passed along with"):
+        module.Redis(credential_provider=provider, password="p")
+    with pytest.raises(redis.exceptions.DataError, match="cannot be passed along with"):
+        module.from_url("dynamoth://u:p@one:1", credential_provider=provider)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"nonsense": 1}, TypeError),
+        ({"max_connections": -1}, ValueError),
+        ({"max_connections": "7"}, ValueError),
+        ({"protocol": 4}, redis.exceptions.ConnectionError),
+        ({"driver_info": "me"}, TypeError),
+        ({"ssl": True, "ssl_cert_reqs": "maybe"}, redis.exceptions.RedisError),
+    ],
+)
+def test_what_redis_py_refuses_is_refused_at_once_as_it_does(
+    module: Any, options: dict[str, Any], error: type[Exception]
+) -> None:
+    plain: Any = redis.asyncio if module is dynamoth_client.asyncio else redis
+    with pytest.raises(error) as theirs:
+        pool = plain.Redis(**options).connection_pool
+        pool.connection_class(**pool.connection_kwargs)  # what it would do at the first command
+    with pytest.raises(error) as ours:
+        module.Redis(**options)
+    assert type(ours.value) is type(theirs.value)
+    assert str(ours.value) == str(theirs.value)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ("nonsense=1", TypeError),
+        ("max_connections=0.5", ValueError),
+        ("health_check_interval=often", ValueError),
+        ("db=x", ValueError),
+        ("protocol=4", redis.exceptions.ConnectionError),
+        ("ssl_ca_certs=/ca", TypeError),  # without TLS
+    ],
+)
+def test_options_of_a_url_are_refused_as_redis_py_does(module: Any, option: str, error: type[Exception]) -> None:
+    for url in ("dynamoth://one:1,two:2", "redis://one:1"):
+        with pytest.raises(error):
+            module.from_url(f"{url}?{option}")
+
+
+@BOTH
+def test_the_database_of_a_url_is_for_other_commands(module: Any) -> None:
+    for url in ("dynamoth://one:1,two:2?db=3", "dynamoth://one:1,two:2/3", "dynamoth://one:1/2?db=3"):
+        client = module.from_url(url)
+        assert client.get_connection_kwargs()["db"] == 3
+        assert [seed.db for seed in _settings(client).seeds] == [0] * len(_settings(client).seeds)
+
+
+@BOTH
+def test_what_links_cannot_do_is_refused_when_they_are_needed(module: Any) -> None:
+    client = module.Redis(redis_connect_func=print)
+    with pytest.raises(redis.exceptions.DataError, match=r"redis_connect_func.*use credential_provider"):
+        _settings(client)
+    pools: Any = redis.asyncio if module is dynamoth_client.asyncio else redis
+    sentinels: Any = redis.asyncio.sentinel if module is dynamoth_client.asyncio else redis.sentinel
+    pool = sentinels.SentinelConnectionPool("master", sentinels.Sentinel([("one", 1)]))
+    with pytest.raises(redis.exceptions.DataError, match=r"Sentinel.*servers="):
+        _settings(module.Redis(connection_pool=pool))
+    assert _settings(module.Redis(connection_pool=pool, servers=["one:1"])).seeds == (ServerAddress("one", 1),)
+
+    kind: Any = type("Own", (pools.Connection,), {})
+    with pytest.warns(OptionIgnored, match="connection_class=Own"):
+        _settings(module.Redis(connection_pool=pools.ConnectionPool(connection_class=kind)))
+
+
+@pytest.mark.parametrize("name", ["ssl_validate_ocsp", "ssl_validate_ocsp_stapled"])
+def test_ocsp_is_refused(name: str) -> None:
+    """redis.asyncio does not know it at all."""
+    make: Any = dynamoth_client.Redis
+    for options in ({"ssl": True}, {}):
+        client = make(servers=["one:1", "rediss://two:2"], **{name: True}, **options)
+        with pytest.raises(redis.exceptions.DataError, match=f"{name} is not supported"):
+            _settings(client)
+    assert _settings(make(ssl=True, **{name: False})).link_options.tls.context is not None
+
+
+#: What is honoured, refused or without a meaning for links, as the table in ``_settings`` says.
+KNOWN = {
+    "host", "port", "unix_socket_path", "username", "password", "credential_provider", "client_name", "lib_name",
+    "lib_version", "driver_info", "socket_keepalive", "socket_keepalive_options", "socket_connect_timeout",
+    "socket_timeout", "health_check_interval", "retry", "retry_on_error", "retry_on_timeout", "max_connections",
+    "encoding", "encoding_errors", "decode_responses", "redis_connect_func", "db", "protocol", "legacy_responses",
+    "cache", "cache_config", "single_connection_client", "socket_read_size", "maint_notifications_config",
+    "oss_cluster_maint_notifications_handler", "event_dispatcher", "connection_pool", "auto_close_connection_pool",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [redis.Redis, redis.asyncio.Redis])
+def test_a_new_option_of_redis_py_is_noticed(kind: Any) -> None:
+    """Then the table says what becomes of it."""
+    options = {name for name in inspect.signature(kind.__init__).parameters if not name.startswith("ssl")}
+    assert options - KNOWN == {"self"}
+
+
+@BOTH
+def test_nothing_is_warned_of_without_cause(module: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _link_options(module, db=3, protocol=2, decode_responses=True, max_connections=7, socket_read_size=1024)

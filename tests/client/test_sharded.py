@@ -253,6 +253,29 @@ def test_they_are_followed_by_the_synchronous_client_too(whole_cluster: LocalClu
         assert next_of(pubsub) == _of("sunsubscribe", b"followed", 0)
 
 
+def test_those_of_pipelines_are_forwarded(whole_cluster: LocalCluster) -> None:
+    """Pipelines go to the first server, and the channel is at another one."""
+    name, raw = b"of a pipeline", sharded_channel(b"of a pipeline")
+    expected = _of("smessage", name, b"x")
+    with dynamoth_client.from_url(whole_cluster.url) as client, client.pubsub() as pubsub:
+        if client.plan(raw).servers[0] != "s2":
+            move(whole_cluster, raw, "s2")
+        pubsub.ssubscribe(name)
+        assert next_of(pubsub) == _of("ssubscribe", name, 1)
+        for transaction in (True, False):
+            pipeline: Any = client.pipeline(transaction)
+            pipeline.set("key", 1).spublish(name, "x").execute()
+            assert next_of(pubsub) == expected
+
+        async def test() -> None:
+            async with from_url(whole_cluster.url) as asynchronous:
+                pipeline: Any = asynchronous.pipeline()
+                await pipeline.spublish(name, "x").execute_command("SPUBLISH", name, "x").execute()
+
+        run(test())
+        assert [next_of(pubsub) for _ in range(2)] == [expected] * 2
+
+
 def test_a_worker_thread_calls_handlers(cluster: StoredCluster) -> None:
     handled: list[Any] = []
     with dynamoth_client.from_url(cluster.url) as client, client.pubsub() as pubsub:

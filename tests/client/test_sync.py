@@ -15,7 +15,6 @@ import redis.asyncio as redis_asyncio
 import dynamoth_client as redis
 from dynamoth.envelope import open_envelope
 from dynamoth.plan import Mode
-from dynamoth_client.sync_cluster import stand_in
 from tests.client.conftest import ClusterFactory
 from tests.client.stored_cluster import StoredCluster
 from tests.client.sync_helpers import confirmed, keepers, message_of, next_of, until
@@ -238,18 +237,3 @@ def test_the_modules_stand_for_redis_py_s() -> None:
 def public_names(module: Any) -> list[str]:
     names: list[str] = module.__all__
     return names
-
-
-def test_settings_of_a_synchronous_pool() -> None:
-    url = "rediss://user:secret@example:6380/3?ssl_cert_reqs=none&ssl_check_hostname=false&socket_connect_timeout=7"
-    pool = redis.ConnectionPool.from_url(url, ssl_validate_ocsp=False, decode_responses=True, client_name="me")
-    twin: Any = stand_in(pool)
-    assert twin.connection_class is redis.asyncio.SSLConnection
-    assert twin.get_encoder().decode_responses
-    twin.connection_class(**twin.connection_kwargs)
-    expected = {
-        "host": "example", "port": 6380, "username": "user", "password": "secret", "client_name": "me",
-        "socket_connect_timeout": 7.0, "decode_responses": True, "ssl_cert_reqs": "none", "ssl_check_hostname": False,
-    }  # fmt: skip
-    assert expected.items() <= twin.connection_kwargs.items()
-    assert "ssl_validate_ocsp" not in twin.connection_kwargs

@@ -262,6 +262,23 @@ def test_a_forked_child_subscribes_to_sharded_channels_again(cluster: StoredClus
         assert next_of(pubsub)["data"] == b"from the child"
 
 
+def test_a_forked_child_has_limits_and_credentials_of_its_own(cluster: StoredCluster) -> None:
+    provider = redis.UsernamePasswordCredentialProvider("default", "any")
+    options: dict[str, Any] = {"max_connections": 2, "credential_provider": provider}
+
+    def in_child() -> None:
+        assert next_of(pubsub)["type"] == "subscribe"
+        assert client.publish("c", "from the child") == 2
+        assert next_of(pubsub)["data"] == b"from the child"
+        with pytest.raises(redis.ConnectionError, match="max_connections=2"):
+            client.pubsub().subscribe("d")
+
+    with redis.Redis(servers=cluster.hosts, **options) as client, client.pubsub() as pubsub:
+        confirmed(pubsub, "c")
+        assert client.publish("c", "before") == 1
+        assert _in_child(in_child) == 0
+
+
 def test_a_forked_child_holds_none_of_the_parent_s_connections(cluster: StoredCluster) -> None:
     """A server sees the parent leave although the child lives on."""
     channel = cluster.channel_at("s1")

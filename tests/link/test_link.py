@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from dynamoth_link.options import LinkOptions, TlsOptions
 from dynamoth_link.query import query
 from tests.link.harness import HASTY, Recorder, Runner, opened, up
 from tests.redis_servers import RedisServerFactory
+from tests.tls import Certificates, make_certificates, tls_in_front_of
 
 
 def test_replies_come_in_the_order_of_the_commands(redis: EmbeddedRedis, run_async: Runner) -> None:
@@ -320,33 +323,34 @@ def test_unix_socket(redis_server_factory: RedisServerFactory, tmp_path: Path, r
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A self-signed certificate for localhost, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    certificate, key = folder / "server.crt", folder / "server.key"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    command += ["-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(command, check=True, capture_output=True)
-    return certificate, key
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
 def speaks_tls(binary: Path) -> bool:
     return b"tls-auth-clients" in binary.read_bytes() and b"SSL_CTX_new" in binary.read_bytes()
 
 
-def test_tls(redis_server_factory: RedisServerFactory, certificate: tuple[Path, Path], run_async: Runner) -> None:
-    plain = redis_server_factory()
+@contextmanager
+def tls_port(factory: RedisServerFactory, certificates: Certificates) -> Generator[int]:
+    """A server with TLS: Redis' own where it was built with that, else one in front of it."""
+    plain = factory()
     if not speaks_tls(plain.binary):
-        pytest.skip(f"{plain.binary} was built without TLS")
+        with tls_in_front_of(plain.port, certificates) as port:
+            yield port
+        return
     plain.stop()  # its port is free now
     options = {"tls-port": str(plain.port), "tls-auth-clients": "no"}
-    options |= {"tls-cert-file": str(certificate[0]), "tls-key-file": str(certificate[1])}
-    redis_server_factory(options=options)
-    url = f"rediss://localhost:{plain.port}"
-    trusting = LinkOptions(tls=TlsOptions(ca_file=str(certificate[0])))
+    options |= {"tls-cert-file": str(certificates.server), "tls-key-file": str(certificates.server_key)}
+    factory(options=options)
+    yield plain.port
 
-    async def main() -> None:
+
+def test_tls(redis_server_factory: RedisServerFactory, certificates: Certificates, run_async: Runner) -> None:
+    trusting = LinkOptions(tls=TlsOptions(ca_file=str(certificates.authority)))
+
+    async def main(port: int) -> None:
+        url = f"rediss://localhost:{port}"
         async with up(url, trusting) as (link, calls):
             link.send(["ECHO", b"x" * 1_000_000], calls.record("reply"))
             assert await calls.count("reply", 1) == [b"x" * 1_000_000]
@@ -360,7 +364,8 @@ def test_tls(redis_server_factory: RedisServerFactory, certificate: tuple[Path, 
             async with opened(bad_url, bad_options) as (_, calls):
                 assert says in (await calls.count("down", 1))[0]
 
-    run_async(main)
+    with tls_port(redis_server_factory, certificates) as port:
+        run_async(lambda: main(port))
 
 
 def test_tls_to_a_port_without_it(redis: EmbeddedRedis, run_async: Runner) -> None:
@@ -518,5 +523,27 @@ def test_stop_from_a_callback_is_the_last_one(redis: EmbeddedRedis, run_async: R
             assert len(calls.of("pushes")) == 1
             await link.close()
             assert [name for name, _ in calls.calls] == ["up", "pushes", "stopped"]
+
+    run_async(main)
+
+
+@pytest.mark.parametrize("options", [{}, {socket.TCP_KEEPIDLE: 17, socket.TCP_KEEPINTVL: 3}, None])
+def test_sockets_are_kept_alive(redis: EmbeddedRedis, run_async: Runner, options: dict[int, int] | None) -> None:
+    async def main() -> None:
+        async with up(redis.url, LinkOptions(keepalive=options)) as (link, _):
+            connection: Any = link._connection  # pyright: ignore[reportPrivateUsage]  # no other way to see it
+            sock = connection._transport.get_extra_info("socket")
+            assert bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)) == (options is not None)
+            for option, value in (options or {}).items():
+                assert sock.getsockopt(socket.IPPROTO_TCP, option) == value
+
+    run_async(main)
+
+
+@pytest.mark.parametrize("options", [{9999: 1}, {socket.TCP_KEEPIDLE: "soon"}, {"TCP_KEEPIDLE": 1}])
+def test_options_of_keepalive_that_cannot_be_set(redis: EmbeddedRedis, run_async: Runner, options: Any) -> None:
+    async def main() -> None:
+        async with opened(redis.url, LinkOptions(keepalive=options)) as (_, calls):
+            assert "the keepalive options cannot be set" in (await calls.count("down", 1))[0]
 
     run_async(main)

@@ -1,0 +1,170 @@
+"""What clients share that share a connection pool of redis-py, and what must be known beside the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, cast
+
+import redis
+import redis.asyncio
+import redis.credentials
+import redis.exceptions
+
+from dynamoth_link.credentials import Credentials
+
+Pool = redis.ConnectionPool | redis.asyncio.ConnectionPool
+
+
+class User(Protocol):
+    """A publisher, or a PubSub at work. It has one connection to each server that it uses."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it has ended."""
+        ...
+
+
+_U = TypeVar("_U", bound=User)
+
+
+class ConnectionLimit:
+    """Lets no more publishers and PubSubs be open than ``max_connections`` allows, on any number of event loops.
+
+    Each has one connection to a server, so that is a bound for every server. (A PubSub with both channels and patterns
+    has two, and counts as one, as it does in redis-py.)
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        """Make a limit; None for none."""
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._users: weakref.WeakSet[User] = weakref.WeakSet()
+
+    def admit(self, make: Callable[[], _U]) -> _U:
+        """Make another one.
+
+        Raises:
+            redis.exceptions.MaxConnectionsError: there are as many as may be.
+
+        """
+        with self._lock:
+            if self._limit is not None and sum(not user.is_stopped for user in self._users) >= self._limit:
+                raise redis.exceptions.MaxConnectionsError(
+                    f"Too many connections: max_connections={self._limit} publishers and PubSubs are open; close some"
+                    " PubSubs, or raise max_connections"
+                )
+            user = make()
+            self._users.add(user)
+            return user
+
+    def begin_anew(self) -> None:
+        """Forget the users: in a forked child they are the parent's."""
+        self._lock = threading.Lock()
+        self._users = weakref.WeakSet()
+
+
+@dataclass(slots=True, eq=False)
+class PoolState:
+    """What clients of one pool share."""
+
+    connections: ConnectionLimit
+    #: The pool's ``credential_provider``, as links ask it; None where there is none.
+    credentials: Credentials | None
+    #: Options for TCP and TLS that redis-py leaves out of the pool, as its own server is a unix socket or without TLS.
+    left_out: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+_states: weakref.WeakKeyDictionary[Pool, PoolState] = weakref.WeakKeyDictionary()
+
+
+def state_of(pool: Pool) -> PoolState:
+    """Return what the clients of a pool share."""
+    return _states.get(pool) or _states.setdefault(
+        pool, PoolState(ConnectionLimit(_limit_of(pool)), _credentials_of(pool))
+    )
+
+
+def begin_anew() -> None:
+    """Be as new in a forked child, but for what the application has said."""
+    for pool, state in list(_states.items()):
+        state.connections.begin_anew()
+        state.credentials = _credentials_of(pool)
+
+
+def options_of(pool: Pool) -> Mapping[str, Any]:
+    """Return the arguments of a pool's connections."""
+    return cast("Mapping[str, Any]", cast("Any", pool).connection_kwargs)
+
+
+def is_asynchronous(pool: Pool) -> bool:
+    """Tell whether a pool is one of ``redis.asyncio``."""
+    return isinstance(pool, redis.asyncio.ConnectionPool)
+
+
+def follow_renewals(pool: Pool, dispatcher: Any) -> None:
+    """Let links log in anew, too, whenever a provider that streams credentials has new ones for the pool's connections.
+
+    ``dispatcher`` is the one of the client of redis-py.
+    """
+    streaming: Any = getattr(redis.credentials, "StreamingCredentialProvider", None)  # since redis-py 5.3
+    provider = options_of(pool).get("credential_provider")
+    if streaming is None or not isinstance(provider, streaming):
+        return
+    from redis.event import AfterPooledConnectionsInstantiationEvent, ClientType
+
+    asynchronous = is_asynchronous(pool)
+    renewal = (_AsyncRenewal if asynchronous else _Renewal)(state_of(pool))
+    kind = ClientType.ASYNC if asynchronous else ClientType.SYNC
+    dispatcher.dispatch(AfterPooledConnectionsInstantiationEvent([renewal, pool], kind, cast("Any", provider)))
+
+
+class _Renewal:
+    """Stands beside a pool of redis-py, which is told of new credentials by this method."""
+
+    def __init__(self, state: PoolState) -> None:
+        self._state = state
+
+    def re_auth_callback(self, token: Any) -> None:
+        """Take new credentials."""
+        if self._state.credentials is not None:
+            self._state.credentials.renew(token.try_get("oid"), token.get_value())
+
+
+class _AsyncRenewal:
+    """The same for a pool of ``redis.asyncio``."""
+
+    def __init__(self, state: PoolState) -> None:
+        self._renewal = _Renewal(state)
+
+    async def re_auth_callback(self, token: Any) -> None:
+        """Take new credentials."""
+        self._renewal.re_auth_callback(token)
+
+
+def _limit_of(pool: Pool) -> int | None:
+    """Return ``max_connections``; None where redis-py's default stands.
+
+    That (100) bounds how many commands run at once, and has never stopped anybody from having a thousand PubSubs here.
+    """
+    family: Any = redis.asyncio if is_asynchronous(pool) else redis
+    kind = family.BlockingConnectionPool if isinstance(pool, family.BlockingConnectionPool) else family.ConnectionPool
+    limit: int | None = getattr(pool, "max_connections", None)
+    return None if limit == kind().max_connections else limit
+
+
+def _credentials_of(pool: Pool) -> Credentials | None:
+    provider = options_of(pool).get("credential_provider")
+    if provider is None:
+        return None
+    if is_asynchronous(pool):
+        return Credentials(provider.get_credentials_async)
+
+    async def ask() -> object:
+        """A provider for threads may take its time, and the loop has other connections."""
+        return await asyncio.to_thread(provider.get_credentials)
+
+    return Credentials(ask)

@@ -1,0 +1,57 @@
+"""redis-py's ``Retry`` for what this client asks servers for, besides publishing and subscribing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar, cast
+
+import redis.asyncio.retry
+import redis.exceptions
+import redis.retry
+
+_T = TypeVar("_T")
+
+
+def is_retry(value: object) -> bool:
+    """Tell whether a value is a ``Retry`` of redis-py, of either kind."""
+    return isinstance(value, (redis.retry.Retry, redis.asyncio.retry.Retry))
+
+
+def backoff_of(retry: Any) -> Any:
+    """Return the backoff of a ``Retry``."""
+    return retry._backoff
+
+
+class Retrying:
+    """Tries again as a ``Retry`` of redis-py says: after which errors, how often, and when."""
+
+    def __init__(self, retry: Any) -> None:
+        """Read a ``Retry``, of either kind."""
+        self._backoff = retry._backoff
+        self._retries: int = retry._retries
+        self._supported_errors: tuple[type[Exception], ...] = retry._supported_errors
+
+    async def call(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        """Return the outcome of the first attempt that succeeds; raise what the last one raised.
+
+        What redis-py tries again as well, but cannot get better so, is raised at once: refused credentials.
+        """
+        retry = redis.asyncio.retry.Retry(
+            copy.deepcopy(self._backoff), self._retries, cast("Any", self._supported_errors)
+        )
+
+        async def guarded() -> _T | redis.exceptions.AuthenticationError:
+            try:
+                return await attempt()
+            except redis.exceptions.AuthenticationError as error:
+                return error
+
+        outcome = await retry.call_with_retry(guarded, _failed)
+        if isinstance(outcome, redis.exceptions.AuthenticationError):
+            raise outcome
+        return outcome
+
+
+async def _failed(error: Exception) -> None:
+    """Nothing is to be cleaned up after a failed attempt."""

@@ -1,0 +1,57 @@
+"""How long a link waits between two attempts to connect."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Protocol, final
+
+PAUSE_S_MIN = 0.01
+"""A link never gives up: with no pause at all it would keep a core busy for as long as its server is away."""
+
+FAILURES_MAX = 30
+"""More failures in a row count as so many: by then any backoff has reached its bound, and numbers that double do not
+grow without end."""
+
+
+class Backoff(Protocol):
+    """What decides about the pauses. It has the methods of redis-py's backoffs, and may keep state as they do."""
+
+    def reset(self) -> None:
+        """Begin anew: a connection has held."""
+        ...
+
+    def compute(self, failures: int) -> float:
+        """Return how many seconds to wait after so many failures in a row, at least one."""
+        ...
+
+
+@final
+class Doubling:
+    """The backoff of a link that was given none; see ``LinkOptions``."""
+
+    def __init__(self, delay_s_min: float, delay_s_max: float) -> None:
+        self._delay_s_min = delay_s_min
+        self._delay_s_max = delay_s_max
+
+    def reset(self) -> None:
+        """Do nothing: it keeps no state."""
+
+    def compute(self, failures: int) -> float:
+        """Return the bound of so many failures, less up to a half."""
+        delay_s = min(self._delay_s_max, self._delay_s_min * 2.0 ** (failures - 1))
+        return delay_s * random.uniform(0.5, 1.0)
+
+
+@final
+class Pauses:
+    """The pauses of one link, by a backoff of its own: what it is given is copied, as it may keep state."""
+
+    def __init__(self, backoff: Backoff) -> None:
+        self._backoff = copy.deepcopy(backoff)
+
+    def after(self, failures: int) -> float:
+        """Return how many seconds to wait after so many failures in a row, at least one. Raises what a backoff does."""
+        if failures == 1:
+            self._backoff.reset()
+        return max(PAUSE_S_MIN, self._backoff.compute(min(failures, FAILURES_MAX)))

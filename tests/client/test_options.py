@@ -1,0 +1,461 @@
+"""Options of redis-py on the wire, with real servers: they hold for every server, and for both clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio.client
+import redis.asyncio.retry
+import redis.auth.token
+import redis.backoff
+import redis.client
+import redis.credentials
+import redis.exceptions
+import redis.retry
+
+import dynamoth_client
+import dynamoth_client.asyncio
+from dynamoth_client._pools import ConnectionLimit
+from tests.client.conftest import ClusterFactory
+from tests.client.stored_cluster import StoredCluster, run
+from tests.client.sync_helpers import PATIENCE_S, Running, confirmed, next_of, until
+
+SERVERS = ("s1", "s2")
+
+
+def connections(cluster: StoredCluster, what: str) -> dict[str, list[str]]:
+    """Return the connections at each server that ``CLIENT LIST`` shows with ``what``, a part of their lines."""
+    lists = {id_: asyncio.run(cluster.ask(id_, "CLIENT", "LIST")).decode().splitlines() for id_ in SERVERS}
+    return {id_: [line for line in lines if f" {what} " in f"{line} "] for id_, lines in lists.items()}
+
+
+class Recording(redis.backoff.AbstractBackoff):
+    """Notes after which failures it was asked, also by its copies."""
+
+    def __init__(self, asked: list[int], pause_s: float = 0.001) -> None:
+        self.asked = asked
+        self.pause_s = pause_s
+
+    def __deepcopy__(self, memo: Any) -> Recording:
+        return Recording(self.asked, self.pause_s)
+
+    def compute(self, failures: int) -> float:
+        self.asked.append(failures)
+        return self.pause_s
+
+
+# Both clients, used alike: each action here is one of a synchronous client, or of an asynchronous one that a test runs.
+
+
+def _sync(urls: list[str], use: Callable[[Any], object], **options: Any) -> None:
+    with dynamoth_client.Redis(servers=urls, **options) as client:
+        use(client)
+
+
+class _OnLoop:
+    """An asynchronous client, or a PubSub of it, whose methods wait for their outcome."""
+
+    def __init__(self, inner: Any, runner: asyncio.Runner) -> None:
+        self._inner = inner
+        self._runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._inner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            async def main() -> Any:
+                outcome = attribute(*args, **kwargs)
+                return await outcome if hasattr(outcome, "__await__") else outcome
+
+            outcome = self._runner.run(main())
+            return _OnLoop(outcome, self._runner) if name in ("pubsub", "client") else outcome
+
+        return call if callable(attribute) else attribute
+
+
+def _asyncio(urls: list[str], use: Callable[[Any], object], **options: Any) -> None:
+    with asyncio.Runner() as runner:
+        client = _OnLoop(dynamoth_client.asyncio.Redis(servers=urls, **options), runner)
+        try:
+            use(client)
+        finally:
+            client.aclose()
+
+
+Use = Callable[..., None]
+
+
+@pytest.fixture(params=[_sync, _asyncio], ids=["sync", "asyncio"])
+def with_client(request: pytest.FixtureRequest) -> Use:
+    use: Use = request.param
+    return use
+
+
+def _arrives(client: Any, pubsub: Any, channel: str) -> bool:
+    """Publish, and tell whether that, or an earlier message, has come."""
+    client.publish(channel, "x")
+    with contextlib.suppress(redis.exceptions.ConnectionError):  # what was not read in time is said again
+        message = pubsub.get_message(timeout=0.05)
+        return message is not None and message["type"] == "message"
+    return False
+
+
+# Who one is.
+
+
+def test_names_are_told_at_every_server(cluster: StoredCluster, with_client: Use) -> None:
+    channels = [cluster.channel_at(id_) for id_ in SERVERS]
+
+    def use(client: Any) -> None:
+        pubsub = client.pubsub()
+        confirmed(pubsub, *channels)
+        for channel in channels:
+            assert client.publish(channel, "x") == 1
+        found = connections(cluster, "name=me")
+        assert [len(lines) for lines in found.values()] == [2, 2]
+        assert all(" resp=3 " in line or "resp=" not in line for lines in found.values() for line in lines)
+
+    with_client(cluster.hosts, use, client_name="me")
+
+
+class Provider(redis.credentials.StreamingCredentialProvider):
+    """Gives what it was told to, and streams."""
+
+    def __init__(self, *given: Any) -> None:
+        self.given: Any = given
+        self.asked = 0
+        self.callback: Any = None
+
+    def get_credentials(self) -> Any:
+        assert threading.current_thread() is not threading.main_thread(), "it may block"
+        return self._give()
+
+    async def get_credentials_async(self) -> Any:
+        return self._give()
+
+    def _give(self) -> Any:
+        self.asked += 1
+        if isinstance(self.given, Exception):
+            raise self.given
+        return self.given
+
+    def on_next(self, callback: Any) -> None:
+        self.callback = callback
+
+    def on_error(self, callback: Any) -> None:
+        pass
+
+    def is_streaming(self) -> bool:
+        return True
+
+    def stream(self, user: str, password: str, runner: asyncio.Runner | None) -> None:
+        """Have new credentials."""
+        self.given = user, password
+        outcome = self.callback(redis.auth.token.SimpleToken(password, 1, 0, {"oid": user}))
+        if runner is not None:
+            runner.run(outcome)
+
+
+def _add_users(cluster: StoredCluster, *users: str) -> None:
+    for id_ in SERVERS:
+        for user in users:
+            rules = ("on", f">{user}'s", "resetchannels", "&app.*", "&__dynamoth__:*", "~__dynamoth__:*", "+@all")
+            asyncio.run(cluster.ask(id_, "ACL", "SETUSER", user, *rules))
+
+
+def test_a_credential_provider_is_asked_for_each_connection(cluster: StoredCluster, with_client: Use) -> None:
+    _add_users(cluster, "app")
+    channels = [cluster.channel_at(id_, "app.") for id_ in SERVERS]
+    provider = Provider("app", "app's")
+
+    def use(client: Any) -> None:
+        pubsub = client.pubsub()
+        confirmed(pubsub, *channels)
+        for channel in channels:
+            assert client.publish(channel, "x") == 1
+            assert next_of(pubsub)["data"] == b"x"
+        found = connections(cluster, "user=app")
+        assert [len(lines) for lines in found.values()] == [2, 2]
+        asked = provider.asked
+        assert asked >= 4 + len(SERVERS), "the bootstrap asks, too"
+        provider.given = "app", "another"
+        for id_ in SERVERS:
+            asyncio.run(cluster.ask(id_, "ACL", "SETUSER", "app", ">another", "<app's"))
+            asyncio.run(cluster.ask(id_, "CLIENT", "KILL", "USER", "app"))
+        for channel in channels:
+            assert client.publish(channel, "y") <= 1
+        assert provider.asked >= asked + len(SERVERS)
+        assert client.pubsub_numpat() == 0
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            client.publish("not-the-app's", "x")
+
+    # redis-py's own connections would ask in this thread.
+    with_client(cluster.hosts, use, credential_provider=provider)
+
+
+def test_a_provider_that_fails_is_told_to_the_application(cluster: StoredCluster, with_client: Use) -> None:
+    provider = Provider()
+    provider.given = RuntimeError("the vault is sealed")
+
+    def use(client: Any) -> None:
+        words = "the credential provider raised RuntimeError: the vault is sealed"
+        with pytest.raises(redis.exceptions.ConnectionError, match=words):
+            client.publish("c", "x")
+        with pytest.raises(redis.exceptions.ConnectionError, match=words):
+            client.pubsub().subscribe("c")
+        provider.given = ()
+        pubsub = client.pubsub()
+        confirmed(pubsub, "c")
+        assert client.publish("c", "x") == 1
+        provider.given = RuntimeError("sealed again")
+        for id_ in SERVERS:
+            asyncio.run(cluster.kill_subscribers(id_))
+        with pytest.raises(redis.exceptions.ConnectionError, match="sealed again"):
+            for _ in range(10):
+                pubsub.get_message(timeout=PATIENCE_S)
+        provider.given = ()
+        until(lambda: _arrives(client, pubsub, "c"), "a message")
+
+    with_client(cluster.hosts, use, credential_provider=provider, retry=None, socket_connect_timeout=0.3)
+
+
+def test_a_provider_that_streams_renews_what_is_open(cluster: StoredCluster, with_client: Use) -> None:
+    _add_users(cluster, "app", "app2")
+    channels = [cluster.channel_at(id_, "app.") for id_ in SERVERS]
+    provider = Provider("app", "app's")
+
+    def use(client: Any) -> None:
+        pubsub = client.pubsub()
+        confirmed(pubsub, *channels)
+        for channel in channels:
+            assert client.publish(channel, "x") == 1
+        provider.stream("app2", "app2's", getattr(client, "_runner", None))
+        for channel in channels:
+            assert client.publish(channel, "y") == 1
+            assert [next_of(pubsub)["data"] for _ in range(1)]
+        until(lambda: [len(lines) for lines in connections(cluster, "user=app2").values()] == [2, 2], "logged in anew")
+        assert pubsub.gaps_detected == 0
+
+    with_client(cluster.hosts, use, credential_provider=provider)
+
+
+# Retries.
+
+
+@pytest.fixture(params=[redis.retry.Retry, redis.asyncio.retry.Retry])
+def retry_class(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def test_the_plan_is_asked_for_as_often_as_retries_say(
+    cluster: StoredCluster, with_client: Use, retry_class: Any
+) -> None:
+    for server in cluster.servers.values():
+        server.stop()
+    asked: list[int] = []
+
+    def use(client: Any) -> None:
+        with pytest.raises(redis.exceptions.ConnectionError, match="connection refused"):
+            client.publish("c", "x")
+        assert asked == [1, 2, 3]
+        with pytest.raises(redis.exceptions.ConnectionError, match="connection refused"):
+            client.pubsub_channels()
+        assert asked == [1, 2, 3] * 2
+
+    with_client(cluster.hosts, use, retry=retry_class(Recording(asked), 3))
+
+
+def test_a_cluster_that_comes_up_late(cluster_factory: ClusterFactory, with_client: Use) -> None:
+    """No plan is stored at first: as if the balancer were about to start."""
+    cluster = cluster_factory(stored=False)
+    asked: list[int] = []
+
+    def use(client: Any) -> None:
+        storing = Running(_store_when, cluster, lambda: len(asked) >= 2)
+        assert client.publish("c", "x") == 0
+        storing.result()
+
+    with_client(cluster.hosts, use, retry=redis.retry.Retry(Recording(asked, 0.05), -1))
+
+
+def _store_when(cluster: StoredCluster, condition: Callable[[], bool]) -> None:
+    until(condition, "tried again")
+    cluster.store()
+
+
+def test_refused_credentials_are_not_tried_again(cluster_factory: ClusterFactory, with_client: Use) -> None:
+    cluster = cluster_factory(password="right")
+    asked: list[int] = []
+
+    def use(client: Any) -> None:
+        with pytest.raises(redis.exceptions.AuthenticationError, match="wrong password"):
+            client.publish("c", "x")
+        assert not asked
+
+    with_client(cluster.hosts, use, password="wrong", retry=redis.retry.Retry(Recording(asked), 3))
+
+
+def test_other_errors_are_tried_again_where_they_are_named(cluster: StoredCluster, with_client: Use) -> None:
+    _add_users(cluster, "app")
+    asyncio.run(cluster.ask("s1", "ACL", "SETUSER", "app", "-pubsub"))
+    asked: list[int] = []
+
+    def use(client: Any) -> None:
+        for expected in ([], [1, 2]):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                client.pubsub_channels()
+            assert asked == expected
+            again = redis.asyncio.retry.Retry(Recording(asked), 2, (redis.exceptions.NoPermissionError,))
+            client.set_retry(again)
+
+    options: dict[str, Any] = {"username": "app", "password": "app's"}
+    with_client(cluster.hosts, use, retry=redis.asyncio.retry.Retry(Recording(asked), 2), **options)
+
+
+def test_links_come_back_after_the_pauses_of_the_backoff(cluster: StoredCluster, with_client: Use) -> None:
+    asked: list[int] = []
+
+    def use(client: Any) -> None:
+        pubsub = client.pubsub()
+        channel = cluster.channel_at("s1")
+        confirmed(pubsub, channel)
+        assert not asked
+        cluster.servers["s1"].kill()
+        while asked[:3] != [1, 2, 3]:
+            pubsub.get_message(timeout=0.01)  # raises when that takes long
+        cluster.servers["s1"].restart()
+        cluster.store()
+        until(lambda: _arrives(client, pubsub, channel), "a message")
+
+    with_client(cluster.hosts, use, retry=redis.retry.Retry(Recording(asked, 0.02), 1))
+
+
+# Health.
+
+
+def test_a_server_that_hangs_is_noticed_as_soon_as_the_options_say(cluster: StoredCluster, with_client: Use) -> None:
+    """By default that takes ten seconds, and five with either option alone."""
+    channel = cluster.channel_at("s2")
+
+    def use(client: Any) -> None:
+        pubsub = client.pubsub(gaps=True)
+        confirmed(pubsub, channel)
+        cluster.servers["s2"].pause()
+        try:
+            with pytest.raises(redis.exceptions.ConnectionError, match="not even the answer to a PING"):
+                pubsub.get_message(timeout=4)
+        finally:
+            cluster.servers["s2"].resume()
+
+    with_client(cluster.hosts, use, health_check_interval=0.1, socket_timeout=0.2, socket_connect_timeout=0.3)
+
+
+# Limits.
+
+
+def test_publishers_and_pubsubs_are_as_many_as_max_connections(cluster: StoredCluster, with_client: Use) -> None:
+    channels = [cluster.channel_at(id_) for id_ in SERVERS]
+
+    def use(client: Any) -> None:
+        pubsubs = [client.pubsub() for _ in range(3)]
+        confirmed(pubsubs[0], *channels)
+        confirmed(pubsubs[1], *channels)
+        for channel in channels:
+            assert client.publish(channel, "x") == 2
+        with pytest.raises(redis.exceptions.MaxConnectionsError, match=r"max_connections=3 .* close some PubSubs"):
+            pubsubs[2].subscribe(*channels)
+        assert [len(lines) for lines in connections(cluster, "name=limited").values()] == [3, 3]
+        (getattr(pubsubs[0], "aclose", None) or pubsubs[0].close)()
+        confirmed(pubsubs[2], *channels)
+        for channel in channels:
+            assert client.publish(channel, "x") == 2
+        with pytest.raises(redis.exceptions.MaxConnectionsError):
+            pubsubs[0].psubscribe("*")
+
+    with_client(cluster.hosts, use, max_connections=3, client_name="limited")
+
+
+def test_clients_of_one_pool_share_its_limit(cluster: StoredCluster) -> None:
+    pool = redis.ConnectionPool(port=cluster.servers["s1"].port, max_connections=2)
+    with dynamoth_client.Redis(connection_pool=pool) as one, dynamoth_client.Redis(connection_pool=pool) as two:
+        assert one.publish("c", "x") == two.publish("c", "x") == 0
+        with pytest.raises(redis.exceptions.MaxConnectionsError):
+            two.pubsub().subscribe("c")
+        one.close()
+        confirmed(two.pubsub(), "c")
+    pool.close()
+
+
+def test_redis_py_s_default_is_no_limit(cluster: StoredCluster) -> None:
+    """Here one connection per PubSub is not too many; redis-py's default is about commands."""
+
+    async def test() -> None:
+        async with dynamoth_client.asyncio.from_url(cluster.url) as client:
+            pubsubs = [client.pubsub() for _ in range(101)]
+            for pubsub in pubsubs:
+                await pubsub.subscribe("c")
+            await cluster.until_subscribed(cluster.plan.ring.home(b"c"), "c", 101)
+
+    run(test())
+
+
+class _User:
+    is_stopped = False
+
+
+def test_a_limit_counts_who_is_there_and_at_work() -> None:
+    limit = ConnectionLimit(2)
+    one, two = limit.admit(_User), limit.admit(_User)
+    with pytest.raises(redis.exceptions.MaxConnectionsError):
+        limit.admit(_User)
+    two.is_stopped = True
+    two = limit.admit(_User)
+    with pytest.raises(redis.exceptions.MaxConnectionsError):
+        limit.admit(_User)
+    del two
+    three = limit.admit(_User)
+    limit.begin_anew()
+    assert [limit.admit(_User), limit.admit(_User), one, three]
+    assert [ConnectionLimit(None).admit(_User) for _ in range(1000)]
+
+
+# Pipelines.
+
+
+def test_sharded_messages_of_a_pipeline_are_sent_by_their_name(cluster: StoredCluster) -> None:
+    """Without agents, to a channel of the first server; ``test_sharded`` has others, with agents."""
+    name = cluster.channel_at("s1", "__dynamoth__:s:c").removeprefix("__dynamoth__:s:")
+    with dynamoth_client.from_url(cluster.url) as client, client.pubsub() as pubsub:
+        pubsub.ssubscribe(name)
+        assert next_of(pubsub)["type"] == "ssubscribe"
+        for transaction in (True, False):
+            pipeline: Any = client.pipeline(transaction)
+            assert isinstance(client.pipeline(), redis.client.Pipeline)
+            assert pipeline.set("key", 1).spublish(name, "1").execute_command("spublish", name, 2).execute()
+            assert [next_of(pubsub) for _ in range(2)] == [
+                {"type": "smessage", "pattern": None, "channel": name.encode(), "data": data} for data in (b"1", b"2")
+            ]
+        pipeline = client.pipeline()
+        pipeline.watch("key")
+        assert pipeline.spublish(name, "at once") == 1
+        assert next_of(pubsub)["data"] == b"at once"
+        pipeline.reset()
+        with pytest.raises(redis.exceptions.DataError, match="choose another name"):
+            pipeline.publish("__dynamoth__:agent", "x")
+
+    async def test() -> None:
+        async with dynamoth_client.asyncio.from_url(cluster.url) as client, client.pubsub() as pubsub:
+            await pubsub.ssubscribe(name)
+            assert (await pubsub.get_message(timeout=None) or {})["type"] == "ssubscribe"
+            pipeline: Any = client.pipeline()
+            assert isinstance(client.pipeline(), redis.asyncio.client.Pipeline)
+            assert await pipeline.incr("number").spublish(name, "x").execute() == [1, 1]
+            assert (await pubsub.get_message(timeout=None) or {})["data"] == b"x"
+
+    run(test())
