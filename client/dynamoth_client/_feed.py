@@ -27,11 +27,11 @@ from dynamoth_client.local_plan import LocalPlan, NewerSoftware
 from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected
 from dynamoth_client.pattern_subscription import PatternMessage
 from dynamoth_client.patterns import PatternMachine, SubscribePatterns, UnsubscribePatterns
-from dynamoth_client.subscriber import (
+from dynamoth_client.subscriber import SubscriberMachine
+from dynamoth_client.subscriber_events import (
     Deliver,
     GapDetected,
     Subscribe,
-    SubscriberMachine,
     SubscriptionConfirmed,
     SubscriptionEnded,
     SubscriptionFailed,
@@ -149,7 +149,7 @@ class Feed:
     def psubscribe(self, patterns: Iterable[bytes]) -> None:
         """Subscribe to patterns; the acknowledgements come through the queue."""
         if self._patterns is None:
-            machine = PatternMachine(secrets.randbits(64), self._local_plan)
+            machine = PatternMachine(self._local_plan)
             self._patterns = _Work(machine, self._execute, self._crashed, self._link_options)
         for pattern in (wanted := tuple(patterns)):
             self._acks.request("psubscribe", pattern)

@@ -22,11 +22,11 @@ from dynamoth_client.publisher import (
     PublisherOptions,
     PublishFailed,
 )
-from dynamoth_client.subscriber import (
+from dynamoth_client.subscriber import SubscriberMachine
+from dynamoth_client.subscriber_events import (
     Deliver,
     GapDetected,
     Subscribe,
-    SubscriberMachine,
     SubscriberOptions,
     SubscriptionConfirmed,
     SubscriptionEnded,
@@ -355,8 +355,8 @@ class PatternSubscriberApp:
         self._plan = plan
         self.process = Process(client.world, client.network, name, self._machine, self._acted)
 
-    def _machine(self, incarnation: int) -> PatternMachine:
-        return PatternMachine(incarnation, self._plan, self._client.options.patterns)
+    def _machine(self, _: int) -> PatternMachine:
+        return PatternMachine(self._plan, self._client.options.patterns)
 
     def audited(self, pattern: bytes) -> str:
         """Return the name under which the audit knows the subscription to a pattern."""

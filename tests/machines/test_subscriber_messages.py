@@ -14,7 +14,7 @@ from dynamoth.envelope import CONTROL, FIRST, FORWARDED, HEARTBEAT, MAGIC, RAW, 
 from dynamoth.events import Pushed
 from dynamoth.plan import Route, single
 from dynamoth_client.sequences import HELD_MAX
-from dynamoth_client.subscriber import Deliver, GapDetected
+from dynamoth_client.subscriber_events import Deliver, GapDetected
 from tests.machines.helpers import ACTIVE, PLAN_0, C, channel_at, control, message, only
 from tests.machines.listener import OPTIONS, Listener, delivered
 
@@ -196,5 +196,5 @@ def test_remembers_a_bounded_number_of_publishers() -> None:
     many = 20 * HELD_MAX
     for publisher in range(many):
         listener.push("s1", C, message(1, publisher=publisher))
-    streams = listener.subscriber._subscriptions[C].sequences.streams  # pyright: ignore[reportPrivateUsage]
+    streams = listener.subscriber._register.current[C].sequences.streams  # pyright: ignore[reportPrivateUsage]
     assert len(streams) < many
