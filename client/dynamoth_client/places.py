@@ -73,7 +73,7 @@ class Places:
             actions.append(Connect(location.server, self._plan.servers[location.server].url))
         link.places[location.physical] = subscription
         link.idle_since = None
-        self._of_agent(location.server)[0][location.physical] = None
+        self._to_announce(location.server)[0][location.physical] = None
         return [*actions, *self._listen(subscription, place)] if link.up else actions
 
     def _listen(self, subscription: Subscription, place: Place) -> list[Any]:
@@ -106,7 +106,7 @@ class Places:
     def unsubscribe(self, location: Location) -> list[Any]:
         """Send UNSUBSCRIBE; the link is up. What is on its way is still taken until the place is forgotten."""
         self.links[location.server].unsubscribing[location.physical] += 1
-        self._of_agent(location.server)[1].append(location.physical)
+        self._to_announce(location.server)[1].append(location.physical)
         return [Send(location.server, (b"UNSUBSCRIBE", location.physical), ("unsubscribe", location.physical))]
 
     def forget(self, subscription: Subscription, place: Place, now: float) -> None:
@@ -136,7 +136,7 @@ class Places:
             else:
                 actions.append(self._subscribe(subscription, location))
                 actions += self.ask_for_markers(subscription)
-        self._of_agent(server)[0].update(dict.fromkeys(link.places))
+        self._to_announce(server)[0].update(dict.fromkeys(link.places))
         return actions
 
     def link_down(self, server: str, now: float) -> list[tuple[Subscription, Location]]:
@@ -167,10 +167,10 @@ class Places:
                 link.hears_inbox = True
                 actions.append(Send(server, (b"SUBSCRIBE", self.inbox), ("inbox",)))
         for location in subscription.targets:
-            self._of_agent(location.server)[0][location.physical] = None
+            self._to_announce(location.server)[0][location.physical] = None
         return actions
 
-    def _of_agent(self, server: str) -> tuple[dict[bytes, None], list[bytes]]:
+    def _to_announce(self, server: str) -> tuple[dict[bytes, None], list[bytes]]:
         return self.unannounced.setdefault(server, ({}, []))
 
     def announce(self) -> list[Any]:
