@@ -142,6 +142,11 @@ class Tick:
 class ErrorReply(Exception):
     """Raised when never: the value of a :class:`Replied` whose command the server refused, its text as argument."""
 
+    @property
+    def lacks_permission(self) -> bool:
+        """Whether the user must be given a permission first (ACL), or must log in: asking again does not help."""
+        return str(self).startswith(("NOPERM", "NOAUTH"))
+
     def __eq__(self, other: object) -> bool:
         """Compare by text, so that tests can compare events."""
         return isinstance(other, ErrorReply) and self.args == other.args

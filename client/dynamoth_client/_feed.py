@@ -27,11 +27,11 @@ from dynamoth_client.local_plan import LocalPlan, NewerSoftware
 from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected
 from dynamoth_client.pattern_subscription import PatternMessage
 from dynamoth_client.patterns import PatternMachine, SubscribePatterns, UnsubscribePatterns
-from dynamoth_client.subscriber import (
+from dynamoth_client.subscriber import SubscriberMachine
+from dynamoth_client.subscriber_events import (
     Deliver,
     GapDetected,
     Subscribe,
-    SubscriberMachine,
     SubscriptionConfirmed,
     SubscriptionEnded,
     SubscriptionFailed,
@@ -121,54 +121,46 @@ class Feed:
 
     def subscribe(self, channels: Iterable[bytes]) -> None:
         """Subscribe; the acknowledgements come through the queue."""
-        for channel in (wanted := tuple(channels)):
-            self._acks.request("subscribe", channel)
-        self._channels.driver.handle(Subscribe(wanted))
+        self._channels.driver.handle(Subscribe(self._requested("subscribe", channels)))
 
     def unsubscribe(self, channels: Iterable[bytes]) -> None:
-        """Unsubscribe; the acknowledgements come through the queue."""
-        for channel in (wanted := tuple(channels)):
-            self._acks.request("unsubscribe", channel)
-        self._channels.driver.handle(Unsubscribe(wanted))
+        """Unsubscribe; the acknowledgements come through the queue, one for no channel at all."""
+        self._channels.driver.handle(Unsubscribe(self._requested("unsubscribe", channels)))
 
     def ssubscribe(self, channels: Iterable[bytes]) -> None:
-        """Subscribe to sharded channels; the acknowledgements come through the queue."""
+        """Subscribe to sharded channels, as ``subscribe``."""
         self._has_sharded = True
-        wanted = tuple(map(sharded_channel, channels))
-        for channel in wanted:
-            self._acks.request("ssubscribe", channel)
-        self._channels.driver.handle(Subscribe(wanted))
+        self._channels.driver.handle(Subscribe(self._requested("ssubscribe", map(sharded_channel, channels))))
 
     def sunsubscribe(self, channels: Iterable[bytes]) -> None:
-        """Unsubscribe from sharded channels; the acknowledgements come through the queue."""
-        wanted = tuple(map(sharded_channel, channels))
-        for channel in wanted:
-            self._acks.request("sunsubscribe", channel)
-        self._channels.driver.handle(Unsubscribe(wanted))
+        """Unsubscribe from sharded channels, as ``unsubscribe``."""
+        self._channels.driver.handle(Unsubscribe(self._requested("sunsubscribe", map(sharded_channel, channels))))
 
     def psubscribe(self, patterns: Iterable[bytes]) -> None:
-        """Subscribe to patterns; the acknowledgements come through the queue."""
+        """Subscribe to patterns, as ``subscribe``."""
         if self._patterns is None:
-            machine = PatternMachine(secrets.randbits(64), self._local_plan)
+            machine = PatternMachine(self._local_plan)
             self._patterns = _Work(machine, self._execute, self._crashed, self._link_options)
-        for pattern in (wanted := tuple(patterns)):
-            self._acks.request("psubscribe", pattern)
-        self._patterns.driver.handle(SubscribePatterns(wanted))
+        self._patterns.driver.handle(SubscribePatterns(self._requested("psubscribe", patterns)))
 
     def punsubscribe(self, patterns: Iterable[bytes]) -> None:
-        """Unsubscribe from patterns; the acknowledgements come through the queue."""
-        for pattern in (wanted := tuple(patterns)):
-            self._acks.request("punsubscribe", pattern)
+        """Unsubscribe from patterns, as ``unsubscribe``."""
+        wanted = self._requested("punsubscribe", patterns)
         if self._patterns is not None:
             self._patterns.driver.handle(UnsubscribePatterns(wanted))
             return
         for pattern in wanted:
             self._acknowledge(self._acks.ended(pattern, is_pattern=True))
 
-    def acknowledge_nothing(self, kind: str) -> None:
-        """Put the acknowledgement that Redis gives when there was nothing to unsubscribe from."""
-        count = self._acks.sharded_count if kind == "sunsubscribe" else self._acks.count
-        self._queue.put(Notice(kind, None, count))
+    def _requested(self, kind: str, names: Iterable[bytes]) -> tuple[bytes, ...]:
+        """Note what the application asks for; an end of nothing is acknowledged at once, as Redis does."""
+        wanted = tuple(names)
+        for name in wanted:
+            self._acks.request(kind, name)
+        if not wanted:
+            count = self._acks.sharded_count if kind == "sunsubscribe" else self._acks.count
+            self._queue.put(Notice(kind, None, count))
+        return wanted
 
     def ping(self, message: bytes | None) -> bool:
         """Send a PING over a link; the pong comes through the queue. False when there is no link at all.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
@@ -14,7 +13,8 @@ import redis.asyncio
 import redis.asyncio.client
 import redis.exceptions
 
-from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES, SHARDED_PREFIX
+from dynamoth.names import SHARDED_PREFIX
+from dynamoth_client._arguments import flat, refuse_unroutable, with_handlers
 from dynamoth_client._cluster import Cluster
 from dynamoth_client._feed import Feed
 from dynamoth_client._queue import (
@@ -35,6 +35,8 @@ Channel = bytes | str | memoryview
 Handler = Callable[[dict[str, Any]], Any]
 GapHandler = Callable[[GapInfo], Awaitable[None] | None]
 _Unusual = PatternMessage | ShardedMessage | Notice | Failure
+_Books = tuple[dict[Channel, Handler | None], set[Channel]]
+"""What is subscribed to, confirmed or not, with handlers; and whose unsubscription was asked for and not read yet."""
 
 TURN_ITEMS_MAX = 256
 """Items that a reader takes, at most, before others on the event loop get their turn; also in one list of ``batches``:
@@ -177,15 +179,11 @@ class PubSub(redis.asyncio.client.PubSub):
             redis.exceptions.DataError: a channel that cannot be subscribed to here.
 
         """
-        wanted = _subscriptions(args, kwargs)
-        if not wanted:
-            raise redis.exceptions.ResponseError("wrong number of arguments for 'subscribe' command: name a channel")
-        encoded = [self._encode(channel) for channel in wanted]
+        wanted = self._wanted("subscribe", args, kwargs)
+        encoded = [channel for channel, _ in wanted]
         for channel in encoded:
-            _refuse_unroutable(channel)
-        named = self._named(encoded, wanted.values())
-        self.channels.update(named)
-        self.pending_unsubscribe_channels.difference_update(named)
+            refuse_unroutable(channel)
+        self._begin(wanted, self._books())
         await self._request(lambda feed: feed.subscribe(encoded))
 
     def unsubscribe(self, *args: Any) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -193,13 +191,11 @@ class PubSub(redis.asyncio.client.PubSub):
 
         Raises ``redis.exceptions.DataError`` for what is a sharded channel inside: ``sunsubscribe`` is for these.
         """
-        for name in _flat(args) if args else ():
+        for name in flat(args):
             if (encoded_name := self._encode(name)).startswith(SHARDED_PREFIX):
-                _refuse_unroutable(encoded_name)
-        encoded = self._to_end(args, self.channels, self.pending_unsubscribe_channels)
-        if encoded:
-            return self._request(lambda feed: feed.unsubscribe(encoded))
-        return self._request(lambda feed: feed.acknowledge_nothing("unsubscribe"))
+                refuse_unroutable(encoded_name)
+        encoded = self._end(args, self._books())
+        return self._request(lambda feed: feed.unsubscribe(encoded))
 
     async def psubscribe(self, *args: Any, **kwargs: Handler) -> None:
         """Subscribe to all channels that match patterns, as ``subscribe`` does to channels.
@@ -212,15 +208,11 @@ class PubSub(redis.asyncio.client.PubSub):
             redis.exceptions.DataError: a pattern that can match nothing here.
 
         """
-        wanted = _subscriptions(args, kwargs)
-        if not wanted:
-            raise redis.exceptions.ResponseError("wrong number of arguments for 'psubscribe' command: name a pattern")
-        encoded = [self._encode(pattern) for pattern in wanted]
+        wanted = self._wanted("psubscribe", args, kwargs)
+        encoded = [pattern for pattern, _ in wanted]
         for pattern in encoded:
-            _refuse_unroutable(pattern)
-        named = self._named(encoded, wanted.values())
-        self.patterns.update(named)
-        self.pending_unsubscribe_patterns.difference_update(named)
+            refuse_unroutable(pattern)
+        self._begin(wanted, self._books(is_pattern=True))
         await self._request(lambda feed: feed.psubscribe(encoded))
 
     async def ssubscribe(self, *args: Any, target_node: Any = None, **kwargs: Handler) -> None:
@@ -233,28 +225,20 @@ class PubSub(redis.asyncio.client.PubSub):
             redis.exceptions.ConnectionError: the plan cannot be read from any server; nothing is subscribed.
 
         """
-        wanted = _subscriptions(args, kwargs)
-        if not wanted:
-            raise redis.exceptions.ResponseError("wrong number of arguments for 'ssubscribe' command: name a channel")
-        encoded = [self._encode(channel) for channel in wanted]
-        named = self._named(encoded, wanted.values())
-        self.shard_channels.update(named)
-        self.pending_unsubscribe_shard_channels.difference_update(named)
+        wanted = self._wanted("ssubscribe", args, kwargs)
+        encoded = [channel for channel, _ in wanted]
+        self._begin(wanted, self._books(is_sharded=True))
         await self._request(lambda feed: feed.ssubscribe(encoded))
 
     def punsubscribe(self, *args: Any) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Unsubscribe from patterns, or from all; confirmed by messages of type ``punsubscribe``."""
-        encoded = self._to_end(args, self.patterns, self.pending_unsubscribe_patterns)
-        if encoded:
-            return self._request(lambda feed: feed.punsubscribe(encoded))
-        return self._request(lambda feed: feed.acknowledge_nothing("punsubscribe"))
+        encoded = self._end(args, self._books(is_pattern=True))
+        return self._request(lambda feed: feed.punsubscribe(encoded))
 
     def sunsubscribe(self, *args: Any, target_node: Any = None) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Unsubscribe from sharded channels, or from all; confirmed by messages of type ``sunsubscribe``."""
-        encoded = self._to_end(args, self.shard_channels, self.pending_unsubscribe_shard_channels)
-        if encoded:
-            return self._request(lambda feed: feed.sunsubscribe(encoded))
-        return self._request(lambda feed: feed.acknowledge_nothing("sunsubscribe"))
+        encoded = self._end(args, self._books(is_sharded=True))
+        return self._request(lambda feed: feed.sunsubscribe(encoded))
 
     async def ping(self, message: Any = None) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Ask a server for a sign of life: one that is subscribed at, else one that the client was given.
@@ -287,7 +271,7 @@ class PubSub(redis.asyncio.client.PubSub):
         """
         item = self._pop()
         if item is None:
-            item = await self._take(timeout)
+            item = self._pop() if await self._wait(timeout) else None
             if item is None:
                 return None
         if type(item) is not tuple:
@@ -304,7 +288,7 @@ class PubSub(redis.asyncio.client.PubSub):
         while self.channels or self.patterns or self.shard_channels:
             item = self._pop()
             if item is None:
-                item = await self._take(None)
+                item = self._pop() if await self._wait(None) else None
             if type(item) is tuple:
                 message = self._message(item)
                 handler = self.channels.get(message["channel"])
@@ -358,7 +342,7 @@ class PubSub(redis.asyncio.client.PubSub):
 
     async def parse_response(self, block: bool = True, timeout: float = 0) -> Any:
         """Return the next message as the list that Redis sends; None when there is none within ``timeout``."""
-        item = await self._take(None if block else timeout)
+        item = self._pop() if await self._wait(None if block else timeout) else None
         if item is None:
             return None
         if isinstance(item, Failure):
@@ -370,10 +354,10 @@ class PubSub(redis.asyncio.client.PubSub):
                 return [kind, self._data(item)]
             return [kind, None if item.channel is None else self._name(item.channel), self._data(item)]
         if isinstance(item, PatternMessage):
-            return [self._name(b"pmessage"), *list(self._matched(item).values())[1:]]
+            return [self._name(part) for part in (b"pmessage", item.pattern, item.channel, item.payload)]
         if isinstance(item, ShardedMessage):
-            return [self._name(b"smessage"), self._name(item.channel), self._name(item.payload)]
-        return [self._name(b"message"), self._name(item[0]), self._name(item[1])]
+            return [self._name(part) for part in (b"smessage", item.channel, item.payload)]
+        return [self._name(part) for part in (b"message", *item)]
 
     def _pop(self) -> Item | None:
         """Take the next item, without waiting; None when there is none, or when it is the turn of others."""
@@ -386,38 +370,15 @@ class PubSub(redis.asyncio.client.PubSub):
             queue.relieve()
         return item
 
-    async def _take(self, timeout: float | None) -> Item | None:
-        """Take the next item; None when there is none in time, or this PubSub was closed."""
-        return self._pop() if await self._wait(timeout) else None
-
     async def _wait(self, timeout: float | None) -> bool:
         """Wait for an item, with a turn for others; False when there is none in time, or this PubSub was closed."""
         if not self._is_begun:
             raise RuntimeError(_NOT_CONNECTED)
         queue = self._queue
-        items = queue.items
-        until = None if timeout is None or timeout == math.inf else _now() + timeout
         self._turn = 0
-        if items:
+        if queue.items:
             await asyncio.sleep(0)
-        while not items:
-            if queue.is_closed:
-                if queue.error is not None:
-                    raise type(queue.error)(*queue.error.args)
-                return False
-            if until is None:
-                waiter = queue.waiter()
-                try:
-                    await waiter
-                finally:
-                    queue.forget(waiter)
-            elif (left_s := until - _now()) > 0:
-                await queue.wait(left_s)
-            else:
-                await asyncio.sleep(0)
-                if not items:
-                    return False
-        return True
+        return await queue.until_item(timeout)
 
     def _message(self, item: tuple[bytes, bytes]) -> dict[str, Any]:
         channel, payload = item
@@ -459,15 +420,11 @@ class PubSub(redis.asyncio.client.PubSub):
             return await self._gap(message)
         if kind == "pong":
             return message
-        if kind == "unsubscribe" and name in self.pending_unsubscribe_channels:
-            self.pending_unsubscribe_channels.remove(name)
-            self.channels.pop(name, None)
-        elif kind == "punsubscribe" and name in self.pending_unsubscribe_patterns:
-            self.pending_unsubscribe_patterns.remove(name)
-            self.patterns.pop(name, None)
-        elif kind == "sunsubscribe" and name in self.pending_unsubscribe_shard_channels:
-            self.pending_unsubscribe_shard_channels.remove(name)
-            self.shard_channels.pop(name, None)
+        if kind.endswith("unsubscribe"):
+            subscribed, pending = self._books(is_pattern=kind == "punsubscribe", is_sharded=kind == "sunsubscribe")
+            if name in pending:
+                pending.remove(name)
+                subscribed.pop(name, None)
         return None if ignored or self.ignore_subscribe_messages else message
 
     async def _gap(self, message: dict[str, Any]) -> dict[str, Any] | None:
@@ -480,15 +437,9 @@ class PubSub(redis.asyncio.client.PubSub):
     def _failed(self, failure: Failure) -> redis.exceptions.RedisError:
         if failure.channel is not None:
             name = self._name(failure.channel)
-            if failure.is_pattern:
-                self.patterns.pop(name, None)
-                self.pending_unsubscribe_patterns.discard(name)
-            elif failure.is_sharded:
-                self.shard_channels.pop(name, None)
-                self.pending_unsubscribe_shard_channels.discard(name)
-            else:
-                self.channels.pop(name, None)
-                self.pending_unsubscribe_channels.discard(name)
+            subscribed, pending = self._books(is_pattern=failure.is_pattern, is_sharded=failure.is_sharded)
+            subscribed.pop(name, None)
+            pending.discard(name)
         return failure.error
 
     def _data(self, notice: Notice) -> Any:
@@ -516,9 +467,9 @@ class PubSub(redis.asyncio.client.PubSub):
     async def _opened(self) -> Feed:
         """Return the feed. Whoever waits shares the result; a failure ends all that was asked for."""
         self._is_begun = True
-        if self._queue.is_closed and self._queue.error is not None:
+        if self._queue.error is not None:
             self._requests.clear()
-            raise type(self._queue.error)(*self._queue.error.args)
+            self._queue.raise_error()
         if self._feed is not None:
             return self._feed
         if self._opening is None:
@@ -558,15 +509,37 @@ class PubSub(redis.asyncio.client.PubSub):
         self.shard_channels = {}
         self.pending_unsubscribe_shard_channels = set()
 
-    # Names.
+    # What is subscribed to, and its names.
 
-    def _named(self, encoded: Iterable[bytes], handlers: Iterable[Handler | None]) -> dict[Channel, Handler | None]:
-        """Return handlers by the names that the application sees."""
-        return {self._name(name): handler for name, handler in zip(encoded, handlers, strict=True)}
+    def _books(self, *, is_pattern: bool = False, is_sharded: bool = False) -> _Books:
+        """Return what is kept of channels, of patterns or of sharded channels."""
+        if is_pattern:
+            return self.patterns, self.pending_unsubscribe_patterns
+        if is_sharded:
+            return self.shard_channels, self.pending_unsubscribe_shard_channels
+        return self.channels, self.pending_unsubscribe_channels
 
-    def _to_end(self, args: tuple[Any, ...], subscribed: Iterable[Channel], pending: set[Channel]) -> list[bytes]:
-        """Return what to unsubscribe from: what is named, else all that is not being unsubscribed. Adds to pending."""
-        names = _flat(args) if args else [name for name in subscribed if name not in pending]
+    def _wanted(
+        self, command: str, args: tuple[Any, ...], kwargs: Mapping[str, Handler]
+    ) -> list[tuple[bytes, Handler | None]]:
+        """Return what to subscribe to, with handlers. Raises ``redis.exceptions.ResponseError`` if that is nothing."""
+        wanted = with_handlers(args, kwargs)
+        if not wanted:
+            what = "pattern" if command == "psubscribe" else "channel"
+            raise redis.exceptions.ResponseError(f"wrong number of arguments for '{command}' command: name a {what}")
+        return [(self._encode(name), handler) for name, handler in wanted.items()]
+
+    def _begin(self, wanted: Iterable[tuple[bytes, Handler | None]], books: _Books) -> None:
+        """Note what is subscribed to, by the names that the application sees."""
+        subscribed, pending = books
+        named = {self._name(name): handler for name, handler in wanted}
+        subscribed.update(named)
+        pending.difference_update(named)
+
+    def _end(self, args: tuple[Any, ...], books: _Books) -> list[bytes]:
+        """Return, and note, what is unsubscribed from: what is named, else all that is not pending."""
+        subscribed, pending = books
+        names = flat(args) if args else [name for name in subscribed if name not in pending]
         encoded = [self._encode(name) for name in names]
         pending.update(self._name(name) for name in encoded)
         return encoded
@@ -579,46 +552,10 @@ class PubSub(redis.asyncio.client.PubSub):
         return self._encoder.decode(value)
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
-
-
 async def _call(handler: Handler, message: dict[str, Any]) -> None:
     result = handler(message)
     if result is not None and inspect.isawaitable(result):
         await result
-
-
-def _flat(args: tuple[Any, ...]) -> list[Any]:
-    """Return the arguments as redis-py takes them: names, or a list of them first."""
-    first = args[0]
-    if isinstance(first, (bytes, str, memoryview)) or not isinstance(first, Iterable):
-        return list(args)
-    return [*first, *args[1:]]
-
-
-def _subscriptions(args: tuple[Any, ...], kwargs: Mapping[str, Handler]) -> dict[Any, Handler | None]:
-    """Return channels with their handlers, in order. redis-py 8 also has ``Subscription(name, handler)`` objects."""
-    wanted: dict[Any, Handler | None] = {}
-    for arg in _flat(args) if args else ():
-        if hasattr(arg, "handler") and hasattr(arg, "name"):
-            wanted[arg.name] = arg.handler
-        else:
-            wanted[arg] = None
-    wanted.update(kwargs)
-    return wanted
-
-
-def _refuse_unroutable(channel: bytes) -> None:
-    if not channel.startswith(b"__"):
-        return
-    if channel.startswith(SERVER_LOCAL_PREFIXES):
-        raise redis.exceptions.DataError(
-            f"{channel!r} belongs to one server and is not routed: subscribe to it there, with"
-            " redis.asyncio.client.PubSub(client.connection_pool) for the first server"
-        )
-    if channel.startswith(RESERVED_PREFIX):
-        raise redis.exceptions.DataError(f"{channel!r} is one of Dynamoth's own channels: choose another name")
 
 
 def _retrieve(task: asyncio.Task[Feed]) -> None:

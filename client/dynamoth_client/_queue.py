@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -181,15 +182,35 @@ class MessageQueue:
         """End what ``waiter`` has begun."""
         self._waiters.discard(waiter)
 
-    async def wait(self, timeout_s: float) -> None:
-        """Wait until something may have come, or ``timeout_s`` is over."""
-        waiter = self.waiter()
-        timer = asyncio.get_running_loop().call_later(timeout_s, _release, waiter)
-        try:
-            await waiter
-        finally:
-            self.forget(waiter)
-            timer.cancel()
+    async def until_item(self, timeout_s: float | None) -> bool:
+        """Wait until there is an item; False when none comes within ``timeout_s``, or ever. None: wait without end.
+
+        What has come to sockets is read even if ``timeout_s`` is 0. Raises the error that ``close`` was given, when
+        there is no item.
+        """
+        loop = asyncio.get_running_loop()
+        until = None if timeout_s is None or timeout_s == math.inf else loop.time() + timeout_s
+        while not self.items:
+            if self.is_closed:
+                self.raise_error()
+                return False
+            if until is not None and loop.time() >= until:
+                await asyncio.sleep(0)
+                return bool(self.items)
+            waiter = self.waiter()
+            timer = None if until is None else loop.call_at(until, _release, waiter)
+            try:
+                await waiter
+            finally:
+                self.forget(waiter)
+                if timer is not None:
+                    timer.cancel()
+        return True
+
+    def raise_error(self) -> None:
+        """Raise the error that ``close`` was given, if any: a new one each time, as each has a traceback of its own."""
+        if self.error is not None:
+            raise type(self.error)(*self.error.args)
 
 
 def _release(waiter: asyncio.Future[None]) -> None:

@@ -15,7 +15,7 @@ was published: so copies of raw messages, and heartbeats of unknown publishers, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,9 @@ from dynamoth.envelope import (
     unpack_header,
 )
 from dynamoth_client.pattern_subscription import MatchedChannel, PatternMessage, PatternName, PatternSubscription
+from dynamoth_client.register import Register
 from dynamoth_client.sequences import Gap, Sequences
+from dynamoth_client.wishes import Wishes
 
 _UNUSUAL = CONTROL | HEARTBEAT | RAW
 
@@ -71,7 +73,8 @@ class PatternMessages:
         hold_s_max: float,
         channels_max: int,
         counters: Counter[str],
-        wish: Callable[[float, MatchedChannel, int], None],
+        register: Register[PatternSubscription, dict[bytes, MatchedChannel]],
+        wishes: Wishes,
     ) -> None:
         """Begin without patterns.
 
@@ -79,13 +82,15 @@ class PatternMessages:
             hold_s_max: how long a message waits for an earlier one of its publisher.
             channels_max: channels per pattern that are remembered.
             counters: those of the machine.
-            wish: asks for a call of :meth:`expire` with these arguments, at that time.
+            register: that of the machine.
+            wishes: those of the machine, for what is held.
 
         """
         self._hold_s_max = hold_s_max
         self._channels_max = channels_max
         self._counters = counters
-        self._wish = wish
+        self._register = register
+        self._wishes = wishes
         #: What servers know to whom it belongs, ending patterns included: the hot path's first look-up.
         self._names: dict[bytes, PatternName] = {}
 
@@ -220,7 +225,7 @@ class PatternMessages:
 
     def _watch(self, matched: MatchedChannel, publisher: int) -> None:
         if (expiry := matched.sequences.watch(publisher)) is not None:
-            self._wish(expiry, matched, publisher)
+            self._wishes.add(expiry, self._expire, matched, publisher)
 
     @staticmethod
     def _outcomes(matched: MatchedChannel, outcomes: Sequence[bytes | Gap]) -> list[Any]:
@@ -242,8 +247,10 @@ class PatternMessages:
                 actions.append(DeliverMatched([message]))
         return actions
 
-    def expire(self, matched: MatchedChannel, publisher: int, now: float) -> list[Any]:
+    def _expire(self, matched: MatchedChannel, publisher: int, now: float) -> list[Any]:
         """Release what one stream has held for too long."""
+        if not self._register.is_current(matched.pattern.pattern, matched.pattern):
+            return []
         outcomes = matched.sequences.expire(publisher, now)
         self._watch(matched, publisher)
         return self._outcomes(matched, outcomes)

@@ -21,11 +21,9 @@ when the server has taken the subscription: before any message that comes after 
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 from dynamoth import stored_plan
@@ -41,9 +39,10 @@ from dynamoth_client.pattern_subscription import (
     PatternPlace,
     PatternSubscription,
 )
-from dynamoth_client.subscriber import SubscriptionConfirmed, SubscriptionEnded, SubscriptionFailed
-
-_NO_PERMISSION = ("NOPERM", "NOAUTH")
+from dynamoth_client.register import Register
+from dynamoth_client.subscriber_events import SubscriptionEnded, SubscriptionFailed
+from dynamoth_client.subscription import acknowledged
+from dynamoth_client.wishes import Wishes
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,24 +89,20 @@ class PatternMachine:
     and failures are that machine's actions; their ``channel`` is the pattern.
     """
 
-    def __init__(self, client_id: int, local_plan: LocalPlan, options: PatternOptions | None = None) -> None:
+    def __init__(self, local_plan: LocalPlan, options: PatternOptions | None = None) -> None:
         """Make a subscriber.
 
         Args:
-            client_id: 64-bit number, different for every subscriber.
             local_plan: shared by the machines of the client.
             options: see :class:`PatternOptions`.
 
         """
-        self.client_id = client_id
         self.options = options or PatternOptions()
         self.counters: Counter[str] = Counter()
         self._plan = local_plan
-        self._patterns: dict[bytes, PatternSubscription] = {}
-        #: Those that the application has ended and that some server has not.
-        self._ending: dict[bytes, PatternSubscription] = {}
-        #: What was delivered of patterns that were unsubscribed, oldest first: nothing of it may come again.
-        self._ended: dict[bytes, dict[bytes, MatchedChannel]] = {}
+        self._wishes = Wishes()
+        #: Pattern to subscription; remembers the channels that matched.
+        self._register: Register[PatternSubscription, dict[bytes, MatchedChannel]] = Register(self.options.ended_max)
         self._links: dict[str, PatternLink] = {}
         #: Readings of headers so far; each has a number.
         self._readings = 0
@@ -116,11 +111,8 @@ class PatternMachine:
         #: When the last pattern went; None while there are some.
         self._idle_since: float | None = None
         self._reads_headers = False
-        #: (time, tie-breaker, what, argument): wishes for a later time. A wish may be out of date when its time comes.
-        self._wishes: list[tuple[float, int, str, Any]] = []
-        self._wish_numbers = count()
         self._messages = PatternMessages(
-            self.options.hold_s_max, self.options.channels_max, self.counters, self._wish_to_expire
+            self.options.hold_s_max, self.options.channels_max, self.counters, self._register, self._wishes
         )
 
     def handle(self, event: Any, now: float) -> list[Any]:
@@ -139,10 +131,9 @@ class PatternMachine:
             case LinkDown():
                 actions = self._link_down(event, now)
             case Tick():
-                actions = self._tick(now)
+                actions = self._wishes.fulfil(now)
             case Start():
-                self._wish(now + self.options.stream_idle_s, "forget", None)
-                return []
+                actions = self._forget_idle(now)
             case _:
                 raise AssertionError(f"not an event of a pattern subscriber: {event!r}")
         if self._to_read:
@@ -151,46 +142,34 @@ class PatternMachine:
 
     def deadline(self) -> float | None:
         """Return the time of the earliest wish."""
-        return self._wishes[0][0] if self._wishes else None
+        return self._wishes.next_at
 
     # The application.
 
     def _subscribe(self, pattern: bytes, now: float) -> list[Any]:
-        if (ending := self._ending.get(pattern)) is not None:
-            ending.confirmations_owed += 1
-            return []
-        subscription = self._patterns.get(pattern)
-        if subscription is not None:
-            if subscription.confirmed:
-                return [SubscriptionConfirmed(pattern)]
-            subscription.confirmations_owed += 1
-            return []
+        if (told := self._register.subscribe(pattern)) is not None:
+            return told
         if pattern.startswith(RESERVED_PREFIX):
             return [SubscriptionFailed(pattern, "names under this prefix are Dynamoth's own: choose another pattern")]
         actions = self._follow_servers(now)
-        subscription = PatternSubscription(pattern, self._ended.pop(pattern, {}))
+        subscription = PatternSubscription(pattern, self._register.recall(pattern) or {})
         subscription.begin_anew()
-        self._patterns[pattern] = subscription
+        self._register.add(pattern, subscription)
         self._messages.add(subscription)
         self._idle_since = None
         if not self._reads_headers:
             self._reads_headers = True
-            self._wish(now + self.options.header_interval_s, "headers", None)
+            self._wishes.add(now + self.options.header_interval_s, self._read_again)
         return [*actions, *(action for server in self._links for action in self._join(subscription, server, now))]
 
     def _unsubscribe(self, pattern: bytes, now: float) -> list[Any]:
-        if (ending := self._ending.get(pattern)) is not None:
-            ending.confirmations_owed = 0
-            ending.ends_owed += 1
-            return []
-        subscription = self._patterns.get(pattern)
-        if subscription is None:
-            return [SubscriptionEnded(pattern)]
+        if (told := self._register.unsubscribe(pattern)) is not None:
+            return told
+        subscription = self._register.current[pattern]
         if not subscription.confirmed:
             return [*self._drop(subscription, now), SubscriptionEnded(pattern)]
-        self._forget_pattern(subscription, now)
-        self._ending[pattern] = subscription
-        subscription.ends_owed = 1
+        self._remove(subscription, now)
+        self._register.begin_to_end(pattern, subscription)
         lost = next((place.lost for place in subscription.places.values() if place.lost is not None), None)
         actions: list[Any] = [] if lost is None else [PatternGapDetected(pattern, None, None, None, lost)]
         for server in list(subscription.places):
@@ -203,32 +182,26 @@ class PatternMachine:
 
     def _drop(self, subscription: PatternSubscription, now: float) -> list[Any]:
         """End a pattern at once, whatever is on its way."""
-        self._forget_pattern(subscription, now)
+        self._remove(subscription, now)
         names = self._messages.unshared(subscription)
         self._messages.remove(subscription)
         servers = [server for server in subscription.places if self._links[server].up]
         return [action for server in servers if names for action in self._send_punsubscribe(server, names)]
 
-    def _forget_pattern(self, subscription: PatternSubscription, now: float) -> None:
-        del self._patterns[subscription.pattern]
-        self._ended[subscription.pattern] = subscription.channels
-        if len(self._ended) > self.options.ended_max:
-            del self._ended[next(iter(self._ended))]
-        if not self._patterns:
+    def _remove(self, subscription: PatternSubscription, now: float) -> None:
+        self._register.remove(subscription.pattern, subscription.channels)
+        if not self._register.current:
             self._idle_since = now
-            self._wish(now + self.options.link_idle_s, "idle", None)
+            self._wishes.add(now + self.options.link_idle_s, self._close_idle)
 
     def _ended_if_gone(self, subscription: PatternSubscription, now: float) -> list[Any]:
         """Tell the application of the end when no server is left; begin anew if it has subscribed again."""
         if subscription.places:
             return []
         pattern = subscription.pattern
-        del self._ending[pattern]
+        ended, again = self._register.ended(pattern)
         self._messages.remove(subscription)
-        actions: list[Any] = [SubscriptionEnded(pattern)] * subscription.ends_owed
-        for _ in range(subscription.confirmations_owed):
-            actions += self._subscribe(pattern, now)
-        return actions
+        return [*ended, *(action for _ in range(again) for action in self._subscribe(pattern, now))]
 
     # Servers.
 
@@ -247,8 +220,8 @@ class PatternMachine:
                 continue
             self._links[id_] = PatternLink(server.url, down_since=now)
             actions.append(Connect(id_, server.url))
-            self._wish(now + self.options.failover_s, "failover", id_)
-            for subscription in self._patterns.values():
+            self._wishes.add(now + self.options.failover_s, self._fail_over, id_)
+            for subscription in self._register.current.values():
                 actions += self._join(subscription, id_, now)
                 if subscription.confirmed:
                     subscription.places[id_].lost = f"server {id_} was not known before"
@@ -259,11 +232,11 @@ class PatternMachine:
         del self._links[server]
         self._to_read.pop(server, None)
         actions: list[Any] = [Disconnect(server)]
-        for subscription in list(self._patterns.values()):
+        for subscription in list(self._register.current.values()):
             place = subscription.places.pop(server)
             if subscription.confirmed and place.lost is not None:
                 actions.append(PatternGapDetected(subscription.pattern, None, None, None, place.lost))
-        for subscription in list(self._ending.values()):
+        for subscription in list(self._register.ending.values()):
             actions += self._left(subscription, server, now)
         return actions
 
@@ -308,7 +281,7 @@ class PatternMachine:
         link.up_since = now
         link.run_id = event.run_id
         actions: list[Any] = []
-        for subscription in self._patterns.values():
+        for subscription in self._register.current.values():
             subscription.places[event.link].excused = False
             actions += self._listen(subscription, event.link)
         return actions
@@ -320,15 +293,15 @@ class PatternMachine:
         link.up = False
         link.down_since = now
         link.unsubscribing.clear()
-        for subscription in self._patterns.values():
+        for subscription in self._register.current.values():
             place = subscription.places[event.link]
             place.disconnected(subscription.names)
             if subscription.confirmed:
                 place.lost = place.lost or f"the connection to server {event.link} was lost: {event.reason}"
             else:
                 subscription.begin_anew()
-        self._wish(now + self.options.failover_s, "failover", event.link)
-        return [a for ending in list(self._ending.values()) for a in self._left(ending, event.link, now)]
+        self._wishes.add(now + self.options.failover_s, self._fail_over, event.link)
+        return [a for ending in list(self._register.ending.values()) for a in self._left(ending, event.link, now)]
 
     def _fail_over(self, server: str, now: float) -> list[Any]:
         """A server is still away: confirm what waits for it."""
@@ -336,7 +309,7 @@ class PatternMachine:
         if link is None or link.up or now - link.down_since < self.options.failover_s:
             return []
         actions: list[Any] = []
-        for subscription in list(self._patterns.values()):
+        for subscription in list(self._register.current.values()):
             if not subscription.confirmed:
                 subscription.places[server].excused = True
                 actions += self._confirm(subscription, now)
@@ -358,13 +331,13 @@ class PatternMachine:
 
     def _refused(self, event: Replied, pattern: bytes, now: float) -> list[Any]:
         """PSUBSCRIBE has no reply but an error: final where permission is missing, for a while where it is busy."""
-        subscription = self._patterns.get(pattern)
+        subscription = self._register.current.get(pattern)
         if subscription is None:
             return []
-        if str(event.value).startswith(_NO_PERMISSION):
+        if event.value.lacks_permission:
             return [*self._drop(subscription, now), SubscriptionFailed(pattern, str(event.value))]
         self.counters["refused_commands"] += 1
-        self._wish(now + self.options.retry_s, "listen", (subscription, event.link))
+        self._wishes.add(now + self.options.retry_s, self._listen_again, subscription, event.link)
         return []
 
     def _header_read(self, event: Replied, number: int, now: float) -> list[Any]:
@@ -373,7 +346,7 @@ class PatternMachine:
         header = None
         if isinstance(event.value, ErrorReply):
             self.counters["refused_commands"] += 1
-            if str(event.value).startswith(_NO_PERMISSION):
+            if event.value.lacks_permission:
                 return self._unreadable(str(event.value), now)
         else:
             try:
@@ -389,9 +362,9 @@ class PatternMachine:
         else:
             self.counters["no_plan_at_server"] += 1
             if now - link.up_since < self.options.failover_s:
-                self._wish(now + self.options.retry_s, "read", server)
+                self._wishes.add(now + self.options.retry_s, self._read_later, server)
                 return []
-        for subscription in self._patterns.values():
+        for subscription in self._register.current.values():
             place = subscription.places[server]
             place.verified = place.verified or (number >= place.attempt and not place.missing)
         return [*actions, *self._confirm_all(now)]
@@ -399,11 +372,11 @@ class PatternMachine:
     def _unreadable(self, error: str, now: float) -> list[Any]:
         """Without permission to read the plan no pattern can be confirmed."""
         reason = f"the stored plan cannot be read: {error}"
-        waiting = [subscription for subscription in self._patterns.values() if not subscription.confirmed]
+        waiting = [each for each in self._register.current.values() if not each.confirmed]
         return [a for each in waiting for a in (*self._drop(each, now), SubscriptionFailed(each.pattern, reason))]
 
     def _confirm_all(self, now: float) -> list[Any]:
-        waiting = [subscription for subscription in self._patterns.values() if not subscription.confirmed]
+        waiting = [each for each in self._register.current.values() if not each.confirmed]
         return [action for subscription in waiting for action in self._confirm(subscription, now)]
 
     def _confirm(self, subscription: PatternSubscription, now: float) -> list[Any]:
@@ -411,10 +384,7 @@ class PatternMachine:
         if not subscription.joined():
             return []
         pattern = subscription.pattern
-        actions: list[Any] = [SubscriptionConfirmed(pattern)] * subscription.confirmations_owed
-        subscription.confirmations_owed = 0
-        subscription.confirmed = True
-        subscription.confirmed_at = now
+        actions: list[Any] = [*self._register.confirm(pattern, subscription, now)]
         away = [server for server, place in subscription.places.items() if not place.verified]
         if away:
             reason = f"subscribed without what is published at {', '.join(away)}, which cannot be reached"
@@ -470,60 +440,32 @@ class PatternMachine:
     def _unsubscribed(self, link_name: str, name: bytes, now: float) -> list[Any]:
         """Note that the server has done a PUNSUBSCRIBE, or refuses it: nothing more comes to what is ending."""
         link = self._links[link_name]
-        if name in link.unsubscribing:
-            link.unsubscribing[name] -= 1
-            if link.unsubscribing[name]:
-                return []
-            del link.unsubscribing[name]
+        if not acknowledged(link.unsubscribing, name):
+            return []
         ending = [user for user in self._messages.users(name) if user.ends_owed]
         done = [user for user in ending if link.unsubscribing.keys().isdisjoint(user.names)]
         return [action for subscription in done for action in self._left(subscription, link_name, now)]
 
     # Time.
 
-    def _wish(self, at: float, what: str, argument: Any) -> None:
-        heapq.heappush(self._wishes, (at, next(self._wish_numbers), what, argument))
-
-    def _wish_to_expire(self, at: float, matched: MatchedChannel, publisher: int) -> None:
-        self._wish(at, "expire", (matched, publisher))
-
-    def _tick(self, now: float) -> list[Any]:
-        actions: list[Any] = []
-        while self._wishes and self._wishes[0][0] <= now:
-            _, _, what, argument = heapq.heappop(self._wishes)
-            match what:
-                case "expire":
-                    matched, publisher = argument
-                    if self._patterns.get(matched.pattern.pattern) is matched.pattern:
-                        actions += self._messages.expire(matched, publisher, now)
-                case "headers":
-                    actions += self._read_again(now)
-                case "read":
-                    if self._patterns and argument in self._links:
-                        self._to_read[argument] = None
-                case "listen":
-                    actions += self._listen_again(*argument)
-                case "failover":
-                    actions += self._fail_over(argument, now)
-                case "idle":
-                    actions += self._close_idle(now)
-                case _:
-                    self._forget_idle()
-                    self._wish(now + self.options.stream_idle_s, "forget", None)
-        return actions
-
     def _read_again(self, now: float) -> list[Any]:
         """Look everywhere for servers that have come or gone."""
-        self._reads_headers = bool(self._patterns)
-        if not self._patterns:
+        self._reads_headers = bool(self._register.current)
+        if not self._register.current:
             return []
-        self._wish(now + self.options.header_interval_s, "headers", None)
+        self._wishes.add(now + self.options.header_interval_s, self._read_again)
         actions = self._follow_servers(now)
         self._to_read.update(dict.fromkeys(self._links))
         return actions
 
-    def _listen_again(self, subscription: PatternSubscription, server: str) -> list[Any]:
-        current = self._patterns.get(subscription.pattern) is subscription
+    def _read_later(self, server: str, _: float) -> list[Any]:
+        """Ask again a server that held no plan."""
+        if self._register.current and server in self._links:
+            self._to_read[server] = None
+        return []
+
+    def _listen_again(self, subscription: PatternSubscription, server: str, _: float) -> list[Any]:
+        current = self._register.is_current(subscription.pattern, subscription)
         if not current or server not in self._links or not self._links[server].up:
             return []
         return self._listen(subscription, server)
@@ -531,15 +473,18 @@ class PatternMachine:
     def _close_idle(self, now: float) -> list[Any]:
         if self._idle_since is None or now - self._idle_since < self.options.link_idle_s:
             return []
-        if self._ending:
-            self._wish(now + self.options.link_idle_s, "idle", None)
+        if self._register.ending:
+            self._wishes.add(now + self.options.link_idle_s, self._close_idle)
             return []
         closed = [Disconnect(server) for server in self._links]
         self._links.clear()
         return closed
 
-    def _forget_idle(self) -> None:
-        for subscription in self._patterns.values():
+    def _forget_idle(self, now: float) -> list[Any]:
+        """Forget, now and then, publishers of which nothing came for long; at the start there is none."""
+        for subscription in self._register.current.values():
             for matched in subscription.channels.values():
                 matched.sequences.forget_idle()
-        self._ended.clear()
+        self._register.forget()
+        self._wishes.add(now + self.options.stream_idle_s, self._forget_idle)
+        return []

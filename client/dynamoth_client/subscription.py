@@ -128,5 +128,15 @@ class SubscriberLink:
     #: Physical channel to subscription, in the order of joining: the hot path's one look-up.
     places: dict[bytes, Subscription] = field(default_factory=dict[bytes, "Subscription"])
     idle_since: float | None = None
-    #: Location to the number of UNSUBSCRIBEs that the server has not acknowledged. No value is 0.
+    #: Physical channel to the number of UNSUBSCRIBEs that the server has not acknowledged. No value is 0.
     unsubscribing: Counter[bytes] = field(default_factory=Counter[bytes])
+
+
+def acknowledged(unsubscribing: Counter[bytes], name: bytes) -> bool:
+    """Note that a server has done one UNSUBSCRIBE of a name; return whether no other one is on its way."""
+    if name in unsubscribing:
+        unsubscribing[name] -= 1
+        if unsubscribing[name]:
+            return False
+        del unsubscribing[name]
+    return True

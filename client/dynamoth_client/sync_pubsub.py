@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping
@@ -22,7 +19,6 @@ from dynamoth_client._queue import (
     Failure,
     GapInfo,
     Item,
-    MessageQueue,
     Notice,
     ShardedMessage,
     WhenFull,
@@ -61,6 +57,7 @@ class _Inner(_pubsub.PubSub):
     message = _pubsub.PubSub._message  # pyright: ignore[reportPrivateUsage]
     matched = _pubsub.PubSub._matched  # pyright: ignore[reportPrivateUsage]
     sharded = _pubsub.PubSub._sharded  # pyright: ignore[reportPrivateUsage]
+    notice = _pubsub.PubSub._notice  # pyright: ignore[reportPrivateUsage]
 
     def __init__(self, *args: Any, make_room: Callable[[Callable[[], object]], None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -85,30 +82,8 @@ class _Inner(_pubsub.PubSub):
         """
         queue = self._queue
         queue.relieve()  # it may have become full when its last item had just been taken
-        if not self.subscribed and not queue.is_closed:
-            return
-        if timeout is not None and timeout <= 0:
-            await asyncio.sleep(0)  # sockets are read in this turn
-        elif timeout is None or timeout == math.inf:
-            await self._until_item_or_closed(queue)
-        else:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    await self._until_item_or_closed(queue)
-        if not queue.items and queue.error is not None:
-            raise type(queue.error)(*queue.error.args)
-
-    async def _until_item_or_closed(self, queue: MessageQueue) -> None:
-        while not queue.items and not queue.is_closed:
-            waiter = queue.waiter()
-            try:
-                await waiter
-            finally:
-                queue.forget(waiter)
-
-    async def notice(self, item: Notice | Failure, ignored: bool) -> dict[str, Any] | None:
-        """Take note of what is no message; return what the application is to see of it. Raises a Failure's error."""
-        return await self._notice(item, ignored)
+        if self.subscribed or queue.is_closed:
+            await queue.until_item(timeout)
 
     def inherit(self, inherited: _Inherited) -> None:
         """Say what will be subscribed to soon."""

@@ -15,11 +15,11 @@ from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected
 from dynamoth_client.patterns import PatternMachine, PatternOptions, SubscribePatterns, UnsubscribePatterns
 from dynamoth_client.publication import Publish, PublishAll, Published, PublishedAll, PublisherOptions, PublishFailed
 from dynamoth_client.publisher import PublisherMachine
-from dynamoth_client.subscriber import (
+from dynamoth_client.subscriber import SubscriberMachine
+from dynamoth_client.subscriber_events import (
     Deliver,
     GapDetected,
     Subscribe,
-    SubscriberMachine,
     SubscriberOptions,
     SubscriptionConfirmed,
     SubscriptionEnded,
@@ -348,8 +348,8 @@ class PatternSubscriberApp:
         self._plan = plan
         self.process = Process(client.world, client.network, name, self._machine, self._acted)
 
-    def _machine(self, incarnation: int) -> PatternMachine:
-        return PatternMachine(incarnation, self._plan, self._client.options.patterns)
+    def _machine(self, _: int) -> PatternMachine:
+        return PatternMachine(self._plan, self._client.options.patterns)
 
     def audited(self, pattern: bytes) -> str:
         """Return the name under which the audit knows the subscription to a pattern."""

@@ -15,7 +15,7 @@ from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_client.patterns import PatternOptions
 from dynamoth_client.publication import PublisherOptions
-from dynamoth_client.subscriber import SubscriberOptions
+from dynamoth_client.subscriber_events import SubscriberOptions
 from dynamoth_dispatcher.forwarder import ForwarderOptions
 from dynamoth_dispatcher.machine import DispatcherOptions
 from dynamoth_dispatcher.transitions import TransitionOptions

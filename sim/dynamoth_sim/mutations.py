@@ -15,8 +15,8 @@ import dynamoth.plan
 import dynamoth_balancer.goals
 import dynamoth_balancer.recovery
 import dynamoth_balancer.takeover
+import dynamoth_client.channel_messages
 import dynamoth_client.pattern_subscription
-import dynamoth_client.subscriber
 import dynamoth_dispatcher.machine
 import dynamoth_lla.traffic
 from dynamoth.envelope import CONTROL, FORWARDED, HEARTBEAT, Envelope, open_envelope
@@ -30,6 +30,7 @@ from dynamoth_balancer.installer import Installer
 from dynamoth_balancer.model import ClusterModel
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_client.local_plan import LocalPlan
+from dynamoth_client.moves import Moves
 from dynamoth_client.outcomes import Outcomes
 from dynamoth_client.pattern_messages import PatternMessages
 from dynamoth_client.pattern_subscription import MatchedChannel, PatternMessage
@@ -38,7 +39,6 @@ from dynamoth_client.publication import Waiting
 from dynamoth_client.publisher import PublisherMachine
 from dynamoth_client.publisher_routes import PublisherRoutes
 from dynamoth_client.sequences import Stream
-from dynamoth_client.subscriber import SubscriberMachine
 from dynamoth_dispatcher.machine import DispatcherMachine
 from dynamoth_dispatcher.transitions import Transitions
 from dynamoth_sim.replica_scenarios import pairs
@@ -118,36 +118,36 @@ def no_trickle() -> AbstractContextManager[None]:
 
 def break_before_make() -> AbstractContextManager[None]:
     """Subscribers leave the old location as soon as they are told of a new one."""
-    follow = SubscriberMachine._follow  # pyright: ignore[reportPrivateUsage]
+    follow = Moves._follow  # pyright: ignore[reportPrivateUsage]
 
-    def follow_and_leave(self: SubscriberMachine, subscription: Any, route: Route, now: float) -> list[Any]:
+    def follow_and_leave(self: Moves, subscription: Any, route: Route, now: float) -> list[Any]:
         actions = follow(self, subscription, route, now)
         for place in list(subscription.leaving.values()):
-            actions += self._leave(subscription, place, now)  # pyright: ignore[reportPrivateUsage]
+            actions += self._places.leave(subscription, place, now)  # pyright: ignore[reportPrivateUsage]
         return actions
 
-    return replaced(SubscriberMachine, _follow=follow_and_leave)
+    return replaced(Moves, _follow=follow_and_leave)
 
 
 def no_markers() -> AbstractContextManager[None]:
     """Subscribers leave the old location as soon as they listen at the new one."""
 
-    def leave(self: SubscriberMachine, subscription: Any, now: float) -> list[Any]:
+    def leave(self: Moves, subscription: Any, now: float) -> list[Any]:
         if not all(place.verified for place in subscription.targets.values()):
             return []
         places = list(subscription.leaving.values())
-        return [action for place in places for action in self._leave(subscription, place, now)]  # pyright: ignore[reportPrivateUsage]
+        return [action for place in places for action in self._places.leave(subscription, place, now)]  # pyright: ignore[reportPrivateUsage]
 
-    return replaced(SubscriberMachine, _leave_marked=leave)
+    return replaced(Moves, _leave_marked=leave)
 
 
 def no_verification() -> AbstractContextManager[None]:
     """Subscribers take a place for right, whatever the plan stored there says."""
 
-    def verified(self: SubscriberMachine, subscription: Any, place: Any, reply: Any, now: float) -> list[Any]:
+    def verified(self: Moves, subscription: Any, place: Any, reply: Any, now: float) -> list[Any]:
         return self._right(subscription, place, subscription.route, Phase.ACTIVE, now)  # pyright: ignore[reportPrivateUsage]
 
-    return replaced(SubscriberMachine, _verified=verified)
+    return replaced(Moves, verified=verified)
 
 
 def no_acknowledgements() -> AbstractContextManager[None]:
@@ -179,7 +179,7 @@ def any_epoch() -> AbstractContextManager[None]:
         self._used_at[channel] = now  # pyright: ignore[reportPrivateUsage]
         return True
 
-    def learned(self: SubscriberMachine, subscription: Any, link: str, route: Route, now: float) -> list[Any]:
+    def learned(self: Moves, subscription: Any, link: str, route: Route, now: float) -> list[Any]:
         self._plan.learn(subscription.channel, route, now)  # pyright: ignore[reportPrivateUsage]
         return self._follow(subscription, route, now)  # pyright: ignore[reportPrivateUsage]
 
@@ -191,7 +191,7 @@ def any_epoch() -> AbstractContextManager[None]:
     def all_three() -> Generator[None]:
         with (
             replaced(LocalPlan, learn=learn),
-            replaced(SubscriberMachine, _learned=learned),
+            replaced(Moves, _learned=learned),
             replaced(PublisherRoutes, told=told),
         ):
             yield
@@ -257,7 +257,7 @@ def no_duplicate_check() -> Generator[None]:
             return [payload]
         return arrive(self, publisher, sequence, flags, payload, now, *rest)
 
-    unusual = replaced(dynamoth_client.subscriber, _UNUSUAL=_EveryFlag())  # every message goes to the stream
+    unusual = replaced(dynamoth_client.channel_messages, _UNUSUAL=_EveryFlag())  # every message goes to the stream
     with unusual, replaced(Stream, arrive=deliver_again):
         yield
 
@@ -276,7 +276,7 @@ def no_hold() -> AbstractContextManager[None]:
 
 def trusting_newcomer() -> AbstractContextManager[None]:
     """A subscriber begins with the first message of an unknown publisher at a place that it has just joined."""
-    return replaced(dynamoth_client.subscriber, ROUTE_CHANGED=0)
+    return replaced(dynamoth_client.channel_messages, ROUTE_CHANGED=0)
 
 
 def copies_count() -> AbstractContextManager[None]:
@@ -372,7 +372,7 @@ def no_failover() -> AbstractContextManager[None]:
     def wait(*_: Any) -> list[Any]:
         return []
 
-    return replaced(SubscriberMachine, _fail_over=wait)
+    return replaced(Moves, _fail_over=wait)
 
 
 def publishers_wait() -> AbstractContextManager[None]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 import redis.exceptions
@@ -52,15 +53,29 @@ def test_the_oldest_messages_are_dropped_and_nothing_else() -> None:
 def test_a_waiter_wakes_with_the_first_item_and_at_its_timeout() -> None:
     async def test() -> None:
         queue = MessageQueue(4)
-        waiter = asyncio.create_task(queue.wait(60))
-        await asyncio.sleep(0)
-        assert not waiter.done()
-        queue.put(_message(1))
-        await waiter
+        assert not await queue.until_item(0)
+        for timeout_s in (60, None, math.inf):
+            waiter = asyncio.create_task(queue.until_item(timeout_s))
+            await asyncio.sleep(0)
+            assert not waiter.done()
+            queue.put(_message(1))
+            assert await waiter
+            queue.items.clear()
         loop = asyncio.get_running_loop()
         began_at = loop.time()
-        await queue.wait(0.02)
+        assert not await queue.until_item(0.02)
         assert loop.time() - began_at >= 0.019
+
+    asyncio.run(test())
+
+
+def test_what_is_there_is_not_waited_for() -> None:
+    async def test() -> None:
+        queue = MessageQueue(4)
+        queue.put(_message(1))
+        queue.close(redis.exceptions.ConnectionError("gone"))
+        assert await queue.until_item(0)
+        assert await queue.until_item(None)
 
     asyncio.run(test())
 
@@ -68,13 +83,13 @@ def test_a_waiter_wakes_with_the_first_item_and_at_its_timeout() -> None:
 def test_a_cancelled_waiter_does_not_disturb_another() -> None:
     async def test() -> None:
         queue = MessageQueue(4)
-        first, second = asyncio.create_task(queue.wait(60)), asyncio.create_task(queue.wait(60))
+        first, second = asyncio.create_task(queue.until_item(60)), asyncio.create_task(queue.until_item(60))
         await asyncio.sleep(0)
         first.cancel()
         await asyncio.wait({first})
         assert not second.done()
         queue.put(_message(1))
-        await second
+        assert await second
 
     asyncio.run(test())
 
@@ -82,11 +97,26 @@ def test_a_cancelled_waiter_does_not_disturb_another() -> None:
 def test_close_wakes_who_waits() -> None:
     async def test() -> None:
         queue = MessageQueue(4)
-        waiter = asyncio.create_task(queue.wait(60))
+        waiter = asyncio.create_task(queue.until_item(60))
         await asyncio.sleep(0)
-        queue.close(redis.exceptions.ConnectionError("gone"))
-        await waiter
-        assert queue.is_closed
+        queue.close(None)
+        assert not await waiter
+        assert not await queue.until_item(60)
+
+    asyncio.run(test())
+
+
+def test_who_waits_gets_the_error_of_the_end_and_so_does_who_comes_later() -> None:
+    async def test() -> None:
+        queue = MessageQueue(4)
+        waiter = asyncio.create_task(queue.until_item(60))
+        await asyncio.sleep(0)
+        error = redis.exceptions.ConnectionError("gone")
+        queue.close(error)
+        for later in (waiter, queue.until_item(0)):
+            with pytest.raises(redis.exceptions.ConnectionError, match="gone") as raised:
+                await later
+            assert raised.value is not error
 
     asyncio.run(test())
 

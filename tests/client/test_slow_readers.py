@@ -177,7 +177,7 @@ def test_a_reader_that_has_stopped_costs_no_more_with_time(cluster: StoredCluste
             await client.publish("c", b"last")
             queue = pubsub._queue
             while not any(isinstance(item, PatternMessage) and item.payload == b"last" for item in queue.items):
-                await queue.wait(30)
+                await asyncio.wait_for(queue.waiter(), 30)
             assert len(queue.items) <= 8 + 1
             gap = (await pubsub.get_message(timeout=None))["data"]
             assert gap.count + len(queue.items) == 301

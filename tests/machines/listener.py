@@ -10,7 +10,8 @@ from dynamoth.events import Pushed, Start
 from dynamoth.names import ANNOUNCE_CHANNEL, inbox
 from dynamoth.plan import Plan, Route
 from dynamoth_client.local_plan import LocalPlan
-from dynamoth_client.subscriber import Deliver, Subscribe, SubscriberMachine, SubscriberOptions, Unsubscribe
+from dynamoth_client.subscriber import SubscriberMachine
+from dynamoth_client.subscriber_events import Deliver, Subscribe, SubscriberOptions, Unsubscribe
 from tests.machines.helpers import PLAN_0, URLS, C, Subject, control, entry_reply, only, published, reply, tagged
 
 OPTIONS = SubscriberOptions(move_spread_s=0.0)

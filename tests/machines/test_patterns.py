@@ -15,7 +15,7 @@ from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected
 from dynamoth_client.pattern_subscription import PatternMessage
 from dynamoth_client.patterns import PatternMachine, PatternOptions, SubscribePatterns, UnsubscribePatterns
-from dynamoth_client.subscriber import SubscriptionConfirmed, SubscriptionEnded, SubscriptionFailed
+from dynamoth_client.subscriber_events import SubscriptionConfirmed, SubscriptionEnded, SubscriptionFailed
 from tests.machines.helpers import (
     PLAN_0,
     RUN,
@@ -41,7 +41,7 @@ class Matcher(Subject):
 
     def __init__(self, options: PatternOptions = OPTIONS, header: Plan = PLAN_0) -> None:
         self.plan = LocalPlan(header)
-        self.patterns = PatternMachine(0xABCD, self.plan, options)
+        self.patterns = PatternMachine(self.plan, options)
         super().__init__(self.patterns)
         self.tell(Start())
 

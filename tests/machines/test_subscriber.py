@@ -12,7 +12,7 @@ from dynamoth.events import Connect, Disconnect, ErrorReply, Pushed, Send
 from dynamoth.names import ANNOUNCE_CHANNEL, replica_channel
 from dynamoth.plan import Assignment, Location, Mode, Plan, Route, Server, single
 from dynamoth.stored_plan import READ_HEADER, read_entry
-from dynamoth_client.subscriber import (
+from dynamoth_client.subscriber_events import (
     Deliver,
     GapDetected,
     SubscriberOptions,

@@ -13,8 +13,8 @@ from dynamoth.control import LossNotice, ObservationGap
 from dynamoth.envelope import CONTROL, FIRST, FORWARDED, HEARTBEAT, MAGIC, RAW, ROUTE_CHANGED, seal
 from dynamoth.events import Pushed
 from dynamoth.plan import Route, single
-from dynamoth_client.sequences import HELD_MAX
-from dynamoth_client.subscriber import Deliver, GapDetected
+from dynamoth_client.sequences import STREAMS_MAX
+from dynamoth_client.subscriber_events import Deliver, GapDetected
 from tests.machines.helpers import ACTIVE, PLAN_0, C, channel_at, control, message, only
 from tests.machines.listener import OPTIONS, Listener, delivered
 
@@ -191,10 +191,10 @@ def test_messages_that_wait_leave_no_wish_behind_each() -> None:
 
 
 def test_remembers_a_bounded_number_of_publishers() -> None:
-    """Anyone can invent publishers; a name for the bound is wanted (``HELD_MAX`` stands in for it here)."""
+    """Anyone can invent publishers."""
     listener = Listener().confirmed()
-    many = 20 * HELD_MAX
-    for publisher in range(many):
+    for publisher in range(STREAMS_MAX + 10):
         listener.push("s1", C, message(1, publisher=publisher))
-    streams = listener.subscriber._subscriptions[C].sequences.streams  # pyright: ignore[reportPrivateUsage]
-    assert len(streams) < many
+    streams = listener.subscriber._register.current[C].sequences.streams  # pyright: ignore[reportPrivateUsage]
+    assert len(streams) == STREAMS_MAX
+    assert STREAMS_MAX + 9 in streams, "the newest one"

@@ -14,11 +14,11 @@ from dynamoth.plan import Assignment, Location, Mode, Plan, Route, single
 from dynamoth_client.local_plan import LocalPlan, NewerSoftware
 from dynamoth_client.publication import Publish
 from dynamoth_client.publisher import PublisherMachine
-from dynamoth_client.subscriber import (
+from dynamoth_client.subscriber import SubscriberMachine
+from dynamoth_client.subscriber_events import (
     Deliver,
     GapDetected,
     Subscribe,
-    SubscriberMachine,
     SubscriberOptions,
     SubscriptionConfirmed,
     SubscriptionEnded,

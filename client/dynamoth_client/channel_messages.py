@@ -1,0 +1,212 @@
+"""What comes to a subscriber: messages, each once and in the order of their publisher, and what dispatchers say.
+
+Theory of operation
+-------------------
+The link and the physical channel of a push tell whose it is, and the number in its envelope whether it is to be
+delivered, held or dropped: see :class:`Sequences`. It does not matter in how many places a message is seen, or by which
+road it came. Nearly every message is the expected one of a known publisher: that is decided in ``take`` itself.
+
+What comes before the confirmation is kept and delivered behind it. Among the messages are those of dispatchers to
+subscribers, which go to :class:`Moves`; markers come to the inbox.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dynamoth.control import LossNotice, Marker, RouteNotice, unpack_control
+from dynamoth.envelope import (
+    CONTROL,
+    HEADER_BYTES,
+    HEARTBEAT,
+    KNOWN_FLAGS,
+    MAGIC,
+    QUIET_BITS,
+    RAW,
+    ROUTE_CHANGED,
+    Envelope,
+    open_envelope,
+    unpack_header,
+)
+from dynamoth.errors import MalformedMessage, UnknownMode
+from dynamoth.events import Pushed
+from dynamoth.plan import Location
+from dynamoth_client.local_plan import LocalPlan
+from dynamoth_client.moves import Moves
+from dynamoth_client.places import Places
+from dynamoth_client.register import Register
+from dynamoth_client.sequences import Gap, Sequences
+from dynamoth_client.subscriber_events import Deliver, GapDetected
+from dynamoth_client.subscription import Subscription
+from dynamoth_client.wishes import Wishes
+
+_UNUSUAL = CONTROL | HEARTBEAT | RAW
+
+_NO_HEADER = (b"", 0, 0, 0, 0)
+
+
+class ChannelMessages:
+    """What comes over the links of one subscriber."""
+
+    def __init__(
+        self,
+        local_plan: LocalPlan,
+        counters: Counter[str],
+        register: Register[Subscription, Sequences],
+        places: Places,
+        moves: Moves,
+        wishes: Wishes,
+        acknowledged: Callable[[str, Sequence[Any], float], list[Any]],
+    ) -> None:
+        """Begin. All but ``acknowledged`` are the machine's own.
+
+        Args:
+            local_plan: notes routes that are not understood.
+            counters: of what is malformed.
+            register: has the subscriptions.
+            places: has the links.
+            moves: is told what dispatchers say of routes.
+            wishes: for what is held.
+            acknowledged: takes, with its link and the time, a push that is no message.
+
+        """
+        self._plan = local_plan
+        self._counters = counters
+        self._register = register
+        self._links = places.links
+        self._inbox = places.inbox
+        self._moves = moves
+        self._wishes = wishes
+        self._acknowledged = acknowledged
+
+    def take(self, event: Pushed, now: float) -> list[Any]:
+        """Take what came over one link; return what is to be done, deliveries in their place."""
+        actions: list[Any] = []
+        delivered: list[tuple[bytes, bytes]] = []
+        places = self._links[event.link].places
+        for push in event.messages:
+            if push[0] != b"message":
+                more = self._acknowledged(event.link, push, now)
+                if more:
+                    if delivered:
+                        actions.append(Deliver(delivered))
+                        delivered = []
+                    actions += more
+                continue
+            subscription = places.get(push[1])
+            if subscription is None:
+                if push[1] == self._inbox:
+                    actions += self._marked(event.link, push[2], now)
+                continue
+            data: bytes = push[2]
+            magic, flags, publisher, number, _ = unpack_header(data) if len(data) >= HEADER_BYTES else _NO_HEADER
+            if magic != MAGIC or flags & ~KNOWN_FLAGS:
+                if data[:3] == MAGIC:
+                    self._counters["malformed_messages"] += 1
+                if subscription.confirmed:
+                    delivered.append((subscription.channel, data))
+                else:
+                    subscription.keep(data)
+                continue
+            if not flags & _UNUSUAL:
+                stream = subscription.sequences.streams.get(publisher)
+                if stream is not None and (expected := stream.next) is not None:
+                    sequence = number >> QUIET_BITS
+                    if sequence == expected and not stream.held:
+                        stream.next = sequence + 1
+                        if subscription.confirmed:
+                            delivered.append((subscription.channel, data[HEADER_BYTES:]))
+                        else:
+                            subscription.keep(data[HEADER_BYTES:])
+                        continue
+                    if stream.begun_in_doubt_at <= sequence < expected:
+                        continue  # a duplicate: many, while the channel moves
+            more = self._unusual(subscription, event.link, push[1], open_envelope(data), now)
+            if more:
+                if delivered:
+                    actions.append(Deliver(delivered))
+                    delivered = []
+                actions += more
+        if delivered:
+            actions.append(Deliver(delivered))
+        return actions
+
+    def _unusual(
+        self, subscription: Subscription, link: str, physical: bytes, envelope: Envelope, now: float
+    ) -> list[Any]:
+        """Take a message that is not simply the expected one of a known publisher."""
+        if envelope.flags & CONTROL:
+            return self._controlled(subscription, link, envelope.payload, now)
+        flags = envelope.flags
+        moving = subscription.leaving or subscription.ended_moving
+        if moving and Location(link, physical) in subscription.targets:
+            flags |= ROUTE_CHANGED  # what came here before this subscriber did is on its way to the place it is leaving
+        owed = subscription.confirmed_at <= now - envelope.quiet_ms / 1000
+        sequences = subscription.sequences
+        outcomes = sequences.arrive(envelope.publisher, envelope.sequence, flags, envelope.payload, now, owed)
+        self._watch(subscription, envelope.publisher)
+        return self._outcomes(subscription, outcomes)
+
+    def _watch(self, subscription: Subscription, publisher: int) -> None:
+        if (expiry := subscription.sequences.watch(publisher)) is not None:
+            self._wishes.add(expiry, self._expire, subscription, publisher)
+
+    def _expire(self, subscription: Subscription, publisher: int, now: float) -> list[Any]:
+        """Release what one stream has held for too long."""
+        if not self._register.is_current(subscription.channel, subscription):
+            return []
+        outcomes = subscription.sequences.expire(publisher, now)
+        self._watch(subscription, publisher)
+        return self._outcomes(subscription, outcomes)
+
+    @staticmethod
+    def _outcomes(subscription: Subscription, outcomes: Sequence[bytes | Gap]) -> list[Any]:
+        channel = subscription.channel
+        actions: list[Any] = []
+        for outcome in outcomes:
+            if not subscription.confirmed:
+                if not isinstance(outcome, Gap):  # what is missing was owed to nobody
+                    subscription.keep(outcome)
+            elif isinstance(outcome, Gap):
+                actions.append(GapDetected(channel, outcome.publisher, outcome.count, outcome.reason))
+            elif actions and isinstance(actions[-1], Deliver):
+                actions[-1].messages.append((channel, outcome))
+            else:
+                actions.append(Deliver([(channel, outcome)]))
+        return actions
+
+    # What dispatchers say.
+
+    def _controlled(self, subscription: Subscription, link: str, payload: bytes, now: float) -> list[Any]:
+        """Take a message to the subscribers of a channel."""
+        try:
+            message = unpack_control(payload)
+        except UnknownMode as error:
+            return list(self._plan.too_old(error))
+        except MalformedMessage:
+            self._counters["malformed_messages"] += 1
+            return []
+        if subscription.ends_owed:
+            return []
+        match message:
+            case RouteNotice(channel, route) if channel == subscription.channel:
+                return self._moves.noticed(subscription, link, route, now)
+            case LossNotice(channel, lost) if channel == subscription.channel and subscription.confirmed:
+                return [GapDetected(channel, None, lost, "a dispatcher could not forward messages")]
+            case _:
+                self._counters["unexpected_messages"] += 1
+                return []
+
+    def _marked(self, link: str, data: bytes, now: float) -> list[Any]:
+        """Take a message to the inbox."""
+        try:
+            message = unpack_control(open_envelope(data).payload)
+        except MalformedMessage:
+            self._counters["malformed_messages"] += 1
+            return []
+        if not isinstance(message, Marker):
+            self._counters["unexpected_messages"] += 1
+            return []
+        return self._moves.marked(link, message, now)

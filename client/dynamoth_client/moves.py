@@ -1,0 +1,352 @@
+"""Which route a subscription follows: it is confirmed where the servers' plan says so, and moved make-before-break.
+
+Theory of operation
+-------------------
+The locations of the route that a subscription follows are its ``targets``. A target is *verified* when the plan stored
+at the same server, read right behind the SUBSCRIBE on the same link, says that the route is right. When every target is
+verified for the first time the subscription is confirmed to the application.
+
+A newer route comes from a notice of a dispatcher or from the stored plan; its locations become the targets, and the old
+targets are ``leaving``. One is left when the marker that answers the announcement at each target has come to the inbox
+at its server (:class:`Marker`). A notice is a hint: a route that the servers contradict for ``distrust_s`` is given up.
+
+After a lost connection every target there is verified again. The application gets a gap event for each confirmed
+channel there, as messages may have been missed, when the server has taken the subscription: before any message that
+comes after the gap. It gets another one if the place turns out not to be right any more. One of several replicas that
+stays away is replaced by another one, or done without.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from dynamoth import stored_plan
+from dynamoth.control import Marker
+from dynamoth.errors import MalformedMessage, UnknownMode
+from dynamoth.events import ErrorReply, Send
+from dynamoth.plan import Location, Mode, Phase, Route
+from dynamoth_client.local_plan import LocalPlan
+from dynamoth_client.places import Places
+from dynamoth_client.register import Register
+from dynamoth_client.sequences import Sequences
+from dynamoth_client.subscriber_events import Deliver, GapDetected, SubscriberOptions
+from dynamoth_client.subscription import Place, Subscription
+from dynamoth_client.wishes import Wishes
+
+_SPREAD_STEPS = 1024
+
+
+class Moves:
+    """The routes of one subscriber's subscriptions."""
+
+    def __init__(
+        self,
+        client_id: int,
+        local_plan: LocalPlan,
+        options: SubscriberOptions,
+        counters: Counter[str],
+        register: Register[Subscription, Sequences],
+        places: Places,
+        wishes: Wishes,
+    ) -> None:
+        """Begin without knowledge of routes but the local plan's. All else is the machine's own."""
+        self._client_id = client_id
+        self._plan = local_plan
+        self._options = options
+        self._counters = counters
+        self._register = register
+        self._places = places
+        self._wishes = wishes
+        #: Routes to servers that the local plan did not list when it was told of them.
+        self._hints: dict[bytes, Route] = {}
+
+    # Following a route.
+
+    def begin(self, subscription: Subscription, now: float) -> list[Any]:
+        """Join the places of the route of a new subscription."""
+        locations = self._choose(subscription, subscription.route)
+        return [action for location in locations for action in self._join(subscription, location, now)]
+
+    def _choose(self, subscription: Subscription, route: Route) -> tuple[Location, ...]:
+        """Return the locations of ``route`` where this subscriber listens; the same for one epoch, without failures."""
+        chosen = route.listened_at(self._client_id, subscription.channel)
+        if route.assignment.mode is not Mode.ALL_PUBLISHERS or not subscription.turn:
+            return chosen
+        replicas = route.locations(subscription.channel)
+        return (replicas[(replicas.index(chosen[0]) + subscription.turn) % len(replicas)],)
+
+    def _join(self, subscription: Subscription, location: Location, now: float) -> list[Any]:
+        actions = self._places.join(subscription, location, now)
+        if not self._places.is_up(location.server):
+            self._wish_failover(subscription, subscription.targets[location], now)
+        return actions
+
+    def _follow(self, subscription: Subscription, route: Route, now: float) -> list[Any]:
+        """Make the locations of ``route`` the targets; its servers are in the local plan."""
+        if not subscription.verified() and not subscription.leaving:
+            _may_have_missed(subscription, "the channel moved while this client was away")
+        subscription.route = route
+        subscription.followed_since = now
+        wanted = self._choose(subscription, route)
+        actions: list[Any] = []
+        for location in wanted:
+            place = subscription.leaving.pop(location, None) or subscription.targets.get(location)
+            if place is None:
+                actions += self._join(subscription, location, now)
+                continue
+            subscription.targets[location] = place
+            if self._places.is_up(location.server):
+                actions.append(self._places.verify(subscription, place))
+        for location, place in list(subscription.targets.items()):
+            if location in wanted:
+                continue
+            if subscription.confirmed:
+                del subscription.targets[location]
+                subscription.leaving = {**subscription.leaving, location: place}
+                subscription.may_have_missed = subscription.may_have_missed or place.lost
+                place.lost = None
+            else:
+                actions += self._places.leave(subscription, place, now)
+        if subscription.leaving and not subscription.look_again_s:
+            subscription.look_again_s = self._options.look_again_s
+            self._wishes.add(now + subscription.look_again_s, self._look_again, subscription)
+        return [*actions, *self._places.ask_for_markers(subscription)]
+
+    def _learned(self, subscription: Subscription, link: str, route: Route, now: float) -> list[Any]:
+        """Take a newer route, from a notice or a stored plan that was read over ``link``."""
+        channel = subscription.channel
+        if route.epoch <= subscription.route.epoch:
+            return []
+        if self._plan.reachable(route):
+            self._plan.learn(channel, route, now)
+            return self._follow(subscription, route, now)
+        asked = bool(self._hints)
+        self._hints[channel] = route
+        return [] if asked else [Send(link, stored_plan.READ_HEADER, ("header",))]
+
+    def header_read(self, link: str, reply: Any, now: float) -> list[Any]:
+        """Take the header of a stored plan: it was read to learn of servers that routes name."""
+        hints, self._hints = self._hints, {}
+        if isinstance(reply, ErrorReply):
+            self._counters["refused_commands"] += 1
+            return []
+        try:
+            header = stored_plan.parse_header(reply, self._places.links[link].run_id)
+        except MalformedMessage:
+            self._counters["malformed_plans"] += 1
+            return []
+        if header is not None and header.believed:
+            self._plan.update_header(header.plan)
+        actions: list[Any] = []
+        for channel, route in hints.items():
+            subscription = self._register.current.get(channel)
+            if subscription is None:
+                continue
+            if self._plan.reachable(route):
+                actions += self._learned(subscription, link, route, now)
+            else:
+                self._counters["distrusted_hints"] += 1
+        return actions
+
+    # Verifying.
+
+    def verified(self, subscription: Subscription, place: Place, reply: Any, now: float) -> list[Any]:
+        """Judge a target by the plan stored at its server: its entry of the channel was read."""
+        location = place.location
+        try:
+            stored = stored_plan.parse_entry(reply, self._places.links[location.server].run_id)
+        except UnknownMode as error:
+            self._wishes.add(now + self._options.look_again_s_max, self._verify_again, subscription, place)
+            return [*self._plan.too_old(error), *self.tell_missed(subscription)]
+        except MalformedMessage:
+            self._counters["malformed_plans"] += 1
+            stored = None
+        if stored is None:
+            self._counters["no_plan_at_server"] += 1
+            return self.verify_later(subscription, place, now)
+        entry = stored.settled_or(self._plan.home(subscription.channel))
+        told = entry.told
+        if location in told.locations(subscription.channel) or (
+            entry.phase is Phase.PREPARED and entry.route == subscription.route
+        ):
+            return self._right(subscription, place, told, entry.phase, now)
+        if told.epoch > subscription.route.epoch:
+            actions = self._learned(subscription, location.server, told, now)
+            if location in subscription.targets:
+                actions += self.verify_later(subscription, place, now)
+            return actions
+        if now - subscription.followed_since >= self._options.distrust_s and self._plan.reachable(told):
+            return self._distrust(subscription, told, now)
+        return self.verify_later(subscription, place, now)
+
+    def verify_later(self, subscription: Subscription, place: Place, now: float) -> list[Any]:
+        """Read the plan again soon: what was read does not tell."""
+        if not place.verified and not subscription.leaving:
+            _may_have_missed(subscription, f"server {place.location.server} did not confirm the subscription")
+        self._wishes.add(now + self._options.verify_retry_s, self._verify_again, subscription, place)
+        return []
+
+    def _verify_again(self, subscription: Subscription, place: Place, _: float) -> list[Any]:
+        current = subscription.targets.get(place.location) is place
+        if not current or place.attempt or not self._register.is_current(subscription.channel, subscription):
+            return []
+        return [self._places.verify(subscription, place)] if self._places.is_up(place.location.server) else []
+
+    def _right(self, subscription: Subscription, place: Place, told: Route, phase: Phase, now: float) -> list[Any]:
+        """The place is right. ``told`` may be newer than the route followed and name the same place."""
+        actions: list[Any] = []
+        if told.epoch > subscription.route.epoch:
+            self._plan.learn(subscription.channel, told, now)
+            actions += self._follow(subscription, told, now)
+        elif told.epoch < subscription.route.epoch and phase is not Phase.PREPARED:
+            actions += self._distrust(subscription, told, now)
+        place.verified, place.verified_epoch = True, told.epoch
+        if place.excused:
+            place.excused = False
+            _may_have_missed(subscription, f"server {place.location.server} could not be reached")
+        if not subscription.verified():
+            return actions
+        if phase is Phase.SETTLED and subscription.leaving:
+            _may_have_missed(subscription, "the move ended while this client was away")
+            for old in list(subscription.leaving.values()):
+                actions += self._places.leave(subscription, old, now)
+        return [*actions, *self._ready(subscription, now)]
+
+    def _distrust(self, subscription: Subscription, told: Route, now: float) -> list[Any]:
+        """Give up a route for an older one that the servers tell: the newer one was forged, or their plan was lost."""
+        self._counters["distrusted_routes"] += 1
+        self._plan.distrust(subscription.channel, told)
+        given_up = list(subscription.targets)
+        actions = self._follow(subscription, told, now)
+        if all(target.verified_epoch == told.epoch for target in subscription.targets.values()):
+            # It has listened all the while where it should: there is nothing to wait for where it should not.
+            for location in given_up:
+                place = subscription.leaving.get(location)
+                if place is not None and place.verified_epoch < 0:
+                    actions += self._places.leave(subscription, place, now)
+        return actions
+
+    def _ready(self, subscription: Subscription, now: float) -> list[Any]:
+        """Every target is verified, or excused: tell the application."""
+        channel = subscription.channel
+        is_first = not subscription.confirmed
+        actions = self.tell_missed(subscription)
+        actions += self._register.confirm(channel, subscription, now)
+        if is_first and (away := subscription.excused()):
+            reason = f"subscribed without what is published at {', '.join(away)}, which cannot be reached"
+            actions.append(GapDetected(channel, None, None, reason))
+        if subscription.early:
+            actions.append(Deliver([(channel, payload) for payload in subscription.early]))
+            subscription.early = None
+        return [*actions, *self._leave_marked(subscription, now)]
+
+    def tell_missed(self, subscription: Subscription) -> list[Any]:
+        """Tell the application what it may have missed, if it was not told yet."""
+        missed, subscription.may_have_missed = subscription.may_have_missed, None
+        for place in subscription.targets.values():
+            missed, place.lost = missed or place.lost, None
+        if missed is None or not subscription.confirmed:
+            return []
+        return [GapDetected(subscription.channel, None, None, missed)]
+
+    # Notices and markers.
+
+    def noticed(self, subscription: Subscription, link: str, route: Route, now: float) -> list[Any]:
+        """Follow a notice: soon, if the application is being served meanwhile."""
+        spread_s = self._options.move_spread_s
+        if not subscription.confirmed or not spread_s:
+            return self._learned(subscription, link, route, now)
+        if route.epoch > max(subscription.route.epoch, subscription.noticed_epoch):
+            subscription.noticed_epoch = route.epoch
+            delay_s = spread_s * ((self._client_id ^ route.epoch) % _SPREAD_STEPS) / _SPREAD_STEPS
+            self._wishes.add(now + delay_s, self._move, subscription, link, route)
+        return []
+
+    def _move(self, subscription: Subscription, link: str, route: Route, now: float) -> list[Any]:
+        subscription.noticed_epoch = 0  # should the move not begin, the next notice counts
+        current = self._register.is_current(subscription.channel, subscription)
+        return self._learned(subscription, link, route, now) if current and self._places.is_up(link) else []
+
+    def marked(self, link: str, marker: Marker, now: float) -> list[Any]:
+        """Take a marker from the inbox at a server: it holds for every place there that is leaving."""
+        subscription = self._register.current.get(marker.channel)
+        if subscription is None or all(target.server != marker.server for target in subscription.targets):
+            return []
+        for place in subscription.leaving.values():
+            if place.location.server == link:
+                number = max(marker.number, place.marked.get(marker.server, 0))
+                place.marked = {**place.marked, marker.server: number}
+        return self._leave_marked(subscription, now)
+
+    def _leave_marked(self, subscription: Subscription, now: float) -> list[Any]:
+        """Leave the places to which markers of all targets have come."""
+        if not subscription.leaving or not subscription.verified():
+            return []
+        targets = subscription.targets.values()
+        marked = [p for p in subscription.leaving.values() if all(p.follows(target) for target in targets)]
+        return [action for place in marked for action in self._places.leave(subscription, place, now)]
+
+    def _look_again(self, subscription: Subscription, now: float) -> list[Any]:
+        """A place is leaving for long: a marker was lost, or none will come, as the move is over."""
+        waited_s, subscription.look_again_s = subscription.look_again_s, 0.0
+        if not subscription.leaving or not self._register.is_current(subscription.channel, subscription):
+            return []
+        subscription.look_again_s = min(2 * waited_s, self._options.look_again_s_max)
+        self._wishes.add(now + subscription.look_again_s, self._look_again, subscription)
+        targets = list(subscription.targets.values())
+        again = [action for place in targets for action in self._verify_again(subscription, place, now)]
+        return [*again, *self._places.ask_for_markers(subscription)]
+
+    # Lost connections.
+
+    def disconnected(self, subscription: Subscription, location: Location, reason: str, now: float) -> list[Any]:
+        """Note that the connection to one of its places was lost."""
+        if (target := subscription.targets.get(location)) is not None:
+            target.disconnected()
+            self._wish_failover(subscription, target, now)
+            if subscription.confirmed:
+                target.lost = reason
+            else:
+                subscription.begin_anew()
+            return []
+        leaving = subscription.leaving[location]
+        if subscription.verified():
+            gap = GapDetected(subscription.channel, None, None, reason)
+            return [gap, *self._places.leave(subscription, leaving, now)]
+        leaving.disconnected()
+        subscription.may_have_missed = reason
+        return []
+
+    def forget_hints(self) -> None:
+        """Forget routes that need a header: it may have been asked for over a link that was lost."""
+        self._hints.clear()
+
+    def _wish_failover(self, subscription: Subscription, place: Place, now: float) -> None:
+        if len(subscription.route.assignment.servers) > 1:
+            self._wishes.add(now + self._options.failover_s, self._fail_over, subscription, place)
+
+    def _fail_over(self, subscription: Subscription, place: Place, now: float) -> list[Any]:
+        """A replica is still away: go to another one (ALL_PUBLISHERS), or do without it (ALL_SUBSCRIBERS)."""
+        server = place.location.server
+        current = subscription.targets.get(place.location) is place
+        if not current or subscription.ends_owed or self._places.is_up(server) or place.excused:
+            return []
+        if now - self._places.links[server].down_since < self._options.failover_s:
+            return []
+        self._counters["failovers"] += 1
+        if subscription.route.assignment.mode is Mode.ALL_PUBLISHERS:
+            subscription.turn += 1
+            subscription.may_have_missed = subscription.may_have_missed or place.lost
+            actions = self._places.leave(subscription, place, now)
+            [location] = self._choose(subscription, subscription.route)
+            return [*actions, *self._join(subscription, location, now)]
+        place.excused = True
+        if not subscription.verified():
+            return []
+        _may_have_missed(subscription, place.lost or f"server {server} cannot be reached")
+        return self._ready(subscription, now)
+
+
+def _may_have_missed(subscription: Subscription, reason: str) -> None:
+    subscription.may_have_missed = subscription.may_have_missed or reason

@@ -1,0 +1,87 @@
+"""What a subscriber is told by the application, what it asks for besides Redis commands, and what it may choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Subscribe:
+    """Event: the application subscribes. Each channel is confirmed once per time that it is named."""
+
+    channels: tuple[bytes, ...]
+
+
+@dataclass(slots=True)
+class Unsubscribe:
+    """Event: the application unsubscribes."""
+
+    channels: tuple[bytes, ...]
+
+
+@dataclass(slots=True)
+class SubscriptionConfirmed:
+    """Action: from here on G1-G3 hold for the channel."""
+
+    channel: bytes
+
+
+@dataclass(slots=True)
+class SubscriptionEnded:
+    """Action: nothing of the channel is delivered any more: the servers have ended it, or were lost."""
+
+    channel: bytes
+
+
+@dataclass(slots=True)
+class SubscriptionFailed:
+    """Action: the server refused (an ACL, for example). The subscription is gone."""
+
+    channel: bytes
+    reason: str
+
+
+@dataclass(slots=True)
+class Deliver:
+    """Action: messages for the application, ``(channel, payload)``, in order."""
+
+    messages: list[tuple[bytes, bytes]]
+
+
+@dataclass(slots=True)
+class GapDetected:
+    """Action: messages of the channel were, or may have been, lost (G5). None means unknown."""
+
+    channel: bytes
+    publisher: int | None
+    count: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SubscriberOptions:
+    """What a subscriber may choose."""
+
+    hold_s_max: float = 0.5
+    """How long a message waits for an earlier one of its publisher before the gap is reported."""
+    verify_retry_s: float = 0.1
+    """How soon a place is verified again when the server held no plan, or one that is behind."""
+    move_spread_s: float = 0.4
+    """A subscriber that is told of a move waits for up to so long, each another time, lest all move at once; 0: not."""
+    distrust_s: float = 5.0
+    """A route that came from a notice and is not confirmed by its server for so long is given up for the stored
+    plan's."""
+    failover_s: float = 5.0
+    """How long one of several replicas may be away before another one is used, or it is done without. Longer than a
+    busy process takes to connect: doing without is told as a gap."""
+    look_again_s: float = 0.25
+    """How soon, while a place is leaving, the route is verified again and markers are asked for again; then at doubling
+    distance."""
+    look_again_s_max: float = 2.0
+    """The largest such distance."""
+    link_idle_s: float = 30.0
+    """A link on which nothing is listened to for so long is closed."""
+    stream_idle_s: float = 600.0
+    """A publisher of which nothing came for so long (up to twice that) is forgotten."""
+    ended_max: int = 1000
+    """Channels that were unsubscribed and whose numbers are remembered at most, for a new subscription."""
