@@ -31,6 +31,8 @@ SHARDED_PREFIX = RESERVED_PREFIX + b"s:"
 """Before the name of a sharded channel: an application's channel like any other, which the name alone tells apart."""
 _SHARDED_REPLICA_PREFIX = RESERVED_PREFIX + b"sr:"
 """Not ``_REPLICA_PREFIX``: a pattern subscriber listens at what ``replica_pattern`` matches, and would be counted."""
+PATTERN_PREFIX = RESERVED_PREFIX + b"pattern:"
+"""Before a pattern: its subscribers subscribe to this at every server, so that PUBSUB CHANNELS lists the patterns."""
 RELAY_PREFIX = RESERVED_PREFIX + b"relay:"
 """Before a physical channel: agents speak to the agent of the server, who publishes there what it is given, once."""
 

@@ -17,6 +17,8 @@ from dynamoth.envelope import EPOCH_MAX
 from dynamoth.errors import MalformedMessage
 from dynamoth.events import CommandPart, ErrorReply
 from dynamoth.names import (
+    AGENT_CHANNEL,
+    PATTERN_PREFIX,
     RESERVED_PREFIX,
     SHARDED_PREFIX,
     is_user_channel,
@@ -28,12 +30,10 @@ from dynamoth.plan import Entry, Location, Mode, Route, Server
 from dynamoth.stored_plan import parse_entry, read_entry
 from dynamoth_client import _errors
 from dynamoth_client._cluster import Cluster
+from dynamoth_client._glob import physical_patterns
 from dynamoth_link.errors import LinkError
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.query import query
-
-AGENT_PATTERNS = 1
-"""The patterns of an agent, at its server: ``*``."""
 
 _EPOCH_DIGITS_MAX = len(b"%x" % EPOCH_MAX)
 
@@ -84,14 +84,25 @@ async def count_subscribers(cluster: Cluster, channels: Sequence[bytes]) -> list
 
 
 async def count_patterns(cluster: Cluster) -> int:
-    """Return how many patterns there are, agents' apart, at the server that has most. Raises as ``read_channels``.
+    """Return how many patterns somebody subscribes to. Raises as ``read_channels``.
 
-    Every server has all patterns of this library's clients, and each is more than one there: besides itself there is
-    one that matches replicated channels. Redis gives a number and no names: they cannot be told apart.
+    Those of this library's clients are at every server, several for each, and channels there are named after them. What
+    Redis counts besides, but for the agent's ``*``, is plain clients': Redis gives no names, so one that is at several
+    servers cannot be told from several, and the number of the server that has most is taken.
     """
-    replies = await _ask_all(cluster, [(b"PUBSUB", b"NUMPAT")])
-    most: int = max(number for [number] in replies.values())
-    return max(0, most - AGENT_PATTERNS)
+    commands = [
+        (b"PUBSUB", b"NUMPAT"),
+        (b"PUBSUB", b"CHANNELS", PATTERN_PREFIX + b"*"),
+        (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL),
+    ]
+    ours: set[bytes] = set()
+    others = 0
+    for number, named, (_, agents) in (await _ask_all(cluster, commands)).values():
+        patterns = {name.removeprefix(PATTERN_PREFIX) for name in named}
+        physical = {name for pattern in patterns for name in physical_patterns(pattern)}
+        others = max(others, number - len(physical) - (agents > 0))
+        ours |= patterns
+    return len(ours) + others
 
 
 # Merging.

@@ -235,9 +235,9 @@ class Redis(redis.asyncio.Redis):
         return [(self._encoder.decode(channel), count) for channel, count in zip(channels, counts, strict=True)]
 
     async def pubsub_numpat(self, **kwargs: Any) -> int:
-        """Return how many patterns are subscribed to at the server that has most. Raises as ``pubsub_channels``.
+        """Return how many patterns are subscribed to in the whole cluster. Raises as ``pubsub_channels``.
 
-        A pattern of this client counts more than once: Redis counts those that it is made of there (at least two).
+        Those of plain Redis clients can only be counted at each server: the number of the one that has most is taken.
         """
         return await _introspection.count_patterns(self._cluster)
 

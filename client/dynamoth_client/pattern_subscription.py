@@ -50,6 +50,8 @@ class PatternPlace:
     excused: bool = False
     #: Why messages from here may have been missed, as long as the application has not been told.
     lost: str | None = None
+    #: A server that was not known before: nothing was missed there if it has acknowledged all names before this time.
+    join_until: float = float("inf")
 
     def disconnected(self, names: tuple[bytes, ...]) -> None:
         """Forget what was true of the connection that was lost."""
@@ -159,5 +161,7 @@ class PatternLink:
     #: When the connection was made. Only of use while it is up.
     up_since: float = 0.0
     run_id: str | None = None
+    #: When the header was asked for that was read here last.
+    read_at: float = float("-inf")
     #: Name to the number of PUNSUBSCRIBEs that the server has not acknowledged. No value is 0.
     unsubscribing: Counter[bytes] = field(default_factory=Counter[bytes])

@@ -10,7 +10,9 @@ replicated channels, whose physical names carry a prefix, and one or more for al
   cluster at that moment, and one that was not known is joined, too. A server where both are done is *verified*. When
   all are, the pattern is confirmed to the application. One that has been away for ``failover_s`` is done without, and
   the application is told.
-* While there are patterns, the header is read again at every server now and then.
+* While there are patterns, the header is read again at every server now and then. A server that it lists newly carries
+  no channel for ``join_s``: who is subscribed there before that, counted from when no header listed it, misses nothing.
+* Beside each pattern a channel that is named after it is subscribed to, for ``pubsub_numpat``.
 
 Whatever is published reaches some server, where it is seen; so nothing depends on dispatchers, on notices or on where
 channels are. Which message is delivered to which pattern is decided in ``pattern_messages.py``.
@@ -29,7 +31,8 @@ from typing import Any
 from dynamoth import stored_plan
 from dynamoth.errors import MalformedMessage
 from dynamoth.events import Connect, Disconnect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
-from dynamoth.names import RESERVED_PREFIX
+from dynamoth.names import PATTERN_PREFIX, RESERVED_PREFIX
+from dynamoth.plan import JOIN_S
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected, PatternMessages
 from dynamoth_client.pattern_subscription import (
@@ -57,6 +60,8 @@ class PatternOptions:
     """How soon a server is asked again that held no plan, or refused for the moment."""
     failover_s: float = 5.0
     """How long a server may be away, or hold no plan, before a pattern is confirmed without it."""
+    join_s: float = JOIN_S
+    """A server carries no channel for so long after the plan has listed it: who joins it in time has missed nothing."""
     link_idle_s: float = 30.0
     """The links are closed so long after the last pattern."""
     stream_idle_s: float = 600.0
@@ -137,7 +142,7 @@ class PatternMachine:
             case _:
                 raise AssertionError(f"not an event of a pattern subscriber: {event!r}")
         if self._to_read:
-            actions += self._read_headers()
+            actions += self._read_headers(now)
         return actions
 
     def deadline(self) -> float | None:
@@ -174,9 +179,9 @@ class PatternMachine:
         actions: list[Any] = [] if lost is None else [PatternGapDetected(pattern, None, None, None, lost)]
         for server in list(subscription.places):
             names = self._messages.unshared(subscription)
-            if self._links[server].up and names:
-                actions += self._send_punsubscribe(server, names)
-            else:
+            if self._links[server].up:
+                actions += self._send_punsubscribe(server, pattern, names)
+            if not (self._links[server].up and names):
                 del subscription.places[server]
         return [*actions, *self._ended_if_gone(subscription, now)]
 
@@ -186,7 +191,7 @@ class PatternMachine:
         names = self._messages.unshared(subscription)
         self._messages.remove(subscription)
         servers = [server for server in subscription.places if self._links[server].up]
-        return [action for server in servers if names for action in self._send_punsubscribe(server, names)]
+        return [action for server in servers for action in self._send_punsubscribe(server, subscription.pattern, names)]
 
     def _remove(self, subscription: PatternSubscription, now: float) -> None:
         self._register.remove(subscription.pattern, subscription.channels)
@@ -208,6 +213,7 @@ class PatternMachine:
     def _follow_servers(self, now: float) -> list[Any]:
         """Have a link to each server of the plan, and to no other."""
         servers = self._plan.servers
+        unlisted_at = min((link.read_at for link in self._links.values() if link.up), default=float("-inf"))
         actions: list[Any] = []
         for id_, link in list(self._links.items()):
             is_listed = id_ in servers and servers[id_].url == link.url
@@ -223,8 +229,7 @@ class PatternMachine:
             self._wishes.add(now + self.options.failover_s, self._fail_over, id_)
             for subscription in self._register.current.values():
                 actions += self._join(subscription, id_, now)
-                if subscription.confirmed:
-                    subscription.places[id_].lost = f"server {id_} was not known before"
+                subscription.places[id_].join_until = unlisted_at + self.options.join_s
         return actions
 
     def _leave_server(self, server: str, now: float) -> list[Any]:
@@ -259,21 +264,26 @@ class PatternMachine:
         subscription.places[server].attempt = self._readings + 1
         self._to_read[server] = None
         command = (b"PSUBSCRIBE", *subscription.names)
-        return [Send(server, command, ("psubscribe", subscription.pattern))]
+        name = (b"SUBSCRIBE", PATTERN_PREFIX + subscription.pattern)
+        return [Send(server, command, ("psubscribe", subscription.pattern)), Send(server, name, ("name",))]
 
-    def _read_headers(self) -> list[Any]:
+    def _read_headers(self, now: float) -> list[Any]:
         self._readings += 1
         reads = [
-            Send(server, stored_plan.READ_HEADER, ("header", self._readings))
+            Send(server, stored_plan.READ_HEADER, ("header", self._readings, now))
             for server in self._to_read
             if self._links[server].up
         ]
         self._to_read.clear()
         return reads
 
-    def _send_punsubscribe(self, server: str, names: tuple[bytes, ...]) -> list[Any]:
+    def _send_punsubscribe(self, server: str, pattern: bytes, names: tuple[bytes, ...]) -> list[Any]:
+        """End a pattern at a server; ``names`` are those that no other pattern needs."""
+        name = Send(server, (b"UNSUBSCRIBE", PATTERN_PREFIX + pattern), ("name",))
+        if not names:
+            return [name]
         self._links[server].unsubscribing.update(names)
-        return [Send(server, (b"PUNSUBSCRIBE", *names), ("punsubscribe", names))]
+        return [name, Send(server, (b"PUNSUBSCRIBE", *names), ("punsubscribe", names))]
 
     def _link_up(self, event: LinkUp, now: float) -> list[Any]:
         link = self._links[event.link]
@@ -319,13 +329,16 @@ class PatternMachine:
 
     def _replied(self, event: Replied, now: float) -> list[Any]:
         match event.tag:
-            case ("header", number):
-                return self._header_read(event, number, now)
+            case ("header", number, asked_at):
+                return self._header_read(event, number, asked_at, now)
             case ("psubscribe", pattern):
                 return self._refused(event, pattern, now)
             case ("punsubscribe", names):
                 self.counters["refused_commands"] += 1
                 return [action for name in names for action in self._unsubscribed(event.link, name, now)]
+            case ("name",):
+                self.counters["refused_commands"] += 1
+                return []
             case _:
                 raise AssertionError(f"not a tag of a pattern subscriber: {event.tag!r}")
 
@@ -340,7 +353,7 @@ class PatternMachine:
         self._wishes.add(now + self.options.retry_s, self._listen_again, subscription, event.link)
         return []
 
-    def _header_read(self, event: Replied, number: int, now: float) -> list[Any]:
+    def _header_read(self, event: Replied, number: int, asked_at: float, now: float) -> list[Any]:
         server = event.link
         link = self._links[server]
         header = None
@@ -357,6 +370,7 @@ class PatternMachine:
         if header is not None and header.believed:
             self._plan.update_header(header.plan)
             actions += self._follow_servers(now)
+            link.read_at = asked_at
             if server not in self._links:
                 return [*actions, *self._confirm_all(now)]
         else:
@@ -417,12 +431,12 @@ class PatternMachine:
 
     def _acknowledged(self, link: str, push: Sequence[Any], now: float) -> list[Any]:
         if push[0] == b"psubscribe":
-            return self._subscribed(link, push[1])
+            return self._subscribed(link, push[1], now)
         if push[0] == b"punsubscribe":
             return self._unsubscribed(link, push[1], now)
         return []
 
-    def _subscribed(self, link: str, name: bytes) -> list[Any]:
+    def _subscribed(self, link: str, name: bytes, now: float) -> list[Any]:
         """A subscription takes effect: what came before was of an earlier one, or before a gap."""
         actions: list[Any] = []
         for subscription in self._messages.users(name):
@@ -430,6 +444,10 @@ class PatternMachine:
             if place is None or subscription.ends_owed:
                 continue
             place.missing.discard(name)
+            if subscription.confirmed and now >= place.join_until:
+                place.lost = place.lost or f"server {link} was not known before"
+            if place.lost is not None or not place.missing:
+                place.join_until = float("inf")
             if not subscription.confirmed:
                 subscription.begin_anew()
             elif place.lost is not None:

@@ -77,10 +77,9 @@ class PublisherRoutes:
         if self._plan.reachable(route):
             self._plan.learn(channel, route, now)
             return []
-        if self._hints:
-            return []
+        is_asked = bool(self._hints)
         self._hints[channel] = route
-        return [Send(link, stored_plan.READ_HEADER, ("header",))]
+        return [] if is_asked else [Send(link, stored_plan.READ_HEADER, ("header",))]
 
     def _doubt(self, link: str, channel: bytes, route: Route) -> list[Any]:
         """A dispatcher says that our newer route is wrong: only if the plan was lost and begun anew. Look there."""

@@ -195,7 +195,10 @@ class Redis(redis.Redis):
         return [(self._encoder.decode(channel), count) for channel, count in zip(channels, counts, strict=True)]
 
     def pubsub_numpat(self, **kwargs: Any) -> int:
-        """Return how many patterns are subscribed to at the server that has most."""
+        """Return how many patterns are subscribed to in the whole cluster. Raises as ``pubsub_channels``.
+
+        Those of plain Redis clients can only be counted at each server: the number of the one that has most is taken.
+        """
         return self._cluster.call(_introspection.count_patterns, self._cluster.cluster)
 
     def plan(self, channel: Any) -> ChannelPlan:

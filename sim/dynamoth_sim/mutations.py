@@ -421,8 +421,8 @@ def lost_in_silence() -> AbstractContextManager[None]:
     """Subscribers to patterns subscribe again and say nothing."""
     subscribed = PatternMachine._subscribed  # pyright: ignore[reportPrivateUsage]
 
-    def silent(self: PatternMachine, link: str, name: bytes) -> list[Any]:
-        subscribed(self, link, name)
+    def silent(self: PatternMachine, link: str, name: bytes, now: float) -> list[Any]:
+        subscribed(self, link, name, now)
         return []
 
     return replaced(PatternMachine, _subscribed=silent)

@@ -100,10 +100,23 @@ def test_a_channel_that_was_moved_is_found(whole_cluster: LocalCluster) -> None:
     run(test())
 
 
-def test_patterns_of_agents_are_not_counted(whole_cluster: LocalCluster) -> None:
+def test_patterns_are_counted_once_and_those_of_agents_not(whole_cluster: LocalCluster) -> None:
     async def test() -> None:
         async with from_url(whole_cluster.url) as client:
             assert await client.pubsub_numpat() == 0
+            async with client.pubsub() as one, client.pubsub() as other:
+                await one.psubscribe("a*", "*", "[^x]*")
+                await other.psubscribe("a*", "d*")
+                for pubsub, count in ((one, 3), (other, 2)):
+                    for _ in range(count):
+                        message = await pubsub.get_message(timeout=None)
+                        assert message is not None and message["type"] == "psubscribe"
+                assert await client.pubsub_numpat() == 4
+                await other.punsubscribe()
+                for _ in range(2):
+                    message = await other.get_message(timeout=None)
+                    assert message is not None and message["type"] == "punsubscribe"
+                assert await client.pubsub_numpat() == 3
             plain: Any = redis.asyncio.Redis(port=whole_cluster.redis["s2"].port)
             async with plain, plain.pubsub() as pubsub:
                 await pubsub.psubscribe("a*", "b*", "c*")

@@ -9,8 +9,8 @@ from typing import Any
 from dynamoth.control import LossNotice
 from dynamoth.envelope import FIRST, FORWARDED, HEARTBEAT, QUIET_MS_MAX, RAW, ROUTE_CHANGED, seal
 from dynamoth.events import Connect, Disconnect, ErrorReply, Pushed, Replied, Send, Start
-from dynamoth.names import replica_channel, replica_pattern
-from dynamoth.plan import Plan, Server
+from dynamoth.names import PATTERN_PREFIX, replica_channel, replica_pattern
+from dynamoth.plan import JOIN_S, Plan, Server
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected
 from dynamoth_client.pattern_subscription import PatternMessage
@@ -60,7 +60,7 @@ class Matcher(Subject):
 
     def answer_one(self, send: Send, plan: Plan | None = PLAN_0) -> list[Any]:
         name = send.args[0]
-        if name in (b"PSUBSCRIBE", b"PUNSUBSCRIBE"):
+        if name in (b"PSUBSCRIBE", b"PUNSUBSCRIBE", b"SUBSCRIBE", b"UNSUBSCRIBE"):
             assert isinstance(name, bytes)
             return self.tell(Pushed(send.link, [[name.lower(), pattern, 1] for pattern in send.args[1:]]))
         assert name == b"HMGET"
@@ -85,6 +85,11 @@ def delivered(actions: Iterable[Any]) -> list[bytes]:
     return [each.payload for action in only(DeliverMatched, actions) for each in action.messages]
 
 
+def essential(actions: Iterable[Any]) -> list[Send]:
+    """Return the commands without those about channels that are named after patterns."""
+    return [send for send in only(Send, actions) if send.args[0] not in (b"SUBSCRIBE", b"UNSUBSCRIBE")]
+
+
 def quiet(number: int, quiet_ms: int, flags: int = 0) -> bytes:
     """Message ``number`` of publisher 7, so long after its previous one."""
     return seal(7, number, 0, b"m%d" % number, flags, quiet_ms)
@@ -98,8 +103,9 @@ def test_a_pattern_is_subscribed_to_at_every_server_and_the_header_is_read_behin
     assert matcher.subscribe() == [Connect(server, url) for server, url in URLS.items()]
     for server in ("s1", "s2"):
         asked = matcher.up(server)
-        assert [send.args[0] for send in only(Send, asked)] == [b"PSUBSCRIBE", b"HMGET"]
+        assert [send.args[0] for send in only(Send, asked)] == [b"PSUBSCRIBE", b"SUBSCRIBE", b"HMGET"]
         assert commands(asked, b"PSUBSCRIBE", server) == [(P, R)]
+        assert commands(asked, b"SUBSCRIBE", server) == [(PATTERN_PREFIX + P,)]
         assert matcher.answer(asked) == []
     assert matcher.answer(matcher.up("s3")) == [SubscriptionConfirmed(P)]
 
@@ -116,7 +122,7 @@ def test_an_acknowledgement_alone_or_a_header_alone_does_not_confirm() -> None:
     matcher.subscribe()
     matcher.answer(matcher.up("s1"))
     matcher.answer(matcher.up("s2"))
-    subscribe, header = only(Send, matcher.up("s3"))
+    subscribe, header = essential(matcher.up("s3"))
     assert matcher.answer_one(header) == []
     assert matcher.answer_one(subscribe) == []
     assert matcher.tell(Pushed("s3", [])) == []
@@ -197,7 +203,7 @@ def test_without_any_server_nothing_is_confirmed() -> None:
 def test_a_pattern_that_the_server_refuses_is_gone() -> None:
     matcher = Matcher()
     matcher.subscribe()
-    [subscribe, header] = only(Send, matcher.up("s1"))
+    [subscribe, header] = essential(matcher.up("s1"))
     refusal = ErrorReply("NOPERM this user has no permissions to access one of the channels used as arguments")
     told = matcher.tell(Replied("s1", subscribe.tag, refusal))
     assert told[-1] == SubscriptionFailed(P, str(refusal))
@@ -208,7 +214,7 @@ def test_a_pattern_that_the_server_refuses_is_gone() -> None:
 def test_a_plan_that_may_not_be_read_fails_the_pattern() -> None:
     matcher = Matcher()
     matcher.subscribe()
-    subscribe, header = only(Send, matcher.up("s1"))
+    subscribe, header = essential(matcher.up("s1"))
     matcher.answer_one(subscribe)
     told = matcher.tell(Replied("s1", header.tag, ErrorReply("NOPERM no access")))
     assert only(SubscriptionFailed, told) == [SubscriptionFailed(P, "the stored plan cannot be read: NOPERM no access")]
@@ -219,7 +225,7 @@ def test_a_server_that_is_busy_is_asked_again() -> None:
     matcher.subscribe()
     matcher.answer(matcher.up("s1"))
     matcher.answer(matcher.up("s2"))
-    subscribe, header = only(Send, matcher.up("s3"))
+    subscribe, header = essential(matcher.up("s3"))
     assert matcher.tell(Replied("s3", subscribe.tag, ErrorReply("BUSY running a script"))) == []
     assert matcher.answer_one(header) == []
     assert matcher.answer(matcher.pass_time(OPTIONS.retry_s)) == [SubscriptionConfirmed(P)]
@@ -342,7 +348,7 @@ def test_what_comes_before_the_confirmation_is_delivered_behind_it() -> None:
     for server in ("s1", "s2"):
         matcher.answer(matcher.up(server))
     assert matcher.matched("s1", message(1, flags=FIRST)) == []
-    subscribe, header = only(Send, matcher.up("s3"))
+    subscribe, header = essential(matcher.up("s3"))
     matcher.answer_one(subscribe)  # from here on nothing is missed; what came before is forgotten
     assert matcher.matched("s1", message(3)) == []
     told = matcher.answer_one(header)
@@ -367,7 +373,7 @@ def test_a_lost_connection_is_a_gap_told_when_the_server_has_taken_the_subscript
     matcher = Matcher().confirmed()
     matcher.matched("s1", message(1, flags=FIRST))
     assert matcher.down("s1") == []
-    subscribe, header = only(Send, matcher.up("s1"))
+    subscribe, header = essential(matcher.up("s1"))
     reason = "the connection to server s1 was lost: reset by peer"
     acknowledgements = [[b"psubscribe", P, 1], [b"psubscribe", R, 2]]
     told = matcher.tell(Pushed("s1", [*acknowledgements, [b"pmessage", P, NEWS, message(2)]]))
@@ -386,13 +392,24 @@ def test_a_connection_lost_before_the_confirmation_is_no_gap() -> None:
     assert matcher.answer(matcher.up("s1")) == [SubscriptionConfirmed(P)]
 
 
-def test_servers_that_come_later_are_found_and_that_is_a_gap() -> None:
+def grown_to_s4(matcher: Matcher, *, after_s: float, joins_after_s: float) -> list[Any]:
+    """Have s4 listed after some time, and let it be connected and answer after some more; return what is told then."""
     grown = replace(PLAN_0, version=5, servers={**PLAN_0.servers, "s4": Server("s4", "redis://s4:6379")})
-    matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed()
-    asked = matcher.pass_time(3.0)
+    asked = matcher.pass_time(after_s)
     assert [send.link for send in only(Send, asked)] == ["s1", "s2", "s3"]
     assert matcher.answer(asked, grown) == [Connect("s4", "redis://s4:6379")]
-    told = matcher.answer(matcher.up("s4"), grown)
+    matcher.now += joins_after_s
+    return matcher.answer(matcher.up("s4"), grown)
+
+
+def test_servers_that_come_later_are_joined_before_they_carry_channels() -> None:
+    matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed()
+    assert grown_to_s4(matcher, after_s=3.0, joins_after_s=JOIN_S - 3.1) == []
+
+
+def test_a_server_that_is_joined_too_late_is_a_gap() -> None:
+    matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed()
+    told = grown_to_s4(matcher, after_s=3.0, joins_after_s=JOIN_S - 2.9)
     assert told == [PatternGapDetected(P, None, None, None, "server s4 was not known before")]
 
 
@@ -423,7 +440,7 @@ def test_a_server_that_has_another_address_is_connected_there() -> None:
 def test_servers_that_leave_may_be_the_last_that_an_ending_pattern_waits_for() -> None:
     shrunk = replace(Plan.initial(SERVERS[:1], virtual_nodes=8), version=5)
     matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed(P, b"other")
-    ends = only(Send, matcher.unsubscribe())
+    ends = essential(matcher.unsubscribe())
     matcher.subscribe()
     matcher.answer(ends[:1])
     matcher.down("s3")
@@ -438,7 +455,7 @@ def test_servers_that_leave_may_be_the_last_that_an_ending_pattern_waits_for() -
 
 def test_a_pattern_has_ended_when_every_server_has_said_so() -> None:
     matcher = Matcher().confirmed()
-    ends = only(Send, matcher.unsubscribe())
+    ends = essential(matcher.unsubscribe())
     assert [(send.link, send.args) for send in ends] == [(id_, (b"PUNSUBSCRIBE", P, R)) for id_ in URLS]
     assert delivered(matcher.matched("s3", message(1, flags=FIRST))) == [b"m1"], "it was on its way"
     assert matcher.answer(ends[:2]) == []
@@ -448,7 +465,7 @@ def test_a_pattern_has_ended_when_every_server_has_said_so() -> None:
 
 def test_a_server_that_is_lost_says_nothing_more() -> None:
     matcher = Matcher().confirmed()
-    ends = only(Send, matcher.unsubscribe())
+    ends = essential(matcher.unsubscribe())
     matcher.answer(ends[:2])
     assert matcher.down("s3") == [SubscriptionEnded(P)]
 

@@ -346,6 +346,17 @@ def test_reads_the_header_before_it_goes_to_an_unknown_server() -> None:
     assert only(Connect, publisher.publish()) == [Connect("s4", "redis://s4:6379")]
 
 
+def test_channels_that_have_all_gone_to_an_unknown_server_are_learned_with_one_reading() -> None:
+    other = channel_at("s1", 1)
+    publisher = Publisher().connected()
+    for channel in (C, other):
+        publisher.publish(channel)
+    asked = [action for channel in (C, other) for action in publisher.told(TO_S4, channel)]
+    assert asked == [Send("s1", READ_HEADER, ("header",))]
+    publisher.tell(Replied("s1", ("header",), header_reply(GROWN)))
+    assert [publisher.plan.route(channel) for channel in (C, other)] == [TO_S4, TO_S4]
+
+
 def test_never_goes_to_a_server_that_no_plan_lists() -> None:
     publisher = Publisher().connected()
     publisher.publish()
