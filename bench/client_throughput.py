@@ -255,7 +255,7 @@ def main() -> None:
     payload = b"x" * arguments.payload_bytes
     loads = [
         Load("publish, one by one", publish_one_by_one, messages // 10, payload),
-        Load(f"publish, {TASKS} tasks", publish_concurrently, messages // 5, payload),
+        Load(f"publish, {TASKS} tasks", publish_concurrently, messages // 2, payload),
         Load("listen", listen, messages, payload),
         Load("batches", batches, messages, payload),
         Load("guarantees", listen_to_ours, messages, payload, is_ours=True),

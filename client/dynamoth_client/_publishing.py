@@ -55,6 +55,7 @@ class Publishing:
         self._unanswered: set[asyncio.Future[int]] = set()
         #: Publications of this turn of the event loop that the machine will be told of at its end.
         self._collected: list[tuple[asyncio.Future[int], bytes, bytes]] = []
+        self._hand_over_scheduled = False
         machine = PublisherMachine(secrets.randbits(64), local_plan, PublisherOptions(envelope=envelope))
         self.counters = machine.counters
         self._driver = Driver(
@@ -78,20 +79,28 @@ class Publishing:
                 f"a message of {len(payload):,} bytes is too large: Redis takes {PAYLOAD_BYTES_MAX:,}; send it in parts"
             )
         outcome: asyncio.Future[int] = asyncio.Future(loop=self._loop)  # create_future would take twice as long
-        if self._collected:
+        if self._hand_over_scheduled:
             self._collected.append((outcome, channel, payload))
             return outcome
         if self._loop is not asyncio.get_running_loop():
             raise RuntimeError(_errors.OTHER_LOOP)
         if self._unanswered:
             self._collected.append((outcome, channel, payload))
-            self._loop.call_soon(self._hand_over)
+            self._schedule_hand_over()
         else:
             self._unanswered.add(outcome)
             self._driver.handle(Publish(outcome, channel, payload))
         return outcome
 
+    def _schedule_hand_over(self) -> None:
+        if not self._hand_over_scheduled:
+            self._hand_over_scheduled = True
+            self._loop.call_soon(self._hand_over)
+
     def _hand_over(self) -> None:
+        self._hand_over_scheduled = False
+        if not self._collected:
+            return
         collected, self._collected = self._collected, []
         self._unanswered.update([outcome for outcome, _, _ in collected])
         self._driver.handle(PublishAll(collected))
@@ -109,6 +118,8 @@ class Publishing:
             for outcome, receivers in zip(outcomes, action.receivers, strict=True):
                 if not outcome.done():
                     outcome.set_result(receivers)
+            # Right behind the tasks that have waited: what they publish now goes together in this very turn.
+            self._schedule_hand_over()
             return
         if type(action) is NewerSoftware:
             _logger.warning("%s", action.text)

@@ -190,7 +190,7 @@ class Connection(asyncio.Protocol):
             return False
         if not args:
             raise ValueError("a command has at least its name")
-        packed = _packed((args,))
+        packed = _packed((args,)) if len(args) == 3 else _pack(tuple(args))
         name = args[0]
         kind = _SUBSCRIPTIONS.get(name.upper()) if isinstance(name, (bytes, str)) else None
         if kind is None:
@@ -490,19 +490,22 @@ class Connection(asyncio.Protocol):
 
 def _packed(commands: Sequence[Sequence[CommandPart]]) -> bytes:
     """Return commands as RESP. Raises TypeError for a part that is not a CommandPart."""
+    try:
+        return _packed_short(cast("Sequence[tuple[bytes, bytes, bytes]]", commands))
+    except (IndexError, TypeError, ValueError):  # some are not of that kind
+        return b"".join([_pack(tuple(args)) for args in commands])
+
+
+def _packed_short(commands: Sequence[tuple[bytes, bytes, bytes]]) -> bytes:
+    """Return commands of three short parts, as nearly all are PUBLISHes: twice as fast as packing them one by one.
+
+    Raises IndexError, TypeError or ValueError for others.
+    """
     head = _HEADS
     chunks: list[bytes] = []
     add = chunks.extend
-    for args in commands:
-        if len(args) == 3:  # PUBLISH: nearly all commands, and twice as fast so
-            name, first, second = args
-            if type(name) is bytes and type(first) is bytes and type(second) is bytes:
-                try:
-                    add((b"*3", head[len(name)], name, head[len(first)], first, head[len(second)], second, b"\r\n"))
-                    continue
-                except IndexError:  # one is longer
-                    pass
-        chunks.append(_pack(tuple(args)))
+    for name, first, second in commands:
+        add((b"*3", head[len(name)], name, head[len(first)], first, head[len(second)], second, b"\r\n"))
     return b"".join(chunks)
 
 
