@@ -73,6 +73,8 @@ from dynamoth_client.publication import (
 )
 from dynamoth_client.publisher_routes import PublisherRoutes
 
+_NEVER = float("inf")
+
 LEFT_MAX = 4
 """Servers that a channel has left and that are remembered: what was sent there last may not have been observed."""
 
@@ -114,7 +116,7 @@ class PublisherMachine:
             case RepliedAll():
                 return self._replied_all(event.link, event.values, now)
             case Publish():
-                return self._publish_all(((event.token, event.channel, event.payload),), now)
+                return self._publish_one(event.token, event.channel, event.payload, now)
             case Replied():
                 return self._replied(event, now)
             case Pushed():
@@ -132,15 +134,36 @@ class PublisherMachine:
 
     def deadline(self) -> float | None:
         """Return when the oldest unanswered message has waited long enough, or another replica is to take its place."""
-        wishes = [server.waiting[0].tell_at for server in self._servers.values() if server.waiting]
-        failovers = [
-            server.down_since + self.options.failover_s
-            for server in self._servers.values()
-            if server.waiting and not server.up and not server.avoided
-        ]
-        return min((*wishes, *failovers), default=None)
+        earliest = _NEVER
+        for server in self._servers.values():
+            if server.waiting:
+                earliest = min(earliest, server.waiting[0].tell_at)
+                if not server.up and not server.avoided:
+                    earliest = min(earliest, server.down_since + self.options.failover_s)
+        return None if earliest == _NEVER else earliest
 
     # Publishing.
+
+    def _publish_one(self, token: Hashable, name: bytes, payload: bytes, now: float) -> list[Any]:
+        """Publish a message by itself; if there is nothing to be decided, as ``_publish_all`` does."""
+        channel = self._channels.get(name)
+        server = channel.lane if channel is not None and channel.generation == self._plan.generation else None
+        if (
+            channel is None
+            or server is None
+            or not (server.observers or name in server.confirmed)
+            or now >= server.clear_until
+            or server.outbox.full
+        ):
+            return self._publish(token, name, payload, now)
+        channel.sequence += 1
+        number = channel.sequence << QUIET_BITS | whole_ms(now - channel.used_at)
+        channel.used_at = now
+        self._plan.use(name, now)
+        waiting = Waiting(token, now + self.options.publish_timeout_s, name)
+        server.waiting.append(waiting)
+        data = pack_header(MAGIC, 0, self.client_id, number, channel.epoch) + payload
+        return server.outbox.put((b"PUBLISH", channel.physical, data), waiting)
 
     def _publish_all(self, messages: Sequence[tuple[Hashable, bytes, bytes]], now: float) -> list[Any]:
         """Publish messages; those about which there is nothing to be decided go out together, server by server."""
@@ -373,7 +396,8 @@ class PublisherMachine:
     def _replied(self, event: Replied, now: float) -> list[Any]:
         server = self._servers[event.link]
         if event.tag is server.outbox:
-            return self._replied_all(event.link, (event.value,), now)
+            actions = self._replied_to(server.outbox.replied(), event.link, event.value, now)
+            return self._tidied(server, actions, now)
         if isinstance(event.value, ErrorReply):
             self.counters["refused_commands"] += 1
             self._routes.forget_hints()
@@ -397,7 +421,6 @@ class PublisherMachine:
     def _replied_all(self, link: str, values: Sequence[Any], now: float) -> list[Any]:
         """Take replies to the oldest commands of an outbox."""
         server = self._servers[link]
-        waiting = server.waiting
         actions: list[Any] = []
         tokens = server.outbox.replied_all(len(values))
         index = 0
@@ -410,16 +433,25 @@ class PublisherMachine:
             else:
                 actions += self._replied_to(token, link, values[index], now)
                 index += 1
+        return self._tidied(server, actions, now)
+
+    def _tidied(self, server: PublisherServer, actions: list[Any], now: float) -> list[Any]:
+        """Forget what is done, after replies; return the actions with those that are due now."""
+        waiting = server.waiting
         while waiting and waiting[0].done:
             waiting.popleft()
         if server.owes_heartbeats and not len(server.outbox):
             server.owes_heartbeats = False
-            actions += self._heartbeats(link, now)
+            return [*actions, *self._heartbeats(server.outbox.link, now)]
         return actions
 
-    def _replied_to(self, token: Waiting | HandOver | Check | None, link: str, value: Any, now: float) -> list[Any]:
+    def _replied_to(
+        self, token: Waiting | Together | HandOver | Check | None, link: str, value: Any, now: float
+    ) -> list[Any]:
         if type(token) is Waiting:
             return [] if token.done else self._outcomes.answered(token, link, value, now)
+        if type(token) is Together:
+            return answered_together(token, (value,), self._servers[link].observers)
         if isinstance(token, Check):
             return self._checked(token, link, value, now)
         if isinstance(token, HandOver):
