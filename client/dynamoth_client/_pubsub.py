@@ -191,6 +191,8 @@ class PubSub(redis.asyncio.client.PubSub):
 
         Raises ``redis.exceptions.DataError`` for what is a sharded channel inside: ``sunsubscribe`` is for these.
         """
+        if args:
+            args = (flat(args),)  # it may be an iterator, and is looked at twice
         for name in flat(args):
             if (encoded_name := self._encode(name)).startswith(SHARDED_PREFIX):
                 refuse_unroutable(encoded_name)

@@ -72,6 +72,18 @@ def test_unsubscribing_from_all_does_not_repeat_what_is_under_way(cluster: Store
     run(test())
 
 
+def test_names_may_come_from_an_iterator(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            await pubsub.subscribe(name for name in ("a", "b"))
+            assert [(await _next(pubsub))["channel"] for _ in range(2)] == [b"a", b"b"]
+            await pubsub.unsubscribe(name for name in ("a", "b"))
+            assert await _next(pubsub) == _message("unsubscribe", b"a", 1)
+            assert await _next(pubsub) == _message("unsubscribe", b"b", 0)
+
+    run(test())
+
+
 def test_a_server_that_hangs_does_not_hold_the_others_acknowledgements(cluster: StoredCluster) -> None:
     hanging, quick = cluster.channel_at("s1"), cluster.channel_at("s2")
 
