@@ -372,15 +372,16 @@ class PubSub(redis.asyncio.client.PubSub):
             queue.relieve()
         return item
 
-    async def _wait(self, timeout: float | None) -> bool:
+    def _wait(self, timeout: float | None) -> Awaitable[bool]:
         """Wait for an item, with a turn for others; False when there is none in time, or this PubSub was closed."""
         if not self._is_begun:
             raise RuntimeError(_NOT_CONNECTED)
-        queue = self._queue
         self._turn = 0
-        if queue.items:
-            await asyncio.sleep(0)
-        return await queue.until_item(timeout)
+        return self._wait_with_others(timeout) if self._queue.items else self._queue.until_item(timeout)
+
+    async def _wait_with_others(self, timeout: float | None) -> bool:
+        await asyncio.sleep(0)
+        return await self._queue.until_item(timeout)
 
     def _message(self, item: tuple[bytes, bytes]) -> dict[str, Any]:
         channel, payload = item

@@ -172,16 +172,6 @@ class MessageQueue:
         for waiter in self._waiters:
             _release(waiter)
 
-    def waiter(self) -> asyncio.Future[None]:
-        """Return a future to await until something may have come. To be given to ``forget`` afterwards."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
-        return waiter
-
-    def forget(self, waiter: asyncio.Future[None]) -> None:
-        """End what ``waiter`` has begun."""
-        self._waiters.discard(waiter)
-
     async def until_item(self, timeout_s: float | None) -> bool:
         """Wait until there is an item; False when none comes within ``timeout_s``, or ever. None: wait without end.
 
@@ -197,12 +187,13 @@ class MessageQueue:
             if until is not None and loop.time() >= until:
                 await asyncio.sleep(0)
                 return bool(self.items)
-            waiter = self.waiter()
+            waiter: asyncio.Future[None] = asyncio.Future(loop=loop)
+            self._waiters.add(waiter)
             timer = None if until is None else loop.call_at(until, _release, waiter)
             try:
                 await waiter
             finally:
-                self.forget(waiter)
+                self._waiters.discard(waiter)
                 if timer is not None:
                     timer.cancel()
         return True
