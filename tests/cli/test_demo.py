@@ -78,45 +78,65 @@ def test_channels_move_one_is_split_and_folded_back_and_the_audit_is_clean(tmp_p
     assert re.search(r"channels split: \d+, over up to [23] servers.*; folded back: \d+", out)
 
 
-def begun(process: subprocess.Popen[str]) -> list[int]:
-    """Wait until the players play; return process descriptors of all processes of the demo."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "the crowd gathers" in line:
-            children = children_of(process.pid)
-            assert len(children) >= 5, children
-            return [os.pidfd_open(pid) for pid in children]
-    raise AssertionError(f"the demo has ended early: {process.communicate()}")
+class Playing:
+    """A demo whose players play, and all its processes: by descriptor, so that none is taken for another.
 
+    It ends with the ``with`` block, whatever happens there.
+    """
 
-def all_gone(descriptors: list[int]) -> bool:
-    try:
-        return len(select.select(descriptors, [], [], 0)[0]) == len(descriptors)
-    finally:
-        for descriptor in descriptors:
+    def __init__(self) -> None:
+        self.process = demo("--players", "10", "--servers", "1", "--seconds", "60")
+        self.descriptors: dict[int, str] = {}
+
+    def __enter__(self) -> Playing:
+        try:
+            self._wait()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _wait(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if "the crowd gathers" in line:
+                for pid, arguments in children_of(self.process.pid).items():
+                    self.descriptors[os.pidfd_open(pid)] = arguments
+                assert len(self.descriptors) >= 5, self.descriptors
+                return
+        raise AssertionError(f"the demo has ended early: {self.process.communicate()}")
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self.descriptors:
             os.close(descriptor)
+        self.process.kill()
+        self.process.communicate(timeout=TIMEOUT_S)
+
+    def kill(self, name: str) -> None:
+        [descriptor] = [descriptor for descriptor, arguments in self.descriptors.items() if name in arguments]
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+
+    def all_gone(self) -> bool:
+        return len(select.select(self.descriptors, [], [], 0)[0]) == len(self.descriptors)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_stops_everything_and_leaves_no_process(number: signal.Signals) -> None:
-    process = demo("--players", "10", "--servers", "1", "--seconds", "60")
-    descriptors = begun(process)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 130
-    assert err == "dynamoth: interrupted\n"
-    assert all_gone(descriptors)
+    with Playing() as playing:
+        playing.process.send_signal(number)
+        _, err = playing.process.communicate(timeout=TIMEOUT_S)
+        assert playing.process.returncode == 130
+        assert err == "dynamoth: interrupted\n"
+        assert playing.all_gone()
 
 
 def test_a_server_that_dies_ends_the_demo_with_the_reason() -> None:
-    process = demo("--players", "10", "--servers", "1", "--seconds", "60")
-    descriptors = begun(process)
-    [server] = [pid for pid, arguments in children_of(process.pid).items() if "redis-server" in arguments]
-    os.kill(server, signal.SIGKILL)
-    _, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 1
-    assert "dynamoth: the Redis server s1 has ended" in err
-    assert all_gone(descriptors)
+    with Playing() as playing:
+        playing.kill("redis-server")
+        _, err = playing.process.communicate(timeout=TIMEOUT_S)
+        assert playing.process.returncode == 1
+        assert "dynamoth: the Redis server s1 has ended" in err
+        assert playing.all_gone()
 
 
 @pytest.fixture(scope="module")
