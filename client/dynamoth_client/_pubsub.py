@@ -271,11 +271,9 @@ class PubSub(redis.asyncio.client.PubSub):
             redis.exceptions.ConnectionError: no server can be reached, see the class; or the client was closed.
 
         """
+        if not self._may_pop() and not await self._wait(timeout):
+            return None
         item = self._pop()
-        if item is None:
-            item = self._pop() if await self._wait(timeout) else None
-            if item is None:
-                return None
         if type(item) is not tuple:
             return await self._unusual(cast("_Unusual", item), ignore_subscribe_messages)
         message = self._message(item)
@@ -288,9 +286,9 @@ class PubSub(redis.asyncio.client.PubSub):
     async def listen(self) -> AsyncIterator[dict[str, Any]]:
         """Yield messages until the last unsubscription has been read. Raises as ``get_message``."""
         while self.channels or self.patterns or self.shard_channels:
+            if not self._may_pop() and not await self._wait(None):
+                continue
             item = self._pop()
-            if item is None:
-                item = self._pop() if await self._wait(None) else None
             if type(item) is tuple:
                 message = self._message(item)
                 handler = self.channels.get(message["channel"])
@@ -298,7 +296,7 @@ class PubSub(redis.asyncio.client.PubSub):
                     yield message
                 else:
                     await _call(handler, message)
-            elif item is not None:
+            else:
                 unusual = await self._unusual(cast("_Unusual", item), ignored=False)
                 if unusual is not None:
                     yield unusual
@@ -344,9 +342,9 @@ class PubSub(redis.asyncio.client.PubSub):
 
     async def parse_response(self, block: bool = True, timeout: float = 0) -> Any:
         """Return the next message as the list that Redis sends; None when there is none within ``timeout``."""
-        item = self._pop() if await self._wait(None if block else timeout) else None
-        if item is None:
+        if not await self._wait(None if block else timeout):
             return None
+        item = self._pop()
         if isinstance(item, Failure):
             raise self._failed(item)
         if isinstance(item, Notice):
@@ -361,11 +359,13 @@ class PubSub(redis.asyncio.client.PubSub):
             return [self._name(part) for part in (b"smessage", item.channel, item.payload)]
         return [self._name(part) for part in (b"message", *item)]
 
-    def _pop(self) -> Item | None:
-        """Take the next item, without waiting; None when there is none, or when it is the turn of others."""
+    def _may_pop(self) -> bool:
+        """Tell whether there is an item, and it is not the turn of others."""
+        return self._turn < TURN_ITEMS_MAX and bool(self._queue.items)
+
+    def _pop(self) -> Item:
+        """Take the next item: there is one, and ``_may_pop`` or ``_wait`` said so just now."""
         queue = self._queue
-        if not queue.items or self._turn >= TURN_ITEMS_MAX:
-            return None
         self._turn += 1
         item = queue.items.popleft()
         if queue.is_full:

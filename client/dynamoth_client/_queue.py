@@ -123,7 +123,8 @@ class MessageQueue:
     def extend(self, items: Iterable[Item]) -> None:
         """Add items, in their order."""
         self.items.extend(items)
-        self.wake()
+        if self._waiters:
+            self.wake()
         if len(self.items) >= self.bound and not self.is_full:
             self.is_full = True
             self._on_full()
@@ -170,7 +171,8 @@ class MessageQueue:
     def wake(self) -> None:
         """Let all who wait look again."""
         for waiter in self._waiters:
-            _release(waiter)
+            if not waiter.done():
+                waiter.set_result(None)
 
     async def until_item(self, timeout_s: float | None) -> bool:
         """Wait until there is an item; False when none comes within ``timeout_s``, or ever. None: wait without end.
@@ -187,7 +189,7 @@ class MessageQueue:
             if until is not None and loop.time() >= until:
                 await asyncio.sleep(0)
                 return bool(self.items)
-            waiter: asyncio.Future[None] = asyncio.Future(loop=loop)
+            waiter: asyncio.Future[None] = loop.create_future()
             self._waiters.add(waiter)
             timer = None if until is None else loop.call_at(until, _release, waiter)
             try:

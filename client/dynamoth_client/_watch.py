@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from dynamoth.events import Connect, Disconnect, ErrorReply, LinkDown, LinkUp, Machine, Pushed, Replied, Send, Tick
+from dynamoth_client.subscriber_events import Deliver
 
 NOT_CONNECTED_YET = "not connected yet"
 
@@ -80,7 +81,8 @@ class WatchedSubscriber:
     def handle(self, event: Any, now: float) -> list[Any]:
         """Take one event; return the actions to execute, in order."""
         if type(event) is Pushed:  # nearly all of them
-            return self._watched(self._machine.handle(event, now), now)
+            actions = self._machine.handle(event, now)
+            return actions if len(actions) == 1 and type(actions[0]) is Deliver else self._watched(actions, now)
         kind = cast("type[object]", type(event))
         if kind is Ping:
             return self._ping(event)

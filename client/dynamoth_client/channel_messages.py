@@ -43,6 +43,7 @@ from dynamoth_client.subscription import Subscription
 from dynamoth_client.wishes import Wishes
 
 _UNUSUAL = CONTROL | HEARTBEAT | RAW
+_UNKNOWN_FLAGS = 0xFF & ~KNOWN_FLAGS
 
 _NO_HEADER = (b"", 0, 0, 0, 0)
 
@@ -102,8 +103,8 @@ class ChannelMessages:
                 continue
             data: bytes = push[2]
             magic, flags, publisher, number, _ = unpack_header(data) if len(data) >= HEADER_BYTES else _NO_HEADER
-            if magic != MAGIC or flags & ~KNOWN_FLAGS:
-                if data[:3] == MAGIC:
+            if magic != MAGIC or flags & _UNKNOWN_FLAGS:
+                if magic == MAGIC or data[:3] == MAGIC:
                     self._counters["malformed_messages"] += 1
                 if subscription.confirmed:
                     delivered.append((subscription.channel, data))

@@ -198,3 +198,7 @@ class PublisherServer:
     observers_asked_at: float = float("-inf")
     #: Until when a message needs no other command beside it, if its channel is confirmed; minus infinity while down.
     clear_until: float = float("-inf")
+
+    def is_clear_for(self, count: int, now: float) -> bool:
+        """Tell whether so many messages of confirmed channels can go out here with no other command beside them."""
+        return now < self.clear_until and count <= self.outbox.room

@@ -54,7 +54,7 @@ from dynamoth.events import (
     Start,
     Tick,
 )
-from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox, logical_channel
+from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Location, Mode
 from dynamoth_client.local_plan import LocalPlan
@@ -147,14 +147,8 @@ class PublisherMachine:
     def _publish_one(self, token: Hashable, name: bytes, payload: bytes, now: float) -> list[Any]:
         """Publish a message by itself; if there is nothing to be decided, as ``_publish_all`` does."""
         channel = self._channels.get(name)
-        server = channel.lane if channel is not None and channel.generation == self._plan.generation else None
-        if (
-            channel is None
-            or server is None
-            or not (server.observers or name in server.confirmed)
-            or now >= server.clear_until
-            or server.outbox.full
-        ):
+        server = self._lane(channel, name)
+        if channel is None or server is None or not server.is_clear_for(1, now):
             return self._publish(token, name, payload, now)
         channel.sequence += 1
         number = channel.sequence << QUIET_BITS | whole_ms(now - channel.used_at)
@@ -169,28 +163,26 @@ class PublisherMachine:
         """Publish messages; those about which there is nothing to be decided go out together, server by server."""
         actions: list[Any] = []
         ready: list[PublisherServer] = []
-        client_id, find = self.client_id, self._channels.get
-        generation = self._plan.generation
+        client_id = self.client_id
         expires_at = now + self.options.publish_timeout_s
         channel = server = latest = None
         for token, name, payload in messages:
             quiet_ms = 0
             if name is not latest or channel is None or server is None:
-                channel, latest = find(name), name
-                server = channel.lane if channel is not None and channel.generation == generation else None
+                channel, latest = self._channels.get(name), name
+                server = self._lane(channel, name)
                 if (
                     channel is None
                     or server is None
-                    or not (server.observers or name in server.confirmed)
-                    or not (server.commands or self._begin_together(server, len(messages), now, ready))
+                    or not (server.commands or server.is_clear_for(len(messages), now))
                 ):
-                    for other in ready:
-                        actions += self._send_together(other, expires_at)
+                    actions += [self._send_together(other, expires_at) for other in ready]
                     ready.clear()
                     actions += self._publish(token, name, payload, now)
-                    generation = self._plan.generation
                     latest = None
                     continue
+                if not server.commands:
+                    ready.append(server)
                 if now != channel.used_at:
                     quiet_ms = whole_ms(now - channel.used_at)
                     channel.used_at = now
@@ -199,29 +191,23 @@ class PublisherMachine:
             data = pack_header(MAGIC, 0, client_id, sequence << QUIET_BITS | quiet_ms, channel.epoch) + payload
             server.commands.append((b"PUBLISH", channel.physical, data))
             server.tokens.append(token)
-        for server in ready:
-            actions += self._send_together(server, expires_at)
+        actions += [self._send_together(other, expires_at) for other in ready]
         return actions
 
-    @staticmethod
-    def _begin_together(server: PublisherServer, count: int, now: float, ready: list[PublisherServer]) -> bool:
-        """Tell whether ``count`` messages can go to a server with no command beside them; it is ``ready`` then."""
-        is_clear = now < server.clear_until and count <= server.outbox.room
-        if is_clear:
-            ready.append(server)
-        return is_clear
+    def _lane(self, channel: PublishedChannel | None, name: bytes) -> PublisherServer | None:
+        """Return the server that messages of a channel go to while there is nothing about them to be decided."""
+        if channel is None or channel.generation != self._plan.generation:
+            return None
+        server = channel.lane
+        return server if server is not None and (server.observers or name in server.confirmed) else None
 
     @staticmethod
-    def _send_together(server: PublisherServer, expires_at: float) -> Sequence[Send | SendAll]:
+    def _send_together(server: PublisherServer, expires_at: float) -> SendAll:
         commands, server.commands = server.commands, []
-        tokens, server.tokens = server.tokens, []
-        if len(commands) == 1:
-            waiting = Waiting(tokens[0], expires_at, logical_channel(commands[0][1]))
-            server.waiting.append(waiting)
-            return server.outbox.put(commands[0], waiting)
-        together = Together(tokens, expires_at)
+        together = Together(server.tokens, expires_at)
+        server.tokens = []
         server.waiting.append(together)
-        return (server.outbox.put_all(commands, together),)
+        return server.outbox.put_all(commands, together)
 
     def _publish(self, token: Hashable, name: bytes, payload: bytes, now: float) -> list[Any]:
         """Publish a message about which something is to be decided."""

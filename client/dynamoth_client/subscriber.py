@@ -73,28 +73,30 @@ class SubscriberMachine:
 
     def handle(self, event: Any, now: float) -> list[Any]:
         """Take one event; return the actions to execute, in order."""
-        match event:
-            case Pushed():
-                actions = self._messages.take(event, now)
-            case Replied():
-                actions = self._replied(event, now)
-            case Subscribe():
-                actions = [action for channel in event.channels for action in self._subscribe(channel, now)]
-            case Unsubscribe():
-                actions = [action for channel in event.channels for action in self._unsubscribe(channel, now)]
-            case LinkUp():
-                actions = self._places.link_up(event.link, event.run_id)
-            case LinkDown():
-                actions = self._link_down(event, now)
-            case Tick():
-                actions = self._wishes.fulfil(now)
-            case Start():
-                actions = self._forget_idle(now)
-            case _:
-                raise AssertionError(f"not an event of a subscriber: {event!r}")
+        # Nearly all are messages.
+        actions = self._messages.take(event, now) if type(event) is Pushed else self._decide(event, now)
         if self._places.unannounced:
             actions += self._places.announce()
         return actions
+
+    def _decide(self, event: Any, now: float) -> list[Any]:
+        match event:
+            case Replied():
+                return self._replied(event, now)
+            case Subscribe():
+                return [action for channel in event.channels for action in self._subscribe(channel, now)]
+            case Unsubscribe():
+                return [action for channel in event.channels for action in self._unsubscribe(channel, now)]
+            case LinkUp():
+                return self._places.link_up(event.link, event.run_id)
+            case LinkDown():
+                return self._link_down(event, now)
+            case Tick():
+                return self._wishes.fulfil(now)
+            case Start():
+                return self._forget_idle(now)
+            case _:
+                raise AssertionError(f"not an event of a subscriber: {event!r}")
 
     def deadline(self) -> float | None:
         """Return the time of the earliest wish."""

@@ -14,7 +14,6 @@ from typing import Any, TypeVar, cast
 from dynamoth_client import _pools
 from dynamoth_client._cluster import Cluster
 from dynamoth_client._loop import SharedLoop
-from dynamoth_client._publishing import Publishing
 from dynamoth_client._settings import Settings
 
 _T = TypeVar("_T")
@@ -38,8 +37,6 @@ class SyncCluster:
         self._make_cluster = partial(Cluster, settings, envelope=envelope)
         #: The asynchronous cluster: for what runs where the machines are, only. Another one in a forked child.
         self.cluster = self._make_cluster()
-        #: The cluster's, when there was one; it may have been stopped.
-        self._publishing: Publishing | None = None
         #: Held while a loop is made and while it is ended, so that ``cluster`` is at home on one at a time.
         self._lock = threading.Lock()
         self._loop: SharedLoop | None = None
@@ -87,7 +84,6 @@ class SyncCluster:
         """Begin anew in a forked child: new connections, new client ids."""
         self._lock = threading.Lock()
         self.cluster = self._make_cluster()
-        self._publishing = None
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.disown()
@@ -102,14 +98,13 @@ class SyncCluster:
             return self._loop
 
     def _publish(self, channel: bytes, payload: bytes) -> asyncio.Future[int]:
-        publishing = self._publishing
+        publishing = self.cluster.publishing
         if publishing is None or publishing.is_stopped:
             return asyncio.ensure_future(self._publish_first(channel, payload))
         return publishing.publish(channel, payload)
 
     async def _publish_first(self, channel: bytes, payload: bytes) -> int:
-        self._publishing = publishing = await self.cluster.open_publishing()
-        return await publishing.publish(channel, payload)
+        return await (await self.cluster.open_publishing()).publish(channel, payload)
 
 
 def _begin(function: Callable[..., Coroutine[Any, Any, _T]], args: tuple[Any, ...]) -> asyncio.Future[_T]:

@@ -65,14 +65,10 @@ from dynamoth.names import (
     logical_channel,
 )
 from dynamoth.outbox import Outbox
-from dynamoth.plan import Entry, Location, Mode, Phase, Plan, Route, missing
+from dynamoth.plan import Entry, Location, Phase, Plan, Route
 from dynamoth_dispatcher.forwarder import LOCAL, Forwarder, ForwarderOptions
 from dynamoth_dispatcher.transitions import Transition, TransitionOptions, Transitions
-
-
-def _is_relayed(route: Route) -> bool:
-    """Tell whether several dispatchers see each message that is published by a route, and forward it to old ones."""
-    return route.assignment.mode is Mode.ALL_PUBLISHERS and len(route.assignment.servers) > 1
+from dynamoth_dispatcher.ways import Way, Ways, is_relayed
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +81,8 @@ class DispatcherOptions:
     """Messages that wait for the plan at most, before it has been read; past it clients are told of the gap."""
     quiet_max: int = 1_000_000
     """Channels at rest that are remembered at most; about 100 bytes each."""
+    ways_max: int = 100_000
+    """Ways of messages that are forwarded, remembered at most; about 400 bytes each."""
     told_max: int = 100_000
     """Publishers that are remembered as told at most."""
     tell_again_s: float = 1.0
@@ -125,6 +123,8 @@ class DispatcherMachine:
         self._publisher = zlib.crc32(server.encode()) << 32 | incarnation & 0xFFFFFFFF
         #: Physical channels on which a message of today's routes needs nothing: the hot path's one look-up.
         self._quiet: set[bytes] = set()
+        #: Where messages go of which that is not true.
+        self._ways = Ways(server, self._publisher, self.options.ways_max)
         self._forwarder = Forwarder(server, self.options.forwarder, self.counters)
         #: (publisher, channel) to (epoch, time) of the latest notice to a stale publisher.
         self._told: OrderedDict[tuple[int, bytes], tuple[int, float]] = OrderedDict()
@@ -240,6 +240,7 @@ class DispatcherMachine:
         self.plan = plan
         self._forwarder.servers = plan.servers
         self._quiet.clear()
+        self._ways.clear()
         self.transitions.clear()
         for channel, entry in plan.entries.items():
             if entry.phase is not Phase.SETTLED:
@@ -259,7 +260,7 @@ class DispatcherMachine:
         for transition in self.transitions.all():
             notice = seal_control(LossNotice(transition.channel, None))
             here = (*transition.old_here, *transition.new_here)
-            forwarded_here = here if len(here) > 1 or _is_relayed(transition.entry.route) else ()
+            forwarded_here = here if len(here) > 1 or is_relayed(transition.entry.route) else ()
             for location in (*self._elsewhere(transition.channel, transition.entry), *forwarded_here):
                 actions += self._forwarder.forward(location, notice)
         return actions
@@ -305,6 +306,7 @@ class DispatcherMachine:
             places = {place for route in entry.followed for place in route.locations(channel)}
             self._quiet.difference_update(place.physical for place in places)
             self._quiet.discard(channel)
+            self._ways.forget(channel)
             self._changed_at[channel] = now
             if self.transitions.update(channel, entry, now):
                 actions += self._open_links(channel, entry)
@@ -337,6 +339,9 @@ class DispatcherMachine:
         return actions
 
     def _observed(self, physical: bytes, data: bytes, now: float) -> list[Any]:
+        channel = logical_channel(physical)
+        if self.plan is not None and self._ways.has(channel, physical):
+            return self._dispatch(physical, channel, self.plan.entry(channel), data, now)
         is_relay = physical.startswith(RELAY_PREFIX)
         if not is_relay and physical != FORWARD_CHANNEL and not is_user_channel(physical):
             return self._announced(data) if physical == ANNOUNCE_CHANNEL and len(self.transitions) else []
@@ -350,28 +355,11 @@ class DispatcherMachine:
             return self._forwarder.publish_once(physical.removeprefix(RELAY_PREFIX), data)
         if physical == FORWARD_CHANNEL:
             return self._requested(data, now)
-        channel = logical_channel(physical)
         entry = self.plan.entry(channel)
-        here = Location(self.server, physical)
-        if entry.phase is Phase.SETTLED and here in entry.route.locations(channel):
+        if entry.phase is Phase.SETTLED and Location(self.server, physical) in entry.route.locations(channel):
             self._at_rest(physical)
             return []
-        envelope = self._open(data)
-        if envelope is not None and envelope.flags & CONTROL:
-            return []
-        actions = self._forward_message(channel, entry, here, envelope, data, now)
-        if envelope is not None and not envelope.flags & FORWARDED:
-            actions += self._tell_publisher(channel, entry, here, envelope, now)
-        transition = self.transitions.get(channel)
-        if (
-            transition is not None
-            and not transition.told
-            and entry.phase is Phase.ACTIVE
-            and here in transition.old_here
-        ):
-            transition.told = True
-            actions.append(self._notice(transition, here))
-        return actions
+        return self._dispatch(physical, channel, entry, data, now)
 
     def _announced(self, data: bytes) -> list[Any]:
         """Send markers to a subscriber that has joined new locations here, to wherever it may still listen.
@@ -392,7 +380,7 @@ class DispatcherMachine:
             if transition is None or Location(self.server, physical) not in transition.new_here:
                 continue
             marker = seal_control(Marker(transition.channel, self.server, message.number))
-            relayed = _is_relayed(transition.entry.route)
+            relayed = is_relayed(transition.entry.route)
             for server in transition.old_servers:
                 actions += self._forwarder.mark(Location(server, to), marker, relayed=relayed)
         return actions
@@ -442,48 +430,39 @@ class DispatcherMachine:
 
     # Forwarding.
 
-    def _forward_message(
-        self, channel: bytes, entry: Entry, here: Location, envelope: Envelope | None, data: bytes, now: float
-    ) -> list[Any]:
-        if envelope is not None and envelope.flags & FORWARDED and envelope.epoch >= entry.route.epoch:
+    def _dispatch(self, physical: bytes, channel: bytes, entry: Entry, data: bytes, now: float) -> list[Any]:
+        """Forward a message that is not simply in its place, and tell who should know."""
+        envelope = self._open(data)
+        if envelope is not None and envelope.flags & CONTROL:
             return []
-        targets, epoch = self._destinations(channel, entry, here, envelope)
-        if not targets:
+        way = self._ways.find(channel, physical, entry, envelope)
+        actions = self._forward_message(channel, way, envelope, data, now)
+        if way.stale and envelope is not None and not envelope.flags & (FORWARDED | HEARTBEAT):
+            actions += self._tell_publisher(channel, entry.told, envelope.publisher, now)
+        transition = self.transitions.get(channel)
+        if transition is not None and not transition.told and entry.phase is Phase.ACTIVE:
+            here = Location(self.server, physical)
+            if here in transition.old_here:
+                transition.told = True
+                actions.append(self._notice(transition, here))
+        return actions
+
+    def _forward_message(
+        self, channel: bytes, way: Way, envelope: Envelope | None, data: bytes, now: float
+    ) -> list[Any]:
+        if not way.forwarded and not way.relayed:
             return []
         if envelope is None:
-            copy = self._number_raw(channel, epoch, data)
+            copy = self._number_raw(channel, way.epoch, data)
         else:
-            copy = forwarded(data, epoch, ROUTE_CHANGED if self._in_doubt(channel, now) else 0)
-        self.counters["forwarded_messages"] += len(targets)
-        new = entry.route.locations(channel)
-        relayed = set(targets).difference(new) if _is_relayed(entry.route) and here in new else set[Location]()
-        return [
-            action
-            for target in targets
-            for action in (self._forwarder.relay if target in relayed else self._forwarder.forward)(target, copy)
-        ]
-
-    def _destinations(
-        self, channel: bytes, entry: Entry, here: Location, envelope: Envelope | None
-    ) -> tuple[list[Location], int]:
-        """Return where to forward a message that arrived ``here``, and the epoch that the copies are to carry.
-
-        Between old and new locations, messages are forwarded only by the dispatcher of the location where they arrived,
-        as only that keeps the order between them and its markers. A message that arrived elsewhere goes to where
-        clients are told to be, with an epoch that makes the dispatcher there forward it to the rest.
-        """
-        publisher = self._publisher if envelope is None else envelope.publisher
-        route = next((route for route in entry.followed if here in route.locations(channel)), None)
-        if route is None and entry.phase is not Phase.SETTLED:
-            return missing(channel, (entry.told,), {here}, publisher), max(entry.route.epoch - 1, 0)
-        reached = {here}
-        if (
-            route is not None
-            and envelope is not None
-            and (envelope.flags & FORWARDED, envelope.epoch) == (0, route.epoch)
-        ):
-            reached.update(route.published_at(publisher, channel))  # under ALL_PUBLISHERS it was sent to all of them
-        return missing(channel, entry.followed, reached, publisher), entry.route.epoch
+            copy = forwarded(data, way.epoch, ROUTE_CHANGED if self._in_doubt(channel, now) else 0)
+        self.counters["forwarded_messages"] += len(way.forwarded) + len(way.relayed)
+        actions: list[Any] = []
+        for target in way.forwarded:
+            actions += self._forwarder.forward(target, copy)
+        for target in way.relayed:
+            actions += self._forwarder.relay(target, copy)
+        return actions
 
     def _in_doubt(self, channel: bytes, now: float) -> bool:
         """Tell whether earlier messages may have taken another way than this one, or may not have been observed."""
@@ -503,13 +482,9 @@ class DispatcherMachine:
 
     # Telling.
 
-    def _tell_publisher(
-        self, channel: bytes, entry: Entry, here: Location, envelope: Envelope, now: float
-    ) -> list[Any]:
-        told = entry.told
-        if here in told.locations(channel) or envelope.flags & HEARTBEAT:
-            return []
-        key = (envelope.publisher, channel)
+    def _tell_publisher(self, channel: bytes, told: Route, publisher: int, now: float) -> list[Any]:
+        """Tell a publisher of the route that clients are to follow, unless it was told just now."""
+        key = (publisher, channel)
         epoch, at = self._told.get(key, (-1, 0.0))
         if epoch == told.epoch and now - at < self.options.tell_again_s:
             return []
@@ -519,7 +494,7 @@ class DispatcherMachine:
             self._told.popitem(last=False)
         self.counters["redirected_publishers"] += 1
         notice = pack_control(RouteNotice(channel, told))
-        return [Send(LOCAL, (b"PUBLISH", inbox(envelope.publisher), notice))]
+        return [Send(LOCAL, (b"PUBLISH", inbox(publisher), notice))]
 
     def _notice(self, transition: Transition, location: Location) -> Send:
         self.counters["route_notices"] += 1

@@ -87,6 +87,12 @@ class Driver:
         self._link_options = link_options
         self._on_crash = on_crash
         self._loop = asyncio.get_running_loop()
+        self._execute_own: dict[type, Callable[[Any], None]] = {
+            Send: self._send,
+            SendAll: self._send_all,
+            Connect: self._connect,
+            Disconnect: lambda action: self._disconnect(action.link),
+        }
         self._links: dict[str, Link] = {}
         #: Links that were disconnected and whose sockets are being closed.
         self._closing: set[asyncio.Task[None]] = set()
@@ -163,14 +169,9 @@ class Driver:
         if now > self._now:
             self._now = now
         for action in self._machine.handle(event, self._now):
-            if type(action) is Send:
-                self._send(action)
-            elif type(action) is SendAll:
-                self._send_all(action)
-            elif type(action) is Connect:
-                self._connect(action)
-            elif type(action) is Disconnect:
-                self._disconnect(action.link)
+            own = self._execute_own.get(type(action))
+            if own is not None:
+                own(action)
             else:
                 try:
                     self._on_action(action)
@@ -206,7 +207,7 @@ class Driver:
                 options=self._link_options(action),
                 on_up=lambda run_id: self.handle(LinkUp(name, run_id)),
                 on_down=lambda reason: self.handle(LinkDown(name, reason)),
-                on_pushes=lambda messages: self.handle(Pushed(name, messages)),
+                on_pushes=partial(self._pushed, name),
             )
         except InvalidUrl as error:
             self.handle(LinkDown(name, str(error)))
@@ -232,6 +233,9 @@ class Driver:
         link = self._links.get(action.link)
         if link is not None:
             link.send_all(action.commands, partial(self._replied_all, action.link, action.tag))
+
+    def _pushed(self, name: str, messages: list[list[Any]]) -> None:
+        self.handle(Pushed(name, messages))
 
     def _replied(self, name: str, tag: Any, value: Any) -> None:
         self.handle(Replied(name, tag, value))

@@ -17,9 +17,9 @@ import dynamoth_balancer.recovery
 import dynamoth_balancer.takeover
 import dynamoth_client.channel_messages
 import dynamoth_client.pattern_subscription
-import dynamoth_dispatcher.machine
+import dynamoth_dispatcher.ways
 import dynamoth_lla.traffic
-from dynamoth.envelope import CONTROL, FORWARDED, HEARTBEAT, Envelope, open_envelope
+from dynamoth.envelope import CONTROL, HEARTBEAT, open_envelope
 from dynamoth.names import is_user_channel, replica_pattern
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, missing
@@ -41,9 +41,13 @@ from dynamoth_client.publisher_routes import PublisherRoutes
 from dynamoth_client.sequences import Stream
 from dynamoth_dispatcher.machine import DispatcherMachine
 from dynamoth_dispatcher.transitions import Transitions
+from dynamoth_dispatcher.ways import Way, Ways
 from dynamoth_sim.replica_scenarios import pairs
 
 Mutation = Callable[[], AbstractContextManager[None]]
+
+_NOWHERE = Way((), (), 0, stale=False)
+"""No copy, and nobody is told."""
 
 
 @contextmanager
@@ -83,26 +87,18 @@ def moved_in_transition() -> AbstractContextManager[None]:
 
 def forwarded_for_ever() -> AbstractContextManager[None]:
     """Dispatchers do not see that a message is a forwarded copy."""
-    return replaced(dynamoth_dispatcher.machine, FORWARDED=0)
+    return replaced(dynamoth_dispatcher.ways, FORWARDED=0)
 
 
 def never_forwarded_twice() -> AbstractContextManager[None]:
     """Dispatchers forward no forwarded copy, whatever its epoch."""
-    forward = DispatcherMachine._forward_message  # pyright: ignore[reportPrivateUsage]
+    decide = Ways._decide  # pyright: ignore[reportPrivateUsage]
 
-    def once(
-        self: DispatcherMachine,
-        channel: bytes,
-        entry: Entry,
-        here: Any,
-        envelope: Envelope | None,
-        *rest: Any,
-    ) -> list[Any]:
-        if envelope is not None and envelope.flags & FORWARDED:
-            return []
-        return forward(self, channel, entry, here, envelope, *rest)
+    def once(self: Ways, here: Location, channel: bytes, entry: Entry, alike: tuple[int, int, int]) -> Way:
+        _, _, is_copy = alike
+        return _NOWHERE if is_copy else decide(self, here, channel, entry, alike)
 
-    return replaced(DispatcherMachine, _forward_message=once)
+    return replaced(Ways, _decide=once)
 
 
 def no_trickle() -> AbstractContextManager[None]:
@@ -307,14 +303,17 @@ def any_move() -> AbstractContextManager[None]:
 
 def everybody_forwards() -> AbstractContextManager[None]:
     """A dispatcher that is neither at an old nor at a new server forwards to both itself."""
+    decide = Ways._decide  # pyright: ignore[reportPrivateUsage]
 
-    def destinations(
-        self: DispatcherMachine, channel: bytes, entry: Entry, here: Location, envelope: Envelope | None
-    ) -> tuple[list[Location], int]:
-        publisher = 0 if envelope is None else envelope.publisher
-        return missing(channel, entry.followed, {here}, publisher), entry.route.epoch
+    def itself(self: Ways, here: Location, channel: bytes, entry: Entry, alike: tuple[int, int, int]) -> Way:
+        way = decide(self, here, channel, entry, alike)
+        publisher, epoch, is_copy = alike
+        if is_copy and epoch >= entry.route.epoch:
+            return way
+        targets = tuple(missing(channel, entry.followed, {here}, publisher))
+        return Way(targets, (), entry.route.epoch, way.stale)
 
-    return replaced(DispatcherMachine, _destinations=destinations)
+    return replaced(Ways, _decide=itself)
 
 
 def one_name_for_all_epochs() -> AbstractContextManager[None]:
@@ -332,20 +331,20 @@ def any_replica_will_do() -> AbstractContextManager[None]:
     def one_each(channel: bytes, routes: Iterable[Route], reached: Set[Location], publisher: int) -> list[Location]:
         return [place for route in routes for place in missing(channel, [route], reached, publisher)[:1]]
 
-    return replaced(dynamoth_dispatcher.machine, missing=one_each)
+    return replaced(dynamoth_dispatcher.ways, missing=one_each)
 
 
 def one_forwarder() -> AbstractContextManager[None]:
     """Of the dispatchers of ALL_PUBLISHERS, only that of the first location forwards what was sent to all of them."""
-    forward = DispatcherMachine._forward_message  # pyright: ignore[reportPrivateUsage]
+    decide = Ways._decide  # pyright: ignore[reportPrivateUsage]
 
-    def first_only(self: DispatcherMachine, channel: bytes, entry: Entry, here: Location, *rest: Any) -> list[Any]:
+    def first_only(self: Ways, here: Location, channel: bytes, entry: Entry, alike: tuple[int, int, int]) -> Way:
         for route in entry.followed:
             if route.assignment.mode is Mode.ALL_PUBLISHERS and here in route.locations(channel)[1:]:
-                return []
-        return forward(self, channel, entry, here, *rest)
+                return _NOWHERE
+        return decide(self, here, channel, entry, alike)
 
-    return replaced(DispatcherMachine, _forward_message=first_only)
+    return replaced(Ways, _decide=first_only)
 
 
 def added_up() -> AbstractContextManager[None]:

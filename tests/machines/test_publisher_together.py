@@ -161,7 +161,7 @@ def test_what_needs_nothing_else_goes_out_together() -> None:
     before = {server: len(got) for server, got in application.got.items()}
     application.publish([0, 2, 0, 2, 2, 3])
     assert {server: len(got) - before[server] for server, got in application.got.items()} == {"s1": 2, "s2": 3, "s3": 1}
-    assert application.batches == 2
+    assert application.batches == 3
     application.answer("s2", 1)
     assert [application.outcomes[token] for token in (4, 6, 7)] == [1, PublishRefused(6, "OOM"), 1]
     assert 3 not in application.outcomes

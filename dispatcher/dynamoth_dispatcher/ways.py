@@ -1,0 +1,113 @@
+"""Where messages are forwarded that are published in the wrong place, or whose channel is in transition.
+
+That depends on the plan's entry of the channel, the location, and what the envelope says of who published by which
+epoch: not on the single message. So it is decided once for all messages that are alike, and remembered until the entry
+changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamoth.envelope import FORWARDED, Envelope
+from dynamoth.plan import Entry, Location, Mode, Phase, Route, missing
+
+
+def is_relayed(route: Route) -> bool:
+    """Tell whether several dispatchers see each message that is published by a route, and forward it to old ones."""
+    return route.assignment.mode is Mode.ALL_PUBLISHERS and len(route.assignment.servers) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What becomes of messages that are alike.
+
+    ``forwarded`` are the locations that get a copy, ``relayed`` those whose dispatchers get one; copies carry
+    ``epoch``. ``stale`` tells that they were published where clients are told not to be.
+    """
+
+    forwarded: tuple[Location, ...]
+    relayed: tuple[Location, ...]
+    epoch: int
+    stale: bool
+
+
+_Alike = tuple[int, int, int]
+"""Publisher, epoch, and FORWARDED if it is set; of a raw message the dispatcher's own id and -1."""
+
+
+_NO_WAYS: dict[_Alike, Way] = {}
+_NOTHING: dict[bytes, dict[_Alike, Way]] = {}
+
+
+class Ways:
+    """The ways from the locations of one server."""
+
+    def __init__(self, server: str, publisher: int, bound: int) -> None:
+        """Begin without any.
+
+        Args:
+            server: the id of the server.
+            publisher: the id under which the dispatcher numbers raw messages.
+            bound: ways that are remembered at most; about 400 bytes each.
+
+        """
+        self._server = server
+        self._publisher = publisher
+        self._bound = bound
+        self._count = 0
+        #: By logical and by physical channel.
+        self._known: dict[bytes, dict[bytes, dict[_Alike, Way]]] = {}
+
+    def has(self, channel: bytes, physical: bytes) -> bool:
+        """Tell whether a way from this location of a channel is known: it is a user's channel then, and not at rest."""
+        return physical in self._known.get(channel, _NOTHING)
+
+    def find(self, channel: bytes, physical: bytes, entry: Entry, envelope: Envelope | None) -> Way:
+        """Return the way of a message that has arrived here; ``envelope`` None for a raw one."""
+        if envelope is None:
+            alike = (self._publisher, -1, 0)
+        else:
+            alike = (envelope.publisher, envelope.epoch, envelope.flags & FORWARDED)
+        way = self._known.get(channel, _NOTHING).get(physical, _NO_WAYS).get(alike)
+        if way is None:
+            if self._count >= self._bound:
+                self.clear()
+            way = self._decide(Location(self._server, physical), channel, entry, alike)
+            self._known.setdefault(channel, {}).setdefault(physical, {})[alike] = way
+            self._count += 1
+        return way
+
+    def forget(self, channel: bytes) -> None:
+        """Forget the ways of a channel: the plan's entry of it has changed."""
+        self._count -= sum(map(len, self._known.pop(channel, _NOTHING).values()))
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._known.clear()
+        self._count = 0
+
+    def _decide(self, here: Location, channel: bytes, entry: Entry, alike: _Alike) -> Way:
+        """Find the way of messages that arrive ``here``.
+
+        Between old and new locations, messages are forwarded only by the dispatcher of the location where they arrived,
+        as only that keeps the order between them and its markers. A message that arrived elsewhere goes to where
+        clients are told to be, with an epoch that makes the dispatcher there forward it to the rest.
+        """
+        publisher, epoch, is_copy = alike
+        stale = here not in entry.told.locations(channel)
+        if is_copy and epoch >= entry.route.epoch:
+            return Way((), (), entry.route.epoch, stale)
+        route = next((route for route in entry.followed if here in route.locations(channel)), None)
+        if route is None and entry.phase is not Phase.SETTLED:
+            targets = missing(channel, (entry.told,), {here}, publisher)
+            return Way(tuple(targets), (), max(entry.route.epoch - 1, 0), stale)
+        reached = {here}
+        if route is not None and not is_copy and epoch == route.epoch:
+            reached.update(route.published_at(publisher, channel))  # under ALL_PUBLISHERS it was sent to all of them
+        targets = missing(channel, entry.followed, reached, publisher)
+        new = entry.route.locations(channel)
+        if not is_relayed(entry.route) or here not in new:
+            return Way(tuple(targets), (), entry.route.epoch, stale)
+        forwarded = tuple(target for target in targets if target in new)
+        return Way(forwarded, tuple(target for target in targets if target not in new), entry.route.epoch, stale)
