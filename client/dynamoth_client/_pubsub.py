@@ -271,7 +271,8 @@ class PubSub(redis.asyncio.client.PubSub):
             redis.exceptions.ConnectionError: no server can be reached, see the class; or the client was closed.
 
         """
-        if not self._may_pop() and not await self._wait(timeout):
+        must_wait = self._turn >= TURN_ITEMS_MAX or not self._queue.items
+        if must_wait and not await self._wait(timeout):
             return None
         item = self._pop()
         if type(item) is not tuple:
@@ -286,8 +287,10 @@ class PubSub(redis.asyncio.client.PubSub):
     async def listen(self) -> AsyncIterator[dict[str, Any]]:
         """Yield messages until the last unsubscription has been read. Raises as ``get_message``."""
         while self.channels or self.patterns or self.shard_channels:
-            if not self._may_pop() and not await self._wait(None):
-                continue
+            if self._turn >= TURN_ITEMS_MAX or not self._queue.items:
+                await self._wait_long()
+                if not self._queue.items:
+                    continue
             item = self._pop()
             if type(item) is tuple:
                 message = self._message(item)
@@ -359,12 +362,8 @@ class PubSub(redis.asyncio.client.PubSub):
             return [self._name(part) for part in (b"smessage", item.channel, item.payload)]
         return [self._name(part) for part in (b"message", *item)]
 
-    def _may_pop(self) -> bool:
-        """Tell whether there is an item, and it is not the turn of others."""
-        return self._turn < TURN_ITEMS_MAX and bool(self._queue.items)
-
     def _pop(self) -> Item:
-        """Take the next item: there is one, and ``_may_pop`` or ``_wait`` said so just now."""
+        """Take the next item, without waiting; there is one."""
         queue = self._queue
         self._turn += 1
         item = queue.items.popleft()
@@ -378,6 +377,14 @@ class PubSub(redis.asyncio.client.PubSub):
             raise RuntimeError(_NOT_CONNECTED)
         self._turn = 0
         return self._wait_with_others(timeout) if self._queue.items else self._queue.until_item(timeout)
+
+    def _wait_long(self) -> Awaitable[object]:
+        """Wait as ``_wait`` does, without end and at less cost; perhaps until there is no item yet."""
+        queue = self._queue
+        if queue.items or queue.is_closed or not self._is_begun:
+            return self._wait(None)
+        self._turn = 0
+        return queue.wakeup()
 
     async def _wait_with_others(self, timeout: float | None) -> bool:
         await asyncio.sleep(0)

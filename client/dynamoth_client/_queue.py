@@ -107,7 +107,8 @@ class MessageQueue:
         #: Nothing comes any more; readers that wait get ``error``, if there is one.
         self.is_closed = False
         self.error: redis.exceptions.RedisError | None = None
-        self._waiters: set[asyncio.Future[None]] = set()
+        #: Of those who wait, and of some who have been cancelled since the latest item.
+        self._waiters: list[asyncio.Future[None]] = []
         self._on_full: Callable[[], None] = _nothing
         self._on_room: Callable[[], None] = _nothing
 
@@ -170,9 +171,17 @@ class MessageQueue:
 
     def wake(self) -> None:
         """Let all who wait look again."""
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            _release(waiter)
+
+    def wakeup(self) -> asyncio.Future[None]:
+        """Return a future that is done when it is worth looking again: an item has come, or the end."""
+        if self._waiters:
+            self._waiters = [waiter for waiter in self._waiters if not waiter.done()]
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        return waiter
 
     async def until_item(self, timeout_s: float | None) -> bool:
         """Wait until there is an item; False when none comes within ``timeout_s``, or ever. None: wait without end.
@@ -189,13 +198,11 @@ class MessageQueue:
             if until is not None and loop.time() >= until:
                 await asyncio.sleep(0)
                 return bool(self.items)
-            waiter: asyncio.Future[None] = loop.create_future()
-            self._waiters.add(waiter)
+            waiter = self.wakeup()
             timer = None if until is None else loop.call_at(until, _release, waiter)
             try:
                 await waiter
             finally:
-                self._waiters.discard(waiter)
                 if timer is not None:
                     timer.cancel()
         return True

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from dynamoth.events import Connect, Disconnect, ErrorReply, LinkDown, LinkUp, Machine, Pushed, Replied, Send, Tick
-from dynamoth_client.subscriber_events import Deliver
 
 NOT_CONNECTED_YET = "not connected yet"
 
@@ -63,6 +62,8 @@ class _PingTag:
 
 _PING = _PingTag()
 
+_OF_LINKS = frozenset((Connect, Disconnect))
+
 
 class WatchedSubscriber:
     """Adds :class:`Ping` to the events of a subscriber machine, and the actions of this module to its actions."""
@@ -81,8 +82,7 @@ class WatchedSubscriber:
     def handle(self, event: Any, now: float) -> list[Any]:
         """Take one event; return the actions to execute, in order."""
         if type(event) is Pushed:  # nearly all of them
-            actions = self._machine.handle(event, now)
-            return actions if len(actions) == 1 and type(actions[0]) is Deliver else self._watched(actions, now)
+            return self._watched(self._machine.handle(event, now), now)
         kind = cast("type[object]", type(event))
         if kind is Ping:
             return self._ping(event)
@@ -108,10 +108,8 @@ class WatchedSubscriber:
     def _watched(self, actions: list[Any], now: float) -> list[Any]:
         """Note links that are opened and closed."""
         for action in actions:
-            if type(action) is Connect or type(action) is Disconnect:
-                actions = self._note_links(actions)
-                self._judge(now)
-                break
+            if type(action) in _OF_LINKS:
+                return self._note_links(actions, now)
         return actions
 
     def deadline(self) -> float | None:
@@ -133,7 +131,7 @@ class WatchedSubscriber:
     def _send(self, link: str, ping: Ping) -> list[Any]:
         return [Send(link, (b"PING",) if ping.message is None else (b"PING", ping.message), _PING)]
 
-    def _note_links(self, actions: list[Any]) -> list[Any]:
+    def _note_links(self, actions: list[Any], now: float) -> list[Any]:
         noted: list[Any] = []
         for action in actions:
             noted.append(action)
@@ -143,6 +141,7 @@ class WatchedSubscriber:
             elif type(action) is Disconnect:
                 self._down.pop(action.link, None)
                 noted.append(LinkClosed(action.link))
+        self._judge(now)
         return noted
 
     def _judge(self, now: float) -> None:

@@ -109,6 +109,7 @@ class Connection(asyncio.Protocol):
         "_closed",
         "_ended",
         "_flush_scheduled",
+        "_gets",
         "_grace_given",
         "_loop",
         "_on_pushes",
@@ -136,6 +137,7 @@ class Connection(asyncio.Protocol):
         self._time = self._loop.time
         self._reader = hiredis.Reader(replyError=ErrorReply, notEnoughData=_NOT_ENOUGH_DATA)
         self._reader.setmaxbuf(READER_BUFFER_BYTES_MAX)
+        self._gets = self._reader.gets
         self._transport: asyncio.Transport | None = None
         #: From ``connection_made`` until the connection is lost or closed by whichever side.
         self._open = False
@@ -325,10 +327,8 @@ class Connection(asyncio.Protocol):
 
     def _parse(self) -> bool:
         """Hand on everything that has come in full; False when the connection is not open any more."""
-        gets = self._reader.gets
-        pending = self._pending
+        gets = self._gets
         pushes: list[list[Any]] = []
-        fault = ""
         try:
             item = gets()
             while item is not _NOT_ENOUGH_DATA:
@@ -341,7 +341,7 @@ class Connection(asyncio.Protocol):
                 if pushes:
                     self._hand_on(pushes)
                     pushes = []
-                run = pending[0] if pending else None
+                run = self._pending[0] if self._pending else None
                 if isinstance(run, _Run):
                     values: list[Any] = []
                     while len(values) < run.missing and type(item) is not _Push and item is not _NOT_ENOUGH_DATA:
@@ -353,11 +353,11 @@ class Connection(asyncio.Protocol):
                         return False
                     item = gets()
         except hiredis.ProtocolError as error:
-            fault = str(error)
+            self._hand_on(pushes)
+            self._lose(errors.violation(self._address, str(error)))
+            return False
         if pushes:
             self._hand_on(pushes)
-        if fault:
-            self._lose(errors.violation(self._address, fault))
         return self._open
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -373,7 +373,7 @@ class Connection(asyncio.Protocol):
     # Reading.
 
     def _hand_on(self, pushes: list[list[Any]]) -> None:
-        if not self._open:
+        if not self._open or not pushes:
             return
         try:
             self._on_pushes(pushes)

@@ -114,7 +114,9 @@ class Driver:
 
     def start(self) -> None:
         """Set the timer, for a machine that has a deadline before its first event."""
-        self._set_timer()
+        deadline = self._machine.deadline()
+        if deadline is not None:
+            self._set_timer(deadline)
 
     def link(self, name: str) -> Link | None:
         """Return a link between its ``Connect`` and its ``Disconnect``, to see its buffers or to pause it."""
@@ -135,7 +137,9 @@ class Driver:
             self._step(event)
             while self._waiting and not self._stopped:
                 self._step(self._waiting.popleft())
-            self._set_timer()
+            deadline = self._machine.deadline()
+            if deadline is not None and (self._timer_at is None or deadline < self._timer_at):
+                self._set_timer(deadline)
         except Exception as error:
             self._crash(error)
         finally:
@@ -245,12 +249,9 @@ class Driver:
 
     # Time.
 
-    def _set_timer(self) -> None:
-        """Let the timer go off no later than the machine wants."""
+    def _set_timer(self, deadline: float) -> None:
+        """Let the timer go off at the machine's deadline, which is earlier than it would."""
         if self._stopped:
-            return
-        deadline = self._machine.deadline()
-        if deadline is None or (self._timer_at is not None and self._timer_at <= deadline):
             return
         self._cancel_timer()
         self._timer_at = deadline
@@ -271,11 +272,13 @@ class Driver:
             self._crash(error)
             return
         now = max(self._now, self._loop.time())
-        if deadline is not None and deadline <= now + CLOCK_STEP_S:
+        if deadline is None:
+            return
+        if deadline <= now + CLOCK_STEP_S:
             self._now = max(now, deadline)
             self.handle(Tick())
         else:
-            self._set_timer()
+            self._set_timer(deadline)
 
 
 _short = reprlib.Repr()
