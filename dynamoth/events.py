@@ -156,6 +156,15 @@ class ErrorReply(Exception):
         return hash(self.args)
 
 
+def earliest(*times: float | None) -> float | None:
+    """Return the earliest of several deadlines; None stands for none."""
+    first = None
+    for time in times:
+        if time is not None and (first is None or time < first):
+            first = time
+    return first
+
+
 class Machine(Protocol):
     """The shape of everything that decides."""
 

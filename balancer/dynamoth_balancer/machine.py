@@ -27,7 +27,7 @@ from typing import Any
 
 from dynamoth.control import REPORT_CODE, AdminRequest, PlanAck, Vacated, unpack_control
 from dynamoth.errors import AlreadyRunning, ConfigError, MalformedMessage, RequestRefused
-from dynamoth.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
+from dynamoth.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick, earliest
 from dynamoth.names import BALANCER_CHANNEL
 from dynamoth.plan import Assignment, Mode, Plan, Server
 from dynamoth.reports import Report, unpack_report
@@ -219,8 +219,7 @@ class BalancerMachine:
         if self._tick_at is None or self.stage is Stage.STOPPED:
             return None
         installer = self._at_work
-        advance = None if installer is None else installer.deadline()
-        return self._tick_at if advance is None else min(self._tick_at, advance)
+        return earliest(self._tick_at, None if installer is None else installer.deadline())
 
     @property
     def _at_work(self) -> Installer | None:

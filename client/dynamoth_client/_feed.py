@@ -37,7 +37,7 @@ from dynamoth_client.subscriber_events import (
     SubscriptionFailed,
     Unsubscribe,
 )
-from dynamoth_link.driver import Driver
+from dynamoth_link.driver import Driver, OnLonePush
 from dynamoth_link.errors import LinkError, MachineCrashed
 from dynamoth_link.link import Link
 from dynamoth_link.options import LinkOptions
@@ -91,9 +91,11 @@ class Feed:
         self._gaps_not_logged = 0
         #: How many gaps there have been.
         self.gaps = 0
-        machine = SubscriberMachine(secrets.randbits(64), local_plan)
-        self.counters = machine.counters
-        self._channels = _Work(machine, self._execute, self._crashed, link_options)
+        self._subscriber = SubscriberMachine(secrets.randbits(64), local_plan)
+        self.counters = self._subscriber.counters
+        self._channels = _Work(
+            self._subscriber, self._execute, self._crashed, link_options, on_lone_push=self._take_alone
+        )
         #: Made with the first pattern.
         self._patterns: _Work | None = None
         on_full = {"block": self._pause, "drop_oldest": self._drop_oldest, "disconnect": self._give_up}[when_full]
@@ -227,6 +229,16 @@ class Feed:
         return [self._channels] if self._patterns is None else [self._channels, self._patterns]
 
     # What the machines ask for.
+
+    def _take_alone(self, link: str, push: list[Any]) -> bool:
+        """Put a message that has come alone into the queue, as ``_execute`` would."""
+        if self._acks.held or self._has_sharded:
+            return False
+        message = self._subscriber.take_alone(link, push)
+        if message is None:
+            return False
+        self._queue.put(message)
+        return True
 
     def _execute(self, work: _Work, action: Any) -> None:
         if type(action) is Deliver:
@@ -405,6 +417,7 @@ class _Work:
         execute: Callable[[_Work, Any], None],
         crashed: Callable[[MachineCrashed], None],
         link_options: LinkOptions,
+        on_lone_push: OnLonePush | None = None,
     ) -> None:
         """Start. ``execute`` is given this and each action that the driver does not execute itself."""
         #: The links that exist. All of them are paused while the queue is full.
@@ -414,6 +427,7 @@ class _Work:
             on_action=partial(execute, self),
             link_options=lambda _: link_options,
             on_crash=crashed,
+            on_lone_push=on_lone_push,
         )
         self.driver.handle(Start())
 

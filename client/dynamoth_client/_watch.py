@@ -12,7 +12,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
-from dynamoth.events import Connect, Disconnect, ErrorReply, LinkDown, LinkUp, Machine, Pushed, Replied, Send, Tick
+from dynamoth.events import (
+    Connect,
+    Disconnect,
+    ErrorReply,
+    LinkDown,
+    LinkUp,
+    Machine,
+    Pushed,
+    Replied,
+    Send,
+    Tick,
+    earliest,
+)
 
 NOT_CONNECTED_YET = "not connected yet"
 
@@ -115,10 +127,7 @@ class WatchedSubscriber:
     def deadline(self) -> float | None:
         """Return the earlier wish of the two."""
         wish = self._machine.deadline()
-        if self._alone_since is None:
-            return wish
-        own = self._alone_since + self._unreachable_s
-        return own if wish is None else min(own, wish)
+        return wish if self._alone_since is None else earliest(wish, self._alone_since + self._unreachable_s)
 
     def _ping(self, event: Ping) -> list[Any]:
         for link, reason in self._down.items():

@@ -43,6 +43,7 @@ from dynamoth_client.subscription import Subscription
 from dynamoth_client.wishes import Wishes
 
 _UNUSUAL = CONTROL | HEARTBEAT | RAW
+_SPECIAL = 0xFF & ~KNOWN_FLAGS | _UNUSUAL
 _UNKNOWN_FLAGS = 0xFF & ~KNOWN_FLAGS
 
 _NO_HEADER = (b"", 0, 0, 0, 0)
@@ -84,6 +85,8 @@ class ChannelMessages:
 
     def take(self, event: Pushed, now: float) -> list[Any]:
         """Take what came over one link; return what is to be done, deliveries in their place."""
+        if len(event.messages) == 1 and (message := self.take_alone(event.link, event.messages[0])) is not None:
+            return [Deliver([message])]
         actions: list[Any] = []
         delivered: list[tuple[bytes, bytes]] = []
         places = self._links[event.link].places
@@ -133,6 +136,25 @@ class ChannelMessages:
         if delivered:
             actions.append(Deliver(delivered))
         return actions
+
+    def take_alone(self, link: str, push: Sequence[Any]) -> tuple[bytes, bytes] | None:
+        """Take a push if it is the expected message of a known publisher and can be delivered at once; else do nothing.
+
+        Nearly every push is. Returns the message as :class:`Deliver` has it, or None: ``take`` it, as all others.
+        """
+        subscription = self._links[link].places.get(push[1]) if push[0] == b"message" else None
+        if subscription is None or not subscription.confirmed or len(push[2]) < HEADER_BYTES:
+            return None
+        data: bytes = push[2]
+        magic, flags, publisher, number, _ = unpack_header(data)
+        stream = subscription.sequences.streams.get(publisher)
+        if magic != MAGIC or flags & _SPECIAL or stream is None or stream.held:
+            return None
+        sequence = number >> QUIET_BITS
+        if sequence != stream.next:
+            return None
+        stream.next = sequence + 1
+        return subscription.channel, data[HEADER_BYTES:]
 
     def _unusual(
         self, subscription: Subscription, link: str, physical: bytes, envelope: Envelope, now: float

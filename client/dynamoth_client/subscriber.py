@@ -98,6 +98,13 @@ class SubscriberMachine:
             case _:
                 raise AssertionError(f"not an event of a subscriber: {event!r}")
 
+    def take_alone(self, link: str, push: Sequence[Any]) -> tuple[bytes, bytes] | None:
+        """Take a push that has come alone, if it is simply the next message of its publisher: channel and payload.
+
+        What ``handle`` would do, without event and action. None when there is anything else to be done: ``handle`` it.
+        """
+        return self._messages.take_alone(link, push)
+
     def deadline(self) -> float | None:
         """Return the time of the earliest wish."""
         return self._wishes.next_at

@@ -53,7 +53,7 @@ from dynamoth.envelope import (
     seal,
 )
 from dynamoth.errors import MalformedMessage, PlanError
-from dynamoth.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
+from dynamoth.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick, earliest
 from dynamoth.names import (
     AGENT_CHANNEL,
     ANNOUNCE_CHANNEL,
@@ -168,9 +168,9 @@ class DispatcherMachine:
 
     def deadline(self) -> float | None:
         """Return when the next notice, poll or reading of the plan may be due."""
-        times = (self.transitions.deadline(), self._plan_retry_at, self._forwarder.deadline())
-        wishes = [time for time in times if time is not None]
-        return min(wishes) if wishes and self._up else None
+        if not self._up:
+            return None
+        return earliest(self.transitions.deadline(), self._plan_retry_at, self._forwarder.deadline())
 
     # Links.
 

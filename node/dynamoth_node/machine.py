@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dynamoth.events import Connect, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
+from dynamoth.events import Connect, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick, earliest
 from dynamoth.names import BALANCER_CHANNEL
 from dynamoth_dispatcher.machine import DispatcherMachine, DispatcherOptions
 from dynamoth_lla.machine import TAG as LLA_TAG
@@ -98,16 +98,13 @@ class NodeMachine:
 
     def deadline(self) -> float | None:
         """Return the earliest wish of the three."""
-        wishes = (self.dispatcher.deadline(), self.load_analyzer.deadline(), self._guard.deadline())
-        return min((wish for wish in wishes if wish is not None), default=None)
+        return earliest(self.dispatcher.deadline(), self.load_analyzer.deadline(), self._guard.deadline())
 
     def _route(self, event: Any, now: float) -> list[Any]:
+        if type(event) is Pushed:  # nearly all of them
+            actions = self.dispatcher.handle(event, now)
+            return actions + self.load_analyzer.handle(event, now) if event.link == LOCAL else actions
         match event:
-            case Pushed(link):
-                actions = self.dispatcher.handle(event, now)
-                if link == LOCAL:
-                    actions += self.load_analyzer.handle(event, now)
-                return actions
             case Replied():
                 return self._replied(event, now)
             case Tick():
