@@ -37,7 +37,7 @@ from dynamoth_client.subscriber_events import (
     SubscriptionFailed,
     Unsubscribe,
 )
-from dynamoth_link.driver import Driver, OnLonePush
+from dynamoth_link.driver import Driver, OnPushes
 from dynamoth_link.errors import LinkError, MachineCrashed
 from dynamoth_link.link import Link
 from dynamoth_link.options import LinkOptions
@@ -94,7 +94,7 @@ class Feed:
         self._subscriber = SubscriberMachine(secrets.randbits(64), local_plan)
         self.counters = self._subscriber.counters
         self._channels = _Work(
-            self._subscriber, self._execute, self._crashed, link_options, on_lone_push=self._take_alone
+            self._subscriber, self._execute, self._crashed, link_options, on_pushes=self._take_expected
         )
         #: Made with the first pattern.
         self._patterns: _Work | None = None
@@ -230,15 +230,14 @@ class Feed:
 
     # What the machines ask for.
 
-    def _take_alone(self, link: str, push: list[Any]) -> bool:
-        """Put a message that has come alone into the queue, as ``_execute`` would."""
+    def _take_expected(self, link: str, pushes: list[list[Any]]) -> int:
+        """Put messages into the queue as ``_execute`` would, as long as nothing else is to be done; return how many."""
         if self._acks.held or self._has_sharded:
-            return False
-        message = self._subscriber.take_alone(link, push)
-        if message is None:
-            return False
-        self._queue.put(message)
-        return True
+            return 0
+        messages, taken = self._subscriber.take_expected(link, pushes)
+        if messages:
+            self._queue.extend(messages)
+        return taken
 
     def _execute(self, work: _Work, action: Any) -> None:
         if type(action) is Deliver:
@@ -417,7 +416,7 @@ class _Work:
         execute: Callable[[_Work, Any], None],
         crashed: Callable[[MachineCrashed], None],
         link_options: LinkOptions,
-        on_lone_push: OnLonePush | None = None,
+        on_pushes: OnPushes | None = None,
     ) -> None:
         """Start. ``execute`` is given this and each action that the driver does not execute itself."""
         #: The links that exist. All of them are paused while the queue is full.
@@ -427,7 +426,7 @@ class _Work:
             on_action=partial(execute, self),
             link_options=lambda _: link_options,
             on_crash=crashed,
-            on_lone_push=on_lone_push,
+            on_pushes=on_pushes,
         )
         self.driver.handle(Start())
 

@@ -119,22 +119,14 @@ class MessageQueue:
 
     def put(self, item: Item) -> None:
         """Add one item."""
-        self.items.append(item)
-        if self._waiters:
-            self.wake()
-        if len(self.items) >= self.bound:
-            self._tell_full()
+        self.extend((item,))
 
     def extend(self, items: Iterable[Item]) -> None:
         """Add items, in their order."""
         self.items.extend(items)
         if self._waiters:
             self.wake()
-        if len(self.items) >= self.bound:
-            self._tell_full()
-
-    def _tell_full(self) -> None:
-        if not self.is_full:
+        if len(self.items) >= self.bound and not self.is_full:
             self.is_full = True
             self._on_full()
 

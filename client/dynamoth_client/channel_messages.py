@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 The link and the physical channel of a push tell whose it is, and the number in its envelope whether it is to be
 delivered, held or dropped: see :class:`Sequences`. It does not matter in how many places a message is seen, or by which
-road it came. Nearly every message is the expected one of a known publisher: that is decided in ``take`` itself.
+road it came. Nearly every message is the expected one of a known publisher: ``take_expected`` knows no other.
 
 What comes before the confirmation is kept and delivered behind it. Among the messages are those of dispatchers to
 subscribers, which go to :class:`Moves`; markers come to the inbox.
@@ -27,6 +27,7 @@ from dynamoth.envelope import (
     RAW,
     ROUTE_CHANGED,
     Envelope,
+    is_enveloped,
     open_envelope,
     unpack_header,
 )
@@ -42,9 +43,8 @@ from dynamoth_client.subscriber_events import Deliver, GapDetected
 from dynamoth_client.subscription import Subscription
 from dynamoth_client.wishes import Wishes
 
-_UNUSUAL = CONTROL | HEARTBEAT | RAW
-_SPECIAL = 0xFF & ~KNOWN_FLAGS | _UNUSUAL
-_UNKNOWN_FLAGS = 0xFF & ~KNOWN_FLAGS
+_SPECIAL = 0xFF & ~KNOWN_FLAGS | CONTROL | HEARTBEAT | RAW
+"""Flags of messages that are not delivered as they are."""
 
 _NO_HEADER = (b"", 0, 0, 0, 0)
 
@@ -85,76 +85,71 @@ class ChannelMessages:
 
     def take(self, event: Pushed, now: float) -> list[Any]:
         """Take what came over one link; return what is to be done, deliveries in their place."""
-        if len(event.messages) == 1 and (message := self.take_alone(event.link, event.messages[0])) is not None:
-            return [Deliver([message])]
+        link, pushes = event.link, event.messages
         actions: list[Any] = []
+        taken = 0
+        while True:
+            expected, taken = self.take_expected(link, pushes, taken)
+            if expected:
+                actions.append(Deliver(expected))
+            if taken == len(pushes):
+                return actions
+            actions += self._take_unexpected(link, pushes[taken], now)
+            taken += 1
+
+    def take_expected(
+        self, link: str, pushes: Sequence[Sequence[Any]], begin: int = 0
+    ) -> tuple[list[tuple[bytes, bytes]], int]:
+        """Take pushes from the one at ``begin`` on, as long as each is a message to be delivered at once, or a copy.
+
+        That is, on a confirmed subscription, the expected one of a known publisher, one that has come before, or a
+        plain one: nearly every one is. Returns the messages to deliver, as :class:`Deliver` has them, and the index of
+        the first push that was not taken.
+        """
+        places = self._links[link].places
         delivered: list[tuple[bytes, bytes]] = []
-        places = self._links[event.link].places
-        for push in event.messages:
-            if push[0] != b"message":
-                more = self._acknowledged(event.link, push, now)
-                if more:
-                    if delivered:
-                        actions.append(Deliver(delivered))
-                        delivered = []
-                    actions += more
-                continue
-            subscription = places.get(push[1])
-            if subscription is None:
-                if push[1] == self._inbox:
-                    actions += self._marked(event.link, push[2], now)
-                continue
+        for index in range(begin, len(pushes)):
+            push = pushes[index]
+            subscription = places.get(push[1]) if push[0] == b"message" else None
+            if subscription is None or not subscription.confirmed:
+                return delivered, index
             data: bytes = push[2]
             magic, flags, publisher, number, _ = unpack_header(data) if len(data) >= HEADER_BYTES else _NO_HEADER
-            if magic != MAGIC or flags & _UNKNOWN_FLAGS:
-                if magic == MAGIC or data[:3] == MAGIC:
-                    self._counters["malformed_messages"] += 1
-                if subscription.confirmed:
-                    delivered.append((subscription.channel, data))
-                else:
-                    subscription.keep(data)
-                continue
-            if not flags & _UNUSUAL:
+            if magic == MAGIC:
                 stream = subscription.sequences.streams.get(publisher)
-                if stream is not None and (expected := stream.next) is not None:
-                    sequence = number >> QUIET_BITS
-                    if sequence == expected and not stream.held:
-                        stream.next = sequence + 1
-                        if subscription.confirmed:
-                            delivered.append((subscription.channel, data[HEADER_BYTES:]))
-                        else:
-                            subscription.keep(data[HEADER_BYTES:])
-                        continue
-                    if stream.begun_in_doubt_at <= sequence < expected:
-                        continue  # a duplicate: many, while the channel moves
-            more = self._unusual(subscription, event.link, push[1], open_envelope(data), now)
-            if more:
-                if delivered:
-                    actions.append(Deliver(delivered))
-                    delivered = []
-                actions += more
-        if delivered:
-            actions.append(Deliver(delivered))
-        return actions
+                sequence = number >> QUIET_BITS
+                if flags & _SPECIAL or stream is None or (expected := stream.next) is None:
+                    return delivered, index
+                if sequence == expected and not stream.held:
+                    stream.next = sequence + 1
+                    delivered.append((subscription.channel, data[HEADER_BYTES:]))
+                elif not stream.begun_in_doubt_at <= sequence < expected:  # many are, while the channel moves
+                    return delivered, index
+            elif data[:3] == MAGIC:
+                return delivered, index
+            else:
+                delivered.append((subscription.channel, data))
+        return delivered, len(pushes)
 
-    def take_alone(self, link: str, push: Sequence[Any]) -> tuple[bytes, bytes] | None:
-        """Take a push if it is the expected message of a known publisher and can be delivered at once; else do nothing.
-
-        Nearly every push is. Returns the message as :class:`Deliver` has it, or None: ``take`` it, as all others.
-        """
-        subscription = self._links[link].places.get(push[1]) if push[0] == b"message" else None
-        if subscription is None or not subscription.confirmed or len(push[2]) < HEADER_BYTES:
-            return None
+    def _take_unexpected(self, link: str, push: Sequence[Any], now: float) -> list[Any]:
+        """Take a push that ``take_expected`` has left."""
+        if push[0] != b"message":
+            return self._acknowledged(link, push, now)
+        physical: bytes = push[1]
         data: bytes = push[2]
-        magic, flags, publisher, number, _ = unpack_header(data)
-        stream = subscription.sequences.streams.get(publisher)
-        if magic != MAGIC or flags & _SPECIAL or stream is None or stream.held:
-            return None
-        sequence = number >> QUIET_BITS
-        if sequence != stream.next:
-            return None
-        stream.next = sequence + 1
-        return subscription.channel, data[HEADER_BYTES:]
+        subscription = self._links[link].places.get(physical)
+        if subscription is None:
+            return self._marked(link, data, now) if physical == self._inbox else []
+        try:
+            envelope = open_envelope(data)
+        except MalformedMessage:
+            if is_enveloped(data):
+                self._counters["malformed_messages"] += 1
+            if not subscription.confirmed:
+                subscription.keep(data)
+                return []
+            return [Deliver([(subscription.channel, data)])]
+        return self._unusual(subscription, link, physical, envelope, now)
 
     def _unusual(
         self, subscription: Subscription, link: str, physical: bytes, envelope: Envelope, now: float

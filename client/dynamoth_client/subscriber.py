@@ -98,12 +98,13 @@ class SubscriberMachine:
             case _:
                 raise AssertionError(f"not an event of a subscriber: {event!r}")
 
-    def take_alone(self, link: str, push: Sequence[Any]) -> tuple[bytes, bytes] | None:
-        """Take a push that has come alone, if it is simply the next message of its publisher: channel and payload.
+    def take_expected(self, link: str, pushes: Sequence[Sequence[Any]]) -> tuple[list[tuple[bytes, bytes]], int]:
+        """Take pushes from the first on, as long as there is nothing to be done but to deliver them, or to drop copies.
 
-        What ``handle`` would do, without event and action. None when there is anything else to be done: ``handle`` it.
+        Returns the messages to deliver, as :class:`Deliver` has them, and how many pushes were taken. The others are
+        for ``handle``, which would have done the same with these.
         """
-        return self._messages.take_alone(link, push)
+        return self._messages.take_expected(link, pushes)
 
     def deadline(self) -> float | None:
         """Return the time of the earliest wish."""

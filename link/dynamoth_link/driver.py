@@ -47,8 +47,9 @@ CLOCK_STEP_S = 0.002
 
 _DEFAULTS = LinkOptions()
 
-OnLonePush = Callable[[str, list[Any]], bool]
-"""Takes the name of a link and a push that has come over it; tells whether that was all that there is to do."""
+OnPushes = Callable[[str, list[list[Any]]], int]
+"""Takes the name of a link and pushes that have come over it; returns for how many of them, from the first on, that was
+all that there is to do."""
 
 
 def _default_options(action: Connect) -> LinkOptions:
@@ -75,9 +76,9 @@ class Driver:
         link_options: gives the options for the link that a ``Connect`` asks for.
         on_crash: told once when the machine raises, or asks for the impossible, which is a bug: the driver
             has stopped then. Without it the loop's exception handler is told.
-        on_lone_push: offered every push that comes alone while the machine is at rest. The machine is told of it only
-            if this returns False. For machines whose owner can do so what they would ask for, at less cost: where
-            messages come one by one, what goes around the machine costs more than what it decides.
+        on_pushes: offered pushes that come while the machine is at rest; the machine is told of those that are left.
+            For an owner that can do so what the machine would ask for, at less cost: where messages come one by one,
+            what goes around the machine costs more than what it decides. If it raises, the machine has crashed.
     """
 
     def __init__(
@@ -87,13 +88,13 @@ class Driver:
         on_action: Callable[[Any], None],
         link_options: Callable[[Connect], LinkOptions] = _default_options,
         on_crash: Callable[[MachineCrashed], None] | None = None,
-        on_lone_push: OnLonePush | None = None,
+        on_pushes: OnPushes | None = None,
     ) -> None:
         self._machine = machine
         self._on_action = on_action
         self._link_options = link_options
         self._on_crash = on_crash
-        self._on_lone_push = on_lone_push
+        self._on_pushes = on_pushes
         self._loop = asyncio.get_running_loop()
         self._execute_own: dict[type, Callable[[Any], None]] = {
             Send: self._send,
@@ -247,12 +248,16 @@ class Driver:
             link.send_all(action.commands, partial(self._replied_all, action.link, action.tag))
 
     def _pushed(self, name: str, messages: list[list[Any]]) -> None:
-        if self._on_lone_push is not None and len(messages) == 1 and not self._busy:
+        if self._on_pushes is not None and not self._busy:
             try:
-                if self._on_lone_push(name, messages[0]):
-                    return
+                taken = self._on_pushes(name, messages)
             except Exception as error:
                 self._crash(error)
+                return
+            if taken == len(messages):
+                return
+            if taken:
+                messages = messages[taken:]
         self.handle(Pushed(name, messages))
 
     def _replied(self, name: str, tag: Any, value: Any) -> None:

@@ -253,7 +253,7 @@ def no_duplicate_check() -> Generator[None]:
             return [payload]
         return arrive(self, publisher, sequence, flags, payload, now, *rest)
 
-    unusual = replaced(dynamoth_client.channel_messages, _UNUSUAL=_EveryFlag())  # every message goes to the stream
+    unusual = replaced(dynamoth_client.channel_messages, _SPECIAL=_EveryFlag())  # every message goes to the stream
     with unusual, replaced(Stream, arrive=deliver_again):
         yield
 

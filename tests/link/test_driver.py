@@ -23,7 +23,7 @@ from dynamoth.events import (
     Tick,
 )
 from dynamoth_cli.embedded import EmbeddedRedis
-from dynamoth_link.driver import CLOCK_STEP_S, RECENT_EVENTS, Driver
+from dynamoth_link.driver import CLOCK_STEP_S, RECENT_EVENTS, Driver, OnPushes
 from dynamoth_link.errors import MachineCrashed
 from dynamoth_link.options import LinkOptions
 from tests.link.harness import HASTY, Recorder, Runner
@@ -73,6 +73,7 @@ class Stage:
         on_action: Callable[[Any], None] | None = None,
         link_options: Callable[[Connect], LinkOptions] = lambda action: HASTY,
         on_crash: Callable[[MachineCrashed], None] | None = None,
+        on_pushes: OnPushes | None = None,
     ) -> None:
         self.calls = Recorder()
         self.puppet = Puppet(self.calls.record("event"))
@@ -81,6 +82,7 @@ class Stage:
             on_action=on_action or self.calls.record("action"),
             link_options=link_options,
             on_crash=on_crash,
+            on_pushes=on_pushes,
         )
 
     def do(self, *actions: Any) -> None:
@@ -347,5 +349,52 @@ def test_close_in_the_midst_of_everything(redis: EmbeddedRedis, run_async: Runne
         await asyncio.wait({closing})
         await stage.driver.close()
         assert len(stage.events) == heard
+
+    run_async(main)
+
+
+def test_pushes_are_offered_and_the_machine_is_told_of_those_that_are_left(
+    redis: EmbeddedRedis, run_async: Runner
+) -> None:
+    async def main() -> None:
+        offered: list[list[bytes]] = []
+
+        def take_until_x(link: str, pushes: list[list[Any]]) -> int:
+            assert link == "a"
+            texts = [push[2] for push in pushes]
+            offered.append(texts)
+            return texts.index(b"x") if b"x" in texts else len(texts)
+
+        stage = Stage(on_pushes=take_until_x)
+        stage.do(Connect("a", redis.url))
+        await stage.calls.count("event", 1)
+        stage.do(Send("a", [b"SUBSCRIBE", b"c"]))
+        texts = [b"1", b"x", b"2", b"3"]
+        stage.do(*(Send("a", [b"PUBLISH", b"c", text]) for text in texts), Send("a", [b"PING"], tag="behind"))
+        await stage.calls.until(lambda: any(isinstance(event, Replied) for event in stage.events))
+        told = [push[2] for event in stage.events if isinstance(event, Pushed) for push in event.messages]
+        assert [text for batch in offered for text in batch][1:] == texts, "the first is the acknowledgement"
+        begin = next(index for index, batch in enumerate(offered) if b"x" in batch)
+        assert told == offered[begin][offered[begin].index(b"x") :]
+        await stage.driver.close()
+
+    run_async(main)
+
+
+def test_who_is_offered_pushes_and_raises_has_crashed(redis: EmbeddedRedis, run_async: Runner) -> None:
+    async def main() -> None:
+        crashes: list[MachineCrashed] = []
+
+        def raise_it(link: str, pushes: list[list[Any]]) -> int:
+            raise ZeroDivisionError
+
+        stage = Stage(on_pushes=raise_it, on_crash=crashes.append)
+        stage.do(Connect("a", redis.url))
+        await stage.calls.count("event", 1)
+        stage.do(Send("a", [b"SUBSCRIBE", b"c"]))
+        await stage.calls.until(lambda: stage.driver.is_stopped)
+        assert isinstance(crashes[0].__cause__, ZeroDivisionError)
+        assert not any(isinstance(event, Pushed) for event in stage.events)
+        await stage.driver.close()
 
     run_async(main)
