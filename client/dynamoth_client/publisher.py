@@ -25,6 +25,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from dynamoth import stored_plan
@@ -74,6 +76,8 @@ from dynamoth_client.publication import (
 from dynamoth_client.publisher_routes import PublisherRoutes
 
 _NEVER = float("inf")
+
+_channel_of = itemgetter(1)
 
 LEFT_MAX = 4
 """Servers that a channel has left and that are remembered: what was sent there last may not have been observed."""
@@ -163,34 +167,36 @@ class PublisherMachine:
         """Publish messages; those about which there is nothing to be decided go out together, server by server."""
         actions: list[Any] = []
         ready: list[PublisherServer] = []
-        client_id = self.client_id
         expires_at = now + self.options.publish_timeout_s
-        channel = server = latest = None
-        for token, name, payload in messages:
-            quiet_ms = 0
-            if name is not latest or channel is None or server is None:
-                channel, latest = self._channels.get(name), name
-                server = self._lane(channel, name)
-                if (
-                    channel is None
-                    or server is None
-                    or not (server.commands or server.is_clear_for(len(messages), now))
-                ):
-                    actions += [self._send_together(other, expires_at) for other in ready]
-                    ready.clear()
+        for name, run in groupby(messages, _channel_of):
+            some = list(run)
+            channel = self._channels.get(name)
+            server = self._lane(channel, name)
+            if channel is None or server is None or not (server.commands or server.is_clear_for(len(messages), now)):
+                actions += [self._send_together(other, expires_at) for other in ready]
+                ready.clear()
+                for token, _, payload in some:
                     actions += self._publish(token, name, payload, now)
-                    latest = None
-                    continue
-                if not server.commands:
-                    ready.append(server)
-                if now != channel.used_at:
-                    quiet_ms = whole_ms(now - channel.used_at)
-                    channel.used_at = now
-                    self._plan.use(name, now)
-            channel.sequence = sequence = channel.sequence + 1
-            data = pack_header(MAGIC, 0, client_id, sequence << QUIET_BITS | quiet_ms, channel.epoch) + payload
-            server.commands.append((b"PUBLISH", channel.physical, data))
-            server.tokens.append(token)
+                continue
+            if not server.commands:
+                ready.append(server)
+            numbers = list(
+                range(
+                    (channel.sequence + 1) << QUIET_BITS,
+                    (channel.sequence + len(some) + 1) << QUIET_BITS,
+                    1 << QUIET_BITS,
+                )
+            )
+            numbers[0] |= whole_ms(now - channel.used_at)
+            channel.sequence += len(some)
+            channel.used_at = now
+            self._plan.use(name, now)
+            client_id, epoch, physical = self.client_id, channel.epoch, channel.physical
+            server.commands += [
+                (b"PUBLISH", physical, pack_header(MAGIC, 0, client_id, number, epoch) + payload)
+                for number, (_, _, payload) in zip(numbers, some, strict=True)
+            ]
+            server.tokens += [token for token, _, _ in some]
         actions += [self._send_together(other, expires_at) for other in ready]
         return actions
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any, cast, final
 
 import hiredis
@@ -68,6 +69,7 @@ _pack = cast("Callable[[tuple[CommandPart, ...]], bytes]", hiredis.pack_command)
 _NOT_ENOUGH_DATA = object()
 
 _Push = hiredis.PushNotification
+_ONLY_PUSHES: set[type] = {_Push}
 
 
 @final
@@ -327,38 +329,39 @@ class Connection(asyncio.Protocol):
 
     def _parse(self) -> bool:
         """Hand on everything that has come in full; False when the connection is not open any more."""
-        gets = self._gets
-        pushes: list[list[Any]] = []
+        items: list[Any] = []
+        fault = ""
         try:
-            item = gets()
-            while item is not _NOT_ENOUGH_DATA:
-                if type(item) is _Push:
-                    pushes.append(item)
-                    if self._subscribing:
-                        self._take_acknowledgement(item)
-                    item = gets()
-                    continue
-                if pushes:
-                    self._hand_on(pushes)
-                    pushes = []
-                run = self._pending[0] if self._pending else None
-                if isinstance(run, _Run):
-                    values: list[Any] = []
-                    while len(values) < run.missing and type(item) is not _Push and item is not _NOT_ENOUGH_DATA:
-                        values.append(item)
-                        item = gets()
-                    self._take_replies(run, values)
-                else:
-                    if not self._take_reply(item):
-                        return False
-                    item = gets()
-        except hiredis.ProtocolError as error:
-            self._hand_on(pushes)
-            self._lose(errors.violation(self._address, str(error)))
-            return False
-        if pushes:
-            self._hand_on(pushes)
+            items.extend(iter(self._gets, _NOT_ENOUGH_DATA))
+        except hiredis.ProtocolError as error:  # what came before is in the list
+            fault = str(error)
+        if not self._subscribing and set(map(type, items)) == _ONLY_PUSHES:
+            self._hand_on(items)
+        else:
+            self._tell_apart(items)
+        if fault:
+            self._lose(errors.violation(self._address, fault))
         return self._open
+
+    def _tell_apart(self, items: list[Any]) -> None:
+        """Hand on consecutive pushes, consecutive replies to what was sent together, and other replies one by one."""
+        begin = 0
+        while begin < len(items) and self._open:
+            first = items[begin]
+            if type(first) is _Push:
+                some = list(takewhile(_is_push, items[begin:]))
+                for push in some if self._subscribing else ():
+                    self._take_acknowledgement(push)
+                self._hand_on(some)
+            elif self._pending and isinstance(run := self._pending[0], _Run):
+                some = items[begin : begin + run.missing]
+                if _Push in map(type, some):
+                    some = list(takewhile(_is_reply, some))
+                self._take_replies(run, some)
+            else:
+                some = [first]
+                self._take_reply(first)
+            begin += len(some)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End, from the other side or because of our own ``close``."""
@@ -398,13 +401,11 @@ class Connection(asyncio.Protocol):
                 self._pending.popleft()
                 self._subscribing -= 1
 
-    def _take_reply(self, reply: Any) -> bool:
-        """Hand one reply on; False when the connection is not open any more."""
-        if not self._open:
-            return False
+    def _take_reply(self, reply: Any) -> None:
+        """Hand one reply on."""
         if not self._pending:
             self._lose(errors.violation(self._address, f"a reply that nobody asked for: {reply!r:.200}"))
-            return False
+            return
         on_reply = self._pending.popleft()
         assert not isinstance(on_reply, _Run), "its replies are taken by _parse"
         if isinstance(on_reply, _Subscribing):
@@ -412,14 +413,13 @@ class Connection(asyncio.Protocol):
             if type(reply) is not ErrorReply:
                 kind = on_reply.kind.decode()
                 self._lose(errors.violation(self._address, f"{kind} was answered with {reply!r:.200}"))
-                return False
+                return
             on_reply = on_reply.on_reply
         if on_reply is not None:
             try:
                 on_reply(reply)
             except Exception as error:
                 self._report(error, "on_reply")
-        return self._open
 
     def _report(self, error: Exception, callback: str) -> None:
         report_exception(self._loop, error, f"{callback} of the link to {self._address.redacted()}")
@@ -488,6 +488,14 @@ class Connection(asyncio.Protocol):
             self._timer = None
 
 
+def _is_push(item: Any) -> bool:
+    return type(item) is _Push
+
+
+def _is_reply(item: Any) -> bool:
+    return type(item) is not _Push
+
+
 def _packed(commands: Sequence[Sequence[CommandPart]]) -> bytes:
     """Return commands as RESP. Raises TypeError for a part that is not a CommandPart."""
     try:
@@ -504,8 +512,12 @@ def _packed_short(commands: Sequence[tuple[bytes, bytes, bytes]]) -> bytes:
     head = _HEADS
     chunks: list[bytes] = []
     add = chunks.extend
+    last_name = last_first = begin = b""
     for name, first, second in commands:
-        add((b"*3", head[len(name)], name, head[len(first)], first, head[len(second)], second, b"\r\n"))
+        if first is not last_first or name is not last_name:  # many in a row are on one channel
+            last_name, last_first = name, first
+            begin = b"*3%b%b%b%b" % (head[len(name)], name, head[len(first)], first)
+        add((begin, head[len(second)], second, b"\r\n"))
     return b"".join(chunks)
 
 
