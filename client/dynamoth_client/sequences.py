@@ -150,6 +150,8 @@ class Stream:
         out: list[Outcome] = []
         while self.held and self._lowest() < sequence:
             out += self._give_up(publisher, "the publisher began a new sequence")
+        if self.next is not None and self.next > sequence:  # a copy of it was held
+            return out
         return [*out, *self._open(sequence, payload)]
 
     def _begin_in_doubt(self, publisher: int) -> list[Outcome]:

@@ -350,8 +350,9 @@ class Connection(asyncio.Protocol):
             first = items[begin]
             if type(first) is _Push:
                 some = list(takewhile(_is_push, items[begin:]))
-                for push in some if self._subscribing else ():
-                    self._take_acknowledgement(push)
+                for push in some:
+                    if self._subscribing:
+                        self._take_acknowledgement(push)
                 self._hand_on(some)
             elif self._pending and isinstance(run := self._pending[0], _Run):
                 some = items[begin : begin + run.missing]

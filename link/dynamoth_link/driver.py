@@ -182,7 +182,8 @@ class Driver:
         if now > self._now:
             self._now = now
         for action in self._machine.handle(event, self._now):
-            own = self._execute_own.get(type(action))
+            kind: type[object] = type(action)  # pyright: ignore[reportUnknownVariableType]
+            own = self._execute_own.get(kind)
             if own is not None:
                 own(action)
             else:

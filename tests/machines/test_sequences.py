@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import process_time
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dynamoth.envelope import FIRST, FORWARDED, HEARTBEAT, ROUTE_CHANGED, SEQUENCE_MAX
@@ -372,6 +372,7 @@ arrivals = st.lists(
 
 
 @given(arrivals)
+@example([(1, 0, 0.0), (11, 0, 0.0), (12, 0, 0.0), (12, FIRST, 0.0)])
 def test_whatever_comes_nothing_is_delivered_twice_or_out_of_order(steps: list[tuple[int, int, float]]) -> None:
     channel = Channel()
     for number, flags, pause_s in steps:
