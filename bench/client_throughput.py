@@ -1,7 +1,8 @@
 """How many messages one process publishes and receives per second: our client against redis-py's, on one server.
 
 Run with ``python -m bench.client_throughput``; ``--help`` tells the rest. Runs of the two clients take turns, and
-medians are compared: of the asynchronous clients, and of the synchronous ones.
+medians are compared: of the asynchronous clients, and of the synchronous ones. Both asynchronous ones run on uvloop
+where it is installed.
 
 For receiving, a second process publishes everything before the first message is read, envelopes for our client and
 plain payloads for redis-py's: so what waits at the server is read as fast as the client can, and nothing else is
@@ -38,6 +39,7 @@ from dynamoth.envelope import FIRST, seal
 from dynamoth.plan import Plan, Server
 from dynamoth_cli.embedded import EmbeddedRedis
 from dynamoth_client.asyncio import from_url
+from dynamoth_link.daemon import run as run_fast
 from dynamoth_link.query import query
 
 CHANNEL = b"channel:1"
@@ -223,18 +225,8 @@ async def store_plan(server: EmbeddedRedis) -> None:
     await query(server.url, *stored_plan.write_whole(plan, run_id[1].decode() if run_id else None))
 
 
-def run(main: Coroutine[Any, Any, Any], loop_name: str) -> Any:
-    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
-    if loop_name == "uvloop":
-        import uvloop
-
-        factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(main)
-
-
-def compare(server: EmbeddedRedis, load: Load, rounds: int, loop_name: str) -> dict[str, float]:
-    """Return the medians of both clients, whose runs take turns, and their ratio."""
+def compare(server: EmbeddedRedis, load: Load, rounds: int, *, own_loop: bool) -> dict[str, float]:
+    """Return the medians of both clients, whose runs take turns, and their ratio; ``own_loop``: asyncio's, always."""
     rates: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(rounds):
         for ours in rates:
@@ -242,7 +234,8 @@ def compare(server: EmbeddedRedis, load: Load, rounds: int, loop_name: str) -> d
             if load.is_sync:
                 rates[ours].append(measure_sync(server.port, load, ours=ours))
             else:
-                rates[ours].append(run(measure(server.port, load, ours=ours), loop_name))
+                run = asyncio.run if own_loop else run_fast
+                rates[ours].append(run(measure(server.port, load, ours=ours)))
     theirs, mine = statistics.median(rates[False]), statistics.median(rates[True])
     return {"other_per_s": theirs, "dynamoth_per_s": mine, "ratio": mine / theirs}
 
@@ -252,7 +245,7 @@ def main() -> None:
     parser.add_argument("--messages", type=int, default=100_000, help="to receive per run; others are in proportion")
     parser.add_argument("--payload-bytes", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--loop", choices=["asyncio", "uvloop"], default="asyncio")
+    parser.add_argument("--asyncio", action="store_true", help="on asyncio's own loop, although uvloop is installed")
     parser.add_argument("--only", default="", help="measure only what has this in its name")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
     arguments = parser.parse_args()
@@ -271,7 +264,7 @@ def main() -> None:
     with EmbeddedRedis(options={"client-output-buffer-limit": "pubsub 0 0 0"}) as server:
         asyncio.run(store_plan(server))
         for load in (load for load in loads if arguments.only in load.name):
-            result = results[load.name] = compare(server, load, arguments.rounds, arguments.loop)
+            result = results[load.name] = compare(server, load, arguments.rounds, own_loop=arguments.asyncio)
             sys.stdout.write(
                 f"{load.name:22} {'without ' if load.is_ours else 'redis-py'} {result['other_per_s']:>9,.0f}/s"
                 f"   dynamoth {result['dynamoth_per_s']:>9,.0f}/s   ratio {result['ratio']:.2f}\n"
