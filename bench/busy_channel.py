@@ -141,21 +141,19 @@ class Subscribers:
         while sum(map(len, self._received.values())) < deliveries and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
-    async def _read(self, number: int, pubsub: Any) -> None:
+    async def _read(self, subscriber: int, pubsub: Any) -> None:
+        unpack, take = HEAD.unpack_from, self._received[subscriber].append
         async for message in pubsub.listen():
             if message["type"] == "message":
-                self._take(number, message["data"])
+                number, publisher, sent_ns = unpack(message["data"])
+                take(number * PUBLISHERS_MAX + publisher)
+                if (number + subscriber) % LATENCY_SAMPLE == 0:
+                    self._sent_ns.append(sent_ns)
+                    self._latency_ns.append(time.monotonic_ns() - sent_ns)
             elif message["type"] == "subscribe":
-                self._audit.confirmed(number, CHANNEL, time.monotonic())
+                self._audit.confirmed(subscriber, CHANNEL, time.monotonic())
                 if self._audit.open_count(CHANNEL) == len(self._numbers):
                     self._all_confirmed.set()
-
-    def _take(self, subscriber: int, payload: bytes) -> None:
-        number, publisher, sent_ns = HEAD.unpack_from(payload)
-        self._received[subscriber].append(number * PUBLISHERS_MAX + publisher)
-        if (number + subscriber) % LATENCY_SAMPLE == 0:
-            self._sent_ns.append(sent_ns)
-            self._latency_ns.append(time.monotonic_ns() - sent_ns)
 
     def _on_gap(self, gap: GapInfo) -> None:
         self._gaps.append(gap.reason)
