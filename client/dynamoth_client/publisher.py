@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 from dynamoth import stored_plan
 from dynamoth.control import ObservationGap, RouteNotice, unpack_control
@@ -114,15 +114,16 @@ class PublisherMachine:
 
     def handle(self, event: Any, now: float) -> list[Any]:
         """Take one event; return the actions to execute, in order."""
+        kind = cast("type[object]", type(event))
+        if kind is Publish:
+            return self._publish_one(event.token, event.channel, event.payload, now)
+        if kind is PublishAll:
+            return self._publish_all(event.messages, now)
+        if kind is Replied:
+            return self._replied(event, now)
+        if kind is RepliedAll:
+            return self._replied_all(event.link, event.values, now)
         match event:
-            case PublishAll():
-                return self._publish_all(event.messages, now)
-            case RepliedAll():
-                return self._replied_all(event.link, event.values, now)
-            case Publish():
-                return self._publish_one(event.token, event.channel, event.payload, now)
-            case Replied():
-                return self._replied(event, now)
             case Pushed():
                 return [action for push in event.messages for action in self._pushed(event.link, push, now)]
             case LinkUp():
@@ -141,7 +142,8 @@ class PublisherMachine:
         earliest = _NEVER
         for server in self._servers.values():
             if server.waiting:
-                earliest = min(earliest, server.waiting[0].tell_at)
+                if server.waiting[0].tell_at < earliest:
+                    earliest = server.waiting[0].tell_at
                 if not server.up and not server.avoided:
                     earliest = min(earliest, server.down_since + self.options.failover_s)
         return None if earliest == _NEVER else earliest

@@ -194,7 +194,7 @@ class Connection(asyncio.Protocol):
             return False
         if not args:
             raise ValueError("a command has at least its name")
-        packed = _packed((args,)) if len(args) == 3 else _pack(tuple(args))
+        packed = _packed_one(args)
         name = args[0]
         kind = _SUBSCRIPTIONS.get(name.upper()) if isinstance(name, (bytes, str)) else None
         if kind is None:
@@ -354,15 +354,16 @@ class Connection(asyncio.Protocol):
                     if self._subscribing:
                         self._take_acknowledgement(push)
                 self._hand_on(some)
+                begin += len(some)
             elif self._pending and isinstance(run := self._pending[0], _Run):
                 some = items[begin : begin + run.missing]
                 if _Push in map(type, some):
                     some = list(takewhile(_is_reply, some))
                 self._take_replies(run, some)
+                begin += len(some)
             else:
-                some = [first]
                 self._take_reply(first)
-            begin += len(some)
+                begin += 1
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End, from the other side or because of our own ``close``."""
@@ -495,6 +496,18 @@ def _is_push(item: Any) -> bool:
 
 def _is_reply(item: Any) -> bool:
     return type(item) is not _Push
+
+
+def _packed_one(args: Sequence[CommandPart]) -> bytes:
+    """Return a command as RESP. Raises TypeError for a part that is not a CommandPart."""
+    if len(args) == 3:
+        head = _HEADS
+        name, first, second = cast("tuple[bytes, bytes, bytes]", args)
+        try:
+            return b"".join((b"*3", head[len(name)], name, head[len(first)], first, head[len(second)], second, b"\r\n"))
+        except (IndexError, TypeError):  # a part is long, or no bytes
+            pass
+    return _pack(tuple(args))
 
 
 def _packed(commands: Sequence[Sequence[CommandPart]]) -> bytes:
