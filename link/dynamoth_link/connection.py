@@ -194,7 +194,7 @@ class Connection(asyncio.Protocol):
             return False
         if not args:
             raise ValueError("a command has at least its name")
-        packed = _packed_one(args)
+        packed = _packed((args,)) if len(args) == 3 else _pack(tuple(args))
         name = args[0]
         kind = _SUBSCRIPTIONS.get(name.upper()) if isinstance(name, (bytes, str)) else None
         if kind is None:
@@ -498,18 +498,6 @@ def _is_reply(item: Any) -> bool:
     return type(item) is not _Push
 
 
-def _packed_one(args: Sequence[CommandPart]) -> bytes:
-    """Return a command as RESP. Raises TypeError for a part that is not a CommandPart."""
-    if len(args) == 3:
-        head = _HEADS
-        name, first, second = cast("tuple[bytes, bytes, bytes]", args)
-        try:
-            return b"".join((b"*3", head[len(name)], name, head[len(first)], first, head[len(second)], second, b"\r\n"))
-        except (IndexError, TypeError):  # a part is long, or no bytes
-            pass
-    return _pack(tuple(args))
-
-
 def _packed(commands: Sequence[Sequence[CommandPart]]) -> bytes:
     """Return commands as RESP. Raises TypeError for a part that is not a CommandPart."""
     try:
@@ -526,11 +514,12 @@ def _packed_short(commands: Sequence[tuple[bytes, bytes, bytes]]) -> bytes:
     head = _HEADS
     chunks: list[bytes] = []
     add = chunks.extend
-    last_name = last_first = begin = b""
+    last_name = last_first = None
+    begin = b""
     for name, first, second in commands:
         if first is not last_first or name is not last_name:  # many in a row are on one channel
             last_name, last_first = name, first
-            begin = b"*3%b%b%b%b" % (head[len(name)], name, head[len(first)], first)
+            begin = b"".join((b"*3", head[len(name)], name, head[len(first)], first))
         add((begin, head[len(second)], second, b"\r\n"))
     return b"".join(chunks)
 

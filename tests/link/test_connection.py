@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
+import hiredis
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,8 +18,12 @@ from dynamoth_link.urls import ServerAddress
 class _Sink(asyncio.Transport):
     """Takes what is written."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
-        pass
+        self.written += bytes(data)
 
     def get_write_buffer_size(self) -> int:
         return 0
@@ -90,5 +95,21 @@ def test_what_came_before_a_fault_is_handed_on() -> None:
         connection.data_received(_push(b"message", 1) + _push(b"message", 2) + b"?nonsense\r\n" + _push(b"message", 3))
         assert [push[2] for push in told] == [1, 2]
         assert "is a Redis server" in str(connection.lost.result())
+
+    asyncio.run(main())
+
+
+parts = st.sampled_from([b"", b"c", b"PUBLISH", b"x" * 1023, b"x" * 1024])
+
+
+@given(st.lists(st.tuples(parts, parts, parts), min_size=1, max_size=6))
+def test_commands_are_packed_as_hiredis_packs_them(sent: list[tuple[bytes, bytes, bytes]]) -> None:
+    async def main() -> None:
+        sink = _Sink()
+        connection = Connection(ServerAddress("127.0.0.1", 6379), LinkOptions(), lambda _: None)
+        connection.connection_made(sink)
+        connection.send_all(sent, lambda _: None)
+        pack = cast("Callable[[tuple[bytes, ...]], bytes]", hiredis.pack_command)
+        assert sink.written == b"".join(map(pack, sent))
 
     asyncio.run(main())
