@@ -6,7 +6,6 @@ import json
 import os
 import select
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from dynamoth_cli.cluster import ClusterNotReady, LocalCluster
 from dynamoth_cli.embedded import RedisServerFailed
 from dynamoth_cli.main import main
 from dynamoth_link.errors import ServerUnreachable
+from tests.processes import command_lines
 
 CHANNEL = "some:channel"
 
@@ -70,8 +70,7 @@ def test_the_url_holds_the_password_and_the_files_do_not(cluster: LocalCluster) 
     ports = ",".join(f"127.0.0.1:{server.port}" for server in cluster.redis.values())
     assert cluster.url == f"dynamoth://:p%40ss%2Fword@{ports}"
     assert "p@ss" not in cluster.config_file.read_text()
-    listed = ["ps", "-o", "args=", "-p", str(cluster.balancer.pid)]
-    arguments = subprocess.run(listed, check=True, capture_output=True, text=True).stdout
+    [arguments] = command_lines("-p", str(cluster.balancer.pid)).values()
     assert "balancer --config" in arguments
     assert "p@ss" not in arguments
 

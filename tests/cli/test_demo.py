@@ -22,6 +22,7 @@ from dynamoth_cli.demo import worker_command
 from dynamoth_cli.demo_festival import Festival
 from dynamoth_cli.demo_worker import WorkerOptions
 from dynamoth_sim.rgame import GameWorld, Update
+from tests.processes import command_lines
 
 TIMEOUT_S = 120.0
 WORLD: dict[str, Any] = {"tiles_per_side": 2}
@@ -41,13 +42,6 @@ def demo(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         dynamoth_command("demo", *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-
-
-def children_of(pid: int) -> dict[int, str]:
-    listed = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(pid)], check=True, capture_output=True, text=True
-    ).stdout
-    return {int(child): arguments for child, arguments in re.findall(r"(\d+) (.*)", listed)}
 
 
 def test_channels_move_one_is_split_and_folded_back_and_the_audit_is_clean(tmp_path: Path) -> None:
@@ -100,7 +94,7 @@ class Playing:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if "the crowd gathers" in line:
-                for pid, arguments in children_of(self.process.pid).items():
+                for pid, arguments in command_lines("--ppid", str(self.process.pid)).items():
                     self.descriptors[os.pidfd_open(pid)] = arguments
                 assert len(self.descriptors) >= 5, self.descriptors
                 return
@@ -113,8 +107,9 @@ class Playing:
         self.process.communicate(timeout=TIMEOUT_S)
 
     def kill(self, name: str) -> None:
-        [descriptor] = [descriptor for descriptor, arguments in self.descriptors.items() if name in arguments]
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        named = [descriptor for descriptor, arguments in self.descriptors.items() if name in arguments]
+        assert len(named) == 1, self.descriptors
+        signal.pidfd_send_signal(named[0], signal.SIGKILL)
 
     def all_gone(self) -> bool:
         return len(select.select(self.descriptors, [], [], 0)[0]) == len(self.descriptors)

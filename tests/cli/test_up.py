@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from dynamoth_cli.child import dynamoth_command
+from tests.processes import command_lines
 
 TIMEOUT_S = 60.0
 
@@ -35,10 +36,7 @@ class Up:
 
     def descendants(self) -> dict[int, str]:
         """Process ids of its children, and their command lines."""
-        listed = subprocess.run(
-            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], check=True, capture_output=True, text=True
-        ).stdout
-        return {int(pid): arguments for pid, arguments in re.findall(r"(\d+) (.*)", listed)}
+        return command_lines("--ppid", str(self.process.pid))
 
     def end(self, number: signal.Signals) -> tuple[int, str]:
         self.process.send_signal(number)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dynamoth_cli.child import dynamoth_command
+from tests.processes import command_lines
 from tests.whole.harness import PATIENCE_S, until
 
 KEYS = (
@@ -29,10 +30,9 @@ PROCESSES_MIN = 8
 """The demo itself, 2 servers, 2 agents, the balancer, auditors and players."""
 
 
-def session_of(pid: int) -> list[str]:
+def session_of(pid: int) -> dict[int, str]:
     """Return the command lines of all processes of a session, whoever their parent is."""
-    listed = subprocess.run(["ps", "-o", "args=", "-s", str(pid)], check=False, capture_output=True, text=True)
-    return listed.stdout.splitlines()
+    return command_lines("-s", str(pid))
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -52,7 +52,7 @@ def test_the_demo_ends_clean_writes_its_result_and_is_gone(tmp_path: Path) -> No
         until(lambda: len(session_of(process.pid)) >= PROCESSES_MIN, "all processes are at work")
         out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, out + err
-    assert session_of(process.pid) == []
+    assert session_of(process.pid) == {}
     result = json.loads(file.read_text())
     assert set(KEYS) <= set(result)
     assert result["published"] > 0
@@ -71,4 +71,4 @@ def test_the_demo_is_gone_when_its_terminal_ends_it_in_the_middle(number: signal
         _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert err == "dynamoth: interrupted\n"
-    assert session_of(process.pid) == []
+    assert session_of(process.pid) == {}
