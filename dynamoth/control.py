@@ -79,14 +79,16 @@ class Announcement:
     """Subscriber to agent: I have joined and left these physical channels at your server.
 
     Published behind the SUBSCRIBE of the channels, on the same connection. For each that is a new location of a channel
-    in transition the dispatcher answers with markers. A subscriber may announce again what it has joined, to have them
-    sent again. ``number`` grows with each announcement of the subscriber.
+    in transition the dispatcher answers with markers, at the servers ``leaving``: there the subscriber listens to old
+    locations, and to its inbox. It may announce again what it has joined, to have them sent again. ``number`` grows
+    with each announcement of the subscriber.
     """
 
     client: int
     number: int
     joined: tuple[bytes, ...]
     left: tuple[bytes, ...]
+    leaving: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +238,7 @@ _WRITE: dict[type[Any], Callable[[Any], list[Any]]] = {
     Marker: lambda m: [2, m.channel, m.server, m.number],
     LossNotice: lambda m: [3, m.channel, m.count],
     ObservationGap: lambda m: [4, m.server],
-    Announcement: lambda m: [5, m.client, m.number, m.joined, m.left],
+    Announcement: lambda m: [5, m.client, m.number, m.joined, m.left, m.leaving],
     PlanChange: lambda m: [6, _delta_to_wire(m.delta)],
     PlanQuery: lambda m: [7, m.version],
     PlanAck: lambda m: [8, m.server, m.incarnation, m.version],
@@ -251,7 +253,9 @@ _READ: dict[int, Callable[[list[Any]], ControlMessage]] = {
     2: lambda v: Marker(_bytes(v[0]), _text(v[1]), _natural(v[2])),
     3: lambda v: LossNotice(_bytes(v[0]), _optional(_natural, v[1])),
     4: lambda v: ObservationGap(_text(v[0])),
-    5: lambda v: Announcement(_natural(v[0]), _natural(v[1]), _names(v[2]), _names(v[3])),
+    5: lambda v: Announcement(
+        _natural(v[0]), _natural(v[1]), _names(v[2]), _names(v[3]), tuple(map(_text, _array(v[4])))
+    ),
     6: lambda v: PlanChange(_delta_from_wire(v[0])),
     7: lambda v: PlanQuery(_natural(v[0])),
     8: lambda v: PlanAck(_text(v[0]), _natural(v[1]), _natural(v[2])),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Any
 
 from dynamoth.events import CommandPart, Send, SendAll
@@ -17,8 +17,7 @@ from dynamoth.events import CommandPart, Send, SendAll
 class Outbox:
     """First in, first out, over one link, at least once, bounded.
 
-    The owner calls :meth:`put` for each command, tells of the link's events, and executes the ``Send`` that it is
-    given.
+    The owner calls :meth:`put` for each command, tells of the link's events, and executes what it is given.
     """
 
     __slots__ = ("_items", "_sent", "_up", "bound", "link")
@@ -47,18 +46,34 @@ class Outbox:
         """Whether the bound is reached; ``put`` then refuses."""
         return len(self._items) >= self.bound
 
-    def put(self, args: Sequence[CommandPart], token: Any = None) -> list[Send]:
+    def put(self, args: Sequence[CommandPart], token: Any = None) -> list[Send | SendAll]:
         """Add a command. ``token`` comes back from :meth:`replied`. The caller has checked ``full``."""
-        assert not self.full, f"outbox of {self.link} is full"
-        self._items.append((args, token))
+        self.put_later(args, token)
         if not self._up:
             return []
+        if self._sent + 1 < len(self._items):
+            return self.flush()
         self._sent += 1
         return [Send(self.link, args, self)]
+
+    def put_later(self, args: Sequence[CommandPart], token: Any = None) -> None:
+        """Add a command as :meth:`put`, to be sent before the next one, or by :meth:`flush`."""
+        assert not self.full, f"outbox of {self.link} is full"
+        self._items.append((args, token))
+
+    def flush(self) -> list[Send | SendAll]:
+        """Send what was put and not sent; while the link is down, when it is up again."""
+        unsent = len(self._items) - self._sent
+        if not self._up or not unsent:
+            return []
+        self._sent += unsent
+        newest_first = [args for args, _ in islice(reversed(self._items), unsent)]
+        return [SendAll(self.link, newest_first[::-1], self)]
 
     def put_all(self, commands: Sequence[Sequence[CommandPart]], token: Any) -> SendAll:
         """Add commands, at most ``room``, which have one token in common; only while the link is up."""
         assert self._up and len(commands) <= self.room, f"no room in the outbox of {self.link}, or it is down"
+        assert self._sent == len(self._items), f"the outbox of {self.link} holds what is to be sent first"
         self._items.extend(zip(commands, repeat(token)))  # without strict: the second has no end
         self._sent += len(commands)
         return SendAll(self.link, commands, self)

@@ -234,9 +234,9 @@ class Feed:
         """Put messages into the queue as ``_execute`` would, as long as nothing else is to be done; return how many."""
         if self._acks.held or self._has_sharded:
             return 0
-        messages, taken = self._subscriber.take_expected(link, pushes)
-        if messages:
-            self._queue.extend(messages)
+        queue = self._queue
+        taken = self._subscriber.take_expected(link, pushes, queue.items.append)
+        queue.grown()
         return taken
 
     def _execute(self, work: _Work, action: Any) -> None:

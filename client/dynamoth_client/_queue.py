@@ -100,7 +100,8 @@ class MessageQueue:
         if bound < 1:
             raise redis.exceptions.DataError(f"max_queue must be at least 1, not {bound}")
         self.bound = bound
-        #: Oldest first. Readers take from the left themselves, and call ``relieve`` while ``is_full``.
+        #: Oldest first. Readers take from the left themselves, and call ``relieve`` while ``is_full``; who fills it
+        #: itself calls ``grown``.
         self.items: deque[Item] = deque()
         #: Between ``on_full`` and ``on_room``.
         self.is_full = False
@@ -124,7 +125,11 @@ class MessageQueue:
     def extend(self, items: Iterable[Item]) -> None:
         """Add items, in their order."""
         self.items.extend(items)
-        if self._waiters:
+        self.grown()
+
+    def grown(self) -> None:
+        """Do what is due when ``items`` has got more, perhaps."""
+        if self._waiters and self.items:
             self.wake()
         if len(self.items) >= self.bound and not self.is_full:
             self.is_full = True
@@ -171,9 +176,10 @@ class MessageQueue:
 
     def wake(self) -> None:
         """Let all who wait look again."""
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            _release(waiter)
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
 
     def wakeup(self) -> asyncio.Future[None]:
         """Return a future that is done when it is worth looking again: an item has come, or the end."""

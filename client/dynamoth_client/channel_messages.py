@@ -19,17 +19,17 @@ from typing import Any
 from dynamoth.control import LossNotice, Marker, RouteNotice, unpack_control
 from dynamoth.envelope import (
     CONTROL,
+    FIRST,
+    FORWARDED,
     HEADER_BYTES,
-    HEARTBEAT,
-    KNOWN_FLAGS,
     MAGIC,
     QUIET_BITS,
-    RAW,
     ROUTE_CHANGED,
     Envelope,
+    head_of,
     is_enveloped,
     open_envelope,
-    unpack_header,
+    unpack_numbered,
 )
 from dynamoth.errors import MalformedMessage, UnknownMode
 from dynamoth.events import Pushed
@@ -43,10 +43,13 @@ from dynamoth_client.subscriber_events import Deliver, GapDetected
 from dynamoth_client.subscription import Subscription
 from dynamoth_client.wishes import Wishes
 
-_SPECIAL = 0xFF & ~KNOWN_FLAGS | CONTROL | HEARTBEAT | RAW
-"""Flags of messages that are not delivered as they are."""
+_NUMBERED = frozenset(head_of(flags) for flags in range(256) if not flags & ~(FORWARDED | FIRST | ROUTE_CHANGED))
+"""How messages begin whose number alone says what is to be done with them."""
 
-_NO_HEADER = (b"", 0, 0, 0, 0)
+_NO_HEADER = (0, 0, 0)
+
+Message = tuple[bytes, bytes]
+"""Channel and payload, as :class:`Deliver` has them."""
 
 
 class ChannelMessages:
@@ -89,7 +92,8 @@ class ChannelMessages:
         actions: list[Any] = []
         taken = 0
         while True:
-            expected, taken = self.take_expected(link, pushes, taken)
+            expected: list[Message] = []
+            taken = self.take_expected(link, pushes, expected.append, taken)
             if expected:
                 actions.append(Deliver(expected))
             if taken == len(pushes):
@@ -98,38 +102,37 @@ class ChannelMessages:
             taken += 1
 
     def take_expected(
-        self, link: str, pushes: Sequence[Sequence[Any]], begin: int = 0
-    ) -> tuple[list[tuple[bytes, bytes]], int]:
+        self, link: str, pushes: Sequence[Sequence[Any]], deliver: Callable[[Message], object], begin: int = 0
+    ) -> int:
         """Take pushes from the one at ``begin`` on, as long as each is a message to be delivered at once, or a copy.
 
         That is, on a confirmed subscription, the expected one of a known publisher, one that has come before, or a
-        plain one: nearly every one is. Returns the messages to deliver, as :class:`Deliver` has them, and the index of
-        the first push that was not taken.
+        plain one: nearly every one is. ``deliver`` is called with each to be delivered. Returns the index of the first
+        push that was not taken.
         """
         places = self._links[link].places
-        delivered: list[tuple[bytes, bytes]] = []
         for index in range(begin, len(pushes)):
             push = pushes[index]
             subscription = places.get(push[1]) if push[0] == b"message" else None
             if subscription is None or not subscription.confirmed:
-                return delivered, index
+                return index
             data: bytes = push[2]
-            magic, flags, publisher, number, _ = unpack_header(data) if len(data) >= HEADER_BYTES else _NO_HEADER
-            if magic == MAGIC:
+            head, publisher, number = unpack_numbered(data) if len(data) >= HEADER_BYTES else _NO_HEADER
+            if head in _NUMBERED:
                 stream = subscription.sequences.streams.get(publisher)
+                if stream is None or (expected := stream.next) is None:
+                    return index
                 sequence = number >> QUIET_BITS
-                if flags & _SPECIAL or stream is None or (expected := stream.next) is None:
-                    return delivered, index
                 if sequence == expected and not stream.held:
                     stream.next = sequence + 1
-                    delivered.append((subscription.channel, data[HEADER_BYTES:]))
+                    deliver((subscription.channel, data[HEADER_BYTES:]))
                 elif not stream.begun_in_doubt_at <= sequence < expected:  # many are, while the channel moves
-                    return delivered, index
+                    return index
             elif data[:3] == MAGIC:
-                return delivered, index
+                return index
             else:
-                delivered.append((subscription.channel, data))
-        return delivered, len(pushes)
+                deliver((subscription.channel, data))
+        return len(pushes)
 
     def _take_unexpected(self, link: str, push: Sequence[Any], now: float) -> list[Any]:
         """Take a push that ``take_expected`` has left."""

@@ -183,15 +183,19 @@ class Places:
             for first in range(0, max(len(names), len(left)), ANNOUNCED_MAX):
                 some = slice(first, first + ANNOUNCED_MAX)
                 number = next(self._announcement_numbers)
-                message = Announcement(self._client_id, number, names[some], tuple(left[some]))
+                leaving = self._note_announced(server, names[some], number)
+                message = Announcement(self._client_id, number, names[some], tuple(left[some]), leaving)
                 sends.append(Send(server, (b"PUBLISH", ANNOUNCE_CHANNEL, pack_control(message))))
-                self._note_announced(server, names[some], number)
         self.unannounced.clear()
         return sends
 
-    def _note_announced(self, server: str, joined: Sequence[bytes], number: int) -> None:
+    def _note_announced(self, server: str, joined: Sequence[bytes], number: int) -> tuple[str, ...]:
+        """Return the servers of the places that are being left for what was joined."""
+        leaving: dict[str, None] = {}
         for physical in joined:
             subscription = self.links[server].places.get(physical)
             target = subscription.targets.get(Location(server, physical)) if subscription is not None else None
-            if target is not None:
+            if subscription is not None and target is not None:
                 target.announced = target.announced or number
+                leaving.update((location.server, None) for location in subscription.leaving)
+        return tuple(leaving)

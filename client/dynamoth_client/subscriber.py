@@ -70,6 +70,9 @@ class SubscriberMachine:
         self._messages = ChannelMessages(
             local_plan, self.counters, self._register, self._places, self._moves, self._wishes, self._acknowledged
         )
+        #: Takes the pushes of a link, from the first on, as long as there is nothing to be done but to deliver them, or
+        #: to drop copies; returns how many. The others are for ``handle``, which would have done the same with these.
+        self.take_expected = self._messages.take_expected
 
     def handle(self, event: Any, now: float) -> list[Any]:
         """Take one event; return the actions to execute, in order."""
@@ -97,14 +100,6 @@ class SubscriberMachine:
                 return self._forget_idle(now)
             case _:
                 raise AssertionError(f"not an event of a subscriber: {event!r}")
-
-    def take_expected(self, link: str, pushes: Sequence[Sequence[Any]]) -> tuple[list[tuple[bytes, bytes]], int]:
-        """Take pushes from the first on, as long as there is nothing to be done but to deliver them, or to drop copies.
-
-        Returns the messages to deliver, as :class:`Deliver` has them, and how many pushes were taken. The others are
-        for ``handle``, which would have done the same with these.
-        """
-        return self._messages.take_expected(link, pushes)
 
     def deadline(self) -> float | None:
         """Return the time of the earliest wish."""

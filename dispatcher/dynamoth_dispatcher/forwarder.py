@@ -7,7 +7,8 @@ server has answered. An outbox that is full loses the newest; subscribers at the
 (``LossNotice``) when there is room again; when too many locations are concerned, publishers are asked for heartbeats.
 
 A *relayed* copy goes to the dispatcher of the location instead, which publishes each message once, whoever else relays
-it too. If no dispatcher hears it, it goes to the location itself.
+it too. If no dispatcher hears it, it goes to the location itself. Where another dispatcher relays it at once, a copy
+waits a little for others, and all go together; so do the markers that must stay behind it.
 
 A heartbeat that a publisher has asked for waits until the publisher has asked for no later one for a while.
 """
@@ -15,14 +16,14 @@ A heartbeat that a publisher has asked for waits until the publisher has asked f
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dynamoth.control import LossNotice, ObservationGap, pack_control, seal_control
 from dynamoth.envelope import CONTROL, HEARTBEAT, QUIET_MS_MAX, Envelope, open_envelope, seal
 from dynamoth.errors import MalformedMessage
-from dynamoth.events import Connect, ErrorReply, Replied, Send
+from dynamoth.events import Connect, ErrorReply, Send, earliest
 from dynamoth.names import CLIENTS_CHANNEL, logical_channel, relay_channel
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Location, Server
@@ -46,6 +47,9 @@ class ForwarderOptions:
     """Locations per server whose lost messages are counted at most; past it publishers send heartbeats instead."""
     relayed_max: int = 10_000
     """Messages per location that are known to have been relayed; one that is relayed again later comes twice."""
+    relay_delay_s: float = 0.02
+    """A copy that another dispatcher relays too waits so long for others: one of 1,000 messages/s alone costs a
+    dispatcher more than twenty together."""
     heartbeat_delay_s: float = 5.0
     """A heartbeat that a publisher asks for waits so long for its message: longer than a slow server takes."""
     heartbeats_max: int = 100_000
@@ -89,6 +93,8 @@ class Forwarder:
         self._lost_unnamed = False
         #: Old physical channel here to the messages that were relayed to it, oldest first.
         self._relayed: dict[bytes, OrderedDict[tuple[int, int, int], None]] = {}
+        #: When what was put to be sent later is sent; None while there is nothing.
+        self._flush_at: float | None = None
         #: (location, publisher) to the latest heartbeat that the publisher has asked for, and when; latest last.
         self._heartbeats: OrderedDict[tuple[Location, int], tuple[Envelope, float]] = OrderedDict()
 
@@ -100,26 +106,42 @@ class Forwarder:
             return [Send(LOCAL, (b"PUBLISH", target.physical, data))]
         return self._put(target, (b"PUBLISH", target.physical, data))
 
-    def relay(self, target: Location, data: bytes) -> list[Any]:
+    def relay(self, target: Location, data: bytes, *, later: bool = False) -> list[Any]:
         """Give a copy to the dispatcher of ``target``, in one order with everything else that is given to it."""
         if target.server == self._server:
             return self.publish_once(target.physical, data)
-        return self._put(target, (b"PUBLISH", relay_channel(target.physical), data), _Relay(target, data))
+        return self._put(target, (b"PUBLISH", relay_channel(target.physical), data), _Relay(target, data), later=later)
 
-    def mark(self, target: Location, data: bytes, *, relayed: bool) -> list[Any]:
+    def relay_later(self, target: Location, data: bytes, now: float) -> list[Any]:
+        """Do as ``relay``, but up to ``relay_delay_s`` later, with all that is given to that dispatcher until then."""
+        if self._flush_at is None:
+            self._flush_at = now + self._options.relay_delay_s
+        return self.relay(target, data, later=True)
+
+    def mark(self, target: Location, data: bytes, now: float, *, relayed: bool) -> list[Any]:
         """Send a marker behind the copies for its server; where there is no room, not: it is asked for again."""
         outbox = self._outboxes.get(target.server)
         if outbox is not None and outbox.full:
             return []
-        return self.relay(target, data) if relayed else self.forward(target, data)
+        return self.relay_later(target, data, now) if relayed else self.forward(target, data)
 
-    def _put(self, target: Location, command: tuple[bytes, bytes, bytes], token: _Relay | None = None) -> list[Any]:
+    def _put(
+        self,
+        target: Location,
+        command: tuple[bytes, bytes, bytes],
+        token: _Relay | None = None,
+        *,
+        later: bool = False,
+    ) -> list[Any]:
         actions = self.connect(target.server)
         outbox = self._outboxes[target.server]
         if outbox.full:
             self._lose(target)
-            return actions
-        return [*actions, *outbox.put(command, token)]
+        elif later:
+            outbox.put_later(command, token)
+        else:
+            actions += outbox.put(command, token)
+        return actions
 
     def publish_once(self, physical: bytes, data: bytes) -> list[Any]:
         """Publish what was relayed, unless another dispatcher has relayed the same message; markers always."""
@@ -142,6 +164,23 @@ class Forwarder:
         """Forget what was relayed to a physical channel here: its transition has changed."""
         self._relayed.pop(physical, None)
 
+    # Time.
+
+    def deadline(self) -> float | None:
+        """Return when something is due."""
+        return earliest(self._flush_at, self._heartbeat_at())
+
+    def due(self, now: float) -> list[Any]:
+        """Send what is due."""
+        actions: list[Any] = []
+        while (heartbeat_at := self._heartbeat_at()) is not None and heartbeat_at <= now:
+            actions += self._send_heartbeat(now)
+        if self._flush_at is not None and self._flush_at <= now:
+            self._flush_at = None
+            for outbox in self._outboxes.values():
+                actions += outbox.flush()
+        return actions
+
     # Links.
 
     def connect(self, server: str) -> list[Any]:
@@ -161,15 +200,16 @@ class Forwarder:
         """Keep what waits for a server."""
         self._outboxes[link.removeprefix(_LINK_PREFIX)].link_down()
 
-    def replied(self, event: Replied) -> list[Any]:
-        """Take the answer to a copy: a reply whose tag is an :class:`Outbox`."""
-        relay: _Relay | None = event.tag.replied()
+    def replied(self, link: str, outbox: Outbox, values: Sequence[Any]) -> list[Any]:
+        """Take the answers to copies, whose tag is their outbox."""
+        relays: list[_Relay | None] = outbox.replied_all(len(values))
         actions: list[Any] = []
-        if isinstance(event.value, ErrorReply):
-            self._counters["forwards_refused"] += 1
-        elif relay is not None and event.value == 0:  # its dispatcher is away
-            actions += self.forward(relay.target, relay.data)
-        return [*actions, *self._tell_lost(event.link.removeprefix(_LINK_PREFIX))] if self._lost else actions
+        for relay, value in zip(relays, values, strict=True):
+            if isinstance(value, ErrorReply):
+                self._counters["forwards_refused"] += 1
+            elif relay is not None and value == 0:  # its dispatcher is away
+                actions += self.forward(relay.target, relay.data)
+        return [*actions, *self._tell_lost(link.removeprefix(_LINK_PREFIX))] if self._lost else actions
 
     # Losses.
 
@@ -205,7 +245,7 @@ class Forwarder:
 
     # Heartbeats.
 
-    def deadline(self) -> float | None:
+    def _heartbeat_at(self) -> float | None:
         """Return when the next heartbeat is due."""
         if not self._heartbeats:
             return None
@@ -218,13 +258,6 @@ class Forwarder:
         self._heartbeats[key] = heartbeat, now
         self._heartbeats.move_to_end(key)
         return self._send_heartbeat(now) if len(self._heartbeats) > self._options.heartbeats_max else []
-
-    def due(self, now: float) -> list[Any]:
-        """Send the heartbeats that are due."""
-        actions: list[Any] = []
-        while (due_at := self.deadline()) is not None and due_at <= now:
-            actions += self._send_heartbeat(now)
-        return actions
 
     def _send_heartbeat(self, now: float) -> list[Any]:
         (target, publisher), (heartbeat, asked_at) = self._heartbeats.popitem(last=False)

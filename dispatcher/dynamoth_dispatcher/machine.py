@@ -13,7 +13,8 @@ For a channel in transition here it also tells the listeners of an old location,
 and reports an old location that nobody listens at any more (``transitions``).
 
 What is published at all new locations (ALL_PUBLISHERS) is forwarded to the old ones by the dispatchers of all. They
-*relay* it: each gives it to the dispatcher of the old location, which publishes it once.
+*relay* it: each gives it to the dispatcher of the old location, which publishes it once. One of them does so at once;
+the others, in case it cannot or has not got the message, a little later, many messages together.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from dynamoth.envelope import (
     seal,
 )
 from dynamoth.errors import MalformedMessage, PlanError
-from dynamoth.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick, earliest
+from dynamoth.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, RepliedAll, Send, Start, Tick, earliest
 from dynamoth.names import (
     AGENT_CHANNEL,
     ANNOUNCE_CHANNEL,
@@ -152,7 +153,7 @@ class DispatcherMachine:
         match event:
             case Pushed():
                 return self._pushed(event, now)
-            case Replied():
+            case Replied() | RepliedAll():
                 return self._replied(event, now)
             case Tick():
                 return self._tick(now)
@@ -203,9 +204,11 @@ class DispatcherMachine:
 
     # The plan.
 
-    def _replied(self, event: Replied, now: float) -> list[Any]:
+    def _replied(self, event: Replied | RepliedAll, now: float) -> list[Any]:
         if isinstance(event.tag, Outbox):
-            return self._forwarder.replied(event)
+            values = (event.value,) if isinstance(event, Replied) else event.values
+            return self._forwarder.replied(event.link, event.tag, values)
+        assert isinstance(event, Replied), "only copies are sent together"
         match event.tag:
             case ("observe",):
                 self.counters["refused_commands"] += 1
@@ -344,7 +347,7 @@ class DispatcherMachine:
             return self._dispatch(physical, channel, self.plan.entry(channel), data, now)
         is_relay = physical.startswith(RELAY_PREFIX)
         if not is_relay and physical != FORWARD_CHANNEL and not is_user_channel(physical):
-            return self._announced(data) if physical == ANNOUNCE_CHANNEL and len(self.transitions) else []
+            return self._announced(data, now) if physical == ANNOUNCE_CHANNEL and len(self.transitions) else []
         if self.plan is None:
             if len(self._backlog) == self.options.backlog_max:
                 self._blind = True
@@ -361,8 +364,8 @@ class DispatcherMachine:
             return []
         return self._dispatch(physical, channel, entry, data, now)
 
-    def _announced(self, data: bytes) -> list[Any]:
-        """Send markers to a subscriber that has joined new locations here, to wherever it may still listen.
+    def _announced(self, data: bytes, now: float) -> list[Any]:
+        """Send markers to a subscriber that has joined new locations here, to where it listens to old ones.
 
         Not while something may have gone by unobserved of which old locations have not been told: it asks again.
         """
@@ -381,8 +384,9 @@ class DispatcherMachine:
                 continue
             marker = seal_control(Marker(transition.channel, self.server, message.number))
             relayed = is_relayed(transition.entry.route)
-            for server in transition.old_servers:
-                actions += self._forwarder.mark(Location(server, to), marker, relayed=relayed)
+            for server in message.leaving:
+                if server in transition.old_servers:
+                    actions += self._forwarder.mark(Location(server, to), marker, now, relayed=relayed)
         return actions
 
     def _requested(self, data: bytes, now: float) -> list[Any]:
@@ -450,18 +454,21 @@ class DispatcherMachine:
     def _forward_message(
         self, channel: bytes, way: Way, envelope: Envelope | None, data: bytes, now: float
     ) -> list[Any]:
-        if not way.forwarded and not way.relayed:
+        copies = len(way.forwarded) + len(way.relayed) + len(way.relayed_later)
+        if not copies:
             return []
         if envelope is None:
             copy = self._number_raw(channel, way.epoch, data)
         else:
             copy = forwarded(data, way.epoch, ROUTE_CHANGED if self._in_doubt(channel, now) else 0)
-        self.counters["forwarded_messages"] += len(way.forwarded) + len(way.relayed)
+        self.counters["forwarded_messages"] += copies
         actions: list[Any] = []
         for target in way.forwarded:
             actions += self._forwarder.forward(target, copy)
         for target in way.relayed:
             actions += self._forwarder.relay(target, copy)
+        for target in way.relayed_later:
+            actions += self._forwarder.relay_later(target, copy, now)
         return actions
 
     def _in_doubt(self, channel: bytes, now: float) -> bool:

@@ -36,7 +36,7 @@ class Transition:
     #: New locations at this server: who joins them is sent markers.
     new_here: tuple[Location, ...]
     #: The servers of old locations: where such a subscriber may still listen.
-    old_servers: tuple[str, ...]
+    old_servers: frozenset[str]
     notice_at: float
     poll_at: float
     #: Whether a publication has triggered the first notice, or the trickle has sent it.
@@ -90,7 +90,7 @@ class Transitions:
             entry,
             old_here,
             new_here,
-            tuple(dict.fromkeys(place.server for place in old)),
+            frozenset(place.server for place in old),
             notice_at=now + options.trickle_delay_s,
             poll_at=now + options.poll_interval_s,
         )

@@ -7,6 +7,7 @@ changes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynamoth.envelope import FORWARDED, Envelope
@@ -22,12 +23,14 @@ def is_relayed(route: Route) -> bool:
 class Way:
     """What becomes of messages that are alike.
 
-    ``forwarded`` are the locations that get a copy, ``relayed`` those whose dispatchers get one; copies carry
-    ``epoch``. ``stale`` tells that they were published where clients are told not to be.
+    ``forwarded`` are the locations that get a copy, ``relayed`` those whose dispatchers get one, and ``relayed_later``
+    those whose dispatchers will have got one by then, as a rule. Copies carry ``epoch``. ``stale`` tells that they were
+    published where clients are told not to be.
     """
 
     forwarded: tuple[Location, ...]
     relayed: tuple[Location, ...]
+    relayed_later: tuple[Location, ...]
     epoch: int
     stale: bool
 
@@ -97,17 +100,26 @@ class Ways:
         publisher, epoch, is_copy = alike
         stale = here not in entry.told.locations(channel)
         if is_copy and epoch >= entry.route.epoch:
-            return Way((), (), entry.route.epoch, stale)
+            return Way((), (), (), entry.route.epoch, stale)
         route = next((route for route in entry.followed if here in route.locations(channel)), None)
         if route is None and entry.phase is not Phase.SETTLED:
             targets = missing(channel, (entry.told,), {here}, publisher)
-            return Way(tuple(targets), (), max(entry.route.epoch - 1, 0), stale)
+            return Way(tuple(targets), (), (), max(entry.route.epoch - 1, 0), stale)
         reached = {here}
         if route is not None and not is_copy and epoch == route.epoch:
             reached.update(route.published_at(publisher, channel))  # under ALL_PUBLISHERS it was sent to all of them
         targets = missing(channel, entry.followed, reached, publisher)
         new = entry.route.locations(channel)
         if not is_relayed(entry.route) or here not in new:
-            return Way(tuple(targets), (), entry.route.epoch, stale)
+            return Way(tuple(targets), (), (), entry.route.epoch, stale)
         forwarded = tuple(target for target in targets if target in new)
-        return Way(forwarded, tuple(target for target in targets if target not in new), entry.route.epoch, stale)
+        relayed = [target for target in targets if target not in new]
+        at_once = tuple(target for target in relayed if self._server == _relays_first(target, new, publisher))
+        later = tuple(target for target in relayed if target not in at_once)
+        return Way(forwarded, at_once, later, entry.route.epoch, stale)
+
+
+def _relays_first(target: Location, new: Sequence[Location], publisher: int) -> str:
+    """Return the server whose dispatcher relays a publisher's messages to ``target`` at once: its own where it can."""
+    servers = [place.server for place in new]
+    return target.server if target.server in servers else servers[publisher % len(servers)]

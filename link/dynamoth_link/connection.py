@@ -378,8 +378,6 @@ class Connection(asyncio.Protocol):
     # Reading.
 
     def _hand_on(self, pushes: list[list[Any]]) -> None:
-        if not self._open or not pushes:
-            return
         try:
             self._on_pushes(pushes)
         except Exception as error:

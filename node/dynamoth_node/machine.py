@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dynamoth.events import Connect, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick, earliest
+from dynamoth.events import Connect, LinkDown, LinkUp, Pushed, Replied, RepliedAll, Send, Start, Tick, earliest
 from dynamoth.names import BALANCER_CHANNEL
 from dynamoth_dispatcher.machine import DispatcherMachine, DispatcherOptions
 from dynamoth_lla.machine import TAG as LLA_TAG
@@ -107,6 +107,8 @@ class NodeMachine:
         match event:
             case Replied():
                 return self._replied(event, now)
+            case RepliedAll():
+                return self.dispatcher.handle(event, now)
             case Tick():
                 actions = self.dispatcher.handle(event, now)
                 return actions + self.load_analyzer.handle(event, now) + self._guard.tick(now)

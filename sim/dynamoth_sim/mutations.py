@@ -46,7 +46,7 @@ from dynamoth_sim.replica_scenarios import pairs
 
 Mutation = Callable[[], AbstractContextManager[None]]
 
-_NOWHERE = Way((), (), 0, stale=False)
+_NOWHERE = Way((), (), (), 0, stale=False)
 """No copy, and nobody is told."""
 
 
@@ -234,13 +234,6 @@ def forwards_are_not_repeated() -> AbstractContextManager[None]:
     return replaced(Outbox, link_down=forget)
 
 
-class _EveryFlag:
-    """In the place of a mask: any flags, even none, match."""
-
-    def __rand__(self, flags: int) -> int:
-        return 1
-
-
 @contextmanager
 def no_duplicate_check() -> Generator[None]:
     """Subscribers deliver a number that was delivered before."""
@@ -253,7 +246,7 @@ def no_duplicate_check() -> Generator[None]:
             return [payload]
         return arrive(self, publisher, sequence, flags, payload, now, *rest)
 
-    unusual = replaced(dynamoth_client.channel_messages, _SPECIAL=_EveryFlag())  # every message goes to the stream
+    unusual = replaced(dynamoth_client.channel_messages, _NUMBERED=frozenset[int]())  # every message goes to the stream
     with unusual, replaced(Stream, arrive=deliver_again):
         yield
 
@@ -311,7 +304,7 @@ def everybody_forwards() -> AbstractContextManager[None]:
         if is_copy and epoch >= entry.route.epoch:
             return way
         targets = tuple(missing(channel, entry.followed, {here}, publisher))
-        return Way(targets, (), entry.route.epoch, way.stale)
+        return Way(targets, (), (), entry.route.epoch, way.stale)
 
     return replaced(Ways, _decide=itself)
 

@@ -63,8 +63,8 @@ def test_bytes_on_the_wire_never_change_silently() -> None:
     assert pack_control(notice) == bytes.fromhex("93 01 c404 6e657773 93 05 01 91 a2 7331")
     marker = pack_control(Marker(b"c", "s1", 7))
     assert marker == bytes.fromhex("94 02 c401 63 a2 7331 07")
-    announcement = pack_control(Announcement(1, 2, (b"a",), ()))
-    assert announcement == bytes.fromhex("95 05 01 02 91 c401 61 90")
+    announcement = pack_control(Announcement(1, 2, (b"a",), (), ("s1",)))
+    assert announcement == bytes.fromhex("96 05 01 02 91 c401 61 90 91 a2 7331")
     assert pack_control(LossNotice(b"c", None)) == bytes.fromhex("93 03 c401 63 c0")
 
 

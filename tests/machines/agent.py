@@ -11,12 +11,13 @@ from dynamoth.events import Connect, Pushed, Replied, Send, Start
 from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, RELAY_PREFIX, inbox
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Plan
-from dynamoth_dispatcher.forwarder import LOCAL, forward_link
+from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions, forward_link
 from dynamoth_dispatcher.machine import DispatcherMachine, DispatcherOptions
-from tests.machines.helpers import C, Subject, commands, only, whole_reply
+from tests.machines.helpers import C, Subject, commands, only, sends, whole_reply
 
 INCARNATION = 0x1234_5678_9ABC
 SUBSCRIBER = 0xABCD
+EVERYWHERE = ("s1", "s2", "s3", "s4")
 
 
 class Agent(Subject):
@@ -71,14 +72,18 @@ class Agent(Subject):
         """Let messages be published at the server."""
         return self.tell(Pushed(LOCAL, [[b"pmessage", b"*", physical, payload] for payload in payloads]))
 
-    def announce(self, *joined: bytes, number: int = 1) -> list[Any]:
+    def announce(self, *joined: bytes, number: int = 1, leaving: tuple[str, ...] = EVERYWHERE) -> list[Any]:
         """Let a subscriber announce what it has joined at the server."""
-        return self.observe(announcement(*joined, number=number), physical=ANNOUNCE_CHANNEL)
+        return self.observe(announcement(*joined, number=number, leaving=leaving), physical=ANNOUNCE_CHANNEL)
+
+    def send_later(self) -> list[Any]:
+        """Let the time pass in which others relay the same."""
+        return self.pass_time(ForwarderOptions().relay_delay_s)
 
     def answer(self, actions: Iterable[Any], value: Any = 1) -> list[Any]:
         """Let the servers answer what was forwarded."""
-        sends = [send for send in only(Send, actions) if isinstance(send.tag, Outbox)]
-        return [action for send in sends for action in self.tell(Replied(send.link, send.tag, value))]
+        copies = [send for send in sends(actions) if isinstance(send.tag, Outbox)]
+        return [action for copy in copies for action in self.tell(Replied(copy.link, copy.tag, value))]
 
     def listeners(self, actions: Iterable[Any], count: int) -> list[Any]:
         """Answer every NUMSUB: ``count`` connections listen at each place."""
@@ -90,14 +95,14 @@ class Agent(Subject):
         return out
 
 
-def announcement(*joined: bytes, number: int = 1) -> bytes:
-    return pack_control(Announcement(SUBSCRIBER, number, joined, ()))
+def announcement(*joined: bytes, number: int = 1, leaving: tuple[str, ...] = EVERYWHERE) -> bytes:
+    return pack_control(Announcement(SUBSCRIBER, number, joined, (), leaving))
 
 
 def marks(actions: Iterable[Any]) -> list[tuple[str, Marker]]:
     """Return the markers to the subscriber, and over which links they go: published, or given to a dispatcher."""
     found: list[tuple[str, Marker]] = []
-    for link in dict.fromkeys(send.link for send in only(Send, actions)):
+    for link in dict.fromkeys(send.link for send in sends(actions)):
         for name, data in commands(actions, b"PUBLISH", link):
             if name.removeprefix(RELAY_PREFIX) == inbox(SUBSCRIBER):
                 marker = unpack_control(open_envelope(data).payload)

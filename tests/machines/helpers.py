@@ -9,7 +9,7 @@ import msgpack
 
 from dynamoth.control import ControlMessage, RouteNotice, pack_control, seal_control
 from dynamoth.envelope import seal
-from dynamoth.events import LinkDown, LinkUp, Pushed, Replied, Send, Tick
+from dynamoth.events import LinkDown, LinkUp, Pushed, Replied, Send, SendAll, Tick
 from dynamoth.plan import Assignment, Mode, Phase, Plan, Route, Server, pack_entry, single
 from dynamoth.stored_plan import HEADER_FIELD, RUN_FIELD, VERSION_FIELD, write_whole
 
@@ -92,15 +92,25 @@ def only(kind: type[_Action], actions: Iterable[Any]) -> list[_Action]:
     return [action for action in actions if isinstance(action, kind)]
 
 
+def sends(actions: Iterable[Any]) -> list[Send]:
+    """Return the commands, also those that are sent together."""
+    out: list[Send] = []
+    for action in actions:
+        if isinstance(action, SendAll):
+            out += [Send(action.link, args, action.tag) for args in action.commands]
+        elif isinstance(action, Send):
+            out.append(action)
+    return out
+
+
 def commands(actions: Iterable[Any], name: bytes, link: str | None = None) -> list[tuple[Any, ...]]:
     """Return the arguments of every command of one name (and over one link), without the name."""
-    sends = only(Send, actions)
-    return [tuple(s.args[1:]) for s in sends if s.args[0] == name and link in (None, s.link)]
+    return [tuple(s.args[1:]) for s in sends(actions) if s.args[0] == name and link in (None, s.link)]
 
 
 def over(link: str, actions: Iterable[Any]) -> list[Any]:
     """Return the commands over one link, to be answered by its server alone."""
-    return [send for send in only(Send, actions) if send.link == link]
+    return [send for send in sends(actions) if send.link == link]
 
 
 def published(actions: Iterable[Any], channel: bytes, link: str | None = None) -> list[bytes]:

@@ -278,6 +278,13 @@ def test_who_joins_the_new_location_is_sent_a_marker_at_the_old_one(plan: Plan) 
     assert marks(agent.announce(C, number=5)) == [("to:s1", Marker(C, "s2", 5))]
 
 
+def test_a_marker_goes_only_to_where_the_subscriber_is_leaving() -> None:
+    agent = Agent("s2").holding(ACTIVE, "s1")
+    assert marks(agent.announce(C, leaving=("s1", "s3", "unknown"))) == [("to:s1", Marker(C, "s2", 1))]
+    assert marks(agent.announce(C, leaving=("s3",))) == []
+    assert marks(agent.announce(C, leaving=())) == []
+
+
 def test_a_marker_goes_behind_the_messages_before_it() -> None:
     agent = Agent("s2").holding(ACTIVE)
     agent.observe(message(1))

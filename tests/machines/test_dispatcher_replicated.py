@@ -34,7 +34,7 @@ from dynamoth.envelope import (
     open_envelope,
     seal,
 )
-from dynamoth.events import Connect, Replied, Send
+from dynamoth.events import Connect, ErrorReply, Replied, RepliedAll, Send, SendAll
 from dynamoth.names import (
     BALANCER_CHANNEL,
     FORWARD_CHANNEL,
@@ -50,7 +50,7 @@ from dynamoth_dispatcher.machine import DispatcherOptions
 from dynamoth_dispatcher.transitions import TransitionOptions
 from tests.core import strategies
 from tests.machines.agent import SUBSCRIBER, Agent, copies, marks
-from tests.machines.helpers import PLAN_0, C, commands, message, only, phases, published, tagged
+from tests.machines.helpers import PLAN_0, C, commands, message, only, phases, published, sends, tagged
 
 PACE = TransitionOptions()
 ALL_SUBSCRIBERS, ALL_PUBLISHERS = Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS
@@ -74,7 +74,7 @@ def plain(server: str) -> Location:
 def sent(server: str, actions: list[Any]) -> list[tuple[Location, bytes]]:
     """Return what the dispatcher of ``server`` publishes, or relays, on users' channels, and where, in order."""
     out: list[tuple[Location, bytes]] = []
-    for send in only(Send, actions):
+    for send in sends(actions):
         command, *parts = send.args
         if command == b"PUBLISH" and isinstance(parts[0], bytes) and isinstance(parts[1], bytes):
             physical = parts[0].removeprefix(RELAY_PREFIX)
@@ -96,6 +96,7 @@ def arrive(plan: Plan, place: Location, *payloads: bytes) -> list[tuple[Location
     agent = Agent(place.server).holding(plan)
     actions = agent.observe(*payloads, physical=place.physical)
     actions += agent.connect_all()
+    actions += agent.send_later()
     envelopes = [(target, open_envelope(data)) for target, data in sent(place.server, actions)]
     return [(target, envelope) for target, envelope in envelopes if not envelope.flags & CONTROL]
 
@@ -317,7 +318,7 @@ def relayed(agent: Agent, *payloads: bytes, physical: bytes = C) -> list[bytes]:
 
 def test_only_what_comes_at_several_new_locations_is_relayed_to_the_old_ones() -> None:
     spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
-    new, old = Agent("s2").holding(spread, "s1", "s3"), Agent("s1").holding(spread, "s2", "s3")
+    new, old = Agent("s3").holding(spread, "s1", "s2"), Agent("s1").holding(spread, "s2", "s3")
     [relay] = only(Send, new.observe(message(1, epoch=1), physical=replica_channel(C, 1)))
     assert (relay.link, relay.args[1]) == ("to:s1", relay_channel(C))
     assert {send.args[1] for send in only(Send, old.observe(message(1)))} >= {replica_channel(C, 1)}
@@ -348,9 +349,46 @@ def test_what_is_relayed_at_the_same_server_is_published_once_too() -> None:
 
 def test_when_its_dispatcher_is_away_the_copy_goes_to_the_location_itself() -> None:
     spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
-    agent = Agent("s2").holding(spread, "s1", "s3")
+    agent = Agent("s3").holding(spread, "s1", "s2")
     [relay] = only(Send, agent.observe(message(1, epoch=1), physical=replica_channel(C, 1)))
     assert agent.tell(Replied(relay.link, relay.tag, 0)) == [Send("to:s1", (b"PUBLISH", C, relay.args[2]), relay.tag)]
+
+
+def test_one_dispatcher_relays_at_once_and_the_others_later_and_together() -> None:
+    """Publisher 7 is s3's among s2 and s3; where the old location is at a new server, every publisher is that one's."""
+    spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
+    later = Agent("s2").holding(spread, "s1", "s3")
+    assert later.observe(message(1, epoch=1), message(2, epoch=1), physical=replica_channel(C, 1)) == []
+    assert later.announce(replica_channel(C, 1), leaving=("s1",)) == []
+    [together] = only(SendAll, later.send_later())
+    assert order("s2", plain("s1"), [together]) == [1, 2, 0]
+    again = later.tell(RepliedAll("to:s1", together.tag, [1, 0, ErrorReply("NOPERM")]))
+    assert [open_envelope(data).sequence for data in copies(again, "s1")] == [2]
+    assert later.counters["forwards_refused"] == 1
+    assert later.send_later() == []
+    over = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s1", "s2"))[1]
+    for publisher in (7, 8):
+        data = message(1, epoch=1, publisher=publisher)
+        assert Agent("s2").holding(over, "s1").observe(data, physical=replica_channel(C, 1)) == []
+        assert published(Agent("s1").holding(over, "s2").observe(data, physical=replica_channel(C, 1)), C, LOCAL)
+
+
+def test_what_is_sent_later_goes_before_what_is_sent_at_once() -> None:
+    spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
+    agent = Agent("s2").holding(spread, "s1", "s3")
+    both = [message(1, epoch=1), message(1, epoch=1, publisher=8)]
+    [together] = agent.observe(*both, physical=replica_channel(C, 1))
+    assert [open_envelope(data).publisher for _, data in commands([together], b"PUBLISH")] == [7, 8]
+
+
+def test_what_waits_to_be_sent_later_survives_its_link() -> None:
+    spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
+    agent = Agent("s2").holding(spread, "s1", "s3")
+    agent.observe(message(1, epoch=1), physical=replica_channel(C, 1))
+    agent.down("to:s1")
+    assert agent.send_later() == []
+    [relay] = agent.connect("s1")
+    assert relay.args[1] == relay_channel(C)
 
 
 def asked(agent: Agent, *copies: tuple[str, bytes], physical: bytes = replica_channel(C, 1)) -> list[Any]:
@@ -446,7 +484,7 @@ def test_subscribers_are_told_that_what_was_relayed_may_be_lost() -> None:
 def test_the_markers_of_each_new_location_go_to_the_servers_of_all_old_ones(server: str) -> None:
     agent = Agent(server).holding(BETWEEN[1])
     links = {"s1": LOCAL if server == "s1" else "to:s1", "s2": "to:s2"}
-    told = marks([*agent.announce(replica_channel(C, 4)), *agent.connect_all()])
+    told = marks([*agent.announce(replica_channel(C, 4)), *agent.connect_all(), *agent.send_later()])
     assert told == [(links[old], Marker(C, server, 1)) for old in ("s1", "s2")]
 
 
@@ -473,6 +511,7 @@ def test_at_every_old_location_a_marker_is_behind_what_was_published_before_it(
         actions += agent.announce(place.physical)
         actions += agent.observe(after, physical=place.physical)
         actions += agent.connect_all()
+        actions += agent.send_later()
         for target in (target for route in entry.previous for target in route.locations(C)):
             if target not in entry.route.locations(C):
                 assert order(place.server, target, actions) in ([0], [1, 0, 2])
@@ -599,6 +638,7 @@ class Cluster:
             linked = len(agent.links)
             actions = agent.observe(payload, physical=place.physical)
             actions += [action for link in agent.links[linked:] for action in agent.up(link)]
+            actions += agent.send_later()
             todo.extend((to, copy, hops + 1) for to, copy in sent(place.server, actions) if is_message(copy))
         return {place for place, _ in self.arrivals}
 

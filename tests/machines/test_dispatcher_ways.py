@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.envelope import FORWARDED, HEARTBEAT, ROUTE_CHANGED, seal
-from dynamoth.events import Send
+from dynamoth.events import Send, SendAll
 from dynamoth.names import replica_channel
 from dynamoth.plan import Assignment, Entry, Mode, Phase, Plan, single
 from dynamoth_dispatcher.forwarder import LOCAL
@@ -53,7 +53,12 @@ def next_plan(plan: Plan, channel: bytes, assignment: Assignment) -> Plan:
 
 def done(actions: Iterable[Any]) -> list[Any]:
     """Return actions as they can be compared: the tags are objects of the one dispatcher or the other."""
-    return [(action.link, action.args) if isinstance(action, Send) else action for action in actions]
+    return [
+        (action.link, action.args if isinstance(action, Send) else tuple(action.commands))
+        if isinstance(action, (Send, SendAll))
+        else action
+        for action in actions
+    ]
 
 
 @given(st.lists(steps, max_size=40), st.sampled_from(["s1", "s2"]))
@@ -74,6 +79,7 @@ def test_what_is_remembered_changes_nothing(script: Sequence[tuple[object, ...]]
                 data = b"raw" if not isinstance(flags, int) else seal(publisher, number + 1, epoch, b"x", flags)
                 one, other = (agent.observe(data, physical=physical) for agent in (remembers, forgets))
                 assert done(one) == done(other)
+                assert done(remembers.send_later()) == done(forgets.send_later())
             case _:
                 raise AssertionError(step)
         for link in set(remembers.links) - connected:
