@@ -513,9 +513,9 @@ def drained(stage: Stage) -> None:
         stage.subscriber(f"S{number}", *channels, idle)
     publishers = [stage.publisher(f"P{number}") for number in range(3)]
     stage.cluster.drain("s1")
-    for number in range(1000):
+    for number in range(2500):
         publishers[number % 3].publish(channels[number % len(channels)])
-        stage.run(0.005)
+        stage.run(0.002)
     left = [channel for channel in (*channels, idle) if "s1" in stage.entry(channel).route.assignment.servers]
     stage.expect(f"nothing is left at s1, not {left}", not left, *left[:1])
     here = [
