@@ -48,10 +48,11 @@ class Outbox:
 
     def put(self, args: Sequence[CommandPart], token: Any = None) -> list[Send | SendAll]:
         """Add a command. ``token`` comes back from :meth:`replied`. The caller has checked ``full``."""
-        self.put_later(args, token)
+        assert not self.full, f"outbox of {self.link} is full"
+        self._items.append((args, token))
         if not self._up:
             return []
-        if self._sent + 1 < len(self._items):
+        if len(self._items) - self._sent > 1:
             return self.flush()
         self._sent += 1
         return [Send(self.link, args, self)]

@@ -112,7 +112,12 @@ class Publishing:
         await self._driver.close()
 
     def _execute(self, action: Any) -> None:
-        if type(action) is PublishedAll:
+        kind = cast("type[object]", type(action))
+        if kind is Published:
+            self._unanswered.discard(action.token)
+            if not action.token.done():
+                action.token.set_result(action.receivers)
+        elif kind is PublishedAll:
             outcomes = cast("Sequence[asyncio.Future[int]]", action.tokens)
             self._unanswered.difference_update(outcomes)
             for outcome, receivers in zip(outcomes, action.receivers, strict=True):
@@ -120,22 +125,19 @@ class Publishing:
                     outcome.set_result(receivers)
             # Right behind the tasks that have waited: what they publish now goes together in this very turn.
             self._schedule_hand_over()
-            return
-        if type(action) is NewerSoftware:
+        elif kind is PublishFailed:
+            self._fail(action.token, redis.exceptions.ConnectionError(action.reason))
+        elif kind is PublishRefused:
+            self._fail(action.token, _errors.from_reply(action.error))
+        elif kind is NewerSoftware:
             _logger.warning("%s", action.text)
-            return
-        outcome = cast("asyncio.Future[int]", action.token)
-        self._unanswered.discard(outcome)
-        if outcome.done():
-            return
-        if type(action) is Published:
-            outcome.set_result(action.receivers)
-        elif type(action) is PublishFailed:
-            outcome.set_exception(redis.exceptions.ConnectionError(action.reason))
-        elif type(action) is PublishRefused:
-            outcome.set_exception(_errors.from_reply(action.error))
         else:
             raise AssertionError(f"not an action of a publisher: {action!r}")
+
+    def _fail(self, outcome: asyncio.Future[int], error: redis.exceptions.RedisError) -> None:
+        self._unanswered.discard(outcome)
+        if not outcome.done():
+            outcome.set_exception(error)
 
     def _crashed(self, crash: MachineCrashed) -> None:
         self.is_stopped = True

@@ -142,8 +142,9 @@ class PublisherMachine:
         earliest = _NEVER
         for server in self._servers.values():
             if server.waiting:
-                if server.waiting[0].tell_at < earliest:
-                    earliest = server.waiting[0].tell_at
+                tell_at = server.waiting[0].tell_at
+                if tell_at < earliest:
+                    earliest = tell_at
                 if not server.up and not server.avoided:
                     earliest = min(earliest, server.down_since + self.options.failover_s)
         return None if earliest == _NEVER else earliest

@@ -182,8 +182,7 @@ class Driver:
         if now > self._now:
             self._now = now
         for action in self._machine.handle(event, self._now):
-            kind: type[object] = type(action)  # pyright: ignore[reportUnknownVariableType]
-            own = self._execute_own.get(kind)
+            own = self._execute_own.get(type(action))  # pyright: ignore[reportUnknownArgumentType]
             if own is not None:
                 own(action)
             else:
