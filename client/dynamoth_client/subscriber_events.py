@@ -66,7 +66,7 @@ class SubscriberOptions:
     """How long a message waits for an earlier one of its publisher before the gap is reported."""
     verify_retry_s: float = 0.1
     """How soon a place is verified again when the server held no plan, or one that is behind."""
-    move_spread_s: float = 0.4
+    move_spread_s: float = 0.8
     """A subscriber that is told of a move waits for up to so long, each another time, lest all move at once; 0: not."""
     distrust_s: float = 5.0
     """A route that came from a notice and is not confirmed by its server for so long is given up for the stored
