@@ -132,7 +132,7 @@ def left_too_early(stage: Stage) -> None:
     publisher = stage.publisher("P")
     with stage.held("S", "s2", to_server=True):
         stage.move(channel, "s2", Phase.ACTIVE)
-        for _ in range(5):
+        for _ in range(25):  # for longer than S may wait before it moves
             stage.publish(publisher, channel)
             stage.run(0.05)
     stage.expect("S still listens", stage.cluster.audit.is_open(subscriber.name, channel))
