@@ -48,8 +48,7 @@ class ForwarderOptions:
     relayed_max: int = 10_000
     """Messages per location that are known to have been relayed; one that is relayed again later comes twice."""
     relay_delay_s: float = 0.02
-    """A copy that another dispatcher relays too waits so long for others: one of 1,000 messages/s alone costs a
-    dispatcher more than twenty together."""
+    """A copy that another dispatcher relays too, and a marker behind it, wait so long for others."""
     heartbeat_delay_s: float = 5.0
     """A heartbeat that a publisher asks for waits so long for its message: longer than a slow server takes."""
     heartbeats_max: int = 100_000

@@ -50,8 +50,7 @@ allocation for each large read; reads bring up to 256 KiB."""
 
 FEED_BYTES = 32 * 1024
 """hiredis is given so much at a time: it takes several times longer per message where its buffer is large. asyncio's
-own transports read no more at once: they make an object of that size for each read, and 256 KiB cost a tenth of a
-publish."""
+own transports read no more at once, as they make an object of that size for each read."""
 
 ANSWER_GRACE_S = 0.05
 """After a pause of the whole process, timers may run before the socket is read: the answer may be here."""
