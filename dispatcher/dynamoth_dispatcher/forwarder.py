@@ -174,11 +174,12 @@ class Forwarder:
         actions: list[Any] = []
         while (heartbeat_at := self._heartbeat_at()) is not None and heartbeat_at <= now:
             actions += self._send_heartbeat(now)
-        if self._flush_at is not None and self._flush_at <= now:
-            self._flush_at = None
-            for outbox in self._outboxes.values():
-                actions += outbox.flush()
-        return actions
+        return [*actions, *self.flush()] if self._flush_at is not None and self._flush_at <= now else actions
+
+    def flush(self) -> list[Any]:
+        """Send now what waits for others."""
+        self._flush_at = None
+        return [action for outbox in self._outboxes.values() for action in outbox.flush()]
 
     # Links.
 

@@ -160,8 +160,7 @@ class DispatcherMachine:
             case LinkUp(link, run_id):
                 return self._local_up(run_id, now) if link == LOCAL else self._forwarder.link_up(link)
             case LinkDown(link, _):
-                self._link_down(link)
-                return []
+                return self._link_down(link)
             case Start():
                 return []
             case _:
@@ -194,13 +193,14 @@ class DispatcherMachine:
         self._plan_asked = True
         return [Send(LOCAL, stored_plan.READ_WHOLE, ("plan",))]
 
-    def _link_down(self, link: str) -> None:
-        if link == LOCAL:
-            self._up = False
-            self._plan_asked = False
-            self._plan_retry_at = None
-        else:
+    def _link_down(self, link: str) -> list[Any]:
+        if link != LOCAL:
             self._forwarder.link_down(link)
+            return []
+        self._up = False
+        self._plan_asked = False
+        self._plan_retry_at = None
+        return self._forwarder.flush()  # nothing more comes that it could go together with
 
     # The plan.
 

@@ -381,6 +381,14 @@ def test_what_is_sent_later_goes_before_what_is_sent_at_once() -> None:
     assert [open_envelope(data).publisher for _, data in commands([together], b"PUBLISH")] == [7, 8]
 
 
+def test_what_is_to_be_sent_later_is_sent_when_the_server_here_goes_away() -> None:
+    spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
+    agent = Agent("s2").holding(spread, "s1", "s3")
+    agent.observe(message(1, epoch=1), physical=replica_channel(C, 1))
+    [together] = agent.down(LOCAL)
+    assert order("s2", plain("s1"), [together]) == [1]
+
+
 def test_what_waits_to_be_sent_later_survives_its_link() -> None:
     spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
     agent = Agent("s2").holding(spread, "s1", "s3")
