@@ -48,14 +48,8 @@ class Outbox:
 
     def put(self, args: Sequence[CommandPart], token: Any = None) -> list[Send | SendAll]:
         """Add a command. ``token`` comes back from :meth:`replied`. The caller has checked ``full``."""
-        assert not self.full, f"outbox of {self.link} is full"
-        self._items.append((args, token))
-        if not self._up:
-            return []
-        if len(self._items) - self._sent > 1:
-            return self.flush()
-        self._sent += 1
-        return [Send(self.link, args, self)]
+        self.put_later(args, token)
+        return self.flush()
 
     def put_later(self, args: Sequence[CommandPart], token: Any = None) -> None:
         """Add a command as :meth:`put`, to be sent before the next one, or by :meth:`flush`."""
@@ -68,6 +62,8 @@ class Outbox:
         if not self._up or not unsent:
             return []
         self._sent += unsent
+        if unsent == 1:
+            return [Send(self.link, self._items[-1][0], self)]
         newest_first = [args for args, _ in islice(reversed(self._items), unsent)]
         return [SendAll(self.link, newest_first[::-1], self)]
 

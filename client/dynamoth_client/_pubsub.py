@@ -287,15 +287,11 @@ class PubSub(redis.asyncio.client.PubSub):
     async def listen(self) -> AsyncIterator[dict[str, Any]]:
         """Yield messages until the last unsubscription has been read. Raises as ``get_message``."""
         while self.channels or self.patterns or self.shard_channels:
-            queue = self._queue
-            if self._turn >= TURN_ITEMS_MAX or not queue.items:
+            if self._turn >= TURN_ITEMS_MAX or not self._queue.items:
                 await self._wait_long()
-                if not queue.items:
+                if not self._queue.items:
                     continue
-            self._turn += 1
-            item = queue.items.popleft()
-            if queue.is_full:
-                queue.relieve()
+            item = self._pop()
             if type(item) is tuple:
                 message = self._message(item)
                 handler = self.channels.get(message["channel"])

@@ -177,8 +177,7 @@ class MessageQueue:
     def wake(self) -> None:
         """Let all who wait look again."""
         for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+            _release(waiter)
         self._waiters.clear()
 
     def wakeup(self) -> asyncio.Future[None]:

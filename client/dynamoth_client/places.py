@@ -190,12 +190,12 @@ class Places:
         return sends
 
     def _note_announced(self, server: str, joined: Sequence[bytes], number: int) -> tuple[str, ...]:
-        """Return the servers of the places that are being left for what was joined."""
+        """Note the number where it counts; return the servers of the places that are being left for what was joined."""
         leaving: dict[str, None] = {}
         for physical in joined:
             subscription = self.links[server].places.get(physical)
-            target = subscription.targets.get(Location(server, physical)) if subscription is not None else None
-            if subscription is not None and target is not None:
-                target.announced = target.announced or number
-                leaving.update((location.server, None) for location in subscription.leaving)
+            if subscription is None or (target := subscription.targets.get(Location(server, physical))) is None:
+                continue
+            target.announced = target.announced or number
+            leaving.update((location.server, None) for location in subscription.leaving)
         return tuple(leaving)

@@ -113,7 +113,7 @@ class Forwarder:
 
     def relay_later(self, target: Location, data: bytes, now: float) -> list[Any]:
         """Do as ``relay``, but up to ``relay_delay_s`` later, with all that is given to that dispatcher until then."""
-        if self._flush_at is None:
+        if self._flush_at is None and target.server != self._server:
             self._flush_at = now + self._options.relay_delay_s
         return self.relay(target, data, later=True)
 
