@@ -53,7 +53,7 @@ class Outbox:
 
     def put_later(self, args: Sequence[CommandPart], token: Any = None) -> None:
         """Add a command as :meth:`put`, to be sent before the next one, or by :meth:`flush`."""
-        assert not self.full, f"outbox of {self.link} is full"
+        assert len(self._items) < self.bound, f"outbox of {self.link} is full"
         self._items.append((args, token))
 
     def flush(self) -> list[Send | SendAll]:

@@ -23,6 +23,7 @@ import selectors
 import threading
 import weakref
 from asyncio.events import _get_running_loop, _set_running_loop
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
@@ -33,6 +34,9 @@ from dynamoth_client import _errors
 KEEPER_IDLE_S = 0.005
 """The keeper takes the turn when no caller has driven for this long: longer than a busy caller pauses between two
 calls, and short beside every timer of the machines."""
+
+SELECT_S_MAX = 3600.0
+"""Operating systems do not take any time to wait for sockets, and asyncio does not ask for more than a day."""
 
 END_S_MAX = 5.0
 """Bound for the end of a loop: closing connections takes much less, and a thread that does not come back is logged."""
@@ -55,6 +59,10 @@ class _Loop(asyncio.SelectorEventLoop):
 
     #: asyncio's: one turn. Twice as quick as ``run_forever`` with a ``stop``, which need two turns for each result.
     _run_once: Callable[[], None]
+    #: asyncio's: what is to be called in the next turn, what later (the soonest first), and for ready sockets.
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
+    _process_events: Callable[[list[tuple[selectors.SelectorKey, int]]], None]
 
     def __init__(self) -> None:
         self.sockets = selectors.DefaultSelector()
@@ -67,11 +75,27 @@ class _Loop(asyncio.SelectorEventLoop):
         As ``run_forever``, but that ``stop`` does not matter. The running loop of the thread is this one, before and
         after; whoever drives sees to that.
         """
-        if outcome.done():
+        done = outcome.done
+        if done():
             self.call_soon(_nothing)
             self._run_once()
-        while not outcome.done():
+        while not done():
+            self._turn()
+
+    def _turn(self) -> None:
+        """As ``_run_once``, but what sockets have brought is taken at once where nothing else waits, as is usual."""
+        timeout_s = SELECT_S_MAX
+        if self._scheduled:
+            timeout_s = min(timeout_s, self._scheduled[0].when() - self.time())
+        if self._ready or timeout_s <= 0:
             self._run_once()
+            return
+        for key, events in self.sockets.select(timeout_s):
+            reader, _ = key.data
+            if events == selectors.EVENT_READ and not reader.cancelled():
+                reader._run()
+            else:
+                self._process_events([(key, events)])
 
     async def create_connection(self, *args: Any, **kwargs: Any) -> Any:
         made = await cast("Any", super()).create_connection(*args, **kwargs)

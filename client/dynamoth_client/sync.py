@@ -132,8 +132,9 @@ class Redis(redis.Redis):
             redis.exceptions.DataError: the message or the channel cannot be sent.
 
         """
-        name = self._encode(channel)
-        payload = self._encode(message)
+        encode = self._encoder.encode
+        name = encoded(encode, channel)
+        payload = encoded(encode, message)
         if name.startswith(b"__") and is_server_local(name):
             return cast("int", self._execute_here("PUBLISH", name, payload, **kwargs))
         return self._cluster.publish(name, payload)

@@ -96,6 +96,7 @@ class Driver:
         self._on_crash = on_crash
         self._on_pushes = on_pushes
         self._loop = asyncio.get_running_loop()
+        self._time = self._loop.time
         self._execute_own: dict[type, Callable[[Any], None]] = {
             Send: self._send,
             SendAll: self._send_all,
@@ -178,7 +179,7 @@ class Driver:
 
     def _step(self, event: Any) -> None:
         self._recent.append(event)
-        now = self._loop.time()
+        now = self._time()
         if now > self._now:
             self._now = now
         for action in self._machine.handle(event, self._now):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import socket
 import threading
 import time
 from collections.abc import Coroutine
@@ -61,6 +63,60 @@ def test_the_driver_does_what_others_ask_for_and_hands_the_turn_on() -> None:
     assert [one.result() for one in waiting] == drivers
     assert drivers[:2] == [waiting[0].ident, waiting[1].ident], "the one that has waited longest"
     loop.close()
+
+
+def test_a_socket_that_another_has_taken_out_is_not_read() -> None:
+    loop = SharedLoop(_nothing)
+    pairs = [socket.socketpair() for _ in range(2)]
+    read: list[int] = []
+
+    def begin() -> asyncio.Future[None]:
+        running = asyncio.get_running_loop()
+        done = running.create_future()
+
+        def take(number: int) -> None:
+            read.append(number)
+            for _, reader in pairs:
+                running.remove_reader(reader)
+            running.call_later(0.001, done.set_result, None)
+
+        for number, (writer, reader) in enumerate(pairs):
+            running.add_reader(reader, take, number)
+            writer.send(b"x")
+        return done
+
+    loop.run(begin)
+    assert len(read) == 1, "both were ready in one turn, and the first takes both out"
+    loop.close()
+    for one in itertools.chain(*pairs):
+        one.close()
+
+
+def test_timers_and_callbacks_are_not_starved_by_sockets_that_are_always_ready() -> None:
+    loop = SharedLoop(_nothing)
+    writer, reader = socket.socketpair()
+    called: list[str] = []
+
+    def begin() -> asyncio.Future[None]:
+        running = asyncio.get_running_loop()
+        done = running.create_future()
+        running.add_reader(reader, lambda: called.append("socket"))  # the byte stays there
+        writer.send(b"x")
+        running.call_soon(called.append, "soon")
+        running.call_later(0.01, called.append, "later")
+        running.call_later(0.02, done.set_result, None)
+        return done
+
+    loop.run(begin)
+    assert set(called) == {"socket", "soon", "later"}
+    loop.run(lambda: _task(_removed(reader)))
+    loop.close()
+    writer.close()
+    reader.close()
+
+
+async def _removed(reader: socket.socket) -> None:
+    asyncio.get_running_loop().remove_reader(reader)
 
 
 def test_one_that_is_always_answered_at_once_does_not_starve_the_loop() -> None:
