@@ -90,6 +90,10 @@ class Acks:
         """Whether nothing is subscribed and nothing is under way."""
         return not self._subscribed and not self._sharded and not self._open
 
+    def is_open(self, subject: Subject) -> bool:
+        """Whether requests of this subject are under way."""
+        return subject in self._open
+
     def request(self, kind: str, name: bytes) -> None:
         """Note that the application asks to ``subscribe`` or ``unsubscribe``; ``p`` or ``s`` may be in front."""
         request = _Request(kind, Subject(name, kind.startswith("p")))

@@ -79,6 +79,8 @@ class Feed:
         self._wants_gaps = wants_gaps
         self._loop = asyncio.get_running_loop()
         self._acks = Acks()
+        #: Done when requests have been confirmed, or when nobody should wait for that. Made by who waits.
+        self._news: asyncio.Future[None] | None = None
         #: Whether any message may be of a sharded channel.
         self._has_sharded = False
         #: Whether ``disconnect`` was called.
@@ -154,6 +156,29 @@ class Feed:
         for pattern in wanted:
             self._acknowledge(self._acks.ended(pattern, is_pattern=True))
 
+    async def until_confirmed(self, subjects: Iterable[Subject]) -> None:
+        """Wait until the subscriptions are confirmed, or have ended or failed.
+
+        As long as connecting may take, at most; and not while the queue is full, as nothing is read then.
+        """
+        missing = list(subjects)
+        ends_at = self._loop.time() + self._link_options.connect_timeout_s
+        while not self.is_stopped and not self._queue.is_full:
+            while missing and not self._acks.is_open(missing[-1]):
+                missing.pop()
+            left_s = ends_at - self._loop.time()
+            if not missing or left_s <= 0:
+                return
+            if self._news is None:
+                self._news = self._loop.create_future()
+            await asyncio.wait({self._news}, timeout=left_s)
+
+    def _wake(self) -> None:
+        """Let those look again who wait for confirmations."""
+        news, self._news = self._news, None
+        if news is not None:
+            news.set_result(None)
+
     def _requested(self, kind: str, names: Iterable[bytes]) -> tuple[bytes, ...]:
         """Note what the application asks for; an end of nothing is acknowledged at once, as Redis does."""
         wanted = tuple(names)
@@ -210,6 +235,7 @@ class Feed:
 
     def stop(self) -> None:
         """End at once."""
+        self._wake()
         self._cancel_timer()
         for work in self._works():
             work.driver.stop()
@@ -289,6 +315,8 @@ class Feed:
             self._put_acks(self._acks.release(pattern, is_pattern=True))
 
     def _acknowledge(self, acks: list[Ack]) -> None:
+        """Put acknowledgements into the queue, after a request was confirmed."""
+        self._wake()
         self._put_acks(acks)
         if self._acks.held and self._release_timer is None:
             self._release_timer = self._loop.call_later(HOLD_S_MAX, self._release)
@@ -362,6 +390,7 @@ class Feed:
     # Back-pressure.
 
     def _pause(self) -> None:
+        self._wake()
         for link in self._opened():
             link.pause_reading()
 

@@ -13,7 +13,8 @@ import redis.asyncio
 import redis.asyncio.client
 import redis.exceptions
 
-from dynamoth.names import SHARDED_PREFIX
+from dynamoth.names import SHARDED_PREFIX, sharded_channel
+from dynamoth_client._acks import Subject
 from dynamoth_client._arguments import flat, refuse_unroutable, with_handlers
 from dynamoth_client._cluster import Cluster
 from dynamoth_client._feed import Feed
@@ -172,7 +173,9 @@ class PubSub(redis.asyncio.client.PubSub):
     async def subscribe(self, *args: Any, **kwargs: Handler) -> None:
         """Subscribe to channels: names, or names as keywords with a handler that is called with each message.
 
-        Returns when the request is on its way, as in redis-py; the confirmation is the message of type ``subscribe``.
+        Returns when all are confirmed: what anybody publishes afterwards arrives. (Sooner when a server cannot be
+        reached for ``socket_connect_timeout``, 5 s if None, or while the queue is full; the subscription comes about
+        all the same.) The message of type ``subscribe`` is the confirmation, as in redis-py.
 
         Raises:
             redis.exceptions.ConnectionError: the plan cannot be read from any server; nothing is subscribed.
@@ -184,7 +187,7 @@ class PubSub(redis.asyncio.client.PubSub):
         for channel in encoded:
             refuse_unroutable(channel)
         self._begin(wanted, self._books())
-        await self._request(lambda feed: feed.subscribe(encoded))
+        await self._request(lambda feed: feed.subscribe(encoded), map(Subject, encoded))
 
     def unsubscribe(self, *args: Any) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Unsubscribe from channels, or from all; confirmed by messages of type ``unsubscribe``.
@@ -215,7 +218,7 @@ class PubSub(redis.asyncio.client.PubSub):
         for pattern in encoded:
             refuse_unroutable(pattern)
         self._begin(wanted, self._books(is_pattern=True))
-        await self._request(lambda feed: feed.psubscribe(encoded))
+        await self._request(lambda feed: feed.psubscribe(encoded), [Subject(pattern, True) for pattern in encoded])
 
     async def ssubscribe(self, *args: Any, target_node: Any = None, **kwargs: Handler) -> None:
         """Subscribe to sharded channels, which have names of their own, as ``subscribe`` does to channels.
@@ -230,7 +233,7 @@ class PubSub(redis.asyncio.client.PubSub):
         wanted = self._wanted("ssubscribe", args, kwargs)
         encoded = [channel for channel, _ in wanted]
         self._begin(wanted, self._books(is_sharded=True))
-        await self._request(lambda feed: feed.ssubscribe(encoded))
+        await self._request(lambda feed: feed.ssubscribe(encoded), map(Subject, map(sharded_channel, encoded)))
 
     def punsubscribe(self, *args: Any) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Unsubscribe from patterns, or from all; confirmed by messages of type ``punsubscribe``."""
@@ -464,11 +467,12 @@ class PubSub(redis.asyncio.client.PubSub):
 
     # The feed.
 
-    async def _request(self, request: Callable[[Feed], None]) -> None:
-        """Let the feed do something, in the order of the calls; opens it when needed."""
+    async def _request(self, request: Callable[[Feed], None], subscribed: Iterable[Subject] = ()) -> None:
+        """Let the feed do something, in the order of the calls; opens it when needed. Waits for what is subscribed."""
         self._requests.append(request)
         feed = await self._opened()
         self._pass_requests(feed)
+        await feed.until_confirmed(subscribed)
 
     def _pass_requests(self, feed: Feed) -> None:
         while self._requests:

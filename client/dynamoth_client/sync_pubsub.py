@@ -269,7 +269,9 @@ class PubSub(redis.client.PubSub):
     def subscribe(self, *args: Any, **kwargs: Handler) -> None:
         """Subscribe to channels: names, or names as keywords with a handler that is called with each message.
 
-        Returns when the request is on its way, as in redis-py; the confirmation is the message of type ``subscribe``.
+        Returns when all are confirmed: what anybody publishes afterwards arrives. (Sooner when a server cannot be
+        reached for ``socket_connect_timeout``, 5 s if None, or while the queue is full; the subscription comes about
+        all the same.) The message of type ``subscribe`` is the confirmation, as in redis-py.
 
         Raises:
             redis.exceptions.ConnectionError: the plan cannot be read from any server; nothing is subscribed.

@@ -80,10 +80,13 @@ def test_a_subscription_that_is_not_confirmed_is_acknowledged_once(cluster: Stor
         async with from_url(cluster.url) as client, client.pubsub() as pubsub:
             await pubsub.subscribe("a")
             assert await _acknowledged(pubsub, 1) == [("subscribe", b"a", 1)]
-            await pubsub.subscribe("b")
+            confirmed = asyncio.ensure_future(pubsub.subscribe("b"))
+            await asyncio.sleep(0)
             connection: Any = pubsub.connection
             await connection.disconnect()
+            assert not confirmed.done()
             await pubsub.subscribe("c")
+            await confirmed
             acknowledged = await _acknowledged(pubsub, 3)
             assert sorted(name for _, name, _ in acknowledged) == [b"a", b"b", b"c"]
             assert [count for _, _, count in acknowledged] == [1, 2, 3]

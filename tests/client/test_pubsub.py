@@ -58,6 +58,27 @@ def test_acknowledgements_are_redis_py_s(cluster: StoredCluster) -> None:
     run(test())
 
 
+@pytest.mark.parametrize(
+    ("subscribe", "publish"), [("subscribe", "publish"), ("psubscribe", "publish"), ("ssubscribe", "spublish")]
+)
+def test_what_is_published_after_subscribe_arrives(cluster: StoredCluster, subscribe: str, publish: str) -> None:
+    cluster.put({"c3": "s1", "c4": "s2"})
+
+    async def test() -> None:
+        async with from_url(cluster.url) as other, from_url(cluster.url) as client, client.pubsub() as connected:
+            for number in range(10):
+                async with client.pubsub() as fresh:
+                    for pubsub in (fresh, connected):
+                        await getattr(pubsub, subscribe)(f"c{number}")
+                    for publisher in (client, other):
+                        await getattr(publisher, publish)(f"c{number}", f"{number}")
+                    for pubsub in (fresh, connected):
+                        seen = [await _next(pubsub) for _ in range(3)]
+                        assert [message["data"] for message in seen[1:]] == [b"%d" % number] * 2
+
+    run(test())
+
+
 def test_unsubscribing_from_all_does_not_repeat_what_is_under_way(cluster: StoredCluster) -> None:
     async def test() -> None:
         async with from_url(cluster.url) as client, client.pubsub() as pubsub:

@@ -131,6 +131,37 @@ def test_a_reader_that_is_slow_stops_the_servers_and_loses_nothing(cluster: Stor
     run(test())
 
 
+def test_subscribing_waits_no_longer_than_for_a_connection(cluster: StoredCluster) -> None:
+    channel = cluster.channel_at("s1")
+
+    async def test() -> None:
+        async with from_url(cluster.url, socket_connect_timeout=0.3) as client, client.pubsub() as pubsub:
+            await client.plan("any")
+            cluster.servers["s1"].kill()
+            await pubsub.subscribe(channel)
+            assert pubsub.subscribed
+            with pytest.raises(redis.exceptions.ConnectionError, match="no server of the subscribed channels"):
+                await _next(pubsub)
+
+    run(test())
+
+
+def test_subscribing_does_not_wait_for_a_slow_reader(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub(max_queue=4) as pubsub:
+            await _confirmed(pubsub, "c")
+            await asyncio.gather(*(client.publish("c", f"{number}") for number in range(8)))
+            while not pubsub._queue.is_full:  # noqa: ASYNC110  # pyright: ignore[reportPrivateUsage]  # messages come by themselves
+                await asyncio.sleep(0)
+            async with asyncio.timeout(2):  # connecting may take longer
+                await pubsub.subscribe("d")
+            seen = [await _next(pubsub) for _ in range(9)]
+            assert [m["data"] for m in seen if m["type"] == "message"] == [b"%d" % n for n in range(8)]
+            assert [m["channel"] for m in seen if m["type"] == "subscribe"] == [b"d"]
+
+    run(test())
+
+
 def test_gaps_do_not_fill_a_full_queue_without_end(cluster: StoredCluster) -> None:
     channel = cluster.channel_at("s1")
 

@@ -38,6 +38,19 @@ def test_acknowledgements_are_redis_py_s(cluster: StoredCluster) -> None:
         assert [message["data"] for message in ours[6:]] == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("subscribe", "publish"), [("subscribe", "publish"), ("psubscribe", "publish"), ("ssubscribe", "spublish")]
+)
+def test_what_is_published_after_subscribe_arrives(cluster: StoredCluster, subscribe: str, publish: str) -> None:
+    with redis.from_url(cluster.url) as client, redis.from_url(cluster.url) as other:
+        for number in range(10):
+            with client.pubsub() as pubsub:
+                getattr(pubsub, subscribe)(f"c{number}")
+                for publisher in (client, other):
+                    assert getattr(publisher, publish)(f"c{number}", f"{number}") == 1
+                assert [next_of(pubsub)["data"] for _ in range(3)][1:] == [b"%d" % number] * 2
+
+
 def test_it_is_one_of_redis_py_s(cluster: StoredCluster) -> None:
     with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
         before = pubsub.connection
