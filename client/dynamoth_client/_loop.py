@@ -11,6 +11,12 @@ followed and queues are filled; it gives way to everybody.
 
 The mutex guards who has the turn and who waits, and is never held while anything runs. ``abandon`` is called by
 finalizers, which run at any point of any thread, and takes no lock.
+
+In the main thread, handlers of signals run between any two steps of what it does, and may raise. While it waits for
+sockets, that ends the wait and nothing else. In the midst of what the machines do, anything may be left half done: then
+the loop is *broken*; what runs on it is ended, and its owner makes another. For that, an exception must not be lost
+where asyncio reports it and goes on (``_Loop.fault``), nor the turn: what gives it back can be done twice, and uses no
+lock that is written in Python, which an exception may leave locked.
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ from typing import Any, Protocol, TypeVar, cast
 import redis.exceptions
 
 from dynamoth_client import _errors
+from dynamoth_link.errors import MachineCrashed
 
 KEEPER_IDLE_S = 0.005
 """The keeper takes the turn when no caller has driven for this long: longer than a busy caller pauses between two
@@ -68,6 +75,10 @@ class _Loop(asyncio.SelectorEventLoop):
         self.sockets = selectors.DefaultSelector()
         super().__init__(self.sockets)
         self.transports: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()
+        #: Whether ``drive`` waits for sockets.
+        self.is_waiting = False
+        #: What was raised in the main thread, by the handler of a signal or because of a bug, and went no further.
+        self.fault: BaseException | None = None
 
     def drive(self, outcome: _Outcome) -> None:
         """Run until ``outcome`` is done; one turn at least, lest a caller that is answered at once starve the loop.
@@ -78,9 +89,13 @@ class _Loop(asyncio.SelectorEventLoop):
         done = outcome.done
         if done():
             self.call_soon(_nothing)
-            self._run_once()
-        while not done():
+        while True:
             self._turn()
+            if self.fault is not None:
+                fault, self.fault = self.fault, None
+                raise fault
+            if done():
+                return
 
     def _turn(self) -> None:
         """As ``_run_once``, but what sockets have brought is taken at once where nothing else waits, as is usual."""
@@ -90,12 +105,36 @@ class _Loop(asyncio.SelectorEventLoop):
         if self._ready or timeout_s <= 0:
             self._run_once()
             return
-        for key, events in self.sockets.select(timeout_s):
+        self.is_waiting = True
+        ready = self.sockets.select(timeout_s)
+        self.is_waiting = False
+        for key, events in ready:
             reader, _ = key.data
             if events == selectors.EVENT_READ and not reader.cancelled():
                 reader._run()
             else:
                 self._process_events([(key, events)])
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if error is None or "future" in context or not self._is_driven_in_main_thread():
+            super().call_exception_handler(context)  # nothing was interrupted; perhaps an outcome was not fetched
+        else:
+            self.fault = error
+
+    def create_task(self, *args: Any, **kwargs: Any) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = super().create_task(*args, **kwargs)
+        task.add_done_callback(self._look_at)
+        return task
+
+    def _look_at(self, task: asyncio.Task[Any]) -> None:
+        if self._is_driven_in_main_thread() and not task.cancelled():
+            error = task.exception()
+            if error is not None and not isinstance(error, redis.exceptions.RedisError):
+                self.fault = error
+
+    def _is_driven_in_main_thread(self) -> bool:
+        return _get_running_loop() is self and _in_main_thread()
 
     async def create_connection(self, *args: Any, **kwargs: Any) -> Any:
         made = await cast("Any", super()).create_connection(*args, **kwargs)
@@ -111,16 +150,14 @@ class _Loop(asyncio.SelectorEventLoop):
 class _Waiter:
     """A thread whose request somebody else has to begin, and perhaps to finish."""
 
-    __slots__ = ("_is_done", "error", "future", "leads", "may_drive", "wake")
+    __slots__ = ("_is_done", "error", "future", "may_drive", "thread", "wake")
 
     def __init__(self, may_drive: bool) -> None:
         #: False for a thread that runs an event loop of its own: asyncio allows one per thread.
         self.may_drive = may_drive
-        #: Released when the request is done, or the turn is this thread's.
-        self.wake = threading.Lock()
-        self.wake.acquire()
-        #: Whether the turn was handed to this thread.
-        self.leads = False
+        self.thread = threading.get_ident()
+        #: Rung when the request is done, or the turn is this thread's.
+        self.wake = _Bell()
         self.future: asyncio.Future[Any] | None = None
         self.error: BaseException | None = None
         self._is_done = False
@@ -132,40 +169,62 @@ class _Waiter:
     def finish(self) -> None:
         """Let the thread go; the turn may be its own."""
         self._is_done = True
-        if self.wake.locked():
-            self.wake.release()
+        self.wake.ring()
 
     def result(self) -> Any:
         """Return the outcome, or raise it."""
         if self.error is not None:
             raise self.error
         assert self.future is not None, "done without an outcome"
-        return self.future.result()
+        return _outcome(self.future)
+
+
+class _Bell:
+    """Wakes one thread. As ``threading.Event``, but an exception out of a signal's handler cannot leave it locked."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def ring(self) -> None:
+        """Let the thread go, or not wait when it comes."""
+        with contextlib.suppress(RuntimeError):  # it has been rung
+            self._lock.release()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until it is rung, or no longer than ``timeout_s``."""
+        self._lock.acquire(timeout=-1 if timeout_s is None else timeout_s)
 
 
 class SharedLoop:
     """An event loop that threads drive in turns, from the first ``run`` until ``close`` or ``abandon``."""
 
-    def __init__(self, on_end: Callable[[], Any]) -> None:
+    def __init__(self, on_end: Callable[[], Any], *, callers_drive: bool = True) -> None:
         """Make a loop that nobody drives yet.
 
         Args:
             on_end: an asynchronous function that ends everything that runs on the loop. Must not keep the owner of this
                 object alive: the keeper holds it.
+            callers_drive: False leaves it to the keeper.
 
         """
         self._on_end = on_end
+        self._callers_drive = callers_drive
         self._loop = _Loop()
         self._mutex = threading.Lock()
-        #: Whether a thread has the turn, and whether that is the keeper.
-        self._is_driven = False
+        #: Whether what runs here cannot be relied upon any more, and is ended.
+        self.is_broken = False
+        #: The thread that has the turn, and whether that is the keeper.
+        self._driver: int | None = None
         self._keeper_drives = False
         #: Who waits, in order. As many as there are threads, at most.
         self._waiting: dict[_Waiter, None] = {}
         #: How often a caller drove: the keeper sees by it whether callers are busy.
         self._drives = 0
         self._keeper: threading.Thread | None = None
-        self._keeper_wake = threading.Event()
+        self._keeper_wake = _Bell()
         #: The keeper waits without end; whoever leaves the turn wakes it.
         self._keeper_sleeps = False
         #: No new requests; the keeper ends everything.
@@ -181,6 +240,8 @@ class SharedLoop:
         The loop gets one turn at least, so that a caller that is always answered at once does not starve it. A wait
         that an exception in this thread ends (KeyboardInterrupt, a handler of a signal) cancels the future.
 
+        Other exceptions than of redis-py, from ``begin`` or out of anything that runs meanwhile, break the loop.
+
         Raises:
             redis.exceptions.ConnectionError: the loop has ended.
             RuntimeError: called by something that runs on this loop, as the handler of a log line: nobody could answer.
@@ -189,18 +250,25 @@ class SharedLoop:
         running = _get_running_loop()  # asyncio's hook for event loops
         if running is self._loop:
             raise RuntimeError("the client was called from inside itself: log handlers must not use it")
+        waiter: _Waiter | None = None
         try:
             with self._mutex:
                 if self._is_ending:
                     raise redis.exceptions.ConnectionError(_errors.CLOSED)
                 if self._keeper is None:
                     self._keeper = _start_thread(self._keep)
-                waiter = self._take_turn_or_wait(running is None)
+                waiter = self._take_turn_or_wait(running is None and self._callers_drive)
             return self._lead(begin, args) if waiter is None else self._follow(waiter, begin, args)
         except redis.exceptions.ConnectionError:
             if self._is_exiting and threading.current_thread().daemon:
                 threading.Event().wait()  # an error would be printed, and there is nothing wrong
             raise
+        finally:
+            try:
+                self._give_back(waiter)
+            except BaseException:
+                self._give_back(waiter)
+                raise
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Call a function on the loop, soon; nothing happens when the loop has ended."""
@@ -258,8 +326,8 @@ class SharedLoop:
 
     def _take_turn_or_wait(self, may_drive: bool) -> _Waiter | None:
         """Take the turn, or queue for it. With the mutex."""
-        if may_drive and not self._is_driven:
-            self._is_driven = True
+        if may_drive and self._driver is None:
+            self._driver = threading.get_ident()
             return None
         waiter = _Waiter(may_drive)
         self._waiting[waiter] = None
@@ -273,13 +341,30 @@ class SharedLoop:
             self._drives += 1
             future = begin(*args)
             self._loop.drive(future)
+            return _outcome(future)
+        except redis.exceptions.RedisError:
+            raise
+        except BaseException:
+            self._interrupted()
+            raise
         finally:
             if future is not None and not future.done():
                 future.cancel()
+
+    def _interrupted(self) -> None:
+        """See to what an exception has interrupted while we drove."""
+        if not self._loop.is_waiting:
+            self.is_broken = self._is_ending = True
+            self._rouse_keeper()
+        self._loop.is_waiting = False
+
+    def _give_back(self, waiter: _Waiter | None) -> None:
+        """End a request, however far it has come, and our turn. Called again it does what is left to do."""
+        if self._driver == threading.get_ident():
             _set_running_loop(None)
             self._leave()
-        assert future is not None, "an exception has been raised otherwise"
-        return future.result()
+        if waiter is not None:
+            self._drop(waiter)
 
     def _leave(self) -> None:
         """Hand the turn to the next one, or free it."""
@@ -288,15 +373,15 @@ class SharedLoop:
             for waiter in self._waiting:
                 if waiter.may_drive:
                     del self._waiting[waiter]
-                    waiter.leads = True
-                    if waiter.wake.locked():
-                        waiter.wake.release()
+                    self._driver = waiter.thread
+                    waiter.wake.ring()
                     return
-            self._is_driven = self._is_left  # nobody takes the last turn
             rouse = self._keeper_sleeps or bool(self._waiting)
             self._keeper_sleeps = False
+            if not self._is_left:  # nobody takes the last turn
+                self._driver = None
         if rouse:
-            self._keeper_wake.set()
+            self._keeper_wake.ring()
         if self._is_left:
             self._loop.close()
             for waiter in list(self._waiting):
@@ -318,27 +403,28 @@ class SharedLoop:
                 waiter.future.add_done_callback(lambda _: self._finish(waiter))
 
         try:
+            self._loop.call_soon_threadsafe(submit)
+        except RuntimeError as error:
+            raise redis.exceptions.ConnectionError(_errors.CLOSED) from error
+        self._make_way(waiter)
+        waiter.wake.wait()
+        if not waiter.done():  # the turn is ours
+            _set_running_loop(self._loop)
             try:
-                self._loop.call_soon_threadsafe(submit)
-            except RuntimeError as error:
-                raise redis.exceptions.ConnectionError(_errors.CLOSED) from error
-            self._make_way(waiter)
-            waiter.wake.acquire()
-            if not waiter.done():  # the turn is ours
-                _set_running_loop(self._loop)
-                try:
-                    self._drives += 1
-                    self._loop.drive(waiter)
-                finally:
-                    _set_running_loop(None)
-        finally:
-            self._drop(waiter)
+                self._drives += 1
+                self._loop.drive(waiter)
+                return cast("_T", waiter.result())
+            except redis.exceptions.RedisError:
+                raise
+            except BaseException:
+                self._interrupted()
+                raise
         return cast("_T", waiter.result())
 
     def _make_way(self, waiter: _Waiter) -> None:
         """See to it that somebody drives, and that the keeper does not for longer than it must."""
         if not waiter.may_drive:
-            self._keeper_wake.set()
+            self._keeper_wake.ring()
         elif self._keeper_drives:
             with contextlib.suppress(RuntimeError):  # it has ended, and our request with it
                 self._loop.call_soon_threadsafe(self._loop.stop)
@@ -355,13 +441,11 @@ class SharedLoop:
         if not waiter.done():
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(_cancel, waiter)
-        if waiter.leads:
-            self._leave()
 
     # The keeper.
 
     def _rouse_keeper(self) -> None:
-        self._keeper_wake.set()
+        self._keeper_wake.ring()
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -384,15 +468,15 @@ class SharedLoop:
             self._keeper_wake.wait(timeout_s)
             timeout_s = KEEPER_IDLE_S
             with self._mutex:
-                self._keeper_wake.clear()
                 if self._is_ending:
                     return False
-                if self._is_driven:
+                if self._driver is not None:
                     if seen == self._drives:  # one caller drives for long
                         self._keeper_sleeps = True
                         timeout_s = None
                 elif seen == self._drives or self._waiting:
-                    self._is_driven = self._keeper_drives = True
+                    self._driver = threading.get_ident()
+                    self._keeper_drives = True
                     return True
                 seen = self._drives
 
@@ -406,6 +490,7 @@ class SharedLoop:
             else:
                 self._follow(waiter, self._begin_end, ())
         finally:
+            self._give_back(waiter)
             if self._take_last_turn():
                 try:  # a request that came while we ended may have begun something
                     self._loop.run_until_complete(self._on_end())
@@ -416,11 +501,12 @@ class SharedLoop:
         """Take the turn for ever; False when a thread does not leave it: then that one closes the loop."""
         with self._mutex:
             waiter = self._take_turn_or_wait(may_drive=True)
-        if waiter is None or waiter.wake.acquire(timeout=END_S_MAX):
+        if waiter is None:
             return True
+        waiter.wake.wait(END_S_MAX)
         with self._mutex:
             self._waiting.pop(waiter, None)
-            self._is_left = not waiter.leads
+            self._is_left = self._driver != waiter.thread
         if self._is_left:
             _logger.error("a thread still uses a client that was closed %s s ago: it is left alone", END_S_MAX)
         return not self._is_left
@@ -433,6 +519,21 @@ def _start_thread(target: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=target, name="dynamoth_client", daemon=True)
     thread.start()
     return thread
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _outcome(future: asyncio.Future[_T]) -> _T:
+    """Return or raise what has become of a request; raise what crashed its machine, if that did."""
+    try:
+        return future.result()
+    except redis.exceptions.RedisError as error:
+        crash = error.__cause__
+        if isinstance(crash, MachineCrashed) and crash.__cause__ is not None and _in_main_thread():
+            raise crash.__cause__ from None
+        raise
 
 
 def _nothing() -> None:

@@ -141,9 +141,9 @@ class Publishing:
 
     def _crashed(self, crash: MachineCrashed) -> None:
         self.is_stopped = True
-        self._fail_all(
-            redis.exceptions.ConnectionError(f"the message was not sent, or its outcome is unknown: {crash}")
-        )
+        error = redis.exceptions.ConnectionError(f"the message was not sent, or its outcome is unknown: {crash}")
+        error.__cause__ = crash
+        self._fail_all(error)
 
     def _fail_all(self, error: redis.exceptions.RedisError) -> None:
         unanswered, self._unanswered = self._unanswered, set()

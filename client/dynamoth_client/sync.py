@@ -83,9 +83,10 @@ class Redis(redis.Redis):
         self._envelope = envelope
         self._encoder = connection_encoder(pool)
         settings = partial(read_settings, pool, seeds)
-        # Two of them, so that who publishes and who waits for messages never wait for each other.
-        self._cluster = SyncCluster(settings, envelope=envelope)
-        self._subscriptions = SyncCluster(settings, envelope=envelope)
+        # Two of them, so that who publishes and who waits for messages never wait for each other. A publication is
+        # answered soonest if its caller drives; a subscription is to outlive whatever befalls the thread that reads.
+        self._cluster = SyncCluster(settings, envelope=envelope, callers_drive=True)
+        self._subscriptions = SyncCluster(settings, envelope=envelope, callers_drive=False)
         if not envelope:
             warn_of_plain_payloads()
 

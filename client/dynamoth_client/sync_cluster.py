@@ -26,14 +26,16 @@ class SyncCluster:
     gone.
     """
 
-    def __init__(self, settings: Callable[[], Settings], *, envelope: bool) -> None:
+    def __init__(self, settings: Callable[[], Settings], *, envelope: bool, callers_drive: bool) -> None:
         """Keep what is needed to begin.
 
         Args:
             settings: as for :class:`Cluster`. Must not keep the client alive.
             envelope: as for :class:`Cluster`.
+            callers_drive: as for :class:`SharedLoop`.
 
         """
+        self._callers_drive = callers_drive
         self._make_cluster = partial(Cluster, settings, envelope=envelope)
         #: The asynchronous cluster: for what runs where the machines are, only. Another one in a forked child.
         self.cluster = self._make_cluster()
@@ -57,11 +59,14 @@ class SyncCluster:
 
     def publish(self, channel: bytes, payload: bytes) -> int:
         """Publish; return and raise as ``Redis.publish``."""
-        return (self._loop or self._open()).run(self._publish, channel, payload)
+        loop = self._loop
+        if loop is None or loop.is_broken:
+            loop = self._open()
+        return loop.run(self._publish, channel, payload)
 
     def call(self, function: Callable[..., Coroutine[Any, Any, _T]], *args: Any) -> _T:
         """Run an asynchronous function where the machines are, and return or raise its outcome."""
-        return cast("_T", (self._loop or self._open()).run(_begin, function, args))
+        return cast("_T", self._open().run(_begin, function, args))
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Call a function where the machines are, soon. Nothing happens when nothing runs there."""
@@ -93,8 +98,11 @@ class SyncCluster:
 
     def _open(self) -> SharedLoop:
         with self._lock:
+            if self._loop is not None and self._loop.is_broken:
+                self._loop = None
+                self.cluster = self._make_cluster()
             if self._loop is None:
-                self._loop = SharedLoop(self.cluster.close)
+                self._loop = SharedLoop(self.cluster.close, callers_drive=self._callers_drive)
             return self._loop
 
     def _publish(self, channel: bytes, payload: bytes) -> asyncio.Future[int]:

@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from random import Random
 from typing import Any, cast
 
 import pytest
@@ -168,6 +169,63 @@ def test_a_signal_ends_a_wait_and_loses_nothing(cluster: StoredCluster, read: st
             assert (next_of(other) if leading is None else leading.result())["data"] == b"y"
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+class _InterruptedLikeCtrlC(KeyboardInterrupt):
+    """Raised by a signal handler, and caught by few."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # interrupted finalizers
+@pytest.mark.parametrize("interruption", [_Interrupted, _InterruptedLikeCtrlC])
+def test_signals_at_any_moment_leave_publishers_and_readers_whole(
+    cluster: StoredCluster, interruption: type[BaseException]
+) -> None:
+    def interrupt(number: int, frame: Any) -> None:
+        raise interruption
+
+    random = Random(7)
+    rounds, interrupted, heard = 60, 0, list[int]()
+    stop = threading.Event()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with (
+            redis.from_url(cluster.url) as client,
+            client.pubsub(gaps=True) as pubsub,
+            redis.from_url(cluster.url) as other,
+        ):
+            confirmed(pubsub, "c")
+
+            def publish() -> int:
+                count = 0
+                while not stop.wait(0.001):
+                    other.publish("c", count)
+                    count += 1
+                return count
+
+            publishing = Running(publish)
+            for _ in range(rounds):
+                try:
+                    # Again and again, as Python drops what is raised in a finalizer.
+                    signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.005), 0.05)
+                    while True:
+                        client.publish("d", "x")
+                        message = pubsub.get_message(timeout=0.0005)
+                        if message is not None:
+                            heard.append(int(message["data"]))
+                except interruption:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    interrupted += 1
+                assert client.publish("d", "y") == 0
+                assert Running(client.publish, "d", "z").result() == 0
+            stop.set()
+            published = publishing.result()
+            while not heard or heard[-1] != published - 1:
+                heard.append(int(next_of(pubsub)["data"]))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted == rounds
+    assert heard == sorted(set(heard))
+    assert len(heard) >= published - rounds, "one that the reader had taken may go with each interruption"
 
 
 def _in_child(function: Callable[[], None]) -> int:
