@@ -59,8 +59,13 @@ class Redis(redis.asyncio.Redis):
     * ``retry``: connections are made again for ever, after the pauses of its backoff (but 10 ms at least; without a
       ``retry`` they grow from 0.05 s to 1 s), and subscriptions are restored, whatever its ``retries``. These, and the
       errors of ``retry_on_error``, are for what asks servers: reading the plan, ``pubsub_channels`` and its like,
-      ``PubSub.ping``; refused credentials are not tried again. A message that is not answered is sent again by itself;
-      after 10 s ``publish`` raises ConnectionError.
+      ``PubSub.ping``; refused credentials are not tried again.
+    * ``publish`` sends a message again by itself when its connection is lost, and waits as long as redis-py would at
+      most: for ``retries`` + 1 attempts, each of the longer of ``socket_timeout`` and ``socket_connect_timeout``, and
+      the pauses between them. But not less than 1.5 s, as a first message waits for the connection, and a replica that
+      takes the place of another takes 1 s; and not more than 10 s, which is what redis-py's defaults give (5 s where
+      ``from_url`` is given no ``retry``). Then it raises TimeoutError where the server is connected, else
+      ConnectionError.
     * ``health_check_interval`` is the silence after which a connection is sent a PING, ``socket_timeout`` how long the
       answer may take. 0 (redis-py's default) and None stand for 5 s: where nobody looks, losses would not be noticed.
     * ``socket_connect_timeout`` bounds each attempt; None stands for ``socket_timeout``, or 5 s.
@@ -152,8 +157,10 @@ class Redis(redis.asyncio.Redis):
         after the other are delivered in that order. A publish that is cancelled may or may not have been carried out.
 
         Raises:
-            redis.exceptions.ConnectionError: no server gave a plan, or the channel's server did not answer in time; in
-                the latter case the message may have been delivered.
+            redis.exceptions.TimeoutError: the channel's server is connected and did not answer in time: the message may
+                have been delivered. How long that is, is said at the class.
+            redis.exceptions.ConnectionError: no server gave a plan, or there was no connection to the channel's server
+                in time; a message that had been sent before it was lost may have been delivered.
             redis.exceptions.ResponseError: the server refused it.
             redis.exceptions.DataError: the message or the channel cannot be sent.
 
@@ -191,7 +198,10 @@ class Redis(redis.asyncio.Redis):
         return Pipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
 
     def set_retry(self, retry: Any) -> None:
-        """Retry as this says from now on; links that are open keep the backoff they have."""
+        """Retry as this says from now on; links that are open keep the backoff they have.
+
+        A client that has published keeps the time that ``publish`` waits until ``aclose``.
+        """
         super().set_retry(retry)
         self._cluster.forget_settings()
 
