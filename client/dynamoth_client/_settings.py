@@ -41,7 +41,7 @@ import redis.sentinel
 
 from dynamoth.errors import ConfigError
 from dynamoth_client._errors import BadOption
-from dynamoth_client._pools import ConnectionLimit, Pool, is_asynchronous, options_of, state_of
+from dynamoth_client._pools import ConnectionLimit, Pool, is_asynchronous, name_limit, options_of, state_of
 from dynamoth_client._retrying import Retrying, backoff_of, is_retry
 from dynamoth_client.publication import PUBLISH_TIMEOUT_S_MAX, PUBLISH_TIMEOUT_S_MIN
 from dynamoth_link.options import LinkOptions, TlsOptions
@@ -112,8 +112,9 @@ def connection_encoder(pool: Pool) -> Encoder:
     return cast("Encoder", cast("Any", pool).get_encoder())
 
 
-def leave_out(pool: Pool, keywords: Mapping[str, Any]) -> None:
-    """Keep the options that redis-py left out of a pool, which it has made of these arguments, for the links."""
+def keep_arguments(pool: Pool, keywords: Mapping[str, Any]) -> None:
+    """Keep, for the links, what a pool does not tell of the arguments that redis-py has made it of."""
+    name_limit(pool, keywords)
     kept = options_of(pool)
     state_of(pool).left_out.update(
         (name, value)

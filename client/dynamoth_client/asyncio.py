@@ -31,7 +31,7 @@ from dynamoth_client._making import (
 from dynamoth_client._pools import follow_renewals
 from dynamoth_client._pubsub import PubSub
 from dynamoth_client._queue import GapInfo
-from dynamoth_client._settings import OptionIgnored, connection_encoder, leave_out, read_settings, sample_of
+from dynamoth_client._settings import OptionIgnored, connection_encoder, keep_arguments, read_settings, sample_of
 from dynamoth_link.urls import ServerAddress
 
 __all__ = ["ChannelPlan", "GapInfo", "GuaranteesOff", "OptionIgnored", "PubSub", "Redis", "StrictRedis", "from_url"]
@@ -72,7 +72,8 @@ class Redis(redis.asyncio.Redis):
     * ``max_connections``: as many publishers (one per client) and PubSubs that have subscribed can be open, for all
       clients of a pool; one more raises ``redis.exceptions.MaxConnectionsError``, with a BlockingConnectionPool too.
       Each has a connection to each server that it uses, a PubSub of channels and patterns two. There is no limit where
-      redis-py's default stands. Connections for other commands are counted by redis-py, by themselves.
+      it is not named, or where a pool of the application's own has redis-py's default. Connections for other commands
+      are counted by redis-py, by themselves.
     * ``redis_connect_func``, and OCSP (``ssl_validate_ocsp``), are for other commands: ``publish`` and ``subscribe``
       raise DataError with them. They do not use a ``connection_class`` of one's own, and warn of that (OptionIgnored).
     * ``db``, ``protocol``, ``legacy_responses``, ``single_connection_client``, ``socket_read_size``, client-side caches
@@ -106,7 +107,7 @@ class Redis(redis.asyncio.Redis):
         seeds, arguments = constructor_arguments(servers, connection_pool, (), kwargs)
         super().__init__(**arguments)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
         if connection_pool is None:
-            leave_out(self.connection_pool, kwargs)
+            keep_arguments(self.connection_pool, kwargs)
             sample_of(self.connection_pool)
         if not self.single_connection_client:
             follow_renewals(self.connection_pool, self._event_dispatcher)

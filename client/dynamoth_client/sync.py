@@ -28,7 +28,7 @@ from dynamoth_client._making import (
     warn_of_plain_payloads,
 )
 from dynamoth_client._pools import follow_renewals
-from dynamoth_client._settings import connection_encoder, leave_out, read_settings, sample_of
+from dynamoth_client._settings import connection_encoder, keep_arguments, read_settings, sample_of
 from dynamoth_client.sync_cluster import SyncCluster
 from dynamoth_client.sync_pubsub import PubSub
 from dynamoth_link.urls import ServerAddress
@@ -75,7 +75,7 @@ class Redis(redis.Redis):
         super().__init__(*args, **arguments)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
         pool = self.connection_pool
         if connection_pool is None:
-            leave_out(pool, kwargs)
+            keep_arguments(pool, kwargs)
             sample_of(pool)
         if not kwargs.get("single_connection_client"):  # redis-py has told the provider of that connection
             follow_renewals(pool, self._event_dispatcher)

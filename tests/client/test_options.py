@@ -446,6 +446,23 @@ def test_publishers_and_pubsubs_are_as_many_as_max_connections(cluster: StoredCl
     with_client(cluster.hosts, use, max_connections=3, client_name="limited")
 
 
+def test_a_limit_that_is_redis_py_s_default_is_one_where_it_is_named(cluster: StoredCluster, with_client: Use) -> None:
+    channel = cluster.channel_at("s1")
+
+    def use(client: Any) -> None:
+        pubsubs = [client.pubsub() for _ in range(100)]
+        for pubsub in pubsubs:
+            pubsub.subscribe(channel)
+        with pytest.raises(redis.exceptions.MaxConnectionsError, match="max_connections=100 "):
+            client.pubsub().subscribe(channel)
+        with pytest.raises(redis.exceptions.MaxConnectionsError, match="max_connections=100 "):
+            client.publish(channel, "x")
+        (getattr(pubsubs[0], "aclose", None) or pubsubs[0].close)()
+        assert client.publish(channel, "x") <= 99
+
+    with_client(cluster.hosts, use, max_connections=100)
+
+
 def test_clients_of_one_pool_share_its_limit(cluster: StoredCluster) -> None:
     pool = redis.ConnectionPool(port=cluster.servers["s1"].port, max_connections=2)
     with dynamoth_client.Redis(connection_pool=pool) as one, dynamoth_client.Redis(connection_pool=pool) as two:

@@ -349,6 +349,50 @@ def test_a_bound_is_above_the_failover() -> None:
     assert options.failover_s < PUBLISH_TIMEOUT_S_MIN < PUBLISH_TIMEOUT_S_MAX == options.publish_timeout_s
 
 
+class _User:
+    is_stopped = False
+
+
+def _limit(client: Any) -> int | None:
+    """Return how many publishers and PubSubs may be open; None for more than redis-py's default."""
+    users: list[_User] = []
+    try:
+        while len(users) <= 100:
+            users.append(_settings(client).connections.admit(_User))
+    except redis.exceptions.MaxConnectionsError:
+        return len(users)
+    return None
+
+
+@BOTH
+def test_a_limit_that_is_named_holds_also_where_it_is_redis_py_s_default(module: Any) -> None:
+    first = module.Redis(max_connections=100)
+    for client in (
+        first,
+        module.Redis(connection_pool=first.connection_pool),
+        module.Redis(servers=["one:1", "two:2"], max_connections=100),
+        module.from_url("dynamoth://one:1,two:2?max_connections=100"),
+        module.from_url("redis://one:1?max_connections=100"),
+        module.from_url("dynamoth://one:1,two:2", max_connections=100),
+        module.from_url("redis://one:1?max_connections=100", max_connections=7),
+    ):
+        assert _limit(client) == client.connection_pool.max_connections == 100
+    assert _limit(module.Redis(max_connections=7)) == 7
+
+
+@BOTH
+def test_where_no_limit_is_named_there_is_none(module: Any) -> None:
+    plain: Any = redis.asyncio if module is dynamoth_client.asyncio else redis
+    for kind in (plain.ConnectionPool, plain.BlockingConnectionPool):
+        assert _limit(module.Redis(connection_pool=kind())) is None
+        assert _limit(module.Redis(connection_pool=kind(max_connections=7))) == 7
+    for none in (None, 0):
+        assert _limit(module.Redis(max_connections=none)) is None
+        assert _limit(module.from_url("dynamoth://one:1", max_connections=none)) is None
+    assert _limit(module.Redis()) is None
+    assert _limit(module.from_url("dynamoth://one:1,two:2?max_connections=0")) is None
+
+
 @BOTH
 def test_a_credential_provider_is_asked_by_links(module: Any) -> None:
     provider = redis.UsernamePasswordCredentialProvider("u", "p")
