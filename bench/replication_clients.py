@@ -347,7 +347,7 @@ class Publishers:
         message = HEAD.pack(step, publisher, number, time.monotonic_ns()) + self._padding
         try:
             await client.publish(self._channel, message)
-        except redis.exceptions.ConnectionError:
+        except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
             return True  # the step counts it
         return False
 

@@ -61,7 +61,12 @@ class Cluster:
         if self.publishing is None or self.publishing.is_stopped:
             settings = self.settings
             self.publishing = settings.connections.admit(
-                lambda: Publishing(local_plan, settings.link_options, envelope=self._envelope)
+                lambda: Publishing(
+                    local_plan,
+                    settings.link_options,
+                    envelope=self._envelope,
+                    publish_timeout_s=settings.publish_timeout_s,
+                )
             )
         return self.publishing
 

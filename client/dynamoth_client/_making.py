@@ -5,15 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlencode
 
+import redis.connection
 import redis.exceptions
 
 from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES, sharded_channel
 from dynamoth.plan import Mode
 from dynamoth_client._errors import BadOption
-from dynamoth_client._pools import Pool
+from dynamoth_client._pools import Pool, name_limit
 from dynamoth_client._settings import connection_encoder, sample_of
 from dynamoth_link.urls import ServerAddress, parse_cluster_url, parse_server_url
 
@@ -87,8 +88,14 @@ def url_arguments(url: str, make_pool: Callable[..., Pool], keywords: Mapping[st
             envelope = _parse_flag("envelope", in_url.pop("envelope"))
         url = cluster.first.url() + (f"?{urlencode(in_url)}" if in_url else "")
     pool = make_pool(url, **options)
+    name_limit(pool, {**options, **_options_in(url)})
     sample_of(pool)
     return {"servers": seeds, "envelope": envelope, "connection_pool": pool}
+
+
+def _options_in(url: str) -> dict[str, Any]:
+    """Return what redis-py reads in the URL of a server."""
+    return cast("dict[str, Any]", cast("Any", redis.connection).parse_url(url))
 
 
 def parse_servers(servers: Iterable[str | ServerAddress], tls: bool) -> tuple[ServerAddress, ...]:

@@ -88,6 +88,12 @@ def state_of(pool: Pool) -> PoolState:
     )
 
 
+def name_limit(pool: Pool, arguments: Mapping[str, Any]) -> None:
+    """Take ``max_connections`` as a limit, redis-py's default too, if the arguments that a pool was made of name it."""
+    if arguments.get("max_connections"):  # what is nothing stands for the default, there as here
+        state_of(pool).connections = ConnectionLimit(cast("Any", pool).max_connections)
+
+
 def begin_anew() -> None:
     """Be as new in a forked child, but for what the application has said."""
     for pool, state in list(_states.items()):
@@ -146,9 +152,10 @@ class _AsyncRenewal:
 
 
 def _limit_of(pool: Pool) -> int | None:
-    """Return ``max_connections``; None where redis-py's default stands.
+    """Return ``max_connections`` of a pool; None where it is redis-py's default, which may not have been named.
 
     That (100) bounds how many commands run at once, and has never stopped anybody from having a thousand PubSubs here.
+    Where it was named, see ``name_limit``: a pool that the application has made does not tell.
     """
     family: Any = redis.asyncio if is_asynchronous(pool) else redis
     kind = family.BlockingConnectionPool if isinstance(pool, family.BlockingConnectionPool) else family.ConnectionPool

@@ -39,13 +39,16 @@ was to be sent again after that would end the next one, too."""
 class Publishing:
     """The runtime of one client's publications, until ``close``. Belongs to the running event loop."""
 
-    def __init__(self, local_plan: LocalPlan, link_options: LinkOptions, *, envelope: bool) -> None:
+    def __init__(
+        self, local_plan: LocalPlan, link_options: LinkOptions, *, envelope: bool, publish_timeout_s: float
+    ) -> None:
         """Begin without links.
 
         Args:
             local_plan: shared by the machines of one client.
             link_options: for every link.
             envelope: False publishes plain payloads, without guarantees.
+            publish_timeout_s: how long a message waits for an answer.
 
         """
         self._loop = asyncio.get_running_loop()
@@ -56,7 +59,8 @@ class Publishing:
         #: Publications of this turn of the event loop that the machine will be told of at its end.
         self._collected: list[tuple[asyncio.Future[int], bytes, bytes]] = []
         self._hand_over_scheduled = False
-        machine = PublisherMachine(secrets.randbits(64), local_plan, PublisherOptions(envelope=envelope))
+        options = PublisherOptions(envelope=envelope, publish_timeout_s=publish_timeout_s)
+        machine = PublisherMachine(secrets.randbits(64), local_plan, options)
         self.counters = machine.counters
         self._driver = Driver(
             machine, on_action=self._execute, link_options=lambda _: link_options, on_crash=self._crashed
@@ -126,7 +130,8 @@ class Publishing:
             # Right behind the tasks that have waited: what they publish now goes together in this very turn.
             self._schedule_hand_over()
         elif kind is PublishFailed:
-            self._fail(action.token, redis.exceptions.ConnectionError(action.reason))
+            error = redis.exceptions.TimeoutError if action.late else redis.exceptions.ConnectionError
+            self._fail(action.token, error(action.reason))
         elif kind is PublishRefused:
             self._fail(action.token, _errors.from_reply(action.error))
         elif kind is NewerSoftware:

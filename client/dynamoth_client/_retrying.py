@@ -32,6 +32,23 @@ class Retrying:
         self._retries: int = retry._retries
         self._supported_errors: tuple[type[Exception], ...] = retry._supported_errors
 
+    def longest_s(self, attempt_s: float, bound_s: float) -> float:
+        """Return how long redis-py tries at most, if attempts take ``attempt_s`` each; ``bound_s`` where it is more.
+
+        A pause that is drawn at random counts as the backoff's cap. Raises what a backoff of the application's raises.
+        """
+        if self._retries < 0:  # for ever
+            return bound_s
+        backoff = copy.deepcopy(self._backoff)
+        backoff.reset()
+        cap_s: float | None = getattr(backoff, "_cap", None)
+        longest_s = (self._retries + 1) * attempt_s
+        for failures in range(1, self._retries + 1):
+            if longest_s >= bound_s:
+                break
+            longest_s += max(0.0, backoff.compute(failures) if cap_s is None else cap_s)
+        return min(longest_s, bound_s)
+
     async def call(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
         """Return the outcome of the first attempt that succeeds; raise what the last one raised.
 

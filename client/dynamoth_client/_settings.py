@@ -11,7 +11,8 @@ What becomes of each option:
 ``client_name``, ``lib_name``, ``lib_version``,            every connection
 ``driver_info``, ``socket_keepalive(_options)``
 ``socket_connect_timeout``                                 bound of each attempt; None: ``socket_timeout``, or 5 s
-``socket_timeout``                                         how long the answer to a PING may take; None: 5 s
+``socket_timeout``                                         how long the answer to a PING may take; None: 5 s. Both, and
+                                                           ``retry``: see ``publish_timeout_s`` of ``Settings``
 ``health_check_interval``                                  silence after which a PING is sent; 0: 5 s
 ``retry``, ``retry_on_error``, ``retry_on_timeout``        see ``Settings.retrying``; the backoff is that of every link
 ``max_connections``                                        see ``ConnectionLimit``
@@ -26,6 +27,7 @@ What becomes of each option:
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -39,8 +41,9 @@ import redis.sentinel
 
 from dynamoth.errors import ConfigError
 from dynamoth_client._errors import BadOption
-from dynamoth_client._pools import ConnectionLimit, Pool, is_asynchronous, options_of, state_of
+from dynamoth_client._pools import ConnectionLimit, Pool, is_asynchronous, name_limit, options_of, state_of
 from dynamoth_client._retrying import Retrying, backoff_of, is_retry
+from dynamoth_client.publication import PUBLISH_TIMEOUT_S_MAX, PUBLISH_TIMEOUT_S_MIN
 from dynamoth_link.options import LinkOptions, TlsOptions
 from dynamoth_link.urls import ServerAddress
 
@@ -89,14 +92,19 @@ class Settings:
 
     ``seeds`` are the servers of which it reads the plan, at least one, in the caller's order; all with database 0, as
     the plan is there and publish/subscribe knows no databases. ``retrying`` is for reading the plan, which a client
-    does before it publishes or subscribes, for questions to all servers, and for PING. What was published is sent again
-    by itself, until the publisher's own bound; subscriptions are always restored.
+    does before it publishes or subscribes, for questions to all servers, and for PING. Subscriptions are always
+    restored.
+
+    What was published is sent again by itself until ``publish_timeout_s``. That is how long redis-py would try at most,
+    each attempt taking the longer of ``socket_timeout`` and ``socket_connect_timeout``; but no less than
+    ``PUBLISH_TIMEOUT_S_MIN``, and no more than ``PUBLISH_TIMEOUT_S_MAX``.
     """
 
     seeds: tuple[ServerAddress, ...]
     link_options: LinkOptions
     retrying: Retrying
     connections: ConnectionLimit
+    publish_timeout_s: float
 
 
 def connection_encoder(pool: Pool) -> Encoder:
@@ -104,8 +112,9 @@ def connection_encoder(pool: Pool) -> Encoder:
     return cast("Encoder", cast("Any", pool).get_encoder())
 
 
-def leave_out(pool: Pool, keywords: Mapping[str, Any]) -> None:
-    """Keep the options that redis-py left out of a pool, which it has made of these arguments, for the links."""
+def keep_arguments(pool: Pool, keywords: Mapping[str, Any]) -> None:
+    """Keep, for the links, what a pool does not tell of the arguments that redis-py has made it of."""
+    name_limit(pool, keywords)
     kept = options_of(pool)
     state_of(pool).left_out.update(
         (name, value)
@@ -167,8 +176,15 @@ def read_settings(pool: Pool, seeds: Iterable[ServerAddress] | None) -> Settings
         )
     except ConfigError as error:
         raise BadOption(str(error)) from error
+    retrying = Retrying(sample.retry)
+    timeouts_s = (_seconds(sample, name) for name in ("socket_timeout", "socket_connect_timeout"))
+    attempt_s = max(math.inf if timeout_s is None else timeout_s for timeout_s in timeouts_s)
     return Settings(
-        tuple(replace(server, db=0) for server in servers), link_options, Retrying(sample.retry), state.connections
+        tuple(replace(server, db=0) for server in servers),
+        link_options,
+        retrying,
+        state.connections,
+        publish_timeout_s=max(PUBLISH_TIMEOUT_S_MIN, retrying.longest_s(attempt_s, PUBLISH_TIMEOUT_S_MAX)),
     )
 
 

@@ -31,7 +31,7 @@ from dynamoth_client._making import (
 from dynamoth_client._pools import follow_renewals
 from dynamoth_client._pubsub import PubSub
 from dynamoth_client._queue import GapInfo
-from dynamoth_client._settings import OptionIgnored, connection_encoder, leave_out, read_settings, sample_of
+from dynamoth_client._settings import OptionIgnored, connection_encoder, keep_arguments, read_settings, sample_of
 from dynamoth_link.urls import ServerAddress
 
 __all__ = ["ChannelPlan", "GapInfo", "GuaranteesOff", "OptionIgnored", "PubSub", "Redis", "StrictRedis", "from_url"]
@@ -59,15 +59,21 @@ class Redis(redis.asyncio.Redis):
     * ``retry``: connections are made again for ever, after the pauses of its backoff (but 10 ms at least; without a
       ``retry`` they grow from 0.05 s to 1 s), and subscriptions are restored, whatever its ``retries``. These, and the
       errors of ``retry_on_error``, are for what asks servers: reading the plan, ``pubsub_channels`` and its like,
-      ``PubSub.ping``; refused credentials are not tried again. A message that is not answered is sent again by itself;
-      after 10 s ``publish`` raises ConnectionError.
+      ``PubSub.ping``; refused credentials are not tried again.
+    * ``publish`` sends a message again by itself when its connection is lost, and waits as long as redis-py would at
+      most: for ``retries`` + 1 attempts, each of the longer of ``socket_timeout`` and ``socket_connect_timeout``, and
+      the pauses between them. But not less than 1.5 s, as a first message waits for the connection, and a replica that
+      takes the place of another takes 1 s; and not more than 10 s, which is what redis-py's defaults give (5 s where
+      ``from_url`` is given no ``retry``). Then it raises TimeoutError where the server is connected, else
+      ConnectionError.
     * ``health_check_interval`` is the silence after which a connection is sent a PING, ``socket_timeout`` how long the
       answer may take. 0 (redis-py's default) and None stand for 5 s: where nobody looks, losses would not be noticed.
     * ``socket_connect_timeout`` bounds each attempt; None stands for ``socket_timeout``, or 5 s.
     * ``max_connections``: as many publishers (one per client) and PubSubs that have subscribed can be open, for all
       clients of a pool; one more raises ``redis.exceptions.MaxConnectionsError``, with a BlockingConnectionPool too.
       Each has a connection to each server that it uses, a PubSub of channels and patterns two. There is no limit where
-      redis-py's default stands. Connections for other commands are counted by redis-py, by themselves.
+      it is not named, or where a pool of the application's own has redis-py's default. Connections for other commands
+      are counted by redis-py, by themselves.
     * ``redis_connect_func``, and OCSP (``ssl_validate_ocsp``), are for other commands: ``publish`` and ``subscribe``
       raise DataError with them. They do not use a ``connection_class`` of one's own, and warn of that (OptionIgnored).
     * ``db``, ``protocol``, ``legacy_responses``, ``single_connection_client``, ``socket_read_size``, client-side caches
@@ -101,7 +107,7 @@ class Redis(redis.asyncio.Redis):
         seeds, arguments = constructor_arguments(servers, connection_pool, (), kwargs)
         super().__init__(**arguments)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
         if connection_pool is None:
-            leave_out(self.connection_pool, kwargs)
+            keep_arguments(self.connection_pool, kwargs)
             sample_of(self.connection_pool)
         if not self.single_connection_client:
             follow_renewals(self.connection_pool, self._event_dispatcher)
@@ -152,8 +158,10 @@ class Redis(redis.asyncio.Redis):
         after the other are delivered in that order. A publish that is cancelled may or may not have been carried out.
 
         Raises:
-            redis.exceptions.ConnectionError: no server gave a plan, or the channel's server did not answer in time; in
-                the latter case the message may have been delivered.
+            redis.exceptions.TimeoutError: the channel's server is connected and did not answer in time: the message may
+                have been delivered. How long that is, is said at the class.
+            redis.exceptions.ConnectionError: no server gave a plan, or there was no connection to the channel's server
+                in time; a message that had been sent before it was lost may have been delivered.
             redis.exceptions.ResponseError: the server refused it.
             redis.exceptions.DataError: the message or the channel cannot be sent.
 
@@ -191,7 +199,10 @@ class Redis(redis.asyncio.Redis):
         return Pipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
 
     def set_retry(self, retry: Any) -> None:
-        """Retry as this says from now on; links that are open keep the backoff they have."""
+        """Retry as this says from now on; links that are open keep the backoff they have.
+
+        A client that has published keeps the time that ``publish`` waits until ``aclose``.
+        """
         super().set_retry(retry)
         self._cluster.forget_settings()
 

@@ -16,6 +16,7 @@ from dynamoth.envelope import HEARTBEAT, open_envelope, rerouted, seal, whole_ms
 from dynamoth.events import CommandPart, ErrorReply
 from dynamoth.names import FORWARD_CHANNEL, logical_channel
 from dynamoth_client.publication import (
+    PUBLISH_TIMEOUT_S_MAX,
     HandOver,
     Published,
     PublishedAll,
@@ -109,27 +110,40 @@ class Outcomes:
 
     def late(self, waiting: Waiting | Together, server_id: str, now: float) -> list[Any]:
         """See to messages that a server should have answered by now: somebody else is asked, or they have failed."""
-        server = self._servers[server_id]
-        why = "it is connected and does not answer" if server.up else server.reason
-        reason = f"server {server_id} did not answer for {self._options.publish_timeout_s:g} s: {why}"
         if isinstance(waiting, Together):
             waiting.done = True
-            return [PublishFailed(token, reason) for token in waiting.tokens[waiting.answered :]]
-        return self.hand_over(waiting, now) if waiting.expires_at > now else self.end(waiting, reason)
+            reason, late = self._why_unanswered(server_id)
+            return [PublishFailed(token, reason, late) for token in waiting.tokens[waiting.answered :]]
+        if waiting.expires_at > now:
+            return self.hand_over(waiting, now)
+        return self.end(waiting, *self._why_unanswered(server_id, *waiting.also_at, *waiting.missing))
 
-    def end(self, waiting: Waiting, reason: str = "") -> list[Any]:
-        """Tell the application; ``reason`` is why no server has answered."""
+    def _why_unanswered(self, *server_ids: str) -> tuple[str, bool]:
+        """Return why none of these servers has answered, in words, and whether one of them is connected."""
+        connected = next((id_ for id_ in server_ids if self._servers[id_].up), None)
+        server_id = connected or server_ids[0]
+        reason = f"server {server_id} did not answer for {self._options.publish_timeout_s:g} s"
+        if connected is None:
+            return f"{reason}: {self._servers[server_id].reason}", False
+        return (
+            f"{reason}: it is connected, so the message may have been delivered: look for commands that block the"
+            f" server (SLOWLOG), or allow more time by socket_timeout and retry ({PUBLISH_TIMEOUT_S_MAX:g} s at most)",
+            True,
+        )
+
+    def end(self, waiting: Waiting, reason: str = "", late: bool = False) -> list[Any]:
+        """Tell the application; ``reason`` is why no server has answered, and ``late`` as in ``PublishFailed``."""
         waiting.done = True
-        return [self._outcome(waiting, reason)]
+        return [self._outcome(waiting, reason, late)]
 
-    def _outcome(self, waiting: Waiting, reason: str) -> Published | PublishRefused | PublishFailed:
+    def _outcome(self, waiting: Waiting, reason: str, late: bool) -> Published | PublishRefused | PublishFailed:
         """Return what the application is told: that it was published, if any server has it."""
         if waiting.receivers is not None:
             self._counters["copies_refused"] += bool(waiting.refusal)
             return Published(waiting.token, waiting.receivers)
         if waiting.refusal:
             return PublishRefused(waiting.token, waiting.refusal)
-        return PublishFailed(waiting.token, reason)
+        return PublishFailed(waiting.token, reason, late)
 
 
 def answered_together(together: Together, values: Sequence[Any], observers: int) -> list[Any]:

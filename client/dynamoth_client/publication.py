@@ -13,6 +13,15 @@ from dataclasses import dataclass, field
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Location
 
+PUBLISH_TIMEOUT_S_MAX = 10.0
+"""How long a message waits for an answer at most. A channel that moves has moved by then, a replica has taken the place
+of another, and a link that was lost has come back, if its server has: nothing is won by waiting longer."""
+
+PUBLISH_TIMEOUT_S_MIN = 1.5
+"""How long it waits at least. The first message to a server waits for the connection, whose lost first packet is sent
+again after 1 s; and a replica takes the place of another after ``failover_s``, 1 s. Half a second is left for the
+answer that comes then, and for a machine that is busy."""
+
 
 @dataclass(frozen=True, slots=True)
 class PublisherOptions:
@@ -20,7 +29,7 @@ class PublisherOptions:
 
     envelope: bool = True
     """False sends plain payloads that plain Redis clients can read. No guarantee holds for them."""
-    publish_timeout_s: float = 10.0
+    publish_timeout_s: float = PUBLISH_TIMEOUT_S_MAX
     """A message that no server has answered for so long fails; it may have been delivered all the same."""
     unanswered_max: int = 100_000
     """Messages per server that wait for its answer at most; one more fails at once."""
@@ -73,10 +82,14 @@ class PublishedAll:
 
 @dataclass(slots=True)
 class PublishFailed:
-    """Action: no server has answered, for ``reason``. The message may or may not be delivered."""
+    """Action: no server has answered, for ``reason``. The message may or may not be delivered.
+
+    ``late``: a server is connected and owes the answer. Otherwise there is no connection, or no room.
+    """
 
     token: Hashable
     reason: str
+    late: bool = False
 
 
 @dataclass(slots=True)
@@ -189,7 +202,7 @@ class PublisherServer:
     #: Whether something may have got lost on the way here: subscribers are to be told the latest numbers.
     owes_heartbeats: bool = False
     #: Why the link is down, in words for the application.
-    reason: str = "not connected yet"
+    reason: str = "not connected yet: check that it is up and can be reached"
     #: Agents that observe it: receivers of every message that are no clients.
     observers: int = 0
     #: Channels whose route the plan stored here has confirmed since the latest connection, and since the agents were

@@ -28,7 +28,7 @@ from dynamoth_client._making import (
     warn_of_plain_payloads,
 )
 from dynamoth_client._pools import follow_renewals
-from dynamoth_client._settings import connection_encoder, leave_out, read_settings, sample_of
+from dynamoth_client._settings import connection_encoder, keep_arguments, read_settings, sample_of
 from dynamoth_client.sync_cluster import SyncCluster
 from dynamoth_client.sync_pubsub import PubSub
 from dynamoth_link.urls import ServerAddress
@@ -75,7 +75,7 @@ class Redis(redis.Redis):
         super().__init__(*args, **arguments)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
         pool = self.connection_pool
         if connection_pool is None:
-            leave_out(pool, kwargs)
+            keep_arguments(pool, kwargs)
             sample_of(pool)
         if not kwargs.get("single_connection_client"):  # redis-py has told the provider of that connection
             follow_renewals(pool, self._event_dispatcher)
@@ -127,8 +127,10 @@ class Redis(redis.Redis):
         after the other are delivered in that order.
 
         Raises:
-            redis.exceptions.ConnectionError: no server gave a plan, or the channel's server did not answer in time; in
-                the latter case the message may have been delivered.
+            redis.exceptions.TimeoutError: the channel's server is connected and did not answer in time: the message may
+                have been delivered. How long that is, is said at :class:`dynamoth_client.asyncio.Redis`.
+            redis.exceptions.ConnectionError: no server gave a plan, or there was no connection to the channel's server
+                in time; a message that had been sent before it was lost may have been delivered.
             redis.exceptions.ResponseError: the server refused it.
             redis.exceptions.DataError: the message or the channel cannot be sent.
 
@@ -160,7 +162,10 @@ class Redis(redis.Redis):
         return Pipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
 
     def set_retry(self, retry: Any) -> None:
-        """Retry as this says from now on; links that are open keep the backoff they have."""
+        """Retry as this says from now on; links that are open keep the backoff they have.
+
+        A client that has published keeps the time that ``publish`` waits until ``close``.
+        """
         super().set_retry(retry)
         for cluster in (self._cluster, self._subscriptions):
             cluster.cluster.forget_settings()

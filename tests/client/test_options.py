@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ import redis.retry
 import dynamoth_client
 import dynamoth_client.asyncio
 from dynamoth_client._pools import ConnectionLimit
+from dynamoth_client.publication import PUBLISH_TIMEOUT_S_MIN
 from tests.client.conftest import ClusterFactory
 from tests.client.stored_cluster import StoredCluster, run
 from tests.client.sync_helpers import PATIENCE_S, Running, confirmed, next_of, until
@@ -271,6 +273,69 @@ def test_the_plan_is_asked_for_as_often_as_retries_say(
     with_client(cluster.hosts, use, retry=retry_class(Recording(asked), 3))
 
 
+def _raised_by(error: type[Exception], words: str, client: Any, channel: str) -> float:
+    """Publish what cannot be; return after how many seconds that raised."""
+    began_at = time.monotonic()
+    with pytest.raises(error, match=words):
+        client.publish(channel, "x")
+    return time.monotonic() - began_at
+
+
+SHORT: dict[str, Any] = {"retry": None, "socket_timeout": 0.3, "socket_connect_timeout": 0.3}
+BUSY_S = 3.0
+"""How much longer everything may take on a machine that does other work."""
+
+
+def test_without_retries_a_cluster_that_is_down_is_told_at_once(cluster: StoredCluster, with_client: Use) -> None:
+    for server in cluster.servers.values():
+        server.stop()
+
+    def use(client: Any) -> None:
+        for _ in range(2):
+            assert _raised_by(redis.exceptions.ConnectionError, "connection refused", client, "c") < BUSY_S
+
+    with_client(cluster.hosts, use, retry=None)
+
+
+def test_a_server_that_does_not_answer_is_waited_for_as_the_options_say(
+    cluster: StoredCluster, with_client: Use
+) -> None:
+    """And what was published there is delivered when it goes on."""
+    channel = cluster.channel_at("s2")
+
+    def use(client: Any) -> None:
+        pubsub = client.pubsub(gaps=True)
+        confirmed(pubsub, channel)
+        assert client.publish(channel, "before") == 1
+        cluster.servers["s2"].pause()
+        try:
+            words = r"server s2 did not answer for 1\.5 s: .* may have been delivered: .*socket_timeout"
+            took_s = _raised_by(redis.exceptions.TimeoutError, words, client, channel)
+        finally:
+            cluster.servers["s2"].resume()
+        assert PUBLISH_TIMEOUT_S_MIN * 0.99 < took_s < PUBLISH_TIMEOUT_S_MIN + BUSY_S
+        assert client.publish(channel, "after") == 1
+        assert [next_of(pubsub)["data"] for _ in range(3)] == [b"before", b"x", b"after"]
+
+    with_client(cluster.hosts, use, **SHORT)
+
+
+def test_a_server_that_is_down_is_waited_for_as_the_options_say(cluster: StoredCluster, with_client: Use) -> None:
+    """Whether this client was connected to it before or not."""
+    known, new = cluster.channel_at("s2"), cluster.channel_at("s1")
+
+    def use(client: Any) -> None:
+        assert client.publish(known, "x") == 0
+        for server in cluster.servers.values():
+            server.kill()
+        for channel, id_ in ((known, "s2"), (new, "s1")):
+            words = rf"server {id_} did not answer for 1\.5 s: .*connection refused: start the server"
+            took_s = _raised_by(redis.exceptions.ConnectionError, words, client, channel)
+            assert PUBLISH_TIMEOUT_S_MIN * 0.99 < took_s < PUBLISH_TIMEOUT_S_MIN + BUSY_S
+
+    with_client(cluster.hosts, use, **{**SHORT, "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0)})
+
+
 def test_a_cluster_that_comes_up_late(cluster_factory: ClusterFactory, with_client: Use) -> None:
     """No plan is stored at first: as if the balancer were about to start."""
     cluster = cluster_factory(stored=False)
@@ -379,6 +444,23 @@ def test_publishers_and_pubsubs_are_as_many_as_max_connections(cluster: StoredCl
             pubsubs[0].psubscribe("*")
 
     with_client(cluster.hosts, use, max_connections=3, client_name="limited")
+
+
+def test_a_limit_that_is_redis_py_s_default_is_one_where_it_is_named(cluster: StoredCluster, with_client: Use) -> None:
+    channel = cluster.channel_at("s1")
+
+    def use(client: Any) -> None:
+        pubsubs = [client.pubsub() for _ in range(100)]
+        for pubsub in pubsubs:
+            pubsub.subscribe(channel)
+        with pytest.raises(redis.exceptions.MaxConnectionsError, match="max_connections=100 "):
+            client.pubsub().subscribe(channel)
+        with pytest.raises(redis.exceptions.MaxConnectionsError, match="max_connections=100 "):
+            client.publish(channel, "x")
+        (getattr(pubsubs[0], "aclose", None) or pubsubs[0].close)()
+        assert client.publish(channel, "x") <= 99
+
+    with_client(cluster.hosts, use, max_connections=100)
 
 
 def test_clients_of_one_pool_share_its_limit(cluster: StoredCluster) -> None:

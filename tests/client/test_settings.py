@@ -20,6 +20,7 @@ import dynamoth_client.asyncio
 from dynamoth_client._making import parse_servers
 from dynamoth_client._settings import Settings, read_settings
 from dynamoth_client.asyncio import GuaranteesOff, OptionIgnored, Redis, from_url
+from dynamoth_client.publication import PUBLISH_TIMEOUT_S_MAX, PUBLISH_TIMEOUT_S_MIN, PublisherOptions
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import ServerAddress
 
@@ -274,10 +275,122 @@ def test_the_backoff_is_that_of_every_link_and_the_rest_of_retry_is_for_question
 
 @BOTH
 def test_set_retry_holds_for_what_is_opened_later(module: Any) -> None:
-    client = module.Redis(servers=["one:1"], retry=None)
+    client = module.Redis(servers=["one:1"], retry=None, socket_timeout=2, socket_connect_timeout=2)
     assert _settings(client).link_options.backoff is None
+    assert _settings(client).publish_timeout_s == 2
     client.set_retry(redis.asyncio.retry.Retry(redis.backoff.ConstantBackoff(0.5), 1))
     assert isinstance(_settings(client).link_options.backoff, redis.backoff.ConstantBackoff)
+    assert _settings(client).publish_timeout_s == 4.5
+
+
+class Growing(redis.backoff.AbstractBackoff):
+    """A backoff of an application's own, without a cap, that keeps state."""
+
+    def __init__(self) -> None:
+        self._asked = 100
+
+    def reset(self) -> None:
+        self._asked = 0
+
+    def compute(self, failures: int) -> float:
+        self._asked += 1
+        return self._asked * 0.5
+
+
+def _retry(retries: int, backoff: Any = None) -> redis.retry.Retry:
+    return redis.retry.Retry(backoff or redis.backoff.NoBackoff(), retries)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("retry", "socket_timeout", "socket_connect_timeout", "bound_s"),
+    [
+        (None, 5, 5, 5),
+        (None, 2, 5, 5),
+        (None, 5, 2, 5),
+        (None, 2, None, 2),
+        (None, None, 2, 10),
+        (None, None, None, 10),
+        (None, 60, 5, 10),
+        (None, 0.3, 0.2, 1.5),
+        (_retry(0), 2, 2, 2),
+        (_retry(6), 0.5, 0.25, 3.5),
+        (_retry(3, redis.backoff.ConstantBackoff(0.5)), 0.25, 0.25, 2.5),
+        (_retry(3, redis.backoff.ExponentialBackoff(cap=0.5, base=0.1)), 0.5, 0.5, 3.5),
+        (_retry(2, redis.backoff.FullJitterBackoff(cap=1, base=0.01)), 0.5, 0.5, 3.5),
+        (_retry(2, redis.backoff.DecorrelatedJitterBackoff(cap=1, base=0.01)), 0.5, 0.5, 3.5),
+        (_retry(2, Growing()), 0.5, 0.5, 3),
+        (_retry(1_000_000_000), 0.5, 0.5, 10),
+        (_retry(1_000_000, redis.backoff.ConstantBackoff(1)), 0.000001, 0.000001, 10),
+        (_retry(-1), 0.1, 0.1, 10),
+        (redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 3), 0.5, 0.5, 2),
+    ],
+)
+def test_a_publication_waits_as_long_as_redis_py_would_at_most(
+    module: Any, retry: Any, socket_timeout: float | None, socket_connect_timeout: float | None, bound_s: float
+) -> None:
+    """But neither less than the first connection may take, nor more than 10 s."""
+    options = {"socket_timeout": socket_timeout, "socket_connect_timeout": socket_connect_timeout, "retry": retry}
+    for client in (module.Redis(**options), module.from_url("dynamoth://one:1,two:2", **options)):
+        assert _settings(client).publish_timeout_s == pytest.approx(bound_s)
+
+
+@BOTH
+def test_a_publication_waits_10_s_by_default(module: Any) -> None:
+    assert _settings(module.Redis()).publish_timeout_s == 10
+    url = "dynamoth://one:1,two:2?socket_timeout=2&socket_connect_timeout=3"
+    assert _settings(module.from_url(url)).publish_timeout_s == 3
+    options: dict[str, Any] = {"retry": None, "retry_on_error": [OSError]}
+    assert _settings(module.from_url(url, **options)).publish_timeout_s == 6, "redis-py tries once more then"
+
+
+def test_a_bound_is_above_the_failover() -> None:
+    options = PublisherOptions()
+    assert options.failover_s < PUBLISH_TIMEOUT_S_MIN < PUBLISH_TIMEOUT_S_MAX == options.publish_timeout_s
+
+
+class _User:
+    is_stopped = False
+
+
+def _limit(client: Any) -> int | None:
+    """Return how many publishers and PubSubs may be open; None for more than redis-py's default."""
+    users: list[_User] = []
+    try:
+        while len(users) <= 100:
+            users.append(_settings(client).connections.admit(_User))
+    except redis.exceptions.MaxConnectionsError:
+        return len(users)
+    return None
+
+
+@BOTH
+def test_a_limit_that_is_named_holds_also_where_it_is_redis_py_s_default(module: Any) -> None:
+    first = module.Redis(max_connections=100)
+    for client in (
+        first,
+        module.Redis(connection_pool=first.connection_pool),
+        module.Redis(servers=["one:1", "two:2"], max_connections=100),
+        module.from_url("dynamoth://one:1,two:2?max_connections=100"),
+        module.from_url("redis://one:1?max_connections=100"),
+        module.from_url("dynamoth://one:1,two:2", max_connections=100),
+        module.from_url("redis://one:1?max_connections=100", max_connections=7),
+    ):
+        assert _limit(client) == client.connection_pool.max_connections == 100
+    assert _limit(module.Redis(max_connections=7)) == 7
+
+
+@BOTH
+def test_where_no_limit_is_named_there_is_none(module: Any) -> None:
+    plain: Any = redis.asyncio if module is dynamoth_client.asyncio else redis
+    for kind in (plain.ConnectionPool, plain.BlockingConnectionPool):
+        assert _limit(module.Redis(connection_pool=kind())) is None
+        assert _limit(module.Redis(connection_pool=kind(max_connections=7))) == 7
+    for none in (None, 0):
+        assert _limit(module.Redis(max_connections=none)) is None
+        assert _limit(module.from_url("dynamoth://one:1", max_connections=none)) is None
+    assert _limit(module.Redis()) is None
+    assert _limit(module.from_url("dynamoth://one:1,two:2?max_connections=0")) is None
 
 
 @BOTH

@@ -13,7 +13,7 @@ from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
 from dynamoth.plan import Plan, Route, Server, pack_entry, single
 from dynamoth.stored_plan import READ_HEADER, read_entry
 from dynamoth_client.local_plan import LocalPlan
-from dynamoth_client.publication import Publish, Published, PublisherOptions, PublishFailed, PublishRefused
+from dynamoth_client.publication import Publish, PublishAll, Published, PublisherOptions, PublishFailed, PublishRefused
 from dynamoth_client.publisher import PublisherMachine
 from tests.machines.helpers import (
     ACTIVE,
@@ -155,7 +155,10 @@ def test_an_outcome_comes_within_the_timeout_and_only_once() -> None:
     assert publisher.machine.deadline() == publisher.now + 10
     assert publisher.pass_time(9.9) == []
     [failed] = publisher.pass_time(0.1)
-    assert failed == PublishFailed(1, "server s1 did not answer for 10 s: it is connected and does not answer")
+    assert isinstance(failed, PublishFailed)
+    assert (failed.token, failed.late) == (1, True)
+    assert failed.reason.startswith("server s1 did not answer for 10 s: it is connected, so the message may have been")
+    assert "socket_timeout" in failed.reason
     assert publisher.answer(sent) == []
     assert publisher.machine.deadline() is None
 
@@ -165,6 +168,27 @@ def test_a_failure_names_the_reason_of_the_link() -> None:
     publisher.publish(token=1)
     publisher.down("s1")
     assert publisher.pass_time(1) == [PublishFailed(1, "server s1 did not answer for 1 s: reset by peer")]
+
+
+def test_messages_that_went_out_together_are_late_or_have_no_connection() -> None:
+    publisher = Publisher(PublisherOptions(publish_timeout_s=1)).connected()
+    publisher.answer(publisher.publish())
+    messages = [(token, C, b"x") for token in (1, 2)]
+    publisher.tell(PublishAll(messages))
+    assert [(failed.token, failed.late) for failed in publisher.pass_time(1)] == [(1, True), (2, True)]
+    publisher.tell(PublishAll(messages))
+    publisher.down("s1")
+    assert [(failed.token, failed.late) for failed in publisher.pass_time(1)] == [(1, False), (2, False)]
+
+
+def test_an_answer_that_a_new_connection_owes_is_late() -> None:
+    publisher = Publisher(PublisherOptions(publish_timeout_s=1)).connected()
+    publisher.publish(token=1)
+    publisher.down("s1")
+    publisher.pass_time(0.5)
+    publisher.up("s1")
+    [failed] = publisher.pass_time(0.5)
+    assert (failed.token, failed.late) == (1, True)
 
 
 def test_what_has_failed_while_the_link_was_down_is_not_sent_any_more() -> None:
@@ -180,7 +204,9 @@ def test_one_message_too_many_fails_at_once_and_takes_no_number() -> None:
     publisher = Publisher(PublisherOptions(unanswered_max=3))  # the two, and the reading of the plan after the first
     publisher.publish()
     publisher.publish()
-    assert publisher.publish(token=3) == [PublishFailed(3, "3 messages wait for server s1: not connected yet")]
+    assert publisher.publish(token=3) == [
+        PublishFailed(3, "3 messages wait for server s1: not connected yet: check that it is up and can be reached")
+    ]
     publisher.answer(publisher.up("s1"))
     assert numbers(publisher.publish()) == [3]
 

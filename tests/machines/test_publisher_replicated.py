@@ -329,7 +329,9 @@ def test_subscribers_of_a_replica_that_was_full_are_told_when_it_comes_back() ->
 
 def test_when_every_replica_is_full_it_fails_at_once_and_takes_no_number() -> None:
     publisher = begun(TO_ALL, options=PublisherOptions(unanswered_max=2))  # message 1 and a reading of the plan
-    assert publisher.publish(token=2) == [PublishFailed(2, "2 messages wait for server s1: not connected yet")]
+    assert publisher.publish(token=2) == [
+        PublishFailed(2, "2 messages wait for server s1: not connected yet: check that it is up and can be reached")
+    ]
     for server in ALL:
         publisher.answer(publisher.up(server))
     assert numbers(over("s1", publisher.publish(token=3)), REPLICA) == [2]
@@ -343,6 +345,17 @@ def test_when_every_replica_is_dead_it_fails_once() -> None:
     assert publisher.pass_time(DEFAULTS.publish_timeout_s - 0.1) == []
     assert publisher.pass_time(0.1) == [PublishFailed(1, "server s1 did not answer for 10 s: reset by peer")]
     assert [publisher.answer(publisher.up(server)) for server in ALL] == [[], [], []]
+
+
+def test_of_replicas_of_which_none_answers_one_that_is_connected_is_named() -> None:
+    """It may have the message, and deliver it."""
+    publisher = begun(TO_ALL, *ALL)
+    publisher.publish(token=2)
+    publisher.down("s1")
+    publisher.down("s3")
+    [failed] = only(PublishFailed, publisher.pass_time(DEFAULTS.publish_timeout_s))
+    assert failed.late
+    assert failed.reason.startswith("server s2 did not answer for 10 s: it is connected")
 
 
 def test_one_replica_that_refuses_does_not_spoil_the_outcome() -> None:
@@ -619,6 +632,8 @@ def test_the_time_out_runs_from_the_beginning() -> None:
     assert publisher.pass_time(DEFAULTS.publish_timeout_s - DEFAULTS.failover_s - 0.1) == []
     [failed] = publisher.pass_time(0.2)
     assert isinstance(failed, PublishFailed)
+    assert failed.late
+    assert failed.reason.startswith(f"server {NEXT} did not answer"), "the other one is away"
     assert publisher.pass_time(60) == []
 
 
