@@ -53,6 +53,8 @@ _DEFAULTS = LinkOptions()
 
 _TLS = (redis.SSLConnection, redis.asyncio.SSLConnection)
 
+_TIMEOUTS = ("socket_timeout", "socket_connect_timeout")
+
 _LEFT_OUT = ("socket_connect_timeout", "socket_keepalive", "socket_keepalive_options")
 """What redis-py does not give to the connections of a unix socket; besides ``ssl_*``, as to those without TLS."""
 
@@ -97,7 +99,7 @@ class Settings:
 
     What was published is sent again by itself until ``publish_timeout_s``. That is how long redis-py would try at most,
     each attempt taking the longer of ``socket_timeout`` and ``socket_connect_timeout``; but no less than
-    ``PUBLISH_TIMEOUT_S_MIN``, and no more than ``PUBLISH_TIMEOUT_S_MAX``.
+    ``PUBLISH_TIMEOUT_S_MIN``, and no more than ``PUBLISH_TIMEOUT_S_MAX``, which it is where no option says a word of it.
     """
 
     seeds: tuple[ServerAddress, ...]
@@ -177,15 +179,22 @@ def read_settings(pool: Pool, seeds: Iterable[ServerAddress] | None) -> Settings
     except ConfigError as error:
         raise BadOption(str(error)) from error
     retrying = Retrying(sample.retry)
-    timeouts_s = (_seconds(sample, name) for name in ("socket_timeout", "socket_connect_timeout"))
-    attempt_s = max(math.inf if timeout_s is None else timeout_s for timeout_s in timeouts_s)
     return Settings(
         tuple(replace(server, db=0) for server in servers),
         link_options,
         retrying,
         state.connections,
-        publish_timeout_s=max(PUBLISH_TIMEOUT_S_MIN, retrying.longest_s(attempt_s, PUBLISH_TIMEOUT_S_MAX)),
+        publish_timeout_s=_publish_timeout_s(sample, options, retrying),
     )
+
+
+def _publish_timeout_s(sample: Any, options: Mapping[str, Any], retrying: Retrying) -> float:
+    """Return the time of the same name in ``Settings``."""
+    if options.keys().isdisjoint(("retry", "retry_on_timeout", "retry_on_error", *_TIMEOUTS)):
+        return PUBLISH_TIMEOUT_S_MAX
+    timeouts_s = (_seconds(sample, name) for name in _TIMEOUTS)
+    attempt_s = max(math.inf if timeout_s is None else timeout_s for timeout_s in timeouts_s)
+    return max(PUBLISH_TIMEOUT_S_MIN, retrying.longest_s(attempt_s, PUBLISH_TIMEOUT_S_MAX))
 
 
 def _seconds(sample: Any, name: str, off: int | None = None) -> float | None:

@@ -338,6 +338,7 @@ def test_a_publication_waits_as_long_as_redis_py_would_at_most(
 @BOTH
 def test_a_publication_waits_10_s_by_default(module: Any) -> None:
     assert _settings(module.Redis()).publish_timeout_s == 10
+    assert _settings(module.from_url("dynamoth://one:1,two:2")).publish_timeout_s == 10
     url = "dynamoth://one:1,two:2?socket_timeout=2&socket_connect_timeout=3"
     assert _settings(module.from_url(url)).publish_timeout_s == 3
     options: dict[str, Any] = {"retry": None, "retry_on_error": [OSError]}
