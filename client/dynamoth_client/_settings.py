@@ -99,7 +99,7 @@ class Settings:
 
     What was published is sent again by itself until ``publish_timeout_s``. That is how long redis-py would try at most,
     each attempt taking the longer of ``socket_timeout`` and ``socket_connect_timeout``; but no less than
-    ``PUBLISH_TIMEOUT_S_MIN``, and no more than ``PUBLISH_TIMEOUT_S_MAX``, which it is where no option says a word of it.
+    ``PUBLISH_TIMEOUT_S_MIN``, and no more than ``PUBLISH_TIMEOUT_S_MAX``, which it is where no option says anything.
     """
 
     seeds: tuple[ServerAddress, ...]

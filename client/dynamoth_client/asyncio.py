@@ -63,8 +63,8 @@ class Redis(redis.asyncio.Redis):
     * ``publish`` sends a message again by itself when its connection is lost, and waits as long as redis-py would at
       most: for ``retries`` + 1 attempts, each of the longer of ``socket_timeout`` and ``socket_connect_timeout``, and
       the pauses between them. But not less than 1.5 s, as a first message waits for the connection, and a replica that
-      takes the place of another takes 1 s; and not more than 10 s, which is also what it is where none of these options is
-      given. Then it raises TimeoutError where the server is connected, else ConnectionError.
+      takes the place of another takes 1 s; and not more than 10 s, which it is where none of these options is given.
+      Then it raises TimeoutError where the server is connected, else ConnectionError.
     * ``health_check_interval`` is the silence after which a connection is sent a PING, ``socket_timeout`` how long the
       answer may take. 0 (redis-py's default) and None stand for 5 s: where nobody looks, losses would not be noticed.
     * ``socket_connect_timeout`` bounds each attempt; None stands for ``socket_timeout``, or 5 s.
