@@ -104,6 +104,8 @@ class PubSub(redis.asyncio.client.PubSub):
         if when_full not in WHEN_FULL:
             raise redis.exceptions.DataError(f"when_full must be one of {', '.join(WHEN_FULL)}, not {when_full!r}")
         super().__init__(connection_pool, **kwargs)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
+        self.shard_channels = {}
+        self.pending_unsubscribe_shard_channels = set()
         self._encoder = cast("Encoder", self.encoder)
         self._decodes = self._encoder.decode_responses
         self._cluster = cluster

@@ -69,7 +69,8 @@ class Redis(redis.asyncio.Redis):
       Each has a connection to each server that it uses, a PubSub of channels and patterns two. There is no limit where
       redis-py's default stands. Connections for other commands are counted by redis-py, by themselves.
     * ``redis_connect_func``, and OCSP (``ssl_validate_ocsp``), are for other commands: ``publish`` and ``subscribe``
-      raise DataError with them. They do not use a ``connection_class`` of one's own, and warn of that (OptionIgnored).
+      raise DataError with them; before redis-py 7 with ``ssl_password`` and ``ssl_ca_path``, too. They do not use a
+      ``connection_class`` of one's own, and warn of that (OptionIgnored).
     * ``db``, ``protocol``, ``legacy_responses``, ``single_connection_client``, ``socket_read_size``, client-side caches
       and notifications of maintenance are for other commands. Publish and subscribe know no databases and speak RESP3.
     """
@@ -104,7 +105,7 @@ class Redis(redis.asyncio.Redis):
             leave_out(self.connection_pool, kwargs)
             sample_of(self.connection_pool)
         if not self.single_connection_client:
-            follow_renewals(self.connection_pool, self._event_dispatcher)
+            follow_renewals(self.connection_pool, getattr(self, "_event_dispatcher", None))
         self._seeds = seeds
         self._envelope = envelope
         self._encoder = connection_encoder(self.connection_pool)

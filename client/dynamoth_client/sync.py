@@ -78,7 +78,7 @@ class Redis(redis.Redis):
             leave_out(pool, kwargs)
             sample_of(pool)
         if not kwargs.get("single_connection_client"):  # redis-py has told the provider of that connection
-            follow_renewals(pool, self._event_dispatcher)
+            follow_renewals(pool, getattr(self, "_event_dispatcher", None))
         self._seeds = seeds
         self._envelope = envelope
         self._encoder = connection_encoder(pool)
