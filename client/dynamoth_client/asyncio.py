@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from types import ModuleType
 from typing import Any, cast
 
 import redis.asyncio
@@ -281,7 +282,10 @@ def from_url(url: str, **kwargs: Any) -> Redis:
 
 
 def __getattr__(name: str) -> Any:
-    """Hand on redis-py's public names, so that this module stands for ``redis.asyncio``."""
+    """Hand on redis-py's public names and modules, so that this module stands for ``redis.asyncio``."""
     if name in redis.asyncio.__all__:
         return getattr(redis.asyncio, name)
+    found = None if name.startswith("_") else getattr(redis.asyncio, name, None)
+    if isinstance(found, ModuleType):
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import weakref
+from types import ModuleType
 from typing import Any, cast
 
 import pytest
@@ -230,9 +231,12 @@ def test_the_modules_stand_for_redis_py_s() -> None:
                 assert getattr(ours, name) is getattr(theirs, name)
         assert issubclass(ours.StrictRedis, theirs.Redis)
         assert set(ours.__all__) >= set(public_names(theirs))
+        for name in public_modules(theirs):
+            assert getattr(ours, name) is getattr(theirs, name) or (ours is redis and name == "asyncio")
         with pytest.raises(AttributeError):
             _ = ours.no_such_name
     assert redis.exceptions is cast("Any", redis_py).exceptions
+    assert {"client", "connection", "lock", "retry", "sentinel", "utils"} <= set(public_modules(redis_asyncio))
     assert redis.__version__ == redis_py.__version__
     with pytest.raises(AttributeError):
         _ = redis._no_such_name
@@ -241,3 +245,7 @@ def test_the_modules_stand_for_redis_py_s() -> None:
 def public_names(module: Any) -> list[str]:
     names: list[str] = module.__all__
     return names
+
+
+def public_modules(module: Any) -> list[str]:
+    return [name for name, value in vars(module).items() if isinstance(value, ModuleType) and not name.startswith("_")]
