@@ -66,7 +66,7 @@ imports: $(DEV)
 test: $(DEV)
 	$(BIN)/python -m pytest --durations=10
 
-OLDEST_TESTS := client sync pubsub sync_pubsub sharded settings options tls
+OLDEST_TESTS := client sync pubsub sync_pubsub sharded settings options tls drop_in
 oldest: $(OLDEST)/.installed
 	PYTHONPATH=$(abspath $(OLDEST)) $(BIN)/python -m pytest $(OLDEST_TESTS:%=tests/client/test_%.py)
 

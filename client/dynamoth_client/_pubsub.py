@@ -14,7 +14,7 @@ import redis.asyncio.client
 import redis.exceptions
 
 from dynamoth.names import SHARDED_PREFIX
-from dynamoth_client._arguments import flat, refuse_unroutable, with_handlers
+from dynamoth_client._arguments import flat, refuse_unroutable, refuse_unroutable_pattern, with_handlers
 from dynamoth_client._cluster import Cluster
 from dynamoth_client._feed import Feed
 from dynamoth_client._queue import (
@@ -75,7 +75,8 @@ class PubSub(redis.asyncio.client.PubSub):
     * A pattern needs a connection to every server. One that is away for 5 s is done without, and that is a gap.
     * Sharded channels (``ssubscribe``) are channels with names of their own, which live, move and are replicated as
       others do, on servers of any version. A plain Redis client neither sees nor sends their messages.
-    * Channels that belong to one server (``__keyspace@...``) are refused with an error.
+    * Channels that belong to one server (``__keyspace@...``), and patterns that begin as these do (``__key*``), are
+      refused with an error. ``Redis.keyspace_notifications`` is redis-py's own, at the first server.
     """
 
     channels: dict[Channel, Handler | None]
@@ -84,6 +85,9 @@ class PubSub(redis.asyncio.client.PubSub):
     pending_unsubscribe_channels: set[Channel]
     pending_unsubscribe_patterns: set[Channel]
     pending_unsubscribe_shard_channels: set[Channel]
+
+    _family = "redis.asyncio"
+    """What of redis-py the application uses, for the texts of errors."""
 
     def __init__(
         self,
@@ -184,7 +188,7 @@ class PubSub(redis.asyncio.client.PubSub):
         wanted = self._wanted("subscribe", args, kwargs)
         encoded = [channel for channel, _ in wanted]
         for channel in encoded:
-            refuse_unroutable(channel)
+            refuse_unroutable(channel, self._family)
         self._begin(wanted, self._books())
         await self._request(lambda feed: feed.subscribe(encoded))
 
@@ -197,7 +201,7 @@ class PubSub(redis.asyncio.client.PubSub):
             args = (flat(args),)  # it may be an iterator, and is looked at twice
         for name in flat(args):
             if (encoded_name := self._encode(name)).startswith(SHARDED_PREFIX):
-                refuse_unroutable(encoded_name)
+                refuse_unroutable(encoded_name, self._family)
         encoded = self._end(args, self._books())
         return self._request(lambda feed: feed.unsubscribe(encoded))
 
@@ -215,7 +219,7 @@ class PubSub(redis.asyncio.client.PubSub):
         wanted = self._wanted("psubscribe", args, kwargs)
         encoded = [pattern for pattern, _ in wanted]
         for pattern in encoded:
-            refuse_unroutable(pattern)
+            refuse_unroutable_pattern(pattern, self._family)
         self._begin(wanted, self._books(is_pattern=True))
         await self._request(lambda feed: feed.psubscribe(encoded))
 

@@ -201,6 +201,12 @@ class Redis(redis.asyncio.Redis):
         """Return a new :class:`PubSub`, with links of its own. Arguments: redis-py's and those of the class."""
         return PubSub(self.connection_pool, self._cluster, **kwargs)
 
+    def keyspace_notifications(self, *args: Any, **kwargs: Any) -> Any:
+        """Return redis-py's own (since 8.0): notifications of the first server, where the keys are."""
+        return cast("Any", redis.asyncio.Redis(connection_pool=self.connection_pool)).keyspace_notifications(
+            *args, **kwargs
+        )
+
     async def pubsub_channels(self, pattern: Any = "*", **kwargs: Any) -> list[Any]:
         """Return the channels of the whole cluster that match ``pattern`` and have subscribers, sorted.
 

@@ -168,6 +168,11 @@ class Redis(redis.Redis):
         """Return a new :class:`PubSub`, with links of its own. Arguments: redis-py's and those of the class."""
         return PubSub(self.connection_pool, self._subscriptions, **kwargs)
 
+    def keyspace_notifications(self, *args: Any, **kwargs: Any) -> Any:
+        """Return redis-py's own (since 8.0): notifications of the first server, where the keys are."""
+        plain = cast("Any", redis.Redis(connection_pool=self.connection_pool))
+        return plain.keyspace_notifications(*args, **kwargs)
+
     def pubsub_channels(self, pattern: Any = "*", **kwargs: Any) -> list[Any]:
         """Return the channels of the whole cluster that match ``pattern``.
 

@@ -59,6 +59,8 @@ class _Inner(_pubsub.PubSub):
     sharded = _pubsub.PubSub._sharded  # pyright: ignore[reportPrivateUsage]
     notice = _pubsub.PubSub._notice  # pyright: ignore[reportPrivateUsage]
 
+    _family = "redis"
+
     def __init__(self, *args: Any, make_room: Callable[[Callable[[], object]], None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._make_room = make_room

@@ -21,9 +21,12 @@ import redis.retry
 import dynamoth_client
 import dynamoth_client.asyncio
 from dynamoth_client._pools import ConnectionLimit
+from tests.client.both_clients import Use, with_client
 from tests.client.conftest import ClusterFactory
 from tests.client.stored_cluster import StoredCluster, run
 from tests.client.sync_helpers import PATIENCE_S, Running, confirmed, next_of, until
+
+__all__ = ["with_client"]
 
 SERVERS = ("s1", "s2")
 
@@ -47,53 +50,6 @@ class Recording(redis.backoff.AbstractBackoff):
     def compute(self, failures: int) -> float:
         self.asked.append(failures)
         return self.pause_s
-
-
-# Both clients, used alike: each action here is one of a synchronous client, or of an asynchronous one that a test runs.
-
-
-def _sync(urls: list[str], use: Callable[[Any], object], **options: Any) -> None:
-    with dynamoth_client.Redis(servers=urls, **options) as client:
-        use(client)
-
-
-class _OnLoop:
-    """An asynchronous client, or a PubSub of it, whose methods wait for their outcome."""
-
-    def __init__(self, inner: Any, runner: asyncio.Runner) -> None:
-        self._inner = inner
-        self._runner = runner
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._inner, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            async def main() -> Any:
-                outcome = attribute(*args, **kwargs)
-                return await outcome if hasattr(outcome, "__await__") else outcome
-
-            outcome = self._runner.run(main())
-            return _OnLoop(outcome, self._runner) if name in ("pubsub", "client") else outcome
-
-        return call if callable(attribute) else attribute
-
-
-def _asyncio(urls: list[str], use: Callable[[Any], object], **options: Any) -> None:
-    with asyncio.Runner() as runner:
-        client = _OnLoop(dynamoth_client.asyncio.Redis(servers=urls, **options), runner)
-        try:
-            use(client)
-        finally:
-            client.aclose()
-
-
-Use = Callable[..., None]
-
-
-@pytest.fixture(params=[_sync, _asyncio], ids=["sync", "asyncio"])
-def with_client(request: pytest.FixtureRequest) -> Use:
-    use: Use = request.param
-    return use
 
 
 def _arrives(client: Any, pubsub: Any, channel: str) -> bool:

@@ -248,4 +248,5 @@ def public_names(module: Any) -> list[str]:
 
 
 def public_modules(module: Any) -> list[str]:
-    return [name for name, value in vars(module).items() if isinstance(value, ModuleType) and not name.startswith("_")]
+    found: dict[str, Any] = vars(module)
+    return [name for name, value in found.items() if isinstance(value, ModuleType) and not name.startswith("_")]
