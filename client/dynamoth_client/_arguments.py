@@ -10,6 +10,8 @@ import redis.exceptions
 from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES
 from dynamoth_client._glob import bytes_spelled
 
+_COMMANDS = ("subscribe", "psubscribe", "ssubscribe", "unsubscribe", "punsubscribe", "sunsubscribe", "ping")
+
 
 def flat(args: tuple[Any, ...]) -> list[Any]:
     """Return positional arguments: names, or a list of them first."""
@@ -30,6 +32,14 @@ def with_handlers(
             wanted[arg] = None
     wanted.update(kwargs)
     return wanted
+
+
+def method_of(command: Any) -> str:
+    """Return the method of a PubSub for a command's name. Raises ``redis.exceptions.PubSubError`` for any other."""
+    name = command.decode() if isinstance(command, bytes) else str(command)
+    if name.lower() not in _COMMANDS:
+        raise redis.exceptions.PubSubError(f"{name} is no command of a PubSub: give it to the client")
+    return name.lower()
 
 
 def refuse_unroutable(name: bytes, family: str) -> None:

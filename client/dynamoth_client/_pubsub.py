@@ -14,7 +14,7 @@ import redis.asyncio.client
 import redis.exceptions
 
 from dynamoth.names import SHARDED_PREFIX
-from dynamoth_client._arguments import flat, refuse_unroutable, refuse_unroutable_pattern, with_handlers
+from dynamoth_client._arguments import flat, method_of, refuse_unroutable, refuse_unroutable_pattern, with_handlers
 from dynamoth_client._cluster import Cluster
 from dynamoth_client._feed import Feed
 from dynamoth_client._queue import (
@@ -42,7 +42,7 @@ TURN_ITEMS_MAX = 256
 """Items that a reader takes, at most, before others on the event loop get their turn; also in one list of ``batches``:
 many more would make the garbage collector look at them."""
 
-_NOT_CONNECTED = "pubsub connection not set: did you forget to call subscribe() or psubscribe()?"
+NOT_CONNECTED = "pubsub connection not set: did you forget to call subscribe() or psubscribe()?"
 
 
 class PubSub(redis.asyncio.client.PubSub):
@@ -71,6 +71,9 @@ class PubSub(redis.asyncio.client.PubSub):
       ConnectionError or AuthenticationError, and again each time as long; the PubSub goes on trying and can be read on.
     * ``connection`` is None or what stands for all connections: it has ``is_connected``, and ``disconnect``, which cuts
       them. After that, and no other loss, every subscription is acknowledged again, as redis-py does after each.
+      Callbacks that are registered there are never called; it has nothing else of redis-py's connections.
+    * ``push_handler_func`` is refused with an error: handlers and ``on_gap`` tell what comes. ``execute_command`` has
+      the commands of subscriptions and PING, and no other.
     * The first ``subscribe`` raises when the plan cannot be read from any server, and nothing is subscribed then.
     * A pattern needs a connection to every server. One that is away for 5 s is done without, and that is a gap.
     * Sharded channels (``ssubscribe``) are channels with names of their own, which live, move and are replicated as
@@ -261,7 +264,13 @@ class PubSub(redis.asyncio.client.PubSub):
         return True
 
     async def check_health(self) -> None:
-        """Do nothing: links check themselves."""
+        """Do nothing: links check themselves. Raises RuntimeError before ``connect`` or the first subscription."""
+        if self.connection is None:
+            raise RuntimeError(NOT_CONNECTED)
+
+    async def execute_command(self, *args: Any) -> Any:
+        """Execute a command of subscriptions. Raises ``redis.exceptions.PubSubError`` for any other."""
+        return await getattr(self, method_of(args[0]))(*args[1:])
 
     # Reading.
 
@@ -380,7 +389,7 @@ class PubSub(redis.asyncio.client.PubSub):
     def _wait(self, timeout: float | None) -> Awaitable[bool]:
         """Wait for an item, with a turn for others; False when there is none in time, or this PubSub was closed."""
         if not self._is_begun:
-            raise RuntimeError(_NOT_CONNECTED)
+            raise RuntimeError(NOT_CONNECTED)
         self._turn = 0
         return self._wait_with_others(timeout) if self._queue.items else self._queue.until_item(timeout)
 

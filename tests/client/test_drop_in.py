@@ -6,14 +6,78 @@ import asyncio
 from typing import Any
 
 import pytest
+import redis
 import redis.exceptions
 
 from tests.client.both_clients import Use, with_client
 from tests.client.stored_cluster import StoredCluster
-from tests.client.sync_helpers import PATIENCE_S, next_of
+from tests.client.sync_helpers import PATIENCE_S, confirmed, message_of, next_of
 from tests.client.versions import REDIS_PY
 
 __all__ = ["with_client"]
+
+# Methods and attributes of redis-py.
+
+
+def test_commands_by_name(cluster: StoredCluster, with_client: Use) -> None:
+    def use(client: Any) -> None:
+        pubsub = client.pubsub()
+        pubsub.execute_command("SUBSCRIBE", "c")
+        assert next_of(pubsub) == message_of("subscribe", b"c", 1)
+        pubsub.execute_command(b"psubscribe", "p*", "q*")
+        assert [next_of(pubsub)["data"] for _ in range(2)] == [2, 3]
+        pubsub.execute_command("Unsubscribe")
+        assert next_of(pubsub) == message_of("unsubscribe", b"c", 2)
+        with pytest.raises(redis.exceptions.PubSubError, match="give it to the client"):
+            pubsub.execute_command("GET", "c")
+
+    with_client(cluster.hosts, use)
+
+
+def test_health_is_checked_by_itself(cluster: StoredCluster, with_client: Use) -> None:
+    def use(client: Any) -> None:
+        pubsub = client.pubsub()
+        with pytest.raises(RuntimeError, match="did you forget to call subscribe"):
+            pubsub.check_health()
+        confirmed(pubsub, "c")
+        pubsub.check_health()
+        if not hasattr(client, "aclose"):  # redis.asyncio has none of these
+            pubsub.clean_health_check_responses()
+            assert pubsub.health_check_response_counter == 0
+
+    with_client(cluster.hosts, use)
+
+
+def test_the_connection_takes_callbacks(cluster: StoredCluster, with_client: Use) -> None:
+    def use(client: Any) -> None:
+        pubsub = client.pubsub()
+        before = pubsub.connection
+        assert before is None
+        confirmed(pubsub, "c")
+        pubsub.connection.register_connect_callback(pytest.fail)
+        pubsub.connection.deregister_connect_callback(pytest.fail)
+        assert pubsub.connection.is_connected
+
+    with_client(cluster.hosts, use)
+
+
+def test_the_text_of_a_refusal_is_redis_py_s(cluster: StoredCluster, with_client: Use) -> None:
+    for id_ in cluster.servers:
+        asyncio.run(cluster.ask(id_, "ACL", "SETUSER", "default", "resetchannels", "&__dynamoth__:*"))
+    plain: Any = redis.Redis(port=cluster.servers["s1"].port)
+    with plain, pytest.raises(redis.exceptions.NoPermissionError) as theirs:
+        plain.publish("c", "x")
+
+    def use(client: Any) -> None:
+        pubsub = client.pubsub()
+        pubsub.subscribe("c")
+        for refused in (lambda: client.publish("c", "x"), lambda: next_of(pubsub)):
+            with pytest.raises(redis.exceptions.NoPermissionError) as ours:
+                refused()
+            assert str(ours.value) == str(theirs.value)
+
+    with_client(cluster.hosts, use)
+
 
 # Channels of one server.
 

@@ -248,5 +248,5 @@ def public_names(module: Any) -> list[str]:
 
 
 def public_modules(module: Any) -> list[str]:
-    found: dict[str, Any] = vars(module)
+    found: dict[str, Any] = module.__dict__
     return [name for name, value in found.items() if isinstance(value, ModuleType) and not name.startswith("_")]
