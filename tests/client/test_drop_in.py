@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -130,7 +130,7 @@ def test_keyspace_notifications_are_those_of_the_first_server(cluster: StoredClu
 
 
 @contextlib.contextmanager
-def agents_at(cluster: StoredCluster, server: str) -> Iterator[None]:
+def agents_at(cluster: StoredCluster, server: str) -> Generator[None]:
     """Let somebody subscribe to what an agent does."""
     plain: Any = redis.Redis(port=cluster.servers[server].port)
     with plain, plain.pubsub() as pubsub:
