@@ -6,15 +6,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 RUN := $(VENV)/.run-installed
 DEV := $(VENV)/.dev-installed
+OLDEST := $(VENV)/oldest
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
-.PHONY: help venv check lint format-check mypy pyright imports test conformance bench demo format lock clean
+.PHONY: help venv check lint format-check mypy pyright imports test oldest conformance bench demo format lock clean
 
 help:
 	@echo "make demo         what Dynamoth does, live, on embedded Redis servers"
 	@echo "make check        linters, type checkers and import contracts"
 	@echo "make test         all tests"
+	@echo "make oldest       the client's tests that depend on redis-py, with the oldest supported one"
 	@echo "make conformance  redis-py's own publish/subscribe tests, against this client"
 	@echo "make bench        benchmarks against real Redis servers"
 	@echo "make venv         .venv with everything for development"
@@ -34,6 +36,12 @@ $(RUN): requirements/run.txt pyproject.toml | $(BIN)/python
 # What tests and checks need, on top.
 $(DEV): requirements/dev.txt $(RUN)
 	$(PIP) --requirement requirements/dev.txt
+	@touch $@
+
+# The oldest supported redis-py, to be found before the one of the environment.
+$(OLDEST)/.installed: requirements/oldest.txt $(DEV)
+	rm -rf $(OLDEST)
+	$(PIP) --no-deps --target $(OLDEST) --requirement requirements/oldest.txt
 	@touch $@
 
 venv: $(DEV)
@@ -57,6 +65,10 @@ imports: $(DEV)
 
 test: $(DEV)
 	$(BIN)/python -m pytest --durations=10
+
+OLDEST_TESTS := client sync pubsub sync_pubsub sharded settings options tls drop_in
+oldest: $(OLDEST)/.installed
+	PYTHONPATH=$(abspath $(OLDEST)) $(BIN)/python -m pytest $(OLDEST_TESTS:%=tests/client/test_%.py)
 
 conformance: $(DEV)
 	$(BIN)/python -m tests.conformance

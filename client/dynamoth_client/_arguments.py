@@ -8,6 +8,9 @@ from typing import Any
 import redis.exceptions
 
 from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES
+from dynamoth_client._glob import bytes_spelled
+
+_COMMANDS = ("subscribe", "psubscribe", "ssubscribe", "unsubscribe", "punsubscribe", "sunsubscribe", "ping")
 
 
 def flat(args: tuple[Any, ...]) -> list[Any]:
@@ -31,14 +34,44 @@ def with_handlers(
     return wanted
 
 
-def refuse_unroutable(name: bytes) -> None:
-    """Raise ``redis.exceptions.DataError`` for a channel or a pattern that cannot be subscribed to here."""
+def method_of(command: Any) -> str:
+    """Return the method of a PubSub for a command's name. Raises ``redis.exceptions.PubSubError`` for any other."""
+    name = command.decode() if isinstance(command, bytes) else str(command)
+    if name.lower() not in _COMMANDS:
+        raise redis.exceptions.PubSubError(f"{name} is no command of a PubSub: give it to the client")
+    return name.lower()
+
+
+def refuse_unroutable(name: bytes, family: str) -> None:
+    """Raise ``redis.exceptions.DataError`` for a channel that cannot be subscribed to here.
+
+    ``family`` is the module of redis-py that the application's client stands for.
+    """
     if not name.startswith(b"__"):
         return
     if name.startswith(SERVER_LOCAL_PREFIXES):
-        raise redis.exceptions.DataError(
-            f"{name!r} belongs to one server and is not routed: subscribe to it there, with"
-            " redis.asyncio.client.PubSub(client.connection_pool) for the first server"
-        )
+        raise _not_routed(name, family)
     if name.startswith(RESERVED_PREFIX):
         raise redis.exceptions.DataError(f"{name!r} is one of Dynamoth's own channels: choose another name")
+
+
+def refuse_unroutable_pattern(pattern: bytes, family: str) -> None:
+    """Raise ``redis.exceptions.DataError`` for a pattern that is meant for what cannot be subscribed to here.
+
+    That is one which can match nothing else, or begins as these names do (``__key*__:*``). What matches them among
+    others (``*``) is fine.
+    """
+    refuse_unroutable(pattern, family)
+    if any(bytes_spelled(pattern, prefix) >= enough for prefix, enough in _MEANT.items()):
+        raise _not_routed(pattern, family)
+
+
+_MEANT = {b"__keyspace@": len(b"__key"), b"__keyevent@": len(b"__key"), b"__redis__:": len(b"__redis")}
+"""How much of the beginning of a server's own names a pattern must spell out to be meant for them."""
+
+
+def _not_routed(name: bytes, family: str) -> redis.exceptions.DataError:
+    return redis.exceptions.DataError(
+        f"{name!r} belongs to one server and is not routed: subscribe to it there, with"
+        f" {family}.client.PubSub(client.connection_pool) for the first server"
+    )

@@ -17,6 +17,7 @@ class BadOption(redis.exceptions.DataError, ValueError):
 
 
 _BY_CODE: dict[str, type[RedisError]] = {
+    "ERR": redis.exceptions.ResponseError,
     "NOPERM": redis.exceptions.NoPermissionError,
     "NOAUTH": redis.exceptions.AuthenticationError,
     "LOADING": redis.exceptions.BusyLoadingError,
@@ -35,9 +36,12 @@ def from_link(error: LinkError) -> RedisError:
 
 
 def from_reply(text: str) -> RedisError:
-    """Return the error for a command that a server refused with ``text``, as redis-py would raise it."""
-    kind = _BY_CODE.get(text.partition(" ")[0], redis.exceptions.ResponseError)
-    return kind(text)
+    """Return the error for a command that a server refused with ``text``, as redis-py would raise it.
+
+    A code that the class of the error stands for is not in its text.
+    """
+    code, _, words = text.partition(" ")
+    return _BY_CODE[code](words) if code in _BY_CODE else redis.exceptions.ResponseError(text)
 
 
 def joined(reasons: list[RedisError], summary: str) -> RedisError:

@@ -208,6 +208,12 @@ class Feed:
         """Put a pong for a PING that was answered elsewhere."""
         self._queue.put(Notice("pong", None, message))
 
+    def register_connect_callback(self, callback: object) -> None:
+        """Do nothing: ``callback`` is never called, as subscriptions are restored without it."""
+
+    def deregister_connect_callback(self, callback: object) -> None:
+        """Do nothing, as ``register_connect_callback``."""
+
     async def disconnect(self, nowait: bool = False) -> None:
         """Cut all links, as one does with redis-py's connection; they are made again at once.
 

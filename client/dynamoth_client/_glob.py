@@ -44,6 +44,22 @@ def physical_patterns(pattern: bytes) -> tuple[bytes, ...]:
     return (*dict.fromkeys(_glob(part) for part in split if part), replica_pattern(pattern))
 
 
+def bytes_spelled(pattern: bytes, prefix: bytes) -> int:
+    """Return how many bytes of ``prefix`` a pattern spells out before its first star.
+
+    0 if it matches no name that begins with ``prefix``, as far as that shows before the star.
+    """
+    tokens = _parse(pattern)
+    spelled = 0
+    for token, byte in zip(tokens, prefix, strict=False):
+        if token is None:
+            return spelled
+        if byte not in token:
+            return 0
+        spelled += len(token) == 1
+    return spelled if len(tokens) >= len(prefix) else 0
+
+
 # Patterns as tokens.
 
 

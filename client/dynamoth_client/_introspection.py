@@ -56,31 +56,35 @@ async def read_channels(cluster: Cluster, pattern: bytes, *, sharded: bool = Fal
     return merge_channels((name for lists in replies.values() for names in lists for name in names), sharded)
 
 
-async def count_subscribers(cluster: Cluster, channels: Sequence[bytes]) -> list[int]:
-    """Return the number of subscribers of each of ``channels``, in their order. Raises as ``read_channels``.
+async def count_subscribers(cluster: Cluster, names: Sequence[bytes], *, sharded: bool = False) -> list[int]:
+    """Return the number of subscribers of each of the channels ``names``, in their order. Raises as ``read_channels``.
 
-    Sharded channels are named with their prefix. A subscriber is counted once, however many replicas it listens at.
-    While a channel moves, a subscriber that listens at both places is counted at both.
+    ``sharded`` says that they are the applications' names of sharded channels. Dynamoth's own channels have none. A
+    subscriber is counted once, however many replicas it listens at. While a channel moves, a subscriber that listens at
+    both places is counted at both.
     """
-    if not channels:
-        return []
-    commands: list[Sequence[CommandPart]] = [(b"PUBSUB", b"NUMSUB", *channels), *map(read_entry, channels)]
+    channels = list(map(sharded_channel, names)) if sharded else list(names)
+    asked = [channel for channel in dict.fromkeys(channels) if sharded or not channel.startswith(RESERVED_PREFIX)]
+    if not asked:
+        return [0] * len(channels)
+    commands: list[Sequence[CommandPart]] = [(b"PUBSUB", b"NUMSUB", *asked), *map(read_entry, asked)]
     replies = await _ask_all(cluster, commands)
     counts = _counts(replies)
     entries = {
-        channel: _newest(answers[index] for answers in replies.values()) for index, channel in enumerate(channels, 1)
+        channel: _newest(answers[index] for answers in replies.values()) for index, channel in enumerate(asked, 1)
     }
     routes = {channel: entry.followed if entry else () for channel, entry in entries.items()}
-    names = {
+    physical = {
         place.physical: None
         for channel, followed in routes.items()
         for route in followed
         for place in route.locations(channel)
         if place.physical != channel
     }
-    if names:
-        counts |= _counts(await _ask_all(cluster, [(b"PUBSUB", b"NUMSUB", *names)]))
-    return [merge_subscribers(channel, routes[channel], counts) for channel in channels]
+    if physical:
+        counts |= _counts(await _ask_all(cluster, [(b"PUBSUB", b"NUMSUB", *physical)]))
+    numbers = {channel: merge_subscribers(channel, routes[channel], counts) for channel in asked}
+    return [numbers.get(channel, 0) for channel in channels]
 
 
 async def count_patterns(cluster: Cluster) -> int:

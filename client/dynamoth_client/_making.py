@@ -11,18 +11,14 @@ from urllib.parse import urlencode
 import redis.connection
 import redis.exceptions
 
-from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES, sharded_channel
+from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES
 from dynamoth.plan import Mode
 from dynamoth_client._errors import BadOption
 from dynamoth_client._pools import Pool, name_limit
-from dynamoth_client._settings import connection_encoder, sample_of
+from dynamoth_client._settings import sample_of
 from dynamoth_link.urls import ServerAddress, parse_cluster_url, parse_server_url
 
 CLUSTER_SCHEMES = ("dynamoth://", "dynamoths://")
-
-PUBLISH = ("PUBLISH", "publish", b"PUBLISH", b"publish")
-SPUBLISH = ("SPUBLISH", "spublish", b"SPUBLISH", b"spublish")
-_PUBLICATIONS = (*PUBLISH, *SPUBLISH)
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -166,20 +162,6 @@ def is_server_local(channel: bytes) -> bool:
     if channel.startswith(RESERVED_PREFIX):
         raise redis.exceptions.DataError(f"{channel!r} is one of Dynamoth's own channels: choose another name")
     return channel.startswith(SERVER_LOCAL_PREFIXES)
-
-
-def in_pipeline(pool: Pool, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a command as it goes into a pipeline: SPUBLISH as the PUBLISH that it is, so that agents can forward it.
-
-    Raises ``redis.exceptions.DataError`` for a channel that is Dynamoth's own.
-    """
-    if len(args) != 3 or args[0] not in _PUBLICATIONS:
-        return args
-    channel = encoded(connection_encoder(pool).encode, args[1])
-    if args[0] in SPUBLISH:
-        return "PUBLISH", sharded_channel(channel), args[2]
-    is_server_local(channel)  # may raise
-    return args
 
 
 def encoded(encode: Callable[[Any], Any], value: Any) -> bytes:

@@ -114,7 +114,7 @@ def is_asynchronous(pool: Pool) -> bool:
 def follow_renewals(pool: Pool, dispatcher: Any) -> None:
     """Let links log in anew, too, whenever a provider that streams credentials has new ones for the pool's connections.
 
-    ``dispatcher`` is the one of the client of redis-py.
+    ``dispatcher`` is the one of the client of redis-py; None before 5.3, where no provider streams.
     """
     streaming: Any = getattr(redis.credentials, "StreamingCredentialProvider", None)  # since redis-py 5.3
     provider = options_of(pool).get("credential_provider")
@@ -167,7 +167,7 @@ def _credentials_of(pool: Pool) -> Credentials | None:
     provider = options_of(pool).get("credential_provider")
     if provider is None:
         return None
-    if is_asynchronous(pool):
+    if is_asynchronous(pool) and hasattr(provider, "get_credentials_async"):  # since redis-py 5.3
         return Credentials(provider.get_credentials_async)
 
     async def ask() -> object:

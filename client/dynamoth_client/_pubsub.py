@@ -15,7 +15,7 @@ import redis.exceptions
 
 from dynamoth.names import SHARDED_PREFIX, sharded_channel
 from dynamoth_client._acks import Subject
-from dynamoth_client._arguments import flat, refuse_unroutable, with_handlers
+from dynamoth_client._arguments import flat, method_of, refuse_unroutable, refuse_unroutable_pattern, with_handlers
 from dynamoth_client._cluster import Cluster
 from dynamoth_client._feed import Feed
 from dynamoth_client._queue import (
@@ -43,7 +43,7 @@ TURN_ITEMS_MAX = 256
 """Items that a reader takes, at most, before others on the event loop get their turn; also in one list of ``batches``:
 many more would make the garbage collector look at them."""
 
-_NOT_CONNECTED = "pubsub connection not set: did you forget to call subscribe() or psubscribe()?"
+NOT_CONNECTED = "pubsub connection not set: did you forget to call subscribe() or psubscribe()?"
 
 
 class PubSub(redis.asyncio.client.PubSub):
@@ -72,11 +72,15 @@ class PubSub(redis.asyncio.client.PubSub):
       ConnectionError or AuthenticationError, and again each time as long; the PubSub goes on trying and can be read on.
     * ``connection`` is None or what stands for all connections: it has ``is_connected``, and ``disconnect``, which cuts
       them. After that, and no other loss, every subscription is acknowledged again, as redis-py does after each.
+      Callbacks that are registered there are never called; it has nothing else of redis-py's connections.
+    * ``push_handler_func`` is refused with an error: handlers and ``on_gap`` tell what comes. ``execute_command`` has
+      the commands of subscriptions and PING, and no other.
     * The first ``subscribe`` raises when the plan cannot be read from any server, and nothing is subscribed then.
     * A pattern needs a connection to every server. One that is away for 5 s is done without, and that is a gap.
     * Sharded channels (``ssubscribe``) are channels with names of their own, which live, move and are replicated as
       others do, on servers of any version. A plain Redis client neither sees nor sends their messages.
-    * Channels that belong to one server (``__keyspace@...``) are refused with an error.
+    * Channels that belong to one server (``__keyspace@...``), and patterns that begin as these do (``__key*``), are
+      refused with an error. ``Redis.keyspace_notifications`` is redis-py's own, at the first server.
     """
 
     channels: dict[Channel, Handler | None]
@@ -85,6 +89,9 @@ class PubSub(redis.asyncio.client.PubSub):
     pending_unsubscribe_channels: set[Channel]
     pending_unsubscribe_patterns: set[Channel]
     pending_unsubscribe_shard_channels: set[Channel]
+
+    _family = "redis.asyncio"
+    """What of redis-py the application uses, for the texts of errors."""
 
     def __init__(
         self,
@@ -105,6 +112,8 @@ class PubSub(redis.asyncio.client.PubSub):
         if when_full not in WHEN_FULL:
             raise redis.exceptions.DataError(f"when_full must be one of {', '.join(WHEN_FULL)}, not {when_full!r}")
         super().__init__(connection_pool, **kwargs)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
+        self.shard_channels = {}
+        self.pending_unsubscribe_shard_channels = set()
         self._encoder = cast("Encoder", self.encoder)
         self._decodes = self._encoder.decode_responses
         self._cluster = cluster
@@ -185,7 +194,7 @@ class PubSub(redis.asyncio.client.PubSub):
         wanted = self._wanted("subscribe", args, kwargs)
         encoded = [channel for channel, _ in wanted]
         for channel in encoded:
-            refuse_unroutable(channel)
+            refuse_unroutable(channel, self._family)
         self._begin(wanted, self._books())
         await self._request(lambda feed: feed.subscribe(encoded), map(Subject, encoded))
 
@@ -198,7 +207,7 @@ class PubSub(redis.asyncio.client.PubSub):
             args = (flat(args),)  # it may be an iterator, and is looked at twice
         for name in flat(args):
             if (encoded_name := self._encode(name)).startswith(SHARDED_PREFIX):
-                refuse_unroutable(encoded_name)
+                refuse_unroutable(encoded_name, self._family)
         encoded = self._end(args, self._books())
         return self._request(lambda feed: feed.unsubscribe(encoded))
 
@@ -216,7 +225,7 @@ class PubSub(redis.asyncio.client.PubSub):
         wanted = self._wanted("psubscribe", args, kwargs)
         encoded = [pattern for pattern, _ in wanted]
         for pattern in encoded:
-            refuse_unroutable(pattern)
+            refuse_unroutable_pattern(pattern, self._family)
         self._begin(wanted, self._books(is_pattern=True))
         await self._request(lambda feed: feed.psubscribe(encoded), [Subject(pattern, True) for pattern in encoded])
 
@@ -258,7 +267,13 @@ class PubSub(redis.asyncio.client.PubSub):
         return True
 
     async def check_health(self) -> None:
-        """Do nothing: links check themselves."""
+        """Do nothing: links check themselves. Raises RuntimeError before ``connect`` or the first subscription."""
+        if self.connection is None:
+            raise RuntimeError(NOT_CONNECTED)
+
+    async def execute_command(self, *args: Any) -> Any:
+        """Execute a command of subscriptions. Raises ``redis.exceptions.PubSubError`` for any other."""
+        return await getattr(self, method_of(args[0]))(*args[1:])
 
     # Reading.
 
@@ -377,7 +392,7 @@ class PubSub(redis.asyncio.client.PubSub):
     def _wait(self, timeout: float | None) -> Awaitable[bool]:
         """Wait for an item, with a turn for others; False when there is none in time, or this PubSub was closed."""
         if not self._is_begun:
-            raise RuntimeError(_NOT_CONNECTED)
+            raise RuntimeError(NOT_CONNECTED)
         self._turn = 0
         return self._wait_with_others(timeout) if self._queue.items else self._queue.until_item(timeout)
 

@@ -27,6 +27,7 @@ What becomes of each option:
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Iterable, Mapping
@@ -159,7 +160,7 @@ def read_settings(pool: Pool, seeds: Iterable[ServerAddress] | None) -> Settings
     _warn_of_own_class(pool)
     state = state_of(pool)
     socket_timeout_s = _seconds(sample, "socket_timeout")
-    library = getattr(sample, "driver_info", None)
+    library_name, library_version = _library_of(sample)
     keeps_alive = getattr(sample, "socket_keepalive", False)
     try:
         link_options = LinkOptions(
@@ -167,8 +168,8 @@ def read_settings(pool: Pool, seeds: Iterable[ServerAddress] | None) -> Settings
             password=sample.password or None,
             credentials=state.credentials,
             client_name=sample.client_name or None,
-            library_name=None if library is None else library.formatted_name,
-            library_version=None if library is None else library.lib_version,
+            library_name=library_name,
+            library_version=library_version,
             keepalive=dict(sample.socket_keepalive_options) if keeps_alive else None,
             tls=TlsOptions(context=_tls_context(options)) if isinstance(sample, _TLS) else TlsOptions(),
             connect_timeout_s=_seconds(sample, "socket_connect_timeout") or _DEFAULTS.connect_timeout_s,
@@ -205,6 +206,14 @@ def _seconds(sample: Any, name: str, off: int | None = None) -> float | None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
         raise BadOption(f"{name} must be a number of seconds, more than 0, not {value!r}")
     return value
+
+
+def _library_of(sample: Any) -> tuple[str | None, str | None]:
+    """Return the name and the version that a connection tells of its library."""
+    if not hasattr(sample, "driver_info"):  # before redis-py 7.2
+        return sample.lib_name, sample.lib_version
+    info = sample.driver_info
+    return (None, None) if info is None else (info.formatted_name, info.lib_version)
 
 
 def _refuse_unsupported(options: Mapping[str, Any]) -> None:
@@ -245,10 +254,14 @@ def _tls_context(options: Mapping[str, Any]) -> Any:
         if name.startswith("ssl_") and not name.startswith(("ssl_ocsp", _OCSP))
     }
     make: Any = redis.asyncio.SSLConnection
+    known = inspect.signature(make.__init__).parameters
+    for name in ("ssl_password", "ssl_ca_path"):  # before redis-py 7 only synchronous connections have them
+        if name not in known and about_tls.pop(name, None) is not None:
+            raise redis.exceptions.DataError(f"{name} needs redis-py 7 or later: its asyncio had none before")
     connection = make(**about_tls)
     try:
         return connection.ssl_context.get()
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise redis.exceptions.DataError(
             f"the TLS files or options cannot be used ({error}): check the ssl_* arguments"
         ) from error

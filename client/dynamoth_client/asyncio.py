@@ -8,22 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from types import ModuleType
 from typing import Any, cast
 
 import redis.asyncio
 import redis.asyncio.client
+import redis.exceptions
 
 from dynamoth.names import sharded_channel
 from dynamoth_client import _introspection
 from dynamoth_client._cluster import Cluster
+from dynamoth_client._commands import (
+    COUNT_AGENTS,
+    as_redis_py,
+    in_pipeline,
+    is_publication,
+    routed,
+    without_agents,
+)
 from dynamoth_client._making import (
-    PUBLISH,
-    SPUBLISH,
     ChannelPlan,
     GuaranteesOff,
     constructor_arguments,
     encoded,
-    in_pipeline,
     is_server_local,
     url_arguments,
     warn_of_plain_payloads,
@@ -43,7 +50,9 @@ class Redis(redis.asyncio.Redis):
 
     Every other command (GET, SET, pipelines, ``monitor`` ...) goes to the *first* server named, through redis-py and
     its own connection pool. A PUBLISH or SPUBLISH in a pipeline, and a PUBLISH in a script, goes there as well, without
-    an envelope: it is delivered, and forwarded if the channel lives elsewhere, but not numbered by this client.
+    an envelope: it is delivered, and forwarded if the channel lives elsewhere, but not numbered by this client. Agents
+    are not counted in what a pipeline returns, but are in what a script does. PUBSUB in a pipeline is answered by the
+    first server alone.
 
     Nothing connects before it is needed. The first ``publish`` or ``subscribe`` reads the plan from the servers named;
     that some of them are down does not matter. Errors are those of ``redis.exceptions``.
@@ -74,7 +83,8 @@ class Redis(redis.asyncio.Redis):
       it is not named, or where a pool of the application's own has redis-py's default. Connections for other commands
       are counted by redis-py, by themselves.
     * ``redis_connect_func``, and OCSP (``ssl_validate_ocsp``), are for other commands: ``publish`` and ``subscribe``
-      raise DataError with them. They do not use a ``connection_class`` of one's own, and warn of that (OptionIgnored).
+      raise DataError with them; before redis-py 7 with ``ssl_password`` and ``ssl_ca_path``, too. They do not use a
+      ``connection_class`` of one's own, and warn of that (OptionIgnored).
     * ``db``, ``protocol``, ``legacy_responses``, ``single_connection_client``, ``socket_read_size``, client-side caches
       and notifications of maintenance are for other commands. Publish and subscribe know no databases and speak RESP3.
     """
@@ -109,7 +119,7 @@ class Redis(redis.asyncio.Redis):
             keep_arguments(self.connection_pool, kwargs)
             sample_of(self.connection_pool)
         if not self.single_connection_client:
-            follow_renewals(self.connection_pool, self._event_dispatcher)
+            follow_renewals(self.connection_pool, getattr(self, "_event_dispatcher", None))
         self._seeds = seeds
         self._envelope = envelope
         self._encoder = connection_encoder(self.connection_pool)
@@ -174,7 +184,7 @@ class Redis(redis.asyncio.Redis):
             publishing = await self._cluster.open_publishing()
         return await publishing.publish(name, payload)
 
-    async def spublish(self, shard_channel: Any, message: Any) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+    async def spublish(self, shard_channel: Any, message: Any, **kwargs: Any) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Publish ``message`` on a sharded channel, as :meth:`publish` on a channel: only ``ssubscribe`` hears it.
 
         Raises as ``publish``.
@@ -186,12 +196,11 @@ class Redis(redis.asyncio.Redis):
         return await publishing.publish(name, payload)
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Execute a command at the first server; PUBLISH and SPUBLISH are routed as by :meth:`publish`."""
-        if len(args) == 3 and args[0] in PUBLISH:
-            return await self.publish(args[1], args[2], **options)
-        if len(args) == 3 and args[0] in SPUBLISH:
-            return await self.spublish(args[1], args[2])
-        return await self._execute_here(*args, **options)
+        """Execute a command at the first server; but PUBLISH, SPUBLISH and PUBSUB as their methods here do."""
+        if (route := routed(args)) is None:
+            return await self._execute_here(*args, **options)
+        method, arguments = route
+        return as_redis_py(args, await getattr(self, method)(*arguments, **options))
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
         """Return redis-py's pipeline, at the first server; see the class for PUBLISH and SPUBLISH in it."""
@@ -208,6 +217,12 @@ class Redis(redis.asyncio.Redis):
     def pubsub(self, **kwargs: Any) -> PubSub:
         """Return a new :class:`PubSub`, with links of its own. Arguments: redis-py's and those of the class."""
         return PubSub(self.connection_pool, self._cluster, **kwargs)
+
+    def keyspace_notifications(self, *args: Any, **kwargs: Any) -> Any:
+        """Return redis-py's own (since 8.0): notifications of the first server, where the keys are."""
+        return cast("Any", redis.asyncio.Redis(connection_pool=self.connection_pool)).keyspace_notifications(
+            *args, **kwargs
+        )
 
     async def pubsub_channels(self, pattern: Any = "*", **kwargs: Any) -> list[Any]:
         """Return the channels of the whole cluster that match ``pattern`` and have subscribers, sorted.
@@ -241,7 +256,7 @@ class Redis(redis.asyncio.Redis):
     async def pubsub_shardnumsub(self, *args: Any, **kwargs: Any) -> list[tuple[Any, int]]:
         """Return sharded channels with their numbers of subscribers, as ``pubsub_numsub`` does others."""
         channels = [self._encode(channel) for channel in args]
-        counts = await _introspection.count_subscribers(self._cluster, [sharded_channel(name) for name in channels])
+        counts = await _introspection.count_subscribers(self._cluster, channels, sharded=True)
         return [(self._encoder.decode(channel), count) for channel, count in zip(channels, counts, strict=True)]
 
     async def pubsub_numpat(self, **kwargs: Any) -> int:
@@ -274,11 +289,45 @@ class Redis(redis.asyncio.Redis):
 
 
 class Pipeline(redis.asyncio.client.Pipeline):
-    """redis-py's pipeline, whose messages on sharded channels are forwarded by the agents, as those on others are."""
+    """redis-py's pipeline, at the first server.
+
+    PUBLISH and SPUBLISH are forwarded by the agents, who are not counted in what these return: where there is one of
+    them, ``execute`` asks once more for the number of agents, afterwards. PUBSUB is answered by the first server alone,
+    with the names of Dynamoth itself.
+    """
 
     def execute_command(self, *args: Any, **kwargs: Any) -> Any:
         """Put a command into the pipeline. Raises ``redis.exceptions.DataError`` for channels of Dynamoth's own."""
         return cast("Any", super()).execute_command(*in_pipeline(self.connection_pool, args), **kwargs)
+
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
+        """Execute what is in the pipeline, as redis-py does; return the results in that order."""
+        stack = cast("list[tuple[tuple[Any, ...], Any]]", self.command_stack)
+        published = [index for index, (args, _) in enumerate(stack) if is_publication(args)]
+        results = await super().execute(raise_on_error)
+        if published:
+            agents = 0
+            try:
+                agents = await self._count_agents()
+            except redis.exceptions.RedisError:
+                pass  # the connection is lost, but all was executed
+            finally:
+                await cast("Any", self).reset()
+            for index in published:
+                results[index] = without_agents(results[index], agents)
+        return results
+
+    async def immediate_execute_command(self, *args: Any, **options: Any) -> Any:
+        """Execute a command at once, as ``execute_command`` does between WATCH and ``multi``."""
+        result = await cast("Any", super()).immediate_execute_command(*args, **options)
+        return without_agents(result, await self._count_agents()) if is_publication(args) else result
+
+    async def _count_agents(self) -> int:
+        """Return how many agents observe the server; 0 if it refuses to say. Raises as other commands."""
+        try:
+            return int((await self.immediate_execute_command(*COUNT_AGENTS))[-1])
+        except redis.exceptions.ResponseError:
+            return 0
 
 
 StrictRedis = Redis
@@ -290,7 +339,10 @@ def from_url(url: str, **kwargs: Any) -> Redis:
 
 
 def __getattr__(name: str) -> Any:
-    """Hand on redis-py's public names, so that this module stands for ``redis.asyncio``."""
+    """Hand on redis-py's public names and modules, so that this module stands for ``redis.asyncio``."""
     if name in redis.asyncio.__all__:
         return getattr(redis.asyncio, name)
+    found = None if name.startswith("_") else getattr(redis.asyncio, name, None)
+    if isinstance(found, ModuleType):
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

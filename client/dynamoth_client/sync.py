@@ -12,17 +12,23 @@ from typing import Any, Self, cast
 
 import redis
 import redis.client
+import redis.exceptions
 
 from dynamoth.names import sharded_channel
 from dynamoth_client import _introspection
 from dynamoth_client._cluster import Cluster
+from dynamoth_client._commands import (
+    COUNT_AGENTS,
+    as_redis_py,
+    in_pipeline,
+    is_publication,
+    routed,
+    without_agents,
+)
 from dynamoth_client._making import (
-    PUBLISH,
-    SPUBLISH,
     ChannelPlan,
     constructor_arguments,
     encoded,
-    in_pipeline,
     is_server_local,
     url_arguments,
     warn_of_plain_payloads,
@@ -78,7 +84,7 @@ class Redis(redis.Redis):
             keep_arguments(pool, kwargs)
             sample_of(pool)
         if not kwargs.get("single_connection_client"):  # redis-py has told the provider of that connection
-            follow_renewals(pool, self._event_dispatcher)
+            follow_renewals(pool, getattr(self, "_event_dispatcher", None))
         self._seeds = seeds
         self._envelope = envelope
         self._encoder = connection_encoder(pool)
@@ -142,7 +148,7 @@ class Redis(redis.Redis):
             return cast("int", self._execute_here("PUBLISH", name, payload, **kwargs))
         return self._cluster.publish(name, payload)
 
-    def spublish(self, shard_channel: Any, message: Any) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def spublish(self, shard_channel: Any, message: Any, **kwargs: Any) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Publish ``message`` on a sharded channel, as :meth:`publish` on a channel: only ``ssubscribe`` hears it.
 
         Raises as ``publish``.
@@ -150,12 +156,11 @@ class Redis(redis.Redis):
         return self._cluster.publish(sharded_channel(self._encode(shard_channel)), self._encode(message))
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Execute a command at the first server; PUBLISH and SPUBLISH are routed as by :meth:`publish`."""
-        if len(args) == 3 and args[0] in PUBLISH:
-            return self.publish(args[1], args[2], **options)
-        if len(args) == 3 and args[0] in SPUBLISH:
-            return self.spublish(args[1], args[2])
-        return self._execute_here(*args, **options)
+        """Execute a command at the first server; but PUBLISH, SPUBLISH and PUBSUB as their methods here do."""
+        if (route := routed(args)) is None:
+            return self._execute_here(*args, **options)
+        method, arguments = route
+        return as_redis_py(args, getattr(self, method)(*arguments, **options))
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
         """Return redis-py's pipeline, at the first server; PUBLISH and SPUBLISH in it are forwarded."""
@@ -173,6 +178,11 @@ class Redis(redis.Redis):
     def pubsub(self, **kwargs: Any) -> PubSub:
         """Return a new :class:`PubSub`, with links of its own. Arguments: redis-py's and those of the class."""
         return PubSub(self.connection_pool, self._subscriptions, **kwargs)
+
+    def keyspace_notifications(self, *args: Any, **kwargs: Any) -> Any:
+        """Return redis-py's own (since 8.0): notifications of the first server, where the keys are."""
+        plain = cast("Any", redis.Redis(connection_pool=self.connection_pool))
+        return plain.keyspace_notifications(*args, **kwargs)
 
     def pubsub_channels(self, pattern: Any = "*", **kwargs: Any) -> list[Any]:
         """Return the channels of the whole cluster that match ``pattern``.
@@ -197,8 +207,8 @@ class Redis(redis.Redis):
     def pubsub_shardnumsub(self, *args: Any, **kwargs: Any) -> list[tuple[Any, int]]:
         """Return sharded channels with their numbers of subscribers in the whole cluster."""
         channels = [self._encode(channel) for channel in args]
-        names = [sharded_channel(name) for name in channels]
-        counts = self._cluster.call(_introspection.count_subscribers, self._cluster.cluster, names)
+        count = partial(_introspection.count_subscribers, sharded=True)
+        counts = self._cluster.call(count, self._cluster.cluster, channels)
         return [(self._encoder.decode(channel), count) for channel, count in zip(channels, counts, strict=True)]
 
     def pubsub_numpat(self, **kwargs: Any) -> int:
@@ -237,11 +247,45 @@ class Redis(redis.Redis):
 
 
 class Pipeline(redis.client.Pipeline):
-    """redis-py's pipeline, whose messages on sharded channels are forwarded by the agents, as those on others are."""
+    """redis-py's pipeline, at the first server.
+
+    PUBLISH and SPUBLISH are forwarded by the agents, who are not counted in what these return: where there is one of
+    them, ``execute`` asks once more for the number of agents, afterwards. PUBSUB is answered by the first server alone,
+    with the names of Dynamoth itself.
+    """
 
     def execute_command(self, *args: Any, **kwargs: Any) -> Any:
         """Put a command into the pipeline. Raises ``redis.exceptions.DataError`` for channels of Dynamoth's own."""
         return cast("Any", super()).execute_command(*in_pipeline(self.connection_pool, args), **kwargs)
+
+    def execute(self, raise_on_error: bool = True) -> list[Any]:
+        """Execute what is in the pipeline, as redis-py does; return the results in that order."""
+        stack = cast("list[tuple[tuple[Any, ...], Any]]", self.command_stack)
+        published = [index for index, (args, _) in enumerate(stack) if is_publication(args)]
+        results = super().execute(raise_on_error)
+        if published:
+            agents = 0
+            try:
+                agents = self._count_agents()
+            except redis.exceptions.RedisError:
+                pass  # the connection is lost, but all was executed
+            finally:
+                self.reset()
+            for index in published:
+                results[index] = without_agents(results[index], agents)
+        return results
+
+    def immediate_execute_command(self, *args: Any, **options: Any) -> Any:
+        """Execute a command at once, as ``execute_command`` does between WATCH and ``multi``."""
+        result = cast("Any", super()).immediate_execute_command(*args, **options)
+        return without_agents(result, self._count_agents()) if is_publication(args) else result
+
+    def _count_agents(self) -> int:
+        """Return how many agents observe the server; 0 if it refuses to say. Raises as other commands."""
+        try:
+            return int((self.immediate_execute_command(*COUNT_AGENTS))[-1])
+        except redis.exceptions.ResponseError:
+            return 0
 
 
 StrictRedis = Redis

@@ -13,6 +13,7 @@ import redis.client
 import redis.exceptions
 
 from dynamoth_client import _pubsub
+from dynamoth_client._arguments import method_of
 from dynamoth_client._feed import Feed
 from dynamoth_client._queue import (
     MAX_QUEUE,
@@ -30,8 +31,6 @@ Handler = Callable[[dict[str, Any]], Any]
 GapHandler = Callable[[GapInfo], object]
 
 _T = TypeVar("_T")
-
-_COMMANDS = ("subscribe", "psubscribe", "ssubscribe", "unsubscribe", "punsubscribe", "sunsubscribe", "ping")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +57,8 @@ class _Inner(_pubsub.PubSub):
     matched = _pubsub.PubSub._matched  # pyright: ignore[reportPrivateUsage]
     sharded = _pubsub.PubSub._sharded  # pyright: ignore[reportPrivateUsage]
     notice = _pubsub.PubSub._notice  # pyright: ignore[reportPrivateUsage]
+
+    _family = "redis"
 
     def __init__(self, *args: Any, make_room: Callable[[Callable[[], object]], None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -112,6 +113,12 @@ class Connection:
         if self._cluster.is_open:
             self._cluster.call(self._feed.disconnect)
 
+    def register_connect_callback(self, callback: Any) -> None:
+        """Do nothing: ``callback`` is never called, as subscriptions are restored without it."""
+
+    def deregister_connect_callback(self, callback: Any) -> None:
+        """Do nothing, as ``register_connect_callback``."""
+
 
 class PubSub(redis.client.PubSub):
     """Subscriptions, read with redis-py's methods; the servers and the moves of channels between them do not show.
@@ -124,6 +131,9 @@ class PubSub(redis.client.PubSub):
     thread that waits in ``get_message`` or ``listen`` return. In a forked child a PubSub subscribes again to all that
     it was subscribed to, when it is used there first; the parent's goes on.
     """
+
+    health_check_response_counter = 0
+    """Always: links check themselves."""
 
     def __init__(
         self,
@@ -308,14 +318,16 @@ class PubSub(redis.client.PubSub):
         return bool(self._call(self._inner.ping, message))
 
     def check_health(self) -> None:
-        """Do nothing: links check themselves."""
+        """Do nothing: links check themselves. Raises RuntimeError before ``connect`` or the first subscription."""
+        if self.connection is None:
+            raise RuntimeError(_pubsub.NOT_CONNECTED)
+
+    def clean_health_check_responses(self) -> None:
+        """Do nothing: the answers of links to their checks never come here."""
 
     def execute_command(self, *args: Any) -> Any:
         """Execute a command of subscriptions. Raises ``redis.exceptions.PubSubError`` for any other."""
-        name = args[0].decode() if isinstance(args[0], bytes) else str(args[0])
-        if name.lower() not in _COMMANDS:
-            raise redis.exceptions.PubSubError(f"{name} is no command of a PubSub: give it to the client")
-        return getattr(self, name.lower())(*args[1:])
+        return getattr(self, method_of(args[0]))(*args[1:])
 
     # Reading.
 

@@ -13,7 +13,6 @@ import pytest
 import redis
 import redis.asyncio.client
 import redis.asyncio.retry
-import redis.auth.token
 import redis.backoff
 import redis.client
 import redis.credentials
@@ -24,9 +23,12 @@ import dynamoth_client
 import dynamoth_client.asyncio
 from dynamoth_client._pools import ConnectionLimit
 from dynamoth_client.publication import PUBLISH_TIMEOUT_S_MIN
+from tests.client.both_clients import Use, with_client
 from tests.client.conftest import ClusterFactory
 from tests.client.stored_cluster import StoredCluster, run
 from tests.client.sync_helpers import PATIENCE_S, Running, confirmed, next_of, until
+
+__all__ = ["with_client"]
 
 SERVERS = ("s1", "s2")
 
@@ -50,53 +52,6 @@ class Recording(redis.backoff.AbstractBackoff):
     def compute(self, failures: int) -> float:
         self.asked.append(failures)
         return self.pause_s
-
-
-# Both clients, used alike: each action here is one of a synchronous client, or of an asynchronous one that a test runs.
-
-
-def _sync(urls: list[str], use: Callable[[Any], object], **options: Any) -> None:
-    with dynamoth_client.Redis(servers=urls, **options) as client:
-        use(client)
-
-
-class _OnLoop:
-    """An asynchronous client, or a PubSub of it, whose methods wait for their outcome."""
-
-    def __init__(self, inner: Any, runner: asyncio.Runner) -> None:
-        self._inner = inner
-        self._runner = runner
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._inner, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            async def main() -> Any:
-                outcome = attribute(*args, **kwargs)
-                return await outcome if hasattr(outcome, "__await__") else outcome
-
-            outcome = self._runner.run(main())
-            return _OnLoop(outcome, self._runner) if name in ("pubsub", "client") else outcome
-
-        return call if callable(attribute) else attribute
-
-
-def _asyncio(urls: list[str], use: Callable[[Any], object], **options: Any) -> None:
-    with asyncio.Runner() as runner:
-        client = _OnLoop(dynamoth_client.asyncio.Redis(servers=urls, **options), runner)
-        try:
-            use(client)
-        finally:
-            client.aclose()
-
-
-Use = Callable[..., None]
-
-
-@pytest.fixture(params=[_sync, _asyncio], ids=["sync", "asyncio"])
-def with_client(request: pytest.FixtureRequest) -> Use:
-    use: Use = request.param
-    return use
 
 
 def _arrives(client: Any, pubsub: Any, channel: str) -> bool:
@@ -126,8 +81,12 @@ def test_names_are_told_at_every_server(cluster: StoredCluster, with_client: Use
     with_client(cluster.hosts, use, client_name="me")
 
 
-class Provider(redis.credentials.StreamingCredentialProvider):
-    """Gives what it was told to, and streams."""
+STREAMING: Any = getattr(redis.credentials, "StreamingCredentialProvider", None)
+"""Since redis-py 5.3."""
+
+
+class Provider(redis.credentials.CredentialProvider):
+    """Gives what it was told to, and streams where redis-py knows of that."""
 
     def __init__(self, *given: Any) -> None:
         self.given: Any = given
@@ -158,10 +117,16 @@ class Provider(redis.credentials.StreamingCredentialProvider):
 
     def stream(self, user: str, password: str, runner: asyncio.Runner | None) -> None:
         """Have new credentials."""
+        import redis.auth.token
+
         self.given = user, password
         outcome = self.callback(redis.auth.token.SimpleToken(password, 1, 0, {"oid": user}))
         if runner is not None:
             runner.run(outcome)
+
+
+if STREAMING is not None:
+    STREAMING.register(Provider)
 
 
 def _add_users(cluster: StoredCluster, *users: str) -> None:
@@ -227,6 +192,7 @@ def test_a_provider_that_fails_is_told_to_the_application(cluster: StoredCluster
     with_client(cluster.hosts, use, credential_provider=provider, retry=None, socket_connect_timeout=0.3)
 
 
+@pytest.mark.skipif(STREAMING is None, reason="this redis-py has no providers that stream")
 def test_a_provider_that_streams_renews_what_is_open(cluster: StoredCluster, with_client: Use) -> None:
     _add_users(cluster, "app", "app2")
     channels = [cluster.channel_at(id_, "app.") for id_ in SERVERS]

@@ -23,6 +23,7 @@ from dynamoth_client.asyncio import GuaranteesOff, OptionIgnored, Redis, from_ur
 from dynamoth_client.publication import PUBLISH_TIMEOUT_S_MAX, PUBLISH_TIMEOUT_S_MIN, PublisherOptions
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import ServerAddress
+from tests.client.versions import REDIS_PY
 
 BOTH = pytest.mark.parametrize("module", [dynamoth_client, dynamoth_client.asyncio], ids=["sync", "asyncio"])
 """Both clients; as of here their settings are one thing."""
@@ -93,22 +94,33 @@ def test_tls_of_redis_py_is_tls_of_the_links(module: Any) -> None:
 
 @BOTH
 def test_options_of_tls(module: Any) -> None:
-    flags = [ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF]
-    options: dict[str, Any] = {"ssl_ciphers": "ECDHE-RSA-AES128-GCM-SHA256", "ssl_include_verify_flags": flags}
+    options: dict[str, Any] = {"ssl_ciphers": "ECDHE-RSA-AES128-GCM-SHA256"}
+    knows_flags = "ssl_include_verify_flags" in inspect.signature(module.Redis.__mro__[1]).parameters
+    if knows_flags:
+        options["ssl_include_verify_flags"] = [ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF]
     context = _link_options(module, ssl=True, ssl_min_version=ssl.TLSVersion.TLSv1_3, **options).tls.context
     assert context is not None
     assert context.minimum_version is ssl.TLSVersion.TLSv1_3
-    assert context.verify_flags & ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF
+    assert bool(context.verify_flags & ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF) is knows_flags
     assert "ECDHE-RSA-AES128-GCM-SHA256" in [cipher["name"] for cipher in context.get_ciphers()]
-    url = "dynamoths://one:1?ssl_min_version=772&ssl_check_hostname=no"
-    context = _settings(module.from_url(url)).link_options.tls.context
-    assert context is not None
-    assert (context.minimum_version, context.check_hostname) == (ssl.TLSVersion.TLSv1_3, False)
+    client = module.from_url("dynamoths://one:1?ssl_min_version=772&ssl_check_hostname=no")
+    if REDIS_PY < (8,):  # leaves it a text
+        with pytest.raises(redis.exceptions.DataError, match="ssl_"):
+            _settings(client)
+    else:
+        context = _settings(client).link_options.tls.context
+        assert context is not None
+        assert (context.minimum_version, context.check_hostname) == (ssl.TLSVersion.TLSv1_3, False)
 
 
 @BOTH
 @pytest.mark.parametrize(
-    "options", [{"ssl_ca_certs": "/nowhere/ca.pem"}, {"ssl_ciphers": "NONE"}, {"ssl_certfile": "/nowhere/me.pem"}]
+    "options",
+    [
+        {"ssl_ca_certs": "/nowhere/ca.pem"},
+        {"ssl_ciphers": "NONE"},
+        {"ssl_certfile": "/nowhere/me.pem", "ssl_keyfile": "/"},
+    ],
 )
 def test_tls_that_cannot_be_used(module: Any, options: dict[str, Any]) -> None:
     with pytest.raises(redis.exceptions.DataError, match="ssl_"):
@@ -184,10 +196,14 @@ def test_servers_of_several_kinds() -> None:
 def test_defaults_are_redis_py_s_where_it_has_any(module: Any) -> None:
     options = _link_options(module)
     assert (options.connect_timeout_s, options.ping_timeout_s, options.ping_interval_s) == (5, 5, 5)
-    assert options.keepalive == {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+    if REDIS_PY < (8,):
+        assert options.keepalive is None
+    else:
+        assert options.keepalive == {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
     assert (options.username, options.password, options.client_name, options.credentials) == (None,) * 4
     assert (options.library_name, options.library_version) == ("redis-py", redis.__version__)
-    assert isinstance(options.backoff, redis.backoff.ExponentialWithJitterBackoff)
+    if REDIS_PY >= (6,):
+        assert isinstance(options.backoff, redis.backoff.ExponentialWithJitterBackoff)
     assert _settings(module.from_url("dynamoth://one:1")).link_options.backoff is None, "as from_url has no retry"
 
 
@@ -216,10 +232,9 @@ def test_timeouts_that_are_none(module: Any, name: str, value: Any) -> None:
 @BOTH
 def test_keepalive(module: Any) -> None:
     assert _link_options(module, socket_keepalive=False).keepalive is None
-    assert _link_options(module, socket_keepalive_options=None).keepalive == {}
-    assert _link_options(module, socket_keepalive_options={socket.TCP_KEEPIDLE: 7}).keepalive == {
-        socket.TCP_KEEPIDLE: 7
-    }
+    assert _link_options(module, socket_keepalive=True, socket_keepalive_options=None).keepalive == {}
+    own = {socket.TCP_KEEPIDLE: 7}
+    assert _link_options(module, socket_keepalive=True, socket_keepalive_options=own).keepalive == own
     assert _settings(module.from_url("dynamoth://one:1?socket_keepalive=no")).link_options.keepalive is None
 
 
@@ -238,15 +253,35 @@ def test_options_that_redis_py_leaves_out_for_its_own_server(module: Any, first:
 
 
 @BOTH
+@pytest.mark.skipif(REDIS_PY < (7, 2), reason="this redis-py has no DriverInfo")
 def test_names_of_the_library(module: Any) -> None:
     info = redis.DriverInfo(lib_version="9").add_upstream_driver("django-redis", "5.4.0")
     options = _link_options(module, driver_info=info)
     assert (options.library_name, options.library_version) == ("redis-py(django-redis_v5.4.0)", "9")
     options = _link_options(module, driver_info=None)
-    assert (options.library_name, options.library_version) == (None, None)
+    theirs = (None, None) if REDIS_PY >= (8,) else ("redis-py", redis.__version__)
+    assert (options.library_name, options.library_version) == theirs
     with pytest.deprecated_call():
-        options = _link_options(module, lib_name="mine", lib_version=None)
-    assert (options.library_name, options.library_version) == ("mine", None)
+        options = _link_options(module, lib_name="mine", lib_version="3")
+    assert (options.library_name, options.library_version) == ("mine", "3")
+
+
+@BOTH
+@pytest.mark.filterwarnings("ignore:.*lib_name")
+def test_names_of_the_library_before_driver_info(module: Any) -> None:
+    options = _link_options(module, lib_name="mine", lib_version="9")
+    assert (options.library_name, options.library_version) == ("mine", "9")
+
+
+@pytest.mark.parametrize("name", ["ssl_password", "ssl_ca_path"])
+def test_options_of_tls_that_only_synchronous_connections_had(name: str) -> None:
+    make: Any = dynamoth_client.Redis
+    client = make(ssl=True, **{name: "/nowhere"})
+    if REDIS_PY >= (7,):
+        assert _settings(client).link_options.tls.context is not None
+    else:
+        with pytest.raises(redis.exceptions.DataError, match=f"{name} needs redis-py 7"):
+            _settings(client)
 
 
 @BOTH
@@ -414,7 +449,11 @@ def test_a_credential_provider_is_asked_by_links(module: Any) -> None:
         ({"max_connections": -1}, ValueError),
         ({"max_connections": "7"}, ValueError),
         ({"protocol": 4}, redis.exceptions.ConnectionError),
-        ({"driver_info": "me"}, TypeError),
+        pytest.param(
+            {"driver_info": "me"},
+            TypeError,
+            marks=pytest.mark.skipif(REDIS_PY < (8,), reason="this redis-py takes it, or has none"),
+        ),
         ({"ssl": True, "ssl_cert_reqs": "maybe"}, redis.exceptions.RedisError),
     ],
 )
@@ -493,6 +532,7 @@ KNOWN = {
     "encoding", "encoding_errors", "decode_responses", "redis_connect_func", "db", "protocol", "legacy_responses",
     "cache", "cache_config", "single_connection_client", "socket_read_size", "maint_notifications_config",
     "oss_cluster_maint_notifications_handler", "event_dispatcher", "connection_pool", "auto_close_connection_pool",
+    "charset", "errors",
 }  # fmt: skip
 
 
@@ -507,4 +547,5 @@ def test_a_new_option_of_redis_py_is_noticed(kind: Any) -> None:
 def test_nothing_is_warned_of_without_cause(module: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _link_options(module, db=3, protocol=2, decode_responses=True, max_connections=7, socket_read_size=1024)
+        options: dict[str, Any] = {"socket_read_size": 1024} if REDIS_PY >= (8,) else {}
+        _link_options(module, db=3, protocol=2, decode_responses=True, max_connections=7, **options)

@@ -16,6 +16,7 @@ from dynamoth_cli.cluster import LocalCluster
 from dynamoth_client.asyncio import GapInfo, from_url
 from tests.client.stored_cluster import StoredCluster, run
 from tests.client.sync_helpers import PATIENCE_S, next_of, until
+from tests.client.versions import REDIS_PY
 from tests.whole.harness import move
 
 SERVERS = ("s1", "s2", "s3")
@@ -283,7 +284,8 @@ def test_a_worker_thread_calls_handlers(cluster: StoredCluster) -> None:
         with pytest.raises(redis.exceptions.PubSubError, match="has no handler"):
             pubsub.run()
         pubsub.ssubscribe(bare=handled.append)
-        worker = cast("Any", pubsub).run_in_thread(sleep_time=0.01, daemon=True, sharded_pubsub=True)
+        sharded = {"sharded_pubsub": True} if REDIS_PY >= (7, 4) else {}
+        worker = cast("Any", pubsub).run_in_thread(sleep_time=0.01, daemon=True, **sharded)
         until(lambda: client.spublish("bare", "x") == 1 and bool(handled), "a handler was called")
         assert handled[0] == _of("smessage", b"bare", b"x")
         worker.stop()

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import weakref
+from types import ModuleType
 from typing import Any, cast
 
 import pytest
@@ -18,6 +19,7 @@ from dynamoth.plan import Mode
 from tests.client.conftest import ClusterFactory
 from tests.client.stored_cluster import StoredCluster
 from tests.client.sync_helpers import confirmed, keepers, message_of, next_of, until
+from tests.client.versions import REDIS_PY
 
 
 def test_what_is_published_arrives_whatever_server_the_channel_is_at(cluster: StoredCluster) -> None:
@@ -32,8 +34,11 @@ def test_what_is_published_arrives_whatever_server_the_channel_is_at(cluster: St
 
 
 def test_messages_are_encoded_as_redis_py_does(cluster: StoredCluster) -> None:
-    sent: list[Any] = ["text", "é", b"\x00\xff", 7, 2.5, memoryview(b"view"), bytearray(b"array"), ""]
-    expected = [b"text", "é".encode(), b"\x00\xff", b"7", b"2.5", b"view", b"array", b""]
+    sent: list[Any] = ["text", "é", b"\x00\xff", 7, 2.5, memoryview(b"view"), ""]
+    expected = [b"text", "é".encode(), b"\x00\xff", b"7", b"2.5", b"view", b""]
+    if REDIS_PY >= (8,):
+        sent.append(bytearray(b"array"))
+        expected.append(b"array")
     with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
         confirmed(pubsub, "c")
         for message in sent:
@@ -226,9 +231,12 @@ def test_the_modules_stand_for_redis_py_s() -> None:
                 assert getattr(ours, name) is getattr(theirs, name)
         assert issubclass(ours.StrictRedis, theirs.Redis)
         assert set(ours.__all__) >= set(public_names(theirs))
+        for name in public_modules(theirs):
+            assert getattr(ours, name) is getattr(theirs, name) or (ours is redis and name == "asyncio")
         with pytest.raises(AttributeError):
             _ = ours.no_such_name
     assert redis.exceptions is cast("Any", redis_py).exceptions
+    assert {"client", "connection", "lock", "retry", "sentinel", "utils"} <= set(public_modules(redis_asyncio))
     assert redis.__version__ == redis_py.__version__
     with pytest.raises(AttributeError):
         _ = redis._no_such_name
@@ -237,3 +245,8 @@ def test_the_modules_stand_for_redis_py_s() -> None:
 def public_names(module: Any) -> list[str]:
     names: list[str] = module.__all__
     return names
+
+
+def public_modules(module: Any) -> list[str]:
+    found: dict[str, Any] = module.__dict__
+    return [name for name, value in found.items() if isinstance(value, ModuleType) and not name.startswith("_")]

@@ -14,6 +14,7 @@ import dynamoth_client.asyncio
 from dynamoth.plan import Plan, Server
 from tests.client.stored_cluster import StoredCluster, run
 from tests.client.sync_helpers import confirmed, message_of, next_of
+from tests.client.versions import REDIS_PY
 from tests.redis_servers import RedisServerFactory
 from tests.tls import Certificates, make_certificates, tls_in_front_of
 
@@ -89,7 +90,8 @@ def test_the_name_in_the_certificate(tls_cluster: TlsClusterFactory, certificate
     cluster = tls_cluster("127.0.0.1")
     authority = str(certificates.authority)
     _use(cluster, ssl_ca_certs=authority, ssl_check_hostname=False)
-    _refused(cluster, "certificate is not trusted.*IP address mismatch", ssl_ca_certs=authority)
+    by_default = {} if REDIS_PY >= (6,) else {"ssl_check_hostname": True}
+    _refused(cluster, "certificate is not trusted.*IP address mismatch", ssl_ca_certs=authority, **by_default)
 
 
 def test_a_certificate_of_the_client(tls_cluster: TlsClusterFactory, certificates: Certificates) -> None:

@@ -3,8 +3,8 @@
 ``make conformance``, or ``python -m tests.conformance [ARGUMENT OF PYTEST ...]`` for some of them (``-k reconnect``).
 The tests are those of the pinned version of redis-py, taken from its source distribution each time; nothing of them is
 kept. Some need Redis 7, and are skipped visibly with the Redis 6.2 that comes with the project: put a newer
-``redis-server`` on the PATH. Those for Redis Cluster (``onlycluster``) are left out. Exits with 1 when a test failed that
-``excused.toml`` does not excuse, or one passed that it does.
+``redis-server`` on the PATH. Those for Redis Cluster (``onlycluster``) are left out. Exits with 1 when a test failed
+that ``excused.toml`` does not excuse, or one passed that it does.
 """
 
 from __future__ import annotations
