@@ -182,20 +182,21 @@ class _Waiter:
 class _Bell:
     """Wakes one thread. As ``threading.Event``, but an exception out of a signal's handler cannot leave it locked."""
 
-    __slots__ = ("_lock",)
+    __slots__ = ("lock",)
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
+        #: Released to ring; that raises RuntimeError where it has been rung.
+        self.lock = threading.Lock()
+        self.lock.acquire()
 
     def ring(self) -> None:
         """Let the thread go, or not wait when it comes."""
-        with contextlib.suppress(RuntimeError):  # it has been rung
-            self._lock.release()
+        with contextlib.suppress(RuntimeError):
+            self.lock.release()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until it is rung, or no longer than ``timeout_s``."""
-        self._lock.acquire(timeout=-1 if timeout_s is None else timeout_s)
+        self.lock.acquire(timeout=-1 if timeout_s is None else timeout_s)
 
 
 class SharedLoop:
@@ -372,9 +373,13 @@ class SharedLoop:
             self._keeper_drives = False
             for waiter in self._waiting:
                 if waiter.may_drive:
-                    del self._waiting[waiter]
-                    self._driver = waiter.thread
-                    waiter.wake.ring()
+                    # No function is called on the way, so that no signal comes between.
+                    try:
+                        del self._waiting[waiter]
+                        self._driver = waiter.thread
+                        waiter.wake.lock.release()
+                    except RuntimeError:
+                        pass
                     return
             rouse = self._keeper_sleeps or bool(self._waiting)
             self._keeper_sleeps = False
@@ -383,10 +388,7 @@ class SharedLoop:
         if rouse:
             self._keeper_wake.ring()
         if self._is_left:
-            self._loop.close()
-            for waiter in list(self._waiting):
-                waiter.error = redis.exceptions.ConnectionError(_errors.CLOSED)
-                self._finish(waiter)
+            self._close()
 
     def _follow(self, waiter: _Waiter, begin: Callable[..., asyncio.Future[_T]], args: tuple[Any, ...]) -> _T:
         """Let whoever has the turn begin a request; wait until it is done, or the turn is ours."""
@@ -430,9 +432,9 @@ class SharedLoop:
                 self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _finish(self, waiter: _Waiter) -> None:
+        waiter.finish()
         with self._mutex:
             self._waiting.pop(waiter, None)
-        waiter.finish()
 
     def _drop(self, waiter: _Waiter) -> None:
         """End a wait, whether or not its request is done."""
@@ -495,7 +497,14 @@ class SharedLoop:
                 try:  # a request that came while we ended may have begun something
                     self._loop.run_until_complete(self._on_end())
                 finally:
-                    self._loop.close()
+                    self._close()
+
+    def _close(self) -> None:
+        """Close the loop. Who still waits has lost the request, as it was interrupted or came too late."""
+        self._loop.close()
+        for waiter in list(self._waiting):
+            waiter.error = redis.exceptions.ConnectionError(_errors.CLOSED)
+            self._finish(waiter)
 
     def _take_last_turn(self) -> bool:
         """Take the turn for ever; False when a thread does not leave it: then that one closes the loop."""
