@@ -61,8 +61,8 @@ def test_random_worlds_find_what_the_scenarios_know() -> None:
 
 def test_random_worlds_find_patterns_that_miss_a_server_that_was_added() -> None:
     with headers_read_once():
-        broken = sum(not outcome.clean for outcome in run_seeds(range(10), "joining"))
-    assert broken > 5
+        broken = sum(not outcome.clean for outcome in run_seeds(range(6), "joining"))
+    assert broken > 3
 
 
 @pytest.mark.parametrize("name", ["leaving", "dying"])
