@@ -18,7 +18,8 @@ Whatever is published reaches some server, where it is seen; so nothing depends 
 channels are. Which message is delivered to which pattern is decided in ``pattern_messages.py``.
 
 After a lost connection everything is subscribed to again. The application gets a gap event for each confirmed pattern
-when the server has taken the subscription: before any message that comes after the gap.
+when the server has taken the subscription: before any message that comes after the gap. If that has not happened after
+``failover_s``, it may never: the application is told then, and once more when the server is back.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class PatternOptions:
     retry_s: float = 0.1
     """How soon a server is asked again that held no plan, or refused for the moment."""
     failover_s: float = 5.0
-    """How long a server may be away, or hold no plan, before a pattern is confirmed without it."""
+    """How long a server may be away, or hold no plan, before a pattern is confirmed without it; and how long it may be
+    away before the application is told of the gap."""
     join_s: float = JOIN_S
     """A server carries no channel for so long after the plan has listed it: who joins it in time has missed nothing."""
     link_idle_s: float = 30.0
@@ -227,9 +229,12 @@ class PatternMachine:
             self._links[id_] = PatternLink(server.url, down_since=now)
             actions.append(Connect(id_, server.url))
             self._wishes.add(now + self.options.failover_s, self._fail_over, id_)
+            join_until = unlisted_at + self.options.join_s
+            if self._register.current and join_until > now + self.options.failover_s:
+                self._wishes.add(join_until, self._fail_over, id_)
             for subscription in self._register.current.values():
                 actions += self._join(subscription, id_, now)
-                subscription.places[id_].join_until = unlisted_at + self.options.join_s
+                subscription.places[id_].join_until = join_until
         return actions
 
     def _leave_server(self, server: str, now: float) -> list[Any]:
@@ -314,15 +319,21 @@ class PatternMachine:
         return [a for ending in list(self._register.ending.values()) for a in self._left(ending, event.link, now)]
 
     def _fail_over(self, server: str, now: float) -> list[Any]:
-        """A server is still away: confirm what waits for it."""
+        """A server is still away, and may be for good: confirm what waits for it, and tell of what was missed there."""
         link = self._links.get(server)
         if link is None or link.up or now - link.down_since < self.options.failover_s:
             return []
         actions: list[Any] = []
         for subscription in list(self._register.current.values()):
+            place = subscription.places[server]
             if not subscription.confirmed:
-                subscription.places[server].excused = True
+                place.excused = True
                 actions += self._confirm(subscription, now)
+                continue
+            if now >= place.join_until:
+                place.lost = place.lost or f"server {server} was not known before"
+            if place.lost is not None:
+                actions.append(PatternGapDetected(subscription.pattern, None, None, None, place.lost))
         return actions
 
     # Replies.

@@ -79,7 +79,12 @@ def _short_client_options(hold_s_max: float) -> ClientOptions:
             link_idle_s=1.0,
         ),
         patterns=PatternOptions(
-            hold_s_max=hold_s_max, header_interval_s=0.5, retry_s=0.05, failover_s=1.0, link_idle_s=1.0
+            hold_s_max=hold_s_max,
+            header_interval_s=0.5,
+            retry_s=0.05,
+            failover_s=1.0,
+            join_s=JOIN_S,
+            link_idle_s=1.0,
         ),
         entry_idle_s=0.8,
     )
@@ -173,6 +178,12 @@ class Cluster:
         self.agents: dict[str, Process] = {}
         for _ in range(options.servers):
             self._make_server()
+        #: Servers that were added later.
+        self.added: list[str] = []
+        #: Servers that are stopped and do not come back.
+        self.gone: dict[str, None] = {}
+        #: Where clients begin; all of them share it.
+        self._seed_urls = [server.url for server in self.servers.values()]
         self.balancer = Process(world, self.network, "balancer", self.make_balancer, self._balancer_acts)
         #: Another balancer, which is not started but by faults.
         self.rival = Process(world, self.network, "rival", self.make_balancer, self._rival_acts)
@@ -252,8 +263,19 @@ class Cluster:
     def add_server(self) -> str:
         """Add a server and its agent, and start them. A balancer that starts later knows it."""
         id_ = self._make_server()
+        self.added.append(id_)
         self.agents[id_].start()
         return id_
+
+    def stop_for_good(self, server: str, *, orderly: bool) -> None:
+        """Stop a server and its agent, at once or as an operator does; neither comes back, and nobody begins there."""
+        self.gone[server] = None
+        model, agent = self.servers[server], self.agents[server]
+        self._seed_urls.remove(model.url)
+        if model.up:
+            model.stop("the server stops for good", orderly=orderly)
+        if agent.alive:
+            agent.crash("stops for good")
 
     def start(self) -> None:
         """Start agents, balancer and administrator."""
@@ -264,8 +286,7 @@ class Cluster:
 
     def add_client(self, name: str, subscribers: int = 1, pattern_subscribers: int = 0) -> Client:
         """Add a client; the caller starts it."""
-        urls = [server.url for server in self.servers.values()]
-        numbers = subscribers, pattern_subscribers
+        urls, numbers = self._seed_urls, (subscribers, pattern_subscribers)
         client = Client(self.world, self.network, self.audit, name, urls, self.options.client, self._names, *numbers)
         self.clients.append(client)
         return client
@@ -273,8 +294,13 @@ class Cluster:
     def drain(self, server: str) -> None:
         """Restart the balancer with a configuration that has a server drained, as an operator does."""
         self.options = replace(self.options, balancer=replace(self.options.balancer, draining=frozenset({server})))
-        self.balancer.crash()
-        self.balancer.start()
+        self.restart_balancer()
+
+    def restart_balancer(self) -> None:
+        """Restart the balancer with today's configuration; one that is down has it when it starts."""
+        if self.balancer.alive:
+            self.balancer.crash()
+            self.balancer.start()
 
     def change(self, channel: bytes, assignment: Assignment) -> None:
         """Ask the balancer for another assignment of a channel; one that it cannot begin now is refused."""
@@ -288,8 +314,7 @@ class Cluster:
             self._ask("move", {"channel": channel, "to": servers[0]})
 
     def _is_replicated(self, channel: bytes) -> bool:
-        plans = [plan for id_ in self.servers if (plan := self.stored_plan(id_)) is not None]
-        newest = max(plans, key=lambda plan: plan.version, default=None)
+        newest = self.newest_plan()
         return newest is not None and newest.entry(channel).route.assignment.mode is not Mode.SINGLE
 
     def _ask(self, command: str, arguments: dict[str, Any]) -> None:
@@ -309,10 +334,32 @@ class Cluster:
         """Return the plan stored at a server, believed or not."""
         return stored_plan.parse_whole(self.servers[server].hash(PLAN_KEY), None)
 
+    @property
+    def present(self) -> list[str]:
+        """The servers that are there, or come back."""
+        return [id_ for id_ in self.servers if id_ not in self.gone]
+
+    def newest_plan(self) -> Plan | None:
+        """Return the newest plan that is stored at a server that is present."""
+        plans = [plan for id_ in self.present if (plan := self.stored_plan(id_)) is not None]
+        return max(plans, key=lambda plan: plan.version, default=None)
+
+    def is_stuck(self, channel: bytes) -> bool:
+        """Tell whether a channel waits for a server that is gone: somebody may listen, or publish, only there."""
+        plan = self.newest_plan() if self.gone else None
+        if plan is None:
+            return False
+        return any(server in self.gone for route in plan.entry(channel).followed for server in route.assignment.servers)
+
+    def channels_left(self, server: str) -> int | None:
+        """Return what the balancer says is left at a server that is being drained; None where it does not know."""
+        balancer = self.balancer.machine
+        return balancer.channels_left(server, self.world.now) if isinstance(balancer, BalancerMachine) else None
+
     def unsettled(self) -> list[str]:
-        """Return, in words, what has not come to rest; nothing when all has."""
-        plans = {id_: self.stored_plan(id_) for id_ in self.servers}
-        problems = [f"{id_} is down" for id_, server in self.servers.items() if not server.up]
+        """Return, in words, what has not come to rest; nothing when all has. What is stuck never will."""
+        plans = {id_: self.stored_plan(id_) for id_ in self.present}
+        problems = [f"{id_} is down" for id_ in self.present if not self.servers[id_].up]
         problems += [f"{id_} stores no plan" for id_, plan in plans.items() if plan is None]
         versions = {id_: plan.version for id_, plan in plans.items() if plan is not None}
         if len(set(versions.values())) > 1:
@@ -322,12 +369,13 @@ class Cluster:
             for id_, plan in plans.items()
             if plan is not None
             for channel, entry in plan.entries.items()
-            if entry.phase is not Phase.SETTLED
+            if entry.phase is not Phase.SETTLED and not self.is_stuck(channel)
         ]
         administrator = self.administrator.machine
         assert isinstance(administrator, Administrator)
         for ask, times in administrator.unanswered.values():
-            problems.append(f"{ask}, asked for {times} times, is not answered")
+            if not self.is_stuck(ask.arguments["channel"]):
+                problems.append(f"{ask}, asked for {times} times, is not answered")
         return problems
 
     def settled(self) -> bool:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 
 from dynamoth.control import Marker, RouteNotice, unpack_control
 from dynamoth.envelope import CONTROL, is_enveloped, open_envelope
 from dynamoth.errors import MalformedMessage
 from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, BALANCER_CHANNEL, inbox
+from dynamoth.plan import single
 from dynamoth_sim.cluster import AMPLE_BYTES_PER_S, Cluster
 from dynamoth_sim.network import DEFAULT_DELAYS, Delays
 from dynamoth_sim.process import Process
@@ -35,8 +37,23 @@ PAUSE_S_MAX = 0.3
 
 DOWN_S_MAX = 0.4
 
+SERVERS_MIN = 3
+"""A balancer needs more than half of the servers, so one of so many may be gone."""
+
 SERVERS_MAX = 5
 """No more are added."""
+
+LEAVER = "s1"
+"""The server that leaves, where one does."""
+
+LOOK_S = 0.2
+"""How often an operator looks whether a server is empty."""
+
+STOP_S = 0.3
+"""How soon after that, at most, the server is stopped."""
+
+KILL_AT_S_MAX = 2.0
+"""No longer is waited for a channel at the server that dies."""
 
 LEASE_LOST_S = 1.2
 """Longer than the lease of the simulated balancers."""
@@ -64,6 +81,8 @@ class Profile:
     replicas_max: int = 1
     #: Servers that the balancer is told to empty.
     draining: frozenset[str] = frozenset()
+    #: Deeds that are done once each, early.
+    once: tuple[str, ...] = ()
     #: How long applications work and things go wrong, in virtual time.
     work_s: float = 2.5
 
@@ -122,9 +141,30 @@ PROFILES: dict[str, Profile] = {
         Profile(
             "joining",
             losses_allowed=False,
-            faults=("pause agent", "pause client", "stall server", "crash balancer", "cut balancer", "add server"),
+            faults=("pause agent", "pause client", "stall server", "crash balancer", "cut balancer"),
             delays=SLOW,
-            work_s=4.5,
+            interval_s=0.6,
+            once=("add server",),
+            workload=WorkloadOptions(pattern_subscribers=2),
+            work_s=4.0,
+        ),
+        Profile(
+            "leaving",
+            losses_allowed=False,
+            faults=("pause agent", "pause client", "stall server", "cut balancer"),
+            delays=SLOW,
+            interval_s=0.6,
+            once=("drain server",),
+            workload=WorkloadOptions(leaver=LEAVER),
+        ),
+        Profile(
+            "dying",
+            losses_allowed=True,
+            faults=("pause agent", "pause client", "stall server", "crash balancer", "cut balancer"),
+            delays=SLOW,
+            interval_s=0.6,
+            once=("kill server",),
+            workload=WorkloadOptions(leaver=LEAVER, pattern_subscribers=2),
         ),
         Profile("mixed", losses_allowed=False, faults=(*LOSSLESS_FAULTS, "meddle"), delays=SLOW, interval_s=0.2),
         Profile("connections", losses_allowed=True, faults=("cut client", "cut agent"), delays=SLOW),
@@ -159,7 +199,10 @@ def draw_profile(random: Random) -> Profile:
         churn_interval_s=random.choice((0.0, 0.2, 0.6)),
         think_s_max=random.choice((0.03, 0.08, 0.2)),
     )
-    return replace(profile, workload=workload, servers=random.choice((2, 3, 3, 4)))
+    servers = random.choice((2, 3, 3, 4))
+    if profile.workload.leaver:
+        servers = max(servers, SERVERS_MIN)
+    return replace(profile, workload=workload, servers=servers)
 
 
 class Chaos:
@@ -183,6 +226,8 @@ class Chaos:
             "cut balancer": self._cut_balancer,
             "rival balancer": self._rival_balancer,
             "add server": self._add_server,
+            "drain server": self._drain_server,
+            "kill server": self._kill_server,
             "cut client": self._cut_client,
             "cut agent": self._cut_agent,
             "restart server": self._restart_server,
@@ -195,6 +240,7 @@ class Chaos:
         }
         #: What may happen next; "meddle" happens all the time.
         self._deeds = [deeds[name] for name in profile.faults if name != "meddle"]
+        self._once = [deeds[name] for name in profile.once]
 
     def start(self) -> None:
         """Begin."""
@@ -203,6 +249,14 @@ class Chaos:
                 server.meddle = self._meddle
         if self._deeds:
             self._later()
+        for deed in self._once:
+            self._world.after(self._random.random(), deed)
+
+    def unfinished(self) -> list[str]:
+        """Return, in words, what was begun and is not done."""
+        if "drain server" not in self._profile.once or self._cluster.gone:
+            return []
+        return [f"{LEAVER} cannot be stopped: {self._cluster.channels_left(LEAVER)} channels are left there"]
 
     def stop(self) -> None:
         """End: what is broken is mended, what is down is started, and the network is quick."""
@@ -285,9 +339,20 @@ class Chaos:
         added = cluster.servers[cluster.add_server()]
         if "meddle" in self._profile.faults:
             added.meddle = self._meddle
-        if cluster.balancer.alive:
-            cluster.balancer.crash()
-            cluster.balancer.start()
+        cluster.restart_balancer()
+
+    def _drain_server(self) -> None:
+        """An operator has a server drained, and stops it for good when it is empty."""
+        self._cluster.drain(LEAVER)
+        self._world.after(LOOK_S, self._stop_if_empty)
+
+    def _stop_if_empty(self) -> None:
+        if self._cluster.channels_left(LEAVER) == 0:
+            self._world.after(
+                STOP_S * self._random.random(), partial(self._cluster.stop_for_good, LEAVER, orderly=True)
+            )
+        else:
+            self._world.after(LOOK_S, self._stop_if_empty)
 
     @staticmethod
     def _end(process: Process) -> None:
@@ -358,6 +423,27 @@ class Chaos:
         if client.ready:
             client.crash(connections_linger=self._random.random() < 0.3)
             self._until(DOWN_S_MAX * self._random.random(), client.start)
+
+    def _kill_server(self) -> None:
+        """A server dies for good, where a channel is if that comes to be; some hear nothing of it already before."""
+        plan = self._cluster.newest_plan()
+        is_used = plan is not None and any(
+            entry.followed == (entry.route,) and entry.route.assignment == single(LEAVER)
+            for entry in plan.entries.values()
+        )
+        if not is_used and not self._stopped and self._world.now < KILL_AT_S_MAX:
+            self._world.after(LOOK_S, self._kill_server)
+            return
+        pipes = [c.to_client for c in self._cluster.network.connections(server=LEAVER) if self._random.random() < 0.5]
+        for pipe in pipes:
+            pipe.hold()
+
+        def die() -> None:
+            self._cluster.stop_for_good(LEAVER, orderly=False)
+            for pipe in pipes:
+                pipe.release()
+
+        self._world.after(PAUSE_S_MAX * self._random.random(), die)
 
     def _part_agent(self) -> None:
         self._part([self._random.choice(list(self._cluster.agents.values())).name])

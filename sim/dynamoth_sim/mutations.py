@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import dynamoth.plan
+import dynamoth_balancer.decider
 import dynamoth_balancer.goals
 import dynamoth_balancer.recovery
 import dynamoth_balancer.takeover
@@ -32,7 +33,7 @@ from dynamoth_balancer.options import BalancerOptions
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.moves import Moves
 from dynamoth_client.outcomes import Outcomes
-from dynamoth_client.pattern_messages import PatternMessages
+from dynamoth_client.pattern_messages import PatternGapDetected, PatternMessages
 from dynamoth_client.pattern_subscription import MatchedChannel, PatternMessage
 from dynamoth_client.patterns import PatternMachine
 from dynamoth_client.publication import Waiting
@@ -429,6 +430,34 @@ def headers_read_once() -> AbstractContextManager[None]:
     return replaced(PatternMachine, _read_again=nothing)
 
 
+def absence_without_end() -> AbstractContextManager[None]:
+    """Subscribers to patterns wait for a server that is away, however long that takes."""
+
+    def wait(self: PatternMachine, server: str, now: float) -> list[Any]:
+        return []
+
+    return replaced(PatternMachine, _fail_over=wait)
+
+
+def gone_in_silence() -> AbstractContextManager[None]:
+    """Subscribers to patterns say what they have missed at a server when it is back, if ever."""
+    fail_over = PatternMachine._fail_over  # pyright: ignore[reportPrivateUsage]
+
+    def silent(self: PatternMachine, server: str, now: float) -> list[Any]:
+        return [action for action in fail_over(self, server, now) if not isinstance(action, PatternGapDetected)]
+
+    return replaced(PatternMachine, _fail_over=silent)
+
+
+def empty_when_told() -> AbstractContextManager[None]:
+    """The balancer takes a server for empty when channels have begun to leave it."""
+
+    def follows(entry: Entry, server: str) -> bool:
+        return server in entry.route.assignment.servers
+
+    return replaced(dynamoth_balancer.decider, _follows=follows)
+
+
 def nothing_leaves() -> AbstractContextManager[None]:
     """The balancer moves nothing away from servers that are being drained."""
 
@@ -490,6 +519,10 @@ CHECKS: tuple[Check, ...] = (
     Check("28-pattern-replicated", every_copy_for_patterns, "G2"),
     Check("29-pattern-cut-off", lost_in_silence, "G5"),
     Check("30-pattern-finds-servers", headers_read_once, "G1"),
+    Check("32-pattern-server-leaves", absence_without_end, "expected"),
+    Check("32-pattern-server-leaves", nothing_leaves, "expected"),
+    Check("33-pattern-server-dies", gone_in_silence, "G5"),
+    Check("33-pattern-server-dies", absence_without_end, "expected"),
     Check("31-drained", nothing_leaves, "expected"),
     Check("31-drained", break_before_make, "G1"),
     Check("31-drained", anything_may_come, "expected"),

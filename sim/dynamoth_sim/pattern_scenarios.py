@@ -16,6 +16,9 @@ PATTERN = b"c*"
 RESUME_S_MAX = 2.0
 """Within this, a connection is made again."""
 
+CONFIRMED_S_MAX = 1.5
+"""Within this, a server that is away is done without (``failover_s`` of the simulated clients, and a little)."""
+
 
 def pattern_moved(stage: Stage) -> None:
     """Case 27. A channel moves, and T hears late of what P publishes at H0; P is redirected in between.
@@ -96,12 +99,63 @@ def pattern_finds_servers(stage: Stage) -> None:
     stage.close(channel)
 
 
+def pattern_server_leaves(stage: Stage) -> None:
+    """Case 32. A server is drained while T listens, and is then stopped for good: T misses nothing.
+
+    A pattern that is subscribed to afterwards does not wait for it for long.
+    """
+    stage.open()
+    channel = stage.channel_at("s2")
+    stage.pattern_subscriber("T", PATTERN)
+    publisher = stage.publisher("P")
+    stage.move(channel, "s1")
+    stage.publish(publisher, channel)
+    stage.cluster.drain("s1")
+
+    def is_empty() -> bool:
+        publisher.publish(channel)
+        return stage.cluster.channels_left("s1") == 0
+
+    stage.wait("s1 is empty", is_empty)
+    stage.cluster.stop_for_good("s1", orderly=True)
+    stage.publish(publisher, channel)
+    began = stage.world.now
+    stage.pattern_subscriber("U", PATTERN)
+    waited = stage.world.now - began
+    stage.expect(f"U is confirmed soon, not after {waited:.1f} s", waited < CONFIRMED_S_MAX)
+    stage.close(channel)
+
+
+def pattern_server_dies(stage: Stage) -> None:
+    """Case 33. A server dies for good, with a message that T was not sent any more, and nothing comes behind that."""
+    stage.open()
+    channel, other = stage.channel_at("s1"), stage.channel_at("s2")
+    app = stage.pattern_subscriber("T", PATTERN)
+    publisher = stage.publisher("P")
+    stage.publish(publisher, channel)
+    network = stage.cluster.network
+    with stage.held("T", "s1", to_server=False):
+        stage.publish(publisher, channel)
+        for connection in network.connections(app.process.name, "s1"):
+            network.break_connection(connection, lose_all=True)
+        stage.cluster.stop_for_good("s1", orderly=False)
+    stage.run(CONFIRMED_S_MAX)
+    stage.cluster.audit.calm()
+    stage.publish(publisher, other)
+    stage.pattern_subscriber("U", PATTERN)
+    stage.close(other)
+
+
 PLAYS: dict[str, Callable[[Stage], None]] = {
     "27-pattern-moved": pattern_moved,
     "28-pattern-replicated": pattern_replicated,
     "30-pattern-finds-servers": pattern_finds_servers,
+    "32-pattern-server-leaves": pattern_server_leaves,
 }
 """Every case in which nothing fails, by its name."""
 
-FAILURES: dict[str, Callable[[Stage], None]] = {"29-pattern-cut-off": pattern_cut_off}
+FAILURES: dict[str, Callable[[Stage], None]] = {
+    "29-pattern-cut-off": pattern_cut_off,
+    "33-pattern-server-dies": pattern_server_dies,
+}
 """Those in which something fails, so that losses are in order where they are told."""

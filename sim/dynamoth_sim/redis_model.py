@@ -83,12 +83,20 @@ class RedisServer:
 
     # Life.
 
-    def stop(self, reason: str = "the server stopped") -> None:
-        """Kill the process: every connection is lost, with what is in flight from a random point on."""
+    def stop(self, reason: str = "the server stopped", *, orderly: bool = False) -> None:
+        """End the process: every connection is lost, with what is in flight from a random point on.
+
+        ``orderly``: what was sent to clients still gets there.
+        """
         self.up = False
         self._world.trace.add((self._world.now, "fault", None, self.id, None, None, reason))
         for connection in list(self._connections.values()):
-            self.kill(connection, reason)
+            if orderly:
+                self._forget(connection)
+                connection.to_server.ended = True
+                connection.to_client.end(reason)
+            else:
+                self.kill(connection, reason)
         assert not self._channels and not self._patterns
 
     def start(self, snapshot: Snapshot | None = None) -> None:

@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from dynamoth.names import logical_channel
-from dynamoth.plan import Location, Mode
+from dynamoth.plan import Location, Mode, single
 from dynamoth_sim.cluster import Cluster, short_options
 from dynamoth_sim.faults import PROFILES, Chaos, Profile, draw_profile
 from dynamoth_sim.guarantees import Totals, Violation
@@ -33,6 +33,9 @@ SETTLE_S_MAX = 8.0
 
 RECOVERY_S = 1.5
 """Within this after that, everything is connected, subscribed and verified again (G5: delivery resumes)."""
+
+FILL_S = 0.3
+"""How often it is tried whether a server that was added takes channels."""
 
 ROUND_S = 0.4
 """The time given to one round of final messages: enough for a publisher to learn a route and to count observers."""
@@ -159,10 +162,23 @@ def _live(cluster: Cluster, profile: Profile) -> list[Violation]:
     workload.start()
     world.at(0.5, chaos.start)
     world.run_until(profile.work_s)
+    world.run_until_true(lambda: not chaos.unfinished(), world.now + SETTLE_S_MAX)
+    violations = [Violation("settling", text, world.now) for text in chaos.unfinished()]
     chaos.stop()
     workload.stop()
-    violations = _settle(cluster, workload)
+    violations += _settle(cluster, workload)
+    if cluster.added:
+        violations += _fill(cluster, workload)
+    if cluster.gone:
+        workload.subscribe_late()
+        if not profile.losses_allowed:
+            text = "nothing was left at a server, as the balancer said, and this is stuck: "
+            stuck = filter(cluster.is_stuck, workload.channels)
+            violations += [Violation("place", text + channel.decode(), world.now, channel) for channel in stuck]
     world.run_until(world.now + RECOVERY_S)
+    if cluster.gone:
+        text = f"{RECOVERY_S} s after a server was found gone, these wait for their patterns: "
+        violations += [Violation("confirmation", text + name, world.now) for name in workload.unconfirmed()]
     cluster.audit.calm()
     workload.publish_everywhere()
     world.run_until(world.now + ROUND_S)
@@ -171,6 +187,8 @@ def _live(cluster: Cluster, profile: Profile) -> list[Violation]:
     violations += _settle(cluster, workload)  # where the balancer goes by load, it may have begun something again
     violations += _check_places(cluster, workload)
     world.run_until(world.now + HOLD_S_MAX)
+    for channel in filter(cluster.is_stuck, workload.channels):
+        cluster.audit.excuse(channel, world.now)
     return [*violations, *cluster.audit.finish(world.now)]
 
 
@@ -181,6 +199,27 @@ def _settle(cluster: Cluster, workload: Workload) -> list[Violation]:
     text = f"{SETTLE_S_MAX} s after the last fault: " + "; ".join(cluster.unsettled())
     channel = next((channel for channel in workload.channels if channel.decode() in text), workload.channels[0])
     return [Violation("settling", text, world.now, story=world.trace.story(channel, None))]
+
+
+def _fill(cluster: Cluster, workload: Workload) -> list[Violation]:
+    """Move every channel to a server that was added, once that may be: who has a pattern has found it by then."""
+    world, server = cluster.world, cluster.added[-1]
+    end = world.now + SETTLE_S_MAX
+
+    def is_there(channel: bytes) -> bool:
+        plan = cluster.newest_plan()
+        return plan is not None and plan.entry(channel).route.assignment == single(server)
+
+    while not all(map(is_there, workload.channels)):
+        if world.now > end:
+            text = f"channels cannot be moved to {server}, which was added: {dict(cluster.moves.refused)}"
+            return [Violation("settling", text, world.now)]
+        for channel in workload.channels:
+            cluster.change(channel, single(server))
+        world.run_until(world.now + FILL_S)
+        if any(map(is_there, workload.channels)):
+            workload.publish_everywhere()
+    return _settle(cluster, workload)
 
 
 def _check_receivers(cluster: Cluster, workload: Workload) -> None:
@@ -200,7 +239,7 @@ def _check_receivers(cluster: Cluster, workload: Workload) -> None:
 
 def _copies(cluster: Cluster, channel: bytes) -> int:
     """Return how many servers a message is published at: a pattern is counted by each of them."""
-    plan = cluster.stored_plan(next(iter(cluster.servers)))
+    plan = cluster.newest_plan()
     assert plan is not None, "all is quiet"
     assignment = plan.entry(channel).route.assignment
     return len(assignment.servers) if assignment.mode is Mode.ALL_PUBLISHERS else 1
@@ -209,10 +248,12 @@ def _copies(cluster: Cluster, channel: bytes) -> int:
 def _check_places(cluster: Cluster, workload: Workload) -> list[Violation]:
     """When all has settled, everybody listens where the plan says, and nowhere else."""
     violations: list[Violation] = []
-    plan = cluster.stored_plan(next(iter(cluster.servers)))
+    plan = cluster.newest_plan()
     if plan is None:
         return violations
     for channel in workload.channels:
+        if cluster.is_stuck(channel):
+            continue
         route = plan.entry(channel).route
         right = {location: len(_listeners(cluster, location)) for location in route.locations(channel)}
         expected = cluster.audit.open_count(channel)

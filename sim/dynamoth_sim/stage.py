@@ -91,6 +91,8 @@ class Stage:
         for client in self.cluster.clients:
             if client.publisher is not None:
                 for channel in client.publisher.channels:
+                    if self.cluster.is_stuck(channel):
+                        continue
                     client.publisher.publish(channel)
         self.run(self.cluster.options.client.subscriber.hold_s_max + 1.0)
 

@@ -9,9 +9,9 @@ from random import Random
 from typing import Any
 
 from dynamoth.events import Connect, LinkDown, LinkUp, Replied, Send, Start
-from dynamoth.plan import Assignment, Mode, single
+from dynamoth.plan import Assignment, Mode, Plan, single
 from dynamoth_sim.clients import Client, PatternSubscriberApp, PublisherApp, SubscriberApp, make_payload
-from dynamoth_sim.cluster import Cluster
+from dynamoth_sim.cluster import VIRTUAL_NODES, Cluster
 from dynamoth_sim.process import Process
 from dynamoth_sim.rgame import GameWorld, Join, Leave, Player
 
@@ -21,6 +21,8 @@ class WorkloadOptions:
     """How much happens. "Moves" are all changes of where a channel is, replication included."""
 
     channels: int = 3
+    #: A server that leaves in the end: no channel is at home there, and half of the moves lead there.
+    leaver: str = ""
     publishers: int = 3
     #: Clients that subscribe, each with one or two PubSubs.
     subscribers: int = 3
@@ -46,6 +48,12 @@ class WorkloadOptions:
 PATTERNS = (b"*", b"ch*", b"ch[02]", b"*1", b"[^a-f]?*", b"rgame:?:1")
 """What pattern subscribers subscribe to. No name matches two of the names of one at a server, or one that two of them
 share: so a publish counts each as one receiver."""
+
+LATE_PATTERN = b"c*"
+"""What is subscribed to in the end, where a server is gone."""
+
+NAMES_MAX = 50
+"""So many names are enough to choose channels from."""
 
 DEFAULT_WORKLOAD = WorkloadOptions()
 
@@ -125,7 +133,11 @@ class Workload:
 
     def __post_init__(self) -> None:
         """Name the channels; so few that they often share a server."""
-        self.channels = [b"ch%d" % number for number in range(self.options.channels)]
+        names = [b"ch%d" % number for number in range(NAMES_MAX)]
+        if self.options.leaver:
+            ring = Plan.initial(self.cluster.server_list, VIRTUAL_NODES).ring
+            names = [name for name in names if ring.home(name) != self.options.leaver]
+        self.channels = names[: self.options.channels]
 
     @property
     def _random(self) -> Random:
@@ -286,7 +298,9 @@ class Workload:
         self.cluster.world.after(self.options.move_interval_s * self._random.random(), self._move)
 
     def _draw_assignment(self) -> Assignment:
-        servers = list(self.cluster.servers)
+        servers, leaver = self.cluster.present, self.options.leaver
+        if leaver in servers and self._random.random() < 0.5:
+            return single(leaver)
         if self._random.random() >= self.options.replicated_ratio:
             return single(self._random.choice(servers))
         mode = self._random.choice((Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS))
@@ -294,11 +308,33 @@ class Workload:
 
     # The end.
 
+    def subscribe_late(self) -> None:
+        """Subscribe to one more pattern: with every subscriber to patterns, and with a client that is new."""
+        for client in self.cluster.clients:
+            for app in client.pattern_subscribers:
+                app.subscribe(LATE_PATTERN)
+        late = self.cluster.add_client("late", 0, 1)
+        late.on_ready = lambda client: client.pattern_subscribers[0].subscribe(LATE_PATTERN)
+        late.start()
+
+    def unconfirmed(self) -> list[str]:
+        """Return the clients of :meth:`subscribe_late` that have a subscriber which was not confirmed."""
+        return [
+            client.name
+            for client in self.cluster.clients
+            if (client.pattern_subscribers or not client.ready)
+            and not all(app.is_confirmed(LATE_PATTERN) for app in client.pattern_subscribers)
+        ]
+
     def publish_everywhere(self) -> Iterable[tuple[PublisherApp, bytes, int]]:
-        """Let every publisher publish once more on each channel that it has used; return what it published."""
+        """Let every publisher publish once more on each channel that it has used; return what it published.
+
+        What is stuck is left alone.
+        """
         return [
             (client.publisher, channel, client.publisher.publish(channel))
             for client in self.cluster.clients
             if client.publisher is not None
             for channel in client.publisher.channels
+            if not self.cluster.is_stuck(channel)
         ]

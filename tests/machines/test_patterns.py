@@ -382,6 +382,25 @@ def test_a_lost_connection_is_a_gap_told_when_the_server_has_taken_the_subscript
     assert subscribe.args == (b"PSUBSCRIBE", P, R)
 
 
+def test_a_server_that_may_be_gone_for_good_is_a_gap_after_a_while_and_another_when_it_is_back() -> None:
+    matcher = Matcher().confirmed()
+    matcher.pass_time(1.0)
+    matcher.down("s1")
+    gap = PatternGapDetected(P, None, None, None, "the connection to server s1 was lost: reset by peer")
+    assert matcher.pass_time(OPTIONS.failover_s - 0.1) == []
+    assert matcher.pass_time(0.1) == [gap]
+    assert matcher.pass_time(10 * OPTIONS.failover_s) == []
+    assert matcher.answer(matcher.up("s1")) == [gap]
+
+
+def test_a_server_that_is_back_in_time_is_one_gap() -> None:
+    matcher = Matcher().confirmed()
+    matcher.down("s1")
+    matcher.pass_time(OPTIONS.failover_s - 0.1)
+    assert len(matcher.answer(matcher.up("s1"))) == 1
+    assert matcher.pass_time(10 * OPTIONS.failover_s) == []
+
+
 def test_a_connection_lost_before_the_confirmation_is_no_gap() -> None:
     matcher = Matcher()
     matcher.subscribe()
@@ -411,6 +430,16 @@ def test_a_server_that_is_joined_too_late_is_a_gap() -> None:
     matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed()
     told = grown_to_s4(matcher, after_s=3.0, joins_after_s=JOIN_S - 2.9)
     assert told == [PatternGapDetected(P, None, None, None, "server s4 was not known before")]
+
+
+def test_a_server_that_is_never_joined_is_a_gap_when_it_may_carry_channels() -> None:
+    matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed()
+    grown = replace(PLAN_0, version=5, servers={**PLAN_0.servers, "s4": Server("s4", "redis://s4:6379")})
+    matcher.answer(matcher.pass_time(3.0), grown)
+    assert only(PatternGapDetected, matcher.pass_time(JOIN_S - 3.1)) == []
+    gap = PatternGapDetected(P, None, None, None, "server s4 was not known before")
+    assert only(PatternGapDetected, matcher.pass_time(0.2)) == [gap]
+    assert matcher.answer(matcher.up("s4"), grown) == [gap]
 
 
 def test_a_server_that_leaves_the_plan_is_left_and_is_no_gap() -> None:

@@ -10,7 +10,15 @@ import pytest
 
 from dynamoth_client.sequences import Stream
 from dynamoth_sim.faults import PROFILES
-from dynamoth_sim.mutations import no_markers, no_verification, replaced
+from dynamoth_sim.mutations import (
+    absence_without_end,
+    empty_when_told,
+    gone_in_silence,
+    headers_read_once,
+    no_markers,
+    no_verification,
+    replaced,
+)
 from dynamoth_sim.run import main, parse_seeds, run_seed, run_seeds
 
 SEED = 11
@@ -49,6 +57,28 @@ def test_processes_share_the_seeds_and_outcomes_come_in_order() -> None:
 def test_random_worlds_find_what_the_scenarios_know() -> None:
     with no_markers():
         assert any(not outcome.clean for outcome in run_seeds(range(200), "delays"))
+
+
+def test_random_worlds_find_patterns_that_miss_a_server_that_was_added() -> None:
+    with headers_read_once():
+        broken = sum(not outcome.clean for outcome in run_seeds(range(6), "joining"))
+    assert broken > 3
+
+
+@pytest.mark.parametrize("name", ["leaving", "dying"])
+def test_random_worlds_find_patterns_that_wait_for_a_server_that_is_gone(name: str) -> None:
+    with absence_without_end():
+        assert all(not outcome.clean for outcome in run_seeds(range(3), name))
+
+
+def test_random_worlds_find_a_server_that_is_stopped_too_early() -> None:
+    with empty_when_told():
+        assert sum(not outcome.clean for outcome in run_seeds(range(8), "leaving")) > 4
+
+
+def test_random_worlds_find_patterns_that_lose_messages_in_silence_with_a_server() -> None:
+    with gone_in_silence():
+        assert any(not outcome.clean for outcome in run_seeds(range(60), "dying"))
 
 
 def test_the_story_tells_what_happened_to_the_message() -> None:
