@@ -42,7 +42,7 @@ def test_takes_and_answers_several_together() -> None:
     outbox.link_up()
     assert outbox.put((b"1",), "a") == [Send("to:s2", (b"1",), outbox)]
     assert outbox.room == 2
-    assert outbox.put_all([(b"2",), (b"3",)], "b") == SendAll("to:s2", [(b"2",), (b"3",)], outbox)
+    assert outbox.put_all([(b"2",), (b"3",)], "b") == [SendAll("to:s2", [(b"2",), (b"3",)], outbox)]
     assert outbox.full
     with pytest.raises(AssertionError, match="no room"):
         outbox.put_all([(b"4",)], "d")
