@@ -62,8 +62,8 @@ class LinkOptions:
     ``keepalive``: options of TCP (``{socket.TCP_KEEPIDLE: 30}``) for sockets that are kept alive; None for others.
     ``connect_timeout_s``: bound of one attempt, from the first packet until RESP3 is agreed on; more than 0.
     ``ping_interval_s``: after this much silence a PING is sent; 0 means never.
-    ``ping_timeout_s``: after this much more silence the link is down, unless the server has taken some of what waited to
-    be sent before the PING; more than 0.
+    ``ping_timeout_s``: after this much more silence the link is down, unless the server has taken some of what waited
+    to be sent before the PING; more than 0.
     ``backoff_s_min``, ``backoff_s_max``: bounds of the wait between two attempts. It doubles from one failed
     attempt to the next, and each is shortened by up to a half at random, so that clients do not come back all
     at once. A connection that held for ``backoff_s_max`` ends the series.
