@@ -150,6 +150,13 @@ class Outbox:
         """Return the commands and their tokens, oldest first."""
         return list(self._items)
 
+    def large_under_way(self) -> Any:
+        """Return the token of the oldest command if it was sent and others have to wait for it; else None."""
+        if not self._sent:
+            return None
+        args, token = self._items[0]
+        return token if len(args[-1]) > UNDER_WAY_BYTES_MAX // 2 else None
+
     def discard_while(self, useless: Callable[[Any], bool]) -> int:
         """Forget commands that are not under way, from the oldest, as long as their tokens are ``useless``.
 

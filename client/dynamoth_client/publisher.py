@@ -45,6 +45,7 @@ from dynamoth.envelope import (
 from dynamoth.errors import MalformedMessage, UnknownMode
 from dynamoth.events import (
     Connect,
+    Disconnect,
     ErrorReply,
     LinkDown,
     LinkUp,
@@ -533,22 +534,34 @@ class PublisherMachine:
                     actions += self._outcomes.late(waiting, server_id, now)
             if not server.up and not server.avoided and now - server.down_since >= self.options.failover_s:
                 actions += self._fail_over(server_id, now)
+            if _has_failed(server.outbox.large_under_way(), now):
+                actions += self._reconnect(server_id, now)
             _discard_failed(server, now)
         return actions
+
+    def _reconnect(self, server_id: str, now: float) -> list[Any]:
+        """Make another connection in the place of one that is busy with what is of no use any more."""
+        url = self._plan.servers[server_id].url
+        reason = "its connection was busy with a large message that has failed"
+        return [Disconnect(server_id), Connect(server_id, url), *self._link_down(LinkDown(server_id, reason), now)]
+
+
+def _has_failed(token: Waiting | Together | HandOver | Check | None, now: float) -> bool:
+    """Tell whether the application has been told that what a command is for has failed, or may have."""
+    if isinstance(token, (Together, HandOver)):
+        return token.done if isinstance(token, Together) else token.message.done
+    message = token.message if isinstance(token, Check) else token
+    return message is not None and message.done and message.expires_at <= now
 
 
 def _discard_failed(server: PublisherServer, now: float) -> None:
     """Forget what has failed and is not under way: it would only be in the way of what has not."""
 
     def is_useless(token: Waiting | Together | HandOver | Check | None) -> bool:
-        if isinstance(token, Together):
-            if token.done:
-                token.tokens.pop()  # it is told by their number how many replies are its own
-            return token.done
-        if isinstance(token, HandOver):
-            return token.message.done
-        message = token.message if isinstance(token, Check) else token
-        return not server.up if message is None else message.done and message.expires_at <= now
+        useless = _has_failed(token, now) or (token is None and not server.up)
+        if useless and isinstance(token, Together):
+            token.tokens.pop()  # their number tells which replies are its own
+        return useless
 
     if server.outbox.discard_while(is_useless):
         server.owes_heartbeats = True

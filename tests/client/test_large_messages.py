@@ -72,6 +72,20 @@ def test_many_large_messages_are_published_at_once(cluster: StoredCluster) -> No
     asyncio.run(test())
 
 
+def test_many_large_messages_wait_for_a_server_that_has_stopped_for_a_while(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        async with dynamoth_client.asyncio.from_url(cluster.url) as client:
+            await client.publish("c", "first")
+            cluster.servers["s1"].pause()
+            outcomes = [asyncio.create_task(client.publish("c", bytes(MIB))) for _ in range(MANY)]
+            _, unanswered = await asyncio.wait(outcomes, timeout=0.5)
+            cluster.servers["s1"].resume()
+            assert len(unanswered) == MANY
+            assert await asyncio.gather(*outcomes) == [0] * MANY
+
+    asyncio.run(test())
+
+
 def test_many_threads_publish_large_messages_at_once(cluster: StoredCluster) -> None:
     payload = bytes(MIB)
     with dynamoth_client.from_url(cluster.url) as client, ThreadPoolExecutor(MANY) as threads:

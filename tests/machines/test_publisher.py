@@ -9,7 +9,7 @@ import pytest
 import dynamoth.outbox
 from dynamoth.control import Marker, ObservationGap, RouteNotice, pack_control
 from dynamoth.envelope import FIRST, HEARTBEAT, QUIET_MS_MAX, ROUTE_CHANGED, Envelope, open_envelope, seal
-from dynamoth.events import Connect, ErrorReply, Replied, RepliedAll, Send, Start, Tick
+from dynamoth.events import Connect, Disconnect, ErrorReply, Replied, RepliedAll, Send, Start, Tick
 from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
 from dynamoth.plan import Plan, Route, Server, pack_entry, single
 from dynamoth.stored_plan import READ_HEADER, read_entry
@@ -587,3 +587,20 @@ def test_what_fails_before_it_was_its_turn_is_not_sent() -> None:
     actions = publisher.tell(Replied("s1", first.tag, 3))
     assert only(Published, actions) == [Published("later", 3)]
     assert [envelope.flags for envelope in envelopes(actions)] == [HEARTBEAT], "subscribers learn what is missing"
+
+
+@pytest.mark.usefixtures("hundred")
+def test_a_connection_that_is_busy_with_a_large_message_that_has_failed_is_given_up() -> None:
+    """On a slow network all that follows would fail as well."""
+    publisher = Publisher(PublisherOptions(publish_timeout_s=1, observers_interval_s=100)).connected()
+    publisher.answer(publisher.publish(C))
+    publisher.publish(C, token="large", payload=b"x" * 1000)
+    publisher.now += 0.5
+    assert publisher.publish(C, token="next", payload=b"y") == []
+    [failed, *reconnect] = publisher.pass_time(0.5)
+    assert isinstance(failed, PublishFailed)
+    assert failed.token == "large"
+    assert reconnect == [Disconnect("s1"), Connect("s1", URLS["s1"])]
+    actions = publisher.up("s1")
+    assert [envelope.payload for envelope in envelopes(actions)] == [b"y", b""], "and a heartbeat"
+    assert Published("next", 1) in publisher.answer(actions)
