@@ -541,9 +541,15 @@ class PublisherMachine:
 
     def _reconnect(self, server_id: str, now: float) -> list[Any]:
         """Make another connection in the place of one that is busy with what is of no use any more."""
-        url = self._plan.servers[server_id].url
+        server = self._plan.servers.get(server_id)
+        if server is None:
+            return []
         reason = "its connection was busy with a large message that has failed"
-        return [Disconnect(server_id), Connect(server_id, url), *self._link_down(LinkDown(server_id, reason), now)]
+        return [
+            Disconnect(server_id),
+            Connect(server_id, server.url),
+            *self._link_down(LinkDown(server_id, reason), now),
+        ]
 
 
 def _has_failed(token: Waiting | Together | HandOver | Check | None, now: float) -> bool:
