@@ -33,7 +33,7 @@ READ_HEADER: tuple[CommandPart, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_F
 READ_WHOLE: tuple[CommandPart, ...] = (b"HGETALL", PLAN_KEY)
 
 
-def read_entry(channel: bytes) -> tuple[CommandPart, ...]:
+def read_entry(channel: bytes) -> tuple[bytes, ...]:
     """Return the command that reads what a server's stored plan says of ``channel``; see :func:`parse_entry`."""
     return (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, _CHANNEL_PREFIX + channel)
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from dynamoth.control import ForwardRequest, pack_control
 from dynamoth.envelope import HEARTBEAT, open_envelope, rerouted, seal, whole_ms
-from dynamoth.events import CommandPart, ErrorReply
+from dynamoth.events import ErrorReply
 from dynamoth.names import FORWARD_CHANNEL, logical_channel
+from dynamoth.outbox import Command
 from dynamoth_client.publication import (
     PUBLISH_TIMEOUT_S_MAX,
     HandOver,
@@ -168,7 +169,7 @@ def take_apart(server: PublisherServer) -> None:
     """Wait for each message that went out with others by itself, as what becomes of them may be different now."""
     parts: dict[int, list[Waiting]] = {}
 
-    def part(args: Sequence[CommandPart], token: Any) -> Any:
+    def part(args: Command, token: Any) -> Any:
         if type(token) is not Together:
             return token
         physical = args[1]

@@ -177,7 +177,7 @@ class HandOver:
 class Check:
     """The token of a reading of the stored plan: what was published just before it, and where."""
 
-    channel: bytes
+    message: Waiting
     sequence: int
     payload: bytes
     location: Location

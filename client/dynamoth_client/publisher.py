@@ -45,6 +45,7 @@ from dynamoth.envelope import (
 from dynamoth.errors import MalformedMessage, UnknownMode
 from dynamoth.events import (
     Connect,
+    Disconnect,
     ErrorReply,
     LinkDown,
     LinkUp,
@@ -176,7 +177,8 @@ class PublisherMachine:
             channel = self._channels.get(name)
             server = self._lane(channel, name)
             if channel is None or server is None or not (server.commands or server.is_clear_for(len(messages), now)):
-                actions += [self._send_together(other, expires_at) for other in ready]
+                for other in ready:
+                    actions += self._send_together(other, expires_at)
                 ready.clear()
                 for token, _, payload in some:
                     actions += self._publish(token, name, payload, now)
@@ -200,7 +202,8 @@ class PublisherMachine:
                 for number, (_, _, payload) in zip(numbers, some, strict=True)
             ]
             server.tokens += [token for token, _, _ in some]
-        actions += [self._send_together(other, expires_at) for other in ready]
+        for other in ready:
+            actions += self._send_together(other, expires_at)
         return actions
 
     def _lane(self, channel: PublishedChannel | None, name: bytes) -> PublisherServer | None:
@@ -211,7 +214,7 @@ class PublisherMachine:
         return server if server is not None and (server.observers or name in server.confirmed) else None
 
     @staticmethod
-    def _send_together(server: PublisherServer, expires_at: float) -> SendAll:
+    def _send_together(server: PublisherServer, expires_at: float) -> list[Send | SendAll]:
         commands, server.commands = server.commands, []
         together = Together(server.tokens, expires_at)
         server.tokens = []
@@ -261,7 +264,7 @@ class PublisherMachine:
             actions += server.outbox.put((b"PUBLISH", location.physical, data), waiting)
             doubtful = flags & FIRST or (server.up and not server.observers and name not in server.confirmed)
             if self.options.envelope and doubtful and not server.outbox.full:
-                check = Check(name, channel.sequence, payload, location)
+                check = Check(waiting, channel.sequence, payload, location)
                 actions += server.outbox.put(stored_plan.read_entry(name), check)
         return actions
 
@@ -325,6 +328,7 @@ class PublisherMachine:
     def _link_up(self, event: LinkUp, now: float) -> list[Any]:
         server = self._servers[event.link]
         server.up = True
+        _discard_failed(server, now)
         server.down_since = float("inf")
         server.run_id = event.run_id
         server.confirmed.clear()
@@ -353,6 +357,7 @@ class PublisherMachine:
         server.outbox.link_down()
         take_apart(server)
         server.outbox.discard(lambda token: token is None)  # heartbeats: the reconnection makes new ones
+        _discard_failed(server, now)
         self._routes.forget_hints()
         return []
 
@@ -435,6 +440,8 @@ class PublisherMachine:
         waiting = server.waiting
         while waiting and waiting[0].done:
             waiting.popleft()
+        if server.outbox.held:
+            actions = [*actions, *server.outbox.flush()]
         if server.owes_heartbeats and not len(server.outbox):
             server.owes_heartbeats = False
             return [*actions, *self._heartbeats(server.outbox.link, now)]
@@ -459,12 +466,12 @@ class PublisherMachine:
             self.counters["refused_commands"] += 1
             return []
         server = self._servers[link]
-        told = self._routes.entry_read(check.channel, value, server, now)
-        locations, epoch = self._routes.find(check.channel)
+        told = self._routes.entry_read(check.message.channel, value, server, now)
+        locations, epoch = self._routes.find(check.message.channel)
         if server.observers:
             return told
         if check.location in locations:
-            server.confirmed.add(check.channel)
+            server.confirmed.add(check.message.channel)
             return told
         targets, actions = self._targets(locations, now)
         if not targets:
@@ -525,17 +532,42 @@ class PublisherMachine:
                 waiting = server.waiting.popleft()
                 if not waiting.done:
                     actions += self._outcomes.late(waiting, server_id, now)
-            if server.up:
-                continue
-            if not server.avoided and now - server.down_since >= self.options.failover_s:
+            if not server.up and not server.avoided and now - server.down_since >= self.options.failover_s:
                 actions += self._fail_over(server_id, now)
-            if server.outbox.discard_while(lambda token: _is_useless(token, now)):
-                server.owes_heartbeats = True
+            if _has_failed(server.outbox.large_under_way(), now):
+                actions += self._reconnect(server_id, now)
+            _discard_failed(server, now)
         return actions
 
+    def _reconnect(self, server_id: str, now: float) -> list[Any]:
+        """Make another connection in the place of one that is busy with what is of no use any more."""
+        server = self._plan.servers.get(server_id)
+        if server is None:
+            return []
+        reason = "its connection was busy with a large message that has failed"
+        return [
+            Disconnect(server_id),
+            Connect(server_id, server.url),
+            *self._link_down(LinkDown(server_id, reason), now),
+        ]
 
-def _is_useless(token: Waiting | HandOver | Check | None, now: float) -> bool:
-    """Tell whether a command that was not sent is not worth sending any more."""
-    if isinstance(token, HandOver):
-        return token.message.done
-    return not isinstance(token, Waiting) or (token.done and token.expires_at <= now)
+
+def _has_failed(token: Waiting | Together | HandOver | Check | None, now: float) -> bool:
+    """Tell whether the application has been told that what a command is for has failed, or may have."""
+    if isinstance(token, (Together, HandOver)):
+        return token.done if isinstance(token, Together) else token.message.done
+    message = token.message if isinstance(token, Check) else token
+    return message is not None and message.done and message.expires_at <= now
+
+
+def _discard_failed(server: PublisherServer, now: float) -> None:
+    """Forget what has failed and is not under way: it would only be in the way of what has not."""
+
+    def is_useless(token: Waiting | Together | HandOver | Check | None) -> bool:
+        useless = _has_failed(token, now) or (token is None and not server.up)
+        if useless and isinstance(token, Together):
+            token.tokens.pop()  # their number tells which replies are its own
+        return useless
+
+    if server.outbox.discard_while(is_useless):
+        server.owes_heartbeats = True

@@ -203,7 +203,7 @@ class Forwarder:
     def replied(self, link: str, outbox: Outbox, values: Sequence[Any]) -> list[Any]:
         """Take the answers to copies, whose tag is their outbox."""
         relays: list[_Relay | None] = outbox.replied_all(len(values))
-        actions: list[Any] = []
+        actions: list[Any] = [*outbox.flush()] if outbox.held else []
         for relay, value in zip(relays, values, strict=True):
             if isinstance(value, ErrorReply):
                 self._counters["forwards_refused"] += 1

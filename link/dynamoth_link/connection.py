@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Any, cast, final
 
 import hiredis
@@ -51,6 +51,9 @@ allocation for each large read; reads bring up to 256 KiB."""
 FEED_BYTES = 32 * 1024
 """hiredis is given so much at a time: it takes several times longer per message where its buffer is large. asyncio's
 own transports read no more at once, as they make an object of that size for each read."""
+
+LARGE_BYTES = 1024 * 1024
+"""What is larger than this is written by itself, from where it is: to join it to others would copy it once more."""
 
 ANSWER_GRACE_S = 0.05
 """After a pause of the whole process, timers may run before the socket is read: the answer may be here."""
@@ -128,7 +131,9 @@ class Connection(asyncio.Protocol):
         "_subscribing",
         "_time",
         "_timer",
+        "_tolerated_bytes",
         "_transport",
+        "_unsent_bytes",
         "lost",
     )
 
@@ -152,14 +157,19 @@ class Connection(asyncio.Protocol):
         #: kind.
         self._subscribing = 0
         #: Packed commands of this turn, and their size. Not empty exactly while a flush is scheduled.
-        self._output: list[bytes] = []
+        self._output: list[bytes | memoryview] = []
         self._output_bytes = 0
         self._flush_scheduled = False
+        #: How much may wait to be taken by the operating system, after a write that was larger than what may at other
+        #: times.
+        self._tolerated_bytes = 0
         self._reading = True
         #: When bytes came last, on the loop's clock; and whether a PING has been sent since.
         self._arrived_at = self._time()
         self._pinged = False
         self._grace_given = False
+        #: How much waited to be taken when a PING was last sent, or waited for once more.
+        self._unsent_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self.lost: asyncio.Future[errors.LinkError] = self._loop.create_future()
         self._closed: asyncio.Future[None] = self._loop.create_future()
@@ -223,7 +233,7 @@ class Connection(asyncio.Protocol):
         self._flush()  # whoever sends many together has waited for them already
         return True
 
-    def _put(self, packed: bytes) -> None:
+    def _put(self, packed: bytes | memoryview) -> None:
         """Write what was put into ``_pending`` just now."""
         if len(self._pending) == 1 and not self._flush_scheduled:
             self._write(packed)  # nothing is under way that it could be joined to
@@ -435,18 +445,33 @@ class Connection(asyncio.Protocol):
         self._flush_scheduled = False
         if not self._output or not self._open:
             return
-        output = b"".join(self._output)
-        self._output.clear()
-        self._output_bytes = 0
-        self._write(output)
+        output, self._output = self._output, []
+        size, self._output_bytes = self._output_bytes, 0
+        if size <= LARGE_BYTES:
+            self._write(b"".join(output))
+            return
+        for is_large, some in groupby(output, _is_large):
+            for packed in some if is_large else (b"".join(some),):
+                if self._open:
+                    self._write(packed)
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes | memoryview) -> None:
         """Write to the open connection, behind what was written before."""
         transport = self._transport
         assert transport is not None, "open without a transport"
         transport.write(data)
         waiting_bytes = transport.get_write_buffer_size()
-        if waiting_bytes and 0 < (limit_bytes := self._options.write_buffer_bytes_max) < waiting_bytes:
+        if waiting_bytes:
+            self._check_waiting(waiting_bytes, len(data))
+
+    def _check_waiting(self, waiting_bytes: int, newest_bytes: int) -> None:
+        """Lose the connection when too much waits to be taken by the operating system, after a write."""
+        limit_bytes = self._options.write_buffer_bytes_max
+        if waiting_bytes <= limit_bytes or not limit_bytes:
+            self._tolerated_bytes = 0
+        elif waiting_bytes - newest_bytes <= limit_bytes:
+            self._tolerated_bytes = waiting_bytes + limit_bytes
+        elif waiting_bytes > self._tolerated_bytes:
             self._lose(errors.write_buffer_overrun(self._address, limit_bytes))
 
     # Liveness.
@@ -463,6 +488,9 @@ class Connection(asyncio.Protocol):
         if not self._reading:
             self._pinged = False
             self._set_timer(interval_s)
+        elif self._pinged and self.write_buffer_size < self._unsent_bytes:  # it takes what is before the PING
+            self._unsent_bytes = self.write_buffer_size
+            self._set_timer(timeout_s)
         elif self._pinged and self._grace_given:
             self._lose(errors.fell_silent(self._address, silence_s))
         elif self._pinged:
@@ -474,6 +502,7 @@ class Connection(asyncio.Protocol):
             self._pinged = True
             self._grace_given = False
             self.send((b"PING",))
+            self._unsent_bytes = self.write_buffer_size
             self._set_timer(timeout_s)
 
     # The end.
@@ -506,7 +535,11 @@ def _is_reply(item: Any) -> bool:
     return type(item) is not _Push
 
 
-def _packed_alone(args: Sequence[CommandPart]) -> bytes:
+def _is_large(packed: bytes | memoryview) -> bool:
+    return len(packed) > LARGE_BYTES
+
+
+def _packed_alone(args: Sequence[CommandPart]) -> bytes | memoryview:
     """Return one command as RESP. Raises TypeError for a part that is not a CommandPart."""
     if len(args) == 3:
         head = _HEADS
@@ -514,16 +547,23 @@ def _packed_alone(args: Sequence[CommandPart]) -> bytes:
         try:  # thrice as fast for short parts
             return b"".join((b"*3", head[len(name)], name, head[len(first)], first, head[len(second)], second, b"\r\n"))
         except (IndexError, TypeError):  # some are not of that kind
-            pass
+            if type(args[2]) is bytes and len(args[2]) > LARGE_BYTES:
+                return _packed_large(args[:2], args[2])
     return _pack(tuple(args))
 
 
-def _packed(commands: Sequence[Sequence[CommandPart]]) -> bytes:
+def _packed_large(first_parts: Sequence[CommandPart], last: bytes) -> memoryview:
+    """Return a command with a large last part: hiredis would copy that twice, and transports what they write."""
+    begin = _pack((*first_parts, b"")).removesuffix(b"$0\r\n\r\n")
+    return memoryview(b"".join((begin, b"$%d\r\n" % len(last), last, b"\r\n")))
+
+
+def _packed(commands: Sequence[Sequence[CommandPart]]) -> bytes | memoryview:
     """Return commands as RESP. Raises TypeError for a part that is not a CommandPart."""
     try:
         return _packed_short(cast("Sequence[tuple[bytes, bytes, bytes]]", commands))
     except (IndexError, TypeError, ValueError):  # some are not of that kind
-        return b"".join([_pack(tuple(args)) for args in commands])
+        return memoryview(b"".join([_pack(tuple(args)) for args in commands]))
 
 
 def _packed_short(commands: Sequence[tuple[bytes, bytes, bytes]]) -> bytes:

@@ -62,14 +62,16 @@ class LinkOptions:
     ``keepalive``: options of TCP (``{socket.TCP_KEEPIDLE: 30}``) for sockets that are kept alive; None for others.
     ``connect_timeout_s``: bound of one attempt, from the first packet until RESP3 is agreed on; more than 0.
     ``ping_interval_s``: after this much silence a PING is sent; 0 means never.
-    ``ping_timeout_s``: after this much more silence the link is down; more than 0.
+    ``ping_timeout_s``: after this much more silence the link is down, unless the server has taken some of what waited
+    to be sent before the PING; more than 0.
     ``backoff_s_min``, ``backoff_s_max``: bounds of the wait between two attempts. It doubles from one failed
     attempt to the next, and each is shortened by up to a half at random, so that clients do not come back all
     at once. A connection that held for ``backoff_s_max`` ends the series.
     ``backoff``: decides about that wait itself; each link has a copy. None for the above.
     ``close_timeout_s``: how long ``close`` lets what was sent go out before it cuts the connection.
     ``write_buffer_bytes_max``: with more than this unsent at the end of a turn of the event loop the link
-    goes down (and comes back): the server does not keep up. 0 means no bound.
+    goes down (and comes back): the server does not keep up. 0 means no bound. A command may be larger, as messages of
+    512 MB are: where less than this was unsent before it, so much more may be unsent behind it.
     """
 
     username: str | None = None

@@ -10,23 +10,24 @@ import hiredis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth_link.connection import Connection
+from dynamoth_link.connection import LARGE_BYTES, Connection
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import ServerAddress
 
 
 class _Sink(asyncio.Transport):
-    """Takes what is written."""
+    """Takes what is written; ``waiting`` bytes are said not to have been taken."""
 
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
+        self.waiting = 0
 
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
         self.written += bytes(data)
 
     def get_write_buffer_size(self) -> int:
-        return 0
+        return self.waiting
 
     def abort(self) -> None:
         pass
@@ -99,7 +100,7 @@ def test_what_came_before_a_fault_is_handed_on() -> None:
     asyncio.run(main())
 
 
-parts = st.sampled_from([b"", b"c", b"PUBLISH", b"x" * 1023, b"x" * 1024])
+parts = st.sampled_from([b"", b"c", b"PUBLISH", b"x" * 1023, b"x" * 1024, b"x" * (LARGE_BYTES + 1)])
 
 
 @given(st.lists(st.tuples(parts, parts, parts), min_size=1, max_size=6))
@@ -109,7 +110,68 @@ def test_commands_are_packed_as_hiredis_packs_them(sent: list[tuple[bytes, bytes
         connection = Connection(ServerAddress("127.0.0.1", 6379), LinkOptions(), lambda _: None)
         connection.connection_made(sink)
         connection.send_all(sent, lambda _: None)
+        for command in sent:
+            connection.send(command)
+        await asyncio.sleep(0)
         pack = cast("Callable[[tuple[bytes, ...]], bytes]", hiredis.pack_command)
-        assert sink.written == b"".join(map(pack, sent))
+        assert sink.written == b"".join(map(pack, [*sent, *sent]))
+
+    asyncio.run(main())
+
+
+class _Stuck(_Sink):
+    """Takes nothing."""
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        super().write(data)
+        self.waiting += len(data)
+
+
+def test_what_one_command_brings_is_never_too_much() -> None:
+    async def main() -> None:
+        options = LinkOptions(write_buffer_bytes_max=1000)
+        connection = Connection(ServerAddress("127.0.0.1", 6379), options, lambda _: None)
+        sink = _Stuck()
+        connection.connection_made(sink)
+        for _ in range(2):
+            for size in (900, 5000, 400, 400):
+                connection.send((b"PUBLISH", b"c", b"x" * size))
+                await asyncio.sleep(0)
+            assert connection.is_open
+            sink.waiting = 0  # it was slow
+            connection.send((b"PUBLISH", b"c", b""))
+            await asyncio.sleep(0)
+        sink.waiting = 1001
+        connection.send((b"PUBLISH", b"c", b""))
+        await asyncio.sleep(0)
+        assert "more than 1000 bytes wait" in str(connection.lost.result()), "what was allowed once is over"
+        connection = Connection(ServerAddress("127.0.0.1", 6379), options, lambda _: None)
+        connection.connection_made(_Stuck())
+        for size in (5000, 900, 900):
+            assert connection.is_open
+            connection.send((b"PUBLISH", b"c", b"x" * size))
+            await asyncio.sleep(0)
+        assert "more than 1000 bytes wait" in str(connection.lost.result())
+
+    asyncio.run(main())
+
+
+def test_a_server_that_takes_what_is_written_is_not_silent() -> None:
+    class Slow(_Sink):
+        def get_write_buffer_size(self) -> int:
+            self.waiting = max(self.waiting - 1, 0)
+            return self.waiting
+
+    async def main() -> None:
+        options = LinkOptions(ping_interval_s=0.001, ping_timeout_s=0.001)
+        connection = Connection(ServerAddress("127.0.0.1", 6379), options, lambda _: None)
+        sink = Slow()
+        connection.connection_made(sink)
+        sink.waiting = 100
+        connection.watch()
+        reason = await asyncio.wait_for(connection.lost, 20)
+        assert "silent" in str(reason) or "PING" in str(reason)
+        assert sink.waiting == 0
+        assert sink.written.count(b"PING") == 1
 
     asyncio.run(main())

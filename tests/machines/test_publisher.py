@@ -6,14 +6,23 @@ from typing import Any
 
 import pytest
 
+import dynamoth.outbox
 from dynamoth.control import Marker, ObservationGap, RouteNotice, pack_control
 from dynamoth.envelope import FIRST, HEARTBEAT, QUIET_MS_MAX, ROUTE_CHANGED, Envelope, open_envelope, seal
-from dynamoth.events import Connect, ErrorReply, Replied, Send, Start
+from dynamoth.events import Connect, Disconnect, ErrorReply, Replied, RepliedAll, Send, Start, Tick
 from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
 from dynamoth.plan import Plan, Route, Server, pack_entry, single
 from dynamoth.stored_plan import READ_HEADER, read_entry
 from dynamoth_client.local_plan import LocalPlan
-from dynamoth_client.publication import Publish, PublishAll, Published, PublisherOptions, PublishFailed, PublishRefused
+from dynamoth_client.publication import (
+    Publish,
+    PublishAll,
+    Published,
+    PublishedAll,
+    PublisherOptions,
+    PublishFailed,
+    PublishRefused,
+)
 from dynamoth_client.publisher import PublisherMachine
 from tests.machines.helpers import (
     ACTIVE,
@@ -29,6 +38,7 @@ from tests.machines.helpers import (
     header_reply,
     only,
     published,
+    sends,
     tagged,
 )
 
@@ -526,3 +536,97 @@ def test_a_plan_that_cannot_be_read_is_counted() -> None:
     publisher.tell(Replied("s1", ("entry", C), ErrorReply("NOPERM no")))
     assert publisher.publisher.counters["malformed_messages"] == 1
     assert publisher.publisher.counters["refused_commands"] == 1
+
+
+# Messages that are large, or many.
+
+
+@pytest.fixture
+def hundred(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let 100 bytes be under way at most."""
+    monkeypatch.setattr(dynamoth.outbox, "UNDER_WAY_BYTES_MAX", 100)
+
+
+def test_a_message_that_has_failed_is_not_sent_again() -> None:
+    """It may be what the link was lost for."""
+    publisher = Publisher(PublisherOptions(publish_timeout_s=1)).connected()
+    publisher.publish(payload=b"large")
+    assert [failed.token for failed in only(PublishFailed, publisher.pass_time(1.1))] == ["t"]
+    publisher.down("s1")
+    assert publisher.publish(payload=b"next") == []
+    actions = publisher.up("s1")
+    assert [(envelope.payload, envelope.flags) for envelope in envelopes(actions)] == [(b"next", 0), (b"", HEARTBEAT)]
+    assert publisher.publisher.deadline() is not None
+    assert only(Published, publisher.answer(actions)) == [Published("t", 1)]
+
+
+def test_a_message_that_fails_while_the_link_is_down_is_not_sent_again() -> None:
+    publisher = Publisher(PublisherOptions(publish_timeout_s=1)).connected()
+    publisher.publish(payload=b"large")
+    publisher.down("s1")
+    publisher.now += 1.1
+    assert only(PublishFailed, publisher.tell(Tick()))
+    assert [envelope.payload for envelope in envelopes(publisher.up("s1"))] == [b""], "only a heartbeat"
+
+
+def test_a_reading_of_the_plan_goes_with_its_message() -> None:
+    publisher = Publisher(PublisherOptions(publish_timeout_s=1))
+    publisher.publish(payload=b"large")
+    publisher.up("s1")
+    publisher.pass_time(1.1)
+    publisher.down("s1")
+    assert commands(publisher.up("s1"), b"HMGET") == []
+
+
+@pytest.mark.usefixtures("hundred")
+def test_many_messages_go_out_as_replies_come() -> None:
+    publisher = Publisher().connected()
+    publisher.answer(publisher.publish(C))
+    sent = sends(publisher.tell(PublishAll([(number, C, b"x" * 16) for number in range(10)])))
+    assert len(sent) == 2
+    assert publisher.publish(C, token=10) == [], "in order"
+    outcomes: list[Any] = []
+    while sent:
+        actions = publisher.tell(RepliedAll("s1", sent[0].tag, [1] * len(sent)))
+        outcomes += [token for done in only(PublishedAll, actions) for token in done.tokens]
+        outcomes += [done.token for done in only(Published, actions)]
+        sent = sends(actions)
+        assert len(sent) <= 3
+    assert outcomes == list(range(11))
+    assert publisher.publisher.deadline() is None
+
+
+@pytest.mark.usefixtures("hundred")
+def test_what_fails_before_it_was_its_turn_is_not_sent() -> None:
+    """The replies that still come belong to what was sent."""
+    publisher = Publisher(PublisherOptions(publish_timeout_s=1, observers_interval_s=100)).connected()
+    publisher.answer(publisher.publish(C))
+    [first, second] = sends(publisher.tell(PublishAll([(number, C, b"x" * 16) for number in range(10)])))
+    publisher.now += 0.5
+    publisher.publish(C, token="later")
+    failed = only(PublishFailed, publisher.pass_time(0.6))
+    assert [message.token for message in failed] == list(range(10))
+    actions = publisher.tell(RepliedAll("s1", first.tag, [1, 1]))
+    [(channel, data)] = commands(actions, b"PUBLISH")
+    assert (channel, open_envelope(data).sequence) == (C, 12)
+    assert second.tag is sends(actions)[0].tag
+    actions = publisher.tell(Replied("s1", first.tag, 3))
+    assert only(Published, actions) == [Published("later", 3)]
+    assert [envelope.flags for envelope in envelopes(actions)] == [HEARTBEAT], "subscribers learn what is missing"
+
+
+@pytest.mark.usefixtures("hundred")
+def test_a_connection_that_is_busy_with_a_large_message_that_has_failed_is_given_up() -> None:
+    """On a slow network all that follows would fail as well."""
+    publisher = Publisher(PublisherOptions(publish_timeout_s=1, observers_interval_s=100)).connected()
+    publisher.answer(publisher.publish(C))
+    publisher.publish(C, token="large", payload=b"x" * 1000)
+    publisher.now += 0.5
+    assert publisher.publish(C, token="next", payload=b"y") == []
+    [failed, *reconnect] = publisher.pass_time(0.5)
+    assert isinstance(failed, PublishFailed)
+    assert failed.token == "large"
+    assert reconnect == [Disconnect("s1"), Connect("s1", URLS["s1"])]
+    actions = publisher.up("s1")
+    assert [envelope.payload for envelope in envelopes(actions)] == [b"y", b""], "and a heartbeat"
+    assert Published("next", 1) in publisher.answer(actions)
