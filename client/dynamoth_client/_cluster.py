@@ -96,9 +96,9 @@ class Cluster:
             self._bootstrap.add_done_callback(_retrieve)
         task = self._bootstrap
         await asyncio.wait({task})
-        if task.cancelled():
+        if task.cancelled() or not self._is_of_today(local_plan := task.result()):
             raise redis.exceptions.ConnectionError(_errors.CLOSED)
-        return task.result()
+        return local_plan
 
     async def ping(self) -> None:
         """Check that one seed answers PING. Raises the error of the last one when none does."""
@@ -106,7 +106,11 @@ class Cluster:
         await self.settings.retrying.call(self._ping)
 
     async def close(self) -> None:
-        """End everything that runs. The next use begins anew, on whichever loop it is."""
+        """End everything that runs. The next use begins anew, on whichever loop it is.
+
+        All has ended, and all that waits has been told, before anything is awaited: a close that is cancelled only does
+        not wait until sockets are gone.
+        """
         if self._loop is None:
             return
         if self._loop is not asyncio.get_running_loop() and not self._loop.is_closed():
@@ -119,11 +123,15 @@ class Cluster:
             return
         if bootstrap is not None:
             bootstrap.cancel()
+        if publishing is not None:
+            publishing.stop()
+        for feed in feeds:
+            feed.fail(redis.exceptions.ConnectionError(_errors.CLOSED))
+        if bootstrap is not None:
             await asyncio.wait({bootstrap})
         if publishing is not None:
             await publishing.close()
         for feed in feeds:
-            feed.fail(redis.exceptions.ConnectionError(_errors.CLOSED))
             await feed.close()
 
     async def _ping(self) -> None:
@@ -141,12 +149,17 @@ class Cluster:
 
     async def _read_plan(self, settings: Settings) -> LocalPlan:
         try:
-            header = await settings.retrying.call(lambda: read_plan_header(settings))
-            self._local_plan = LocalPlan(header)
+            local_plan = LocalPlan(await settings.retrying.call(lambda: read_plan_header(settings)))
+            if self._bootstrap is asyncio.current_task():
+                self._local_plan = local_plan
         finally:
             if self._bootstrap is asyncio.current_task():
                 self._bootstrap = None
-        return self._local_plan
+        return local_plan
+
+    def _is_of_today(self, local_plan: LocalPlan) -> bool:
+        """Whether nobody has closed the client since this plan was read."""
+        return local_plan is self._local_plan
 
     def _bind(self) -> None:
         loop = asyncio.get_running_loop()

@@ -105,10 +105,15 @@ class Publishing:
         self._unanswered.update([outcome for outcome, _, _ in collected])
         self._driver.handle(PublishAll(collected))
 
-    async def close(self) -> None:
-        """End; what has no outcome yet fails. What was sent still goes out."""
+    def stop(self) -> None:
+        """End at once; what has no outcome yet fails. What was sent still goes out."""
         self.is_stopped = True
         self._fail_all(redis.exceptions.ConnectionError(_errors.CLOSED))
+        self._driver.stop()
+
+    async def close(self) -> None:
+        """Stop, and wait until sockets and tasks are gone."""
+        self.stop()
         await self._driver.close()
 
     def _execute(self, action: Any) -> None:
