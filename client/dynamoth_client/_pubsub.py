@@ -34,7 +34,8 @@ from dynamoth_client.pattern_subscription import PatternMessage
 Channel = bytes | str | memoryview
 Handler = Callable[[dict[str, Any]], Any]
 GapHandler = Callable[[GapInfo], Awaitable[None] | None]
-_Unusual = PatternMessage | ShardedMessage | Notice | Failure
+_Other = PatternMessage | ShardedMessage
+_Unusual = _Other | Notice | Failure
 _Books = tuple[dict[Channel, Handler | None], set[Channel]]
 """What is subscribed to, confirmed or not, with handlers; and whose unsubscription was asked for and not read yet."""
 
@@ -307,41 +308,57 @@ class PubSub(redis.asyncio.client.PubSub):
     async def batches(self) -> AsyncIterator[list[dict[str, Any]]]:
         """Yield messages as ``listen``, in lists of those that have come: at least one, ``TURN_ITEMS_MAX`` at most.
 
-        For applications that read very much.
+        For applications that read very much. A handler is called, and an error raised, when all messages before it have
+        been yielded.
         """
         while self.subscribed:
             if not await self._wait(None):
                 continue
             batch: list[dict[str, Any]] = []
-            await self._fill(batch)
+            try:
+                await self._fill(batch)
+            finally:
+                if self._queue.is_full:
+                    self._queue.relieve()
             if batch:
                 yield batch
 
     async def _fill(self, batch: list[dict[str, Any]]) -> None:
-        """Take messages from the queue as long as there are some, or one item of another kind."""
+        """Take messages from the queue as long as there are some, or one item of another kind.
+
+        What may raise, or be cancelled, begins a batch: nothing that was taken before is lost by it.
+        """
         items, channels, decodes = self._queue.items, self.channels, self._decodes
         for count in range(min(len(items), TURN_ITEMS_MAX)):
             item = items.popleft()
-            if type(item) is tuple:
-                channel, payload = item
-                message: dict[str, Any] = {"type": "message", "pattern": None, "channel": channel, "data": payload}
-                if decodes:
-                    message = self._message(item)
-                handler = channels.get(message["channel"])
-                if handler is None:
-                    batch.append(message)
+            try:
+                if type(item) is tuple:
+                    channel, payload = item
+                    message: dict[str, Any] = {"type": "message", "pattern": None, "channel": channel, "data": payload}
+                    if decodes:
+                        message = self._message(item)
+                    handler = channels.get(message["channel"])
+                elif not isinstance(item, (Notice, Failure)):
+                    message, handler = self._shown(cast("_Other", item))
+                elif count:
+                    items.appendleft(item)
+                    break
                 else:
-                    await _call(handler, message)
-            elif count and isinstance(item, (Notice, Failure)):
-                items.appendleft(item)  # it may raise: alone
+                    notice = await self._notice(item, ignored=False)
+                    batch += [] if notice is None else [notice]
+                    break
+            except UnicodeError:  # of a payload; that of a handler is another matter
+                if not batch:
+                    raise
+                items.appendleft(item)
+                break
+            if handler is None:
+                batch.append(message)
+            elif batch:
+                items.appendleft(item)
                 break
             else:
-                unusual = await self._unusual(cast("_Unusual", item), ignored=False)
-                batch += [] if unusual is None else [unusual]
-                if isinstance(item, (Notice, Failure)):
-                    break
-        if self._queue.is_full:
-            self._queue.relieve()
+                await _call(handler, message)
 
     async def parse_response(self, block: bool = True, timeout: float = 0) -> Any:
         """Return the next message as the list that Redis sends; None when there is none within ``timeout``."""
@@ -396,24 +413,21 @@ class PubSub(redis.asyncio.client.PubSub):
             return {"type": "message", "pattern": None, "channel": channel, "data": payload}
         return {"type": "message", "pattern": None, "channel": self._name(channel), "data": self._name(payload)}
 
-    def _matched(self, item: PatternMessage) -> dict[str, Any]:
-        pattern, channel, payload = self._name(item.pattern), self._name(item.channel), self._name(item.payload)
-        return {"type": "pmessage", "pattern": pattern, "channel": channel, "data": payload}
-
-    def _sharded(self, item: ShardedMessage) -> dict[str, Any]:
+    def _shown(self, item: _Other) -> tuple[dict[str, Any], Handler | None]:
+        """Return a message as the application sees it, and its handler."""
+        if isinstance(item, PatternMessage):
+            pattern, channel, payload = self._name(item.pattern), self._name(item.channel), self._name(item.payload)
+            message = {"type": "pmessage", "pattern": pattern, "channel": channel, "data": payload}
+            return message, self.patterns.get(pattern)
         channel, payload = self._name(item.channel), self._name(item.payload)
-        return {"type": "smessage", "pattern": None, "channel": channel, "data": payload}
+        message = {"type": "smessage", "pattern": None, "channel": channel, "data": payload}
+        return message, self.shard_channels.get(channel)
 
     async def _unusual(self, item: _Unusual, ignored: bool) -> dict[str, Any] | None:
         """Do as ``get_message`` with what is no plain message of a channel."""
-        if isinstance(item, PatternMessage):
-            message = self._matched(item)
-            handler = self.patterns.get(message["pattern"])
-        elif isinstance(item, ShardedMessage):
-            message = self._sharded(item)
-            handler = self.shard_channels.get(message["channel"])
-        else:
+        if isinstance(item, (Notice, Failure)):
             return await self._notice(item, ignored)
+        message, handler = self._shown(item)
         if handler is None:
             return message
         await _call(handler, message)

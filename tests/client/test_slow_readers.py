@@ -14,6 +14,8 @@ from dynamoth_client.asyncio import GapInfo, from_url
 from dynamoth_client.pattern_subscription import PatternMessage
 from tests.client.stored_cluster import StoredCluster
 from tests.client.sync_helpers import confirmed as confirmed_sync
+from tests.client.sync_helpers import next_of as next_sync
+from tests.client.sync_helpers import until
 
 COUNT = 500
 
@@ -24,6 +26,11 @@ def run(test: Any) -> None:
 
 def pubsub_of(client: Any, **options: Any) -> Any:
     return client.pubsub(**options)
+
+
+def queue_of(pubsub: Any) -> Any:
+    """What waits to be read from a synchronous PubSub."""
+    return pubsub._inner._queue.items
 
 
 async def confirmed(pubsub: Any, *channels: str) -> None:
@@ -111,6 +118,141 @@ def test_an_error_comes_behind_the_messages_before_it(cluster: StoredCluster) ->
             assert got == list(range(len(got))) and COUNT <= len(got) < 2 * COUNT
 
     run(test())
+
+
+def fail(message: dict[str, Any]) -> None:
+    raise ZeroDivisionError(message["data"])
+
+
+async def told(pubsub: Any, count: int) -> list[Any]:
+    """Read batches, past errors, until so many messages and errors have come; return them by their data and type."""
+    told: list[Any] = []
+    while len(told) < count:
+        try:
+            async for batch in pubsub.batches():
+                told += [message["data"] for message in batch]
+                if len(told) >= count:
+                    break
+        except (ZeroDivisionError, UnicodeError) as error:
+            told.append(type(error))
+    return told
+
+
+def told_sync(pubsub: Any, count: int) -> list[Any]:
+    told: list[Any] = []
+    while len(told) < count:
+        try:
+            for batch in pubsub.batches():
+                told += [message["data"] for message in batch]
+                if len(told) >= count:
+                    break
+        except (ZeroDivisionError, UnicodeError) as error:
+            told.append(type(error))
+    return told
+
+
+MIXED = (("a", "1"), ("a", "2"), ("h", "x"), ("a", "3"), ("p", "y"), ("a", "4"), ("a", "5"), ("h", "z"), ("h", "z"))
+IN_ORDER = [b"1", b"2", ZeroDivisionError, b"3", ZeroDivisionError, b"4", b"5", ZeroDivisionError, ZeroDivisionError]
+
+
+def test_a_handler_that_raises_takes_nothing_from_a_batch(cluster: StoredCluster) -> None:
+    """As with ``get_message``: what came before is read before, what came behind it is read on."""
+
+    async def fail_later(message: dict[str, Any]) -> None:
+        await asyncio.sleep(0)
+        fail(message)
+
+    async def test() -> None:
+        for handler, bound in ((fail, 1000), (fail_later, 1000), (fail, 1), (fail_later, 2)):
+            async with from_url(cluster.url) as client, pubsub_of(client, max_queue=bound) as pubsub:
+                await pubsub.subscribe("a", h=handler)
+                await pubsub.psubscribe(**{"[p]": handler})
+                for _ in range(3):
+                    assert (await pubsub.get_message(timeout=None))["type"].endswith("subscribe")
+                together = bound == 1000
+                for count, (channel, payload) in enumerate(MIXED, 1):
+                    await client.publish(channel, payload)
+                    while together and len(pubsub._queue.items) < count:  # noqa: ASYNC110  # nobody tells
+                        await asyncio.sleep(0.001)
+                seen = await told(pubsub, len(MIXED))
+                # Where not all are in the queue, those of the pattern come by another way at another time.
+                assert seen == IN_ORDER if together else sorted(map(str, seen)) == sorted(map(str, IN_ORDER))
+
+    run(test())
+
+
+def test_a_handler_that_raises_takes_nothing_from_a_batch_of_the_synchronous_client(cluster: StoredCluster) -> None:
+    with dynamoth_client.from_url(cluster.url) as client, client.pubsub() as pubsub:
+        confirmed_sync(pubsub, "a", h=fail)
+        pubsub.psubscribe(**{"[p]": fail})
+        assert next_sync(pubsub)["type"] == "psubscribe"
+        for count, (channel, payload) in enumerate(MIXED, 1):
+            client.publish(channel, payload)
+            until(lambda count=count: len(queue_of(pubsub)) == count, "it has come")  # type: ignore[misc]
+        assert told_sync(pubsub, len(MIXED)) == IN_ORDER
+
+
+def test_a_handler_that_is_cancelled_takes_nothing_from_a_batch(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        begun = asyncio.Event()
+
+        async def hang(message: dict[str, Any]) -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        async with from_url(cluster.url) as client, pubsub_of(client) as pubsub:
+            await confirmed(pubsub, "a")
+            await pubsub.subscribe(h=hang)
+            assert (await pubsub.get_message(timeout=None))["type"] == "subscribe"
+            for channel, payload in (("a", "1"), ("a", "2"), ("h", "x"), ("a", "3")):
+                await client.publish(channel, payload)
+            seen: list[bytes] = []
+
+            async def read_on() -> None:
+                async for batch in pubsub.batches():
+                    seen.extend(message["data"] for message in batch)
+                    if seen[-1] == b"3":
+                        break
+
+            reading = asyncio.create_task(read_on())
+            await begun.wait()
+            reading.cancel()
+            await asyncio.wait({reading})
+            assert seen == [b"1", b"2"]
+            await read_on()
+            assert seen == [b"1", b"2", b"3"]
+
+    run(test())
+
+
+def test_a_payload_that_cannot_be_decoded_takes_nothing_from_a_batch(cluster: StoredCluster) -> None:
+    payloads = (b"1", b"2", b"\xff", b"3", b"\xff", b"\xff", b"4")
+    expected = ["1", "2", UnicodeDecodeError, "3", UnicodeDecodeError, UnicodeDecodeError, "4"]
+
+    async def test() -> None:
+        async with from_url(cluster.url, decode_responses=True) as client, pubsub_of(client) as pubsub:
+            await confirmed(pubsub, "a")
+            for payload in payloads:
+                await client.publish("a", payload)
+            assert await told(pubsub, len(payloads)) == expected
+
+    run(test())
+    with dynamoth_client.from_url(cluster.url, decode_responses=True) as client, client.pubsub() as pubsub:
+        confirmed_sync(pubsub, "a")
+        for payload in payloads:
+            client.publish("a", payload)
+        assert told_sync(pubsub, len(payloads)) == expected
+
+
+def test_what_ends_a_batch_is_not_lost_with_a_reader_who_leaves(cluster: StoredCluster) -> None:
+    with dynamoth_client.from_url(cluster.url) as client, client.pubsub() as pubsub:
+        confirmed_sync(pubsub, "a")
+        client.publish("a", "1")
+        until(lambda: len(queue_of(pubsub)) == 1, "it has come")
+        pubsub.ping("2")
+        until(lambda: len(queue_of(pubsub)) == 2, "it has come")
+        assert [message["data"] for message in next(pubsub.batches())] == [b"1"]
+        assert next_sync(pubsub)["data"] == b"2"
 
 
 # when_full.
