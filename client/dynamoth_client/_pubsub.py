@@ -58,7 +58,7 @@ class PubSub(redis.asyncio.client.PubSub):
             among the messages.
         gaps: True gives messages of type ``gap`` as well, whose ``data`` is the :class:`GapInfo`. With neither,
             gaps are logged as warnings.
-        max_queue: how many messages wait for the application at most.
+        max_queue: how many messages wait for the application at most; acknowledgements and gaps do not count.
         when_full: what is done about more. ``"block"``: servers are not read from until half of the messages have been
             taken; nothing is dropped here, but a Redis server drops a connection that is not read from for long
             (``client-output-buffer-limit pubsub``), and that is a gap. ``"drop_oldest"``: the oldest quarter is
@@ -365,6 +365,8 @@ class PubSub(redis.asyncio.client.PubSub):
         if not await self._wait(None if block else timeout):
             return None
         item = self._pop()
+        if isinstance(item, (Notice, Failure)):
+            self._queue.has_read(item)
         if isinstance(item, Failure):
             raise self._failed(item)
         if isinstance(item, Notice):
@@ -434,6 +436,7 @@ class PubSub(redis.asyncio.client.PubSub):
         return None
 
     async def _notice(self, item: Notice | Failure, ignored: bool) -> dict[str, Any] | None:
+        self._queue.has_read(item)
         if isinstance(item, Failure):
             raise self._failed(item)
         item.is_read = True

@@ -70,7 +70,7 @@ class _Inner(_pubsub.PubSub):
             item = items.popleft()
         except IndexError:
             return None
-        if queue.is_full and len(items) == queue.bound // 2:
+        if queue.is_full and len(items) == queue.half:
             self._make_room(queue.relieve)  # it begins to read from sockets, which is for the event loop to do
         return item
 
@@ -84,6 +84,7 @@ class _Inner(_pubsub.PubSub):
         Raises as ``get_message``, when there is no item and none will come.
         """
         queue = self._queue
+        queue.settle()
         queue.relieve()  # it may have become full when its last item had just been taken
         if self.subscribed or queue.is_closed:
             await queue.until_item(timeout)

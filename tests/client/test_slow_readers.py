@@ -20,8 +20,8 @@ from tests.client.sync_helpers import until
 COUNT = 500
 
 
-def run(test: Any) -> None:
-    asyncio.run(asyncio.wait_for(test, 30))
+def run(test: Any, timeout_s: float = 30) -> None:
+    asyncio.run(asyncio.wait_for(test, timeout_s))
 
 
 def pubsub_of(client: Any, **options: Any) -> Any:
@@ -374,7 +374,94 @@ def test_an_unknown_policy_is_refused(cluster: StoredCluster) -> None:
         pubsub_of(client, when_full=wrong)
 
 
+# Many subscriptions.
+
+
+@pytest.mark.parametrize(
+    ("when_full", "count", "bound"),
+    [("block", 5000, 1000), ("disconnect", 5000, 1000), ("drop_oldest", 5000, 8), ("drop_oldest", 100_000, 65_536)],
+)
+def test_acknowledgements_do_not_fill_the_queue(cluster: StoredCluster, when_full: str, count: int, bound: int) -> None:
+    channels = [f"c{number}" for number in range(count)]
+
+    async def test() -> None:
+        options: Any = {"when_full": when_full, "max_queue": bound, "gaps": True}
+        # So many take seconds of a slow machine, in which nothing else is done on the loop.
+        patient = from_url(cluster.url, socket_connect_timeout=30)
+        async with patient as client, pubsub_of(client, **options) as pubsub:
+            await pubsub.subscribe(*channels)
+            while pubsub._queue.notices < count:  # noqa: ASYNC110  # they come by themselves
+                await asyncio.sleep(0.01)
+            for channel in (channels[0], channels[-1]):
+                assert await client.publish(channel, "x") == 1
+            acknowledged: set[bytes] = set()
+            for number in range(1, count + 1):
+                message = await pubsub.get_message(timeout=None)
+                assert (message["type"], message["data"]) == ("subscribe", number)
+                acknowledged.add(message["channel"])
+            assert len(acknowledged) == count
+            for channel in (channels[0], channels[-1]):
+                message = await pubsub.get_message(timeout=None)
+                assert (message["channel"], message["data"]) == (channel.encode(), b"x")
+            assert pubsub.gaps_detected == 0
+
+    run(test(), 60)
+
+
+def test_many_subscriptions_of_the_synchronous_client(cluster: StoredCluster) -> None:
+    channels = [f"c{number}" for number in range(20_000)]
+    with dynamoth_client.from_url(cluster.url) as client:
+        pubsub = pubsub_of(client, when_full="drop_oldest", max_queue=100)
+        confirmed_sync(pubsub, *channels)
+        for channel in (channels[0], channels[-1]):
+            assert client.publish(channel, "x") == 1
+            message = next_sync(pubsub)
+            assert (message["channel"], message["data"]) == (channel.encode(), b"x")
+
+
+def test_messages_among_acknowledgements_that_nobody_reads_are_dropped(cluster: StoredCluster) -> None:
+    """What is kept is in its order, and the gap is where the messages were."""
+    channels = [f"c{number}" for number in range(1000)]
+
+    async def test() -> None:
+        options: Any = {"when_full": "drop_oldest", "max_queue": 8, "gaps": True}
+        async with from_url(cluster.url) as client, pubsub_of(client, **options) as pubsub:
+            await pubsub.subscribe(*channels)
+            while pubsub._queue.notices < len(channels):  # noqa: ASYNC110  # they come by themselves
+                await asyncio.sleep(0.01)
+            await publish(client, "c0")
+            await client.publish("c0", b"last")
+            seen: list[dict[str, Any]] = []
+            while not seen or seen[-1]["data"] != b"last":
+                seen.append(await pubsub.get_message(timeout=None))
+            assert [message["data"] for message in seen[:1000]] == list(range(1, 1001))
+            assert seen[1000]["type"] == "gap"
+            dropped = sum(message["data"].count for message in seen if message["type"] == "gap")
+            assert dropped + len([message for message in seen if message["type"] == "message"]) == COUNT + 1
+
+    run(test())
+
+
 # The synchronous client.
+
+
+def test_the_synchronous_client_disconnects_a_reader_that_is_too_slow(cluster: StoredCluster) -> None:
+    with dynamoth_client.from_url(cluster.url) as client:
+        pubsub = pubsub_of(client, max_queue=10, when_full="disconnect")
+        confirmed_sync(pubsub, "c")
+        for number in range(100):
+            client.publish("c", number)
+        got: list[int] = []
+        with pytest.raises(redis.exceptions.ConnectionError, match="max_queue"):
+            while True:
+                got.append(int(next_sync(pubsub)["data"]))
+        assert got == list(range(len(got))) and 10 <= len(got) < 100
+        with pytest.raises(redis.exceptions.ConnectionError, match="subscribe again"):
+            pubsub.subscribe("d")
+        pubsub.close()
+        confirmed_sync(pubsub, "c")
+        client.publish("c", "again")
+        assert next_sync(pubsub)["data"] == b"again"
 
 
 def test_the_synchronous_client_has_batches_and_policies_too(cluster: StoredCluster) -> None:
