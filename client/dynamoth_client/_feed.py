@@ -216,6 +216,24 @@ class Feed:
         for work in self._works():
             work.driver.stop()
 
+    def abandon(self) -> list[int]:
+        """End as ``Driver.abandon``. What was acknowledged can still be asked for by ``succeed``."""
+        self._release_timer = None
+        self._queue.forget_waiters()
+        return [number for work in self._works() for number in work.driver.abandon()]
+
+    def succeed(self, other: Feed) -> None:
+        """Go on where one ended whose event loop is gone: what was acknowledged there may have missed something."""
+        self.gaps += other.gaps
+        reason = "the event loop was closed that the subscription was on: close the client before its loop"
+        for subject in other._acks.begin_anew():
+            name, sharded = (subject.name, False) if subject.is_pattern else _users(subject.name)
+            self._note_gap(GapInfo(name, None, None, reason, name if subject.is_pattern else None, sharded))
+
+    def end(self, error: redis.exceptions.RedisError) -> None:
+        """Let ``error`` meet whoever reads the queue once it is empty, after ``abandon``."""
+        self._queue.close(error)
+
     def fail(self, error: redis.exceptions.RedisError) -> None:
         """Stop, and let ``error`` meet whoever reads the queue once it is empty."""
         self.stop()

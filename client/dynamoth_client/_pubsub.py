@@ -7,6 +7,7 @@ import inspect
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import redis.asyncio
@@ -16,6 +17,7 @@ import redis.exceptions
 from dynamoth.names import SHARDED_PREFIX
 from dynamoth_client._arguments import flat, refuse_unroutable, with_handlers
 from dynamoth_client._cluster import Cluster
+from dynamoth_client._errors import OtherLoop
 from dynamoth_client._feed import Feed
 from dynamoth_client._queue import (
     MAX_QUEUE,
@@ -72,6 +74,7 @@ class PubSub(redis.asyncio.client.PubSub):
       ConnectionError or AuthenticationError, and again each time as long; the PubSub goes on trying and can be read on.
     * ``connection`` is None or what stands for all connections: it has ``is_connected``, and ``disconnect``, which cuts
       them. After that, and no other loss, every subscription is acknowledged again, as redis-py does after each.
+    * Where its event loop was closed without ``aclose``, it subscribes again on the loop where it is used next.
     * The first ``subscribe`` raises when the plan cannot be read from any server, and nothing is subscribed then.
     * A pattern needs a connection to every server. One that is away for 5 s is done without, and that is a gap.
     * Sharded channels (``ssubscribe``) are channels with names of their own, which live, move and are replicated as
@@ -116,12 +119,15 @@ class PubSub(redis.asyncio.client.PubSub):
         #: Set by ``connect`` and all that needs it, before anything is awaited; cleared by ``aclose``.
         self._is_begun = False
         self._feed: Feed | None = None
+        #: The event loop that it was opened on; None in a forked child until it is opened there.
+        self._loop: asyncio.AbstractEventLoop | None = None
         #: The feed that is being opened, shared by all who wait for it.
         self._opening: asyncio.Task[Feed] | None = None
         #: What was asked for while there was no feed, in order.
         self._requests: deque[Callable[[Feed], None]] = deque()
         #: How many items were read since others had their turn.
         self._turn = 0
+        cluster.followers.add(self)
 
     def __del__(self) -> None:
         """End the feed of a PubSub that was dropped without ``aclose``."""
@@ -147,8 +153,18 @@ class PubSub(redis.asyncio.client.PubSub):
             await asyncio.sleep(0)
 
     async def aclose(self) -> None:
-        """End all subscriptions; what has not been read is dropped. The PubSub can be used again."""
-        feed, opening, queue = self._feed, self._opening, self._queue
+        """End all subscriptions; what has not been read is dropped. The PubSub can be used again.
+
+        Raises RuntimeError on another event loop than that of the subscriptions, unless that is closed.
+        """
+        feed, opening, queue, loop = self._feed, self._opening, self._queue, self._loop
+        if loop is not None and loop is not asyncio.get_running_loop():
+            if not loop.is_closed() and (feed is None or not feed.is_stopped):
+                raise OtherLoop
+            if feed is not None:
+                feed.abandon()
+            queue.forget_waiters()
+            feed = opening = None  # they have ended with their loop
         self._forget()
         queue.close(None)
         self._queue = MessageQueue(self._max_queue)
@@ -157,6 +173,15 @@ class PubSub(redis.asyncio.client.PubSub):
             await asyncio.wait({opening})
         if feed is not None:
             await feed.close()
+
+    def fork(self) -> None:
+        """Begin anew in a forked child, when this is used there: what waits to be read is the parent's."""
+        error = self._queue.error
+        self._queue = MessageQueue(self._max_queue)
+        if error is not None:
+            self._queue.close(error)
+        self._feed = self._opening = self._loop = None
+        self.connection = None
 
     @property
     def subscribed(self) -> bool:
@@ -395,15 +420,22 @@ class PubSub(redis.asyncio.client.PubSub):
         if not self._is_begun:
             raise RuntimeError(_NOT_CONNECTED)
         self._turn = 0
+        if self._loop is not asyncio.get_running_loop() and not self._queue.is_closed:
+            return self._wait_anew(timeout)
         return self._wait_with_others(timeout) if self._queue.items else self._queue.until_item(timeout)
 
     def _wait_long(self) -> Awaitable[object]:
         """Wait as ``_wait`` does, without end and at less cost; perhaps until there is no item yet."""
         queue = self._queue
-        if queue.items or queue.is_closed or not self._is_begun:
+        elsewhere = self._loop is not asyncio.get_running_loop()
+        if elsewhere or queue.items or queue.is_closed or not self._is_begun:
             return self._wait(None)
         self._turn = 0
         return queue.wakeup()
+
+    async def _wait_anew(self, timeout: float | None) -> bool:
+        await self._opened()
+        return await self._queue.until_item(timeout)
 
     async def _wait_with_others(self, timeout: float | None) -> bool:
         await asyncio.sleep(0)
@@ -493,10 +525,14 @@ class PubSub(redis.asyncio.client.PubSub):
 
     async def _opened(self) -> Feed:
         """Return the feed. Whoever waits shares the result; a failure ends all that was asked for."""
-        self._is_begun = True
+        was_begun, self._is_begun = self._is_begun, True
         if self._queue.error is not None:
             self._requests.clear()
             self._queue.raise_error()
+        if self._loop is not (loop := asyncio.get_running_loop()):
+            if was_begun:
+                self._begin_anew()
+            self._loop = loop
         if self._feed is not None:
             return self._feed
         if self._opening is None:
@@ -523,9 +559,34 @@ class PubSub(redis.asyncio.client.PubSub):
         self._pass_requests(self._feed)
         return self._feed
 
+    def _begin_anew(self) -> None:
+        """Ask again for all that has been asked for, as the event loop is gone where it was, or this is a forked child.
+
+        Raises RuntimeError where the loop is not gone.
+        """
+        if self._loop is not None and not self._loop.is_closed():
+            self._requests.clear()
+            raise OtherLoop
+        self._cluster.bind()
+        before, self._feed, self._opening = self._feed, None, None
+        self.connection = None
+        self._queue.forget_waiters()
+        self._requests.clear()
+        if before is not None:
+            before.abandon()
+            self._requests.append(lambda feed: feed.succeed(before))
+        for books, subscribe, unsubscribe in (
+            (self._books(), Feed.subscribe, Feed.unsubscribe),
+            (self._books(is_pattern=True), Feed.psubscribe, Feed.punsubscribe),
+            (self._books(is_sharded=True), Feed.ssubscribe, Feed.sunsubscribe),
+        ):
+            for names, request in zip(books, (subscribe, unsubscribe), strict=True):
+                if names:
+                    self._requests.append(partial(_ask, request, [self._encode(name) for name in names]))
+
     def _forget(self) -> None:
         """Be as new."""
-        self._feed = self._opening = None
+        self._feed = self._opening = self._loop = None
         self.connection = None
         self._is_begun = False
         self._requests.clear()
@@ -577,6 +638,10 @@ class PubSub(redis.asyncio.client.PubSub):
     def _name(self, value: bytes) -> Any:
         """Return a name, or a payload, as the application sees it."""
         return self._encoder.decode(value)
+
+
+def _ask(request: Callable[[Feed, Iterable[bytes]], None], names: list[bytes], feed: Feed) -> None:
+    request(feed, names)
 
 
 async def _call(handler: Handler, message: dict[str, Any]) -> None:

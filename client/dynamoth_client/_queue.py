@@ -236,6 +236,10 @@ class MessageQueue:
         self.error = error
         self.wake()
 
+    def forget_waiters(self) -> None:
+        """Forget who waits, as the event loop of theirs is gone."""
+        self._waiters.clear()
+
     def wake(self) -> None:
         """Let all who wait look again."""
         for waiter in self._waiters:
