@@ -478,6 +478,27 @@ def test_closing_the_client_ends_its_pubsubs_with_an_error(cluster: StoredCluste
     run(test())
 
 
+def test_a_handler_that_raises_later_and_reading_goes_on(cluster: StoredCluster) -> None:
+    async def fail(message: dict[str, Any]) -> None:
+        await asyncio.sleep(0)
+        raise ZeroDivisionError(message["data"])
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            await _confirmed(pubsub, "a", h=fail)
+            for number in range(2):
+                await client.publish("h", number)
+                await client.publish("a", number)
+            with pytest.raises(ZeroDivisionError, match="0"):
+                await _next(pubsub)
+            assert (await _next(pubsub))["data"] == b"0"
+            with pytest.raises(ZeroDivisionError, match="1"):
+                await anext(pubsub.listen())
+            assert (await anext(pubsub.listen()))["data"] == b"1"
+
+    run(test())
+
+
 @pytest.mark.parametrize("turns", range(6))
 def test_a_close_that_is_cancelled_has_ended_everything_all_the_same(cluster: StoredCluster, turns: int) -> None:
     """It only does not wait until the sockets are gone."""
