@@ -11,9 +11,13 @@ from tests.redis_servers import RedisServerFactory
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Let all that calls ``stored_cluster.run`` do so on both event loops."""
+    """Let what calls ``stored_cluster.run`` do so on both event loops, but for what moves channels that others keep."""
     names = metafunc.function.__code__.co_names
-    if "run" in names and getattr(cast("object", metafunc.module), "run", None) is stored_cluster.run:
+    if (
+        "run" in names
+        and "whole_cluster" not in metafunc.fixturenames
+        and getattr(cast("object", metafunc.module), "run", None) is stored_cluster.run
+    ):
         metafunc.parametrize("event_loop_kind", ["asyncio", "uvloop"], indirect=True)
 
 
