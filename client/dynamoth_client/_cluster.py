@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import redis.exceptions
 
@@ -21,7 +24,7 @@ from dynamoth_link.query import query
 class Cluster:
     """One client's view of the cluster. Nothing happens before the first use; after ``close`` it can be used again.
 
-    It belongs to the event loop of its first use, until it is closed.
+    It belongs to the event loop of its first use, until either is closed. In a forked child it begins anew.
     """
 
     def __init__(self, settings: Callable[[], Settings], *, envelope: bool) -> None:
@@ -43,6 +46,9 @@ class Cluster:
         self.publishing: Publishing | None = None
         #: Feeds that are at work, or were stopped without ``close``.
         self._feeds: set[Feed] = set()
+        #: PubSubs, which have to begin anew in a forked child.
+        self.followers: weakref.WeakSet[Any] = weakref.WeakSet()
+        _all.add(self)
 
     @property
     def settings(self) -> Settings:
@@ -93,7 +99,7 @@ class Cluster:
             RuntimeError: the client belongs to another event loop.
 
         """
-        self._bind()
+        self.bind()
         if self._local_plan is not None:
             return self._local_plan
         if self._bootstrap is None:
@@ -101,34 +107,44 @@ class Cluster:
             self._bootstrap.add_done_callback(_retrieve)
         task = self._bootstrap
         await asyncio.wait({task})
-        if task.cancelled():
+        if task.cancelled() or not self._is_of_today(local_plan := task.result()):
             raise redis.exceptions.ConnectionError(_errors.CLOSED)
-        return task.result()
+        return local_plan
 
     async def ping(self) -> None:
         """Check that one seed answers PING. Raises the error of the last one when none does."""
-        self._bind()
+        self.bind()
         await self.settings.retrying.call(self._ping)
 
     async def close(self) -> None:
-        """End everything that runs. The next use begins anew, on whichever loop it is."""
+        """End everything that runs. The next use begins anew, on whichever loop it is.
+
+        All has ended, and all that waits has been told, before anything is awaited: a close that is cancelled only does
+        not wait until sockets are gone.
+        """
         if self._loop is None:
             return
-        if self._loop is not asyncio.get_running_loop() and not self._loop.is_closed():
-            self._bind()
-        owned = not self._loop.is_closed()
+        if self._loop.is_closed():  # what ran there ended with its loop
+            feeds = self._feeds
+            self._abandon()
+            for feed in feeds:
+                feed.end(redis.exceptions.ConnectionError(_errors.CLOSED))
+            return
+        self.bind()
         bootstrap, publishing, feeds = self._bootstrap, self.publishing, self._feeds
         self._loop = self._bootstrap = self._local_plan = self.publishing = None
         self._feeds = set()
-        if not owned:  # what ran there ended with its loop
-            return
         if bootstrap is not None:
             bootstrap.cancel()
+        if publishing is not None:
+            publishing.stop()
+        for feed in feeds:
+            feed.fail(redis.exceptions.ConnectionError(_errors.CLOSED))
+        if bootstrap is not None:
             await asyncio.wait({bootstrap})
         if publishing is not None:
             await publishing.close()
         for feed in feeds:
-            feed.fail(redis.exceptions.ConnectionError(_errors.CLOSED))
             await feed.close()
 
     async def _ping(self) -> None:
@@ -146,19 +162,72 @@ class Cluster:
 
     async def _read_plan(self, settings: Settings) -> LocalPlan:
         try:
-            header = await settings.retrying.call(lambda: read_plan_header(settings))
-            self._local_plan = LocalPlan(header)
+            local_plan = LocalPlan(await settings.retrying.call(lambda: read_plan_header(settings)))
+            if self._bootstrap is asyncio.current_task():
+                self._local_plan = local_plan
         finally:
             if self._bootstrap is asyncio.current_task():
                 self._bootstrap = None
-        return self._local_plan
+        return local_plan
 
-    def _bind(self) -> None:
+    def _is_of_today(self, local_plan: LocalPlan) -> bool:
+        """Whether nobody has closed the client since this plan was read."""
+        return local_plan is self._local_plan
+
+    def bind(self) -> None:
+        """Belong to the running event loop, and begin anew there if that of the first use is closed.
+
+        Raises:
+            RuntimeError: the client belongs to another event loop, which is not closed.
+
+        """
         loop = asyncio.get_running_loop()
+        if self._loop is not None and self._loop is not loop:
+            if not self._loop.is_closed():
+                raise _errors.OtherLoop
+            self._abandon()
+        self._loop = loop
+
+    def fork(self) -> None:
+        """Begin anew in a forked child; what is inherited of connections is left alone, and the parent's go on."""
         if self._loop is None:
-            self._loop = loop
-        elif self._loop is not loop:
-            raise RuntimeError(_errors.OTHER_LOOP)
+            return
+        _inherited.append((self._loop, self._bootstrap, self.publishing, self._feeds))
+        _point_to_nowhere(self._abandon())
+        for follower in list(self.followers):
+            follower.fork()
+
+    def _abandon(self) -> list[int]:
+        """Forget what ran on a loop that is closed, or the parent process's; return the descriptors of its sockets."""
+        publishing, feeds = self.publishing, self._feeds
+        self._loop = self._bootstrap = self._local_plan = self.publishing = None
+        self._feeds = set()
+        numbers = [] if publishing is None else publishing.abandon()
+        return numbers + [number for feed in feeds for number in feed.abandon()]
+
+
+_all: weakref.WeakSet[Cluster] = weakref.WeakSet()
+
+_inherited: list[object] = []
+"""What belongs to the parents of this process: never to be collected, as it would complain of not being closed."""
+
+
+def _point_to_nowhere(numbers: Iterable[int]) -> None:
+    """Close what a forked child has inherited, without a word to servers: objects that have it will close it again."""
+    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        for number in numbers:
+            os.dup2(nowhere, number, inheritable=False)
+    finally:
+        os.close(nowhere)
+
+
+def _after_fork() -> None:
+    for cluster in list(_all):
+        cluster.fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _retrieve(task: asyncio.Task[LocalPlan]) -> None:

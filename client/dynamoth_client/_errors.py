@@ -12,6 +12,13 @@ CLOSED = "the client was closed while this waited: keep it open until its calls 
 OTHER_LOOP = "this client belongs to another event loop: make one client per loop, and aclose() it there when done"
 
 
+class OtherLoop(RuntimeError):
+    """Raised when a client is used on another event loop than its own."""
+
+    def __init__(self) -> None:
+        super().__init__(OTHER_LOOP)
+
+
 class BadOption(redis.exceptions.DataError, ValueError):
     """Raised when an option of redis-py has a value that nobody can use: a ValueError, as redis-py's often is."""
 

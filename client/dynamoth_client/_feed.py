@@ -102,8 +102,10 @@ class Feed:
         self._patterns: _Work | None = None
         on_full = {"block": self._pause, "drop_oldest": self._drop_oldest, "disconnect": self._give_up}[when_full]
         queue.watch(on_full, self._resume)
-        #: Gaps of messages that were dropped, until they are read: more of the same subscription are added to these.
+        #: Gaps of messages that were dropped, and how many of them had not been read when that was last looked at: more
+        #: of the same subscription are added to those that are not read.
         self._gaps_of_dropped: dict[Dropped, Notice] = {}
+        self._gaps_not_read = 0
 
     @property
     def is_stopped(self) -> bool:
@@ -246,6 +248,24 @@ class Feed:
         for work in self._works():
             work.driver.stop()
 
+    def abandon(self) -> list[int]:
+        """End as ``Driver.abandon``. What was acknowledged can still be asked for by ``succeed``."""
+        self._release_timer = None
+        self._queue.forget_waiters()
+        return [number for work in self._works() for number in work.driver.abandon()]
+
+    def succeed(self, other: Feed) -> None:
+        """Go on where one ended whose event loop is gone: what was acknowledged there may have missed something."""
+        self.gaps += other.gaps
+        reason = "the event loop was closed that the subscription was on: close the client before its loop"
+        for subject in other._acks.begin_anew():
+            name, sharded = (subject.name, False) if subject.is_pattern else _users(subject.name)
+            self._note_gap(GapInfo(name, None, None, reason, name if subject.is_pattern else None, sharded))
+
+    def end(self, error: redis.exceptions.RedisError) -> None:
+        """Let ``error`` meet whoever reads the queue once it is empty, after ``abandon``."""
+        self._queue.close(error)
+
     def fail(self, error: redis.exceptions.RedisError) -> None:
         """Stop, and let ``error`` meet whoever reads the queue once it is empty."""
         self.stop()
@@ -360,13 +380,14 @@ class Feed:
         self.gaps += 1
         if not self._wants_gaps:
             self._log_gap(gap)
-        elif self._queue.is_full:
+        elif self._queue.is_full or self._queue.notices >= self._queue.bound:
             self._put_gap_while_full(gap)
         else:
+            self._gaps_while_full.clear()
             self._queue.put(Notice("gap", gap.channel if isinstance(gap.channel, bytes) else None, gap))
 
     def _put_gap_while_full(self, gap: GapInfo) -> None:
-        """Keep the full queue bounded: at most one more unread gap per channel."""
+        """Keep a queue bounded that is full, or has as many notices: at most one more unread gap per channel."""
         assert isinstance(gap.channel, bytes), "names are decoded by the reader"
         # One for all channels of a pattern: there is no bound to these.
         name = gap.pattern if isinstance(gap.pattern, bytes) else gap.channel
@@ -408,7 +429,9 @@ class Feed:
     def _drop_oldest(self) -> None:
         """Make room, and tell in the place of the messages what is missing."""
         queue = self._queue
-        self._gaps_of_dropped = {of: told for of, told in self._gaps_of_dropped.items() if not told.is_read}
+        if len(self._gaps_of_dropped) > 2 * self._gaps_not_read:
+            self._gaps_of_dropped = {of: told for of, told in self._gaps_of_dropped.items() if not told.is_read}
+            self._gaps_not_read = len(self._gaps_of_dropped)
         reason = "the application reads too slowly: its oldest messages were dropped (when_full, max_queue)"
         for subject, count in queue.drop_oldest().items():
             channel, pattern, sharded = subject
@@ -417,11 +440,11 @@ class Feed:
             told = self._gaps_of_dropped.get(subject)
             if not self._wants_gaps:
                 self._log_gap(gap)
-            elif told is not None and isinstance(told.data, GapInfo):
+            elif told is not None and not told.is_read and isinstance(told.data, GapInfo):
                 told.data = replace(gap, count=count + (told.data.count or 0))
             else:
                 notice = self._gaps_of_dropped[subject] = Notice("gap", channel, gap)
-                queue.put_first(notice)
+                queue.put_dropped(notice)
 
     def _give_up(self) -> None:
         """End, with an error for the reader behind what has come."""

@@ -74,7 +74,7 @@ class Publishing:
         future is failed with an error of ``redis.exceptions`` otherwise. Cancelling it does not take the message back.
 
         Raises:
-            RuntimeError: called in another event loop. (Not always seen here; to await the future there fails then.)
+            OtherLoop: called in another event loop. (Not always seen here; to await the future there fails then.)
             redis.exceptions.DataError: the payload is larger than ``PAYLOAD_BYTES_MAX``.
 
         """
@@ -87,7 +87,7 @@ class Publishing:
             self._collected.append((outcome, channel, payload))
             return outcome
         if self._loop is not asyncio.get_running_loop():
-            raise RuntimeError(_errors.OTHER_LOOP)
+            raise _errors.OtherLoop
         if self._unanswered:
             self._collected.append((outcome, channel, payload))
             self._schedule_hand_over()
@@ -109,10 +109,22 @@ class Publishing:
         self._unanswered.update([outcome for outcome, _, _ in collected])
         self._driver.handle(PublishAll(collected))
 
-    async def close(self) -> None:
-        """End; what has no outcome yet fails. What was sent still goes out."""
+    def stop(self) -> None:
+        """End at once; what has no outcome yet fails. What was sent still goes out."""
         self.is_stopped = True
         self._fail_all(redis.exceptions.ConnectionError(_errors.CLOSED))
+        self._driver.stop()
+
+    def abandon(self) -> list[int]:
+        """End as ``Driver.abandon``; what has no outcome yet gets none."""
+        self.is_stopped = True
+        self._unanswered.clear()
+        self._collected.clear()
+        return self._driver.abandon()
+
+    async def close(self) -> None:
+        """Stop, and wait until sockets and tasks are gone."""
+        self.stop()
         await self._driver.close()
 
     def _execute(self, action: Any) -> None:

@@ -7,6 +7,7 @@ import inspect
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import redis.asyncio
@@ -17,6 +18,7 @@ from dynamoth.names import SHARDED_PREFIX, sharded_channel
 from dynamoth_client._acks import Subject
 from dynamoth_client._arguments import flat, method_of, refuse_unroutable, refuse_unroutable_pattern, with_handlers
 from dynamoth_client._cluster import Cluster
+from dynamoth_client._errors import OtherLoop
 from dynamoth_client._feed import Feed
 from dynamoth_client._queue import (
     MAX_QUEUE,
@@ -35,7 +37,8 @@ from dynamoth_client.pattern_subscription import PatternMessage
 Channel = bytes | str | memoryview
 Handler = Callable[[dict[str, Any]], Any]
 GapHandler = Callable[[GapInfo], Awaitable[None] | None]
-_Unusual = PatternMessage | ShardedMessage | Notice | Failure
+_Other = PatternMessage | ShardedMessage
+_Unusual = _Other | Notice | Failure
 _Books = tuple[dict[Channel, Handler | None], set[Channel]]
 """What is subscribed to, confirmed or not, with handlers; and whose unsubscription was asked for and not read yet."""
 
@@ -58,7 +61,7 @@ class PubSub(redis.asyncio.client.PubSub):
             among the messages.
         gaps: True gives messages of type ``gap`` as well, whose ``data`` is the :class:`GapInfo`. With neither,
             gaps are logged as warnings.
-        max_queue: how many messages wait for the application at most.
+        max_queue: how many messages wait for the application at most; acknowledgements and gaps do not count.
         when_full: what is done about more. ``"block"``: servers are not read from until half of the messages have been
             taken; nothing is dropped here, but a Redis server drops a connection that is not read from for long
             (``client-output-buffer-limit pubsub``), and that is a gap. ``"drop_oldest"``: the oldest quarter is
@@ -75,6 +78,7 @@ class PubSub(redis.asyncio.client.PubSub):
       Callbacks that are registered there are never called; it has nothing else of redis-py's connections.
     * ``push_handler_func`` is refused with an error: handlers and ``on_gap`` tell what comes. ``execute_command`` has
       the commands of subscriptions and PING, and no other.
+    * Where its event loop was closed without ``aclose``, it subscribes again on the loop where it is used next.
     * The first ``subscribe`` raises when the plan cannot be read from any server, and nothing is subscribed then.
     * A pattern needs a connection to every server. One that is away for 5 s is done without, and that is a gap.
     * Sharded channels (``ssubscribe``) are channels with names of their own, which live, move and are replicated as
@@ -125,12 +129,15 @@ class PubSub(redis.asyncio.client.PubSub):
         #: Set by ``connect`` and all that needs it, before anything is awaited; cleared by ``aclose``.
         self._is_begun = False
         self._feed: Feed | None = None
+        #: The event loop that it was opened on; None in a forked child until it is opened there.
+        self._loop: asyncio.AbstractEventLoop | None = None
         #: The feed that is being opened, shared by all who wait for it.
         self._opening: asyncio.Task[Feed] | None = None
         #: What was asked for while there was no feed, in order.
         self._requests: deque[Callable[[Feed], None]] = deque()
         #: How many items were read since others had their turn.
         self._turn = 0
+        cluster.followers.add(self)
 
     def __del__(self) -> None:
         """End the feed of a PubSub that was dropped without ``aclose``."""
@@ -156,8 +163,18 @@ class PubSub(redis.asyncio.client.PubSub):
             await asyncio.sleep(0)
 
     async def aclose(self) -> None:
-        """End all subscriptions; what has not been read is dropped. The PubSub can be used again."""
-        feed, opening, queue = self._feed, self._opening, self._queue
+        """End all subscriptions; what has not been read is dropped. The PubSub can be used again.
+
+        Raises RuntimeError on another event loop than that of the subscriptions, unless that is closed.
+        """
+        feed, opening, queue, loop = self._feed, self._opening, self._queue, self._loop
+        if loop is not None and loop is not asyncio.get_running_loop():
+            if not loop.is_closed() and (feed is None or not feed.is_stopped):
+                raise OtherLoop
+            if feed is not None:
+                feed.abandon()
+            queue.forget_waiters()
+            feed = opening = None  # they have ended with their loop
         self._forget()
         queue.close(None)
         self._queue = MessageQueue(self._max_queue)
@@ -166,6 +183,15 @@ class PubSub(redis.asyncio.client.PubSub):
             await asyncio.wait({opening})
         if feed is not None:
             await feed.close()
+
+    def fork(self) -> None:
+        """Begin anew in a forked child, when this is used there: what waits to be read is the parent's."""
+        error = self._queue.error
+        self._queue = MessageQueue(self._max_queue)
+        if error is not None:
+            self._queue.close(error)
+        self._feed = self._opening = self._loop = None
+        self.connection = None
 
     @property
     def subscribed(self) -> bool:
@@ -325,47 +351,65 @@ class PubSub(redis.asyncio.client.PubSub):
     async def batches(self) -> AsyncIterator[list[dict[str, Any]]]:
         """Yield messages as ``listen``, in lists of those that have come: at least one, ``TURN_ITEMS_MAX`` at most.
 
-        For applications that read very much.
+        For applications that read very much. A handler is called, and an error raised, when all messages before it have
+        been yielded.
         """
         while self.subscribed:
             if not await self._wait(None):
                 continue
             batch: list[dict[str, Any]] = []
-            await self._fill(batch)
+            try:
+                await self._fill(batch)
+            finally:
+                if self._queue.is_full:
+                    self._queue.relieve()
             if batch:
                 yield batch
 
     async def _fill(self, batch: list[dict[str, Any]]) -> None:
-        """Take messages from the queue as long as there are some, or one item of another kind."""
+        """Take messages from the queue as long as there are some, or one item of another kind.
+
+        What may raise, or be cancelled, begins a batch: nothing that was taken before is lost by it.
+        """
         items, channels, decodes = self._queue.items, self.channels, self._decodes
         for count in range(min(len(items), TURN_ITEMS_MAX)):
             item = items.popleft()
-            if type(item) is tuple:
-                channel, payload = item
-                message: dict[str, Any] = {"type": "message", "pattern": None, "channel": channel, "data": payload}
-                if decodes:
-                    message = self._message(item)
-                handler = channels.get(message["channel"])
-                if handler is None:
-                    batch.append(message)
+            try:
+                if type(item) is tuple:
+                    channel, payload = item
+                    message: dict[str, Any] = {"type": "message", "pattern": None, "channel": channel, "data": payload}
+                    if decodes:
+                        message = self._message(item)
+                    handler = channels.get(message["channel"])
+                elif not isinstance(item, (Notice, Failure)):
+                    message, handler = self._shown(cast("_Other", item))
+                elif count:
+                    items.appendleft(item)
+                    break
                 else:
-                    await _call(handler, message)
-            elif count and isinstance(item, (Notice, Failure)):
-                items.appendleft(item)  # it may raise: alone
+                    notice = await self._notice(item, ignored=False)
+                    batch += [] if notice is None else [notice]
+                    break
+            except UnicodeError:  # of a payload; that of a handler is another matter
+                if not batch:
+                    raise
+                items.appendleft(item)
+                break
+            if handler is None:
+                batch.append(message)
+            elif batch:
+                items.appendleft(item)
                 break
             else:
-                unusual = await self._unusual(cast("_Unusual", item), ignored=False)
-                batch += [] if unusual is None else [unusual]
-                if isinstance(item, (Notice, Failure)):
-                    break
-        if self._queue.is_full:
-            self._queue.relieve()
+                await _call(handler, message)
 
     async def parse_response(self, block: bool = True, timeout: float = 0) -> Any:
         """Return the next message as the list that Redis sends; None when there is none within ``timeout``."""
         if not await self._wait(None if block else timeout):
             return None
         item = self._pop()
+        if isinstance(item, (Notice, Failure)):
+            self._queue.has_read(item)
         if isinstance(item, Failure):
             raise self._failed(item)
         if isinstance(item, Notice):
@@ -394,15 +438,22 @@ class PubSub(redis.asyncio.client.PubSub):
         if not self._is_begun:
             raise RuntimeError(NOT_CONNECTED)
         self._turn = 0
+        if self._loop is not asyncio.get_running_loop() and not self._queue.is_closed:
+            return self._wait_anew(timeout)
         return self._wait_with_others(timeout) if self._queue.items else self._queue.until_item(timeout)
 
     def _wait_long(self) -> Awaitable[object]:
         """Wait as ``_wait`` does, without end and at less cost; perhaps until there is no item yet."""
         queue = self._queue
-        if queue.items or queue.is_closed or not self._is_begun:
+        elsewhere = self._loop is not asyncio.get_running_loop()
+        if elsewhere or queue.items or queue.is_closed or not self._is_begun:
             return self._wait(None)
         self._turn = 0
         return queue.wakeup()
+
+    async def _wait_anew(self, timeout: float | None) -> bool:
+        await self._opened()
+        return await self._queue.until_item(timeout)
 
     async def _wait_with_others(self, timeout: float | None) -> bool:
         await asyncio.sleep(0)
@@ -414,30 +465,28 @@ class PubSub(redis.asyncio.client.PubSub):
             return {"type": "message", "pattern": None, "channel": channel, "data": payload}
         return {"type": "message", "pattern": None, "channel": self._name(channel), "data": self._name(payload)}
 
-    def _matched(self, item: PatternMessage) -> dict[str, Any]:
-        pattern, channel, payload = self._name(item.pattern), self._name(item.channel), self._name(item.payload)
-        return {"type": "pmessage", "pattern": pattern, "channel": channel, "data": payload}
-
-    def _sharded(self, item: ShardedMessage) -> dict[str, Any]:
+    def _shown(self, item: _Other) -> tuple[dict[str, Any], Handler | None]:
+        """Return a message as the application sees it, and its handler."""
+        if isinstance(item, PatternMessage):
+            pattern, channel, payload = self._name(item.pattern), self._name(item.channel), self._name(item.payload)
+            message = {"type": "pmessage", "pattern": pattern, "channel": channel, "data": payload}
+            return message, self.patterns.get(pattern)
         channel, payload = self._name(item.channel), self._name(item.payload)
-        return {"type": "smessage", "pattern": None, "channel": channel, "data": payload}
+        message = {"type": "smessage", "pattern": None, "channel": channel, "data": payload}
+        return message, self.shard_channels.get(channel)
 
     async def _unusual(self, item: _Unusual, ignored: bool) -> dict[str, Any] | None:
         """Do as ``get_message`` with what is no plain message of a channel."""
-        if isinstance(item, PatternMessage):
-            message = self._matched(item)
-            handler = self.patterns.get(message["pattern"])
-        elif isinstance(item, ShardedMessage):
-            message = self._sharded(item)
-            handler = self.shard_channels.get(message["channel"])
-        else:
+        if isinstance(item, (Notice, Failure)):
             return await self._notice(item, ignored)
+        message, handler = self._shown(item)
         if handler is None:
             return message
         await _call(handler, message)
         return None
 
     async def _notice(self, item: Notice | Failure, ignored: bool) -> dict[str, Any] | None:
+        self._queue.has_read(item)
         if isinstance(item, Failure):
             raise self._failed(item)
         item.is_read = True
@@ -495,10 +544,14 @@ class PubSub(redis.asyncio.client.PubSub):
 
     async def _opened(self) -> Feed:
         """Return the feed. Whoever waits shares the result; a failure ends all that was asked for."""
-        self._is_begun = True
+        was_begun, self._is_begun = self._is_begun, True
         if self._queue.error is not None:
             self._requests.clear()
             self._queue.raise_error()
+        if self._loop is not (loop := asyncio.get_running_loop()):
+            if was_begun:
+                self._begin_anew()
+            self._loop = loop
         if self._feed is not None:
             return self._feed
         if self._opening is None:
@@ -525,9 +578,34 @@ class PubSub(redis.asyncio.client.PubSub):
         self._pass_requests(self._feed)
         return self._feed
 
+    def _begin_anew(self) -> None:
+        """Ask again for all that has been asked for, as the event loop is gone where it was, or this is a forked child.
+
+        Raises RuntimeError where the loop is not gone.
+        """
+        if self._loop is not None and not self._loop.is_closed():
+            self._requests.clear()
+            raise OtherLoop
+        self._cluster.bind()
+        before, self._feed, self._opening = self._feed, None, None
+        self.connection = None
+        self._queue.forget_waiters()
+        self._requests.clear()
+        if before is not None:
+            before.abandon()
+            self._requests.append(lambda feed: feed.succeed(before))
+        for books, subscribe, unsubscribe in (
+            (self._books(), Feed.subscribe, Feed.unsubscribe),
+            (self._books(is_pattern=True), Feed.psubscribe, Feed.punsubscribe),
+            (self._books(is_sharded=True), Feed.ssubscribe, Feed.sunsubscribe),
+        ):
+            for names, request in zip(books, (subscribe, unsubscribe), strict=True):
+                if names:
+                    self._requests.append(partial(_ask, request, [self._encode(name) for name in names]))
+
     def _forget(self) -> None:
         """Be as new."""
-        self._feed = self._opening = None
+        self._feed = self._opening = self._loop = None
         self.connection = None
         self._is_begun = False
         self._requests.clear()
@@ -579,6 +657,10 @@ class PubSub(redis.asyncio.client.PubSub):
     def _name(self, value: bytes) -> Any:
         """Return a name, or a payload, as the application sees it."""
         return self._encoder.decode(value)
+
+
+def _ask(request: Callable[[Feed, Iterable[bytes]], None], names: list[bytes], feed: Feed) -> None:
+    request(feed, names)
 
 
 async def _call(handler: Handler, message: dict[str, Any]) -> None:

@@ -71,8 +71,10 @@ Dropped = tuple[bytes, bytes | None, bool]
 """A channel, or the pattern that its messages came for, that pattern, if any, and whether it is a sharded channel. One
 for all channels of a pattern: there is no bound to these."""
 
-Item = tuple[bytes, bytes] | PatternMessage | ShardedMessage | Notice | Failure
+Message = tuple[bytes, bytes] | PatternMessage | ShardedMessage
 """A plain pair is a message of a channel: channel and payload."""
+
+Item = Message | Notice | Failure
 
 
 WhenFull = Literal["block", "drop_oldest", "disconnect"]
@@ -82,27 +84,45 @@ are dropped; or it ends, with an error behind what it has."""
 WHEN_FULL: tuple[WhenFull, ...] = get_args(WhenFull)
 
 DROPPED_RATIO = 4
-"""One in so many of the items of a full queue is dropped, besides those that are too many: it costs a look at each."""
+"""One in so many of the messages of a full queue is dropped, besides those that are too many."""
 
 
 class MessageQueue:
     """The queue of one PubSub.
 
-    Past ``bound`` items ``on_full`` is called, once, and at half of it ``on_room``. The owner stops reading from
+    At ``bound`` messages ``on_full`` is called, once, and at half of it ``on_room``. The owner stops reading from
     servers in between, or makes room by ``drop_oldest``, so that the queue exceeds its bound by what one read per
-    server has brought at most.
+    server has brought at most. Notices and errors do not count: the application has asked for them, or they are few.
     """
 
-    __slots__ = ("_on_full", "_on_room", "_waiters", "bound", "error", "is_closed", "is_full", "items")
+    __slots__ = (
+        "_behind",
+        "_first",
+        "_on_full",
+        "_on_room",
+        "_waiters",
+        "bound",
+        "error",
+        "is_closed",
+        "is_full",
+        "items",
+        "limit",
+    )
 
     def __init__(self, bound: int) -> None:
         """Make an empty queue. Raises ``redis.exceptions.DataError`` for a bound below 1."""
         if bound < 1:
             raise redis.exceptions.DataError(f"max_queue must be at least 1, not {bound}")
         self.bound = bound
-        #: Oldest first. Readers take from the left themselves, and call ``relieve`` while ``is_full``; who fills it
-        #: itself calls ``grown``.
+        #: Oldest first. Readers take from the left themselves, and call ``relieve`` while ``is_full``, and ``has_read``
+        #: for what is no message; who fills it with messages itself calls ``grown``.
         self.items: deque[Item] = deque()
+        #: How many items make it full: ``bound``, and what is no message.
+        self.limit = bound
+        #: What is no message and had messages around it that were dropped: the first one is in ``items``, or is being
+        #: read, those behind it wait here, so that they are not moved again each time. None behind without a first.
+        self._first: Notice | Failure | None = None
+        self._behind: deque[Notice | Failure] = deque()
         #: Between ``on_full`` and ``on_room``.
         self.is_full = False
         #: Nothing comes any more; readers that wait get ``error``, if there is one.
@@ -118,61 +138,107 @@ class MessageQueue:
         self._on_full = on_full
         self._on_room = on_room
 
-    def put(self, item: Item) -> None:
-        """Add one item."""
-        self.extend((item,))
+    @property
+    def notices(self) -> int:
+        """How many notices and errors have not been read."""
+        return self.limit - self.bound + len(self._behind)
 
-    def extend(self, items: Iterable[Item]) -> None:
-        """Add items, in their order."""
-        self.items.extend(items)
+    def put(self, item: Notice | Failure) -> None:
+        """Add one item that is no message."""
+        self.items.append(item)
+        self.limit += 1
+        self.wake()
+
+    def extend(self, messages: Iterable[Message]) -> None:
+        """Add messages, in their order."""
+        self.items.extend(messages)
         self.grown()
 
     def grown(self) -> None:
-        """Do what is due when ``items`` has got more, perhaps."""
+        """Do what is due when ``items`` has got more messages, perhaps."""
         if self._waiters and self.items:
             self.wake()
-        if len(self.items) >= self.bound and not self.is_full:
+        if len(self.items) >= self.limit and not self.is_full:
             self.is_full = True
             self._on_full()
+
+    def has_read(self, item: Notice | Failure) -> None:
+        """Be told of what was taken from ``items`` and is no message."""
+        if self.limit > self.bound:  # else it was of a queue that this one has replaced
+            self.limit -= 1
+        if item is self._first:
+            self._next()
 
     def drop_oldest(self) -> Counter[Dropped]:
         """Make room in a full queue by dropping the oldest messages; return how many of each subscription.
 
-        All else stays, in its place.
+        All else stays, in its order.
         """
         items = self.items
         dropped: Counter[Dropped] = Counter()
-        kept: list[Item] = []
-        for _ in range(len(items) - self.bound + max(1, self.bound // DROPPED_RATIO)):
+        kept: Notice | Failure | None = None
+        number = len(items) - self.limit + max(1, self.bound // DROPPED_RATIO)
+        while number > 0 and items:
             item = items.popleft()
+            if isinstance(item, (Notice, Failure)):
+                if self._first is None or item is self._first:
+                    self._first = kept = item
+                else:
+                    self._behind.append(item)
+                    self.limit -= 1
+                continue
+            number -= 1
             if isinstance(item, tuple):
                 dropped[item[0], None, False] += 1
             elif isinstance(item, ShardedMessage):
                 dropped[item.channel, None, True] += 1
-            elif isinstance(item, PatternMessage):
-                dropped[item.pattern, item.pattern, False] += 1
             else:
-                kept.append(item)
-        items.extendleft(reversed(kept))
+                dropped[item.pattern, item.pattern, False] += 1
+        if kept is not None:
+            items.appendleft(kept)
         self.is_full = False
         return dropped
 
-    def put_first(self, item: Item) -> None:
-        """Add one item before all others."""
-        self.items.appendleft(item)
+    def put_dropped(self, item: Notice) -> None:
+        """Add one item where ``drop_oldest`` has just dropped messages: before all others."""
+        self._behind.append(item)
+        if self._first is None:
+            self._next()
         self.wake()
+
+    def _next(self) -> None:
+        """Let the next of those behind the first be the first."""
+        self._first = self._behind.popleft() if self._behind else None
+        if self._first is not None:
+            self.items.appendleft(self._first)
+            self.limit += 1
 
     def relieve(self) -> None:
         """Let more come when half of the room is free."""
-        if self.is_full and len(self.items) <= self.bound // 2:
+        if self.is_full and len(self.items) <= self.half:
             self.is_full = False
             self._on_room()
+
+    @property
+    def half(self) -> int:
+        """At how many items half of the room is free."""
+        return self.limit - self.bound + self.bound // 2
+
+    def settle(self) -> None:
+        """Set right what a reader has left who was interrupted between taking an item and ``has_read``."""
+        if not self.items:
+            self.limit = self.bound
+            self._next()
 
     def close(self, error: redis.exceptions.RedisError | None) -> None:
         """End: readers that wait get ``error``, or learn that nothing comes."""
         self.is_closed = True
         self.error = error
         self.wake()
+
+    def forget_waiters(self) -> None:
+        """Forget who waits, as the event loop of theirs is gone."""
+        self._waiters.clear()
 
     def wake(self) -> None:
         """Let all who wait look again."""

@@ -26,6 +26,7 @@ from dynamoth_client._commands import (
     routed,
     without_agents,
 )
+from dynamoth_client._errors import OtherLoop
 from dynamoth_client._making import (
     ChannelPlan,
     GuaranteesOff,
@@ -58,7 +59,9 @@ class Redis(redis.asyncio.Redis):
     that some of them are down does not matter. Errors are those of ``redis.exceptions``.
 
     A client belongs to the event loop where it published or subscribed first, until ``aclose``; on another one it
-    raises RuntimeError. ``aclose`` ends its PubSubs too.
+    raises RuntimeError. ``aclose`` ends its PubSubs too. Where that loop has been closed without ``aclose``, and in a
+    forked child, publishing and PubSubs begin anew on the loop where they are used next: a PubSub subscribes again, and
+    where the loop was closed it tells a gap for each subscription that was acknowledged.
 
     redis-py's options hold for every server, also for those that join later. Credentials in a server's own URL come
     first. What is to be known besides:
@@ -182,7 +185,11 @@ class Redis(redis.asyncio.Redis):
         publishing = self._cluster.publishing
         if publishing is None or publishing.is_stopped:
             publishing = await self._cluster.open_publishing()
-        return await publishing.publish(name, payload)
+        try:
+            outcome = publishing.publish(name, payload)
+        except OtherLoop:
+            outcome = (await self._cluster.open_publishing()).publish(name, payload)
+        return await outcome
 
     async def spublish(self, shard_channel: Any, message: Any, **kwargs: Any) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Publish ``message`` on a sharded channel, as :meth:`publish` on a channel: only ``ssubscribe`` hears it.
@@ -193,7 +200,11 @@ class Redis(redis.asyncio.Redis):
         publishing = self._cluster.publishing
         if publishing is None or publishing.is_stopped:
             publishing = await self._cluster.open_publishing()
-        return await publishing.publish(name, payload)
+        try:
+            outcome = publishing.publish(name, payload)
+        except OtherLoop:
+            outcome = (await self._cluster.open_publishing()).publish(name, payload)
+        return await outcome
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """Execute a command at the first server; but PUBLISH, SPUBLISH and PUBSUB as their methods here do."""

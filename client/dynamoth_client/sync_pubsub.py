@@ -54,8 +54,7 @@ class _Inner(_pubsub.PubSub):
     """The asynchronous PubSub, whose items are taken by a thread. Handlers and gaps are left to that thread."""
 
     message = _pubsub.PubSub._message  # pyright: ignore[reportPrivateUsage]
-    matched = _pubsub.PubSub._matched  # pyright: ignore[reportPrivateUsage]
-    sharded = _pubsub.PubSub._sharded  # pyright: ignore[reportPrivateUsage]
+    shown = _pubsub.PubSub._shown  # pyright: ignore[reportPrivateUsage]
     notice = _pubsub.PubSub._notice  # pyright: ignore[reportPrivateUsage]
 
     _family = "redis"
@@ -72,9 +71,13 @@ class _Inner(_pubsub.PubSub):
             item = items.popleft()
         except IndexError:
             return None
-        if queue.is_full and len(items) == queue.bound // 2:
+        if queue.is_full and len(items) == queue.half:
             self._make_room(queue.relieve)  # it begins to read from sockets, which is for the event loop to do
         return item
+
+    def put_back(self, item: Item) -> None:
+        """Let what was taken be the next item again."""
+        self._queue.items.appendleft(item)
 
     async def until_item(self, timeout: float | None) -> None:
         """Wait until there is an item, or ``timeout`` seconds are over (None: never), or nothing is subscribed to.
@@ -82,6 +85,7 @@ class _Inner(_pubsub.PubSub):
         Raises as ``get_message``, when there is no item and none will come.
         """
         queue = self._queue
+        queue.settle()
         queue.relieve()  # it may have become full when its last item had just been taken
         if self.subscribed or queue.is_closed:
             await queue.until_item(timeout)
@@ -378,22 +382,52 @@ class PubSub(redis.client.PubSub):
                     yield shown
 
     def batches(self) -> Generator[list[dict[str, Any]], None, None]:
-        """Yield messages as ``listen``, in lists of those that have come: at least one, ``TURN_ITEMS_MAX`` at most."""
+        """Yield messages as ``listen``, in lists of those that have come: at least one, ``TURN_ITEMS_MAX`` at most.
+
+        A handler is called, and an error raised, when all messages before it have been yielded.
+        """
         while (inner := self._inner).subscribed:
+            if batch := self._take(inner):
+                yield batch
+
+    def _take(self, inner: _Inner) -> list[dict[str, Any]]:
+        """Take messages as long as there are some; wait when there is none.
+
+        What may raise begins a batch: nothing that was taken before is lost by it.
+        """
+        batch: list[dict[str, Any]] = []
+        while len(batch) < _pubsub.TURN_ITEMS_MAX:
             item = inner.pop()
             if item is None:
-                self._wait(None)
-            batch: list[dict[str, Any]] = []
-            while item is not None:
-                if batch and isinstance(item, (Notice, Failure)):  # it may raise
-                    yield batch
-                    batch = []
-                message = self._read(item, False)
-                if message is not None:
-                    batch.append(message)
-                item = inner.pop() if len(batch) < _pubsub.TURN_ITEMS_MAX else None
-            if batch:
-                yield batch
+                if not batch:
+                    self._wait(None)
+                break
+            try:
+                if type(item) is tuple:
+                    message = inner.message(item)
+                    handler = inner.channels.get(message["channel"])
+                elif not isinstance(item, (Notice, Failure)):
+                    message, handler = inner.shown(cast("PatternMessage | ShardedMessage", item))
+                elif batch:
+                    inner.put_back(item)
+                    break
+                else:
+                    notice = self._read(item, False)
+                    batch += [] if notice is None else [notice]
+                    continue
+            except UnicodeError:  # of a payload; that of a handler is another matter
+                if not batch:
+                    raise
+                inner.put_back(item)
+                break
+            if handler is None:
+                batch.append(message)
+            elif batch:
+                inner.put_back(item)
+                break
+            else:
+                handler(message)
+        return batch
 
     def run(
         self, *, exception_handler: Callable[[BaseException, PubSub], object] | None = None, poll_timeout: float = 1.0
@@ -434,15 +468,11 @@ class PubSub(redis.client.PubSub):
                     self._on_gap(message["data"])
                 return message if self._gaps else None
             return message
-        if isinstance(item, PatternMessage):
-            message = inner.matched(item)
-            handler = inner.patterns.get(message["pattern"])
-        elif isinstance(item, ShardedMessage):
-            message = inner.sharded(item)
-            handler = inner.shard_channels.get(message["channel"])
-        else:
+        if isinstance(item, tuple):
             message = inner.message(item)
             handler = inner.channels.get(message["channel"])
+        else:
+            message, handler = inner.shown(item)
         if handler is None:
             return message
         handler(message)

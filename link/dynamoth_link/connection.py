@@ -193,6 +193,12 @@ class Connection(asyncio.Protocol):
             return 0
         return self._output_bytes + self._transport.get_write_buffer_size()
 
+    @property
+    def fileno(self) -> int:
+        """The descriptor of the socket; -1 where there is none."""
+        socket = None if self._transport is None else self._transport.get_extra_info("socket")
+        return -1 if socket is None else int(socket.fileno())
+
     def send(self, args: Sequence[CommandPart], on_reply: OnReply | None = None) -> bool:
         """Send one command, at the latest at the end of this turn of the loop; False, and nothing happens, if not open.
 

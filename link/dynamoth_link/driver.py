@@ -165,6 +165,15 @@ class Driver:
         for name in list(self._links):
             self._disconnect(name)
 
+    def abandon(self) -> list[int]:
+        """Stop without a word to servers or to the event loop, which is closed, or runs in the parent of this process.
+
+        Returns the descriptors of the sockets: nobody closes them.
+        """
+        self._stopped = True
+        self._waiting.clear()
+        return [link.fileno for link in self._links.values() if link.fileno >= 0]
+
     async def close(self) -> None:
         """Stop, and wait until all sockets and tasks are gone: at most the longest ``close_timeout_s``."""
         self.stop()

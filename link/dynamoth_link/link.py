@@ -84,6 +84,11 @@ class Link:
         """How many bytes have been sent and not been taken by the operating system yet; 0 while down."""
         return self._connection.write_buffer_size if self._connection is not None else 0
 
+    @property
+    def fileno(self) -> int:
+        """The descriptor of the socket; -1 while down."""
+        return self._connection.fileno if self._connection is not None else -1
+
     def start(self) -> None:
         """Begin to open the link, and keep it open. Needs a running loop; once only."""
         assert self._task is None, "a link is started once"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from dynamoth import stored_plan
@@ -15,6 +15,10 @@ from dynamoth_link.query import query
 
 TIMEOUT_S = 30.0
 """Bound of a whole test: a hang fails here, and not in the tool that runs the tests."""
+
+
+loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+"""What makes the event loop of ``run``; None: asyncio. Set by ``conftest``."""
 
 
 class StoredCluster:
@@ -91,5 +95,6 @@ def run(test: Coroutine[Any, Any, None]) -> None:
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, f"tasks are left: {left}"
 
-    asyncio.run(guarded())
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(guarded())
     assert not reported

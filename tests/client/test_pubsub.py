@@ -499,6 +499,85 @@ def test_closing_the_client_ends_its_pubsubs_with_an_error(cluster: StoredCluste
     run(test())
 
 
+def test_a_handler_that_raises_later_and_reading_goes_on(cluster: StoredCluster) -> None:
+    async def fail(message: dict[str, Any]) -> None:
+        await asyncio.sleep(0)
+        raise ZeroDivisionError(message["data"])
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+            await _confirmed(pubsub, "a", h=fail)
+            for number in range(2):
+                await client.publish("h", number)
+                await client.publish("a", number)
+            with pytest.raises(ZeroDivisionError, match="0"):
+                await _next(pubsub)
+            assert (await _next(pubsub))["data"] == b"0"
+            with pytest.raises(ZeroDivisionError, match="1"):
+                await anext(pubsub.listen())
+            assert (await anext(pubsub.listen()))["data"] == b"1"
+
+    run(test())
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_close_that_is_cancelled_has_ended_everything_all_the_same(cluster: StoredCluster, turns: int) -> None:
+    """It only does not wait until the sockets are gone."""
+
+    async def test() -> None:
+        client = from_url(cluster.url)
+        pubsubs = [client.pubsub() for _ in range(3)]
+        for pubsub in pubsubs:
+            await _confirmed(pubsub, "a")
+        assert await client.publish("a", "x") == 3
+        for pubsub in pubsubs:
+            assert (await _next(pubsub))["data"] == b"x"
+        readers = [asyncio.create_task(pubsub.get_message(timeout=None)) for pubsub in pubsubs]
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(client.aclose())
+        await asyncio.sleep(0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait({closing})
+        outcomes = await asyncio.gather(*readers, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [redis.exceptions.ConnectionError] * 3
+        await cluster.until_subscribed(*_where(cluster, "a"), count=0)
+        await client.aclose()
+        for pubsub in pubsubs:
+            await pubsub.aclose()
+        await _confirmed(pubsubs[0], "a")
+        assert await client.publish("a", "y") == 1
+        await client.aclose()
+
+    run(test())
+
+
+def test_a_close_of_a_pubsub_that_is_cancelled(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        async with from_url(cluster.url) as client:
+            for turns in range(6):
+                pubsub = client.pubsub()
+                await _confirmed(pubsub, "a")
+                await pubsub.psubscribe("p*")
+                assert (await _next(pubsub))["type"] == "psubscribe"
+                reading = asyncio.create_task(pubsub.get_message(timeout=None))
+                await asyncio.sleep(0)
+                closing = asyncio.create_task(pubsub.aclose())
+                for _ in range(1 + turns):
+                    await asyncio.sleep(0)
+                closing.cancel()
+                await asyncio.wait({closing})
+                assert await reading is None
+                await cluster.until_subscribed(*_where(cluster, "a"), count=0)
+                await _confirmed(pubsub, "a")
+                assert await client.publish("a", "y") == 1
+                assert (await _next(pubsub))["data"] == b"y"
+                await pubsub.aclose()
+
+    run(test())
+
+
 def test_what_cannot_be_subscribed_to_is_refused_with_words(cluster: StoredCluster) -> None:
     async def test() -> None:
         async with from_url(cluster.url) as client, client.pubsub() as pubsub:

@@ -14,16 +14,23 @@ from dynamoth_client.asyncio import GapInfo, from_url
 from dynamoth_client.pattern_subscription import PatternMessage
 from tests.client.stored_cluster import StoredCluster
 from tests.client.sync_helpers import confirmed as confirmed_sync
+from tests.client.sync_helpers import next_of as next_sync
+from tests.client.sync_helpers import until
 
 COUNT = 500
 
 
-def run(test: Any) -> None:
-    asyncio.run(asyncio.wait_for(test, 30))
+def run(test: Any, timeout_s: float = 30) -> None:
+    asyncio.run(asyncio.wait_for(test, timeout_s))
 
 
 def pubsub_of(client: Any, **options: Any) -> Any:
     return client.pubsub(**options)
+
+
+def queue_of(pubsub: Any) -> Any:
+    """What waits to be read from a synchronous PubSub."""
+    return pubsub._inner._queue.items
 
 
 async def confirmed(pubsub: Any, *channels: str) -> None:
@@ -111,6 +118,141 @@ def test_an_error_comes_behind_the_messages_before_it(cluster: StoredCluster) ->
             assert got == list(range(len(got))) and COUNT <= len(got) < 2 * COUNT
 
     run(test())
+
+
+def fail(message: dict[str, Any]) -> None:
+    raise ZeroDivisionError(message["data"])
+
+
+async def told(pubsub: Any, count: int) -> list[Any]:
+    """Read batches, past errors, until so many messages and errors have come; return them by their data and type."""
+    told: list[Any] = []
+    while len(told) < count:
+        try:
+            async for batch in pubsub.batches():
+                told += [message["data"] for message in batch]
+                if len(told) >= count:
+                    break
+        except (ZeroDivisionError, UnicodeError) as error:
+            told.append(type(error))
+    return told
+
+
+def told_sync(pubsub: Any, count: int) -> list[Any]:
+    told: list[Any] = []
+    while len(told) < count:
+        try:
+            for batch in pubsub.batches():
+                told += [message["data"] for message in batch]
+                if len(told) >= count:
+                    break
+        except (ZeroDivisionError, UnicodeError) as error:
+            told.append(type(error))
+    return told
+
+
+MIXED = (("a", "1"), ("a", "2"), ("h", "x"), ("a", "3"), ("p", "y"), ("a", "4"), ("a", "5"), ("h", "z"), ("h", "z"))
+IN_ORDER = [b"1", b"2", ZeroDivisionError, b"3", ZeroDivisionError, b"4", b"5", ZeroDivisionError, ZeroDivisionError]
+
+
+def test_a_handler_that_raises_takes_nothing_from_a_batch(cluster: StoredCluster) -> None:
+    """As with ``get_message``: what came before is read before, what came behind it is read on."""
+
+    async def fail_later(message: dict[str, Any]) -> None:
+        await asyncio.sleep(0)
+        fail(message)
+
+    async def test() -> None:
+        for handler, bound in ((fail, 1000), (fail_later, 1000), (fail, 1), (fail_later, 2)):
+            async with from_url(cluster.url) as client, pubsub_of(client, max_queue=bound) as pubsub:
+                await pubsub.subscribe("a", h=handler)
+                await pubsub.psubscribe(**{"[p]": handler})
+                for _ in range(3):
+                    assert (await pubsub.get_message(timeout=None))["type"].endswith("subscribe")
+                together = bound == 1000
+                for count, (channel, payload) in enumerate(MIXED, 1):
+                    await client.publish(channel, payload)
+                    while together and len(pubsub._queue.items) < count:  # noqa: ASYNC110  # nobody tells
+                        await asyncio.sleep(0.001)
+                seen = await told(pubsub, len(MIXED))
+                # Where not all are in the queue, those of the pattern come by another way at another time.
+                assert seen == IN_ORDER if together else sorted(map(str, seen)) == sorted(map(str, IN_ORDER))
+
+    run(test())
+
+
+def test_a_handler_that_raises_takes_nothing_from_a_batch_of_the_synchronous_client(cluster: StoredCluster) -> None:
+    with dynamoth_client.from_url(cluster.url) as client, client.pubsub() as pubsub:
+        confirmed_sync(pubsub, "a", h=fail)
+        pubsub.psubscribe(**{"[p]": fail})
+        assert next_sync(pubsub)["type"] == "psubscribe"
+        for count, (channel, payload) in enumerate(MIXED, 1):
+            client.publish(channel, payload)
+            until(lambda count=count: len(queue_of(pubsub)) == count, "it has come")  # type: ignore[misc]
+        assert told_sync(pubsub, len(MIXED)) == IN_ORDER
+
+
+def test_a_handler_that_is_cancelled_takes_nothing_from_a_batch(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        begun = asyncio.Event()
+
+        async def hang(message: dict[str, Any]) -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        async with from_url(cluster.url) as client, pubsub_of(client) as pubsub:
+            await confirmed(pubsub, "a")
+            await pubsub.subscribe(h=hang)
+            assert (await pubsub.get_message(timeout=None))["type"] == "subscribe"
+            for channel, payload in (("a", "1"), ("a", "2"), ("h", "x"), ("a", "3")):
+                await client.publish(channel, payload)
+            seen: list[bytes] = []
+
+            async def read_on() -> None:
+                async for batch in pubsub.batches():
+                    seen.extend(message["data"] for message in batch)
+                    if seen[-1] == b"3":
+                        break
+
+            reading = asyncio.create_task(read_on())
+            await begun.wait()
+            reading.cancel()
+            await asyncio.wait({reading})
+            assert seen == [b"1", b"2"]
+            await read_on()
+            assert seen == [b"1", b"2", b"3"]
+
+    run(test())
+
+
+def test_a_payload_that_cannot_be_decoded_takes_nothing_from_a_batch(cluster: StoredCluster) -> None:
+    payloads = (b"1", b"2", b"\xff", b"3", b"\xff", b"\xff", b"4")
+    expected = ["1", "2", UnicodeDecodeError, "3", UnicodeDecodeError, UnicodeDecodeError, "4"]
+
+    async def test() -> None:
+        async with from_url(cluster.url, decode_responses=True) as client, pubsub_of(client) as pubsub:
+            await confirmed(pubsub, "a")
+            for payload in payloads:
+                await client.publish("a", payload)
+            assert await told(pubsub, len(payloads)) == expected
+
+    run(test())
+    with dynamoth_client.from_url(cluster.url, decode_responses=True) as client, client.pubsub() as pubsub:
+        confirmed_sync(pubsub, "a")
+        for payload in payloads:
+            client.publish("a", payload)
+        assert told_sync(pubsub, len(payloads)) == expected
+
+
+def test_what_ends_a_batch_is_not_lost_with_a_reader_who_leaves(cluster: StoredCluster) -> None:
+    with dynamoth_client.from_url(cluster.url) as client, client.pubsub() as pubsub:
+        confirmed_sync(pubsub, "a")
+        client.publish("a", "1")
+        until(lambda: len(queue_of(pubsub)) == 1, "it has come")
+        pubsub.ping("2")
+        until(lambda: len(queue_of(pubsub)) == 2, "it has come")
+        assert [message["data"] for message in next(pubsub.batches())] == [b"1"]
+        assert next_sync(pubsub)["data"] == b"2"
 
 
 # when_full.
@@ -232,7 +374,94 @@ def test_an_unknown_policy_is_refused(cluster: StoredCluster) -> None:
         pubsub_of(client, when_full=wrong)
 
 
+# Many subscriptions.
+
+
+@pytest.mark.parametrize(
+    ("when_full", "count", "bound"),
+    [("block", 5000, 1000), ("disconnect", 5000, 1000), ("drop_oldest", 5000, 8), ("drop_oldest", 100_000, 65_536)],
+)
+def test_acknowledgements_do_not_fill_the_queue(cluster: StoredCluster, when_full: str, count: int, bound: int) -> None:
+    channels = [f"c{number}" for number in range(count)]
+
+    async def test() -> None:
+        options: Any = {"when_full": when_full, "max_queue": bound, "gaps": True}
+        # So many take seconds of a slow machine, in which nothing else is done on the loop.
+        patient = from_url(cluster.url, socket_connect_timeout=30)
+        async with patient as client, pubsub_of(client, **options) as pubsub:
+            await pubsub.subscribe(*channels)
+            while pubsub._queue.notices < count:  # noqa: ASYNC110  # they come by themselves
+                await asyncio.sleep(0.01)
+            for channel in (channels[0], channels[-1]):
+                assert await client.publish(channel, "x") == 1
+            acknowledged: set[bytes] = set()
+            for number in range(1, count + 1):
+                message = await pubsub.get_message(timeout=None)
+                assert (message["type"], message["data"]) == ("subscribe", number)
+                acknowledged.add(message["channel"])
+            assert len(acknowledged) == count
+            for channel in (channels[0], channels[-1]):
+                message = await pubsub.get_message(timeout=None)
+                assert (message["channel"], message["data"]) == (channel.encode(), b"x")
+            assert pubsub.gaps_detected == 0
+
+    run(test(), 60)
+
+
+def test_many_subscriptions_of_the_synchronous_client(cluster: StoredCluster) -> None:
+    channels = [f"c{number}" for number in range(20_000)]
+    with dynamoth_client.from_url(cluster.url) as client:
+        pubsub = pubsub_of(client, when_full="drop_oldest", max_queue=100)
+        confirmed_sync(pubsub, *channels)
+        for channel in (channels[0], channels[-1]):
+            assert client.publish(channel, "x") == 1
+            message = next_sync(pubsub)
+            assert (message["channel"], message["data"]) == (channel.encode(), b"x")
+
+
+def test_messages_among_acknowledgements_that_nobody_reads_are_dropped(cluster: StoredCluster) -> None:
+    """What is kept is in its order, and the gap is where the messages were."""
+    channels = [f"c{number}" for number in range(1000)]
+
+    async def test() -> None:
+        options: Any = {"when_full": "drop_oldest", "max_queue": 8, "gaps": True}
+        async with from_url(cluster.url) as client, pubsub_of(client, **options) as pubsub:
+            await pubsub.subscribe(*channels)
+            while pubsub._queue.notices < len(channels):  # noqa: ASYNC110  # they come by themselves
+                await asyncio.sleep(0.01)
+            await publish(client, "c0")
+            await client.publish("c0", b"last")
+            seen: list[dict[str, Any]] = []
+            while not seen or seen[-1]["data"] != b"last":
+                seen.append(await pubsub.get_message(timeout=None))
+            assert [message["data"] for message in seen[:1000]] == list(range(1, 1001))
+            assert seen[1000]["type"] == "gap"
+            dropped = sum(message["data"].count for message in seen if message["type"] == "gap")
+            assert dropped + len([message for message in seen if message["type"] == "message"]) == COUNT + 1
+
+    run(test())
+
+
 # The synchronous client.
+
+
+def test_the_synchronous_client_disconnects_a_reader_that_is_too_slow(cluster: StoredCluster) -> None:
+    with dynamoth_client.from_url(cluster.url) as client:
+        pubsub = pubsub_of(client, max_queue=10, when_full="disconnect")
+        confirmed_sync(pubsub, "c")
+        for number in range(100):
+            client.publish("c", number)
+        got: list[int] = []
+        with pytest.raises(redis.exceptions.ConnectionError, match="max_queue"):
+            while True:
+                got.append(int(next_sync(pubsub)["data"]))
+        assert got == list(range(len(got))) and 10 <= len(got) < 100
+        with pytest.raises(redis.exceptions.ConnectionError, match="subscribe again"):
+            pubsub.subscribe("d")
+        pubsub.close()
+        confirmed_sync(pubsub, "c")
+        client.publish("c", "again")
+        assert next_sync(pubsub)["data"] == b"again"
 
 
 def test_the_synchronous_client_has_batches_and_policies_too(cluster: StoredCluster) -> None:

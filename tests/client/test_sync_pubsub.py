@@ -156,6 +156,20 @@ def test_an_error_of_a_handler_goes_to_the_reader(cluster: StoredCluster) -> Non
             next(pubsub.listen())
 
 
+@pytest.mark.parametrize(
+    "name", [b"", b"\0", b"\r\n", b"\xff", b"a b*?[", b"n" * 100_000], ids=lambda name: repr(name[:8])
+)
+def test_names_and_payloads_of_any_bytes(cluster: StoredCluster, name: bytes) -> None:
+    with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
+        confirmed(pubsub, name)
+        for payload in (b"", b"\0", b"\r\n", b"\xff", b"p" * 100_000):
+            assert client.publish(name, payload) == 1
+            assert next_of(pubsub) == message_of("message", name, payload)
+        assert client.pubsub_numsub(name) == [(name, 1)]
+        pubsub.unsubscribe(name)
+        assert next_of(pubsub) == message_of("unsubscribe", name, 0)
+
+
 def test_text_for_those_who_want_it(cluster: StoredCluster) -> None:
     with redis.from_url(cluster.url, decode_responses=True) as client, client.pubsub() as pubsub:
         pubsub.subscribe("é")

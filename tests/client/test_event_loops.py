@@ -1,0 +1,243 @@
+"""Event loops that end before the client, and forked children, on real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import redis.exceptions
+
+from dynamoth_client.asyncio import PubSub, Redis, from_url
+from tests.client.stored_cluster import StoredCluster
+
+PATIENCE_S = 20.0
+
+
+def run(test: Coroutine[Any, Any, None], runner: asyncio.Runner | None = None) -> None:
+    (asyncio.run if runner is None else runner.run)(asyncio.wait_for(test, PATIENCE_S))
+
+
+async def next_of(pubsub: PubSub) -> dict[str, Any]:
+    message = await pubsub.get_message(timeout=PATIENCE_S)
+    assert message is not None
+    return message
+
+
+async def subscribe_to_all(client: Redis, pubsub: PubSub) -> None:
+    await pubsub.subscribe("a")
+    await pubsub.psubscribe("p*")
+    await pubsub.ssubscribe("s")
+    assert {(await next_of(pubsub))["type"] for _ in range(3)} == {"subscribe", "psubscribe", "ssubscribe"}
+    assert await client.publish("a", "1") == 1
+    assert (await next_of(pubsub))["data"] == b"1"
+
+
+async def all_arrives(client: Redis, pubsub: PubSub) -> None:
+    await client.publish("a", "2")
+    await client.publish("pattern", "2")
+    await client.spublish("s", "2")
+    seen = {(message["type"], message["channel"]) for message in [await next_of(pubsub) for _ in range(3)]}
+    assert seen == {("message", b"a"), ("pmessage", b"pattern"), ("smessage", b"s")}
+
+
+async def acknowledged_again(pubsub: PubSub, *, gaps: int) -> None:
+    kinds = sorted([(await next_of(pubsub))["type"] for _ in range(3 + gaps)])
+    assert kinds == sorted(["gap"] * gaps + ["subscribe", "psubscribe", "ssubscribe"])
+
+
+Use = Callable[[Redis, PubSub], Coroutine[Any, Any, object]]
+
+
+def publish(client: Redis, pubsub: PubSub) -> Coroutine[Any, Any, object]:
+    return client.publish("other", "x")
+
+
+def read(client: Redis, pubsub: PubSub) -> Coroutine[Any, Any, object]:
+    return pubsub.get_message()
+
+
+def ask(client: Redis, pubsub: PubSub) -> Coroutine[Any, Any, object]:
+    return client.pubsub_numsub("a")
+
+
+async def listen(client: Redis, pubsub: PubSub) -> object:
+    return await anext(pubsub.listen())
+
+
+@pytest.mark.parametrize("first", [publish, read, ask, listen])
+def test_a_loop_that_ended_without_a_close(cluster: StoredCluster, first: Use) -> None:
+    client = from_url(cluster.url)
+    pubsub = client.pubsub(gaps=True)
+    run(subscribe_to_all(client, pubsub))
+
+    async def again() -> None:
+        await first(client, pubsub)
+        if first in (publish, ask):
+            assert pubsub.gaps_detected == 0
+            assert "event loop" in (await next_of(pubsub))["data"].reason
+        await acknowledged_again(pubsub, gaps=2)
+        assert pubsub.gaps_detected == 3
+        await all_arrives(client, pubsub)
+        await pubsub.subscribe("b")
+        assert (await next_of(pubsub))["channel"] == b"b"
+
+    run(again())
+    run(client.aclose())
+    run(pubsub.aclose())
+    gc.collect()
+
+
+def test_what_was_not_read_is_read_first(cluster: StoredCluster) -> None:
+    client = from_url(cluster.url)
+    pubsub = client.pubsub(gaps=True)
+
+    async def leave_some() -> None:
+        await subscribe_to_all(client, pubsub)
+        for number in range(3):
+            await client.publish("a", number)
+        while len(pubsub._queue.items) < 3:  # pyright: ignore[reportPrivateUsage]  # noqa: ASYNC110  # nobody tells
+            await asyncio.sleep(0.001)
+
+    async def read_on() -> None:
+        assert [(await next_of(pubsub))["data"] for _ in range(3)] == [b"0", b"1", b"2"]
+        await acknowledged_again(pubsub, gaps=3)
+        await all_arrives(client, pubsub)
+        await client.aclose()
+
+    run(leave_some())
+    run(read_on())
+    gc.collect()
+
+
+def test_a_subscription_that_the_end_of_its_loop_has_interrupted(cluster: StoredCluster) -> None:
+    client = from_url(cluster.url)
+    pubsub = client.pubsub()
+
+    async def interrupted() -> None:
+        subscribing = asyncio.create_task(pubsub.subscribe("a"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not subscribing.done()
+
+    async def go_on() -> None:
+        assert (await next_of(pubsub))["type"] == "subscribe"
+        assert await client.publish("a", "x") == 1
+        assert (await next_of(pubsub))["data"] == b"x"
+        await client.aclose()
+
+    run(interrupted())
+    run(go_on())
+    gc.collect()
+
+
+def test_pubsubs_of_loops_that_ended_can_be_closed(cluster: StoredCluster) -> None:
+    client = from_url(cluster.url, max_connections=2)  # those that have ended do not count
+    for _ in range(3):
+        pubsub = client.pubsub()
+        run(subscribe_to_all(client, pubsub))
+        run(pubsub.aclose())
+        assert not pubsub.subscribed
+        run(subscribe_to_all(client, pubsub))
+        run(client.aclose())
+        with pytest.raises(redis.exceptions.ConnectionError, match="closed"):
+            run(next_of(pubsub))  # type: ignore[arg-type]
+    gc.collect()
+
+
+def test_another_loop_while_that_of_the_subscriptions_is_open(cluster: StoredCluster) -> None:
+    client = from_url(cluster.url)
+    pubsub = client.pubsub()
+    with asyncio.Runner() as runner:
+        run(subscribe_to_all(client, pubsub), runner)
+        for use in (
+            pubsub.subscribe("a"),
+            pubsub.get_message(),
+            pubsub.ping(),
+            pubsub.aclose(),
+            anext(pubsub.listen()),
+        ):
+            with pytest.raises(RuntimeError, match="one client per loop"):
+                run(use)  # type: ignore[arg-type]
+        run(all_arrives(client, pubsub), runner)
+        run(client.aclose(), runner)
+    run(pubsub.aclose())
+    gc.collect()
+
+
+def in_child(test: Callable[[], object]) -> None:
+    """Run a test in a forked child, and see that nothing is complained of when all is collected there."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            test()
+            gc.collect()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_forked_child_begins_anew_and_the_parent_goes_on(cluster: StoredCluster) -> None:
+    client = from_url(cluster.url)
+    pubsub, other = client.pubsub(gaps=True), client.pubsub()
+
+    async def of_child() -> None:
+        await acknowledged_again(pubsub, gaps=0)
+        for channel in ("a", "pattern"):
+            assert await client.publish(channel, "x") == 2
+        assert {(await next_of(pubsub))["type"] for _ in range(2)} == {"message", "pmessage"}
+        await other.aclose()
+        await client.aclose()
+
+    async def begun() -> None:
+        await subscribe_to_all(client, pubsub)
+        await other.subscribe("other")
+
+    async def of_parent() -> None:
+        assert {(await next_of(pubsub))["type"] for _ in range(2)} == {"message", "pmessage"}
+        await all_arrives(client, pubsub)
+        assert pubsub.gaps_detected == 0
+        await client.aclose()
+        for id_ in cluster.servers:
+            await cluster.until_subscribed(id_, "a", count=0)
+
+    with asyncio.Runner() as runner:
+        run(begun(), runner)
+        in_child(lambda: run(client.aclose()))
+        in_child(lambda: run(pubsub.aclose()))
+        in_child(lambda: None)
+        in_child(lambda: run(of_child()))
+        run(of_parent(), runner)
+
+
+def test_a_child_that_lives_keeps_no_connection_of_the_parent_open(cluster: StoredCluster) -> None:
+    client = from_url(cluster.url)
+    pubsub = client.pubsub()
+    let_go, end = os.pipe()
+    with asyncio.Runner() as runner:
+        run(subscribe_to_all(client, pubsub), runner)
+        pid = os.fork()
+        if pid == 0:
+            os.close(end)
+            os.read(let_go, 1)
+            os._exit(0)
+
+        async def close() -> None:
+            await client.aclose()
+            for id_ in cluster.servers:
+                await cluster.until_subscribed(id_, "a", count=0)
+
+        try:
+            run(close(), runner)
+        finally:
+            os.close(end)
+            os.close(let_go)
+            os.waitpid(pid, 0)
