@@ -11,7 +11,9 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from dynamoth_client import _pools
+import redis.exceptions
+
+from dynamoth_client import _errors, _pools
 from dynamoth_client._cluster import Cluster
 from dynamoth_client._loop import SharedLoop
 from dynamoth_client._settings import Settings
@@ -109,10 +111,16 @@ class SyncCluster:
         publishing = self.cluster.publishing
         if publishing is None or publishing.is_stopped:
             return asyncio.ensure_future(self._publish_first(channel, payload))
-        return publishing.publish(channel, payload)
+        try:
+            return publishing.publish(channel, payload)
+        except _errors.OtherLoop as error:  # closed, and used again, since this call has taken its loop
+            raise redis.exceptions.ConnectionError(_errors.CLOSED) from error
 
     async def _publish_first(self, channel: bytes, payload: bytes) -> int:
-        return await (await self.cluster.open_publishing()).publish(channel, payload)
+        try:
+            return await (await self.cluster.open_publishing()).publish(channel, payload)
+        except _errors.OtherLoop as error:
+            raise redis.exceptions.ConnectionError(_errors.CLOSED) from error
 
 
 def _begin(function: Callable[..., Coroutine[Any, Any, _T]], args: tuple[Any, ...]) -> asyncio.Future[_T]:
