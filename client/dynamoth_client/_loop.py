@@ -257,7 +257,7 @@ class SharedLoop:
                 if self._is_ending:
                     raise redis.exceptions.ConnectionError(_errors.CLOSED)
                 if self._keeper is None:
-                    self._keeper = _start_thread(self._keep)
+                    self._start_keeper()
                 waiter = self._take_turn_or_wait(running is None and self._callers_drive)
             return self._lead(begin, args) if waiter is None else self._follow(waiter, begin, args)
         except redis.exceptions.ConnectionError:
@@ -446,6 +446,15 @@ class SharedLoop:
 
     # The keeper.
 
+    def _start_keeper(self) -> None:
+        """Start it, for the first request. With the mutex."""
+        self._keeper = threading.Thread(target=self._keep, name="dynamoth_client", daemon=True)
+        try:
+            self._keeper.start()
+        except BaseException:  # nobody knows whether it has
+            self.is_broken = self._is_ending = True
+            raise
+
     def _rouse_keeper(self) -> None:
         self._keeper_wake.ring()
         with contextlib.suppress(RuntimeError):
@@ -522,12 +531,6 @@ class SharedLoop:
 
     def _begin_end(self) -> asyncio.Future[None]:
         return self._loop.create_task(self._on_end(), name="end a client")
-
-
-def _start_thread(target: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=target, name="dynamoth_client", daemon=True)
-    thread.start()
-    return thread
 
 
 def _in_main_thread() -> bool:
