@@ -451,8 +451,10 @@ class SharedLoop:
         self._keeper = threading.Thread(target=self._keep, name="dynamoth_client", daemon=True)
         try:
             self._keeper.start()
-        except BaseException:  # nobody knows whether it has
+        except BaseException as error:  # nobody knows whether it has
             self.is_broken = self._is_ending = True
+            if isinstance(error, RuntimeError) and error.__context__ is not None:
+                raise error.__context__ from None  # an interrupted wait of ``threading`` hides what interrupted it
             raise
 
     def _rouse_keeper(self) -> None:
