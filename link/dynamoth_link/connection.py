@@ -68,7 +68,16 @@ _SUBSCRIPTIONS: dict[CommandPart, bytes] = {
 _HEADS = [b"\r\n$%d\r\n" % size for size in range(1024)]
 """What comes before a part of a command, by the size of the part: looking it up is faster than formatting."""
 
-_pack = cast("Callable[[tuple[CommandPart, ...]], bytes]", hiredis.pack_command)
+_hiredis_pack = cast("Callable[[tuple[CommandPart, ...]], bytes]", hiredis.pack_command)
+
+
+def _pack(args: tuple[CommandPart, ...]) -> bytes:
+    """Return a command as RESP. Raises TypeError for a part that is not a CommandPart.
+
+    hiredis is not given numbers: it crashes when the handler of a signal raises while it asks Python for their text.
+    """
+    return _hiredis_pack(tuple([str(part) if isinstance(part, (int, float)) else part for part in args]))
+
 
 _NOT_ENOUGH_DATA = object()
 
