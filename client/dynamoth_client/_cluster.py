@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import redis.exceptions
@@ -13,6 +13,7 @@ import redis.exceptions
 from dynamoth_client import _errors
 from dynamoth_client._bootstrap import read_plan_header
 from dynamoth_client._feed import Feed
+from dynamoth_client._forks import point_to_nowhere
 from dynamoth_client._publishing import Publishing
 from dynamoth_client._queue import MessageQueue, WhenFull
 from dynamoth_client._settings import Settings
@@ -193,7 +194,7 @@ class Cluster:
         if self._loop is None:
             return
         _inherited.append((self._loop, self._bootstrap, self.publishing, self._feeds))
-        _point_to_nowhere(self._abandon())
+        point_to_nowhere(self._abandon())
         for follower in list(self.followers):
             follower.fork()
 
@@ -210,16 +211,6 @@ _all: weakref.WeakSet[Cluster] = weakref.WeakSet()
 
 _inherited: list[object] = []
 """What belongs to the parents of this process: never to be collected, as it would complain of not being closed."""
-
-
-def _point_to_nowhere(numbers: Iterable[int]) -> None:
-    """Close what a forked child has inherited, without a word to servers: objects that have it will close it again."""
-    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        for number in numbers:
-            os.dup2(nowhere, number, inheritable=False)
-    finally:
-        os.close(nowhere)
 
 
 def _after_fork() -> None:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import selectors
 import threading
 import weakref
@@ -36,6 +35,7 @@ from typing import Any, Protocol, TypeVar, cast
 import redis.exceptions
 
 from dynamoth_client import _errors
+from dynamoth_client._forks import point_to_nowhere
 from dynamoth_link.errors import MachineCrashed
 
 KEEPER_IDLE_S = 0.005
@@ -306,8 +306,7 @@ class SharedLoop:
     def disown(self) -> None:
         """Close what a forked child has inherited, without a word to servers or to the parent.
 
-        The descriptors are made to point to nowhere, as the objects that have them would close their numbers again.
-        The selector's too: it is shared with the parent, so sockets must not be taken out of it. The loop itself cannot
+        The selector, too: it is shared with the parent, so sockets must not be taken out of it. The loop itself cannot
         be used or closed: in the parent a thread may have been driving it.
         """
         numbers = {key.fd for key in self._loop.sockets.get_map().values()}
@@ -315,13 +314,7 @@ class SharedLoop:
         numbers.update(socket.fileno() for socket in sockets if socket is not None)
         if hasattr(self._loop.sockets, "fileno"):
             numbers.add(self._loop.sockets.fileno())
-        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            for number in numbers:
-                if number >= 0:
-                    os.dup2(nowhere, number, inheritable=False)
-        finally:
-            os.close(nowhere)
+        point_to_nowhere(numbers)
 
     # Turns.
 
