@@ -67,8 +67,14 @@ class Outbox:
 
     def put(self, args: Command, token: Any = None) -> list[Send | SendAll]:
         """Add a command. ``token`` comes back from :meth:`replied`. The caller has checked ``full``."""
-        self.put_later(args, token)
-        return self.flush()
+        items = self._items
+        assert len(items) < self.bound, f"outbox of {self.link} is full"
+        items.append((args, token))
+        if not self._up or self.held or len(items) - self._sent > 1 or self._sent_bytes > UNDER_WAY_BYTES_MAX:
+            return self.flush()
+        self._sent += 1
+        self._sent_bytes += len(args[-1])
+        return [Send(self.link, args, self)]
 
     def put_later(self, args: Command, token: Any = None) -> None:
         """Add a command as :meth:`put`, to be sent before the next one, or by :meth:`flush`."""

@@ -128,7 +128,7 @@ class Publishing:
         await self._driver.close()
 
     def _execute(self, action: Any) -> None:
-        kind = cast("type[object]", type(action))
+        kind = type(action)  # pyright: ignore[reportUnknownVariableType]
         if kind is Published:
             self._unanswered.discard(action.token)
             if not action.token.done():

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any
 
 from dynamoth import stored_plan
 from dynamoth.control import ObservationGap, RouteNotice, unpack_control
@@ -115,7 +115,7 @@ class PublisherMachine:
 
     def handle(self, event: Any, now: float) -> list[Any]:
         """Take one event; return the actions to execute, in order."""
-        kind = cast("type[object]", type(event))
+        kind = type(event)  # pyright: ignore[reportUnknownVariableType]
         if kind is Publish:
             return self._publish_one(event.token, event.channel, event.payload, now)
         if kind is PublishAll:

@@ -364,7 +364,7 @@ class Connection(asyncio.Protocol):
             items.extend(iter(self._gets, _NOT_ENOUGH_DATA))
         except hiredis.ProtocolError as error:  # what came before is in the list
             fault = str(error)
-        if not self._subscribing and set(map(type, items)) == _ONLY_PUSHES:
+        if not self._subscribing and items and type(items[0]) is _Push and set(map(type, items)) == _ONLY_PUSHES:
             self._hand_on(items)
         else:
             self._tell_apart(items)
@@ -436,7 +436,7 @@ class Connection(asyncio.Protocol):
             self._lose(errors.violation(self._address, f"a reply that nobody asked for: {reply!r:.200}"))
             return
         on_reply = self._pending.popleft()
-        assert not isinstance(on_reply, _Run), "its replies are taken by _parse"
+        assert not isinstance(on_reply, _Run), "its replies are taken by _tell_apart"
         if isinstance(on_reply, _Subscribing):
             self._subscribing -= 1
             if type(reply) is not ErrorReply:

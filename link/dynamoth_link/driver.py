@@ -145,7 +145,7 @@ class Driver:
         self._busy = True
         try:
             self._step(event)
-            while self._waiting and not self._stopped:
+            while self._waiting:  # empty when stopped
                 self._step(self._waiting.popleft())
             deadline = self._machine.deadline()
             if deadline is not None and (self._timer_at is None or deadline < self._timer_at):
@@ -191,10 +191,11 @@ class Driver:
         now = self._time()
         if now > self._now:
             self._now = now
+        own = self._execute_own
         for action in self._machine.handle(event, self._now):
-            own = self._execute_own.get(type(action))  # pyright: ignore[reportUnknownArgumentType]
-            if own is not None:
-                own(action)
+            kind = type(action)  # pyright: ignore[reportUnknownVariableType]
+            if kind in own:
+                own[kind](action)
             else:
                 try:
                     self._on_action(action)
