@@ -1,7 +1,7 @@
 """How long a message takes from ``publish`` to ``listen``: our client against redis-py's, on one server.
 
 Run with ``python -m bench.client_latency``; ``--help`` tells the rest. One process publishes at a steady rate and
-listens; runs of the two clients take turns, and the medians of their p50 and p99 are compared.
+listens; the two clients take turns, several times in each run, and the medians of their p50 and p99 are compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import redis.asyncio
 
-from bench.client_throughput import CHANNEL, store_plan
+from bench.client_throughput import CHANNEL, TURNS, store_plan
 from dynamoth_cli.embedded import EmbeddedRedis
 from dynamoth_client.asyncio import from_url
 from dynamoth_link.daemon import run
@@ -28,7 +28,7 @@ WARM_UP_RATIO = 10
 
 
 async def measure(port: int, messages: int, messages_per_s: float, *, ours: bool) -> list[float]:
-    """Return the latencies of one run, in milliseconds, sorted."""
+    """Return the latencies of one turn, in milliseconds."""
     client: Any = from_url(f"redis://127.0.0.1:{port}") if ours else redis.asyncio.Redis(port=port)
     async with client, client.pubsub() as pubsub:
         await pubsub.subscribe(CHANNEL)
@@ -40,7 +40,7 @@ async def measure(port: int, messages: int, messages_per_s: float, *, ours: bool
             if len(latencies_ms) == messages:
                 break
         await publishing
-    return sorted(latencies_ms[messages // WARM_UP_RATIO :])
+    return latencies_ms[messages // WARM_UP_RATIO :]
 
 
 async def publish(client: Any, messages: int, messages_per_s: float) -> None:
@@ -64,11 +64,16 @@ def main() -> None:
     with EmbeddedRedis() as server:
         asyncio.run(store_plan(server))
         for _ in range(arguments.rounds):
-            for ours in found:
-                gc.collect()
-                latencies_ms = run(measure(server.port, arguments.messages, arguments.messages_per_s, ours=ours))
+            latencies_ms: dict[bool, list[float]] = {ours: [] for ours in found}
+            for _ in range(TURNS):
+                for ours, measured in latencies_ms.items():
+                    gc.collect()
+                    part = max(1, arguments.messages // TURNS)
+                    measured += run(measure(server.port, part, arguments.messages_per_s, ours=ours))
+            for ours, measured in latencies_ms.items():
+                measured.sort()
                 for name, quantile in quantiles.items():
-                    found[ours][name].append(latencies_ms[int(quantile * len(latencies_ms))])
+                    found[ours][name].append(measured[int(quantile * len(measured))])
     results: dict[str, dict[str, float]] = {}
     for name in quantiles:
         theirs, mine = (statistics.median(found[ours][name]) for ours in (False, True))

@@ -1,8 +1,8 @@
 """How many messages one process publishes and receives per second: our client against redis-py's, on one server.
 
-Run with ``python -m bench.client_throughput``; ``--help`` tells the rest. Runs of the two clients take turns, and
-medians are compared: of the asynchronous clients, and of the synchronous ones. Both asynchronous ones run on uvloop
-where it is installed.
+Run with ``python -m bench.client_throughput``; ``--help`` tells the rest. The two clients take turns, several times in
+each run, as the speed of a shared machine changes within seconds; medians of runs are compared: of the asynchronous
+clients, and of the synchronous ones. Both asynchronous ones run on uvloop where it is installed.
 
 For receiving, a second process publishes everything before the first message is read, envelopes for our client and
 plain payloads for redis-py's: so what waits at the server is read as fast as the client can, and nothing else is
@@ -44,6 +44,8 @@ from dynamoth_link.query import query
 
 CHANNEL = b"channel:1"
 TASKS = 200
+TURNS = 5
+"""In each run, of each of the two that are compared; with a new client, and its part of the messages."""
 PUBLISHER_BATCH = 500
 PUBLISHER_ID = 2**63 + 5
 QUEUE = 1000
@@ -226,16 +228,21 @@ async def store_plan(server: EmbeddedRedis) -> None:
 
 
 def compare(server: EmbeddedRedis, load: Load, rounds: int, *, own_loop: bool) -> dict[str, float]:
-    """Return the medians of both clients, whose runs take turns, and their ratio; ``own_loop``: asyncio's, always."""
+    """Return the medians of the runs of both clients, and their ratio; ``own_loop``: asyncio's, always."""
     rates: dict[bool, list[float]] = {False: [], True: []}
+    part = replace(load, messages=load.messages // TURNS)
     for _ in range(rounds):
+        parts: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(TURNS):
+            for ours in parts:
+                gc.collect()
+                if part.is_sync:
+                    parts[ours].append(measure_sync(server.port, part, ours=ours))
+                else:
+                    run = asyncio.run if own_loop else run_fast
+                    parts[ours].append(run(measure(server.port, part, ours=ours)))
         for ours in rates:
-            gc.collect()
-            if load.is_sync:
-                rates[ours].append(measure_sync(server.port, load, ours=ours))
-            else:
-                run = asyncio.run if own_loop else run_fast
-                rates[ours].append(run(measure(server.port, load, ours=ours)))
+            rates[ours].append(statistics.harmonic_mean(parts[ours]))  # all messages by all of the time
     theirs, mine = statistics.median(rates[False]), statistics.median(rates[True])
     return {"other_per_s": theirs, "dynamoth_per_s": mine, "ratio": mine / theirs}
 
@@ -249,7 +256,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="measure only what has this in its name")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
     arguments = parser.parse_args()
-    messages = max(2, arguments.messages // PUBLISHER_BATCH) * PUBLISHER_BATCH
+    smallest = 5 * TASKS * TURNS
+    messages = max(1, arguments.messages // smallest) * smallest
     payload = b"x" * arguments.payload_bytes
     loads = [
         Load("publish, one by one", publish_one_by_one, messages // 10, payload),
