@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, cast
 
 import redis.exceptions
@@ -28,6 +29,7 @@ from dynamoth_link.driver import Driver
 from dynamoth_link.errors import MachineCrashed
 from dynamoth_link.options import LinkOptions
 
+_outcome_of = itemgetter(0)
 _logger = logging.getLogger("dynamoth_client")
 
 
@@ -82,7 +84,7 @@ class Publishing:
             raise redis.exceptions.DataError(
                 f"a message of {len(payload):,} bytes is too large: Redis takes {PAYLOAD_BYTES_MAX:,}; send it in parts"
             )
-        outcome: asyncio.Future[int] = self._loop.create_future()
+        outcome: asyncio.Future[int] = asyncio.Future(loop=self._loop)  # quicker than the loop's method
         if self._hand_over_scheduled:
             self._collected.append((outcome, channel, payload))
             return outcome
@@ -106,7 +108,7 @@ class Publishing:
         if not self._collected:
             return
         collected, self._collected = self._collected, []
-        self._unanswered.update([outcome for outcome, _, _ in collected])
+        self._unanswered.update(map(_outcome_of, collected))
         self._driver.handle(PublishAll(collected))
 
     def stop(self) -> None:
@@ -137,8 +139,10 @@ class Publishing:
             outcomes = cast("Sequence[asyncio.Future[int]]", action.tokens)
             self._unanswered.difference_update(outcomes)
             for outcome, receivers in zip(outcomes, action.receivers, strict=True):
-                if not outcome.done():
+                try:
                     outcome.set_result(receivers)
+                except asyncio.InvalidStateError:  # it was cancelled; to ask each whether it is done takes longer
+                    continue
             # Right behind the tasks that have waited: what they publish now goes together in this very turn.
             self._schedule_hand_over()
         elif kind is PublishFailed:

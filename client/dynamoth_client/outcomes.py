@@ -156,7 +156,9 @@ def answered_together(together: Together, values: Sequence[Any], observers: int)
     together.done = end == len(together.tokens)
     tokens = together.tokens[begin:end]
     if ErrorReply not in set(map(type, values)):
-        return [PublishedAll(tokens, [value - observers if value > observers else 0 for value in values])]
+        if observers:
+            values = [value - observers if value > observers else 0 for value in values]
+        return [PublishedAll(tokens, values)]
     return [
         PublishRefused(token, str(value))
         if isinstance(value, ErrorReply)

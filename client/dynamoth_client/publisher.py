@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 from dynamoth import stored_plan
@@ -34,10 +33,10 @@ from dynamoth.control import ObservationGap, RouteNotice, unpack_control
 from dynamoth.envelope import (
     FIRST,
     HEARTBEAT,
-    MAGIC,
     QUIET_BITS,
     ROUTE_CHANGED,
-    pack_header,
+    pack_plain_header,
+    plain_head,
     rerouted,
     seal,
     whole_ms,
@@ -78,8 +77,6 @@ from dynamoth_client.publisher_routes import PublisherRoutes
 
 _NEVER = float("inf")
 
-_channel_of = itemgetter(1)
-
 LEFT_MAX = 4
 """Servers that a channel has left and that are remembered: what was sent there last may not have been observed."""
 
@@ -103,6 +100,7 @@ class PublisherMachine:
         self.client_id = client_id
         self.options = options or PublisherOptions()
         self.counters: Counter[str] = Counter()
+        self._plain_head = plain_head(client_id)
         self._plan = local_plan
         self._channels: dict[bytes, PublishedChannel] = {}
         #: Every forgotten channel ended at or below this number, so that a channel that comes back begins above its
@@ -164,7 +162,7 @@ class PublisherMachine:
         self._plan.use(name, now)
         waiting = Waiting(token, now + self.options.publish_timeout_s, name)
         server.waiting.append(waiting)
-        data = pack_header(MAGIC, 0, self.client_id, number, channel.epoch) + payload
+        data = pack_plain_header(self._plain_head, number, channel.epoch) + payload
         return server.outbox.put((b"PUBLISH", channel.physical, data), waiting)
 
     def _publish_all(self, messages: Sequence[tuple[Hashable, bytes, bytes]], now: float) -> list[Any]:
@@ -172,15 +170,17 @@ class PublisherMachine:
         actions: list[Any] = []
         ready: list[PublisherServer] = []
         expires_at = now + self.options.publish_timeout_s
-        for name, run in groupby(messages, _channel_of):
-            some = list(run)
+        tokens, names, payloads = zip(*messages, strict=False)
+        end = 0
+        for name, run in groupby(names):
+            begin, end = end, end + len(list(run))
             channel = self._channels.get(name)
             server = self._lane(channel, name)
             if channel is None or server is None or not (server.commands or server.is_clear_for(len(messages), now)):
                 for other in ready:
                     actions += self._send_together(other, expires_at)
                 ready.clear()
-                for token, _, payload in some:
+                for token, payload in zip(tokens[begin:end], payloads[begin:end], strict=True):
                     actions += self._publish(token, name, payload, now)
                 continue
             if not server.commands:
@@ -188,20 +188,20 @@ class PublisherMachine:
             numbers = list(
                 range(
                     (channel.sequence + 1) << QUIET_BITS,
-                    (channel.sequence + len(some) + 1) << QUIET_BITS,
+                    (channel.sequence + end - begin + 1) << QUIET_BITS,
                     1 << QUIET_BITS,
                 )
             )
             numbers[0] |= whole_ms(now - channel.used_at)
-            channel.sequence += len(some)
+            channel.sequence += end - begin
             channel.used_at = now
             self._plan.use(name, now)
-            client_id, epoch, physical = self.client_id, channel.epoch, channel.physical
+            head, epoch, physical = self._plain_head, channel.epoch, channel.physical
             server.commands += [
-                (b"PUBLISH", physical, pack_header(MAGIC, 0, client_id, number, epoch) + payload)
-                for number, (_, _, payload) in zip(numbers, some, strict=True)
+                (b"PUBLISH", physical, pack_plain_header(head, number, epoch) + payload)
+                for number, payload in zip(numbers, payloads[begin:end], strict=True)
             ]
-            server.tokens += [token for token, _, _ in some]
+            server.tokens += tokens[begin:end]
         for other in ready:
             actions += self._send_together(other, expires_at)
         return actions
