@@ -126,7 +126,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     ),
     "client": Benchmark(
         "bench.client_throughput",
-        ("--json", "{file}"),
+        ("--keep-awake", "--json", "{file}"),
         (
             Figure("publish, one task, against redis-py: at least 1x", _ratio("publish, one by one"), at_least(1)),
             Figure("publish, 200 tasks, against redis-py: at least 20x", _ratio("publish, 200 tasks"), at_least(20)),
@@ -139,7 +139,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     ),
     "latency": Benchmark(
         "bench.client_latency",
-        ("--json",),
+        ("--keep-awake", "--json"),
         (
             Figure("latency at 1,000 messages/s, p50, against redis-py: at most 1x", _ratio("p50"), at_most(1)),
             Figure("latency at 1,000 messages/s, p99, against redis-py: at most 1x", _ratio("p99"), at_most(1)),

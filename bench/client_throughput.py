@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +34,7 @@ import redis
 import redis.asyncio
 
 import dynamoth_client
+from bench.awake import processors_awake
 from dynamoth import stored_plan
 from dynamoth.envelope import FIRST, seal
 from dynamoth.plan import Plan, Server
@@ -254,6 +255,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--asyncio", action="store_true", help="on asyncio's own loop, although uvloop is installed")
     parser.add_argument("--only", default="", help="measure only what has this in its name")
+    parser.add_argument("--keep-awake", action="store_true", help="let no processor sleep; see bench/awake.py")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
     arguments = parser.parse_args()
     smallest = 5 * TASKS * TURNS
@@ -269,7 +271,8 @@ def main() -> None:
         Load("sync listen", listen_in_a_thread, messages, payload, is_sync=True),
     ]
     results: dict[str, dict[str, float]] = {}
-    with EmbeddedRedis(options={"client-output-buffer-limit": "pubsub 0 0 0"}) as server:
+    awake = processors_awake() if arguments.keep_awake else nullcontext()
+    with awake, EmbeddedRedis(options={"client-output-buffer-limit": "pubsub 0 0 0"}) as server:
         asyncio.run(store_plan(server))
         for load in (load for load in loads if arguments.only in load.name):
             result = results[load.name] = compare(server, load, arguments.rounds, own_loop=arguments.asyncio)
