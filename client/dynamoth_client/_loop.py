@@ -72,7 +72,7 @@ class _Outcome(Protocol):
 
 
 class _Selector(selectors.DefaultSelector):
-    """The standard library's; on Linux, where a wait for one socket takes twice as long there, with less around it."""
+    """The standard library's; on Linux with less around each wait."""
 
     if sys.platform == "linux":
         #: Its own: what is registered, by descriptor; and the epoll object.
