@@ -44,8 +44,6 @@ RAW = 0x20
 KNOWN_FLAGS = FORWARDED | FIRST | ROUTE_CHANGED | HEARTBEAT | CONTROL | RAW
 
 _HEADER = Struct(">3sBQQI")
-pack_header = _HEADER.pack
-"""Makes a header, for hot paths; arguments as ``unpack_header`` returns them."""
 pack_plain_header = Struct(">12sQI").pack
 """Makes a header without flags, for the hottest path: ``plain_head`` of the publisher, sequence << QUIET_BITS |
 quiet_ms, epoch."""
@@ -85,7 +83,7 @@ def is_enveloped(data: bytes) -> bool:
 
 def seal(publisher: int, sequence: int, epoch: int, payload: bytes, flags: int = 0, quiet_ms: int = 0) -> bytes:
     """Put ``payload`` into an envelope."""
-    return pack_header(MAGIC, flags, publisher, sequence << QUIET_BITS | quiet_ms, epoch) + payload
+    return _HEADER.pack(MAGIC, flags, publisher, sequence << QUIET_BITS | quiet_ms, epoch) + payload
 
 
 def whole_ms(duration_s: float) -> int:
