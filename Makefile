@@ -88,7 +88,7 @@ UPGRADE ?= --upgrade
 lock: $(DEV)
 	$(PIP) uv
 	$(COMPILE) $(UPGRADE) pyproject.toml requirements/dev.in --extra dev --output-file requirements/dev.txt
-	$(COMPILE) $(UPGRADE) pyproject.toml requirements/run.in --extra embedded --extra fast \
+	$(COMPILE) $(UPGRADE) pyproject.toml requirements/run.in --extra cli --extra embedded --extra fast \
 		--constraint requirements/dev.txt --output-file requirements/run.txt
 	$(COMPILE) $(UPGRADE) pyproject.toml requirements/analytics.in --extra analytics \
 		--constraint requirements/dev.txt --output-file requirements/analytics.txt

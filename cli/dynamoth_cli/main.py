@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Protocol, cast
 
 EXIT_DONE = 0
@@ -50,17 +51,22 @@ class Command:
 
     module: str
     summary: str
+    #: The extra of the distribution that it needs; none for what the client's requirements are enough for.
+    extra: str | None = None
 
 
 COMMANDS = {
-    "demo": Command("demo", "see channels move under load, on Redis servers that it starts itself"),
-    "up": Command("up", "start a whole cluster on this machine, for development"),
-    "node": Command("node", "run the agent of one Redis server: dispatcher and load analyzer"),
-    "balancer": Command("balancer", "run the balancer of a cluster"),
-    "status": Command("status", "show servers, agents, load and balancer"),
+    "demo": Command("demo", "see channels move under load, on Redis servers that it starts itself", "cli"),
+    "up": Command("up", "start a whole cluster on this machine, for development", "cli"),
+    "node": Command("node", "run the agent of one Redis server: dispatcher and load analyzer", "agent"),
+    "balancer": Command("balancer", "run the balancer of a cluster", "balancer"),
+    "status": Command("status", "show servers, agents, load and balancer", "cli"),
     "plan": Command("plan", "show which channel is where; move one, or spread it over several servers"),
     "sim": Command("sim", "try thousands of interleavings and faults in the simulator"),
 }
+
+EXTRAS = {"agent": ("prometheus_client",), "balancer": ("prometheus_client",), "cli": ("prometheus_client", "rich")}
+"""The packages that an extra brings and that a command cannot do without."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,6 +90,9 @@ def _run(name: str, rest: list[str]) -> int:
     from dynamoth.errors import ConfigError, DynamothError
 
     command = COMMANDS[name]
+    if missing := _missing(command):
+        extra = command.extra
+        return _fail(f"`dynamoth {name}` needs {missing}: pip install 'dynamoth[{extra}]'", EXIT_USAGE)
     module = cast(CommandModule, import_module(f"dynamoth_cli.{command.module}"))
     parser = argparse.ArgumentParser(
         prog=f"dynamoth {name}",
@@ -103,6 +112,12 @@ def _run(name: str, rest: list[str]) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # whoever read our output has gone; Python would complain about it at exit
         return EXIT_FAILED
+
+
+def _missing(command: Command) -> str | None:
+    """Return the package that is not installed and that the command needs."""
+    needed = EXTRAS[command.extra] if command.extra else ()
+    return next((package for package in needed if find_spec(package) is None), None)
 
 
 def _fail(message: str, code: int) -> int:
