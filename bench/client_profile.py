@@ -25,13 +25,13 @@ LINES_SHOWN = 5
 OTHER = "other"
 
 _LAYERS: tuple[tuple[str, str], ...] = (
+    ("dynamoth_client/asyncio/__init__.py", "API, queue"),
     ("asyncio/selector_events.py", "sockets (asyncio)"),
     ("/selectors.py", "sockets (asyncio)"),
     ("/asyncio/", "event loop: tasks and futures (asyncio)"),
     ("/bench/", "the application"),
     ("dynamoth_link/connection.py", "RESP: packing and parsing"),
     ("/dynamoth_link/", "driver"),
-    ("dynamoth_client/asyncio.py", "API, queue"),
     ("dynamoth_client/_", "API, queue"),
     ("/dynamoth_client/", "machines: numbers, order, outcomes"),
     ("/dynamoth/", "machines: numbers, order, outcomes"),

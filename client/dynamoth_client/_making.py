@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
-from urllib.parse import urlencode
+from urllib.parse import parse_qsl, urlencode
 
 import redis.connection
 import redis.exceptions
@@ -83,10 +83,24 @@ def url_arguments(url: str, make_pool: Callable[..., Pool], keywords: Mapping[st
         if "envelope" in in_url:
             envelope = _parse_flag("envelope", in_url.pop("envelope"))
         url = cluster.first.url() + (f"?{urlencode(in_url)}" if in_url else "")
+    else:
+        url, flag = _take_option(url, "envelope")
+        envelope = envelope if flag is None else _parse_flag("envelope", flag)
     pool = make_pool(url, **options)
     name_limit(pool, {**options, **_options_in(url)})
     sample_of(pool)
     return {"servers": seeds, "envelope": envelope, "connection_pool": pool}
+
+
+def _take_option(url: str, name: str) -> tuple[str, str | None]:
+    """Return the URL of a server without an option that is ours, and the option's text; None where it has none."""
+    base, mark, query = url.partition("?")
+    options = parse_qsl(query, keep_blank_values=True)
+    values = [value for key, value in options if key == name]
+    if not mark or not values:
+        return url, None
+    rest = urlencode([(key, value) for key, value in options if key != name])
+    return (f"{base}?{rest}" if rest else base), values[0]
 
 
 def _options_in(url: str) -> dict[str, Any]:

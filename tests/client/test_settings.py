@@ -160,8 +160,18 @@ def test_plain_payloads_are_warned_of() -> None:
         _ = Redis(servers=["one:1"], envelope=False)
     with pytest.warns(GuaranteesOff):
         _ = from_url("dynamoth://one:1,two:2?envelope=false")
-    with pytest.raises(redis.exceptions.DataError, match="envelope"):
-        _ = from_url("dynamoth://one:1?envelope=perhaps")
+    with pytest.warns(GuaranteesOff):
+        client = from_url("redis://one:1/2?client_name=a+b&envelope=no&socket_timeout=3")
+    options = client.connection_pool.connection_kwargs
+    assert (options["client_name"], options["socket_timeout"], options["db"]) == ("a b", 3.0, 2)
+    assert "envelope" not in options
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _ = from_url("redis://one:1?envelope=true")
+        _ = from_url("unix:///tmp/redis.sock?envelope=yes")
+    for url in ("dynamoth://one:1?envelope=perhaps", "redis://one:1?envelope=perhaps", "rediss://one?envelope="):
+        with pytest.raises(redis.exceptions.DataError, match="envelope"):
+            _ = from_url(url)
 
 
 def test_a_client_of_a_client_has_the_same_seeds() -> None:

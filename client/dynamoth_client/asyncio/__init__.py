@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from types import ModuleType
 from typing import Any, cast
 
 import redis.asyncio
@@ -39,6 +38,7 @@ from dynamoth_client._making import (
 from dynamoth_client._pools import follow_renewals
 from dynamoth_client._pubsub import PubSub
 from dynamoth_client._queue import GapInfo
+from dynamoth_client._redis_modules import submodule
 from dynamoth_client._settings import OptionIgnored, connection_encoder, keep_arguments, read_settings, sample_of
 from dynamoth_link.urls import ServerAddress
 
@@ -353,7 +353,4 @@ def __getattr__(name: str) -> Any:
     """Hand on redis-py's public names and modules, so that this module stands for ``redis.asyncio``."""
     if name in redis.asyncio.__all__:
         return getattr(redis.asyncio, name)
-    found = None if name.startswith("_") else getattr(redis.asyncio, name, None)
-    if isinstance(found, ModuleType):
-        return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return submodule(__name__, name)

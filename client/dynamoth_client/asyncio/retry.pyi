@@ -1,0 +1,3 @@
+"""Retrying: ``redis.asyncio.retry``; see ``_redis_modules.py``."""
+
+from redis.asyncio.retry import *

@@ -1,0 +1,3 @@
+"""Pauses between retries: ``redis.backoff``; see ``_redis_modules.py``."""
+
+from redis.backoff import *

@@ -1,0 +1,3 @@
+"""Connections and pools: ``redis.connection``; see ``_redis_modules.py``."""
+
+from redis.connection import *

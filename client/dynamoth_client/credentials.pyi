@@ -1,0 +1,3 @@
+"""Credential providers: ``redis.credentials``; see ``_redis_modules.py``."""
+
+from redis.credentials import *

@@ -1,0 +1,3 @@
+"""Errors: ``redis.exceptions``; see ``_redis_modules.py``."""
+
+from redis.exceptions import *
