@@ -38,6 +38,7 @@ from typing import Any, Self
 from dynamoth.config import declared_settings
 from dynamoth.errors import ClusterUnavailable, DynamothError
 from dynamoth.settings import to_text
+from dynamoth_cli.access import Access
 from dynamoth_cli.admin import ask_balancer
 from dynamoth_cli.child import Child, dynamoth_command
 from dynamoth_cli.embedded import find_redis_server
@@ -318,7 +319,7 @@ class LimitedCluster:
     def _not_at_work(self) -> str:
         """Say what agents and balancer have not done yet; empty when they are at work."""
         try:
-            status = asyncio.run(read_status(parse_cluster_url(self.url)))
+            status = asyncio.run(read_status(Access(parse_cluster_url(self.url))))
         except ClusterUnavailable as error:
             return str(error)
         if status["problems"]:

@@ -77,6 +77,7 @@ class LinkSettings:
 
     username: str = setting("", "Redis user; empty for the default user")
     password: str = setting("", "its password; empty for none", secret=True)
+    password_file: str = setting("", "a file whose first line is the password, instead of password; empty for none")
     tls_ca_file: str = setting("", "whom to trust at rediss:// servers (PEM); empty for the system's")
     tls_cert_file: str = setting("", "our own certificate (PEM), for tls-auth-clients; empty for none")
     tls_key_file: str = setting("", "the key of that certificate (PEM)")

@@ -22,6 +22,10 @@ pause                                        paused: True. No decisions of the b
 resume                                       paused: False
 ===========  ==============================  ================================================================
 
+The three changes also take ``timeout_s`` (a number above 0, at most ``CHANGE_TIMEOUT_S_MAX``): a change that has not
+settled by then is answered with what it waits for, and goes on. Without it, ``BalancerOptions.move_timeout_s`` applies.
+A change to where the channel is already succeeds at once, and the note says so.
+
 The modes are "all-subscribers" and "all-publishers", and "single" in results. A server that is being drained is refused
 where one is named, and not chosen where none is; then the note says why there are fewer than ``count``. What an
 administrator has replicated, the balancer leaves as it is, as long as its process lives; its successor decides by load.
@@ -44,6 +48,9 @@ from dynamoth_balancer.options import BalancerOptions
 
 CHANGES_PENDING_MAX = 1000
 """Bound of the changes that administrators wait for at one time."""
+
+CHANGE_TIMEOUT_S_MAX = 86_400.0
+"""Longest ``timeout_s`` of a change, so that those who have gone do not fill ``CHANGES_PENDING_MAX`` for long."""
 
 CHANGES = ("move", "replicate", "unreplicate")
 """The commands that are answered when what they have begun has settled."""
@@ -85,6 +92,8 @@ class _Pending:
     request: int
     change: BegunChange
     since: float
+    #: How long the administrator waits.
+    timeout_s: float
 
 
 class Admin:
@@ -132,9 +141,10 @@ class Admin:
     def _change(self, server: str, request: AdminRequest, now: float) -> list[Any]:
         if len(self._pending) >= CHANGES_PENDING_MAX:
             raise RequestRefused(f"{CHANGES_PENDING_MAX} changes are waited for already; try again later")
+        timeout_s = _timeout_s(request.arguments, self._options.move_timeout_s)
         change, actions = self._office.begin_change(request.command, request.arguments, now)
-        self._pending[request.request] = _Pending(server, request.request, change, now)
-        return actions
+        self._pending[request.request] = _Pending(server, request.request, change, now, timeout_s)
+        return [*actions, *self.tick(now)]
 
     def tick(self, now: float) -> list[Send]:
         """Answer the changes that have settled, and those that took too long."""
@@ -147,8 +157,8 @@ class Admin:
                 sends.append(
                     self._failed(pending, "another balancer has moved or replicated the channel in another way")
                 )
-            elif now - pending.since >= self._options.move_timeout_s:
-                text = f"not settled after {self._options.move_timeout_s:g} s, but it goes on: it waits for {waits}"
+            elif now - pending.since >= pending.timeout_s:
+                text = f"not settled after {pending.timeout_s:g} s, but it goes on: it waits for {waits}"
                 sends.append(self._failed(pending, text))
         return sends
 
@@ -180,6 +190,13 @@ class Admin:
         if len(self._answered) > self._options.requests_max:
             self._answered.popitem(last=False)
         return _send(server, reply)
+
+
+def _timeout_s(arguments: Mapping[str, Any], default: float) -> float:
+    value = arguments.get("timeout_s", default)
+    if type(value) not in (int, float) or not 0 < value <= CHANGE_TIMEOUT_S_MAX:
+        raise RequestRefused(f"timeout_s must be a number above 0, at most {CHANGE_TIMEOUT_S_MAX:g} (s)")
+    return float(value)
 
 
 def _send(server: str, reply: AdminReply) -> Send:

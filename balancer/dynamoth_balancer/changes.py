@@ -28,6 +28,9 @@ PROBLEMS_TOLD_MAX = 5
 MODES: Mapping[str, Mode] = MappingProxyType({mode.name.lower().replace("_", "-"): mode for mode in Mode})
 """How modes are called in requests, and wherever people read them."""
 
+ALREADY_THERE = "it was there already"
+"""The note of a change that changed nothing."""
+
 _ARGUMENTS = {
     "move": "channel (bytes) and to (the id of a server, text)",
     "replicate": "channel (bytes), mode (text), and either servers (a list of ids) or count (how many)",
@@ -82,7 +85,9 @@ class Changes:
     def begin(
         self, installer: Installer, command: str, arguments: Mapping[str, Any], now: float
     ) -> tuple[BegunChange, list[Any]]:
-        """Begin a change; return also the actions to execute. One to the same that is under way is waited for.
+        """Begin a change; return also the actions to execute.
+
+        A change to the same that is under way is joined. One to where the channel is already has settled.
 
         Raises:
             RequestRefused: the arguments make no sense, or it cannot be done now.
@@ -99,7 +104,9 @@ class Changes:
             begun = BegunChange(channel, entry.previous[-1].assignment, entry.route.assignment, entry.route.epoch, note)
             return begun, []
         if entry.phase is Phase.SETTLED and _same(entry.route.assignment, after):
-            raise RequestRefused(f"channel {channel!r:.80} is there already")
+            route = entry.route
+            note = f"it was there already; {note}" if note else ALREADY_THERE
+            return BegunChange(channel, route.assignment, route.assignment, route.epoch, note), []
         actions = self._carry_out({channel: after}, f"an administrator's {command}", now)
         begun = BegunChange(channel, entry.route.assignment, after, installer.plan.entries[channel].route.epoch, note)
         return begun, actions
@@ -153,7 +160,11 @@ class Changes:
         replicated = [route.assignment for route in entry.followed if route.assignment.mode is not Mode.SINGLE]
         if not replicated:
             where = entry.route.assignment.servers[0]
-            raise RequestRefused(f"channel {channel!r:.80} is not replicated: it is at {where:.80}")
+            if target in (None, where):
+                return single(where), ""
+            raise RequestRefused(
+                f"channel {channel!r:.80} is not replicated: it is at {where:.80}, and 'dynamoth plan move' moves it"
+            )
         if target is None:
             under_way = entry.route.assignment.mode is Mode.SINGLE
             servers = entry.route.assignment.servers if under_way else replicated[0].servers

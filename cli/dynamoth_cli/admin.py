@@ -11,26 +11,23 @@ alike, and one that was restarted in between gets it too.
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
-from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from dynamoth.control import AdminReply, AdminRequest, pack_control, unpack_control
-from dynamoth.errors import ClusterUnavailable, ConfigError, MalformedMessage, RequestRefused
+from dynamoth.errors import ClusterUnavailable, MalformedMessage, RequestRefused
 from dynamoth.events import CommandPart, Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
 from dynamoth.names import BALANCER_CHANNEL, inbox
 from dynamoth.plan import Plan
 from dynamoth.stored_plan import READ_HEADER, READ_WHOLE, parse_header, parse_whole
 from dynamoth_link.driver import Driver
 from dynamoth_link.errors import LinkError, MachineCrashed
+from dynamoth_link.options import LinkOptions
 from dynamoth_link.query import query
-from dynamoth_link.urls import ClusterAddress, ServerAddress, parse_cluster_url
-
-URL_VARIABLE = "DYNAMOTH_URL"
+from dynamoth_link.urls import ClusterAddress, ServerAddress
 
 REPEAT_INTERVAL_S = 1.0
 """A request that was not answered for this long is sent again."""
@@ -41,23 +38,6 @@ NO_BALANCER = (
     "no balancer is running in this cluster (nobody listens on its channel): start 'dynamoth balancer'; until then"
     " everything goes on with the last plan, and nothing is moved"
 )
-
-
-def add_url(parser: ArgumentParser) -> None:
-    """Add ``--url``."""
-    parser.add_argument(
-        "--url",
-        metavar="URL",
-        help=f"the cluster: dynamoth://[user:password@]host:port[,host:port...] [{URL_VARIABLE}]",
-    )
-
-
-def cluster_of(arguments: Namespace, environment: Mapping[str, str] = os.environ) -> ClusterAddress:
-    """Return the cluster that the command is about. Raises ConfigError."""
-    url = arguments.url or environment.get(URL_VARIABLE)
-    if not url:
-        raise ConfigError(f"which cluster? Give --url dynamoth://host:port,host:port or set {URL_VARIABLE}")
-    return parse_cluster_url(url)
 
 
 # The request, as a machine.
@@ -153,8 +133,16 @@ class AdminMachine:
 _NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 
+_DEFAULTS = LinkOptions()
+
+
 async def ask_balancer(
-    cluster: ClusterAddress, command: str, arguments: Mapping[str, Any] = _NO_ARGUMENTS, *, timeout_s: float
+    cluster: ClusterAddress,
+    command: str,
+    arguments: Mapping[str, Any] = _NO_ARGUMENTS,
+    *,
+    timeout_s: float,
+    link: LinkOptions = _DEFAULTS,
 ) -> Mapping[str, Any]:
     """Have the balancer carry out a request; return its result.
 
@@ -164,7 +152,7 @@ async def ask_balancer(
         LinkError: the servers do not let us in.
 
     """
-    server = await _server_with_balancer(cluster)
+    server = await _server_with_balancer(cluster, link)
     request = AdminRequest(secrets.randbits(63), command, dict(arguments))
     done: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
 
@@ -181,7 +169,7 @@ async def ask_balancer(
             done.set_exception(crash)
 
     machine = AdminMachine(server.url(), request)
-    driver = Driver(machine, on_action=on_action, on_crash=on_crash)
+    driver = Driver(machine, on_action=on_action, link_options=lambda _: link, on_crash=on_crash)
     try:
         driver.handle(Start())
         async with asyncio.timeout(timeout_s):
@@ -199,11 +187,12 @@ async def ask_balancer(
     return reply.result
 
 
-async def _server_with_balancer(cluster: ClusterAddress) -> ServerAddress:
+async def _server_with_balancer(cluster: ClusterAddress, link: LinkOptions) -> ServerAddress:
     faults: list[LinkError] = []
     for server in cluster.servers:
         try:
-            [answer] = await query(server, (b"PUBSUB", b"NUMSUB", BALANCER_CHANNEL), timeout_s=ANSWER_TIMEOUT_S)
+            count = (b"PUBSUB", b"NUMSUB", BALANCER_CHANNEL)
+            [answer] = await query(server, count, options=link, timeout_s=ANSWER_TIMEOUT_S)
         except LinkError as error:
             faults.append(error)
             continue
@@ -216,30 +205,30 @@ async def _server_with_balancer(cluster: ClusterAddress) -> ServerAddress:
     raise ClusterUnavailable(NO_BALANCER)
 
 
-async def read_plan(cluster: ClusterAddress) -> Plan:
+async def read_plan(cluster: ClusterAddress, link: LinkOptions = _DEFAULTS) -> Plan:
     """Return the plan that a server stores: the newest of those that the URL names.
 
     Raises:
         ClusterUnavailable: no server answers, or none stores a plan.
 
     """
-    return await _newest(cluster, READ_WHOLE, lambda reply: parse_whole(reply, None))
+    return await _newest(cluster, link, READ_WHOLE, lambda reply: parse_whole(reply, None))
 
 
-async def read_header(cluster: ClusterAddress) -> Plan:
+async def read_header(cluster: ClusterAddress, link: LinkOptions = _DEFAULTS) -> Plan:
     """Return the same without the entries of channels, which may be many. Raises as ``read_plan``."""
 
     def parse(reply: Any) -> Plan | None:
         header = parse_header(reply, None)
         return None if header is None else header.plan
 
-    return await _newest(cluster, READ_HEADER, parse)
+    return await _newest(cluster, link, READ_HEADER, parse)
 
 
 async def _newest(
-    cluster: ClusterAddress, command: tuple[CommandPart, ...], parse: Callable[[Any], Plan | None]
+    cluster: ClusterAddress, link: LinkOptions, command: tuple[CommandPart, ...], parse: Callable[[Any], Plan | None]
 ) -> Plan:
-    asked = (query(server, command, timeout_s=ANSWER_TIMEOUT_S) for server in cluster.servers)
+    asked = (query(server, command, options=link, timeout_s=ANSWER_TIMEOUT_S) for server in cluster.servers)
     plans: list[Plan] = []
     faults: list[LinkError] = []
     for answer in await asyncio.gather(*asked, return_exceptions=True):

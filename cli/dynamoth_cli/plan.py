@@ -10,11 +10,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynamoth.plan import Entry, Mode, Plan, Route
+from dynamoth_balancer.admin import CHANGE_TIMEOUT_S_MAX
 from dynamoth_balancer.changes import MODES, mode_name
-from dynamoth_cli.admin import add_url, ask_balancer, cluster_of, read_plan
+from dynamoth_cli.access import Access, access_of, add_access
+from dynamoth_cli.admin import ask_balancer, read_plan
 from dynamoth_link.urls import redact
 
 CHANGE_TIMEOUT_S = 60.0
+
+ANSWER_GRACE_S = 1.0
+"""The balancer waits for ``--timeout`` itself, and we this much longer, so that it can say what it waits for."""
+
+NAME_WIDTH_MAX = 24
+"""Longer names of channels do not widen the column: what is said of them begins on a line of its own."""
 
 REPLICATED_MODES = [name for name, mode in MODES.items() if mode is not Mode.SINGLE]
 
@@ -23,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     commands = parser.add_subparsers(dest="action", required=True)
     show = commands.add_parser("show", help="show the plan as the servers store it; needs no balancer")
-    add_url(show)
+    add_access(show)
     show.add_argument("--json", action="store_true", help="print JSON")
     move = _add_change(
         commands,
@@ -75,32 +83,46 @@ def _add_change(commands: Any, name: str, summary: str, description: str) -> arg
         metavar="S",
         help="how long to wait (default %(default)g s)",
     )
-    add_url(parser)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_access(parser)
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it."""
-    cluster = cluster_of(arguments)
+    access = access_of(arguments)
     if arguments.action == "show":
-        plan = asyncio.run(read_plan(cluster))
+        plan = asyncio.run(read_plan(access.cluster, access.link))
         sys.stdout.write(json.dumps(plan_as_json(plan), indent=2) + "\n" if arguments.json else plan_as_text(plan))
         return 0
-    wanted = change_arguments(arguments)
-    result = asyncio.run(ask_balancer(cluster, arguments.action, wanted, timeout_s=arguments.timeout))
-    sys.stdout.write(describe_result(arguments.channel, result))
+    result = asyncio.run(_change(access, arguments))
+    if arguments.json:
+        sys.stdout.write(json.dumps({**result, "channel": arguments.channel}, indent=2) + "\n")
+    else:
+        sys.stdout.write(describe_result(arguments.channel, result))
     return 0
+
+
+async def _change(access: Access, arguments: argparse.Namespace) -> Mapping[str, Any]:
+    return await ask_balancer(
+        access.cluster,
+        arguments.action,
+        change_arguments(arguments),
+        timeout_s=arguments.timeout + ANSWER_GRACE_S,
+        link=access.link,
+    )
 
 
 def change_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return what the balancer is asked, of what was given on the command line."""
     given = {name: getattr(arguments, name, None) for name in ("to", "mode", "servers", "count")}
     wanted = {name: value for name, value in given.items() if value is not None}
-    return {"channel": arguments.channel.encode(errors="surrogateescape"), **wanted}
+    channel = arguments.channel.encode(errors="surrogateescape")
+    return {"channel": channel, "timeout_s": arguments.timeout, **wanted}
 
 
 def describe_result(channel: str, result: Mapping[str, Any]) -> str:
-    """Return in words what has become of a channel."""
+    """Return in words where a channel is now."""
     spread = "" if result["mode"] == mode_name(Mode.SINGLE) else f", {result['mode']}"
     note = f"note: {result['note']}\n" if result["note"] else ""
     return f"{channel} is at {', '.join(result['servers'])}{spread}, settled (plan version {result['version']})\n{note}"
@@ -131,15 +153,18 @@ def plan_as_text(plan: Plan) -> str:
     lines += [f"  server {server.id}  {redact(server.url)}" for server in plan.servers.values()]
     if not plan.entries:
         return "\n".join([*lines, "every channel is where the ring puts it", ""])
-    width = max(len(channel_name(channel)) for channel in plan.entries)
+    width = min(NAME_WIDTH_MAX, max(len(channel_name(channel)) for channel in plan.entries))
     replicated = sum(entry.route.assignment.mode is not Mode.SINGLE for entry in plan.entries.values())
     also = f", {replicated} of them are replicated now" if replicated else ""
     lines.append(
         f"{len(plan.entries)} channels were moved or replicated{also}; all others are where the ring puts them"
     )
-    lines += [
-        f"  {channel_name(channel):{width}}  {_describe(entry)}" for channel, entry in sorted(plan.entries.items())
-    ]
+    for channel, entry in sorted(plan.entries.items()):
+        name = channel_name(channel)
+        if len(name) > width:
+            lines.append(f"  {name}")
+            name = ""
+        lines.append(f"  {name:{width}}  {_describe(entry)}")
     return "\n".join([*lines, ""])
 
 
@@ -165,8 +190,8 @@ def _route_as_json(route: Route) -> dict[str, Any]:
 
 def _seconds(text: str) -> float:
     value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"more than 0 s expected, not {text}")
+    if not 0 < value <= CHANGE_TIMEOUT_S_MAX:
+        raise argparse.ArgumentTypeError(f"more than 0 s expected, at most {CHANGE_TIMEOUT_S_MAX:g} s, not {text}")
     return value
 
 

@@ -21,10 +21,16 @@ EXAMPLE = "--servers 's1=redis://10.0.0.1:6379 s2=redis://10.0.0.2:6379'"
 
 def add_settings(parser: argparse.ArgumentParser, own_section: str, sections: Sequence[str]) -> None:
     """Add ``--config``, ``--check``, ``--print-config``, and a flag for each setting that is no secret."""
-    parser.set_defaults(own_section=own_section, sections=tuple(sections))
-    parser.add_argument("--config", metavar="FILE", help=f"the TOML file [{CONFIG_VARIABLE}]")
+    parser.set_defaults(sections=tuple(sections))
     parser.add_argument("--check", action="store_true", help="check the configuration, and exit with 0 or 2")
     parser.add_argument("--print-config", action="store_true", help="print the configuration in effect, and exit")
+    add_section(parser, own_section, *sections)
+
+
+def add_section(parser: argparse.ArgumentParser, own_section: str, *sections: str) -> None:
+    """Add ``--config``, and a flag for each setting of ``sections`` that is no secret."""
+    parser.set_defaults(own_section=own_section)
+    parser.add_argument("--config", metavar="FILE", help=f"the TOML file of the daemons [{CONFIG_VARIABLE}]")
     for section in sections:
         group = parser.add_argument_group(f"settings [{section}]")
         for declared in declared_settings().values():
@@ -40,7 +46,8 @@ def add_settings(parser: argparse.ArgumentParser, own_section: str, sections: Se
     ]
     if secrets:
         parser.epilog = (
-            f"Secrets have no flags, as any user of the machine sees those: use {', '.join(secrets)}. {parser.epilog}"
+            f"Secrets have no flags, as any user of the machine sees those: use {', '.join(secrets)}."
+            f" {parser.epilog or ''}"
         )
 
 
@@ -83,7 +90,7 @@ def link_options(loaded: LoadedConfig, client_name: str | None = None) -> LinkOp
     link = loaded.config.link
     options = LinkOptions(
         username=link.username or None,
-        password=link.password or None,
+        password=_password(loaded),
         client_name=client_name,
         tls=TlsOptions(
             ca_file=link.tls_ca_file or None,
@@ -104,6 +111,20 @@ def link_options(loaded: LoadedConfig, client_name: str | None = None) -> LinkOp
     except OSError as error:
         raise ConfigError(f"link.tls_*: the TLS files cannot be used: {error}: check certificate and key") from error
     return options
+
+
+def _password(loaded: LoadedConfig) -> str | None:
+    """Return the password of the links; that of the file where one is given."""
+    link = loaded.config.link
+    if not link.password_file:
+        return link.password or None
+    try:
+        first, *_ = Path(link.password_file).read_text(encoding="utf-8").splitlines() or [""]
+    except (OSError, UnicodeDecodeError) as error:
+        raise loaded.fault("link.password_file", link.password_file, "a text file that can be read") from error
+    if not first:
+        raise loaded.fault("link.password_file", link.password_file, "a file with the password in its first line")
+    return first
 
 
 def _read(name: str) -> ConfigText:

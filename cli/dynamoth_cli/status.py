@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
 from dynamoth.errors import ClusterUnavailable, RequestRefused
 from dynamoth.events import ErrorReply
@@ -18,11 +18,13 @@ from dynamoth.names import AGENT_CHANNEL
 from dynamoth.plan import Mode
 from dynamoth.stored_plan import READ_HEADER, parse_header
 from dynamoth_balancer.changes import mode_name
-from dynamoth_cli.admin import ANSWER_TIMEOUT_S, add_url, ask_balancer, cluster_of, read_header
+from dynamoth_cli.access import Access, access_of, add_access
+from dynamoth_cli.admin import ANSWER_TIMEOUT_S, ask_balancer, read_header
 from dynamoth_cli.plan import channel_name
 from dynamoth_link.errors import LinkError
+from dynamoth_link.options import LinkOptions
 from dynamoth_link.query import query
-from dynamoth_link.urls import ClusterAddress, ServerAddress, parse_server_url
+from dynamoth_link.urls import ServerAddress, parse_server_url
 
 REPLICATED_SHOWN_MAX = 20
 DECISIONS_SHOWN_MAX = 3
@@ -34,13 +36,13 @@ SINGLE = mode_name(Mode.SINGLE)
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    add_url(parser)
+    add_access(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Show how everything is. The exit code is 1 when something that should be there is not."""
-    status = asyncio.run(read_status(cluster_of(arguments)))
+    status = asyncio.run(read_status(access_of(arguments)))
     if arguments.json:
         sys.stdout.write(json.dumps(status, indent=2, default=_as_json) + "\n")
     else:
@@ -48,20 +50,23 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if status["problems"] else 0
 
 
-async def read_status(cluster: ClusterAddress) -> dict[str, Any]:
+async def read_status(access: Access) -> dict[str, Any]:
     """Return how everything is: ``version``, ``servers``, ``balancer`` (what it says, or None), ``problems`` (texts).
 
     Raises:
         ClusterUnavailable: no server answers, or none stores a plan.
 
     """
-    plan = await read_header(cluster)
+    cluster, link = access.cluster, access.link
+    plan = await read_header(cluster, link)
     addresses = {id_: cluster.merge(parse_server_url(server.url)) for id_, server in plan.servers.items()}
-    answers = await asyncio.gather(*(_server(id_, address) for id_, address in addresses.items()))
+    answers = await asyncio.gather(*(_server(id_, address, link) for id_, address in addresses.items()))
     servers = dict(zip(addresses, answers, strict=True))
     problems = [problem for server in answers for problem in server["problems"]]
     try:
-        balancer: Mapping[str, Any] | None = await ask_balancer(cluster, "status", timeout_s=ANSWER_TIMEOUT_S)
+        balancer: Mapping[str, Any] | None = await ask_balancer(
+            cluster, "status", timeout_s=ANSWER_TIMEOUT_S, link=link
+        )
     except (ClusterUnavailable, RequestRefused) as error:
         balancer = None
         problems.append(str(error))
@@ -70,12 +75,12 @@ async def read_status(cluster: ClusterAddress) -> dict[str, Any]:
     return {"version": plan.version, "servers": servers, "balancer": balancer, "problems": problems}
 
 
-async def _server(id_: str, address: ServerAddress) -> dict[str, Any]:
+async def _server(id_: str, address: ServerAddress, link: LinkOptions) -> dict[str, Any]:
     """Ask one server itself."""
     found: dict[str, Any] = {"url": address.redacted(), "agents": None, "stored_version": None, "problems": []}
     commands = (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL), READ_HEADER
     try:
-        agents, stored = await query(address, *commands, timeout_s=ANSWER_TIMEOUT_S)
+        agents, stored = await query(address, *commands, options=link, timeout_s=ANSWER_TIMEOUT_S)
     except LinkError as error:
         found["problems"].append(f"server {id_}: {error}")
         return found
@@ -95,27 +100,52 @@ async def _server(id_: str, address: ServerAddress) -> dict[str, Any]:
 
 def show(status: Mapping[str, Any], console: Console) -> None:
     """Print a status for people."""
-    table = Table("server", "url", "agents", "plan", "load ratio", "out MB/s", "messages/s", "channels", "CPU")
-    for id_, server in status["servers"].items():
-        load = server["load"]
-        table.add_row(
-            id_,
-            server["url"],
-            _shown(server["agents"]),
-            _shown(server["stored_version"]),
-            _shown(load.get("load_ratio"), "{:.2f}"),
-            _shown(load.get("outgoing_bytes_per_s"), "{:.2f}", 1e-6),
-            _shown(load.get("messages_per_s"), "{:.0f}"),
-            _shown(load.get("channels")),
-            _shown(load.get("cpu_ratio"), "{:.2f}"),
-        )
-    console.print(table)
-    balancer = status["balancer"]
-    if balancer is not None:
-        for line in describe_balancer(status["version"], balancer):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    lines = table_of(status["servers"], console.width)
+    if (balancer := status["balancer"]) is not None:
+        lines += describe_balancer(status["version"], balancer)
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     for problem in status["problems"]:
-        console.print(f"[bold red]![/] {problem}", highlight=False)
+        console.print(f"[bold red]![/] {escape(problem)}", highlight=False, soft_wrap=True)
+
+
+HEADINGS = ("server", "agents", "plan", "load", "out MB/s", "messages/s", "channels", "CPU")
+
+
+def table_of(servers: Mapping[str, Mapping[str, Any]], width: int) -> list[str]:
+    """Return the lines of the table of servers. URLs that do not fit into ``width`` get lines of their own."""
+    rows = [HEADINGS, *(_figures(id_, server) for id_, server in servers.items())]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    urls = ["url", *(server["url"] for server in servers.values())]
+    apart = sum(widths) + 2 * len(widths) + max(map(len, urls)) > width
+    lines: list[str] = []
+    for row, url in zip(rows, urls, strict=True):
+        name, *figures = (
+            text.rjust(size) if column else text.ljust(size)
+            for column, (text, size) in enumerate(zip(row, widths, strict=True))
+        )
+        line = "  ".join([name, *figures])
+        if not apart:
+            lines.append(f"{line}  {url}")
+        elif row is HEADINGS:
+            lines.append(line)
+        else:
+            lines += [line, f"    {url}"]
+    return lines
+
+
+def _figures(id_: str, server: Mapping[str, Any]) -> tuple[str, ...]:
+    load = server["load"]
+    return (
+        id_,
+        _shown(server["agents"]),
+        _shown(server["stored_version"]),
+        _shown(load.get("load_ratio"), "{:.2f}"),
+        _shown(load.get("outgoing_bytes_per_s"), "{:.2f}", 1e-6),
+        _shown(load.get("messages_per_s"), "{:.0f}"),
+        _shown(load.get("channels")),
+        _shown(load.get("cpu_ratio"), "{:.2f}"),
+    )
 
 
 def describe_balancer(version: int, balancer: Mapping[str, Any]) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 
 from dynamoth.config import GIGABIT_BYTES_PER_S
 from dynamoth_cli.child import interrupted_by_signals
 from dynamoth_cli.cluster import LocalCluster
+from dynamoth_link.urls import parse_cluster_url
 
 LOOK_INTERVAL_S = 0.2
 """How often we look whether all processes are alive."""
@@ -31,6 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="what counts as load ratio 1 of each server (default %(default)s)",
     )
+    parser.add_argument("--json", action="store_true", help="print the URLs of the cluster and its servers as JSON")
     parser.add_argument("--verbose", action="store_true", help="show the logs of agents and balancer")
 
 
@@ -45,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     with interrupted_by_signals():
         try:
             with cluster:
-                sys.stdout.write(f"{cluster.url}\n")
+                sys.stdout.write(_described(cluster) if arguments.json else f"{cluster.url}\n")
                 sys.stdout.flush()
                 sys.stderr.write("dynamoth: ready; Ctrl-C stops everything\n")
                 while True:
@@ -54,6 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             sys.stderr.write("dynamoth: stopped\n")
             return 0
+
+
+def _described(cluster: LocalCluster) -> str:
+    """Return the cluster as one line of JSON."""
+    servers = parse_cluster_url(cluster.url).servers
+    urls = dict(zip(cluster.server_ids, (server.url() for server in servers), strict=True))
+    return json.dumps({"url": cluster.url, "servers": urls}) + "\n"
 
 
 def server_count(text: str) -> int:

@@ -106,8 +106,6 @@ def test_moves_that_cannot_be_now_are_refused() -> None:
     balancer = cluster.started(NO_DECISIONS)
     source, target = balancer.plan.entry(CHANNEL).route.assignment.servers[0], _other(cluster, balancer)
     third = next(id_ for id_ in cluster.servers if id_ not in (source, target))
-    reply = cluster.ask("move", {"channel": CHANNEL, "to": source})
-    assert reply.error == f"channel {CHANNEL!r} is there already"
     cluster.agents[source].listened.add(CHANNEL)
     cluster.admin(source, "move", {"channel": CHANNEL, "to": target})
     cluster.run(1)
@@ -129,6 +127,42 @@ def test_a_move_that_takes_too_long_is_answered_with_what_it_waits_for() -> None
     cluster.agents[source].listened.clear()
     cluster.run(3)
     assert balancer.plan.entry(CHANNEL).phase is Phase.SETTLED, "it goes on"
+
+
+def test_a_move_waits_as_long_as_the_administrator_does() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    source, target = balancer.plan.entry(CHANNEL).route.assignment.servers[0], _other(cluster, balancer)
+    cluster.agents[source].listened.add(CHANNEL)
+    cluster.admin("s1", "move", {"channel": CHANNEL, "to": target, "timeout_s": 45})
+    cluster.run(44)
+    assert not cluster.servers["s1"].replies, "the default of 30 s is not what was asked for"
+    cluster.run(2)
+    [reply] = cluster.servers["s1"].replies
+    assert reply.error is not None and "not settled after 45 s, but it goes on" in reply.error
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, "5", True, float("inf"), float("nan"), 1e9])
+def test_a_timeout_that_makes_no_sense_is_refused(timeout_s: Any) -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    reply = cluster.ask("move", {"channel": CHANNEL, "to": _other(cluster, balancer), "timeout_s": timeout_s})
+    assert reply.error is not None and "timeout_s must be a number above 0" in reply.error
+    assert balancer.plan.version == 0
+
+
+def test_a_move_to_where_the_channel_is_succeeds_at_once() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    home = balancer.plan.entry(CHANNEL).route.assignment.servers[0]
+    cluster.agents[home].alive = False
+    cluster.run(6)
+    cluster.admin("s1", "move", {"channel": CHANNEL, "to": home})
+    cluster.run()
+    [reply] = cluster.servers["s1"].replies
+    assert reply.error is None
+    assert (reply.result["servers"], reply.result["note"]) == ([home], "it was there already")
+    assert balancer.plan.version == 0
 
 
 def test_too_many_transitions_are_refused() -> None:

@@ -155,11 +155,13 @@ def test_replications_that_make_no_sense_are_refused(arguments: dict[str, Any], 
     assert balancer.plan.version == 0
 
 
-def test_what_is_there_already_is_refused_whatever_the_order_of_the_servers() -> None:
-    cluster, _, _ = _started()
+def test_what_is_there_already_succeeds_whatever_the_order_of_the_servers() -> None:
+    cluster, balancer, _ = _started()
     assert _replicate(cluster, servers=["s1", "s2"]).error is None
+    version = balancer.plan.version
     for reply in (_replicate(cluster, servers=["s2", "s1"]), _replicate(cluster, count=2)):
-        assert reply.error == f"channel {CHANNEL!r} is there already"
+        assert (reply.error, reply.result["note"]) == (None, "it was there already")
+        assert balancer.plan.version == version
 
 
 def test_a_dead_server_is_refused_with_the_cure() -> None:
@@ -217,8 +219,12 @@ def test_a_successor_answers_what_its_predecessor_began() -> None:
 
 def test_a_replicated_channel_is_not_moved_and_one_at_one_server_not_unreplicated() -> None:
     cluster, _, home = _started()
-    reply = cluster.ask("unreplicate", {"channel": CHANNEL})
-    assert reply.error == f"channel {CHANNEL!r} is not replicated: it is at {home}"
+    for arguments in ({}, {"to": home}):
+        reply = cluster.ask("unreplicate", {"channel": CHANNEL, **arguments})
+        assert (reply.error, reply.result["note"]) == (None, "it was there already")
+    other = _others(cluster, home)[0]
+    reply = cluster.ask("unreplicate", {"channel": CHANNEL, "to": other})
+    assert reply.error is not None and f"is not replicated: it is at {home}, and 'dynamoth plan move'" in reply.error
     assert cluster.ask("unreplicate", {"channel": CHANNEL, "to": 5}).error is not None
     assert _replicate(cluster, servers=["s1", "s2"]).error is None
     reply = cluster.ask("move", {"channel": CHANNEL, "to": "s3"})

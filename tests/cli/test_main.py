@@ -143,5 +143,5 @@ def test_secrets_have_no_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["node", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "--link-password" not in text
+    assert "--link-password " not in text
     assert "use DYNAMOTH_LINK_PASSWORD" in text

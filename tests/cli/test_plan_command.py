@@ -7,11 +7,19 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from dynamoth.plan import Assignment, Entry, Mode, Phase, Plan, Route, Server, single
 from dynamoth_cli import plan
 from dynamoth_cli.plan import change_arguments, describe_result, plan_as_json, plan_as_text
-from dynamoth_cli.status import DECISIONS_SHOWN_MAX, MOVES_SHOWN_MAX, REPLICATED_SHOWN_MAX, describe_balancer
+from dynamoth_cli.status import (
+    DECISIONS_SHOWN_MAX,
+    MOVES_SHOWN_MAX,
+    REPLICATED_SHOWN_MAX,
+    describe_balancer,
+    show,
+    table_of,
+)
 
 BASE = Plan.initial(Server(id_, f"redis://{id_}") for id_ in ("s1", "s2", "s3"))
 
@@ -39,7 +47,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
     ],
 )
 def test_what_is_given_is_what_the_balancer_is_asked(arguments: tuple[str, ...], wanted: dict[str, Any]) -> None:
-    assert change_arguments(parsed(*arguments)) == wanted
+    assert change_arguments(parsed(*arguments, "--timeout", "45")) == {"timeout_s": 45.0, **wanted}
 
 
 @pytest.mark.parametrize(
@@ -51,6 +59,7 @@ def test_what_is_given_is_what_the_balancer_is_asked(arguments: tuple[str, ...],
         ("replicate", "c", "--mode", "all-publishers", "--servers", "s1,s2", "--count", "2"),
         ("replicate", "c", "--mode", "all-publishers", "--count", "many"),
         ("unreplicate",),
+        ("move", "c", "--to", "s1", "--timeout", "1e9"),
     ],
 )
 def test_wrong_arguments_exit_with_2(arguments: tuple[str, ...]) -> None:
@@ -143,3 +152,38 @@ def test_status_shows_the_latest_decisions_with_reason_and_load() -> None:
     assert lines[MOVES_SHOWN_MAX] == f"12 s ago: {30 - MOVES_SHOWN_MAX} more moves"
     assert lines[-1] == "12 s ago: s3 at load ratio 0.91: add servers"
     assert not any("too old" in line for line in lines)
+
+
+def _server(url: str) -> dict[str, Any]:
+    load = {"load_ratio": 0.5, "outgoing_bytes_per_s": 62.5e6, "messages_per_s": 740_000, "channels": 12_000}
+    return {"url": url, "agents": 1, "stored_version": 12_345, "load": {**load, "cpu_ratio": 0.99}}
+
+
+def test_the_table_of_servers_fits_80_columns_without_cutting_urls() -> None:
+    long = "rediss://" + "redis-master.dynamoth.svc.cluster.local." * 3 + ":6380"
+    servers = {"s1": _server("redis://10.0.0.1:6379"), "server-2": _server(long)}
+    lines = table_of(servers, 80)
+    assert [line.strip() for line in lines[2::2]] == ["redis://10.0.0.1:6379", long]
+    assert max(len(line) for line in lines if long not in line) <= 80
+    wide = table_of(servers, 300)
+    assert len(wide) == 3, "in a wide terminal each server has one line"
+    assert wide[2].endswith(f"  {long}") and wide[2].startswith("server-2       1  12345  0.50     62.50      740000")
+
+
+def test_the_status_is_printed_without_cutting_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "rediss://" + "redis-master.dynamoth.svc.cluster.local." * 3 + ":6380"
+    problem = f"server s1: {long} [Errno 111] " + "words " * 30
+    show({"servers": {"s1": _server(long)}, "balancer": None, "version": 1, "problems": [problem]}, Console(width=80))
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[2].strip() == long
+    assert shown[3] == f"! {problem}"
+
+
+def test_a_long_channel_name_does_not_widen_the_table() -> None:
+    entries = {
+        b"a" * 70: Entry(Route(5, single("s1")), Phase.SETTLED),
+        b"b": Entry(Route(6, single("s2")), Phase.SETTLED),
+    }
+    text = plan_as_text(Plan(9, BASE.servers, BASE.base, MappingProxyType(entries)))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "  " + "a" * 70 + "\n" + " " * 26 + "  s1  single  settled  since version 5\n" in text

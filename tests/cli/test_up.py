@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
@@ -78,6 +79,14 @@ def test_it_prints_the_url_and_leaves_nothing_behind(
     assert "dynamoth: stopped" in stderr
     assert len(select.select(descriptors, [], [], 0)[0]) == 5, "a process was left behind"
     assert list(tmp_path.iterdir()) == [], "a file was left behind"
+
+
+def test_json_names_the_servers(cleanup: ExitStack, tmp_path: Path) -> None:
+    up = start(cleanup, tmp_path, "--servers", "1", "--json")
+    [port] = re.findall(r":(\d+)\"", up.url)[-1:]
+    described = json.loads(up.url)
+    assert described == {"url": f"dynamoth://127.0.0.1:{port}", "servers": {"s1": f"redis://127.0.0.1:{port}"}}
+    assert up.end(signal.SIGTERM)[0] == 0
 
 
 def test_nothing_outlives_it_even_if_it_is_killed(cleanup: ExitStack, tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""How a command reaches a cluster: which servers, and the credentials and TLS of its connections.
+
+The commands of operators take the settings of the daemons (section ``[link]``, and the servers of ``[cluster]``) from
+the same file and environment variables. ``--url`` names the cluster where there is no such file. A password comes from
+the environment, the file, ``--password-file`` or ``DYNAMOTH_URL``: it need not be on a command line, where every user
+of the machine can read it.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dynamoth.errors import ConfigError
+from dynamoth_cli.settings import add_section, cluster_servers, link_options, load_settings
+from dynamoth_link.options import LinkOptions
+from dynamoth_link.urls import ClusterAddress, parse_cluster_url, parse_server_url
+
+URL_VARIABLE = "DYNAMOTH_URL"
+
+CLIENT_NAME = "dynamoth-cli"
+
+LINK_SECTION = "link"
+"""Its settings have flags without the name of the section here: ``--tls-ca-file``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The servers from which a command finds the cluster, and the options of its connections."""
+
+    cluster: ClusterAddress
+    link: LinkOptions = field(default_factory=LinkOptions)
+
+
+def add_access(parser: ArgumentParser) -> None:
+    """Add ``--url``, ``--config``, and a flag for each setting of a connection."""
+    parser.add_argument(
+        "--url",
+        metavar="URL",
+        help=f"the cluster: dynamoth://[user@]host:port[,host:port...] [{URL_VARIABLE}];"
+        " default: the servers of the configuration",
+    )
+    add_section(parser, LINK_SECTION, LINK_SECTION)
+
+
+def access_of(arguments: Namespace, environment: Mapping[str, str] = os.environ) -> Access:
+    """Return how to reach the cluster that the command is about. Raises ConfigError.
+
+    The cluster comes from the first of: ``--url``, the servers of ``--config``, ``DYNAMOTH_URL``, the servers of the
+    environment or of the file that ``DYNAMOTH_CONFIG`` names.
+    """
+    loaded = load_settings(arguments, environment)
+    link = link_options(loaded, CLIENT_NAME)
+    url: str | None = arguments.url
+    if url is None and not (arguments.config and loaded.config.cluster.servers):
+        url = environment.get(URL_VARIABLE)
+    if url:
+        return Access(parse_cluster_url(url), link)
+    if not loaded.config.cluster.servers:
+        raise ConfigError(
+            f"which cluster? Give --url dynamoth://host:port,host:port or set {URL_VARIABLE}, or give --config with"
+            " the file of the daemons"
+        )
+    return Access(ClusterAddress(tuple(parse_server_url(server.url) for server in cluster_servers(loaded))), link)

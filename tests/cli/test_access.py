@@ -1,0 +1,110 @@
+"""How the commands of operators reach a cluster: URL, configuration file, credentials and TLS."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from dynamoth.errors import ConfigError
+from dynamoth_cli import plan, status
+from dynamoth_cli.access import Access, access_of, add_access
+
+FILE = """
+[[cluster.servers]]
+id = "s1"
+url = "redis://10.0.0.1:6379"
+[[cluster.servers]]
+id = "s2"
+url = "rediss://10.0.0.2:6380"
+
+[link]
+username = "balancer"
+password = "from the file"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "dynamoth.toml"
+    path.write_text(FILE)
+    return str(path)
+
+
+def reached(*given: str, environment: dict[str, str] | None = None) -> Access:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_access(parser)
+    return access_of(parser.parse_args(given), environment or {})
+
+
+def hosts(access: Access) -> list[str]:
+    return [server.host for server in access.cluster.servers]
+
+
+def test_the_file_of_the_daemons_is_enough(file: str) -> None:
+    access = reached("--config", file)
+    assert hosts(access) == ["10.0.0.1", "10.0.0.2"]
+    assert [server.tls for server in access.cluster.servers] == [False, True]
+    assert (access.link.username, access.link.password) == ("balancer", "from the file")
+    assert reached(environment={"DYNAMOTH_CONFIG": file}) == access
+
+
+def test_which_cluster_is_said_by_the_nearest_source(file: str) -> None:
+    url = {"DYNAMOTH_URL": "redis://b"}
+    assert hosts(reached("--url", "redis://a", "--config", file, environment=url)) == ["a"]
+    assert hosts(reached("--config", file, environment=url)) == ["10.0.0.1", "10.0.0.2"]
+    assert hosts(reached(environment={**url, "DYNAMOTH_CONFIG": file})) == ["b"]
+    assert hosts(reached(environment={"DYNAMOTH_SERVERS": "s1=redis://c"})) == ["c"]
+    with pytest.raises(ConfigError, match="which cluster"):
+        reached()
+
+
+def test_no_password_is_on_the_command_line(file: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("from a file of its own\n")
+    access = reached("--config", file, "--username", "ops", "--password-file", str(secret))
+    assert (access.link.username, access.link.password) == ("ops", "from a file of its own")
+    access = reached("--url", "redis://a", environment={"DYNAMOTH_LINK_PASSWORD": "from the environment"})
+    assert access.link.password == "from the environment"
+    with pytest.raises(SystemExit):
+        reached("--url", "redis://a", "--password", "x")
+
+
+@pytest.mark.parametrize(("text", "accepted"), [(None, "can be read"), ("", "first line"), ("\n", "first line")])
+def test_a_password_file_that_has_none_is_refused(text: str | None, accepted: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    if text is not None:
+        secret.write_text(text)
+    with pytest.raises(ConfigError, match=rf"link\.password_file: .*{accepted}.*flag --password-file"):
+        reached("--url", "redis://a", "--password-file", str(secret))
+
+
+def test_certificates_are_given_as_to_the_daemons(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"link\.tls_ca_file: a file that can be read .*flag --tls-ca-file"):
+        reached("--url", "rediss://a", "--tls-ca-file", str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match=r"link\.tls_key_file"):
+        reached("--url", "rediss://a", "--tls-cert-file", "x")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["show"],
+        ["move", "c", "--to", "s1"],
+        ["replicate", "c", "--mode", "all-publishers", "--count", "2"],
+        ["unreplicate", "c"],
+    ],
+)
+def test_every_command_of_the_plan_has_json_and_access(arguments: list[str], file: str) -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    plan.configure(parser)
+    given = parser.parse_args([*arguments, "--json", "--config", file, "--tls-verify", "true"])
+    assert given.json
+    assert hosts(access_of(given, {})) == ["10.0.0.1", "10.0.0.2"]
+
+
+def test_status_has_json_and_access(file: str) -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    status.configure(parser)
+    assert parser.parse_args(["--json", "--config", file]).json
