@@ -112,6 +112,18 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             Figure("100 transitions: the slowest settled within 2 s", _sum("settled_s_max"), at_most(2)),
         ),
     ),
+    "churn": Benchmark(
+        "bench.churn",
+        ("--json",),
+        (
+            Figure(
+                "5 minutes of 300 clients that come and go while agents fail: lost silently + duplicated + reordered: 0",
+                _sum("lost", "duplicated", "reordered"),
+                at_most(0),
+            ),
+            Figure("5 minutes of churn: violations of any guarantee: 0", _sum("violations"), at_most(0)),
+        ),
+    ),
     "agent": Benchmark(
         "bench.agent_cost",
         (),
