@@ -117,7 +117,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ("--json",),
         (
             Figure(
-                "5 minutes of 300 clients that come and go while agents fail: lost silently + duplicated + reordered: 0",
+                "5 minutes, 300 clients come and go, agents fail: lost silently + duplicated + reordered: 0",
                 _sum("lost", "duplicated", "reordered"),
                 at_most(0),
             ),

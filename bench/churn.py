@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import redis.asyncio
 import redis.exceptions
@@ -113,7 +113,8 @@ def observe(pipe: Connection, ports: dict[str, int], file: Path) -> None:
     async def watch(server: str, port: int) -> None:
         while True:
             try:
-                async with redis.asyncio.Redis(port=port) as client, client.pubsub() as pubsub:
+                plain: Any = redis.asyncio.Redis(port=port)  # redis-py is typed in part
+                async with plain as client, client.pubsub() as pubsub:
                     await pubsub.psubscribe(b"*" + PREFIX + b"*")
                     async for message in pubsub.listen():
                         if message["type"] == "pmessage":
@@ -382,9 +383,8 @@ def show(result: Result) -> None:
     """Print a result, for people; the violations last."""
     for name, value in asdict(result).items():
         if isinstance(value, dict):
-            sys.stdout.write(f"{name}:\n")
-            for key, count in value.items():
-                sys.stdout.write(f"  {count:6} {key}\n")
+            counts = cast("dict[str, int]", value)
+            sys.stdout.write(f"{name}:\n" + "".join(f"  {count:6} {key}\n" for key, count in counts.items()))
         elif name != "stories":
             sys.stdout.write(f"{name:16} {value:.3f}\n" if isinstance(value, float) else f"{name:16} {value}\n")
     for story in result.stories:
