@@ -83,8 +83,8 @@ class LinkSettings:
     tls_key_file: str = setting("", "the key of that certificate (PEM)")
     tls_verify: bool = setting(True, "whether certificates are checked; off for tests only")
     connect_timeout_s: float = setting(5.0, "bound of one attempt to connect", unit="s", above=0)
-    ping_interval_s: float = setting(5.0, "silence before a PING; 0 for never", unit="s", minimum=0)
-    ping_timeout_s: float = setting(5.0, "more silence before the link is down", unit="s", above=0)
+    ping_interval_s: float = setting(1.5, "silence before a PING; 0 for never", unit="s", minimum=0)
+    ping_timeout_s: float = setting(3.4, "more silence before the link is down", unit="s", above=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,10 @@ What becomes of each option:
 ``client_name``, ``lib_name``, ``lib_version``,            every connection
 ``driver_info``, ``socket_keepalive(_options)``
 ``socket_connect_timeout``                                 bound of each attempt; None: ``socket_timeout``, or 5 s
-``socket_timeout``                                         how long the answer to a PING may take; None: 5 s. Both, and
-                                                           ``retry``: see ``publish_timeout_s`` of ``Settings``
-``health_check_interval``                                  silence after which a PING is sent; 0: 5 s
+``socket_timeout``                                         how long the answer to a PING may take; None, and redis-py's
+                                                           default (5 s since 8.0): 3.4 s. Both, and ``retry``: see
+                                                           ``publish_timeout_s`` of ``Settings``
+``health_check_interval``                                  silence after which a PING is sent; 0: 1.5 s
 ``retry``, ``retry_on_error``, ``retry_on_timeout``        see ``Settings.retrying``; the backoff is that of every link
 ``max_connections``                                        see ``ConnectionLimit``
 ``encoding``, ``encoding_errors``, ``decode_responses``    names and messages, by redis-py's own encoder
@@ -55,6 +56,10 @@ _DEFAULTS = LinkOptions()
 _TLS = (redis.SSLConnection, redis.asyncio.SSLConnection)
 
 _TIMEOUTS = ("socket_timeout", "socket_connect_timeout")
+
+_SOCKET_TIMEOUT_DEFAULT = inspect.signature(redis.Redis.__init__).parameters["socket_timeout"].default
+"""redis-py's own ``socket_timeout``: 5 s since 8.0. A pool does not tell whether the application said so. With the
+silence before a PING that would be more than the 5 s in which a cut connection is noticed by default."""
 
 _LEFT_OUT = ("socket_connect_timeout", "socket_keepalive", "socket_keepalive_options")
 """What redis-py does not give to the connections of a unix socket; besides ``ssl_*``, as to those without TLS."""
@@ -159,7 +164,6 @@ def read_settings(pool: Pool, seeds: Iterable[ServerAddress] | None) -> Settings
     _refuse_unsupported(options)
     _warn_of_own_class(pool)
     state = state_of(pool)
-    socket_timeout_s = _seconds(sample, "socket_timeout")
     library_name, library_version = _library_of(sample)
     keeps_alive = getattr(sample, "socket_keepalive", False)
     try:
@@ -173,8 +177,8 @@ def read_settings(pool: Pool, seeds: Iterable[ServerAddress] | None) -> Settings
             keepalive=dict(sample.socket_keepalive_options) if keeps_alive else None,
             tls=TlsOptions(context=_tls_context(options)) if isinstance(sample, _TLS) else TlsOptions(),
             connect_timeout_s=_seconds(sample, "socket_connect_timeout") or _DEFAULTS.connect_timeout_s,
-            ping_interval_s=_seconds(sample, "health_check_interval", off=0) or _DEFAULTS.ping_interval_s,
-            ping_timeout_s=socket_timeout_s or _DEFAULTS.ping_timeout_s,
+            ping_interval_s=_seconds(sample, "health_check_interval", 0) or _DEFAULTS.ping_interval_s,
+            ping_timeout_s=_seconds(sample, "socket_timeout", _SOCKET_TIMEOUT_DEFAULT) or _DEFAULTS.ping_timeout_s,
             backoff=None if options.get("retry") is None else backoff_of(sample.retry),
         )
     except ConfigError as error:
@@ -198,10 +202,10 @@ def _publish_timeout_s(sample: Any, options: Mapping[str, Any], retrying: Retryi
     return max(PUBLISH_TIMEOUT_S_MIN, retrying.longest_s(attempt_s, PUBLISH_TIMEOUT_S_MAX))
 
 
-def _seconds(sample: Any, name: str, off: int | None = None) -> float | None:
-    """Return an option in seconds; None for None, and for what else turns it off."""
+def _seconds(sample: Any, name: str, ours: float | None = None) -> float | None:
+    """Return an option in seconds; None for None, and for ``ours``, a value that stands for our own default as well."""
     value = getattr(sample, name)
-    if value is None or (off is not None and value == off):
+    if value is None or (ours is not None and value == ours):
         return None
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
         raise BadOption(f"{name} must be a number of seconds, more than 0, not {value!r}")

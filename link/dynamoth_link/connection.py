@@ -32,6 +32,7 @@ import hiredis
 
 from dynamoth.events import CommandPart, ErrorReply
 from dynamoth_link import errors
+from dynamoth_link.liveness import Liveness, Verdict, unacknowledged_bytes
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import ServerAddress
 
@@ -54,9 +55,6 @@ own transports read no more at once, as they make an object of that size for eac
 
 LARGE_BYTES = 1024 * 1024
 """What is larger than this is written by itself, from where it is: to join it to others would copy it once more."""
-
-ANSWER_GRACE_S = 0.05
-"""After a pause of the whole process, timers may run before the socket is read: the answer may be here."""
 
 _SUBSCRIPTIONS: dict[CommandPart, bytes] = {
     name: kind
@@ -120,12 +118,11 @@ class Connection(asyncio.Protocol):
     __slots__ = (
         "__weakref__",
         "_address",
-        "_arrived_at",
         "_closed",
         "_ended",
         "_flush_scheduled",
         "_gets",
-        "_grace_given",
+        "_liveness",
         "_loop",
         "_on_pushes",
         "_open",
@@ -134,7 +131,6 @@ class Connection(asyncio.Protocol):
         "_output_bytes",
         "_pack",
         "_pending",
-        "_pinged",
         "_reader",
         "_reading",
         "_subscribing",
@@ -142,7 +138,7 @@ class Connection(asyncio.Protocol):
         "_timer",
         "_tolerated_bytes",
         "_transport",
-        "_unsent_bytes",
+        "_written_bytes",
         "lost",
     )
 
@@ -173,12 +169,9 @@ class Connection(asyncio.Protocol):
         #: times.
         self._tolerated_bytes = 0
         self._reading = True
-        #: When bytes came last, on the loop's clock; and whether a PING has been sent since.
-        self._arrived_at = self._time()
-        self._pinged = False
-        self._grace_given = False
-        #: How much waited to be taken when a PING was last sent, or waited for once more.
-        self._unsent_bytes = 0
+        self._liveness = Liveness(options.ping_interval_s, options.ping_timeout_s, self._time())
+        #: How many bytes the transport has been given.
+        self._written_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self.lost: asyncio.Future[errors.LinkError] = self._loop.create_future()
         self._closed: asyncio.Future[None] = self._loop.create_future()
@@ -283,7 +276,7 @@ class Connection(asyncio.Protocol):
     def watch(self) -> None:
         """Begin to send PING when nothing comes, and to give up when even its answer does not come."""
         if self._options.ping_interval_s > 0 and self._open:
-            self._arrived_at = self._time()
+            self._liveness.heard_at = self._time()
             self._set_timer(self._options.ping_interval_s)
 
     def pause_reading(self) -> None:
@@ -297,8 +290,7 @@ class Connection(asyncio.Protocol):
         if not self._reading and self._open and self._transport is not None:
             self._transport.resume_reading()
             self._reading = True
-            self._arrived_at = self._time()
-            self._pinged = False
+            self._liveness.heard_at = self._time()
 
     def close(self) -> None:
         """End the connection after what was sent has gone out. No callback comes any more."""
@@ -345,8 +337,7 @@ class Connection(asyncio.Protocol):
         """Parse what came, and hand replies and pushes on in their order."""
         if not self._open:
             return
-        self._arrived_at = self._time()
-        self._pinged = False
+        self._liveness.heard_at = self._time()
         if len(data) <= FEED_BYTES:
             self._reader.feed(data)
             self._parse()
@@ -475,6 +466,7 @@ class Connection(asyncio.Protocol):
         transport = self._transport
         assert transport is not None, "open without a transport"
         transport.write(data)
+        self._written_bytes += len(data)
         waiting_bytes = transport.get_write_buffer_size()
         if waiting_bytes:
             self._check_waiting(waiting_bytes, len(data))
@@ -495,30 +487,23 @@ class Connection(asyncio.Protocol):
         self._timer = self._loop.call_later(delay_s, self._check_liveness)
 
     def _check_liveness(self) -> None:
-        if not self._open:
+        transport = self._transport
+        if not self._open or transport is None:
             return
-        interval_s = self._options.ping_interval_s
-        timeout_s = self._options.ping_timeout_s
-        silence_s = self._time() - self._arrived_at
         if not self._reading:
-            self._pinged = False
-            self._set_timer(interval_s)
-        elif self._pinged and self.write_buffer_size < self._unsent_bytes:  # it takes what is before the PING
-            self._unsent_bytes = self.write_buffer_size
-            self._set_timer(timeout_s)
-        elif self._pinged and self._grace_given:
-            self._lose(errors.fell_silent(self._address, silence_s))
-        elif self._pinged:
-            self._grace_given = True
-            self._set_timer(ANSWER_GRACE_S)
-        elif silence_s < interval_s:
-            self._set_timer(interval_s - silence_s)
-        else:
-            self._pinged = True
-            self._grace_given = False
+            self._set_timer(self._options.ping_interval_s)
+            return
+        now = self._time()
+        unacknowledged = transport.get_write_buffer_size() + unacknowledged_bytes(self.fileno)
+        sent_bytes = self._written_bytes + self._output_bytes
+        verdict, look_again_s = self._liveness.look(now, sent_bytes, self._written_bytes - unacknowledged)
+        if verdict is Verdict.LOST:
+            self._lose(errors.fell_silent(self._address, now - self._liveness.heard_at))
+            return
+        if verdict is Verdict.PING:
             self.send((b"PING",))
-            self._unsent_bytes = self.write_buffer_size
-            self._set_timer(timeout_s)
+        if self._open:
+            self._set_timer(look_again_s)
 
     # The end.
 

@@ -205,7 +205,7 @@ def test_servers_of_several_kinds() -> None:
 @BOTH
 def test_defaults_are_redis_py_s_where_it_has_any(module: Any) -> None:
     options = _link_options(module)
-    assert (options.connect_timeout_s, options.ping_timeout_s, options.ping_interval_s) == (5, 5, 5)
+    assert (options.connect_timeout_s, options.ping_timeout_s, options.ping_interval_s) == (5, 3.4, 1.5)
     if REDIS_PY < (8,):
         assert options.keepalive is None
     else:
@@ -224,7 +224,9 @@ def test_timeouts(module: Any) -> None:
     options = _link_options(module, socket_timeout=3, socket_connect_timeout=None)
     assert (options.connect_timeout_s, options.ping_timeout_s) == (3, 3)
     options = _link_options(module, socket_timeout=None, socket_connect_timeout=None, health_check_interval=0)
-    assert (options.connect_timeout_s, options.ping_timeout_s, options.ping_interval_s) == (5, 5, 5)
+    assert (options.connect_timeout_s, options.ping_timeout_s, options.ping_interval_s) == (5, 3.4, 1.5)
+    options = _link_options(module, socket_timeout=7)
+    assert options.ping_timeout_s == 7
     url = "dynamoth://one:1,two:2?socket_timeout=0.25&socket_connect_timeout=2&health_check_interval=30"
     options = _settings(module.from_url(url)).link_options
     assert (options.connect_timeout_s, options.ping_timeout_s, options.ping_interval_s) == (2, 0.25, 30)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth_link.connection import LARGE_BYTES, Connection
+from dynamoth_link.liveness import LOOKS_PER_TIMEOUT
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import ServerAddress
 
@@ -157,21 +158,28 @@ def test_what_one_command_brings_is_never_too_much() -> None:
 
 
 def test_a_server_that_takes_what_is_written_is_not_silent() -> None:
-    class Slow(_Sink):
+    class Slow(_Stuck):
         def get_write_buffer_size(self) -> int:
-            self.waiting = max(self.waiting - 1, 0)
+            """Take one byte each time that somebody looks, until the PING has begun."""
+            self.waiting -= self.waiting > PING_BYTES
             return self.waiting
 
     async def main() -> None:
-        options = LinkOptions(ping_interval_s=0.001, ping_timeout_s=0.001)
+        loop = asyncio.get_running_loop()
+        options = LinkOptions(ping_interval_s=0.001, ping_timeout_s=0.008)
         connection = Connection(ServerAddress("127.0.0.1", 6379), options, lambda _: None)
         sink = Slow()
         connection.connection_made(sink)
-        sink.waiting = 100
+        connection.send((b"PUBLISH", b"c", b"x" * 100))
         connection.watch()
+        began_at = loop.time()
         reason = await asyncio.wait_for(connection.lost, 20)
         assert "silent" in str(reason) or "PING" in str(reason)
-        assert sink.waiting == 0
+        assert loop.time() - began_at > 100 * 0.008 / LOOKS_PER_TIMEOUT
+        assert sink.waiting == PING_BYTES
         assert sink.written.count(b"PING") == 1
 
     asyncio.run(main())
+
+
+PING_BYTES = len(b"*1\r\n$4\r\nPING\r\n")

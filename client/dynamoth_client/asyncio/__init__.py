@@ -78,7 +78,9 @@ class Redis(redis.asyncio.Redis):
       takes the place of another takes 1 s; and not more than 10 s, which it is where none of these options is given.
       Then it raises TimeoutError where the server is connected, else ConnectionError.
     * ``health_check_interval`` is the silence after which a connection is sent a PING, ``socket_timeout`` how long the
-      answer may take. 0 (redis-py's default) and None stand for 5 s: where nobody looks, losses would not be noticed.
+      answer may take. redis-py's defaults (0; None, or 5 s since 8.0) stand for 1.5 s and 3.4 s: a connection that was
+      cut silently, or a server that hangs, is noticed within 5 s, and a command that blocks the server for 3 s is not
+      mistaken for that.
     * ``socket_connect_timeout`` bounds each attempt; None stands for ``socket_timeout``, or 5 s.
     * ``max_connections``: as many publishers (one per client) and PubSubs that have subscribed can be open, for all
       clients of a pool; one more raises ``redis.exceptions.MaxConnectionsError``, with a BlockingConnectionPool too.
