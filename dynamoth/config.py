@@ -21,12 +21,13 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Any, cast
 
+from dynamoth.compatibility import PATTERN_BYTES_MAX
 from dynamoth.errors import ConfigError
 from dynamoth.reports import REPORT_CHANNELS_MAX
 from dynamoth.settings import ENVIRONMENT_PREFIX, Declared, fault, one_of, setting, to_text
@@ -59,10 +60,27 @@ class ServerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompatibilitySettings:
+    """One rule about channels that plain Redis clients use, too: an item of ``[[cluster.compatibility]]``."""
+
+    pattern: str
+    """Which channels, as for PSUBSCRIBE."""
+    server: str
+    """The id of the server where these clients are."""
+    plain: bool = True
+    """Whether messages carry no envelopes, so that plain clients can read them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSettings:
     """What the whole cluster must agree on."""
 
     servers: tuple[ServerSettings, ...] = setting((), "the Redis servers")
+    compatibility: tuple[CompatibilitySettings, ...] = setting(
+        (),
+        "rules of a new cluster for channels that plain Redis clients use, too; those of a plan that is stored are"
+        " changed by 'dynamoth plan compatibility'",
+    )
     outgoing_bytes_per_s_max: int = setting(
         GIGABIT_BYTES_PER_S,
         "what a server can send, where a server has no value of its own; load ratios are relative to it",
@@ -257,7 +275,7 @@ def load_config(
     for source in (_from_file(file) if file else (), _from_environment(environment), of_flags):
         for key, raw, place in source:
             declared = declared_settings()[key]
-            parse = _parse_servers if isinstance(declared.default, tuple) else Declared.parse
+            parse = _PARSE.get(key, Declared.parse)
             values[key] = parse(declared, raw, place)
             places[key] = place
     loaded = LoadedConfig(_build(values), MappingProxyType(places))
@@ -292,6 +310,10 @@ def _check_relations(loaded: LoadedConfig) -> None:
     if config.node.server and ids and config.node.server not in ids:
         accepted = f"the id of a server of the cluster ({', '.join(ids)})"
         raise loaded.fault("node.server", config.node.server, accepted)
+    for rule in config.cluster.compatibility:
+        if ids and rule.server not in ids:
+            accepted = f"the id of a server of the cluster ({', '.join(ids)})"
+            raise loaded.fault("cluster.compatibility", rule.server, accepted)
     if ids and all(server.draining for server in config.cluster.servers):
         raise ConfigError(
             f"cluster.servers: all have draining = true (from {loaded.places['cluster.servers']}), and their channels"
@@ -403,6 +425,46 @@ def _parse_server(key: str, item: Any, place: str) -> ServerSettings:
     return ServerSettings(id=id_, url=url, outgoing_bytes_per_s_max=limit or 0, draining=draining)
 
 
+_RULES_ACCEPTED = "PATTERN=SERVER, in TOML a table with pattern, server and plain,"
+
+
+def _parse_compatibility(declared: Declared, raw: Any, place: str) -> tuple[CompatibilitySettings, ...]:
+    items: Sequence[Any]
+    if isinstance(raw, str):
+        pairs = ((item, item.rpartition("=")) for item in raw.split())
+        items = [
+            {"pattern": pattern, "server": server} if equals else item for item, (pattern, equals, server) in pairs
+        ]
+    elif isinstance(raw, list):
+        items = cast(Sequence[Any], raw)
+    else:
+        raise fault(declared.key, raw, _RULES_ACCEPTED, place)
+    return tuple(_parse_rule(f"{declared.key}[{index}]", item, place) for index, item in enumerate(items))
+
+
+def _parse_rule(key: str, item: Any, place: str) -> CompatibilitySettings:
+    if not isinstance(item, dict):
+        raise fault(key, item, _RULES_ACCEPTED, place)
+    table = cast(Mapping[str, Any], item)
+    known = [item.name for item in dataclasses.fields(CompatibilitySettings)]
+    for name in table:
+        if name not in known:
+            raise ConfigError(f"key {key}.{name} ({place}) is not known: {one_of(name, known)}")
+    pattern, server, plain = table.get("pattern"), table.get("server"), table.get("plain", True)
+    if not isinstance(pattern, str) or not 0 < len(pattern.encode()) <= PATTERN_BYTES_MAX:
+        raise fault(f"{key}.pattern", pattern, f"a pattern of 1 to {PATTERN_BYTES_MAX} bytes", place)
+    if not isinstance(server, str):
+        raise fault(f"{key}.server", server, "the id of a server", place)
+    if not isinstance(plain, bool):
+        raise fault(f"{key}.plain", plain, "true or false", place)
+    return CompatibilitySettings(pattern=pattern, server=server, plain=plain)
+
+
+_PARSE: Mapping[str, Callable[[Declared, Any, str], Any]] = MappingProxyType(
+    {"cluster.servers": _parse_servers, "cluster.compatibility": _parse_compatibility}
+)
+
+
 def format_config(loaded: LoadedConfig, sections: Sequence[str]) -> str:
     """Return the configuration as a TOML file, without secrets, and with the place of each value as comment."""
     lines = ["# What is in effect. A value comes from the first of: flag, environment, file, default."]
@@ -425,7 +487,8 @@ def _format_setting(declared: Declared, value: Any, places: Mapping[str, str]) -
 
 
 def _format_servers(loaded: LoadedConfig) -> Iterable[str]:
-    for server in loaded.config.cluster.servers:
-        yield from ("", f"[[cluster.servers]]  # {loaded.places['cluster.servers']}")
-        for item in dataclasses.fields(server):
-            yield f"{item.name} = {to_text(getattr(server, item.name), quoted=True)}"
+    for name in ("servers", "compatibility"):
+        for table in getattr(loaded.config.cluster, name):
+            yield from ("", f"[[cluster.{name}]]  # {loaded.places[f'cluster.{name}']}")
+            for item in dataclasses.fields(table):
+                yield f"{item.name} = {to_text(getattr(table, item.name), quoted=True)}"

@@ -16,11 +16,13 @@ from typing import Any
 
 import msgpack
 
+from dynamoth.compatibility import compatibility_to_wire
 from dynamoth.envelope import CONTROL, seal
 from dynamoth.errors import MalformedMessage
 from dynamoth.plan import (
     PlanDelta,
     Route,
+    compatibility_from_wire,
     entry_from_wire,
     entry_to_wire,
     route_from_wire,
@@ -72,6 +74,16 @@ class ObservationGap:
     """
 
     server: str
+
+
+@dataclass(frozen=True, slots=True)
+class RulesChanged:
+    """Dispatcher to publishers: the compatibility rules of the plan stored at your server are of this version: read.
+
+    To all clients of its server when they have changed, and to the inbox of a publisher that does not follow them.
+    """
+
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +169,7 @@ ControlMessage = (
     | Marker
     | LossNotice
     | ObservationGap
+    | RulesChanged
     | Announcement
     | ForwardRequest
     | PlanChange
@@ -224,13 +237,15 @@ def _copy(value: Any) -> tuple[str, bytes]:
 
 def _delta_to_wire(delta: PlanDelta) -> list[Any]:
     entries = [[channel, entry_to_wire(entry)] for channel, entry in delta.entries.items()]
-    return [delta.base, delta.version, entries]
+    wire: list[Any] = [delta.base, delta.version, entries]
+    return wire if delta.compatibility is None else [*wire, compatibility_to_wire(delta.compatibility)]
 
 
 def _delta_from_wire(value: Any) -> PlanDelta:
-    base, version, entries = _array(value)[:3]
+    base, version, entries, *more = _array(value)
     read = {_bytes(pair[0]): entry_from_wire(pair[1]) for pair in map(_array, _array(entries))}
-    return PlanDelta(_natural(base), _natural(version), read)
+    rules = compatibility_from_wire(more[0]) if more and more[0] is not None else None
+    return PlanDelta(_natural(base), _natural(version), read, rules)
 
 
 _WRITE: dict[type[Any], Callable[[Any], list[Any]]] = {
@@ -246,6 +261,7 @@ _WRITE: dict[type[Any], Callable[[Any], list[Any]]] = {
     AdminRequest: lambda m: [10, m.request, m.command, m.arguments],
     AdminReply: lambda m: [11, m.request, m.result, m.error],
     ForwardRequest: lambda m: [13, m.physical, m.copies],
+    RulesChanged: lambda m: [14, m.version],
 }
 
 _READ: dict[int, Callable[[list[Any]], ControlMessage]] = {
@@ -263,6 +279,7 @@ _READ: dict[int, Callable[[list[Any]], ControlMessage]] = {
     10: lambda v: AdminRequest(_natural(v[0]), _text(v[1]), _mapping(v[2])),
     11: lambda v: AdminReply(_natural(v[0]), _mapping(v[1]), _optional(_text, v[2])),
     13: lambda v: ForwardRequest(_bytes(v[0]), tuple(map(_copy, _array(v[1])))),
+    14: lambda v: RulesChanged(_natural(v[0])),
 }
 
 REPORT_CODE = 12

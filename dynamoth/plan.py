@@ -22,6 +22,13 @@ from typing import Any
 
 import msgpack
 
+from dynamoth.compatibility import (
+    NO_COMPATIBILITY,
+    RULES_MAX,
+    Compatibility,
+    CompatibilityRule,
+    compatibility_to_wire,
+)
 from dynamoth.envelope import EPOCH_MAX
 from dynamoth.errors import MalformedMessage, PlanError, UnknownMode
 from dynamoth.names import replica_channel
@@ -170,7 +177,8 @@ def missing(channel: bytes, routes: Iterable[Route], reached: Set[Location], pub
 class Plan:
     """One version of the plan.
 
-    ``base`` are the ids of the servers of the ring; every one is in ``servers``.
+    ``base`` are the ids of the servers of the ring; every one is in ``servers``. ``compatibility`` are the rules about
+    channels that plain Redis clients use, too.
     """
 
     version: int
@@ -178,6 +186,7 @@ class Plan:
     base: tuple[str, ...]
     entries: Mapping[bytes, Entry] = field(default_factory=lambda: MappingProxyType({}))
     virtual_nodes: int = VIRTUAL_NODES
+    compatibility: Compatibility = NO_COMPATIBILITY
 
     def __post_init__(self) -> None:
         """Refuse a plan that nobody could follow."""
@@ -190,12 +199,20 @@ class Plan:
             raise PlanError(f"the ring names servers that the plan does not list: {', '.join(unknown)}")
         if not 0 <= self.version <= EPOCH_MAX:
             raise PlanError(f"plan version {self.version} does not fit into 32 bits")
+        strange = sorted(self.compatibility.servers.difference(self.servers))
+        if strange:
+            raise PlanError(f"compatibility rules name servers that the plan does not list: {', '.join(strange)}")
 
     @classmethod
-    def initial(cls, servers: Iterable[Server], virtual_nodes: int = VIRTUAL_NODES) -> Plan:
-        """Return plan 0: every channel where the ring puts it (Dynamoth, section II-C)."""
+    def initial(
+        cls,
+        servers: Iterable[Server],
+        virtual_nodes: int = VIRTUAL_NODES,
+        compatibility: Compatibility = NO_COMPATIBILITY,
+    ) -> Plan:
+        """Return plan 0: every channel where rules or the ring put it (Dynamoth, section II-C)."""
         by_id = {server.id: server for server in servers}
-        return cls(0, by_id, tuple(sorted(by_id)), virtual_nodes=virtual_nodes)
+        return cls(0, by_id, tuple(sorted(by_id)), virtual_nodes=virtual_nodes, compatibility=compatibility)
 
     @cached_property
     def ring(self) -> Ring:
@@ -203,12 +220,13 @@ class Plan:
         return Ring(self.base, self.virtual_nodes)
 
     def home_route(self, channel: bytes) -> Route:
-        """Return the route that the ring gives, of epoch 0; the same object for all channels of a server."""
-        return self._homes[self.ring.home(channel)]
+        """Return the route that a rule or the ring gives, of epoch 0; the same object for all channels of a server."""
+        rule = self.compatibility.rule_of(channel) if self.compatibility.rules else None
+        return self._homes[self.ring.home(channel) if rule is None else rule.server]
 
     @cached_property
     def _homes(self) -> dict[str, Route]:
-        return {server: Route(0, single(server)) for server in self.base}
+        return {server: Route(0, single(server)) for server in (*self.base, *self.compatibility.servers)}
 
     def entry(self, channel: bytes) -> Entry:
         """Return what holds for ``channel``: its entry, or its home, settled, where the plan does not name it."""
@@ -229,6 +247,18 @@ class Plan:
                 raise PlanError(f"the entry of {channel!r} is not newer than the one it would replace")
         entries = MappingProxyType({**self.entries, **changed})
         return self._replaced(self.version + 1 if version is None else version, entries)
+
+    def with_compatibility(self, rules: Iterable[CompatibilityRule]) -> Plan:
+        """Return the next version, with these compatibility rules.
+
+        Whoever calls has made sure that no channel changes its place by that. Raises PlanError.
+        """
+        version = self.version + 1
+        return self._replaced(version, self.entries, Compatibility(version, tuple(rules)))
+
+    def following(self, compatibility: Compatibility) -> Plan:
+        """Return the same version with other compatibility rules. Raises PlanError: they name unknown servers."""
+        return self._replaced(self.version, self.entries, compatibility)
 
     def begin(self, assignments: Mapping[bytes, Assignment]) -> Plan:
         """Return the next version, with a PREPARED transition for each given channel.
@@ -265,8 +295,11 @@ class Plan:
                 raise PlanError(f"channel {channel!r} is not active; it cannot settle")
         return self.with_entries({channel: Entry(self.entries[channel].route, Phase.SETTLED) for channel in channels})
 
-    def _replaced(self, version: int, entries: Mapping[bytes, Entry]) -> Plan:
-        new = replace(self, version=version, entries=entries)
+    def _replaced(
+        self, version: int, entries: Mapping[bytes, Entry], compatibility: Compatibility | None = None
+    ) -> Plan:
+        rules = self.compatibility if compatibility is None else compatibility
+        new = replace(self, version=version, entries=entries, compatibility=rules)
         if "ring" in self.__dict__:
             new.__dict__["ring"] = self.__dict__["ring"]
         return new
@@ -275,7 +308,8 @@ class Plan:
         """Return what turns this plan into ``newer``, a later version over the same servers."""
         mine = self.entries
         changed = {channel: entry for channel, entry in newer.entries.items() if mine.get(channel) != entry}
-        return PlanDelta(self.version, newer.version, changed)
+        rules = newer.compatibility if newer.compatibility != self.compatibility else None
+        return PlanDelta(self.version, newer.version, changed, rules)
 
     def apply(self, delta: PlanDelta) -> Plan:
         """Return the plan after ``delta``.
@@ -286,16 +320,18 @@ class Plan:
         """
         if delta.base != self.version:
             raise PlanError(f"a delta from version {delta.base} does not fit version {self.version}")
-        return self.with_entries(delta.entries, delta.version)
+        plan = self.with_entries(delta.entries, delta.version)
+        return plan if delta.compatibility is None else plan.following(delta.compatibility)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanDelta:
-    """What changed from plan version ``base`` to ``version``."""
+    """What changed from plan version ``base`` to ``version``. ``compatibility`` is None when the rules did not."""
 
     base: int
     version: int
     entries: Mapping[bytes, Entry]
+    compatibility: Compatibility | None = None
 
 
 # The wire form. Everything is msgpack arrays; a reader ignores elements after those that it knows.
@@ -331,6 +367,30 @@ def entry_from_wire(value: Any) -> Entry:
         return Entry(route_from_wire(route), Phase(phase), tuple(route_from_wire(old) for old in previous))
     except (TypeError, ValueError, KeyError, RecursionError, PlanError) as error:
         raise MalformedMessage(f"not a plan entry: {shortened(value)}") from error
+
+
+def compatibility_from_wire(value: Any) -> Compatibility:
+    """Read the wire form of compatibility rules. Raises MalformedMessage."""
+    try:
+        version, items = value[:2]
+        rules = tuple(_rule_from_wire(*item[:3]) for item in items[: RULES_MAX + 1])
+        if not isinstance(version, int) or not 0 <= version <= EPOCH_MAX:
+            raise MalformedMessage(f"not compatibility rules: {shortened(value)}")
+        return Compatibility(version, rules)
+    except (TypeError, ValueError, KeyError, RecursionError, PlanError) as error:
+        raise MalformedMessage(f"not compatibility rules: {shortened(value)}") from error
+
+
+def _rule_from_wire(pattern: Any, server: Any, plain: Any) -> CompatibilityRule:
+    if not (isinstance(pattern, bytes) and isinstance(server, str) and isinstance(plain, bool)):
+        raise TypeError("a rule is a pattern, a server and whether it is plain")
+    return CompatibilityRule(pattern, server, plain)
+
+
+def pack_compatibility(compatibility: Compatibility) -> bytes:
+    """Serialise compatibility rules, as they are stored."""
+    packed: bytes = msgpack.packb(compatibility_to_wire(compatibility))
+    return packed
 
 
 def pack_entry(entry: Entry) -> bytes:

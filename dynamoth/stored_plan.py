@@ -2,48 +2,70 @@
 
 Fields: ``@version`` (decimal), ``@header`` (servers, ring), ``@run`` (the run id of the Redis process that it was
 written to, empty where the server does not tell: a plan that Redis restored from disk after a restart may be old and is
-not believed), and ``c:<channel>`` for each channel that the plan names. A change is one HSET, which Redis executes at
+not believed), ``@compatibility`` (the rules about channels that plain Redis clients use, too; missing where there never
+were any), and ``c:<channel>`` for each channel that the plan names. A change is one HSET, which Redis executes at
 once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, cast
 
 import msgpack
 
+from dynamoth.compatibility import NO_COMPATIBILITY, Compatibility
 from dynamoth.envelope import EPOCH_MAX
 from dynamoth.errors import MalformedMessage, PlanError
 from dynamoth.events import CommandPart
 from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
-from dynamoth.plan import Entry, Phase, Plan, PlanDelta, Route, Server, pack_entry, shortened, unpack, unpack_entry
+from dynamoth.plan import (
+    Entry,
+    Phase,
+    Plan,
+    PlanDelta,
+    Route,
+    Server,
+    compatibility_from_wire,
+    pack_compatibility,
+    pack_entry,
+    shortened,
+    unpack,
+    unpack_entry,
+)
 
 VERSION_FIELD = b"@version"
 HEADER_FIELD = b"@header"
 RUN_FIELD = b"@run"
+COMPATIBILITY_FIELD = b"@compatibility"
 _CHANNEL_PREFIX = b"c:"
 
 ENTRIES_PER_COMMAND = 2000
 """Bound of one HSET of a whole plan: about 100 KB and a millisecond of Redis."""
 
-READ_HEADER: tuple[CommandPart, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, HEADER_FIELD)
+READ_HEADER: tuple[CommandPart, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, HEADER_FIELD, COMPATIBILITY_FIELD)
+READ_RULES: tuple[CommandPart, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, VERSION_FIELD, COMPATIBILITY_FIELD)
 READ_WHOLE: tuple[CommandPart, ...] = (b"HGETALL", PLAN_KEY)
 
 
 def read_entry(channel: bytes) -> tuple[bytes, ...]:
     """Return the command that reads what a server's stored plan says of ``channel``; see :func:`parse_entry`."""
-    return (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, _CHANNEL_PREFIX + channel)
+    return (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, _CHANNEL_PREFIX + channel, COMPATIBILITY_FIELD)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """What a server's stored plan says of one channel. ``entry`` is None for a channel that it does not name."""
+    """What a server's stored plan says of one channel. ``entry`` is None for a channel that it does not name.
+
+    ``compatibility`` are all rules, whether they concern the channel or not.
+    """
 
     version: int
     entry: Entry | None
+    compatibility: Compatibility = NO_COMPATIBILITY
 
     def settled_or(self, home: Route) -> Entry:
         """Return the entry, or that of a channel at home."""
@@ -60,10 +82,16 @@ def parse_entry(reply: Any, run_id: str | None) -> StoredEntry | None:
         MalformedMessage: when what is stored is not a plan.
 
     """
-    version, run, entry = _three(reply)
+    version, run, entry, rules = _fields(reply)
     if version is None or not _believed(run, run_id):
         return None
-    return StoredEntry(_number(version), None if entry is None else unpack_entry(entry))
+    return StoredEntry(_number(version), None if entry is None else unpack_entry(entry), _rules(rules))
+
+
+def parse_rules(reply: Any, run_id: str | None) -> Compatibility | None:
+    """Read the reply of ``READ_RULES``. None when the server stores no plan to be believed. Raises MalformedMessage."""
+    version, run, _, rules = _fields(reply)
+    return None if version is None or not _believed(run, run_id) else _rules(rules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +105,10 @@ class StoredHeader:
 
 def parse_header(reply: Any, run_id: str | None) -> StoredHeader | None:
     """Read the reply of ``READ_HEADER``. None when the server stores no plan. Raises MalformedMessage."""
-    version, run, header = _three(reply)
+    version, run, header, rules = _fields(reply)
     if version is None or header is None:
         return None
-    return StoredHeader(_number(version), _believed(run, run_id), _header_plan(_number(version), header))
+    return StoredHeader(_number(version), _believed(run, run_id), _header_plan(_number(version), header, rules))
 
 
 def parse_whole(reply: Any, run_id: str | None) -> Plan | None:
@@ -88,7 +116,7 @@ def parse_whole(reply: Any, run_id: str | None) -> Plan | None:
     fields = _as_mapping(reply)
     if VERSION_FIELD not in fields or HEADER_FIELD not in fields or not _believed(fields.get(RUN_FIELD), run_id):
         return None
-    header = _header_plan(_number(fields[VERSION_FIELD]), fields[HEADER_FIELD])
+    header = _header_plan(_number(fields[VERSION_FIELD]), fields[HEADER_FIELD], fields.get(COMPATIBILITY_FIELD))
     skip = len(_CHANNEL_PREFIX)
     entries = {name[skip:]: unpack_entry(value) for name, value in fields.items() if name.startswith(_CHANNEL_PREFIX)}
     for channel, entry in entries.items():
@@ -97,7 +125,7 @@ def parse_whole(reply: Any, run_id: str | None) -> Plan | None:
                 raise MalformedMessage(
                     f"the stored plan sends channel {channel!r:.60} to a server that it does not list"
                 )
-    return Plan(header.version, header.servers, header.base, MappingProxyType(entries), header.virtual_nodes)
+    return replace(header, entries=MappingProxyType(entries))
 
 
 def write_delta(delta: PlanDelta) -> tuple[CommandPart, ...]:
@@ -105,6 +133,8 @@ def write_delta(delta: PlanDelta) -> tuple[CommandPart, ...]:
     command: list[CommandPart] = [b"HSET", PLAN_KEY, VERSION_FIELD, b"%d" % delta.version]
     for channel, entry in delta.entries.items():
         command += (_CHANNEL_PREFIX + channel, pack_entry(entry))
+    if delta.compatibility is not None:
+        command += (COMPATIBILITY_FIELD, pack_compatibility(delta.compatibility))
     return tuple(command)
 
 
@@ -115,6 +145,7 @@ def write_whole(plan: Plan, run_id: str | None) -> list[tuple[CommandPart, ...]]
     header = msgpack.packb([servers, plan.base, plan.virtual_nodes])
     fields: list[CommandPart] = [VERSION_FIELD, b"%d" % plan.version, HEADER_FIELD, header]
     fields += (RUN_FIELD, (run_id or "").encode())
+    fields += (COMPATIBILITY_FIELD, pack_compatibility(plan.compatibility))
     for channel, entry in plan.entries.items():
         fields += (_CHANNEL_PREFIX + channel, pack_entry(entry))
         if len(fields) >= 2 * ENTRIES_PER_COMMAND:
@@ -131,20 +162,33 @@ def _believed(run: bytes | None, run_id: str | None) -> bool:
     return run is not None and (not run or run_id is None or run == run_id.encode())
 
 
-def _header_plan(version: int, header: bytes) -> Plan:
+def _rules(packed: bytes | None) -> Compatibility:
+    return NO_COMPATIBILITY if packed is None else _unpacked_rules(packed)
+
+
+@lru_cache(maxsize=4)
+def _unpacked_rules(packed: bytes) -> Compatibility:
+    """Read stored rules: the same object for the same bytes, as every verification reads them."""
+    return compatibility_from_wire(unpack(packed))
+
+
+def _header_plan(version: int, header: bytes, rules: bytes | None) -> Plan:
     value = unpack(header)
     try:
         servers, base, virtual_nodes = value[:3]
         by_id = {str(id_): Server(str(id_), str(url)) for id_, url in servers}
-        return Plan(version, by_id, tuple(base), virtual_nodes=int(virtual_nodes))
+        return Plan(version, by_id, tuple(base), virtual_nodes=int(virtual_nodes), compatibility=_rules(rules))
     except (TypeError, ValueError, KeyError, OverflowError, RecursionError, PlanError) as error:
         raise MalformedMessage(f"the stored plan has a header that cannot be read: {error}") from error
 
 
-def _three(reply: Any) -> tuple[bytes | None, bytes | None, bytes | None]:
+def _fields(reply: Any) -> tuple[bytes | None, bytes | None, bytes | None, bytes | None]:
+    """Return version, run id, what was asked for, and the rules."""
     parts: list[Any] = [*reply] if isinstance(reply, list) else []
-    if len(parts) == 3 and all(part is None or isinstance(part, bytes) for part in parts):
-        return parts[0], parts[1], parts[2]
+    if len(parts) == 3:
+        parts.append(None)
+    if len(parts) == 4 and all(part is None or isinstance(part, bytes) for part in parts):
+        return parts[0], parts[1], parts[2], parts[3]
     raise MalformedMessage(f"the key {PLAN_KEY.decode()} does not hold a plan: {shortened(reply)}")
 
 

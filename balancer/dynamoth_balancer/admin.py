@@ -18,6 +18,9 @@ replicate    channel: bytes, mode: str,      when it has settled: the same; from
                                              the note says when there are fewer
 unreplicate  channel: bytes, to: str         when it has settled: the same; to. Without ``to``, which is
                                              optional, at the least loaded of the replicas
+compat...    action: add, lift, remove or    version, rules: [{pattern, server, plain}], in the order in which they
+(-ibility)   list; pattern: bytes; for add   are looked at; see :mod:`dynamoth_balancer.compatibility`
+             server: str, plain: bool
 pause                                        paused: True. No decisions of the balancer's own; changes go on
 resume                                       paused: False
 ===========  ==============================  ================================================================
@@ -69,6 +72,10 @@ class Office(Protocol):
 
     def begin_change(self, command: str, arguments: Mapping[str, Any], now: float) -> tuple[BegunChange, list[Any]]:
         """Begin what one of ``CHANGES`` asks for; return also the actions to execute."""
+        ...
+
+    def change_rules(self, arguments: Mapping[str, Any], now: float) -> tuple[Mapping[str, Any], list[Any]]:
+        """Show or change the compatibility rules; return also the actions to execute."""
         ...
 
     def change_state(self, change: BegunChange, now: float) -> tuple[ChangeState, str]:
@@ -125,9 +132,12 @@ class Admin:
         try:
             if request.command in CHANGES:
                 return self._change(server, request, now)
+            if request.command == "compatibility":
+                result, actions = self._office.change_rules(request.arguments, now)
+                return [*actions, self._answer(server, AdminReply(request.request, result))]
             command = self._commands.get(request.command)
             if command is None:
-                known = ", ".join(sorted([*self._commands, *CHANGES]))
+                known = ", ".join(sorted([*self._commands, *CHANGES, "compatibility"]))
                 raise RequestRefused(f"command {request.command!r:.60} is not known; known are {known}")
             return [self._answer(server, AdminReply(request.request, command(request.arguments, now)))]
         except RequestRefused as error:

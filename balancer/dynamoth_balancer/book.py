@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from dynamoth.compatibility import Compatibility
 from dynamoth.control import PlanChange, pack_control
 from dynamoth.events import CommandPart
 from dynamoth.plan import Entry, Plan, PlanDelta
@@ -68,6 +69,10 @@ class PlanBook:
         changed = {channel: plan.entries[channel] for channel in channels}
         self._step(plan, changed)
 
+    def change_rules(self, plan: Plan) -> None:
+        """Go on to the next version, in which the compatibility rules, and nothing else, are new."""
+        self._step(plan, {})
+
     def jump(self, version: int) -> None:
         """Go on to a later version without any change."""
         self._step(self.plan.with_entries({}, version), {})
@@ -75,7 +80,8 @@ class PlanBook:
     def _step(self, plan: Plan, changed: Mapping[bytes, Entry]) -> None:
         old, self.plan = self.plan, plan
         new_channels = sum(channel not in old.entries for channel in changed)
-        self._steps.append(_Step(PlanDelta(old.version, plan.version, changed), new_channels))
+        rules = plan.compatibility if plan.compatibility != old.compatibility else None
+        self._steps.append(_Step(PlanDelta(old.version, plan.version, changed, rules), new_channels))
         self._changes.clear()
 
     def take_in(self, stranger: Plan, version: int) -> dict[bytes, Entry]:
@@ -89,8 +95,10 @@ class PlanBook:
         """
         mine = self.plan.entries
         newer = {channel: entry for channel, entry in stranger.entries.items() if entry.newer_than(mine.get(channel))}
-        if newer or stranger.version >= self.plan.version:
-            self._step(self.plan.with_entries(newer, version), newer)
+        newer_rules = stranger.compatibility.version > self.plan.compatibility.version
+        if newer or newer_rules or stranger.version >= self.plan.version:
+            plan = self.plan.with_entries(newer, version)
+            self._step(plan.following(stranger.compatibility) if newer_rules else plan, newer)
         self._known.add(stranger.version)
         return newer
 
@@ -102,16 +110,18 @@ class PlanBook:
 
     def _change_from(self, version: int) -> Change | None:
         entries: dict[bytes, Entry] = {}
+        rules: Compatibility | None = None
         new_channels = 0
         at = version
         for step in self._steps:
             if step.delta.base == at:
                 entries.update(step.delta.entries)
+                rules = rules if step.delta.compatibility is None else step.delta.compatibility
                 new_channels += step.new_channels
                 at = step.delta.version
         if at != self.plan.version or at == version or len(entries) > DELTA_ENTRIES_MAX:
             return None
-        delta = PlanDelta(version, at, entries)
+        delta = PlanDelta(version, at, entries, rules)
         return Change(delta, write_delta(delta), new_channels, pack_control(PlanChange(delta)))
 
 
@@ -120,6 +130,7 @@ def same_content(one: Plan, other: Plan) -> bool:
     return (
         one.base == other.base
         and one.virtual_nodes == other.virtual_nodes
+        and one.compatibility == other.compatibility
         and dict(one.servers) == dict(other.servers)
         and dict(one.entries) == dict(other.entries)
     )

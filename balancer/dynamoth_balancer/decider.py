@@ -96,7 +96,7 @@ class Decider:
         self._look_at = now + self._options.decision_interval_s
         self._forget(now)
         self._watch_replicas(installer, now)
-        if self.paused or now < self._plan_at or self._is_busy(installer, now):
+        if self.paused or now < self._plan_at or self._is_busy(installer, now) or installer.rules_rest(now):
             return None
         cluster = self.cluster(installer, now)
         decision = decide(self._goals, cluster)
@@ -123,6 +123,7 @@ class Decider:
             and (load := self._model.load(server, now)) is not None
         }
         entry_of = installer.plan.entry
+        is_plain = installer.plan.compatibility.is_plain
         rests_since = now - options.channel_rest_s
 
         def movable(channel: bytes, server: str) -> bool:
@@ -132,6 +133,7 @@ class Decider:
                 and entry.route.assignment.mode is Mode.SINGLE
                 and entry.route.assignment.servers[0] == server
                 and self._moved_at.get(channel, -math.inf) <= rests_since
+                and not is_plain(channel)
             )
 
         figures = self._figures(installer.plan, loads, now)
@@ -179,7 +181,7 @@ class Decider:
             channel
             for server in loads
             for channel in self._model.busy(server, least)
-            if plan.entry(channel).route.assignment == single(server)
+            if plan.entry(channel).route.assignment == single(server) and not plan.compatibility.is_plain(channel)
         ]
 
     def replicated(self, plan: Plan) -> Mapping[bytes, Assignment]:

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dynamoth.compatibility import CompatibilityRule
 from dynamoth.control import PlanQuery, Vacated, pack_control
 from dynamoth.envelope import EPOCH_MAX
 from dynamoth.errors import ConfigError, RequestRefused
@@ -31,6 +32,7 @@ from dynamoth.plan import Assignment, Entry, Phase, Plan, Server
 from dynamoth_balancer.actions import Note, PlanChanged
 from dynamoth_balancer.agents import Agents
 from dynamoth_balancer.book import PlanBook
+from dynamoth_balancer.compatibility import why_not_moved
 from dynamoth_balancer.copies import CopyAction, CopyFound, PlanCopy
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.recovery import (
@@ -97,6 +99,8 @@ class Installer:
         #: Something has happened that may complete a phase.
         self._due = True
         self._advance_at = now
+        #: When the compatibility rules were changed, or may have been.
+        self._rules_changed_at = now if book.plan.compatibility.version else float("-inf")
         #: A version that an agent holds and we have never heard of; the plan must be above it.
         self._jump_above = -1
         self.counters: Counter[str] = Counter()
@@ -143,7 +147,31 @@ class Installer:
             self._transitions[channel] = Transition(plan.entries[channel], plan.version, now)
         return self._changed(plan, assignments, reason, now)
 
+    def change_rules(self, rules: tuple[CompatibilityRule, ...], reason: str, now: float) -> list[InstallerAction]:
+        """Put other compatibility rules into force, by which no channel changes its place.
+
+        Raises:
+            RequestRefused: some clients could not be told now.
+
+        """
+        for problem in filter(None, (self.why_not(server, now) for server in self._copies)):
+            raise RequestRefused(f"all servers and agents must hear of it: {problem}")
+        self._rules_changed_at = now
+        plan = self.plan.with_compatibility(rules)
+        self._book.change_rules(plan)
+        return [PlanChanged(plan, reason), *self.sync(now)]
+
+    def rules_rest(self, now: float) -> float:
+        """Return how long no change begins yet, as publishers may not have heard of a change of rules."""
+        return max(0.0, self._rules_changed_at + self._options.rules_rest_s - now)
+
     def _check(self, channel: bytes, assignment: Assignment, now: float) -> None:
+        if (reason := why_not_moved(self.plan, channel)) is not None:
+            raise RequestRefused(reason)
+        if (rest_s := self.rules_rest(now)) > 0:
+            raise RequestRefused(
+                f"the compatibility rules have changed, and publishers hear of it first: try again in {rest_s:.1f} s"
+            )
         entry = self.plan.entry(channel)
         if entry.phase is not Phase.SETTLED:
             raise RequestRefused(f"channel {channel!r:.80} is in transition; wait until it has settled")

@@ -36,6 +36,7 @@ from dynamoth_balancer.actions import Decided, Note, PlanChanged, ReportReceived
 from dynamoth_balancer.admin import Admin
 from dynamoth_balancer.agents import Agents, Heard
 from dynamoth_balancer.changes import BegunChange, Changes, ChangeState
+from dynamoth_balancer.compatibility import describe_rules, new_rules
 from dynamoth_balancer.decider import Decider, is_replicated
 from dynamoth_balancer.drain import Drain
 from dynamoth_balancer.goals import Relieve
@@ -308,7 +309,9 @@ class BalancerMachine:
         self.stage = Stage.RECOVERING
         deadline = now + self.options.recovery_s
         servers = list(self._servers.values())
-        self._takeover = Takeover(servers, self._term, deadline, self.options.virtual_nodes, self.plan)
+        self._takeover = Takeover(
+            servers, self._term, deadline, self.options.virtual_nodes, self.plan, self.options.compatibility
+        )
         details = {"incarnation": self.incarnation}
         actions: list[Any] = [Note("info", "got the lease; reading the stored plans", details)]
         for server, run_id in self._run_ids.items():
@@ -517,13 +520,27 @@ class BalancerMachine:
 
     def begin_change(self, command: str, arguments: Mapping[str, Any], now: float) -> tuple[BegunChange, list[Any]]:
         """Begin what an administrator asks for; see :mod:`dynamoth_balancer.changes`."""
-        installer = self._at_work
-        if installer is None:
-            raise RequestRefused(f"the balancer is {self.stage.value}, not leading: {self._lease_details()}")
+        installer = self._leading_installer()
         change, actions = self._changes.begin(installer, command, arguments, now)
         if change.after.mode is not Mode.SINGLE:
             self._decider.hold(change.channel, change.after)
         return change, actions
+
+    def change_rules(self, arguments: Mapping[str, Any], now: float) -> tuple[Mapping[str, Any], list[Any]]:
+        """Show or change the compatibility rules; see :mod:`dynamoth_balancer.compatibility`."""
+        installer = self._leading_installer()
+        rules = new_rules(installer.plan, arguments)
+        actions: list[Any] = []
+        if rules is not None:
+            actions += installer.change_rules(rules, "an administrator has changed the compatibility rules", now)
+        plan = installer.plan
+        return {"version": plan.version, "rules": describe_rules(plan.compatibility)}, actions
+
+    def _leading_installer(self) -> Installer:
+        installer = self._at_work
+        if installer is None:
+            raise RequestRefused(f"the balancer is {self.stage.value}, not leading: {self._lease_details()}")
+        return installer
 
     def change_state(self, change: BegunChange, now: float) -> tuple[ChangeState, str]:
         """Return how far a change is, and what it waits for."""
@@ -551,6 +568,7 @@ class BalancerMachine:
             "incarnation": self.incarnation,
             "version": self.version(),
             "paused": self.is_paused,
+            "compatibility": [] if self.plan is None else describe_rules(self.plan.compatibility),
             "servers": {server: self._server_status(server, now) for server in self._servers},
             **describe_channels(self._installer, now),
             "moves_begun": self.counters["moves_begun"],

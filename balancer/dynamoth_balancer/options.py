@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from dynamoth.compatibility import CompatibilityRule
 from dynamoth.errors import ConfigError
 from dynamoth.plan import JOIN_S
 from dynamoth.ring import VIRTUAL_NODES
@@ -22,6 +23,7 @@ _MAY_BE_ZERO = frozenset(
         "replication_rest_s",
         "replica_dead_s",
         "join_s",
+        "rules_rest_s",
     }
 )
 
@@ -139,6 +141,13 @@ class BalancerOptions:
 
     virtual_nodes: int = VIRTUAL_NODES
     """Points per server on the ring of a new cluster. A plan that is stored keeps its own. From 1."""
+
+    compatibility: tuple[CompatibilityRule, ...] = ()
+    """The compatibility rules of a new cluster. A plan that is stored keeps its own, which administrators change."""
+
+    rules_rest_s: float = 5.0
+    """No channel begins to move for so long after the compatibility rules were changed, or a balancer has found some.
+    A publisher of plain messages reads them as often. 0: none."""
 
     recovery_s: float = 3.0
     """After a start, servers that cannot be read within this time are recovered when they come back. More than 0."""

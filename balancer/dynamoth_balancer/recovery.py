@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from dynamoth.compatibility import Compatibility, CompatibilityRule
 from dynamoth.envelope import EPOCH_MAX
 from dynamoth.errors import ConfigError
 from dynamoth.plan import Plan, Server
@@ -42,6 +43,7 @@ def recover(
     *,
     is_complete: bool,
     virtual_nodes: int = VIRTUAL_NODES,
+    rules: tuple[CompatibilityRule, ...] = (),
 ) -> Plan:
     """Return the plan to go on with.
 
@@ -51,6 +53,7 @@ def recover(
         copies: what was found; none makes plan 0, with the ring over all configured servers.
         is_complete: False when some server could not be read.
         virtual_nodes: for the ring of plan 0.
+        rules: the compatibility rules of plan 0; a plan that is stored has its own.
 
     Raises:
         ConfigError: the copies are of different clusters, or a server that they list is not configured.
@@ -58,7 +61,7 @@ def recover(
     """
     copies = _of_one_cluster(list(copies))
     if not copies:
-        plan = Plan.initial(configured, virtual_nodes)
+        plan = Plan.initial(configured, virtual_nodes, Compatibility(0, rules))
         return plan if is_complete else replace(plan, version=TAKEOVER_VERSIONS)
     newest = max(copies, key=lambda copy: copy.plan.version).plan
     check_servers(configured, copies)
@@ -67,7 +70,9 @@ def recover(
         if copy.plan is not newest:
             entries = merge_entries(entries, copy.plan.entries)
     version = version_after(newest.version)
-    return Plan(version, {server.id: server for server in configured}, newest.base, entries, newest.virtual_nodes)
+    by_id = {server.id: server for server in configured}
+    compatibility = max((copy.plan.compatibility for copy in copies), key=lambda rules: rules.version)
+    return Plan(version, by_id, newest.base, entries, newest.virtual_nodes, compatibility)
 
 
 def version_after(version: int) -> int:
@@ -94,9 +99,13 @@ def check_servers(configured: Sequence[Server], copies: Iterable[Copy]) -> None:
 
 
 def servers_in_use(plan: Plan) -> set[str]:
-    """Return the servers that some channel may be at: those of the ring, and those that entries name."""
+    """Return the servers that some channel may be at: those of the ring, of rules, and those that entries name."""
     assignments = {route.assignment for entry in plan.entries.values() for route in (entry.route, *entry.previous)}
-    return {*plan.base, *(server for assignment in assignments for server in assignment.servers)}
+    return {
+        *plan.base,
+        *plan.compatibility.servers,
+        *(server for assignment in assignments for server in assignment.servers),
+    }
 
 
 def check_ring(copy: Copy, plan: Plan) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dynamoth.compatibility import CompatibilityRule
 from dynamoth.errors import MalformedMessage
 from dynamoth.events import ErrorReply, Send
 from dynamoth.plan import Plan, Server
@@ -47,13 +48,21 @@ class Takeover:
     """
 
     def __init__(
-        self, servers: Sequence[Server], term: int, deadline: float, virtual_nodes: int, own: Plan | None = None
+        self,
+        servers: Sequence[Server],
+        term: int,
+        deadline: float,
+        virtual_nodes: int,
+        own: Plan | None = None,
+        rules: tuple[CompatibilityRule, ...] = (),
     ) -> None:
         """Begin; ``link_up`` is to be called for each link that is up.
 
         ``own`` is the plan of an earlier term of this process: the servers may have lost it since, it has not.
+        ``rules`` are the compatibility rules of a new cluster.
         """
         self._own = own
+        self._rules = rules
         self._servers = servers
         self._term = term
         self._deadline = deadline
@@ -135,7 +144,9 @@ class Takeover:
         copies = [self._judge(copy) for copy in self._copies.values()]
         if self._own is not None:
             copies.append(Copy("the balancer itself", self._own, believed=True))
-        plan = recover(self._servers, copies, is_complete=complete, virtual_nodes=self._virtual_nodes)
+        plan = recover(
+            self._servers, copies, is_complete=complete, virtual_nodes=self._virtual_nodes, rules=self._rules
+        )
         book = PlanBook(plan, known_plans(copies))
         fresh = {
             server: found.header.version

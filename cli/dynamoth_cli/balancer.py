@@ -11,7 +11,14 @@ from dynamoth.logs import configure_logging
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.runtime import BalancerConfig
 from dynamoth_balancer.runtime import run as run_balancer
-from dynamoth_cli.settings import add_settings, answer_questions, cluster_servers, link_options, load_settings
+from dynamoth_cli.settings import (
+    add_settings,
+    answer_questions,
+    cluster_servers,
+    compatibility_rules,
+    link_options,
+    load_settings,
+)
 
 CLIENT_NAME = "dynamoth-balancer"
 
@@ -37,7 +44,7 @@ def balancer_config(loaded: LoadedConfig) -> BalancerConfig:
     draining = frozenset(server.id for server in loaded.config.cluster.servers if server.draining)
     return BalancerConfig(
         servers=cluster_servers(loaded),
-        options=replace(balancer_options(settings), draining=draining),
+        options=replace(balancer_options(settings), draining=draining, compatibility=compatibility_rules(loaded)),
         http_host=settings.http_host,
         http_port=settings.http_port,
         link=link_options(loaded, CLIENT_NAME),

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dynamoth.compatibility import Compatibility, CompatibilityRule
 from dynamoth.config import ConfigText, FlagValue, LoadedConfig, declared_settings, format_config, load_config
-from dynamoth.errors import ConfigError
+from dynamoth.errors import ConfigError, PlanError
 from dynamoth.plan import Server
 from dynamoth_link.options import LinkOptions, TlsOptions
 from dynamoth_link.urls import InvalidUrl, parse_server_url
@@ -83,6 +84,17 @@ def cluster_servers(loaded: LoadedConfig) -> tuple[Server, ...]:
             place = loaded.places["cluster.servers"]
             raise ConfigError(f"cluster.servers[{index}].url: {error} (from {place})") from error
     return tuple(Server(server.id, server.url) for server in settings)
+
+
+def compatibility_rules(loaded: LoadedConfig) -> tuple[CompatibilityRule, ...]:
+    """Return the compatibility rules of a new cluster. Raises ConfigError."""
+    settings = loaded.config.cluster.compatibility
+    rules = tuple(CompatibilityRule(rule.pattern.encode(), rule.server, rule.plain) for rule in settings)
+    try:
+        return Compatibility(0, rules).rules
+    except PlanError as error:
+        place = loaded.places["cluster.compatibility"]
+        raise ConfigError(f"cluster.compatibility: {error} (from {place})") from error
 
 
 def link_options(loaded: LoadedConfig, client_name: str | None = None) -> LinkOptions:

@@ -7,8 +7,8 @@ from typing import Any
 
 import redis.exceptions
 
+from dynamoth.glob import bytes_spelled
 from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES
-from dynamoth_client._glob import bytes_spelled
 
 _COMMANDS = ("subscribe", "psubscribe", "ssubscribe", "unsubscribe", "punsubscribe", "sunsubscribe", "ping")
 

@@ -16,6 +16,7 @@ import redis.exceptions
 from dynamoth.envelope import EPOCH_MAX
 from dynamoth.errors import MalformedMessage
 from dynamoth.events import CommandPart, ErrorReply
+from dynamoth.glob import physical_patterns
 from dynamoth.names import (
     AGENT_CHANNEL,
     PATTERN_PREFIX,
@@ -30,7 +31,6 @@ from dynamoth.plan import Entry, Location, Mode, Route, Server
 from dynamoth.stored_plan import parse_entry, read_entry
 from dynamoth_client import _errors
 from dynamoth_client._cluster import Cluster
-from dynamoth_client._glob import physical_patterns
 from dynamoth_link.errors import LinkError
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.query import query

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dynamoth.compatibility import Compatibility
 from dynamoth.errors import UnknownMode
 from dynamoth.plan import Plan, Route, Server
 
@@ -26,7 +27,7 @@ client."""
 class LocalPlan:
     """Routes of the channels that a client uses. Shared by the machines of one client; it does no I/O and has no clock.
 
-    A channel without an entry is where the ring puts it, at epoch 0. Entries only move to newer epochs, except by
+    A channel without an entry is where the compatibility rules or the ring put it, at epoch 0. Entries only move to newer epochs, except by
     :meth:`distrust`.
     """
 
@@ -69,14 +70,36 @@ class LocalPlan:
         """
         if header.version < self._header.version:
             return
+        rules = self._header.compatibility
         self._header = header
+        if rules.version > header.compatibility.version and rules.servers <= header.servers.keys():
+            self._header = header.following(rules)
         self.generation += 1
         for channel in [channel for channel, route in self._routes.items() if not self.reachable(route)]:
             del self._routes[channel]
             del self._used_at[channel]
 
+    def follow_rules(self, rules: Compatibility) -> bool:
+        """Take compatibility rules that are newer; return False if they name a server that is not known yet."""
+        if rules.version <= self._header.compatibility.version:
+            return True
+        if not rules.servers <= self._header.servers.keys():
+            return False
+        self._header = self._header.following(rules)
+        self.generation += 1
+        return True
+
+    @property
+    def rules_version(self) -> int:
+        """The version of the compatibility rules."""
+        return self._header.compatibility.version
+
+    def is_plain(self, channel: bytes) -> bool:
+        """Tell whether messages on a channel carry no envelopes, as plain Redis clients use it, too."""
+        return self._header.compatibility.is_plain(channel)
+
     def home(self, channel: bytes) -> Route:
-        """Return the route that the ring gives."""
+        """Return the route that a compatibility rule or the ring gives."""
         return self._header.home_route(channel)
 
     def route(self, channel: bytes) -> Route:

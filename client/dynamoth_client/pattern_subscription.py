@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from dynamoth.glob import compile_glob, physical_patterns
 from dynamoth.names import RESERVED_PREFIX, is_user_channel, logical_channel
-from dynamoth_client._glob import compile_glob, physical_patterns
 from dynamoth_client.sequences import Sequences
 from dynamoth_client.subscription import EARLY_MAX
 

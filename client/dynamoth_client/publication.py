@@ -116,11 +116,18 @@ class PublishedChannel:
     #: Of the local plan, when locations and epoch were looked up there.
     generation: int
     used_at: float
+    #: Its messages carry no envelopes and no numbers.
+    plain: bool = False
     #: The servers where the latest message did not go any more, the latest last.
     left: tuple[str, ...] = ()
     #: Where the next message goes, while there is nothing about it to be decided: the one server of the only location.
     lane: PublisherServer | None = None
     physical: bytes = b""
+
+    def change_format(self, *, plain: bool) -> None:
+        """Go on with envelopes, or without; numbers begin anew (FIRST), as plain messages have none."""
+        self.plain = plain
+        self.floor = self.sequence
 
 
 class Waiting:

@@ -29,12 +29,13 @@ from itertools import groupby
 from typing import Any
 
 from dynamoth import stored_plan
-from dynamoth.control import ObservationGap, RouteNotice, unpack_control
+from dynamoth.control import ObservationGap, RouteNotice, RulesChanged, unpack_control
 from dynamoth.envelope import (
     FIRST,
     HEARTBEAT,
     QUIET_BITS,
     ROUTE_CHANGED,
+    is_enveloped,
     pack_plain_header,
     plain_head,
     rerouted,
@@ -224,13 +225,16 @@ class PublisherMachine:
     def _publish(self, token: Hashable, name: bytes, payload: bytes, now: float) -> list[Any]:
         """Publish a message about which something is to be decided."""
         channel = self._channels.get(name) or self._add_channel(name, now)
-        locations, epoch = channel.locations, channel.epoch
+        locations, epoch, plain = channel.locations, channel.epoch, channel.plain
         if channel.generation != self._plan.generation:
             locations, epoch = self._routes.find(name)
+            plain = self._routes.is_plain(name)
         targets, actions = self._targets(locations, now)
         if not targets:
             reason = f"{self.options.unanswered_max} messages wait for server {locations[0].server}"
             return [*actions, PublishFailed(token, f"{reason}: {self._servers[locations[0].server].reason}")]
+        if plain is not channel.plain:
+            channel.change_format(plain=plain)
         flags = 0
         if channel.sequence == channel.floor:
             flags = FIRST
@@ -239,23 +243,23 @@ class PublisherMachine:
             if now - channel.used_at <= self.options.route_change_window_s:
                 flags = ROUTE_CHANGED
         channel.locations, channel.epoch, channel.generation = locations, epoch, self._plan.generation
-        channel.sequence += 1
         quiet_ms = whole_ms(now - channel.used_at)
         channel.used_at = now
         self._plan.use(name, now)
         data = payload
-        if self.options.envelope:
-            data = seal(self.client_id, channel.sequence, channel.epoch, data, flags, quiet_ms)
-        else:
+        if plain:
             actions += self._routes.read_regularly(name, locations, now)
+        else:
+            channel.sequence += 1
+            data = seal(self.client_id, channel.sequence, channel.epoch, data, flags, quiet_ms)
         waiting = Waiting(token, now + self.options.publish_timeout_s, name)
-        channel.lane = targets[0][1] if len(locations) == 1 and self.options.envelope else None
+        channel.lane = targets[0][1] if len(locations) == 1 and not plain else None
         channel.physical = locations[0].physical
         if len(locations) > 1:
             has_room = [location.server for location, _ in targets]
             replicas = [location.server for location in locations]
             waiting.missing = tuple(id_ for id_ in replicas if id_ in has_room or not self._servers[id_].up)
-            if self.options.envelope:
+            if not plain:
                 waiting.sent = locations[0].physical, data
         for location, server in targets:
             if server.up and now - server.observers_asked_at >= self.options.observers_interval_s:
@@ -263,7 +267,7 @@ class PublisherMachine:
             server.waiting.append(waiting)
             actions += server.outbox.put((b"PUBLISH", location.physical, data), waiting)
             doubtful = flags & FIRST or (server.up and not server.observers and name not in server.confirmed)
-            if self.options.envelope and doubtful and not server.outbox.full:
+            if not plain and doubtful and not server.outbox.full:
                 check = Check(waiting, channel.sequence, payload, location)
                 actions += server.outbox.put(stored_plan.read_entry(name), check)
         return actions
@@ -294,7 +298,8 @@ class PublisherMachine:
         self._sweep(now)
         locations, epoch = self._routes.find(name)
         floor = self._sequence_floor
-        channel = PublishedChannel(floor, floor, locations, epoch, self._plan.generation, now)
+        plain = self._routes.is_plain(name)
+        channel = PublishedChannel(floor, floor, locations, epoch, self._plan.generation, now, plain)
         self._channels[name] = channel
         return channel
 
@@ -341,6 +346,7 @@ class PublisherMachine:
         return [
             Send(event.link, (b"SUBSCRIBE", inbox(self.client_id), CLIENTS_CHANNEL)),
             self._ask_observers(event.link, now),
+            *(self._routes.read_rules(event.link) if owed else []),
             *server.outbox.link_up(),
             *again,
             *(self._heartbeats(event.link, now) if owed else []),
@@ -358,7 +364,7 @@ class PublisherMachine:
         take_apart(server)
         server.outbox.discard(lambda token: token is None)  # heartbeats: the reconnection makes new ones
         _discard_failed(server, now)
-        self._routes.forget_hints()
+        self._routes.forget_asked(event.link)
         return []
 
     def _fail_over(self, server_id: str, now: float) -> list[Any]:
@@ -382,7 +388,7 @@ class PublisherMachine:
             token.also_at = (*token.also_at, location.server)
             data = args[2]
             assert isinstance(data, bytes), "the payload of a PUBLISH"
-            copy = rerouted(data, epoch) if self.options.envelope else data
+            copy = rerouted(data, epoch) if is_enveloped(data) else data
             actions += other.outbox.put((b"PUBLISH", location.physical, copy), token)
             other.waiting.append(token)
         self.counters["failovers"] += 1
@@ -400,7 +406,7 @@ class PublisherMachine:
             return self._tidied(server, actions, now)
         if isinstance(event.value, ErrorReply):
             self.counters["refused_commands"] += 1
-            self._routes.forget_hints()
+            self._routes.forget_asked(event.link)
             return []
         match event.tag:
             case ("observers",):
@@ -410,10 +416,12 @@ class PublisherMachine:
                 server.observers = observers
             case ("header",):
                 self._routes.header_read(event, server, now)
+            case ("rules",):
+                return self._routes.rules_read(event, server)
             case ("doubt", channel):
                 return self._routes.doubted(channel, event, server)
             case ("entry", channel):
-                return self._routes.entry_read(channel, event.value, server, now)
+                return self._routes.entry_read(channel, event.link, event.value, server, now)
             case _:
                 raise AssertionError(f"not a tag of a publisher: {event.tag!r}")
         return []
@@ -466,7 +474,7 @@ class PublisherMachine:
             self.counters["refused_commands"] += 1
             return []
         server = self._servers[link]
-        told = self._routes.entry_read(check.message.channel, value, server, now)
+        told = self._routes.entry_read(check.message.channel, link, value, server, now)
         locations, epoch = self._routes.find(check.message.channel)
         if server.observers:
             return told
@@ -498,6 +506,8 @@ class PublisherMachine:
                 return self._routes.told(link, channel, route, now) if channel in self._channels else []
             case ObservationGap(server):
                 return self._heartbeats(server, now)
+            case RulesChanged(version):
+                return self._routes.rules_changed(link, version)
             case _:
                 self.counters["unexpected_messages"] += 1
                 return []

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dynamoth import stored_plan
+from dynamoth.compatibility import Compatibility
 from dynamoth.errors import MalformedMessage, UnknownMode
 from dynamoth.events import Replied, Send
 from dynamoth.plan import Location, Mode, Route
@@ -35,6 +36,8 @@ class PublisherRoutes:
         self._hints: dict[bytes, Route] = {}
         #: When the stored plan was read for a channel because nobody can tell this publisher.
         self._read_at: dict[bytes, float] = {}
+        #: Servers whose compatibility rules are being read.
+        self._rules_asked: set[str] = set()
 
     def find(self, name: bytes) -> tuple[tuple[Location, ...], int]:
         """Return where the local plan now sends messages of a channel, and its epoch."""
@@ -56,12 +59,8 @@ class PublisherRoutes:
         for channel in channels:
             self._read_at.pop(channel, None)
 
-    def forget_hints(self) -> None:
-        """Forget what waits for a header of the plan that will not come."""
-        self._hints.clear()
-
     def read_regularly(self, channel: bytes, locations: tuple[Location, ...], now: float) -> list[Any]:
-        """Without envelopes no dispatcher can tell this publisher of a move: read the stored plan now and then."""
+        """Without envelopes no dispatcher can tell this publisher anything: read the stored plan now and then."""
         if now - self._read_at.get(channel, float("-inf")) < self._options.route_change_window_s:
             return []
         server_id = next((place.server for place in locations if self._servers[place.server].up), None)
@@ -69,6 +68,45 @@ class PublisherRoutes:
             return []
         self._read_at[channel] = now
         return [Send(server_id, stored_plan.read_entry(channel), ("entry", channel))]
+
+    # Compatibility rules.
+
+    def is_plain(self, name: bytes) -> bool:
+        """Tell whether messages on a channel go out without envelopes."""
+        return not self._options.envelope or self._plan.is_plain(name)
+
+    def rules_changed(self, link: str, version: int) -> list[Any]:
+        """Read the rules that a server stores, as its dispatcher says that they are of this version."""
+        return [] if version <= self._plan.rules_version else self.read_rules(link)
+
+    def read_rules(self, link: str) -> list[Any]:
+        """Read the rules that a server stores, once at a time."""
+        if link in self._rules_asked:
+            return []
+        self._rules_asked.add(link)
+        return [Send(link, stored_plan.READ_RULES, ("rules",))]
+
+    def rules_read(self, event: Replied, server: PublisherServer) -> list[Any]:
+        """Take the rules that a server stores."""
+        self._rules_asked.discard(event.link)
+        try:
+            rules = stored_plan.parse_rules(event.value, server.run_id)
+        except MalformedMessage:
+            self._counters["malformed_messages"] += 1
+            return []
+        return [] if rules is None else self._follow_rules(event.link, rules)
+
+    def _follow_rules(self, link: str, rules: Compatibility) -> list[Any]:
+        if self._plan.follow_rules(rules) or self._hints:
+            return []
+        return [Send(link, stored_plan.READ_HEADER, ("header",))]
+
+    def forget_asked(self, link: str) -> None:
+        """Forget what was asked over a link, and what waits for a header of the plan that may not come."""
+        self._rules_asked.discard(link)
+        self._hints.clear()
+
+    # Routes.
 
     def told(self, link: str, channel: bytes, route: Route, now: float) -> list[Any]:
         """Take what a dispatcher tells of a channel that is published to."""
@@ -89,7 +127,7 @@ class PublisherRoutes:
 
     def doubted(self, channel: bytes, event: Replied, server: PublisherServer) -> list[Any]:
         """Give up a route to a server whose own stored plan sends the channel elsewhere."""
-        told, actions = self._stored_route(channel, event.value, server)
+        told, actions = self._stored_route(channel, event.link, event.value, server)
         if told is not None and self._contradicts(channel, event.link, told) and self._plan.reachable(told):
             self._counters["distrusted_routes"] += 1
             self._plan.distrust(channel, told)
@@ -114,14 +152,16 @@ class PublisherRoutes:
                 self._counters["distrusted_hints"] += 1
         self._hints.clear()
 
-    def entry_read(self, channel: bytes, value: Any, server: PublisherServer, now: float) -> list[Any]:
-        """Take what a server stores of a channel."""
-        told, actions = self._stored_route(channel, value, server)
+    def entry_read(self, channel: bytes, link: str, value: Any, server: PublisherServer, now: float) -> list[Any]:
+        """Take what a server stores of a channel, and the compatibility rules that came with it."""
+        told, actions = self._stored_route(channel, link, value, server)
         if told is not None:
             self._plan.learn(channel, told, now)
         return actions
 
-    def _stored_route(self, channel: bytes, value: Any, server: PublisherServer) -> tuple[Route | None, list[Any]]:
+    def _stored_route(
+        self, channel: bytes, link: str, value: Any, server: PublisherServer
+    ) -> tuple[Route | None, list[Any]]:
         """Return the route that clients are told by a stored plan, None if it cannot be read; and actions."""
         try:
             stored = stored_plan.parse_entry(value, server.run_id)
@@ -130,4 +170,7 @@ class PublisherRoutes:
         except MalformedMessage:
             self._counters["malformed_messages"] += 1
             return None, []
-        return None if stored is None else stored.settled_or(self._plan.home(channel)).told, []
+        if stored is None:
+            return None, []
+        actions = self._follow_rules(link, stored.compatibility)
+        return stored.settled_or(self._plan.home(channel)).told, actions

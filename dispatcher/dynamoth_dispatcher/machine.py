@@ -35,6 +35,7 @@ from dynamoth.control import (
     PlanChange,
     PlanQuery,
     RouteNotice,
+    RulesChanged,
     Vacated,
     pack_control,
     seal_control,
@@ -59,6 +60,7 @@ from dynamoth.names import (
     AGENT_CHANNEL,
     ANNOUNCE_CHANNEL,
     BALANCER_CHANNEL,
+    CLIENTS_CHANNEL,
     FORWARD_CHANNEL,
     RELAY_PREFIX,
     inbox,
@@ -234,9 +236,13 @@ class DispatcherMachine:
         if plan is None:
             self._plan_retry_at = now + self.options.plan_retry_s
             return self._catch_up(now) if self.plan else []
+        told: list[Any] = []
         if self.plan is None or plan.version >= self.plan.version:
+            known = self.plan
             self._adopt(plan, now)
-        return [*self.acknowledge(), *self._catch_up(now)]
+            if known is None or known.compatibility != plan.compatibility:
+                told = self._tell_rules()
+        return [*told, *self.acknowledge(), *self._catch_up(now)]
 
     def _adopt(self, plan: Plan, now: float) -> None:
         """Act on a whole plan."""
@@ -248,6 +254,14 @@ class DispatcherMachine:
         for channel, entry in plan.entries.items():
             if entry.phase is not Phase.SETTLED:
                 self.transitions.update(channel, entry, now)
+
+    def _tell_rules(self) -> list[Any]:
+        """Have the publishers here read the compatibility rules, which have changed, or may have."""
+        assert self.plan is not None, "it was just taken"
+        version = self.plan.compatibility.version
+        if not version:
+            return []
+        return [Send(LOCAL, (b"PUBLISH", CLIENTS_CHANNEL, pack_control(RulesChanged(version))))]
 
     def _catch_up(self, now: float) -> list[Any]:
         """With the plan known: tell clients if something was not observed, and handle what was, before."""
@@ -305,6 +319,10 @@ class DispatcherMachine:
             self.counters["malformed_plans"] += 1
             return self._read_plan()
         actions: list[Any] = []
+        if change.delta.compatibility is not None:
+            self._quiet.clear()
+            self._ways.clear()
+            actions += self._tell_rules()
         for channel, entry in change.delta.entries.items():
             places = {place for route in entry.followed for place in route.locations(channel)}
             self._quiet.difference_update(place.physical for place in places)
@@ -360,6 +378,8 @@ class DispatcherMachine:
             return self._requested(data, now)
         entry = self.plan.entry(channel)
         if entry.phase is Phase.SETTLED and Location(self.server, physical) in entry.route.locations(channel):
+            if is_enveloped(data) and self.plan.compatibility.is_plain(channel):
+                return self._tell_of_rules(data)
             self._at_rest(physical)
             return []
         return self._dispatch(physical, channel, entry, data, now)
@@ -457,7 +477,11 @@ class DispatcherMachine:
         copies = len(way.forwarded) + len(way.relayed) + len(way.relayed_later)
         if not copies:
             return []
-        if envelope is None:
+        if self._is_plain(channel):  # nobody could read a number there, not even this dispatcher's
+            if envelope is not None and envelope.flags & HEARTBEAT:
+                return []
+            copy = data if envelope is None else envelope.payload
+        elif envelope is None:
             copy = self._number_raw(channel, way.epoch, data)
         else:
             copy = forwarded(data, way.epoch, ROUTE_CHANGED if self._in_doubt(channel, now) else 0)
@@ -470,6 +494,9 @@ class DispatcherMachine:
         for target in way.relayed_later:
             actions += self._forwarder.relay_later(target, copy, now)
         return actions
+
+    def _is_plain(self, channel: bytes) -> bool:
+        return self.plan is not None and self.plan.compatibility.is_plain(channel)
 
     def _in_doubt(self, channel: bytes, now: float) -> bool:
         """Tell whether earlier messages may have taken another way than this one, or may not have been observed."""
@@ -502,6 +529,15 @@ class DispatcherMachine:
         self.counters["redirected_publishers"] += 1
         notice = pack_control(RouteNotice(channel, told))
         return [Send(LOCAL, (b"PUBLISH", inbox(publisher), notice))]
+
+    def _tell_of_rules(self, data: bytes) -> list[Any]:
+        """Tell a publisher that its envelopes cannot be read by all subscribers: the rules have changed."""
+        envelope = self._open(data)
+        if envelope is None or envelope.flags & (CONTROL | FORWARDED) or self.plan is None:
+            return []
+        self.counters["envelopes_on_plain_channels"] += 1
+        notice = pack_control(RulesChanged(self.plan.compatibility.version))
+        return [Send(LOCAL, (b"PUBLISH", inbox(envelope.publisher), notice))]
 
     def _notice(self, transition: Transition, location: Location) -> Send:
         self.counters["route_notices"] += 1

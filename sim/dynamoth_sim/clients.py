@@ -8,8 +8,8 @@ from typing import Any
 
 from dynamoth import stored_plan
 from dynamoth.events import Connect, Disconnect, LinkDown, LinkUp, Replied, Send, Start, Tick
+from dynamoth.glob import compile_glob
 from dynamoth.plan import Plan
-from dynamoth_client._glob import compile_glob
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected
 from dynamoth_client.patterns import PatternMachine, PatternOptions, SubscribePatterns, UnsubscribePatterns

@@ -13,8 +13,8 @@ from functools import lru_cache
 from typing import Any
 
 from dynamoth.events import CommandPart
+from dynamoth.glob import compile_glob
 from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
-from dynamoth_client._glob import compile_glob
 from dynamoth_sim.network import Connection, End, Packet
 from dynamoth_sim.redis_keys import KeySpace, Snapshot, UnknownCommand
 from dynamoth_sim.world import World

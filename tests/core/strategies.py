@@ -20,6 +20,7 @@ from dynamoth.control import (
     PlanChange,
     PlanQuery,
     RouteNotice,
+    RulesChanged,
     Vacated,
 )
 from dynamoth.envelope import EPOCH_MAX
@@ -86,6 +87,7 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     Marker: st.builds(Marker, channels, st.text(max_size=5), naturals),
     LossNotice: st.builds(LossNotice, channels, st.none() | naturals),
     ObservationGap: st.builds(ObservationGap, st.text(max_size=5)),
+    RulesChanged: st.builds(RulesChanged, naturals),
     Announcement: st.builds(Announcement, naturals, naturals, channel_tuples, channel_tuples),
     ForwardRequest: st.builds(
         ForwardRequest, channels, st.lists(st.tuples(server_ids, st.binary(max_size=20)), max_size=3).map(tuple)

@@ -213,7 +213,9 @@ def test_refuses_a_version_that_is_none(version: bytes) -> None:
         stored_plan.parse_entry([version, b"", None], RUN)
 
 
-@pytest.mark.parametrize("reply", [None, b"text", 7, [], [b"1"], [b"1", None, None, None], ErrorReply("WRONGTYPE ...")])
+@pytest.mark.parametrize(
+    "reply", [None, b"text", 7, [], [b"1"], [b"1", None, None, None, None], ErrorReply("WRONGTYPE ...")]
+)
 def test_refuses_a_reply_of_another_shape(reply: Any) -> None:
     with pytest.raises(MalformedMessage, match="does not hold a plan"):
         stored_plan.parse_entry(reply, RUN)

@@ -10,9 +10,9 @@ import redis
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dynamoth.glob import SPLIT_MAX, compile_glob, physical_patterns
 from dynamoth.names import RESERVED_PREFIX, logical_channel, replica_channel
 from dynamoth_cli.embedded import EmbeddedRedis
-from dynamoth_client._glob import SPLIT_MAX, compile_glob, physical_patterns
 
 LETTERS = (b"a", b"b", b"c", b"_", b":", b"]", b"^", b"-", b"\\", b"\xff", b"\x80", b"\n", b"\0", b"*")
 PIECES = (*LETTERS, b"*", b"?", b"[", b"[", b"[ab]", b"[^_", b"a-c")
