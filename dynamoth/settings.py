@@ -96,6 +96,8 @@ class Declared:
         if isinstance(self.default, int | float):
             kind = "a whole number" if isinstance(self.default, int) else "a number"
             return f"{kind} {self.setting.bounds}".strip()
+        if self.key == "cluster.compatibility":
+            return f"PATTERN=SERVER, separated by spaces (in TOML: [[{self.key}]] with pattern, server and plain)"
         if isinstance(self.default, tuple):
             return f"ID=URL, separated by spaces (in TOML: [[{self.key}]] tables with id and url)"
         return "text"

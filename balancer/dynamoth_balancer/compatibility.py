@@ -1,7 +1,7 @@
 """What administrators may do with compatibility rules, and what is refused as a message could be lost by it.
 
-A change of rules takes effect everywhere within moments, but not at once. So it changes no channel's place: not the home
-of any channel, and a rule becomes plain only where every channel that it concerns is at its server already.
+A change of rules takes effect everywhere within moments, but not at once. So it changes no channel's place: no home,
+and a rule becomes plain only where every channel that it concerns is at its server already.
 """
 
 from __future__ import annotations

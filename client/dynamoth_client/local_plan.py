@@ -27,8 +27,8 @@ client."""
 class LocalPlan:
     """Routes of the channels that a client uses. Shared by the machines of one client; it does no I/O and has no clock.
 
-    A channel without an entry is where the compatibility rules or the ring put it, at epoch 0. Entries only move to newer epochs, except by
-    :meth:`distrust`.
+    A channel without an entry is where compatibility rules or the ring put it, at epoch 0. Entries only move to newer
+    epochs, except by :meth:`distrust`.
     """
 
     def __init__(self, header: Plan, entry_idle_s: float = ENTRY_IDLE_S, entries_max: int = ENTRIES_MAX) -> None:

@@ -111,6 +111,7 @@ def samples(default: Any, choices: tuple[str, ...]) -> Any:
 
 
 HAVE_TESTS_OF_THEIR_OWN = {
+    "cluster.compatibility",
     "cluster.servers",
     "link.tls_cert_file",
     "link.tls_key_file",
@@ -298,3 +299,34 @@ def test_later_faults_name_the_place_too() -> None:
     assert str(error) == (
         "link.tls_ca_file: a file that can be read expected, not '/nowhere' (from x.toml line 2, section [link])"
     )
+
+
+def test_compatibility_rules_are_tables_or_pairs() -> None:
+    toml = """
+[[cluster.compatibility]]
+pattern = "news.*"
+server = "s1"
+plain = false
+[[cluster.compatibility]]
+pattern = "*"
+server = "s2"
+"""
+    rules = from_toml(toml).config.cluster.compatibility
+    assert [dataclasses.astuple(rule) for rule in rules] == [("news.*", "s1", False), ("*", "s2", True)]
+    given = load_config(environment={"DYNAMOTH_COMPATIBILITY": "a=b=s1 *=s2"}).config.cluster.compatibility
+    assert [dataclasses.astuple(rule) for rule in given] == [("a=b", "s1", True), ("*", "s2", True)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ('pattern = "*"', r"cluster.compatibility\[0\].server: the id of a server expected, not None"),
+        ('server = "s1"', r"compatibility\[0\].pattern: a pattern of 1 to 256 bytes expected, not None"),
+        ('pattern = "*"\nserver = "s1"\nplain = 1', r"plain: true or false expected, not 1"),
+        ('pattern = "*"\nserver = "s1"\nchannel = "x"', r"compatibility\[0\].channel .*is not known"),
+        ('pattern = "*"\nserver = "s9"\n[[cluster.servers]]\nid = "s1"\nurl = "redis://h:1"', r"\(s1\).* not 's9'"),
+    ],
+)
+def test_a_rule_that_makes_no_sense_is_refused(lines: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_toml(f"[[cluster.compatibility]]\n{lines}\n")

@@ -12,7 +12,7 @@ from dynamoth.envelope import FIRST, HEARTBEAT, QUIET_MS_MAX, ROUTE_CHANGED, Env
 from dynamoth.events import Connect, Disconnect, ErrorReply, Replied, RepliedAll, Send, Start, Tick
 from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
 from dynamoth.plan import Plan, Route, Server, pack_entry, single
-from dynamoth.stored_plan import READ_HEADER, read_entry
+from dynamoth.stored_plan import READ_HEADER, READ_RULES, read_entry
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.publication import (
     Publish,
@@ -575,7 +575,7 @@ def test_a_reading_of_the_plan_goes_with_its_message() -> None:
     publisher.up("s1")
     publisher.pass_time(1.1)
     publisher.down("s1")
-    assert commands(publisher.up("s1"), b"HMGET") == []
+    assert commands(publisher.up("s1"), b"HMGET") == [READ_RULES[1:]]
 
 
 @pytest.mark.usefixtures("hundred")
