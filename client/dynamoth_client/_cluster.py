@@ -8,8 +8,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import redis.exceptions
-
 from dynamoth_client import _errors
 from dynamoth_client._bootstrap import read_plan_header
 from dynamoth_client._feed import Feed
@@ -109,7 +107,7 @@ class Cluster:
         task = self._bootstrap
         await asyncio.wait({task})
         if task.cancelled() or not self._is_of_today(local_plan := task.result()):
-            raise redis.exceptions.ConnectionError(_errors.CLOSED)
+            raise _errors.ClientClosed
         return local_plan
 
     async def ping(self) -> None:
@@ -120,8 +118,8 @@ class Cluster:
     async def close(self) -> None:
         """End everything that runs. The next use begins anew, on whichever loop it is.
 
-        All has ended, and all that waits has been told, before anything is awaited: a close that is cancelled only does
-        not wait until sockets are gone.
+        A PubSub that is being read is used at once: it subscribes again. All has ended, and all other calls have
+        failed, before anything is awaited: a close that is cancelled only does not wait until sockets are gone.
         """
         if self._loop is None:
             return
@@ -129,7 +127,7 @@ class Cluster:
             feeds = self._feeds
             self._abandon()
             for feed in feeds:
-                feed.end(redis.exceptions.ConnectionError(_errors.CLOSED))
+                feed.end(_errors.ClientClosed())
             return
         self.bind()
         bootstrap, publishing, feeds = self._bootstrap, self.publishing, self._feeds
@@ -140,7 +138,7 @@ class Cluster:
         if publishing is not None:
             publishing.stop()
         for feed in feeds:
-            feed.fail(redis.exceptions.ConnectionError(_errors.CLOSED))
+            feed.fail(_errors.ClientClosed())
         if bootstrap is not None:
             await asyncio.wait({bootstrap})
         if publishing is not None:

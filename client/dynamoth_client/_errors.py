@@ -19,6 +19,13 @@ class OtherLoop(RuntimeError):
         super().__init__(OTHER_LOOP)
 
 
+class ClientClosed(redis.exceptions.ConnectionError):
+    """Raised when a client was closed while a call of it waited. A PubSub that is read subscribes again instead."""
+
+    def __init__(self, text: str = CLOSED) -> None:
+        super().__init__(text)
+
+
 class BadOption(redis.exceptions.DataError, ValueError):
     """Raised when an option of redis-py has a value that nobody can use: a ValueError, as redis-py's often is."""
 

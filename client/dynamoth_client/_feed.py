@@ -254,10 +254,9 @@ class Feed:
         self._queue.forget_waiters()
         return [number for work in self._works() for number in work.driver.abandon()]
 
-    def succeed(self, other: Feed) -> None:
-        """Go on where one ended whose event loop is gone: what was acknowledged there may have missed something."""
+    def succeed(self, other: Feed, reason: str) -> None:
+        """Go on where another feed ended, for ``reason``: what was acknowledged there may have missed something."""
         self.gaps += other.gaps
-        reason = "the event loop was closed that the subscription was on: close the client before its loop"
         for subject in other._acks.begin_anew():
             name, sharded = (subject.name, False) if subject.is_pattern else _users(subject.name)
             self._note_gap(GapInfo(name, None, None, reason, name if subject.is_pattern else None, sharded))

@@ -287,7 +287,7 @@ class SharedLoop:
         try:
             with self._mutex:
                 if self._is_ending:
-                    raise redis.exceptions.ConnectionError(_errors.CLOSED)
+                    raise _errors.ClientClosed
                 if self._keeper is None:
                     self._start_keeper()
                 waiter = self._take_turn_or_wait(running is None and self._callers_drive)
@@ -432,7 +432,7 @@ class SharedLoop:
         try:
             self._loop.call_soon_threadsafe(submit)
         except RuntimeError as error:
-            raise redis.exceptions.ConnectionError(_errors.CLOSED) from error
+            raise _errors.ClientClosed from error
         self._make_way(waiter)
         waiter.wake.wait()
         if not waiter.done():  # the turn is ours
@@ -539,7 +539,7 @@ class SharedLoop:
         """Close the loop. Who still waits has lost the request, as it was interrupted or came too late."""
         self._loop.close()
         for waiter in list(self._waiting):
-            waiter.error = redis.exceptions.ConnectionError(_errors.CLOSED)
+            waiter.error = _errors.ClientClosed()
             self._finish(waiter)
 
     def _take_last_turn(self) -> bool:

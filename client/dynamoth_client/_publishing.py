@@ -114,7 +114,7 @@ class Publishing:
     def stop(self) -> None:
         """End at once; what has no outcome yet fails. What was sent still goes out."""
         self.is_stopped = True
-        self._fail_all(redis.exceptions.ConnectionError(_errors.CLOSED))
+        self._fail_all(_errors.ClientClosed())
         self._driver.stop()
 
     def abandon(self) -> list[int]:

@@ -18,7 +18,7 @@ from dynamoth.names import SHARDED_PREFIX, sharded_channel
 from dynamoth_client._acks import Subject
 from dynamoth_client._arguments import flat, method_of, refuse_unroutable, refuse_unroutable_pattern, with_handlers
 from dynamoth_client._cluster import Cluster
-from dynamoth_client._errors import OtherLoop
+from dynamoth_client._errors import ClientClosed, OtherLoop
 from dynamoth_client._feed import Feed
 from dynamoth_client._queue import (
     MAX_QUEUE,
@@ -47,6 +47,11 @@ TURN_ITEMS_MAX = 256
 many more would make the garbage collector look at them."""
 
 NOT_CONNECTED = "pubsub connection not set: did you forget to call subscribe() or psubscribe()?"
+
+
+LOOP_CLOSED = "the event loop was closed that the subscription was on: close the client before its loop"
+CLIENT_CLOSED = "the client was closed while the PubSub was subscribed, which was read on: close the PubSub first"
+"""Reasons of gaps."""
 
 
 class PubSub(redis.asyncio.client.PubSub):
@@ -78,7 +83,9 @@ class PubSub(redis.asyncio.client.PubSub):
       Callbacks that are registered there are never called; it has nothing else of redis-py's connections.
     * ``push_handler_func`` is refused with an error: handlers and ``on_gap`` tell what comes. ``execute_command`` has
       the commands of subscriptions and PING, and no other.
-    * Where its event loop was closed without ``aclose``, it subscribes again on the loop where it is used next.
+    * After ``aclose`` of the client it subscribes again when it is used, at once if somebody reads it, as redis-py's
+      does; so it does where its event loop was closed without ``aclose``, on the loop where it is used next. That is a
+      gap. To end a reader, close the PubSub.
     * The first ``subscribe`` raises when the plan cannot be read from any server, and nothing is subscribed then.
     * A pattern needs a connection to every server. One that is away for 5 s is done without, and that is a gap.
     * Sharded channels (``ssubscribe``) are channels with names of their own, which live, move and are replicated as
@@ -133,6 +140,8 @@ class PubSub(redis.asyncio.client.PubSub):
         self._loop: asyncio.AbstractEventLoop | None = None
         #: The feed that is being opened, shared by all who wait for it.
         self._opening: asyncio.Task[Feed] | None = None
+        #: The feed whose subscriptions the next one takes over, and why that one ended.
+        self._before: tuple[Feed, str] | None = None
         #: What was asked for while there was no feed, in order.
         self._requests: deque[Callable[[Feed], None]] = deque()
         #: How many items were read since others had their turn.
@@ -190,7 +199,7 @@ class PubSub(redis.asyncio.client.PubSub):
         self._queue = MessageQueue(self._max_queue)
         if error is not None:
             self._queue.close(error)
-        self._feed = self._opening = self._loop = None
+        self._feed = self._opening = self._loop = self._before = None
         self.connection = None
 
     @property
@@ -438,9 +447,13 @@ class PubSub(redis.asyncio.client.PubSub):
         if not self._is_begun:
             raise RuntimeError(NOT_CONNECTED)
         self._turn = 0
-        if self._loop is not asyncio.get_running_loop() and not self._queue.is_closed:
+        queue = self._queue
+        if queue.is_closed:
+            if isinstance(queue.error, ClientClosed) and not queue.items:
+                return self._wait_anew(timeout)
+        elif self._loop is not asyncio.get_running_loop():
             return self._wait_anew(timeout)
-        return self._wait_with_others(timeout) if self._queue.items else self._queue.until_item(timeout)
+        return self._wait_with_others(timeout) if queue.items else self._until_item(timeout)
 
     def _wait_long(self) -> Awaitable[object]:
         """Wait as ``_wait`` does, without end and at less cost; perhaps until there is no item yet."""
@@ -451,9 +464,19 @@ class PubSub(redis.asyncio.client.PubSub):
         self._turn = 0
         return queue.wakeup()
 
+    async def _until_item(self, timeout: float | None) -> bool:
+        """Wait for an item, also when the client is closed meanwhile: then the subscriptions begin anew."""
+        loop = asyncio.get_running_loop()
+        began_at = loop.time()
+        try:
+            return await self._queue.until_item(timeout)
+        except ClientClosed:
+            left_s = None if timeout is None else max(0.0, began_at + timeout - loop.time())
+        return await self._wait_anew(left_s)
+
     async def _wait_anew(self, timeout: float | None) -> bool:
         await self._opened()
-        return await self._queue.until_item(timeout)
+        return await self._until_item(timeout)
 
     async def _wait_with_others(self, timeout: float | None) -> bool:
         await asyncio.sleep(0)
@@ -545,6 +568,8 @@ class PubSub(redis.asyncio.client.PubSub):
     async def _opened(self) -> Feed:
         """Return the feed. Whoever waits shares the result; a failure ends all that was asked for."""
         was_begun, self._is_begun = self._is_begun, True
+        if isinstance(self._queue.error, ClientClosed):
+            self._restart_after_close()
         if self._queue.error is not None:
             self._requests.clear()
             self._queue.raise_error()
@@ -568,18 +593,30 @@ class PubSub(redis.asyncio.client.PubSub):
         try:
             self._feed = await self._cluster.open_feed(self._queue, wants_gaps=wants_gaps, when_full=self._when_full)
         except Exception as error:
+            if self._before is not None:  # what is subscribed stays so, and the next use tries again
+                self._opening = self._loop = None
+                raise
             queue = self._queue
             self._forget()
             self._queue = MessageQueue(self._max_queue)
             queue.close(error if isinstance(error, redis.exceptions.RedisError) else None)
             raise
-        self._opening = None
+        self._opening = self._before = None
         self.connection = cast("Any", self._feed)
         self._pass_requests(self._feed)
         return self._feed
 
+    def _restart_after_close(self) -> None:
+        """Let the subscriptions begin anew, as the client was closed and this PubSub is used again."""
+        if self._feed is not None:
+            self._before = self._feed, CLIENT_CLOSED
+        self._feed = self._loop = None
+        self._queue.reopen()
+
     def _begin_anew(self) -> None:
-        """Ask again for all that has been asked for, as the event loop is gone where it was, or this is a forked child.
+        """Ask again for all that has been asked for.
+
+        The event loop is gone where that was, or the client was closed, or this is a forked child.
 
         Raises RuntimeError where the loop is not gone.
         """
@@ -587,13 +624,16 @@ class PubSub(redis.asyncio.client.PubSub):
             self._requests.clear()
             raise OtherLoop
         self._cluster.bind()
-        before, self._feed, self._opening = self._feed, None, None
+        if self._feed is not None:
+            self._feed.abandon()
+            self._before = self._feed, LOOP_CLOSED
+        self._feed = self._opening = None
         self.connection = None
         self._queue.forget_waiters()
         self._requests.clear()
-        if before is not None:
-            before.abandon()
-            self._requests.append(lambda feed: feed.succeed(before))
+        if self._before is not None:
+            before, reason = self._before
+            self._requests.append(lambda feed: feed.succeed(before, reason))
         for books, subscribe, unsubscribe in (
             (self._books(), Feed.subscribe, Feed.unsubscribe),
             (self._books(is_pattern=True), Feed.psubscribe, Feed.punsubscribe),
@@ -605,7 +645,7 @@ class PubSub(redis.asyncio.client.PubSub):
 
     def _forget(self) -> None:
         """Be as new."""
-        self._feed = self._opening = self._loop = None
+        self._feed = self._opening = self._loop = self._before = None
         self.connection = None
         self._is_begun = False
         self._requests.clear()

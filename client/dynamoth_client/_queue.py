@@ -236,6 +236,11 @@ class MessageQueue:
         self.error = error
         self.wake()
 
+    def reopen(self) -> None:
+        """Be filled again, after ``close``."""
+        self.is_closed = False
+        self.error = None
+
     def forget_waiters(self) -> None:
         """Forget who waits, as the event loop of theirs is gone."""
         self._waiters.clear()

@@ -44,6 +44,8 @@ class SyncCluster:
         #: Held while a loop is made and while it is ended, so that ``cluster`` is at home on one at a time.
         self._lock = threading.Lock()
         self._loop: SharedLoop | None = None
+        #: The interpreter exits: nothing begins again.
+        self._is_exiting = False
         #: PubSubs, which have to begin anew in a forked child.
         self.followers: weakref.WeakSet[Any] = weakref.WeakSet()
         _all.add(self)
@@ -58,6 +60,12 @@ class SyncCluster:
     def is_open(self) -> bool:
         """Whether it was used since it was made, closed or inherited by a forked child."""
         return self._loop is not None
+
+    def goes_on(self, cluster: Cluster) -> bool:
+        """Tell whether what belongs to this cluster can be used again after ``close``."""
+        with self._lock:
+            is_broken = self._loop is not None and self._loop.is_broken
+            return cluster is self.cluster and not is_broken and not self._is_exiting
 
     def publish(self, channel: bytes, payload: bytes) -> int:
         """Publish; return and raise as ``Redis.publish``."""
@@ -84,6 +92,7 @@ class SyncCluster:
 
     def exit(self) -> None:
         """End everything that runs, for good, as the interpreter exits."""
+        self._is_exiting = True
         if (loop := self._loop) is not None:
             loop.exit()
 
@@ -100,6 +109,8 @@ class SyncCluster:
 
     def _open(self) -> SharedLoop:
         with self._lock:
+            if self._is_exiting:
+                raise redis.exceptions.ConnectionError(_errors.CLOSED)
             if self._loop is not None and self._loop.is_broken:
                 self._loop = None
                 self.cluster = self._make_cluster()
@@ -114,13 +125,13 @@ class SyncCluster:
         try:
             return publishing.publish(channel, payload)
         except _errors.OtherLoop as error:  # closed, and used again, since this call has taken its loop
-            raise redis.exceptions.ConnectionError(_errors.CLOSED) from error
+            raise _errors.ClientClosed from error
 
     async def _publish_first(self, channel: bytes, payload: bytes) -> int:
         try:
             return await (await self.cluster.open_publishing()).publish(channel, payload)
         except _errors.OtherLoop as error:
-            raise redis.exceptions.ConnectionError(_errors.CLOSED) from error
+            raise _errors.ClientClosed from error
 
 
 def _begin(function: Callable[..., Coroutine[Any, Any, _T]], args: tuple[Any, ...]) -> asyncio.Future[_T]:

@@ -14,6 +14,8 @@ import redis.exceptions
 
 from dynamoth_client import _pubsub
 from dynamoth_client._arguments import method_of
+from dynamoth_client._cluster import Cluster
+from dynamoth_client._errors import ClientClosed
 from dynamoth_client._feed import Feed
 from dynamoth_client._queue import (
     MAX_QUEUE,
@@ -59,6 +61,11 @@ class _Inner(_pubsub.PubSub):
 
     _family = "redis"
 
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that its feeds are of."""
+        return self._cluster
+
     def __init__(self, *args: Any, make_room: Callable[[Callable[[], object]], None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._make_room = make_room
@@ -87,8 +94,12 @@ class _Inner(_pubsub.PubSub):
         queue = self._queue
         queue.settle()
         queue.relieve()  # it may have become full when its last item had just been taken
-        if self.subscribed or queue.is_closed:
-            await queue.until_item(timeout)
+        if self._is_begun and (self.subscribed or queue.is_closed):
+            await self._wait(timeout)
+
+    async def _until_item(self, timeout: float | None) -> bool:
+        """Wait for an item. The event loop ends with the client, so it is the thread that begins anew, on another."""
+        return await self._queue.until_item(timeout)
 
     def inherit(self, inherited: _Inherited) -> None:
         """Say what will be subscribed to soon."""
@@ -456,7 +467,15 @@ class PubSub(redis.client.PubSub):
         """Let the machines work until there is an item, or ``timeout`` is over."""
         if self._inherited is not None:
             self._subscribe_again()
-        self._cluster.call(self._inner.until_item, timeout)
+        inner = self._inner
+        ends_at = None if timeout is None else time.monotonic() + timeout
+        try:
+            self._cluster.call(inner.until_item, timeout)
+        except ClientClosed:
+            if not self._cluster.goes_on(inner.cluster):
+                raise
+            if inner is self._inner:
+                self._wait(None if ends_at is None else max(0.0, ends_at - time.monotonic()))
 
     def _read(self, item: Item, ignored: bool) -> dict[str, Any] | None:
         """Return what the application is to see of an item, unless a handler takes it."""

@@ -10,7 +10,7 @@ import redis.asyncio.client
 import redis.exceptions
 
 from dynamoth_client import _feed
-from dynamoth_client.asyncio import PubSub, Redis, from_url
+from dynamoth_client.asyncio import GapInfo, PubSub, Redis, from_url
 from tests.client.stored_cluster import StoredCluster, run
 
 
@@ -480,20 +480,56 @@ def test_close_ends_readers_and_the_pubsub_can_be_used_again(cluster: StoredClus
     run(test())
 
 
-def test_closing_the_client_ends_its_pubsubs_with_an_error(cluster: StoredCluster) -> None:
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_pubsub_subscribes_again_after_a_close_of_the_client(cluster: StoredCluster, is_read: bool) -> None:
+    """At once if somebody reads it, else when it is used: as redis-py's does."""
+
+    async def test() -> None:
+        client = from_url(cluster.url)
+        gaps: list[GapInfo] = []
+        pubsub = client.pubsub(on_gap=gaps.append)
+        await _confirmed(pubsub, "a", "b")
+        await client.publish("b", "before")
+        assert (await _next(pubsub))["data"] == b"before"
+        reading = asyncio.create_task(pubsub.get_message(timeout=None)) if is_read else None
+        await asyncio.sleep(0)
+        await client.aclose()
+        first = await reading if reading is not None else await pubsub.get_message(timeout=None)
+        again = [message for message in (first, await _next(pubsub), await _next(pubsub)) if message is not None]
+        assert [(message["type"], message["data"]) for message in again[-2:]] == [("subscribe", 1), ("subscribe", 2)]
+        assert {gap.channel for gap in gaps} == {b"a", b"b"}
+        assert await client.publish("a", "x") == 1
+        assert (await _next(pubsub))["data"] == b"x"
+        await client.aclose()
+        await _confirmed(pubsub, "c")  # what is asked for next begins with what there was
+        assert await client.publish("a", "y") == 1
+        assert pubsub.channels.keys() == {b"a", b"b", b"c"}
+        await pubsub.aclose()
+        await cluster.until_subscribed(*_where(cluster, "a"), count=0)
+        await client.aclose()
+
+    run(test())
+
+
+def test_a_pubsub_of_a_closed_client_tries_again_while_servers_are_away(cluster: StoredCluster) -> None:
     async def test() -> None:
         client = from_url(cluster.url)
         pubsub = client.pubsub()
         await _confirmed(pubsub, "a")
-        reading = asyncio.create_task(pubsub.get_message(timeout=None))
-        await asyncio.sleep(0)
         await client.aclose()
-        with pytest.raises(redis.exceptions.ConnectionError, match="closed"):
-            await reading
-        with pytest.raises(redis.exceptions.ConnectionError, match="closed"):
-            await pubsub.subscribe("b")
+        for server in cluster.servers.values():
+            server.kill()
+        for _ in range(2):
+            with pytest.raises(redis.exceptions.ConnectionError, match="no server of the cluster gave a plan"):
+                await pubsub.get_message(timeout=None)
+        assert pubsub.subscribed
+        for server in cluster.servers.values():
+            await asyncio.to_thread(server.restart)
+        await asyncio.to_thread(cluster.store)
+        while (message := await pubsub.get_message(timeout=None)) is None or message["type"] != "subscribe":
+            pass
+        assert await client.publish("a", "x") == 1
         await pubsub.aclose()
-        await _confirmed(pubsub, "a")
         await client.aclose()
 
     run(test())
@@ -542,12 +578,13 @@ def test_a_close_that_is_cancelled_has_ended_everything_all_the_same(cluster: St
             await asyncio.sleep(0)
         closing.cancel()
         await asyncio.wait({closing})
-        outcomes = await asyncio.gather(*readers, return_exceptions=True)
-        assert [type(outcome) for outcome in outcomes] == [redis.exceptions.ConnectionError] * 3
-        await cluster.until_subscribed(*_where(cluster, "a"), count=0)
-        await client.aclose()
+        for reader in readers:
+            reader.cancel()
+        await asyncio.wait(readers)
         for pubsub in pubsubs:
             await pubsub.aclose()
+        await cluster.until_subscribed(*_where(cluster, "a"), count=0)
+        await client.aclose()
         await _confirmed(pubsubs[0], "a")
         assert await client.publish("a", "y") == 1
         await client.aclose()
