@@ -107,11 +107,11 @@ class Announcement:
 class ForwardRequest:
     """Publisher to dispatcher: your server has a message of mine, and others have not answered: publish this there.
 
-    ``copies`` has pairs of a server and an envelope for the physical channel there: the message, at once, or a
-    heartbeat, after a while in which the message itself should arrive.
+    The physical channel is that of the name on which the request is sent (``names.forward_channel``), so that only
+    those can ask who may publish on it. ``copies`` has pairs of a server and an envelope for the channel there: the
+    message, at once, or a heartbeat, after a while in which the message itself should arrive.
     """
 
-    physical: bytes
     copies: tuple[tuple[str, bytes], ...]
 
 
@@ -148,7 +148,7 @@ class Vacated:
 
 @dataclass(frozen=True, slots=True)
 class AdminRequest:
-    """Administrator to balancer. The answer goes to ``inbox(request)`` at the server where the request came in."""
+    """Operator to balancer. The answer goes to ``operator_inbox(request)`` at the server where the request came in."""
 
     request: int
     command: str
@@ -157,7 +157,7 @@ class AdminRequest:
 
 @dataclass(frozen=True, slots=True)
 class AdminReply:
-    """Balancer to administrator. ``error`` is None when the request was carried out."""
+    """Balancer to operator. ``error`` is None when the request was carried out."""
 
     request: int
     result: Mapping[str, Any]
@@ -260,7 +260,7 @@ _WRITE: dict[type[Any], Callable[[Any], list[Any]]] = {
     Vacated: lambda m: [9, m.server, m.channels],
     AdminRequest: lambda m: [10, m.request, m.command, m.arguments],
     AdminReply: lambda m: [11, m.request, m.result, m.error],
-    ForwardRequest: lambda m: [13, m.physical, m.copies],
+    ForwardRequest: lambda m: [13, m.copies],
     RulesChanged: lambda m: [14, m.version],
 }
 
@@ -278,7 +278,7 @@ _READ: dict[int, Callable[[list[Any]], ControlMessage]] = {
     9: lambda v: Vacated(_text(v[0]), tuple(map(_pair, _array(v[1])))),
     10: lambda v: AdminRequest(_natural(v[0]), _text(v[1]), _mapping(v[2])),
     11: lambda v: AdminReply(_natural(v[0]), _mapping(v[1]), _optional(_text, v[2])),
-    13: lambda v: ForwardRequest(_bytes(v[0]), tuple(map(_copy, _array(v[1])))),
+    13: lambda v: ForwardRequest(tuple(map(_copy, _array(v[0])))),
     14: lambda v: RulesChanged(_natural(v[0])),
 }
 

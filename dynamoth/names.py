@@ -1,4 +1,11 @@
-"""Names under the one reserved prefix: a single ACL rule (``&__dynamoth__:*`` and ``~__dynamoth__:*``) covers them."""
+"""Names under the one reserved prefix, one part of it for each role that may speak there.
+
+Who sends a message shows in the channel's name, so that the ACL of Redis decides who may send it: clients send on
+``client:`` and ``forward:``, agents on ``agent:``, the balancer on ``balancer:``, operators on ``operator:request``.
+``inbox:`` is what clients listen to, ``operator:inbox:`` what operators do. A name that is made of an application's
+channel ends with that channel, behind a prefix of fixed length: so one ACL pattern covers exactly the names of the
+channels that the application may use. ``dynamoth acl`` prints the rules.
+"""
 
 from __future__ import annotations
 
@@ -11,41 +18,53 @@ PLAN_KEY_NEW = RESERVED_PREFIX + b"plan.new"
 BALANCER_LEASE_KEY = RESERVED_PREFIX + b"balancer"
 """String at every server: which balancer process is at work. Expires by itself."""
 
-AGENT_CHANNEL = RESERVED_PREFIX + b"agent"
-"""The balancer speaks to the agent of a server: each agent subscribes to it, at its own server only.
+AGENT_CHANNEL = RESERVED_PREFIX + b"balancer:to-agent"
+"""The balancer sends to the agent of a server: each agent subscribes to it, at its own server only.
 
-Its NUMSUB tells how many agents observe the server: what G7 subtracts from the reply of a PUBLISH.
+Its NUMSUB is the number of agents that observe the server: what G7 subtracts from the reply of a PUBLISH.
 """
-BALANCER_CHANNEL = RESERVED_PREFIX + b"to-balancer"
-"""Agents and administrators speak to the balancer, which subscribes to it at every server."""
-CLIENTS_CHANNEL = RESERVED_PREFIX + b"clients"
-"""An agent speaks to every client that is connected to its server."""
-ANNOUNCE_CHANNEL = RESERVED_PREFIX + b"announce"
+BALANCER_CHANNEL = RESERVED_PREFIX + b"agent:to-balancer"
+"""Agents send reports and acknowledgements to the balancer, which subscribes to it at every server."""
+OPERATOR_CHANNEL = RESERVED_PREFIX + b"operator:request"
+"""Operators send requests to the balancer, which subscribes to it at every server."""
+ANNOUNCE_CHANNEL = RESERVED_PREFIX + b"client:announce"
 """Subscribers tell the agent of a server which channels they have joined and left there."""
-FORWARD_CHANNEL = RESERVED_PREFIX + b"forward"
-"""Publishers ask the agent of a server to forward a message to replicas that they cannot reach themselves."""
 
-_INBOX_PREFIX = RESERVED_PREFIX + b"inbox:"
-_REPLICA_PREFIX = RESERVED_PREFIX + b"r:"
+INBOX_PREFIX = RESERVED_PREFIX + b"inbox:"
+CLIENTS_CHANNEL = INBOX_PREFIX + b"all"
+"""An agent sends to every client that is connected to its server."""
+OPERATOR_INBOX_PREFIX = RESERVED_PREFIX + b"operator:inbox:"
+
+REPLICA_PREFIX = RESERVED_PREFIX + b"r:"
 SHARDED_PREFIX = RESERVED_PREFIX + b"s:"
 """Before the name of a sharded channel: an application's channel like any other, which the name alone tells apart."""
-_SHARDED_REPLICA_PREFIX = RESERVED_PREFIX + b"sr:"
-"""Not ``_REPLICA_PREFIX``: a pattern subscriber listens at what ``replica_pattern`` matches, and would be counted."""
+SHARDED_REPLICA_PREFIX = RESERVED_PREFIX + b"sr:"
+"""Not ``REPLICA_PREFIX``: a pattern subscriber listens at what ``replica_pattern`` matches, and would be counted."""
 PATTERN_PREFIX = RESERVED_PREFIX + b"pattern:"
 """Before a pattern: its subscribers subscribe to this at every server, so that PUBSUB CHANNELS lists the patterns."""
-RELAY_PREFIX = RESERVED_PREFIX + b"relay:"
-"""Before a physical channel: agents speak to the agent of the server, who publishes there what it is given, once."""
+RELAY_PREFIX = RESERVED_PREFIX + b"agent:relay:"
+"""Before a physical channel: agents give the agent of the server a message, which publishes it there once."""
+FORWARD_PREFIX = RESERVED_PREFIX + b"forward:"
+"""In place of the reserved prefix of a replicated channel: publishers ask the agent of a server to forward a message.
 
-_USERS_PREFIXES = (_REPLICA_PREFIX, SHARDED_PREFIX, _SHARDED_REPLICA_PREFIX)
-"""What is an application's under the reserved prefix."""
+Who may not publish on the channel may not ask for it either, as the same ACL pattern forbids both.
+"""
+
+_EPOCH_DIGITS = 8
+"""Hexadecimal digits of an epoch in a name. Always as many: ``*`` of an ACL pattern would match colons, too."""
 
 SERVER_LOCAL_PREFIXES = (b"__keyspace@", b"__keyevent@", b"__redis__:")
 """Channels that Redis itself publishes on. They belong to one server and are never routed."""
 
 
 def inbox(client: int) -> bytes:
-    """Return the channel on which one client, or one administrator's request, is spoken to."""
-    return _INBOX_PREFIX + b"%016x" % client
+    """Return the channel on which agents speak to one client."""
+    return INBOX_PREFIX + b"%016x" % client
+
+
+def operator_inbox(request: int) -> bytes:
+    """Return the channel on which the balancer answers one request of an operator."""
+    return OPERATOR_INBOX_PREFIX + b"%016x" % request
 
 
 def sharded_channel(name: bytes) -> bytes:
@@ -56,16 +75,20 @@ def sharded_channel(name: bytes) -> bytes:
 def replica_channel(channel: bytes, epoch: int) -> bytes:
     """Return the physical name of a replicated channel: tagged with its epoch, so that NUMSUB answers per epoch."""
     if channel.startswith(SHARDED_PREFIX):
-        return _SHARDED_REPLICA_PREFIX + b"%x:" % epoch + channel[len(SHARDED_PREFIX) :]
-    return _REPLICA_PREFIX + b"%x:" % epoch + channel
+        return SHARDED_REPLICA_PREFIX + b"%0*x:" % (_EPOCH_DIGITS, epoch) + channel[len(SHARDED_PREFIX) :]
+    return REPLICA_PREFIX + b"%0*x:" % (_EPOCH_DIGITS, epoch) + channel
 
 
 def replica_pattern(pattern: bytes) -> bytes:
     """Return the pattern that all physical names of replicated channels match whose user's name matches ``pattern``.
 
-    Sharded channels match none. Others do that should not: those with a colon, and behind it something that matches.
+    Sharded channels match none.
     """
-    return _REPLICA_PREFIX + b"*:" + pattern
+    return REPLICA_PREFIX + ANY_EPOCH + pattern
+
+
+ANY_EPOCH = b"?" * _EPOCH_DIGITS + b":"
+"""Matches an epoch in a name, as part of a pattern."""
 
 
 def relay_channel(physical: bytes) -> bytes:
@@ -73,13 +96,32 @@ def relay_channel(physical: bytes) -> bytes:
     return RELAY_PREFIX + physical
 
 
+def forward_channel(physical: bytes) -> bytes:
+    """Return the channel on which an agent is asked to forward messages of a replicated physical channel."""
+    return FORWARD_PREFIX + physical[len(RESERVED_PREFIX) :]
+
+
+def forwarded_channel(name: bytes) -> bytes | None:
+    """Return the physical channel that a name made by ``forward_channel`` is about; None for any other name."""
+    if not name.startswith(FORWARD_PREFIX):
+        return None
+    physical = RESERVED_PREFIX + name[len(FORWARD_PREFIX) :]
+    return physical if logical_channel(physical) != physical else None
+
+
 def logical_channel(physical: bytes) -> bytes:
     """Return the user's name of a physical channel; for a sharded one with ``SHARDED_PREFIX``."""
-    if physical.startswith(_REPLICA_PREFIX):
-        return physical[len(_REPLICA_PREFIX) :].partition(b":")[2]
-    if physical.startswith(_SHARDED_REPLICA_PREFIX):
-        return SHARDED_PREFIX + physical[len(_SHARDED_REPLICA_PREFIX) :].partition(b":")[2]
+    if physical.startswith(REPLICA_PREFIX):
+        return _behind_epoch(physical, REPLICA_PREFIX, b"")
+    if physical.startswith(SHARDED_REPLICA_PREFIX):
+        return _behind_epoch(physical, SHARDED_REPLICA_PREFIX, SHARDED_PREFIX)
     return physical
+
+
+def _behind_epoch(physical: bytes, prefix: bytes, instead: bytes) -> bytes:
+    """Return the channel behind an epoch of the one width that ACL patterns allow for; else the name as it is."""
+    end = len(prefix) + _EPOCH_DIGITS
+    return instead + physical[end + 1 :] if physical[end : end + 1] == b":" else physical
 
 
 def is_user_channel(physical: bytes) -> bool:
@@ -87,7 +129,7 @@ def is_user_channel(physical: bytes) -> bool:
     if not physical.startswith(b"__"):
         return True
     if physical.startswith(RESERVED_PREFIX):
-        return physical.startswith(_USERS_PREFIXES)
+        return physical.startswith(SHARDED_PREFIX) or logical_channel(physical) != physical
     return not physical.startswith(SERVER_LOCAL_PREFIXES)
 
 

@@ -1,8 +1,8 @@
 """What administrators ask of the balancer, and what they are answered.
 
-Requests come as :class:`~dynamoth.control.AdminRequest` on the balancer's channel at any server, and are answered in
-``inbox(request)`` at that server, once for each time that they were asked: a repeated request, as its answer may have
-been lost, is not carried out again.
+Requests come as :class:`~dynamoth.control.AdminRequest` on the operators' channel at any server, and are answered
+in ``operator_inbox(request)`` at that server, once for each time that they were asked: a repeated request, as its
+answer may have been lost, is not carried out again.
 
 ===========  ==============================  ================================================================
 command      arguments                       result
@@ -44,7 +44,7 @@ from typing import Any, Protocol
 from dynamoth.control import AdminReply, AdminRequest, pack_control
 from dynamoth.errors import RequestRefused
 from dynamoth.events import Send
-from dynamoth.names import inbox
+from dynamoth.names import operator_inbox
 from dynamoth.plan import Mode
 from dynamoth_balancer.changes import BegunChange, ChangeState, mode_name
 from dynamoth_balancer.options import BalancerOptions
@@ -210,4 +210,4 @@ def _timeout_s(arguments: Mapping[str, Any], default: float) -> float:
 
 
 def _send(server: str, reply: AdminReply) -> Send:
-    return Send(server, (b"PUBLISH", inbox(reply.request), pack_control(reply)))
+    return Send(server, (b"PUBLISH", operator_inbox(reply.request), pack_control(reply)))

@@ -28,7 +28,7 @@ from typing import Any
 from dynamoth.control import REPORT_CODE, AdminRequest, PlanAck, Vacated, unpack_control
 from dynamoth.errors import AlreadyRunning, ConfigError, MalformedMessage, RequestRefused
 from dynamoth.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick, earliest
-from dynamoth.names import BALANCER_CHANNEL
+from dynamoth.names import BALANCER_CHANNEL, OPERATOR_CHANNEL
 from dynamoth.plan import Assignment, Mode, Plan, Server
 from dynamoth.reports import Report, unpack_report
 from dynamoth_balancer import copies, lease, takeover
@@ -242,7 +242,7 @@ class BalancerMachine:
         self._run_ids[server] = run_id
         self._down_reasons.pop(server, None)
         actions: list[Any] = [
-            Send(server, (b"SUBSCRIBE", BALANCER_CHANNEL), ("subscribe",)),
+            Send(server, (b"SUBSCRIBE", BALANCER_CHANNEL, OPERATOR_CHANNEL), ("subscribe",)),
             Note("info", "connected to a server", {"server": server}),
         ]
         actions += self._lease.link_up(server, now)
@@ -417,7 +417,7 @@ class BalancerMachine:
     def _resubscribe(self) -> list[Any]:
         servers = [server for server in self._unsubscribed if server in self._run_ids]
         self._unsubscribed.clear()
-        return [Send(server, (b"SUBSCRIBE", BALANCER_CHANNEL), ("subscribe",)) for server in servers]
+        return [Send(server, (b"SUBSCRIBE", BALANCER_CHANNEL, OPERATOR_CHANNEL), ("subscribe",)) for server in servers]
 
     def _note_agents(self, now: float) -> list[Any]:
         notes: list[Any] = []
@@ -438,21 +438,20 @@ class BalancerMachine:
         for message in messages:
             if message[0] == b"message" and message[1] == BALANCER_CHANNEL:
                 actions += self._heard(server, message[2], now)
+            elif message[0] == b"message" and message[1] == OPERATOR_CHANNEL:
+                actions += self._asked(server, message[2], now)
         if (installer := self._at_work) is not None:
             actions += installer.advance(now)
         return actions
 
     def _heard(self, server: str, data: bytes, now: float) -> list[Any]:
+        """Take a message from an agent."""
         try:
             message = unpack_report(data) if data[:2] in _REPORT_FIRST_BYTES else unpack_control(data)
         except MalformedMessage:
             self.counters["malformed"] += 1
             return []
         match message:
-            case AdminRequest():
-                if self._at_work is None and message.command != "status":
-                    return []  # whoever asks repeats it: perhaps we lead by then, or another balancer does
-                return self._admin.handle(server, message, now)
             case Report() | PlanAck() | Vacated():
                 if message.server == server:
                     return self._agent_says(message, now)
@@ -462,6 +461,20 @@ class BalancerMachine:
             case _:
                 self.counters["unexpected"] += 1
                 return []
+
+    def _asked(self, server: str, data: bytes, now: float) -> list[Any]:
+        """Take a message from an operator."""
+        try:
+            message = unpack_control(data)
+        except MalformedMessage:
+            self.counters["malformed"] += 1
+            return []
+        if not isinstance(message, AdminRequest):
+            self.counters["unexpected"] += 1
+            return []
+        if self._at_work is None and message.command != "status":
+            return []  # whoever asks repeats it: perhaps we lead by then, or another balancer does
+        return self._admin.handle(server, message, now)
 
     def _agent_says(self, message: Report | PlanAck | Vacated, now: float) -> list[Any]:
         server = message.server

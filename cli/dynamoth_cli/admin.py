@@ -2,7 +2,7 @@
 
 Theory of operation
 -------------------
-A request goes to the balancer through any server: it is published on the balancer's channel there, and the answer
+A request goes to the balancer through any server: it is published on the operators' channel there, and the answer
 comes to an inbox of the request's own, at the same server. So the inbox is subscribed first. A request that is not
 answered is sent again with the same number, over a new connection if need be: the balancer answers a repeated one
 alike, and one that was restarted in between gets it too.
@@ -20,7 +20,7 @@ from typing import Any
 from dynamoth.control import AdminReply, AdminRequest, pack_control, unpack_control
 from dynamoth.errors import ClusterUnavailable, MalformedMessage, RequestRefused
 from dynamoth.events import CommandPart, Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
-from dynamoth.names import BALANCER_CHANNEL, inbox
+from dynamoth.names import OPERATOR_CHANNEL, operator_inbox
 from dynamoth.plan import Plan
 from dynamoth.stored_plan import READ_HEADER, READ_WHOLE, parse_header, parse_whole
 from dynamoth_link.driver import Driver
@@ -67,7 +67,7 @@ class AdminMachine:
 
     def __init__(self, url: str, request: AdminRequest) -> None:
         self._url = url
-        self._inbox = inbox(request.request)
+        self._inbox = operator_inbox(request.request)
         self._number = request.request
         self._packed = pack_control(request)
         #: When the request is sent again; None while the inbox is not subscribed, and after the answer.
@@ -114,7 +114,7 @@ class AdminMachine:
 
     def _ask(self, now: float) -> list[Any]:
         self._repeat_at = now + REPEAT_INTERVAL_S
-        return [Send("server", (b"PUBLISH", BALANCER_CHANNEL, self._packed), "publish")]
+        return [Send("server", (b"PUBLISH", OPERATOR_CHANNEL, self._packed), "publish")]
 
     def _read(self, data: bytes) -> AdminReply | None:
         """Read an answer; anybody can write into our inbox."""
@@ -191,7 +191,7 @@ async def _server_with_balancer(cluster: ClusterAddress, link: LinkOptions) -> S
     faults: list[LinkError] = []
     for server in cluster.servers:
         try:
-            count = (b"PUBSUB", b"NUMSUB", BALANCER_CHANNEL)
+            count = (b"PUBSUB", b"NUMSUB", OPERATOR_CHANNEL)
             [answer] = await query(server, count, options=link, timeout_s=ANSWER_TIMEOUT_S)
         except LinkError as error:
             faults.append(error)

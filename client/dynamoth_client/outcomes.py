@@ -14,7 +14,7 @@ from typing import Any
 from dynamoth.control import ForwardRequest, pack_control
 from dynamoth.envelope import HEARTBEAT, open_envelope, rerouted, seal, whole_ms
 from dynamoth.events import ErrorReply
-from dynamoth.names import FORWARD_CHANNEL, logical_channel
+from dynamoth.names import forward_channel, logical_channel
 from dynamoth.outbox import Command
 from dynamoth_client.publication import (
     PUBLISH_TIMEOUT_S_MAX,
@@ -82,21 +82,22 @@ class Outcomes:
             waiting.tell_at = min(now + self._options.straggler_s, waiting.expires_at)
             server.waiting.append(waiting)
             waiting.requests += 1
-            request = pack_control(self._request(waiting, *waiting.sent, now))
-            return server.outbox.put((b"PUBLISH", FORWARD_CHANNEL, request), HandOver(waiting))
+            physical, data = waiting.sent
+            request = pack_control(self._request(waiting, data, now))
+            return server.outbox.put((b"PUBLISH", forward_channel(physical), request), HandOver(waiting))
         if waiting.missing and waiting.requests:
             waiting.tell_at = waiting.expires_at
             return []
         return self.end(waiting)
 
-    def _request(self, waiting: Waiting, physical: bytes, data: bytes, now: float) -> ForwardRequest:
+    def _request(self, waiting: Waiting, data: bytes, now: float) -> ForwardRequest:
         """Return what each replica that has not answered is to be sent by somebody else."""
         envelope = open_envelope(data)
         quiet_ms = whole_ms(now - waiting.expires_at + self._options.publish_timeout_s)
         heartbeat = seal(self._client_id, envelope.sequence, envelope.epoch, b"", HEARTBEAT, quiet_ms)
         copy = rerouted(data, envelope.epoch)
         servers = waiting.missing
-        return ForwardRequest(physical, tuple((id_, heartbeat if self._servers[id_].up else copy) for id_ in servers))
+        return ForwardRequest(tuple((id_, heartbeat if self._servers[id_].up else copy) for id_ in servers))
 
     def handed_over(self, waiting: Waiting, value: Any, now: float) -> list[Any]:
         """Tell the application, if a dispatcher was there to hear."""

@@ -61,8 +61,8 @@ from dynamoth.names import (
     ANNOUNCE_CHANNEL,
     BALANCER_CHANNEL,
     CLIENTS_CHANNEL,
-    FORWARD_CHANNEL,
     RELAY_PREFIX,
+    forwarded_channel,
     inbox,
     is_user_channel,
     logical_channel,
@@ -364,7 +364,8 @@ class DispatcherMachine:
         if self.plan is not None and self._ways.has(channel, physical):
             return self._dispatch(physical, channel, self.plan.entry(channel), data, now)
         is_relay = physical.startswith(RELAY_PREFIX)
-        if not is_relay and physical != FORWARD_CHANNEL and not is_user_channel(physical):
+        asked_for = forwarded_channel(physical)
+        if not is_relay and asked_for is None and not is_user_channel(physical):
             return self._announced(data, now) if physical == ANNOUNCE_CHANNEL and len(self.transitions) else []
         if self.plan is None:
             if len(self._backlog) == self.options.backlog_max:
@@ -374,8 +375,8 @@ class DispatcherMachine:
             return []
         if is_relay:
             return self._forwarder.publish_once(physical.removeprefix(RELAY_PREFIX), data)
-        if physical == FORWARD_CHANNEL:
-            return self._requested(data, now)
+        if asked_for is not None:
+            return self._requested(asked_for, data, now)
         entry = self.plan.entry(channel)
         if entry.phase is Phase.SETTLED and Location(self.server, physical) in entry.route.locations(channel):
             if is_enveloped(data) and self.plan.compatibility.is_plain(channel):
@@ -409,7 +410,7 @@ class DispatcherMachine:
                     actions += self._forwarder.mark(Location(server, to), marker, now, relayed=relayed)
         return actions
 
-    def _requested(self, data: bytes, now: float) -> list[Any]:
+    def _requested(self, physical: bytes, data: bytes, now: float) -> list[Any]:
         """Forward what a publisher cannot send itself. Its own copy may still arrive: subscribers know both as one.
 
         A heartbeat waits, and is sent when the publisher has not asked for a later one in the meantime.
@@ -420,7 +421,7 @@ class DispatcherMachine:
             self.counters["malformed_messages"] += 1
             return []
         assert self.plan is not None
-        if not isinstance(request, ForwardRequest) or not is_user_channel(request.physical):
+        if not isinstance(request, ForwardRequest):
             self.counters["unexpected_messages"] += 1
             return []
         actions: list[Any] = []
@@ -429,7 +430,7 @@ class DispatcherMachine:
             if envelope is None or server not in self.plan.servers or server == self.server:
                 self.counters["unexpected_messages"] += 1
                 continue
-            target = Location(server, request.physical)
+            target = Location(server, physical)
             if envelope.flags & HEARTBEAT:
                 actions += self._forwarder.heartbeat_later(target, envelope, now)
             else:

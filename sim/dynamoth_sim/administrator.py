@@ -8,7 +8,7 @@ from typing import Any
 
 from dynamoth.control import AdminReply, AdminRequest, pack_control, unpack_control
 from dynamoth.events import Connect, LinkDown, LinkUp, Pushed, Send, Start, Tick
-from dynamoth.names import BALANCER_CHANNEL, inbox
+from dynamoth.names import OPERATOR_CHANNEL, operator_inbox
 from dynamoth.plan import Server
 
 ASK_AGAIN_S = 0.3
@@ -52,14 +52,14 @@ class Administrator:
                 return [Connect(server.id, server.url) for server in self._servers]
             case LinkUp(link, _):
                 self._up[link] = None
-                inboxes = [inbox(request) for request in self.unanswered]
+                inboxes = [operator_inbox(request) for request in self.unanswered]
                 return [Send(link, (b"SUBSCRIBE", *inboxes))] if inboxes else []
             case LinkDown(link, _):
                 self._up.pop(link, None)
             case Ask():
                 self.unanswered[event.request] = (event, 0)
                 self._again_at = now + ASK_AGAIN_S
-                subscribes = [Send(link, (b"SUBSCRIBE", inbox(event.request))) for link in self._up]
+                subscribes = [Send(link, (b"SUBSCRIBE", operator_inbox(event.request))) for link in self._up]
                 return [*subscribes, *self._ask(event.request)]
             case Tick():
                 self._again_at = now + ASK_AGAIN_S if self.unanswered else None
@@ -81,11 +81,11 @@ class Administrator:
         self.unanswered[request] = (ask, times + 1)
         link = list(self._up)[times % len(self._up)]
         message = AdminRequest(request, ask.command, ask.arguments)
-        return [Send(link, (b"PUBLISH", BALANCER_CHANNEL, pack_control(message)))]
+        return [Send(link, (b"PUBLISH", OPERATOR_CHANNEL, pack_control(message)))]
 
     def _told(self, data: bytes) -> list[Any]:
         reply = unpack_control(data)
         if not isinstance(reply, AdminReply) or self.unanswered.pop(reply.request, None) is None:
             return []
-        leave = [Send(link, (b"UNSUBSCRIBE", inbox(reply.request))) for link in self._up]
+        leave = [Send(link, (b"UNSUBSCRIBE", operator_inbox(reply.request))) for link in self._up]
         return [*leave, Answered(reply.request, reply.error)]

@@ -15,15 +15,21 @@ from random import Random
 from dynamoth.control import Marker, RouteNotice, unpack_control
 from dynamoth.envelope import CONTROL, is_enveloped, open_envelope
 from dynamoth.errors import MalformedMessage
-from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, BALANCER_CHANNEL, inbox
+from dynamoth.names import (
+    AGENT_CHANNEL,
+    ANNOUNCE_CHANNEL,
+    BALANCER_CHANNEL,
+    CLIENTS_CHANNEL,
+    INBOX_PREFIX,
+    OPERATOR_CHANNEL,
+    OPERATOR_INBOX_PREFIX,
+)
 from dynamoth.plan import single
 from dynamoth_sim.cluster import AMPLE_BYTES_PER_S, Cluster
 from dynamoth_sim.network import DEFAULT_DELAYS, Delays
 from dynamoth_sim.process import Process
 from dynamoth_sim.redis_model import OUTPUT_BUFFER_BYTES_MAX
 from dynamoth_sim.workload import DEFAULT_WORKLOAD, WorkloadOptions
-
-INBOX_PREFIX = inbox(0)[:-16]
 
 CONTROL_LOST_RATIO = 0.15
 CONTROL_REPEATED_RATIO = 0.15
@@ -479,7 +485,9 @@ class Chaos:
 
 def _may_get_lost(channel: bytes, data: bytes) -> bool:
     """Tell whether a message is one that its sender repeats until it is answered, or that is only a hint."""
-    if channel in (AGENT_CHANNEL, ANNOUNCE_CHANNEL, BALANCER_CHANNEL) or channel.startswith(INBOX_PREFIX):
+    if channel in (AGENT_CHANNEL, ANNOUNCE_CHANNEL, BALANCER_CHANNEL, OPERATOR_CHANNEL):
+        return True
+    if channel.startswith((INBOX_PREFIX, OPERATOR_INBOX_PREFIX)) and channel != CLIENTS_CHANNEL:
         return True
     if not is_enveloped(data):
         return False

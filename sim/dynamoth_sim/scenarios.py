@@ -15,13 +15,12 @@ from functools import partial
 
 from dynamoth.control import Marker, RouteNotice
 from dynamoth.errors import MalformedMessage
-from dynamoth.names import BALANCER_CHANNEL, is_user_channel, logical_channel
+from dynamoth.names import BALANCER_CHANNEL, INBOX_PREFIX, is_user_channel, logical_channel
 from dynamoth.plan import Assignment, Mode, Phase, single
 from dynamoth.reports import Report, unpack_report
 from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_sim import pattern_scenarios, replica_scenarios
 from dynamoth_sim.cluster import AMPLE_BYTES_PER_S
-from dynamoth_sim.faults import INBOX_PREFIX
 from dynamoth_sim.stage import Stage, control_in
 
 

@@ -34,7 +34,14 @@ from dynamoth.events import (
     Start,
     Tick,
 )
-from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, BALANCER_LEASE_KEY, PLAN_KEY, inbox
+from dynamoth.names import (
+    AGENT_CHANNEL,
+    BALANCER_CHANNEL,
+    BALANCER_LEASE_KEY,
+    OPERATOR_CHANNEL,
+    PLAN_KEY,
+    operator_inbox,
+)
 from dynamoth.plan import Entry, Mode, Phase, Plan, Route, Server
 from dynamoth.reports import ChannelColumns, Report, pack_report
 from dynamoth.stored_plan import parse_whole, write_whole
@@ -396,7 +403,7 @@ class FakeCluster:
 
     def admin(self, server: str, command: str, arguments: Mapping[str, Any] | None = None, request: int = 7) -> None:
         self.publish(
-            self.servers[server], BALANCER_CHANNEL, pack_control(AdminRequest(request, command, arguments or {}))
+            self.servers[server], OPERATOR_CHANNEL, pack_control(AdminRequest(request, command, arguments or {}))
         )
 
     def ask(self, command: str, arguments: Mapping[str, Any] | None = None, server: str = "s1") -> AdminReply:
@@ -409,9 +416,9 @@ class FakeCluster:
         """Ask one of several balancers, and return why it refuses."""
         request = AdminRequest(next(_incarnations), command, arguments)
         for action in balancer.machine.handle(
-            Pushed("s1", [[b"message", BALANCER_CHANNEL, pack_control(request)]]), self.now
+            Pushed("s1", [[b"message", OPERATOR_CHANNEL, pack_control(request)]]), self.now
         ):
-            if isinstance(action, Send) and action.args[1] == inbox(request.request):
+            if isinstance(action, Send) and action.args[1] == operator_inbox(request.request):
                 assert isinstance(action.args[2], bytes)
                 reply = unpack_control(action.args[2])
                 assert isinstance(reply, AdminReply) and reply.error is not None
@@ -420,7 +427,7 @@ class FakeCluster:
 
     def publish(self, server: FakeServer, channel: bytes, data: bytes) -> int:
         receivers = 0
-        if channel == BALANCER_CHANNEL:
+        if channel in (BALANCER_CHANNEL, OPERATOR_CHANNEL):
             for balancer in self.balancers:
                 if server.id in balancer.hears:
                     receivers += 1
@@ -550,7 +557,7 @@ class FakeCluster:
                         self.publish(server, BALANCER_CHANNEL, answer)
             return
         reply = unpack_control(data)
-        assert isinstance(reply, AdminReply) and channel == inbox(reply.request)
+        assert isinstance(reply, AdminReply) and channel == operator_inbox(reply.request)
         server.replies.append(reply)
 
     def _check_phases(self, before: Plan, after: Plan) -> None:

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from dynamoth.control import AdminReply, AdminRequest, PlanQuery, pack_control, unpack_control
 from dynamoth.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
-from dynamoth.names import BALANCER_CHANNEL, inbox
+from dynamoth.names import OPERATOR_CHANNEL, operator_inbox
 from dynamoth_cli.admin import REPEAT_INTERVAL_S, AdminMachine, Answered, Refused
 
 REQUEST = AdminRequest(77, "move", {"channel": b"c", "to": "s2"})
-INBOX = inbox(77)
+INBOX = operator_inbox(77)
 SUBSCRIBED = Pushed("server", [[b"subscribe", INBOX, 1]])
-ASK = Send("server", (b"PUBLISH", BALANCER_CHANNEL, pack_control(REQUEST)), "publish")
+ASK = Send("server", (b"PUBLISH", OPERATOR_CHANNEL, pack_control(REQUEST)), "publish")
 
 
 def answer(reply: AdminReply | PlanQuery | bytes) -> Pushed:

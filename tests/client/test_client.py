@@ -148,7 +148,7 @@ def test_dynamoth_s_own_channels_are_refused(cluster: StoredCluster) -> None:
     async def test() -> None:
         async with from_url(cluster.url) as client:
             with pytest.raises(redis.exceptions.DataError, match="choose another name"):
-                await client.publish("__dynamoth__:agent", "x")
+                await client.publish("__dynamoth__:balancer:to-agent", "x")
             assert await client.publish("__dynamo", "fine") == 0
 
     run(test())

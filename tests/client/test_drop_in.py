@@ -134,7 +134,7 @@ def agents_at(cluster: StoredCluster, server: str) -> Generator[None]:
     """Let somebody subscribe to what an agent does."""
     plain: Any = redis.Redis(port=cluster.servers[server].port)
     with plain, plain.pubsub() as pubsub:
-        pubsub.subscribe("__dynamoth__:agent")
+        pubsub.subscribe("__dynamoth__:balancer:to-agent")
         pubsub.psubscribe("*")
         assert [next_of(pubsub)["data"] for _ in range(2)] == [1, 2]
         yield
@@ -154,9 +154,9 @@ def test_publish_is_routed_however_it_is_written(cluster: StoredCluster, with_cl
         sharded = b"S" + name if isinstance(name, bytes) else f"s{name}"
         assert client.execute_command(sharded, "sharded", "x") == 1
         with pytest.raises(redis.exceptions.DataError, match="choose another name"):
-            client.execute_command(name, "__dynamoth__:agent", "x")
+            client.execute_command(name, "__dynamoth__:balancer:to-agent", "x")
         with pytest.raises(redis.exceptions.DataError, match="choose another name"):
-            client.pipeline().execute_command(name, "__dynamoth__:agent", "x")
+            client.pipeline().execute_command(name, "__dynamoth__:balancer:to-agent", "x")
         with pytest.raises(redis.exceptions.ResponseError, match="wrong number of arguments"):
             client.execute_command(name, channel)
 
@@ -192,7 +192,7 @@ def test_channels_of_dynamoth_s_own_have_no_subscribers(cluster: StoredCluster, 
     def use(client: Any) -> None:
         pubsub = client.pubsub()
         confirmed(pubsub, "c")
-        own = "__dynamoth__:agent"
+        own = "__dynamoth__:balancer:to-agent"
         with agents_at(cluster, "s1"):
             assert client.pubsub_numsub(own, "c", own, "c") == [(own.encode(), 0), (b"c", 1)] * 2
             assert client.pubsub_numsub(own) == [(own.encode(), 0)]

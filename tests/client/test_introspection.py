@@ -132,8 +132,8 @@ def test_channels_of_one_server_show_too(cluster: StoredCluster) -> None:
         async with from_url(cluster.url) as client:
             plain: Any = redis.asyncio.Redis(port=cluster.servers["s2"].port)
             async with plain, plain.pubsub() as pubsub:
-                await pubsub.subscribe("__keyspace@0__:key", "__dynamoth__:agent")
-                await cluster.until_subscribed("s2", "__dynamoth__:agent")
+                await pubsub.subscribe("__keyspace@0__:key", "__dynamoth__:balancer:to-agent")
+                await cluster.until_subscribed("s2", "__dynamoth__:balancer:to-agent")
                 assert await client.pubsub_channels() == [b"__keyspace@0__:key"]
                 assert await client.pubsub_numsub("__keyspace@0__:key") == [(b"__keyspace@0__:key", 1)]
 
@@ -168,7 +168,13 @@ def test_a_server_that_refuses_is_named(cluster_factory: ClusterFactory) -> None
 
 
 def test_our_own_names_are_left_out() -> None:
-    physical = [b"news", b"__dynamoth__:agent", replica_channel(b"a:b", 17), replica_channel(b"a:b", 18), b"__mine"]
+    physical = [
+        b"news",
+        b"__dynamoth__:balancer:to-agent",
+        replica_channel(b"a:b", 17),
+        replica_channel(b"a:b", 18),
+        b"__mine",
+    ]
     sharded = [sharded_channel(b"s"), replica_channel(sharded_channel(b"t:u"), 17), sharded_channel(b"t:u")]
     assert merge_channels(physical + sharded) == [b"__mine", b"a:b", b"news"]
     assert merge_channels(physical + sharded, sharded=True) == [b"s", b"t:u"]

@@ -495,7 +495,7 @@ def test_sharded_messages_of_a_pipeline_are_sent_by_their_name(cluster: StoredCl
         assert next_of(pubsub)["data"] == b"at once"
         pipeline.reset()
         with pytest.raises(redis.exceptions.DataError, match="choose another name"):
-            pipeline.publish("__dynamoth__:agent", "x")
+            pipeline.publish("__dynamoth__:balancer:to-agent", "x")
 
     async def test() -> None:
         async with dynamoth_client.asyncio.from_url(cluster.url) as client, client.pubsub() as pubsub:

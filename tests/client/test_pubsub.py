@@ -633,7 +633,7 @@ def test_what_cannot_be_subscribed_to_is_refused_with_words(cluster: StoredClust
             with pytest.raises(redis.exceptions.DataError, match="belongs to one server"):
                 await pubsub.subscribe("__keyspace@0__:a")
             with pytest.raises(redis.exceptions.DataError, match="choose another name"):
-                await pubsub.subscribe("__dynamoth__:agent")
+                await pubsub.subscribe("__dynamoth__:balancer:to-agent")
             with pytest.raises(redis.exceptions.DataError, match="belongs to one server"):
                 await pubsub.psubscribe("__keyspace@*")
             with pytest.raises(redis.exceptions.DataError, match="choose another name"):

@@ -75,7 +75,7 @@ def test_channels_of_one_server_go_to_the_first_and_ours_are_refused(cluster: St
         assert pubsub.get_message(timeout=5)["type"] == "subscribe"
         assert client.publish("__keyspace@0__:key", "set") == 1
         with pytest.raises(redis.DataError, match="choose another name"):
-            client.publish("__dynamoth__:agent", "x")
+            client.publish("__dynamoth__:balancer:to-agent", "x")
         assert client.publish("__dynamo", "fine") == 0
 
 

@@ -239,7 +239,7 @@ def test_commands_by_name(cluster: StoredCluster) -> None:
 
 def test_what_cannot_be_subscribed_to_is_refused(cluster: StoredCluster) -> None:
     with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
-        for channel in ("__keyspace@0__:key", "__dynamoth__:agent"):
+        for channel in ("__keyspace@0__:key", "__dynamoth__:balancer:to-agent"):
             with pytest.raises(redis.DataError):
                 pubsub.subscribe(channel)
         with pytest.raises(redis.DataError):

@@ -90,7 +90,7 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     RulesChanged: st.builds(RulesChanged, naturals),
     Announcement: st.builds(Announcement, naturals, naturals, channel_tuples, channel_tuples),
     ForwardRequest: st.builds(
-        ForwardRequest, channels, st.lists(st.tuples(server_ids, st.binary(max_size=20)), max_size=3).map(tuple)
+        ForwardRequest, st.lists(st.tuples(server_ids, st.binary(max_size=20)), max_size=3).map(tuple)
     ),
     PlanChange: st.builds(PlanChange, deltas),
     PlanQuery: st.builds(PlanQuery, naturals),

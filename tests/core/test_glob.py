@@ -75,7 +75,7 @@ def test_a_name_matches_where_it_does_for_redis(real: RealRedis, pattern: bytes,
 
 @given(patterns, st.one_of(names, near_reserved))
 @example(b"*", b"__dynamoth__")
-@example(b"*", b"__dynamoth__:agent")
+@example(b"*", b"__dynamoth__:balancer:to-agent")
 @example(b"[^a]_*", b"__x")
 def test_the_parts_match_what_the_pattern_matches_but_for_reserved_names(pattern: bytes, name: bytes) -> None:
     *plain, replicas = physical_patterns(pattern)
@@ -97,14 +97,14 @@ def test_redis_understands_the_parts(real: RealRedis, pattern: bytes, name: byte
 
 
 def test_a_pattern_that_matches_no_reserved_name_is_left_alone() -> None:
-    assert physical_patterns(b"news.*") == (b"news.*", b"__dynamoth__:r:*:news.*")
-    assert physical_patterns(b"_x[^a]\\*") == (b"_x[^a]\\*", b"__dynamoth__:r:*:_x[^a]\\*")
+    assert physical_patterns(b"news.*") == (b"news.*", b"__dynamoth__:r:????????:news.*")
+    assert physical_patterns(b"_x[^a]\\*") == (b"_x[^a]\\*", b"__dynamoth__:r:????????:_x[^a]\\*")
 
 
 def test_everything_is_split_by_how_far_names_agree_with_the_prefix() -> None:
     parts = physical_patterns(b"*")
     assert len(parts) == 2 * len(RESERVED_PREFIX)
-    assert parts[:3] == (rb"[^\_]*", b"_", rb"_[^\_]*") and parts[-1] == b"__dynamoth__:r:*:*"
+    assert parts[:3] == (rb"[^\_]*", b"_", rb"_[^\_]*") and parts[-1] == b"__dynamoth__:r:????????:*"
 
 
 def test_a_pattern_that_would_have_too_many_parts_is_not_split() -> None:

@@ -31,6 +31,30 @@ def test_a_sharded_channel_is_an_application_s_and_no_pattern_sees_its_replicas(
         assert not compile_glob(pattern).fullmatch(replica)
 
 
+def test_the_replicas_of_a_channel_with_a_colon_are_not_those_of_what_is_behind_it() -> None:
+    """An ACL rule for ``news.*`` must not cover the replicas of ``secret:news.x``."""
+    rule = compile_glob(names.replica_pattern(b"news.*"))
+    assert rule.fullmatch(names.replica_channel(b"news.x", 5))
+    assert not rule.fullmatch(names.replica_channel(b"secret:news.x", 5))
+    covered = b"__dynamoth__:r:5:secret:news.x"  # by the rule, so it must not be a replica of secret:news.x
+    assert rule.fullmatch(covered) and names.logical_channel(covered) == b"news.x"
+
+
+@given(st.binary(max_size=20), st.integers(0, 2**32 - 1))
+def test_a_request_to_forward_names_a_replicated_channel(channel: bytes, epoch: int) -> None:
+    for logical in (channel, names.sharded_channel(channel)):
+        physical = names.replica_channel(logical, epoch)
+        assert names.forwarded_channel(names.forward_channel(physical)) == physical
+        assert not names.is_user_channel(names.forward_channel(physical))
+
+
+@given(st.binary(max_size=20))
+def test_nothing_else_can_be_asked_to_be_forwarded(name: bytes) -> None:
+    assert names.forwarded_channel(names.FORWARD_PREFIX + b"s:" + name) is None
+    assert names.forwarded_channel(names.FORWARD_PREFIX + b"inbox:" + name) is None
+    assert names.forwarded_channel(names.FORWARD_PREFIX + b"agent:to-balancer") is None
+
+
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
 def test_every_client_has_an_inbox_of_its_own(one: int, other: int) -> None:
     assert (names.inbox(one) == names.inbox(other)) is (one == other)
@@ -48,9 +72,15 @@ def test_channels_of_users(channel: bytes) -> None:
     [
         names.AGENT_CHANNEL,
         names.BALANCER_CHANNEL,
+        names.OPERATOR_CHANNEL,
         names.CLIENTS_CHANNEL,
         names.ANNOUNCE_CHANNEL,
         names.inbox(1),
+        names.operator_inbox(1),
+        names.relay_channel(b"c"),
+        names.forward_channel(names.replica_channel(b"c", 1)),
+        b"__dynamoth__:r:1:c",
+        b"__dynamoth__:r:",
         b"__keyspace@0__:key",
         b"__keyevent@0__:expired",
         b"__redis__:invalidate",

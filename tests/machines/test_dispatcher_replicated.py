@@ -37,8 +37,8 @@ from dynamoth.envelope import (
 from dynamoth.events import Connect, ErrorReply, Replied, RepliedAll, Send, SendAll
 from dynamoth.names import (
     BALANCER_CHANNEL,
-    FORWARD_CHANNEL,
     RELAY_PREFIX,
+    forward_channel,
     inbox,
     is_user_channel,
     relay_channel,
@@ -401,7 +401,7 @@ def test_what_waits_to_be_sent_later_survives_its_link() -> None:
 
 def asked(agent: Agent, *copies: tuple[str, bytes], physical: bytes = replica_channel(C, 1)) -> list[Any]:
     """Let a publisher ask the dispatcher to forward something."""
-    return agent.observe(pack_control(ForwardRequest(physical, copies)), physical=FORWARD_CHANNEL)
+    return agent.observe(pack_control(ForwardRequest(copies)), physical=forward_channel(physical))
 
 
 def heartbeat(number: int, quiet_ms: int = 200) -> bytes:
@@ -461,16 +461,15 @@ def test_a_heartbeat_for_a_server_that_has_left_the_plan_is_dropped() -> None:
     [
         (b"junk", "malformed_messages"),
         (pack_control(ObservationGap("s1")), "unexpected_messages"),
-        (pack_control(ForwardRequest(BALANCER_CHANNEL, (("s2", message(1)),))), "unexpected_messages"),
-        (pack_control(ForwardRequest(C, (("s2", b"raw"),))), "unexpected_messages"),
-        (pack_control(ForwardRequest(C, (("s9", message(1)),))), "unexpected_messages"),
-        (pack_control(ForwardRequest(C, (("s1", message(1)),))), "unexpected_messages"),
+        (pack_control(ForwardRequest((("s2", b"raw"),))), "unexpected_messages"),
+        (pack_control(ForwardRequest((("s9", message(1)),))), "unexpected_messages"),
+        (pack_control(ForwardRequest((("s1", message(1)),))), "unexpected_messages"),
     ],
-    ids=["malformed", "another message", "no user's channel", "no envelope", "unknown server", "itself"],
+    ids=["malformed", "another message", "no envelope", "unknown server", "itself"],
 )
 def test_nothing_else_is_forwarded_at_request(request_: bytes, counter: str) -> None:
     agent = Agent("s1").holding(AT_ALL)
-    assert agent.observe(request_, physical=FORWARD_CHANNEL) == []
+    assert agent.observe(request_, physical=forward_channel(replica_channel(C, 1))) == []
     assert agent.counters[counter] == 1
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dynamoth.control import pack_control
 from dynamoth.envelope import CONTROL, MAGIC, SEQUENCE_MAX, seal
 from dynamoth.events import ErrorReply, Pushed, Replied
-from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, CLIENTS_CHANNEL, FORWARD_CHANNEL, replica_channel
+from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, CLIENTS_CHANNEL, forward_channel, replica_channel
 from dynamoth.plan import Plan
 from dynamoth_dispatcher.forwarder import LOCAL
 from tests.core.strategies import control_messages, lies_about_length, mutations, nests, well_formed_nonsense
@@ -121,7 +121,7 @@ def test_publisher(batch: Any, value: Any) -> None:
         (C, replica_channel(C, 1), b"other", b"__dynamoth__:r:", ANNOUNCE_CHANNEL, AGENT_CHANNEL), messages, b"pmessage"
     ),
     batches((AGENT_CHANNEL,), controls, b"message"),
-    batches((FORWARD_CHANNEL, ANNOUNCE_CHANNEL), controls, b"pmessage"),
+    batches((forward_channel(replica_channel(C, 1)), ANNOUNCE_CHANNEL), controls, b"pmessage"),
     st.sampled_from(("s1", "s2", "s3")),
     plans,
     replies,

@@ -9,7 +9,7 @@ import pytest
 from dynamoth.control import RouteNotice
 from dynamoth.envelope import FIRST, FORWARDED, ROUTE_CHANGED
 from dynamoth.events import Connect, Disconnect, Pushed
-from dynamoth.names import replica_channel
+from dynamoth.names import CLIENTS_CHANNEL, replica_channel
 from dynamoth.plan import Assignment, Location, Mode, Plan, Route, single
 from dynamoth_client.local_plan import LocalPlan, NewerSoftware
 from dynamoth_client.publication import Publish
@@ -585,7 +585,7 @@ def test_a_notice_of_an_unknown_mode_changes_nothing_and_is_told_once_per_client
     assert isinstance(told, NewerSoftware)
     assert "mode 4 " in told.text and "upgrade this software" in told.text
     assert listener.push("s1", C, notice, message(1)) == [Deliver([(C, b"m1")])]
-    assert publisher.push("s1", b"__dynamoth__:clients", unknown_notice()) == []
+    assert publisher.push("s1", CLIENTS_CHANNEL, unknown_notice()) == []
     assert len(published(publisher.tell(Publish("t", C, b"x")), C, "s1")) == 1
 
 

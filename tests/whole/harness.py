@@ -18,7 +18,7 @@ import redis.asyncio
 import redis.exceptions
 
 from dynamoth.control import AdminRequest, pack_control
-from dynamoth.names import BALANCER_CHANNEL
+from dynamoth.names import OPERATOR_CHANNEL
 from dynamoth.plan import Entry, Phase, Plan, Server
 from dynamoth.stored_plan import parse_entry, read_entry
 from dynamoth_cli.child import Child
@@ -83,7 +83,7 @@ def move(cluster: LocalCluster, channel: bytes, to: str) -> None:
 def begin_move(cluster: LocalCluster, channel: bytes, to: str, request: int) -> None:
     """Ask for a move once, and do not wait for the answer."""
     message = pack_control(AdminRequest(request, "move", {"channel": channel, "to": to}))
-    [heard] = cluster.ask(cluster.server_ids[0], (b"PUBLISH", BALANCER_CHANNEL, message))
+    [heard] = cluster.ask(cluster.server_ids[0], (b"PUBLISH", OPERATOR_CHANNEL, message))
     assert heard == 2, "the balancer hears it, and the agent"
 
 

@@ -14,7 +14,15 @@ import pytest
 
 from dynamoth.control import ForwardRequest, Marker, PlanAck, PlanChange, RouteNotice, pack_control, seal_control
 from dynamoth.envelope import seal
-from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, BALANCER_CHANNEL, CLIENTS_CHANNEL, FORWARD_CHANNEL
+from dynamoth.names import (
+    AGENT_CHANNEL,
+    ANNOUNCE_CHANNEL,
+    BALANCER_CHANNEL,
+    CLIENTS_CHANNEL,
+    OPERATOR_CHANNEL,
+    forward_channel,
+    replica_channel,
+)
 from dynamoth.plan import PlanDelta, Route, single
 from dynamoth_cli.child import dynamoth_command
 from dynamoth_cli.cluster import LocalCluster
@@ -101,10 +109,11 @@ def hostile(channels: list[bytes], seed: int) -> Iterator[tuple[bytes, bytes, by
             PlanAck("s1", 2**62, 10**6),
             PlanChange(PlanDelta(0, 1, {})),
             RouteNotice(b"c", Route(9, single("s2"))),
-            ForwardRequest(b"c", (("s2", seal(1, 2, 3, b"x")),)),
+            ForwardRequest((("s2", seal(1, 2, 3, b"x")),)),
         )
     ]
-    for channel in (AGENT_CHANNEL, BALANCER_CHANNEL, CLIENTS_CHANNEL, ANNOUNCE_CHANNEL, FORWARD_CHANNEL):
+    own = (AGENT_CHANNEL, BALANCER_CHANNEL, OPERATOR_CHANNEL, CLIENTS_CHANNEL, ANNOUNCE_CHANNEL)
+    for channel in (*own, forward_channel(replica_channel(b"c", 1))):
         for _ in range(JUNK_PER_CHANNEL):
             whole = chance.choice(valid)
             cut = whole[: chance.randrange(len(whole))]
