@@ -322,9 +322,21 @@ class Moves:
         """Forget routes that need a header: it may have been asked for over a link that was lost."""
         self._hints.clear()
 
+    def unreachable(self, subscription: Subscription, location: Location, now: float) -> None:
+        """Look for another replica soon: the first attempt to connect to one of its places has failed."""
+        if (target := subscription.targets.get(location)) is not None:
+            self._wish_failover(subscription, target, now)
+
     def _wish_failover(self, subscription: Subscription, place: Place, now: float) -> None:
         if len(subscription.route.assignment.servers) > 1:
-            self._wishes.add(now + self._options.failover_s, self._fail_over, subscription, place)
+            after_s = self._away_s_max(subscription, place)
+            self._wishes.add(now + after_s, self._fail_over, subscription, place)
+
+    def _away_s_max(self, subscription: Subscription, place: Place) -> float:
+        """Return how long one of several replicas may be away before the subscription goes on without it."""
+        has_failed = self._places.links[place.location.server].has_failed
+        is_replaced = subscription.route.assignment.mode is Mode.ALL_PUBLISHERS
+        return self._options.replace_s if is_replaced and has_failed else self._options.failover_s
 
     def _fail_over(self, subscription: Subscription, place: Place, now: float) -> list[Any]:
         """A replica is still away: go to another one (ALL_PUBLISHERS), or do without it (ALL_SUBSCRIBERS)."""
@@ -332,7 +344,7 @@ class Moves:
         current = subscription.targets.get(place.location) is place
         if not current or subscription.ends_owed or self._places.is_up(server) or place.excused:
             return []
-        if now - self._places.links[server].down_since < self._options.failover_s:
+        if now < self._places.links[server].down_since + self._away_s_max(subscription, place):
             return []
         self._counters["failovers"] += 1
         if subscription.route.assignment.mode is Mode.ALL_PUBLISHERS:

@@ -126,6 +126,7 @@ class Places:
         """Join every place at a server."""
         link = self.links[server]
         link.up = True
+        link.has_failed = False
         link.run_id = run_id
         actions: list[Any] = []
         for physical, subscription in link.places.items():
@@ -144,7 +145,16 @@ class Places:
         link = self.links[server]
         link.up = link.hears_inbox = False
         link.down_since = now
+        link.has_failed = True
         link.unsubscribing.clear()
+        return [(subscription, Location(server, physical)) for physical, subscription in link.places.items()]
+
+    def attempt_failed(self, server: str) -> list[tuple[Subscription, Location]]:
+        """Note that a link that is down could not be made; return what waits for it, after the first such attempt."""
+        link = self.links[server]
+        if link.has_failed:
+            return []
+        link.has_failed = True
         return [(subscription, Location(server, physical)) for physical, subscription in link.places.items()]
 
     def _close_idle(self, server: str, now: float) -> list[Any]:

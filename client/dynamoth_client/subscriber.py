@@ -235,8 +235,10 @@ class SubscriberMachine:
         return self._ended_if_gone(subscription, now)
 
     def _link_down(self, event: LinkDown, now: float) -> list[Any]:
-        if not self._places.is_up(event.link):
-            return []  # one more attempt has failed
+        if not self._places.is_up(event.link):  # one more attempt has failed
+            for subscription, location in self._places.attempt_failed(event.link):
+                self._moves.unreachable(subscription, location, now)
+            return []
         self._moves.forget_hints()
         reason = f"the connection to server {event.link} was lost: {event.reason}"
         actions: list[Any] = []

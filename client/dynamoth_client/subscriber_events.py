@@ -72,8 +72,12 @@ class SubscriberOptions:
     """A route that came from a notice and is not confirmed by its server for so long is given up for the stored
     plan's."""
     failover_s: float = 5.0
-    """How long one of several replicas may be away before another one is used, or it is done without. Longer than a
-    busy process takes to connect: doing without is told as a gap."""
+    """How long one of several replicas may be away before the subscription goes on without it. Longer than a busy
+    process takes to connect, as that is a gap."""
+    replace_s: float = 0.2
+    """How long a replica that was lost, or refused to be connected to, may be away before another one is used
+    (ALL_PUBLISHERS). Longer than a connection takes that was only cut. Shorter than ``failover_s``, as there is a gap
+    event in any case."""
     look_again_s: float = 0.25
     """How soon, while a place is leaving, the route is verified again and markers are asked for again; then at doubling
     distance."""

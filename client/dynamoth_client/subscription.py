@@ -122,6 +122,8 @@ class SubscriberLink:
     up: bool = False
     #: When the connection was lost, or the first one asked for. Only of use while it is down.
     down_since: float = 0.0
+    #: The connection was lost, or an attempt to make one has failed, since it was up. Only of use while it is down.
+    has_failed: bool = False
     run_id: str | None = None
     #: Whether the subscriber listens to its inbox there.
     hears_inbox: bool = False
