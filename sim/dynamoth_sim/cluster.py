@@ -74,6 +74,7 @@ def _short_client_options(hold_s_max: float) -> ClientOptions:
             verify_retry_s=0.05,
             distrust_s=1.0,
             failover_s=1.0,
+            replace_s=0.05,
             look_again_s=0.1,
             look_again_s_max=0.5,
             link_idle_s=1.0,

@@ -26,7 +26,7 @@ from dynamoth.names import (
 )
 from dynamoth.plan import single
 from dynamoth_sim.cluster import AMPLE_BYTES_PER_S, Cluster
-from dynamoth_sim.network import DEFAULT_DELAYS, Delays
+from dynamoth_sim.network import DEFAULT_DELAYS, SILENCE_S_MAX, Delays
 from dynamoth_sim.process import Process
 from dynamoth_sim.redis_model import OUTPUT_BUFFER_BYTES_MAX
 from dynamoth_sim.workload import DEFAULT_WORKLOAD, WorkloadOptions
@@ -42,6 +42,8 @@ PAUSE_S_MAX = 0.3
 """Shorter than any hold: a pause alone must cost nothing."""
 
 DOWN_S_MAX = 0.4
+
+FREEZE_S_MAX = 3 * SILENCE_S_MAX
 
 SERVERS_MIN = 3
 """A balancer needs more than half of the servers, so one of so many may be gone."""
@@ -113,6 +115,7 @@ LOSSY_FAULTS = (
     "crash client",
     "part agent",
     "part client",
+    "freeze server",
     "overflow",
 )
 
@@ -174,7 +177,9 @@ PROFILES: dict[str, Profile] = {
         ),
         Profile("mixed", losses_allowed=False, faults=(*LOSSLESS_FAULTS, "meddle"), delays=SLOW, interval_s=0.2),
         Profile("connections", losses_allowed=True, faults=("cut client", "cut agent"), delays=SLOW),
-        Profile("servers", losses_allowed=True, faults=("restart server", "restore server"), interval_s=0.8),
+        Profile(
+            "servers", losses_allowed=True, faults=("restart server", "restore server", "freeze server"), interval_s=0.8
+        ),
         Profile(
             "agents",
             losses_allowed=True,
@@ -242,6 +247,7 @@ class Chaos:
             "crash client": self._crash_client,
             "part agent": self._part_agent,
             "part client": self._part_client,
+            "freeze server": self._freeze_server,
             "overflow": self._overflow,
         }
         #: What may happen next; "meddle" happens all the time.
@@ -467,6 +473,12 @@ class Chaos:
                 if self._random.random() < 0.5:
                     self._cluster.network.break_connection(connection)
         self._until(DOWN_S_MAX * self._random.random(), heal)
+
+    def _freeze_server(self) -> None:
+        """A server stands still, mostly until connections are given up. Then what was sent to it takes effect late."""
+        server = self._random.choice(list(self._cluster.servers))
+        self._note(server, "freezes")
+        self._until(FREEZE_S_MAX * self._random.random(), self._cluster.network.freeze(server))
 
     def _overflow(self) -> None:
         """Output buffers are small for a while: whoever does not read is thrown out."""

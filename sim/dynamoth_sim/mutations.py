@@ -40,6 +40,7 @@ from dynamoth_client.publication import Waiting
 from dynamoth_client.publisher import PublisherMachine
 from dynamoth_client.publisher_routes import PublisherRoutes
 from dynamoth_client.sequences import Stream
+from dynamoth_client.subscription import Place, Subscription
 from dynamoth_dispatcher.machine import DispatcherMachine
 from dynamoth_dispatcher.transitions import Transitions
 from dynamoth_dispatcher.ways import Way, Ways
@@ -368,6 +369,15 @@ def no_failover() -> AbstractContextManager[None]:
     return replaced(Moves, _fail_over=wait)
 
 
+def slow_replacement() -> AbstractContextManager[None]:
+    """Subscribers of ALL_PUBLISHERS wait for a lost replica as long as for one that they never knew."""
+
+    def patient(self: Moves, subscription: Subscription, place: Place) -> float:
+        return self._options.failover_s  # pyright: ignore[reportPrivateUsage]
+
+    return replaced(Moves, _away_s_max=patient)
+
+
 def publishers_wait() -> AbstractContextManager[None]:
     """Publishers wait for a replica that is away, however long that takes."""
 
@@ -523,6 +533,8 @@ CHECKS: tuple[Check, ...] = (
     Check("32-pattern-server-leaves", nothing_leaves, "expected"),
     Check("33-pattern-server-dies", gone_in_silence, "G5"),
     Check("33-pattern-server-dies", absence_without_end, "expected"),
+    Check("40-replica-freezes", slow_replacement, "expected"),
+    Check("40-replica-dies", slow_replacement, "expected"),
     Check("31-drained", nothing_leaves, "expected"),
     Check("31-drained", break_before_make, "G1"),
     Check("31-drained", anything_may_come, "expected"),

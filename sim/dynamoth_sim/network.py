@@ -146,6 +146,15 @@ class Pipe:
         self.end(reason, notice_s)
         return lost
 
+    def give_up(self, reason: str) -> None:
+        """End the pipe at once: the receiver has given up what is in flight, held or not."""
+        if self.ended:
+            return
+        self.ended = True
+        for packet in self._packets:  # they arrive all the same, empty: one scheduled arrival belongs to each
+            packet.items.clear()
+        self._receive(Packet(self._world.now, End(reason), 0))
+
     @property
     def in_flight(self) -> list[Any]:
         """The items under way, oldest first."""
@@ -202,13 +211,21 @@ class Endpoint(Protocol):
 CONNECT_TIMEOUT_S = 0.5
 """How long an attempt to connect waits for a server that cannot be reached. Short, as everything here is."""
 
+SILENCE_S_MAX = 0.5
+"""How long a link that is up can be silent before it is given up. A tenth of what PINGs take to find a cut connection,
+as everything here is short."""
+
 
 @dataclass(slots=True, eq=False)
 class _Partition:
     """Pairs of process and server that cannot reach each other, and the connections that it holds up."""
 
-    pairs: dict[tuple[str, str], None]
+    #: Process None stands for all of them.
+    pairs: dict[tuple[str | None, str], None]
     _held: list[Connection] = field(default_factory=list[Connection])
+
+    def parts(self, process: str, server: str) -> bool:
+        return (process, server) in self.pairs or (None, server) in self.pairs
 
     def hold(self, connection: Connection) -> None:
         connection.to_server.hold()
@@ -254,7 +271,7 @@ class Network:
         server = self._servers.get(url)
         if server is None:
             raise KeyError(f"{process} connects to {url}, where no server of the simulation is")
-        if any((process, server.id) in partition.pairs for partition in self._partitions):
+        if any(partition.parts(process, server.id) for partition in self._partitions):
             self._world.after(CONNECT_TIMEOUT_S, failed, "timed out")
             return
         delays = self._delays_of(process, server.id)
@@ -281,8 +298,8 @@ class Network:
             world, self._delays_of(process, server.id), lambda packet: receive(connection, packet)
         )
         for partition in self._partitions:
-            if (process, server.id) in partition.pairs:
-                partition.hold(connection)
+            if partition.parts(process, server.id):
+                self._hold(partition, connection)
         self._connections[connection.id] = connection
         server.accept(connection)
 
@@ -320,14 +337,30 @@ class Network:
 
     def part(self, processes: Iterable[str], servers: Iterable[str]) -> Callable[[], None]:
         """Let no byte pass between ``processes`` and ``servers`` until the function that is returned is called."""
-        partition = _Partition(dict.fromkeys((process, server) for process in processes for server in servers))
+        return self._part(_Partition(dict.fromkeys((process, server) for process in processes for server in servers)))
+
+    def freeze(self, server: str) -> Callable[[], None]:
+        """Let a server stand still, with all of its connections, until the function that is returned is called."""
+        return self._part(_Partition({(None, server): None}))
+
+    def _part(self, partition: _Partition) -> Callable[[], None]:
         self._partitions.append(partition)
         for pair in partition.pairs:
             for connection in self.connections(*pair):
-                partition.hold(connection)
+                self._hold(partition, connection)
 
         def heal() -> None:
             self._partitions.remove(partition)
             partition.release()
 
         return heal
+
+    def _hold(self, partition: _Partition, connection: Connection) -> None:
+        """Hold up a connection; whoever opened it gives it up when that lasts."""
+        partition.hold(connection)
+
+        def give_up() -> None:
+            if partition in self._partitions:
+                connection.to_client.give_up(f"nothing came for {SILENCE_S_MAX} s")
+
+        self._world.after(SILENCE_S_MAX, give_up)

@@ -242,6 +242,8 @@ class Process:
             return  # disconnected in the meantime, or the process has crashed
 
         def receive(connection: Connection, packet: Packet) -> None:
+            if not packet.items:
+                return  # they were lost
             if self._links.get(link.name) is not link:
                 connection.to_server.end("closed by the client")
                 connection.to_client.ended = True

@@ -19,7 +19,7 @@ from dynamoth.names import BALANCER_CHANNEL, INBOX_PREFIX, is_user_channel, logi
 from dynamoth.plan import Assignment, Mode, Phase, single
 from dynamoth.reports import Report, unpack_report
 from dynamoth_balancer.machine import BalancerMachine
-from dynamoth_sim import pattern_scenarios, replica_scenarios
+from dynamoth_sim import failure_scenarios, pattern_scenarios, replica_scenarios
 from dynamoth_sim.cluster import AMPLE_BYTES_PER_S
 from dynamoth_sim.stage import Stage, control_in
 
@@ -577,6 +577,7 @@ SCENARIOS: dict[str, Scenario] = {
     **{name: Scenario(play, losses_allowed=True) for name, play in replica_scenarios.FAILURES.items()},
     **{name: Scenario(play) for name, play in pattern_scenarios.PLAYS.items()},
     **{name: Scenario(play, losses_allowed=True) for name, play in pattern_scenarios.FAILURES.items()},
+    **{name: Scenario(play, losses_allowed=True) for name, play in failure_scenarios.FAILURES.items()},
     **{
         name: Scenario(play, outgoing_bytes_per_s_max=120_000, replicas_max=3)
         for name, play in replica_scenarios.LOADS.items()
