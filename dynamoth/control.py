@@ -17,7 +17,7 @@ from typing import Any
 import msgpack
 
 from dynamoth.compatibility import compatibility_to_wire
-from dynamoth.envelope import CONTROL, seal
+from dynamoth.envelope import CONTROL, EPOCH_MAX, seal
 from dynamoth.errors import MalformedMessage
 from dynamoth.plan import (
     PlanDelta,
@@ -27,9 +27,15 @@ from dynamoth.plan import (
     entry_to_wire,
     route_from_wire,
     route_to_wire,
-    shortened,
-    unpack,
 )
+from dynamoth.wire import parser, shortened, unpack
+
+ID_MAX = 2**64 - 1
+"""Ids of clients and requests, and numbers of announcements, have 64 bits."""
+
+LOSS_MAX = 1_000_000
+"""Messages that one LossNotice counts; a larger number means "unknown". Ten times what an agent
+keeps to be forwarded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,10 @@ class Marker:
 
 @dataclass(frozen=True, slots=True)
 class LossNotice:
-    """Dispatcher to subscribers: messages of the channel may not have been forwarded. ``count`` None means unknown."""
+    """Dispatcher to subscribers: messages of the channel may not have been forwarded.
+
+    ``count`` None means unknown, or more than ``LOSS_MAX``.
+    """
 
     channel: bytes
     count: int | None
@@ -195,10 +204,20 @@ def _text(value: Any) -> str:
     return value
 
 
-def _natural(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise MalformedMessage(f"a number from 0 expected, not {shortened(value)}")
+def _natural(value: Any, maximum: int = ID_MAX) -> int:
+    if type(value) is not int or not 0 <= value <= maximum:
+        raise MalformedMessage(f"a number from 0 to {maximum} expected, not {shortened(value)}")
     return value
+
+
+def _version(value: Any) -> int:
+    """Read a version of the plan, or an epoch."""
+    return _natural(value, EPOCH_MAX)
+
+
+def _loss(value: Any) -> int | None:
+    """Read how many messages are lost: None, for unknown, where it is more than anybody counts."""
+    return None if value is None or _natural(value) > LOSS_MAX else int(value)
 
 
 def _array(value: Any) -> list[Any]:
@@ -227,7 +246,7 @@ def _optional(read: Callable[[Any], Any], value: Any) -> Any:
 
 def _pair(value: Any) -> tuple[bytes, int]:
     channel, epoch = _array(value)[:2]
-    return _bytes(channel), _natural(epoch)
+    return _bytes(channel), _version(epoch)
 
 
 def _copy(value: Any) -> tuple[str, bytes]:
@@ -245,7 +264,7 @@ def _delta_from_wire(value: Any) -> PlanDelta:
     base, version, entries, *more = _array(value)
     read = {_bytes(pair[0]): entry_from_wire(pair[1]) for pair in map(_array, _array(entries))}
     rules = compatibility_from_wire(more[0]) if more and more[0] is not None else None
-    return PlanDelta(_natural(base), _natural(version), read, rules)
+    return PlanDelta(_version(base), _version(version), read, rules)
 
 
 _WRITE: dict[type[Any], Callable[[Any], list[Any]]] = {
@@ -267,14 +286,14 @@ _WRITE: dict[type[Any], Callable[[Any], list[Any]]] = {
 _READ: dict[int, Callable[[list[Any]], ControlMessage]] = {
     1: lambda v: RouteNotice(_bytes(v[0]), route_from_wire(v[1])),
     2: lambda v: Marker(_bytes(v[0]), _text(v[1]), _natural(v[2])),
-    3: lambda v: LossNotice(_bytes(v[0]), _optional(_natural, v[1])),
+    3: lambda v: LossNotice(_bytes(v[0]), _loss(v[1])),
     4: lambda v: ObservationGap(_text(v[0])),
     5: lambda v: Announcement(
         _natural(v[0]), _natural(v[1]), _names(v[2]), _names(v[3]), tuple(map(_text, _array(v[4])))
     ),
     6: lambda v: PlanChange(_delta_from_wire(v[0])),
-    7: lambda v: PlanQuery(_natural(v[0])),
-    8: lambda v: PlanAck(_text(v[0]), _natural(v[1]), _natural(v[2])),
+    7: lambda v: PlanQuery(_version(v[0])),
+    8: lambda v: PlanAck(_text(v[0]), _natural(v[1]), _version(v[2])),
     9: lambda v: Vacated(_text(v[0]), tuple(map(_pair, _array(v[1])))),
     10: lambda v: AdminRequest(_natural(v[0]), _text(v[1]), _mapping(v[2])),
     11: lambda v: AdminReply(_natural(v[0]), _mapping(v[1]), _optional(_text, v[2])),
@@ -292,6 +311,7 @@ def pack_control(message: ControlMessage) -> bytes:
     return packed
 
 
+@parser("a control message")
 def unpack_control(data: bytes) -> ControlMessage:
     """Read a control message from anyone.
 
@@ -300,14 +320,11 @@ def unpack_control(data: bytes) -> ControlMessage:
 
     """
     value = _array(unpack(data))
-    try:
-        read = _READ[value[0]]
-    except (IndexError, KeyError, TypeError) as error:
-        raise MalformedMessage(f"not a control message that this software knows: {shortened(value)}") from error
-    try:
-        return read(value[1:])
-    except (IndexError, TypeError, ValueError, RecursionError) as error:
-        raise MalformedMessage(f"control message {value[0]} cannot be read: {shortened(value)}") from error
+    code = value[0] if value else None
+    read = _READ.get(code) if type(code) is int else None
+    if read is None:
+        raise MalformedMessage(f"not a control message that this software knows: {shortened(value)}")
+    return read(value[1:])
 
 
 def seal_control(message: ControlMessage) -> bytes:

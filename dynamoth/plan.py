@@ -13,7 +13,6 @@ An entry goes through three phases, each step in a plan version of its own::
 from __future__ import annotations
 
 import enum
-import reprlib
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -32,7 +31,8 @@ from dynamoth.compatibility import (
 from dynamoth.envelope import EPOCH_MAX
 from dynamoth.errors import MalformedMessage, PlanError, UnknownMode
 from dynamoth.names import replica_channel
-from dynamoth.ring import VIRTUAL_NODES, VIRTUAL_NODES_MAX, Ring
+from dynamoth.ring import RING_POINTS_MAX, VIRTUAL_NODES, VIRTUAL_NODES_MAX, Ring
+from dynamoth.wire import parser, shortened, unpack
 
 JOIN_S = 10.0
 """A server that was not in use carries no channel for so long after the plan has listed it. Whoever listens at every
@@ -194,6 +194,8 @@ class Plan:
             raise PlanError(f"the ring needs servers, each named once, not: {', '.join(self.base) or 'none'}")
         if not 1 <= self.virtual_nodes <= VIRTUAL_NODES_MAX:
             raise PlanError(f"a ring has 1 to {VIRTUAL_NODES_MAX} virtual nodes per server, not {self.virtual_nodes}")
+        if len(self.base) * self.virtual_nodes > RING_POINTS_MAX:
+            raise PlanError(f"a ring has at most {RING_POINTS_MAX} points: take fewer servers or virtual nodes")
         unknown = [server for server in self.base if server not in self.servers]
         if unknown:
             raise PlanError(f"the ring names servers that the plan does not list: {', '.join(unknown)}")
@@ -342,17 +344,19 @@ def route_to_wire(route: Route) -> list[Any]:
     return [route.epoch, int(route.assignment.mode), list(route.assignment.servers)]
 
 
+@parser("a route")
 def route_from_wire(value: Any) -> Route:
     """Read the wire form of a route. Raises MalformedMessage."""
-    try:
-        epoch, mode, servers = value[:3]
-        if isinstance(mode, int) and mode > max(Mode):
-            raise UnknownMode(f"mode {mode} of a route is unknown here: upgrade this software")
-        if not (isinstance(epoch, int) and 0 <= epoch <= EPOCH_MAX and all(isinstance(s, str) for s in servers)):
-            raise MalformedMessage(f"not a route: {shortened(value)}")
-        return Route(epoch, Assignment(Mode(mode), tuple(servers)))
-    except (TypeError, ValueError, KeyError, RecursionError, PlanError) as error:
-        raise MalformedMessage(f"not a route: {shortened(value)}") from error
+    epoch, mode, servers = value[:3]
+    if isinstance(mode, int) and mode > max(Mode):
+        raise UnknownMode(f"mode {mode} of a route is unknown here: upgrade this software")
+    is_epoch = type(epoch) is int and 0 <= epoch <= EPOCH_MAX
+    if not is_epoch or not isinstance(mode, int) or not isinstance(servers, list):
+        raise MalformedMessage(f"not a route: {shortened(value)}")
+    names: list[Any] = [*servers]
+    if not all(isinstance(name, str) for name in names):
+        raise MalformedMessage(f"a route names its servers as text: {shortened(value)}")
+    return Route(epoch, Assignment(Mode(mode), tuple(names)))
 
 
 def entry_to_wire(entry: Entry) -> list[Any]:
@@ -360,13 +364,14 @@ def entry_to_wire(entry: Entry) -> list[Any]:
     return [int(entry.phase), route_to_wire(entry.route), [route_to_wire(route) for route in entry.previous]]
 
 
+@parser("a plan entry")
 def entry_from_wire(value: Any) -> Entry:
     """Read the wire form of an entry. Raises MalformedMessage."""
-    try:
-        phase, route, previous = value[:3]
-        return Entry(route_from_wire(route), Phase(phase), tuple(route_from_wire(old) for old in previous))
-    except (TypeError, ValueError, KeyError, RecursionError, PlanError) as error:
-        raise MalformedMessage(f"not a plan entry: {shortened(value)}") from error
+    phase, route, previous = value[:3]
+    if not isinstance(phase, int) or not isinstance(previous, list):
+        raise MalformedMessage(f"not a plan entry: {shortened(value)}")
+    older: list[Any] = [*previous]
+    return Entry(route_from_wire(route), Phase(phase), tuple(map(route_from_wire, older)))
 
 
 def compatibility_from_wire(value: Any) -> Compatibility:
@@ -402,16 +407,3 @@ def pack_entry(entry: Entry) -> bytes:
 def unpack_entry(data: bytes) -> Entry:
     """Read a stored entry. Raises MalformedMessage."""
     return entry_from_wire(unpack(data))
-
-
-def shortened(value: Any) -> str:
-    """Return what a hostile value looks like, in few characters and little time whatever its size and depth."""
-    return reprlib.repr(value)
-
-
-def unpack(data: bytes) -> Any:
-    """Read one msgpack value from anyone: bounded by the length of ``data``. Raises MalformedMessage."""
-    try:
-        return msgpack.unpackb(data, strict_map_key=False)
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise MalformedMessage(f"not msgpack: {error}") from error

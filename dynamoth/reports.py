@@ -19,7 +19,7 @@ import msgpack
 
 from dynamoth.control import REPORT_CODE
 from dynamoth.errors import MalformedMessage
-from dynamoth.plan import unpack
+from dynamoth.wire import parser, shortened, unpack
 
 REPORT_CHANNELS_MAX = 10_000
 """Most channels that a report may name; a receiver refuses more. About 600 KB."""
@@ -202,6 +202,7 @@ def pack_report(report: Report) -> bytes:
     return packed
 
 
+@parser("a report")
 def unpack_report(data: bytes) -> Report:
     """Read a report from anyone who can publish.
 
@@ -211,7 +212,7 @@ def unpack_report(data: bytes) -> Report:
     """
     code, head, resources, columns, rest = _array(unpack(data), 5, "a report")
     if code != REPORT_CODE:
-        raise MalformedMessage(f"not a report: it begins with {code!r:.60} instead of {REPORT_CODE}")
+        raise MalformedMessage(f"not a report: it begins with {shortened(code)} instead of {REPORT_CODE}")
     server, incarnation, sequence, interval, version, lag, blind = _array(head, 7, "the head of a report")
     out_max, out, estimate, into, cpu, *counts = _array(resources, 12, "the resources of a report")
     memory, memory_max, connections, connections_max, buffer, buffers, subscribed = map(_natural, counts)
@@ -265,13 +266,13 @@ def _array(value: Any, length: int, what: str) -> list[Any]:
 def _whole_array(value: Any, length: int, what: str) -> list[Any]:
     """Return what must be an array of at least ``length`` elements."""
     if not isinstance(value, list) or len(value) < length:  # pyright: ignore[reportUnknownArgumentType]  # anything
-        raise MalformedMessage(f"{what} is an array of {length}, not {value!r:.60}")
+        raise MalformedMessage(f"{what} is an array of {length}, not {shortened(value)}")
     return value  # pyright: ignore[reportUnknownVariableType]  # msgpack arrays hold anything
 
 
 def _natural(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise MalformedMessage(f"a number from 0 expected, not {value!r:.60}")
+        raise MalformedMessage(f"a number from 0 expected, not {shortened(value)}")
     return value
 
 
@@ -283,7 +284,7 @@ def _at_least_one(value: Any) -> int:
 
 def _measure(value: Any) -> float:
     if type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise MalformedMessage(f"a finite measure from 0 expected, not {value!r:.60}")
+        raise MalformedMessage(f"a finite measure from 0 expected, not {shortened(value)}")
     return float(value)
 
 
@@ -299,19 +300,19 @@ def _positive(value: Any) -> float:
 def _texts(value: Any) -> tuple[bytes, ...]:
     cells = _whole_array(value, 0, "a column")
     if not set(map(type, cells)) <= {bytes}:
-        raise MalformedMessage(f"an array of bytes expected, not {cells!r:.60}")
+        raise MalformedMessage(f"an array of bytes expected, not {shortened(cells)}")
     return tuple(cells)
 
 
 def _numbers(value: Any, length: int) -> tuple[int, ...]:
     cells = _array(value, length, "a column")
     if not set(map(type, cells)) <= {int} or min(cells, default=0) < 0:
-        raise MalformedMessage(f"a column of numbers from 0 expected, not {cells!r:.60}")
+        raise MalformedMessage(f"a column of numbers from 0 expected, not {shortened(cells)}")
     return tuple(cells)
 
 
 def _ids(value: Any, length: int) -> tuple[bytes, ...]:
     cells = _texts(_array(value, length, "a column"))
     if any(len(cell) % ID_BYTES for cell in cells):
-        raise MalformedMessage(f"a column of lists of {ID_BYTES}-byte ids expected, not {cells!r:.60}")
+        raise MalformedMessage(f"a column of lists of {ID_BYTES}-byte ids expected, not {shortened(cells)}")
     return cells

@@ -16,6 +16,8 @@ VIRTUAL_NODES = 256
 """Points per server. The share of a server deviates by about 1/sqrt(256), that is 6%, from 1/N."""
 VIRTUAL_NODES_MAX = 65_536
 """More would only cost memory."""
+RING_POINTS_MAX = 4_000_000
+"""Of all servers: a ring of so many takes seconds to make. More than 10,000 servers with ``VIRTUAL_NODES`` each."""
 
 
 def _hash(data: bytes) -> int:

@@ -32,10 +32,9 @@ from dynamoth.plan import (
     compatibility_from_wire,
     pack_compatibility,
     pack_entry,
-    shortened,
-    unpack,
     unpack_entry,
 )
+from dynamoth.wire import parser, shortened, unpack
 
 VERSION_FIELD = b"@version"
 HEADER_FIELD = b"@header"
@@ -49,6 +48,9 @@ ENTRIES_PER_COMMAND = 2000
 READ_HEADER: tuple[CommandPart, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, HEADER_FIELD, COMPATIBILITY_FIELD)
 READ_RULES: tuple[CommandPart, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, VERSION_FIELD, COMPATIBILITY_FIELD)
 READ_WHOLE: tuple[CommandPart, ...] = (b"HGETALL", PLAN_KEY)
+
+TEXT_MAX = 2000
+"""Characters of the id or the URL of a server in a header."""
 
 
 def read_entry(channel: bytes) -> tuple[bytes, ...]:
@@ -72,6 +74,7 @@ class StoredEntry:
         return self.entry or Entry(home, Phase.SETTLED)
 
 
+@parser("what a stored plan says of a channel")
 def parse_entry(reply: Any, run_id: str | None) -> StoredEntry | None:
     """Read the reply of :func:`read_entry`.
 
@@ -103,6 +106,7 @@ class StoredHeader:
     plan: Plan
 
 
+@parser("the header of a stored plan")
 def parse_header(reply: Any, run_id: str | None) -> StoredHeader | None:
     """Read the reply of ``READ_HEADER``. None when the server stores no plan. Raises MalformedMessage."""
     version, run, header, rules = _fields(reply)
@@ -111,6 +115,7 @@ def parse_header(reply: Any, run_id: str | None) -> StoredHeader | None:
     return StoredHeader(_number(version), _believed(run, run_id), _header_plan(_number(version), header, rules))
 
 
+@parser("a stored plan")
 def parse_whole(reply: Any, run_id: str | None) -> Plan | None:
     """Read the reply of ``READ_WHOLE``. None when the server stores no plan to be believed. Raises MalformedMessage."""
     fields = _as_mapping(reply)
@@ -173,13 +178,33 @@ def _unpacked_rules(packed: bytes) -> Compatibility:
 
 
 def _header_plan(version: int, header: bytes, rules: bytes | None) -> Plan:
-    value = unpack(header)
     try:
-        servers, base, virtual_nodes = value[:3]
-        by_id = {str(id_): Server(str(id_), str(url)) for id_, url in servers}
-        return Plan(version, by_id, tuple(base), virtual_nodes=int(virtual_nodes), compatibility=_rules(rules))
-    except (TypeError, ValueError, KeyError, OverflowError, RecursionError, PlanError) as error:
-        raise MalformedMessage(f"the stored plan has a header that cannot be read: {error}") from error
+        listed, base, virtual_nodes = _array(unpack(header))[:3]
+        servers = [Server(_text(id_), _text(url)) for id_, url in map(_array, _array(listed))]
+        ring = tuple(map(_text, _array(base)))
+        by_id = {server.id: server for server in servers}
+        return Plan(version, by_id, ring, virtual_nodes=_natural(virtual_nodes), compatibility=_rules(rules))
+    except (ValueError, PlanError) as error:
+        raise MalformedMessage(f"the stored plan has a header that cannot be read: {error!s:.200}") from error
+
+
+def _array(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise MalformedMessage(f"the header of the stored plan has {shortened(value)} where an array belongs")
+    array: list[Any] = [*value]
+    return array
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > TEXT_MAX:
+        raise MalformedMessage(f"the header of the stored plan has {shortened(value)} where a short text belongs")
+    return value
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int:
+        raise MalformedMessage(f"the header of the stored plan has {shortened(value)} where a number belongs")
+    return value
 
 
 def _fields(reply: Any) -> tuple[bytes | None, bytes | None, bytes | None, bytes | None]:

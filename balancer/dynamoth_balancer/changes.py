@@ -16,7 +16,8 @@ from typing import Any
 
 from dynamoth.errors import RequestRefused
 from dynamoth.names import is_user_channel, logical_channel
-from dynamoth.plan import Assignment, Entry, Mode, Phase, shortened, single
+from dynamoth.plan import Assignment, Entry, Mode, Phase, single
+from dynamoth.wire import shortened
 from dynamoth_balancer.installer import Installer
 
 REPLICAS_MIN = 2

@@ -11,7 +11,8 @@ from typing import Any
 
 from dynamoth.compatibility import Compatibility, CompatibilityRule, homes
 from dynamoth.errors import PlanError, RequestRefused
-from dynamoth.plan import Phase, Plan, shortened, single
+from dynamoth.plan import Phase, Plan, single
+from dynamoth.wire import shortened
 
 NAMED_MAX = 3
 """Bound of the channels that a refusal names."""

@@ -73,6 +73,10 @@ from dynamoth_dispatcher.forwarder import LOCAL, Forwarder, ForwarderOptions
 from dynamoth_dispatcher.transitions import Transition, TransitionOptions, Transitions
 from dynamoth_dispatcher.ways import Way, Ways, is_relayed
 
+DELTA_VERSIONS_MAX = 10_000
+"""A change of the plan that leaves out more versions is not believed: what the server stores is read instead. A new
+balancer leaves out 1000."""
+
 
 @dataclass(frozen=True, slots=True)
 class DispatcherOptions:
@@ -311,7 +315,8 @@ class DispatcherMachine:
                 return []
 
     def _changed(self, change: PlanChange, now: float) -> list[Any]:
-        if self.plan is None or change.delta.base != self.plan.version:
+        delta = change.delta
+        if self.plan is None or delta.base != self.plan.version or delta.version - delta.base > DELTA_VERSIONS_MAX:
             return self._read_plan()
         try:
             self.plan = self.plan.apply(change.delta)

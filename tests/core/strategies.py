@@ -8,6 +8,7 @@ import msgpack
 from hypothesis import strategies as st
 
 from dynamoth.control import (
+    LOSS_MAX,
     AdminReply,
     AdminRequest,
     Announcement,
@@ -79,13 +80,13 @@ admin_values = st.recursive(
     max_leaves=6,
 )
 admin_mappings = st.dictionaries(st.text(max_size=5), admin_values, max_size=3)
-deltas = st.builds(PlanDelta, naturals, naturals, st.dictionaries(channels, entries(), max_size=3))
+deltas = st.builds(PlanDelta, epochs, epochs, st.dictionaries(channels, entries(), max_size=3))
 channel_tuples = st.lists(channels, max_size=4).map(tuple)
 
 MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     RouteNotice: st.builds(RouteNotice, channels, routes),
     Marker: st.builds(Marker, channels, st.text(max_size=5), naturals),
-    LossNotice: st.builds(LossNotice, channels, st.none() | naturals),
+    LossNotice: st.builds(LossNotice, channels, st.none() | st.integers(0, LOSS_MAX)),
     ObservationGap: st.builds(ObservationGap, st.text(max_size=5)),
     RulesChanged: st.builds(RulesChanged, naturals),
     Announcement: st.builds(Announcement, naturals, naturals, channel_tuples, channel_tuples),
@@ -93,9 +94,9 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
         ForwardRequest, st.lists(st.tuples(server_ids, st.binary(max_size=20)), max_size=3).map(tuple)
     ),
     PlanChange: st.builds(PlanChange, deltas),
-    PlanQuery: st.builds(PlanQuery, naturals),
-    PlanAck: st.builds(PlanAck, st.text(max_size=5), naturals, naturals),
-    Vacated: st.builds(Vacated, st.text(max_size=5), st.lists(st.tuples(channels, naturals), max_size=3).map(tuple)),
+    PlanQuery: st.builds(PlanQuery, epochs),
+    PlanAck: st.builds(PlanAck, st.text(max_size=5), naturals, epochs),
+    Vacated: st.builds(Vacated, st.text(max_size=5), st.lists(st.tuples(channels, epochs), max_size=3).map(tuple)),
     AdminRequest: st.builds(AdminRequest, naturals, st.text(max_size=5), admin_mappings),
     AdminReply: st.builds(AdminReply, naturals, admin_mappings, st.none() | st.text(max_size=5)),
 }
@@ -153,7 +154,9 @@ def nests(draw: st.DrawFn) -> bytes:
     depth = draw(st.integers(1, 1100) | st.integers(900, 1023))
     opening = draw(st.sampled_from((b"\x91", b"\x81\xa1k", b"\x92\xc0", b"\xdd\x00\x00\x00\x01")))
     inner = opening * depth + b"\xc0"
-    head = draw(st.sampled_from((b"", b"\x91", b"\x92\x01", b"\x93\x01\xc4\x01c", b"\x93\x09\xa2s1", b"\x92\x06")))
+    head = draw(
+        st.sampled_from((b"", b"\x91", b"\x92\x01", b"\x93\x01\xc4\x01c", b"\x93\x09\xa2s1", b"\x92\x06", b"\x95\x0c"))
+    )
     return head + inner
 
 

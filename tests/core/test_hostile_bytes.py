@@ -15,6 +15,8 @@ from dynamoth.control import pack_control, unpack_control
 from dynamoth.envelope import open_envelope, seal
 from dynamoth.errors import MalformedMessage
 from dynamoth.plan import pack_entry, unpack_entry
+from dynamoth.reports import pack_report, unpack_report
+from tests.core.hostile import REPORT
 from tests.core.strategies import (
     control_messages,
     entries,
@@ -29,6 +31,7 @@ VALID_HEADER = {b"@version": b"1", b"@run": b"", b"@header": b"\x93\x91\x92\xa2s
 
 DECODERS: tuple[Callable[[bytes], Any], ...] = (
     unpack_control,
+    unpack_report,
     unpack_entry,
     open_envelope,
     lambda data: stored_plan.parse_entry([b"1", b"", data], None),
@@ -56,6 +59,7 @@ VALID = st.one_of(
     control_messages.map(pack_control),
     entries().map(pack_entry),
     plans().map(stored_header),
+    st.just(pack_report(REPORT)),
     st.builds(seal, st.just(1), st.just(2), st.just(3), st.binary(max_size=8)),
 )
 
@@ -93,7 +97,7 @@ def test_lies_about_length(data: bytes) -> None:
 @pytest.mark.parametrize("depth", [400, 980, 1000, 1020, 1024, 2000])
 def test_deep_nests_within_the_usual_stack(depth: int) -> None:
     """Hypothesis gives its tests a deeper stack than a daemon has; this one goes without."""
-    for head in (b"", b"\x91", b"\x93\x01\xc4\x01c", b"\x93\x09\xa2s1", b"\x93\x01\x93\x01"):
+    for head in (b"", b"\x91", b"\x93\x01\xc4\x01c", b"\x93\x09\xa2s1", b"\x93\x01\x93\x01", b"\x95\x0c"):
         for opening in (b"\x91", b"\x81\xa1k"):
             decode_everywhere(head + opening * depth + b"\xc0")
 

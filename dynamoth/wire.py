@@ -1,0 +1,133 @@
+"""Reading msgpack from anyone: bounded in depth, in width and in memory, whatever the bytes are.
+
+Every parser of control messages, reports and stored plans reads its bytes with :func:`unpack` and is a :func:`parser`.
+So hostile bytes cost little, and nothing but ``MalformedMessage`` comes out of a parser.
+"""
+
+from __future__ import annotations
+
+import functools
+import reprlib
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import msgpack
+
+from dynamoth.errors import MalformedMessage
+
+DEPTH_MAX = 32
+"""Containers within containers. Our deepest message, a change of the plan, has 8."""
+
+ARRAY_MAX = 16_384
+"""Elements of one array or map. A report names 10,000 channels at most, and a change of the plan has as many entries.
+msgpack allocates an array by the length that it claims, so this bounds what a few bytes can make it allocate."""
+
+COUNTED_BYTES = 64 * 1024
+"""From this size on the elements of a message are counted. A smaller one cannot make more than a few MB of objects."""
+
+ELEMENTS_MAX = 1_000_000
+"""Elements of a large message over all of its containers: about 64 MB of objects at the worst."""
+
+_CONTAINERS = frozenset((list, dict))
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def unpack(data: bytes) -> Any:
+    """Read one msgpack value from anyone. Raises MalformedMessage."""
+    count = None if len(data) < COUNTED_BYTES else _ElementCounter().count
+    longest = min(len(data), ARRAY_MAX)  # an element takes a byte at least
+    try:
+        value = msgpack.unpackb(
+            data,
+            strict_map_key=False,
+            max_array_len=longest,
+            max_map_len=longest,
+            list_hook=count,
+            object_pairs_hook=None if count is None else lambda pairs: dict(count(pairs)),
+        )
+    except MalformedMessage:
+        raise
+    except Exception as error:
+        raise MalformedMessage(f"not msgpack: {type(error).__name__}: {error!s:.200}") from error
+    if len(data) > DEPTH_MAX:  # each level takes a byte at least
+        _check_depth(value)
+    return value
+
+
+class _ElementCounter:
+    """Refuses a message that has too many elements, while it is read."""
+
+    def __init__(self) -> None:
+        self._elements = 0
+
+    def count(self, elements: Any) -> Any:
+        self._elements += len(elements) + 1
+        if self._elements > ELEMENTS_MAX:
+            raise MalformedMessage(f"a message has at most {ELEMENTS_MAX} elements, this one has more")
+        return elements
+
+
+def _check_depth(value: Any) -> None:
+    level: list[Any] = [[value]]
+    for _ in range(DEPTH_MAX + 1):
+        deeper: list[Any] = []
+        for container in level:
+            elements = container.values() if type(container) is dict else container
+            if not _CONTAINERS.isdisjoint(map(type, elements)):
+                deeper += [element for element in elements if type(element) in _CONTAINERS]
+        if not deeper:
+            return
+        level = deeper
+    raise MalformedMessage(f"a message has at most {DEPTH_MAX} containers within each other, this one has more")
+
+
+def parser(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function that reads ``what`` from anyone raise ``MalformedMessage`` in place of any other exception.
+
+    For functions without side effects only: there an exception says that the input is not what it claims to be.
+    """
+
+    def decorate(read: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(read)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return read(*args, **kwargs)
+            except MalformedMessage:
+                raise
+            except Exception as error:
+                reason = f"{type(error).__name__}: {shortened(str(error))}"
+                raise MalformedMessage(f"{what} cannot be read: {reason}") from error
+
+        return guarded
+
+    return decorate
+
+
+SHORT_MAX = 200
+"""Characters of a hostile value in an error text."""
+
+
+class _Short(reprlib.Repr):
+    """``reprlib.Repr`` that never makes the whole ``repr`` of a value first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = self.maxlist = self.maxdict = 3
+
+    def repr_bytes(self, value: bytes, level: int) -> str:
+        """Show the beginning of bytes, and how many there are."""
+        return repr(value) if len(value) <= self.maxstring else f"{value[: self.maxstring]!r}... ({len(value)} bytes)"
+
+    def repr_instance(self, value: Any, level: int) -> str:
+        """Show no more than the type of anything else that msgpack or a server can give, but for simple values."""
+        return repr(value) if value is None or isinstance(value, (bool, float)) else f"<{type(value).__name__}>"
+
+
+_short = _Short()
+
+
+def shortened(value: Any) -> str:
+    """Return what a hostile value looks like, in few characters and little time whatever its size and depth."""
+    return _short.repr(value)[:SHORT_MAX]
