@@ -18,7 +18,7 @@ from dynamoth.control import (
     pack_control,
     unpack_control,
 )
-from dynamoth.envelope import CONTROL, open_envelope
+from dynamoth.envelope import CONTROL, EPOCH_MAX, open_envelope
 from dynamoth.events import Connect, ErrorReply, Replied, Send
 from dynamoth.names import (
     AGENT_CHANNEL,
@@ -230,7 +230,15 @@ def test_a_change_to_an_unlisted_server_is_refused(entry: Entry) -> None:
 
 def test_a_change_to_a_version_that_no_envelope_can_carry_is_refused() -> None:
     agent = Agent().holding(PLAN_0)
-    assert agent.hear(PlanChange(PlanDelta(0, 2**40, {}))) == [READ]
+    assert agent.hear(PlanChange(PlanDelta(0, 2**40, {}))) == []
+    assert agent.counters["malformed_messages"] == 1
+
+
+def test_a_change_over_more_versions_than_a_balancer_leaves_out_is_not_believed() -> None:
+    """Else one forged message would leave no versions for the real plan."""
+    agent = Agent().holding(PLAN_0)
+    assert agent.hear(PlanChange(PlanDelta(0, EPOCH_MAX, {}))) == [READ]
+    assert agent.dispatcher.plan == PLAN_0
 
 
 def test_malformed_and_unexpected_messages_are_counted() -> None:
