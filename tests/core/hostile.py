@@ -41,7 +41,7 @@ MESSAGES: tuple[ControlMessage, ...] = (
     LossNotice(b"c", 3),
     ObservationGap("s1"),
     Announcement(7, 1, (b"c",), (b"d",), ("s1",)),
-    ForwardRequest(b"c", (("s2", seal(1, 2, 3, b"x")),)),
+    ForwardRequest((("s2", seal(1, 2, 3, b"x")),)),
     PlanChange(PlanDelta(0, 1, {b"c": _ENTRY})),
     PlanQuery(1),
     PlanAck("s1", 5, 0),

@@ -21,10 +21,13 @@ from dynamoth.names import (
     ANNOUNCE_CHANNEL,
     BALANCER_CHANNEL,
     CLIENTS_CHANNEL,
-    FORWARD_CHANNEL,
+    FORWARD_PREFIX,
+    OPERATOR_CHANNEL,
     PLAN_KEY,
     RELAY_PREFIX,
-    inbox,
+    REPLICA_PREFIX,
+    forward_channel,
+    operator_inbox,
     replica_channel,
 )
 from dynamoth.plan import Plan, Server, single, unpack_entry
@@ -60,7 +63,8 @@ def test_a_balancer_survives_what_anybody_publishes_on_its_channel() -> None:
     cluster = FakeCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     for batch in batches():
-        cluster.handle(balancer, Pushed("s1", [[b"message", BALANCER_CHANNEL, data] for data in batch]))
+        for channel in (BALANCER_CHANNEL, OPERATOR_CHANNEL):
+            cluster.handle(balancer, Pushed("s1", [[b"message", channel, data] for data in batch]))
     assert balancer.machine.counters["malformed"] > 3000
     cluster.run(15)  # forged reports of a forged agent are over: the real one speaks
     assert balancer.machine.stage is Stage.LEADING
@@ -74,7 +78,8 @@ def test_a_balancer_survives_what_anybody_publishes_while_it_has_no_lease() -> N
     cluster.started(NO_DECISIONS)
     second = cluster.start(NO_DECISIONS)
     for batch in batches():
-        cluster.handle(second, Pushed("s1", [[b"message", BALANCER_CHANNEL, data] for data in batch]))
+        for channel in (BALANCER_CHANNEL, OPERATOR_CHANNEL):
+            cluster.handle(second, Pushed("s1", [[b"message", channel, data] for data in batch]))
     assert second.machine.stage is Stage.CONTENDING
     assert second.machine.counters["malformed"] > 3000
 
@@ -139,16 +144,17 @@ class Node:
 CHANNELS = {
     "agent": AGENT_CHANNEL,
     "announce": ANNOUNCE_CHANNEL,
-    "forward": FORWARD_CHANNEL,
+    "forward": forward_channel(replica_channel(HERE, 1)),
     "relay": RELAY_PREFIX + HERE,
     "replica": replica_channel(HERE, 1),
-    "broken replica": b"__dynamoth__:r:",
+    "broken replica": REPLICA_PREFIX,
+    "broken forward": FORWARD_PREFIX,
     "broken relay": RELAY_PREFIX,
     "here": HERE,
     "away": AWAY,
     "empty": b"",
 }
-CONTROL_CHANNELS = {AGENT_CHANNEL, ANNOUNCE_CHANNEL, FORWARD_CHANNEL}
+CONTROL_CHANNELS = {AGENT_CHANNEL, ANNOUNCE_CHANNEL, CHANNELS["forward"]}
 
 
 @pytest.mark.parametrize("name", CHANNELS)
@@ -258,9 +264,11 @@ def test_an_administrator_survives_what_anybody_publishes_in_its_inbox() -> None
     machine = AdminMachine("redis://a", AdminRequest(77, "status"))
     machine.handle(Start(), 0.0)
     machine.handle(LinkUp("server"), 0.0)
-    machine.handle(Pushed("server", [[b"subscribe", inbox(77), 1]]), 0.0)
+    machine.handle(Pushed("server", [[b"subscribe", operator_inbox(77), 1]]), 0.0)
     for batch in batches():
-        assert not machine.handle(Pushed("server", [[b"message", inbox(77), data] for data in batch]), 1.0)
+        assert not machine.handle(Pushed("server", [[b"message", operator_inbox(77), data] for data in batch]), 1.0)
     assert machine.ignored == len(corpus())
     reply = AdminReply(77, {"version": 3})
-    assert machine.handle(Pushed("server", [[b"message", inbox(77), pack_control(reply)]]), 2.0) == [Answered(reply)]
+    assert machine.handle(Pushed("server", [[b"message", operator_inbox(77), pack_control(reply)]]), 2.0) == [
+        Answered(reply)
+    ]
