@@ -138,9 +138,10 @@ class LocalCluster:
         return self._folder / "dynamoth.toml"
 
     def start(self) -> None:
-        """Start every process, without waiting until agents and balancer are at work."""
+        """Start every process, without waiting until agents and balancer are at work. Servers may run already."""
         for server in self.redis.values():
-            server.start()
+            if not server.running:
+                server.start()
         self._folder = Path(tempfile.mkdtemp(prefix="dynamoth-cluster-"))
         self.config_file.write_text(self._configuration())
         self.agents = {id_: self._daemon(f"agent {id_}", "node", "--server", id_) for id_ in self.redis}
@@ -195,6 +196,22 @@ class LocalCluster:
                 raise RedisServerFailed(
                     f"the Redis server {id_} has ended; the last that it wrote:\n{server.log[-2000:]}"
                 )
+
+    def add_server(self) -> str:
+        """Add a server as an operator does: it and its agent are started, then the balancer with the longer list.
+
+        ``wait_ready`` waits until the new server takes part. Returns its id.
+        """
+        id_ = f"s{len(self.redis) + 1}"
+        server = self.redis[id_] = EmbeddedRedis(password=self.password)
+        server.start()
+        self.capacities.append(self.capacities[-1])
+        self.config_file.write_text(self._configuration())
+        self.balancer.stop()
+        self.agents[id_] = self._daemon(f"agent {id_}", "node", "--server", id_)
+        self.agents[id_].start()
+        self.balancer.start()
+        return id_
 
     def restart_redis(self, server: str) -> None:
         """Stop a server and start it again on its port, with nothing in it."""

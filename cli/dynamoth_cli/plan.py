@@ -12,6 +12,8 @@ from typing import Any
 from dynamoth.plan import Entry, Mode, Plan, Route
 from dynamoth_balancer.admin import CHANGE_TIMEOUT_S_MAX
 from dynamoth_balancer.changes import MODES, mode_name
+from dynamoth_balancer.compatibility import describe_rules
+from dynamoth_cli import compatibility
 from dynamoth_cli.access import Access, access_of, add_access
 from dynamoth_cli.admin import ask_balancer, read_plan
 from dynamoth_link.urls import redact
@@ -68,6 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         " nobody uses the others for it.",
     )
     unreplicate.add_argument("--to", metavar="SERVER", help="id of the server (default: its least loaded replica)")
+    compatibility.configure(commands)
 
 
 def _add_change(commands: Any, name: str, summary: str, description: str) -> argparse.ArgumentParser:
@@ -90,6 +93,8 @@ def _add_change(commands: Any, name: str, summary: str, description: str) -> arg
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it."""
+    if arguments.action == "compatibility":
+        return compatibility.run(arguments)
     access = access_of(arguments)
     if arguments.action == "show":
         plan = asyncio.run(read_plan(access.cluster, access.link))
@@ -135,6 +140,9 @@ def plan_as_json(plan: Plan) -> Mapping[str, Any]:
         "servers": [{"id": server.id, "url": redact(server.url)} for server in plan.servers.values()],
         "base": list(plan.base),
         "virtual_nodes": plan.virtual_nodes,
+        "compatibility": [
+            {**rule, "pattern": channel_name(rule["pattern"])} for rule in describe_rules(plan.compatibility)
+        ],
         "channels": [
             {
                 "channel": channel_name(channel),
@@ -151,6 +159,8 @@ def plan_as_text(plan: Plan) -> str:
     """Return a plan for people."""
     lines = [f"plan version {plan.version}"]
     lines += [f"  server {server.id}  {redact(server.url)}" for server in plan.servers.values()]
+    if plan.compatibility.rules:
+        lines += [f"  {line}" for line in compatibility.describe(describe_rules(plan.compatibility))]
     if not plan.entries:
         return "\n".join([*lines, "every channel is where the ring puts it", ""])
     width = min(NAME_WIDTH_MAX, max(len(channel_name(channel)) for channel in plan.entries))

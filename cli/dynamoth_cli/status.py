@@ -18,6 +18,7 @@ from dynamoth.names import AGENT_CHANNEL
 from dynamoth.plan import Mode
 from dynamoth.stored_plan import READ_HEADER, parse_header
 from dynamoth_balancer.changes import mode_name
+from dynamoth_cli import compatibility
 from dynamoth_cli.access import Access, access_of, add_access
 from dynamoth_cli.admin import ANSWER_TIMEOUT_S, ask_balancer, read_header
 from dynamoth_cli.plan import channel_name
@@ -157,6 +158,8 @@ def describe_balancer(version: int, balancer: Mapping[str, Any]) -> list[str]:
     ]
     servers: Mapping[str, Mapping[str, Any]] = balancer["servers"]
     lines += [_draining(id_, server["channels_left"]) for id_, server in servers.items() if server.get("draining")]
+    if rules := balancer.get("compatibility"):
+        lines += compatibility.describe(rules)
     replicated: list[Mapping[str, Any]] = balancer.get("replicated_channels", [])
     for channel in replicated[:REPLICATED_SHOWN_MAX]:
         transition = "" if channel["settled"] else f", {channel['phase']}"
