@@ -32,7 +32,7 @@ def compile_glob(pattern: bytes) -> re.Pattern[bytes]:
 def physical_patterns(pattern: bytes) -> tuple[bytes, ...]:
     """Return the patterns to subscribe to at each server so that everything that ``pattern`` matches is seen.
 
-    The last one is for replicated channels, and may match more than it should. The others match the names that
+    The last one is for replicated channels. The others match the names that
     ``pattern`` matches apart from those under the reserved prefix: else the subscriber would be sent, and would be
     counted as a receiver of, what agents and clients say to each other; who sends a control message learns from the
     count whether anybody was there to hear it. A name may match several of these.
@@ -42,6 +42,17 @@ def physical_patterns(pattern: bytes) -> tuple[bytes, ...]:
     if len(split) > SPLIT_MAX or split == [tokens]:
         return (pattern, replica_pattern(pattern))
     return (*dict.fromkeys(_glob(part) for part in split if part), replica_pattern(pattern))
+
+
+def matches_reserved(pattern: bytes) -> bool:
+    """Tell whether a pattern may match names under the reserved prefix."""
+    tokens = _parse(pattern)
+    return list(islice(_outside(tokens, RESERVED_PREFIX), SPLIT_MAX + 1)) != [tokens]
+
+
+def literal_glob(name: bytes) -> bytes:
+    """Return a pattern that matches one name only."""
+    return _glob(tuple(frozenset((byte,)) for byte in name))
 
 
 def bytes_spelled(pattern: bytes, prefix: bytes) -> int:

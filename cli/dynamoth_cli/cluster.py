@@ -64,6 +64,9 @@ class LocalCluster:
         outgoing_bytes_per_s_max: capacity of each server, or one number for all.
         settings: by key, for agents and balancer: ``{"balancer.wait_s": 4.0}``.
         redis_options: lines of redis.conf, for all servers.
+        users: name and password of the Redis user of each role (``acl.ROLES``); the default user stays for ``ask``. The
+            servers know them by an aclfile of ``redis_options``. None for a role: the default user.
+        redis_binary: the ``redis-server`` to run; None takes what ``find_redis_server`` finds.
         on_line: told of each line that an agent or the balancer writes to its log: its name, the line. Called in
             other threads.
     """
@@ -77,6 +80,8 @@ class LocalCluster:
         outgoing_bytes_per_s_max: int | Sequence[int] = GIGABIT_BYTES_PER_S,
         settings: Mapping[str, Any] = MappingProxyType({}),
         redis_options: Mapping[str, str] = MappingProxyType({}),
+        users: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+        redis_binary: Path | None = None,
         on_line: Callable[[str, str], None] | None = None,
     ) -> None:
         if servers < 1:
@@ -86,11 +91,15 @@ class LocalCluster:
         assert len(self.capacities) == servers, "one capacity for each server"
         self.password = password
         self._settings = dict(settings)
+        self._users = dict(users)
         self._on_line = on_line
         #: The servers by id. Each keeps its port when it is restarted.
         self.redis = {
             f"s{index + 1}": EmbeddedRedis(
-                port=None if port_base is None else port_base + index, password=password, options=redis_options
+                port=None if port_base is None else port_base + index,
+                password=password,
+                options=redis_options,
+                binary=redis_binary,
             )
             for index in range(servers)
         }
@@ -122,8 +131,12 @@ class LocalCluster:
     @property
     def url(self) -> str:
         """The URL for clients, password included."""
+        return self.url_of("client")
+
+    def url_of(self, role: str) -> str:
+        """Return the URL with the credentials of a role."""
         hosts = ",".join(f"{HOST}:{server.port}" for server in self.redis.values())
-        return f"dynamoth://{self._credentials()}{hosts}"
+        return f"dynamoth://{self._credentials(role)}{hosts}"
 
     @property
     def balancer(self) -> Child:
@@ -144,8 +157,8 @@ class LocalCluster:
                 server.start()
         self._folder = Path(tempfile.mkdtemp(prefix="dynamoth-cluster-"))
         self.config_file.write_text(self._configuration())
-        self.agents = {id_: self._daemon(f"agent {id_}", "node", "--server", id_) for id_ in self.redis}
-        self._balancer = self._daemon("balancer", "balancer")
+        self.agents = {id_: self._daemon(f"agent {id_}", "agent", "node", "--server", id_) for id_ in self.redis}
+        self._balancer = self._daemon("balancer", "balancer", "balancer")
         for child in self._daemons():
             child.start()
 
@@ -229,27 +242,31 @@ class LocalCluster:
 
     def ask_balancer(self, command: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> Mapping[str, Any]:
         """Have the balancer carry out a request; return its result. Raises as ``admin.ask_balancer``."""
-        return _run(ask_balancer(parse_cluster_url(self.url), command, arguments, timeout_s=REQUEST_TIMEOUT_S))
+        return _run(
+            ask_balancer(parse_cluster_url(self.url_of("operator")), command, arguments, timeout_s=REQUEST_TIMEOUT_S)
+        )
 
     def _daemons(self) -> Iterator[Child]:
         yield from self.agents.values()
         if self._balancer is not None:
             yield self._balancer
 
-    def _daemon(self, name: str, command: str, *arguments: str) -> Child:
+    def _daemon(self, name: str, role: str, command: str, *arguments: str) -> Child:
         on_line = self._on_line
         return Child(
             name,
             dynamoth_command(command, "--config", str(self.config_file), *arguments),
-            environment=self._environment(),
+            environment=self._environment(role),
             on_line=None if on_line is None else lambda line: on_line(name, line),
         )
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, role: str) -> dict[str, str]:
         """Ours, without the settings that may be in it: the daemons have a file."""
         settings = {declared.variable for declared in declared_settings().values()}
         environment = {name: value for name, value in os.environ.items() if name not in settings}
-        if self.password is not None:
+        if role in self._users:
+            environment["DYNAMOTH_LINK_USERNAME"], environment["DYNAMOTH_LINK_PASSWORD"] = self._users[role]
+        elif self.password is not None:
             environment["DYNAMOTH_LINK_PASSWORD"] = self.password
         return environment
 
@@ -296,7 +313,10 @@ class LocalCluster:
         if stage != "leading":
             yield f"the balancer is {stage}, not leading"
 
-    def _credentials(self) -> str:
+    def _credentials(self, role: str) -> str:
+        if role in self._users:
+            name, password = self._users[role]
+            return f"{quote(name, safe='')}:{quote(password, safe='')}@"
         return "" if self.password is None else f":{quote(self.password, safe='')}@"
 
 

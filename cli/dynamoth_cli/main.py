@@ -62,6 +62,7 @@ COMMANDS = {
     "balancer": Command("balancer", "run the balancer of a cluster", "balancer"),
     "status": Command("status", "show servers, agents, load and balancer", "cli"),
     "plan": Command("plan", "show which channel is where; move one, or spread it over several servers"),
+    "acl": Command("acl", "print Redis users with the rights of agents, balancer, clients and operators"),
     "sim": Command("sim", "try thousands of interleavings and faults in the simulator"),
 }
 

@@ -215,6 +215,10 @@ class Cluster:
         """Make the machine of the balancer."""
         return BalancerMachine(self.server_list, incarnation, self.options.balancer)
 
+    def is_observed(self, url: str) -> bool:
+        """Tell whether somebody observes the server at a URL: its agent, unless it was lost lately."""
+        return any(server.observed for server in self.servers.values() if server.url == url)
+
     def _agent(self, server: str) -> Process:
         def acts(action: Any) -> None:
             if type(action) is AlreadyRunning:

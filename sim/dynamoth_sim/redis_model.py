@@ -81,6 +81,11 @@ class RedisServer:
         self.output_bytes = 0
         self.commands = 0
 
+    @property
+    def observed(self) -> bool:
+        """Whether a connection is subscribed to every channel."""
+        return b"*" in self._patterns
+
     # Life.
 
     def stop(self, reason: str = "the server stopped", *, orderly: bool = False) -> None:

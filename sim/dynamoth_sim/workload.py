@@ -206,7 +206,9 @@ class Workload:
         app = RawPublisherApp(self.cluster, name, url, self._random.choice(self.channels[: self.options.channels]))
 
         def publish() -> None:
-            if not self.stopped:
+            if not self.cluster.is_observed(url):  # nothing is promised of what no agent has ever seen
+                self.cluster.world.after(self.options.think_s_max, publish)
+            elif not self.stopped:
                 app.publish()
 
         app.on_ended = lambda: self.cluster.world.after(2 * self.options.think_s_max * self._random.random(), publish)

@@ -1,0 +1,130 @@
+"""``dynamoth acl``: the rules that it prints."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamoth import names
+from dynamoth.glob import compile_glob
+from dynamoth_cli.acl import ROLES, make_user, read_passwords, rights_of, to_lines
+from dynamoth_cli.main import main
+
+SECRET = b"secret:news.x"
+"""A channel that a client of ``news.*`` must not touch, though a part of its name is one that it may use."""
+
+
+def allowed(patterns: tuple[bytes, ...], channel: bytes) -> bool:
+    return any(compile_glob(pattern).fullmatch(channel) for pattern in patterns)
+
+
+def derived(channel: bytes) -> list[bytes]:
+    """Return the names that are made of an application's channel."""
+    sharded = names.sharded_channel(channel)
+    replicas = [names.replica_channel(name, 0xA5) for name in (channel, sharded)]
+    return [channel, sharded, *replicas]
+
+
+def test_a_client_may_use_what_is_made_of_its_channels_and_of_no_other() -> None:
+    rights = rights_of("client", [b"news.*"])
+    assert all(allowed(rights.both, name) for name in derived(b"news.x"))
+    assert not any(allowed(rights.both, name) for name in derived(SECRET))
+    for good, bad in zip(derived(b"news.x")[2:], derived(SECRET)[2:], strict=True):
+        assert allowed(rights.speaks, names.forward_channel(good))
+        assert not allowed(rights.speaks, names.forward_channel(bad))
+
+
+FORBIDDEN = (
+    names.AGENT_CHANNEL,
+    names.BALANCER_CHANNEL,
+    names.OPERATOR_CHANNEL,
+    names.operator_inbox(7),
+    names.relay_channel(b"news.x"),
+    names.PLAN_KEY,
+)
+
+
+@given(st.sampled_from([b"*", b"?*", b"[^a]*", b"_*", b"*:*", b"__dynamoth__*", b"*news*", b"news.*", b"__d*x"]))
+def test_no_pattern_gives_a_client_what_is_said_between_others(pattern: bytes) -> None:
+    rights = rights_of("client", [pattern])
+    for channel in FORBIDDEN:
+        assert not allowed((*rights.both, *rights.listens, *rights.speaks), channel)
+
+
+@pytest.mark.parametrize("role", ["balancer", "operator"])
+def test_balancer_and_operators_use_no_channel_of_applications(role: str) -> None:
+    rights = rights_of(role, [b"news.*"])
+    assert not any(allowed((*rights.both, *rights.listens, *rights.speaks), name) for name in derived(b"news.x"))
+
+
+def test_an_operator_cannot_speak_as_an_agent_nor_an_agent_s_channel_be_an_operator_s() -> None:
+    operator, balancer = rights_of("operator", []), rights_of("balancer", [])
+    assert not allowed((*operator.listens, *operator.speaks), names.BALANCER_CHANNEL)
+    assert not allowed(balancer.speaks, names.BALANCER_CHANNEL)
+    assert allowed(balancer.speaks, names.operator_inbox(7)) and allowed(operator.listens, names.operator_inbox(7))
+
+
+def test_redis_7_has_clients_listen_and_speak_on_different_names() -> None:
+    rules = " ".join(make_user("client", [b"news.*"], "7").rules)
+    listening, speaking = re.findall(r"\(-@all (.*?)\)", rules)
+    assert "+subscribe" in listening and "&__dynamoth__:inbox:*" in listening
+    assert "+publish" in speaking and "inbox" not in speaking and "&__dynamoth__:client:announce" in speaking
+    assert "%R~__dynamoth__:plan" in rules
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("a b", "cannot hold spaces"),
+        ("a(b", "cannot hold spaces"),
+        ("", "cannot hold spaces"),
+        ("__dynamoth__:*", "nothing but names of Dynamoth's own"),
+        ("__dynamoth__:plan", "nothing but names of Dynamoth's own"),
+        ("*?*?*?*?*?*?*", "too many stars"),
+    ],
+)
+def test_patterns_that_cannot_be_rules_are_refused(
+    pattern: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["acl", "--channels", pattern]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_channels_must_be_given_for_clients(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["acl"]) == 2
+    assert "--channels" in capsys.readouterr().err
+    assert main(["acl", "--role", "agent"]) == 0
+
+
+def test_only_digests_of_passwords_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "passwords"
+    file.write_text("".join(f"{role} {role} secret\n" for role in ROLES))
+    assert main(["acl", "--channels", "news.*", "--aclfile", "--passwords", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "secret" not in out
+    assert hashlib.sha256(b"agent secret").hexdigest() in out
+    assert len(out.splitlines()) == len(ROLES) and all(line.startswith("user dynamoth-") for line in out.splitlines())
+
+
+def test_a_placeholder_is_nothing_that_redis_takes_for_a_password() -> None:
+    [line] = to_lines([make_user("agent", [], "7")], {}, aclfile=False)
+    assert "#SHA256-OF-AGENT-PASSWORD" in line and line.startswith("ACL SETUSER dynamoth-agent reset on ")
+
+
+def test_passwords_come_from_the_environment_unless_a_file_has_them(tmp_path: Path) -> None:
+    environment = {"DYNAMOTH_ACL_AGENT_PASSWORD": "a", "DYNAMOTH_ACL_CLIENT_PASSWORD": "c"}
+    file = tmp_path / "passwords"
+    file.write_text("client of the file\n\n")
+    assert read_passwords(file, environment) == {"agent": "a", "client": "of the file"}
+
+
+@pytest.mark.parametrize("text", ["nobody x", "agent", "agent \n"])
+def test_a_line_that_is_no_password_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "passwords").write_text(text)
+    assert main(["acl", "--channels", "a", "--passwords", str(tmp_path / "passwords")]) == 2
+    assert "line 1" in capsys.readouterr().err

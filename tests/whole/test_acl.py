@@ -1,0 +1,109 @@
+"""Everything works with the rights that ``dynamoth acl`` prints, and no server refuses anything to anybody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dynamoth_cli.cluster import LocalCluster
+from dynamoth_cli.main import main
+from dynamoth_client.asyncio import PubSub, from_url
+from tests.whole.acl_cluster import Rules, acl_cluster, acl_log, all_rules
+
+PATIENCE_S = 30.0
+
+
+@pytest.fixture(scope="module", params=all_rules(), ids=str)
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    rules: Rules = request.param
+    with acl_cluster(rules, tmp_path_factory.mktemp("acl")) as cluster:
+        yield cluster
+
+
+async def _next(pubsub: PubSub) -> Any:
+    async with asyncio.timeout(PATIENCE_S):
+        async for message in pubsub.listen():
+            return message
+    raise AssertionError("the subscription has ended")
+
+
+async def _subscribed(pubsub: PubSub, count: int) -> None:
+    for _ in range(count):
+        message = await _next(pubsub)
+        assert message["type"] in ("subscribe", "psubscribe", "ssubscribe"), message
+
+
+async def _ask(cluster: LocalCluster, command: str, channel: bytes, **arguments: Any) -> None:
+    await asyncio.to_thread(cluster.ask_balancer, command, {"channel": channel, **arguments})
+
+
+def test_everything_works_under_the_rules(cluster: LocalCluster) -> None:
+    """Channels, patterns, sharded channels, moves and replication, seen by subscribers of all kinds."""
+    number = iter(range(1000))
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub() as pubsub, client.pubsub() as patterns:
+            await pubsub.subscribe("news.a", "raw1")
+            await pubsub.ssubscribe("news.s")
+            await _subscribed(pubsub, 3)
+            await patterns.psubscribe("news.*")
+            await _subscribed(patterns, 1)
+
+            async def flows() -> None:
+                for channel, publish in ((b"news.a", client.publish), (b"raw1", client.publish), (b"news.s", spublish)):
+                    data = b"%d" % next(number)
+                    await publish(channel, data)
+                    message = await _next(pubsub)
+                    assert (message["channel"], message["data"]) == (channel, data), message
+                    if channel == b"news.a":
+                        message = await _next(patterns)
+                        assert (message["channel"], message["data"]) == (channel, data), message
+
+            async def spublish(channel: bytes, data: bytes) -> None:
+                await client.spublish(channel, data)
+
+            await flows()
+            for channel in (b"news.a", b"raw1", b"__dynamoth__:s:news.s"):
+                for command, arguments in (
+                    ("move", {"to": "s1"}),
+                    ("move", {"to": "s2"}),
+                    ("replicate", {"mode": "all-publishers", "servers": ["s1", "s2"]}),
+                    ("replicate", {"mode": "all-subscribers", "servers": ["s1", "s2"]}),
+                    ("unreplicate", {"to": "s1"}),
+                ):
+                    await _ask(cluster, command, channel, **arguments)
+                    await flows()
+            assert await client.pubsub_numsub("news.a") == [(b"news.a", 1)]
+            assert await client.pubsub_numpat() == 1
+            assert b"news.a" in await client.pubsub_channels()
+            await patterns.punsubscribe("news.*")
+            await pubsub.unsubscribe("raw1")
+
+    asyncio.run(test())
+    assert acl_log(cluster) == []
+
+
+def test_agents_and_the_balancer_start_again_under_the_rules(cluster: LocalCluster) -> None:
+    channel = b"news.restart"
+    for daemon in (cluster.agents["s1"], cluster.balancer):
+        daemon.stop()
+        daemon.start()
+    cluster.wait_ready()
+    cluster.ask_balancer("move", {"channel": channel, "to": "s1"})
+    cluster.ask_balancer("move", {"channel": channel, "to": "s2"})
+    cluster.check()
+    assert acl_log(cluster) == []
+
+
+def test_operators_see_and_change_everything_from_the_command_line(
+    cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = cluster.url_of("operator")
+    assert main(["status", "--url", url]) == 0, capsys.readouterr()
+    assert main(["plan", "show", "--url", url]) == 0
+    assert main(["plan", "move", "news.cli", "--to", "s2", "--url", url]) == 0
+    assert "news.cli" in capsys.readouterr().out
+    assert acl_log(cluster) == []
