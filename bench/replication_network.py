@@ -323,6 +323,6 @@ class LimitedCluster:
         except ClusterUnavailable as error:
             return str(error)
         if status["problems"]:
-            return str(status["problems"][0])
+            return str(status["problems"][0]["reason"])
         stage = status["balancer"]["stage"]
         return "" if stage == "leading" else f"the balancer is {stage}, not leading"

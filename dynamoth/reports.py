@@ -21,6 +21,10 @@ from dynamoth.control import REPORT_CODE
 from dynamoth.errors import MalformedMessage
 from dynamoth.wire import parser, shortened, unpack
 
+REPORT_PROBLEMS_MAX = 20
+REPORT_PROBLEM_CHARACTERS_MAX = 500
+"""Bounds of ``Report.problems``; a receiver refuses more."""
+
 REPORT_CHANNELS_MAX = 10_000
 """Most channels that a report may name; a receiver refuses more. About 600 KB."""
 
@@ -145,6 +149,13 @@ class Report:
     #: Time right before this interval in which nothing was observed, as the observing connection was down; nothing was
     #: measured of it. 0 without an interruption.
     blind_s: float = 0.0
+    #: How often this process of the agent lost its observing connection: Redis drops one that reads too slowly.
+    interruptions: int = 0
+    #: False: at the time of this report the agent sees nothing of what is published, or only long after. Such a report
+    #: comes over a connection of its own, and tells of the server only: ``columns`` and ``rest`` are empty.
+    observing: bool = True
+    #: What else keeps the agent from its work, or will: a stable kind, and a text with cause and cure.
+    problems: tuple[tuple[str, str], ...] = ()
     columns: ChannelColumns = ChannelColumns()
     rest: ChannelSums = ChannelSums()
 
@@ -181,7 +192,10 @@ def pack_report(report: Report) -> bytes:
     packed: bytes = msgpack.packb(
         [
             REPORT_CODE,
-            [r.server, r.incarnation, r.sequence, r.interval_s, r.plan_version, r.observation_lag_s, r.blind_s],
+            [
+                *(r.server, r.incarnation, r.sequence, r.interval_s, r.plan_version, r.observation_lag_s, r.blind_s),
+                *(r.interruptions, r.observing, r.problems),
+            ],
             [
                 *(r.outgoing_bytes_per_s_max, r.outgoing_bytes_per_s, r.outgoing_is_estimate, r.incoming_bytes_per_s),
                 *(r.cpu_ratio, r.memory_bytes, r.memory_bytes_max, r.connections, r.connections_max),
@@ -202,6 +216,10 @@ def pack_report(report: Report) -> bytes:
     return packed
 
 
+_LATER_HEAD: tuple[Any, ...] = (0, True, [])
+"""What agents of earlier versions leave out at the end of the head."""
+
+
 @parser("a report")
 def unpack_report(data: bytes) -> Report:
     """Read a report from anyone who can publish.
@@ -213,11 +231,13 @@ def unpack_report(data: bytes) -> Report:
     code, head, resources, columns, rest = _array(unpack(data), 5, "a report")
     if code != REPORT_CODE:
         raise MalformedMessage(f"not a report: it begins with {shortened(code)} instead of {REPORT_CODE}")
-    server, incarnation, sequence, interval, version, lag, blind = _array(head, 7, "the head of a report")
+    head = _whole_array(head, 7, "the head of a report")
+    server, incarnation, sequence, interval, version, lag, blind = head[:7]
+    interruptions, observing, problems = (*head[7:10], *_LATER_HEAD[len(head) - 7 :])[:3]
     out_max, out, estimate, into, cpu, *counts = _array(resources, 12, "the resources of a report")
     memory, memory_max, connections, connections_max, buffer, buffers, subscribed = map(_natural, counts)
-    if not isinstance(server, str) or not isinstance(estimate, bool):
-        raise MalformedMessage("a report names its server as text, and says True or False whether it estimates")
+    if not isinstance(server, str) or not isinstance(estimate, bool) or not isinstance(observing, bool):
+        raise MalformedMessage("a report names its server as text, and says True or False whether it estimates or sees")
     return Report(
         server=server,
         incarnation=_natural(incarnation),
@@ -238,9 +258,28 @@ def unpack_report(data: bytes) -> Report:
         channels_subscribed=subscribed,
         observation_lag_s=_measure(lag),
         blind_s=_measure(blind),
+        interruptions=_natural(interruptions),
+        observing=observing,
+        problems=_problems(problems),
         columns=_columns_from_wire(columns),
         rest=ChannelSums(*map(_natural, _array(rest, 8, "the sums of a report"))),
     )
+
+
+def _problems(value: Any) -> tuple[tuple[str, str], ...]:
+    problems = _whole_array(value, 0, "the problems of a report")
+    if len(problems) > REPORT_PROBLEMS_MAX:
+        raise MalformedMessage(f"a report has at most {REPORT_PROBLEMS_MAX} problems, this one has {len(problems)}")
+    return tuple(map(_problem, problems))
+
+
+def _problem(value: Any) -> tuple[str, str]:
+    kind, text = _array(value, 2, "a problem")
+    if not isinstance(kind, str) or not isinstance(text, str):
+        raise MalformedMessage(f"a problem is two texts, not {shortened(value)}")
+    if max(len(kind), len(text)) > REPORT_PROBLEM_CHARACTERS_MAX:
+        raise MalformedMessage(f"a problem has at most {REPORT_PROBLEM_CHARACTERS_MAX} characters")
+    return kind, text
 
 
 def _columns_from_wire(value: Any) -> ChannelColumns:

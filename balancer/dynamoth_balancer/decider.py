@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dynamoth.plan import Assignment, Entry, Mode, Phase, Plan, single
-from dynamoth_balancer.goals import ChannelFigures, ChannelRate, Cluster, Decision, Goal, ServerLoad, decide
+from dynamoth_balancer.goals import ChannelFigures, ChannelRate, Cluster, Decision, Finding, Goal, ServerLoad, decide
 from dynamoth_balancer.installer import Installer
 from dynamoth_balancer.model import ClusterModel
 from dynamoth_balancer.options import BalancerOptions
@@ -40,6 +40,8 @@ class Decider:
         #: The latest decisions with their numbers (from 1) and times, oldest first.
         self.decisions: deque[tuple[int, float, Decision]] = deque(maxlen=DECISIONS_KEPT_MAX)
         self._made = 0
+        #: What the goals could not reach when they were asked last.
+        self.unreached: Sequence[Finding] = ()
         self._look_at = -math.inf
         self._plan_at = -math.inf
         self._findings_at = -math.inf
@@ -100,6 +102,7 @@ class Decider:
             return None
         cluster = self.cluster(installer, now)
         decision = decide(self._goals, cluster)
+        self.unreached = decision.findings
         for figures in cluster.figures:
             self._unwanted.pop(figures.channel, None)  # it was thought about
         if decision.moves:
@@ -151,6 +154,15 @@ class Decider:
         rates = self._model.channel_rates(server)
         measured = (channel for channel in rates if _follows(plan.entry(channel), server))
         return [ChannelRate(rates.get(channel, 0.0), channel) for channel in self._at_draining[server].union(measured)]
+
+    def channels_left(self, server: str, plan: Plan) -> int | None:
+        """Return how many channels are at a server that is being drained; None where nothing is measured there."""
+        latest = self._model.latest(server)
+        if latest is None:
+            return None
+        rest = latest.rest  # channels that reports have no room for
+        unnamed = rest.channels if rest.subscribers or rest.publications else 0
+        return len(self.left_at(server, plan)) + unnamed
 
     # Replication.
 

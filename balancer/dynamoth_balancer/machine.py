@@ -22,7 +22,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dynamoth.control import REPORT_CODE, AdminRequest, PlanAck, Vacated, unpack_control
@@ -40,12 +40,13 @@ from dynamoth_balancer.compatibility import describe_rules, new_rules
 from dynamoth_balancer.decider import Decider, is_replicated
 from dynamoth_balancer.drain import Drain
 from dynamoth_balancer.goals import Relieve
+from dynamoth_balancer.health import Health, Presence, View, describe_problem, find
 from dynamoth_balancer.installer import Installer, TransitionsSettled
 from dynamoth_balancer.lease import Lease
 from dynamoth_balancer.model import ClusterModel
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.replication import Replicate
-from dynamoth_balancer.status import describe_channels, describe_decision, describe_report, plan_page
+from dynamoth_balancer.status import describe_channels, describe_decision, describe_server, plan_page
 from dynamoth_balancer.takeover import Takeover
 
 TICK_INTERVAL_S = 0.25
@@ -53,6 +54,9 @@ TICK_INTERVAL_S = 0.25
 
 CONTENDING_TOLD_AFTER_S = 0.5
 """A start that takes no longer than this is not worth a line in the log."""
+
+PROBLEMS_SHOWN_MAX = 100
+"""Bound of the problems in a status, the worst first."""
 
 SHUTDOWN_S_MAX = 1.0
 """A server that does not answer in this time keeps the lease until it expires."""
@@ -104,12 +108,17 @@ class BalancerMachine:
         self._down_reasons: dict[str, str] = dict.fromkeys(ids, "not connected yet")
         #: Servers that refused the subscription; a dict, as it keeps its order.
         self._unsubscribed: dict[str, None] = {}
+        #: Their replies, until one takes it.
+        self._refused: dict[str, str] = {}
         self._lease = Lease(ids, incarnation, self.options.lease_s, self.options.lease_renew_s)
         self._agents = Agents(ids, self.options.agent_stale_s)
-        #: Agents of which the log was told that they are alive.
-        self._agents_noted: set[str] = set()
+        self._presence = Presence(ids)
         self._model = ClusterModel(ids, self.options.averaging_s)
         self._decider = Decider(self._model, (Replicate(), Relieve(), Drain()), self.options)
+        #: What is wrong, for people.
+        self.health = Health()
+        #: Why the latest decision could not be carried out; empty when it could.
+        self._decision_refused = ""
         self._admin = Admin(self, self.options)
         self._changes = Changes(self.load_ratio, self._change)
         #: Counts the times that this process got the lease; 0 before the first.
@@ -136,6 +145,20 @@ class BalancerMachine:
         """How many channels are in transition."""
         return 0 if self._installer is None else len(self._installer.transitions)
 
+    def transition_age_s(self, now: float) -> float:
+        """Return how long the oldest channel in transition has been so; 0 without any."""
+        transitions = {} if self._installer is None else self._installer.transitions
+        return now - min((transition.since for transition in transitions.values()), default=now)
+
+    @property
+    def servers(self) -> Collection[str]:
+        """The ids of all servers."""
+        return self._servers
+
+    def is_blind(self, server: str, now: float) -> bool:
+        """Tell whether the agent of a server does not see what is published there."""
+        return self._model.blindness(server, now) is not None
+
     @property
     def replicated(self) -> int:
         """How many channels are replicated."""
@@ -156,21 +179,11 @@ class BalancerMachine:
         return {server: self.load_ratio(server, now) for server in self._servers}
 
     def channels_left(self, server: str, now: float) -> int | None:
-        """Return how many channels are still at a server that is being drained, as far as agents can tell.
-
-        None where the server is not being drained, or nothing is measured there.
-        """
-        plan, latest = self.plan, self._model.latest(server)
-        if (
-            server not in self.options.draining
-            or plan is None
-            or latest is None
-            or self.load_ratio(server, now) is None
-        ):
+        """Return how many channels a server being drained still has, as agents tell; None where that is not known."""
+        plan = self.plan
+        if server not in self.options.draining or plan is None or self.load_ratio(server, now) is None:
             return None
-        rest = latest.rest  # channels that reports have no room for
-        unnamed = rest.channels if rest.subscribers or rest.publications else 0
-        return len(self._decider.left_at(server, plan)) + unnamed
+        return self._decider.channels_left(server, plan)
 
     def links_up(self) -> int:
         """Return how many servers are connected."""
@@ -255,6 +268,7 @@ class BalancerMachine:
     def _link_down(self, server: str, reason: str) -> list[Any]:
         was_up = server in self._run_ids
         self._run_ids.pop(server, None)
+        self._refused.pop(server, None)
         self._lease.link_down(server)
         if self._takeover is not None:
             self._takeover.link_down(server)
@@ -284,6 +298,10 @@ class BalancerMachine:
     def _subscribed(self, server: str, value: Any) -> list[Any]:
         assert isinstance(value, ErrorReply), f"SUBSCRIBE has no reply but an error: {value!r}"
         self._unsubscribed[server] = None
+        repeated = self._refused.get(server) == str(value)
+        self._refused[server] = str(value)
+        if repeated:
+            return []
         text = "a server does not let us hear its agent: give the user &__dynamoth__:* and ~__dynamoth__:*"
         return [Note("error", text, {"server": server, "reply": str(value)})]
 
@@ -405,31 +423,36 @@ class BalancerMachine:
             actions += self._lease.tick(now)
             actions += self._recover(now)
             actions += self._resubscribe()
-            actions += self._note_agents(now)
+            actions += self._presence.look(self._agents, now)
             actions += self._admin.tick(now)
             if (installer := self._at_work) is not None:
                 actions += installer.tick(now)
                 actions += self._decide(installer, now)
+            actions += self._look_after_health(now)
         elif (installer := self._at_work) is not None:
             actions += installer.advance(now)
         return actions
+
+    def _look_after_health(self, now: float) -> list[Any]:
+        """Find out what is wrong; say what has begun, and what is over."""
+        leads = self.stage is Stage.LEADING
+        view = View(
+            why_not_leading=None if leads else f"it is {self.stage.value}, not leading: {self._lease_details()}",
+            servers=tuple(self._servers),
+            down=self._down_reasons,
+            refused={**self._lease.problems(), **self._refused},
+            installer=self._installer,
+            agents=self._agents,
+            model=self._model,
+            unreached=self._decider.unreached if leads and not self.is_paused else (),
+            decision_refused=self._decision_refused if leads else "",
+        )
+        return self.health.report(find(view, now), now)
 
     def _resubscribe(self) -> list[Any]:
         servers = [server for server in self._unsubscribed if server in self._run_ids]
         self._unsubscribed.clear()
         return [Send(server, (b"SUBSCRIBE", BALANCER_CHANNEL, OPERATOR_CHANNEL), ("subscribe",)) for server in servers]
-
-    def _note_agents(self, now: float) -> list[Any]:
-        notes: list[Any] = []
-        for server in self._servers:
-            alive = self._agents.is_alive(server, now)
-            if alive and server not in self._agents_noted:
-                self._agents_noted.add(server)
-                notes.append(Note("info", "an agent is heard", {"server": server}))
-            elif not alive and server in self._agents_noted:
-                self._agents_noted.discard(server)
-                notes.append(Note("warning", "an agent is not heard any more: see whether it runs", {"server": server}))
-        return notes
 
     # What is heard.
 
@@ -440,6 +463,8 @@ class BalancerMachine:
                 actions += self._heard(server, message[2], now)
             elif message[0] == b"message" and message[1] == OPERATOR_CHANNEL:
                 actions += self._asked(server, message[2], now)
+            elif message[0] == b"subscribe":
+                self._refused.pop(server, None)
         if (installer := self._at_work) is not None:
             actions += installer.advance(now)
         return actions
@@ -508,13 +533,14 @@ class BalancerMachine:
             return []
         self.counters["decisions"] += 1
         assignments = {move.channel: move.after for move in decision.moves}
+        self._decision_refused = ""
         if not assignments:
             return [Decided(decision)]
         try:
             return [Decided(decision), *self._change(assignments, decision.moves[0].reason, now)]
         except RequestRefused as error:
-            reason = {"reason": str(error)}
-            return [Decided(decision), Note("warning", "a decision cannot be carried out now", reason)]
+            self._decision_refused = str(error)
+            return [Decided(decision), Note("warning", "a decision cannot be carried out now", {"reason": str(error)})]
 
     def _change(self, assignments: Mapping[bytes, Assignment], reason: str, now: float) -> list[Any]:
         """Begin to bring channels to new assignments. Raises RequestRefused."""
@@ -582,6 +608,7 @@ class BalancerMachine:
             "version": self.version(),
             "paused": self.is_paused,
             "compatibility": [] if self.plan is None else describe_rules(self.plan.compatibility),
+            "problems": [describe_problem(problem, now) for problem in self.health.problems[:PROBLEMS_SHOWN_MAX]],
             "servers": {server: self._server_status(server, now) for server in self._servers},
             **describe_channels(self._installer, now),
             "moves_begun": self.counters["moves_begun"],
@@ -594,20 +621,10 @@ class BalancerMachine:
         }
 
     def _server_status(self, server: str, now: float) -> dict[str, Any]:
-        load = self._model.load(server, now)
-        agent = self._agents[server]
-        installer = self._installer
         return {
             "link": "up" if server in self._run_ids else "down",
             "link_problem": self._down_reasons.get(server, ""),
-            "agent": "alive" if self._agents.is_alive(server, now) else "silent",
-            "agent_incarnation": agent.incarnation,
-            "acknowledged_version": agent.acked if agent.acked >= 0 else None,
-            "stored_version": None if installer is None else installer.copy(server).version,
-            "problem": "" if installer is None else installer.copy(server).problem,
             "draining": server in self.options.draining,
             "channels_left": self.channels_left(server, now),
-            "load_ratio": None if load is None else load.load_ratio,
-            "outgoing_bytes_per_s_estimated": None if load is None else load.outgoing_bytes_per_s,
-            **describe_report(self._model.latest(server)),
+            **describe_server(server, self._agents, self._model, self._installer, now),
         }

@@ -5,6 +5,7 @@ Everything is read from the machine at each scrape. Labels name servers only: ch
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
@@ -83,12 +84,39 @@ class BalancerCollector(Collector):
             if (count := machine.channels_left(server, now)) is not None:
                 left.add_metric([server], count)
         yield left
+        yield from _of_problems(machine, now)
         counters = machine.all_counters()
         for name in {**COUNTERS, **counters}:
             yield _counter(name, COUNTERS.get(name, name.replace("_", " ")), counters.get(name, 0))
         if self._recorder is not None:
             yield _counter("rows_written", "Rows written to the metrics file", self._recorder.rows_written)
             yield _counter("rows_lost", "Rows that could not be written to the metrics file", self._recorder.rows_lost)
+
+
+def _of_problems(machine: BalancerMachine, now: float) -> Iterator[Metric]:
+    """Make the metrics of what is wrong. Problems of channels are counted, and only the oldest of a kind is told."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    ages: dict[tuple[str, str, str], float] = {}
+    servers = machine.servers
+    for problem in machine.health.problems:
+        key = (problem.kind, problem.severity.value, problem.subject if problem.subject in servers else "")
+        counts[key] += 1
+        ages[key] = max(ages.get(key, 0.0), now - problem.since)
+    labels = ["kind", "severity", "server"]
+    numbers = GaugeMetricFamily("dynamoth_balancer_problems", "What is stalled or refused, see the log", labels=labels)
+    oldest = GaugeMetricFamily("dynamoth_balancer_problem_age_seconds", "Age of the oldest of them", labels=labels)
+    for key, count in counts.items():
+        numbers.add_metric(key, count)
+        oldest.add_metric(key, ages[key])
+    yield numbers
+    yield oldest
+    yield _gauge("transition_age_seconds", "Age of the oldest transition; 0 without any", machine.transition_age_s(now))
+    blind = GaugeMetricFamily(
+        "dynamoth_balancer_agent_blind", "1 while the agent does not see what is published", labels=["server"]
+    )
+    for server in servers:
+        blind.add_metric([server], machine.is_blind(server, now))
+    yield blind
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -16,6 +16,7 @@ each sends about a part of n: under ALL_SUBSCRIBERS of the publications, under A
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Set
@@ -31,6 +32,14 @@ SAMPLES_MAX = 200
 
 BUSY_MAX = 100
 """Bound of the channels of a server that are looked at one by one. The next ones are, when these need it no more."""
+
+INTERRUPTIONS_WINDOW_S = 30.0
+BLINDING_INTERRUPTIONS = 2
+"""An agent that lost its observing connection so often within the window counts as blind. Once happens to anybody: the
+server restarts, or the network fails."""
+
+INTERRUPTIONS_MAX = 100
+"""Bound of the interruptions that are remembered per server."""
 
 INTERVAL_S_MIN = 0.01
 INTERVAL_S_MAX = 3600.0
@@ -87,12 +96,27 @@ class _Attribution:
         return self.settled is None or sample.begins < self.settled
 
 
+@dataclass(frozen=True, slots=True)
+class Blindness:
+    """The agent of a server does not see what is published there."""
+
+    since: float
+    #: Why, how often, and what helps, in words.
+    reason: str
+
+
 @dataclass(slots=True)
 class _ServerModel:
     """What is known of one server."""
 
     capacity: float = 0.0
     latest: Report | None = None
+    #: When ``latest`` arrived.
+    latest_at: float = -math.inf
+    #: When its agent has lost the observing connection lately.
+    interrupted: deque[float] = field(default_factory=lambda: deque[float](maxlen=INTERRUPTIONS_MAX))
+    #: Since when the agent is blind; None while it sees.
+    blind_since: float | None = None
     samples: deque[_Sample] = field(default_factory=deque[_Sample])
     #: Channels that are attributed to this server or away from it.
     attributed: dict[bytes, _Attribution] = field(default_factory=dict[bytes, _Attribution])
@@ -122,7 +146,10 @@ class ClusterModel:
             return False
         model = self._servers[report.server]
         model.capacity = float(report.outgoing_bytes_per_s_max)
-        model.latest = report
+        self._watch(model, report, now)
+        model.latest, model.latest_at = report, now
+        if not report.observing:
+            return True  # it says nothing of channels: what was known of them before is the best there is
         sample = self._sample(model, report, now)
         uncovered = {channel: a for channel, a in model.attributed.items() if a.covers(sample)}
         if uncovered:
@@ -130,6 +157,42 @@ class ClusterModel:
         model.samples.append(sample)
         self._forget_old(model, now)
         return True
+
+    def _watch(self, model: _ServerModel, report: Report, now: float) -> None:
+        """Find out whether the agent is blind."""
+        latest = model.latest
+        same = latest is not None and latest.incarnation == report.incarnation
+        known = latest.interruptions if latest is not None and same else 0
+        model.interrupted.extend([now] * min(INTERRUPTIONS_MAX, max(0, report.interruptions - known)))
+        if not report.observing or self._interruptions(model, now) >= BLINDING_INTERRUPTIONS:
+            if model.blind_since is None:
+                model.blind_since = now - report.blind_s
+        else:
+            model.blind_since = None
+
+    @staticmethod
+    def _interruptions(model: _ServerModel, now: float) -> int:
+        while model.interrupted and model.interrupted[0] <= now - INTERRUPTIONS_WINDOW_S:
+            model.interrupted.popleft()
+        return len(model.interrupted)
+
+    def blindness(self, server: str, now: float) -> Blindness | None:
+        """Return since when and why the agent of a server is blind; None while it sees."""
+        model = self._servers[server]
+        if model.blind_since is None or model.latest is None:
+            return None
+        state = "sees" if model.latest.observing else "does not see"
+        reason = (
+            f"its agent {state} what is published, and lost its connection {self._interruptions(model, now)} times in"
+            f" {INTERRUPTIONS_WINDOW_S:g} s: Redis disconnects an agent that reads too slowly. It counts as overloaded."
+            " Give the agent a whole CPU, and raise client-output-buffer-limit pubsub of the server"
+        )
+        return Blindness(model.blind_since, reason)
+
+    def report_age_s(self, server: str, now: float) -> float | None:
+        """Return how old the latest report of a server is; None where there is none."""
+        latest_at = self._servers[server].latest_at
+        return None if math.isinf(latest_at) else now - latest_at
 
     def _sample(self, model: _ServerModel, report: Report, now: float) -> _Sample:
         interval, columns = report.interval_s, report.columns
@@ -141,6 +204,8 @@ class ClusterModel:
 
     def _forget_old(self, model: _ServerModel, now: float) -> None:
         samples = model.samples
+        if model.blind_since is not None and samples:
+            now = min(now, samples[-1].arrived)  # nothing newer can be known
         while samples and (samples[0].arrived <= now - self._averaging_s or len(samples) > SAMPLES_MAX):
             samples.popleft()
 
@@ -208,7 +273,9 @@ class ClusterModel:
         self._forget_old(model, now)
         weight = sum(sample.interval_s for sample in model.samples)
         if not weight:
-            return None
+            if model.blind_since is None or model.latest is None:
+                return None
+            return ServerLoad(server, model.latest.outgoing_bytes_per_s, model.capacity)
         rate = sum(sample.outgoing_bytes for sample in model.samples) / weight
         rate += sum(a.rate_at(server) * self._share(a, model, weight) for a in model.attributed.values())
         return ServerLoad(server, rate, model.capacity)

@@ -16,7 +16,7 @@ from dynamoth.plan import Mode, Plan, Server
 from dynamoth_balancer.actions import Decided, Note, PlanChanged, ReportReceived, Shutdown, Stopped
 from dynamoth_balancer.changes import mode_name
 from dynamoth_balancer.goals import Decision
-from dynamoth_balancer.machine import BalancerMachine, Stage
+from dynamoth_balancer.machine import PROBLEMS_SHOWN_MAX, BalancerMachine, Stage
 from dynamoth_balancer.metrics import make_registry
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.recorder import Recorder, report_row
@@ -186,9 +186,12 @@ class _BalancerProcess:
     def _why_not_ready(self) -> str | None:
         if self._stop.is_set():
             return "the balancer is ending"
-        if self._machine.stage is not Stage.LEADING:
+        errors = self._machine.health.errors
+        if not errors and self._machine.stage is not Stage.LEADING:
             return f"the balancer is {self._machine.stage.value}, not leading: its log says why"
-        return None
+        now = self._loop.time()
+        lines = [f"{each.subject}: {each.reason} ({each.kind}, for {now - each.since:.0f} s)" for each in errors]
+        return "\n".join(lines[:PROBLEMS_SHOWN_MAX]) or None
 
 
 def _log_decision(decision: Decision) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 from dynamoth.errors import RequestRefused
 from dynamoth.plan import Entry, Mode, Phase, Plan
 from dynamoth.reports import Report
+from dynamoth_balancer.agents import Agents
 from dynamoth_balancer.changes import mode_name
 from dynamoth_balancer.goals import Decision, Move
 from dynamoth_balancer.installer import Installer, Transition
+from dynamoth_balancer.model import ClusterModel
 
 TRANSITIONS_SHOWN_MAX = 100
 MOVES_SHOWN_MAX = 20
@@ -94,6 +96,28 @@ def describe_transition(channel: bytes, transition: Transition, waits: list[str]
     }
 
 
+def describe_server(
+    server: str, agents: Agents, model: ClusterModel, installer: Installer | None, now: float
+) -> dict[str, Any]:
+    """Return what is known of a server and its agent. Figures are left out while the agent is not heard."""
+    agent, alive = agents[server], agents.is_alive(server, now)
+    load = model.load(server, now) if alive else None
+    blindness = model.blindness(server, now) if alive else None
+    copy = None if installer is None else installer.copy(server)
+    return {
+        "agent": "alive" if alive else "silent",
+        "agent_incarnation": agent.incarnation,
+        "acknowledged_version": agent.acked if agent.acked >= 0 else None,
+        "stored_version": None if copy is None else copy.version,
+        "problem": "" if copy is None else copy.problem,
+        "blind_s": None if blindness is None else now - blindness.since,
+        "load_ratio": None if load is None else load.load_ratio,
+        "outgoing_bytes_per_s_estimated": None if load is None else load.outgoing_bytes_per_s,
+        "report_age_s": model.report_age_s(server, now),
+        **describe_report(model.latest(server) if alive else None),
+    }
+
+
 def describe_report(report: Report | None) -> dict[str, Any]:
     """Return what a server's latest report says of the whole server."""
     if report is None:
@@ -109,6 +133,8 @@ def describe_report(report: Report | None) -> dict[str, Any]:
         "publications_per_s": (sum(report.columns.publications) + report.rest.publications) / report.interval_s,
         "channels": len(report.columns) + report.rest.channels,
         "observation_lag_s": report.observation_lag_s,
+        "interruptions": report.interruptions,
+        "observing": report.observing,
     }
 
 

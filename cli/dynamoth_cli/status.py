@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -52,7 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def read_status(access: Access) -> dict[str, Any]:
-    """Return how everything is: ``version``, ``servers``, ``balancer`` (what it says, or None), ``problems`` (texts).
+    """Return how everything is: ``version``, ``servers``, ``balancer`` (what it says, or None), ``problems``.
+
+    A problem has ``severity``, ``kind``, ``subject``, ``reason`` and ``age_s``; the latter is None for those that this
+    process has found by asking the servers itself.
 
     Raises:
         ClusterUnavailable: no server answers, or none stores a plan.
@@ -63,17 +66,28 @@ async def read_status(access: Access) -> dict[str, Any]:
     addresses = {id_: cluster.merge(parse_server_url(server.url)) for id_, server in plan.servers.items()}
     answers = await asyncio.gather(*(_server(id_, address, link) for id_, address in addresses.items()))
     servers = dict(zip(addresses, answers, strict=True))
-    problems = [problem for server in answers for problem in server["problems"]]
+    problems = [problem for server in answers for problem in server.pop("problems")]
     try:
         balancer: Mapping[str, Any] | None = await ask_balancer(
             cluster, "status", timeout_s=ANSWER_TIMEOUT_S, link=link
         )
     except (ClusterUnavailable, RequestRefused) as error:
         balancer = None
-        problems.append(str(error))
+        problems.append(_problem("no_balancer", "balancer", str(error)))
     for id_, server in servers.items():
         server["load"] = balancer["servers"].get(id_, {}) if balancer else {}
-    return {"version": plan.version, "servers": servers, "balancer": balancer, "problems": problems}
+    told = balancer.get("problems", []) if balancer else []
+    return {"version": plan.version, "servers": servers, "balancer": balancer, "problems": merged(told, problems)}
+
+
+def merged(told: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return what the balancer says, and what we have found ourselves and it has not (yet)."""
+    known = {(problem["kind"], problem["subject"]) for problem in told}
+    return [*told, *(problem for problem in found if (problem["kind"], problem["subject"]) not in known)]
+
+
+def _problem(kind: str, subject: str, reason: str) -> dict[str, Any]:
+    return {"severity": "error", "kind": kind, "subject": subject, "reason": reason, "age_s": None}
 
 
 async def _server(id_: str, address: ServerAddress, link: LinkOptions) -> dict[str, Any]:
@@ -83,20 +97,31 @@ async def _server(id_: str, address: ServerAddress, link: LinkOptions) -> dict[s
     try:
         agents, stored = await query(address, *commands, options=link, timeout_s=ANSWER_TIMEOUT_S)
     except LinkError as error:
-        found["problems"].append(f"server {id_}: {error}")
+        found["problems"].append(_problem("server_unreachable", id_, str(error)))
         return found
     if isinstance(agents, ErrorReply) or isinstance(stored, ErrorReply):
-        found["problems"].append(f"server {id_}: {agents if isinstance(agents, ErrorReply) else stored}")
+        refusal = str(agents if isinstance(agents, ErrorReply) else stored)
+        found["problems"].append(_problem("server_refuses", id_, refusal))
         return found
     header = parse_header(stored, None)
     found["agents"] = agents[1]
     found["stored_version"] = None if header is None else header.version
-    if agents[1] != 1:
-        cure = f"start 'dynamoth node --server {id_}'" if agents[1] == 0 else "stop all but one"
-        found["problems"].append(f"server {id_}: {agents[1]} agents, not 1: {cure}")
+    if agents[1] == 0:
+        text = f"it has no agent: start 'dynamoth node --server {id_}'"
+        found["problems"].append(_problem("agent_silent", id_, text))
+    elif agents[1] != 1:
+        found["problems"].append(_problem("agents_conflict", id_, f"it has {agents[1]} agents: stop all but one"))
     if header is None:
-        found["problems"].append(f"server {id_} stores no plan: the balancer writes it when it gets there")
+        text = "it stores no plan: the balancer writes it when it gets there"
+        found["problems"].append(_problem("plan_not_stored", id_, text))
     return found
+
+
+def describe_problem(problem: Mapping[str, Any]) -> str:
+    """Return a problem in words."""
+    age_s = problem["age_s"]
+    since = "" if age_s is None else f" (for {age_s:.0f} s)"
+    return f"{problem['subject']}: {problem['reason']}{since}"
 
 
 def show(status: Mapping[str, Any], console: Console) -> None:
@@ -107,7 +132,7 @@ def show(status: Mapping[str, Any], console: Console) -> None:
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     for problem in status["problems"]:
-        console.print(f"[bold red]![/] {escape(problem)}", highlight=False, soft_wrap=True)
+        console.print(f"[bold red]![/] {escape(describe_problem(problem))}", highlight=False, soft_wrap=True)
 
 
 HEADINGS = ("server", "agents", "plan", "load", "out MB/s", "messages/s", "channels", "CPU")

@@ -536,6 +536,7 @@ class FakeCluster:
                 self._events.append((balancer, Replied(link, tag, ErrorReply(refusal))))
             else:
                 balancer.hears.add(link)
+                self._events.append((balancer, Pushed(link, [[b"subscribe", args[1], 1]])))
             return
         if args[0] == b"PUBLISH":
             self._published(server, args[1], args[2])

@@ -172,11 +172,12 @@ def test_the_table_of_servers_fits_80_columns_without_cutting_urls() -> None:
 
 def test_the_status_is_printed_without_cutting_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     long = "rediss://" + "redis-master.dynamoth.svc.cluster.local." * 3 + ":6380"
-    problem = f"server s1: {long} [Errno 111] " + "words " * 30
+    reason = f"{long} [Errno 111] " + "words " * 30
+    problem = {"severity": "error", "kind": "server_unreachable", "subject": "s1", "reason": reason, "age_s": 12.3}
     show({"servers": {"s1": _server(long)}, "balancer": None, "version": 1, "problems": [problem]}, Console(width=80))
     shown = capsys.readouterr().out.splitlines()
     assert shown[2].strip() == long
-    assert shown[3] == f"! {problem}"
+    assert shown[3] == f"! s1: {reason} (for 12 s)"
 
 
 def test_a_long_channel_name_does_not_widen_the_table() -> None:

@@ -1,0 +1,206 @@
+"""What the balancer finds wrong: each kind, from when it begins until it is over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dynamoth.names import PLAN_KEY
+from dynamoth_balancer.health import Found, Health, Problem, Severity, with_cure
+from dynamoth_balancer.options import BalancerOptions
+from tests.balancer.fake_cluster import CAPACITY, Balancer, FakeCluster
+
+NO_DECISIONS = BalancerOptions(load_ratio_high=1000.0)
+CHANNEL = b"news"
+
+
+def started(servers: int = 2, options: BalancerOptions = NO_DECISIONS) -> tuple[FakeCluster, Balancer]:
+    cluster = FakeCluster(servers)
+    balancer = cluster.started(options)
+    cluster.run(6)
+    assert balancer.machine.health.problems == []
+    return cluster, balancer
+
+
+def kinds(balancer: Balancer) -> dict[tuple[str, str], Problem]:
+    return {(problem.kind, problem.subject): problem for problem in balancer.machine.health.problems}
+
+
+def away(cluster: FakeCluster, balancer: Balancer) -> tuple[str, str]:
+    home = balancer.plan.entry(CHANNEL).route.assignment.servers[0]
+    return home, next(id_ for id_ in cluster.servers if id_ != home)
+
+
+@pytest.mark.parametrize(
+    ("reply", "cure"),
+    [
+        ("OOM command not allowed when used memory > 'maxmemory'.", "raise maxmemory"),
+        ("READONLY You can't write against a read only replica.", "REPLICAOF NO ONE"),
+    ],
+)
+def test_a_server_that_refuses_the_plan(reply: str, cure: str) -> None:
+    cluster, balancer = started()
+    home, other = away(cluster, balancer)
+    cluster.servers[other].refuse = lambda args: reply if args[0] == b"HSET" and args[1] == PLAN_KEY else None
+    since = cluster.now
+    cluster.admin(home, "move", {"channel": CHANNEL, "to": other})
+    cluster.run(12)
+    problem = kinds(balancer)["plan_refused", other]
+    assert problem.severity is Severity.ERROR
+    assert reply in problem.reason and cure in problem.reason
+    assert since <= problem.since <= since + 1
+    stalled = kinds(balancer)["transition_stalled", "news"]
+    assert (stalled.since, f"{other} to store the plan" in stalled.reason) == (since, True)
+    cluster.servers[other].refuse = lambda args: None
+    cluster.run(6)
+    assert kinds(balancer) == {}
+
+
+def test_a_dead_agent_has_no_rates_and_since_when_it_is_dead() -> None:
+    cluster, balancer = started()
+    cluster.agents["s1"].loads[CHANNEL] = CAPACITY // 2
+    cluster.run(2)
+    server = cluster.ask("status", server="s2").result["servers"]["s1"]
+    assert server["outgoing_bytes_per_s"] == CAPACITY // 2 and server["report_age_s"] <= 1
+    cluster.agents["s1"].alive = False
+    died = cluster.now
+    cluster.run(4)
+    assert kinds(balancer) == {}, "it may only be slow"
+    cluster.run(26)
+    problem = kinds(balancer)["agent_silent", "s1"]
+    assert problem.severity is Severity.ERROR and died - 1 <= problem.since <= died
+    status = cluster.ask("status", server="s2").result
+    server = status["servers"]["s1"]
+    assert "outgoing_bytes_per_s" not in server and server["load_ratio"] is None
+    assert 29 <= server["report_age_s"] <= 32
+    [shown] = status["problems"]
+    assert (shown["kind"], shown["subject"], shown["severity"]) == ("agent_silent", "s1", "error")
+    assert 29 <= shown["age_s"] <= 32
+    cluster.agents["s1"].alive = True
+    cluster.run(2)
+    assert kinds(balancer) == {}
+
+
+def test_a_server_that_is_down() -> None:
+    cluster, balancer = started()
+    cluster.stop_server("s2")
+    cluster.run(1)
+    problem = kinds(balancer)["server_unreachable", "s2"]
+    assert "connection lost" in problem.reason
+    assert not [key for key in kinds(balancer) if key[0] in ("plan_not_stored", "plan_refused")]
+
+
+def test_a_balancer_that_does_not_lead_says_why() -> None:
+    cluster = FakeCluster(3)
+    for server in cluster.servers.values():
+        server.refuse = lambda args: "NOPERM no" if args[0] == b"SET" else None
+    balancer = cluster.start(NO_DECISIONS)
+    cluster.run(3)
+    problem = kinds(balancer)["not_leading", "balancer"]
+    assert "contending" in problem.reason and "NOPERM no" in problem.reason
+    assert "dynamoth acl" in kinds(balancer)["server_refuses", "s1"].reason
+    assert balancer.machine.health.errors[0] is problem
+
+
+def test_a_server_that_does_not_answer_and_an_agent_that_does_not_acknowledge() -> None:
+    cluster, balancer = started(3)
+    home, other = away(cluster, balancer)
+    third = next(id_ for id_ in cluster.servers if id_ not in (home, other))
+    cluster.agents[other].server.lose = lambda message: True
+    balancer.deaf.add(third)
+    cluster.admin(home, "move", {"channel": CHANNEL, "to": other})
+    cluster.run(12)
+    found = kinds(balancer)
+    assert ("plan_not_stored", third) in found
+    assert "does not answer in time" in found["plan_not_stored", third].reason
+
+
+def test_goals_that_cannot_be_reached_stay_shown_as_long_as_they_are() -> None:
+    cluster, balancer = started(2, BalancerOptions(wait_s=0.0, averaging_s=2.0))
+    cluster.agents["s1"].loads[CHANNEL] = 2 * CAPACITY
+    cluster.run(90)
+    problem = kinds(balancer)["goal_unreached", "s1"]
+    assert problem.severity is Severity.WARNING and "load ratio 2.00" in problem.reason
+    assert balancer.machine.health.errors == []
+    assert cluster.now - problem.since > 80
+    cluster.agents["s1"].loads.clear()
+    cluster.run(5)
+    assert kinds(balancer) == {}
+
+
+def test_a_problem_is_logged_when_it_begins_and_when_it_is_over() -> None:
+    cluster, balancer = started()
+    source, target = away(cluster, balancer)
+    cluster.agents[source].listened.add(CHANNEL)
+    cluster.admin("s1", "move", {"channel": CHANNEL, "to": target})
+    cluster.run(40)
+    notes = [note for note in balancer.notes if note.details.get("kind") == "transition_stalled"]
+    [begun] = notes
+    assert (begun.level, begun.details["subject"]) == ("warning", "news")
+    assert f"subscribers to leave {source}" in begun.details["reason"]
+    cluster.agents[source].listened.clear()
+    cluster.run(3)
+    assert [note.message for note in balancer.notes if note.details.get("kind") == "transition_stalled"] == [
+        "a problem has begun",
+        "a problem is over",
+    ]
+
+
+def test_only_some_of_many_stalled_transitions_are_listed() -> None:
+    cluster, balancer = started()
+    for number in range(30):
+        channel = b"c%d" % number
+        home = balancer.plan.entry(channel).route.assignment.servers[0]
+        cluster.agents[home].listened.add(channel)
+        cluster.admin("s1", "move", {"channel": channel, "to": "s2" if home == "s1" else "s1"}, request=number)
+    cluster.run(12)
+    stalled = [problem for problem in balancer.machine.health.problems if problem.kind == "transition_stalled"]
+    assert len(stalled) == 11
+    assert "20 more channels" in stalled[-1].reason
+
+
+def test_a_subscription_that_is_refused_is_logged_once() -> None:
+    cluster = FakeCluster(2)
+    cluster.servers["s1"].refuse = lambda args: "NOPERM no" if args[0] == b"SUBSCRIBE" else None
+    balancer = cluster.start(NO_DECISIONS)
+    cluster.run(10)
+    notes = [note for note in balancer.notes if note.message.startswith("a server does not let us hear")]
+    assert len(notes) == 1
+    assert ("server_refuses", "s1") in kinds(balancer)
+    cluster.servers["s1"].refuse = lambda args: None
+    cluster.run(10)
+    assert ("server_refuses", "s1") not in kinds(balancer)
+
+
+def found(kind: str, **more: Any) -> Found:
+    return Found(Severity.WARNING, kind, "s1", "because", **more)
+
+
+def test_since_is_when_it_was_first_seen_unless_more_is_known() -> None:
+    health = Health()
+    health.look([found("a"), found("b", since=3.0)], 10.0)
+    health.look([found("a"), found("b", since=3.0)], 20.0)
+    assert {problem.kind: problem.since for problem in health.problems} == {"a": 10.0, "b": 3.0}
+    begun, over = health.look([found("b", since=3.0)], 21.0)
+    assert (begun, [problem.kind for problem in over]) == ([], ["a"])
+    health.look([found("a")], 30.0)
+    assert [problem.since for problem in health.problems] == [30.0]
+
+
+def test_what_does_not_last_is_no_problem() -> None:
+    health = Health()
+    for now in (10.0, 12.0, 14.9):
+        assert health.look([found("a", after_s=5.0)], now) == ([], [])
+    [problem], _ = health.look([found("a", after_s=5.0)], 15.0)
+    assert problem.since == 10.0
+
+
+def test_errors_come_first() -> None:
+    health = Health()
+    health.look([found("a"), Found(Severity.ERROR, "b", "s1", "worse")], 0.0)
+    assert [problem.kind for problem in health.problems] == ["b", "a"]
+
+
+def test_a_reply_without_a_known_cure_is_shown_as_it_is() -> None:
+    assert with_cure("ERR something") == "ERR something"

@@ -1,0 +1,145 @@
+"""``dynamoth status``, ``/readyz`` and ``/metrics`` of real processes say what is wrong, with reason and age."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dynamoth_cli.child import dynamoth_command
+from dynamoth_cli.cluster import LocalCluster
+from tests.whole.harness import channels_at, until
+
+TIMEOUT_S = 30.0
+
+SETTINGS = {"balancer.load_ratio_high": 100.0, "node.report_interval_s": 0.5}
+
+
+class Watched:
+    """A cluster of two, and what people see of it."""
+
+    def __init__(self, cluster: LocalCluster, http_port: int) -> None:
+        self.cluster = cluster
+        self._http_port = http_port
+
+    def status(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "COLUMNS": "80"}
+        command = dynamoth_command("status", "--config", str(self.cluster.config_file), *arguments)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+    def get(self, path: str) -> tuple[int, str]:
+        url = f"http://127.0.0.1:{self._http_port}/{path}"
+        try:
+            with urllib.request.urlopen(url, timeout=TIMEOUT_S) as reply:
+                return reply.status, reply.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def problem(self, kind: str, subject: str) -> dict[str, Any] | None:
+        problems = json.loads(self.status("--json").stdout)["problems"]
+        return next((each for each in problems if (each["kind"], each["subject"]) == (kind, subject)), None)
+
+    def until_healthy(self) -> None:
+        until(lambda: self.status().returncode == 0, "nothing is wrong", every_s=0.1)
+        assert "!" not in self.status().stdout
+        until(lambda: self.get("readyz") == (200, "ready\n"), "the balancer is ready", every_s=0.1)
+        assert "dynamoth_balancer_problems{" not in self.get("metrics")[1]
+
+    def until_shown(self, kind: str, server: str, reason: str, *, error: bool = True) -> dict[str, Any]:
+        """Wait until everything says that something is wrong with a server, and why; return what JSON has of it."""
+
+        def known() -> dict[str, Any] | None:
+            problem = self.problem(kind, server)
+            return problem if problem is not None and problem["age_s"] is not None else None
+
+        problem = until(known, f"{kind} of {server}", every_s=0.1)
+        assert problem is not None
+        assert reason in problem["reason"]
+        text = self.status()
+        assert text.returncode == 1
+        assert re.search(rf"^! {server}: .*{re.escape(reason)}.* \(for \d+ s\)$", text.stdout, re.MULTILINE), (
+            text.stdout
+        )
+        code, ready = self.get("readyz")
+        assert (code == 503) is error
+        assert not error or reason in ready
+        metrics = self.get("metrics")[1]
+        labels = f'{{kind="{kind}",server="{server}",severity="{problem["severity"]}"}}'
+        assert f"dynamoth_balancer_problems{labels} 1.0" in metrics
+        assert f"dynamoth_balancer_problem_age_seconds{labels}" in metrics
+        return problem
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    with LocalCluster(2, settings={**SETTINGS, "balancer.http_port": port}) as cluster:
+        watched = Watched(cluster, port)
+        watched.until_healthy()
+        yield watched
+
+
+def plan_move(watched: Watched, channel: bytes, to: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["plan", "move", channel.decode(), "--to", to, "--config", str(watched.cluster.config_file), *arguments]
+    return subprocess.run(
+        dynamoth_command(*command), capture_output=True, text=True, timeout=2 * TIMEOUT_S, check=False
+    )
+
+
+def test_a_server_at_maxmemory_that_refuses_the_plan(watched: Watched) -> None:
+    [channel] = channels_at("s1", 1)
+    watched.cluster.ask("s2", (b"CONFIG", b"SET", b"maxmemory", b"1mb"))
+    assert plan_move(watched, channel, "s2", "--timeout", "1").returncode == 1
+    problem = watched.until_shown("plan_refused", "s2", "OOM command not allowed")
+    assert "raise maxmemory" in problem["reason"]
+    assert watched.problem("memory_full", "s2"), "the memory itself is shown as well, before it matters"
+    watched.cluster.ask("s2", (b"CONFIG", b"SET", b"maxmemory", b"0"))
+    watched.until_healthy()
+
+
+def test_a_server_that_has_become_a_replica(watched: Watched) -> None:
+    port = str(watched.cluster.redis["s1"].port).encode()
+    watched.cluster.ask("s2", (b"REPLICAOF", b"127.0.0.1", port))
+    problem = watched.until_shown("plan_refused", "s2", "READONLY")
+    assert "REPLICAOF NO ONE" in problem["reason"]
+    watched.cluster.ask("s2", (b"REPLICAOF", b"NO", b"ONE"))
+    watched.until_healthy()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_agent_that_is_dead_or_hangs(watched: Watched, number: signal.Signals) -> None:
+    agent = watched.cluster.agents["s2"]
+    assert json.loads(watched.status("--json").stdout)["servers"]["s2"]["load"]["connections"] > 0
+    if number is signal.SIGKILL:
+        agent.kill()
+    else:
+        os.kill(agent.pid, number)
+    watched.until_shown("agent_silent", "s2", "its agent is not heard")
+    load = json.loads(watched.status("--json").stdout)["servers"]["s2"]["load"]
+    assert "connections" not in load and load["load_ratio"] is None, "its last figures are not shown as present"
+    assert load["report_age_s"] > 4
+    if number is signal.SIGKILL:
+        agent.start()
+    else:
+        os.kill(agent.pid, signal.SIGCONT)
+    watched.until_healthy()
+
+
+def test_moving_a_channel_to_where_it_is(watched: Watched) -> None:
+    [channel] = channels_at("s1", 1)
+    done = plan_move(watched, channel, "s1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "is at s1, settled" in done.stdout and "note: it was there already" in done.stdout
+    done = plan_move(watched, channel, "s1", "--json")
+    assert (done.returncode, json.loads(done.stdout)["note"]) == (0, "it was there already")
