@@ -145,6 +145,8 @@ class Lease:
         if isinstance(value, Exception):
             term.problem = str(value)
         term.ours = value == self._value
+        if term.ours:
+            term.problem = ""
         term.other = value if isinstance(value, bytes) and not term.ours else None
         if not term.ours:
             term.held_until = self._held_until = -math.inf

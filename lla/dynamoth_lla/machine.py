@@ -25,7 +25,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dynamoth.control import Announcement, unpack_control
@@ -125,6 +125,8 @@ class LoadAnalyzer:
         self.blind_s_total = 0.0
         #: The latest report that was sent.
         self.last_report: Report | None = None
+        #: What else reports shall say: see ``Report.problems``. Set by the owner.
+        self.problems: tuple[tuple[str, str], ...] = ()
         #: Whether the latest observation was later than ``lag_s_max``.
         self.late = False
         self._run_id: str | None = None
@@ -158,6 +160,8 @@ class LoadAnalyzer:
         #: What the replies to our own commands have taken since the latest measurement.
         self._reply_bytes = 0
         self._sequence = 0
+        #: Whether the link was up before.
+        self._was_up = False
         #: Up to when reports have told what happened; None before the first.
         self._reported_until: float | None = None
         self._blind_s = 0.0
@@ -197,6 +201,11 @@ class LoadAnalyzer:
         return max(self._lag_s, waiting_s)
 
     @property
+    def reported_until(self) -> float | None:
+        """Up to when reports have said what happened; None before the first."""
+        return self._reported_until
+
+    @property
     def stage(self) -> Stage:
         """How far the present round has come."""
         return self._stage
@@ -216,8 +225,9 @@ class LoadAnalyzer:
         self._rates = Rates(None, None, None)
         self._reply_bytes = 0
         self._window = self._new_window()
+        self.counters["interruptions"] += self._was_up
+        self._was_up = True
         if self._reported_until is not None:
-            self.counters["interruptions"] += 1
             self._blind_s = self._now - self._reported_until
         self._round_at = self._now
         return self._begin_round()
@@ -409,9 +419,26 @@ class LoadAnalyzer:
         self.counters["messages_untracked"] += composed.rest.messages_untracked
         self.counters["publishers_uncounted"] += composed.rest.publishers_uncounted
 
+    def report_blind(self, info: ServerInfo, measured: Rates, interval_s: float, blind_s: float) -> Report:
+        """Return a report of an agent that sees nothing at present: what INFO says of the server, and for how long.
+
+        Outgoing bytes include what the server sent to the agent, which is not known then.
+        """
+        report = self._make_report(info, measured.or_else(Rates(0.0, 0.0, 0.0)), interval_s, observing=False)
+        report = replace(report, observation_lag_s=max(self._lag_s, blind_s), blind_s=blind_s)
+        self._sequence += 1
+        self.counters["reports_sent"] += 1
+        return report
+
     def _report(self, measured: _Measurement, composed: Composed) -> Report:
-        info, interval_s = measured.after.info, measured.interval_s
-        out, into = self._rates.outgoing_bytes_per_s, self._rates.incoming_bytes_per_s
+        interval_s = measured.interval_s
+        estimate = Rates(composed.total.bytes_out / interval_s, composed.total.bytes_in / interval_s, 0.0)
+        report = self._make_report(measured.after.info, self._rates.or_else(estimate), interval_s)
+        is_estimate = self._rates.outgoing_bytes_per_s is None
+        return replace(report, outgoing_is_estimate=is_estimate, columns=composed.columns, rest=composed.rest)
+
+    def _make_report(self, info: ServerInfo, measured: Rates, interval_s: float, *, observing: bool = True) -> Report:
+        """Return a report of the server alone."""
         return Report(
             server=self._server,
             incarnation=self._incarnation,
@@ -419,10 +446,9 @@ class LoadAnalyzer:
             interval_s=interval_s,
             plan_version=self.plan_version,
             outgoing_bytes_per_s_max=self._options.outgoing_bytes_per_s_max,
-            outgoing_bytes_per_s=composed.total.bytes_out / interval_s if out is None else out,
-            outgoing_is_estimate=out is None,
-            incoming_bytes_per_s=composed.total.bytes_in / interval_s if into is None else into,
-            cpu_ratio=self._rates.cpu_ratio or 0.0,
+            outgoing_bytes_per_s=measured.outgoing_bytes_per_s or 0.0,
+            incoming_bytes_per_s=measured.incoming_bytes_per_s or 0.0,
+            cpu_ratio=measured.cpu_ratio or 0.0,
             memory_bytes=info.memory_bytes,
             memory_bytes_max=info.memory_bytes_max,
             connections=info.connections,
@@ -432,8 +458,9 @@ class LoadAnalyzer:
             channels_subscribed=info.channels_subscribed,
             observation_lag_s=self._lag_s,
             blind_s=self._blind_s,
-            columns=composed.columns,
-            rest=composed.rest,
+            interruptions=self.counters["interruptions"],
+            observing=observing,
+            problems=self.problems,
         )
 
     # What is observed.

@@ -4,13 +4,15 @@ Theory of operation
 -------------------
 The link ``local`` belongs to both: the dispatcher subscribes it to everything, and each is told of every message.
 Replies go to whoever asked, by tag. All other links are the dispatcher's. Here the agent also makes sure that it is
-the only one of its server (``guard``), and says what people want to know: links that go up and down, and plans.
+the only one of its server (``guard``), and says what people want to know: links that go up and down, and plans. A
+second link, ``reports``, speaks for an agent that sees nothing (``watch``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from dynamoth.events import Connect, LinkDown, LinkUp, Pushed, Replied, RepliedAll, Send, Start, Tick, earliest
 from dynamoth.names import BALANCER_CHANNEL
@@ -20,6 +22,7 @@ from dynamoth_lla.machine import LoadAnalyzer
 from dynamoth_lla.options import LoadAnalyzerOptions
 from dynamoth_node.guard import LOCAL, AgentGuard
 from dynamoth_node.guard import TAG as GUARD_TAG
+from dynamoth_node.watch import REPORTS, Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,8 @@ class NodeMachine:
     """The agent of one server.
 
     Its own actions are :class:`LinkChanged`, :class:`PlanFollowed`, ``guard.AlreadyRunning`` (the process shall end),
-    ``guard.GuardRefused`` and the analyzer's ``ObservationLate``. A driver that does not know them may ignore all but
-    ``AlreadyRunning``.
+    ``guard.GuardRefused``, ``watch.BlindnessChanged``, ``watch.ServerSettings`` and the analyzer's ``ObservationLate``.
+    A driver that does not know them may ignore all but ``AlreadyRunning``.
 
     Args:
         server: id of the server.
@@ -50,6 +53,7 @@ class NodeMachine:
         dispatcher_options: None for the defaults.
         lla_options: what the server can send, and bounds.
         url: where the server is.
+        asks_settings: whether to ask the server for its settings (CONFIG GET).
 
     """
 
@@ -60,11 +64,15 @@ class NodeMachine:
         dispatcher_options: DispatcherOptions | None,
         lla_options: LoadAnalyzerOptions,
         url: str,
+        *,
+        asks_settings: bool = True,
     ) -> None:
         self.server = server
         self.dispatcher = DispatcherMachine(server, incarnation, dispatcher_options)
         self.load_analyzer = LoadAnalyzer(server, incarnation, lla_options)
         self._guard = AgentGuard(server, incarnation)
+        name = f"dynamoth-agent-reports:{quote(server, safe='')}"
+        self._watch = Watch(self.load_analyzer, lla_options.report_interval_s, name, asks_settings=asks_settings)
         self._url = url
         #: Whether the link ``local`` is up.
         self.is_up = False
@@ -75,6 +83,15 @@ class NodeMachine:
     def is_ready(self) -> bool:
         """Whether the agent does its work: it observes its server and knows a plan."""
         return self.is_up and self.dispatcher.plan is not None
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether the agent sees nothing of what is published, or only long after."""
+        return self._watch.blind
+
+    def blind_s(self, now: float) -> float:
+        """Return for how long reports have been missing."""
+        return self._watch.blind_s(now)
 
     @property
     def plan_version(self) -> int | None:
@@ -89,6 +106,7 @@ class NodeMachine:
         if not self._guard.is_clear:
             actions = [action for action in actions if not _speaks_to_balancer(action)]
         elif not was_clear:
+            self._watch.may_speak = True
             actions += self.dispatcher.acknowledge()
         version = self.plan_version
         if version is not None and version != self.load_analyzer.plan_version:
@@ -97,8 +115,10 @@ class NodeMachine:
         return actions
 
     def deadline(self) -> float | None:
-        """Return the earliest wish of the three."""
-        return earliest(self.dispatcher.deadline(), self.load_analyzer.deadline(), self._guard.deadline())
+        """Return when the first of the parts has something to do."""
+        return earliest(
+            self.dispatcher.deadline(), self.load_analyzer.deadline(), self._guard.deadline(), self._watch.deadline()
+        )
 
     def _route(self, event: Any, now: float) -> list[Any]:
         if type(event) is Pushed:  # nearly all of them
@@ -111,7 +131,13 @@ class NodeMachine:
                 return self.dispatcher.handle(event, now)
             case Tick():
                 actions = self.dispatcher.handle(event, now)
-                return actions + self.load_analyzer.handle(event, now) + self._guard.tick(now)
+                actions += self.load_analyzer.handle(event, now) + self._guard.tick(now)
+                return actions + self._watch.tick(now)
+            case LinkUp(link) if link == REPORTS:
+                return self._watch.link_up(now)
+            case LinkDown(link) if link == REPORTS:
+                self._watch.link_down()
+                return []
             case LinkUp(link):
                 said = self._say(link, None)
                 return said + (self._local_up(event, now) if link == LOCAL else self.dispatcher.handle(event, now))
@@ -119,11 +145,15 @@ class NodeMachine:
                 said = self._say(link, reason)
                 return said + (self._local_down(event, now) if link == LOCAL else self.dispatcher.handle(event, now))
             case Start():
-                return [Connect(LOCAL, self._url), *self.dispatcher.handle(event, now)]
+                return [Connect(LOCAL, self._url), Connect(REPORTS, self._url), *self.dispatcher.handle(event, now)]
             case _:
                 raise AssertionError(f"not an event of an agent: {event!r}")
 
     def _replied(self, event: Replied, now: float) -> list[Any]:
+        if event.link == REPORTS:
+            actions = self._watch.replied(event, now)
+            self.load_analyzer.problems = self._watch.problems
+            return actions
         tag = event.tag
         owner: Any = tag[0] if isinstance(tag, tuple) else None  # pyright: ignore[reportUnknownVariableType]
         if event.link == LOCAL and owner == LLA_TAG:

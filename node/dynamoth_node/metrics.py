@@ -116,6 +116,7 @@ class NodeCollector(Collector):
         lag_s = analyzer.observation_lag_s(self._clock())
         yield self._gauge("agent_observation_lag_seconds", "How late the agent sees what is published", lag_s)
         yield self._gauge("agent_channels_tracked", "Channels that the agent follows", analyzer.channels_tracked)
+        yield self._gauge("agent_blind", "1 while the agent does not see what is published", machine.is_blind)
         transitions = sum(1 for _ in machine.dispatcher.transitions.all())
         yield self._gauge("dispatcher_transitions", "Channels in transition at the server", transitions)
         yield from self._counters("lla", _COUNTERS_OF_ANALYZER, analyzer.counters)

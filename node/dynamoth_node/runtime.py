@@ -22,6 +22,7 @@ from dynamoth_lla.options import LoadAnalyzerOptions
 from dynamoth_node.guard import LOCAL, AlreadyRunning, GuardRefused
 from dynamoth_node.machine import LinkChanged, NodeMachine, PlanFollowed
 from dynamoth_node.metrics import make_registry
+from dynamoth_node.watch import LIMIT_WANTED, BlindnessChanged, ServerSettings
 
 EXIT_STOPPED = 0
 """Ended because it was told to."""
@@ -112,6 +113,9 @@ class _Agent:
             config.dispatcher,
             config.load_analyzer_options(),
             config.url,
+            # A user with rights of its own has none to read the settings, which hold passwords: asking would only fill
+            # ACL LOG.
+            asks_settings=config.link.username is None and parse_server_url(config.url).username is None,
         )
 
     async def run(self) -> int:
@@ -161,6 +165,17 @@ class _Agent:
                 )
             case ObservationLate(False, lag_s):
                 _log.info("the observation is in time again", extra={**extra, "lag_s": round(lag_s, 3)})
+            case BlindnessChanged(True, blind_s, times):
+                text = "the agent does not see what is published: it reads too slowly, or Redis disconnects it"
+                _log.error(text, extra={**extra, "blind_s": round(blind_s, 1), "interruptions": times})
+            case BlindnessChanged(False, _, times):
+                _log.info("the agent sees what is published again", extra={**extra, "interruptions": times})
+            case ServerSettings(advice, None):
+                for text in advice:
+                    _log.warning("%s", text, extra=extra)
+            case ServerSettings(_, refused):
+                text = f"the server's settings are not known ({refused}): see that {LIMIT_WANTED} is set"
+                _log.info("%s", text, extra=extra)
             case GuardRefused(reason):
                 _log.warning("%s", reason, extra=extra)
             case AlreadyRunning(reason):
@@ -190,4 +205,7 @@ class _Agent:
             return f"no connection to the Redis server ({LOCAL} link)"
         if self._machine.plan_version is None:
             return "the server holds no plan yet: is the balancer running?"
+        if self._machine.is_blind:
+            blind_s = self._machine.blind_s(self._loop.time())
+            return f"the agent has not seen what is published for {blind_s:.0f} s: it reads too slowly ({LOCAL} link)"
         return None

@@ -75,6 +75,7 @@ class RedisServer:
             b"PING": self._ping,
             b"CLIENT": self._client,
             b"INFO": self._info,
+            b"CONFIG": lambda connection, words: {words[2]: b""},
         }
         self._started = world.now
         self.input_bytes = 0

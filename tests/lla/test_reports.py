@@ -120,6 +120,9 @@ def test_every_field_travels() -> None:
         channels_subscribed=7,
         observation_lag_s=0.25,
         blind_s=0.75,
+        interruptions=8,
+        observing=False,
+        problems=(("kind", "cause and cure"),),
     )
     read = unpack_report(pack_report(report))
     for field in dataclasses.fields(Report):

@@ -96,9 +96,9 @@ class Bench:
         self.tell(Tick())
 
 
-def test_it_asks_for_one_link_at_the_start() -> None:
+def test_it_asks_for_its_links_at_the_start() -> None:
     bench = Bench()
-    assert bench.tell(Start()) == [Connect("local", "redis://h1")]
+    assert bench.tell(Start()) == [Connect("local", "redis://h1"), Connect("reports", "redis://h1")]
 
 
 def test_the_connection_is_named_before_it_is_subscribed_and_observed_before_it_is_measured() -> None:
