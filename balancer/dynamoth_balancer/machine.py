@@ -20,9 +20,8 @@ acknowledgements, stored copies), ``model``, ``goals`` and ``decider`` (decision
 from __future__ import annotations
 
 import enum
-import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynamoth.control import REPORT_CODE, AdminRequest, PlanAck, Vacated, unpack_control
@@ -37,6 +36,7 @@ from dynamoth_balancer.admin import Admin
 from dynamoth_balancer.agents import Agents, Heard
 from dynamoth_balancer.changes import BegunChange, Changes, ChangeState
 from dynamoth_balancer.compatibility import describe_rules, new_rules
+from dynamoth_balancer.contention import Contention
 from dynamoth_balancer.decider import Decider, is_replicated
 from dynamoth_balancer.drain import Drain
 from dynamoth_balancer.goals import Relieve
@@ -46,14 +46,11 @@ from dynamoth_balancer.lease import Lease
 from dynamoth_balancer.model import ClusterModel
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.replication import Replicate
-from dynamoth_balancer.status import describe_channels, describe_decision, describe_server, plan_page
+from dynamoth_balancer.status import describe_channels, describe_decisions, describe_server, plan_page
 from dynamoth_balancer.takeover import Takeover
 
 TICK_INTERVAL_S = 0.25
 """How often everything that waits is looked at: a fourth of the shortest default timeout."""
-
-CONTENDING_TOLD_AFTER_S = 0.5
-"""A start that takes no longer than this is not worth a line in the log."""
 
 PROBLEMS_SHOWN_MAX = 100
 """Bound of the problems in a status, the worst first."""
@@ -111,6 +108,8 @@ class BalancerMachine:
         #: Their replies, until one takes it.
         self._refused: dict[str, str] = {}
         self._lease = Lease(ids, incarnation, self.options.lease_s, self.options.lease_renew_s)
+        patience_s = self.options.lease_s + 2 * self.options.lease_renew_s
+        self._contention = Contention(self._lease, len(ids), self._down_reasons, patience_s)
         self._agents = Agents(ids, self.options.agent_stale_s)
         self._presence = Presence(ids)
         self._model = ClusterModel(ids, self.options.averaging_s)
@@ -127,9 +126,6 @@ class BalancerMachine:
         self._takeover: Takeover | None = None
         #: That of the present or latest term; None before the first.
         self._installer: Installer | None = None
-        self._contending_since = math.inf
-        #: What the log was told last of why the lease is not held.
-        self._contending_told: dict[str, Any] = {}
         self._tick_at: float | None = None
         self._shutdown_at: float | None = None
 
@@ -150,14 +146,9 @@ class BalancerMachine:
         transitions = {} if self._installer is None else self._installer.transitions
         return now - min((transition.since for transition in transitions.values()), default=now)
 
-    @property
-    def servers(self) -> Collection[str]:
-        """The ids of all servers."""
-        return self._servers
-
-    def is_blind(self, server: str, now: float) -> bool:
-        """Tell whether the agent of a server does not see what is published there."""
-        return self._model.blindness(server, now) is not None
+    def blind(self, now: float) -> dict[str, bool]:
+        """Tell of each server whether its agent does not see what is published there."""
+        return {server: self._model.blindness(server, now) is not None for server in self._servers}
 
     @property
     def replicated(self) -> int:
@@ -219,7 +210,7 @@ class BalancerMachine:
             case LinkDown(link, reason):
                 actions += self._link_down(link, reason)
             case Start():
-                self._contending_since = now
+                self._contention.begin(now)
                 self._tick_at = now + TICK_INTERVAL_S
                 actions += [Connect(server.id, server.url) for server in self._servers.values()]
             case Shutdown():
@@ -339,34 +330,16 @@ class BalancerMachine:
     def _end_term(self, now: float) -> list[Any]:
         self.stage = Stage.CONTENDING
         self._takeover = None
-        self._contending_since = now
-        self._contending_told = {}
-        return [Note("error", "lost the lease: no decisions and no changes until it is back", self._lease_details())]
+        self._contention.begin(now)
+        return [
+            Note("error", "lost the lease: no decisions and no changes until it is back", self._contention.details())
+        ]
 
     def _contend(self, now: float) -> list[Any]:
-        others = self._lease.others()
-        waited = now - self._contending_since
-        if others and waited > self.options.lease_s + 2 * self.options.lease_renew_s:
-            incarnations = ", ".join(sorted(set(others.values())))
-            text = (
-                f"another balancer (incarnation {incarnations}) is at work: it holds the lease at {', '.join(others)}"
-                " and renews it; stop that one first, there is one balancer for a cluster"
-            )
-            return self._stop(AlreadyRunning(text))
-        details = self._lease_details()
-        if waited < CONTENDING_TOLD_AFTER_S or details == self._contending_told:
-            return []
-        self._contending_told = details
-        text = "waiting for the lease; a predecessor that was killed keeps it until it expires"
-        return [Note("warning", text, details)]
-
-    def _lease_details(self) -> dict[str, Any]:
-        return {
-            "needed": f"{self._lease.majority} of {len(self._servers)} servers",
-            "held_by_others": self._lease.others(),
-            "refused": self._lease.problems(),
-            "unreachable": dict(self._down_reasons),
-        }
+        try:
+            return list(self._contention.look(now))
+        except AlreadyRunning as error:
+            return self._stop(error)
 
     def _stop(self, error: AlreadyRunning | ConfigError | None) -> list[Any]:
         self.stage = Stage.STOPPED
@@ -437,7 +410,7 @@ class BalancerMachine:
         """Find out what is wrong; say what has begun, and what is over."""
         leads = self.stage is Stage.LEADING
         view = View(
-            why_not_leading=None if leads else f"it is {self.stage.value}, not leading: {self._lease_details()}",
+            why_not_leading=None if leads else f"it is {self.stage.value}, not leading: {self._contention.details()}",
             servers=tuple(self._servers),
             down=self._down_reasons,
             refused={**self._lease.problems(), **self._refused},
@@ -578,7 +551,7 @@ class BalancerMachine:
     def _leading_installer(self) -> Installer:
         installer = self._at_work
         if installer is None:
-            raise RequestRefused(f"the balancer is {self.stage.value}, not leading: {self._lease_details()}")
+            raise RequestRefused(f"the balancer is {self.stage.value}, not leading: {self._contention.details()}")
         return installer
 
     def change_state(self, change: BegunChange, now: float) -> tuple[ChangeState, str]:
@@ -613,10 +586,7 @@ class BalancerMachine:
             **describe_channels(self._installer, now),
             "moves_begun": self.counters["moves_begun"],
             "moves_settled": self.counters["moves_settled"],
-            "decisions": [
-                {"number": number, "age_s": now - at, **describe_decision(decision)}
-                for number, at, decision in self._decider.decisions
-            ],
+            "decisions": describe_decisions(self._decider.decisions, now),
             "counters": dict(self.all_counters()),
         }
 

@@ -97,9 +97,9 @@ def _of_problems(machine: BalancerMachine, now: float) -> Iterator[Metric]:
     """Make the metrics of what is wrong. Problems of channels are counted, and only the oldest of a kind is told."""
     counts: Counter[tuple[str, str, str]] = Counter()
     ages: dict[tuple[str, str, str], float] = {}
-    servers = machine.servers
+    blind_now = machine.blind(now)
     for problem in machine.health.problems:
-        key = (problem.kind, problem.severity.value, problem.subject if problem.subject in servers else "")
+        key = (problem.kind, problem.severity.value, problem.subject if problem.subject in blind_now else "")
         counts[key] += 1
         ages[key] = max(ages.get(key, 0.0), now - problem.since)
     labels = ["kind", "severity", "server"]
@@ -114,8 +114,8 @@ def _of_problems(machine: BalancerMachine, now: float) -> Iterator[Metric]:
     blind = GaugeMetricFamily(
         "dynamoth_balancer_agent_blind", "1 while the agent does not see what is published", labels=["server"]
     )
-    for server in servers:
-        blind.add_metric([server], machine.is_blind(server, now))
+    for server, is_blind in blind_now.items():
+        blind.add_metric([server], is_blind)
     yield blind
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -38,6 +38,11 @@ def describe_decision(decision: Decision) -> dict[str, Any]:
             for finding in decision.findings[:MOVES_SHOWN_MAX]
         ],
     }
+
+
+def describe_decisions(decisions: Iterable[tuple[int, float, Decision]], now: float) -> list[dict[str, Any]]:
+    """Return decisions, each with its number and time, as data."""
+    return [{"number": number, "age_s": now - at, **describe_decision(each)} for number, at, each in decisions]
 
 
 def describe_move(move: Move) -> dict[str, Any]:
