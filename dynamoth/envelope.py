@@ -65,6 +65,13 @@ class Envelope(NamedTuple):
     payload: bytes
     quiet_ms: int = 0
 
+    def previous_at(self, now: float) -> float:
+        """Return the latest time at which the previous message was published, if this one came at ``now``.
+
+        Of a heartbeat, the message of its number.
+        """
+        return now - self.quiet_ms / 1000
+
 
 def head_of(flags: int) -> int:
     """Return the magic and ``flags`` as the one number that ``unpack_numbered`` makes of them."""

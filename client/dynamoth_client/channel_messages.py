@@ -126,7 +126,7 @@ class ChannelMessages:
                 if sequence == expected and not stream.held:
                     stream.next = sequence + 1
                     deliver((subscription.channel, data[HEADER_BYTES:]))
-                elif not stream.begun_in_doubt_at <= sequence < expected:  # many are, while the channel moves
+                elif sequence >= expected:  # lower ones are copies: many are, while the channel moves
                     return index
             elif data[:3] == MAGIC:
                 return index
@@ -164,9 +164,15 @@ class ChannelMessages:
         moving = subscription.leaving or subscription.ended_moving
         if moving and Location(link, physical) in subscription.targets:
             flags |= ROUTE_CHANGED  # what came here before this subscriber did is on its way to the place it is leaving
-        owed = subscription.confirmed_at <= now - envelope.quiet_ms / 1000
-        sequences = subscription.sequences
-        outcomes = sequences.arrive(envelope.publisher, envelope.sequence, flags, envelope.payload, now, owed)
+        outcomes = subscription.sequences.arrive(
+            envelope.publisher,
+            envelope.sequence,
+            flags,
+            envelope.payload,
+            now,
+            envelope.previous_at(now),
+            subscription.confirmed_at,
+        )
         self._watch(subscription, envelope.publisher)
         return self._outcomes(subscription, outcomes)
 

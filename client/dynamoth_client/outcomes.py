@@ -16,6 +16,7 @@ from dynamoth.envelope import HEARTBEAT, open_envelope, rerouted, seal, whole_ms
 from dynamoth.events import ErrorReply
 from dynamoth.names import forward_channel, logical_channel
 from dynamoth.outbox import Command
+from dynamoth.plan import Location
 from dynamoth_client.publication import (
     PUBLISH_TIMEOUT_S_MAX,
     HandOver,
@@ -26,6 +27,7 @@ from dynamoth_client.publication import (
     PublishFailed,
     PublishRefused,
     Together,
+    Unconfirmed,
     Waiting,
 )
 
@@ -51,6 +53,10 @@ class Outcomes:
         if type(value) is int and not waiting.missing:  # nearly always
             waiting.done = True
             return [Published(waiting.token, (waiting.receivers or 0) + max(0, value - self._servers[link].observers))]
+        return self.answered_in_part(waiting, link, value, now)
+
+    def answered_in_part(self, waiting: Waiting, link: str, value: Any, now: float) -> list[Any]:
+        """Take the answer of one server of several, or to a message that waits for its confirmation besides."""
         if isinstance(value, ErrorReply):
             waiting.refusal = str(value)
         else:
@@ -65,7 +71,29 @@ class Outcomes:
                 return []
             if waiting.missing:
                 return self.hand_over(waiting, now)
-        return self.end(waiting)
+        return self._answered_by_all(waiting)
+
+    def _answered_by_all(self, waiting: Waiting) -> list[Any]:
+        """Tell the application, unless the message waits for its confirmation."""
+        if not isinstance(waiting, Unconfirmed) or waiting.confirmed:
+            return self.end(waiting)
+        waiting.answered = True
+        waiting.tell_at = waiting.expires_at
+        return []
+
+    def confirmed(self, message: Waiting) -> list[Any]:
+        """Note that a message went where the stored plan says; tell the application if servers have answered."""
+        assert isinstance(message, Unconfirmed), "every message of a check is one"
+        message.confirmed = True
+        return self.end(message) if message.answered and not message.done else []
+
+    def begin_again(self, message: Waiting, locations: Sequence[Location]) -> Unconfirmed:
+        """Wait for the answers of other servers to a message that is sent again; what was answered counts no more."""
+        message.done = True
+        again = Unconfirmed(message.token, message.expires_at, message.channel)
+        if len(locations) > 1:
+            again.missing = tuple(location.server for location in locations)
+        return again
 
     def hand_over(self, waiting: Waiting, now: float) -> list[Any]:
         """Ask the dispatcher of the next replica that has a message to see to those that have not answered; or end.
@@ -88,7 +116,7 @@ class Outcomes:
         if waiting.missing and waiting.requests:
             waiting.tell_at = waiting.expires_at
             return []
-        return self.end(waiting)
+        return self._answered_by_all(waiting)
 
     def _request(self, waiting: Waiting, data: bytes, now: float) -> ForwardRequest:
         """Return what each replica that has not answered is to be sent by somebody else."""
@@ -108,7 +136,7 @@ class Outcomes:
             self._counters["unheard_requests"] += 1
             return self.hand_over(waiting, now)
         self._counters["handed_over"] += 1
-        return self.end(waiting)
+        return self._answered_by_all(waiting)
 
     def late(self, waiting: Waiting | Together, server_id: str, now: float) -> list[Any]:
         """See to messages that a server should have answered by now: somebody else is asked, or they have failed."""
@@ -117,8 +145,22 @@ class Outcomes:
             reason, late = self._why_unanswered(server_id)
             return [PublishFailed(token, reason, late) for token in waiting.tokens[waiting.answered :]]
         if waiting.expires_at > now:
-            return self.hand_over(waiting, now)
+            actions = self.hand_over(waiting, now)
+            if isinstance(waiting, Unconfirmed) and waiting.answered and not waiting.done:
+                self._servers[server_id].waiting.append(waiting)
+            return actions
+        if isinstance(waiting, Unconfirmed) and waiting.answered:
+            return self._end_unconfirmed(waiting, server_id)
         return self.end(waiting, *self._why_unanswered(server_id, *waiting.also_at, *waiting.missing))
+
+    def _end_unconfirmed(self, waiting: Waiting, server_id: str) -> list[Any]:
+        """Fail a message that a server has taken without saying whether its channel is there."""
+        waiting.done = True
+        if waiting.receivers is None:
+            return [PublishRefused(waiting.token, waiting.refusal)]
+        reason = f"server {server_id} took the message and did not confirm that the channel is there"
+        connected = self._servers[server_id].up
+        return [PublishFailed(waiting.token, reason if connected else f"{reason}: it was lost", late=connected)]
 
     def _why_unanswered(self, *server_ids: str) -> tuple[str, bool]:
         """Return why none of these servers has answered, in words, and whether one of them is connected."""

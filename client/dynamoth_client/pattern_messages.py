@@ -26,7 +26,6 @@ from dynamoth.envelope import (
     KNOWN_FLAGS,
     MAGIC,
     QUIET_BITS,
-    QUIET_MS_MAX,
     RAW,
     ROUTE_CHANGED,
     Envelope,
@@ -157,7 +156,7 @@ class PatternMessages:
             stream = matched.sequences.streams.get(publisher)
             if flags & _UNUSUAL or stream is None or (expected := stream.next) is None:
                 return self._unusual(matched, open_envelope(data), now)
-            if stream.begun_in_doubt_at <= sequence < expected:
+            if sequence < expected:
                 return []  # a duplicate: many, under ALL_PUBLISHERS and while the channel moves
             if sequence != expected or stream.held:
                 return self._unusual(matched, open_envelope(data), now)
@@ -215,10 +214,15 @@ class PatternMessages:
         subscription = matched.pattern
         subscription.is_new = False
         since = max(subscription.confirmed_at, subscription.forgotten_at)
-        owed = envelope.quiet_ms < QUIET_MS_MAX and since <= now - envelope.quiet_ms / 1000
         # The previous message may come over another connection, whether the publisher has changed its route or not.
         outcomes = sequences.arrive(
-            envelope.publisher, envelope.sequence, flags | ROUTE_CHANGED, envelope.payload, now, owed
+            envelope.publisher,
+            envelope.sequence,
+            flags | ROUTE_CHANGED,
+            envelope.payload,
+            now,
+            envelope.previous_at(now),
+            since,
         )
         self._watch(matched, envelope.publisher)
         return self._outcomes(matched, outcomes)

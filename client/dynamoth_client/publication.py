@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Location
 
+LEFT_MAX = 4
+"""Servers that a channel has left and that are remembered: what was sent there last may not have been observed."""
+
 PUBLISH_TIMEOUT_S_MAX = 10.0
 """How long a message waits for an answer at most. A channel that moves has moved by then, a replica has taken the place
 of another, and a link that was lost has come back, if its server has: nothing is won by waiting longer."""
@@ -123,6 +126,18 @@ class PublishedChannel:
     #: Where the next message goes, while there is nothing about it to be decided: the one server of the only location.
     lane: PublisherServer | None = None
     physical: bytes = b""
+    #: The latest check of the present route; None when it was confirmed, or is not in doubt.
+    check: Check | None = None
+
+    def follow(self, locations: tuple[Location, ...], epoch: int) -> bool:
+        """Note where messages go from now on; return whether that is elsewhere than before."""
+        changed = locations != self.locations
+        if changed:
+            servers = {location.server for location in locations}
+            left = [location.server for location in self.locations if location.server not in servers]
+            self.left = (*self.left, *left)[-LEFT_MAX:]
+        self.locations, self.epoch = locations, epoch
+        return changed
 
     def change_format(self, *, plain: bool) -> None:
         """Go on with envelopes, or without; numbers begin anew (FIRST), as plain messages have none."""
@@ -158,6 +173,15 @@ class Waiting:
     done: bool = False
 
 
+class Unconfirmed(Waiting):
+    """A message whose route was in doubt when it was sent: its outcome is known behind that of a :class:`Check`."""
+
+    #: The stored plan names the place where it was published, or cannot be read.
+    confirmed: bool = False
+    #: No further answer of a server is waited for: the outcome is known, but for the confirmation.
+    answered: bool = False
+
+
 @dataclass(slots=True)
 class Together:
     """Messages, each for one server only, that went out to it together over the present connection.
@@ -180,17 +204,28 @@ class HandOver:
     message: Waiting
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Check:
-    """The token of a reading of the stored plan: what was published just before it, and where."""
+    """A reading of the stored plan, and the messages of a channel that wait for it."""
 
-    message: Waiting
-    sequence: int
-    payload: bytes
+    channel: bytes
+    #: Where the messages went.
+    locations: tuple[Location, ...]
+    #: They and their envelopes, in the order of their numbers.
+    messages: list[tuple[Waiting, bytes]] = field(default_factory=list[tuple[Waiting, bytes]])
+    #: No reply is waited for: the messages are confirmed, or were sent again, or there was no room for the reading.
+    done: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class CheckAt:
+    """The token of the reading at one location; under ALL_PUBLISHERS there are several, and the first reply counts."""
+
+    check: Check
     location: Location
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PublisherServer:
     """What a publisher knows of a server that it publishes to."""
 

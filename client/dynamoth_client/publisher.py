@@ -14,8 +14,8 @@ is told when it has heard. Under ALL_SUBSCRIBERS a message goes to one replica; 
 it has not answered, and all that follows, goes to the next one, as every subscriber listens there too.
 
 The first message on a channel, also after the agent of its server has gone, is followed by a reading of the plan that
-is stored there: a route that is wrong, and that no dispatcher may be there to mend, is so found out, and a message that
-nobody forwarded is sent again by the right one.
+is stored there. If that sends the channel elsewhere the message is sent again by the right route, under its number. See
+:mod:`dynamoth_client.checks`.
 
 When a dispatcher tells, in this client's inbox, that a channel has moved, the next message goes the new way and says so
 (ROUTE_CHANGED): its predecessors may still be on their way through the old server's dispatcher.
@@ -28,7 +28,6 @@ from collections.abc import Hashable, Sequence
 from itertools import groupby
 from typing import Any
 
-from dynamoth import stored_plan
 from dynamoth.control import ObservationGap, RouteNotice, RulesChanged, unpack_control
 from dynamoth.envelope import (
     FIRST,
@@ -60,10 +59,12 @@ from dynamoth.events import (
 from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Location, Mode
+from dynamoth_client.checks import Checks
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.outcomes import Outcomes, answered_together, take_apart
 from dynamoth_client.publication import (
     Check,
+    CheckAt,
     HandOver,
     Publish,
     PublishAll,
@@ -72,14 +73,15 @@ from dynamoth_client.publication import (
     PublisherServer,
     PublishFailed,
     Together,
+    Unconfirmed,
     Waiting,
 )
 from dynamoth_client.publisher_routes import PublisherRoutes
 
 _NEVER = float("inf")
 
-LEFT_MAX = 4
-"""Servers that a channel has left and that are remembered: what was sent there last may not have been observed."""
+Token = Waiting | Together | HandOver | CheckAt | None
+"""What a command in an outbox is for; None: nothing waits for its answer."""
 
 
 class PublisherMachine:
@@ -110,6 +112,7 @@ class PublisherMachine:
         self._servers: dict[str, PublisherServer] = {}
         self._outcomes = Outcomes(client_id, self._servers, self.options, self.counters)
         self._routes = PublisherRoutes(client_id, local_plan, self._servers, self.options, self.counters)
+        self._checks = Checks(self._channels, self._servers, self._routes, self._outcomes, self._targets, self.counters)
         self._swept_at = 0.0
 
     def handle(self, event: Any, now: float) -> list[Any]:
@@ -235,15 +238,15 @@ class PublisherMachine:
             return [*actions, PublishFailed(token, f"{reason}: {self._servers[locations[0].server].reason}")]
         if plain is not channel.plain:
             channel.change_format(plain=plain)
-        flags = 0
-        if channel.sequence == channel.floor:
-            flags = FIRST
-        elif locations != channel.locations:
-            self._note_left(channel, locations)
-            if now - channel.used_at <= self.options.route_change_window_s:
-                flags = ROUTE_CHANGED
-        channel.locations, channel.epoch, channel.generation = locations, epoch, self._plan.generation
+        is_first = channel.sequence == channel.floor
+        check: Check | None = None
+        read_at: Sequence[PublisherServer] = ()
+        if not plain:
+            check, read_at = self._checks.begin(channel, name, locations, [server for _, server in targets])
+        changed = channel.follow(locations, epoch)
         quiet_ms = whole_ms(now - channel.used_at)
+        flags = FIRST if is_first else ROUTE_CHANGED if changed else 0
+        channel.generation = self._plan.generation
         channel.used_at = now
         self._plan.use(name, now)
         data = payload
@@ -252,8 +255,10 @@ class PublisherMachine:
         else:
             channel.sequence += 1
             data = seal(self.client_id, channel.sequence, channel.epoch, data, flags, quiet_ms)
-        waiting = Waiting(token, now + self.options.publish_timeout_s, name)
-        channel.lane = targets[0][1] if len(locations) == 1 and not plain else None
+        waiting = (Waiting if check is None else Unconfirmed)(token, now + self.options.publish_timeout_s, name)
+        if check is not None:
+            check.messages.append((waiting, data))
+        channel.lane = targets[0][1] if len(locations) == 1 and not plain and check is None else None
         channel.physical = locations[0].physical
         if len(locations) > 1:
             has_room = [location.server for location, _ in targets]
@@ -266,10 +271,8 @@ class PublisherMachine:
                 actions.append(self._ask_observers(location.server, now))
             server.waiting.append(waiting)
             actions += server.outbox.put((b"PUBLISH", location.physical, data), waiting)
-            doubtful = flags & FIRST or (server.up and not server.observers and name not in server.confirmed)
-            if not plain and doubtful and not server.outbox.full:
-                check = Check(waiting, channel.sequence, payload, location)
-                actions += server.outbox.put(stored_plan.read_entry(name), check)
+            if check is not None and server in read_at:
+                actions += self._checks.put(check, location, server)
         return actions
 
     def _targets(
@@ -287,12 +290,6 @@ class PublisherMachine:
                 self.counters["copies_dropped"] += 1
                 server.owes_heartbeats = True
         return targets, actions
-
-    @staticmethod
-    def _note_left(channel: PublishedChannel, locations: tuple[Location, ...]) -> None:
-        servers = {location.server for location in locations}
-        left = [location.server for location in channel.locations if location.server not in servers]
-        channel.left = (*channel.left, *left)[-LEFT_MAX:]
 
     def _add_channel(self, name: bytes, now: float) -> PublishedChannel:
         self._sweep(now)
@@ -455,39 +452,18 @@ class PublisherMachine:
             return [*actions, *self._heartbeats(server.outbox.link, now)]
         return actions
 
-    def _replied_to(
-        self, token: Waiting | Together | HandOver | Check | None, link: str, value: Any, now: float
-    ) -> list[Any]:
+    def _replied_to(self, token: Token, link: str, value: Any, now: float) -> list[Any]:
         if type(token) is Waiting:
             return [] if token.done else self._outcomes.answered(token, link, value, now)
         if type(token) is Together:
             return answered_together(token, (value,), self._servers[link].observers)
-        if isinstance(token, Check):
-            return self._checked(token, link, value, now)
+        if isinstance(token, Unconfirmed):
+            return [] if token.done else self._outcomes.answered_in_part(token, link, value, now)
+        if isinstance(token, CheckAt):
+            return self._checks.replied(token, link, value, now)
         if isinstance(token, HandOver):
             return self._outcomes.handed_over(token.message, value, now)
         return []
-
-    def _checked(self, check: Check, link: str, value: Any, now: float) -> list[Any]:
-        """Compare the route that a message took with the stored plan; send it again if it may reach nobody."""
-        if isinstance(value, ErrorReply):
-            self.counters["refused_commands"] += 1
-            return []
-        server = self._servers[link]
-        told = self._routes.entry_read(check.message.channel, link, value, server, now)
-        locations, epoch = self._routes.find(check.message.channel)
-        if server.observers:
-            return told
-        if check.location in locations:
-            server.confirmed.add(check.message.channel)
-            return told
-        targets, actions = self._targets(locations, now)
-        if not targets:
-            self.counters["repeats_dropped"] += 1
-        data = seal(self.client_id, check.sequence, epoch, check.payload, ROUTE_CHANGED)
-        for location, right in targets:
-            actions += right.outbox.put((b"PUBLISH", location.physical, data))
-        return actions
 
     # What dispatchers say.
 
@@ -562,21 +538,23 @@ class PublisherMachine:
         ]
 
 
-def _has_failed(token: Waiting | Together | HandOver | Check | None, now: float) -> bool:
+def _has_failed(token: Token, now: float) -> bool:
     """Tell whether the application has been told that what a command is for has failed, or may have."""
     if isinstance(token, (Together, HandOver)):
         return token.done if isinstance(token, Together) else token.message.done
-    message = token.message if isinstance(token, Check) else token
-    return message is not None and message.done and message.expires_at <= now
+    messages = [message for message, _ in token.check.messages] if isinstance(token, CheckAt) else [token]
+    return all(message is not None and message.done and message.expires_at <= now for message in messages)
 
 
 def _discard_failed(server: PublisherServer, now: float) -> None:
     """Forget what has failed and is not under way: it would only be in the way of what has not."""
 
-    def is_useless(token: Waiting | Together | HandOver | Check | None) -> bool:
+    def is_useless(token: Token) -> bool:
         useless = _has_failed(token, now) or (token is None and not server.up)
         if useless and isinstance(token, Together):
             token.tokens.pop()  # their number tells which replies are its own
+        if useless and isinstance(token, CheckAt):
+            token.check.done = True  # the next message of the channel is followed by another one
         return useless
 
     if server.outbox.discard_while(is_useless):

@@ -2,16 +2,33 @@
 
 Theory of operation
 -------------------
-Each (publisher, channel) is a stream of numbered messages. A stream is
+Each (publisher, channel) is a stream of numbered messages. Message n is *owed* if it was published after the
+subscription was confirmed. The envelope of message n + 1 says how long before it message n was published, and a
+heartbeat how long ago, so that no clocks are compared: ``previous_at`` is the latest time at which that may have been.
+A stream is in one of two states:
 
-* ``open``: ``next`` is known. The expected number is delivered, a lower one is a duplicate, a higher one is held, as
-  the copy of the missing one is probably on its way through a dispatcher;
-* ``opening``: the first message that came says ROUTE_CHANGED, so that earlier ones may still be on their way by the
-  old route, and the one before it is *owed*: the subscription was confirmed before that was published. Everything is
-  held. The first message of which that is not true and that is lower than all held opens the stream.
+========== ==================================== =====================================================================
+state      what comes                           what is done
+========== ==================================== =====================================================================
+opening    FIRST                                opens: no earlier number is owed
+           ROUTE_CHANGED, predecessor owed      held: the predecessor may be on its way by the old route
+           another, lower than all held         opens: every earlier number was seen, or is not owed
+           heartbeat, its number owed           held
+           heartbeat, its number not owed       opens behind it
+           nothing for ``hold_s_max``           opens at the lowest number held, with a gap if its predecessor is owed
+open       the expected number                  delivered
+           a lower number                       dropped: it was delivered, reported, or is not owed
+           a higher number, or its heartbeat    held; opens there if its predecessor is not owed
+           FIRST, higher                        the held ones and their gaps, then opens
+           nothing for ``hold_s_max``           opens at the lowest number held, with a gap if its predecessor is owed
+========== ==================================== =====================================================================
 
-What is held is released after ``hold_s_max``: an open stream then reports the missing numbers as a gap; an opening
-one begins with what it has, and reports a gap should an earlier message come yet.
+A gap is reported in its place: behind what was delivered before the missing messages, before what follows them. No loss
+is silent, as a stream passes a number only in one of these ways, and ``previous_at`` is never too early: it is when the
+next message came, less the time that its publisher said, and a message comes after it was published. No gap is
+needless but for one reason: ``previous_at`` is later than the truth by the time that the next message was under way. A
+message published so shortly before the confirmation counts as owed. Of the messages held, those that follow each other
+tell of the same moment; the one that came fastest decides.
 
 Raw messages that a dispatcher numbered (RAW) have no order to keep, as others of the same publisher come without a
 number: they are delivered as they come, each number once.
@@ -21,11 +38,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import NamedTuple
 
-from dynamoth.envelope import FIRST, HEARTBEAT, RAW, ROUTE_CHANGED
+from dynamoth.envelope import FIRST, HEARTBEAT, QUIET_MS_MAX, RAW, ROUTE_CHANGED
 
 HELD_MAX = 10_000
 """Messages of one stream that are held back at most; past it the oldest gap is given up at once."""
+
+UNDER_WAY_S_MAX = QUIET_MS_MAX / 1000
+"""No message is waited for that was published so long before the next one: an envelope cannot say more, and none is
+under way for so long."""
 
 STREAMS_MAX = 100_000
 """Publishers of one channel that are remembered at most; past it the one that was known first is forgotten. About 200
@@ -41,7 +63,6 @@ duplicate."""
 
 
 _LATE = "not arrived in time"
-_NOT_FORWARDED = "the publisher sent messages while a dispatcher was away"
 
 
 @dataclass(slots=True)
@@ -57,59 +78,74 @@ Outcome = bytes | Gap
 """What comes out, in the order of delivery."""
 
 
+class Held(NamedTuple):
+    """A message that waits for an earlier one, or a heartbeat."""
+
+    #: None for a heartbeat.
+    payload: bytes | None
+    at: float
+    #: The latest time at which the previous message (of a heartbeat: its own) may have been published.
+    previous_at: float
+
+
 @dataclass(slots=True)
 class Stream:
     """One publisher's messages on one channel."""
 
     #: The number to be delivered next; None while the stream is opening.
     next: int | None
-    #: Number to (payload, time of arrival), for messages that wait for an earlier one; payload None for a heartbeat.
-    held: dict[int, tuple[bytes | None, float]] = field(default_factory=dict[int, tuple[bytes | None, float]])
+    #: Number to what waits for an earlier one.
+    held: dict[int, Held] = field(default_factory=dict[int, Held])
     #: Heap of the numbers in ``held``, and of some that are not any more.
     _numbers: list[int] = field(default_factory=list[int])
     #: While opening: lower numbers were delivered to an earlier subscription of the same subscriber.
     floor: int = 0
-    #: The number with which a stream began by time-out, so that an earlier one would be a loss; 0 for other streams.
-    begun_in_doubt_at: int = 0
-    #: While opening: the publisher has said that messages of this stream may not have been forwarded.
-    warned: bool = False
+    #: When the subscription was confirmed, as of the latest message that was not simply the expected one.
+    _owed_since: float = 0.0
     #: Whether somebody has promised to call :meth:`expire` at ``waits_until``.
     watched: bool = False
     #: ``next`` at the latest sweep; a stream that has not moved between two sweeps is idle.
     swept_at: int | None = -1
 
     def arrive(
-        self, publisher: int, sequence: int, flags: int, payload: bytes, now: float, owed: bool
+        self,
+        publisher: int,
+        sequence: int,
+        flags: int,
+        payload: bytes,
+        now: float,
+        previous_at: float,
+        owed_since: float,
     ) -> list[Outcome]:
         """Take one message that is not simply the expected one; return what is to be delivered now, in order."""
+        self._owed_since = owed_since
         if self.next is None:
-            return self._arrive_opening(publisher, sequence, flags, payload, now, owed)
+            return self._arrive_opening(publisher, sequence, flags, Held(payload, now, previous_at))
         if flags & HEARTBEAT:
             if sequence >= self.next and sequence not in self.held:
-                self._hold(sequence, None, now)
+                self._hold(sequence, Held(None, now, previous_at))
             return self._bounded(publisher)
         if sequence < self.next:
-            return self._late(publisher, sequence)
+            return []
         if flags & FIRST and sequence > self.next:
             return self._restart(publisher, sequence, payload)
         if sequence == self.next:
-            self.held.pop(sequence, None)
-            self.next = sequence + 1
-            return [payload, *self._run()]
-        if self.held.get(sequence, (None, 0.0))[0] is None:
-            self._hold(sequence, payload, now)
+            return self._open(sequence, payload)
+        if previous_at < owed_since and (not self.held or sequence <= self._lowest()):
+            return self._open(sequence, payload)
+        self._hold(sequence, Held(payload, now, previous_at))
         return self._bounded(publisher)
 
     def expire(self, publisher: int, now: float, hold_s_max: float) -> list[Outcome]:
         """Release what has been held for ``hold_s_max`` seconds; return what is to be delivered now, in order."""
         out: list[Outcome] = []
         while self.held and self.waits_until(hold_s_max) <= now:
-            out += self._begin_in_doubt(publisher) if self.next is None else self._give_up(publisher, _LATE)
+            out += self._release(publisher, _LATE)
         return out
 
     def waits_until(self, hold_s_max: float) -> float:
         """Return when the oldest held message must be released. Only while something is held."""
-        return self.held[self._lowest()][1] + hold_s_max
+        return self.held[self._lowest()].at + hold_s_max
 
     def resume(self) -> None:
         """Be opening again: the subscription begins anew, and what was delivered already is not owed to it."""
@@ -117,27 +153,27 @@ class Stream:
         self.next = None
         self.held.clear()
         self._numbers.clear()
-        self.begun_in_doubt_at = 0
-        self.warned = False
         self.watched = False
 
-    def _arrive_opening(
-        self, publisher: int, sequence: int, flags: int, payload: bytes, now: float, owed: bool
-    ) -> list[Outcome]:
+    def _arrive_opening(self, publisher: int, sequence: int, flags: int, item: Held) -> list[Outcome]:
         if sequence < self.floor:
             return []
+        owed = item.previous_at >= self._owed_since
         if flags & HEARTBEAT:
-            self.warned = owed
-            if self.held:
-                return []
-            self.next = sequence + 1
-            return [Gap(publisher, None, _NOT_FORWARDED)] if owed else []
-        if flags & FIRST:
-            return [*self._held_before(sequence), *self._open(sequence, payload)]
-        if not (flags & ROUTE_CHANGED and owed) and (not self.held or sequence <= self._lowest()):
-            return self._open(sequence, payload)
-        if sequence not in self.held:
-            self._hold(sequence, payload, now)
+            if owed:
+                if sequence not in self.held:
+                    self._hold(sequence, item._replace(payload=None))
+                return self._bounded(publisher)
+            if not self.held:
+                self.next = sequence + 1
+            return []
+        assert item.payload is not None, "only heartbeats have none"
+        if flags & FIRST and self.held and self._lowest() < sequence:
+            return self._restart(publisher, sequence, item.payload)
+        owed = owed and sequence != self.floor and item.at - item.previous_at < UNDER_WAY_S_MAX
+        if flags & FIRST or (not (flags & ROUTE_CHANGED and owed) and (not self.held or sequence <= self._lowest())):
+            return self._open(sequence, item.payload)
+        self._hold(sequence, item)
         return self._bounded(publisher)
 
     def _open(self, sequence: int, payload: bytes) -> list[Outcome]:
@@ -149,27 +185,46 @@ class Stream:
         """Begin again where the publisher did; what was held from before is released with its gaps."""
         out: list[Outcome] = []
         while self.held and self._lowest() < sequence:
-            out += self._give_up(publisher, "the publisher began a new sequence")
+            out += self._release(publisher, "the publisher began a new sequence")
         if self.next is not None and self.next > sequence:  # a copy of it was held
             return out
         return [*out, *self._open(sequence, payload)]
 
-    def _begin_in_doubt(self, publisher: int) -> list[Outcome]:
-        self.next = self.begun_in_doubt_at = self._lowest()
-        warning: list[Outcome] = [Gap(publisher, None, _NOT_FORWARDED)] if self.warned else []
-        return [*warning, *self._run()]
+    def _release(self, publisher: int, reason: str) -> list[Outcome]:
+        """Wait no longer for what is missing before the lowest number held: report it, and go on with that."""
+        lowest = self._lowest()
+        is_heartbeat = self.held[lowest].payload is None
+        count = None if self.next is None else lowest - self.next + is_heartbeat
+        is_gap = self._latest_before(lowest) >= self._owed_since
+        if is_heartbeat:
+            del self.held[lowest]
+        self.next = lowest + is_heartbeat
+        return [*([Gap(publisher, count, reason)] if is_gap else []), *self._run()]
 
-    def _late(self, publisher: int, sequence: int) -> list[Outcome]:
-        if self.floor <= sequence < self.begun_in_doubt_at:
-            return [Gap(publisher, 1, "arrived too late to be delivered in order")]
-        return []
+    def _latest_before(self, lowest: int) -> float:
+        """Return the latest time at which the message before the lowest one held may have been published.
+
+        For a heartbeat, its own message. Each of the messages that follow the lowest one tells the time of its
+        predecessor, and those between say how much earlier the one in question was.
+        """
+        latest = self.held[lowest].previous_at
+        earlier_s = 0.0
+        number = lowest
+        while (item := self.held.get(number)) is not None and item.payload is not None:
+            latest = min(latest, item.previous_at - earlier_s)
+            earlier_s += item.at - item.previous_at
+            number += 1
+        return latest
 
     # What is held.
 
-    def _hold(self, sequence: int, payload: bytes | None, now: float) -> None:
-        if sequence not in self.held:
+    def _hold(self, sequence: int, item: Held) -> None:
+        """Hold a message, unless it is held: the first copy says best when its predecessor was published."""
+        known = self.held.get(sequence)
+        if known is None:
             heappush(self._numbers, sequence)
-        self.held[sequence] = payload, now
+        if known is None or known.payload is None:
+            self.held[sequence] = item
 
     def _lowest(self) -> int:
         """Return the lowest number that is held. Only while something is."""
@@ -177,43 +232,20 @@ class Stream:
             heappop(self._numbers)
         return self._numbers[0]
 
-    def _held_before(self, sequence: int) -> list[Outcome]:
-        out: list[Outcome] = []
-        while self.held and (lowest := self._lowest()) < sequence:
-            payload = self.held.pop(lowest)[0]
-            assert payload is not None, "no heartbeat is held while opening"
-            out.append(payload)
-        return out
-
     def _bounded(self, publisher: int) -> list[Outcome]:
-        if len(self.held) <= HELD_MAX:
-            return []
-        return (
-            self._begin_in_doubt(publisher) if self.next is None else self._give_up(publisher, "too many wait for it")
-        )
+        return [] if len(self.held) <= HELD_MAX else self._release(publisher, "too many wait for it")
 
     def _run(self) -> list[Outcome]:
         """Take the held messages that are now in order."""
         out: list[Outcome] = []
         assert self.next is not None
-        while self.held and (item := self.held.get(self.next)) is not None and item[0] is not None:
+        while self.held and (item := self.held.get(self.next)) is not None and item.payload is not None:
             del self.held[self.next]
-            out.append(item[0])
+            out.append(item.payload)
             self.next += 1
         if not self.held:
             self._numbers.clear()
         return out
-
-    def _give_up(self, publisher: int, reason: str) -> list[Outcome]:
-        """Report the numbers before the lowest held one as a gap, and go on with that."""
-        assert self.next is not None
-        lowest = self._lowest()
-        heartbeat = self.held[lowest][0] is None
-        count = lowest - self.next + heartbeat
-        if heartbeat:
-            del self.held[lowest]
-        self.next = lowest + heartbeat
-        return [Gap(publisher, count, reason), *self._run()]
 
 
 _NO_STREAMS: dict[int, Stream] = {}
@@ -234,12 +266,27 @@ class Sequences:
         self._raw: dict[int, dict[int, None]] | None = None
 
     def arrive(
-        self, publisher: int, sequence: int, flags: int, payload: bytes, now: float, owed: bool
+        self,
+        publisher: int,
+        sequence: int,
+        flags: int,
+        payload: bytes,
+        now: float,
+        previous_at: float,
+        owed_since: float,
     ) -> list[Outcome]:
         """Take one message; return what is to be delivered now, in order.
 
-        ``owed``: the publisher's previous message (of a heartbeat: the one that it tells of) may have been published
-        after the subscription was confirmed.
+        Args:
+            publisher: whose it is.
+            sequence: its number.
+            flags: of its envelope.
+            payload: what it carries.
+            now: when it came.
+            previous_at: the latest time at which the publisher's previous message (of a heartbeat: the one of its
+                number) may have been published.
+            owed_since: when the subscription was confirmed: what was published before is not owed.
+
         """
         if flags & RAW:
             return self._arrive_raw(publisher, sequence, payload)
@@ -250,7 +297,7 @@ class Sequences:
             elif len(self.streams) >= STREAMS_MAX:
                 del self.streams[next(iter(self.streams))]
             stream = self.streams[publisher] = Stream(None)
-        return stream.arrive(publisher, sequence, flags, payload, now, owed)
+        return stream.arrive(publisher, sequence, flags, payload, now, previous_at, owed_since)
 
     def resume(self) -> None:
         """Begin anew with a subscription to the same channel: what was delivered to the last one is not again."""

@@ -41,6 +41,9 @@ CONTROL_LATE_RATIO = 0.05
 PAUSE_S_MAX = 0.3
 """Shorter than any hold: a pause alone must cost nothing."""
 
+HANG_S_MAX = 4.0
+"""Longer than any hold: what an agent forwards after that may come too late."""
+
 DOWN_S_MAX = 0.4
 
 FREEZE_S_MAX = 3 * SILENCE_S_MAX
@@ -187,6 +190,13 @@ PROFILES: dict[str, Profile] = {
             interval_s=0.5,
             forwards_max=30,
         ),
+        Profile(
+            "visitors",
+            losses_allowed=True,
+            faults=("hang agent", "lag agent", "crash agent", "crash client"),
+            interval_s=0.5,
+            workload=WorkloadOptions(visit_interval_s=0.05, move_interval_s=0.6),
+        ),
         Profile("clients", losses_allowed=True, faults=("crash client", "part client", "overflow", "pause client")),
         Profile(
             "everything",
@@ -244,6 +254,8 @@ class Chaos:
             "restart server": self._restart_server,
             "restore server": self._restore_server,
             "crash agent": self._crash_agent,
+            "hang agent": self._hang_agent,
+            "lag agent": self._lag_agent,
             "crash client": self._crash_client,
             "part agent": self._part_agent,
             "part client": self._part_client,
@@ -429,6 +441,24 @@ class Chaos:
         if agent.alive:
             agent.crash(connections_linger=self._random.random() < 0.3)
             self._until(DOWN_S_MAX * self._random.random(), agent.start)
+
+    def _hang_agent(self) -> None:
+        """An agent stands still until somebody kills it: what it has not read is lost."""
+        agent = self._random.choice(list(self._cluster.agents.values()))
+        if not agent.alive:
+            return
+        agent.pause(HANG_S_MAX)
+
+        def kill() -> None:
+            if agent.alive and agent.paused:
+                agent.crash("is killed", connections_linger=self._random.random() < 0.3)
+                self._until(DOWN_S_MAX * self._random.random(), agent.start)
+
+        self._until(HANG_S_MAX * self._random.random(), kill)
+
+    def _lag_agent(self) -> None:
+        """An agent forwards nothing for longer than subscribers hold messages; then it does."""
+        self._random.choice(list(self._cluster.agents.values())).pause(HANG_S_MAX * self._random.random())
 
     def _crash_client(self) -> None:
         client = self._random.choice(self._cluster.clients)

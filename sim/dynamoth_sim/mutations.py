@@ -20,7 +20,7 @@ import dynamoth_client.channel_messages
 import dynamoth_client.pattern_subscription
 import dynamoth_dispatcher.ways
 import dynamoth_lla.traffic
-from dynamoth.envelope import CONTROL, HEARTBEAT, open_envelope
+from dynamoth.envelope import CONTROL, HEARTBEAT, Envelope, open_envelope
 from dynamoth.names import is_user_channel, replica_pattern
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, missing
@@ -30,16 +30,17 @@ from dynamoth_balancer.goals import ChannelFigures, Cluster, Move
 from dynamoth_balancer.installer import Installer
 from dynamoth_balancer.model import ClusterModel
 from dynamoth_balancer.options import BalancerOptions
+from dynamoth_client.checks import Checks
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.moves import Moves
 from dynamoth_client.outcomes import Outcomes
 from dynamoth_client.pattern_messages import PatternGapDetected, PatternMessages
 from dynamoth_client.pattern_subscription import MatchedChannel, PatternMessage
 from dynamoth_client.patterns import PatternMachine
-from dynamoth_client.publication import Waiting
+from dynamoth_client.publication import CheckAt, Waiting
 from dynamoth_client.publisher import PublisherMachine
 from dynamoth_client.publisher_routes import PublisherRoutes
-from dynamoth_client.sequences import Stream
+from dynamoth_client.sequences import Gap, Stream
 from dynamoth_client.subscription import Place, Subscription
 from dynamoth_dispatcher.machine import DispatcherMachine
 from dynamoth_dispatcher.transitions import Transitions
@@ -397,6 +398,37 @@ def nothing_handed_over() -> AbstractContextManager[None]:
     return replaced(Outcomes, hand_over=end)
 
 
+def agents_are_trusted() -> AbstractContextManager[None]:
+    """A publisher believes that an agent forwards what it has published in the wrong place."""
+
+    def replied(self: Checks, at: CheckAt, link: str, value: Any, now: float) -> list[Any]:
+        self._routes.entry_read(at.check.channel, link, value, self._servers[link], now)  # pyright: ignore[reportPrivateUsage]
+        return self._confirm(at.check)  # pyright: ignore[reportPrivateUsage]
+
+    return replaced(Checks, replied=replied)
+
+
+def begun_without_a_gap() -> AbstractContextManager[None]:
+    """A subscriber that is new to a publisher begins with what it has when it has waited, and says nothing."""
+    release = Stream._release  # pyright: ignore[reportPrivateUsage]
+
+    def silent(self: Stream, publisher: int, reason: str) -> list[Any]:
+        was_opening = self.next is None
+        released = release(self, publisher, reason)
+        return [outcome for outcome in released if not (was_opening and isinstance(outcome, Gap))]
+
+    return replaced(Stream, _release=silent)
+
+
+def everything_is_owed() -> AbstractContextManager[None]:
+    """A subscriber takes every message for owed that was published before it heard of the publisher."""
+
+    def now_of(self: Envelope, now: float) -> float:
+        return now
+
+    return replaced(Envelope, previous_at=now_of)
+
+
 def every_copy_for_patterns() -> AbstractContextManager[None]:
     """Subscribers to patterns deliver whatever comes, copies included."""
 
@@ -538,5 +570,9 @@ CHECKS: tuple[Check, ...] = (
     Check("31-drained", nothing_leaves, "expected"),
     Check("31-drained", break_before_make, "G1"),
     Check("31-drained", anything_may_come, "expected"),
+    Check("34-first-message-agent-hangs", agents_are_trusted, "G1"),
+    Check("35-first-message-agent-lags", agents_are_trusted, "expected"),
+    Check("36-lost-before-it-was-known", begun_without_a_gap, "G5"),
+    Check("37-not-owed", everything_is_owed, "expected"),
 )
 """Each scenario with what must make it fail."""

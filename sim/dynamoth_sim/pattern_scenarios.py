@@ -60,9 +60,9 @@ def pattern_replicated(stage: Stage) -> None:
 
 
 def pattern_cut_off(stage: Stage) -> None:
-    """Case 29. T's connection to a server is lost, with the first message of a P that T has never heard of.
+    """Case 29. T's connection to a server is lost, with the only message of a P that T has never heard of.
 
-    Numbers alone do not tell of it: T is told when the server has taken the subscription again.
+    Numbers do not tell of it: T is told when the server has taken the subscription again.
     """
     stage.open()
     channel = stage.channel_at("s2")
@@ -74,9 +74,10 @@ def pattern_cut_off(stage: Stage) -> None:
         for connection in network.connections(app.process.name, "s2"):
             network.break_connection(connection, lose_all=True)
         stage.run(0.1)
+    stage.cluster.clients[-1].crash()
     stage.run(RESUME_S_MAX)
     stage.cluster.audit.calm()
-    stage.publish(publisher, channel)
+    stage.publish(stage.publisher("Q"), channel)
     stage.expect("T is still subscribed", app.is_confirmed(PATTERN), channel)
     stage.close(channel)
 

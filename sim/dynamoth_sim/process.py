@@ -108,6 +108,8 @@ class Process:
         self._timer_at = 0.0
         self._spins = 0
         self._pauses = 0
+        #: How often it has crashed: a pause ends with the machine that stood still.
+        self._crashes = 0
         #: What has come in during a pause: packets by connection; and everything else, to be done afterwards.
         self._unread: dict[Connection, list[Packet]] = {}
         self._postponed: list[Callable[[], None]] = []
@@ -139,6 +141,8 @@ class Process:
         assert self.machine is not None, f"{self.name} does not run"
         self._note("fault", reason)
         self.machine = None
+        self._pauses = 0
+        self._crashes += 1
         self._cancel_timer()
         for link in self._links.values():
             if link.connection is not None:
@@ -153,9 +157,11 @@ class Process:
         """Stand still: nothing is handled, timers wait, and what comes in queues up."""
         self._note("fault", f"pauses for {duration_s:.3f} s")
         self._pauses += 1
-        self._world.after(duration_s, self._resume)
+        self._world.after(duration_s, self._resume, self._crashes)
 
-    def _resume(self) -> None:
+    def _resume(self, crashes: int) -> None:
+        if crashes != self._crashes:
+            return
         self._pauses -= 1
         if self._pauses:
             return

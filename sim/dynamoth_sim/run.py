@@ -75,7 +75,8 @@ class Outcome:
         totals = self.totals
         return (
             f"seed {self.seed} ({self.name}): {what}; published {totals.published}, delivered {totals.delivered},"
-            f" gaps {totals.gaps}; {self.steps} steps, {self.virtual_s:.1f} virtual s, {self.cpu_s * 1000:.0f} ms"
+            f" gaps {totals.gaps} ({totals.needless_gaps} needless);"
+            f" {self.steps} steps, {self.virtual_s:.1f} virtual s, {self.cpu_s * 1000:.0f} ms"
         )
 
 
@@ -333,7 +334,7 @@ def main(
         if not outcome.clean:
             broken.append(outcome)
             _tell(outcome, scenario, write)
-    sums = ", ".join(f"{name} {totals[name]}" for name in ("published", "delivered", "gaps"))
+    sums = ", ".join(f"{name} {totals[name]}" for name in ("published", "delivered", "gaps", "needless_gaps"))
     duration = time.monotonic() - began
     write(f"{len(listed)} seeds, {len(broken)} broken, in {duration:.1f} s; {sums}\n")
     if broken:

@@ -1,9 +1,10 @@
 """How the published protocol fails, as scripts: each provokes one fault and finds that nothing comes of it.
 
-The numbers are those of the cases that were collected from the paper's protocol; those that concern replicated channels
-are in ``replica_scenarios``, those that concern patterns in ``pattern_scenarios``. In all of them H0 is the old server
-of a channel and H1 the new one, S a subscriber, P a publisher, D a dispatcher. ``mutations`` switches off what remedies
-each, and then the scenario must fail.
+The numbers are those of the cases that were collected from the paper's protocol. Those about replicated channels are in
+``replica_scenarios``, those about patterns in ``pattern_scenarios``, and those about clients whose route is wrong while
+an agent or a server fails in ``delivery_scenarios``. In all of them H0 is the old server of a channel and H1 the new
+one, S a subscriber, P a publisher, D a dispatcher. ``mutations`` switches off what remedies each, and then the scenario
+must fail.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dynamoth.names import BALANCER_CHANNEL, INBOX_PREFIX, is_user_channel, logi
 from dynamoth.plan import Assignment, Mode, Phase, single
 from dynamoth.reports import Report, unpack_report
 from dynamoth_balancer.machine import BalancerMachine
-from dynamoth_sim import failure_scenarios, pattern_scenarios, replica_scenarios
+from dynamoth_sim import delivery_scenarios, failure_scenarios, pattern_scenarios, replica_scenarios
 from dynamoth_sim.cluster import AMPLE_BYTES_PER_S
 from dynamoth_sim.stage import Stage, control_in
 
@@ -73,11 +74,12 @@ def forwarding_loop(stage: Stage) -> None:
     channel = stage.channel_at("s1")
     stage.subscriber("S", channel)
     publisher = stage.publisher("P")
+    stage.publish(publisher, channel)  # a first message would be sent again by P itself
     with stage.held("S", "s1", to_server=False):
         stage.move(channel, "s2", Phase.ACTIVE)
         stage.publish(publisher, channel)
         stage.run(0.5)
-    copies = [r for r in stage.records("publishes", channel=channel) if r.data is not None and b"P:1." in r.data]
+    copies = [r for r in stage.records("publishes", channel=channel) if r.data is not None and b"P:2." in r.data]
     stage.expect(f"the message is published twice, not {len(copies)} times", len(copies) == 2, channel)
     stage.close(channel)
 
@@ -91,6 +93,7 @@ def different_versions(stage: Stage) -> None:
     channel = stage.channel_at("s1")
     stage.subscriber("S", channel)
     publisher = stage.publisher("P")
+    stage.publish(publisher, channel)
     stage.move(channel, "s2")
     with stage.deaf_agent("s1"):
         stage.move(channel, "s3", Phase.ACTIVE)
@@ -578,6 +581,8 @@ SCENARIOS: dict[str, Scenario] = {
     **{name: Scenario(play) for name, play in pattern_scenarios.PLAYS.items()},
     **{name: Scenario(play, losses_allowed=True) for name, play in pattern_scenarios.FAILURES.items()},
     **{name: Scenario(play, losses_allowed=True) for name, play in failure_scenarios.FAILURES.items()},
+    **{name: Scenario(play) for name, play in delivery_scenarios.PLAYS.items()},
+    **{name: Scenario(play, losses_allowed=True) for name, play in delivery_scenarios.FAILURES.items()},
     **{
         name: Scenario(play, outgoing_bytes_per_s_max=120_000, replicas_max=3)
         for name, play in replica_scenarios.LOADS.items()

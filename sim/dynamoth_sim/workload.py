@@ -29,6 +29,8 @@ class WorkloadOptions:
     #: Clients that subscribe to patterns, each with one or two PubSubs.
     pattern_subscribers: int = 1
     raw_publishers: int = 0
+    #: How often a new client comes, publishes a few messages on one channel, and dies or stays idle: 0 for never.
+    visit_interval_s: float = 0.0
     #: Players of RGame, who publish and subscribe, on channels of their own.
     players: int = 0
     #: The longest time between two publishes of one publisher.
@@ -44,6 +46,8 @@ class WorkloadOptions:
     #: How many publishes a publisher may begin before the first has ended, where it does not wait for them.
     burst_max: int = 5
 
+
+VISITOR_MESSAGES_MAX = 3
 
 PATTERNS = (b"*", b"ch*", b"ch[02]", b"*1", b"[^a-f]?*", b"rgame:?:1")
 """What pattern subscribers subscribe to. No name matches two of the names of one at a server, or one that two of them
@@ -161,6 +165,8 @@ class Workload:
         for number in range(options.raw_publishers):
             url = self._random.choice([server.url for server in self.cluster.servers.values()])
             self._start_raw(f"raw{number}", url)
+        if options.visit_interval_s:
+            self.cluster.world.after(0.5, self._visit, 0)
         if options.move_interval_s:
             self.cluster.world.after(0.2 + 0.3 * self._random.random(), self._move)
         if options.players:
@@ -213,6 +219,36 @@ class Workload:
 
         app.on_ended = lambda: self.cluster.world.after(2 * self.options.think_s_max * self._random.random(), publish)
         app.process.start()
+
+    # Visitors.
+
+    def _visit(self, number: int) -> None:
+        if not self.stopped:
+            self._start(self.cluster.add_client(f"v{number}", 0), self._visitor_ready)
+            delay = 2 * self.options.visit_interval_s * self._random.random()
+            self.cluster.world.after(delay, self._visit, number + 1)
+
+    def _visitor_ready(self, client: Client) -> None:
+        app = client.publisher
+        assert app is not None
+        channel = self._random.choice(self.channels[: self.options.channels])
+        count = self._random.randint(1, VISITOR_MESSAGES_MAX)
+        dies = self._random.random() < 0.6
+
+        def leave() -> None:
+            if client.publisher is app and not self.stopped:
+                client.crash()
+
+        def ended(*_: Any) -> None:
+            if dies and not app.pending(channel):
+                self.cluster.world.after(0.1 * self._random.random(), leave)
+
+        app.on_ended = ended
+        if self._random.random() < 0.5:
+            app.publish_all([channel] * count)
+        else:
+            for index in range(count):
+                self.cluster.world.after(0.01 * index, self._publish, app, [channel])
 
     # Subscribers.
 

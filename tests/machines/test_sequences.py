@@ -9,10 +9,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dynamoth.envelope import FIRST, FORWARDED, HEARTBEAT, ROUTE_CHANGED, SEQUENCE_MAX
-from dynamoth_client.sequences import HELD_MAX, Gap, Sequences
+from dynamoth_client.sequences import HELD_MAX, UNDER_WAY_S_MAX, Gap, Sequences
 
 P = 7
 HOLD_S = 0.5
+
+
+OWED = (0.0, 0.0)
+"""When the previous message was published, and since when messages are owed."""
+
+
+def previous(now: float, owed: bool) -> tuple[float, float]:
+    return (now, 0.0) if owed else (now - 1.0, now)
 
 
 class Channel:
@@ -26,7 +34,7 @@ class Channel:
     def arrive(self, *numbers: int, flags: int = 0, publisher: int = P, owed: bool = True) -> list[bytes | Gap]:
         new: list[bytes | Gap] = []
         for number in numbers:
-            new += self.sequences.arrive(publisher, number, flags, b"%d" % number, self.now, owed)
+            new += self.sequences.arrive(publisher, number, flags, b"%d" % number, self.now, *previous(self.now, owed))
         self.out += new
         return new
 
@@ -106,12 +114,48 @@ def test_it_may_have_changed_route_several_times() -> None:
     assert channel.arrive(3) == payloads(3, 4, 5)
 
 
-def test_a_stream_without_a_past_begins_after_the_wait_without_a_gap() -> None:
+def test_an_owed_past_that_does_not_come_is_a_gap_in_its_place() -> None:
     channel = Channel()
     channel.arrive(5, flags=ROUTE_CHANGED)
     channel.arrive(6, 7)
-    assert channel.wait(HOLD_S) == payloads(5, 6, 7)
+    assert channel.wait(HOLD_S) == [Gap(P, None, "not arrived in time"), *payloads(5, 6, 7)]
     assert channel.arrive(8) == payloads(8)
+
+
+def test_what_comes_faster_shows_that_the_past_is_not_owed() -> None:
+    """5 was under way for 0.3 s, 6 for no time: 4 was published 0.2 s before the confirmation, at 1.0."""
+    sequences = Sequences(HOLD_S)
+    assert sequences.arrive(P, 5, ROUTE_CHANGED, b"5", 1.3, 1.1, 1.0) == []
+    assert sequences.arrive(P, 6, 0, b"6", 1.4, 1.0, 1.0) == []
+    assert sequences.expire(P, 1.3 + HOLD_S) == payloads(5, 6)
+
+
+def test_messages_that_do_not_follow_each_other_say_nothing_of_the_past() -> None:
+    sequences = Sequences(HOLD_S)
+    sequences.arrive(P, 5, ROUTE_CHANGED, b"5", 1.3, 1.1, 1.0)
+    sequences.arrive(P, 7, 0, b"7", 1.4, 1.0, 1.0)
+    assert sequences.expire(P, 1.3 + HOLD_S) == [Gap(P, None, "not arrived in time"), b"5"]
+
+
+def test_a_past_that_is_long_ago_is_not_waited_for() -> None:
+    """The envelope cannot say how long; nothing is under way for so long."""
+    sequences = Sequences(HOLD_S)
+    assert sequences.arrive(P, 5, ROUTE_CHANGED, b"5", 100.0, 100.0 - UNDER_WAY_S_MAX, 1.0) == [b"5"]
+
+
+def test_what_is_missing_and_not_owed_is_no_gap() -> None:
+    """A late copy from before the confirmation has opened the stream."""
+    channel = Channel()
+    channel.arrive(5, owed=False)
+    assert channel.arrive(9, owed=False) == payloads(9)
+    assert channel.arrive(10, 7) == payloads(10)
+
+
+def test_what_follows_the_last_subscription_is_not_waited_for() -> None:
+    channel = Channel()
+    channel.arrive(1, 2)
+    channel.sequences.resume()
+    assert channel.arrive(3, flags=ROUTE_CHANGED) == payloads(3)
 
 
 def test_a_past_that_is_not_owed_is_not_waited_for() -> None:
@@ -135,12 +179,12 @@ def test_nothing_comes_again_in_the_next_subscription() -> None:
     assert channel.arrive(4, 5, owed=False) == payloads(4, 5)
 
 
-def test_a_past_that_comes_too_late_is_a_gap() -> None:
+def test_a_past_that_comes_too_late_is_dropped_as_its_gap_was_reported() -> None:
     channel = Channel()
     channel.arrive(5, flags=ROUTE_CHANGED)
     channel.wait(HOLD_S)
-    assert channel.arrive(4) == [Gap(P, 1, "arrived too late to be delivered in order")]
-    assert channel.arrive(5) == []
+    assert channel.arrive(4, 5) == []
+    assert channel.out == [Gap(P, None, "not arrived in time"), b"5"]
 
 
 def test_the_first_message_of_all_needs_no_past() -> None:
@@ -154,12 +198,11 @@ def test_first_opens_an_opening_stream() -> None:
 
 
 def test_a_restart_while_opening_loses_nothing_silently() -> None:
-    """What was held from before the restart comes out, or is reported."""
+    """What was held from before the restart comes out, and what is missing is reported in its place."""
     channel = Channel()
-    channel.arrive(5, flags=ROUTE_CHANGED)
-    out = channel.arrive(9, flags=FIRST)
-    assert out[-1] == b"9"
-    assert b"5" in out or any(isinstance(outcome, Gap) for outcome in out)
+    channel.arrive(5, 7, flags=ROUTE_CHANGED)
+    reason = "the publisher began a new sequence"
+    assert channel.arrive(9, flags=FIRST) == [Gap(P, None, reason), b"5", Gap(P, 1, reason), b"7", b"9"]
 
 
 # Restarts of a publisher's numbering.
@@ -219,10 +262,25 @@ def test_a_tail_that_comes_after_its_heartbeat_is_delivered() -> None:
 
 def test_a_heartbeat_of_an_unknown_publisher_is_a_gap_of_unknown_size() -> None:
     channel = Channel()
-    [gap] = channel.arrive(4, flags=HEARTBEAT)
-    assert isinstance(gap, Gap)
-    assert (gap.publisher, gap.count) == (P, None)
+    assert channel.arrive(4, flags=HEARTBEAT) == []
+    assert channel.wait(HOLD_S) == [Gap(P, None, "not arrived in time")]
     assert channel.arrive(5) == payloads(5)
+
+
+def test_a_heartbeat_waits_for_its_message_also_while_the_stream_opens() -> None:
+    channel = Channel()
+    assert channel.arrive(4, flags=HEARTBEAT) == []
+    assert channel.arrive(4) == payloads(4)
+    assert channel.wait(HOLD_S) == []
+
+
+def test_a_heartbeat_reveals_the_lost_tail_of_a_stream_that_opens() -> None:
+    channel = Channel()
+    channel.arrive(3, flags=ROUTE_CHANGED)
+    channel.arrive(4, flags=HEARTBEAT)
+    channel.arrive(2)
+    assert channel.wait(HOLD_S) == [Gap(P, 1, "not arrived in time")]
+    assert channel.out[:2] == payloads(2, 3)
 
 
 def test_a_heartbeat_and_a_held_message_count_once() -> None:
@@ -251,9 +309,9 @@ def held(channel: Channel) -> int:
 
 def test_an_opening_stream_holds_at_most_so_many() -> None:
     channel = Channel()
-    channel.sequences.arrive(P, 5, ROUTE_CHANGED, b"", 0.0, True)
+    channel.sequences.arrive(P, 5, ROUTE_CHANGED, b"", 0.0, *OWED)
     for number in range(6, 6 + HELD_MAX + 50):
-        channel.sequences.arrive(P, number, ROUTE_CHANGED, b"", 0.0, True)
+        channel.sequences.arrive(P, number, ROUTE_CHANGED, b"", 0.0, *OWED)
         if held(channel) > HELD_MAX:
             break
     assert held(channel) <= HELD_MAX
@@ -263,7 +321,7 @@ def test_heartbeats_are_held_within_the_bound_as_well() -> None:
     channel = Channel()
     channel.arrive(1)
     for number in range(3, 2 * HELD_MAX + 100, 2):
-        channel.sequences.arrive(P, number, HEARTBEAT, b"", 0.0, True)
+        channel.sequences.arrive(P, number, HEARTBEAT, b"", 0.0, *OWED)
     assert held(channel) <= HELD_MAX
 
 
@@ -275,7 +333,7 @@ def test_holding_costs_the_same_however_much_is_held() -> None:
         channel.arrive(1)
         started = process_time()
         for number in range(3, 3 + messages):
-            channel.sequences.arrive(P, number, 0, b"", 0.0, True)
+            channel.sequences.arrive(P, number, 0, b"", 0.0, *OWED)
             channel.sequences.watch(P)
         return process_time() - started
 
@@ -288,7 +346,7 @@ def test_giving_up_many_gaps_costs_the_same_for_each() -> None:
         channel = Channel()
         channel.arrive(1)
         for number in range(3, 3 + 2 * gaps, 2):
-            channel.sequences.arrive(P, number, 0, b"", 0.0, True)
+            channel.sequences.arrive(P, number, 0, b"", 0.0, *OWED)
         started = process_time()
         channel.wait(HOLD_S)
         return process_time() - started

@@ -101,8 +101,14 @@ def newcomer(*arrivals: tuple[str, bytes]) -> tuple[list[bytes], list[GapDetecte
 
 def test_what_was_published_at_the_new_place_before_it_joined_is_not_lost() -> None:
     """m2 was published at s2 before the SUBSCRIBE there, and its copy comes to s1 after m3 came to s2."""
-    out = newcomer(("s2", message(3)), ("s1", message(2, flags=COPY)), ("s1", message(3, flags=COPY)))
+    out = newcomer(("s2", message(3)), ("s1", message(2, flags=FORWARDED)), ("s1", message(3, flags=FORWARDED)))
     assert out == ([b"m2", b"m3"], [])
+
+
+def test_that_it_is_lost_is_reported_in_its_place() -> None:
+    """m2 was published after the confirmation, and the agent that was to forward it died."""
+    out = newcomer(("s2", message(3)), ("s2", message(4)))
+    assert out == ([b"m3", b"m4"], [GapDetected(C, 7, None, "not arrived in time")])
 
 
 def test_not_even_the_first_message_of_a_new_publisher() -> None:

@@ -1,0 +1,128 @@
+"""Clients with a wrong route, while an agent or a server that could put that right lags, hangs or dies.
+
+Trials with real processes found these. For the words see ``scenarios``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dynamoth.plan import Phase
+from dynamoth_sim.clients import PublisherApp
+from dynamoth_sim.stage import Stage
+
+HANGS_S = 5.0
+"""How long an agent stands still: longer than anybody holds a message."""
+
+
+def _first_messages(stage: Stage, channel: bytes, name: str) -> PublisherApp:
+    """Let a new client publish three messages at once, and one more: the number of receivers is always right."""
+    publisher = stage.publisher(name)
+    receivers: list[int | None] = []
+    publisher.on_ended = lambda channel, number, count: receivers.append(count)
+    publisher.publish_all([channel] * 3)
+    stage.wait(f"{name} publishes", lambda: not publisher.pending(channel))
+    stage.publish(publisher, channel)
+    stage.expect(f"each message of {name} goes to one client, not {receivers}", receivers == [1] * 4, channel)
+    return publisher
+
+
+def first_message_agent_hangs(stage: Stage) -> None:
+    """Case 34. The first messages of a new P wait in the socket of D0, which hangs and is killed. P dies, too.
+
+    P reads the stored plan behind them, and sends them to H1 itself, before ``publish`` returns.
+    """
+    stage.open()
+    channel = stage.channel_at("s1")
+    stage.subscriber("S", channel)
+    stage.move(channel, "s2")
+    agent = stage.cluster.agents["s1"]
+    agent.pause(HANGS_S)
+    _first_messages(stage, channel, "P")
+    stage.cluster.clients[-1].crash()
+    agent.crash("is killed")
+    stage.run(0.2)
+    agent.start()
+    stage.run(1.0)
+    stage.close(channel)
+
+
+def first_message_agent_lags(stage: Stage) -> None:
+    """Case 35. Nothing fails, but D0 forwards the first messages of P later than S waits for them."""
+    stage.open()
+    channel = stage.channel_at("s1")
+    stage.subscriber("S", channel)
+    stage.move(channel, "s2")
+    stage.cluster.agents["s1"].pause(HANGS_S)
+    publisher = _first_messages(stage, channel, "P")
+    stage.run(HANGS_S)
+    stage.publish(publisher, channel)
+    totals = stage.cluster.audit.totals
+    stage.expect(f"there is no gap event, not {totals.gaps}", totals.gaps == 0, channel)
+    stage.close(channel)
+
+
+def lost_before_it_was_known(stage: Stage) -> None:
+    """Case 36. What a stale P publishes is lost with D0, and S, who is new, sees only what P publishes at H1 then.
+
+    That says when its predecessor was published, which S was owed: S is told of the gap.
+    """
+    stage.open()
+    channel = stage.channel_at("s1")
+    stale = stage.publisher("P")
+    stage.publish(stale, channel)
+    stage.move(channel, "s2", Phase.SETTLED)
+    stage.subscriber("S", channel)
+    stage.run(0.2)
+    agent = stage.cluster.agents["s1"]
+    agent.pause(HANGS_S)
+    stage.publish(stale, channel)
+    stage.run(0.3)
+    agent.crash("is killed")
+    stage.run(0.5)
+    stage.publish(stale, channel)  # as lost; P hears that nobody observes s1
+    stage.run(0.5)
+    stage.publish(stale, channel)  # P looks where the channel is
+    stage.run(2.0)
+    agent.start()
+    stage.run(1.0)
+    totals = stage.cluster.audit.totals
+    stage.expect(f"there is one gap event, not {totals.gaps}", totals.gaps == 1, channel)
+    stage.close(channel)
+
+
+def not_owed(stage: Stage) -> None:
+    """Case 37. Nothing fails: S is new and P changes its route, but its earlier messages are from before S.
+
+    There is no gap event, and S waits for nothing.
+    """
+    stage.open()
+    channel = stage.channel_at("s1")
+    publisher = stage.publisher("P")
+    for _ in range(3):
+        stage.publish(publisher, channel)
+    stage.move(channel, "s2", Phase.ACTIVE)
+    stage.run(0.1)
+    subscriber = stage.subscriber("S", channel)
+    stage.run(0.1)
+    stage.publish(publisher, channel)
+    stage.publish(publisher, channel)
+    stage.run(0.1)
+    delivered = stage.records("DELIVERS", who=subscriber.name)
+    stage.expect(f"S has both messages at once, not {len(delivered)}", len(delivered) == 2, channel)
+    gaps = stage.cluster.audit.totals.gaps
+    stage.expect(f"there is no gap event, not {gaps}", gaps == 0, channel)
+    stage.close(channel)
+
+
+PLAYS: dict[str, Callable[[Stage], None]] = {
+    "34-first-message-agent-hangs": first_message_agent_hangs,
+    "35-first-message-agent-lags": first_message_agent_lags,
+    "37-not-owed": not_owed,
+}
+"""In these nothing may be lost, although an agent dies in some."""
+
+FAILURES: dict[str, Callable[[Stage], None]] = {
+    "36-lost-before-it-was-known": lost_before_it_was_known,
+}
+"""In these something is lost that nobody can save: subscribers are told."""
