@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,8 @@ from dynamoth.events import Machine, Start
 from dynamoth.names import SHARDED_PREFIX, sharded_channel
 from dynamoth_client import _errors
 from dynamoth_client._acks import HOLD_S_MAX, Ack, Acks, Subject
-from dynamoth_client._queue import Dropped, Failure, GapInfo, MessageQueue, Notice, ShardedMessage, WhenFull
+from dynamoth_client._blocking import SPILL_BYTES_MAX, Blocking
+from dynamoth_client._queue import Dropped, Failure, GapInfo, Message, MessageQueue, Notice, ShardedMessage, WhenFull
 from dynamoth_client._watch import LinkClosed, LinkOpened, Ping, Ponged, Unreachable, WatchedSubscriber
 from dynamoth_client.local_plan import LocalPlan, NewerSoftware
 from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected
@@ -100,8 +102,15 @@ class Feed:
         )
         #: Made with the first pattern.
         self._patterns: _Work | None = None
-        on_full = {"block": self._pause, "drop_oldest": self._drop_oldest, "disconnect": self._give_up}[when_full]
-        queue.watch(on_full, self._resume)
+        #: Takes what comes while the queue is full; None where messages do not wait.
+        self._blocking: Blocking | None = None
+        if when_full == "block":
+            self._blocking = Blocking(queue, pause=self._pause, resume=self._resume, later=self._loop.call_later)
+            queue.watch(self._blocking.full, self._make_room)
+        else:
+            queue.watch(self._drop_oldest if when_full == "drop_oldest" else self._give_up, self._make_room)
+        #: Gaps of messages that were skipped since the queue is full, in its place; None where gaps are logged.
+        self._gaps_of_skipped: dict[Dropped, Notice | None] = {}
         #: Gaps of messages that were dropped, and how many of them had not been read when that was last looked at: more
         #: of the same subscription are added to those that are not read.
         self._gaps_of_dropped: dict[Dropped, Notice] = {}
@@ -245,6 +254,8 @@ class Feed:
         """End at once."""
         self._wake()
         self._cancel_timer()
+        if self._blocking is not None:
+            self._blocking.stop()
         for work in self._works():
             work.driver.stop()
 
@@ -283,9 +294,9 @@ class Feed:
 
     def _take_expected(self, link: str, pushes: list[list[Any]]) -> int:
         """Put messages into the queue as ``_execute`` would, as long as nothing else is to be done; return how many."""
-        if self._acks.held or self._has_sharded:
-            return 0
         queue = self._queue
+        if self._acks.held or self._has_sharded or queue.is_full:
+            return 0
         taken = self._subscriber.take_expected(link, pushes, queue.items.append)
         queue.grown()
         return taken
@@ -294,14 +305,14 @@ class Feed:
         if type(action) is Deliver:
             if self._acks.held:
                 self._release_for(action.messages)
-            self._queue.extend(map(_told_apart, action.messages) if self._has_sharded else action.messages)
+            self._put(map(_told_apart, action.messages) if self._has_sharded else action.messages)
             return
         kind = cast("type[object]", type(action))
         is_pattern = work is not self._channels
         if kind is DeliverMatched:
             if self._acks.held:
                 self._release_for_matched(action.messages)
-            self._queue.extend(action.messages)
+            self._put(action.messages)
         elif kind is SubscriptionConfirmed:
             self._acknowledge(self._acks.confirmed(action.channel, is_pattern=is_pattern))
         elif kind is SubscriptionEnded:
@@ -316,7 +327,7 @@ class Feed:
             self._note_gap(GapInfo(channel, action.publisher, action.count, action.reason, action.pattern))
         elif kind is LinkOpened:
             work.links.add(action.link)
-            if self._queue.is_full:
+            if self._blocking is not None and self._blocking.is_paused:
                 self._pause()
         elif kind is LinkClosed:
             work.links.discard(action.link)
@@ -328,6 +339,12 @@ class Feed:
             _logger.warning("%s", action.text)
         else:
             raise AssertionError(f"not an action of a subscriber: {action!r}")
+
+    def _put(self, messages: Iterable[Message]) -> None:
+        if self._blocking is None or not self._queue.is_full:
+            self._queue.extend(messages)
+        elif skipped := self._blocking.put(messages):
+            self._note_skipped(skipped)
 
     def _release_for(self, messages: list[tuple[bytes, bytes]]) -> None:
         """Let no message come before the acknowledgement of its channel."""
@@ -421,9 +438,31 @@ class Feed:
             link.pause_reading()
 
     def _resume(self) -> None:
-        self._gaps_while_full.clear()
         for link in self._opened():
             link.resume_reading()
+
+    def _make_room(self) -> None:
+        """Go back to normal: half of the queue has been read."""
+        self._gaps_while_full.clear()
+        self._gaps_of_skipped.clear()
+        if self._blocking is not None:
+            self._blocking.room()
+
+    def _note_skipped(self, skipped: Counter[Dropped]) -> None:
+        """Report a gap in the place of messages, behind what has come: one for each subscription, with their number."""
+        reason = f"the application reads too slowly: more than {SPILL_BYTES_MAX} bytes waited (when_full, max_queue)"
+        for subject, count in skipped.items():
+            channel, pattern, sharded = subject
+            self.gaps += subject not in self._gaps_of_skipped
+            notice = self._gaps_of_skipped.setdefault(subject)
+            gap = GapInfo(channel, None, count, reason, pattern, sharded)
+            if not self._wants_gaps:
+                self._log_gap(gap)
+            elif notice is not None and not notice.is_read and isinstance(notice.data, GapInfo):
+                notice.data = replace(gap, count=count + (notice.data.count or 0))
+            else:
+                notice = self._gaps_of_skipped[subject] = Notice("gap", channel, gap)
+                self._queue.put(notice)
 
     def _drop_oldest(self) -> None:
         """Make room, and tell in the place of the messages what is missing."""
@@ -476,7 +515,7 @@ class _Work:
         on_pushes: OnPushes | None = None,
     ) -> None:
         """Start. ``execute`` is given this and each action that the driver does not execute itself."""
-        #: The links that exist. All of them are paused while the queue is full.
+        #: The links that exist. All of them are paused together.
         self.links: set[str] = set()
         self.driver = Driver(
             WatchedSubscriber(machine, link_options.connect_timeout_s),

@@ -67,11 +67,11 @@ class PubSub(redis.asyncio.client.PubSub):
         gaps: True gives messages of type ``gap`` as well, whose ``data`` is the :class:`GapInfo`. With neither,
             gaps are logged as warnings.
         max_queue: how many messages wait for the application at most; acknowledgements and gaps do not count.
-        when_full: what is done about more. ``"block"``: servers are not read from until half of the messages have been
-            taken; nothing is dropped here, but a Redis server drops a connection that is not read from for long
-            (``client-output-buffer-limit pubsub``), and that is a gap. ``"drop_oldest"``: the oldest quarter is
-            dropped, and a gap in its place tells how many of which channel or pattern. ``"disconnect"``: the
-            subscriptions end, and ConnectionError is raised behind the messages that have come.
+        when_full: what is done about more. ``"block"``: they wait until half of the messages have been taken, for 1 s
+            in the servers, then here, so that channels can be moved meanwhile. After 32 MB further messages are left
+            out, and a gap in their place tells how many of which channel or pattern. ``"drop_oldest"``: the oldest
+            quarter is dropped, and a gap in its place tells the same. ``"disconnect"``: the subscriptions end, and
+            ConnectionError is raised behind the messages that have come.
 
     Different from redis-py:
 

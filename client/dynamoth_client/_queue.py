@@ -78,8 +78,8 @@ Item = Message | Notice | Failure
 
 
 WhenFull = Literal["block", "drop_oldest", "disconnect"]
-"""What becomes of a PubSub whose queue is full: its servers are not read from until there is room; its oldest messages
-are dropped; or it ends, with an error behind what it has."""
+"""What becomes of messages for a full queue: they wait (see ``_blocking``), or the oldest are dropped, or the PubSub
+ends, with an error behind them."""
 
 WHEN_FULL: tuple[WhenFull, ...] = get_args(WhenFull)
 
@@ -90,9 +90,9 @@ DROPPED_RATIO = 4
 class MessageQueue:
     """The queue of one PubSub.
 
-    At ``bound`` messages ``on_full`` is called, once, and at half of it ``on_room``. The owner stops reading from
-    servers in between, or makes room by ``drop_oldest``, so that the queue exceeds its bound by what one read per
-    server has brought at most. Notices and errors do not count: the application has asked for them, or they are few.
+    At ``bound`` messages ``on_full`` is called, once, and at half of it ``on_room``. In between the owner decides about
+    more messages (``Blocking``), or makes room at once by ``drop_oldest``. Notices and errors do not count: the
+    application has asked for them, or they are few.
     """
 
     __slots__ = (
@@ -188,12 +188,7 @@ class MessageQueue:
                     self.limit -= 1
                 continue
             number -= 1
-            if isinstance(item, tuple):
-                dropped[item[0], None, False] += 1
-            elif isinstance(item, ShardedMessage):
-                dropped[item.channel, None, True] += 1
-            else:
-                dropped[item.pattern, item.pattern, False] += 1
+            dropped[subject_of(item)] += 1
         if kept is not None:
             items.appendleft(kept)
         self.is_full = False
@@ -287,6 +282,15 @@ class MessageQueue:
         """Raise the error that ``close`` was given, if any: a new one each time, as each has a traceback of its own."""
         if self.error is not None:
             raise type(self.error)(*self.error.args)
+
+
+def subject_of(message: Message) -> Dropped:
+    """Return what a message came for."""
+    if isinstance(message, tuple):
+        return message[0], None, False
+    if isinstance(message, ShardedMessage):
+        return message.channel, None, True
+    return message.pattern, message.pattern, False
 
 
 def _release(waiter: asyncio.Future[None]) -> None:

@@ -28,6 +28,7 @@ from dynamoth_client.subscriber_events import (
 from dynamoth_sim.guarantees import Audit
 from dynamoth_sim.network import Network
 from dynamoth_sim.process import Process
+from dynamoth_sim.readers import SlowReader
 from dynamoth_sim.world import World
 
 HEADER_RETRY_S = 0.05
@@ -293,6 +294,8 @@ class SubscriberApp:
         self._audit = client.audit
         self._plan = plan
         self.process = Process(client.world, client.network, name, self._machine, self._acted)
+        #: Where everything waits for the application, if that is slow.
+        self._reader: SlowReader | None = None
 
     def _machine(self, incarnation: int) -> SubscriberMachine:
         return SubscriberMachine(incarnation, self._plan, self._client.options.subscriber)
@@ -308,7 +311,25 @@ class SubscriberApp:
         self._audit.ending(self.name, channel)
         self.process.handle(Unsubscribe((channel,)))
 
+    def read_slowly(self, take_s: float) -> None:
+        """Take no more than one message each ``take_s``, until ``read_all``."""
+        if self._reader is None and self.process.alive:
+            self._world.trace.add((self._world.now, "fault", self.name, None, None, None, "reads slowly"))
+            self._reader = SlowReader(self._world, self.process, take_s, self._read)
+
+    def read_all(self) -> None:
+        """Read what waits, and be quick again."""
+        if self._reader is not None:
+            self._reader.read_all()
+            self._reader = None
+
     def _acted(self, action: Any) -> None:
+        if self._reader is not None:
+            self._reader.put(action)
+        else:
+            self._read(action)
+
+    def _read(self, action: Any) -> None:
         now = self._world.now
         match action:
             case Deliver(messages):

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from dynamoth.plan import Assignment, Mode
+from dynamoth.plan import Assignment, Mode, Phase, single
 from dynamoth_sim.clients import PublisherApp
 from dynamoth_sim.network import SILENCE_S_MAX
+from dynamoth_sim.readers import QUEUE_MAX, SPILLED_MAX
 from dynamoth_sim.stage import Stage
 
 GO_ON_S_MAX = 0.2
@@ -18,6 +19,12 @@ GO_ON_S_MAX = 0.2
 real clients, as their other times are."""
 
 PUBLISH_INTERVAL_S = 0.01
+
+SETTLE_S_MAX = 3.0
+"""A move has settled within this, whatever a reader does."""
+
+NEVER_S = 1000.0
+"""Longer than any scenario."""
 
 
 def replica_gone(freezes: bool, stage: Stage) -> None:
@@ -59,6 +66,38 @@ def replica_gone(freezes: bool, stage: Stage) -> None:
     stage.close(channel)
 
 
+def blocked_reader(published: int, stage: Stage) -> None:
+    """Case 41. An application has stopped reading, and its queue is full. Its channel is moved twice all the same.
+
+    Others are not disturbed. When it reads on, it gets what was kept, in order, and a gap in the place of the rest.
+    """
+    stage.open()
+    channel = stage.channel_at("s1")
+    blocked, quick = stage.subscriber("S", channel), stage.subscriber("Q", channel)
+    publisher = stage.publisher("P")
+    stage.publish(publisher, channel)
+    stage.run(0.1)
+    blocked.read_slowly(NEVER_S)
+    for _ in range(published):
+        stage.publish(publisher, channel)
+    began_at = stage.world.now
+    for server in ("s2", "s3"):
+        stage.cluster.change(channel, single(server))
+        stage.wait(
+            f"the move to {server} settles", partial(stage.holds, channel, single(server), Phase.SETTLED), SETTLE_S_MAX
+        )
+        stage.publish(publisher, channel)
+    got = len(stage.records("DELIVERS", since=began_at, who=quick.name, channel=channel))
+    stage.expect(f"the other subscriber gets everything, not {got} of 2 messages", got >= 2, channel)
+    blocked.read_all()
+    if published > QUEUE_MAX + SPILLED_MAX:
+        gaps = stage.cluster.audit.totals.gaps
+        stage.expect(f"the reader gets one gap in the place of what was skipped, not {gaps}", gaps == 1, channel)
+    stage.cluster.audit.calm()
+    stage.publish(publisher, channel)
+    stage.close(channel)
+
+
 def _publish_for(stage: Stage, publisher: PublisherApp, channel: bytes, duration_s: float) -> None:
     """Publish at a steady rate, whether the publishes end or not."""
     ends_at = stage.world.now + duration_s
@@ -70,5 +109,11 @@ def _publish_for(stage: Stage, publisher: PublisherApp, channel: bytes, duration
 FAILURES: dict[str, Callable[[Stage], None]] = {
     "40-replica-freezes": partial(replica_gone, True),
     "40-replica-dies": partial(replica_gone, False),
+    "41-blocked-reader-skips": partial(blocked_reader, 3 * (QUEUE_MAX + SPILLED_MAX)),
 }
-"""Those in which a server fails, so that losses are in order where they are told."""
+"""Those in which a server or a reader fails, so that losses are in order where they are told."""
+
+PLAYS: dict[str, Callable[[Stage], None]] = {
+    "41-blocked-reader": partial(blocked_reader, QUEUE_MAX + SPILLED_MAX // 2),
+}
+"""Those in which nothing may be lost."""

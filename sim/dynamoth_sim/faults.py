@@ -46,6 +46,8 @@ HANG_S_MAX = 4.0
 
 DOWN_S_MAX = 0.4
 
+TAKE_S_MAX = 0.5
+
 FREEZE_S_MAX = 3 * SILENCE_S_MAX
 
 SERVERS_MIN = 3
@@ -120,6 +122,7 @@ LOSSY_FAULTS = (
     "part client",
     "freeze server",
     "overflow",
+    "slow reader",
 )
 
 PROFILES: dict[str, Profile] = {
@@ -197,6 +200,12 @@ PROFILES: dict[str, Profile] = {
             interval_s=0.5,
             workload=WorkloadOptions(visit_interval_s=0.05, move_interval_s=0.6),
         ),
+        Profile(
+            "readers",
+            losses_allowed=True,
+            faults=("slow reader", "pause client", "pause agent"),
+            workload=WorkloadOptions(move_interval_s=0.3),
+        ),
         Profile("clients", losses_allowed=True, faults=("crash client", "part client", "overflow", "pause client")),
         Profile(
             "everything",
@@ -259,6 +268,7 @@ class Chaos:
             "crash client": self._crash_client,
             "part agent": self._part_agent,
             "part client": self._part_client,
+            "slow reader": self._slow_reader,
             "freeze server": self._freeze_server,
             "overflow": self._overflow,
         }
@@ -503,6 +513,12 @@ class Chaos:
                 if self._random.random() < 0.5:
                     self._cluster.network.break_connection(connection)
         self._until(DOWN_S_MAX * self._random.random(), heal)
+
+    def _slow_reader(self) -> None:
+        """An application reads slowly, or not at all, until all moves have settled without it."""
+        apps = [app for client in self._cluster.clients for app in client.subscribers]
+        if apps:
+            self._random.choice(apps).read_slowly(TAKE_S_MAX * self._random.random())
 
     def _freeze_server(self) -> None:
         """A server stands still, mostly until connections are given up. Then what was sent to it takes effect late."""

@@ -6,6 +6,7 @@ constant while it is entered.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ from dynamoth_balancer.goals import ChannelFigures, Cluster, Move
 from dynamoth_balancer.installer import Installer
 from dynamoth_balancer.model import ClusterModel
 from dynamoth_balancer.options import BalancerOptions
+from dynamoth_client._blocking import Blocking
+from dynamoth_client._queue import Dropped, Message
 from dynamoth_client.checks import Checks
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.moves import Moves
@@ -379,6 +382,26 @@ def slow_replacement() -> AbstractContextManager[None]:
     return replaced(Moves, _away_s_max=patient)
 
 
+def blocked_for_ever() -> AbstractContextManager[None]:
+    """Servers are not read from until a reader has made room."""
+
+    def nothing(self: Blocking) -> None:
+        pass
+
+    return replaced(Blocking, _read_on=nothing)
+
+
+def skipped_in_silence() -> AbstractContextManager[None]:
+    """A reader is told nothing of messages that did not fit."""
+    put = Blocking.put
+
+    def silent(self: Blocking, messages: Iterable[Message]) -> Counter[Dropped]:
+        put(self, messages)
+        return Counter()
+
+    return replaced(Blocking, put=silent)
+
+
 def publishers_wait() -> AbstractContextManager[None]:
     """Publishers wait for a replica that is away, however long that takes."""
 
@@ -567,6 +590,9 @@ CHECKS: tuple[Check, ...] = (
     Check("33-pattern-server-dies", absence_without_end, "expected"),
     Check("40-replica-freezes", slow_replacement, "expected"),
     Check("40-replica-dies", slow_replacement, "expected"),
+    Check("41-blocked-reader", blocked_for_ever, "expected"),
+    Check("41-blocked-reader-skips", blocked_for_ever, "expected"),
+    Check("41-blocked-reader-skips", skipped_in_silence, "G5"),
     Check("31-drained", nothing_leaves, "expected"),
     Check("31-drained", break_before_make, "G1"),
     Check("31-drained", anything_may_come, "expected"),

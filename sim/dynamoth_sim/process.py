@@ -29,7 +29,7 @@ from dynamoth.events import (
     Start,
     Tick,
 )
-from dynamoth_sim.network import Connection, End, Network, Packet
+from dynamoth_sim.network import Connection, End, Network, Packet, Pipe
 from dynamoth_sim.redis_model import COMMAND_BYTES, Greeting, Reply
 from dynamoth_sim.world import Timer, World
 
@@ -110,6 +110,8 @@ class Process:
         self._pauses = 0
         #: How often it has crashed: a pause ends with the machine that stood still.
         self._crashes = 0
+        #: The pipes that are not read from for now.
+        self._unread_pipes: list[Pipe] = []
         #: What has come in during a pause: packets by connection; and everything else, to be done afterwards.
         self._unread: dict[Connection, list[Packet]] = {}
         self._postponed: list[Callable[[], None]] = []
@@ -180,6 +182,18 @@ class Process:
         for deed in postponed:
             deed()
         self._set_timer()
+
+    def pause_reading(self) -> None:
+        """Let what servers send on the present connections wait there until ``resume_reading``."""
+        self._unread_pipes = [link.connection.to_client for link in self._links.values() if link.connection is not None]
+        for pipe in self._unread_pipes:
+            pipe.hold()
+
+    def resume_reading(self) -> None:
+        """Read again."""
+        pipes, self._unread_pipes = self._unread_pipes, []
+        for pipe in pipes:
+            pipe.release()
 
     def _note(self, kind: str, text: str) -> None:
         self._world.trace.add((self._world.now, kind, self.name, None, None, None, text))

@@ -168,6 +168,9 @@ def _live(cluster: Cluster, profile: Profile) -> list[Violation]:
     chaos.stop()
     workload.stop()
     violations += _settle(cluster, workload)
+    for client in cluster.clients:
+        for app in client.subscribers:
+            app.read_all()
     if cluster.added:
         violations += _fill(cluster, workload)
     if cluster.gone:

@@ -580,6 +580,7 @@ SCENARIOS: dict[str, Scenario] = {
     **{name: Scenario(play, losses_allowed=True) for name, play in replica_scenarios.FAILURES.items()},
     **{name: Scenario(play) for name, play in pattern_scenarios.PLAYS.items()},
     **{name: Scenario(play, losses_allowed=True) for name, play in pattern_scenarios.FAILURES.items()},
+    **{name: Scenario(play) for name, play in failure_scenarios.PLAYS.items()},
     **{name: Scenario(play, losses_allowed=True) for name, play in failure_scenarios.FAILURES.items()},
     **{name: Scenario(play) for name, play in delivery_scenarios.PLAYS.items()},
     **{name: Scenario(play, losses_allowed=True) for name, play in delivery_scenarios.FAILURES.items()},

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 import redis.exceptions
 
 import dynamoth_client
+from dynamoth_client import _blocking
+from dynamoth_client._blocking import MESSAGE_BYTES, PAUSE_S_MAX, Blocking
+from dynamoth_client._queue import Item, MessageQueue, Notice, ShardedMessage
 from dynamoth_client.asyncio import GapInfo, from_url
 from dynamoth_client.pattern_subscription import PatternMessage
 from tests.client.stored_cluster import StoredCluster
@@ -488,3 +491,133 @@ def test_the_synchronous_client_has_batches_and_policies_too(cluster: StoredClus
             read.append(dropping.get_message(timeout=None))
         gaps = [message["data"] for message in read if message["type"] == "gap"]
         assert sum(gap.count for gap in gaps) + len(read) - len(gaps) == COUNT + 1
+
+
+# A reader that has stopped, with when_full="block".
+
+
+class Clock:
+    """Makes calls when it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> Clock:
+        assert delay_s == PAUSE_S_MAX
+        self.calls.append(call)
+        return self
+
+    def cancel(self) -> None:
+        self.calls.clear()
+
+    def ring(self) -> None:
+        [call] = self.calls
+        self.calls.clear()
+        call()
+
+
+def blocked(bound: int, spill_messages: int) -> tuple[MessageQueue, Blocking, Clock, list[str]]:
+    """Return a full queue, and what was done to the links since."""
+    queue, clock, done = MessageQueue(bound), Clock(), list[str]()
+    blocking = Blocking(
+        queue,
+        pause=lambda: done.append("pause"),
+        resume=lambda: done.append("resume"),
+        later=clock.later,
+        spill_bytes_max=spill_messages * (MESSAGE_BYTES + 1),
+    )
+    queue.watch(blocking.full, blocking.room)
+    queue.extend([(b"c", b"0")] * bound)
+    assert (blocking.is_paused, done) == (True, ["pause"])
+    return queue, blocking, clock, done
+
+
+def take(queue: MessageQueue, count: int) -> None:
+    for _ in range(count):
+        queue.items.popleft()
+        queue.relieve()
+
+
+def test_a_blocked_reader_s_servers_are_read_from_again_after_a_while() -> None:
+    queue, blocking, clock, done = blocked(bound=4, spill_messages=10)
+    clock.ring()
+    assert (blocking.is_paused, queue.is_full, done) == (False, True, ["pause", "resume"])
+    assert blocking.put([(b"c", b"1")] * 10) == {}
+    assert len(queue.items) == 14
+    take(queue, 12)
+    assert not queue.is_full
+    assert done == ["pause", "resume"], "it is not paused, and not resumed twice"
+
+
+def test_a_reader_that_makes_room_in_time_ends_the_pause() -> None:
+    queue, blocking, clock, done = blocked(bound=4, spill_messages=10)
+    take(queue, 2)
+    assert (blocking.is_paused, clock.calls, done) == (False, [], ["pause", "resume"])
+
+
+def test_what_does_not_fit_behind_a_full_queue_is_skipped_and_counted_until_there_is_room() -> None:
+    queue, blocking, clock, _ = blocked(bound=4, spill_messages=10)
+    clock.ring()
+    pattern = PatternMessage(b"c*", b"c", b"1")
+    assert blocking.put([(b"c", b"1")] * 8 + [pattern, pattern]) == {}
+    assert blocking.put([(b"c", b"1")] * 3 + [pattern, ShardedMessage(b"c", b"1")]) == {
+        (b"c", None, False): 3,
+        (b"c*", b"c*", False): 1,
+        (b"c", None, True): 1,
+    }
+    take(queue, 11)
+    assert blocking.put([(b"c", b"1")]) == {(b"c", None, False): 1}, "in order: behind the gap"
+    take(queue, 1)
+    assert not queue.is_full
+    queue.extend([(b"c", b"2")] * 2)
+    assert blocking.put([(b"c", b"2")] * 10) == {}
+
+
+def test_a_slow_reader_that_keeps_up_just_so_loses_nothing() -> None:
+    """What it has read makes room behind the full queue, long before the queue is not full any more."""
+    queue, blocking, clock, _ = blocked(bound=100, spill_messages=80)
+    clock.ring()
+    for _ in range(1000):
+        assert blocking.put([(b"c", b"1")] * 10) == {}
+        take(queue, 10)
+    assert queue.is_full
+
+
+def count_of(item: Item) -> int:
+    """Return how many messages an item of a queue stands for."""
+    if isinstance(item, Notice):
+        assert isinstance(item.data, GapInfo) and item.data.count is not None
+        return item.data.count
+    return 1
+
+
+def test_a_reader_that_has_stopped_gets_what_fits_and_one_gap_in_the_place_of_the_rest(
+    cluster: StoredCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_blocking.Blocking.__init__, "__kwdefaults__", {"pause_s_max": 0.05, "spill_bytes_max": 20_000})
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client, pubsub_of(client, max_queue=40, gaps=True) as pubsub:
+            await confirmed(pubsub, "c")
+            published = 0
+            while pubsub.gaps_detected == 0 or published % 1000:
+                for _ in range(10):
+                    await client.publish("c", b"%d" % published)
+                    published += 1
+            items = pubsub._queue.items
+            async with asyncio.timeout(30):
+                while sum(map(count_of, items)) < published:  # noqa: ASYNC110  # a reader is woken by the first item
+                    await asyncio.sleep(0.01)
+            assert 40 + 90 < len(items) < published
+            messages: list[dict[str, Any]] = []
+            while not messages or messages[-1]["type"] != "gap":
+                messages.append(await pubsub.get_message(timeout=None))
+            numbers = [int(message["data"]) for message in messages[:-1]]
+            assert numbers == list(range(len(numbers)))
+            gap = messages[-1]["data"]
+            assert (gap.channel, gap.count + len(numbers)) == (b"c", published)
+            assert pubsub.gaps_detected == 1
+            await client.publish("c", b"behind")
+            assert (await pubsub.get_message(timeout=None))["data"] == b"behind"
+
+    run(test())
