@@ -87,6 +87,11 @@ class ClusterSettings:
         unit="bytes/s",
         minimum=1,
     )
+    trusted_hosts: str = setting(
+        "",
+        "hosts that get our credentials besides those of the servers: names, suffixes (*.redis.example.com), networks"
+        " (10.1.0.0/16), separated by spaces; for servers that are still to be added",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dynamoth.errors import ConfigError
-from dynamoth_cli.settings import add_section, cluster_servers, link_options, load_settings
+from dynamoth_cli.settings import add_section, cluster_servers, link_options, load_settings, trust_of
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import ClusterAddress, parse_cluster_url, parse_server_url
 
@@ -57,7 +57,8 @@ def access_of(arguments: Namespace, environment: Mapping[str, str] = os.environ)
     if url is None and not (arguments.config and loaded.config.cluster.servers):
         url = environment.get(URL_VARIABLE)
     if url:
-        return Access(parse_cluster_url(url), link)
+        cluster = parse_cluster_url(url)
+        return Access(cluster, replace(link, trust=trust_of(loaded, *cluster.servers)))
     if not loaded.config.cluster.servers:
         raise ConfigError(
             f"which cluster? Give --url dynamoth://host:port,host:port or set {URL_VARIABLE}, or give --config with"

@@ -13,7 +13,8 @@ from dynamoth.config import ConfigText, FlagValue, LoadedConfig, declared_settin
 from dynamoth.errors import ConfigError, PlanError
 from dynamoth.plan import Server
 from dynamoth_link.options import LinkOptions, TlsOptions
-from dynamoth_link.urls import InvalidUrl, parse_server_url
+from dynamoth_link.trust import Trust, parse_trusted_hosts, trust_in
+from dynamoth_link.urls import InvalidUrl, ServerAddress, parse_server_url
 
 CONFIG_VARIABLE = "DYNAMOTH_CONFIG"
 
@@ -103,6 +104,7 @@ def link_options(loaded: LoadedConfig, client_name: str | None = None) -> LinkOp
     options = LinkOptions(
         username=link.username or None,
         password=_password(loaded),
+        trust=trust_of(loaded),
         client_name=client_name,
         tls=TlsOptions(
             ca_file=link.tls_ca_file or None,
@@ -123,6 +125,20 @@ def link_options(loaded: LoadedConfig, client_name: str | None = None) -> LinkOp
     except OSError as error:
         raise ConfigError(f"link.tls_*: the TLS files cannot be used: {error}: check certificate and key") from error
     return options
+
+
+def trust_of(loaded: LoadedConfig, *named: ServerAddress) -> Trust:
+    """Return which servers get credentials: those of the configuration, and those ``named`` besides.
+
+    Raises ConfigError.
+    """
+    cluster = loaded.config.cluster
+    servers = [parse_server_url(server.url) for server in cluster_servers(loaded)] if cluster.servers else []
+    try:
+        return trust_in([*servers, *named], parse_trusted_hosts(cluster.trusted_hosts))
+    except ConfigError as error:
+        place = loaded.places.get("cluster.trusted_hosts", "the default")
+        raise ConfigError(f"cluster.{error} (from {place})") from error
 
 
 def _password(loaded: LoadedConfig) -> str | None:

@@ -14,7 +14,7 @@ import redis.exceptions
 from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES
 from dynamoth.plan import Mode
 from dynamoth_client._errors import BadOption
-from dynamoth_client._pools import Pool, name_limit
+from dynamoth_client._pools import Pool, name_limit, trust_hosts
 from dynamoth_client._settings import sample_of
 from dynamoth_link.urls import ServerAddress, parse_cluster_url, parse_server_url
 
@@ -76,20 +76,25 @@ def url_arguments(url: str, make_pool: Callable[..., Pool], keywords: Mapping[st
     """
     options = dict(keywords)
     envelope = options.pop("envelope", True)
+    trusted_hosts = options.pop("trusted_hosts", ())
     seeds: tuple[ServerAddress, ...] | None = None
     if url.startswith(CLUSTER_SCHEMES):
         cluster = parse_cluster_url(url)
         seeds, in_url = cluster.servers, dict(cluster.options)
         if "envelope" in in_url:
             envelope = _parse_flag("envelope", in_url.pop("envelope"))
+        in_option = in_url.pop("trusted_hosts", None)
         url = cluster.first.url() + (f"?{urlencode(in_url)}" if in_url else "")
     else:
         url, flag = _take_option(url, "envelope")
         envelope = envelope if flag is None else _parse_flag("envelope", flag)
+        url, in_option = _take_option(url, "trusted_hosts")
     pool = make_pool(url, **options)
     name_limit(pool, {**options, **_options_in(url)})
     sample_of(pool)
-    return {"servers": seeds, "envelope": envelope, "connection_pool": pool}
+    if in_option:
+        trust_hosts(pool, in_option)
+    return {"servers": seeds, "envelope": envelope, "trusted_hosts": trusted_hosts, "connection_pool": pool}
 
 
 def _take_option(url: str, name: str) -> tuple[str, str | None]:

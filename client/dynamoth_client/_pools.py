@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
@@ -14,7 +14,9 @@ import redis.asyncio
 import redis.credentials
 import redis.exceptions
 
+from dynamoth.errors import ConfigError
 from dynamoth_link.credentials import Credentials
+from dynamoth_link.trust import parse_trusted_hosts, trust_in
 
 Pool = redis.ConnectionPool | redis.asyncio.ConnectionPool
 
@@ -76,6 +78,8 @@ class PoolState:
     credentials: Credentials | None
     #: Options for TCP and TLS that redis-py leaves out of the pool, as its own server is a unix socket or without TLS.
     left_out: dict[str, Any] = field(default_factory=dict[str, Any])
+    #: Hosts that get credentials besides those of the servers that were named; see ``dynamoth_link.trust``.
+    trusted_hosts: tuple[str, ...] = ()
 
 
 _states: weakref.WeakKeyDictionary[Pool, PoolState] = weakref.WeakKeyDictionary()
@@ -92,6 +96,17 @@ def name_limit(pool: Pool, arguments: Mapping[str, Any]) -> None:
     """Take ``max_connections`` as a limit, redis-py's default too, if the arguments that a pool was made of name it."""
     if arguments.get("max_connections"):  # what is nothing stands for the default, there as here
         state_of(pool).connections = ConnectionLimit(cast("Any", pool).max_connections)
+
+
+def trust_hosts(pool: Pool, hosts: Iterable[str]) -> None:
+    """Let ``hosts`` get the credentials of a pool, too. Raises ``redis.exceptions.DataError`` for what is no host."""
+    items = parse_trusted_hosts(hosts) if isinstance(hosts, str) else tuple(hosts)
+    try:
+        trust_in((), items)
+    except ConfigError as error:
+        raise redis.exceptions.DataError(str(error)) from error
+    state = state_of(pool)
+    state.trusted_hosts = tuple(dict.fromkeys((*state.trusted_hosts, *items)))
 
 
 def begin_anew() -> None:

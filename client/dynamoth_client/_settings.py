@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ from dynamoth_client._pools import ConnectionLimit, Pool, is_asynchronous, name_
 from dynamoth_client._retrying import Retrying, backoff_of, is_retry
 from dynamoth_client.publication import PUBLISH_TIMEOUT_S_MAX, PUBLISH_TIMEOUT_S_MIN
 from dynamoth_link.options import LinkOptions, TlsOptions
+from dynamoth_link.trust import TRUSTED_HOSTS_VARIABLE, Trust, parse_trusted_hosts, trust_in
 from dynamoth_link.urls import ServerAddress
 
 DEFAULT_PORT = 6379
@@ -171,11 +173,12 @@ def read_settings(pool: Pool, seeds: Iterable[ServerAddress] | None) -> Settings
             username=sample.username or None,
             password=sample.password or None,
             credentials=state.credentials,
+            trust=_trust(servers, state.trusted_hosts),
             client_name=sample.client_name or None,
             library_name=library_name,
             library_version=library_version,
             keepalive=dict(sample.socket_keepalive_options) if keeps_alive else None,
-            tls=TlsOptions(context=_tls_context(options)) if isinstance(sample, _TLS) else TlsOptions(),
+            tls=_tls_options(options) if isinstance(sample, _TLS) else TlsOptions(),
             connect_timeout_s=_seconds(sample, "socket_connect_timeout") or _DEFAULTS.connect_timeout_s,
             ping_interval_s=_seconds(sample, "health_check_interval", 0) or _DEFAULTS.ping_interval_s,
             ping_timeout_s=_seconds(sample, "socket_timeout", _SOCKET_TIMEOUT_DEFAULT) or _DEFAULTS.ping_timeout_s,
@@ -191,6 +194,16 @@ def read_settings(pool: Pool, seeds: Iterable[ServerAddress] | None) -> Settings
         state.connections,
         publish_timeout_s=_publish_timeout_s(sample, options, retrying),
     )
+
+
+def _trust(servers: Iterable[ServerAddress], trusted_hosts: Iterable[str]) -> Trust:
+    """Return which servers get our credentials: on hosts that the application or the environment names."""
+    of_environment = parse_trusted_hosts(os.environ.get(TRUSTED_HOSTS_VARIABLE, ""))
+    return trust_in(servers, [*trusted_hosts, *of_environment])
+
+
+def _tls_options(options: Mapping[str, Any]) -> TlsOptions:
+    return TlsOptions(context=_tls_context(options), has_certificate=bool(options.get("ssl_certfile")))
 
 
 def _publish_timeout_s(sample: Any, options: Mapping[str, Any], retrying: Retrying) -> float:

@@ -33,7 +33,7 @@ from dynamoth_client._making import (
     url_arguments,
     warn_of_plain_payloads,
 )
-from dynamoth_client._pools import follow_renewals
+from dynamoth_client._pools import follow_renewals, trust_hosts
 from dynamoth_client._settings import connection_encoder, keep_arguments, read_settings, sample_of
 from dynamoth_client.sync_cluster import SyncCluster
 from dynamoth_client.sync_pubsub import PubSub
@@ -59,6 +59,7 @@ class Redis(redis.Redis):
         *args: Any,
         servers: Iterable[str | ServerAddress] | None = None,
         envelope: bool = True,
+        trusted_hosts: Iterable[str] = (),
         connection_pool: redis.ConnectionPool | None = None,
         **kwargs: Any,
     ) -> None:
@@ -69,6 +70,7 @@ class Redis(redis.Redis):
             servers: some servers of the cluster, ``redis://...`` URLs or ``host:port``; the first one gets all other
                 commands. None: the one that ``host`` and ``port`` (or ``connection_pool``) name.
             envelope: as for :class:`dynamoth_client.asyncio.Redis`.
+            trusted_hosts: as for :class:`dynamoth_client.asyncio.Redis`.
             connection_pool: as in redis-py; its settings serve publish and subscribe too.
             **kwargs: redis-py's, see :class:`dynamoth_client.asyncio.Redis`.
 
@@ -85,6 +87,7 @@ class Redis(redis.Redis):
             sample_of(pool)
         if not kwargs.get("single_connection_client"):  # redis-py has told the provider of that connection
             follow_renewals(pool, getattr(self, "_event_dispatcher", None))
+        trust_hosts(self.connection_pool, trusted_hosts)
         self._seeds = seeds
         self._envelope = envelope
         self._encoder = connection_encoder(pool)

@@ -41,6 +41,13 @@ class CredentialsUnavailable(LinkError):
     code = "credentials"
 
 
+class ServerUntrusted(LinkError):
+    """Raised when a plan names a server that our own configuration does not vouch for: it would get our credentials."""
+
+    code = "untrusted"
+    retryable = False
+
+
 class TlsFailed(LinkError):
     """Raised when TLS cannot be agreed on: a certificate that is not trusted, a port without TLS."""
 
@@ -72,6 +79,11 @@ class MachineCrashed(DynamothError):
     """Raised when never: handed to ``on_crash`` when a machine raised, with that exception as its cause."""
 
     code = "crashed"
+
+
+def untrusted(address: ServerAddress, objection: str) -> LinkError:
+    """Return the error for a server that must not get our credentials."""
+    return ServerUntrusted(f"{address.redacted()}: not connected, as it would get our credentials: {objection}")
 
 
 def unusable_tls(address: ServerAddress, error: Exception) -> LinkError:

@@ -25,11 +25,16 @@ async def open_connection(
 ) -> tuple[Connection, str | None]:
     """Open a connection that is authenticated and speaks RESP3; return it with the server's run id.
 
-    The run id is None where the server does not let us ask. Nothing stays open when this raises or is
-    cancelled. Raises ``LinkError``, at the latest after ``connect_timeout_s``. That, and the caller's ``limit``, stand
-    still while ``options.credentials`` are asked for.
+    The run id is None where the server does not let us ask. Nothing stays open when this raises or is cancelled.
+    Raises ``LinkError``: before anything is sent where ``options.trust`` objects to the server, else at the latest
+    after ``connect_timeout_s``. That, and the caller's ``limit``, stand still while ``options.credentials`` are asked
+    for.
     """
     address = address.with_credentials(options.username, options.password)
+    if options.trust is not None and (address.has_credentials or options.has_credentials):
+        objection = options.trust.objection(address)
+        if objection is not None:
+            raise errors.untrusted(address, objection)
     connection = Connection(address, options, on_pushes)
     try:
         async with asyncio.timeout(options.connect_timeout_s) as own_limit:

@@ -10,6 +10,7 @@ goes to the connection; what is sent at any other time is dropped. Nothing is ev
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import ServerAddress, parse_server_url
 
 _DEFAULTS = LinkOptions()
+
+_logger = logging.getLogger("dynamoth.link")
 
 
 class Link:
@@ -191,6 +194,8 @@ class Link:
         try:
             connection, run_id = await open_connection(self.address, self._options, self._on_pushes)
         except errors.LinkError as error:
+            if isinstance(error, errors.ServerUntrusted) and not isinstance(self._fault, errors.ServerUntrusted):
+                _logger.error("%s", error)
             return False, error
         except Exception as error:
             report_exception(asyncio.get_running_loop(), error, f"the link to {self.address.redacted()}")

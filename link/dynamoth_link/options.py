@@ -10,6 +10,7 @@ from functools import lru_cache
 from dynamoth.errors import ConfigError
 from dynamoth_link.backoff import Backoff
 from dynamoth_link.credentials import Credentials
+from dynamoth_link.trust import Trust
 
 WRITE_BUFFER_BYTES_MAX = 256 * 1024 * 1024
 """Redis drops a client whose unsent output passes a limit; this is ours, for a server that does not read.
@@ -24,7 +25,7 @@ class TlsOptions:
 
     ``ca_file``: whom to trust (PEM); None for what the system trusts. ``cert_file`` and ``key_file``: our own
     certificate, for servers with ``tls-auth-clients yes``. ``verify``: False accepts any certificate, for
-    tests only. ``context`` replaces all of them.
+    tests only. ``context`` replaces all of them; ``has_certificate`` says whether it has one of our own.
     """
 
     ca_file: str | None = None
@@ -32,6 +33,7 @@ class TlsOptions:
     key_file: str | None = None
     verify: bool = True
     context: ssl.SSLContext | None = None
+    has_certificate: bool = False
 
     def make_context(self) -> ssl.SSLContext:
         """Return the context to connect with. Raises OSError when a file cannot be used."""
@@ -57,6 +59,8 @@ class LinkOptions:
     ``username``, ``password``: used where the server's URL has no credentials of its own.
     ``credentials``: used where there are none of these, and asked for anew at each connection. The time that takes
     does not count as connecting.
+    ``trust``: which servers get any of these, or our certificate; no connection is made to others. None: all do. A
+    server is connected to anyway where there is nothing to give.
     ``client_name``: the name shown by ``CLIENT LIST``: visible ASCII without spaces; None for none.
     ``library_name``, ``library_version``: shown there as well, by Redis 7.2 and later; None for what it is without.
     ``keepalive``: options of TCP (``{socket.TCP_KEEPIDLE: 30}``) for sockets that are kept alive; None for others.
@@ -84,6 +88,7 @@ class LinkOptions:
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     credentials: Credentials | None = None
+    trust: Trust | None = None
     client_name: str | None = None
     library_name: str | None = None
     library_version: str | None = None
@@ -111,3 +116,9 @@ class LinkOptions:
         client = self.client_name
         if client is not None and not (client and all("!" <= character <= "~" for character in client)):
             raise ConfigError(f"client_name must be visible ASCII without spaces, not {client!r}")
+
+    @property
+    def has_credentials(self) -> bool:
+        """Whether a server would get something by which to log in elsewhere as us, or that says who we are."""
+        named = self.username is not None or self.password is not None or self.credentials is not None
+        return named or self.tls.cert_file is not None or self.tls.has_certificate

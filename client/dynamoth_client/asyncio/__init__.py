@@ -35,7 +35,7 @@ from dynamoth_client._making import (
     url_arguments,
     warn_of_plain_payloads,
 )
-from dynamoth_client._pools import follow_renewals
+from dynamoth_client._pools import follow_renewals, trust_hosts
 from dynamoth_client._pubsub import PubSub
 from dynamoth_client._queue import GapInfo
 from dynamoth_client._redis_modules import submodule
@@ -99,6 +99,7 @@ class Redis(redis.asyncio.Redis):
         *,
         servers: Iterable[str | ServerAddress] | None = None,
         envelope: bool = True,
+        trusted_hosts: Iterable[str] = (),
         connection_pool: redis.asyncio.ConnectionPool | None = None,
         **kwargs: Any,
     ) -> None:
@@ -110,6 +111,8 @@ class Redis(redis.asyncio.Redis):
             envelope: False publishes plain payloads that plain redis-py subscribers can read, for the time in which an
                 application is being upgraded. Then messages are not numbered: while a channel moves, or a connection is
                 lost, they can be lost, repeated and reordered, without a gap event. Subscribing is not affected.
+            trusted_hosts: hosts that get the credentials, too, if the plan names servers there, besides those of
+                ``servers``: names, suffixes (``*.redis.example.com``) or networks (``10.1.0.0/16``).
             connection_pool: as in redis-py; its settings serve publish and subscribe too.
             **kwargs: redis-py's, see the class.
 
@@ -125,6 +128,7 @@ class Redis(redis.asyncio.Redis):
             sample_of(self.connection_pool)
         if not self.single_connection_client:
             follow_renewals(self.connection_pool, getattr(self, "_event_dispatcher", None))
+        trust_hosts(self.connection_pool, trusted_hosts)
         self._seeds = seeds
         self._envelope = envelope
         self._encoder = connection_encoder(self.connection_pool)
