@@ -1,0 +1,66 @@
+"""A balancer without the lease: what it waits for, and when it must give way to another one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dynamoth.errors import AlreadyRunning
+from dynamoth_balancer.actions import Note
+from dynamoth_balancer.lease import Lease
+
+NOTED_AFTER_S = 0.5
+"""A start that takes no longer than this is not worth a line in the log."""
+
+
+class Contention:
+    """Watches how a balancer waits for its lease.
+
+    Args:
+        lease: the lease.
+        servers: how many there are.
+        down: the servers that cannot be reached, and why; kept up to date by the owner.
+        patience_s: after this time with the lease in another's hands, that one is alive.
+
+    """
+
+    def __init__(self, lease: Lease, servers: int, down: Mapping[str, str], patience_s: float) -> None:
+        self._lease = lease
+        self._servers = servers
+        self._down = down
+        self._patience_s = patience_s
+        self._since = math.inf
+        #: What the log said last of why the lease is not held.
+        self._noted: dict[str, Any] = {}
+
+    def begin(self, now: float) -> None:
+        """Begin to wait."""
+        self._since = now
+        self._noted = {}
+
+    def look(self, now: float) -> list[Note]:
+        """Return what the log should say, if that is new. Raises AlreadyRunning where another balancer is at work."""
+        others = self._lease.others()
+        waited_s = now - self._since
+        if others and waited_s > self._patience_s:
+            incarnations = ", ".join(sorted(set(others.values())))
+            raise AlreadyRunning(
+                f"another balancer (incarnation {incarnations}) is at work: it holds the lease at {', '.join(others)}"
+                " and renews it; stop that one first, there is one balancer for a cluster"
+            )
+        details = self.details()
+        if waited_s < NOTED_AFTER_S or details == self._noted:
+            return []
+        self._noted = details
+        text = "waiting for the lease; a predecessor that was killed keeps it until it expires"
+        return [Note("warning", text, details)]
+
+    def details(self) -> dict[str, Any]:
+        """Return who holds the lease, and what keeps it from us."""
+        return {
+            "needed": f"{self._lease.majority} of {self._servers} servers",
+            "held_by_others": self._lease.others(),
+            "refused": self._lease.problems(),
+            "unreachable": dict(self._down),
+        }
