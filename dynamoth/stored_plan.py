@@ -45,7 +45,7 @@ _CHANNEL_PREFIX = b"c:"
 ENTRIES_PER_COMMAND = 2000
 """Bound of one HSET of a whole plan: about 100 KB and a millisecond of Redis."""
 
-READ_HEADER: tuple[CommandPart, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, HEADER_FIELD, COMPATIBILITY_FIELD)
+READ_HEADER: tuple[bytes, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, HEADER_FIELD, COMPATIBILITY_FIELD)
 READ_RULES: tuple[CommandPart, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, VERSION_FIELD, COMPATIBILITY_FIELD)
 READ_WHOLE: tuple[CommandPart, ...] = (b"HGETALL", PLAN_KEY)
 
@@ -131,6 +131,11 @@ def parse_whole(reply: Any, run_id: str | None) -> Plan | None:
                     f"the stored plan sends channel {channel!r:.60} to a server that it does not list"
                 )
     return replace(header, entries=MappingProxyType(entries))
+
+
+def is_absent(reply: Any) -> bool:
+    """Tell whether the reply of :func:`read_entry`, or of ``READ_HEADER``, says that the server stores no plan."""
+    return isinstance(reply, list) and all(part is None for part in reply)
 
 
 def write_delta(delta: PlanDelta) -> tuple[CommandPart, ...]:

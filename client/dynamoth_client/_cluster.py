@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dynamoth_client import _errors
-from dynamoth_client._bootstrap import read_plan_header
+from dynamoth_client._bootstrap import read_plan
 from dynamoth_client._feed import Feed
 from dynamoth_client._forks import point_to_nowhere
 from dynamoth_client._publishing import Publishing
@@ -161,7 +161,8 @@ class Cluster:
 
     async def _read_plan(self, settings: Settings) -> LocalPlan:
         try:
-            local_plan = LocalPlan(await settings.retrying.call(lambda: read_plan_header(settings)))
+            since = asyncio.get_running_loop().time()
+            local_plan = LocalPlan(await settings.retrying.call(lambda: read_plan(settings, since)))
             if self._bootstrap is asyncio.current_task():
                 self._local_plan = local_plan
         finally:

@@ -27,6 +27,7 @@ from dynamoth import stored_plan
 from dynamoth.envelope import rerouted
 from dynamoth.events import ErrorReply
 from dynamoth.plan import Location
+from dynamoth_client.alone import ALONE
 from dynamoth_client.outcomes import Outcomes
 from dynamoth_client.publication import (
     Check,
@@ -35,6 +36,7 @@ from dynamoth_client.publication import (
     PublisherServer,
     Waiting,
 )
+from dynamoth_client.publisher_alone import AloneServer
 from dynamoth_client.publisher_routes import PublisherRoutes
 
 Targets = Callable[[tuple[Location, ...], float], tuple[list[tuple[Location, PublisherServer]], list[Any]]]
@@ -51,9 +53,11 @@ class Checks:
         routes: PublisherRoutes,
         outcomes: Outcomes,
         targets: Targets,
+        alone: AloneServer,
         counters: Counter[str],
     ) -> None:
         """Share the publisher's state."""
+        self._alone = alone
         self._channels = channels
         self._servers = servers
         self._routes = routes
@@ -70,10 +74,13 @@ class Checks:
         It goes to ``servers``, whose outboxes have room. Where there is none for the check, the next message gets one.
         """
         check = channel.check
-        if check is not None and not check.done and check.locations == locations:
+        is_alone = locations[0].server == ALONE  # then each message needs a reading of its own
+        if check is not None and not check.done and check.locations == locations and not is_alone:
             return check, ()
         read_at = servers
-        if check is None and channel.sequence != channel.floor:  # then nobody may be there to say that it has moved
+        if (
+            not is_alone and check is None and channel.sequence != channel.floor
+        ):  # then nobody may be there to say that it has moved
             read_at = [s for s in servers if s.up and not s.observers and name not in s.confirmed]
             if not read_at:
                 return None, ()
@@ -85,31 +92,41 @@ class Checks:
     @staticmethod
     def put(check: Check, location: Location, server: PublisherServer) -> list[Any]:
         """Read the stored plan behind what was just published at a location."""
-        return list(server.outbox.put(stored_plan.read_entry(check.channel), CheckAt(check, location)))
+        read = stored_plan.READ_HEADER if location.server == ALONE else stored_plan.read_entry(check.channel)
+        return list(server.outbox.put(read, CheckAt(check, location)))
 
     def replied(self, at: CheckAt, link: str, value: Any, now: float) -> list[Any]:
         """Take what a server stores of a channel: confirm the messages that wait for it, or send them again."""
         check = at.check
         if isinstance(value, ErrorReply):
             self._counters["refused_commands"] += 1
-            return self._confirm(check)
+            return self._confirm(check, now)
         server = self._servers[link]
+        if link == ALONE:
+            return self._replied_alone(check, value, now)
         told = self._routes.entry_read(check.channel, link, value, server, now)
         locations, _ = self._routes.find(check.channel)
         if at.location in locations:
             server.confirmed.add(check.channel)
-            return [*told, *self._confirm(check)]
+            return [*told, *self._confirm(check, now)]
         if check.done:
             return told
         check.done = True
         return [*told, *self.send_again(check.channel, check.messages, now)]
 
-    def _confirm(self, check: Check) -> list[Any]:
+    def _replied_alone(self, check: Check, value: Any, now: float) -> list[Any]:
+        """Take the header of a plan, if there is one now, of the server that was alone when a message was published."""
+        if not self._alone.has_plan(value):
+            return self._confirm(check, now)
+        check.done = True
+        return self.send_again(check.channel, check.messages, now)
+
+    def _confirm(self, check: Check, now: float) -> list[Any]:
         check.done = True
         channel = self._channels.get(check.channel)
         if channel is not None and channel.check is check:
             channel.check = None
-            if len(check.locations) == 1 and not channel.plain:
+            if len(check.locations) == 1 and not channel.plain and self._alone.is_over(now):
                 channel.lane = self._servers[check.locations[0].server]
         messages, check.messages = check.messages, []
         return [action for message, _ in messages for action in self._outcomes.confirmed(message)]

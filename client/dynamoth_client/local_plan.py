@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dynamoth.compatibility import Compatibility
 from dynamoth.errors import UnknownMode
 from dynamoth.plan import Plan, Route, Server
+from dynamoth_client.alone import ALONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,12 @@ class LocalPlan:
     epochs, except by :meth:`distrust`.
     """
 
-    def __init__(self, header: Plan, entry_idle_s: float = ENTRY_IDLE_S, entries_max: int = ENTRIES_MAX) -> None:
+    def __init__(
+        self,
+        header: Plan,
+        entry_idle_s: float = ENTRY_IDLE_S,
+        entries_max: int = ENTRIES_MAX,
+    ) -> None:
         """Begin with the servers and the ring of ``header``; its entries are not used.
 
         Args:
@@ -41,6 +47,8 @@ class LocalPlan:
 
         """
         self._header = header
+        #: Whether there is no plan, and one server stands for itself; see ``alone.py``. Never True again.
+        self.is_alone = ALONE in header.servers
         #: Grows whenever any route may have changed, so that users can keep what they have looked up.
         self.generation = 0
         self._entry_idle_s = entry_idle_s
@@ -70,6 +78,7 @@ class LocalPlan:
         """
         if header.version < self._header.version:
             return
+        self.is_alone = False
         rules = self._header.compatibility
         self._header = header
         if rules.version > header.compatibility.version and rules.servers <= header.servers.keys():

@@ -19,13 +19,14 @@ stays away is replaced by another one, or done without.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 from dynamoth import stored_plan
 from dynamoth.control import Marker
 from dynamoth.errors import MalformedMessage, UnknownMode
 from dynamoth.events import ErrorReply, Send
 from dynamoth.plan import Location, Mode, Phase, Route
+from dynamoth_client.alone import ALONE, LOOK_INTERVAL_S
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.places import Places
 from dynamoth_client.register import Register
@@ -136,9 +137,10 @@ class Moves:
         except MalformedMessage:
             self._counters["malformed_plans"] += 1
             return []
+        actions: list[Any] = []
         if header is not None and header.believed:
             self._plan.update_header(header.plan)
-        actions: list[Any] = []
+            actions += self.follow_plan(now)
         for channel, route in hints.items():
             subscription = self._register.current.get(channel)
             if subscription is None:
@@ -162,9 +164,13 @@ class Moves:
         except MalformedMessage:
             self._counters["malformed_plans"] += 1
             stored = None
+        if self._plan.is_alone and location.server == ALONE and stored_plan.is_absent(reply):
+            return self._right(subscription, place, self._plan.home(subscription.channel), Phase.SETTLED, now)
         if stored is None:
             self._counters["no_plan_at_server"] += 1
             return self.verify_later(subscription, place, now)
+        if location.server == ALONE:  # not any more
+            return [Send(ALONE, stored_plan.READ_HEADER, ("header",)), *self.verify_later(subscription, place, now)]
         entry = stored.settled_or(self._plan.home(subscription.channel))
         told = entry.told
         if location in told.locations(subscription.channel) or (
@@ -207,7 +213,9 @@ class Moves:
             _may_have_missed(subscription, f"server {place.location.server} could not be reached")
         if not subscription.verified():
             return actions
-        if phase is Phase.SETTLED and subscription.leaving:
+        if phase is Phase.SETTLED and any(place.server == ALONE for place in subscription.leaving):
+            actions += self._leave_alone(subscription)
+        elif phase is Phase.SETTLED and subscription.leaving:
             _may_have_missed(subscription, "the move ended while this client was away")
             for old in list(subscription.leaving.values()):
                 actions += self._places.leave(subscription, old, now)
@@ -226,6 +234,33 @@ class Moves:
                 if place is not None and place.verified_epoch < 0:
                     actions += self._places.leave(subscription, place, now)
         return actions
+
+    # A server that was alone.
+
+    def look_for_plan(self, now: float) -> list[Any]:
+        """Look regularly, while a server is alone, whether it still is; follow the plan when there is one."""
+        if not self._plan.is_alone:
+            return self.follow_plan(now)
+        self._wishes.add(now + LOOK_INTERVAL_S, self.look_for_plan)
+        return [Send(ALONE, stored_plan.READ_HEADER, ("header",))] if self._places.is_up(ALONE) else []
+
+    def follow_plan(self, now: float) -> list[Any]:
+        """Let subscriptions follow the plan that is there now, from the server that was alone."""
+        current = [each for each in self._register.current.values() if each.route.assignment.servers == (ALONE,)]
+        return [action for each in current for action in self._follow(each, self._plan.route(each.channel), now)]
+
+    def _leave_alone(self, subscription: Subscription) -> list[Any]:
+        """Begin to leave the server that was alone: when it answers, all has come that was on its way from there."""
+        links = self._places.links
+        if any(links[target.server].run_id != links[ALONE].run_id for target in subscription.targets):
+            _may_have_missed(subscription, "a plan has come, and others may have followed it before this client")
+        return [Send(ALONE, (b"PING",), ("alone", subscription.channel))] if self._places.is_up(ALONE) else []
+
+    def left_alone(self, channel: bytes, now: float) -> list[Any]:
+        """Leave the server that was alone, as everything from there has come."""
+        subscription = self._register.current.get(channel)
+        alone = [] if subscription is None else [p for p in subscription.leaving.values() if p.location.server == ALONE]
+        return [a for place in alone for a in self._places.leave(cast("Subscription", subscription), place, now)]
 
     def _ready(self, subscription: Subscription, now: float) -> list[Any]:
         """Every target is verified, or excused: tell the application."""

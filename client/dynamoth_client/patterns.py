@@ -34,6 +34,7 @@ from dynamoth.errors import MalformedMessage
 from dynamoth.events import Connect, Disconnect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
 from dynamoth.names import PATTERN_PREFIX, RESERVED_PREFIX
 from dynamoth.plan import JOIN_S
+from dynamoth_client.alone import ALONE, LOOK_INTERVAL_S
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected, PatternMessages
 from dynamoth_client.pattern_subscription import (
@@ -166,7 +167,8 @@ class PatternMachine:
         self._idle_since = None
         if not self._reads_headers:
             self._reads_headers = True
-            self._wishes.add(now + self.options.header_interval_s, self._read_again)
+            interval_s = LOOK_INTERVAL_S if self._plan.is_alone else self.options.header_interval_s
+            self._wishes.add(now + interval_s, self._read_again)
         return [*actions, *(action for server in self._links for action in self._join(subscription, server, now))]
 
     def _unsubscribe(self, pattern: bytes, now: float) -> list[Any]:
@@ -216,6 +218,7 @@ class PatternMachine:
         """Have a link to each server of the plan, and to no other."""
         servers = self._plan.servers
         unlisted_at = min((link.read_at for link in self._links.values() if link.up), default=float("-inf"))
+        unlisted = self._links.keys() - servers.keys()
         actions: list[Any] = []
         for id_, link in list(self._links.items()):
             is_listed = id_ in servers and servers[id_].url == link.url
@@ -223,6 +226,8 @@ class PatternMachine:
                 not is_listed and self._links.get(id_) is link
             ):  # leaving one may let a pattern begin anew, and call this
                 actions += self._leave_server(id_, now)
+        if ALONE in unlisted:  # others may have followed the plan before
+            unlisted_at = float("-inf")
         for id_, server in servers.items():
             if id_ in self._links:
                 continue
@@ -384,6 +389,8 @@ class PatternMachine:
             link.read_at = asked_at
             if server not in self._links:
                 return [*actions, *self._confirm_all(now)]
+        elif self._plan.is_alone and stored_plan.is_absent(event.value):
+            link.read_at = asked_at
         else:
             self.counters["no_plan_at_server"] += 1
             if now - link.up_since < self.options.failover_s:
@@ -482,7 +489,8 @@ class PatternMachine:
         self._reads_headers = bool(self._register.current)
         if not self._register.current:
             return []
-        self._wishes.add(now + self.options.header_interval_s, self._read_again)
+        interval_s = LOOK_INTERVAL_S if self._plan.is_alone else self.options.header_interval_s
+        self._wishes.add(now + interval_s, self._read_again)
         actions = self._follow_servers(now)
         self._to_read.update(dict.fromkeys(self._links))
         return actions

@@ -76,6 +76,7 @@ from dynamoth_client.publication import (
     Unconfirmed,
     Waiting,
 )
+from dynamoth_client.publisher_alone import AloneServer
 from dynamoth_client.publisher_routes import PublisherRoutes
 
 _NEVER = float("inf")
@@ -112,7 +113,10 @@ class PublisherMachine:
         self._servers: dict[str, PublisherServer] = {}
         self._outcomes = Outcomes(client_id, self._servers, self.options, self.counters)
         self._routes = PublisherRoutes(client_id, local_plan, self._servers, self.options, self.counters)
-        self._checks = Checks(self._channels, self._servers, self._routes, self._outcomes, self._targets, self.counters)
+        self._alone = AloneServer(local_plan, self._servers, self.counters)
+        self._checks = Checks(
+            self._channels, self._servers, self._routes, self._outcomes, self._targets, self._alone, self.counters
+        )
         self._swept_at = 0.0
 
     def handle(self, event: Any, now: float) -> list[Any]:
@@ -258,7 +262,8 @@ class PublisherMachine:
         waiting = (Waiting if check is None else Unconfirmed)(token, now + self.options.publish_timeout_s, name)
         if check is not None:
             check.messages.append((waiting, data))
-        channel.lane = targets[0][1] if len(locations) == 1 and not plain and check is None else None
+        is_clear = len(locations) == 1 and not plain and check is None and self._alone.is_over(now)
+        channel.lane = targets[0][1] if is_clear else None
         channel.physical = locations[0].physical
         if len(locations) > 1:
             has_room = [location.server for location, _ in targets]
@@ -273,7 +278,7 @@ class PublisherMachine:
             actions += server.outbox.put((b"PUBLISH", location.physical, data), waiting)
             if check is not None and server in read_at:
                 actions += self._checks.put(check, location, server)
-        return actions
+        return [*actions, *self._alone.copy(name, data, now)]
 
     def _targets(
         self, locations: tuple[Location, ...], now: float

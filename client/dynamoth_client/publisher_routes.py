@@ -11,6 +11,7 @@ from dynamoth.compatibility import Compatibility
 from dynamoth.errors import MalformedMessage, UnknownMode
 from dynamoth.events import Replied, Send
 from dynamoth.plan import Location, Mode, Route
+from dynamoth_client.alone import ALONE
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.publication import PublisherOptions, PublisherServer
 
@@ -67,6 +68,8 @@ class PublisherRoutes:
         if server_id is None:
             return []
         self._read_at[channel] = now
+        if server_id == ALONE:
+            return [Send(server_id, stored_plan.READ_HEADER, ("header",))]
         return [Send(server_id, stored_plan.read_entry(channel), ("entry", channel))]
 
     # Compatibility rules.

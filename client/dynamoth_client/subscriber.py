@@ -63,6 +63,7 @@ class SubscriberMachine:
         self._wishes = Wishes()
         #: Channel to subscription; remembers what was delivered.
         self._register: Register[Subscription, Sequences] = Register(self.options.ended_max)
+        self._looks_for_plan = False
         self._places = Places(client_id, local_plan, self._wishes, self.options.link_idle_s)
         self._moves = Moves(
             client_id, local_plan, self.options, self.counters, self._register, self._places, self._wishes
@@ -117,7 +118,15 @@ class SubscriberMachine:
         subscription.begin_anew()
         self._register.add(channel, subscription)
         self._plan.pin(channel)
-        return self._moves.begin(subscription, now)
+        looks = self._begin_looking(now)
+        return [*looks, *self._moves.begin(subscription, now)]
+
+    def _begin_looking(self, now: float) -> list[Any]:
+        """While a server is alone, look for a plan from the first subscription on."""
+        if not self._plan.is_alone or self._looks_for_plan:
+            return []
+        self._looks_for_plan = True
+        return self._moves.look_for_plan(now)
 
     def _unsubscribe(self, channel: bytes, now: float) -> list[Any]:
         if (told := self._register.unsubscribe(channel)) is not None:
@@ -164,6 +173,8 @@ class SubscriberMachine:
             case ("unsubscribe", physical):
                 self.counters["refused_commands"] += 1
                 return self._unsubscribed(event.link, physical, now)
+            case ("alone", name):
+                return self._moves.left_alone(name, now)
             case ("header",):
                 return self._moves.header_read(event.link, event.value, now)
             case ("inbox",):

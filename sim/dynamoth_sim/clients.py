@@ -10,6 +10,7 @@ from dynamoth import stored_plan
 from dynamoth.events import Connect, Disconnect, LinkDown, LinkUp, Replied, Send, Start, Tick
 from dynamoth.glob import compile_glob
 from dynamoth.plan import Plan
+from dynamoth_client import alone
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected
 from dynamoth_client.patterns import PatternMachine, PatternOptions, SubscribePatterns, UnsubscribePatterns
@@ -57,12 +58,18 @@ class HeaderRead:
 
 
 class HeaderReader:
-    """Reads the header of the stored plan from one server, as a client does before anything else."""
+    """Reads the header of the stored plan from one server, as a client does before anything else.
+
+    As real clients do where one server is all that they are given, it takes a server that stores no plan, and where
+    nobody of Dynamoth is at work, for one that stands for itself.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._run_id: str | None = None
         self._retry_at: float | None = None
+        self._began_at: float | None = None
+        self._info: Any = None
 
     def handle(self, event: Any, now: float) -> list[Any]:
         """Take one event; return the actions to execute, in order."""
@@ -72,19 +79,36 @@ class HeaderReader:
                 return [Connect("seed", self._url)]
             case LinkUp(_, run_id):
                 self._run_id = run_id
-                return [Send("seed", stored_plan.READ_HEADER, "header")]
+                self._began_at = now
+                return self._ask()
             case Tick():
-                return [Send("seed", stored_plan.READ_HEADER, "header")]
+                return self._ask()
+            case Replied(_, "info", value):
+                self._info = value
+            case Replied(_, "presence", value):
+                assert self._began_at is not None, "a reply comes over a link that is up"
+                if alone.read_look(value, self._info).is_alone(now - self._began_at):
+                    return [Disconnect("seed"), HeaderRead(alone.plan_of(self._url))]
+                self._retry_at = now + HEADER_RETRY_S
             case Replied(_, _, value):
                 stored = stored_plan.parse_header(value, self._run_id)
                 if stored is not None and stored.believed:
                     return [Disconnect("seed"), HeaderRead(stored.plan)]
+                if stored is None:
+                    return [
+                        Send("seed", (b"INFO", b"server"), "info"),
+                        Send("seed", alone.READ_PRESENCE, "presence"),
+                    ]
                 self._retry_at = now + HEADER_RETRY_S
             case LinkDown():
                 pass
             case _:
                 raise AssertionError(f"not an event of a header reader: {event!r}")
         return []
+
+    @staticmethod
+    def _ask() -> list[Any]:
+        return [Send("seed", stored_plan.READ_HEADER, "header")]
 
     def deadline(self) -> float | None:
         """Return when the header is asked for again."""

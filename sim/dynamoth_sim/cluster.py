@@ -296,6 +296,10 @@ class Cluster:
         self.clients.append(client)
         return client
 
+    def begin_at(self, server: str) -> None:
+        """Let clients know this server only, from now on."""
+        self._seed_urls[:] = [self.servers[server].url]
+
     def drain(self, server: str) -> None:
         """Restart the balancer with a configuration that has a server drained, as an operator does."""
         self.options = replace(self.options, balancer=replace(self.options.balancer, draining=frozenset({server})))

@@ -98,6 +98,8 @@ class Profile:
     once: tuple[str, ...] = ()
     #: How long applications work and things go wrong, in virtual time.
     work_s: float = 2.5
+    #: How long clients use one server alone, at most, before agents and a balancer start; 0: from the first they are.
+    alone_s: float = 0.0
 
 
 SLOW = Delays(base_s=0.0005, jitter_s=0.005, spike_s=0.1, spike_ratio=0.03)
@@ -152,6 +154,16 @@ PROFILES: dict[str, Profile] = {
             delays=SLOW,
             draining=frozenset({"s1"}),
             interval_s=0.6,
+        ),
+        Profile(
+            "growing",
+            losses_allowed=True,
+            faults=("pause agent", "pause client", "stall server", "cut client", "crash client", "crash balancer"),
+            delays=SLOW,
+            interval_s=0.4,
+            workload=WorkloadOptions(pattern_subscribers=1),
+            alone_s=1.0,
+            work_s=4.0,
         ),
         Profile(
             "joining",

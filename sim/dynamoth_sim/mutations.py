@@ -22,6 +22,7 @@ import dynamoth_client.pattern_subscription
 import dynamoth_dispatcher.ways
 import dynamoth_lla.traffic
 from dynamoth.envelope import CONTROL, HEARTBEAT, Envelope, open_envelope
+from dynamoth.events import Send
 from dynamoth.names import is_user_channel, replica_pattern
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, missing
@@ -31,8 +32,10 @@ from dynamoth_balancer.goals import ChannelFigures, Cluster, Move
 from dynamoth_balancer.installer import Installer
 from dynamoth_balancer.model import ClusterModel
 from dynamoth_balancer.options import BalancerOptions
+from dynamoth_client import alone
 from dynamoth_client._blocking import Blocking
 from dynamoth_client._queue import Dropped, Message
+from dynamoth_client.alone import ALONE
 from dynamoth_client.checks import Checks
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.moves import Moves
@@ -42,6 +45,7 @@ from dynamoth_client.pattern_subscription import MatchedChannel, PatternMessage
 from dynamoth_client.patterns import PatternMachine
 from dynamoth_client.publication import CheckAt, Waiting
 from dynamoth_client.publisher import PublisherMachine
+from dynamoth_client.publisher_alone import AloneServer
 from dynamoth_client.publisher_routes import PublisherRoutes
 from dynamoth_client.sequences import Gap, Stream
 from dynamoth_client.subscription import Place, Subscription
@@ -426,7 +430,7 @@ def agents_are_trusted() -> AbstractContextManager[None]:
 
     def replied(self: Checks, at: CheckAt, link: str, value: Any, now: float) -> list[Any]:
         self._routes.entry_read(at.check.channel, link, value, self._servers[link], now)  # pyright: ignore[reportPrivateUsage]
-        return self._confirm(at.check)  # pyright: ignore[reportPrivateUsage]
+        return self._confirm(at.check, now)  # pyright: ignore[reportPrivateUsage]
 
     return replaced(Checks, replied=replied)
 
@@ -537,6 +541,38 @@ def anything_may_come() -> AbstractContextManager[None]:
     return replaced(Installer, why_not_to=Installer.why_not)
 
 
+def no_overlap() -> AbstractContextManager[None]:
+    """Publishers leave a server that was alone as soon as they know the plan."""
+
+    def no_copy(self: AloneServer, channel: bytes, data: bytes, now: float) -> list[Any]:
+        return []
+
+    return replaced(AloneServer, copy=no_copy)
+
+
+def plan_not_looked_for() -> AbstractContextManager[None]:
+    """Publishers do not look behind their messages whether a server is still alone."""
+
+    def nothing(self: AloneServer, reply: Any) -> bool:
+        return False
+
+    return replaced(AloneServer, has_plan=nothing)
+
+
+def no_gap_for_the_alone() -> AbstractContextManager[None]:
+    """Subscribers follow a plan that has come as if nobody could have followed it before."""
+
+    def leave(self: Moves, subscription: Any) -> list[Any]:
+        return [Send(ALONE, (b"PING",), ("alone", subscription.channel))]
+
+    return replaced(Moves, _leave_alone=leave)
+
+
+def alone_at_once() -> AbstractContextManager[None]:
+    """A server where nobody is at work is taken for one alone, however lately it has started."""
+    return replaced(alone, FRESH_S=0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """A scenario, what makes it fail, and the guarantee that is broken then ("expected": what the script expects)."""
@@ -593,6 +629,10 @@ CHECKS: tuple[Check, ...] = (
     Check("41-blocked-reader", blocked_for_ever, "expected"),
     Check("41-blocked-reader-skips", blocked_for_ever, "expected"),
     Check("41-blocked-reader-skips", skipped_in_silence, "G5"),
+    Check("50-alone-grows", no_overlap, "G1"),
+    Check("50-alone-grows", plan_not_looked_for, "expected"),
+    Check("51-alone-overtaken", no_gap_for_the_alone, "G5"),
+    Check("52-empty-member", alone_at_once, "expected"),
     Check("31-drained", nothing_leaves, "expected"),
     Check("31-drained", break_before_make, "G1"),
     Check("31-drained", anything_may_come, "expected"),

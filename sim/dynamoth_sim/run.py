@@ -19,6 +19,7 @@ from typing import Any
 
 from dynamoth.names import logical_channel
 from dynamoth.plan import Location, Mode, single
+from dynamoth_client.alone import FRESH_S
 from dynamoth_sim.cluster import Cluster, short_options
 from dynamoth_sim.faults import PROFILES, Chaos, Profile, draw_profile
 from dynamoth_sim.guarantees import Totals, Violation
@@ -159,10 +160,17 @@ def _live(cluster: Cluster, profile: Profile) -> list[Violation]:
     world = cluster.world
     workload = Workload(cluster, profile.workload)
     chaos = Chaos(cluster, profile)
-    cluster.start()
-    workload.start()
-    world.at(0.5, chaos.start)
-    world.run_until(profile.work_s)
+    if profile.alone_s:  # agents and balancer come later, and every client knows s1 only
+        cluster.begin_at("s1")
+        world.run_until(FRESH_S + 1.0)
+        workload.start()
+        world.run_until(world.now + profile.alone_s * world.random.random())
+        cluster.start()
+    else:
+        cluster.start()
+        workload.start()
+    world.at(world.now + 0.5, chaos.start)
+    world.run_until(world.now + profile.work_s)
     world.run_until_true(lambda: not chaos.unfinished(), world.now + SETTLE_S_MAX)
     violations = [Violation("settling", text, world.now) for text in chaos.unfinished()]
     chaos.stop()

@@ -1,0 +1,110 @@
+"""Scripts about a server alone, that becomes one of a cluster while it is used; see ``dynamoth_client.alone``.
+
+See ``scenarios`` for the words; ``mutations`` has what must make each of them fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dynamoth.names import PLAN_KEY
+from dynamoth.plan import Plan
+from dynamoth_client.alone import FRESH_S
+from dynamoth_sim.stage import Stage
+
+PUBLISH_INTERVAL_S = 0.02
+
+
+def grows(stage: Stage) -> None:
+    """Case 50. Clients use s1 alone; agents and a balancer come, for three servers, while they publish and listen.
+
+    Channels whose home is now another server move there, and no message is lost or comes twice.
+    """
+    channels = _begin_alone(stage)
+    subscribers = [stage.subscriber(f"S{number}", *channels) for number in range(3)]
+    publishers = [stage.publisher(f"P{number}") for number in range(2)]
+    stage.pattern_subscriber("T", b"away*")
+    clients = stage.cluster.clients
+    stage.expect("all of them are alone", all(client.local_plan and client.local_plan.is_alone for client in clients))
+    for number in range(400):
+        if number == 50:
+            stage.cluster.start()
+        for publisher in publishers:
+            publisher.publish(channels[number % len(channels)])
+        stage.run(PUBLISH_INTERVAL_S)
+    stage.expect("nobody is alone", not any(client.local_plan and client.local_plan.is_alone for client in clients))
+    for channel in channels:
+        home = _homes(stage).ring.home(channel)
+        listening = {id_ for id_, server in stage.cluster.servers.items() if server.subscribers(channel)}
+        stage.expect(f"they listen at {home} only, not at {listening}", listening == {home}, channel)
+    stage.expect("where nothing can be missing there is no gap", channels[0] not in _gaps(stage), channels[0])
+    stage.expect("the pattern is told of a gap", b"away*" in _gaps(stage))
+    newcomer = stage.publisher("Q")
+    for channel in channels:
+        stage.publish(newcomer, channel)
+    stage.run(0.5)
+    for app in subscribers:
+        heard = [record.data for record in stage.records("DELIVERS", who=app.name) if record.data is not None]
+        stage.expect("they hear newcomers", sum(data.startswith(b"Q:") for data in heard) == len(channels))
+    stage.close(*channels)
+
+
+def overtaken_by_newcomers(stage: Stage) -> None:
+    """Case 51. Somebody who came with the plan publishes before those follow it who were alone: that is a gap."""
+    channels = _begin_alone(stage)
+    stage.subscriber("S", *channels)
+    with stage.held("S", "s1", to_server=False):
+        stage.open()
+        newcomer = stage.publisher("Q")
+        for channel in channels:
+            stage.publish(newcomer, channel)
+        stage.cluster.audit.calm()
+    stage.run(2.0)
+    gaps = _gaps(stage)
+    stage.expect("there are gaps where something may be missing, and only there", gaps == set(channels[1:]))
+    stage.close(*channels)
+
+
+def empty_member(stage: Stage) -> None:
+    """Case 52. A server of a cluster restarts without its data, and a client begins there at once: it is not alone."""
+    stage.open()
+    cluster = stage.cluster
+    server = cluster.servers["s1"]
+    for process in (cluster.agents["s1"], cluster.balancer):
+        process.pause(FRESH_S / 2)  # they would connect again at once
+    server.stop()
+    stage.run(0.2)
+    server.start()
+    stage.expect("the server stores no plan", not server.hash(PLAN_KEY))
+    cluster.begin_at("s1")
+    client = cluster.add_client("C", 1)
+    client.start()
+    stage.wait("the client reads the plan", lambda: client.ready)
+    assert client.publisher is not None
+    stage.publish(client.publisher, b"c")
+    stage.expect("it follows the plan", client.local_plan is not None and not client.local_plan.is_alone)
+
+
+def _gaps(stage: Stage) -> set[bytes | None]:
+    """Return the channels, and patterns, of which gaps were told."""
+    return {record.channel for record in stage.world.trace if "GAP of" in f"{record.kind} {record.note}"}
+
+
+def _homes(stage: Stage) -> Plan:
+    return Plan.initial(stage.cluster.server_list, stage.cluster.options.balancer.virtual_nodes)
+
+
+def _begin_alone(stage: Stage) -> list[bytes]:
+    """Let clients know s1 only, where nobody is yet; return channels whose homes will be s1, s2 and s3."""
+    stage.run(FRESH_S + 1.0)
+    stage.cluster.begin_at("s1")
+    ring = _homes(stage).ring
+    names = [b"away%d" % number for number in range(1000)]
+    return [next(name for name in names if ring.home(name) == id_) for id_ in stage.cluster.servers]
+
+
+PLAYS: dict[str, Callable[[Stage], None]] = {"50-alone-grows": grows, "52-empty-member": empty_member}
+"""Nothing may be lost in these."""
+
+FAILURES: dict[str, Callable[[Stage], None]] = {"51-alone-overtaken": overtaken_by_newcomers}
+"""Losses are in order in these if subscribers are told."""

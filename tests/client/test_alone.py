@@ -1,0 +1,170 @@
+"""One plain Redis and nothing else: what works there, when that is believed, and how a plan is followed that comes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import redis as redis_py
+
+import dynamoth_client
+from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL
+from dynamoth.plan import Plan, Server
+from dynamoth_cli.cluster import HOST, LocalCluster
+from dynamoth_client.alone import FRESH_S
+from tests.client.both_clients import Use, with_client
+from tests.client.conftest import ClusterFactory
+from tests.client.sync_helpers import Running, confirmed, next_of, until
+from tests.redis_servers import RedisServerFactory
+
+__all__ = ["with_client"]
+
+
+def test_everything_works_with_one_plain_redis(redis_server_factory: RedisServerFactory, with_client: Use) -> None:
+    server = redis_server_factory()
+
+    def use(client: Any) -> None:
+        pubsub = client.pubsub()
+        confirmed(pubsub, "c")
+        pubsub.psubscribe("c*")
+        pubsub.ssubscribe("s")
+        assert {next_of(pubsub)["type"] for _ in range(2)} == {"psubscribe", "ssubscribe"}
+        assert client.publish("c", "x") == 2
+        assert {next_of(pubsub)["type"] for _ in range(2)} == {"message", "pmessage"}
+        assert client.spublish("s", "x") == 1
+        assert next_of(pubsub)["type"] == "smessage"
+        assert client.pubsub_channels() == [b"c"]
+        assert client.pubsub_numsub("c") == [(b"c", 1)]
+        assert client.pubsub_numpat() == 1
+        for number in range(100):
+            assert client.publish("only here", number) == 0
+        pubsub.unsubscribe("c")
+        assert next_of(pubsub)["type"] == "unsubscribe"
+        server.restart()  # subscriptions come back, as nobody else is there
+        while client.publish("s", "x") or not client.spublish("s", "again"):
+            time.sleep(0.05)
+        (getattr(pubsub, "aclose", None) or pubsub.close)()
+
+    with_client([f"redis://{HOST}:{server.port}"], use)
+
+
+# When it is not believed.
+
+
+@pytest.mark.parametrize(
+    ("channel", "text"), [(AGENT_CHANNEL, "an agent is at work there"), (BALANCER_CHANNEL, "the balancer is at work")]
+)
+def test_where_somebody_of_dynamoth_is_at_work_the_plan_is_waited_for(
+    redis_server_factory: RedisServerFactory, with_client: Use, channel: bytes, text: str
+) -> None:
+    server = redis_server_factory()
+    until(lambda: _uptime_s(server.port) >= FRESH_S, "the server is not fresh")
+    plain: Any = redis_py.Redis(port=server.port)
+    with plain, plain.pubsub() as somebody:
+        somebody.subscribe(channel)
+        assert next_of(somebody)["type"] == "subscribe"
+
+        def use(client: Any) -> None:
+            with pytest.raises(redis_py.ConnectionError, match=text):
+                client.publish("c", "x")
+
+        with_client([f"redis://{HOST}:{server.port}"], use)
+
+
+def test_several_servers_without_a_plan_are_not_alone(cluster_factory: ClusterFactory, with_client: Use) -> None:
+    cluster = cluster_factory(stored=False)
+
+    def use(client: Any) -> None:
+        with pytest.raises(redis_py.ConnectionError, match="must be the only one named"):
+            client.publish("c", "x")
+
+    with_client(cluster.hosts, use)
+
+
+def test_a_server_that_has_just_started_is_watched_first(cluster_factory: ClusterFactory) -> None:
+    """It may be one of a cluster that has lost its data: then the plan comes soon."""
+    cluster = cluster_factory(servers=1, stored=False)
+    with dynamoth_client.Redis(servers=cluster.hosts) as client:
+        publishing = Running(client.publish, "c", "x")
+        publishing.join(FRESH_S / 3)
+        assert publishing.is_alive()
+        cluster.store()
+        assert publishing.result() == 0
+        assert client.plan("c").servers == ("s1",)
+
+
+# When a plan comes.
+
+
+def test_the_plan_is_followed_that_comes_with_agents_and_a_balancer() -> None:
+    """A cluster of three grows from the one server that is used, and no message of those who used it is lost."""
+    cluster = LocalCluster(3)
+    with servers_only(cluster):
+        url = f"redis://{HOST}:{cluster.redis['s1'].port}"
+        ring = Plan.initial(Server(id_, "redis://x") for id_ in cluster.redis).ring
+        channels = [next(f"c{n}" for n in range(1000) if ring.home(b"c%d" % n) == id_) for id_ in cluster.redis]
+        with dynamoth_client.from_url(url) as publisher, dynamoth_client.from_url(url) as listener:
+            gaps: list[Any] = []
+            pubsub = listener.pubsub(on_gap=gaps.append)
+            confirmed(pubsub, *channels)
+            heard: dict[bytes, list[int]] = {channel.encode(): [] for channel in channels}
+            ended = threading.Event()
+
+            def listen() -> None:
+                for message in pubsub.listen():
+                    if message["type"] == "message":
+                        heard[message["channel"]].append(int(message["data"]))
+
+            listening = Running(listen)
+
+            def publish() -> int:
+                number = 0
+                while not ended.is_set():
+                    for channel in channels:
+                        publisher.publish(channel, number)
+                    number += 1
+                    time.sleep(0.002)
+                return number
+
+            publishing = Running(publish)
+            until(lambda: all(len(numbers) > 50 for numbers in heard.values()), "messages arrive")
+            assert publisher.plan("c").servers == ("(alone)",)
+            cluster.start()
+            cluster.wait_ready()
+            until(lambda: publisher.plan("c").servers != ("(alone)",), "the publisher follows the plan")
+            before = {channel: len(numbers) for channel, numbers in heard.items()}
+            until(lambda: all(len(heard[channel]) > before[channel] + 50 for channel in before), "messages arrive")
+            ended.set()
+            count = publishing.result()
+            until(lambda: all(numbers[-1] == count - 1 for numbers in heard.values()), "the last message arrives")
+            assert all(numbers == list(range(count)) for numbers in heard.values()), "each once, and in order"
+            assert {gap.channel for gap in gaps} == {channel.encode() for channel in channels[1:]}
+            at_home = [[id_] for id_ in cluster.redis]
+            until(lambda: [_listening(cluster, channel) for channel in channels] == at_home, "they listen at home only")
+            pubsub.close()
+            listening.result()
+
+
+@contextlib.contextmanager
+def servers_only(cluster: LocalCluster) -> Generator[None]:
+    """Run the servers of a cluster; its ``start`` begins the rest."""
+    try:
+        for server in cluster.redis.values():
+            server.start()
+        yield
+    finally:
+        cluster.stop()
+
+
+def _listening(cluster: LocalCluster, channel: str) -> list[str]:
+    return [id_ for id_ in cluster.redis if cluster.ask(id_, ("PUBSUB", "NUMSUB", channel))[0][1]]
+
+
+def _uptime_s(port: int) -> int:
+    plain: Any = redis_py.Redis(port=port)
+    with plain:
+        return int(plain.info("server")["uptime_in_seconds"])
