@@ -23,6 +23,7 @@ import zlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from dynamoth import stored_plan
@@ -76,6 +77,11 @@ from dynamoth_dispatcher.ways import Way, Ways, is_relayed
 DELTA_VERSIONS_MAX = 10_000
 """A change of the plan that leaves out more versions is not believed: what the server stores is read instead. A new
 balancer leaves out 1000."""
+
+
+_physical_of = itemgetter(2)
+_ONLY_PMESSAGES = {4}
+"""The number of elements of a ``pmessage``; no other push has so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +360,8 @@ class DispatcherMachine:
 
     def _pushed(self, event: Pushed, now: float) -> list[Any]:
         quiet = self._quiet
+        if set(map(len, event.messages)) == _ONLY_PMESSAGES and quiet.issuperset(map(_physical_of, event.messages)):
+            return []  # nearly always, and nothing of this runs in Python
         actions: list[Any] = []
         for push in event.messages:
             kind = push[0]

@@ -42,6 +42,10 @@ from dynamoth_link.urls import InvalidUrl
 RECENT_EVENTS = 20
 """How many of the latest events a crash report shows: enough to see how it came about, little to keep."""
 
+PUSHES_SHOWN = 2
+"""How many pushes of an earlier event a crash report shows. Keeping thousands of messages costs a busy process about as
+much as parsing them: their memory has left the processor's caches by the time it is used again."""
+
 CLOCK_STEP_S = 0.002
 """Timers may go off this much early: the clock of uvloop, and its timers, have steps of a millisecond."""
 
@@ -110,6 +114,7 @@ class Driver:
         self._waiting: deque[Any] = deque()
         self._busy = False
         self._stopped = False
+        #: The latest events, the present one included. Pushes are cut off after they have been handled.
         self._recent: deque[Any] = deque(maxlen=RECENT_EVENTS)
         #: The latest time the machine was told; never decreases.
         self._now = self._loop.time()
@@ -203,6 +208,8 @@ class Driver:
                     report_exception(self._loop, error, f"on_action of {type(self._machine).__name__}")
             if self._stopped:
                 return
+        if type(event) is Pushed and len(event.messages) > PUSHES_SHOWN:
+            self._recent[-1] = Pushed(event.link, event.messages[:PUSHES_SHOWN])
 
     def _crash(self, error: Exception) -> None:
         events = "\n".join(f"  {_short.repr(event)}" for event in self._recent)

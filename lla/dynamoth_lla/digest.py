@@ -15,6 +15,7 @@ from operator import attrgetter
 from dynamoth.names import is_user_channel
 from dynamoth.reports import ChannelColumns, ChannelSums, pack_ids
 from dynamoth_lla.channels import Track, TrackedChannels
+from dynamoth_lla.sampling import EstimatedTraffic, SampledWindow
 from dynamoth_lla.traffic import Traffic
 from dynamoth_lla.window import PMESSAGE_BYTES, Window
 
@@ -32,10 +33,10 @@ class Load:
 
     __slots__ = ("_traffic", "bytes_in", "bytes_out", "messages_sent", "publications", "track", "weight")
 
-    def __init__(self, track: Track, traffic: Traffic | None = None) -> None:
+    def __init__(self, track: Track, traffic: Traffic | EstimatedTraffic | None = None) -> None:
         self.track = track
         #: One for each physical name that messages came on.
-        self._traffic: list[Traffic] = [] if traffic is None else [traffic]
+        self._traffic: list[Traffic | EstimatedTraffic] = [] if traffic is None else [traffic]
         self.publications = 0
         self.messages_sent = 0
         self.bytes_in = 0
@@ -88,16 +89,18 @@ class Digest:
     agent_bytes: int = 0
 
 
-def digest(window: Window, channels: TrackedChannels, into: Digest) -> Generator[None]:
+def digest(window: Window | SampledWindow, channels: TrackedChannels, into: Digest) -> Generator[None]:
     """Go through a window: follow its user channels, and sum up each."""
     into.messages_untracked += window.overflow_messages
     into.agent_messages += window.uncounted_messages
     into.agent_bytes += window.uncounted_wire_bytes
+    all_bytes = window.size if isinstance(window, SampledWindow) else None
+    into.agent_bytes += all_bytes or 0
     work = 0
     for physical, traffic in window.traffic():
         messages = traffic.messages
         into.agent_messages += messages
-        into.agent_bytes += traffic.size + messages * (PMESSAGE_BYTES + len(physical))
+        into.agent_bytes += messages * (PMESSAGE_BYTES + len(physical)) + (traffic.size if all_bytes is None else 0)
         track = channels.follow(physical)
         if track is not None:
             into.loads.append(Load(track, traffic))

@@ -36,6 +36,7 @@ from dynamoth.reports import Report, pack_report
 from dynamoth_lla.channels import Track, TrackedChannels
 from dynamoth_lla.digest import Composed, Digest, NamedBounds, compose, digest
 from dynamoth_lla.options import LoadAnalyzerOptions
+from dynamoth_lla.sampling import SampledWindow, large_from, stride_for
 from dynamoth_lla.server_info import SECTIONS, Rates, ServerInfo, parse_info, rates
 from dynamoth_lla.window import Window
 
@@ -149,6 +150,11 @@ class LoadAnalyzer:
         self._missing = 0
         #: Channels without messages whose subscribers are asked for; those that have none are not followed any more.
         self._idle: list[Track] = []
+        #: Pushes since the window was opened, of whatever kind.
+        self._pushes = 0
+        #: One of so many messages is looked at, and from which size on all of them; by what came before.
+        self._stride = 1
+        self._large_bytes = large_from(0, 0)
         self._window = self._new_window()
         self._channels = TrackedChannels(
             options.channels_max, options.announced_per_channel_max, options.announced_clients_max
@@ -174,6 +180,7 @@ class LoadAnalyzer:
         """Take one event; see :class:`dynamoth.events.Machine`."""
         if isinstance(event, Pushed):
             if event.link == LOCAL:
+                self._pushes += len(event.messages)
                 announcements = self._window.observe(event.messages)
                 if announcements:
                     self._take_announcements(announcements)
@@ -293,6 +300,7 @@ class LoadAnalyzer:
             self._reply_bytes = 0
             self._stage = Stage.RESTING
             return self._alarm()
+        self._stride = stride_for(self._pushes)
         window, self._window = self._window, self._new_window()
         self._work = self._digest(window, before, self._before)
         return self._alarm() + self._go_on()
@@ -318,9 +326,10 @@ class LoadAnalyzer:
             return actions
         return []
 
-    def _digest(self, window: Window, before: _Sample, after: _Sample) -> _Work:
+    def _digest(self, window: Window | SampledWindow, before: _Sample, after: _Sample) -> _Work:
         digested = Digest()
         yield from digest(window, self._channels, digested)
+        self._large_bytes = large_from(digested.agent_messages, digested.agent_bytes)
         interval_s = after.at - before.at
         agent_bytes = digested.agent_bytes + self._reply_bytes
         self._reply_bytes = 0
@@ -465,9 +474,12 @@ class LoadAnalyzer:
 
     # What is observed.
 
-    def _new_window(self) -> Window:
+    def _new_window(self) -> Window | SampledWindow:
+        """Return a window for the next interval, which samples when the one before had many messages."""
+        self._pushes = 0
         options = self._options
-        return Window(options.channels_max, options.records_max, options.publishers_max)
+        bounds = options.channels_max, options.records_max, options.publishers_max
+        return Window(*bounds) if self._stride == 1 else SampledWindow(*bounds, self._stride, self._large_bytes)
 
     def _take_announcements(self, announcements: Sequence[bytes]) -> None:
         for data in announcements:

@@ -9,6 +9,7 @@ not, or if there are too many records, they are counted by head.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from operator import itemgetter
 from struct import Struct
 
 from dynamoth.envelope import CONTROL, FORWARDED, HEARTBEAT, KNOWN_FLAGS, MAGIC
@@ -20,6 +21,7 @@ RECORD = Struct(f"={HEAD_BYTES}sI")
 """Head and length of a message. Shorter messages are filled up with zeros: they are no envelopes anyway."""
 
 _PUBLISHER = Struct("=4x8s4x")
+_first = itemgetter(0)
 
 Heads = defaultdict[bytes, int]
 """Messages and bytes by head."""
@@ -125,7 +127,7 @@ class Traffic:
     def publishers(self) -> Counter[bytes]:
         """Return how many messages each known publisher published, by its 8-byte id."""
         if self._is_ordinary:
-            return Counter({id_: count for (id_,), count in Counter(_PUBLISHER.iter_unpack(self._records)).items()})
+            return Counter(map(_first, _PUBLISHER.iter_unpack(self._records)))
         found: Counter[bytes] = Counter()
         for head, count in self._by_head().items():
             if head[:4] in _PUBLISHED_PREFIXES and len(head) == HEAD_BYTES:

@@ -19,6 +19,7 @@ from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import parse_server_url
 from dynamoth_lla.machine import ObservationLate
 from dynamoth_lla.options import LoadAnalyzerOptions
+from dynamoth_node.gathering import Gathering
 from dynamoth_node.guard import LOCAL, AlreadyRunning, GuardRefused
 from dynamoth_node.machine import LinkChanged, NodeMachine, PlanFollowed
 from dynamoth_node.metrics import make_registry
@@ -126,7 +127,9 @@ class _Agent:
             on_action=self._execute,
             link_options=self._link_options,
             on_crash=self._crashed,
+            on_pushes=lambda name, messages: self._gathering.observed(name, messages),
         )
+        self._gathering = Gathering(self._loop, LOCAL, lambda: driver.link(LOCAL))
         try:
             with daemon.ended_by_signals(self._stop):
                 self._log_started(http)
@@ -152,6 +155,8 @@ class _Agent:
         extra = {"server": self._config.server}
         match action:
             case LinkChanged(link, None):
+                if link == LOCAL:
+                    self._gathering.link_up()
                 _log.info("connected", extra={**extra, "link": link})
             case LinkChanged(link, reason):
                 _log.warning("no connection; trying again: %s", reason, extra={**extra, "link": link})

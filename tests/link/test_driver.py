@@ -23,7 +23,7 @@ from dynamoth.events import (
     Tick,
 )
 from dynamoth_cli.embedded import EmbeddedRedis
-from dynamoth_link.driver import CLOCK_STEP_S, RECENT_EVENTS, Driver, OnPushes
+from dynamoth_link.driver import CLOCK_STEP_S, PUSHES_SHOWN, RECENT_EVENTS, Driver, OnPushes
 from dynamoth_link.errors import MachineCrashed
 from dynamoth_link.options import LinkOptions
 from tests.link.harness import HASTY, Recorder, Runner
@@ -308,6 +308,23 @@ def test_a_crash_stops_the_driver_and_tells_how_it_came_about(redis: EmbeddedRed
         assert stage.driver.link("a") is None
         stage.do("nothing more")
         assert stage.calls.of("action")[-1] == "action 99"
+        await stage.driver.close()
+
+    run_async(main)
+
+
+def test_a_crash_report_shows_the_first_pushes_of_earlier_events_and_the_driver_keeps_no_more(
+    run_async: Runner,
+) -> None:
+    async def main() -> None:
+        crashes: list[MachineCrashed] = []
+        stage = Stage(on_crash=crashes.append)
+        for number in range(RECENT_EVENTS):
+            stage.driver.handle(Pushed("a", [[b"message", b"c", b"%d of %d" % (index, number)] for index in range(5)]))
+        kept = [event for event in stage.driver._recent if isinstance(event, Pushed)]  # pyright: ignore[reportPrivateUsage]
+        assert [len(event.messages) for event in kept] == RECENT_EVENTS * [PUSHES_SHOWN]
+        stage.driver.handle(ZeroDivisionError("boom"))
+        assert f"1 of {RECENT_EVENTS - 1}" in str(crashes[0])
         await stage.driver.close()
 
     run_async(main)

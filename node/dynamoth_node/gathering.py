@@ -1,0 +1,103 @@
+"""Lets what a busy server sends to its agent wait for some milliseconds, so that it is read in large pieces.
+
+Theory of operation
+-------------------
+Each time an agent wakes up, it finds its data and code displaced from the processor's caches, and Redis spends time on
+waking it. With few messages at a time both cost more than the messages. So while there are many messages per second,
+the agent stops reading for ``GATHER_S`` after each read.
+
+What waits meanwhile fits into the socket's buffer. When a read brings most of what fits there, the agent is behind, and
+reads on without a pause.
+
+The price: what the agent forwards, and its notices to clients, leave up to ``GATHER_S`` later at a busy server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from dynamoth_link.connection import FEED_BYTES
+from dynamoth_link.link import Link
+
+GATHER_S = 0.005
+"""How long messages wait. At 100,000 messages/s some 500 are read at once then."""
+
+BUSY_MESSAGES_PER_S = 5_000.0
+"""With fewer messages than this the agent does not wait: it has time for each."""
+
+READS_JUDGED = 16
+"""The rate is judged over so many reads."""
+
+RECEIVE_BUFFER_BYTES = 1024 * 1024
+"""What is asked for; Linux gives as much as ``net.core.rmem_max`` allows."""
+
+
+class Gathering:
+    """Pauses a link between reads. Give :meth:`observed` to the driver as ``on_pushes``.
+
+    Args:
+        loop: the event loop of the link.
+        name: the link's name; other links are left alone.
+        find_link: returns it; None when there is none.
+
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, name: str, find_link: Callable[[], Link | None]) -> None:
+        self._loop = loop
+        self._name = name
+        self._find_link = find_link
+        #: Parts of at most ``FEED_BYTES`` that the read under way has brought; 0 between reads.
+        self._parts = 0
+        #: A read of so many parts shows that the agent is behind.
+        self._parts_max = 1
+        self._is_busy = False
+        #: Reads and messages since the rate was judged last, and when that was.
+        self._reads = 0
+        self._messages = 0
+        self._judged_at = loop.time()
+
+    def link_up(self) -> None:
+        """Enlarge the buffer of a new connection's socket, and find out how much fits into it."""
+        link = self._find_link()
+        if link is None or link.fileno < 0:
+            return
+        with socket.socket(fileno=os.dup(link.fileno)) as same:
+            with suppress(OSError):
+                same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+            # The kernel reports twice what data may take: the other half is for its own records.
+            room = same.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2
+        self._parts_max = max(1, room * 3 // 4 // FEED_BYTES)
+
+    def observed(self, name: str, messages: list[list[Any]]) -> int:
+        """Count what was read; returns 0, as the machine has to handle all of it."""
+        if name == self._name:
+            self._messages += len(messages)
+            if not self._parts:
+                self._loop.call_soon(self._read_ended)
+            self._parts += 1
+        return 0
+
+    def _read_ended(self) -> None:
+        parts, self._parts = self._parts, 0
+        self._reads += 1
+        if self._reads == READS_JUDGED:
+            self._judge()
+        if self._is_busy and parts < self._parts_max and (link := self._find_link()) is not None:
+            link.pause_reading()
+            self._loop.call_later(GATHER_S, self._read_on)
+
+    def _judge(self) -> None:
+        now = self._loop.time()
+        self._is_busy = self._messages > BUSY_MESSAGES_PER_S * (now - self._judged_at)
+        self._reads = self._messages = 0
+        self._judged_at = now
+
+    def _read_on(self) -> None:
+        link = self._find_link()
+        if link is not None:
+            link.resume_reading()
