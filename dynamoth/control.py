@@ -153,6 +153,7 @@ class Vacated:
 
     server: str
     channels: tuple[tuple[bytes, int], ...]
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +277,7 @@ _WRITE: dict[type[Any], Callable[[Any], list[Any]]] = {
     PlanChange: lambda m: [6, _delta_to_wire(m.delta)],
     PlanQuery: lambda m: [7, m.version],
     PlanAck: lambda m: [8, m.server, m.incarnation, m.version],
-    Vacated: lambda m: [9, m.server, m.channels],
+    Vacated: lambda m: [9, m.server, m.channels, m.incarnation],
     AdminRequest: lambda m: [10, m.request, m.command, m.arguments],
     AdminReply: lambda m: [11, m.request, m.result, m.error],
     ForwardRequest: lambda m: [13, m.copies],
@@ -294,7 +295,7 @@ _READ: dict[int, Callable[[list[Any]], ControlMessage]] = {
     6: lambda v: PlanChange(_delta_from_wire(v[0])),
     7: lambda v: PlanQuery(_version(v[0])),
     8: lambda v: PlanAck(_text(v[0]), _natural(v[1]), _version(v[2])),
-    9: lambda v: Vacated(_text(v[0]), tuple(map(_pair, _array(v[1])))),
+    9: lambda v: Vacated(_text(v[0]), tuple(map(_pair, _array(v[1]))), _natural(v[2])),
     10: lambda v: AdminRequest(_natural(v[0]), _text(v[1]), _mapping(v[2])),
     11: lambda v: AdminReply(_natural(v[0]), _mapping(v[1]), _optional(_text, v[2])),
     13: lambda v: ForwardRequest(tuple(map(_copy, _array(v[0])))),

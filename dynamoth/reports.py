@@ -28,6 +28,9 @@ REPORT_PROBLEM_CHARACTERS_MAX = 500
 REPORT_CHANNELS_MAX = 10_000
 """Most channels that a report may name; a receiver refuses more. About 600 KB."""
 
+CANNOT_OBSERVE = "agent_cannot_observe"
+"""The kind of problem of an agent that its server does not let observe: it acts on no plan."""
+
 ID_BYTES = 8
 """Width of a client's id in the "who" columns: big-endian, as in the envelope."""
 
@@ -158,6 +161,11 @@ class Report:
     problems: tuple[tuple[str, str], ...] = ()
     columns: ChannelColumns = ChannelColumns()
     rest: ChannelSums = ChannelSums()
+
+    @property
+    def why_unobserved(self) -> str:
+        """Why the server does not let the agent observe it; empty where it does."""
+        return next((text for kind, text in self.problems if kind == CANNOT_OBSERVE), "")
 
     @property
     def load_ratio(self) -> float:

@@ -1,84 +1,155 @@
-"""What the balancer knows of the agents: which process each is, when it was heard, what it has acknowledged."""
+"""What the balancer knows of the agents: which process each is, when it was heard, what it has acknowledged.
+
+Theory of operation
+-------------------
+Every process that speaks for a server is a *voice*, told apart by its incarnation. A server has one agent, so there is
+one voice, and another one after a restart. What a voice says counts only while it is the only one: when another one was
+heard within ``alone_s``, either the agent has just been restarted, which passes, or two processes speak for one server.
+That is a conflict: two agents, or somebody who forges reports. The balancer cannot know which one observes the server,
+so it believes neither until one has fallen silent.
+
+A voice that says that it cannot observe its server acknowledges nothing, whatever it says of versions.
+"""
 
 from __future__ import annotations
 
-import enum
 import math
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-SUPERSEDED_MAX = 16
-"""How many earlier processes of an agent are remembered: late messages of theirs are to be told from a new one's."""
+VOICES_MAX = 16
+"""How many processes of one agent are remembered: the one that was heard least recently goes first."""
+
+ALONE_RATIO = 0.5
+"""A voice is the only one when no other was heard in this part of ``stale_s``: more than two reports of the other."""
 
 
-class Heard(enum.Enum):
-    """Whose message that was."""
+@dataclass(slots=True)
+class Voice:
+    """One process that speaks for a server."""
 
-    SAME = "same"
-    NEW = "new"
-    STALE = "stale"
+    heard_at: float
+    #: The newest version that this very process has acknowledged; -1 for none.
+    acked: int = -1
+    #: Why it cannot observe its server, as it says itself; empty if it can.
+    problem: str = ""
 
 
 @dataclass(slots=True)
 class Agent:
     """The agent of one server."""
 
-    #: The process that speaks for the server; None before the first message.
-    incarnation: int | None = None
-    #: The newest version that this very process has acknowledged; -1 for none.
-    acked: int = -1
-    heard_at: float = -math.inf
+    #: By incarnation, the one heard last at the end.
+    voices: dict[int, Voice] = field(default_factory=dict[int, Voice])
     #: When it was last asked which version it holds.
     asked_at: float = -math.inf
-    #: Earlier processes, the oldest first.
-    superseded: deque[int] = field(default_factory=lambda: deque[int](maxlen=SUPERSEDED_MAX))
+    #: When a voice was last heard again, though another one had spoken meanwhile.
+    conflict_at: float = -math.inf
 
 
 class Agents:
-    """All agents.
-
-    An acknowledgement is worth as much as the process that gave it: a restarted agent has an incarnation of its own and
-    begins with none. A message of a process that was superseded is stale, unless the newer one has fallen silent.
-    """
+    """All agents. An acknowledgement is worth as much as the process that gave it: a restarted agent has none."""
 
     def __init__(self, servers: Iterable[str], stale_s: float) -> None:
         self._stale_s = stale_s
+        self._alone_s = stale_s * ALONE_RATIO
         self._agents = {server: Agent() for server in servers}
 
     def __getitem__(self, server: str) -> Agent:
         return self._agents[server]
 
-    def hear(self, server: str, incarnation: int, now: float) -> Heard:
-        """Take note of a sign of life."""
+    def hear(self, server: str, incarnation: int, now: float) -> bool:
+        """Take note of a sign of life; tell whether the process was not known."""
         agent = self._agents[server]
-        heard = Heard.SAME
-        if incarnation != agent.incarnation:
-            if incarnation in agent.superseded and self.is_alive(server, now):
-                return Heard.STALE
-            if agent.incarnation is not None:
-                agent.superseded.append(agent.incarnation)
-            agent.incarnation = incarnation
-            agent.acked = -1
+        latest = self.incarnation(server)
+        voice = agent.voices.pop(incarnation, None)
+        is_new = voice is None
+        if voice is None:
+            voice = Voice(now)
             agent.asked_at = -math.inf
-            heard = Heard.NEW
-        agent.heard_at = now
-        return heard
+            if len(agent.voices) >= VOICES_MAX:
+                del agent.voices[next(iter(agent.voices))]
+        elif latest is not None and latest != incarnation and now - agent.voices[latest].heard_at < self._alone_s:
+            agent.conflict_at = now
+        voice.heard_at = now
+        agent.voices[incarnation] = voice
+        return is_new
 
-    def acknowledge(self, server: str, version: int) -> bool:
-        """Take an acknowledgement of the present process; tell whether it says anything new."""
-        agent = self._agents[server]
-        if version <= agent.acked:
+    def incarnation(self, server: str) -> int | None:
+        """Return the process that spoke last for a server; None before the first message."""
+        return next(reversed(self._agents[server].voices), None)
+
+    def speaks_alone(self, server: str, incarnation: int, now: float) -> bool:
+        """Tell whether a process is the only one that speaks for its server."""
+        voices = self._agents[server].voices
+        return incarnation in voices and all(
+            own == incarnation or now - voice.heard_at >= self._alone_s for own, voice in voices.items()
+        )
+
+    def _voice(self, server: str, now: float) -> Voice | None:
+        """Return the only voice of a server; None when there is none, or more than one."""
+        incarnation = self.incarnation(server)
+        if incarnation is None or not self.speaks_alone(server, incarnation, now):
+            return None
+        return self._agents[server].voices[incarnation]
+
+    def acked(self, server: str, now: float) -> int:
+        """Return the newest version that the agent of a server acts on; -1 while that is not known."""
+        voice = self._voice(server, now)
+        return -1 if voice is None or voice.problem else voice.acked
+
+    def acknowledge(self, server: str, incarnation: int, version: int) -> bool:
+        """Take an acknowledgement of a process that was heard; tell whether it says anything new."""
+        voice = self._agents[server].voices[incarnation]
+        if version <= voice.acked:
             return False
-        agent.acked = version
+        voice.acked = version
         return True
 
+    def cannot_observe(self, server: str, incarnation: int, problem: str) -> None:
+        """Note why a process cannot observe its server; empty: it can."""
+        voice = self._agents[server].voices[incarnation]
+        voice.problem = problem
+        if problem:
+            voice.acked = -1  # what it has acknowledged, it may have missed since
+
+    def problem(self, server: str, incarnation: int) -> str:
+        """Return why a process cannot observe its server; empty if it can."""
+        return self._agents[server].voices[incarnation].problem
+
     def forget_acknowledgements(self) -> None:
-        """Ask everybody anew: versions before this may be those of another balancer."""
+        """Ask everybody again: versions before this may be those of another balancer."""
         for agent in self._agents.values():
-            agent.acked = -1
             agent.asked_at = -math.inf
+            for voice in agent.voices.values():
+                voice.acked = -1
+
+    def heard_at(self, server: str) -> float:
+        """Return when an agent was heard last."""
+        return max((voice.heard_at for voice in self._agents[server].voices.values()), default=-math.inf)
 
     def is_alive(self, server: str, now: float) -> bool:
         """Tell whether an agent was heard lately."""
-        return now - self._agents[server].heard_at < self._stale_s
+        return now - self.heard_at(server) < self._stale_s
+
+    def is_in_conflict(self, server: str, now: float) -> bool:
+        """Tell whether several processes speak for a server, and did so after each other's first word."""
+        return now - self._agents[server].conflict_at < self._stale_s
+
+    def why_not(self, server: str, now: float) -> str | None:
+        """Say why nothing can be begun that needs the agent of a server; None when it can."""
+        if not self.is_alive(server, now):
+            return f"the agent of server {server} is not heard; start `dynamoth node` for it"
+        if self.is_in_conflict(server, now):
+            return (
+                f"several processes speak as the agent of server {server}, and none is believed: stop all but one;"
+                " if there is one only, somebody forges its messages: see `dynamoth acl`"
+            )
+        if problem := self.unobserved(server, now):
+            return f"the agent of server {server} does not observe it: {problem}"
+        return None
+
+    def unobserved(self, server: str, now: float) -> str:
+        """Say why the agent of a server cannot observe it; empty when it can, or nothing is known."""
+        voice = self._voice(server, now)
+        return "" if voice is None else voice.problem

@@ -42,14 +42,18 @@ class _Step:
 class PlanBook:
     """The plan of one term of a balancer, the latest changes, and the versions whose content is known."""
 
-    def __init__(self, plan: Plan, known: Mapping[int, Plan]) -> None:
+    def __init__(self, plan: Plan, known: Mapping[int, Plan], *, is_complete: bool = False) -> None:
         """Begin a term with ``plan``. ``known`` are the plans that it was made from, by version.
+
+        ``is_complete`` tells that all servers were read, and that one had what its predecessor wrote: then no version
+        above ``plan`` can have been issued.
 
         A known plan that differs from ``plan`` in nothing but the version can be brought to it by a change without
         entries.
         """
         _ = plan.ring  # made here, once: later versions take it over
         self.plan = plan
+        self.is_complete = is_complete
         self._first = plan.version
         #: Versions of earlier balancers whose entries are all in our plan, or are older than ours.
         self._known = set(known)

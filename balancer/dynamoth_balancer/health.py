@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamoth.reports import Report
+from dynamoth.reports import CANNOT_OBSERVE, Report
 from dynamoth_balancer.actions import Note
 from dynamoth_balancer.agents import Agents
 from dynamoth_balancer.goals import Finding
@@ -152,13 +152,23 @@ def _of_copy(server: str, installer: Installer) -> Iterator[Found]:
 
 
 def _of_agent(server: str, view: View, leading: Installer | None, now: float) -> Iterator[Found]:
-    agent = view.agents[server]
-    if not view.agents.is_alive(server, now):
-        since = agent.heard_at if agent.incarnation is not None else None
+    agents = view.agents
+    if not agents.is_alive(server, now):
+        since = agents.heard_at(server) if agents.incarnation(server) is not None else None
         text = f"its agent is not heard: see whether 'dynamoth node --server {server}' runs"
         yield Found(Severity.ERROR, "agent_silent", server, text, since)
         return
-    if leading is not None and agent.acked < leading.plan.version:
+    if agents.is_in_conflict(server, now):
+        yield Found(Severity.ERROR, "agents_in_conflict", server, agents.why_not(server, now) or "")
+    elif problem := agents.unobserved(server, now):
+        yield Found(Severity.ERROR, CANNOT_OBSERVE, server, problem)
+    elif leading is not None and server in leading.versions_refused:
+        text = (
+            f"its agent claims version {leading.versions_refused[server]} of the plan, which no balancer has issued:"
+            " nothing that it acknowledges counts; restart it"
+        )
+        yield Found(Severity.ERROR, "version_refused", server, text)
+    elif leading is not None and agents.acked(server, now) < leading.plan.version:
         text = f"its agent has not acknowledged version {leading.plan.version} of the plan"
         yield Found(Severity.ERROR, "agent_behind", server, text, after_s=BEHIND_S)
     report = view.model.latest(server)

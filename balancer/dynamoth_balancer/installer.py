@@ -37,6 +37,7 @@ from dynamoth_balancer.copies import CopyAction, CopyFound, PlanCopy
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.recovery import (
     VERSIONS_IN_RESERVE,
+    VERSIONS_LOST_MAX,
     Copy,
     check_ring,
     check_servers,
@@ -103,6 +104,8 @@ class Installer:
         self._rules_changed_at = now if book.plan.compatibility.version else float("-inf")
         #: A version that an agent holds and we have never heard of; the plan must be above it.
         self._jump_above = -1
+        #: By server, the version that its agent claims to hold and that no balancer has issued.
+        self.versions_refused: dict[str, int] = {}
         self.counters: Counter[str] = Counter()
 
     @property
@@ -191,9 +194,7 @@ class Installer:
             return f"server {server} does not keep the plan: {copy.problem}"
         if not copy.is_kept:
             return f"server {server} is not connected; see whether it is up and reachable from the balancer"
-        if not self._agents.is_alive(server, now):
-            return f"the agent of server {server} is not heard; start `dynamoth node` for it"
-        return None
+        return self._agents.why_not(server, now)
 
     def why_not_to(self, server: str, now: float) -> str | None:
         """Say why a server cannot be in a new assignment, as one that channels only leave; None when it can."""
@@ -245,7 +246,7 @@ class Installer:
             if stored is None or stored < transition.version:
                 yield f"{server} to store the plan"
             elif prepared:
-                if self._agents[server].acked < transition.version or not self._agents.is_alive(server, now):
+                if self._agents.acked(server, now) < transition.version or not self._agents.is_alive(server, now):
                     yield f"the agent of {server} to acknowledge"
             elif server in transition.old and server not in transition.vacated:
                 yield f"subscribers to leave {server}"
@@ -260,13 +261,26 @@ class Installer:
 
     # What agents say.
 
-    def acknowledged(self, server: str, version: int) -> None:
-        """Take the acknowledgement of a server's agent, in the present process of it."""
-        if version > self.plan.version:
-            self.counters["acks_from_future"] += 1
+    def acknowledged(self, server: str, incarnation: int, version: int, now: float) -> None:
+        """Take the acknowledgement of a process that speaks for a server."""
+        if version <= self.plan.version:
+            self.versions_refused.pop(server, None)
+            if self._agents.acknowledge(server, incarnation, version):
+                self._due = True
+            return
+        self.counters["acks_from_future"] += 1
+        if self._agents.speaks_alone(server, incarnation, now) and self._may_exist(version):
             self._jump_above = max(self._jump_above, version)
-        elif self._agents.acknowledge(server, version):
-            self._due = True
+        else:
+            self.versions_refused[server] = version
+
+    def _may_exist(self, version: int) -> bool:
+        """Tell whether a predecessor may have issued a version that is stored nowhere.
+
+        Where all that it had stored was read, it may not: the takeover has left out more versions than it can have
+        written since. Else it may, up to a bound, so that a forged version does not use up all that there are.
+        """
+        return not self._book.is_complete and version - self.plan.version <= VERSIONS_LOST_MAX
 
     def vacated(self, server: str, message: Vacated) -> None:
         """Take the word of a server's agent that nobody listens at old locations."""
@@ -369,12 +383,12 @@ class Installer:
         """Ask agents that have not acknowledged, and those that say nothing, which version they hold."""
         sends: list[Send] = []
         for server, copy in self._copies.items():
-            agent = self._agents[server]
             stored = copy.version
-            if stored is None or now - agent.asked_at < self._options.ack_timeout_s:
+            if stored is None or now - self._agents[server].asked_at < self._options.ack_timeout_s:
                 continue
-            if agent.acked < stored or now - agent.heard_at > self._options.agent_stale_s / 2:
-                agent.asked_at = now
+            silent_s = now - self._agents.heard_at(server)
+            if self._agents.acked(server, now) < stored or silent_s > self._options.agent_stale_s / 2:
+                self._agents[server].asked_at = now
                 sends.append(Send(server, (b"PUBLISH", AGENT_CHANNEL, pack_control(PlanQuery(stored)))))
         return sends
 

@@ -24,16 +24,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynamoth.control import REPORT_CODE, AdminRequest, PlanAck, Vacated, unpack_control
+from dynamoth.control import AdminRequest, unpack_control
 from dynamoth.errors import AlreadyRunning, ConfigError, MalformedMessage, RequestRefused
 from dynamoth.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick, earliest
 from dynamoth.names import BALANCER_CHANNEL, OPERATOR_CHANNEL
 from dynamoth.plan import Assignment, Mode, Plan, Server
-from dynamoth.reports import Report, unpack_report
 from dynamoth_balancer import copies, lease, takeover
-from dynamoth_balancer.actions import Decided, Note, PlanChanged, ReportReceived, Shutdown, Stopped
+from dynamoth_balancer.actions import Decided, Note, PlanChanged, Shutdown, Stopped
 from dynamoth_balancer.admin import Admin
-from dynamoth_balancer.agents import Agents, Heard
+from dynamoth_balancer.agents import Agents
 from dynamoth_balancer.changes import BegunChange, Changes, ChangeState
 from dynamoth_balancer.compatibility import describe_rules, new_rules
 from dynamoth_balancer.contention import Contention
@@ -41,6 +40,7 @@ from dynamoth_balancer.decider import Decider, is_replicated
 from dynamoth_balancer.drain import Drain
 from dynamoth_balancer.goals import Relieve
 from dynamoth_balancer.health import Health, Presence, View, describe_problem, find
+from dynamoth_balancer.hearing import Hearing
 from dynamoth_balancer.installer import Installer, TransitionsSettled
 from dynamoth_balancer.lease import Lease
 from dynamoth_balancer.model import ClusterModel
@@ -57,9 +57,6 @@ PROBLEMS_SHOWN_MAX = 100
 
 SHUTDOWN_S_MAX = 1.0
 """A server that does not answer in this time keeps the lease until it expires."""
-
-_REPORT_FIRST_BYTES = frozenset(bytes((0x90 | length, REPORT_CODE)) for length in range(16))
-"""How a packed report begins: a msgpack array of up to 15 elements, the first of which is the code."""
 
 
 class Stage(enum.Enum):
@@ -113,6 +110,7 @@ class BalancerMachine:
         self._agents = Agents(ids, self.options.agent_stale_s)
         self._presence = Presence(ids)
         self._model = ClusterModel(ids, self.options.averaging_s)
+        self._hearing = Hearing(self._agents, self._model, self.counters)
         self._decider = Decider(self._model, (Replicate(), Relieve(), Drain()), self.options)
         #: What is wrong, for people.
         self.health = Health()
@@ -183,6 +181,10 @@ class BalancerMachine:
     def agents_alive(self, now: float) -> int:
         """Return how many agents are heard."""
         return sum(self._agents.is_alive(server, now) for server in self._servers)
+
+    def agents_in_conflict(self, now: float) -> int:
+        """Return for how many servers several processes speak."""
+        return sum(self._agents.is_in_conflict(server, now) for server in self._servers)
 
     def all_counters(self) -> Counter[str]:
         """Return the counters of all parts."""
@@ -433,7 +435,7 @@ class BalancerMachine:
         actions: list[Any] = []
         for message in messages:
             if message[0] == b"message" and message[1] == BALANCER_CHANNEL:
-                actions += self._heard(server, message[2], now)
+                actions += self._hearing.heard(server, message[2], self._at_work, now)
             elif message[0] == b"message" and message[1] == OPERATOR_CHANNEL:
                 actions += self._asked(server, message[2], now)
             elif message[0] == b"subscribe":
@@ -441,24 +443,6 @@ class BalancerMachine:
         if (installer := self._at_work) is not None:
             actions += installer.advance(now)
         return actions
-
-    def _heard(self, server: str, data: bytes, now: float) -> list[Any]:
-        """Take a message from an agent."""
-        try:
-            message = unpack_report(data) if data[:2] in _REPORT_FIRST_BYTES else unpack_control(data)
-        except MalformedMessage:
-            self.counters["malformed"] += 1
-            return []
-        match message:
-            case Report() | PlanAck() | Vacated():
-                if message.server == server:
-                    return self._agent_says(message, now)
-                self.counters["wrong_server"] += 1
-                text = "an agent speaks at a server that is not its own: correct its configuration"
-                return [Note("error", text, {"server": server, "agent_of": message.server})]
-            case _:
-                self.counters["unexpected"] += 1
-                return []
 
     def _asked(self, server: str, data: bytes, now: float) -> list[Any]:
         """Take a message from an operator."""
@@ -473,29 +457,6 @@ class BalancerMachine:
         if self._at_work is None and message.command != "status":
             return []  # whoever asks repeats it: perhaps we lead by then, or another balancer does
         return self._admin.handle(server, message, now)
-
-    def _agent_says(self, message: Report | PlanAck | Vacated, now: float) -> list[Any]:
-        server = message.server
-        actions: list[Any] = []
-        if not isinstance(message, Vacated):  # which names no incarnation, and needs none: it stays true
-            before = self._agents[server].incarnation
-            heard = self._agents.hear(server, message.incarnation, now)
-            if heard is Heard.STALE:
-                self.counters["stale_incarnation"] += 1
-                return []
-            if heard is Heard.NEW and before is not None:
-                self._model.agent_restarted(server)
-                actions.append(Note("info", "an agent has restarted", {"server": server}))
-        if isinstance(message, Report) and self._model.report(message, now):
-            actions.append(ReportReceived(message))
-        if (installer := self._at_work) is not None:
-            if isinstance(message, Vacated):
-                installer.vacated(server, message)
-            else:
-                version = message.version if isinstance(message, PlanAck) else message.plan_version
-                if version is not None:
-                    installer.acknowledged(server, version)
-        return actions
 
     # Changes.
 

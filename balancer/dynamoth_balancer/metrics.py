@@ -27,7 +27,7 @@ COUNTERS: Mapping[str, str] = {
     "malformed": "Messages to the balancer that could not be read",
     "unexpected": "Control messages that are not for a balancer",
     "wrong_server": "Messages of agents that speak at a server which is not their own",
-    "stale_incarnation": "Messages of agents that another process has taken the place of",
+    "contested_messages": "Messages of agents while another process spoke for the same server, too",
     "reports_implausible": "Reports that nobody can have measured",
     "acks_from_future": "Acknowledgements of a version that the balancer does not know",
     "vacated_out_of_date": "Words of agents about transitions that are over",
@@ -61,6 +61,9 @@ class BalancerCollector(Collector):
         yield _gauge("paused", "1 while administrators have paused its decisions", machine.is_paused)
         yield _gauge("links_up", "Servers that the balancer is connected to", machine.links_up())
         yield _gauge("agents_alive", "Agents that the balancer hears", machine.agents_alive(now))
+        yield _gauge(
+            "agents_in_conflict", "Servers for which several processes speak as agents", machine.agents_in_conflict(now)
+        )
         yield _gauge("transitions", "Channels in transition", machine.transitions)
         if machine.plan is not None:
             yield _gauge("plan_version", "Version of the plan", machine.plan.version)

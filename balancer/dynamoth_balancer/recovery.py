@@ -24,6 +24,9 @@ TAKEOVER_VERSIONS = 1000
 """Versions left out at each takeover: more than a balancer can write between two looks at its lease. 32 bits last for 4
 million takeovers."""
 
+VERSIONS_LOST_MAX = 2**24
+"""An agent that holds a version so far above all that is stored is not believed: more changes than years of work."""
+
 VERSIONS_IN_RESERVE = 10_000
 """No transition is begun and no copy merged when fewer versions are left: those in progress must be able to settle."""
 

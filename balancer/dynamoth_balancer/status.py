@@ -105,14 +105,14 @@ def describe_server(
     server: str, agents: Agents, model: ClusterModel, installer: Installer | None, now: float
 ) -> dict[str, Any]:
     """Return what is known of a server and its agent. Figures are left out while the agent is not heard."""
-    agent, alive = agents[server], agents.is_alive(server, now)
+    alive, acked = agents.is_alive(server, now), agents.acked(server, now)
     load = model.load(server, now) if alive else None
     blindness = model.blindness(server, now) if alive else None
     copy = None if installer is None else installer.copy(server)
     return {
         "agent": "alive" if alive else "silent",
-        "agent_incarnation": agent.incarnation,
-        "acknowledged_version": agent.acked if agent.acked >= 0 else None,
+        "agent_incarnation": agents.incarnation(server),
+        "acknowledged_version": acked if acked >= 0 else None,
         "stored_version": None if copy is None else copy.version,
         "problem": "" if copy is None else copy.problem,
         "blind_s": None if blindness is None else now - blindness.since,

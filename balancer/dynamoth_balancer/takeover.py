@@ -147,7 +147,8 @@ class Takeover:
         plan = recover(
             self._servers, copies, is_complete=complete, virtual_nodes=self._virtual_nodes, rules=self._rules
         )
-        book = PlanBook(plan, known_plans(copies))
+        is_complete = complete and any(copy.believed for copy in copies)
+        book = PlanBook(plan, known_plans(copies), is_complete=is_complete)
         fresh = {
             server: found.header.version
             for server, found in self._found.items()

@@ -151,6 +151,8 @@ class DispatcherMachine:
         self._backlog: deque[tuple[bytes, bytes]] = deque(maxlen=self.options.backlog_max)
         #: Why the server does not let this dispatcher observe; None where it does. It acknowledges no plan then.
         self.refusal: str | None = None
+        #: Whether the server has confirmed, over this connection, that everything is observed.
+        self._observes = False
         self._up = False
         self._run_id: str | None = None
         #: Whether something may have gone by unobserved of which the clients here have not been told.
@@ -159,6 +161,13 @@ class DispatcherMachine:
         self._sighted_at = float("-inf")
         self._plan_asked = False
         self._plan_retry_at: float | None = None
+
+    @property
+    def why_blind(self) -> str | None:
+        """Why this dispatcher does not observe its server now; None when it does."""
+        if self.refusal is not None:
+            return self.refusal
+        return None if self._observes else "the server has not confirmed PSUBSCRIBE * yet"
 
     def handle(self, event: Any, now: float) -> list[Any]:
         """Take one event; return the actions to execute, in order."""
@@ -191,10 +200,11 @@ class DispatcherMachine:
         self._run_id = run_id
         self._blind = True
         self.refusal = None
+        self._observes = False
         self._sighted_at = now
         return [
-            Send(LOCAL, (b"SUBSCRIBE", AGENT_CHANNEL), ("observe",)),
             Send(LOCAL, (b"PSUBSCRIBE", b"*"), ("observe",)),
+            Send(LOCAL, (b"SUBSCRIBE", AGENT_CHANNEL), ("observe",)),
             *self._read_plan(),
         ]
 
@@ -210,6 +220,7 @@ class DispatcherMachine:
             self._forwarder.link_down(link)
             return []
         self._up = False
+        self._observes = False
         self._plan_asked = False
         self._plan_retry_at = None
         return self._forwarder.flush()  # nothing more comes that it could go together with
@@ -223,6 +234,7 @@ class DispatcherMachine:
         assert isinstance(event, Replied), "only copies are sent together"
         match event.tag:
             case ("observe",):
+                assert isinstance(event.value, ErrorReply), "subscriptions are confirmed by pushes"
                 self.counters["refused_commands"] += 1
                 self.refusal = str(event.value)
                 return []
@@ -298,7 +310,7 @@ class DispatcherMachine:
 
     def acknowledge(self) -> list[Any]:
         """Tell the balancer which version is acted upon."""
-        if self.plan is None or self.refusal is not None:
+        if self.plan is None or self.why_blind is not None:
             return []
         ack = PlanAck(self.server, self.incarnation, self.plan.version)
         return [Send(LOCAL, (b"PUBLISH", BALANCER_CHANNEL, pack_control(ack)))]
@@ -370,6 +382,8 @@ class DispatcherMachine:
                     actions += self._observed(push[2], push[3], now)
             elif kind == b"message" and push[1] == AGENT_CHANNEL:
                 actions += self._told_by_balancer(push[2], now)
+            elif kind == b"psubscribe" and push[1] == b"*":
+                self._observes = True
         return actions
 
     def _observed(self, physical: bytes, data: bytes, now: float) -> list[Any]:
@@ -593,5 +607,5 @@ class DispatcherMachine:
                 vacated.append((channel, epoch))
         if not vacated:
             return []
-        message = pack_control(Vacated(self.server, tuple(dict.fromkeys(vacated))))
+        message = pack_control(Vacated(self.server, tuple(dict.fromkeys(vacated)), self.incarnation))
         return [Send(LOCAL, (b"PUBLISH", BALANCER_CHANNEL, message))]

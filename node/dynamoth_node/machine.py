@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 from dynamoth.events import Connect, LinkDown, LinkUp, Pushed, Replied, RepliedAll, Send, Start, Tick, earliest
 from dynamoth.names import BALANCER_CHANNEL
+from dynamoth.reports import CANNOT_OBSERVE, REPORT_PROBLEM_CHARACTERS_MAX
 from dynamoth_dispatcher.machine import DispatcherMachine, DispatcherOptions
 from dynamoth_lla.machine import TAG as LLA_TAG
 from dynamoth_lla.machine import LoadAnalyzer
@@ -34,6 +35,13 @@ class LinkChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class ObservationRefused:
+    """Action, for people: the server does not let this agent observe it, so it does nothing. Said once per reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class PlanFollowed:
     """Action, for people: the dispatcher acts on this version of the plan now."""
 
@@ -43,9 +51,10 @@ class PlanFollowed:
 class NodeMachine:
     """The agent of one server.
 
-    Its own actions are :class:`LinkChanged`, :class:`PlanFollowed`, ``guard.AlreadyRunning`` (the process shall end),
-    ``guard.GuardRefused``, ``watch.BlindnessChanged``, ``watch.ServerSettings`` and the analyzer's ``ObservationLate``.
-    A driver that does not know them may ignore all but ``AlreadyRunning``.
+    Its own actions are :class:`LinkChanged`, :class:`PlanFollowed`, :class:`ObservationRefused`,
+    ``guard.AlreadyRunning`` (the process shall end), ``guard.GuardRefused``, ``watch.BlindnessChanged``,
+    ``watch.ServerSettings`` and the analyzer's ``ObservationLate``. A driver that does not know them may ignore all but
+    ``AlreadyRunning``.
 
     Args:
         server: id of the server.
@@ -78,11 +87,24 @@ class NodeMachine:
         self.is_up = False
         #: What was said last of each link: None for up, else why it is down.
         self._said: dict[str, str | None] = {}
+        #: The refusal that was said last.
+        self._refusal: str | None = None
 
     @property
     def is_ready(self) -> bool:
         """Whether the agent does its work: it observes its server and knows a plan."""
-        return self.is_up and self.dispatcher.plan is not None
+        return self.is_up and self.dispatcher.plan is not None and self.problem is None
+
+    @property
+    def problem(self) -> str | None:
+        """Why this agent cannot observe its server, and what to do; None when it can."""
+        reason = self.dispatcher.why_blind
+        if reason is None or self.dispatcher.refusal is None:
+            return reason
+        return (
+            f"the server refuses what an agent needs ({reason}): its user must have allchannels, +psubscribe and"
+            " +subscribe, as 'dynamoth acl' prints it"
+        )
 
     @property
     def is_blind(self) -> bool:
@@ -108,11 +130,21 @@ class NodeMachine:
         elif not was_clear:
             self._watch.may_speak = True
             actions += self.dispatcher.acknowledge()
+        if self.dispatcher.refusal != self._refusal:
+            self._refusal, problem = self.dispatcher.refusal, self.problem
+            actions += [] if problem is None or self._refusal is None else [ObservationRefused(problem)]
+        self.load_analyzer.problems = self._problems()
         version = self.plan_version
         if version is not None and version != self.load_analyzer.plan_version:
             self.load_analyzer.plan_version = version
             actions.append(PlanFollowed(version))
         return actions
+
+    def _problems(self) -> tuple[tuple[str, str], ...]:
+        """Return what reports say besides the figures."""
+        if self._refusal is None:
+            return self._watch.problems
+        return (CANNOT_OBSERVE, (self.problem or "")[:REPORT_PROBLEM_CHARACTERS_MAX]), *self._watch.problems
 
     def deadline(self) -> float | None:
         """Return when the first of the parts has something to do."""
@@ -151,9 +183,7 @@ class NodeMachine:
 
     def _replied(self, event: Replied, now: float) -> list[Any]:
         if event.link == REPORTS:
-            actions = self._watch.replied(event, now)
-            self.load_analyzer.problems = self._watch.problems
-            return actions
+            return self._watch.replied(event, now)
         tag = event.tag
         owner: Any = tag[0] if isinstance(tag, tuple) else None  # pyright: ignore[reportUnknownVariableType]
         if event.link == LOCAL and owner == LLA_TAG:

@@ -21,7 +21,7 @@ from dynamoth_lla.machine import ObservationLate
 from dynamoth_lla.options import LoadAnalyzerOptions
 from dynamoth_node.gathering import Gathering
 from dynamoth_node.guard import LOCAL, AlreadyRunning, GuardRefused
-from dynamoth_node.machine import LinkChanged, NodeMachine, PlanFollowed
+from dynamoth_node.machine import LinkChanged, NodeMachine, ObservationRefused, PlanFollowed
 from dynamoth_node.metrics import make_registry
 from dynamoth_node.watch import LIMIT_WANTED, BlindnessChanged, ServerSettings
 
@@ -181,6 +181,8 @@ class _Agent:
             case ServerSettings(_, refused):
                 text = f"the server's settings are not known ({refused}): see that {LIMIT_WANTED} is set"
                 _log.info("%s", text, extra=extra)
+            case ObservationRefused(reason):
+                _log.error("%s", reason, extra=extra)
             case GuardRefused(reason):
                 _log.warning("%s", reason, extra=extra)
             case AlreadyRunning(reason):
@@ -208,6 +210,8 @@ class _Agent:
             return "the agent is ending"
         if not self._machine.is_up:
             return f"no connection to the Redis server ({LOCAL} link)"
+        if (problem := self._machine.problem) is not None:
+            return problem
         if self._machine.plan_version is None:
             return "the server holds no plan yet: is the balancer running?"
         if self._machine.is_blind:

@@ -246,7 +246,7 @@ class FakeAgent:
             for channel, entry in entries.items()
             if entry.phase is Phase.ACTIVE and channel not in self.listened and self.server.id in _old(entry)
         )
-        return Vacated(self.server.id, vacated)
+        return Vacated(self.server.id, vacated, self.incarnation)
 
     def report(self) -> Report:
         self.sequence += 1

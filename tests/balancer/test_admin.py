@@ -312,7 +312,7 @@ def _sealed(server: str) -> st.SearchStrategy[bytes]:
         _values.map(msgpack.packb),
         st.lists(_values, max_size=8).map(lambda fields: msgpack.packb([12, *fields])),
         st.builds(PlanAck, names, numbers, numbers).map(pack_control),
-        st.builds(Vacated, names, pairs).map(pack_control),
+        st.builds(Vacated, names, pairs, numbers).map(pack_control),
         st.builds(
             AdminRequest,
             st.integers(2**32, 2**64 - 1),  # not a number of the test's own requests: that would be answered alike

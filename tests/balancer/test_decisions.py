@@ -132,6 +132,8 @@ def test_what_a_restarted_agent_measures_is_not_mixed_with_what_was_before() -> 
     cluster.follow.update(dict.fromkeys(cluster.follow, 0))
     cluster.agents["s1"].restart()
     cluster.run(1)
+    assert balancer.machine.load_ratio("s1", cluster.now) is None, "its predecessor may still be alive"
+    cluster.run(2)
     assert balancer.machine.load_ratio("s1", cluster.now) == 0.0
 
 

@@ -45,7 +45,7 @@ MESSAGES: tuple[ControlMessage, ...] = (
     PlanChange(PlanDelta(0, 1, {b"c": _ENTRY})),
     PlanQuery(1),
     PlanAck("s1", 5, 0),
-    Vacated("s1", ((b"c", 1),)),
+    Vacated("s1", ((b"c", 1),), 7),
     AdminRequest(9, "move", {"channel": b"c", "to": "s2"}),
     AdminReply(9, {"version": 1}, None),
 )

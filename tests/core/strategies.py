@@ -96,7 +96,9 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     PlanChange: st.builds(PlanChange, deltas),
     PlanQuery: st.builds(PlanQuery, epochs),
     PlanAck: st.builds(PlanAck, st.text(max_size=5), naturals, epochs),
-    Vacated: st.builds(Vacated, st.text(max_size=5), st.lists(st.tuples(channels, epochs), max_size=3).map(tuple)),
+    Vacated: st.builds(
+        Vacated, st.text(max_size=5), st.lists(st.tuples(channels, epochs), max_size=3).map(tuple), naturals
+    ),
     AdminRequest: st.builds(AdminRequest, naturals, st.text(max_size=5), admin_mappings),
     AdminReply: st.builds(AdminReply, naturals, admin_mappings, st.none() | st.text(max_size=5)),
 }

@@ -124,5 +124,5 @@ def test_refuses_trailing_bytes() -> None:
 
 
 def test_vacated_names_channel_and_epoch() -> None:
-    message = Vacated("s1", ((b"c", 5), (b"d", 6)))
+    message = Vacated("s1", ((b"c", 5), (b"d", 6)), 7)
     assert unpack_control(pack_control(message)) == message

@@ -107,7 +107,7 @@ def test_no_parser_relies_on_its_last_defence() -> None:
 
 
 def test_numbers_that_cannot_be_are_refused() -> None:
-    for message in (RouteNotice(b"c", Route(EPOCH_MAX + 1, single("s1"))), Vacated("s1", ((b"c", EPOCH_MAX + 1),))):
+    for message in (RouteNotice(b"c", Route(EPOCH_MAX + 1, single("s1"))), Vacated("s1", ((b"c", EPOCH_MAX + 1),), 7)):
         with pytest.raises(MalformedMessage):
             unpack_control(pack_control(message))
 

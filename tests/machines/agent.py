@@ -13,7 +13,7 @@ from dynamoth.outbox import Outbox
 from dynamoth.plan import Plan
 from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions, forward_link
 from dynamoth_dispatcher.machine import DispatcherMachine, DispatcherOptions
-from tests.machines.helpers import C, Subject, commands, only, sends, whole_reply
+from tests.machines.helpers import RUN, C, Subject, commands, only, sends, whole_reply
 
 INCARNATION = 0x1234_5678_9ABC
 SUBSCRIBER = 0xABCD
@@ -49,6 +49,13 @@ class Agent(Subject):
         for server in servers:
             self.connect(server)
         return self
+
+    def up(self, link: str, run_id: str | None = RUN, *, confirmed: bool = True) -> list[Any]:
+        """Let a link come up; at the server of the agent, what it subscribes to is confirmed."""
+        actions = super().up(link, run_id)
+        if link == LOCAL and confirmed:
+            actions = [*actions, *self.tell(Pushed(LOCAL, [[b"psubscribe", b"*", 1]]))]
+        return actions
 
     def connect_all(self) -> list[Any]:
         """Let every link come up that the machine has asked for."""

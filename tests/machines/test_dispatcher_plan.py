@@ -19,7 +19,7 @@ from dynamoth.control import (
     unpack_control,
 )
 from dynamoth.envelope import CONTROL, EPOCH_MAX, open_envelope
-from dynamoth.events import Connect, ErrorReply, Replied, Send
+from dynamoth.events import Connect, ErrorReply, Pushed, Replied, Send
 from dynamoth.names import (
     AGENT_CHANNEL,
     ANNOUNCE_CHANNEL,
@@ -45,6 +45,7 @@ from tests.machines.helpers import (
     commands,
     message,
     only,
+    phases,
     published,
     tagged,
     whole_reply,
@@ -73,7 +74,7 @@ def said(actions: list[Any], link: str = LOCAL, physical: bytes = C) -> list[Any
 
 def test_observes_first_and_reads_the_plan_behind() -> None:
     actions = Agent().up(LOCAL)
-    assert [send.args[0] for send in only(Send, actions)] == [b"SUBSCRIBE", b"PSUBSCRIBE", b"HGETALL"]
+    assert [send.args[0] for send in only(Send, actions)] == [b"PSUBSCRIBE", b"SUBSCRIBE", b"HGETALL"]
     assert commands(actions, b"SUBSCRIBE") == [(AGENT_CHANNEL,)]
     assert commands(actions, b"PSUBSCRIBE") == [(b"*",)]
     assert actions[-1] == READ
@@ -352,7 +353,7 @@ def test_an_old_location_where_nobody_listens_is_reported() -> None:
     assert (b"NUMSUB", C) in commands(asked, b"PUBSUB")
     assert told_balancer(agent.listeners(asked, 1)) == []
     asked = agent.pass_time(PACE.poll_interval_s + PACE.tick_interval_s)
-    assert told_balancer(agent.listeners(asked, 0)) == [Vacated("s1", ((C, 1),))]
+    assert told_balancer(agent.listeners(asked, 0)) == [Vacated("s1", ((C, 1),), INCARNATION)]
 
 
 def test_a_vacated_location_is_reported_again_until_it_is_settled() -> None:
@@ -373,7 +374,7 @@ def test_an_answer_that_is_older_than_the_change_reports_nothing() -> None:
         agent.change(plan, newer)
         plan = newer
     assert told_balancer(agent.listeners(asked, 0)) == []
-    assert told_balancer(agent.listeners(agent.pass_time(0.1), 0)) == [Vacated("s1", ((C, 7),))]
+    assert told_balancer(agent.listeners(agent.pass_time(0.1), 0)) == [Vacated("s1", ((C, 7),), INCARNATION)]
 
 
 def moved(plan: Plan, server: str) -> tuple[Plan, Plan, Plan]:
@@ -420,3 +421,14 @@ def test_opens_links_for_a_transition_that_was_read_whole() -> None:
     agent = Agent()
     agent.up(LOCAL)
     assert Connect(forward_link("s2"), "redis://s2:6379") in agent.read(PREPARED)
+
+
+def test_acknowledges_nothing_before_the_server_has_confirmed_that_it_observes() -> None:
+    """A change may come between SUBSCRIBE and PSUBSCRIBE: what is published meanwhile would not be forwarded."""
+    agent = Agent().holding(PLAN_0)
+    agent.down(LOCAL)
+    agent.up(LOCAL, confirmed=False)
+    assert told_balancer(agent.change(PLAN_0, phases(PLAN_0, single("s2"))[0])) == []
+    agent.tell(Pushed(LOCAL, [[b"psubscribe", b"*", 1]]))
+    [ack] = told_balancer(agent.hear(PlanQuery(1)))
+    assert ack == PlanAck("s1", INCARNATION, 1)

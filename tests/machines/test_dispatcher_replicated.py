@@ -49,7 +49,7 @@ from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions, forward_link
 from dynamoth_dispatcher.machine import DispatcherOptions
 from dynamoth_dispatcher.transitions import TransitionOptions
 from tests.core import strategies
-from tests.machines.agent import SUBSCRIBER, Agent, copies, marks
+from tests.machines.agent import INCARNATION, SUBSCRIBER, Agent, copies, marks
 from tests.machines.helpers import PLAN_0, C, commands, message, only, phases, published, sends, tagged
 
 PACE = TransitionOptions()
@@ -566,7 +566,7 @@ def test_only_the_old_names_are_counted_at_a_server_that_stays() -> None:
     agent = Agent("s1").holding(BETWEEN[1])
     actions = polled(agent)
     assert commands(actions, b"PUBSUB") == [(b"NUMSUB", replica_channel(C, 1))] * len(tagged(actions, "numsub"))
-    assert count(agent, actions, {replica_channel(C, 1): 0}) == [Vacated("s1", ((C, 4),))]
+    assert count(agent, actions, {replica_channel(C, 1): 0}) == [Vacated("s1", ((C, 4),), INCARNATION)]
 
 
 def test_a_new_location_is_not_asked_about() -> None:
@@ -589,7 +589,7 @@ def test_as_long_as_anybody_listens_at_any_old_name_nothing_is_vacated(at_plain:
 
 def test_it_is_vacated_once_when_nobody_listens_at_any() -> None:
     agent = Agent("s1").holding(both_old_here())
-    assert count(agent, polled(agent), {C: 0, replica_channel(C, 1): 0}) == [Vacated("s1", ((C, 4),))]
+    assert count(agent, polled(agent), {C: 0, replica_channel(C, 1): 0}) == [Vacated("s1", ((C, 4),), INCARNATION)]
 
 
 # Telling clients.

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from dynamoth import stored_plan
-from dynamoth.control import PlanChange, pack_control
+from dynamoth.control import PlanAck, PlanChange, pack_control, unpack_control
 from dynamoth.envelope import seal
-from dynamoth.events import Connect, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
+from dynamoth.errors import MalformedMessage
+from dynamoth.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
 from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Plan, Server, single
@@ -15,7 +16,7 @@ from dynamoth.reports import Report, pack_report
 from dynamoth_lla.machine import ObservationLate
 from dynamoth_lla.options import LoadAnalyzerOptions
 from dynamoth_node.guard import CHECK_INTERVAL_S, AlreadyRunning
-from dynamoth_node.machine import LinkChanged, NodeMachine, PlanFollowed
+from dynamoth_node.machine import LinkChanged, NodeMachine, ObservationRefused, PlanFollowed
 
 PLAN = Plan.initial([Server("s1", "redis://h1"), Server("s2", "redis://h2")])
 
@@ -47,7 +48,8 @@ class Bench:
         for action in actions:
             if isinstance(action, Send):
                 self.sent.append(action)
-                if answer and action.tag is not None and action.link == "local":
+                silent = action.args[0] in (b"SUBSCRIBE", b"PSUBSCRIBE")  # but for a push
+                if answer and action.tag is not None and action.link == "local" and not silent:
                     self.tell(Replied("local", action.tag, self.answer(tuple(action.args))))
             else:
                 self.other.append(action)
@@ -75,6 +77,7 @@ class Bench:
     def up(self) -> None:
         self.tell(Start())
         self.tell(LinkUp("local", "run1"))
+        self.tell(Pushed("local", [[b"psubscribe", b"*", 1]]))
 
     def commands(self) -> list[tuple[Any, ...]]:
         return [tuple(send.args) for send in self.sent]
@@ -232,3 +235,29 @@ def test_its_deadline_is_the_earliest() -> None:
 def test_what_is_no_event_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="not an event"):
         Bench().machine.handle(object(), 0.0)
+
+
+def test_an_agent_that_may_not_observe_is_not_ready_says_why_and_acknowledges_nothing() -> None:
+    bench = Bench()
+    bench.tell(Start())
+    bench.tell(LinkUp("local", "run1"))
+    [psubscribe] = [send for send in bench.sent if send.args[0] == b"PSUBSCRIBE"]
+    bench.tell(Replied("local", psubscribe.tag, ErrorReply("NOPERM this user has no permissions")))
+    assert (bench.machine.is_ready, bench.machine.plan_version) == (False, 0)
+    assert "NOPERM" in (bench.machine.problem or "") and "dynamoth acl" in (bench.machine.problem or "")
+    [refused] = [action for action in bench.other if isinstance(action, ObservationRefused)]
+    assert refused.reason == bench.machine.problem
+    assert "NOPERM" in bench.first_report().why_unobserved
+    sent = [args[2] for args in bench.commands() if args[:2] == (b"PUBLISH", BALANCER_CHANNEL)]
+    assert not [data for data in sent if unpack_control_or_none(data) is not None], "no acknowledgement"
+    bench.tell(LinkDown("local", "lost"))
+    bench.up()
+    assert bench.machine.is_ready and not bench.machine.problem
+
+
+def unpack_control_or_none(data: bytes) -> PlanAck | None:
+    try:
+        message = unpack_control(data)
+    except MalformedMessage:  # a report
+        return None
+    return message if isinstance(message, PlanAck) else None

@@ -35,7 +35,8 @@ class Agent:
         for action in self.machine.handle(event, self.now):
             if isinstance(action, Send):
                 self.sent.append(action)
-                if action.tag is not None and not (self.floods and action.link == "local"):
+                silent = action.args[0] in (b"SUBSCRIBE", b"PSUBSCRIBE") or (self.floods and action.link == "local")
+                if action.tag is not None and not silent:
                     self.tell(Replied(action.link, action.tag, self.answer(tuple(action.args))))
             elif not isinstance(action, Connect):
                 self.said.append(action)

@@ -1,0 +1,167 @@
+"""Who is believed to be the agent of a server, and what for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dynamoth.control import PlanAck, Vacated
+from dynamoth.plan import Phase
+from dynamoth.reports import CANNOT_OBSERVE, pack_report
+from dynamoth_balancer.agents import VOICES_MAX, Agents
+from tests.balancer.fake_cluster import Balancer, FakeCluster
+from tests.balancer.test_installation import CHANNEL, NO_DECISIONS, _begin, _is_settled, _phase, _places
+
+FORGED = 99
+
+
+def kinds(balancer: Balancer, server: str) -> set[str]:
+    """Return what people are told is wrong with a server."""
+    return {problem.kind for problem in balancer.machine.health.problems if problem.subject == server}
+
+
+def test_a_forged_acknowledgement_does_not_stand_in_for_a_live_agent_s() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    source, target = _places(cluster, balancer)
+    cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
+    _begin(cluster, balancer)
+    for _ in range(20):
+        cluster.say(target, PlanAck(target, FORGED, balancer.plan.version))
+        cluster.run(0.5)
+        assert _phase(balancer) is Phase.PREPARED
+    assert "agents_in_conflict" in kinds(balancer, target) and not kinds(balancer, source)
+    assert balancer.machine.agents_in_conflict(cluster.now) == 1
+    cluster.servers[target].lose = lambda message: False
+    cluster.run_until(lambda: _is_settled(cluster, balancer, target))  # when the forger is silent
+    cluster.run(6)
+    assert not kinds(balancer, target)
+
+
+def test_nothing_begins_where_two_processes_speak_for_one_server() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    for _ in range(4):
+        cluster.say("s1", pack_report(replace(cluster.agents["s1"].report(), incarnation=FORGED)))
+        cluster.run(1)
+    channel = next(b"%d" % n for n in range(100) if balancer.plan.ring.home(b"%d" % n) == "s2")
+    reply = cluster.ask("move", {"channel": channel, "to": "s1"})
+    assert reply.error is not None and "several processes speak as the agent of server s1" in reply.error
+    assert balancer.machine.load_ratio("s1", cluster.now) is None or kinds(balancer, "s1")
+
+
+def test_the_load_of_a_server_for_which_two_processes_speak_is_not_believed() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    cluster.run(3)
+    forged = replace(cluster.agents["s1"].report(), incarnation=FORGED, outgoing_bytes_per_s=1e9)
+    for _ in range(4):
+        cluster.say("s1", pack_report(forged))
+        cluster.run(1)
+    assert (balancer.machine.load_ratio("s1", cluster.now) or 0.0) < 1.0
+
+
+def test_a_forged_vacated_does_not_settle_a_transition() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    source, _ = _begin(cluster, balancer, listened=True)
+    cluster.run_until(lambda: _phase(balancer) is Phase.ACTIVE)
+    epoch = balancer.plan.entry(CHANNEL).route.epoch
+    for _ in range(5):
+        cluster.say(source, Vacated(source, ((CHANNEL, epoch),), FORGED))
+        cluster.run(1)
+    assert _phase(balancer) is Phase.ACTIVE
+
+
+def test_a_restarted_agent_is_believed_soon() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    cluster.run(2)
+    cluster.agents["s1"].restart()
+    restarted_at = cluster.now
+    _, target = _begin(cluster, balancer)
+    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    assert cluster.now - restarted_at < 5.0
+    assert not {"agents_in_conflict"} & (kinds(balancer, "s1") | kinds(balancer, "s2"))
+
+
+def test_an_agent_that_cannot_observe_acknowledges_nothing_by_any_path() -> None:
+    """Its reports name the version of the plan, and it may even send acknowledgements: it does not act on the plan."""
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    source, target = _places(cluster, balancer)
+    cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
+    _begin(cluster, balancer)
+    agent = cluster.agents[target]
+    agent.reports = False
+    for _ in range(10):
+        report = replace(agent.report(), plan_version=balancer.plan.version, problems=((CANNOT_OBSERVE, "NOPERM"),))
+        cluster.say(target, pack_report(report))
+        cluster.say(target, PlanAck(target, agent.incarnation, balancer.plan.version))
+        cluster.run(1)
+        assert _phase(balancer) is Phase.PREPARED
+    assert kinds(balancer, target) == {CANNOT_OBSERVE} and not kinds(balancer, source)
+    reply = cluster.ask("move", {"channel": b"another", "to": target})
+    assert reply.error is not None and "does not observe it: NOPERM" in reply.error
+    agent.reports = True
+    cluster.servers[target].lose = lambda message: False
+    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+
+
+def test_a_report_of_an_agent_that_sees_nothing_now_is_no_acknowledgement() -> None:
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    _, target = _places(cluster, balancer)
+    cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
+    _begin(cluster, balancer)
+    agent = cluster.agents[target]
+    agent.reports = False
+    for _ in range(5):
+        cluster.say(target, pack_report(replace(agent.report(), plan_version=balancer.plan.version, observing=False)))
+        cluster.run(1)
+        assert _phase(balancer) is Phase.PREPARED
+
+
+@pytest.mark.parametrize("version", [10**6, 2**31, 2**32 - 1])
+def test_a_forged_version_does_not_use_up_the_versions_there_are(version: int) -> None:
+    """All servers were read at the takeover, so that no balancer can have issued it."""
+    cluster = FakeCluster(2)
+    first = cluster.started(NO_DECISIONS)
+    _, target = _begin(cluster, first)
+    cluster.run_until(lambda: _is_settled(cluster, first, target))
+    cluster.kill(first)
+    balancer = cluster.started(NO_DECISIONS)
+    before = balancer.plan.version
+    cluster.agents["s1"].reports_version = True
+    cluster.say("s1", PlanAck("s1", cluster.agents["s1"].incarnation, version))
+    cluster.run(0.3)
+    assert "version_refused" in kinds(balancer, "s1")
+    cluster.run(10)
+    assert balancer.plan.version == before
+    assert "version_refused" not in kinds(balancer, "s1"), "it has acknowledged the right one since"
+
+
+def test_after_a_loss_of_all_plans_a_version_is_believed_up_to_a_bound() -> None:
+    """No server stored a plan, so agents may hold a newer one: the plan gets above it, unless that is absurd."""
+    cluster = FakeCluster(2)
+    balancer = cluster.started(NO_DECISIONS)
+    agent = cluster.agents["s1"].incarnation
+    cluster.say("s1", PlanAck("s1", agent, 2**31))
+    cluster.run(2)
+    assert balancer.plan.version < 10**4
+    cluster.say("s1", PlanAck("s1", agent, 10**6))
+    cluster.run(2)
+    assert balancer.plan.version == 10**6 + 1000
+
+
+def test_processes_that_are_remembered_are_bounded() -> None:
+    agents = Agents(["s1"], 5.0)
+    agents.hear("s1", 1, 0.0)
+    for incarnation in range(2, 1000):
+        agents.hear("s1", incarnation, incarnation * 0.01)
+        agents.hear("s1", 1, incarnation * 0.01)
+    assert len(agents["s1"].voices) <= VOICES_MAX
+    assert 1 in agents["s1"].voices, "the one that always speaks is kept"
+    assert agents.is_in_conflict("s1", 10.0)
+    assert agents.speaks_alone("s1", 1, 13.0)
