@@ -116,21 +116,36 @@ def parse_header(reply: Any, run_id: str | None) -> StoredHeader | None:
 
 
 @parser("a stored plan")
-def parse_whole(reply: Any, run_id: str | None) -> Plan | None:
-    """Read the reply of ``READ_WHOLE``. None when the server stores no plan to be believed. Raises MalformedMessage."""
+def parse_whole(reply: Any, run_id: str | None, damaged: list[bytes] | None = None) -> Plan | None:
+    """Read the reply of ``READ_WHOLE``. None when the server stores no plan to be believed. Raises MalformedMessage.
+
+    With ``damaged``, entries that cannot be read are left out, and the names of their channels put there: for a
+    balancer, which else would have to begin without any.
+    """
     fields = _as_mapping(reply)
     if VERSION_FIELD not in fields or HEADER_FIELD not in fields or not _believed(fields.get(RUN_FIELD), run_id):
         return None
     header = _header_plan(_number(fields[VERSION_FIELD]), fields[HEADER_FIELD], fields.get(COMPATIBILITY_FIELD))
     skip = len(_CHANNEL_PREFIX)
-    entries = {name[skip:]: unpack_entry(value) for name, value in fields.items() if name.startswith(_CHANNEL_PREFIX)}
-    for channel, entry in entries.items():
-        for route in entry.followed:
-            if any(server not in header.servers for server in route.assignment.servers):
-                raise MalformedMessage(
-                    f"the stored plan sends channel {channel!r:.60} to a server that it does not list"
-                )
+    entries: dict[bytes, Entry] = {}
+    for name, value in fields.items():
+        if not name.startswith(_CHANNEL_PREFIX):
+            continue
+        try:
+            entries[name[skip:]] = _entry_of(header, name[skip:], value)
+        except MalformedMessage:
+            if damaged is None:
+                raise
+            damaged.append(name[skip:])
     return replace(header, entries=MappingProxyType(entries))
+
+
+def _entry_of(header: Plan, channel: bytes, value: bytes) -> Entry:
+    entry = unpack_entry(value)
+    for route in entry.followed:
+        if any(server not in header.servers for server in route.assignment.servers):
+            raise MalformedMessage(f"the stored plan sends channel {channel!r:.60} to a server that it does not list")
+    return entry
 
 
 def is_absent(reply: Any) -> bool:

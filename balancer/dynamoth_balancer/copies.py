@@ -22,10 +22,10 @@ from dynamoth.errors import MalformedMessage
 from dynamoth.events import CommandPart, ErrorReply, Send
 from dynamoth.names import AGENT_CHANNEL
 from dynamoth.plan import Plan
-from dynamoth.stored_plan import READ_HEADER, READ_WHOLE, parse_header, parse_whole, write_whole
+from dynamoth.stored_plan import READ_HEADER, READ_WHOLE, StoredHeader, parse_header, parse_whole, write_whole
 from dynamoth_balancer.actions import Note
 from dynamoth_balancer.book import Change, PlanBook
-from dynamoth_balancer.recovery import Copy
+from dynamoth_balancer.recovery import Copy, same_header
 
 TAG = "copy"
 
@@ -168,6 +168,10 @@ class PlanCopy:
         if self.version is not None and (header is None or header.version != self.version or not header.believed):
             details = {"server": self.server, "version": self.version, "found": header and header.version}
             notes.append(Note("error", "somebody else has changed the stored plan; it is written anew", details))
+        if header is not None and book.knows(header.version) and not notes and not self._header_is_ours(header, book):
+            details = {"server": self.server, "version": header.version, "listed": len(header.plan.servers)}
+            text = "somebody else has changed the servers of a stored plan; it is written again"
+            notes.append(Note("error", text, details))
         self.version = None
         if header is None:
             return [*notes, *self._write_whole(book.plan)]
@@ -179,6 +183,10 @@ class PlanCopy:
         if notes:
             return [*notes, *self._write_whole(book.plan)]
         return self._known(header.version, book, now)
+
+    def _header_is_ours(self, header: StoredHeader, book: PlanBook) -> bool:
+        """Tell whether the servers and the ring are right: always, of a version that was written in this term."""
+        return same_header(header.plan, book.plan) or self.version is None
 
     def _known(self, version: int, book: PlanBook, now: float) -> list[CopyAction]:
         self.version = version

@@ -39,11 +39,11 @@ from dynamoth_balancer.recovery import (
     VERSIONS_IN_RESERVE,
     VERSIONS_LOST_MAX,
     Copy,
-    check_ring,
-    check_servers,
+    is_of_another_cluster,
     same_ring,
     servers_in_use,
     version_after,
+    why_not_ours,
 )
 
 
@@ -331,9 +331,21 @@ class Installer:
         if not found.believed and not same_ring(found.plan, self.plan):
             note = Note("warning", "a server had loaded an old plan of another cluster; it is overwritten", details)
             return [note, *self._carry_out(copy, copy.overwrite(self._book), now)]
+        reason = why_not_ours(self._servers, self.plan, found.plan)
+        if reason is not None and is_of_another_cluster(found, self.plan):
+            text = (
+                f"the plan stored at {found.server} is of another cluster: {reason}; delete it there"
+                " (DEL __dynamoth__:plan) or correct the list of servers"
+            )
+            first = copy.problem != text
+            copy.conflicts(text, now)
+            return [Note("error", text, details)] if first else []
+        if reason is not None:
+            self.counters["copies_conflicting"] += 1
+            text = "a stored plan cannot be ours: it is not used, and written over; see who may write the key"
+            note = Note("error", text, {**details, "reason": reason})
+            return [note, *self._carry_out(copy, copy.overwrite(self._book), now)]
         try:
-            check_ring(found, self.plan)
-            check_servers(self._servers, [found])
             version = version_after(max(found.plan.version, self.plan.version))
         except ConfigError as error:
             first = copy.problem != str(error)

@@ -45,6 +45,7 @@ from dynamoth_balancer.installer import Installer, TransitionsSettled
 from dynamoth_balancer.lease import Lease
 from dynamoth_balancer.model import ClusterModel
 from dynamoth_balancer.options import BalancerOptions
+from dynamoth_balancer.recovery import Conflict
 from dynamoth_balancer.replication import Replicate
 from dynamoth_balancer.status import describe_channels, describe_decisions, describe_server, plan_page
 from dynamoth_balancer.takeover import Takeover
@@ -356,7 +357,7 @@ class BalancerMachine:
             return list(sends)
         missing = self._takeover.missing()
         try:
-            book, found = self._takeover.finish()
+            book, found, conflicts = self._takeover.finish()
         except ConfigError as error:
             return [*self._lease.release(now), *self._stop(error)]
         self._takeover = None
@@ -373,10 +374,17 @@ class BalancerMachine:
             "not_read": missing,
         }
         actions: list[Any] = [Note("warning" if missing else "info", "leading", details)]
+        actions += self._note_conflicts(conflicts)
         actions.append(PlanChanged(book.plan, "recovered from the servers" if book.plan.version else "a new cluster"))
         for server, run_id in self._run_ids.items():
             actions += installer.link_up(server, run_id, now, found.get(server))
         return actions
+
+    def _note_conflicts(self, conflicts: Sequence[Conflict]) -> list[Note]:
+        """Report copies that cannot be ours."""
+        self.counters["copies_conflicting"] += len(conflicts)
+        text = "a stored plan cannot be ours: it is not used, and written over; see who may write the key"
+        return [Note("error", text, {"server": each.server, "reason": each.reason}) for each in conflicts]
 
     def _shutdown(self, now: float) -> list[Any]:
         self._shutdown_at = now + SHUTDOWN_S_MAX

@@ -1,4 +1,4 @@
-"""How a balancer that has got the lease reads what its predecessor left: one copy of each version that is stored."""
+"""How a balancer that has got the lease reads what its predecessor left: one copy of each that is stored."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from dynamoth.plan import Plan, Server
 from dynamoth.stored_plan import READ_HEADER, READ_WHOLE, StoredHeader, parse_header, parse_whole
 from dynamoth_balancer.actions import Note
 from dynamoth_balancer.book import PlanBook
-from dynamoth_balancer.recovery import Copy, known_plans, recover
+from dynamoth_balancer.recovery import Conflict, Copy, known_plans, recover, same_header
 
 TAG = "takeover"
+
+UNUSABLE = -1
+"""Stands for the version of a copy that must be written as a whole."""
 
 
 class _State(enum.Enum):
@@ -44,7 +47,7 @@ class _Found:
 class Takeover:
     """Reads the headers of all servers, waiting for those that do not answer until a deadline, then the copies.
 
-    Servers that store the same version store the same: only one of them is read as a whole.
+    Servers that store the same version and header store the same: only one of them is read as a whole.
     """
 
     def __init__(
@@ -68,8 +71,12 @@ class Takeover:
         self._deadline = deadline
         self._virtual_nodes = virtual_nodes
         self._found = {server.id: _Found() for server in servers}
-        #: Copies read so far, by version.
-        self._copies: dict[int, Copy] = {}
+        #: Copies read so far, one of each header.
+        self._copies: list[Copy] = []
+        #: Servers whose copies have entries that cannot be read: copies of the same at other servers are read, too.
+        self._damaged: set[str] = set()
+        #: What these entries are.
+        self._conflicts: list[Conflict] = []
 
     def link_up(self, server: str, run_id: str | None) -> list[Send]:
         """Read the header."""
@@ -95,7 +102,11 @@ class Takeover:
             if what == "header":
                 found.header = parse_header(value, found.run_id)
             else:
-                self._keep(server, parse_whole(value, None), found)
+                damaged: list[bytes] = []
+                self._keep(server, parse_whole(value, None, damaged), found)
+                if damaged:
+                    self._damaged.add(server)
+                    self._conflicts.append(Conflict(server, _damage(damaged)))
             found.state = _State.KNOWN
         except MalformedMessage as error:
             found.state = _State.UNREADABLE
@@ -110,7 +121,7 @@ class Takeover:
             return
         believed = found.header is not None and found.header.believed
         found.header = StoredHeader(plan.version, believed, plan)
-        self._copies[plan.version] = Copy(server, plan, believed)
+        self._copies.append(Copy(server, plan, believed))
 
     def missing(self) -> list[str]:
         """Return the servers of which nothing is known yet."""
@@ -123,43 +134,66 @@ class Takeover:
         if any(found.state is _State.READING for found in self._found.values()):
             return []
         sends: list[Send] = []
-        wanted: set[int] = set()
+        wanted: list[Plan] = []
         for server, found in self._found.items():
             header = found.header
-            if header is None or header.version in self._copies or header.version in wanted:
+            known = any(_same_copy(header.plan, plan) for plan in [*self._plans(), *wanted]) if header else True
+            if header is None or known or server in self._damaged:
                 continue
-            wanted.add(header.version)
+            wanted.append(header.plan)
             found.state = _State.READING
             sends.append(self._send(server, "whole"))
         return sends or None
 
-    def finish(self) -> tuple[PlanBook, dict[str, int]]:
-        """Return the plan to go on with, and which version was found at each server whose copy can be built upon.
+    def _plans(self) -> list[Plan]:
+        """Return the plans of which a copy was read that is whole."""
+        return [copy.plan for copy in self._copies if copy.server not in self._damaged]
+
+    def finish(self) -> tuple[PlanBook, dict[str, int], list[Conflict]]:
+        """Return the plan to go on with, the version at each server whose copy can be built upon, and the conflicts.
 
         Raises:
-            ConfigError: the copies are of different clusters, or a server that they list is not configured.
+            ConfigError: the copies are of different clusters, or a server that they use is not configured.
 
         """
         complete = all(found.state is _State.KNOWN for found in self._found.values())
-        copies = [self._judge(copy) for copy in self._copies.values()]
+        copies = [self._judge(copy) for copy in self._copies]
         if self._own is not None:
             copies.append(Copy("the balancer itself", self._own, believed=True))
-        plan = recover(
+        plan, usable, conflicts = recover(
             self._servers, copies, is_complete=complete, virtual_nodes=self._virtual_nodes, rules=self._rules
         )
-        is_complete = complete and any(copy.believed for copy in copies)
-        book = PlanBook(plan, known_plans(copies), is_complete=is_complete)
+        is_complete = complete and not self._damaged and any(copy.believed for copy in usable)
+        known = known_plans(copy for copy in usable if copy.server not in self._damaged)
+        book = PlanBook(plan, known, is_complete=is_complete)
         fresh = {
             server: found.header.version
             for server, found in self._found.items()
-            if found.header is not None and found.header.believed and book.knows(found.header.version)
+            if found.header is not None
+            and found.header.believed
+            and book.knows(found.header.version)
+            and same_header(found.header.plan, plan)
         }
-        return book, {server: version for server, version in fresh.items() if book.change_from(version) is not None}
+        versions = {server: version for server, version in fresh.items() if book.change_from(version) is not None}
+        versions.update(dict.fromkeys(self._damaged, UNUSABLE))
+        return book, versions, [*self._conflicts, *conflicts]
 
     def _judge(self, copy: Copy) -> Copy:
-        """A version is believed when any server has it from a balancer, and not from its disk."""
+        """A copy is believed when any server has it from a balancer, and not from its disk."""
         believed = any(
-            found.header is not None and found.header.believed and found.header.version == copy.plan.version
+            found.header is not None and found.header.believed and _same_copy(found.header.plan, copy.plan)
             for found in self._found.values()
         )
         return Copy(copy.server, copy.plan, copy.believed or believed)
+
+
+def _damage(channels: Sequence[bytes]) -> str:
+    names = ", ".join(f"{channel!r:.60}" for channel in channels[:3])
+    return (
+        f"what it says of {len(channels)} channels cannot be read ({names}): they are where other copies say, or home"
+    )
+
+
+def _same_copy(one: Plan, other: Plan) -> bool:
+    """Tell whether two headers are of the same plan, unless somebody else has written one of them."""
+    return one.version == other.version and same_header(one, other)

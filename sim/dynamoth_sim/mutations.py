@@ -170,9 +170,9 @@ def no_recovery() -> AbstractContextManager[None]:
     """A new balancer begins with an empty plan, as if nothing were stored."""
     recover = dynamoth_balancer.recovery.recover
 
-    def forget(*arguments: Any, **options: Any) -> Plan:
-        plan = recover(*arguments, **options)
-        return replace(plan, entries={})
+    def forget(*arguments: Any, **options: Any) -> Any:
+        plan, *more = recover(*arguments, **options)
+        return (replace(plan, entries={}), *more)
 
     return replaced(dynamoth_balancer.takeover, recover=forget)
 

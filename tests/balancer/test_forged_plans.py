@@ -1,0 +1,165 @@
+"""What somebody else has written to the stored plan: it is reported and repaired, and no balancer fails to start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from dynamoth.envelope import EPOCH_MAX
+from dynamoth.names import PLAN_KEY
+from dynamoth.plan import Entry, Phase, Plan, Route, Server, single
+from dynamoth_balancer.machine import Stage
+from tests.balancer.fake_cluster import Balancer, FakeCluster, stored_hash
+from tests.balancer.test_installation import NO_DECISIONS
+
+EVIL = Server("evil", "redis://evil.example.org")
+
+
+def with_server_more(plan: Plan) -> Plan:
+    return replace(plan, servers={**plan.servers, "evil": EVIL})
+
+
+def with_other_url(plan: Plan) -> Plan:
+    return replace(plan, servers={**plan.servers, "s1": Server("s1", EVIL.url)})
+
+
+def with_other_ring(plan: Plan) -> Plan:
+    return replace(plan, base=("s1", "s2"))
+
+
+def with_evil_ring(plan: Plan) -> Plan:
+    return replace(with_server_more(plan), base=("evil", "s1", "s2"))
+
+
+def with_other_nodes(plan: Plan) -> Plan:
+    return replace(plan, virtual_nodes=plan.virtual_nodes + 1)
+
+
+def with_evil_channel(plan: Plan) -> Plan:
+    entry = Entry(Route(plan.version, single("evil")), Phase.SETTLED)
+    return replace(with_server_more(plan), entries={**plan.entries, b"stolen": entry})
+
+
+def with_last_version(plan: Plan) -> Plan:
+    return replace(plan, version=EPOCH_MAX)
+
+
+FORGERIES = (
+    with_server_more,
+    with_other_url,
+    with_other_ring,
+    with_evil_ring,
+    with_other_nodes,
+    with_evil_channel,
+    with_last_version,
+)
+
+Forgery = Callable[[Plan], Plan]
+
+
+def forge(cluster: FakeCluster, forgery: Forgery, *servers: str) -> None:
+    for id_ in servers:
+        server = cluster.servers[id_]
+        server.keys[PLAN_KEY] = stored_hash(forgery(server.plan_or_fail()), server.run_id)
+
+
+def reported(balancer: Balancer) -> bool:
+    return any(note.level == "error" and "plan" in note.message for note in balancer.notes)
+
+
+def check_right(cluster: FakeCluster, balancer: Balancer, good: Plan) -> None:
+    """The plan is what it was, everywhere, and can be changed."""
+    cluster.run(10)
+    assert balancer.machine.stage is Stage.LEADING
+    for server in cluster.servers.values():
+        assert server.plan == balancer.plan
+    assert dict(balancer.plan.servers) == {server.id: server for server in cluster.configured()}
+    assert (balancer.plan.base, balancer.plan.virtual_nodes) == (good.base, good.virtual_nodes)
+    assert b"stolen" not in balancer.plan.entries
+    assert balancer.plan.entries[b"real"].route == good.entries[b"real"].route
+    to = "s1" if good.entries[b"real"].route.assignment == single("s2") else "s2"
+    assert cluster.ask("move", {"channel": b"real", "to": to}, server="s3").error is None
+
+
+def moved(cluster: FakeCluster, balancer: Balancer) -> Plan:
+    home = balancer.plan.entry(b"real").route.assignment.servers[0]
+    assert cluster.ask("move", {"channel": b"real", "to": "s1" if home == "s2" else "s2"}).error is None
+    cluster.run(1)
+    return balancer.plan
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+@pytest.mark.parametrize("newer", [False, True])
+def test_a_forged_copy_is_repaired_while_the_balancer_leads(forgery: Forgery, newer: bool) -> None:
+    cluster = FakeCluster(3)
+    balancer = cluster.started(NO_DECISIONS)
+    good = moved(cluster, balancer)
+
+    def forged(plan: Plan) -> Plan:
+        return replace(forgery(plan), version=min(plan.version + 7, EPOCH_MAX)) if newer else forgery(plan)
+
+    forge(cluster, forged, "s3")
+    check_right(cluster, balancer, good)
+    assert reported(balancer)
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+@pytest.mark.parametrize("at", ["s1", "s3"])
+def test_a_balancer_starts_in_spite_of_a_forged_copy_and_repairs_it(forgery: Forgery, at: str) -> None:
+    cluster = FakeCluster(3)
+    first = cluster.started(NO_DECISIONS)
+    good = moved(cluster, first)
+    cluster.kill(first)
+    forge(cluster, forgery, at)
+    cluster.now += 60
+    second = cluster.start(NO_DECISIONS)
+    cluster.run_until(lambda: second.machine.stage is Stage.LEADING)
+    check_right(cluster, second, good)
+    if forgery is not with_other_url:  # which may as well be an older configuration
+        assert reported(second)
+        assert second.machine.all_counters()["copies_conflicting"] >= 1
+        assert cluster.ask("status").result["counters"]["copies_conflicting"] >= 1
+
+
+def test_servers_that_are_listed_everywhere_and_not_used_are_left_out() -> None:
+    cluster = FakeCluster(3)
+    first = cluster.started(NO_DECISIONS)
+    good = moved(cluster, first)
+    cluster.kill(first)
+    forge(cluster, with_server_more, "s1", "s2", "s3")
+    cluster.now += 60
+    second = cluster.start(NO_DECISIONS)
+    cluster.run_until(lambda: second.machine.stage is Stage.LEADING)
+    check_right(cluster, second, good)
+    assert reported(second)
+
+
+@pytest.mark.parametrize("at", [("s1",), ("s1", "s2", "s3")])
+def test_an_entry_that_cannot_be_read_costs_no_other_entry(at: tuple[str, ...]) -> None:
+    cluster = FakeCluster(3)
+    first = cluster.started(NO_DECISIONS)
+    good = moved(cluster, first)
+    cluster.kill(first)
+    for id_ in at:  # the first is the one that is read as a whole
+        cluster.servers[id_].keys[PLAN_KEY][b"c:garbage"] = b"\x91" * 500
+    cluster.now += 60
+    second = cluster.start(NO_DECISIONS)
+    cluster.run_until(lambda: second.machine.stage is Stage.LEADING)
+    check_right(cluster, second, good)
+    if len(at) == 3:
+        assert reported(second)
+        assert any("garbage" in str(note.details) for note in second.notes)
+
+
+def test_an_entry_that_cannot_be_read_at_one_server_comes_from_another() -> None:
+    cluster = FakeCluster(3)
+    first = cluster.started(NO_DECISIONS)
+    good = moved(cluster, first)
+    cluster.kill(first)
+    cluster.servers["s1"].keys[PLAN_KEY][b"c:real"] = b"\xc1"
+    cluster.now += 60
+    second = cluster.start(NO_DECISIONS)
+    cluster.run_until(lambda: second.machine.stage is Stage.LEADING)
+    check_right(cluster, second, good)
