@@ -22,6 +22,7 @@ class Proxy:
     def __init__(self, port: int, bytes_per_s: float = 0) -> None:
         self._to = port
         self._bytes_per_s = bytes_per_s
+        #: Set while bytes pass, on the present connections and on those to come.
         self._passing = asyncio.Event()
         self._passing.set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -36,6 +37,12 @@ class Proxy:
     def cut(self) -> None:
         """Pass nothing from now on, and keep all connections open; new ones as well."""
         self._passing.clear()
+
+    def cut_present(self) -> None:
+        """Pass nothing any more on the present connections, and everything on new ones."""
+        self._passing.clear()
+        self._passing = asyncio.Event()
+        self._passing.set()
 
     def mend(self) -> None:
         """Pass everything again, and what has waited first."""
@@ -63,9 +70,10 @@ class Proxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         to: asyncio.StreamWriter | None = None
         try:
-            await self._passing.wait()
+            passing = self._passing
+            await passing.wait()
             from_, to = await asyncio.open_connection("127.0.0.1", self._to, limit=CHUNK_BYTES)
-            ends = [asyncio.create_task(self._pass(*way)) for way in ((reader, to), (from_, writer))]
+            ends = [asyncio.create_task(self._pass(*way, passing)) for way in ((reader, to), (from_, writer))]
             try:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -77,9 +85,9 @@ class Proxy:
                 if side is not None:
                     side.transport.abort()
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, passing: asyncio.Event) -> None:
         while data := await reader.read(CHUNK_BYTES):
-            await self._passing.wait()
+            await passing.wait()
             writer.write(data)
             await writer.drain()
             if self._bytes_per_s:

@@ -59,7 +59,7 @@ _TLS = (redis.SSLConnection, redis.asyncio.SSLConnection)
 
 _TIMEOUTS = ("socket_timeout", "socket_connect_timeout")
 
-_SOCKET_TIMEOUT_DEFAULT = inspect.signature(redis.Redis.__init__).parameters["socket_timeout"].default
+_SOCKET_TIMEOUT_DEFAULT = inspect.signature(cast("Any", redis.Redis)).parameters["socket_timeout"].default
 """redis-py's own ``socket_timeout``: 5 s since 8.0. A pool does not tell whether the application said so. With the
 silence before a PING that would be more than the 5 s in which a cut connection is noticed by default."""
 

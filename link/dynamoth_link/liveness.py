@@ -17,10 +17,6 @@ from __future__ import annotations
 import sys
 from enum import Enum, auto
 
-if sys.platform != "win32":
-    import fcntl
-    import termios
-
 ANSWER_GRACE_S = 0.05
 """After a pause of the whole process, timers may run before the socket is read: the answer may be here."""
 
@@ -108,14 +104,24 @@ class Liveness:
         return min(left_s, self._timeout_s / LOOKS_PER_TIMEOUT) if self._taken_bytes < self._ahead_bytes else left_s
 
 
-def unacknowledged_bytes(fileno: int) -> int:
-    """Return how many bytes the operating system keeps of what was sent; 0 where it does not say.
+if sys.platform == "win32":
 
-    With a slow network these are megabytes: seconds of sending, while our own buffer is empty.
-    """
-    if sys.platform == "win32" or fileno < 0:
+    def unacknowledged_bytes(fileno: int) -> int:
+        """Return 0: the operating system does not say."""
         return 0
-    try:
-        return int.from_bytes(fcntl.ioctl(fileno, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-    except OSError:  # not every kind of socket knows
-        return 0
+
+else:
+    import fcntl
+    import termios
+
+    def unacknowledged_bytes(fileno: int) -> int:
+        """Return how many bytes the operating system keeps of what was sent; 0 where it does not say.
+
+        With a slow network these are megabytes: seconds of sending, while our own buffer is empty.
+        """
+        if fileno < 0:
+            return 0
+        try:
+            return int.from_bytes(fcntl.ioctl(fileno, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        except OSError:  # not every kind of socket knows
+            return 0

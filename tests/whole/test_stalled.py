@@ -1,0 +1,138 @@
+"""A server that freezes, or dies, and a reader that stops reading: everybody else goes on, in bounded time (G4, G5)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+import dynamoth_client
+from dynamoth_cli.cluster import LocalCluster
+from dynamoth_client.asyncio import PubSub, from_url
+from dynamoth_link.options import LinkOptions
+from tests.whole.harness import PATIENCE_S, channels_at, move
+
+DETECTION_S = 5.0
+"""In which a server that freezes is found by default: see the options of links."""
+
+GO_ON_S_MAX = 1.5
+"""How long after that a subscriber may be without messages: it goes to another replica after 0.2 s, and holds what has
+come there for 0.5 s, as earlier messages are missing. The rest is for a busy machine."""
+
+PUBLISH_INTERVAL_S = 0.02
+
+STAYS = {"balancer.replicas_max": 1}
+"""What is replicated stays so, however little traffic there is."""
+
+
+def longest_silence_s(arrivals: list[float]) -> float:
+    return max(later - earlier for earlier, later in pairwise(arrivals))
+
+
+@pytest.mark.parametrize(("freezes", "known_s"), [(True, DETECTION_S), (False, 0.0)])
+def test_subscribers_of_a_replica_that_freezes_or_dies_go_on_at_another(freezes: bool, known_s: float) -> None:
+    """ALL_PUBLISHERS: each has all messages. A publisher goes on all the while."""
+    assert LinkOptions().ping_interval_s + LinkOptions().ping_timeout_s < DETECTION_S
+    [channel] = channels_at("s1", 1, servers=3)
+    arrivals: dict[int, list[float]] = {}
+    gaps: list[int] = []
+
+    async def listen(number: int, pubsub: PubSub) -> None:
+        async for message in pubsub.listen():
+            if message["type"] == "gap":
+                gaps.append(number)
+            elif message["type"] == "message":
+                arrivals.setdefault(number, []).append(time.monotonic())
+
+    async def publish(client: Any, ends_at: float) -> None:
+        count = 0
+        publishing: set[asyncio.Task[int]] = set()
+        while time.monotonic() < ends_at:
+            publishing.add(asyncio.create_task(client.publish(channel, b"%d" % count)))
+            count += 1
+            await asyncio.sleep(PUBLISH_INTERVAL_S)
+        await asyncio.gather(*publishing)
+
+    async def test(cluster: LocalCluster) -> None:
+        async with from_url(cluster.url) as client:
+            pubsubs = [client.pubsub(gaps=True) for _ in range(6)]
+            for pubsub in pubsubs:
+                await pubsub.subscribe(channel)
+            listening = [asyncio.create_task(listen(*each)) for each in enumerate(pubsubs)]
+            await publish(client, time.monotonic() + 1.0)
+            publishing = asyncio.create_task(publish(client, time.monotonic() + known_s + GO_ON_S_MAX + 1.0))
+            cluster.redis["s2"].pause() if freezes else cluster.redis["s2"].kill()
+            await publishing
+            for task in listening:
+                task.cancel()
+            await asyncio.gather(*listening, return_exceptions=True)
+
+    with LocalCluster(3, settings=STAYS) as cluster:
+        cluster.ask_balancer("replicate", {"channel": channel, "mode": "all-publishers", "servers": ["s2", "s3"]})
+        try:
+            asyncio.run(asyncio.wait_for(test(cluster), PATIENCE_S))
+        finally:
+            if freezes:
+                cluster.redis["s2"].resume()
+    silences = {number: longest_silence_s(times) for number, times in arrivals.items()}
+    assert len(silences) == 6
+    assert set(gaps) == {number for number, silence_s in silences.items() if silence_s > 0.2}, "who was at s2 is told"
+    assert gaps, "somebody was"
+    assert max(silences.values()) < known_s + GO_ON_S_MAX, silences
+    if freezes:
+        assert max(silences.values()) > 3.0, "the server froze"
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "sync"])
+def test_a_reader_that_has_stopped_does_not_keep_its_channel_from_moving(kind: str) -> None:
+    """Its queue has been full for long when the channel moves, twice; nothing is lost, as it fits behind the queue."""
+    [channel] = channels_at("s1", 1)
+    count, bound = 5000, 50
+
+    async def publish(cluster: LocalCluster, first: int, number: int) -> None:
+        async with from_url(cluster.url) as client:
+            await asyncio.gather(*(client.publish(channel, b"%d" % (first + each)) for each in range(number)))
+
+    with (
+        LocalCluster(2) as cluster,
+        dynamoth_client.from_url(cluster.url) as other_client,
+        other_client.pubsub(gaps=True) as other,
+    ):
+        other.subscribe(channel)
+
+        def go_on(first: int) -> None:
+            """Let the channel move while the queue is full, and messages be published before, between and after."""
+            asyncio.run(publish(cluster, first, count))
+            move(cluster, channel, "s2")
+            asyncio.run(publish(cluster, first + count, 10))
+            move(cluster, channel, "s1")
+            asyncio.run(publish(cluster, first + count + 10, 10))
+
+        if kind == "sync":
+            with (
+                dynamoth_client.from_url(cluster.url) as client,
+                client.pubsub(max_queue=bound, gaps=True) as pubsub,
+            ):
+                pubsub.subscribe(channel)
+                go_on(0)
+                got = [message for _ in range(count + 21) if (message := pubsub.get_message(timeout=PATIENCE_S))]
+        else:
+            got = asyncio.run(_blocked(cluster, channel, bound, go_on, count + 21))
+        expected = ["subscribe", *range(count + 20)]
+        assert [
+            message["type"] if message["type"] != "message" else int(message["data"]) for message in got
+        ] == expected
+        others = [message for _ in range(count + 21) if (message := other.get_message(timeout=PATIENCE_S))]
+        assert [int(message["data"]) for message in others[1:]] == expected[1:], "undisturbed"
+
+
+async def _blocked(cluster: LocalCluster, channel: bytes, bound: int, go_on: Any, wanted: int) -> list[dict[str, Any]]:
+    """Subscribe, read nothing until ``go_on`` has returned, and return what is read then."""
+    async with from_url(cluster.url) as client, client.pubsub(max_queue=bound, gaps=True) as pubsub:
+        await pubsub.subscribe(channel)
+        await asyncio.to_thread(go_on, 0)
+        messages = [await pubsub.get_message(timeout=PATIENCE_S) for _ in range(wanted)]
+        return [message for message in messages if message is not None]
