@@ -14,7 +14,7 @@ A voice that says that it cannot observe its server acknowledges nothing, whatev
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 VOICES_MAX = 16
@@ -50,10 +50,12 @@ class Agent:
 class Agents:
     """All agents. An acknowledgement is worth as much as the process that gave it: a restarted agent has none."""
 
-    def __init__(self, servers: Iterable[str], stale_s: float) -> None:
+    def __init__(self, servers: Iterable[str], stale_s: float, blind: Mapping[str, str] | None = None) -> None:
         self._stale_s = stale_s
         self._alone_s = stale_s * ALONE_RATIO
         self._agents = {server: Agent() for server in servers}
+        #: Servers whose agents do not see what is published, and why; kept up to date by the owner.
+        self.blind: Mapping[str, str] = {} if blind is None else blind
 
     def __getitem__(self, server: str) -> Agent:
         return self._agents[server]

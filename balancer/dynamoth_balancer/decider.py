@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from dynamoth.plan import Assignment, Entry, Mode, Phase, Plan, single
@@ -21,6 +21,9 @@ from dynamoth_balancer.options import BalancerOptions
 DECISIONS_KEPT_MAX = 20
 FINDING_REPEAT_S = 60.0
 """A decision that nothing can be done is told again only when its findings are others, or after this time."""
+
+BLIND_MARGIN_RATIO = 0.01
+"""A server whose agent is blind counts as this much above ``load_ratio_high``, at least."""
 
 HELD_MAX = 10_000
 """Bound of the channels that are left as administrators have replicated them; the longest ago are forgotten."""
@@ -117,12 +120,13 @@ class Decider:
     def cluster(self, installer: Installer, now: float) -> Cluster:
         """Return the servers that can take part in a plan, as the goals see them."""
         options = self._options
+        blind = self._model.blind.keys()
         loads = {
-            server: load
+            server: self._at_least_high(load) if server in blind else load
             for server in installer.plan.servers
             if installer.why_not(server, now) is None
             and not installer.joins_in(server, now)
-            and self._model.samples(server) >= options.reports_min
+            and (self._model.samples(server) >= options.reports_min or server in blind)
             and (load := self._model.load(server, now)) is not None
         }
         entry_of = installer.plan.entry
@@ -139,10 +143,15 @@ class Decider:
                 and not is_plain(channel)
             )
 
-        figures = self._figures(installer.plan, loads, now)
+        figures = self._figures(installer.plan, loads, blind, now)
         dead = self._dead_replicas(installer, now)
         draining = {server: self.left_at(server, installer.plan) for server in options.draining}
-        return Cluster(loads, self._model.channels, movable, options, figures, dead, draining)
+        return Cluster(loads, self._model.channels, movable, options, figures, dead, draining, blind)
+
+    def _at_least_high(self, load: ServerLoad) -> ServerLoad:
+        """Return the load of a server whose agent is blind: overloaded, whatever was measured before."""
+        high = self._options.load_ratio_high * (1 + BLIND_MARGIN_RATIO) * load.outgoing_bytes_per_s_max
+        return replace(load, outgoing_bytes_per_s=max(load.outgoing_bytes_per_s, high))
 
     def left_at(self, server: str, plan: Plan) -> list[ChannelRate]:
         """Return what is at a server that is being drained: channels that the plan names there, with traffic or none.
@@ -166,8 +175,13 @@ class Decider:
 
     # Replication.
 
-    def _figures(self, plan: Plan, loads: Mapping[str, ServerLoad], now: float) -> list[ChannelFigures]:
-        """Return what is true of the channels whose replication may be changed now."""
+    def _figures(
+        self, plan: Plan, loads: Mapping[str, ServerLoad], blind: Set[str], now: float
+    ) -> list[ChannelFigures]:
+        """Return what is true of the channels whose replication may be changed now.
+
+        Replicated channels with a replica at a server whose agent is blind are left alone.
+        """
         if now - self._began_at < self._options.averaging_s:
             return []  # what settled in the predecessor's time is not known to have done so before the reports
         wanted: dict[bytes, Assignment] = {}
@@ -175,6 +189,8 @@ class Decider:
             entry = plan.entry(channel)
             assignment = entry.route.assignment
             if entry.phase is not Phase.SETTLED or self._rested_at.get(channel, now) > now:
+                continue
+            if is_replicated(assignment) and not blind.isdisjoint(assignment.servers):
                 continue
             if self._held.get(channel) != assignment and all(server in loads for server in assignment.servers):
                 wanted[channel] = assignment

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -138,7 +138,8 @@ class Cluster:
     ``figures`` are of the channels whose replication may be changed now: all that are replicated, and those that make
     much of a server's load. ``dead`` are the servers that cannot take part for long, each with replicated channels that
     have a replica there. ``draining`` are the servers that are to become empty, each with what is there; no move puts a
-    channel there, or leaves one of its replicas there.
+    channel there, or leaves one of its replicas there. ``blind`` are the servers whose agents do not see what is
+    published: they count as overloaded, and no move puts a channel there.
     """
 
     servers: dict[str, ServerLoad]
@@ -148,6 +149,7 @@ class Cluster:
     figures: Sequence[ChannelFigures] = ()
     dead: Mapping[str, Sequence[bytes]] = field(default_factory=dict[str, Sequence[bytes]])
     draining: Mapping[str, Sequence[ChannelRate]] = field(default_factory=dict[str, Sequence[ChannelRate]])
+    blind: Set[str] = frozenset()
     moves: dict[bytes, Move] = field(default_factory=dict[bytes, Move])
     findings: list[Finding] = field(default_factory=list[Finding])
     _away: Counter[str] = field(default_factory=Counter[str])
@@ -186,6 +188,7 @@ class Cluster:
             move.channel not in self.moves
             and not self.is_full
             and self.draining.keys().isdisjoint(move.after.servers)
+            and self.blind.isdisjoint(_joined(move))
             and not any(map(self.has_given, _left(move)))
             and not any(map(self.has_taken, _joined(move)))
             and (_replicates(move) or self.movable(move.channel, move.source))
@@ -195,7 +198,8 @@ class Cluster:
     @property
     def targets(self) -> list[ServerLoad]:
         """The servers that channels may be put at."""
-        return [server for server in self.servers.values() if server.id not in self.draining]
+        closed = self.draining.keys() | self.blind
+        return [server for server in self.servers.values() if server.id not in closed]
 
     @property
     def more_servers(self) -> str:
@@ -284,6 +288,8 @@ class Relieve:
     def _relieve(self, cluster: Cluster, source: ServerLoad, room: Room) -> list[Move]:
         options = cluster.options
         reason = f"{source.id} has load ratio {source.load_ratio:.2f}, above {options.load_ratio_high:.2f}"
+        if source.id in cluster.blind:
+            reason = f"the agent of {source.id} does not see what is published there, so {source.id} is overloaded"
         smallest = options.channel_ratio_min * source.outgoing_bytes_per_s_max
         moves: list[Move] = []
         for load in busiest_first(cluster.channels(source.id)):
@@ -358,13 +364,13 @@ class Room:
 
     def most(self, besides: str) -> ServerLoad | None:
         """Return the server with most room that may still take channels, None when there is none."""
-        draining = self._cluster.draining
+        closed = self._cluster.draining.keys() | self._cluster.blind
         aside: tuple[float, str] | None = None
         found: ServerLoad | None = None
         while self._heap and found is None:
             negative, name = self._heap[0]
             server = self._cluster.servers[name]
-            if -negative != self._room(server) or self._cluster.has_taken(name) or name in draining:
+            if -negative != self._room(server) or self._cluster.has_taken(name) or name in closed:
                 heapq.heappop(self._heap)
             elif name == besides:
                 aside = heapq.heappop(self._heap)

@@ -174,7 +174,7 @@ def _of_agent(server: str, view: View, leading: Installer | None, now: float) ->
     report = view.model.latest(server)
     if report is not None:
         yield from _of_report(server, report)
-    if (blind := view.model.blindness(server, now)) is not None:
+    if (blind := view.model.blindness(server)) is not None:
         yield Found(Severity.ERROR, "agent_blind", server, blind.reason, blind.since)
 
 

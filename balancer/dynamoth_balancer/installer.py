@@ -205,6 +205,8 @@ class Installer:
             )
         if (wait_s := self.joins_in(server, now)) > 0:
             return f"server {server} is new, and clients with patterns connect to it first: try again in {wait_s:.1f} s"
+        if server in self._agents.blind:
+            return f"server {server} takes no channels now: {self._agents.blind[server]}"
         return self.why_not(server, now)
 
     def joins_in(self, server: str, now: float) -> float:

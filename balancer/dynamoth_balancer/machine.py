@@ -108,9 +108,9 @@ class BalancerMachine:
         self._lease = Lease(ids, incarnation, self.options.lease_s, self.options.lease_renew_s)
         patience_s = self.options.lease_s + 2 * self.options.lease_renew_s
         self._contention = Contention(self._lease, len(ids), self._down_reasons, patience_s)
-        self._agents = Agents(ids, self.options.agent_stale_s)
         self._presence = Presence(ids)
         self._model = ClusterModel(ids, self.options.averaging_s)
+        self._agents = Agents(ids, self.options.agent_stale_s, self._model.blind)
         self._hearing = Hearing(self._agents, self._model, self.counters)
         self._decider = Decider(self._model, (Replicate(), Relieve(), Drain()), self.options)
         #: What is wrong, for people.
@@ -145,9 +145,9 @@ class BalancerMachine:
         transitions = {} if self._installer is None else self._installer.transitions
         return now - min((transition.since for transition in transitions.values()), default=now)
 
-    def blind(self, now: float) -> dict[str, bool]:
+    def blind(self) -> dict[str, bool]:
         """Tell of each server whether its agent does not see what is published there."""
-        return {server: self._model.blindness(server, now) is not None for server in self._servers}
+        return {server: server in self._model.blind for server in self._servers}
 
     @property
     def replicated(self) -> int:

@@ -100,7 +100,7 @@ def _of_problems(machine: BalancerMachine, now: float) -> Iterator[Metric]:
     """Make the metrics of what is wrong. Problems of channels are counted, and only the oldest of a kind is told."""
     counts: Counter[tuple[str, str, str]] = Counter()
     ages: dict[tuple[str, str, str], float] = {}
-    blind_now = machine.blind(now)
+    blind_now = machine.blind()
     for problem in machine.health.problems:
         key = (problem.kind, problem.severity.value, problem.subject if problem.subject in blind_now else "")
         counts[key] += 1

@@ -138,6 +138,8 @@ class ClusterModel:
         #: When channels have settled, as long as it matters to averages.
         self._settled_at: dict[bytes, float] = {}
         self.counters: Counter[str] = Counter()
+        #: The servers whose agents are blind, and why. Only ever changed in place.
+        self.blind: dict[str, str] = {}
 
     def report(self, report: Report, now: float) -> bool:
         """Take a report; tell whether it can have been measured."""
@@ -164,30 +166,26 @@ class ClusterModel:
         same = latest is not None and latest.incarnation == report.incarnation
         known = latest.interruptions if latest is not None and same else 0
         model.interrupted.extend([now] * min(INTERRUPTIONS_MAX, max(0, report.interruptions - known)))
-        if not report.observing or self._interruptions(model, now) >= BLINDING_INTERRUPTIONS:
-            if model.blind_since is None:
-                model.blind_since = now - report.blind_s
-        else:
-            model.blind_since = None
-
-    @staticmethod
-    def _interruptions(model: _ServerModel, now: float) -> int:
         while model.interrupted and model.interrupted[0] <= now - INTERRUPTIONS_WINDOW_S:
             model.interrupted.popleft()
-        return len(model.interrupted)
-
-    def blindness(self, server: str, now: float) -> Blindness | None:
-        """Return since when and why the agent of a server is blind; None while it sees."""
-        model = self._servers[server]
-        if model.blind_since is None or model.latest is None:
-            return None
-        state = "sees" if model.latest.observing else "does not see"
-        reason = (
-            f"its agent {state} what is published, and lost its connection {self._interruptions(model, now)} times in"
-            f" {INTERRUPTIONS_WINDOW_S:g} s: Redis disconnects an agent that reads too slowly. It counts as overloaded."
-            " Give the agent a whole CPU, and raise client-output-buffer-limit pubsub of the server"
+        times = len(model.interrupted)
+        if report.observing and times < BLINDING_INTERRUPTIONS:
+            model.blind_since = None
+            self.blind.pop(report.server, None)
+            return
+        if model.blind_since is None:
+            model.blind_since = now - report.blind_s
+        state = "sees" if report.observing else "does not see"
+        self.blind[report.server] = (
+            f"its agent {state} what is published, and lost its connection {times} times in"
+            f" {INTERRUPTIONS_WINDOW_S:g} s: Redis disconnects an agent that reads too slowly. The server counts as"
+            " overloaded. Give the agent a whole CPU, and raise client-output-buffer-limit pubsub"
         )
-        return Blindness(model.blind_since, reason)
+
+    def blindness(self, server: str) -> Blindness | None:
+        """Return since when and why the agent of a server is blind; None while it sees."""
+        since = self._servers[server].blind_since
+        return None if since is None else Blindness(since, self.blind[server])
 
     def report_age_s(self, server: str, now: float) -> float | None:
         """Return how old the latest report of a server is; None where there is none."""

@@ -107,7 +107,7 @@ def describe_server(
     """Return what is known of a server and its agent. Figures are left out while the agent is not heard."""
     alive, acked = agents.is_alive(server, now), agents.acked(server, now)
     load = model.load(server, now) if alive else None
-    blindness = model.blindness(server, now) if alive else None
+    blindness = model.blindness(server) if alive else None
     copy = None if installer is None else installer.copy(server)
     return {
         "agent": "alive" if alive else "silent",

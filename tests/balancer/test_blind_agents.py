@@ -1,0 +1,151 @@
+"""An agent that does not see what is published: it is shown, its server is relieved, and gets no channels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dynamoth.plan import Assignment, Mode
+from dynamoth.reports import ChannelColumns, ChannelSums, Report
+from dynamoth_balancer.model import BLINDING_INTERRUPTIONS, INTERRUPTIONS_WINDOW_S, ClusterModel
+from dynamoth_balancer.options import BalancerOptions
+from tests.balancer.fake_cluster import CAPACITY, Balancer, FakeAgent, FakeCluster
+
+QUICK = BalancerOptions(wait_s=2.0, averaging_s=3.0, channel_rest_s=5.0, join_s=0.0)
+
+
+class BlindAgent(FakeAgent):
+    """An agent that reports, while ``blind_since``, that it sees nothing."""
+
+    blind_since: float | None = None
+    interruptions = 0
+    cluster: FakeCluster
+
+    def report(self) -> Report:
+        report = replace(super().report(), interruptions=self.interruptions)
+        if self.blind_since is None:
+            return report
+        blind_s = self.cluster.now - self.blind_since
+        return replace(report, observing=False, blind_s=blind_s, columns=ChannelColumns(), rest=ChannelSums())
+
+
+def started(options: BalancerOptions = QUICK, servers: int = 3) -> tuple[FakeCluster, Balancer, BlindAgent]:
+    """Start a cluster with channels of little load at each server; return also the agent of s1."""
+    cluster = FakeCluster(servers)
+    agent = BlindAgent(cluster.servers["s1"])
+    agent.cluster = cluster
+    cluster.agents["s1"] = agent
+    balancer = cluster.started(options)
+    for channel in channels_at(balancer, "s1", 4):
+        cluster.follow[channel] = CAPACITY // 20
+    cluster.run(5)
+    assert not balancer.decided
+    return cluster, balancer, agent
+
+
+def channels_at(balancer: Balancer, server: str, count: int) -> list[bytes]:
+    names = (b"channel-%d" % number for number in range(10_000))
+    return [
+        name for name, _ in zip((n for n in names if balancer.plan.ring.home(n) == server), range(count), strict=False)
+    ]
+
+
+def moved(balancer: Balancer) -> list[tuple[str, str]]:
+    return [(move.source, move.target) for decided in balancer.decided for move in decided.decision.moves]
+
+
+def test_a_blind_agent_is_overload_and_its_server_is_relieved_by_what_was_known_before() -> None:
+    cluster, balancer, agent = started()
+    agent.blind_since = cluster.now
+    cluster.run(1)
+    [problem] = balancer.machine.health.errors
+    assert (problem.kind, problem.subject) == ("agent_blind", "s1")
+    assert agent.blind_since - 0.5 <= problem.since <= agent.blind_since + 0.5
+    assert "does not see what is published" in problem.reason
+    cluster.run(20)
+    assert moved(balancer) and {source for source, _ in moved(balancer)} == {"s1"}
+    reasons = {move.reason for decided in balancer.decided for move in decided.decision.moves}
+    assert reasons == {"the agent of s1 does not see what is published there, so s1 is overloaded"}
+    assert all(target != "s1" for _, target in moved(balancer))
+
+
+def test_how_long_the_blindness_lasts_does_not_wear_out_what_is_known() -> None:
+    cluster, balancer, agent = started(replace(QUICK, wait_s=60.0))
+    cluster.ask("pause")
+    agent.blind_since = cluster.now
+    cluster.run(100)
+    cluster.ask("resume")
+    cluster.run(3)
+    assert {source for source, _ in moved(balancer)} == {"s1"}
+
+
+def test_no_channel_goes_to_a_server_whose_agent_is_blind() -> None:
+    cluster, balancer, agent = started(servers=2)
+    agent.blind_since = cluster.now
+    for channel in channels_at(balancer, "s2", 4):
+        cluster.follow[channel] = CAPACITY // 3
+    cluster.run(60)
+    assert not [target for _, target in moved(balancer) if target == "s1"], "s2 is overloaded, and s1 looks idle"
+    [channel] = channels_at(balancer, "s2", 1)
+    reply = cluster.ask("move", {"channel": channel, "to": "s1"}, server="s2")
+    assert reply.error is not None and "server s1 takes no channels now: its agent does not see" in reply.error
+    arguments = {"channel": channel, "mode": "all-publishers", "servers": ["s1", "s2"]}
+    assert cluster.ask("replicate", arguments, server="s2").error is not None
+    agent.blind_since = None
+    cluster.run(10)
+    assert cluster.ask("status").result["problems"] == [] or balancer.machine.health.errors == []
+    assert any(target == "s1" for _, target in moved(balancer)), "it takes part again"
+
+
+def test_a_channel_that_must_be_spread_is_not_spread_to_it() -> None:
+    cluster, balancer, agent = started(servers=3)
+    [channel] = channels_at(balancer, "s2", 1)
+    agent.blind_since = cluster.now
+    cluster.follow.clear()
+    cluster.run(1)
+    assignment = Assignment(Mode.ALL_PUBLISHERS, ("s2", "s3"))
+    reply = cluster.ask("replicate", {"channel": channel, "mode": "all-publishers", "count": 3}, server="s2")
+    assert reply.error is None and "2 servers instead of 3" in reply.result["note"]
+    assert set(balancer.plan.entries[channel].route.assignment.servers) == set(assignment.servers)
+
+
+def test_an_agent_that_is_disconnected_again_and_again_is_blind_though_its_reports_come() -> None:
+    cluster, balancer, agent = started()
+    agent.interruptions += 1
+    cluster.run(3)
+    assert balancer.machine.health.errors == [], "one lost connection happens to anybody"
+    agent.interruptions += 1
+    cluster.run(1)
+    [problem] = balancer.machine.health.errors
+    assert problem.kind == "agent_blind" and "lost its connection 2 times in 30 s" in problem.reason
+    cluster.run(INTERRUPTIONS_WINDOW_S + 1)
+    assert balancer.machine.health.errors == [], "no more interruptions: it sees"
+
+
+def test_a_restarted_agent_begins_to_count_anew() -> None:
+    model = ClusterModel(["s1"], averaging_s=10.0)
+    agent = FakeAgent(FakeCluster(1).servers["s1"])
+    model.report(replace(agent.report(), interruptions=50), 10.0)
+    assert model.blindness("s1") is not None
+    model = ClusterModel(["s1"], averaging_s=10.0)
+    model.report(agent.report(), 10.0)
+    agent.restart()
+    model.report(replace(agent.report(), interruptions=BLINDING_INTERRUPTIONS - 1), 11.0)
+    assert model.blindness("s1") is None
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_load_of_a_blind_server_is_at_least_high_also_where_nothing_was_known(known: bool) -> None:
+    cluster = FakeCluster(2)
+    agent = BlindAgent(cluster.servers["s1"])
+    agent.cluster = cluster
+    cluster.agents["s1"] = agent
+    if not known:
+        agent.blind_since = cluster.now - 5
+    balancer = cluster.started(QUICK)
+    cluster.run(5)
+    agent.blind_since = agent.blind_since or cluster.now
+    cluster.run(5)
+    [problem] = [each for each in balancer.machine.health.problems if each.kind == "goal_unreached"]
+    assert problem.subject == "s1" and "load ratio 0.81" in problem.reason

@@ -1,0 +1,70 @@
+"""A flood that Redis disconnects the agent for: it is shown while it lasts, and the balancer acts on it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import redis
+
+from dynamoth_cli.cluster import LocalCluster
+from tests.whole.harness import channels_at, logged, until
+
+SETTINGS = {
+    "node.report_interval_s": 0.3,
+    "balancer.wait_s": 1.0,
+    "balancer.averaging_s": 3.0,
+    "balancer.channel_rest_s": 1.0,
+}
+LIMIT = {"client-output-buffer-limit": "pubsub 128kb 64kb 60"}
+"""So small that any machine can publish faster than an agent of its own reads."""
+
+
+@contextmanager
+def flood(port: int, channel: bytes) -> Iterator[None]:
+    """Publish as fast as one connection can."""
+    over = threading.Event()
+
+    def publish() -> None:
+        with redis.Redis(port=port) as client:
+            while not over.is_set():
+                with client.pipeline(transaction=False) as pipeline:
+                    for _ in range(500):
+                        pipeline.publish(channel, b"x" * 2000)
+                    pipeline.execute()
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def problem(cluster: LocalCluster, kind: str) -> Mapping[str, Any] | None:
+    problems = cluster.ask_balancer("status")["problems"]
+    return next((each for each in problems if each["kind"] == kind), None)
+
+
+def test_a_flood_that_blinds_an_agent_is_shown_and_its_server_relieved() -> None:
+    quiet, flooded = channels_at("s1", 2)
+    with LocalCluster(2, settings=SETTINGS, redis_options=LIMIT) as cluster:
+        [advice] = logged(cluster.agents["s1"], "client-output-buffer-limit pubsub is 131072 65536")
+        assert "set client-output-buffer-limit pubsub 256mb 128mb 60" in advice["message"]
+        port = cluster.redis["s1"].port
+        with redis.Redis(port=port) as client, client.pubsub() as listener:
+            listener.subscribe(quiet)
+            for _ in range(3):
+                until(lambda: client.publish(quiet, b"x" * 1000), "a message")
+            with flood(port, flooded):
+                blind = until(lambda: problem(cluster, "agent_blind"), "the balancer says so while it lasts", 0.1)
+                assert blind is not None and blind["subject"] == "s1" and blind["severity"] == "error"
+                until(lambda: cluster.ask_balancer("status")["servers"]["s1"]["interruptions"] > 1, "how often", 0.1)
+                until(lambda: cluster.ask_balancer("status")["decisions"], "the balancer acts on it", 0.1)
+                decision = cluster.ask_balancer("status")["decisions"][-1]
+                acted = [*decision["first_moves"], *decision["findings"]]
+                assert {each.get("from", each.get("server")) for each in acted} == {"s1"}
+        until(lambda: problem(cluster, "agent_blind") is None, "it sees again", 0.2)
