@@ -154,9 +154,10 @@ def _of_copy(server: str, installer: Installer) -> Iterator[Found]:
 def _of_agent(server: str, view: View, leading: Installer | None, now: float) -> Iterator[Found]:
     agents = view.agents
     if not agents.is_alive(server, now):
-        since = agents.heard_at(server) if agents.incarnation(server) is not None else None
+        known = agents.incarnation(server) is not None
+        since, after_s = (agents.heard_at(server), 0.0) if known else (None, BEHIND_S)
         text = f"its agent is not heard: see whether 'dynamoth node --server {server}' runs"
-        yield Found(Severity.ERROR, "agent_silent", server, text, since)
+        yield Found(Severity.ERROR, "agent_silent", server, text, since, after_s)
         return
     if agents.is_in_conflict(server, now):
         yield Found(Severity.ERROR, "agents_in_conflict", server, agents.why_not(server, now) or "")

@@ -53,6 +53,8 @@ from dynamoth_balancer.takeover import Takeover
 TICK_INTERVAL_S = 0.25
 """How often everything that waits is looked at: a fourth of the shortest default timeout."""
 
+CONNECTED = "connected to a server"
+
 PROBLEMS_SHOWN_MAX = 100
 """Bound of the problems in a status, the worst first."""
 
@@ -250,7 +252,7 @@ class BalancerMachine:
         self._down_reasons.pop(server, None)
         actions: list[Any] = [
             Send(server, (b"SUBSCRIBE", BALANCER_CHANNEL, OPERATOR_CHANNEL), ("subscribe",)),
-            Note("info", "connected to a server", {"server": server}),
+            Note("info", CONNECTED, {"server": server}),
         ]
         actions += self._lease.link_up(server, now)
         if self._takeover is not None:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from dynamoth.errors import ConfigError
+from dynamoth.logs import DaemonLog
 from dynamoth.reports import Report
 
-_log = logging.getLogger("dynamoth.balancer")
+CANNOT = "metrics cannot be recorded: make room, or choose another file; all else goes on"
 
 
 def report_row(report: Report, time_s: float, load_ratio_averaged: float | None) -> dict[str, Any]:
@@ -56,13 +57,14 @@ def report_row(report: Report, time_s: float, load_ratio_averaged: float | None)
 class Recorder:
     """Appends rows to a file."""
 
-    def __init__(self, path: Path) -> None:
-        """Open the file, and make it if it is not there. Raises ConfigError."""
+    def __init__(self, path: Path, log: DaemonLog | None = None) -> None:
+        """Open the file, and make it if it is not there. ``log``: None for one of its own. Raises ConfigError."""
         try:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigError(f"metrics_file {str(path)!r} cannot be written ({error}): choose another file") from error
         self._path = path
+        self._log = log or DaemonLog(logging.getLogger("dynamoth.balancer"), lambda: None)
         #: Whether the file ends within a line, as the disk was full.
         self._is_torn = False
         self._is_failing = False
@@ -86,15 +88,13 @@ class Recorder:
         self.rows_written += 1
         if self._is_failing:
             self._is_failing = False
-            extra = {"file": str(self._path), "rows_lost": self.rows_lost}
-            _log.info("metrics are recorded again", extra=extra)
+            self._log.write(logging.INFO, "metrics are recorded again", file=str(self._path), rows_lost=self.rows_lost)
 
     def _lost(self, reason: str) -> None:
         self.rows_lost += 1
         if not self._is_failing:
             self._is_failing = True
-            extra = {"file": str(self._path), "reason": reason}
-            _log.error("metrics cannot be recorded: make room, or choose another file; all else goes on", extra=extra)
+            self._log.write(logging.ERROR, CANNOT, reason, file=str(self._path))
 
     def close(self) -> None:
         """Close the file; nothing can be written any more."""

@@ -12,11 +12,12 @@ from typing import Any
 
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.events import Connect, Start
+from dynamoth.logs import DaemonLog
 from dynamoth.plan import Mode, Plan, Server
 from dynamoth_balancer.actions import Decided, Note, PlanChanged, ReportReceived, Shutdown, Stopped
 from dynamoth_balancer.changes import mode_name
 from dynamoth_balancer.goals import Decision
-from dynamoth_balancer.machine import PROBLEMS_SHOWN_MAX, BalancerMachine, Stage
+from dynamoth_balancer.machine import CONNECTED, PROBLEMS_SHOWN_MAX, BalancerMachine, Stage
 from dynamoth_balancer.metrics import make_registry
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.recorder import Recorder, report_row
@@ -38,7 +39,7 @@ INCARNATION_BITS = 63
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
-_log = logging.getLogger("dynamoth.balancer")
+_logger = logging.getLogger("dynamoth.balancer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,8 @@ class _BalancerProcess:
         self._done = asyncio.Event()
         self._exit_code = EXIT_STOPPED
         self._machine = BalancerMachine(config.servers, secrets.randbits(INCARNATION_BITS), config.options)
-        self._recorder = None if config.metrics_file is None else Recorder(config.metrics_file)
+        self._log = DaemonLog(_logger, self._plan_version)
+        self._recorder = None if config.metrics_file is None else Recorder(config.metrics_file, self._log)
 
     async def run(self) -> int:
         try:
@@ -114,8 +116,12 @@ class _BalancerProcess:
         finally:
             if self._recorder is not None:
                 self._recorder.close()
-        _log.info("the balancer has ended", extra={"exit_code": self._exit_code})
+        self._log.write(logging.INFO, "the balancer has ended", exit_code=self._exit_code)
         return self._exit_code
+
+    def _plan_version(self) -> int | None:
+        plan = self._machine.plan
+        return None if plan is None else plan.version
 
     async def _run_machine(self, http: HttpServer | None) -> None:
         driver = Driver(self._machine, on_action=self._execute, link_options=self._link_options, on_crash=self._crashed)
@@ -149,27 +155,33 @@ class _BalancerProcess:
                     ratio = self._machine.load_ratio(report.server, self._loop.time())
                     self._recorder.write(report_row(report, time.time(), ratio))
             case Note(level, message, details):
-                _log.log(_LEVELS[level], "%s", message, extra={"details": dict(details)} if details else None)
+                self._note(_LEVELS[level], message, dict(details))
             case PlanChanged(plan, reason):
                 self._log_plan(plan, reason)
             case Decided(decision):
-                _log_decision(decision)
+                _log_decision(self._log, decision)
             case Stopped(error):
                 self._stopped(error)
             case _:
                 raise AssertionError(f"not an action of a balancer: {action!r}")
 
+    def _note(self, level: int, message: str, details: dict[str, Any]) -> None:
+        cause = details.pop("reason", None) or details.get("reply")
+        # Connections that come and go are repeated, too.
+        self._log.write(level, message, cause, limited=True if message == CONNECTED else None, **details)
+
     def _log_plan(self, plan: Plan, reason: str) -> None:
-        extra = {"version": plan.version, "reason": reason, "in_transition": self._machine.transitions}
-        _log.info("the plan has a new version", extra=extra)
+        in_transition = self._machine.transitions
+        message = "the plan has a new version"
+        self._log.write(logging.INFO, message, reason, plan_version=plan.version, in_transition=in_transition)
 
     def _stopped(self, error: DynamothError | None) -> None:
         if error is not None:
-            _log.error("%s", error, extra={"code": error.code})
+            self._log.write(logging.ERROR, "the balancer must not run", str(error), code=error.code)
         self._end(EXIT_STOPPED if error is None else EXIT_REFUSED)
 
     def _crashed(self, crash: MachineCrashed) -> None:
-        _log.critical("%s", crash, exc_info=crash.__cause__)
+        self._log.write(logging.CRITICAL, "the balancer ends by a bug", str(crash), exception=crash.__cause__)
         self._end(EXIT_CRASHED)
 
     def _log_started(self, http: HttpServer | None) -> None:
@@ -181,7 +193,7 @@ class _BalancerProcess:
         }
         if http is not None:
             extra["http_port"] = http.port
-        _log.info("the balancer has started", extra=extra)
+        self._log.write(logging.INFO, "the balancer has started", **extra)
 
     def _why_not_ready(self) -> str | None:
         if self._stop.is_set():
@@ -194,29 +206,24 @@ class _BalancerProcess:
         return "\n".join(lines[:PROBLEMS_SHOWN_MAX]) or None
 
 
-def _log_decision(decision: Decision) -> None:
+def _log_decision(log: DaemonLog, decision: Decision) -> None:
     """Log each move with its reason, and what could not be reached: at most ``moves_per_plan_max`` lines per plan."""
     for move in decision.moves:
-        extra = {
+        fields: dict[str, Any] = {
             "channel": move.channel,
             "mode": mode_name(move.after.mode),
             "from": list(move.before.servers),
             "to": list(move.after.servers),
-            "reason": move.reason,
-            "load_ratios": {
-                server: [round(ratios.before, 3), round(ratios.after, 3)] for server, ratios in move.ratios.items()
-            },
+            "load_ratio_before": {server: round(ratios.before, 3) for server, ratios in move.ratios.items()},
+            "load_ratio_after": {server: round(ratios.after, 3) for server, ratios in move.ratios.items()},
         }
-        _log.info(_DECIDED[move.before.mode is Mode.SINGLE, move.after.mode is Mode.SINGLE], extra=extra)
+        message = _DECIDED[move.before.mode is Mode.SINGLE, move.after.mode is Mode.SINGLE]
+        log.write(logging.INFO, message, move.reason, **fields)
     for finding in decision.findings:
-        details: dict[str, Any] = {
-            "server": finding.server,
-            "load_ratio": round(finding.load_ratio, 3),
-            "reason": finding.reason,
-        }
+        details: dict[str, Any] = {"server": finding.server, "load_ratio": round(finding.load_ratio, 3)}
         if finding.channel is not None:
             details["channel"] = finding.channel
-        _log.warning("a goal cannot be reached", extra=details)
+        log.write(logging.WARNING, "a goal cannot be reached", finding.reason, **details)
 
 
 _DECIDED = {

@@ -31,6 +31,7 @@ from dynamoth_cli.embedded import EmbeddedRedis, RedisServerFailed
 from dynamoth_link.errors import LinkError
 from dynamoth_link.query import query
 from dynamoth_link.urls import ServerAddress, parse_cluster_url
+from dynamoth_node.watch import LIMIT_WANTED
 
 READY_TIMEOUT_S = 30.0
 """A cluster of three is ready in about a second; a machine that is busy with everything else gets this long."""
@@ -41,6 +42,9 @@ REQUEST_TIMEOUT_S = 60.0
 """Bounds of one answer of a server, and of one request to the balancer."""
 
 HOST = "127.0.0.1"
+
+PUBSUB_LIMIT = LIMIT_WANTED.partition(" ")[2]
+"""How far an agent, or any other subscriber, may fall behind before Redis disconnects it."""
 
 _T = TypeVar("_T")
 

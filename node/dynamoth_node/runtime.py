@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamoth.events import Connect, Start
+from dynamoth.logs import DaemonLog
 from dynamoth_dispatcher.machine import DispatcherOptions
 from dynamoth_link import daemon
 from dynamoth_link.driver import Driver
@@ -38,7 +39,7 @@ GC_THRESHOLDS = (10_000, 10, 100)
 """An agent counts in some hundred thousand small objects and leaves hardly any garbage in cycles (a lost connection is
 some). With Python's own thresholds the collector looks at all of them several times per second."""
 
-_log = logging.getLogger("dynamoth.node")
+_logger = logging.getLogger("dynamoth.node")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +120,8 @@ class _Agent:
             asks_settings=config.link.username is None and parse_server_url(config.url).username is None,
         )
 
+        self._log = DaemonLog(_logger, lambda: self._machine.plan_version, server=config.server)
+
     async def run(self) -> int:
         registry = make_registry(self._machine, self._loop.time)
         http = await daemon.serve_http(self._config.http_host, self._config.http_port, registry, self._why_not_ready)
@@ -139,7 +142,7 @@ class _Agent:
             if http is not None:
                 await http.close()
             await driver.close()
-        _log.info("the agent has ended", extra={"server": self._config.server, "exit_code": self._exit_code})
+        self._log.write(logging.INFO, "the agent has ended", exit_code=self._exit_code)
         return self._exit_code
 
     def _end(self, exit_code: int) -> None:
@@ -152,58 +155,63 @@ class _Agent:
     # What is reported.
 
     def _execute(self, action: Any) -> None:
-        extra = {"server": self._config.server}
+        write = self._log.write
         match action:
             case LinkChanged(link, None):
                 if link == LOCAL:
                     self._gathering.link_up()
-                _log.info("connected", extra={**extra, "link": link})
+                write(logging.INFO, "connected", link=link, limited=True)
             case LinkChanged(link, reason):
-                _log.warning("no connection; trying again: %s", reason, extra={**extra, "link": link})
+                write(logging.WARNING, "no connection; trying again", reason, link=link)
             case PlanFollowed(version):
                 level = logging.DEBUG if self._knows_plan else logging.INFO
                 self._knows_plan = True
-                _log.log(level, "following the plan", extra={**extra, "plan_version": version})
-            case ObservationLate(True, lag_s):
-                _log.warning(
-                    "the observation is %.1f s late: the agent does not get the CPU that it needs", lag_s, extra=extra
-                )
-            case ObservationLate(False, lag_s):
-                _log.info("the observation is in time again", extra={**extra, "lag_s": round(lag_s, 3)})
-            case BlindnessChanged(True, blind_s, times):
-                text = "the agent does not see what is published: it reads too slowly, or Redis disconnects it"
-                _log.error(text, extra={**extra, "blind_s": round(blind_s, 1), "interruptions": times})
-            case BlindnessChanged(False, _, times):
-                _log.info("the agent sees what is published again", extra={**extra, "interruptions": times})
-            case ServerSettings(advice, None):
-                for text in advice:
-                    _log.warning("%s", text, extra=extra)
-            case ServerSettings(_, refused):
-                text = f"the server's settings are not known ({refused}): see that {LIMIT_WANTED} is set"
-                _log.info("%s", text, extra=extra)
+                write(level, "following the plan", plan_version=version)
+            case ObservationLate(late, lag_s):
+                if late:
+                    cause = "the agent does not get the CPU that it needs"
+                    write(logging.WARNING, "the observation is late", cause, lag_s=round(lag_s, 3))
+                else:
+                    write(logging.INFO, "the observation is in time again", lag_s=round(lag_s, 3), limited=True)
+            case BlindnessChanged() | ServerSettings():
+                self._log_watch(action)
             case ObservationRefused(reason):
-                _log.error("%s", reason, extra=extra)
+                write(logging.ERROR, "the agent cannot observe its server", reason)
             case GuardRefused(reason):
-                _log.warning("%s", reason, extra=extra)
+                write(logging.WARNING, "whether another agent is at work is not known", reason)
             case AlreadyRunning(reason):
-                _log.error("%s", reason, extra=extra)
+                write(logging.ERROR, "another agent is at work", reason)
                 self._end(EXIT_REFUSED)
             case _:
                 raise AssertionError(f"not an action of an agent: {action!r}")
 
+    def _log_watch(self, action: BlindnessChanged | ServerSettings) -> None:
+        write = self._log.write
+        match action:
+            case BlindnessChanged(True, blind_s, times):
+                cause = "the agent reads too slowly, or Redis disconnects it for that"
+                message = "the agent does not see what is published"
+                write(logging.ERROR, message, cause, blind_s=round(blind_s, 1), interruptions=times)
+            case BlindnessChanged(interruptions=times):
+                write(logging.INFO, "the agent sees what is published again", interruptions=times, limited=True)
+            case ServerSettings(advice, None):
+                for text in advice:
+                    write(logging.WARNING, "a setting of the server does harm", text, limited=False)
+            case ServerSettings(refused=refused):
+                write(logging.INFO, f"the server's settings are not known: see that {LIMIT_WANTED} is set", refused)
+
     def _crashed(self, crash: MachineCrashed) -> None:
-        _log.critical("%s", crash, exc_info=crash.__cause__, extra={"server": self._config.server})
+        self._log.write(logging.CRITICAL, "the agent ends by a bug", str(crash), exception=crash.__cause__)
         self._end(EXIT_CRASHED)
 
     def _log_started(self, http: HttpServer | None) -> None:
         extra: dict[str, Any] = {
-            "server": self._config.server,
             "url": parse_server_url(self._config.url).redacted(),
             "event_loop": type(self._loop).__module__.partition(".")[0],
         }
         if http is not None:
             extra["http_port"] = http.port
-        _log.info("the agent has started", extra=extra)
+        self._log.write(logging.INFO, "the agent has started", **extra)
 
     def _why_not_ready(self) -> str | None:
         if self._stop.is_set():

@@ -168,7 +168,7 @@ def test_a_channel_is_moved_and_the_successor_goes_on(
     read = [json.loads(line) for line in rows.read_text().splitlines()]
     assert {row["server"] for row in read} == {"s1", "s2"} and all(row["interval_s"] > 0 for row in read)
     versions = [record for record in caplog.records if record.message == "the plan has a new version"]
-    assert [vars(record)["reason"] for record in versions][:2] == ["a new cluster", "an administrator's move"]
+    assert [vars(record)["cause"] for record in versions][:2] == ["a new cluster", "an administrator's move"]
 
 
 def test_a_second_balancer_ends_with_2(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
@@ -177,7 +177,7 @@ def test_a_second_balancer_ends_with_2(cluster: Cluster, caplog: pytest.LogCaptu
             return await run_balancer(cluster.config())
 
     assert asyncio.run(run()) == runtime.EXIT_REFUSED
-    assert any("another balancer" in record.message for record in caplog.records if record.levelname == "ERROR")
+    assert any("another balancer" in vars(record)["cause"] for record in caplog.records if record.levelname == "ERROR")
 
 
 def test_a_balancer_that_ends_without_giving_the_lease_back_is_followed_by_another(cluster: Cluster) -> None:
@@ -256,7 +256,7 @@ def test_a_full_disk_is_told_of_once_and_costs_nothing_but_the_rows(
     recorder.close()
     assert (recorder.rows_written, recorder.rows_lost) == (0, 5)
     [record] = caplog.records
-    assert "metrics cannot be recorded" in record.message and "No space left" in vars(record)["reason"]
+    assert "metrics cannot be recorded" in record.message and "No space left" in vars(record)["cause"]
 
 
 def test_a_row_that_was_cut_off_does_not_spoil_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,6 @@ def test_status_shows_servers_and_agents(cluster: LocalCluster, capsys: pytest.C
     assert set(status["servers"]) == {"s1", "s2"}
     for server in status["servers"].values():
         assert server["agents"] == 1
-        assert server["problems"] == []
         assert "p@ss" not in server["url"]
     assert status["balancer"]["stage"] == "leading"
     assert status["problems"] == []
@@ -107,13 +106,12 @@ def test_a_channel_is_moved_and_shown(cluster: LocalCluster, capsys: pytest.Capt
     assert f"{CHANNEL}  {target}  single  settled" in out
 
 
-@pytest.mark.parametrize(("channel", "target", "reason"), [("a:channel", "s9", "s9"), ("at:home", None, "already")])
 def test_a_move_that_is_refused_exits_with_1_and_the_reason(
-    cluster: LocalCluster, capsys: pytest.CaptureFixture[str], channel: str, target: str | None, reason: str
+    cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, _, err = command(cluster, capsys, "plan", "move", channel, "--to", target or home(channel))
+    code, _, err = command(cluster, capsys, "plan", "move", "a:channel", "--to", "s9")
     assert code == 1
-    assert reason in err
+    assert "s9" in err
 
 
 def test_a_channel_is_replicated_shown_and_folded_back(
@@ -163,7 +161,7 @@ def test_each_part_can_be_stopped_killed_and_started_again(capsys: pytest.Captur
         cluster.check()
         code, out, _ = command(cluster, capsys, "status")
         assert code == 1
-        assert "server s1: 0 agents, not 1: start 'dynamoth node --server s1'" in " ".join(out.split())
+        assert "s1: it has no agent: start 'dynamoth node --server s1'" in " ".join(out.split())
         cluster.agents["s1"].start()
         cluster.wait_ready()
 

@@ -6,12 +6,13 @@ import io
 import json
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from dynamoth.logs import configure_logging
+from dynamoth.logs import BURST, KINDS_MAX, REPEAT_INTERVAL_S, DaemonLog, LimitedHandler, configure_logging
 
 
 @pytest.fixture(autouse=True)
@@ -85,3 +86,104 @@ def test_unknown_values_are_refused() -> None:
         configure_logging("info", "xml")
     with pytest.raises(ValueError, match="LOUD"):
         configure_logging("loud", "json")
+
+
+def test_fields_are_flat(stream: io.StringIO) -> None:
+    configure_logging("info", "json", stream)
+    refused = {"s1": "NOPERM", b"s2": {"deep": [1, 2]}, "none": {}}
+    logging.getLogger("x").info("m", extra={"refused": refused, "held": 2})
+    [record] = logged(stream)
+    fields = {name: value for name, value in record.items() if name.startswith(("refused", "held"))}
+    assert fields == {"refused.s1": "NOPERM", "refused.s2.deep": [1, 2], "held": 2}
+    assert not any(isinstance(value, dict) for value in record.values())
+
+
+def test_every_entry_of_a_daemon_has_cause_and_plan_version(stream: io.StringIO) -> None:
+    configure_logging("info", "json", stream)
+    versions = iter([None, 7, 8])
+    log = DaemonLog(logging.getLogger("dynamoth.node"), lambda: next(versions), server="s1")
+    log.write(logging.INFO, "started")
+    log.write(logging.WARNING, "no connection", "refused", link="local")
+    log.write(logging.INFO, "a plan", plan_version=9, **{"message": "what is reserved", "name": "too"})  # type: ignore[arg-type]
+    assert [(line["message"], line["cause"], line["plan_version"], line["server"]) for line in logged(stream)] == [
+        ("started", None, None, "s1"),
+        ("no connection", "refused", 7, "s1"),
+        ("a plan", None, 9, "s1"),
+    ]
+
+
+class Clock:
+    """Writes records that say when they were made."""
+
+    def __init__(self, stream: io.StringIO) -> None:
+        configure_logging("info", "json", stream)
+        [handler] = logging.getLogger().handlers
+        assert isinstance(handler, LimitedHandler)
+        self.handler = handler
+
+    def at(self, now: float, message: str, level: int = logging.WARNING, **extra: Any) -> None:
+        record = logging.getLogger("x").makeRecord("x", level, "", 0, message, (), None, extra=extra)
+        record.created = now
+        self.handler.handle(record)
+
+
+def test_a_repeated_warning_is_written_at_once_and_then_counted_at_intervals(stream: io.StringIO) -> None:
+    clock = Clock(stream)
+    for number in range(200):
+        clock.at(1000 + number / 4, f"{number} reports from nobody", server="s2", seen=number)
+    shown = [(line["seen"], line.get("repeated")) for line in logged(stream)]
+    each = round(REPEAT_INTERVAL_S * 4)
+    assert shown == [
+        *((number, None) for number in range(BURST)),
+        (each, each - BURST),
+        (each + 1, None),
+        (each + 2, None),
+    ]
+    clock.handler.close()
+    assert logged(stream)[-1]["seen"] == 199, "what was left out last is not lost"
+    assert sum(1 + line.get("repeated", 0) for line in logged(stream)) == 200
+
+
+def test_a_count_is_written_when_the_kind_has_ended(stream: io.StringIO) -> None:
+    clock = Clock(stream)
+    for _ in range(BURST + 5):
+        clock.at(1000.0, "again")
+    clock.at(1000.0 + REPEAT_INTERVAL_S - 1, "something else", logging.INFO)
+    assert [line["message"] for line in logged(stream)][BURST:] == ["something else"]
+    clock.at(1000.0 + REPEAT_INTERVAL_S, "something else", logging.INFO)
+    assert [(line["message"], line.get("repeated")) for line in logged(stream)][BURST + 1 :] == [
+        ("again", 4),
+        ("something else", None),
+    ]
+    clock.at(1000.0 + REPEAT_INTERVAL_S, "again")
+    assert logged(stream)[-1]["message"] == "again", "it is a new series"
+
+
+@pytest.mark.parametrize("field", ["server", "link", "channel", "subject", "kind"])
+def test_what_is_about_another_thing_is_another_kind(field: str, stream: io.StringIO) -> None:
+    clock = Clock(stream)
+    for number in range(20):
+        extra: dict[str, Any] = {field: f"s{number}"}
+        clock.at(1000.0, "again", **extra)
+    assert len(logged(stream)) == 20
+
+
+def test_other_levels_are_limited_where_they_ask_for_it(stream: io.StringIO) -> None:
+    clock = Clock(stream)
+    for _ in range(20):
+        clock.at(1000.0, "moved", logging.INFO)
+        clock.at(1000.0, "connected", logging.INFO, limited=True)
+        clock.at(1000.0, "settings", logging.WARNING, limited=False)
+    counts = Counter(line["message"] for line in logged(stream))
+    assert counts == {"moved": 20, "connected": BURST, "settings": 20}
+    assert not any("limited" in line for line in logged(stream))
+
+
+def test_kinds_are_bounded_and_no_count_is_lost(stream: io.StringIO) -> None:
+    clock = Clock(stream)
+    for _ in range(BURST + 2):
+        clock.at(1000.0, "first")
+    for number in range(3 * KINDS_MAX):
+        clock.at(1000.0, "again", server=f"s{number}")
+    assert [line.get("repeated") for line in logged(stream) if line["message"] == "first"] == [*[None] * BURST, 1]
+    assert len(vars(clock.handler)["_kinds"]) == KINDS_MAX

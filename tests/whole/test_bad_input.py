@@ -58,7 +58,9 @@ def last_words(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Wait for the end of a daemon; return its status and its errors."""
     _, log = process.communicate(timeout=PATIENCE_S)
     lines = [json.loads(line) for line in log.splitlines()]
-    return process.returncode, " ".join(line["message"] for line in lines if line["level"] == "error")
+    return process.returncode, " ".join(
+        f"{line['message']}: {line['cause']}" for line in lines if line["level"] == "error"
+    )
 
 
 def test_second_daemons_end_with_2_and_say_what_to_do(cluster: LocalCluster) -> None:

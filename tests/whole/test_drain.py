@@ -55,7 +55,7 @@ def test_a_server_is_drained_under_load_and_takes_no_channel(capsys: pytest.Capt
             assert main(["status", "--url", cluster.url]) == 0
             assert "draining: s1; nothing is left there\n" in capsys.readouterr().out
             decided = logged(cluster.balancer, "decided to")
-            assert {line["reason"] for line in decided} == {"s1 is being drained"} and len(decided) == 5
+            assert {line["cause"] for line in decided} == {"s1 is being drained"} and len(decided) == 5
             cluster.redis["s1"].stop()
             traffic.flows()
             assert traffic.finish().gaps == 0, traffic.gaps

@@ -52,8 +52,9 @@ def problem(cluster: LocalCluster, kind: str) -> Mapping[str, Any] | None:
 def test_a_flood_that_blinds_an_agent_is_shown_and_its_server_relieved() -> None:
     quiet, flooded = channels_at("s1", 2)
     with LocalCluster(2, settings=SETTINGS, redis_options=LIMIT) as cluster:
-        [advice] = logged(cluster.agents["s1"], "client-output-buffer-limit pubsub is 131072 65536")
-        assert "set client-output-buffer-limit pubsub 256mb 128mb 60" in advice["message"]
+        [advice] = logged(cluster.agents["s1"], "a setting of the server does harm")
+        assert "client-output-buffer-limit pubsub is 131072 65536" in advice["cause"]
+        assert "set client-output-buffer-limit pubsub 256mb 128mb 60" in advice["cause"]
         port = cluster.redis["s1"].port
         with redis.Redis(port=port) as client, client.pubsub() as listener:
             listener.subscribe(quiet)
