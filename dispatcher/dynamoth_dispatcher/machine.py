@@ -107,6 +107,12 @@ class DispatcherOptions:
     began to observe."""
     plan_retry_s: float = 0.5
     """How soon the stored plan is read again when there was none."""
+    observe_retry_s: float = 2.0
+    """How soon a server that does not let this dispatcher observe is asked again: its ACL may have been mended."""
+
+
+_OBSERVING = frozenset((b"psubscribe", b"subscribe"))
+"""What the server confirms to a dispatcher that observes it."""
 
 
 class DispatcherMachine:
@@ -151,8 +157,9 @@ class DispatcherMachine:
         self._backlog: deque[tuple[bytes, bytes]] = deque(maxlen=self.options.backlog_max)
         #: Why the server does not let this dispatcher observe; None where it does. It acknowledges no plan then.
         self.refusal: str | None = None
-        #: Whether the server has confirmed, over this connection, that everything is observed.
-        self._observes = False
+        #: The kinds of subscription that the server has confirmed over this connection, and when a refusal is retried.
+        self._confirmed: set[bytes] = set()
+        self._observe_retry_at: float | None = None
         self._up = False
         self._run_id: str | None = None
         #: Whether something may have gone by unobserved of which the clients here have not been told.
@@ -167,7 +174,7 @@ class DispatcherMachine:
         """Why this dispatcher does not observe its server now; None when it does."""
         if self.refusal is not None:
             return self.refusal
-        return None if self._observes else "the server has not confirmed PSUBSCRIBE * yet"
+        return None if self._confirmed >= _OBSERVING else "the server has not confirmed PSUBSCRIBE * yet"
 
     def handle(self, event: Any, now: float) -> list[Any]:
         """Take one event; return the actions to execute, in order."""
@@ -191,7 +198,9 @@ class DispatcherMachine:
         """Return when the next notice, poll or reading of the plan may be due."""
         if not self._up:
             return None
-        return earliest(self.transitions.deadline(), self._plan_retry_at, self._forwarder.deadline())
+        return earliest(
+            self.transitions.deadline(), self._plan_retry_at, self._observe_retry_at, self._forwarder.deadline()
+        )
 
     # Links.
 
@@ -200,13 +209,27 @@ class DispatcherMachine:
         self._run_id = run_id
         self._blind = True
         self.refusal = None
-        self._observes = False
         self._sighted_at = now
+        return [*self._observe(), *self._read_plan()]
+
+    def _observe(self) -> list[Any]:
+        """Observe first: what the balancer says must find an agent that sees what is published."""
+        self._confirmed.clear()
+        self._observe_retry_at = None
         return [
             Send(LOCAL, (b"PSUBSCRIBE", b"*"), ("observe",)),
             Send(LOCAL, (b"SUBSCRIBE", AGENT_CHANNEL), ("observe",)),
-            *self._read_plan(),
         ]
+
+    def _confirm(self, kind: bytes, now: float) -> list[Any]:
+        """Take the confirmation of a subscription; with the last one after a refusal, begin as after a reconnect."""
+        self._confirmed.add(kind)
+        if self.refusal is None or len(self._confirmed) < len(_OBSERVING):
+            return []
+        self.refusal = None
+        self._blind = True
+        self._sighted_at = now
+        return self._read_plan()
 
     def _read_plan(self) -> list[Any]:
         self._plan_retry_at = None
@@ -220,7 +243,8 @@ class DispatcherMachine:
             self._forwarder.link_down(link)
             return []
         self._up = False
-        self._observes = False
+        self._confirmed.clear()
+        self._observe_retry_at = None
         self._plan_asked = False
         self._plan_retry_at = None
         return self._forwarder.flush()  # nothing more comes that it could go together with
@@ -237,6 +261,7 @@ class DispatcherMachine:
                 assert isinstance(event.value, ErrorReply), "subscriptions are confirmed by pushes"
                 self.counters["refused_commands"] += 1
                 self.refusal = str(event.value)
+                self._observe_retry_at = now + self.options.observe_retry_s
                 return []
             case ("plan",):
                 self._plan_asked = False
@@ -382,8 +407,8 @@ class DispatcherMachine:
                     actions += self._observed(push[2], push[3], now)
             elif kind == b"message" and push[1] == AGENT_CHANNEL:
                 actions += self._told_by_balancer(push[2], now)
-            elif kind == b"psubscribe" and push[1] == b"*":
-                self._observes = True
+            elif kind in _OBSERVING:
+                actions += self._confirm(kind, now)
         return actions
 
     def _observed(self, physical: bytes, data: bytes, now: float) -> list[Any]:
@@ -576,6 +601,8 @@ class DispatcherMachine:
 
     def _tick(self, now: float) -> list[Any]:
         actions: list[Any] = []
+        if self._observe_retry_at is not None and self._observe_retry_at <= now:
+            actions += self._observe()
         if self._plan_retry_at is not None and self._plan_retry_at <= now:
             actions += self._read_plan()
         actions += self._forwarder.due(now)

@@ -54,7 +54,8 @@ class Agent(Subject):
         """Let a link come up; at the server of the agent, what it subscribes to is confirmed."""
         actions = super().up(link, run_id)
         if link == LOCAL and confirmed:
-            actions = [*actions, *self.tell(Pushed(LOCAL, [[b"psubscribe", b"*", 1]]))]
+            confirmations = [[b"psubscribe", b"*", 1], [b"subscribe", AGENT_CHANNEL, 2]]
+            actions = [*actions, *self.tell(Pushed(LOCAL, confirmations))]
         return actions
 
     def connect_all(self) -> list[Any]:

@@ -429,6 +429,22 @@ def test_acknowledges_nothing_before_the_server_has_confirmed_that_it_observes()
     agent.down(LOCAL)
     agent.up(LOCAL, confirmed=False)
     assert told_balancer(agent.change(PLAN_0, phases(PLAN_0, single("s2"))[0])) == []
-    agent.tell(Pushed(LOCAL, [[b"psubscribe", b"*", 1]]))
+    agent.tell(Pushed(LOCAL, [[b"psubscribe", b"*", 1], [b"subscribe", AGENT_CHANNEL, 2]]))
     [ack] = told_balancer(agent.hear(PlanQuery(1)))
     assert ack == PlanAck("s1", INCARNATION, 1)
+
+
+def test_a_refusal_to_observe_is_asked_about_again_and_what_was_missed_is_told() -> None:
+    agent = Agent()
+    [psubscribe] = [send for send in only(Send, agent.up(LOCAL, confirmed=False)) if send.args[0] == b"PSUBSCRIBE"]
+    agent.tell(Replied(LOCAL, psubscribe.tag, ErrorReply("NOPERM no")))
+    agent.tell(Pushed(LOCAL, [[b"subscribe", AGENT_CHANNEL, 1]]))
+    assert told_balancer(agent.read(PLAN_0)) == []
+    again = agent.pass_time(DispatcherOptions().observe_retry_s)
+    assert commands(again, b"PSUBSCRIBE") == [(b"*",)]
+    assert "NOPERM" in (agent.dispatcher.why_blind or "")
+    actions = agent.tell(Pushed(LOCAL, [[b"psubscribe", b"*", 1], [b"subscribe", AGENT_CHANNEL, 2]]))
+    assert actions[-1] == READ and not agent.dispatcher.why_blind
+    actions = agent.read(PLAN_0)
+    assert told_balancer(actions) == [PlanAck("s1", INCARNATION, 0)]
+    assert published(actions, CLIENTS_CHANNEL, LOCAL) == [pack_control(ObservationGap("s1"))]

@@ -77,7 +77,7 @@ class Bench:
     def up(self) -> None:
         self.tell(Start())
         self.tell(LinkUp("local", "run1"))
-        self.tell(Pushed("local", [[b"psubscribe", b"*", 1]]))
+        self.tell(Pushed("local", [[b"psubscribe", b"*", 1], [b"subscribe", AGENT_CHANNEL, 2]]))
 
     def commands(self) -> list[tuple[Any, ...]]:
         return [tuple(send.args) for send in self.sent]
