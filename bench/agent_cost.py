@@ -46,7 +46,7 @@ from dynamoth.stored_plan import write_whole
 from dynamoth_cli.embedded import EmbeddedRedis
 from dynamoth_node.runtime import NodeConfig, run
 
-CPU_US_PER_MESSAGE_MAX = 2.0
+CPU_US_PER_MESSAGE_MAX = 1.2
 REDIS_KEEPS_RATIO_MIN = 0.85
 
 BUSY_PROCESSES = 4

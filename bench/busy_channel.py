@@ -15,9 +15,11 @@ import sys
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from statistics import median
 from struct import Struct
 from typing import Any
@@ -37,6 +39,11 @@ LATENCY_SAMPLE = 10
 HEAD = Struct(">QIQ")
 """Number, publisher, time of sending in nanoseconds."""
 PAYLOAD_BYTES = 64
+CALIBRATION_SHARES = (0.1, 0.3)
+CALIBRATION_WARM_UP_S = 1.5
+CALIBRATION_S = 4.0
+RATE_MIN = 20.0
+"""Below this there are too few messages in a change to say anything of them."""
 PUBLISHERS_MAX = 1000
 """Publishers are numbered below this."""
 
@@ -70,6 +77,9 @@ class Load:
 class Result:
     """What came out. Latencies in milliseconds, times in seconds."""
 
+    #: How busy the machine was while the changes were carried out; None where the system does not say.
+    busy_ratio: float | None
+    messages_per_s: float
     published: int
     delivered: int
     lost: int
@@ -209,8 +219,9 @@ def publish(pipe: Connection, url: str, load: Load) -> None:
 # The measurement.
 
 
-def measure(load: Load, cluster: LocalCluster, changes: Sequence[Change]) -> Result:
-    """Run the load on a cluster, and carry out the changes, one after the other."""
+@contextmanager
+def _at_work(load: Load, cluster: LocalCluster) -> Generator[tuple[Worker, list[Worker]]]:
+    """Start the load; give the process of the publishers and those of the subscribers."""
     share = -(-load.subscribers // load.processes)
     subscribers = [
         Worker(subscribe, cluster.url, range(first, min(first + share, load.subscribers)))
@@ -222,16 +233,72 @@ def measure(load: Load, cluster: LocalCluster, changes: Sequence[Change]) -> Res
             assert worker.receive() == "ready"
         publishers = Worker(publish, cluster.url, load)
         workers.append(publishers)
+        yield publishers, subscribers
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+def measure(load: Load, cluster: LocalCluster, changes: Sequence[Change]) -> Result:
+    """Run the load on a cluster, and carry out the changes, one after the other."""
+    with _at_work(load, cluster) as (publishers, subscribers):
         time.sleep(load.rest_s)  # the latency at rest is measured meanwhile
+        meter = BusyMeter()
         times = [_carry_out(change, cluster, load.pause_s) for change in changes]
+        busy_ratio = meter.ratio()
         publishers.send("stop")
         published: list[int] = publishers.receive()
         for worker in subscribers:
             worker.send((published, times))
-        return _sum(published, changes, times, [worker.receive() for worker in subscribers])
-    finally:
-        for worker in workers:
-            worker.stop()
+        answers = [worker.receive() for worker in subscribers]
+    return _sum(load, busy_ratio, published, changes, times, answers)
+
+
+class BusyMeter:
+    """Measures how busy the whole machine is, all of its processors together, from its making on."""
+
+    def __init__(self) -> None:
+        self._began = self._ticks()
+
+    def ratio(self) -> float | None:
+        """Return the share of the processors' time that was used; None where the system does not say (not Linux)."""
+        now = self._ticks()
+        if self._began is None or now is None:
+            return None
+        idle, total = (after - before for before, after in zip(self._began, now, strict=True))
+        return 1.0 - idle / max(1, total)
+
+    @staticmethod
+    def _ticks() -> tuple[int, int] | None:
+        try:
+            line = Path("/proc/stat").read_text().partition("\n")[0]
+        except OSError:
+            return None
+        user, nice, system, idle, waiting, *others = map(int, line.split()[1:9])
+        return idle + waiting, user + nice + system + idle + waiting + sum(others)
+
+
+def find_rate(load: Load, cluster: LocalCluster, busy_ratio: float) -> float:
+    """Find the rate, up to that of the load, at which the machine is busy to this ratio while nothing changes.
+
+    What the machine does at two lower rates tells it, as the time it needs grows in proportion. On systems that do not
+    say how busy they are the rate is that of the load.
+    """
+    points: list[tuple[float, float]] = []
+    for share in CALIBRATION_SHARES:
+        trial = replace(load, messages_per_s=load.messages_per_s * share)
+        with _at_work(trial, cluster):
+            time.sleep(CALIBRATION_WARM_UP_S)
+            meter = BusyMeter()
+            time.sleep(CALIBRATION_S)
+            busy = meter.ratio()
+        if busy is None:
+            return load.messages_per_s
+        points.append((trial.messages_per_s, busy))
+    (low_rate, low), (high_rate, high) = points
+    per_message = max(1e-9, (high - low) / (high_rate - low_rate))
+    rate = low_rate + (busy_ratio - low) / per_message
+    return min(load.messages_per_s, max(RATE_MIN, rate))
 
 
 def _carry_out(change: Change, cluster: LocalCluster, pause_s: float) -> tuple[int, int]:
@@ -259,7 +326,12 @@ def where(cluster: LocalCluster) -> str:
 
 
 def _sum(
-    published: list[int], changes: Sequence[Change], times: list[tuple[int, int]], answers: list[dict[str, Any]]
+    load: Load,
+    busy_ratio: float | None,
+    published: list[int],
+    changes: Sequence[Change],
+    times: list[tuple[int, int]],
+    answers: list[dict[str, Any]],
 ) -> Result:
     rest, changing = LatencyCounts(), [LatencyCounts() for _ in changes]
     for answer in answers:
@@ -275,6 +347,8 @@ def _sum(
         return sum(answer[name] for answer in answers)
 
     return Result(
+        busy_ratio=busy_ratio,
+        messages_per_s=load.messages_per_s,
         published=sum(published),
         delivered=total("delivered"),
         lost=total("lost"),

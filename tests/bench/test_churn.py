@@ -1,4 +1,4 @@
-"""The audit of the churn: what it finds in journals."""
+"""The audit of the churn: what it finds in journals, and a short run of real processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from bench import churn_journal as journal
+from bench.churn import Load, churn
 from bench.churn_journal import Event, Journal, Judgement, judge, read, read_all, read_tag, tag
 
 CHANNEL = b"churn:1"
@@ -140,3 +141,29 @@ def test_a_payload_of_others_has_no_tag(payload: bytes) -> None:
 def test_a_tag_is_read_as_it_was_written() -> None:
     name: Any = "3.141"
     assert read_tag(tag(name, 59) + b"more words") == (name, 59)
+
+
+GENTLE = Load(
+    seconds=10.0,
+    calm_s=1.5,
+    clients=40,
+    processes=2,
+    channels=20,
+    life_s=2.5,
+    interval_s=0.3,
+    moves_at_once=2,
+    fault_pause_s=0.5,
+    flood_per_s=50_000,
+    faults=("hang-kill", "hang-wake", "flood-kill", "kill"),
+    seed=5,
+)
+
+
+def test_clients_come_and_go_while_agents_fail_and_nothing_is_lost_silently() -> None:
+    result = churn(GENTLE)
+    assert result.clean, "\n".join(result.stories)
+    assert result.clients > GENTLE.clients
+    assert result.published > 100
+    assert result.delivered > 100
+    assert sum(result.faults.values()) >= 2
+    assert result.moves["settled"] >= 5

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Generator
+from contextlib import contextmanager
 from itertools import pairwise, product
+from typing import Any, cast
 
 import pytest
 
-from bench.busy_channel import Load
+from bench import busy_channel
+from bench.busy_channel import BusyMeter, Load, find_rate
 from bench.transitions import SEED, all_assignments, change_between, go_through, walk
 from dynamoth.plan import Assignment, Mode, single
 
@@ -37,6 +41,57 @@ def test_a_hundred_steps_have_every_pair_of_modes_and_never_stand_still() -> Non
 )
 def test_an_administrator_asks_for_what_there_is(before: Assignment, after: Assignment, command: str) -> None:
     assert change_between(before, after).command == command
+
+
+def stat(user: int, idle: int, waiting: int = 0) -> tuple[int, int]:
+    """Return what a meter reads of the machine: ticks without work, and all ticks."""
+    return idle + waiting, user + idle + waiting
+
+
+def test_a_meter_tells_how_busy_the_machine_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([stat(1000, 5000, 500), stat(1030, 5060, 510)])
+    monkeypatch.setattr(BusyMeter, "_ticks", staticmethod(lambda: next(readings)))
+    assert BusyMeter().ratio() == pytest.approx(0.3)
+
+
+def test_a_meter_reads_this_machine() -> None:
+    meter = BusyMeter()
+    while (ratio := meter.ratio()) == 1.0:  # until a tick has passed
+        pass
+    assert ratio is None or 0.0 <= ratio <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("idle_ratio", "per_message", "expected"),
+    [
+        (0.05, 0.001, 500.0),  # 0.05 + 500 * 0.001 = 0.55
+        (0.05, 0.0001, 1000.0),  # never more than the load's
+        (0.50, 0.01, busy_channel.RATE_MIN),  # never so little that nothing is measured
+    ],
+)
+def test_the_rate_is_found_by_what_two_lower_ones_cost(
+    monkeypatch: pytest.MonkeyPatch, idle_ratio: float, per_message: float, expected: float
+) -> None:
+    rates: list[float] = []
+
+    @contextmanager
+    def at_work(load: Load, cluster: object) -> Generator[None]:
+        rates.append(load.messages_per_s)
+        yield
+
+    monkeypatch.setattr(busy_channel, "_at_work", at_work)
+
+    def sleep(duration_s: float) -> None:
+        pass
+
+    def ratio(meter: BusyMeter) -> float:
+        return idle_ratio + per_message * rates[-1]
+
+    monkeypatch.setattr("time.sleep", sleep)
+    monkeypatch.setattr(BusyMeter, "ratio", ratio)
+    load = Load(subscribers=1, publishers=1, messages_per_s=1000.0, changes=0, processes=1)
+    assert find_rate(load, cast("Any", None), 0.55) == pytest.approx(expected)
+    assert rates == [100.0, 300.0]
 
 
 def test_a_busy_channel_goes_through_assignments() -> None:
