@@ -97,6 +97,12 @@ class Outbox:
         self._items.append((args, token))
         self._count += 1
 
+    def put_past_bound(self, args: Command, token: Any = None) -> list[Send | SendAll]:
+        """Add a command as :meth:`put`, full or not: for what another outbox has had room for, and cannot deliver."""
+        self._items.append((args, token))
+        self._count += 1
+        return self.flush()
+
     def flush(self) -> list[Send | SendAll]:
         """Send what was put and not sent, as much of it as may be under way; while the link is down, when it is up."""
         unsent = self._count - self._sent

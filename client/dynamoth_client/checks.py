@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dynamoth import stored_plan
-from dynamoth.envelope import rerouted
+from dynamoth.envelope import is_enveloped, rerouted
 from dynamoth.events import ErrorReply
 from dynamoth.plan import Location
 from dynamoth_client.alone import ALONE
@@ -39,9 +39,6 @@ from dynamoth_client.publication import (
 from dynamoth_client.publisher_alone import AloneServer
 from dynamoth_client.publisher_routes import PublisherRoutes
 
-Targets = Callable[[tuple[Location, ...], float], tuple[list[tuple[Location, PublisherServer]], list[Any]]]
-"""Returns the locations whose outboxes have room, and the actions that open links to new servers."""
-
 
 class Checks:
     """The unconfirmed messages of one publisher. All methods return the actions to execute."""
@@ -52,17 +49,17 @@ class Checks:
         servers: Mapping[str, PublisherServer],
         routes: PublisherRoutes,
         outcomes: Outcomes,
-        targets: Targets,
+        connect: Callable[[str, float], list[Any]],
         alone: AloneServer,
         counters: Counter[str],
     ) -> None:
-        """Share the publisher's state."""
+        """Share the publisher's state; ``connect`` opens a link to a server unless there is one."""
         self._alone = alone
         self._channels = channels
         self._servers = servers
         self._routes = routes
         self._outcomes = outcomes
-        self._targets = targets
+        self._connect = connect
         self._counters = counters
 
     @staticmethod
@@ -71,29 +68,26 @@ class Checks:
     ) -> tuple[Check | None, Sequence[PublisherServer]]:
         """Return the check that the next message on a channel waits for, if any, and where it is to be put behind it.
 
-        It goes to ``servers``, whose outboxes have room. Where there is none for the check, the next message gets one.
+        It goes to ``servers``.
         """
         check = channel.check
         is_alone = locations[0].server == ALONE  # then each message needs a reading of its own
         if check is not None and not check.done and check.locations == locations and not is_alone:
             return check, ()
         read_at = servers
-        if (
-            not is_alone and check is None and channel.sequence != channel.floor
-        ):  # then nobody may be there to say that it has moved
+        if not is_alone and check is None and channel.sequence != channel.floor:
+            # Nobody may be there to say that it has moved.
             read_at = [s for s in servers if s.up and not s.observers and name not in s.confirmed]
             if not read_at:
                 return None, ()
         check = channel.check = Check(name, locations)
-        read_at = [server for server in read_at if server.outbox.room > 1]
-        check.done = not read_at
-        return (check, read_at) if read_at else (None, ())
+        return check, read_at
 
     @staticmethod
     def put(check: Check, location: Location, server: PublisherServer) -> list[Any]:
         """Read the stored plan behind what was just published at a location."""
         read = stored_plan.READ_HEADER if location.server == ALONE else stored_plan.read_entry(check.channel)
-        return list(server.outbox.put(read, CheckAt(check, location)))
+        return list(server.outbox.put_past_bound(read, CheckAt(check, location)))
 
     def replied(self, at: CheckAt, link: str, value: Any, now: float) -> list[Any]:
         """Take what a server stores of a channel: confirm the messages that wait for it, or send them again."""
@@ -106,6 +100,9 @@ class Checks:
             return self._replied_alone(check, value, now)
         told = self._routes.entry_read(check.channel, link, value, server, now)
         locations, _ = self._routes.find(check.channel)
+        if self._routes.waits_for_header(check.channel) and not at.is_again and not check.done:
+            again = CheckAt(check, at.location, is_again=True)
+            return [*told, *server.outbox.put_past_bound(stored_plan.read_entry(check.channel), again)]
         if at.location in locations:
             server.confirmed.add(check.channel)
             return [*told, *self._confirm(check, now)]
@@ -134,26 +131,22 @@ class Checks:
     def send_again(self, name: bytes, messages: Iterable[tuple[Waiting, bytes]], now: float) -> list[Any]:
         """Publish messages of one channel by the route that is known now, under their numbers, and check that."""
         locations, epoch = self._routes.find(name)
-        targets, actions = self._targets(locations, now)
+        actions = [action for location in locations for action in self._connect(location.server, now)]
         check = Check(name, locations)
         for message, data in messages:
-            again = message if message.done else self._outcomes.begin_again(message, locations)
-            copy = rerouted(data, epoch)
+            if message.done:  # it has failed
+                continue
+            again = self._outcomes.begin_again(message, locations)
+            copy = rerouted(data, epoch) if is_enveloped(data) else data
             if again.missing:
                 again.sent = locations[0].physical, copy
             check.messages.append((again, copy))
-            for location, server in targets:
-                if server.outbox.room < 2:  # the check needs room, too
-                    self._counters["repeats_dropped"] += 1
-                    continue
+            for location in locations:
+                server = self._servers[location.server]
                 server.waiting.append(again)
-                actions += server.outbox.put((b"PUBLISH", location.physical, copy), again)
-        if not targets:
-            self._counters["repeats_dropped"] += len(check.messages)
-        targets = [target for target in targets if not target[1].outbox.full]
-        check.done = not targets
-        for location, server in targets:
-            actions += self.put(check, location, server)
+                actions += server.outbox.put_past_bound((b"PUBLISH", location.physical, copy), again)
+        for location in locations:
+            actions += self.put(check, location, self._servers[location.server])
         if (channel := self._channels.get(name)) is not None:
             channel.follow(locations, epoch)
             channel.check, channel.lane, channel.physical = check, None, locations[0].physical

@@ -36,6 +36,7 @@ from dynamoth_client.subscription import Place, Subscription
 from dynamoth_client.wishes import Wishes
 
 _SPREAD_STEPS = 1024
+_NEVER = float("inf")
 
 
 class Moves:
@@ -81,6 +82,7 @@ class Moves:
         actions = self._places.join(subscription, location, now)
         if not self._places.is_up(location.server):
             self._wish_failover(subscription, subscription.targets[location], now)
+            self._wish_look_elsewhere(subscription, subscription.targets[location], now)
         return actions
 
     def _follow(self, subscription: Subscription, route: Route, now: float) -> list[Any]:
@@ -340,6 +342,7 @@ class Moves:
         if (target := subscription.targets.get(location)) is not None:
             target.disconnected()
             self._wish_failover(subscription, target, now)
+            self._wish_look_elsewhere(subscription, target, now)
             if subscription.confirmed:
                 target.lost = reason
             else:
@@ -361,6 +364,41 @@ class Moves:
         """Look for another replica soon: the first attempt to connect to one of its places has failed."""
         if (target := subscription.targets.get(location)) is not None:
             self._wish_failover(subscription, target, now)
+
+    # Servers that cannot be reached.
+
+    def _wish_look_elsewhere(self, subscription: Subscription, place: Place, now: float) -> None:
+        """Ask another server soon: all store the plan, and the channel may not be at this one any more."""
+        after_s = self._options.look_elsewhere_s * (1 + self._client_id % _SPREAD_STEPS / (2 * _SPREAD_STEPS))
+        if after_s < _NEVER:
+            self._wishes.add(now + after_s, self._look_elsewhere, subscription, place)
+
+    def _look_elsewhere(self, subscription: Subscription, place: Place, now: float) -> list[Any]:
+        gone = place.location.server
+        current = subscription.targets.get(place.location) is place
+        if not current or subscription.ends_owed or self._places.is_up(gone):
+            return []
+        other, actions = self._places.another_than(gone, now)
+        if other is None:
+            self._wishes.add(now + self._options.verify_retry_s, self._look_elsewhere, subscription, place)
+            return actions
+        self._wishes.add(now + self._options.look_elsewhere_again_s, self._look_elsewhere, subscription, place)
+        channel = subscription.channel
+        return [Send(other, stored_plan.read_entry(channel), ("elsewhere", channel, place.location))]
+
+    def found_elsewhere(self, subscription: Subscription, link: str, reply: Any, now: float) -> list[Any]:
+        """Take what another server stores of a channel whose place cannot be reached: follow it if it is newer."""
+        try:
+            stored = stored_plan.parse_entry(reply, self._places.links[link].run_id)
+        except UnknownMode as error:
+            return list(self._plan.too_old(error))
+        except MalformedMessage:
+            self._counters["malformed_plans"] += 1
+            stored = None
+        if stored is None:
+            return []
+        told = stored.settled_or(self._plan.home(subscription.channel)).told
+        return self._learned(subscription, link, told, now)
 
     def _wish_failover(self, subscription: Subscription, place: Place, now: float) -> None:
         if len(subscription.route.assignment.servers) > 1:

@@ -61,6 +61,18 @@ class Places:
         link = self.links.get(server)
         return link is not None and link.up
 
+    def another_than(self, server: str, now: float) -> tuple[str | None, list[Any]]:
+        """Return a server with a link that is up; if there is none, None and what opens a link to one more server."""
+        for name, link in self.links.items():
+            if link.up and name != server:
+                return name, []
+        unknown = next((name for name in self._plan.servers if name not in self.links), None)
+        if unknown is None:
+            return None, []
+        self.links[unknown] = SubscriberLink(down_since=now, idle_since=now)
+        self._wishes.add(now + self._link_idle_s, self._close_idle, unknown)
+        return None, [Connect(unknown, self._plan.servers[unknown].url)]
+
     # Joining and leaving.
 
     def join(self, subscription: Subscription, location: Location, now: float) -> list[Any]:

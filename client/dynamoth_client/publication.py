@@ -47,6 +47,11 @@ class PublisherOptions:
     """Channels whose numbering is kept at most; past it, the oldest are forgotten although they are not idle."""
     straggler_s: float = 0.2
     """How long a message that one replica has answered waits for the answers of the others."""
+    look_elsewhere_s: float = 0.4
+    """How long a server may be unreachable before another one is asked where its channels are; up to half as long
+    again, so that not all clients ask at once. Infinity: none is."""
+    look_again_s: float = 1.0
+    """How often it is asked again while messages wait."""
     failover_s: float = 1.0
     """How long a replica may be away before another one takes its place (ALL_SUBSCRIBERS)."""
 
@@ -121,7 +126,7 @@ class PublishedChannel:
     used_at: float
     #: Its messages carry no envelopes and no numbers.
     plain: bool = False
-    #: The servers where the latest message did not go any more, the latest last.
+    #: Servers where the latest message did not go any more, or of which its number is to be said; the latest last.
     left: tuple[str, ...] = ()
     #: Where the next message goes, while there is nothing about it to be decided: the one server of the only location.
     lane: PublisherServer | None = None
@@ -129,13 +134,20 @@ class PublishedChannel:
     #: The latest check of the present route; None when it was confirmed, or is not in doubt.
     check: Check | None = None
 
+    def uses(self, server: str) -> bool:
+        """Tell whether messages went to a server lately, or go there."""
+        return server in self.left or any(location.server == server for location in self.locations)
+
+    def note_left(self, *servers: str) -> None:
+        """Remember servers where something may be missing of what was published."""
+        self.left = (*self.left, *servers)[-LEFT_MAX:]
+
     def follow(self, locations: tuple[Location, ...], epoch: int) -> bool:
         """Note where messages go from now on; return whether that is elsewhere than before."""
         changed = locations != self.locations
         if changed:
             servers = {location.server for location in locations}
-            left = [location.server for location in self.locations if location.server not in servers]
-            self.left = (*self.left, *left)[-LEFT_MAX:]
+            self.note_left(*(location.server for location in self.locations if location.server not in servers))
         self.locations, self.epoch = locations, epoch
         return changed
 
@@ -213,7 +225,7 @@ class Check:
     locations: tuple[Location, ...]
     #: They and their envelopes, in the order of their numbers.
     messages: list[tuple[Waiting, bytes]] = field(default_factory=list[tuple[Waiting, bytes]])
-    #: No reply is waited for: the messages are confirmed, or were sent again, or there was no room for the reading.
+    #: No reply is waited for: the messages are confirmed, or were sent again.
     done: bool = False
 
 
@@ -223,6 +235,8 @@ class CheckAt:
 
     check: Check
     location: Location
+    #: The reading is repeated, behind one of the header.
+    is_again: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -239,6 +253,12 @@ class PublisherServer:
     up: bool = False
     #: Since when the link is down; infinity while it is up.
     down_since: float = float("inf")
+    #: When the connection was lost, until it was looked up where the channels are that were used there.
+    lost_at: float | None = None
+    #: Not before this is another server asked where its channels are.
+    look_at: float = float("-inf")
+    #: How often that was done.
+    looks: int = 0
     #: It is away for so long that replicas elsewhere take its place.
     avoided: bool = False
     #: Whether something may have got lost on the way here: subscribers are to be told the latest numbers.

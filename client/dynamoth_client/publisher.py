@@ -15,7 +15,8 @@ it has not answered, and all that follows, goes to the next one, as every subscr
 
 The first message on a channel, also after the agent of its server has gone, is followed by a reading of the plan that
 is stored there. If that sends the channel elsewhere the message is sent again by the right route, under its number. See
-:mod:`dynamoth_client.checks`.
+:mod:`dynamoth_client.checks`. A route to a server that cannot be reached is looked up at another one: see
+:mod:`dynamoth_client.elsewhere`.
 
 When a dispatcher tells, in this client's inbox, that a channel has moved, the next message goes the new way and says so
 (ROUTE_CHANGED): its predecessors may still be on their way through the old server's dispatcher.
@@ -60,6 +61,7 @@ from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Location, Mode
 from dynamoth_client.checks import Checks
+from dynamoth_client.elsewhere import Elsewhere
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.outcomes import Outcomes, answered_together, take_apart
 from dynamoth_client.publication import (
@@ -115,7 +117,18 @@ class PublisherMachine:
         self._routes = PublisherRoutes(client_id, local_plan, self._servers, self.options, self.counters)
         self._alone = AloneServer(local_plan, self._servers, self.counters)
         self._checks = Checks(
-            self._channels, self._servers, self._routes, self._outcomes, self._targets, self._alone, self.counters
+            self._channels, self._servers, self._routes, self._outcomes, self._connect, self._alone, self.counters
+        )
+        self._elsewhere = Elsewhere(
+            client_id,
+            local_plan,
+            self._channels,
+            self._servers,
+            self._routes,
+            self._checks,
+            self.options,
+            self._connect,
+            self._heartbeat,
         )
         self._swept_at = 0.0
 
@@ -154,6 +167,8 @@ class PublisherMachine:
                     earliest = tell_at
                 if not server.up and not server.avoided:
                     earliest = min(earliest, server.down_since + self.options.failover_s)
+            if not server.up:
+                earliest = min(earliest, self._elsewhere.deadline(server))
         return None if earliest == _NEVER else earliest
 
     # Publishing.
@@ -330,13 +345,16 @@ class PublisherMachine:
         )
         return server, [Connect(server_id, self._plan.servers[server_id].url)]
 
+    def _connect(self, server_id: str, now: float) -> list[Any]:
+        return self._server(server_id, now)[1]
+
     # Links.
 
     def _link_up(self, event: LinkUp, now: float) -> list[Any]:
         server = self._servers[event.link]
         server.up = True
         _discard_failed(server, now)
-        server.down_since = float("inf")
+        server.down_since, server.lost_at = float("inf"), None
         server.run_id = event.run_id
         server.confirmed.clear()
         if server.avoided:
@@ -357,7 +375,7 @@ class PublisherMachine:
     def _link_down(self, event: LinkDown, now: float) -> list[Any]:
         server = self._servers[event.link]
         if server.up:
-            server.down_since = now
+            server.down_since = server.lost_at = now
             server.owes_heartbeats = True
         server.up = False
         server.clear_until = float("-inf")
@@ -420,6 +438,8 @@ class PublisherMachine:
                 self._routes.header_read(event, server, now)
             case ("rules",):
                 return self._routes.rules_read(event, server)
+            case ("elsewhere", channel, gone):
+                return self._elsewhere.found(channel, gone, event.link, event.value, now)
             case ("doubt", channel):
                 return self._routes.doubted(channel, event, server)
             case ("entry", channel):
@@ -497,21 +517,27 @@ class PublisherMachine:
         """Tell the numbers of what was sent to a server where it may not have been observed, by today's route."""
         if not self.options.envelope:
             return []
-        actions: list[Any] = []
-        for name, channel in self._channels.items():
-            used = server_id in channel.left or any(place.server == server_id for place in channel.locations)
-            if not used or channel.sequence == channel.floor:
-                continue
-            locations, epoch = self._routes.find(name)
-            targets, connects = self._targets(locations, now)
-            actions += connects
-            self.counters["heartbeats_dropped"] += len(locations) - len(targets)
-            if not targets:
-                self._servers[locations[0].server].owes_heartbeats = True
-            quiet_ms = whole_ms(now - channel.used_at)
-            data = seal(self.client_id, channel.sequence, epoch, b"", HEARTBEAT, quiet_ms)
-            for location, server in targets:
+        used = [name for name, channel in self._channels.items() if channel.uses(server_id)]
+        return [action for name in used for action in self._heartbeat(name, now)]
+
+    def _heartbeat(self, name: bytes, now: float) -> list[Any]:
+        """Tell the latest number of a channel by today's route; where there is no connection, when there is one."""
+        channel = self._channels.get(name)
+        if channel is None or channel.sequence == channel.floor:
+            return []
+        locations, epoch = self._routes.find(name)
+        targets, actions = self._targets(locations, now)
+        self.counters["heartbeats_dropped"] += len(locations) - len(targets)
+        if not targets:
+            self._servers[locations[0].server].owes_heartbeats = True
+        quiet_ms = whole_ms(now - channel.used_at)
+        data = seal(self.client_id, channel.sequence, epoch, b"", HEARTBEAT, quiet_ms)
+        for location, server in targets:
+            if server.up:
                 actions += server.outbox.put((b"PUBLISH", location.physical, data))
+            else:
+                server.owes_heartbeats = True
+                channel.note_left(location.server)
         return actions
 
     # Time.
@@ -525,6 +551,8 @@ class PublisherMachine:
                     actions += self._outcomes.late(waiting, server_id, now)
             if not server.up and not server.avoided and now - server.down_since >= self.options.failover_s:
                 actions += self._fail_over(server_id, now)
+            if self._elsewhere.deadline(server) <= now:
+                actions += self._elsewhere.look(server_id, now)
             if _has_failed(server.outbox.large_under_way(), now):
                 actions += self._reconnect(server_id, now)
             _discard_failed(server, now)

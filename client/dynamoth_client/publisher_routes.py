@@ -115,6 +115,10 @@ class PublisherRoutes:
         """Take what a dispatcher tells of a channel that is published to."""
         if route.epoch <= self._plan.epoch(channel):
             return self._doubt(link, channel, route)
+        return self._take(link, channel, route, now)
+
+    def _take(self, link: str, channel: bytes, route: Route, now: float) -> list[Any]:
+        """Follow a newer route: at once, or when the header of the plan has told of its servers."""
         if self._plan.reachable(route):
             self._plan.learn(channel, route, now)
             return []
@@ -158,9 +162,13 @@ class PublisherRoutes:
     def entry_read(self, channel: bytes, link: str, value: Any, server: PublisherServer, now: float) -> list[Any]:
         """Take what a server stores of a channel, and the compatibility rules that came with it."""
         told, actions = self._stored_route(channel, link, value, server)
-        if told is not None:
-            self._plan.learn(channel, told, now)
+        if told is not None and told.epoch > self._plan.epoch(channel):
+            actions += self._take(link, channel, told, now)
         return actions
+
+    def waits_for_header(self, channel: bytes) -> bool:
+        """Tell whether a newer route leads to a server that the local plan does not list yet."""
+        return channel in self._hints
 
     def _stored_route(
         self, channel: bytes, link: str, value: Any, server: PublisherServer

@@ -168,6 +168,8 @@ class SubscriberMachine:
         match event.tag:
             case ("verify", channel, location, attempt):
                 return self._verified(channel, location, attempt, event.value, now)
+            case ("elsewhere", channel, location):
+                return self._found_elsewhere(channel, location, event, now)
             case ("subscribe", channel):
                 return self._subscribe_refused(channel, event, now)
             case ("unsubscribe", physical):
@@ -196,6 +198,16 @@ class SubscriberMachine:
         if reply.lacks_permission and not subscription.confirmed:
             return self._failed(channel, f"the stored plan cannot be read: {reply}", now)
         return self._moves.verify_later(subscription, place, now)
+
+    def _found_elsewhere(self, channel: bytes, location: Location, event: Replied, now: float) -> list[Any]:
+        """Let a route be judged that was read at another server, if the place in question is still out of reach."""
+        subscription = self._register.current.get(channel)
+        if subscription is None or location not in subscription.targets or self._places.is_up(location.server):
+            return []
+        if isinstance(event.value, ErrorReply):
+            self.counters["refused_commands"] += 1
+            return []
+        return self._moves.found_elsewhere(subscription, event.link, event.value, now)
 
     def _subscribe_refused(self, channel: bytes, event: Replied, now: float) -> list[Any]:
         """SUBSCRIBE has no reply but an error: final where permission is missing, for a while where it is busy."""

@@ -83,6 +83,11 @@ class SubscriberOptions:
     distance."""
     look_again_s_max: float = 2.0
     """The largest such distance."""
+    look_elsewhere_s: float = 0.4
+    """How long a server may be unreachable before another one is asked where the channel is; up to half as long
+    again, so that not all clients ask at once. Infinity: none is."""
+    look_elsewhere_again_s: float = 1.0
+    """How often it is asked again."""
     link_idle_s: float = 30.0
     """A link on which nothing is listened to for so long is closed."""
     stream_idle_s: float = 600.0

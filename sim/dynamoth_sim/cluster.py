@@ -67,7 +67,12 @@ class ClusterOptions:
 def _short_client_options(hold_s_max: float) -> ClientOptions:
     return ClientOptions(
         publisher=PublisherOptions(
-            publish_timeout_s=PUBLISH_TIMEOUT_S, observers_interval_s=0.3, straggler_s=0.1, failover_s=0.2
+            publish_timeout_s=PUBLISH_TIMEOUT_S,
+            observers_interval_s=0.3,
+            straggler_s=0.1,
+            failover_s=0.2,
+            look_elsewhere_s=0.1,
+            look_again_s=0.2,
         ),
         subscriber=SubscriberOptions(
             hold_s_max=hold_s_max,
@@ -75,6 +80,8 @@ def _short_client_options(hold_s_max: float) -> ClientOptions:
             distrust_s=1.0,
             failover_s=1.0,
             replace_s=0.05,
+            look_elsewhere_s=0.1,
+            look_elsewhere_again_s=0.2,
             look_again_s=0.1,
             look_again_s_max=0.5,
             link_idle_s=1.0,

@@ -15,6 +15,10 @@ HANGS_S = 5.0
 """How long an agent stands still: longer than anybody holds a message."""
 
 
+ELSEWHERE_S_MAX = 0.3
+"""How soon a client of the simulation finds a channel whose server is gone: a third of what real clients take."""
+
+
 def _first_messages(stage: Stage, channel: bytes, name: str) -> PublisherApp:
     """Let a new client publish three messages at once, and one more: the number of receivers is always right."""
     publisher = stage.publisher(name)
@@ -115,6 +119,52 @@ def not_owed(stage: Stage) -> None:
     stage.close(channel)
 
 
+def old_server_dies(stage: Stage) -> None:
+    """Case 38. P and T know a channel at H0; it has moved, and H0 dies. Every other server stores the plan.
+
+    P has sent a message that H0 has answered and D0 has not forwarded: subscribers learn its number.
+    """
+    stage.open()
+    channel = stage.channel_at("s1")
+    stage.subscriber("S", channel)
+    stale = stage.publisher("P")
+    stage.publish(stale, channel)
+    stage.move(channel, "s2")
+    stage.cluster.agents["s1"].pause(HANGS_S)
+    stage.publish(stale, channel)
+    stage.cluster.stop_for_good("s1", orderly=False)
+    stage.run(ELSEWHERE_S_MAX + stage.cluster.options.client.subscriber.hold_s_max)
+    totals = stage.cluster.audit.totals
+    stage.expect(f"S is told that a message is missing: {totals.gaps} gap events", totals.gaps > 0, channel)
+    stage.cluster.audit.calm()
+    _works_at_once(stage, stale, channel)
+    stage.close(channel)
+
+
+def home_is_down(stage: Stage) -> None:
+    """Case 39. New clients use a channel whose home is down, and which the plan names at another server."""
+    stage.open()
+    channel = stage.channel_at("s1")
+    stage.subscriber("S", channel)
+    stage.move(channel, "s2")
+    stage.cluster.stop_for_good("s1", orderly=False)
+    stage.run(0.5)
+    stage.cluster.audit.calm()
+    _works_at_once(stage, stage.publisher("N"), channel)
+    listener = stage.client("M", 1).subscribers[0]
+    listener.subscribe(channel)
+    stage.wait(
+        "M is confirmed", lambda: stage.cluster.audit.is_open(listener.name, channel), patience_s=ELSEWHERE_S_MAX
+    )
+    stage.close(channel)
+
+
+def _works_at_once(stage: Stage, publisher: PublisherApp, channel: bytes) -> None:
+    """Publish three messages, which all must arrive, and which must have been answered soon."""
+    publisher.publish_all([channel] * 3)
+    stage.wait(f"{publisher.name} publishes", lambda: not publisher.pending(channel), patience_s=ELSEWHERE_S_MAX)
+
+
 PLAYS: dict[str, Callable[[Stage], None]] = {
     "34-first-message-agent-hangs": first_message_agent_hangs,
     "35-first-message-agent-lags": first_message_agent_lags,
@@ -123,6 +173,8 @@ PLAYS: dict[str, Callable[[Stage], None]] = {
 """In these nothing may be lost, although an agent dies in some."""
 
 FAILURES: dict[str, Callable[[Stage], None]] = {
+    "38-old-server-dies": old_server_dies,
+    "39-home-is-down": home_is_down,
     "36-lost-before-it-was-known": lost_before_it_was_known,
 }
 """In these something is lost that nobody can save: subscribers are told."""

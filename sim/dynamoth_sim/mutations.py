@@ -37,13 +37,14 @@ from dynamoth_client._blocking import Blocking
 from dynamoth_client._queue import Dropped, Message
 from dynamoth_client.alone import ALONE
 from dynamoth_client.checks import Checks
+from dynamoth_client.elsewhere import Elsewhere
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.moves import Moves
 from dynamoth_client.outcomes import Outcomes
 from dynamoth_client.pattern_messages import PatternGapDetected, PatternMessages
 from dynamoth_client.pattern_subscription import MatchedChannel, PatternMessage
 from dynamoth_client.patterns import PatternMachine
-from dynamoth_client.publication import CheckAt, Waiting
+from dynamoth_client.publication import CheckAt, PublisherServer, Waiting
 from dynamoth_client.publisher import PublisherMachine
 from dynamoth_client.publisher_alone import AloneServer
 from dynamoth_client.publisher_routes import PublisherRoutes
@@ -413,7 +414,12 @@ def publishers_wait() -> AbstractContextManager[None]:
         self._servers[server_id].avoided = True  # pyright: ignore[reportPrivateUsage]  # so that it is not asked again
         return []
 
-    return replaced(PublisherMachine, _fail_over=wait)
+    @contextmanager
+    def both() -> Generator[None]:
+        with replaced(PublisherMachine, _fail_over=wait), nobody_is_asked_for_publishers():
+            yield
+
+    return both()
 
 
 def nothing_handed_over() -> AbstractContextManager[None]:
@@ -454,6 +460,24 @@ def everything_is_owed() -> AbstractContextManager[None]:
         return now
 
     return replaced(Envelope, previous_at=now_of)
+
+
+def nobody_is_asked_for_publishers() -> AbstractContextManager[None]:
+    """Publishers wait for a server that cannot be reached."""
+
+    def never(self: Elsewhere, server: PublisherServer) -> float:
+        return float("inf")
+
+    return replaced(Elsewhere, deadline=never)
+
+
+def nobody_is_asked_for_subscribers() -> AbstractContextManager[None]:
+    """Subscribers wait for a server that cannot be reached."""
+
+    def nothing(*_: Any) -> list[Any]:
+        return []
+
+    return replaced(Moves, _look_elsewhere=nothing)
 
 
 def every_copy_for_patterns() -> AbstractContextManager[None]:
@@ -640,5 +664,8 @@ CHECKS: tuple[Check, ...] = (
     Check("35-first-message-agent-lags", agents_are_trusted, "expected"),
     Check("36-lost-before-it-was-known", begun_without_a_gap, "G5"),
     Check("37-not-owed", everything_is_owed, "expected"),
+    Check("38-old-server-dies", nobody_is_asked_for_publishers, "expected"),
+    Check("39-home-is-down", nobody_is_asked_for_publishers, "expected"),
+    Check("39-home-is-down", nobody_is_asked_for_subscribers, "expected"),
 )
 """Each scenario with what must make it fail."""

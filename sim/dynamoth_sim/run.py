@@ -189,7 +189,7 @@ def _live(cluster: Cluster, profile: Profile) -> list[Violation]:
             violations += [Violation("place", text + channel.decode(), world.now, channel) for channel in stuck]
     world.run_until(world.now + RECOVERY_S)
     if cluster.gone:
-        text = f"{RECOVERY_S} s after a server was found gone, these wait for their patterns: "
+        text = f"{RECOVERY_S} s after a server was found gone, these wait for their confirmation: "
         violations += [Violation("confirmation", text + name, world.now) for name in workload.unconfirmed()]
     cluster.audit.calm()
     workload.publish_everywhere()
@@ -198,6 +198,9 @@ def _live(cluster: Cluster, profile: Profile) -> list[Violation]:
     world.run_until(world.now + ROUND_S)
     violations += _settle(cluster, workload)  # where the balancer goes by load, it may have begun something again
     violations += _check_places(cluster, workload)
+    for publisher, channel in workload.unended():
+        text = f"{publisher.name} still waits for a publish, though nothing has failed for {RECOVERY_S} s"
+        violations.append(Violation("G4", text, world.now, channel, story=world.trace.story(channel, None)))
     world.run_until(world.now + HOLD_S_MAX)
     for channel in filter(cluster.is_stuck, workload.channels):
         cluster.audit.excuse(channel, world.now)

@@ -29,6 +29,8 @@ class WorkloadOptions:
     #: Clients that subscribe to patterns, each with one or two PubSubs.
     pattern_subscribers: int = 1
     raw_publishers: int = 0
+    #: The share of publishers that publish once and are idle until the end.
+    idle_ratio: float = 0.0
     #: How often a new client comes, publishes a few messages on one channel, and dies or stays idle: 0 for never.
     visit_interval_s: float = 0.0
     #: Players of RGame, who publish and subscribe, on channels of their own.
@@ -186,7 +188,9 @@ class Workload:
         app = client.publisher
         assert app is not None
         favourites = self._random.sample(self.channels[: self.options.channels], self._random.randint(1, 2))
-        if self._random.random() < 0.7:
+        if self.options.idle_ratio and self._random.random() < self.options.idle_ratio:
+            app.publish_all(favourites)
+        elif self._random.random() < 0.7:
             app.on_ended = lambda channel, number, receivers: self._think(app, favourites)
             self._think(app, favourites)
         else:
@@ -347,21 +351,52 @@ class Workload:
     # The end.
 
     def subscribe_late(self) -> None:
-        """Subscribe to one more pattern: with every subscriber to patterns, and with a client that is new."""
+        """Subscribe to one more pattern: with every subscriber to patterns, and with a client that is new.
+
+        That also subscribes to every channel that is not stuck, and publishes there.
+        """
         for client in self.cluster.clients:
             for app in client.pattern_subscribers:
                 app.subscribe(LATE_PATTERN)
-        late = self.cluster.add_client("late", 0, 1)
-        late.on_ready = lambda client: client.pattern_subscribers[0].subscribe(LATE_PATTERN)
+        late = self.cluster.add_client("late", 1, 1)
+
+        def ready(client: Client) -> None:
+            assert client.publisher is not None
+            client.pattern_subscribers[0].subscribe(LATE_PATTERN)
+            for channel in self._usable_channels():
+                client.subscribers[0].subscribe(channel)
+                client.publisher.publish(channel)
+
+        late.on_ready = ready
         late.start()
+
+    def _usable_channels(self) -> list[bytes]:
+        return [channel for channel in self.channels if not self.cluster.is_stuck(channel)]
 
     def unconfirmed(self) -> list[str]:
         """Return the clients of :meth:`subscribe_late` that have a subscriber which was not confirmed."""
-        return [
+        late = self.cluster.clients[-1]
+        waiting = [
+            f"{app.name} on {channel.decode()}"
+            for app in late.subscribers
+            for channel in self._usable_channels()
+            if not self.cluster.audit.is_open(app.name, channel)
+        ]
+        return waiting + [
             client.name
             for client in self.cluster.clients
             if (client.pattern_subscribers or not client.ready)
             and not all(app.is_confirmed(LATE_PATTERN) for app in client.pattern_subscribers)
+        ]
+
+    def unended(self) -> list[tuple[PublisherApp, bytes]]:
+        """Return who waits for the end of a publish, and on which channel, though that is not stuck."""
+        return [
+            (client.publisher, channel)
+            for client in self.cluster.clients
+            if client.publisher is not None
+            for channel in self._usable_channels()
+            if client.publisher.pending(channel)
         ]
 
     def publish_everywhere(self) -> Iterable[tuple[PublisherApp, bytes, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -52,7 +54,8 @@ class Publisher(Subject):
 
     def __init__(self, options: PublisherOptions | None = None, header: Plan = PLAN_0) -> None:
         self.plan = LocalPlan(header)
-        self.publisher = PublisherMachine(ID, self.plan, options)
+        # Most tests are about one server at a time: none asks another one where a channel is.
+        self.publisher = PublisherMachine(ID, self.plan, replace(options or PublisherOptions(), look_elsewhere_s=inf))
         super().__init__(self.publisher)
         self.tell(Start())
 
