@@ -27,6 +27,7 @@ from dynamoth.names import is_user_channel, replica_pattern
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, missing
 from dynamoth.ring import Ring
+from dynamoth_balancer.agents import Agents
 from dynamoth_balancer.drain import Drain
 from dynamoth_balancer.goals import ChannelFigures, Cluster, Move
 from dynamoth_balancer.installer import Installer
@@ -597,6 +598,29 @@ def alone_at_once() -> AbstractContextManager[None]:
     return replaced(alone, FRESH_S=0.0)
 
 
+def blind_is_believed() -> AbstractContextManager[None]:
+    """An agent that may not observe acknowledges all the same, and the balancer does not ask whether it observes."""
+
+    def note_nothing(self: Agents, server: str, incarnation: int, problem: str) -> None:
+        pass
+
+    @contextmanager
+    def both() -> Generator[None]:
+        with replaced(DispatcherMachine, why_blind=None), replaced(Agents, cannot_observe=note_nothing):
+            yield
+
+    return both()
+
+
+def any_voice_counts() -> AbstractContextManager[None]:
+    """The balancer believes whoever acknowledges, whether or not others speak for the same server."""
+
+    def acked(self: Agents, server: str, now: float) -> int:
+        return max((voice.acked for voice in self[server].voices.values()), default=-1)
+
+    return replaced(Agents, acked=acked)
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """A scenario, what makes it fail, and the guarantee that is broken then ("expected": what the script expects)."""
@@ -657,6 +681,8 @@ CHECKS: tuple[Check, ...] = (
     Check("50-alone-grows", plan_not_looked_for, "expected"),
     Check("51-alone-overtaken", no_gap_for_the_alone, "G5"),
     Check("52-empty-member", alone_at_once, "expected"),
+    Check("60-may-not-observe", blind_is_believed, "expected"),
+    Check("61-forged-acknowledgement", any_voice_counts, "expected"),
     Check("31-drained", nothing_leaves, "expected"),
     Check("31-drained", break_before_make, "G1"),
     Check("31-drained", anything_may_come, "expected"),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from dynamoth.events import CommandPart
+from dynamoth.events import CommandPart, ErrorReply
 from dynamoth.glob import compile_glob
 from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
 from dynamoth_sim.network import Connection, End, Packet
@@ -66,6 +66,8 @@ class RedisServer:
         self.meddle: Callable[[str, bytes, bytes], int] | None = None
         #: With RESP3, a push to the publisher itself precedes the reply in Redis 6 and follows it in later versions.
         self.reply_before_own_push = world.random.random() < 0.5
+        #: Commands that the ACL permits to nobody.
+        self.forbidden: frozenset[bytes] = frozenset()
         self._connections: dict[int, Connection] = {}
         self._channels: dict[bytes, dict[Connection, None]] = {}
         self._patterns: dict[bytes, dict[Connection, None]] = {}
@@ -188,7 +190,9 @@ class RedisServer:
         self.input_bytes += COMMAND_BYTES
         words = [_to_bytes(word) for word in args]
         name = words[0].upper()
-        if name == b"PUBLISH":
+        if name in self.forbidden:
+            self._reply(connection, tag, ErrorReply("NOPERM this user has no permissions to run the command"))
+        elif name == b"PUBLISH":
             self._publish(connection, words, tag)
         elif name in _SUBSCRIBING:
             self._subscribe(connection, name, words[1:])

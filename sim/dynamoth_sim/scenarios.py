@@ -20,7 +20,14 @@ from dynamoth.names import BALANCER_CHANNEL, INBOX_PREFIX, is_user_channel, logi
 from dynamoth.plan import Assignment, Mode, Phase, single
 from dynamoth.reports import Report, unpack_report
 from dynamoth_balancer.machine import BalancerMachine
-from dynamoth_sim import alone_scenarios, delivery_scenarios, failure_scenarios, pattern_scenarios, replica_scenarios
+from dynamoth_sim import (
+    alone_scenarios,
+    delivery_scenarios,
+    failure_scenarios,
+    pattern_scenarios,
+    replica_scenarios,
+    rights_scenarios,
+)
 from dynamoth_sim.cluster import AMPLE_BYTES_PER_S
 from dynamoth_sim.stage import Stage, control_in
 
@@ -585,6 +592,7 @@ SCENARIOS: dict[str, Scenario] = {
     **{name: Scenario(play) for name, play in delivery_scenarios.PLAYS.items()},
     **{name: Scenario(play, losses_allowed=True) for name, play in delivery_scenarios.FAILURES.items()},
     **{name: Scenario(play) for name, play in alone_scenarios.PLAYS.items()},
+    **{name: Scenario(play) for name, play in rights_scenarios.PLAYS.items()},
     **{name: Scenario(play, losses_allowed=True) for name, play in alone_scenarios.FAILURES.items()},
     **{
         name: Scenario(play, outgoing_bytes_per_s_max=120_000, replicas_max=3)
