@@ -343,7 +343,7 @@ class Workload:
         servers, leaver = self.cluster.present, self.options.leaver
         if leaver in servers and self._random.random() < 0.5:
             return single(leaver)
-        if self._random.random() >= self.options.replicated_ratio:
+        if len(servers) == 1 or self._random.random() >= self.options.replicated_ratio:
             return single(self._random.choice(servers))
         mode = self._random.choice((Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS))
         return Assignment(mode, tuple(self._random.sample(servers, self._random.randint(2, len(servers)))))
