@@ -22,12 +22,25 @@ from dynamoth.errors import MalformedMessage
 from dynamoth.events import CommandPart, ErrorReply, Send
 from dynamoth.names import AGENT_CHANNEL
 from dynamoth.plan import Plan
-from dynamoth.stored_plan import READ_HEADER, READ_WHOLE, StoredHeader, parse_header, parse_whole, write_whole
+from dynamoth.stored_plan import (
+    READ_HEADER,
+    READ_VERSION,
+    READ_WHOLE,
+    StoredHeader,
+    parse_header,
+    parse_whole,
+    write_whole,
+)
 from dynamoth_balancer.actions import Note
 from dynamoth_balancer.book import Change, PlanBook
 from dynamoth_balancer.recovery import Copy, same_header
 
 TAG = "copy"
+
+PROBE_INTERVAL_S = 0.1
+"""How often the balancer looks whether the plan is still there. FLUSHALL is common in tests, and new clients wait until
+the plan is written again: 46 to 82 ms (10 times, 3 servers). The cost is one command of 70 bytes per server each time:
+with 3 servers the balancer used 0.5% of a processor, and 0.4% without."""
 
 
 @dataclass(slots=True)
@@ -66,7 +79,7 @@ class PlanCopy:
         #: Replies to come before a whole plan may take its place, and whether all were good so far.
         self._parts_left = 0
         self._retry_at = -math.inf
-        self._verify_at = -math.inf
+        self._verify_at = self._probe_at = -math.inf
 
     def link_up(self, run_id: str | None) -> None:
         """Begin with a new connection."""
@@ -107,12 +120,27 @@ class PlanCopy:
         if self.version is None:
             return [self._send("header", READ_HEADER)]
         if self.version == book.plan.version:
-            return [self._send("header", READ_HEADER)] if now >= self._verify_at else []
+            if now >= self._verify_at:
+                return [self._send("header", READ_HEADER)]
+            return self._probe(now)
         change = book.change_from(self.version)
         if change is None:
             return self._write_whole(book.plan)
         self._writing = change
         return [self._send("change", change.command)]
+
+    def _probe(self, now: float) -> list[CopyAction]:
+        """Look whether the plan is still there, if it is time."""
+        if now < self._probe_at:
+            return []
+        self._probe_at = now + PROBE_INTERVAL_S
+        return [self._send("probe", READ_VERSION)]
+
+    def _probed(self, value: Any, book: PlanBook, now: float) -> list[CopyAction]:
+        """Read the header where the version is not the one that we have written."""
+        if isinstance(value, list) and value[:1] == [b"%d" % (self.version or 0)]:
+            return self.sync(book, now)
+        return [self._send("header", READ_HEADER)]
 
     def _send(self, what: str, command: Sequence[CommandPart]) -> Send:
         self._sent = what
@@ -140,6 +168,8 @@ class PlanCopy:
                 return [self._send("place", write_whole_end(self._writing, self._run_id))]
             return []
         self._sent = None
+        if what == "probe":
+            return self._probed(value, book, now)
         if what == "header":
             return self._header_read(value, book, now)
         if what == "whole":
@@ -150,7 +180,7 @@ class PlanCopy:
         """Try again later; further replies to what was sent are ignored."""
         what = self._sent
         self._lose(now + self._retry_s)
-        if text.startswith("WRONGTYPE") and what in ("header", "whole"):
+        if text.startswith("WRONGTYPE") and what in ("probe", "header", "whole"):
             return [self._damaged(text), *self._write_whole(book.plan)]
         first = self.problem != text
         self.problem = text

@@ -50,8 +50,9 @@ from dynamoth_balancer.replication import Replicate
 from dynamoth_balancer.status import describe_channels, describe_decisions, describe_server, plan_page
 from dynamoth_balancer.takeover import Takeover
 
-TICK_INTERVAL_S = 0.25
-"""How often everything that waits is looked at: a fourth of the shortest default timeout."""
+TICK_INTERVAL_S = 0.1
+"""How often everything that waits is looked at: a fifth of the shortest default timeout, and as often as copies of the
+plan are (``PROBE_INTERVAL_S``)."""
 
 CONNECTED = "connected to a server"
 

@@ -14,6 +14,9 @@ from dynamoth_sim.stage import Stage
 
 PUBLISH_INTERVAL_S = 0.02
 
+RESTORED_S = 0.2
+"""How soon a plan that was deleted is written again, as real balancers do it: what they wait for is not scaled here."""
+
 
 def grows(stage: Stage) -> None:
     """Case 50. Clients use s1 alone; agents and a balancer come, for three servers, while they publish and listen.
@@ -85,6 +88,23 @@ def empty_member(stage: Stage) -> None:
     stage.expect("it follows the plan", client.local_plan is not None and not client.local_plan.is_alone)
 
 
+def flushed(stage: Stage) -> None:
+    """Case 53. Somebody deletes all keys of s1; a client that begins there has the plan within ``RESTORED_S``."""
+    stage.open()
+    cluster = stage.cluster
+    cluster.begin_at("s1")
+    for number in range(5):
+        stage.run(0.37)
+        cluster.servers["s1"].flush()
+        client = cluster.add_client(f"C{number}", 1)
+        client.start()
+        stage.run(RESTORED_S)
+        stage.expect("the client has read the plan", client.ready)
+        stage.expect("it follows the plan", client.local_plan is not None and not client.local_plan.is_alone)
+        if client.publisher is not None:
+            stage.publish(client.publisher, b"c")
+
+
 def _gaps(stage: Stage) -> set[bytes | None]:
     """Return the channels, and patterns, of which gaps were told."""
     return {record.channel for record in stage.world.trace if "GAP of" in f"{record.kind} {record.note}"}
@@ -103,7 +123,11 @@ def _begin_alone(stage: Stage) -> list[bytes]:
     return [next(name for name in names if ring.home(name) == id_) for id_ in stage.cluster.servers]
 
 
-PLAYS: dict[str, Callable[[Stage], None]] = {"50-alone-grows": grows, "52-empty-member": empty_member}
+PLAYS: dict[str, Callable[[Stage], None]] = {
+    "50-alone-grows": grows,
+    "52-empty-member": empty_member,
+    "53-flushed": flushed,
+}
 """Nothing may be lost in these."""
 
 FAILURES: dict[str, Callable[[Stage], None]] = {"51-alone-overtaken": overtaken_by_newcomers}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import dynamoth.plan
+import dynamoth_balancer.copies
 import dynamoth_balancer.decider
 import dynamoth_balancer.goals
 import dynamoth_balancer.recovery
@@ -598,6 +599,11 @@ def alone_at_once() -> AbstractContextManager[None]:
     return replaced(alone, FRESH_S=0.0)
 
 
+def seldom_looked() -> AbstractContextManager[None]:
+    """The balancer looks as seldom as it did whether a plan is still stored."""
+    return replaced(dynamoth_balancer.copies, PROBE_INTERVAL_S=2.5)
+
+
 def blind_is_believed() -> AbstractContextManager[None]:
     """An agent that may not observe acknowledges all the same, and the balancer does not ask whether it observes."""
 
@@ -681,6 +687,7 @@ CHECKS: tuple[Check, ...] = (
     Check("50-alone-grows", plan_not_looked_for, "expected"),
     Check("51-alone-overtaken", no_gap_for_the_alone, "G5"),
     Check("52-empty-member", alone_at_once, "expected"),
+    Check("53-flushed", seldom_looked, "expected"),
     Check("60-may-not-observe", blind_is_believed, "expected"),
     Check("61-forged-acknowledgement", any_voice_counts, "expected"),
     Check("31-drained", nothing_leaves, "expected"),

@@ -118,6 +118,11 @@ class RedisServer:
         restored = "empty" if snapshot is None else "restored from an old snapshot"
         self._world.trace.add((self._world.now, "fault", None, self.id, None, None, f"the server starts, {restored}"))
 
+    def flush(self) -> None:
+        """Delete all keys (FLUSHALL)."""
+        self._keys = KeySpace(lambda: self._world.now, Snapshot())
+        self._world.trace.add((self._world.now, "fault", None, self.id, None, None, "all keys are deleted"))
+
     def snapshot(self) -> Snapshot:
         """Return a copy of the memory, as an RDB file would hold it: values, and when they expire."""
         return self._keys.snapshot()

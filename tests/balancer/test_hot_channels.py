@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from dynamoth.plan import Assignment, Mode, Phase, single
+from dynamoth_balancer.machine import TICK_INTERVAL_S
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.fake_cluster import CAPACITY, Balancer, FakeCluster, Traffic
 
@@ -238,7 +239,7 @@ def test_a_dead_replica_is_told_of_and_left_when_it_is_back() -> None:
     cluster, balancer, dead = _with_a_dead_replica(20)  # 0.6 of a server: two would do
     version, died = balancer.plan.version, cluster.now
     cluster.run_until(lambda: any("is dead" in reason for reason in _findings(balancer)))
-    assert OPTIONS.replica_dead_s <= cluster.now - died <= OPTIONS.replica_dead_s + 2
+    assert OPTIONS.replica_dead_s <= cluster.now - died <= OPTIONS.replica_dead_s + 2 + TICK_INTERVAL_S
     cluster.run(120)
     assert balancer.plan.version == version, "it may still serve clients: nothing is changed behind its back"
     assert 2 <= len([reason for reason in _findings(balancer) if "is dead" in reason]) <= 4

@@ -1,0 +1,65 @@
+"""FLUSHALL, as every test suite has it: the plan is there again at once, and who comes meanwhile waits for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis as redis_py
+
+from dynamoth_cli.cluster import HOST, LocalCluster
+from tests.client.both_clients import Use, with_client
+from tests.client.sync_helpers import confirmed, next_of
+
+__all__ = ["with_client"]
+
+RESTORED_S = 0.2
+BUSY_S = 0.3
+"""Allowed beside that where the machine has other work."""
+
+FLUSHES = 5
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=["one server", "three servers"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    with LocalCluster(request.param) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("command", ["FLUSHALL", "FLUSHDB"])
+def test_a_plan_that_was_flushed_is_there_again(cluster: LocalCluster, with_client: Use, command: str) -> None:
+    took: list[float] = []
+    for _ in range(FLUSHES):
+        for id_ in cluster.redis:
+            cluster.ask(id_, (command,))
+        began_at = time.monotonic()
+
+        def use(client: Any) -> None:
+            pubsub = client.pubsub()
+            confirmed(pubsub, "c")
+            assert client.publish("c", "x") == 1
+            assert next_of(pubsub)["data"] == b"x"
+
+        with_client([f"redis://{HOST}:{server.port}" for server in cluster.redis.values()][:1], use)
+        took.append(time.monotonic() - began_at)
+    assert sorted(took)[FLUSHES // 2] < RESTORED_S + BUSY_S, took
+
+
+def test_the_text_of_the_error_says_what_happened(cluster: LocalCluster, with_client: Use) -> None:
+    plain: Any = redis_py.Redis(port=cluster.redis["s1"].port)
+    with plain:
+        os.kill(cluster.balancer.pid, signal.SIGSTOP)
+        try:
+            plain.flushall()
+
+            def use(client: Any) -> None:
+                with pytest.raises(redis_py.ConnectionError, match=r"is gone \(FLUSHALL"):
+                    client.publish("c", "x")
+
+            with_client([f"redis://{HOST}:{cluster.redis['s1'].port}"], use)
+        finally:
+            os.kill(cluster.balancer.pid, signal.SIGCONT)
