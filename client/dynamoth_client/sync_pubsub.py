@@ -26,6 +26,7 @@ from dynamoth_client._queue import (
     ShardedMessage,
     WhenFull,
 )
+from dynamoth_client._subscriptions import NOT_CONNECTED
 from dynamoth_client.pattern_subscription import PatternMessage
 from dynamoth_client.sync_cluster import SyncCluster
 
@@ -335,7 +336,7 @@ class PubSub(redis.client.PubSub):
     def check_health(self) -> None:
         """Do nothing: links check themselves. Raises RuntimeError before ``connect`` or the first subscription."""
         if self.connection is None:
-            raise RuntimeError(_pubsub.NOT_CONNECTED)
+            raise RuntimeError(NOT_CONNECTED)
 
     def clean_health_check_responses(self) -> None:
         """Do nothing: the answers of links to their checks never come here."""
