@@ -11,11 +11,12 @@ import redis.client as _client
 
 from dynamoth_client import _redis_modules, asyncio
 from dynamoth_client.asyncio import ChannelPlan, GapInfo, GuaranteesOff, OptionIgnored
+from dynamoth_client.replacing import NotReplaced, Replacement, replace_redis
 from dynamoth_client.sync import Pipeline as _Pipeline
 from dynamoth_client.sync import PubSub, Redis, StrictRedis, from_url
 
 __all__ = ["ChannelPlan", "GapInfo", "GuaranteesOff", "OptionIgnored", "PubSub", "Redis", "StrictRedis", "asyncio"]
-__all__ += ["from_url"]
+__all__ += ["NotReplaced", "Replacement", "from_url", "replace_redis"]
 __all__ += _redis.__all__
 
 _redis_modules.install(

@@ -17,11 +17,7 @@ from contextlib import AbstractAsyncContextManager
 from importlib import import_module
 from typing import Any, Protocol
 
-import redis
-import redis.asyncio
-
 import dynamoth_client
-import dynamoth_client.asyncio
 
 INTERVAL_S = 0.003
 """Between two numbers of a publisher."""
@@ -43,17 +39,6 @@ class Application(Protocol):
     def publishing(self, url: str, channels: dict[str, str]) -> AbstractAsyncContextManager[Publish]:
         """Be ready to publish on these channels."""
         ...
-
-
-def use_dynamoth() -> None:
-    """Do what an application does whose libraries make their clients themselves: replace the class that they look up.
-
-    Once, at the start. All of them say ``import redis``, or ``from redis import asyncio``, and look ``Redis`` up there
-    when they connect. The URL of one server is enough: the others are found through it.
-    """
-    swaps: list[tuple[Any, Any]] = [(redis.asyncio, dynamoth_client.asyncio), (redis, dynamoth_client)]
-    for theirs, ours in swaps:
-        theirs.Redis = ours.Redis
 
 
 async def _listen(application: Application, url: str) -> None:
@@ -83,8 +68,8 @@ def _say(*words: Any) -> None:
 def main(arguments: Sequence[str]) -> None:
     """Run until stdin is closed."""
     name, role, url, *rest = arguments
-    use_dynamoth()
     application: Any = import_module(f"tests.dependants.{name}")
+    dynamoth_client.replace_redis()  # the libraries have been imported; the URL of one server is enough for them
     asyncio.run(_listen(application, url) if role == "listen" else _publish(application, url, json.loads(rest[0])))
 
 

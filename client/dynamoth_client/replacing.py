@@ -1,0 +1,188 @@
+"""One call for a program whose libraries make their Redis clients themselves: :func:`replace_redis`.
+
+Theory of operation
+-------------------
+A library finds redis-py's class in a name of its own module: ``redis``, ``aioredis``, ``StrictRedis`` ... That name is
+given what is ours, in the modules that are known to work and in those that the application names; redis-py itself stays
+as it is. So it does not matter how a library imports redis-py, nor whether it was imported before; and a library that
+is not named keeps redis-py's client. Celery and kombu are such: they use parts of a connection that nobody else does,
+and their queues are keys, not channels.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Self
+
+import redis
+import redis.asyncio
+import redis.asyncio.client
+import redis.client
+
+import dynamoth_client
+
+KNOWN = (
+    "broadcaster._backends.redis",
+    "channels_redis.pubsub",
+    "faststream.redis.configs.state",
+    "flask_sse",
+    "socketio.async_redis_manager",
+    "socketio.redis_manager",
+)
+"""Modules of libraries that are known to work: where each of them finds the class of its clients."""
+
+
+class NotReplaced(UserWarning):
+    """Given for what keeps redis-py's client although its module was to get ours, with what to do."""
+
+
+class Replacement:
+    """What :func:`replace_redis` has replaced, until ``undo``; as a context manager, until the end of the block."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        """Replace in modules that are imported, and in others when they are."""
+        self._before: list[tuple[ModuleType, str, Any]] = []
+        self._finder = _Finder(self, modules)
+        for name in modules:
+            if (module := sys.modules.get(name)) is not None:
+                self.replace_in(module)
+        sys.meta_path.insert(0, self._finder)
+
+    def __enter__(self) -> Self:
+        """Be undone at the end."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Undo."""
+        self.undo()
+
+    @property
+    def replaced(self) -> list[str]:
+        """The names that are ours now, with their modules. It grows when further modules are imported."""
+        return [f"{module.__name__}.{name}" for module, name, _ in self._before]
+
+    def undo(self) -> None:
+        """Give every name back what it had. Clients that were made meanwhile stay what they are."""
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        while self._before:
+            module, name, value = self._before.pop()
+            setattr(module, name, value)
+
+    def replace_in(self, module: ModuleType) -> None:
+        """Replace every name of a module that is redis-py's and has something of ours. Warns of what it cannot."""
+        ours = _ours()
+        found = [(name, value) for name, value in vars(module).items() if id(value) in ours]
+        for name, value in found:
+            self._before.append((module, name, value))
+            setattr(module, name, ours[id(value)])
+        for problem in _problems(module, bool(found)):
+            warnings.warn(problem, NotReplaced, stacklevel=4)
+
+
+class _Finder(MetaPathFinder):
+    """Lets modules that are imported later be looked at as soon as they are."""
+
+    def __init__(self, replacement: Replacement, modules: Sequence[str]) -> None:
+        self._replacement = replacement
+        self._modules = frozenset(modules)
+        #: The module that is being looked for elsewhere.
+        self._looking_for = ""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec that others find, with a loader that replaces names afterwards."""
+        if fullname not in self._modules or fullname == self._looking_for:
+            return None
+        self._looking_for = fullname
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._looking_for = ""
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._replacement)
+        return spec
+
+
+class _Loader(Loader):
+    """Loads a module as another loader does, and replaces names in it."""
+
+    def __init__(self, inner: Loader, replacement: Replacement) -> None:
+        self._inner = inner
+        self._replacement = replacement
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Make the module as the other loader does."""
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module, then replace."""
+        self._inner.exec_module(module)
+        self._replacement.replace_in(module)
+
+
+def replace_redis(*modules: str) -> Replacement:
+    """Let libraries that make their own Redis clients make clients of Dynamoth.
+
+    Once, at the start of a program. Known to work are broadcaster, channels_redis (its ``pubsub`` layer), FastStream,
+    flask-sse and python-socketio, with asyncio and without. It does not matter whether they were imported before, but
+    clients that were made before stay redis-py's. All others, Celery and kombu among them, keep redis-py's client.
+
+    Args:
+        *modules: names of further modules, of the application or of libraries, imported or not. In each, the names
+            that redis-py was imported by are replaced: ``import redis``, ``from redis import asyncio``,
+            ``from redis.asyncio import Redis``, ``from redis import from_url`` and the like.
+
+    Returns the replacement, which can be undone; tests use it as a context manager.
+
+    Warns:
+        NotReplaced: a module has a client, or a class made of redis-py's, that was made before; or one that you named
+            has nothing of redis-py.
+
+    """
+    return Replacement((*KNOWN, *modules))
+
+
+def _ours() -> dict[int, Any]:
+    """Return what takes the place of redis-py's, by the id of that."""
+    return {
+        id(redis): dynamoth_client,
+        id(redis.asyncio): dynamoth_client.asyncio,
+        id(redis.client): dynamoth_client.client,
+        id(redis.asyncio.client): dynamoth_client.asyncio.client,
+        id(redis.client.Redis): dynamoth_client.Redis,
+        id(redis.asyncio.client.Redis): dynamoth_client.asyncio.Redis,
+        id(redis.from_url): dynamoth_client.from_url,
+        id(redis.asyncio.from_url): dynamoth_client.asyncio.from_url,
+    }
+
+
+def _is_derived(value: Any, module: ModuleType, classes: tuple[type, ...]) -> bool:
+    """Tell whether a value is a class that a module has made of one of these."""
+    return isinstance(value, type) and value.__module__ == module.__name__ and issubclass(value, classes)
+
+
+def _problems(module: ModuleType, has_any: bool) -> list[str]:
+    theirs = (redis.client.Redis, redis.asyncio.client.Redis)
+    our_classes = (dynamoth_client.Redis, dynamoth_client.asyncio.Redis)
+    problems: list[str] = []
+    for name, value in vars(module).items():
+        where = f"{module.__name__}.{name}"
+        if isinstance(value, theirs) and not isinstance(value, our_classes):
+            before = f"call replace_redis() before {module.__name__} is imported"
+            problems.append(f"{where} is a client that was made before: {before}")
+        elif _is_derived(value, module, theirs) and not issubclass(value, our_classes):
+            problems.append(f"{where} was made of redis-py's class: derive it from dynamoth_client's")
+    if not has_any and module.__name__ not in KNOWN:
+        problems.append(f"{module.__name__} has no name of redis-py: name the module that imports it")
+    return problems
