@@ -46,8 +46,10 @@ from dynamoth.errors import RequestRefused
 from dynamoth.events import Send
 from dynamoth.names import operator_inbox
 from dynamoth.plan import Mode
+from dynamoth_balancer import rules
 from dynamoth_balancer.changes import BegunChange, ChangeState, mode_name
 from dynamoth_balancer.options import BalancerOptions
+from dynamoth_balancer.rules import RuleRequests
 
 CHANGES_PENDING_MAX = 1000
 """Bound of the changes that administrators wait for at one time."""
@@ -72,10 +74,6 @@ class Office(Protocol):
 
     def begin_change(self, command: str, arguments: Mapping[str, Any], now: float) -> tuple[BegunChange, list[Any]]:
         """Begin what one of ``CHANGES`` asks for; return also the actions to execute."""
-        ...
-
-    def change_rules(self, arguments: Mapping[str, Any], now: float) -> tuple[Mapping[str, Any], list[Any]]:
-        """Show or change the compatibility rules; return also the actions to execute."""
         ...
 
     def change_state(self, change: BegunChange, now: float) -> tuple[ChangeState, str]:
@@ -106,8 +104,9 @@ class _Pending:
 class Admin:
     """Answers requests."""
 
-    def __init__(self, office: Office, options: BalancerOptions) -> None:
+    def __init__(self, office: Office, rule_requests: RuleRequests, options: BalancerOptions) -> None:
         self._office = office
+        self._rules = rule_requests
         self._options = options
         self._pending: OrderedDict[int, _Pending] = OrderedDict()
         #: The latest answers, oldest first, at most ``requests_max``.
@@ -125,6 +124,8 @@ class Admin:
         if (pending := self._pending.get(request.request)) is not None:
             pending.server = server
             return []
+        if self._rules.repeated(server, request.request):
+            return []
         if (answered := self._answered.get(request.request)) is not None:
             self.counters["requests_repeated"] += 1
             return [_send(server, answered)]
@@ -132,12 +133,11 @@ class Admin:
         try:
             if request.command in CHANGES:
                 return self._change(server, request, now)
-            if request.command == "compatibility":
-                result, actions = self._office.change_rules(request.arguments, now)
-                return [*actions, self._answer(server, AdminReply(request.request, result))]
+            if request.command == rules.COMMAND:
+                return [*self._rules.begin(server, request, now), *self._answer_rules(now)]
             command = self._commands.get(request.command)
             if command is None:
-                known = ", ".join(sorted([*self._commands, *CHANGES, "compatibility"]))
+                known = ", ".join(sorted([*self._commands, *CHANGES, rules.COMMAND]))
                 raise RequestRefused(f"command {request.command!r:.60} is not known; known are {known}")
             return [self._answer(server, AdminReply(request.request, command(request.arguments, now)))]
         except RequestRefused as error:
@@ -158,7 +158,7 @@ class Admin:
 
     def tick(self, now: float) -> list[Send]:
         """Answer the changes that have settled, and those that took too long."""
-        sends: list[Send] = []
+        sends = self._answer_rules(now)
         for pending in list(self._pending.values()):
             state, waits = self._office.change_state(pending.change, now)
             if state is ChangeState.SETTLED:
@@ -171,6 +171,9 @@ class Admin:
                 text = f"not settled after {pending.timeout_s:g} s, but it goes on: it waits for {waits}"
                 sends.append(self._failed(pending, text))
         return sends
+
+    def _answer_rules(self, now: float) -> list[Send]:
+        return [self._answer(server, reply) for server, reply in self._rules.answers(now)]
 
     def _settled(self, pending: _Pending, now: float) -> Send:
         before, after = pending.change.before, pending.change.after

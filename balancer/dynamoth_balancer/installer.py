@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dynamoth.compatibility import CompatibilityRule
+from dynamoth.compatibility import Compatibility, CompatibilityRule
 from dynamoth.control import PlanQuery, Vacated, pack_control
 from dynamoth.envelope import EPOCH_MAX
 from dynamoth.errors import ConfigError, RequestRefused
@@ -100,6 +100,9 @@ class Installer:
         #: Something has happened that may complete a phase.
         self._due = True
         self._advance_at = now
+        self._began_at = now
+        #: When channels have settled that did so within ``plain_rest_s``.
+        self._settled_at: dict[bytes, float] = {}
         #: When the compatibility rules were changed, or may have been.
         self._rules_changed_at = now if book.plan.compatibility.version else float("-inf")
         #: A version that an agent holds and we have never heard of; the plan must be above it.
@@ -159,10 +162,36 @@ class Installer:
         """
         for problem in filter(None, (self.why_not(server, now) for server in self._copies)):
             raise RequestRefused(f"all servers and agents must hear of it: {problem}")
+        self._check_rest(Compatibility(self.plan.version + 1, rules), now)
         self._rules_changed_at = now
         plan = self.plan.with_compatibility(rules)
         self._book.change_rules(plan)
         return [PlanChanged(plan, reason), *self.sync(now)]
+
+    def _check_rest(self, new: Compatibility, now: float) -> None:
+        """Refuse to make channels plain that have moved lately: numbered messages may be on their way, or held."""
+        is_plain = self.plan.compatibility.is_plain
+        for channel in self.plan.entries:
+            rest_s = self._settled_at.get(channel, self._began_at) + self._options.plain_rest_s - now
+            if rest_s > 0 and new.is_plain(channel) and not is_plain(channel):
+                raise RequestRefused(
+                    f"channel {channel!r:.80} may have moved a moment ago, and some messages may still be on their way"
+                    f" or held: try again in {rest_s:.1f} s"
+                )
+
+    def rules_wait_for(self, now: float) -> list[str]:
+        """Say which servers and agents the present compatibility rules have not reached, in words for people."""
+        since = self.plan.compatibility.version
+        unstored = [server for server, copy in self._copies.items() if copy.version is None or copy.version < since]
+        unheard = [
+            server
+            for server in self._copies
+            if self._agents.acked(server, now) < since or not self._agents.is_alive(server, now)
+        ]
+        return [
+            *(f"{server} to store the rules" for server in unstored),
+            *(f"the agent of {server} to acknowledge them" for server in unheard if server not in unstored),
+        ]
 
     def rules_rest(self, now: float) -> float:
         """Return how long no change begins yet, as publishers may not have heard of a change of rules."""
@@ -236,6 +265,9 @@ class Installer:
         plan = self.plan.with_entries(changed)
         settled = tuple(channel for channel, entry in changed.items() if entry.phase is Phase.SETTLED)
         self._note_transitions(changed, now, plan.version)
+        if settled:
+            recent = ((c, at) for c, at in self._settled_at.items() if now - at < self._options.plain_rest_s)
+            self._settled_at = {**dict(recent), **dict.fromkeys(settled, now)}
         reason = f"{len(changed) - len(settled)} activated, {len(settled)} settled"
         actions = self._changed(plan, changed, reason, now)
         return [*actions, TransitionsSettled(settled)] if settled else actions

@@ -34,7 +34,7 @@ from dynamoth_balancer.actions import Decided, Note, PlanChanged, Shutdown, Stop
 from dynamoth_balancer.admin import Admin
 from dynamoth_balancer.agents import Agents
 from dynamoth_balancer.changes import BegunChange, Changes, ChangeState
-from dynamoth_balancer.compatibility import describe_rules, new_rules
+from dynamoth_balancer.compatibility import describe_rules
 from dynamoth_balancer.contention import Contention
 from dynamoth_balancer.decider import Decider, is_replicated
 from dynamoth_balancer.drain import Drain
@@ -47,6 +47,7 @@ from dynamoth_balancer.model import ClusterModel
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.recovery import Conflict
 from dynamoth_balancer.replication import Replicate
+from dynamoth_balancer.rules import RuleRequests
 from dynamoth_balancer.status import describe_channels, describe_decisions, describe_server, plan_page
 from dynamoth_balancer.takeover import Takeover
 
@@ -120,7 +121,7 @@ class BalancerMachine:
         self.health = Health()
         #: Why the latest decision could not be carried out; empty when it could.
         self._decision_refused = ""
-        self._admin = Admin(self, self.options)
+        self._admin = Admin(self, RuleRequests(self._leading_installer), self.options)
         self._changes = Changes(self.load_ratio, self._change)
         #: Counts the times that this process got the lease; 0 before the first.
         self._term = 0
@@ -509,16 +510,6 @@ class BalancerMachine:
         if change.after.mode is not Mode.SINGLE:
             self._decider.hold(change.channel, change.after)
         return change, actions
-
-    def change_rules(self, arguments: Mapping[str, Any], now: float) -> tuple[Mapping[str, Any], list[Any]]:
-        """Show or change the compatibility rules; see :mod:`dynamoth_balancer.compatibility`."""
-        installer = self._leading_installer()
-        rules = new_rules(installer.plan, arguments)
-        actions: list[Any] = []
-        if rules is not None:
-            actions += installer.change_rules(rules, "an administrator has changed the compatibility rules", now)
-        plan = installer.plan
-        return {"version": plan.version, "rules": describe_rules(plan.compatibility)}, actions
 
     def _leading_installer(self) -> Installer:
         installer = self._at_work

@@ -24,6 +24,7 @@ _MAY_BE_ZERO = frozenset(
         "replica_dead_s",
         "join_s",
         "rules_rest_s",
+        "plain_rest_s",
     }
 )
 
@@ -144,6 +145,10 @@ class BalancerOptions:
 
     compatibility: tuple[CompatibilityRule, ...] = ()
     """The compatibility rules of a new cluster. A plan that is stored keeps its own, which administrators change."""
+
+    plain_rest_s: float = 6.0
+    """A channel does not become plain for so long after it has moved, or a balancer has found it moved. Longer than
+    clients look for messages that took another route (5 s), and hold those behind them (0.5 s). 0: none."""
 
     rules_rest_s: float = 5.0
     """No channel begins to move for so long after the compatibility rules were changed, or a balancer has found some.

@@ -225,7 +225,7 @@ class LocalCluster:
         self.capacities.append(self.capacities[-1])
         self.config_file.write_text(self._configuration())
         self.balancer.stop()
-        self.agents[id_] = self._daemon(f"agent {id_}", "node", "--server", id_)
+        self.agents[id_] = self._daemon(f"agent {id_}", "agent", "node", "--server", id_)
         self.agents[id_].start()
         self.balancer.start()
         return id_

@@ -12,7 +12,10 @@ from typing import Any
 from dynamoth.plan import Plan
 from dynamoth_balancer.compatibility import describe_rules
 from dynamoth_cli.access import Access, access_of, add_access
-from dynamoth_cli.admin import ANSWER_TIMEOUT_S, ask_balancer, read_header
+from dynamoth_cli.admin import ask_balancer, read_header
+
+CHANGE_TIMEOUT_S = 10.0
+"""The balancer answers when every agent has acknowledged the rules, or says after a few seconds who has not."""
 
 _DESCRIPTION = (
     "Rules for channels that plain Redis clients use, too, in the order in which they are looked at; the first one that"
@@ -82,4 +85,4 @@ async def _change(access: Access, arguments: argparse.Namespace) -> Mapping[str,
     }
     if arguments.compatibility == "add":
         wanted |= {"server": arguments.server, "plain": True}
-    return await ask_balancer(access.cluster, "compatibility", wanted, timeout_s=ANSWER_TIMEOUT_S, link=access.link)
+    return await ask_balancer(access.cluster, "compatibility", wanted, timeout_s=CHANGE_TIMEOUT_S, link=access.link)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dynamoth.compatibility import Compatibility
 from dynamoth.errors import UnknownMode
-from dynamoth.plan import Plan, Route, Server
+from dynamoth.plan import Plan, Route, Server, single
 from dynamoth_client.alone import ALONE
 
 
@@ -103,9 +103,13 @@ class LocalPlan:
         """The version of the compatibility rules."""
         return self._header.compatibility.version
 
-    def is_plain(self, channel: bytes) -> bool:
-        """Tell whether messages on a channel carry no envelopes, as plain Redis clients use it, too."""
-        return self._header.compatibility.is_plain(channel)
+    def plain_route(self, channel: bytes) -> Route | None:
+        """Return the route of a channel whose messages carry no envelopes, None for others.
+
+        While it is plain it stays at the server of its rule, whatever has been learned of it before.
+        """
+        rule = self._header.compatibility.rule_of(channel)
+        return Route(0, single(rule.server)) if rule is not None and rule.plain else None
 
     def home(self, channel: bytes) -> Route:
         """Return the route that a compatibility rule or the ring gives."""

@@ -42,7 +42,7 @@ class PublisherRoutes:
 
     def find(self, name: bytes) -> tuple[tuple[Location, ...], int]:
         """Return where the local plan now sends messages of a channel, and its epoch."""
-        route = self._plan.route(name)
+        route = self._plan.plain_route(name) or self._plan.route(name)
         locations = route.published_at(self._client_id, name)
         if route.assignment.mode is Mode.ALL_SUBSCRIBERS and self._is_avoided(locations[0]):
             replicas = route.locations(name)
@@ -76,7 +76,7 @@ class PublisherRoutes:
 
     def is_plain(self, name: bytes) -> bool:
         """Tell whether messages on a channel go out without envelopes."""
-        return not self._options.envelope or self._plan.is_plain(name)
+        return not self._options.envelope or self._plan.plain_route(name) is not None
 
     def rules_changed(self, link: str, version: int) -> list[Any]:
         """Read the rules that a server stores, as its dispatcher says that they are of this version."""

@@ -530,12 +530,9 @@ class DispatcherMachine:
         copies = len(way.forwarded) + len(way.relayed) + len(way.relayed_later)
         if not copies:
             return []
-        if self._is_plain(channel):  # nobody could read a number there, not even this dispatcher's
-            if envelope is not None and envelope.flags & HEARTBEAT:
-                return []
-            copy = data if envelope is None else envelope.payload
-        elif envelope is None:
-            copy = self._number_raw(channel, way.epoch, data)
+        if envelope is None:
+            # Plain clients cannot read what this dispatcher has numbered.
+            copy = data if self._is_plain(channel) else self._number_raw(channel, way.epoch, data)
         else:
             copy = forwarded(data, way.epoch, ROUTE_CHANGED if self._in_doubt(channel, now) else 0)
         self.counters["forwarded_messages"] += copies
@@ -549,7 +546,9 @@ class DispatcherMachine:
         return actions
 
     def _is_plain(self, channel: bytes) -> bool:
-        return self.plan is not None and self.plan.compatibility.is_plain(channel)
+        """Tell whether plain clients listen: on no channel in transition, where raw copies would go to and fro."""
+        at_rest = self.transitions.get(channel) is None
+        return at_rest and self.plan is not None and self.plan.compatibility.is_plain(channel)
 
     def _in_doubt(self, channel: bytes, now: float) -> bool:
         """Tell whether earlier messages may have taken another way than this one, or may not have been observed."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dynamoth import stored_plan
+from dynamoth.compatibility import CompatibilityRule
 from dynamoth.events import Machine
 from dynamoth.names import PLAN_KEY
 from dynamoth.plan import Assignment, Mode, Phase, Plan, Server
@@ -43,6 +44,13 @@ AMPLE_BYTES_PER_S = 1_000_000_000
 
 JOIN_S = 2.0
 """How long a new server carries no channel, and a client with patterns has for getting there."""
+
+RULES_REST_S = 1.0
+"""How long no channel moves after a change of rules: longer than a client stands still."""
+
+PLAIN_REST_S = 7.0
+"""How long channels that have moved do not become plain: longer than clients and agents say that a route has changed,
+and subscribers hold messages."""
 
 RESTART_S = 0.2
 """How soon a process that has ended by itself is started again, as a supervisor would."""
@@ -109,11 +117,12 @@ def short_options(
     forwards_max: int = 1000,
     replicas_max: int = 1,
     draining: frozenset[str] = frozenset(),
+    compatibility: tuple[CompatibilityRule, ...] = (),
 ) -> ClusterOptions:
     """Return options with short intervals, so that much happens in a few seconds.
 
     ``replicas_max`` is how many servers the balancer itself spreads a channel over; 1 leaves it to the administrator.
-    ``draining`` are the servers that it is told to empty.
+    ``draining`` are the servers that it is told to empty, ``compatibility`` the rules with which the cluster begins.
     """
     return ClusterOptions(
         client=_short_client_options(hold_s_max),
@@ -151,6 +160,9 @@ def short_options(
             replica_dead_s=1.0,
             draining=draining,
             join_s=JOIN_S,
+            compatibility=compatibility,
+            rules_rest_s=RULES_REST_S,
+            plain_rest_s=PLAIN_REST_S,
         ),
         servers=servers,
         delays=delays,
@@ -200,6 +212,8 @@ class Cluster:
         )
         self.clients: list[Client] = []
         self.moves = Moves()
+        #: What administrators were answered, by the number of the request: None, or why not.
+        self.answers: dict[int, str | None] = {}
         self._names: dict[int, str] = {}
 
     @property
@@ -329,16 +343,24 @@ class Cluster:
         else:
             self._ask("move", {"channel": channel, "to": servers[0]})
 
+    def change_rules(self, action: str, pattern: bytes, server: str | None = None) -> int:
+        """Ask the balancer for other compatibility rules; return the number of the request."""
+        where = {} if server is None else {"server": server, "plain": True}
+        return self._ask("compatibility", {"action": action, "pattern": pattern, **where})
+
     def _is_replicated(self, channel: bytes) -> bool:
         newest = self.newest_plan()
         return newest is not None and newest.entry(channel).route.assignment.mode is not Mode.SINGLE
 
-    def _ask(self, command: str, arguments: dict[str, Any]) -> None:
+    def _ask(self, command: str, arguments: dict[str, Any]) -> int:
         self.moves.asked += 1
-        self.administrator.handle(Ask(self.world.random.getrandbits(63), command, arguments))
+        request = self.world.random.getrandbits(63)
+        self.administrator.handle(Ask(request, command, arguments))
+        return request
 
     def _answered(self, action: Any) -> None:
         assert type(action) is Answered, f"not an action of an administrator: {action!r}"
+        self.answers[action.request] = action.error
         if action.error is None:
             self.moves.settled += 1
         else:
@@ -390,7 +412,8 @@ class Cluster:
         administrator = self.administrator.machine
         assert isinstance(administrator, Administrator)
         for ask, times in administrator.unanswered.values():
-            if not self.is_stuck(ask.arguments["channel"]):
+            channel = ask.arguments.get("channel")
+            if channel is None or not self.is_stuck(channel):
                 problems.append(f"{ask}, asked for {times} times, is not answered")
         return problems
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
+from dynamoth.compatibility import CompatibilityRule
 from dynamoth.control import Marker, RouteNotice, unpack_control
 from dynamoth.envelope import CONTROL, is_enveloped, open_envelope
 from dynamoth.errors import MalformedMessage
@@ -25,6 +26,7 @@ from dynamoth.names import (
     OPERATOR_INBOX_PREFIX,
 )
 from dynamoth.plan import single
+from dynamoth_sim import upgrade
 from dynamoth_sim.cluster import AMPLE_BYTES_PER_S, Cluster
 from dynamoth_sim.network import DEFAULT_DELAYS, SILENCE_S_MAX, Delays
 from dynamoth_sim.process import Process
@@ -94,6 +96,8 @@ class Profile:
     replicas_max: int = 1
     #: Servers that the balancer is told to empty.
     draining: frozenset[str] = frozenset()
+    #: The compatibility rules with which the cluster begins.
+    compatibility: tuple[CompatibilityRule, ...] = ()
     #: Deeds that are done once each, early.
     once: tuple[str, ...] = ()
     #: How long applications work and things go wrong, in virtual time.
@@ -139,6 +143,16 @@ PROFILES: dict[str, Profile] = {
         Profile("balancer", losses_allowed=False, faults=LOSSLESS_FAULTS[4:], delays=SLOW),
         Profile("control", losses_allowed=False, faults=("meddle",), delays=SLOW),
         Profile("raw", losses_allowed=False, delays=SLOW, workload=WorkloadOptions(raw_publishers=2)),
+        Profile(
+            "upgrade",
+            losses_allowed=False,
+            faults=("pause agent", "pause balancer", "pause client", "stall server", "crash balancer", "cut balancer"),
+            delays=SLOW,
+            interval_s=0.6,
+            compatibility=upgrade.RULES,
+            workload=WorkloadOptions(raw_publishers=1, plain_listeners=2),
+            work_s=13.0,
+        ),
         Profile(
             "game",
             losses_allowed=False,

@@ -420,6 +420,11 @@ class Audit:
             if len(view.holes) > HOLES_MAX:
                 self._judge_holes(subscriber, channel, publisher, view, at)
 
+    def unreadable(self, subscriber: Subscriber, channel: bytes, at: float) -> None:
+        """A plain Redis client gets bytes that are no message of an application."""
+        what = f"{subscriber}, a plain client, gets what it cannot read"
+        self._violation("plain", what, at, channel, subscriber)
+
     # Gaps.
 
     def gap(

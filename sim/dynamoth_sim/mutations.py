@@ -7,9 +7,9 @@ constant while it is entered.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
+from collections.abc import Generator, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import dynamoth.plan
@@ -22,58 +22,38 @@ import dynamoth_client.channel_messages
 import dynamoth_client.pattern_subscription
 import dynamoth_dispatcher.ways
 import dynamoth_lla.traffic
-from dynamoth.envelope import CONTROL, HEARTBEAT, Envelope, open_envelope
-from dynamoth.events import Send
+from dynamoth.envelope import CONTROL, HEARTBEAT, open_envelope
 from dynamoth.names import is_user_channel, replica_pattern
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, missing
 from dynamoth.ring import Ring
-from dynamoth_balancer.agents import Agents
 from dynamoth_balancer.drain import Drain
 from dynamoth_balancer.goals import ChannelFigures, Cluster, Move
 from dynamoth_balancer.installer import Installer
 from dynamoth_balancer.model import ClusterModel
 from dynamoth_balancer.options import BalancerOptions
-from dynamoth_client import alone
 from dynamoth_client._blocking import Blocking
 from dynamoth_client._queue import Dropped, Message
-from dynamoth_client.alone import ALONE
-from dynamoth_client.checks import Checks
-from dynamoth_client.elsewhere import Elsewhere
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.moves import Moves
 from dynamoth_client.outcomes import Outcomes
 from dynamoth_client.pattern_messages import PatternGapDetected, PatternMessages
 from dynamoth_client.pattern_subscription import MatchedChannel, PatternMessage
 from dynamoth_client.patterns import PatternMachine
-from dynamoth_client.publication import CheckAt, PublisherServer, Waiting
+from dynamoth_client.publication import Waiting
 from dynamoth_client.publisher import PublisherMachine
-from dynamoth_client.publisher_alone import AloneServer
 from dynamoth_client.publisher_routes import PublisherRoutes
-from dynamoth_client.sequences import Gap, Stream
+from dynamoth_client.sequences import Stream
 from dynamoth_client.subscription import Place, Subscription
 from dynamoth_dispatcher.machine import DispatcherMachine
 from dynamoth_dispatcher.transitions import Transitions
 from dynamoth_dispatcher.ways import Way, Ways
+from dynamoth_sim import alone_mutations, compatibility_mutations, delivery_mutations, rights_mutations
+from dynamoth_sim.mutating import Check, replaced
 from dynamoth_sim.replica_scenarios import pairs
-
-Mutation = Callable[[], AbstractContextManager[None]]
 
 _NOWHERE = Way((), (), (), 0, stale=False)
 """No copy, and nobody is told."""
-
-
-@contextmanager
-def replaced(owner: Any, **attributes: Any) -> Generator[None]:
-    """Put others in the place of attributes of a class or module, and put them back in the end."""
-    originals = {name: owner.__dict__[name] for name in attributes}
-    for name, value in attributes.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in originals.items():
-            setattr(owner, name, value)
 
 
 def moved_in_transition() -> AbstractContextManager[None]:
@@ -418,7 +398,7 @@ def publishers_wait() -> AbstractContextManager[None]:
 
     @contextmanager
     def both() -> Generator[None]:
-        with replaced(PublisherMachine, _fail_over=wait), nobody_is_asked_for_publishers():
+        with replaced(PublisherMachine, _fail_over=wait), delivery_mutations.nobody_is_asked_for_publishers():
             yield
 
     return both()
@@ -431,55 +411,6 @@ def nothing_handed_over() -> AbstractContextManager[None]:
         return self.end(waiting)
 
     return replaced(Outcomes, hand_over=end)
-
-
-def agents_are_trusted() -> AbstractContextManager[None]:
-    """A publisher believes that an agent forwards what it has published in the wrong place."""
-
-    def replied(self: Checks, at: CheckAt, link: str, value: Any, now: float) -> list[Any]:
-        self._routes.entry_read(at.check.channel, link, value, self._servers[link], now)  # pyright: ignore[reportPrivateUsage]
-        return self._confirm(at.check, now)  # pyright: ignore[reportPrivateUsage]
-
-    return replaced(Checks, replied=replied)
-
-
-def begun_without_a_gap() -> AbstractContextManager[None]:
-    """A subscriber that is new to a publisher begins with what it has when it has waited, and says nothing."""
-    release = Stream._release  # pyright: ignore[reportPrivateUsage]
-
-    def silent(self: Stream, publisher: int, reason: str) -> list[Any]:
-        was_opening = self.next is None
-        released = release(self, publisher, reason)
-        return [outcome for outcome in released if not (was_opening and isinstance(outcome, Gap))]
-
-    return replaced(Stream, _release=silent)
-
-
-def everything_is_owed() -> AbstractContextManager[None]:
-    """A subscriber takes every message for owed that was published before it heard of the publisher."""
-
-    def now_of(self: Envelope, now: float) -> float:
-        return now
-
-    return replaced(Envelope, previous_at=now_of)
-
-
-def nobody_is_asked_for_publishers() -> AbstractContextManager[None]:
-    """Publishers wait for a server that cannot be reached."""
-
-    def never(self: Elsewhere, server: PublisherServer) -> float:
-        return float("inf")
-
-    return replaced(Elsewhere, deadline=never)
-
-
-def nobody_is_asked_for_subscribers() -> AbstractContextManager[None]:
-    """Subscribers wait for a server that cannot be reached."""
-
-    def nothing(*_: Any) -> list[Any]:
-        return []
-
-    return replaced(Moves, _look_elsewhere=nothing)
 
 
 def every_copy_for_patterns() -> AbstractContextManager[None]:
@@ -567,75 +498,6 @@ def anything_may_come() -> AbstractContextManager[None]:
     return replaced(Installer, why_not_to=Installer.why_not)
 
 
-def no_overlap() -> AbstractContextManager[None]:
-    """Publishers leave a server that was alone as soon as they know the plan."""
-
-    def no_copy(self: AloneServer, channel: bytes, data: bytes, now: float) -> list[Any]:
-        return []
-
-    return replaced(AloneServer, copy=no_copy)
-
-
-def plan_not_looked_for() -> AbstractContextManager[None]:
-    """Publishers do not look behind their messages whether a server is still alone."""
-
-    def nothing(self: AloneServer, reply: Any) -> bool:
-        return False
-
-    return replaced(AloneServer, has_plan=nothing)
-
-
-def no_gap_for_the_alone() -> AbstractContextManager[None]:
-    """Subscribers follow a plan that has come as if nobody could have followed it before."""
-
-    def leave(self: Moves, subscription: Any) -> list[Any]:
-        return [Send(ALONE, (b"PING",), ("alone", subscription.channel))]
-
-    return replaced(Moves, _leave_alone=leave)
-
-
-def alone_at_once() -> AbstractContextManager[None]:
-    """A server where nobody is at work is taken for one alone, however lately it has started."""
-    return replaced(alone, FRESH_S=0.0)
-
-
-def seldom_looked() -> AbstractContextManager[None]:
-    """The balancer looks as seldom as it did whether a plan is still stored."""
-    return replaced(dynamoth_balancer.copies, PROBE_INTERVAL_S=2.5)
-
-
-def blind_is_believed() -> AbstractContextManager[None]:
-    """An agent that may not observe acknowledges all the same, and the balancer does not ask whether it observes."""
-
-    def note_nothing(self: Agents, server: str, incarnation: int, problem: str) -> None:
-        pass
-
-    @contextmanager
-    def both() -> Generator[None]:
-        with replaced(DispatcherMachine, why_blind=None), replaced(Agents, cannot_observe=note_nothing):
-            yield
-
-    return both()
-
-
-def any_voice_counts() -> AbstractContextManager[None]:
-    """The balancer believes whoever acknowledges, whether or not others speak for the same server."""
-
-    def acked(self: Agents, server: str, now: float) -> int:
-        return max((voice.acked for voice in self[server].voices.values()), default=-1)
-
-    return replaced(Agents, acked=acked)
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A scenario, what makes it fail, and the guarantee that is broken then ("expected": what the script expects)."""
-
-    scenario: str
-    mutation: Mutation
-    broken: str
-
-
 CHECKS: tuple[Check, ...] = (
     Check("01-moved-twice", moved_in_transition, "G1"),
     Check("02-forwarding-loop", forwarded_for_ever, "expected"),
@@ -683,22 +545,12 @@ CHECKS: tuple[Check, ...] = (
     Check("41-blocked-reader", blocked_for_ever, "expected"),
     Check("41-blocked-reader-skips", blocked_for_ever, "expected"),
     Check("41-blocked-reader-skips", skipped_in_silence, "G5"),
-    Check("50-alone-grows", no_overlap, "G1"),
-    Check("50-alone-grows", plan_not_looked_for, "expected"),
-    Check("51-alone-overtaken", no_gap_for_the_alone, "G5"),
-    Check("52-empty-member", alone_at_once, "expected"),
-    Check("53-flushed", seldom_looked, "expected"),
-    Check("60-may-not-observe", blind_is_believed, "expected"),
-    Check("61-forged-acknowledgement", any_voice_counts, "expected"),
+    *rights_mutations.CHECKS,
+    *alone_mutations.CHECKS,
+    *delivery_mutations.CHECKS,
+    *compatibility_mutations.CHECKS,
     Check("31-drained", nothing_leaves, "expected"),
     Check("31-drained", break_before_make, "G1"),
     Check("31-drained", anything_may_come, "expected"),
-    Check("34-first-message-agent-hangs", agents_are_trusted, "G1"),
-    Check("35-first-message-agent-lags", agents_are_trusted, "expected"),
-    Check("36-lost-before-it-was-known", begun_without_a_gap, "G5"),
-    Check("37-not-owed", everything_is_owed, "expected"),
-    Check("38-old-server-dies", nobody_is_asked_for_publishers, "expected"),
-    Check("39-home-is-down", nobody_is_asked_for_publishers, "expected"),
-    Check("39-home-is-down", nobody_is_asked_for_subscribers, "expected"),
 )
 """Each scenario with what must make it fail."""

@@ -110,6 +110,7 @@ def run_scenario(seed: int, name: str) -> Outcome:
         scenario.outgoing_bytes_per_s_max,
         losses_allowed=scenario.losses_allowed,
         replicas_max=scenario.replicas_max,
+        compatibility=scenario.compatibility,
     )
 
     def play() -> list[Violation]:
@@ -134,6 +135,7 @@ def _run_profile(world: World, profile: Profile) -> Outcome:
             forwards_max=profile.forwards_max,
             replicas_max=profile.replicas_max,
             draining=profile.draining,
+            compatibility=profile.compatibility,
         ),
     )
     return _outcome(profile.name, cluster, lambda: _live(cluster, profile))

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from dynamoth.compatibility import CompatibilityRule
 from dynamoth.control import Marker, RouteNotice
 from dynamoth.errors import MalformedMessage
 from dynamoth.names import BALANCER_CHANNEL, INBOX_PREFIX, is_user_channel, logical_channel
@@ -22,6 +23,7 @@ from dynamoth.reports import Report, unpack_report
 from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_sim import (
     alone_scenarios,
+    compatibility_scenarios,
     delivery_scenarios,
     failure_scenarios,
     pattern_scenarios,
@@ -44,6 +46,7 @@ class Scenario:
     losses_allowed: bool = False
     #: How many servers the balancer itself spreads a channel over.
     replicas_max: int = 1
+    compatibility: tuple[CompatibilityRule, ...] = ()
 
 
 SETTLE_S_MAX = 2.0
@@ -562,6 +565,7 @@ def _report(data: bytes | None) -> Report | None:
         return None
 
 
+_OTHERS = (pattern_scenarios, failure_scenarios, delivery_scenarios, alone_scenarios)
 SCENARIOS: dict[str, Scenario] = {
     "01-moved-twice": Scenario(moved_twice),
     "02-forwarding-loop": Scenario(forwarding_loop),
@@ -585,15 +589,9 @@ SCENARIOS: dict[str, Scenario] = {
     "31-drained": Scenario(drained),
     **{name: Scenario(play, servers=4) for name, play in replica_scenarios.PLAYS.items()},
     **{name: Scenario(play, losses_allowed=True) for name, play in replica_scenarios.FAILURES.items()},
-    **{name: Scenario(play) for name, play in pattern_scenarios.PLAYS.items()},
-    **{name: Scenario(play, losses_allowed=True) for name, play in pattern_scenarios.FAILURES.items()},
-    **{name: Scenario(play) for name, play in failure_scenarios.PLAYS.items()},
-    **{name: Scenario(play, losses_allowed=True) for name, play in failure_scenarios.FAILURES.items()},
-    **{name: Scenario(play) for name, play in delivery_scenarios.PLAYS.items()},
-    **{name: Scenario(play, losses_allowed=True) for name, play in delivery_scenarios.FAILURES.items()},
-    **{name: Scenario(play) for name, play in alone_scenarios.PLAYS.items()},
-    **{name: Scenario(play) for name, play in rights_scenarios.PLAYS.items()},
-    **{name: Scenario(play, losses_allowed=True) for name, play in alone_scenarios.FAILURES.items()},
+    **{name: Scenario(play) for module in (*_OTHERS, rights_scenarios) for name, play in module.PLAYS.items()},
+    **{name: Scenario(play, losses_allowed=True) for module in _OTHERS for name, play in module.FAILURES.items()},
+    **{name: Scenario(play, compatibility=rules) for name, (play, rules) in compatibility_scenarios.PLAYS.items()},
     **{
         name: Scenario(play, outgoing_bytes_per_s_max=120_000, replicas_max=3)
         for name, play in replica_scenarios.LOADS.items()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from dynamoth.compatibility import CompatibilityRule
 from dynamoth.control import unpack_control
 from dynamoth.envelope import CONTROL, is_enveloped, open_envelope
 from dynamoth.errors import MalformedMessage
@@ -39,6 +40,7 @@ class Stage:
         hold_s_max: how long subscribers hold messages back.
         losses_allowed: whether a loss that is told to subscribers is in order.
         replicas_max: how many servers the balancer itself spreads a channel over.
+        compatibility: the rules with which the cluster begins.
 
     """
 
@@ -50,6 +52,7 @@ class Stage:
         hold_s_max: float = 1.0,
         losses_allowed: bool = False,
         replicas_max: int = 1,
+        compatibility: tuple[CompatibilityRule, ...] = (),
     ) -> None:
         self.world = world
         options = short_options(
@@ -59,6 +62,7 @@ class Stage:
             servers=servers,
             losses_allowed=losses_allowed,
             replicas_max=replicas_max,
+            compatibility=compatibility,
         )
         self.cluster = Cluster(world, options)
         self._problems: list[Violation] = []

@@ -14,6 +14,7 @@ from dynamoth_sim.clients import Client, PatternSubscriberApp, PublisherApp, Sub
 from dynamoth_sim.cluster import VIRTUAL_NODES, Cluster
 from dynamoth_sim.process import Process
 from dynamoth_sim.rgame import GameWorld, Join, Leave, Player
+from dynamoth_sim.upgrade import Upgrade
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class WorkloadOptions:
     idle_ratio: float = 0.0
     #: How often a new client comes, publishes a few messages on one channel, and dies or stays idle: 0 for never.
     visit_interval_s: float = 0.0
+    #: Plain Redis clients that listen while channels are plain, of a fleet that is upgraded and goes back.
+    plain_listeners: int = 0
     #: Players of RGame, who publish and subscribe, on channels of their own.
     players: int = 0
     #: The longest time between two publishes of one publisher.
@@ -136,6 +139,7 @@ class Workload:
     options: WorkloadOptions
     channels: list[bytes] = field(init=False)
     stopped: bool = False
+    _upgrade: Upgrade | None = None
 
     def __post_init__(self) -> None:
         """Name the channels; so few that they often share a server."""
@@ -169,6 +173,9 @@ class Workload:
             self._start_raw(f"raw{number}", url)
         if options.visit_interval_s:
             self.cluster.world.after(0.5, self._visit, 0)
+        if options.plain_listeners:
+            self._upgrade = Upgrade(self.cluster, self.channels, options.plain_listeners, lambda: self.stopped)
+            self.cluster.world.after(0.3 * self._random.random(), self._upgrade.start)
         if options.move_interval_s:
             self.cluster.world.after(0.2 + 0.3 * self._random.random(), self._move)
         if options.players:
@@ -335,7 +342,10 @@ class Workload:
         if self.stopped:
             return
         storm = self._random.random() < self.options.storm_ratio
+        kept = self._upgrade.channels if self._upgrade is not None and self._upgrade.is_returning else ()
         for channel in self.channels if storm else [self._random.choice(self.channels)]:
+            if channel in kept:
+                continue
             self.cluster.change(channel, self._draw_assignment())
         self.cluster.world.after(self.options.move_interval_s * self._random.random(), self._move)
 

@@ -10,6 +10,7 @@ import pytest
 
 from dynamoth_client.sequences import Stream
 from dynamoth_sim.faults import PROFILES
+from dynamoth_sim.mutating import replaced
 from dynamoth_sim.mutations import (
     absence_without_end,
     empty_when_told,
@@ -17,7 +18,6 @@ from dynamoth_sim.mutations import (
     headers_read_once,
     no_markers,
     no_verification,
-    replaced,
 )
 from dynamoth_sim.run import main, parse_seeds, run_seed, run_seeds
 

@@ -1,0 +1,60 @@
+"""Mutations for the scenarios of servers that are alone. See ``mutations``."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import dynamoth_balancer.copies
+from dynamoth.events import Send
+from dynamoth_client import alone
+from dynamoth_client.alone import ALONE
+from dynamoth_client.moves import Moves
+from dynamoth_client.publisher_alone import AloneServer
+from dynamoth_sim.mutating import Check, replaced
+
+
+def no_overlap() -> AbstractContextManager[None]:
+    """Publishers leave a server that was alone as soon as they know the plan."""
+
+    def no_copy(self: AloneServer, channel: bytes, data: bytes, now: float) -> list[Any]:
+        return []
+
+    return replaced(AloneServer, copy=no_copy)
+
+
+def plan_not_looked_for() -> AbstractContextManager[None]:
+    """Publishers do not look behind their messages whether a server is still alone."""
+
+    def nothing(self: AloneServer, reply: Any) -> bool:
+        return False
+
+    return replaced(AloneServer, has_plan=nothing)
+
+
+def no_gap_for_the_alone() -> AbstractContextManager[None]:
+    """Subscribers follow a plan that has come as if nobody could have followed it before."""
+
+    def leave(self: Moves, subscription: Any) -> list[Any]:
+        return [Send(ALONE, (b"PING",), ("alone", subscription.channel))]
+
+    return replaced(Moves, _leave_alone=leave)
+
+
+def alone_at_once() -> AbstractContextManager[None]:
+    """A server where nobody is at work is taken for one alone, however lately it has started."""
+    return replaced(alone, FRESH_S=0.0)
+
+
+def seldom_looked() -> AbstractContextManager[None]:
+    """The balancer looks as seldom as it did whether a plan is still stored."""
+    return replaced(dynamoth_balancer.copies, PROBE_INTERVAL_S=2.5)
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("50-alone-grows", no_overlap, "G1"),
+    Check("50-alone-grows", plan_not_looked_for, "expected"),
+    Check("51-alone-overtaken", no_gap_for_the_alone, "G5"),
+    Check("52-empty-member", alone_at_once, "expected"),
+    Check("53-flushed", seldom_looked, "expected"),
+)

@@ -1,0 +1,70 @@
+"""Mutations for the scenarios of fleets that are upgraded gradually. See ``mutations``."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import dynamoth_balancer.compatibility
+import dynamoth_balancer.installer
+import dynamoth_balancer.takeover
+from dynamoth.compatibility import Compatibility
+from dynamoth.plan import Plan
+from dynamoth_balancer.installer import Installer
+from dynamoth_client.local_plan import LocalPlan
+from dynamoth_dispatcher.machine import DispatcherMachine
+from dynamoth_sim.mutating import Check, replaced
+
+
+def envelopes_for_everybody() -> AbstractContextManager[None]:
+    """Publishers do not follow compatibility rules."""
+    return replaced(LocalPlan, plain_route=lambda self, channel: None)
+
+
+def plain_channels_move() -> AbstractContextManager[None]:
+    """The balancer lets administrators move plain channels."""
+    return replaced(dynamoth_balancer.installer, why_not_moved=lambda plan, channel: None)
+
+
+def plain_messages_are_numbered() -> AbstractContextManager[None]:
+    """Dispatchers put plain messages that they forward into envelopes, whoever listens."""
+    return replaced(DispatcherMachine, _is_plain=lambda self, channel: False)
+
+
+def rules_die_with_the_balancer() -> AbstractContextManager[None]:
+    """A balancer that takes over does not take over the compatibility rules."""
+    recover = dynamoth_balancer.takeover.__dict__["recover"]
+
+    def forgetful(*arguments: Any, **options: Any) -> Plan:
+        plan: Plan = recover(*arguments, **options)
+        return replace(plan, compatibility=Compatibility(plan.version)) if plan.version else plan
+
+    return replaced(dynamoth_balancer.takeover, recover=forgetful)
+
+
+def no_rest_after_rules() -> AbstractContextManager[None]:
+    """Channels may move as soon as rules have changed."""
+    return replaced(Installer, rules_rest=lambda self, now: 0.0)
+
+
+def rules_are_not_told() -> AbstractContextManager[None]:
+    """Dispatchers do not tell publishers that rules have changed."""
+    return replaced(DispatcherMachine, _tell_rules=lambda self: [])
+
+
+def rules_for_channels_elsewhere() -> AbstractContextManager[None]:
+    """The balancer takes any rule, wherever the channels are."""
+    return replaced(dynamoth_balancer.compatibility, _check=lambda plan, new: None)
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("44-plain-fleet", envelopes_for_everybody, "plain"),
+    Check("44-plain-fleet", plain_channels_move, "G1"),
+    Check("44-plain-fleet", plain_messages_are_numbered, "plain"),
+    Check("44-plain-fleet", rules_die_with_the_balancer, "expected"),
+    Check("45-plain-lifted", no_rest_after_rules, "G2"),
+    Check("45-plain-lifted", rules_are_not_told, "expected"),
+    Check("46-plain-again", rules_are_not_told, "expected"),
+    Check("46-plain-again", rules_for_channels_elsewhere, "expected"),
+)

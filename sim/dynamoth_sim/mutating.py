@@ -1,0 +1,32 @@
+"""What mutations are made of: production code with one remedy switched off, and what is broken then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+Mutation = Callable[[], AbstractContextManager[None]]
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Generator[None]:
+    """Put others in the place of attributes of a class or module, and put them back in the end."""
+    originals = {name: owner.__dict__[name] for name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in originals.items():
+            setattr(owner, name, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A scenario, what makes it fail, and the guarantee that is broken then ("expected": what the script expects)."""
+
+    scenario: str
+    mutation: Mutation
+    broken: str
