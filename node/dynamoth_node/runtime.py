@@ -132,7 +132,7 @@ class _Agent:
             on_crash=self._crashed,
             on_pushes=lambda name, messages: self._gathering.observed(name, messages),
         )
-        self._gathering = Gathering(self._loop, LOCAL, lambda: driver.link(LOCAL))
+        self._gathering = Gathering(self._loop, LOCAL, lambda: driver.link(LOCAL), self._may_wait)
         try:
             with daemon.ended_by_signals(self._stop):
                 self._log_started(http)
@@ -151,6 +151,9 @@ class _Agent:
 
     def _link_options(self, action: Connect) -> LinkOptions:
         return self._config.link
+
+    def _may_wait(self) -> bool:
+        return not self._machine.dispatcher.transitions
 
     # What is reported.
 

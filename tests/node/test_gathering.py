@@ -48,7 +48,10 @@ class Stage:
     def __init__(self, fileno: int = -1, parts_max: int = 2) -> None:
         self.loop = FakeLoop()
         self.link: FakeLink | None = FakeLink(fileno)
-        self.gathering = Gathering(cast("Any", self.loop), "local", lambda: cast("Any", self.link))
+        self.may_wait = True
+        self.gathering = Gathering(
+            cast("Any", self.loop), "local", lambda: cast("Any", self.link), lambda: self.may_wait
+        )
         self.gathering._parts_max = parts_max  # pyright: ignore[reportPrivateUsage]
 
     def read(self, messages: int, parts: int = 1, name: str = "local", after_s: float = 0.001) -> list[str]:
@@ -110,6 +113,15 @@ def test_an_agent_that_is_behind_reads_on() -> None:
     stage.become_busy()
     assert stage.read(300, parts=4) == []
     assert stage.read(300, parts=3) == ["pause"]
+
+
+def test_an_agent_with_something_urgent_reads_on() -> None:
+    stage = Stage()
+    stage.become_busy()
+    stage.may_wait = False
+    assert stage.read(500) == []
+    stage.may_wait = True
+    assert stage.read(500) == ["pause"]
 
 
 def test_other_links_and_links_that_are_gone_are_left_alone() -> None:
