@@ -20,11 +20,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dynamoth.bounded import ENTRY_BYTES, BoundedTable
 from dynamoth.control import LossNotice, ObservationGap, pack_control, seal_control
 from dynamoth.envelope import CONTROL, HEARTBEAT, QUIET_MS_MAX, Envelope, open_envelope, seal
 from dynamoth.errors import MalformedMessage
 from dynamoth.events import Connect, ErrorReply, Send, earliest
-from dynamoth.names import CLIENTS_CHANNEL, logical_channel, relay_channel
+from dynamoth.names import CLIENTS_CHANNEL, INBOX_PREFIX, is_user_channel, logical_channel, relay_channel
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Location, Server
 
@@ -43,16 +44,24 @@ class ForwarderOptions:
 
     forwards_max: int = 100_000
     """Messages per server that wait to be forwarded at most; past it the newest are lost and subscribers are told."""
+    forwards_bytes_max: int = 256 * 1024 * 1024
+    """Their bytes per server at most; a message that is larger goes where nothing else waits."""
     lost_max: int = 10_000
     """Locations per server whose lost messages are counted at most; past it publishers send heartbeats instead."""
     relayed_max: int = 10_000
     """Messages per location that are known to have been relayed; one that is relayed again later comes twice."""
+    relay_channels_max: int = 10_000
+    """Channels of which such messages are remembered at most; the one that was used the longest ago gives way."""
+    relayed_bytes_max: int = 32 * 1024 * 1024
+    """Memory for them, about."""
     relay_delay_s: float = 0.02
     """A copy that another dispatcher relays too, and a marker behind it, wait so long for others."""
     heartbeat_delay_s: float = 5.0
     """A heartbeat that a publisher asks for waits so long for its message: longer than a slow server takes."""
     heartbeats_max: int = 100_000
     """Such heartbeats that wait at most; past it the oldest is sent."""
+    names_bytes_max: int = 32 * 1024 * 1024
+    """Memory for the names of channels that wait for a heartbeat, and of those whose lost messages are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,7 @@ class _Relay:
 
     target: Location
     data: bytes
+    size: int
 
 
 class Forwarder:
@@ -91,7 +101,14 @@ class Forwarder:
         #: Whether messages were lost on more channels than ``_lost`` holds; their publishers are to say what they sent.
         self._lost_unnamed = False
         #: Old physical channel here to the messages that were relayed to it, oldest first.
-        self._relayed: dict[bytes, OrderedDict[tuple[int, int, int], None]] = {}
+        self._relayed: BoundedTable[bytes, OrderedDict[tuple[int, int, int], None]] = BoundedTable(
+            options.relay_channels_max, options.relayed_bytes_max, _relayed_bytes, self._note_evicted
+        )
+        #: Server to the bytes of the unanswered commands of its outbox.
+        self._bytes: dict[str, int] = {}
+        #: Bytes of the names in ``_lost``, and in ``_heartbeats``.
+        self._lost_bytes = 0
+        self._heartbeats_bytes = 0
         #: When what was put to be sent later is sent; None while there is nothing.
         self._flush_at: float | None = None
         #: (location, publisher) to the latest heartbeat that the publisher has asked for, and when; latest last.
@@ -109,7 +126,12 @@ class Forwarder:
         """Give a copy to the dispatcher of ``target``, in one order with everything else that is given to it."""
         if target.server == self._server:
             return self.publish_once(target.physical, data)
-        return self._put(target, (b"PUBLISH", relay_channel(target.physical), data), _Relay(target, data), later=later)
+        return self._put(
+            target,
+            (b"PUBLISH", relay_channel(target.physical), data),
+            _Relay(target, data, _command_bytes(target.physical, data)),
+            later=later,
+        )
 
     def relay_later(self, target: Location, data: bytes, now: float) -> list[Any]:
         """Do as ``relay``, but up to ``relay_delay_s`` later, with all that is given to that dispatcher until then."""
@@ -119,8 +141,7 @@ class Forwarder:
 
     def mark(self, target: Location, data: bytes, now: float, *, relayed: bool) -> list[Any]:
         """Send a marker behind the copies for its server; where there is no room, not: it is asked for again."""
-        outbox = self._outboxes.get(target.server)
-        if outbox is not None and outbox.full:
+        if self._is_full(target.server, _command_bytes(target.physical, data)):
             return []
         return self.relay_later(target, data, now) if relayed else self.forward(target, data)
 
@@ -134,34 +155,51 @@ class Forwarder:
     ) -> list[Any]:
         actions = self.connect(target.server)
         outbox = self._outboxes[target.server]
-        if outbox.full:
+        size = token.size if token is not None else _command_bytes(target.physical, command[-1])
+        if self._is_full(target.server, size):
             self._lose(target)
-        elif later:
-            outbox.put_later(command, token)
+            return actions
+        self._bytes[target.server] += size
+        if later:
+            outbox.put_later(command, token or size)
         else:
-            actions += outbox.put(command, token)
+            actions += outbox.put(command, token or size)
         return actions
+
+    def _is_full(self, server: str, size: int) -> bool:
+        """Tell whether there is no room for a command of ``size`` bytes."""
+        outbox = self._outboxes.get(server)
+        if outbox is None or not len(outbox):
+            return False
+        return outbox.full or self._bytes[server] + size > self._options.forwards_bytes_max
+
+    def _note_evicted(self, physical: bytes, known: object) -> None:
+        self._counters["relayed_evicted"] += 1
 
     def publish_once(self, physical: bytes, data: bytes) -> list[Any]:
         """Publish what was relayed, unless another dispatcher has relayed the same message; markers always."""
+        if not is_user_channel(physical) and not physical.startswith(INBOX_PREFIX):
+            self._counters["relays_refused"] += 1
+            return []
         try:
             envelope = open_envelope(data)
         except MalformedMessage:
             self._counters["malformed_messages"] += 1
             return []
         if not envelope.flags & CONTROL:
-            known = self._relayed.setdefault(physical, OrderedDict())
+            known = self._relayed.get(physical) or OrderedDict()
             key = (envelope.publisher, envelope.sequence, envelope.flags & HEARTBEAT)
             if key in known:
                 return []
             known[key] = None
             if len(known) > self._options.relayed_max:
                 known.popitem(last=False)
+            self._relayed.put(physical, known)
         return [Send(LOCAL, (b"PUBLISH", physical, data))]
 
     def forget_relayed(self, physical: bytes) -> None:
         """Forget what was relayed to a physical channel here: its transition has changed."""
-        self._relayed.pop(physical, None)
+        self._relayed.pop(physical)
 
     # Time.
 
@@ -188,6 +226,7 @@ class Forwarder:
         if server in self._outboxes:
             return []
         self._outboxes[server] = Outbox(forward_link(server), self._options.forwards_max)
+        self._bytes[server] = 0
         return [Connect(forward_link(server), self.servers[server].url)]
 
     def link_up(self, link: str) -> list[Any]:
@@ -202,14 +241,16 @@ class Forwarder:
 
     def replied(self, link: str, outbox: Outbox, values: Sequence[Any]) -> list[Any]:
         """Take the answers to copies, whose tag is their outbox."""
-        relays: list[_Relay | None] = outbox.replied_all(len(values))
+        relays: list[_Relay | int] = outbox.replied_all(len(values))
+        server = link.removeprefix(_LINK_PREFIX)
+        self._bytes[server] -= sum(each if isinstance(each, int) else each.size for each in relays)
         actions: list[Any] = [*outbox.flush()] if outbox.held else []
         for relay, value in zip(relays, values, strict=True):
             if isinstance(value, ErrorReply):
                 self._counters["forwards_refused"] += 1
-            elif relay is not None and value == 0:  # its dispatcher is away
+            elif isinstance(relay, _Relay) and value == 0:  # its dispatcher is away
                 actions += self.forward(relay.target, relay.data)
-        return [*actions, *self._tell_lost(link.removeprefix(_LINK_PREFIX))] if self._lost else actions
+        return [*actions, *self._tell_lost(server)] if self._lost else actions
 
     # Losses.
 
@@ -217,8 +258,13 @@ class Forwarder:
         """Count a message that cannot be forwarded, for those who listen at ``target``."""
         self._counters["forwards_lost"] += 1
         lost = self._lost.setdefault(target.server, {})
-        if target in lost or len(lost) < self._options.lost_max:
-            lost[target] = lost.get(target, 0) + 1
+        if target in lost:
+            lost[target] += 1
+            return
+        size = len(target.physical) + ENTRY_BYTES
+        if len(lost) < self._options.lost_max and self._lost_bytes + size <= self._options.names_bytes_max:
+            lost[target] = 1
+            self._lost_bytes += size
         else:
             self._lost_unnamed = True
 
@@ -230,6 +276,7 @@ class Forwarder:
         actions: list[Any] = []
         while lost and not self._outboxes[server].full:
             target, number = lost.popitem()
+            self._lost_bytes -= len(target.physical) + ENTRY_BYTES
             notice = LossNotice(logical_channel(target.physical), number)
             actions += self.forward(target, seal_control(notice))
         if not lost:
@@ -255,13 +302,32 @@ class Forwarder:
     def heartbeat_later(self, target: Location, heartbeat: Envelope, now: float) -> list[Any]:
         """Send a heartbeat when its publisher asks for no later one for ``target`` for a while."""
         key = target, heartbeat.publisher
-        self._heartbeats[key] = heartbeat, now
+        if key not in self._heartbeats:
+            self._heartbeats_bytes += len(target.physical) + ENTRY_BYTES
+        self._heartbeats[key] = heartbeat._replace(payload=b""), now
         self._heartbeats.move_to_end(key)
-        return self._send_heartbeat(now) if len(self._heartbeats) > self._options.heartbeats_max else []
+        actions: list[Any] = []
+        while self._heartbeats and self._are_heartbeats_too_many():
+            self._counters["heartbeats_evicted"] += 1
+            actions += self._send_heartbeat(now)
+        return actions
+
+    def _are_heartbeats_too_many(self) -> bool:
+        too_large = self._heartbeats_bytes > self._options.names_bytes_max
+        return too_large or len(self._heartbeats) > self._options.heartbeats_max
 
     def _send_heartbeat(self, now: float) -> list[Any]:
         (target, publisher), (heartbeat, asked_at) = self._heartbeats.popitem(last=False)
+        self._heartbeats_bytes -= len(target.physical) + ENTRY_BYTES
         if target.server not in self.servers:
             return []
         quiet_ms = min(heartbeat.quiet_ms + int((now - asked_at) * 1000), QUIET_MS_MAX)
         return self.forward(target, seal(publisher, heartbeat.sequence, heartbeat.epoch, b"", HEARTBEAT, quiet_ms))
+
+
+def _relayed_bytes(physical: bytes, known: OrderedDict[tuple[int, int, int], None]) -> int:
+    return len(physical) + ENTRY_BYTES * (len(known) + 2)
+
+
+def _command_bytes(physical: bytes, data: bytes) -> int:
+    return len(physical) + len(data) + ENTRY_BYTES

@@ -20,13 +20,14 @@ the others, in case it cannot or has not got the message, a little later, many m
 from __future__ import annotations
 
 import zlib
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
 from dynamoth import stored_plan
+from dynamoth.bounded import ENTRY_BYTES, BoundedTable
 from dynamoth.control import (
     Announcement,
     ForwardRequest,
@@ -71,6 +72,7 @@ from dynamoth.names import (
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Entry, Location, Phase, Plan, Route
 from dynamoth_dispatcher.forwarder import LOCAL, Forwarder, ForwarderOptions
+from dynamoth_dispatcher.tables import Backlog, RawNumbers
 from dynamoth_dispatcher.transitions import Transition, TransitionOptions, Transitions
 from dynamoth_dispatcher.ways import Way, Ways, is_relayed
 
@@ -82,6 +84,9 @@ balancer leaves out 1000."""
 _physical_of = itemgetter(2)
 _ONLY_PMESSAGES = {4}
 """The number of elements of a ``pmessage``; no other push has so many."""
+
+QUIET_ENTRY_BYTES = 100
+"""About what a channel at rest takes besides its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,9 @@ class DispatcherOptions:
     """Channels at rest that are remembered at most; about 100 bytes each."""
     ways_max: int = 100_000
     """Ways of messages that are forwarded, remembered at most; about 400 bytes each."""
+    names_bytes_max: int = 32 * 1024 * 1024
+    """Memory for each table of what was published here (raw channels, told publishers; the backlog and the ways twice
+    that much, and channels at rest four times), about."""
     told_max: int = 100_000
     """Publishers that are remembered as told at most."""
     tell_again_s: float = 1.0
@@ -142,19 +150,20 @@ class DispatcherMachine:
         self._publisher = zlib.crc32(server.encode()) << 32 | incarnation & 0xFFFFFFFF
         #: Physical channels on which a message of today's routes needs nothing: the hot path's one look-up.
         self._quiet: set[bytes] = set()
+        #: Bytes of their names; an upper bound.
+        self._quiet_bytes = 0
         #: Where messages go of which that is not true.
-        self._ways = Ways(server, self._publisher, self.options.ways_max)
+        self._ways = Ways(server, self._publisher, self.options.ways_max, 2 * self.options.names_bytes_max)
         self._forwarder = Forwarder(server, self.options.forwarder, self.counters)
         #: (publisher, channel) to (epoch, time) of the latest notice to a stale publisher.
-        self._told: OrderedDict[tuple[int, bytes], tuple[int, float]] = OrderedDict()
-        #: Channel to the number of its latest raw message here.
-        self._raw_sequences: OrderedDict[bytes, int] = OrderedDict()
-        #: Every forgotten raw channel ended at or below this number.
-        self._raw_floor = 0
+        self._told: BoundedTable[tuple[int, bytes], tuple[int, float]] = BoundedTable(
+            self.options.told_max, self.options.names_bytes_max, lambda key, _: len(key[1]) + ENTRY_BYTES
+        )
+        self._raw_numbers = RawNumbers(self.options.raw_channels_max, self.options.names_bytes_max, self.counters)
         #: Channel to the time of its latest change of plan, for ROUTE_CHANGED.
         self._changed_at: dict[bytes, float] = {}
-        #: Observed before the plan was known: (physical channel, data).
-        self._backlog: deque[tuple[bytes, bytes]] = deque(maxlen=self.options.backlog_max)
+        #: Observed before the plan was known.
+        self._backlog = Backlog(self.options.backlog_max, 2 * self.options.names_bytes_max)
         #: Why the server does not let this dispatcher observe; None where it does. It acknowledges no plan then.
         self.refusal: str | None = None
         #: The kinds of subscription that the server has confirmed over this connection, and when a refusal is retried.
@@ -295,7 +304,7 @@ class DispatcherMachine:
         """Act on a whole plan."""
         self.plan = plan
         self._forwarder.servers = plan.servers
-        self._quiet.clear()
+        self._forget_quiet()
         self._ways.clear()
         self.transitions.clear()
         for channel, entry in plan.entries.items():
@@ -314,7 +323,7 @@ class DispatcherMachine:
         """With the plan known: tell clients if something was not observed, and handle what was, before."""
         actions = self._tell_of_blindness() if self._blind else []
         while self._backlog:
-            actions += self._observed(*self._backlog.popleft(), now)
+            actions += self._observed(*self._backlog.take(), now)
         return actions
 
     def _tell_of_blindness(self) -> list[Any]:
@@ -368,7 +377,7 @@ class DispatcherMachine:
             return self._read_plan()
         actions: list[Any] = []
         if change.delta.compatibility is not None:
-            self._quiet.clear()
+            self._forget_quiet()
             self._ways.clear()
             actions += self._tell_rules()
         for channel, entry in change.delta.entries.items():
@@ -420,10 +429,9 @@ class DispatcherMachine:
         if not is_relay and asked_for is None and not is_user_channel(physical):
             return self._announced(data, now) if physical == ANNOUNCE_CHANNEL and len(self.transitions) else []
         if self.plan is None:
-            if len(self._backlog) == self.options.backlog_max:
+            if dropped := self._backlog.put(physical, data):
                 self._blind = True
-                self.counters["backlog_dropped"] += 1
-            self._backlog.append((physical, data))
+                self.counters["backlog_dropped"] += dropped
             return []
         if is_relay:
             return self._forwarder.publish_once(physical.removeprefix(RELAY_PREFIX), data)
@@ -451,15 +459,15 @@ class DispatcherMachine:
             return []
         actions: list[Any] = []
         to = inbox(message.client)
-        for physical in message.joined:
+        named = frozenset(message.leaving)
+        for physical in dict.fromkeys(message.joined):
             transition = self.transitions.get(logical_channel(physical))
             if transition is None or Location(self.server, physical) not in transition.new_here:
                 continue
             marker = seal_control(Marker(transition.channel, self.server, message.number))
             relayed = is_relayed(transition.entry.route)
-            for server in message.leaving:
-                if server in transition.old_servers:
-                    actions += self._forwarder.mark(Location(server, to), marker, now, relayed=relayed)
+            for server in sorted(named & transition.old_servers):
+                actions += self._forwarder.mark(Location(server, to), marker, now, relayed=relayed)
         return actions
 
     def _requested(self, physical: bytes, data: bytes, now: float) -> list[Any]:
@@ -491,9 +499,16 @@ class DispatcherMachine:
         return actions
 
     def _at_rest(self, physical: bytes) -> None:
-        if len(self._quiet) >= self.options.quiet_max:
-            self._quiet.clear()
+        self._quiet_bytes += len(physical) + QUIET_ENTRY_BYTES
+        if len(self._quiet) >= self.options.quiet_max or self._quiet_bytes > 4 * self.options.names_bytes_max:
+            self.counters["quiet_evicted"] += len(self._quiet)
+            self._forget_quiet()
+            self._quiet_bytes = len(physical) + QUIET_ENTRY_BYTES
         self._quiet.add(physical)
+
+    def _forget_quiet(self) -> None:
+        self._quiet.clear()
+        self._quiet_bytes = 0
 
     def _open(self, data: bytes) -> Envelope | None:
         """Return the envelope, or None for a raw message."""
@@ -556,28 +571,19 @@ class DispatcherMachine:
         return now - since <= self.options.route_change_window_s
 
     def _number_raw(self, channel: bytes, epoch: int, data: bytes) -> bytes:
-        sequence = self._raw_sequences.pop(channel, None)
-        flags = RAW | FORWARDED
-        if sequence is None:
-            flags |= FIRST
-            sequence = self._raw_floor
-            if len(self._raw_sequences) >= self.options.raw_channels_max:
-                self._raw_floor = max(self._raw_floor, self._raw_sequences.popitem(last=False)[1])
-        self._raw_sequences[channel] = sequence + 1
-        return seal(self._publisher, sequence + 1, epoch, data, flags)
+        number, is_first = self._raw_numbers.next(channel)
+        flags = RAW | FORWARDED | (FIRST if is_first else 0)
+        return seal(self._publisher, number, epoch, data, flags)
 
     # Telling.
 
     def _tell_publisher(self, channel: bytes, told: Route, publisher: int, now: float) -> list[Any]:
         """Tell a publisher of the route that clients are to follow, unless it was told just now."""
         key = (publisher, channel)
-        epoch, at = self._told.get(key, (-1, 0.0))
+        epoch, at = self._told.get(key) or (-1, 0.0)
         if epoch == told.epoch and now - at < self.options.tell_again_s:
             return []
-        self._told[key] = (told.epoch, now)
-        self._told.move_to_end(key)
-        if len(self._told) > self.options.told_max:
-            self._told.popitem(last=False)
+        self._told.put(key, (told.epoch, now))
         self.counters["redirected_publishers"] += 1
         notice = pack_control(RouteNotice(channel, told))
         return [Send(LOCAL, (b"PUBLISH", inbox(publisher), notice))]

@@ -46,19 +46,23 @@ _NOTHING: dict[bytes, dict[_Alike, Way]] = {}
 class Ways:
     """The ways from the locations of one server."""
 
-    def __init__(self, server: str, publisher: int, bound: int) -> None:
+    def __init__(self, server: str, publisher: int, bound: int, names_bytes_max: int) -> None:
         """Begin without any.
 
         Args:
             server: the id of the server.
             publisher: the id under which the dispatcher numbers raw messages.
-            bound: ways that are remembered at most; about 400 bytes each.
+            bound: ways that are remembered at most; about 400 bytes each without the names.
+            names_bytes_max: bytes of the names of their channels; past either bound all are forgotten.
 
         """
         self._server = server
         self._publisher = publisher
         self._bound = bound
+        self._names_bytes_max = names_bytes_max
         self._count = 0
+        #: Bytes of the names of their channels, counted for each way: an upper bound.
+        self._names_bytes = 0
         #: By logical and by physical channel.
         self._known: dict[bytes, dict[bytes, dict[_Alike, Way]]] = {}
 
@@ -74,11 +78,12 @@ class Ways:
             alike = (envelope.publisher, envelope.epoch, envelope.flags & FORWARDED)
         way = self._known.get(channel, _NOTHING).get(physical, _NO_WAYS).get(alike)
         if way is None:
-            if self._count >= self._bound:
+            if self._count >= self._bound or self._names_bytes > self._names_bytes_max:
                 self.clear()
             way = self._decide(Location(self._server, physical), channel, entry, alike)
             self._known.setdefault(channel, {}).setdefault(physical, {})[alike] = way
             self._count += 1
+            self._names_bytes += len(channel) + len(physical)
         return way
 
     def forget(self, channel: bytes) -> None:
@@ -88,7 +93,7 @@ class Ways:
     def clear(self) -> None:
         """Forget all."""
         self._known.clear()
-        self._count = 0
+        self._count = self._names_bytes = 0
 
     def _decide(self, here: Location, channel: bytes, entry: Entry, alike: _Alike) -> Way:
         """Find the way of messages that arrive ``here``.

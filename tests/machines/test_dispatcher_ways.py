@@ -96,7 +96,7 @@ def find(ways: Ways, physical: bytes = C, entry: Entry = ENTRY) -> Way:
 
 
 def test_a_way_is_decided_once_and_forgotten_with_its_channel() -> None:
-    ways = Ways("s1", 5, bound=10)
+    ways = Ways("s1", 5, bound=10, names_bytes_max=10_000)
     first = find(ways)
     assert [place.server for place in first.forwarded] == ["s2"]
     assert first.stale
@@ -109,7 +109,7 @@ def test_a_way_is_decided_once_and_forgotten_with_its_channel() -> None:
 
 
 def test_no_more_ways_are_remembered_than_the_bound() -> None:
-    ways = Ways("s1", 5, bound=2)
+    ways = Ways("s1", 5, bound=2, names_bytes_max=10_000)
     kept = find(ways)
     find(ways, b"a")
     assert ways.has(C, C)
