@@ -31,6 +31,7 @@ from dynamoth.compatibility import PATTERN_BYTES_MAX
 from dynamoth.errors import ConfigError
 from dynamoth.reports import REPORT_CHANNELS_MAX
 from dynamoth.settings import ENVIRONMENT_PREFIX, Declared, fault, one_of, setting, to_text
+from dynamoth.toml_lines import Place, lines_of, place_at
 
 OTHER_VARIABLES = ("DYNAMOTH_CONFIG", "DYNAMOTH_URL")
 """Variables that the command line reads itself: the TOML file, and the cluster an administrator speaks to."""
@@ -350,32 +351,19 @@ def _from_file(file: ConfigText) -> Iterable[_Given]:
         document = tomllib.loads(file.text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file.name} is not TOML: {error}") from error
+    lines = lines_of(file.text)
     sections = _sections()
     for section, table in document.items():
-        place = _place(file, section, None)
+        place = Place(file.name, lines, section)
         if section not in sections:
             raise ConfigError(f"section [{section}] ({place}) is not known: {one_of(section, sections)}")
         if not isinstance(table, dict):
             raise ConfigError(f"{section} ({place}) must be a section: write [{section}]")
         for name, value in cast(Mapping[str, Any], table).items():
-            key, place = f"{section}.{name}", _place(file, section, name)
+            key, place = f"{section}.{name}", Place(file.name, lines, section, name)
             if key not in declared_settings():
                 raise ConfigError(f"key {key} ({place}) is not known: {one_of(key, declared_settings())}")
             yield key, value, place
-
-
-def _place(file: ConfigText, section: str, name: str | None) -> str:
-    """Say where a key stands. ``tomllib`` tells no lines; ours are right for files as people write them."""
-    wanted = section if name is None else f"{section}.{name}"
-    current = ""
-    for number, line in enumerate(file.text.splitlines(), 1):
-        if header := re.match(r"\s*\[+\s*([\w.\-]+)\s*\]+", line):
-            current = header[1]
-            if current == wanted:
-                return f"{file.name} line {number}"
-        elif current == section and name is not None and re.match(rf"\s*[\"']?{re.escape(name)}\b", line):
-            return f"{file.name} line {number}, section [{section}]"
-    return f"{file.name}, section [{section}]"
 
 
 # The list of servers, the one value that has parts.
@@ -393,12 +381,19 @@ def _parse_servers(declared: Declared, raw: Any, place: str) -> tuple[ServerSett
         items = cast(Sequence[Any], raw)
     else:
         raise fault(declared.key, raw, declared.accepted, place)
-    servers = tuple(_parse_server(f"{declared.key}[{index}]", item, place) for index, item in enumerate(items))
+    servers = tuple(
+        _parse_server(f"{declared.key}[{index}]", item, place_at(place, index)) for index, item in enumerate(items)
+    )
     for kind in ("id", "url"):
         names = [getattr(server, kind) for server in servers]
         for index, name in enumerate(names):
             if name in names[:index]:
-                raise fault(f"{declared.key}[{index}].{kind}", name, "one that no other server has", place)
+                raise fault(
+                    f"{declared.key}[{index}].{kind}",
+                    name,
+                    "one that no other server has",
+                    place_at(place, index, kind),
+                )
     return servers
 
 
@@ -410,23 +405,28 @@ def _parse_server(key: str, item: Any, place: str) -> ServerSettings:
     known = [item.name for item in dataclasses.fields(ServerSettings)]
     for name in table:
         if name not in known:
-            raise ConfigError(f"key {key}.{name} ({place}) is not known: {one_of(name, known)}")
+            raise ConfigError(f"key {key}.{name} ({place_at(place, name)}) is not known: {one_of(name, known)}")
     id_, url, limit = table.get("id"), table.get("url"), table.get("outgoing_bytes_per_s_max")
     if not isinstance(id_, str) or not _ID.fullmatch(id_):
-        raise fault(f"{key}.id", id_, "a name of up to 64 letters, digits, '.', '_' and '-'", place)
+        raise fault(f"{key}.id", id_, "a name of up to 64 letters, digits, '.', '_' and '-'", place_at(place, "id"))
     if not isinstance(url, str) or "://" not in url:
-        raise fault(f"{key}.url", url, "a URL, redis://host:port or rediss://host:port,", place)
+        raise fault(f"{key}.url", url, "a URL, redis://host:port or rediss://host:port,", place_at(place, "url"))
     if "@" in url:
         accepted = (
             "a URL without user and password (the plan shows it to every client;"
             " give them as link.username and link.password)"
         )
-        raise fault(f"{key}.url", _CREDENTIALS.sub("***", url), accepted, place)
+        raise fault(f"{key}.url", _CREDENTIALS.sub("***", url), accepted, place_at(place, "url"))
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-        raise fault(f"{key}.outgoing_bytes_per_s_max", limit, "a whole number from 1 (bytes/s)", place)
+        raise fault(
+            f"{key}.outgoing_bytes_per_s_max",
+            limit,
+            "a whole number from 1 (bytes/s)",
+            place_at(place, "outgoing_bytes_per_s_max"),
+        )
     draining = table.get("draining", False)
     if not isinstance(draining, bool):
-        raise fault(f"{key}.draining", draining, "true or false", place)
+        raise fault(f"{key}.draining", draining, "true or false", place_at(place, "draining"))
     return ServerSettings(id=id_, url=url, outgoing_bytes_per_s_max=limit or 0, draining=draining)
 
 
@@ -444,7 +444,9 @@ def _parse_compatibility(declared: Declared, raw: Any, place: str) -> tuple[Comp
         items = cast(Sequence[Any], raw)
     else:
         raise fault(declared.key, raw, _RULES_ACCEPTED, place)
-    return tuple(_parse_rule(f"{declared.key}[{index}]", item, place) for index, item in enumerate(items))
+    return tuple(
+        _parse_rule(f"{declared.key}[{index}]", item, place_at(place, index)) for index, item in enumerate(items)
+    )
 
 
 def _parse_rule(key: str, item: Any, place: str) -> CompatibilitySettings:
@@ -454,14 +456,16 @@ def _parse_rule(key: str, item: Any, place: str) -> CompatibilitySettings:
     known = [item.name for item in dataclasses.fields(CompatibilitySettings)]
     for name in table:
         if name not in known:
-            raise ConfigError(f"key {key}.{name} ({place}) is not known: {one_of(name, known)}")
+            raise ConfigError(f"key {key}.{name} ({place_at(place, name)}) is not known: {one_of(name, known)}")
     pattern, server, plain = table.get("pattern"), table.get("server"), table.get("plain", True)
     if not isinstance(pattern, str) or not 0 < len(pattern.encode()) <= PATTERN_BYTES_MAX:
-        raise fault(f"{key}.pattern", pattern, f"a pattern of 1 to {PATTERN_BYTES_MAX} bytes", place)
+        raise fault(
+            f"{key}.pattern", pattern, f"a pattern of 1 to {PATTERN_BYTES_MAX} bytes", place_at(place, "pattern")
+        )
     if not isinstance(server, str):
-        raise fault(f"{key}.server", server, "the id of a server", place)
+        raise fault(f"{key}.server", server, "the id of a server", place_at(place, "server"))
     if not isinstance(plain, bool):
-        raise fault(f"{key}.plain", plain, "true or false", place)
+        raise fault(f"{key}.plain", plain, "true or false", place_at(place, "plain"))
     return CompatibilitySettings(pattern=pattern, server=server, plain=plain)
 
 

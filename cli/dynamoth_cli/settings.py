@@ -12,6 +12,7 @@ from dynamoth.compatibility import Compatibility, CompatibilityRule
 from dynamoth.config import ConfigText, FlagValue, LoadedConfig, declared_settings, format_config, load_config
 from dynamoth.errors import ConfigError, PlanError
 from dynamoth.plan import Server
+from dynamoth.toml_lines import place_at
 from dynamoth_link.options import LinkOptions, TlsOptions
 from dynamoth_link.trust import Trust, parse_trusted_hosts, trust_in
 from dynamoth_link.urls import InvalidUrl, ServerAddress, parse_server_url
@@ -82,7 +83,7 @@ def cluster_servers(loaded: LoadedConfig) -> tuple[Server, ...]:
         try:
             parse_server_url(server.url)
         except InvalidUrl as error:
-            place = loaded.places["cluster.servers"]
+            place = place_at(loaded.places["cluster.servers"], index, "url")
             raise ConfigError(f"cluster.servers[{index}].url: {error} (from {place})") from error
     return tuple(Server(server.id, server.url) for server in settings)
 

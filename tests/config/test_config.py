@@ -169,7 +169,7 @@ def test_every_setting_says_what_it_means() -> None:
             "[node]\nload_ratio_high = 1\n",
             r"key node.load_ratio_high .* did you mean balancer.load_ratio_high\?",
         ),
-        ("node = 3\n", r"node \(x.toml, section \[node\]\) must be a section: write \[node\]"),
+        ("node = 3\n", r"node \(x.toml line 1\) must be a section: write \[node\]"),
         (
             "[node]\nhttp_port = 70000\n",
             r"node.http_port: a whole number from 0 to 65535 expected, not 70000 \(from x.toml line 2,",
@@ -199,11 +199,11 @@ def test_every_setting_says_what_it_means() -> None:
         (SERVERS.replace("= 5", "= 0"), r"cluster.servers\[1\].outgoing_bytes_per_s_max: a whole number from 1"),
         (
             SERVERS + "draining = 1\n",
-            r"cluster.servers\[1\].draining: true or false expected, not 1 \(from x.toml line 2",
+            r"cluster.servers\[1\].draining: true or false expected, not 1 \(from x.toml line 10",
         ),
         (
             SERVERS.replace("url", "draining = true\nurl"),
-            r"cluster.servers: all have draining = true \(from x.toml line 2\), .* set it to false for at least one",
+            r"cluster.servers: all have draining = true \(from x.toml line 2, section \[cluster\]\), .* set it to false for at least one",
         ),
         (SERVERS.replace("url", "uri"), r"key cluster.servers\[0\].uri .* is not known: did you mean url\?"),
         (SERVERS + "[node]\nserver = 's3'\n", r"node.server: the id of a server .*\(s1, s2\) expected, not 's3'"),
