@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 #: Attributes that every record has: all others came by ``extra=``.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "limited"}
@@ -238,7 +238,7 @@ def _flat(fields: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for name, value in fields.items():
         key = f"{prefix}{_readable(name)}"
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{key}.")
+            yield from _flat(cast(Mapping[str, Any], value), f"{key}.")
         else:
             yield key, value
 

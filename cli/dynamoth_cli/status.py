@@ -76,7 +76,7 @@ async def read_status(access: Access) -> dict[str, Any]:
         problems.append(_problem("no_balancer", "balancer", str(error)))
     for id_, server in servers.items():
         server["load"] = balancer["servers"].get(id_, {}) if balancer else {}
-    told = balancer.get("problems", []) if balancer else []
+    told: list[Mapping[str, Any]] = balancer.get("problems", []) if balancer else []
     return {"version": plan.version, "servers": servers, "balancer": balancer, "problems": merged(told, problems)}
 
 

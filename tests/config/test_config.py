@@ -203,7 +203,7 @@ def test_every_setting_says_what_it_means() -> None:
         ),
         (
             SERVERS.replace("url", "draining = true\nurl"),
-            r"cluster.servers: all have draining = true \(from x.toml line 2, section \[cluster\]\), .* set it to false for at least one",
+            r"servers: all have draining = true \(from x.toml line 2, .*\), .* set it to false for at least one",
         ),
         (SERVERS.replace("url", "uri"), r"key cluster.servers\[0\].uri .* is not known: did you mean url\?"),
         (SERVERS + "[node]\nserver = 's3'\n", r"node.server: the id of a server .*\(s1, s2\) expected, not 's3'"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -51,14 +51,15 @@ when = 1979-05-27T07:32:00Z
 
 def paths_of(value: Any, path: tuple[str | int, ...] = ()) -> set[tuple[str | int, ...]]:
     """Return all paths of a document."""
-    found = {path} if path else set()
+    inside = (paths_of(item, (*path, name)) for name, item in items_of(value))
+    return {path}.union(*inside) - {()}
+
+
+def items_of(value: Any) -> list[tuple[str | int, Any]]:
+    """Return the parts of a table or an array, with what they are called."""
     if isinstance(value, dict):
-        for name, item in value.items():
-            found |= paths_of(item, (*path, name))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            found |= paths_of(item, (*path, index))
-    return found
+        return [*cast(dict[str | int, Any], value).items()]
+    return [*enumerate(value)] if isinstance(value, list) else []  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]  # mypy knows it
 
 
 @pytest.mark.parametrize(
@@ -102,9 +103,11 @@ texts = st.text("a\"'\\[]{}=#,\n ", max_size=8)
 
 def written(value: Any) -> str:
     if isinstance(value, list):
-        return "[\n" + "".join(f"{written(item)}, # ]\n" for item in value) + "]"
+        return "[\n" + "".join(f"{written(item)}, # ]\n" for _, item in items_of(value)) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f'"{name}" = {written(item)}' for name, item in value.items()) + "}"
+        return (
+            "{" + ", ".join(f'"{name}" = {written(item)}' for name, item in cast(dict[str, Any], value).items()) + "}"
+        )
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         return f'"""{escaped}"""' if "\n" in value else f'"{escaped}"'

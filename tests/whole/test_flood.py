@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
-
-import redis
 
 from dynamoth_cli.cluster import LocalCluster
 from tests.whole.harness import channels_at, logged, until
@@ -22,18 +21,24 @@ LIMIT = {"client-output-buffer-limit": "pubsub 128kb 64kb 60"}
 """So small that any machine can publish faster than an agent of its own reads."""
 
 
+def command(*words: bytes) -> bytes:
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
+
+
 @contextmanager
-def flood(port: int, channel: bytes) -> Iterator[None]:
+def flood(port: int, channel: bytes) -> Generator[None]:
     """Publish as fast as one connection can."""
     over = threading.Event()
+    messages = command(b"PUBLISH", channel, b"x" * 2000) * 500
+    replies_bytes = 500 * len(b":1\r\n")
 
     def publish() -> None:
-        with redis.Redis(port=port) as client:
+        with socket.create_connection(("127.0.0.1", port)) as connection:
             while not over.is_set():
-                with client.pipeline(transaction=False) as pipeline:
-                    for _ in range(500):
-                        pipeline.publish(channel, b"x" * 2000)
-                    pipeline.execute()
+                connection.sendall(messages)
+                left = replies_bytes
+                while left:
+                    left -= len(connection.recv(left))
 
     thread = threading.Thread(target=publish)
     thread.start()
@@ -56,10 +61,10 @@ def test_a_flood_that_blinds_an_agent_is_shown_and_its_server_relieved() -> None
         assert "client-output-buffer-limit pubsub is 131072 65536" in advice["cause"]
         assert "set client-output-buffer-limit pubsub 256mb 128mb 60" in advice["cause"]
         port = cluster.redis["s1"].port
-        with redis.Redis(port=port) as client, client.pubsub() as listener:
-            listener.subscribe(quiet)
-            for _ in range(3):
-                until(lambda: client.publish(quiet, b"x" * 1000), "a message")
+        with socket.create_connection(("127.0.0.1", port)) as listener:
+            listener.sendall(command(b"SUBSCRIBE", quiet))
+            publish = b"PUBLISH", quiet, b"x" * 1000
+            until(lambda: cluster.ask("s1", publish)[0] == 2, "the agent sees it, and a subscriber")
             with flood(port, flooded):
                 blind = until(lambda: problem(cluster, "agent_blind"), "the balancer says so while it lasts", 0.1)
                 assert blind is not None and blind["subject"] == "s1" and blind["severity"] == "error"
