@@ -126,7 +126,7 @@ class ChannelMessages:
                 if sequence == expected and not stream.held:
                     stream.next = sequence + 1
                     deliver((subscription.channel, data[HEADER_BYTES:]))
-                elif sequence >= expected:  # lower ones are copies: many are, while the channel moves
+                elif not stream.begun <= sequence < expected:  # a copy: many are, while the channel moves
                     return index
             elif data[:3] == MAGIC:
                 return index

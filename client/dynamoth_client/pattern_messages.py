@@ -156,7 +156,7 @@ class PatternMessages:
             stream = matched.sequences.streams.get(publisher)
             if flags & _UNUSUAL or stream is None or (expected := stream.next) is None:
                 return self._unusual(matched, open_envelope(data), now)
-            if sequence < expected:
+            if stream.begun <= sequence < expected:
                 return []  # a duplicate: many, under ALL_PUBLISHERS and while the channel moves
             if sequence != expected or stream.held:
                 return self._unusual(matched, open_envelope(data), now)

@@ -30,6 +30,13 @@ needless but for one reason: ``previous_at`` is later than the truth by the time
 message published so shortly before the confirmation counts as owed. Of the messages held, those that follow each other
 tell of the same moment; the one that came fastest decides.
 
+Whoever may publish on a channel can copy a publisher's id and forge numbers. Nobody can tell a forged message from a
+true one, so for that publisher's messages there nothing is promised but that their loss is not silent. Numbers above
+``NUMBER_MAX`` are refused. A jump of more than ``HELD_MAX`` numbers is held, whatever its flags say; if the publisher
+goes on below it in the meantime, it is refused and reported as a gap of one. A message below the number where a stream
+began, or went on behind a gap, is a late copy for ``LATE_S``. Later it shows that somebody has moved the stream ahead of
+its publisher: it is reported as a gap, at most once per ``LATE_S``.
+
 Raw messages that a dispatcher numbered (RAW) have no order to keep, as others of the same publisher come without a
 number: they are delivered as they come, each number once.
 """
@@ -49,6 +56,12 @@ UNDER_WAY_S_MAX = QUIET_MS_MAX / 1000
 """No message is waited for that was published so long before the next one: an envelope cannot say more, and none is
 under way for so long."""
 
+NUMBER_MAX = 2**44
+"""No publisher has come so far: a million messages a second would take half a year."""
+
+LATE_S = 10.0
+"""How late a copy may come whose gap was reported; agents forward within seconds, or their connections are given up."""
+
 STREAMS_MAX = 100_000
 """Publishers of one channel that are remembered at most; past it the one that was known first is forgotten. About 200
 bytes each."""
@@ -63,6 +76,9 @@ duplicate."""
 
 
 _LATE = "not arrived in time"
+_OVERTAKEN = "messages came below a number that somebody has used in the publisher's name"
+_FAR_AHEAD = "a number far ahead of those that the publisher uses was refused"
+_LONG_AGO = float("-inf")
 
 
 @dataclass(slots=True)
@@ -86,6 +102,8 @@ class Held(NamedTuple):
     at: float
     #: The latest time at which the previous message (of a heartbeat: its own) may have been published.
     previous_at: float
+    #: What the stream expected then.
+    expected: int = 0
 
 
 @dataclass(slots=True)
@@ -100,6 +118,9 @@ class Stream:
     _numbers: list[int] = field(default_factory=list[int])
     #: While opening: lower numbers were delivered to an earlier subscription of the same subscriber.
     floor: int = 0
+    #: Every number from this one to ``next`` was delivered, or is a lost tail that was reported; and since when.
+    begun: int = 0
+    _begun_at: float = 0.0
     #: When the subscription was confirmed, as of the latest message that was not simply the expected one.
     _owed_since: float = 0.0
     #: Whether somebody has promised to call :meth:`expire` at ``waits_until``.
@@ -118,29 +139,34 @@ class Stream:
         owed_since: float,
     ) -> list[Outcome]:
         """Take one message that is not simply the expected one; return what is to be delivered now, in order."""
+        if sequence > NUMBER_MAX:
+            return []
         self._owed_since = owed_since
         if self.next is None:
             return self._arrive_opening(publisher, sequence, flags, Held(payload, now, previous_at))
         if flags & HEARTBEAT:
             if sequence >= self.next and sequence not in self.held:
-                self._hold(sequence, Held(None, now, previous_at))
-            return self._bounded(publisher)
+                self._hold(sequence, Held(None, now, previous_at, self.next))
+            return self._bounded(publisher, now)
         if sequence < self.next:
-            return []
-        if flags & FIRST and sequence > self.next:
-            return self._restart(publisher, sequence, payload)
+            return self._below(publisher, sequence, now)
         if sequence == self.next:
-            return self._open(sequence, payload)
-        if previous_at < owed_since and (not self.held or sequence <= self._lowest()):
-            return self._open(sequence, payload)
-        self._hold(sequence, Held(payload, now, previous_at))
-        return self._bounded(publisher)
+            return self._deliver(sequence, payload)
+        if sequence - self.next <= HELD_MAX:
+            if flags & FIRST:
+                return self._restart(publisher, sequence, payload, now)
+            if previous_at < owed_since and (not self.held or sequence <= self._lowest()):
+                return self._open(sequence, payload, now)
+        elif flags & FIRST:
+            previous_at = _LONG_AGO
+        self._hold(sequence, Held(payload, now, previous_at, self.next))
+        return self._bounded(publisher, now)
 
     def expire(self, publisher: int, now: float, hold_s_max: float) -> list[Outcome]:
         """Release what has been held for ``hold_s_max`` seconds; return what is to be delivered now, in order."""
         out: list[Outcome] = []
         while self.held and self.waits_until(hold_s_max) <= now:
-            out += self._release(publisher, _LATE)
+            out += self._release(publisher, _LATE, now)
         return out
 
     def waits_until(self, hold_s_max: float) -> float:
@@ -163,42 +189,61 @@ class Stream:
             if owed:
                 if sequence not in self.held:
                     self._hold(sequence, item._replace(payload=None))
-                return self._bounded(publisher)
+                return self._bounded(publisher, item.at)
             if not self.held:
-                self.next = sequence + 1
+                self._go_on(sequence + 1, item.at)
             return []
         assert item.payload is not None, "only heartbeats have none"
         if flags & FIRST and self.held and self._lowest() < sequence:
-            return self._restart(publisher, sequence, item.payload)
+            return self._restart(publisher, sequence, item.payload, item.at)
         owed = owed and sequence != self.floor and item.at - item.previous_at < UNDER_WAY_S_MAX
         if flags & FIRST or (not (flags & ROUTE_CHANGED and owed) and (not self.held or sequence <= self._lowest())):
-            return self._open(sequence, item.payload)
+            return self._open(sequence, item.payload, item.at)
         self._hold(sequence, item)
-        return self._bounded(publisher)
+        return self._bounded(publisher, item.at)
 
-    def _open(self, sequence: int, payload: bytes) -> list[Outcome]:
+    def _open(self, sequence: int, payload: bytes, now: float) -> list[Outcome]:
+        self._go_on(sequence, now)
+        return self._deliver(sequence, payload)
+
+    def _go_on(self, sequence: int, now: float) -> None:
+        """Expect this number next, and pass over those before it."""
+        self.next = self.begun = sequence
+        self._begun_at = now
+
+    def _deliver(self, sequence: int, payload: bytes) -> list[Outcome]:
         self.held.pop(sequence, None)
         self.next = sequence + 1
         return [payload, *self._run()]
 
-    def _restart(self, publisher: int, sequence: int, payload: bytes) -> list[Outcome]:
+    def _below(self, publisher: int, sequence: int, now: float) -> list[Outcome]:
+        """Drop a copy; report a message that nobody can have passed over who knew its publisher's true numbers."""
+        if not self.floor <= sequence < self.begun or now - self._begun_at <= LATE_S:
+            return []
+        self._begun_at = now
+        return [Gap(publisher, None, _OVERTAKEN)]
+
+    def _restart(self, publisher: int, sequence: int, payload: bytes, now: float) -> list[Outcome]:
         """Begin again where the publisher did; what was held from before is released with its gaps."""
         out: list[Outcome] = []
         while self.held and self._lowest() < sequence:
-            out += self._release(publisher, "the publisher began a new sequence")
+            out += self._release(publisher, "the publisher began a new sequence", now)
         if self.next is not None and self.next > sequence:  # a copy of it was held
             return out
-        return [*out, *self._open(sequence, payload)]
+        return [*out, *self._open(sequence, payload, now)]
 
-    def _release(self, publisher: int, reason: str) -> list[Outcome]:
+    def _release(self, publisher: int, reason: str, now: float) -> list[Outcome]:
         """Wait no longer for what is missing before the lowest number held: report it, and go on with that."""
         lowest = self._lowest()
+        if self.next is not None and self.held[lowest].expected < self.next < lowest - HELD_MAX:
+            del self.held[lowest]
+            return [Gap(publisher, 1, _FAR_AHEAD)]
         is_heartbeat = self.held[lowest].payload is None
         count = None if self.next is None else lowest - self.next + is_heartbeat
         is_gap = self._latest_before(lowest) >= self._owed_since
         if is_heartbeat:
             del self.held[lowest]
-        self.next = lowest + is_heartbeat
+        self._go_on(lowest + is_heartbeat, now)
         return [*([Gap(publisher, count, reason)] if is_gap else []), *self._run()]
 
     def _latest_before(self, lowest: int) -> float:
@@ -232,8 +277,8 @@ class Stream:
             heappop(self._numbers)
         return self._numbers[0]
 
-    def _bounded(self, publisher: int) -> list[Outcome]:
-        return [] if len(self.held) <= HELD_MAX else self._release(publisher, "too many wait for it")
+    def _bounded(self, publisher: int, now: float) -> list[Outcome]:
+        return [] if len(self.held) <= HELD_MAX else self._release(publisher, "too many wait for it", now)
 
     def _run(self) -> list[Outcome]:
         """Take the held messages that are now in order."""

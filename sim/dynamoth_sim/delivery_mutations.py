@@ -28,9 +28,9 @@ def begun_without_a_gap() -> AbstractContextManager[None]:
     """A subscriber that is new to a publisher begins with what it has when it has waited, and says nothing."""
     release = Stream._release  # pyright: ignore[reportPrivateUsage]
 
-    def silent(self: Stream, publisher: int, reason: str) -> list[Any]:
+    def silent(self: Stream, publisher: int, reason: str, now: float) -> list[Any]:
         was_opening = self.next is None
-        released = release(self, publisher, reason)
+        released = release(self, publisher, reason, now)
         return [outcome for outcome in released if not (was_opening and isinstance(outcome, Gap))]
 
     return replaced(Stream, _release=silent)

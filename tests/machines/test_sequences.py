@@ -5,11 +5,12 @@ from __future__ import annotations
 from time import process_time
 from typing import Any
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dynamoth.envelope import FIRST, FORWARDED, HEARTBEAT, ROUTE_CHANGED, SEQUENCE_MAX
-from dynamoth_client.sequences import HELD_MAX, UNDER_WAY_S_MAX, Gap, Sequences
+from dynamoth_client.sequences import HELD_MAX, LATE_S, NUMBER_MAX, UNDER_WAY_S_MAX, Gap, Sequences
 
 P = 7
 HOLD_S = 0.5
@@ -376,11 +377,68 @@ def test_does_not_forget_a_publisher_that_moves_on_or_is_waited_for() -> None:
     assert channel.arrive(3) == payloads(3, 4)
 
 
-def test_the_largest_numbers_of_the_wire() -> None:
-    largest = SEQUENCE_MAX
+def test_the_largest_numbers() -> None:
     channel = Channel()
-    assert channel.arrive(largest - 1, largest, largest) == payloads(largest - 1, largest)
-    assert channel.arrive(largest, flags=HEARTBEAT) == []
+    assert channel.arrive(NUMBER_MAX - 1, NUMBER_MAX, NUMBER_MAX) == payloads(NUMBER_MAX - 1, NUMBER_MAX)
+    assert channel.arrive(NUMBER_MAX, flags=HEARTBEAT) == []
+
+
+# Numbers that somebody forges in the name of a publisher.
+
+FAR = HELD_MAX + 100
+
+
+@pytest.mark.parametrize("flags", [0, FIRST, ROUTE_CHANGED, HEARTBEAT])
+@pytest.mark.parametrize("known", [True, False])
+def test_numbers_that_no_publisher_reaches_are_refused(flags: int, known: bool) -> None:
+    channel = Channel()
+    if known:
+        channel.arrive(1)
+    assert channel.arrive(2**47, SEQUENCE_MAX, flags=flags) == []
+    assert channel.wait(HOLD_S) == []
+    assert channel.arrive(2) == payloads(2)
+
+
+@pytest.mark.parametrize("flags", [0, FIRST, HEARTBEAT])
+@pytest.mark.parametrize("owed", [True, False])
+def test_a_jump_far_ahead_of_a_live_publisher_is_refused(flags: int, owed: bool) -> None:
+    channel = Channel()
+    channel.arrive(1)
+    assert channel.arrive(FAR, flags=flags, owed=owed) == []
+    assert channel.arrive(2) == payloads(2)
+    [gap] = channel.wait(HOLD_S)
+    assert isinstance(gap, Gap)
+    assert "refused" in gap.reason
+    assert channel.arrive(3) == payloads(3)
+
+
+def test_a_jump_far_ahead_of_a_silent_publisher_is_reported_and_so_is_what_comes_below_it() -> None:
+    channel = Channel()
+    channel.arrive(1)
+    channel.arrive(FAR)
+    assert channel.wait(HOLD_S) == [Gap(P, FAR - 2, "not arrived in time"), b"%d" % FAR]
+    assert channel.arrive(2) == [], "as a late copy"
+    channel.wait(LATE_S + 0.1)
+    [gap] = channel.arrive(3, 4, 5)
+    assert isinstance(gap, Gap)
+    assert gap.count is None
+    channel.wait(LATE_S + 0.1)
+    assert len(channel.arrive(6)) == 1, "again, as long as it goes on"
+
+
+def test_a_first_message_far_ahead_is_believed_without_a_gap_when_its_publisher_was_silent() -> None:
+    """So the numbers of a channel go on that a publisher had forgotten, and which has become its busiest meanwhile."""
+    channel = Channel()
+    channel.arrive(1)
+    assert channel.arrive(FAR, flags=FIRST) == []
+    assert channel.wait(HOLD_S) == payloads(FAR)
+
+
+def test_duplicates_are_no_gap_however_late() -> None:
+    channel = Channel()
+    channel.arrive(1, 2, 3)
+    channel.wait(LATE_S + 0.1)
+    assert channel.arrive(1, 2, 3) == []
 
 
 # Any interleaving.
