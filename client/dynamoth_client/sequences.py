@@ -34,8 +34,8 @@ Whoever may publish on a channel can copy a publisher's id and forge numbers. No
 true one, so for that publisher's messages there nothing is promised but that their loss is not silent. Numbers above
 ``NUMBER_MAX`` are refused. A jump of more than ``HELD_MAX`` numbers is held, whatever its flags say; if the publisher
 goes on below it in the meantime, it is refused and reported as a gap of one. A message below the number where a stream
-began, or went on behind a gap, is a late copy for ``LATE_S``. Later it shows that somebody has moved the stream ahead of
-its publisher: it is reported as a gap, at most once per ``LATE_S``.
+began, or went on behind a gap, is a late copy for ``LATE_S``. Later it shows that somebody has moved the stream ahead
+of its publisher: it is reported as a gap, at most once per ``LATE_S``.
 
 Raw messages that a dispatcher numbered (RAW) have no order to keep, as others of the same publisher come without a
 number: they are delivered as they come, each number once.

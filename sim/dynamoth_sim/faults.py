@@ -265,7 +265,7 @@ def draw_profile(random: Random) -> Profile:
         think_s_max=random.choice((0.03, 0.08, 0.2)),
     )
     servers = random.choice((2, 3, 3, 4))
-    if profile.workload.leaver:
+    if profile.workload.leaver or "kill server" in profile.once:
         servers = max(servers, SERVERS_MIN)
     return replace(profile, workload=workload, servers=servers)
 
