@@ -31,6 +31,12 @@ REPORT_CHANNELS_MAX = 10_000
 CANNOT_OBSERVE = "agent_cannot_observe"
 """The kind of problem of an agent that its server does not let observe: it acts on no plan."""
 
+NAME_BYTES_MAX = 1024
+"""Bytes of a channel's name in a report; load analyzers count channels with longer names in the sums."""
+
+IDS_MAX = 1024
+"""Ids in one cell of a "who" column."""
+
 ID_BYTES = 8
 """Width of a client's id in the "who" columns: big-endian, as in the envelope."""
 
@@ -296,6 +302,8 @@ def _columns_from_wire(value: Any) -> ChannelColumns:
     length = len(channels)
     if length > REPORT_CHANNELS_MAX:
         raise MalformedMessage(f"a report names at most {REPORT_CHANNELS_MAX} channels, this one names {length}")
+    if any(len(channel) > NAME_BYTES_MAX for channel in channels):
+        raise MalformedMessage(f"a report names channels of at most {NAME_BYTES_MAX} bytes, this one a longer one")
     if len(set(channels)) != length:
         raise MalformedMessage("a report names a channel twice")
     publications, publishers, subscribers, sent, into, out = (_numbers(column, length) for column in cells[:6])
@@ -360,6 +368,6 @@ def _numbers(value: Any, length: int) -> tuple[int, ...]:
 
 def _ids(value: Any, length: int) -> tuple[bytes, ...]:
     cells = _texts(_array(value, length, "a column"))
-    if any(len(cell) % ID_BYTES for cell in cells):
+    if any(len(cell) % ID_BYTES or len(cell) > IDS_MAX * ID_BYTES for cell in cells):
         raise MalformedMessage(f"a column of lists of {ID_BYTES}-byte ids expected, not {shortened(cells)}")
     return cells

@@ -30,6 +30,7 @@ COUNTERS: Mapping[str, str] = {
     "contested_messages": "Messages of agents while another process spoke for the same server, too",
     "reports_implausible": "Reports that nobody can have measured",
     "acks_from_future": "Acknowledgements of a version that the balancer does not know",
+    "copies_conflicting": "Stored plans that no balancer of this cluster can have written, and that were written over",
     "vacated_out_of_date": "Words of agents about transitions that are over",
 }
 

@@ -230,6 +230,7 @@ async def _newest(
 ) -> Plan:
     asked = (query(server, command, options=link, timeout_s=ANSWER_TIMEOUT_S) for server in cluster.servers)
     plans: list[Plan] = []
+    damage: list[str] = []
     faults: list[LinkError] = []
     for answer in await asyncio.gather(*asked, return_exceptions=True):
         if isinstance(answer, LinkError):
@@ -238,12 +239,20 @@ async def _newest(
             raise answer
         elif isinstance(answer[0], ErrorReply):
             raise RequestRefused(f"the stored plan cannot be read: {answer[0]}: check the user's permissions")
-        elif (plan := parse(answer[0])) is not None:
-            plans.append(plan)
+        else:
+            try:
+                plan = parse(answer[0])
+            except MalformedMessage as error:
+                damage.append(str(error))
+                continue
+            if plan is not None:
+                plans.append(plan)
     if plans:
         return max(plans, key=lambda plan: plan.version)
     if len(faults) == len(cluster.servers):
         raise _unavailable(faults)
+    if damage:
+        raise ClusterUnavailable(f"{damage[0]}: start 'dynamoth balancer', which writes it again")
     raise ClusterUnavailable("no server stores a plan yet: start 'dynamoth balancer', which writes it")
 
 

@@ -172,6 +172,7 @@ def hostile() -> list[bytes]:
         nested,
         b"\x9c" + nested,
         b"\x95\x0c" + nested,
+        b"\x95\x0c" + nested * 4,  # this one terminated a balancer, as whole as it is
         deep_maps,
         b"\xdd\xff\xff\xff\xff",
         b"\xc6\xff\xff\xff\xff",
