@@ -300,7 +300,7 @@ class BalancerMachine:
         self._refused[server] = str(value)
         if repeated:
             return []
-        text = "a server does not let us hear its agent: give the user &__dynamoth__:* and ~__dynamoth__:*"
+        text = "a server does not let us hear its agent: give the user the rights that 'dynamoth acl' prints"
         return [Note("error", text, {"server": server, "reply": str(value)})]
 
     # The lease and the stages.

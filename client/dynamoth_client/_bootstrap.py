@@ -113,8 +113,7 @@ def _read(seed: ServerAddress, header: Any, info: Any, presence: Any) -> _Answer
     if isinstance(header, ErrorReply):
         error = _errors.from_reply(str(header))
         return type(error)(
-            f"{name}: the plan cannot be read: {header}: grant the client the commands, keys and channels"
-            " of Dynamoth (ACL SETUSER ... ~__dynamoth__:* &__dynamoth__:*)"
+            f"{name}: the plan cannot be read: {header}: give the client's user the rights that 'dynamoth acl' prints"
         )
     match = _RUN_ID.search(info) if isinstance(info, bytes) else None
     try:

@@ -92,6 +92,8 @@ class Forwarder:
         self._server = server
         self._options = options
         self._counters = counters
+        #: What servers have answered to copies that they refused, since the latest connection.
+        self.refusals: dict[str, str] = {}
         #: The servers of the plan by id; nothing is sent to any other.
         self.servers: Mapping[str, Server] = {}
         #: Server to the commands that must arrive there.
@@ -232,6 +234,7 @@ class Forwarder:
     def link_up(self, link: str) -> list[Any]:
         """Send what waits for a server."""
         server = link.removeprefix(_LINK_PREFIX)
+        self.refusals.pop(server, None)
         actions: list[Any] = self._outboxes[server].link_up()
         return [*actions, *self._tell_lost(server)]
 
@@ -248,6 +251,7 @@ class Forwarder:
         for relay, value in zip(relays, values, strict=True):
             if isinstance(value, ErrorReply):
                 self._counters["forwards_refused"] += 1
+                self.refusals[server] = str(value)
             elif isinstance(relay, _Relay) and value == 0:  # its dispatcher is away
                 actions += self.forward(relay.target, relay.data)
         return [*actions, *self._tell_lost(server)] if self._lost else actions

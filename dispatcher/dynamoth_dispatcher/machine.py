@@ -185,6 +185,11 @@ class DispatcherMachine:
             return self.refusal
         return None if self._confirmed >= _OBSERVING else "the server has not confirmed PSUBSCRIBE * yet"
 
+    @property
+    def forwards_refused(self) -> dict[str, str]:
+        """By server, what it answers to forwarded messages that it refuses: they are lost."""
+        return self._forwarder.refusals
+
     def handle(self, event: Any, now: float) -> list[Any]:
         """Take one event; return the actions to execute, in order."""
         match event:

@@ -142,9 +142,14 @@ class NodeMachine:
 
     def _problems(self) -> tuple[tuple[str, str], ...]:
         """Return what reports say besides the figures."""
-        if self._refusal is None:
-            return self._watch.problems
-        return (CANNOT_OBSERVE, (self.problem or "")[:REPORT_PROBLEM_CHARACTERS_MAX]), *self._watch.problems
+        problems = list(self._watch.problems)
+        if self._refusal is not None:
+            problems.append((CANNOT_OBSERVE, (self.problem or "")[:REPORT_PROBLEM_CHARACTERS_MAX]))
+        if refused := self.dispatcher.forwards_refused:
+            server, reply = next(iter(refused.items()))
+            text = f"server {server} refuses forwarded messages, so they are lost: {reply}; give the agent its rights"
+            problems.append(("forwards_refused", text[:REPORT_PROBLEM_CHARACTERS_MAX]))
+        return tuple(problems)
 
     def deadline(self) -> float | None:
         """Return when the first of the parts has something to do."""

@@ -11,7 +11,7 @@ from dynamoth.plan import Phase
 from dynamoth.reports import CANNOT_OBSERVE, pack_report
 from dynamoth_balancer.agents import VOICES_MAX, Agents
 from tests.balancer.fake_cluster import Balancer, FakeCluster
-from tests.balancer.test_installation import CHANNEL, NO_DECISIONS, _begin, _is_settled, _phase, _places
+from tests.balancer.test_installation import CHANNEL, NO_DECISIONS, begin, is_settled, phase_of, places
 
 FORGED = 99
 
@@ -24,17 +24,17 @@ def kinds(balancer: Balancer, server: str) -> set[str]:
 def test_a_forged_acknowledgement_does_not_stand_in_for_a_live_agent_s() -> None:
     cluster = FakeCluster(2)
     balancer = cluster.started(NO_DECISIONS)
-    source, target = _places(cluster, balancer)
+    source, target = places(cluster, balancer)
     cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
-    _begin(cluster, balancer)
+    begin(cluster, balancer)
     for _ in range(20):
         cluster.say(target, PlanAck(target, FORGED, balancer.plan.version))
         cluster.run(0.5)
-        assert _phase(balancer) is Phase.PREPARED
+        assert phase_of(balancer) is Phase.PREPARED
     assert "agents_in_conflict" in kinds(balancer, target) and not kinds(balancer, source)
     assert balancer.machine.agents_in_conflict(cluster.now) == 1
     cluster.servers[target].lose = lambda message: False
-    cluster.run_until(lambda: _is_settled(cluster, balancer, target))  # when the forger is silent
+    cluster.run_until(lambda: is_settled(cluster, balancer, target))  # when the forger is silent
     cluster.run(6)
     assert not kinds(balancer, target)
 
@@ -65,13 +65,13 @@ def test_the_load_of_a_server_for_which_two_processes_speak_is_not_believed() ->
 def test_a_forged_vacated_does_not_settle_a_transition() -> None:
     cluster = FakeCluster(2)
     balancer = cluster.started(NO_DECISIONS)
-    source, _ = _begin(cluster, balancer, listened=True)
-    cluster.run_until(lambda: _phase(balancer) is Phase.ACTIVE)
+    source, _ = begin(cluster, balancer, listened=True)
+    cluster.run_until(lambda: phase_of(balancer) is Phase.ACTIVE)
     epoch = balancer.plan.entry(CHANNEL).route.epoch
     for _ in range(5):
         cluster.say(source, Vacated(source, ((CHANNEL, epoch),), FORGED))
         cluster.run(1)
-    assert _phase(balancer) is Phase.ACTIVE
+    assert phase_of(balancer) is Phase.ACTIVE
 
 
 def test_a_restarted_agent_is_believed_soon() -> None:
@@ -80,8 +80,8 @@ def test_a_restarted_agent_is_believed_soon() -> None:
     cluster.run(2)
     cluster.agents["s1"].restart()
     restarted_at = cluster.now
-    _, target = _begin(cluster, balancer)
-    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    _, target = begin(cluster, balancer)
+    cluster.run_until(lambda: is_settled(cluster, balancer, target))
     assert cluster.now - restarted_at < 5.0
     assert not {"agents_in_conflict"} & (kinds(balancer, "s1") | kinds(balancer, "s2"))
 
@@ -90,9 +90,9 @@ def test_an_agent_that_cannot_observe_acknowledges_nothing_by_any_path() -> None
     """Its reports name the version of the plan, and it may even send acknowledgements: it does not act on the plan."""
     cluster = FakeCluster(2)
     balancer = cluster.started(NO_DECISIONS)
-    source, target = _places(cluster, balancer)
+    source, target = places(cluster, balancer)
     cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
-    _begin(cluster, balancer)
+    begin(cluster, balancer)
     agent = cluster.agents[target]
     agent.reports = False
     for _ in range(10):
@@ -100,27 +100,27 @@ def test_an_agent_that_cannot_observe_acknowledges_nothing_by_any_path() -> None
         cluster.say(target, pack_report(report))
         cluster.say(target, PlanAck(target, agent.incarnation, balancer.plan.version))
         cluster.run(1)
-        assert _phase(balancer) is Phase.PREPARED
+        assert phase_of(balancer) is Phase.PREPARED
     assert kinds(balancer, target) == {CANNOT_OBSERVE} and not kinds(balancer, source)
     reply = cluster.ask("move", {"channel": b"another", "to": target})
     assert reply.error is not None and "does not observe it: NOPERM" in reply.error
     agent.reports = True
     cluster.servers[target].lose = lambda message: False
-    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    cluster.run_until(lambda: is_settled(cluster, balancer, target))
 
 
 def test_a_report_of_an_agent_that_sees_nothing_now_is_no_acknowledgement() -> None:
     cluster = FakeCluster(2)
     balancer = cluster.started(NO_DECISIONS)
-    _, target = _places(cluster, balancer)
+    _, target = places(cluster, balancer)
     cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
-    _begin(cluster, balancer)
+    begin(cluster, balancer)
     agent = cluster.agents[target]
     agent.reports = False
     for _ in range(5):
         cluster.say(target, pack_report(replace(agent.report(), plan_version=balancer.plan.version, observing=False)))
         cluster.run(1)
-        assert _phase(balancer) is Phase.PREPARED
+        assert phase_of(balancer) is Phase.PREPARED
 
 
 @pytest.mark.parametrize("version", [10**6, 2**31, 2**32 - 1])
@@ -128,8 +128,8 @@ def test_a_forged_version_does_not_use_up_the_versions_there_are(version: int) -
     """All servers were read at the takeover, so that no balancer can have issued it."""
     cluster = FakeCluster(2)
     first = cluster.started(NO_DECISIONS)
-    _, target = _begin(cluster, first)
-    cluster.run_until(lambda: _is_settled(cluster, first, target))
+    _, target = begin(cluster, first)
+    cluster.run_until(lambda: is_settled(cluster, first, target))
     cluster.kill(first)
     balancer = cluster.started(NO_DECISIONS)
     before = balancer.plan.version

@@ -19,26 +19,26 @@ CHANNEL = b"news"
 NO_DECISIONS = BalancerOptions(load_ratio_high=1000.0)
 
 
-def _places(cluster: FakeCluster, balancer: Balancer) -> tuple[str, str]:
+def places(cluster: FakeCluster, balancer: Balancer) -> tuple[str, str]:
     """Return where the channel is, and another server."""
     source = balancer.plan.entry(CHANNEL).route.assignment.servers[0]
     return source, next(id_ for id_ in cluster.servers if id_ != source)
 
 
-def _phase(balancer: Balancer) -> Phase:
+def phase_of(balancer: Balancer) -> Phase:
     return balancer.plan.entry(CHANNEL).phase
 
 
-def _begin(cluster: FakeCluster, balancer: Balancer, *, listened: bool = False) -> tuple[str, str]:
+def begin(cluster: FakeCluster, balancer: Balancer, *, listened: bool = False) -> tuple[str, str]:
     """Ask for a move; ``listened``: subscribers stay at the old location until the test lets them go."""
-    source, target = _places(cluster, balancer)
+    source, target = places(cluster, balancer)
     if listened:
         cluster.agents[source].listened.add(CHANNEL)
     cluster.admin(source, "move", {"channel": CHANNEL, "to": target})
     return source, target
 
 
-def _is_settled(cluster: FakeCluster, balancer: Balancer, target: str) -> bool:
+def is_settled(cluster: FakeCluster, balancer: Balancer, target: str) -> bool:
     entry = balancer.plan.entry(CHANNEL)
     return entry.phase is Phase.SETTLED and entry.route.assignment.servers == (target,) and cluster.is_quiet(balancer)
 
@@ -54,8 +54,8 @@ def test_a_new_cluster_gets_plan_0_at_every_server() -> None:
 def test_a_move_goes_through_all_phases_and_is_stored_everywhere() -> None:
     cluster = FakeCluster(3)
     balancer = cluster.started(NO_DECISIONS)
-    _, target = _begin(cluster, balancer)
-    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    _, target = begin(cluster, balancer)
+    cluster.run_until(lambda: is_settled(cluster, balancer, target))
     assert [plan.entries[CHANNEL].phase for plan in balancer.plans()[1:]] == list(Phase)
     assert balancer.plan.version == 3
     assert balancer.plan.entry(CHANNEL).route.epoch == 1
@@ -79,20 +79,20 @@ def test_an_agent_hears_of_a_phase_only_after_its_server_has_stored_it() -> None
             return check(message)
 
         server.lose = stored_here
-    _, target = _begin(cluster, balancer)
-    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    _, target = begin(cluster, balancer)
+    cluster.run_until(lambda: is_settled(cluster, balancer, target))
 
 
 def test_nothing_is_activated_before_both_agents_have_acknowledged() -> None:
     cluster = FakeCluster(3)
     balancer = cluster.started(NO_DECISIONS)
-    _, target = _places(cluster, balancer)
+    _, target = places(cluster, balancer)
     cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
-    _begin(cluster, balancer)
+    begin(cluster, balancer)
     cluster.run(20)
-    assert _phase(balancer) is Phase.PREPARED
+    assert phase_of(balancer) is Phase.PREPARED
     cluster.servers[target].lose = lambda message: False
-    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    cluster.run_until(lambda: is_settled(cluster, balancer, target))
 
 
 @pytest.mark.parametrize("lost", [PlanChange, PlanAck, PlanQuery, Vacated])
@@ -112,8 +112,8 @@ def test_any_control_message_may_get_lost(lost: type[Any]) -> None:
             return False
 
         server.lose = lose
-    source, target = _begin(cluster, balancer)
-    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    source, target = begin(cluster, balancer)
+    cluster.run_until(lambda: is_settled(cluster, balancer, target))
     assert losses[source] == 0
 
 
@@ -123,8 +123,8 @@ def test_a_report_tells_what_a_lost_acknowledgement_told() -> None:
     for id_, server in cluster.servers.items():
         server.lose = lambda message: isinstance(message, PlanAck)
         cluster.agents[id_].reports_version = True
-    _, target = _begin(cluster, balancer)
-    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    _, target = begin(cluster, balancer)
+    cluster.run_until(lambda: is_settled(cluster, balancer, target))
 
 
 def test_agents_that_send_no_reports_are_asked_for_a_sign_of_life() -> None:
@@ -133,15 +133,15 @@ def test_agents_that_send_no_reports_are_asked_for_a_sign_of_life() -> None:
     for agent in cluster.agents.values():
         agent.reports = False
     cluster.run(60)
-    _, target = _begin(cluster, balancer)
-    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    _, target = begin(cluster, balancer)
+    cluster.run_until(lambda: is_settled(cluster, balancer, target))
 
 
 def test_repeated_and_old_messages_change_nothing() -> None:
     cluster = FakeCluster(2)
     balancer = cluster.started(NO_DECISIONS)
-    source, target = _begin(cluster, balancer, listened=True)
-    cluster.run_until(lambda: _phase(balancer) is Phase.ACTIVE)
+    source, target = begin(cluster, balancer, listened=True)
+    cluster.run_until(lambda: phase_of(balancer) is Phase.ACTIVE)
     epoch = balancer.plan.entry(CHANNEL).route.epoch
     agent = cluster.agents[source]
     for version in (0, epoch, epoch):
@@ -157,11 +157,11 @@ def test_repeated_and_old_messages_change_nothing() -> None:
     )  # true, and of no importance: the new server
     cluster.say(source, Vacated(source, ((b"another", epoch),), cluster.agents[source].incarnation))
     cluster.run(10)
-    assert _phase(balancer) is Phase.ACTIVE
+    assert phase_of(balancer) is Phase.ACTIVE
     cluster.agents[source].listened.clear()
     for _ in range(3):
         cluster.say(source, Vacated(source, ((CHANNEL, epoch),), cluster.agents[source].incarnation))
-    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    cluster.run_until(lambda: is_settled(cluster, balancer, target))
     version = balancer.plan.version
     cluster.say(source, Vacated(source, ((CHANNEL, epoch),), cluster.agents[source].incarnation))
     cluster.run(5)
@@ -171,9 +171,9 @@ def test_repeated_and_old_messages_change_nothing() -> None:
 def test_vacated_counts_only_once_the_transition_is_active() -> None:
     cluster = FakeCluster(2)
     balancer = cluster.started(NO_DECISIONS)
-    source, target = _places(cluster, balancer)
+    source, target = places(cluster, balancer)
     cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
-    _begin(cluster, balancer, listened=True)
+    begin(cluster, balancer, listened=True)
     cluster.run(3)
     cluster.say(
         source,
@@ -182,16 +182,16 @@ def test_vacated_counts_only_once_the_transition_is_active() -> None:
     cluster.run()
     cluster.servers[target].lose = lambda message: False
     cluster.run(20)
-    assert _phase(balancer) is Phase.ACTIVE
+    assert phase_of(balancer) is Phase.ACTIVE
 
 
 def test_an_agent_that_restarts_before_activation_must_acknowledge_again() -> None:
     cluster = FakeCluster(2)
     balancer = cluster.started(NO_DECISIONS)
-    source, target = _places(cluster, balancer)
+    source, target = places(cluster, balancer)
     agent = cluster.agents[source]
     cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
-    _begin(cluster, balancer)
+    begin(cluster, balancer)
     cluster.run(2)  # the agent of the source has acknowledged, that of the target has not been heard
     old = agent.incarnation
     agent.restart()
@@ -200,27 +200,27 @@ def test_an_agent_that_restarts_before_activation_must_acknowledge_again() -> No
     cluster.say(source, PlanAck(source, old, balancer.plan.version))  # late, from the process that is no more
     cluster.servers[target].lose = lambda message: False
     cluster.run(10)
-    assert _phase(balancer) is Phase.PREPARED
+    assert phase_of(balancer) is Phase.PREPARED
     assert balancer.machine.counters["contested_messages"] >= 1
     cluster.servers[source].lose = lambda message: False
-    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    cluster.run_until(lambda: is_settled(cluster, balancer, target))
     assert agent.plan is not None
 
 
 def test_an_agent_that_died_after_its_acknowledgement_is_waited_for() -> None:
     cluster = FakeCluster(2)
     balancer = cluster.started(NO_DECISIONS)
-    source, target = _places(cluster, balancer)
+    source, target = places(cluster, balancer)
     cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
-    _begin(cluster, balancer)
+    begin(cluster, balancer)
     cluster.run(2)
     cluster.agents[source].alive = False
     cluster.run(6)
     cluster.servers[target].lose = lambda message: False
     cluster.run(10)
-    assert _phase(balancer) is Phase.PREPARED
+    assert phase_of(balancer) is Phase.PREPARED
     cluster.agents[source].restart()
-    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    cluster.run_until(lambda: is_settled(cluster, balancer, target))
 
 
 def test_a_superseded_agent_is_believed_again_when_the_later_one_is_gone() -> None:
@@ -229,8 +229,8 @@ def test_a_superseded_agent_is_believed_again_when_the_later_one_is_gone() -> No
     first = cluster.agents["s1"].incarnation
     cluster.say("s1", PlanAck("s1", 5, 0))  # a second agent, which ends at once
     cluster.run(20)
-    _, target = _begin(cluster, balancer)
-    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    _, target = begin(cluster, balancer)
+    cluster.run_until(lambda: is_settled(cluster, balancer, target))
     assert cluster.agents["s1"].incarnation == first
 
 
@@ -238,14 +238,14 @@ def test_a_superseded_agent_is_believed_again_when_the_later_one_is_gone() -> No
 def test_a_successor_goes_on_in_every_phase(phase: Phase) -> None:
     cluster = FakeCluster(3)
     balancer = cluster.started(NO_DECISIONS)
-    source, target = _places(cluster, balancer)
+    source, target = places(cluster, balancer)
     if phase is Phase.PREPARED:
         cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
-    _begin(cluster, balancer, listened=phase is Phase.ACTIVE)
+    begin(cluster, balancer, listened=phase is Phase.ACTIVE)
     if phase is Phase.SETTLED:
-        cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+        cluster.run_until(lambda: is_settled(cluster, balancer, target))
     else:
-        cluster.run_until(lambda: _phase(balancer) is phase)
+        cluster.run_until(lambda: phase_of(balancer) is phase)
         cluster.run(0.1)
     epoch = balancer.plan.entry(CHANNEL).route.epoch
     version = balancer.plan.version
@@ -254,18 +254,18 @@ def test_a_successor_goes_on_in_every_phase(phase: Phase) -> None:
     cluster.agents[source].listened.clear()
     successor = cluster.started(NO_DECISIONS)
     assert successor.plan.version > version
-    cluster.run_until(lambda: _is_settled(cluster, successor, target))
+    cluster.run_until(lambda: is_settled(cluster, successor, target))
     assert successor.plan.entry(CHANNEL).route.epoch == epoch
 
 
 def test_a_successor_that_finds_only_some_servers_changed_takes_the_newest_of_each_channel() -> None:
     cluster = FakeCluster(3)
     balancer = cluster.started(NO_DECISIONS)
-    source, target = _places(cluster, balancer)
+    source, target = places(cluster, balancer)
     other = next(id_ for id_ in cluster.servers if id_ not in (source, target))
     cluster.cut(balancer, other)  # it is never told of the change
-    _begin(cluster, balancer, listened=True)
-    cluster.run_until(lambda: _phase(balancer) is Phase.ACTIVE)
+    begin(cluster, balancer, listened=True)
+    cluster.run_until(lambda: phase_of(balancer) is Phase.ACTIVE)
     cluster.run(0.1)
     assert CHANNEL not in cluster.servers[other].plan_or_fail().entries
     cluster.kill(balancer)
@@ -274,13 +274,13 @@ def test_a_successor_that_finds_only_some_servers_changed_takes_the_newest_of_ea
     cluster.run(0.1)
     assert cluster.servers[other].plan_or_fail().entries[CHANNEL].phase is Phase.ACTIVE
     cluster.agents[source].listened.clear()
-    cluster.run_until(lambda: _is_settled(cluster, successor, target))
+    cluster.run_until(lambda: is_settled(cluster, successor, target))
 
 
 def test_what_an_unreadable_server_holds_is_taken_in_later_and_its_epochs_are_never_given_again() -> None:
     cluster = FakeCluster(3)
     balancer = cluster.started(NO_DECISIONS)
-    _, target = _places(cluster, balancer)
+    _, target = places(cluster, balancer)
     server = cluster.servers[target]
     # The predecessor's last change has reached one server only, which is down when the successor comes.
     stray = balancer.plan.begin({b"stray": single(_elsewhere(cluster, balancer.plan, b"stray"))})
@@ -306,7 +306,7 @@ def _elsewhere(cluster: FakeCluster, plan: Plan, channel: bytes) -> str:
 def test_a_server_that_is_down_is_not_chosen_and_a_transition_waits_for_it() -> None:
     cluster = FakeCluster(2)
     balancer = cluster.started(NO_DECISIONS)
-    source, target = _places(cluster, balancer)
+    source, target = places(cluster, balancer)
     cluster.cut(balancer, target)
     cluster.run()
     # The lease needs both of two servers; it still holds for a while.
@@ -314,21 +314,21 @@ def test_a_server_that_is_down_is_not_chosen_and_a_transition_waits_for_it() -> 
     assert reply.error is not None and f"server {target} is not connected" in reply.error
     cluster.reconnect(balancer, target)
     cluster.run_until(lambda: cluster.is_quiet(balancer))
-    _begin(cluster, balancer, listened=True)
-    cluster.run_until(lambda: _phase(balancer) is Phase.ACTIVE)
+    begin(cluster, balancer, listened=True)
+    cluster.run_until(lambda: phase_of(balancer) is Phase.ACTIVE)
     cluster.cut(balancer, target)
     cluster.agents[source].listened.clear()
     cluster.run(2)
-    assert _phase(balancer) is Phase.ACTIVE, "the new server has perhaps not stored that it is right"
+    assert phase_of(balancer) is Phase.ACTIVE, "the new server has perhaps not stored that it is right"
     cluster.reconnect(balancer, target)
-    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    cluster.run_until(lambda: is_settled(cluster, balancer, target))
 
 
 def test_a_restarted_server_gets_the_whole_plan_and_its_old_one_is_not_trusted() -> None:
     cluster = FakeCluster(3)
     balancer = cluster.started(NO_DECISIONS)
-    _, target = _begin(cluster, balancer)
-    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    _, target = begin(cluster, balancer)
+    cluster.run_until(lambda: is_settled(cluster, balancer, target))
     for keys in ({}, dict(cluster.servers["s2"].keys)):
         cluster.stop_server("s2")
         cluster.run(1)
@@ -344,8 +344,8 @@ def test_a_restarted_server_gets_the_whole_plan_and_its_old_one_is_not_trusted()
 def test_a_server_with_an_unexpected_version_is_written_as_a_whole(version: bytes) -> None:
     cluster = FakeCluster(2)
     balancer = cluster.started(NO_DECISIONS)
-    _, target = _begin(cluster, balancer)
-    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    _, target = begin(cluster, balancer)
+    cluster.run_until(lambda: is_settled(cluster, balancer, target))
     cluster.servers["s1"].keys[PLAN_KEY][VERSION_FIELD] = version
     cluster.servers["s1"].executed.clear()
     cluster.run(10)
@@ -363,10 +363,10 @@ def test_a_wiped_server_is_noticed_at_the_next_change() -> None:
     cluster = FakeCluster(2)
     options = BalancerOptions(load_ratio_high=1000.0, verify_interval_s=1000.0)
     balancer = cluster.started(options)
-    _, target = _begin(cluster, balancer)
-    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    _, target = begin(cluster, balancer)
+    cluster.run_until(lambda: is_settled(cluster, balancer, target))
     cluster.servers["s1"].keys.pop(PLAN_KEY)
-    cluster.ask("move", {"channel": CHANNEL, "to": _places(cluster, balancer)[1]})
+    cluster.ask("move", {"channel": CHANNEL, "to": places(cluster, balancer)[1]})
     assert cluster.servers["s1"].plan == balancer.plan
 
 
@@ -381,11 +381,11 @@ def test_a_wiped_server_is_noticed_without_a_change() -> None:
 def test_a_server_that_misses_changes_is_sent_them_together() -> None:
     cluster = FakeCluster(3)
     balancer = cluster.started(NO_DECISIONS)
-    source, target = _places(cluster, balancer)
+    source, target = places(cluster, balancer)
     other = next(id_ for id_ in cluster.servers if id_ not in (source, target))
     cluster.cut(balancer, other)
-    _begin(cluster, balancer)
-    cluster.run_until(lambda: _phase(balancer) is Phase.SETTLED and balancer.plan.version == 3)
+    begin(cluster, balancer)
+    cluster.run_until(lambda: phase_of(balancer) is Phase.SETTLED and balancer.plan.version == 3)
     second = next(c for c in (b"a", b"b", b"c", b"d", b"e", b"f") if balancer.plan.ring.home(c) == source)
     cluster.admin(source, "move", {"channel": second, "to": target}, request=8)
     cluster.run_until(lambda: balancer.plan.version == 6)
@@ -401,23 +401,23 @@ def test_a_server_that_misses_changes_is_sent_them_together() -> None:
 def test_a_server_that_refuses_is_told_of_and_tried_again(command: bytes) -> None:
     cluster = FakeCluster(2)
     balancer = cluster.started(NO_DECISIONS)
-    source, target = _places(cluster, balancer)
+    source, target = places(cluster, balancer)
     server = cluster.servers[target]
     server.refuse = lambda args: "OOM command not allowed" if args[0] == command else None
     if command == b"RENAME":
         server.keys.pop(PLAN_KEY)
-    _begin(cluster, balancer)
+    begin(cluster, balancer)
     cluster.run(10)
     refused = [note for note in balancer.notes if "refuses to keep the plan" in note.message]
     if command != b"HMGET":
-        assert _phase(balancer) is Phase.PREPARED or balancer.plan.version == 0
+        assert phase_of(balancer) is Phase.PREPARED or balancer.plan.version == 0
     assert len(refused) == 1, "said once, not with every attempt"
     assert refused[0].details["reply"] == "OOM command not allowed"
     server.refuse = lambda args: None
     cluster.run(5)
-    if _phase(balancer) is Phase.SETTLED and balancer.plan.version == 0:
+    if phase_of(balancer) is Phase.SETTLED and balancer.plan.version == 0:
         cluster.ask("move", {"channel": CHANNEL, "to": target}, server=source)
-    cluster.run_until(lambda: _is_settled(cluster, balancer, target))
+    cluster.run_until(lambda: is_settled(cluster, balancer, target))
 
 
 @pytest.mark.parametrize("stored", [{b"@version": b"many", b"@header": b"\xc1", b"c:x": b"?"}, b"a string"])
@@ -468,6 +468,6 @@ def test_a_stored_plan_with_previous_routes_waits_for_every_old_server() -> None
     cluster.agents["s2"].listened.add(CHANNEL)
     balancer = cluster.start(NO_DECISIONS)
     cluster.run(10)
-    assert _phase(balancer) is Phase.ACTIVE
+    assert phase_of(balancer) is Phase.ACTIVE
     cluster.agents["s2"].listened.clear()
-    cluster.run_until(lambda: _is_settled(cluster, balancer, "s3"))
+    cluster.run_until(lambda: is_settled(cluster, balancer, "s3"))

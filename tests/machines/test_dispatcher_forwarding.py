@@ -304,6 +304,10 @@ def test_refused_forwards_are_counted() -> None:
     dispatcher.observe(message(1))
     dispatcher.answer(dispatcher.connect("s2"), ErrorReply("NOPERM no"))
     assert dispatcher.counters["forwards_refused"] == 1
+    assert dispatcher.dispatcher.forwards_refused == {"s2": "NOPERM no"}
+    dispatcher.down("to:s2")
+    dispatcher.connect("s2")
+    assert dispatcher.dispatcher.forwards_refused == {}
 
 
 def test_telling_of_many_lost_channels_costs_the_same_for_each() -> None:

@@ -261,3 +261,14 @@ def unpack_control_or_none(data: bytes) -> PlanAck | None:
     except MalformedMessage:  # a report
         return None
     return message if isinstance(message, PlanAck) else None
+
+
+def test_a_report_says_that_another_server_refuses_what_is_forwarded() -> None:
+    channel = next(b"%d" % n for n in range(100) if PLAN.entry(b"%d" % n).route.assignment == single("s2"))
+    bench = Bench()
+    bench.up()
+    bench.tell(Pushed("local", [[b"pmessage", b"*", channel, seal(77, 1, 0, b"hello")]]))
+    [forward] = [action for action in bench.tell(LinkUp("to:s2", "run2")) if isinstance(action, Send)]
+    bench.tell(Replied("to:s2", forward.tag, ErrorReply("NOPERM no")))
+    [(kind, text)] = bench.first_report().problems
+    assert kind == "forwards_refused" and "server s2 refuses forwarded messages" in text and "NOPERM no" in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +55,7 @@ def _rules_for(version: tuple[int, ...]) -> str:
 @contextmanager
 def acl_cluster(
     rules: Rules, folder: Path, *, servers: int = 2, settings: Mapping[str, Any] | None = None
-) -> Iterator[LocalCluster]:
+) -> Generator[LocalCluster]:
     """Run a cluster under the rules. The default user may do everything: it is the test's own."""
     users = [make_user(role, [pattern.encode() for pattern in CHANNELS], rules.redis) for role in ROLES]
     lines = to_lines(users, {role: password for role, (_, password) in USERS.items()}, aclfile=True)
@@ -79,10 +79,9 @@ def plain_client(cluster: LocalCluster, server: str, role: str) -> Any:
 
 def acl_log(cluster: LocalCluster) -> list[Any]:
     """Return what the servers refused to whom."""
-    return [entry for server in cluster.server_ids for entry in _entries(cluster, server)]
-
-
-def _entries(cluster: LocalCluster, server: str) -> Sequence[Any]:
-    [entries] = cluster.ask(server, (b"ACL", b"LOG"))
-    assert isinstance(entries, list), entries
-    return entries
+    found: list[Any] = []
+    for server in cluster.server_ids:
+        [entries] = cluster.ask(server, (b"ACL", b"LOG"))
+        assert type(entries) is list, entries
+        found += entries
+    return found
