@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth_sim.network import CALM, Delays, End, Network, Packet, Pipe
+from dynamoth_sim.network import CALM, SILENCE_S_MAX, Delays, End, Network, Packet, Pipe
 from dynamoth_sim.redis_model import RedisServer
 from dynamoth_sim.world import World
 
@@ -157,11 +157,36 @@ def test_a_server_that_is_parted_can_neither_be_reached_nor_heard() -> None:
     heal = it.part(["p"], ["s1"])
     connection.to_server.send(((b"PING",), "tag"), 10)
     it.open("p", server.url, lambda connection, packet: None, failures.append)
-    world.run_until(2.0)
-    assert (len(got), failures) == (1, ["timed out"])
+    world.run_until(0.1 + 0.9 * SILENCE_S_MAX)
+    assert (len(got), failures) == (1, [])
     heal()
     world.run_until(3.0)
-    assert len(got) == 2
+    assert (len(got), failures) == (2, ["timed out"])
+
+
+def test_a_connection_that_is_held_for_long_is_given_up_and_the_server_learns_of_it_later() -> None:
+    """What was sent before takes effect when the server goes on; what it answered is lost."""
+    world, it, server = network()
+    got: list[Any] = []
+    it.open("p", server.url, lambda connection, packet: got.extend(packet.items), got.append)
+    world.run_until(0.1)
+    (connection,) = it.connections("p")
+    connection.to_server.send(((b"SUBSCRIBE", b"c"), "tag"), 10)
+    world.run_until(0.2)
+    server.inject(b"c", b"lost")
+    go_on = it.freeze("s1")
+    world.run_until(0.2 + 0.9 * SILENCE_S_MAX)
+    assert End not in map(type, got)
+    world.run_until(0.2 + 1.1 * SILENCE_S_MAX)
+    assert isinstance(got[-1], End) and "nothing came" in got[-1].reason
+    seen = len(got)
+    connection.to_server.send(((b"PUBLISH", b"c", b"late"), "tag"), 10)
+    connection.to_server.end("closed by the client")
+    assert server.subscribers(b"c"), "it has not heard of that"
+    go_on()
+    world.run_until(3.0)
+    assert not server.subscribers(b"c")
+    assert len(got) == seen
 
 
 def test_a_connection_that_is_made_while_parted_works_when_that_is_over() -> None:
@@ -169,7 +194,7 @@ def test_a_connection_that_is_made_while_parted_works_when_that_is_over() -> Non
     got: list[Any] = []
     it.open("p", server.url, lambda connection, packet: got.extend(packet.items), got.append)
     first, second = it.part(["p"], ["s1"]), it.part(["p", "q"], ["s1"])
-    world.run_until(1.0)
+    world.run_until(0.9 * SILENCE_S_MAX)
     assert got == [] and len(it.connections("p")) == 1
     first()
     assert got == []
