@@ -6,6 +6,7 @@
 from typing import Any as _Any
 
 import redis as _redis
+import redis.asyncio as _asyncio
 import redis.asyncio.client as _asyncio_client
 import redis.client as _client
 
@@ -28,7 +29,7 @@ _redis_modules.install(
         (_asyncio_client.Redis, asyncio.Redis),
         (_asyncio_client.PubSub, asyncio.PubSub),
         (_asyncio_client.Pipeline, asyncio.Pipeline),
-        (_redis.asyncio.from_url, asyncio.from_url),
+        (_asyncio.from_url, asyncio.from_url),
     ]
 )
 

@@ -23,7 +23,7 @@ class ClientClosed(redis.exceptions.ConnectionError):
     """Raised when a client was closed while a call of it waited. A PubSub that is read subscribes again instead."""
 
     def __init__(self, text: str = CLOSED) -> None:
-        super().__init__(text)
+        super().__init__(text)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
 
 
 class BadOption(redis.exceptions.DataError, ValueError):

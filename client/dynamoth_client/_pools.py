@@ -78,6 +78,8 @@ class PoolState:
     credentials: Credentials | None
     #: Options for TCP and TLS that redis-py leaves out of the pool, as its own server is a unix socket or without TLS.
     left_out: dict[str, Any] = field(default_factory=dict[str, Any])
+    #: The latest connection that was made to read settings, and its class and arguments; see ``sample_of``.
+    sample: tuple[Any, Any, Mapping[str, Any]] | None = None
     #: Hosts that get credentials besides those of the servers that were named; see ``dynamoth_link.trust``.
     trusted_hosts: tuple[str, ...] = ()
 

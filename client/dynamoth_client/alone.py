@@ -75,7 +75,8 @@ def read_look(presence: Any, info: Any) -> Look:
     uptime_s = float(match[1]) if match else None
     if isinstance(presence, ErrorReply) or not isinstance(presence, list):
         return Look(None, None, uptime_s)
-    return Look(int(presence[1]), int(presence[3]), uptime_s)
+    counts: list[Any] = [*presence]
+    return Look(int(counts[1]), int(counts[3]), uptime_s)
 
 
 def plan_of(url: str) -> Plan:

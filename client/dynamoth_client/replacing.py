@@ -18,7 +18,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 import redis
 import redis.asyncio
@@ -167,7 +167,7 @@ def _ours() -> dict[int, Any]:
     }
 
 
-def _is_derived(value: Any, module: ModuleType, classes: tuple[type, ...]) -> bool:
+def _is_derived(value: Any, module: ModuleType, classes: tuple[type, ...]) -> TypeGuard[type]:
     """Tell whether a value is a class that a module has made of one of these."""
     return isinstance(value, type) and value.__module__ == module.__name__ and issubclass(value, classes)
 

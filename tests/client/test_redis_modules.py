@@ -1,5 +1,8 @@
 """Modules of redis-py under the client's name: the imports that applications of redis-py have."""
 
+# Redis-py has the source of the stubs that are imported here.
+# pyright: reportMissingModuleSource=false
+
 from __future__ import annotations
 
 import importlib
@@ -15,6 +18,7 @@ import redis
 import redis.asyncio.client
 import redis.asyncio.retry
 import redis.client
+import redis.exceptions
 import redis.retry
 
 import dynamoth_client

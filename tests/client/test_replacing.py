@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import redis
 import redis.asyncio
+import redis.client
 
 import dynamoth_client
 from dynamoth_client.replacing import KNOWN
@@ -38,7 +39,7 @@ OURS = (dynamoth_client.Redis, dynamoth_client.asyncio.Redis)
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where a module ``a_library`` can be written, which is forgotten afterwards."""
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # pyright: ignore[reportUnknownMemberType]
     yield tmp_path / "a_library.py"
     sys.modules.pop("a_library", None)
 
