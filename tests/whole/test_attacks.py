@@ -16,7 +16,7 @@ import redis.exceptions
 
 from dynamoth import names
 from dynamoth.control import AdminRequest, Announcement, ForwardRequest, Marker, PlanAck, Vacated, pack_control
-from dynamoth.envelope import seal
+from dynamoth.envelope import FIRST, HEARTBEAT, open_envelope, seal
 from dynamoth.errors import RequestRefused
 from dynamoth_cli.cluster import LocalCluster
 from dynamoth_client.asyncio import from_url
@@ -269,5 +269,44 @@ def test_a_client_works_while_another_attacks(cluster: LocalCluster) -> None:
                     if message is not None and message["type"] == "message":
                         assert message["data"] == b"%d" % found
                         found += 1
+
+    asyncio.run(test())
+
+
+def test_who_copies_a_publisher_s_id_does_not_silence_it(cluster: LocalCluster) -> None:
+    """With numbers far ahead: what the publisher sends afterwards would look like duplicates."""
+    channel = b"news.copied"
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub(gaps=True) as pubsub:
+            await pubsub.subscribe(channel)
+            with (
+                plain_client(cluster, "s1", "client") as one,
+                plain_client(cluster, "s2", "client") as other,
+                one.pubsub() as first,
+                other.pubsub() as second,
+            ):
+                for spy in (first, second):
+                    spy.subscribe(channel)
+                    spy.parse_response(timeout=5)
+                await client.publish(channel, b"0")
+                seen = first.get_message(timeout=1) or second.get_message(timeout=1)
+                envelope = open_envelope(seen["data"])
+                for flags in (FIRST, HEARTBEAT, 0):
+                    forged = seal(envelope.publisher, 2**47, envelope.epoch, b"forged", flags)
+                    for attacker in (one, other):
+                        attacker.publish(channel, forged)
+            found: set[bytes] = set()
+            gaps = 0
+            number = 0
+            async with asyncio.timeout(30):
+                while b"%d" % number not in found or number < 20:
+                    number += 1
+                    await client.publish(channel, b"%d" % number)
+                    while (message := await pubsub.get_message(timeout=0.05)) is not None:
+                        gaps += message["type"] == "gap"
+                        found |= {message["data"]} if message["type"] == "message" else set()
+            missing = {b"%d" % each for each in range(number + 1)} - found
+            assert not missing or gaps, f"lost in silence: {missing}"
 
     asyncio.run(test())
