@@ -10,6 +10,9 @@ import pytest
 from dynamoth.errors import ConfigError
 from dynamoth_cli import plan, status
 from dynamoth_cli.access import Access, access_of, add_access
+from dynamoth_cli.embedded import EmbeddedRedis
+from dynamoth_cli.main import main
+from tests.tls import make_certificates, tls_in_front_of
 
 FILE = """
 [[cluster.servers]]
@@ -108,3 +111,16 @@ def test_status_has_json_and_access(file: str) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     status.configure(parser)
     assert parser.parse_args(["--json", "--config", file]).json
+
+
+def test_a_server_that_asks_for_a_certificate_gets_it(
+    redis_server: EmbeddedRedis, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    certificates = make_certificates(tmp_path)
+    with tls_in_front_of(redis_server.port, certificates, asks_for_client=True) as port:
+        url = ("--url", f"rediss://localhost:{port}", "--tls-ca-file", str(certificates.authority))
+        own = ("--tls-cert-file", str(certificates.client), "--tls-key-file", str(certificates.client_key))
+        assert main(["plan", "show", *url, *own]) == 1
+        assert "no server stores a plan yet" in capsys.readouterr().err, "it was let in"
+        assert main(["plan", "show", *url]) == 1
+        assert "no server of the cluster answers" in capsys.readouterr().err
