@@ -1,9 +1,9 @@
 """What a channel has carried: written down message by message, understood once per interval.
 
-The agent has two microseconds for each message, so of each it only writes down a *record*: its first bytes, the *head*,
-and its length. The head is magic, flags and publisher id of an envelope. Records of one channel stand end to end, and
-nearly always all of them are of ordinary publications, which a few functions that run in C can tell and add up. If
-not, or if there are too many records, they are counted by head.
+The agent has little time for each message, so of each that it looks at (all, or a sample: ``sampling``) it only writes
+down a *record*: its first bytes, the *head*, and its length. The head is magic, flags and publisher id of an envelope.
+Records of one channel stand end to end, and nearly always all of them are of ordinary publications, which a few
+functions that run in C can tell and add up. If not, or if there are too many records, they are counted by head.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamoth.control import LossNotice, RouteNotice, pack_control, unpack_control
+from dynamoth.control import LossNotice, PlanChange, RouteNotice, pack_control, unpack_control
 from dynamoth.envelope import (
     CONTROL,
     FIRST,
@@ -19,7 +19,7 @@ from dynamoth.envelope import (
     forwarded,
     open_envelope,
 )
-from dynamoth.events import Connect, ErrorReply, Send
+from dynamoth.events import Connect, ErrorReply, Pushed, Send
 from dynamoth.names import AGENT_CHANNEL, inbox, relay_channel, replica_channel
 from dynamoth.plan import Assignment, Mode, Plan, Route, single
 from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions, forward_link
@@ -63,6 +63,30 @@ def test_an_unforwarded_message_goes_where_a_follower_may_listen_or_to_who_knows
 ) -> None:
     """Only old and new servers forward between themselves; a third one sends to where clients are told to be."""
     assert {server: targets(agent(server, plan), message(1)) for server in ALL} == expected
+
+
+@pytest.mark.parametrize("index", [0, 3, 7])
+def test_among_messages_of_channels_at_rest_the_one_that_needs_more_is_found(index: int) -> None:
+    dispatcher = agent("s2", PREPARED)
+    at_rest = channel_at("s2")
+    names = [at_rest] * 8
+    names[index] = C
+    pushes = [[b"pmessage", b"*", name, message(number)] for number, name in enumerate(names, 1)]
+    first = [*dispatcher.tell(Pushed(LOCAL, pushes)), *dispatcher.connect("s1")]
+    dispatcher.answer(first)
+    second = dispatcher.tell(Pushed(LOCAL, pushes))  # the others are known to be at rest by now
+    for actions in (first, second):
+        assert [open_envelope(copy).sequence for copy in copies(actions, "s1")] == [index + 1]
+
+
+def test_among_messages_of_channels_at_rest_the_balancer_is_heard() -> None:
+    dispatcher = agent("s2", PLAN_0)
+    at_rest = channel_at("s2")
+    dispatcher.observe(message(1), physical=at_rest)
+    change = pack_control(PlanChange(PLAN_0.diff(PREPARED)))
+    pushes = [[b"pmessage", b"*", at_rest, message(2)], [b"message", AGENT_CHANNEL, change]]
+    dispatcher.tell(Pushed(LOCAL, pushes))
+    assert targets(dispatcher, message(1)) == ["s1"]
 
 
 @pytest.mark.parametrize("plan", [PREPARED, ACTIVE])
