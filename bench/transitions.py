@@ -21,6 +21,7 @@ from dataclasses import asdict, replace
 from itertools import combinations, pairwise
 
 from bench.busy_channel import CHANNEL, Change, Load, Result, add_arguments, find_rate, load_of, measure, show, where
+from dynamoth.errors import DynamothError
 from dynamoth.plan import Assignment, Mode, single
 from dynamoth_cli.child import interrupted_by_signals
 from dynamoth_cli.cluster import LocalCluster
@@ -88,13 +89,23 @@ def main() -> None:
     load = load_of(arguments)
     with interrupted_by_signals():
         result = go_through(load, arguments.seed, BUSY_RATIO)
-        full = go_through(replace(load, changes=min(load.changes, SATURATED_TRANSITIONS)), arguments.seed)
+        full = _saturated(replace(load, changes=min(load.changes, SATURATED_TRANSITIONS)), arguments.seed)
     if arguments.json:
-        sys.stdout.write(json.dumps({**asdict(result), "saturated": asdict(full)}) + "\n")
+        sys.stdout.write(json.dumps({**asdict(result), "saturated": None if full is None else asdict(full)}) + "\n")
         return
     show(result, as_json=False)
-    sys.stdout.write("\nsaturated:\n")
-    show(full, as_json=False)
+    if full is not None:
+        sys.stdout.write("\nsaturated:\n")
+        show(full, as_json=False)
+
+
+def _saturated(load: Load, seed: int) -> Result | None:
+    """Return what comes out whatever the machine makes of the load; None where a change did not settle in time."""
+    try:
+        return go_through(load, seed)
+    except DynamothError as error:
+        sys.stderr.write(f"saturated: {error}\n")
+        return None
 
 
 if __name__ == "__main__":
