@@ -113,7 +113,7 @@ class BalancerMachine:
         patience_s = self.options.lease_s + 2 * self.options.lease_renew_s
         self._contention = Contention(self._lease, len(ids), self._down_reasons, patience_s)
         self._presence = Presence(ids)
-        self._model = ClusterModel(ids, self.options.averaging_s)
+        self._model = ClusterModel(ids, self.options.averaging_s, self.options.interruptions_window_s)
         self._agents = Agents(ids, self.options.agent_stale_s, self._model.blind)
         self._hearing = Hearing(self._agents, self._model, self.counters)
         self._decider = Decider(self._model, (Replicate(), Relieve(), Drain()), self.options)

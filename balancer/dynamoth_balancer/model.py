@@ -26,6 +26,7 @@ from itertools import islice, takewhile
 from dynamoth.plan import Assignment, Mode
 from dynamoth.reports import Report
 from dynamoth_balancer.goals import ChannelFigures, ChannelRate, ServerLoad
+from dynamoth_balancer.options import INTERRUPTIONS_WINDOW_S
 
 SAMPLES_MAX = 200
 """Bound of the samples per server: ``averaging_s`` of 10 s at 20 reports per second. Older ones go earlier then."""
@@ -33,7 +34,6 @@ SAMPLES_MAX = 200
 BUSY_MAX = 100
 """Bound of the channels of a server that are looked at one by one. The next ones are, when these need it no more."""
 
-INTERRUPTIONS_WINDOW_S = 30.0
 BLINDING_INTERRUPTIONS = 2
 """An agent that lost its observing connection so often within the window counts as blind. Once happens to anybody: the
 server restarts, or the network fails."""
@@ -130,8 +130,11 @@ class ClusterModel:
     Memory: (servers * samples * channels per report) * 40 bytes, and the names.
     """
 
-    def __init__(self, servers: Iterable[str], averaging_s: float) -> None:
+    def __init__(
+        self, servers: Iterable[str], averaging_s: float, interruptions_window_s: float = INTERRUPTIONS_WINDOW_S
+    ) -> None:
         self._averaging_s = averaging_s
+        self._interruptions_window_s = interruptions_window_s
         self._servers = {server: _ServerModel() for server in servers}
         #: Moved channels whose load is not yet proven by reports; at most one attribution for each.
         self._attributions: dict[bytes, _Attribution] = {}
@@ -166,7 +169,7 @@ class ClusterModel:
         same = latest is not None and latest.incarnation == report.incarnation
         known = latest.interruptions if latest is not None and same else 0
         model.interrupted.extend([now] * min(INTERRUPTIONS_MAX, max(0, report.interruptions - known)))
-        while model.interrupted and model.interrupted[0] <= now - INTERRUPTIONS_WINDOW_S:
+        while model.interrupted and model.interrupted[0] <= now - self._interruptions_window_s:
             model.interrupted.popleft()
         times = len(model.interrupted)
         if report.observing and times < BLINDING_INTERRUPTIONS:
@@ -176,10 +179,11 @@ class ClusterModel:
         if model.blind_since is None:
             model.blind_since = now - report.blind_s
         state = "sees" if report.observing else "does not see"
+        window = f"{self._interruptions_window_s:g} s"
         self.blind[report.server] = (
-            f"its agent {state} what is published, and lost its connection {times} times in"
-            f" {INTERRUPTIONS_WINDOW_S:g} s: Redis disconnects an agent that reads too slowly. The server counts as"
-            " overloaded. Give the agent a whole CPU, and raise client-output-buffer-limit pubsub"
+            f"its agent {state} what is published, and lost its connection {times} times in {window}: Redis"
+            " disconnects an agent that reads too slowly. The server counts as overloaded. Give the agent a whole CPU,"
+            " and raise client-output-buffer-limit pubsub"
         )
 
     def blindness(self, server: str) -> Blindness | None:

@@ -10,6 +10,8 @@ from dynamoth.errors import ConfigError
 from dynamoth.plan import JOIN_S
 from dynamoth.ring import VIRTUAL_NODES
 
+INTERRUPTIONS_WINDOW_S = 30.0
+
 _MAY_BE_ZERO = frozenset(
     {
         "wait_s",
@@ -128,6 +130,8 @@ class BalancerOptions:
     join_s: float = JOIN_S
     """A server at which no channel is gets none for so long after a balancer with it in its list has come to work, as
     clients with patterns must subscribe there before. They count on ``JOIN_S``. 0: no wait."""
+    interruptions_window_s: float = INTERRUPTIONS_WINDOW_S
+    """An agent that loses its observing connection twice within this time counts as blind. More than 0."""
 
     # Agents.
 

@@ -163,6 +163,7 @@ def short_options(
             compatibility=compatibility,
             rules_rest_s=RULES_REST_S,
             plain_rest_s=PLAIN_REST_S,
+            interruptions_window_s=1.0,
         ),
         servers=servers,
         delays=delays,

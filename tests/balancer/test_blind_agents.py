@@ -8,8 +8,8 @@ import pytest
 
 from dynamoth.plan import Assignment, Mode
 from dynamoth.reports import ChannelColumns, ChannelSums, Report
-from dynamoth_balancer.model import BLINDING_INTERRUPTIONS, INTERRUPTIONS_WINDOW_S, ClusterModel
-from dynamoth_balancer.options import BalancerOptions
+from dynamoth_balancer.model import BLINDING_INTERRUPTIONS, ClusterModel
+from dynamoth_balancer.options import INTERRUPTIONS_WINDOW_S, BalancerOptions
 from tests.balancer.fake_cluster import CAPACITY, Balancer, FakeAgent, FakeCluster
 
 QUICK = BalancerOptions(wait_s=2.0, averaging_s=3.0, channel_rest_s=5.0, join_s=0.0)
