@@ -43,7 +43,8 @@ def new_rules(plan: Plan, arguments: Mapping[str, Any]) -> tuple[CompatibilityRu
             case "lift":
                 rules = _put(old, CompatibilityRule(pattern, _covering(old, pattern).server, plain=False))
             case "remove":
-                rules = tuple(rule for rule in old if rule is not _rule(old, pattern))
+                removed = _rule(old, pattern)
+                rules = tuple(rule for rule in old if rule is not removed)
             case _:
                 raise RequestRefused(f"compatibility takes the arguments {_ARGUMENTS}, not {shortened(action)}")
         new = Compatibility(plan.version + 1, rules)
