@@ -74,7 +74,7 @@ def _check_depth(value: Any) -> None:
     for _ in range(DEPTH_MAX + 1):
         deeper: list[Any] = []
         for container in level:
-            elements = container.values() if type(container) is dict else container
+            elements: Any = container.values() if type(container) is dict else container
             if not _CONTAINERS.isdisjoint(map(type, elements)):
                 deeper += [element for element in elements if type(element) in _CONTAINERS]
         if not deeper:
@@ -120,9 +120,9 @@ class _Short(reprlib.Repr):
         """Show the beginning of bytes, and how many there are."""
         return repr(value) if len(value) <= self.maxstring else f"{value[: self.maxstring]!r}... ({len(value)} bytes)"
 
-    def repr_instance(self, value: Any, level: int) -> str:
+    def repr_instance(self, x: Any, level: int) -> str:
         """Show no more than the type of anything else that msgpack or a server can give, but for simple values."""
-        return repr(value) if value is None or isinstance(value, (bool, float)) else f"<{type(value).__name__}>"
+        return repr(x) if x is None or isinstance(x, (bool, float)) else f"<{type(x).__name__}>"
 
 
 _short = _Short()

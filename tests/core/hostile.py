@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 
@@ -76,13 +76,15 @@ def _packed(value: Any) -> bytes:
     return packed
 
 
+_CONTAINERS: tuple[Any, ...] = ([], {}, [[]], {"": {}}, [0] * 100, ["s1"] * 3, [b"c", b"c"], {b"c": 1}, [[b"c", 1]] * 2)
+
 INTRUDERS: tuple[bytes, ...] = (
     *map(
         _packed, (None, True, False, 0, 1, -1, 2**32, EPOCH_MAX, EPOCH_MAX + 1, 2**48 - 1, 2**63, 2**64 - 1, -(2**63))
     ),
     *map(_packed, (0.0, -0.5, 1.5, math.nan, math.inf, -math.inf, 1e308)),
     *map(_packed, ("", b"", "s1", "s2", "s9", b"c", b"\xff", "a" * 2000, b"a" * 2000, "\0", "{}%s\n")),
-    *map(_packed, ([], {}, [[]], {"": {}}, [0] * 100, ["s1"] * 3, [b"c", b"c"], {b"c": 1}, [[b"c", 1]] * 2)),
+    *map(_packed, _CONTAINERS),
     _packed(msgpack.ExtType(5, b"x" * 1000)),
     _packed(msgpack.Timestamp(1, 5)),
     b"\xa3\xed\xa0\x80",  # a surrogate, as UTF-8 has none
@@ -95,10 +97,16 @@ INTRUDERS: tuple[bytes, ...] = (
 )
 
 
+def _pairs(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return [*cast("dict[Any, Any]", value).items()]  # type: ignore[redundant-cast]  # for pyright
+    return [*enumerate(cast("list[Any]", value))] if isinstance(value, list) else []  # type: ignore[redundant-cast]
+
+
 def _paths(value: Any) -> Iterator[tuple[Any, ...]]:
     """Go through all positions of a value."""
     yield ()
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    pairs = _pairs(value)
     for key, inner in pairs:
         for path in _paths(inner):
             yield (key, *path)
@@ -107,7 +115,7 @@ def _paths(value: Any) -> Iterator[tuple[Any, ...]]:
 def _with_hole(value: Any, path: tuple[Any, ...]) -> Any:
     if not path:
         return _HOLE
-    copied: Any = dict(value) if isinstance(value, dict) else list(value)
+    copied: Any = value.copy()
     copied[path[0]] = _with_hole(copied[path[0]], path[1:])
     return copied
 

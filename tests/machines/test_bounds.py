@@ -140,9 +140,13 @@ def test_an_announcement_costs_no_more_than_the_servers_of_the_plan() -> None:
 # The tables themselves.
 
 
+def _value(_: str, value: int) -> int:
+    return value
+
+
 def test_a_table_is_bounded_in_entries_and_in_bytes() -> None:
     gone: list[Any] = []
-    table: BoundedTable[str, int] = BoundedTable(3, 100, lambda _, value: value, lambda *each: gone.append(each))
+    table: BoundedTable[str, int] = BoundedTable(3, 100, _value, lambda key, value: gone.append((key, value)))
     for key, value in (("a", 10), ("b", 20), ("c", 30)):
         table.put(key, value)
     table.put("a", 15)  # the newest now
