@@ -25,6 +25,7 @@ from dynamoth.events import (
     Tick,
     earliest,
 )
+from dynamoth_client.places import ASK_PREFIX
 
 NOT_CONNECTED_YET = "not connected yet"
 
@@ -75,6 +76,7 @@ class _PingTag:
 _PING = _PingTag()
 
 _OF_LINKS = frozenset((Connect, Disconnect))
+_STATES = frozenset((LinkUp, LinkDown))
 
 
 class WatchedSubscriber:
@@ -100,6 +102,8 @@ class WatchedSubscriber:
             return self._ping(event)
         if kind is Replied and event.tag is _PING:
             return [] if isinstance(event.value, ErrorReply) else [Ponged(_pong(event.value))]
+        if kind in _STATES and event.link.startswith(ASK_PREFIX):
+            return self._watched(self._machine.handle(event, now), now)
         if kind is LinkUp:
             self._down[event.link] = None
         elif kind is LinkDown:
@@ -145,7 +149,8 @@ class WatchedSubscriber:
         for action in actions:
             noted.append(action)
             if type(action) is Connect:
-                self._down[action.link] = NOT_CONNECTED_YET
+                if not action.link.startswith(ASK_PREFIX):
+                    self._down[action.link] = NOT_CONNECTED_YET
                 noted.append(LinkOpened(action.link))
             elif type(action) is Disconnect:
                 self._down.pop(action.link, None)

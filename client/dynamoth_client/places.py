@@ -27,6 +27,9 @@ from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.subscription import Place, SubscriberLink, Subscription
 from dynamoth_client.wishes import Wishes
 
+ASK_PREFIX = "ask:"
+"""Before the id of a server: the name of a link over which only questions are asked."""
+
 ANNOUNCED_MAX = 1000
 """Channels of one announcement at most."""
 
@@ -62,16 +65,21 @@ class Places:
         return link is not None and link.up
 
     def another_than(self, server: str, now: float) -> tuple[str | None, list[Any]]:
-        """Return a server with a link that is up; if there is none, None and what opens a link to one more server."""
+        """Return a link to another server that is up; if there is none, None and what opens one to one more server.
+
+        Such a link has a name of its own: nothing is subscribed to over it, and it says nothing of who can be reached.
+        """
         for name, link in self.links.items():
             if link.up and name != server:
                 return name, []
-        unknown = next((name for name in self._plan.servers if name not in self.links), None)
+        asked = (name for name in self._plan.servers if name != server and name not in self.links)
+        unknown = next((name for name in asked if ASK_PREFIX + name not in self.links), None)
         if unknown is None:
             return None, []
-        self.links[unknown] = SubscriberLink(down_since=now, idle_since=now)
-        self._wishes.add(now + self._link_idle_s, self._close_idle, unknown)
-        return None, [Connect(unknown, self._plan.servers[unknown].url)]
+        asking = ASK_PREFIX + unknown
+        self.links[asking] = SubscriberLink(down_since=now, idle_since=now)
+        self._wishes.add(now + self._link_idle_s, self._close_idle, asking)
+        return None, [Connect(asking, self._plan.servers[unknown].url)]
 
     # Joining and leaving.
 

@@ -145,9 +145,10 @@ class Listener(Subject):
 def test_a_new_subscriber_is_confirmed_although_the_home_is_down() -> None:
     listener = Listener()
     listener.tell(Subscribe((C,)))
-    assert Connect("s2", URLS["s2"]) in listener.pass_time(LOOKS_S)
-    listener.tell(LinkUp("s2", RUN))
-    joined = listener.found(listener.pass_time(0.2))
+    assert Connect("ask:s2", URLS["s2"]) in listener.pass_time(LOOKS_S)
+    listener.tell(LinkUp("ask:s2", RUN))
+    assert listener.found(listener.pass_time(0.2)) == [Connect("s2", URLS["s2"])]
+    joined = listener.tell(LinkUp("s2", RUN))
     assert only(SubscriptionConfirmed, listener.found(joined)) == [SubscriptionConfirmed(C)]
 
 
@@ -159,6 +160,7 @@ def test_a_subscriber_whose_server_is_gone_follows_and_says_what_it_may_have_mis
             listener.tell(Replied("s1", send.tag, entry_reply(PLAN_0, C)))
     listener.tell(LinkDown("s1", "reset by peer"))
     listener.pass_time(LOOKS_S)
-    listener.tell(LinkUp("s2", RUN))
-    joined = listener.found(listener.pass_time(0.2))
+    listener.tell(LinkUp("ask:s2", RUN))
+    listener.found(listener.pass_time(0.2))
+    joined = listener.tell(LinkUp("s2", RUN))
     assert [gap.channel for gap in only(GapDetected, listener.found(joined))] == [C]
