@@ -10,7 +10,6 @@ import dynamoth_balancer.compatibility
 import dynamoth_balancer.installer
 import dynamoth_balancer.takeover
 from dynamoth.compatibility import Compatibility
-from dynamoth.plan import Plan
 from dynamoth_balancer.installer import Installer
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_dispatcher.machine import DispatcherMachine
@@ -36,9 +35,9 @@ def rules_die_with_the_balancer() -> AbstractContextManager[None]:
     """A balancer that takes over does not take over the compatibility rules."""
     recover = dynamoth_balancer.takeover.__dict__["recover"]
 
-    def forgetful(*arguments: Any, **options: Any) -> Plan:
-        plan: Plan = recover(*arguments, **options)
-        return replace(plan, compatibility=Compatibility(plan.version)) if plan.version else plan
+    def forgetful(*arguments: Any, **options: Any) -> tuple[Any, ...]:
+        plan, *rest = recover(*arguments, **options)
+        return (replace(plan, compatibility=Compatibility(plan.version)) if plan.version else plan, *rest)
 
     return replaced(dynamoth_balancer.takeover, recover=forgetful)
 
