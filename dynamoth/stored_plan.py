@@ -151,7 +151,7 @@ def _entry_of(header: Plan, channel: bytes, value: bytes) -> Entry:
 
 def is_absent(reply: Any) -> bool:
     """Tell whether the reply of :func:`read_entry`, or of ``READ_HEADER``, says that the server stores no plan."""
-    return isinstance(reply, list) and all(part is None for part in reply)
+    return isinstance(reply, list) and all(part is None for part in cast("list[bytes | None]", reply))
 
 
 def write_delta(delta: PlanDelta) -> tuple[CommandPart, ...]:

@@ -70,11 +70,11 @@ class _ElementCounter:
 
 
 def _check_depth(value: Any) -> None:
-    level: list[Any] = [[value]]
+    level: list[list[Any] | dict[Any, Any]] = [[value]]
     for _ in range(DEPTH_MAX + 1):
-        deeper: list[Any] = []
+        deeper: list[list[Any] | dict[Any, Any]] = []
         for container in level:
-            elements: Any = container.values() if type(container) is dict else container
+            elements = container.values() if isinstance(container, dict) else container
             if not _CONTAINERS.isdisjoint(map(type, elements)):
                 deeper += [element for element in elements if type(element) in _CONTAINERS]
         if not deeper:

@@ -146,8 +146,9 @@ class BalancerMachine:
 
     def transition_age_s(self, now: float) -> float:
         """Return how long the oldest channel in transition has been so; 0 without any."""
-        transitions = {} if self._installer is None else self._installer.transitions
-        return now - min((transition.since for transition in transitions.values()), default=now)
+        if self._installer is None:
+            return 0.0
+        return now - min((transition.since for transition in self._installer.transitions.values()), default=now)
 
     def blind(self) -> dict[str, bool]:
         """Tell of each server whether its agent does not see what is published there."""

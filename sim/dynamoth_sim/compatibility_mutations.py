@@ -16,19 +16,27 @@ from dynamoth_dispatcher.machine import DispatcherMachine
 from dynamoth_sim.mutating import Check, replaced
 
 
+def _none(*_: Any) -> None:
+    """Stand for any function or method that returns None where nothing is the matter."""
+
+
 def envelopes_for_everybody() -> AbstractContextManager[None]:
     """Publishers do not follow compatibility rules."""
-    return replaced(LocalPlan, plain_route=lambda self, channel: None)
+    return replaced(LocalPlan, plain_route=_none)
 
 
 def plain_channels_move() -> AbstractContextManager[None]:
     """The balancer lets administrators move plain channels."""
-    return replaced(dynamoth_balancer.installer, why_not_moved=lambda plan, channel: None)
+    return replaced(dynamoth_balancer.installer, why_not_moved=_none)
 
 
 def plain_messages_are_numbered() -> AbstractContextManager[None]:
     """Dispatchers put plain messages that they forward into envelopes, whoever listens."""
-    return replaced(DispatcherMachine, _is_plain=lambda self, channel: False)
+
+    def never(self: DispatcherMachine, channel: bytes) -> bool:
+        return False
+
+    return replaced(DispatcherMachine, _is_plain=never)
 
 
 def rules_die_with_the_balancer() -> AbstractContextManager[None]:
@@ -44,17 +52,25 @@ def rules_die_with_the_balancer() -> AbstractContextManager[None]:
 
 def no_rest_after_rules() -> AbstractContextManager[None]:
     """Channels may move as soon as rules have changed."""
-    return replaced(Installer, rules_rest=lambda self, now: 0.0)
+
+    def at_once(self: Installer, now: float) -> float:
+        return 0.0
+
+    return replaced(Installer, rules_rest=at_once)
 
 
 def rules_are_not_told() -> AbstractContextManager[None]:
     """Dispatchers do not tell publishers that rules have changed."""
-    return replaced(DispatcherMachine, _tell_rules=lambda self: [])
+
+    def nothing(self: DispatcherMachine) -> list[Any]:
+        return []
+
+    return replaced(DispatcherMachine, _tell_rules=nothing)
 
 
 def rules_for_channels_elsewhere() -> AbstractContextManager[None]:
     """The balancer takes any rule, wherever the channels are."""
-    return replaced(dynamoth_balancer.compatibility, _check=lambda plan, new: None)
+    return replaced(dynamoth_balancer.compatibility, _check=_none)
 
 
 CHECKS: tuple[Check, ...] = (

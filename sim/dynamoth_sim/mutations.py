@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import dynamoth.plan
-import dynamoth_balancer.copies
 import dynamoth_balancer.decider
 import dynamoth_balancer.goals
 import dynamoth_balancer.recovery
