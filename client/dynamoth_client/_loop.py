@@ -293,8 +293,8 @@ class SharedLoop:
                 waiter = self._take_turn_or_wait(running is None and self._callers_drive)
             return self._lead(begin, args) if waiter is None else self._follow(waiter, begin, args)
         except redis.exceptions.ConnectionError:
-            if self._is_exiting and threading.current_thread().daemon:
-                threading.Event().wait()  # an error would be printed, and there is nothing wrong
+            if self._is_exiting:
+                stop_daemon_thread()
             raise
         finally:
             try:
@@ -558,6 +558,16 @@ class SharedLoop:
 
     def _begin_end(self) -> asyncio.Future[None]:
         return self._loop.create_task(self._on_end(), name="end a client")
+
+
+def stop_daemon_thread() -> None:
+    """Do not return if this is a daemon thread: for calls that fail only because the interpreter exits.
+
+    Python stops daemon threads a moment later wherever they are. Until then an error would end them with a traceback,
+    although nothing is wrong. The caller must hold no lock.
+    """
+    if threading.current_thread().daemon:
+        threading.Event().wait()
 
 
 def _in_main_thread() -> bool:

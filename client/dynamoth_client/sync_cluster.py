@@ -11,11 +11,9 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar, cast
 
-import redis.exceptions
-
 from dynamoth_client import _errors, _pools
 from dynamoth_client._cluster import Cluster
-from dynamoth_client._loop import SharedLoop
+from dynamoth_client._loop import SharedLoop, stop_daemon_thread
 from dynamoth_client._settings import Settings
 
 _T = TypeVar("_T")
@@ -109,14 +107,15 @@ class SyncCluster:
 
     def _open(self) -> SharedLoop:
         with self._lock:
-            if self._is_exiting:
-                raise redis.exceptions.ConnectionError(_errors.CLOSED)
-            if self._loop is not None and self._loop.is_broken:
-                self._loop = None
-                self.cluster = self._make_cluster()
-            if self._loop is None:
-                self._loop = SharedLoop(self.cluster.close, callers_drive=self._callers_drive)
-            return self._loop
+            if not self._is_exiting:
+                if self._loop is not None and self._loop.is_broken:
+                    self._loop = None
+                    self.cluster = self._make_cluster()
+                if self._loop is None:
+                    self._loop = SharedLoop(self.cluster.close, callers_drive=self._callers_drive)
+                return self._loop
+        stop_daemon_thread()
+        raise _errors.ClientClosed
 
     def _publish(self, channel: bytes, payload: bytes) -> asyncio.Future[int]:
         publishing = self.cluster.publishing

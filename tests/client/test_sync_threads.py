@@ -335,7 +335,11 @@ def test_a_child_that_cannot_subscribe_again_tries_again(cluster: StoredCluster)
         assert _in_child(in_child) == 0
 
 
-def test_the_interpreter_exits_with_an_open_client(cluster: StoredCluster) -> None:
+@pytest.mark.parametrize(
+    ("how", "status"), [("at once", 0), ("global", 0), ("worker", 0), ("workers", 0), ("listener", 0), ("error", 3)]
+)
+def test_the_interpreter_exits_with_an_open_client(cluster: StoredCluster, how: str, status: int) -> None:
+    """And prints nothing, although daemon threads use the client to the end."""
     program = textwrap.dedent(
         """
         import sys, threading, time
@@ -348,18 +352,22 @@ def test_the_interpreter_exits_with_an_open_client(cluster: StoredCluster) -> No
         assert client.publish("d", "x") == 0
         if how == "worker":
             pubsub.run_in_thread(sleep_time=0.001, daemon=True)
+        elif how == "workers":  # at any moment, one of them is between two calls
+            for _ in range(8):
+                another = client.pubsub()
+                another.subscribe(c=print)
+                another.run_in_thread(sleep_time=0.001, daemon=True)
         elif how == "listener":
             threading.Thread(target=lambda: list(pubsub.listen()), daemon=True).start()
         elif how == "global":
             time.sleep(0.05)
         elif how == "error":
             raise SystemExit(3)
-        if how in ("worker", "listener"):
+        if how in ("worker", "workers", "listener"):
             time.sleep(0.05)
         """
     )
-    for how, status in (("at once", 0), ("global", 0), ("worker", 0), ("listener", 0), ("error", 3)):
-        command = [sys.executable, "-P", "-X", "dev", "-c", program, how, cluster.url]
-        path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=path)
-        assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", ""), how
+    command = [sys.executable, "-P", "-X", "dev", "-c", program, how, cluster.url]
+    path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", "")
