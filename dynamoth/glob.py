@@ -44,6 +44,14 @@ def physical_patterns(pattern: bytes) -> tuple[bytes, ...]:
     return (*dict.fromkeys(_glob(part) for part in split if part), replica_pattern(pattern))
 
 
+def patterns_without(*prefixes: bytes) -> tuple[bytes, ...]:
+    """Return patterns that match every name but those with one of these prefixes; each name matches exactly one."""
+    parts: list[_Tokens] = [(None,)]
+    for prefix in prefixes:
+        parts = [rest for part in parts for rest in _outside(part, prefix)]
+    return tuple(_glob(part) for part in parts if part)
+
+
 def matches_reserved(pattern: bytes) -> bool:
     """Tell whether a pattern may match names under the reserved prefix."""
     tokens = _parse(pattern)

@@ -53,7 +53,10 @@ Who may not publish on the channel may not ask for it either, as the same ACL pa
 _EPOCH_DIGITS = 8
 """Hexadecimal digits of an epoch in a name. Always as many: ``*`` of an ACL pattern would match colons, too."""
 
-SERVER_LOCAL_PREFIXES = (b"__keyspace@", b"__keyevent@", b"__redis__:")
+NOTIFICATION_PREFIXES = (b"__keyspace@", b"__keyevent@")
+"""Channels of keyspace notifications: messages about each change of a key, where ``notify-keyspace-events`` is set."""
+
+SERVER_LOCAL_PREFIXES = (*NOTIFICATION_PREFIXES, b"__redis__:")
 """Channels that Redis itself publishes on. They belong to one server and are never routed."""
 
 

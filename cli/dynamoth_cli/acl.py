@@ -30,7 +30,7 @@ _FOR_ALL = ("+hello", "+auth", "+ping", "+info", "+client|setname", "+client|id"
 
 _COMMANDS: Mapping[str, tuple[str, ...]] = {
     "agent": (
-        *("+subscribe", "+psubscribe", "+unsubscribe", "+publish", "+hgetall", "+hmget"),
+        *("+subscribe", "+psubscribe", "+unsubscribe", "+punsubscribe", "+publish", "+hgetall", "+hmget"),
         *("+pubsub|numsub", "+pubsub|channels", "+client|list", "+config|get"),
     ),
     "balancer": (

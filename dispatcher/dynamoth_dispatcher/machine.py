@@ -2,7 +2,7 @@
 
 Theory of operation
 -------------------
-It observes everything that is published at its server (``PSUBSCRIBE *``) and holds the whole plan. A publication for
+It observes everything that is published at its server (``observation``) and holds the whole plan. A publication for
 which nothing is to be done costs one look-up in ``_quiet``. Any other is looked at: whoever sent it by an old route
 is told, and it is forwarded where ``missing`` says, in the order of observation, through one outbox per server.
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -63,6 +63,7 @@ from dynamoth.names import (
     ANNOUNCE_CHANNEL,
     BALANCER_CHANNEL,
     CLIENTS_CHANNEL,
+    NOTIFICATION_PREFIXES,
     RELAY_PREFIX,
     forwarded_channel,
     inbox,
@@ -71,7 +72,9 @@ from dynamoth.names import (
 )
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Entry, Location, Phase, Plan, Route
+from dynamoth_dispatcher import observation
 from dynamoth_dispatcher.forwarder import LOCAL, Forwarder, ForwarderOptions
+from dynamoth_dispatcher.observation import Observation
 from dynamoth_dispatcher.tables import Backlog, RawNumbers
 from dynamoth_dispatcher.transitions import Transition, TransitionOptions, Transitions
 from dynamoth_dispatcher.ways import Way, Ways, is_relayed
@@ -119,10 +122,6 @@ class DispatcherOptions:
     """How soon a server that does not let this dispatcher observe is asked again: its ACL may have been mended."""
 
 
-_OBSERVING = frozenset((b"psubscribe", b"subscribe"))
-"""What the server confirms to a dispatcher that observes it."""
-
-
 class DispatcherMachine:
     """Dispatches at one server. See the module's text.
 
@@ -164,11 +163,8 @@ class DispatcherMachine:
         self._changed_at: dict[bytes, float] = {}
         #: Observed before the plan was known.
         self._backlog = Backlog(self.options.backlog_max, 2 * self.options.names_bytes_max)
-        #: Why the server does not let this dispatcher observe; None where it does. It acknowledges no plan then.
-        self.refusal: str | None = None
-        #: The kinds of subscription that the server has confirmed over this connection, and when a refusal is retried.
-        self._confirmed: set[bytes] = set()
-        self._observe_retry_at: float | None = None
+        #: What is subscribed to. Where the server does not allow it, no plan is acknowledged.
+        self._observation = Observation()
         self._up = False
         self._run_id: str | None = None
         #: Whether something may have gone by unobserved of which the clients here have not been told.
@@ -181,9 +177,17 @@ class DispatcherMachine:
     @property
     def why_blind(self) -> str | None:
         """Why this dispatcher does not observe its server now; None when it does."""
-        if self.refusal is not None:
-            return self.refusal
-        return None if self._confirmed >= _OBSERVING else "the server has not confirmed PSUBSCRIBE * yet"
+        return self._observation.why_blind
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the server does not let this dispatcher observe; None where it does."""
+        return self._observation.refusal
+
+    @property
+    def leave_refusal(self) -> str | None:
+        """Why keyspace notifications still come: the server does not let this dispatcher unsubscribe. Else None."""
+        return self._observation.leave_refusal
 
     @property
     def forwards_refused(self) -> dict[str, str]:
@@ -213,7 +217,7 @@ class DispatcherMachine:
         if not self._up:
             return None
         return earliest(
-            self.transitions.deadline(), self._plan_retry_at, self._observe_retry_at, self._forwarder.deadline()
+            self.transitions.deadline(), self._plan_retry_at, self._observation.retry_at, self._forwarder.deadline()
         )
 
     # Links.
@@ -222,28 +226,18 @@ class DispatcherMachine:
         self._up = True
         self._run_id = run_id
         self._blind = True
-        self.refusal = None
         self._sighted_at = now
-        return [*self._observe(), *self._read_plan()]
+        # Observe first: what the balancer says must find an agent that sees what is published.
+        return [*self._observation.link_up(), *self._read_plan()]
 
-    def _observe(self) -> list[Any]:
-        """Observe first: what the balancer says must find an agent that sees what is published."""
-        self._confirmed.clear()
-        self._observe_retry_at = None
-        return [
-            Send(LOCAL, (b"PSUBSCRIBE", b"*"), ("observe",)),
-            Send(LOCAL, (b"SUBSCRIBE", AGENT_CHANNEL), ("observe",)),
-        ]
-
-    def _confirm(self, kind: bytes, now: float) -> list[Any]:
+    def _subscriptions_changed(self, push: Sequence[Any], now: float) -> list[Any]:
         """Take the confirmation of a subscription; with the last one after a refusal, begin as after a reconnect."""
-        self._confirmed.add(kind)
-        if self.refusal is None or len(self._confirmed) < len(_OBSERVING):
-            return []
-        self.refusal = None
+        actions = self._observation.changed(push)
+        if not self._observation.is_restored():
+            return actions
         self._blind = True
         self._sighted_at = now
-        return self._read_plan()
+        return [*actions, *self._read_plan()]
 
     def _read_plan(self) -> list[Any]:
         self._plan_retry_at = None
@@ -257,8 +251,7 @@ class DispatcherMachine:
             self._forwarder.link_down(link)
             return []
         self._up = False
-        self._confirmed.clear()
-        self._observe_retry_at = None
+        self._observation.link_down()
         self._plan_asked = False
         self._plan_retry_at = None
         return self._forwarder.flush()  # nothing more comes that it could go together with
@@ -271,11 +264,14 @@ class DispatcherMachine:
             return self._forwarder.replied(event.link, event.tag, values)
         assert isinstance(event, Replied), "only copies are sent together"
         match event.tag:
-            case ("observe",):
+            case (observation.TAG_OBSERVE,):
                 assert isinstance(event.value, ErrorReply), "subscriptions are confirmed by pushes"
                 self.counters["refused_commands"] += 1
-                self.refusal = str(event.value)
-                self._observe_retry_at = now + self.options.observe_retry_s
+                self._observation.refused(str(event.value), now + self.options.observe_retry_s)
+                return []
+            case (observation.TAG_LEAVE,):
+                self.counters["refused_commands"] += 1
+                self._observation.leave_refused(str(event.value))
                 return []
             case ("plan",):
                 self._plan_asked = False
@@ -417,12 +413,12 @@ class DispatcherMachine:
         for push in event.messages:
             kind = push[0]
             if kind == b"pmessage":
-                if push[2] not in quiet:
+                if push[2] not in quiet and push[1] != self._observation.repeated:
                     actions += self._observed(push[2], push[3], now)
             elif kind == b"message" and push[1] == AGENT_CHANNEL:
                 actions += self._told_by_balancer(push[2], now)
-            elif kind in _OBSERVING:
-                actions += self._confirm(kind, now)
+            elif kind in observation.SUBSCRIPTIONS:
+                actions += self._subscriptions_changed(push, now)
         return actions
 
     def _observed(self, physical: bytes, data: bytes, now: float) -> list[Any]:
@@ -432,6 +428,8 @@ class DispatcherMachine:
         is_relay = physical.startswith(RELAY_PREFIX)
         asked_for = forwarded_channel(physical)
         if not is_relay and asked_for is None and not is_user_channel(physical):
+            if physical.startswith(NOTIFICATION_PREFIXES):
+                return self._observation.notified()
             return self._announced(data, now) if physical == ANNOUNCE_CHANNEL and len(self.transitions) else []
         if self.plan is None:
             if dropped := self._backlog.put(physical, data):
@@ -611,8 +609,9 @@ class DispatcherMachine:
 
     def _tick(self, now: float) -> list[Any]:
         actions: list[Any] = []
-        if self._observe_retry_at is not None and self._observe_retry_at <= now:
-            actions += self._observe()
+        retry_at = self._observation.retry_at
+        if retry_at is not None and retry_at <= now:
+            actions += self._observation.subscribe()
         if self._plan_retry_at is not None and self._plan_retry_at <= now:
             actions += self._read_plan()
         actions += self._forwarder.due(now)

@@ -62,7 +62,6 @@ class NodeMachine:
         dispatcher_options: None for the defaults.
         lla_options: what the server can send, and bounds.
         url: where the server is.
-        asks_settings: whether to ask the server for its settings (CONFIG GET).
 
     """
 
@@ -73,15 +72,13 @@ class NodeMachine:
         dispatcher_options: DispatcherOptions | None,
         lla_options: LoadAnalyzerOptions,
         url: str,
-        *,
-        asks_settings: bool = True,
     ) -> None:
         self.server = server
         self.dispatcher = DispatcherMachine(server, incarnation, dispatcher_options)
         self.load_analyzer = LoadAnalyzer(server, incarnation, lla_options)
         self._guard = AgentGuard(server, incarnation)
         name = f"dynamoth-agent-reports:{quote(server, safe='')}"
-        self._watch = Watch(self.load_analyzer, lla_options.report_interval_s, name, asks_settings=asks_settings)
+        self._watch = Watch(self.load_analyzer, lla_options.report_interval_s, name)
         self._url = url
         #: Whether the link ``local`` is up.
         self.is_up = False
@@ -149,6 +146,9 @@ class NodeMachine:
             server, reply = next(iter(refused.items()))
             text = f"server {server} refuses forwarded messages, so they are lost: {reply}; give the agent its rights"
             problems.append(("forwards_refused", text[:REPORT_PROBLEM_CHARACTERS_MAX]))
+        if (refused_to_leave := self.dispatcher.leave_refusal) is not None:
+            text = f"the agent gets each keyspace notification ({refused_to_leave}): give its user +punsubscribe"
+            problems.append(("keyspace_notifications", text[:REPORT_PROBLEM_CHARACTERS_MAX]))
         return tuple(problems)
 
     def deadline(self) -> float | None:

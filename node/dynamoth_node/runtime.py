@@ -115,11 +115,7 @@ class _Agent:
             config.dispatcher,
             config.load_analyzer_options(),
             config.url,
-            # A user with rights of its own has none to read the settings, which hold passwords: asking would only fill
-            # ACL LOG.
-            asks_settings=config.link.username is None and parse_server_url(config.url).username is None,
         )
-
         self._log = DaemonLog(_logger, lambda: self._machine.plan_version, server=config.server)
 
     async def run(self) -> int:
@@ -201,7 +197,8 @@ class _Agent:
                 for text in advice:
                     write(logging.WARNING, "a setting of the server does harm", text, limited=False)
             case ServerSettings(refused=refused):
-                write(logging.INFO, f"the server's settings are not known: see that {LIMIT_WANTED} is set", refused)
+                message = f"the server's settings are not known: see that {LIMIT_WANTED} is set, or allow +config|get"
+                write(logging.INFO, message, refused)
 
     def _crashed(self, crash: MachineCrashed) -> None:
         self._log.write(logging.CRITICAL, "the agent ends by a bug", str(crash), exception=crash.__cause__)

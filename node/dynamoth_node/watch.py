@@ -8,7 +8,8 @@ through: the balancer would see a server that idles. So the agent has a second c
 complete report has been made for ``PATIENCE_INTERVALS``, reports go over this one: what INFO says of the server, since
 when the agent is blind, and how often it was disconnected.
 
-When that connection comes up for the first time, the agent also asks for the settings of the server that matter to it.
+The agent also asks there for the settings of the server that matter to it, once. Where its user may not read them, it
+asks once on each connection.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ link. Redis' own default is 32 MB, which a flood fills within a second."""
 
 LIMIT_WANTED = "client-output-buffer-limit pubsub 256mb 128mb 60"
 
-CONFIG_ASKED = (b"client-output-buffer-limit", b"maxmemory-policy", b"notify-keyspace-events")
+CONFIG_ASKED = (b"client-output-buffer-limit", b"maxmemory-policy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class BlindnessChanged:
 class ServerSettings:
     """Action, for people: settings of the server that do harm, each with what to set. Once per process.
 
-    ``refused``: why they could not be asked for; None when they could.
+    ``refused``: why they could not be asked for, which is said once; None when they could.
     """
 
     advice: tuple[str, ...]
@@ -70,16 +71,14 @@ class Watch:
         analyzer: makes the reports.
         interval_s: time between two reports.
         name: of the connection, for CLIENT LIST.
-        asks_settings: whether to ask for the settings of the server.
 
     """
 
-    def __init__(self, analyzer: LoadAnalyzer, interval_s: float, name: str, *, asks_settings: bool) -> None:
+    def __init__(self, analyzer: LoadAnalyzer, interval_s: float, name: str) -> None:
         self._analyzer = analyzer
         self._interval_s = interval_s
         self._patience_s = max(PATIENCE_S_MIN, PATIENCE_INTERVALS * interval_s)
         self._name = name
-        self._asks_settings = asks_settings
         #: Whether this agent is known to be the only one of its server. Set by the owner; never unset.
         self.may_speak = False
         #: Whether the agent sees nothing of what is published, or only long after.
@@ -94,6 +93,8 @@ class Watch:
         self._fields: dict[str, str] = {}
         self._before: tuple[float, ServerInfo] | None = None
         self._settings: dict[bytes, str] = {}
+        #: Whether the server has refused to tell its settings.
+        self._settings_refused = False
         #: What reports shall say of the settings: see ``Report.problems``.
         self.problems: tuple[tuple[str, str], ...] = ()
 
@@ -107,11 +108,12 @@ class Watch:
         self._since = now if self._since is None else self._since
         self._asking = False
         self._before = None
-        actions: list[Any] = [Send(REPORTS, (b"CLIENT", b"SETNAME", self._name))]
-        if self._asks_settings:
-            self._settings = {}
-            actions += [Send(REPORTS, (b"CONFIG", b"GET", name), (TAG, "config", name)) for name in CONFIG_ASKED]
-        return actions
+        return [Send(REPORTS, (b"CLIENT", b"SETNAME", self._name)), *self._ask_settings()]
+
+    def _ask_settings(self) -> list[Any]:
+        """Ask for the next setting: one by one, as each refusal is an entry in the ACL LOG of the server."""
+        missing = [name for name in CONFIG_ASKED if name not in self._settings]
+        return [Send(REPORTS, (b"CONFIG", b"GET", name), (TAG, "config", name)) for name in missing[:1]]
 
     def link_down(self) -> None:
         """Forget the connection."""
@@ -165,15 +167,12 @@ class Watch:
         return [Send(REPORTS, (b"PUBLISH", BALANCER_CHANNEL, pack_report(report)))]
 
     def _take_setting(self, name: bytes, value: Any) -> list[Any]:
-        if not self._asks_settings:
-            return []
         if isinstance(value, ErrorReply):
-            self._asks_settings = False
-            return [ServerSettings((), str(value))]
+            said, self._settings_refused = self._settings_refused, True
+            return [] if said else [ServerSettings((), str(value))]
         self._settings[name] = _value(value, name)
-        if len(self._settings) < len(CONFIG_ASKED):
-            return []
-        self._asks_settings = False
+        if missing := self._ask_settings():
+            return missing
         found = advice(self._settings)
         self.problems = tuple((kind, text) for kind, text in found if kind == EVICTABLE)
         return [ServerSettings(tuple(text for _, text in found), None)]
@@ -219,17 +218,7 @@ def _judge_policy(value: str) -> str:
     )
 
 
-def _judge_events(value: str) -> str:
-    if not value:
-        return ""
-    return (
-        f"notify-keyspace-events is {value!r}: the agent subscribes to everything, and gets each notification too; set"
-        ' it to "" or keep the keys that need it at another server'
-    )
-
-
 _JUDGES: Mapping[bytes, tuple[str, Callable[[str], str]]] = {
     b"client-output-buffer-limit": ("output_buffer_small", _judge_limit),
     b"maxmemory-policy": (EVICTABLE, _judge_policy),
-    b"notify-keyspace-events": ("keyspace_events", _judge_events),
 }

@@ -15,6 +15,7 @@ from typing import Any
 from dynamoth.events import CommandPart, ErrorReply
 from dynamoth.glob import compile_glob
 from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
+from dynamoth_dispatcher.observation import EVERYTHING, QUIET_PATTERNS
 from dynamoth_sim.network import Connection, End, Packet
 from dynamoth_sim.redis_keys import KeySpace, Snapshot, UnknownCommand
 from dynamoth_sim.world import World
@@ -86,8 +87,8 @@ class RedisServer:
 
     @property
     def observed(self) -> bool:
-        """Whether a connection is subscribed to every channel."""
-        return b"*" in self._patterns
+        """Whether an agent is subscribed to every channel."""
+        return EVERYTHING in self._patterns or QUIET_PATTERNS[0] in self._patterns
 
     # Life.
 

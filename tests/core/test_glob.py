@@ -10,8 +10,8 @@ import redis
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dynamoth.glob import SPLIT_MAX, compile_glob, physical_patterns
-from dynamoth.names import RESERVED_PREFIX, logical_channel, replica_channel
+from dynamoth.glob import SPLIT_MAX, compile_glob, patterns_without, physical_patterns
+from dynamoth.names import NOTIFICATION_PREFIXES, RESERVED_PREFIX, logical_channel, replica_channel
 from dynamoth_cli.embedded import EmbeddedRedis
 
 LETTERS = (b"a", b"b", b"c", b"_", b":", b"]", b"^", b"-", b"\\", b"\xff", b"\x80", b"\n", b"\0", b"*")
@@ -94,6 +94,27 @@ def test_the_parts_match_what_the_pattern_matches_but_for_reserved_names(pattern
 def test_redis_understands_the_parts(real: RealRedis, pattern: bytes, name: bytes) -> None:
     for part in physical_patterns(pattern)[:5]:
         assert (compile_glob(part).fullmatch(name) is not None) == real.matches(part, name)
+
+
+def cut(name: bytes) -> st.SearchStrategy[bytes]:
+    """Return names that agree with ``name`` for a while."""
+    return st.tuples(st.integers(0, len(name)), names).map(lambda drawn: name[: drawn[0]] + drawn[1])
+
+
+near_notifications = st.sampled_from((*NOTIFICATION_PREFIXES, RESERVED_PREFIX)).flatmap(cut)
+
+
+@given(st.one_of(names, near_notifications).filter(bool))
+@example(b"__key")
+@example(b"__keyspace@0__:x")
+@example(b"__keyevent@")
+@example(b"__keyspacf@")
+@example(b"__redis__:invalidate")
+def test_everything_but_notifications_is_matched_by_exactly_one_pattern(real: RealRedis, name: bytes) -> None:
+    parts = patterns_without(*NOTIFICATION_PREFIXES)
+    matching = [part for part in parts if compile_glob(part).fullmatch(name)]
+    assert len(matching) == (not name.startswith(NOTIFICATION_PREFIXES))
+    assert all(real.matches(part, name) for part in matching)
 
 
 def test_a_pattern_that_matches_no_reserved_name_is_left_alone() -> None:

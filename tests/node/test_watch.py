@@ -11,7 +11,7 @@ from dynamoth.names import BALANCER_CHANNEL
 from dynamoth.reports import Report, unpack_report
 from dynamoth_lla.options import LoadAnalyzerOptions
 from dynamoth_node.machine import NodeMachine
-from dynamoth_node.watch import EVICTABLE, REPORTS, BlindnessChanged, ServerSettings, advice
+from dynamoth_node.watch import CONFIG_ASKED, EVICTABLE, REPORTS, BlindnessChanged, ServerSettings, advice
 
 DEFAULT_LIMIT = b"normal 0 0 0 slave 268435456 67108864 60 pubsub 33554432 8388608 60"
 GOOD = {"client-output-buffer-limit": DEFAULT_LIMIT.replace(b"pubsub 33554432 8388608 60", b"pubsub 0 0 0")}
@@ -20,9 +20,9 @@ GOOD = {"client-output-buffer-limit": DEFAULT_LIMIT.replace(b"pubsub 33554432 83
 class Agent:
     """An agent, and a server that answers it. ``floods``: what it asks over the observing link is never answered."""
 
-    def __init__(self, *, others: int = 1, settings: dict[str, Any] | None = None, asks_settings: bool = True) -> None:
+    def __init__(self, *, others: int = 1, settings: dict[str, Any] | None = None) -> None:
         options = LoadAnalyzerOptions(outgoing_bytes_per_s_max=1000)
-        self.machine = NodeMachine("s1", 5, None, options, "redis://h1", asks_settings=asks_settings)
+        self.machine = NodeMachine("s1", 5, None, options, "redis://h1")
         self.now = 50.0
         self.floods = False
         self.others = others
@@ -149,33 +149,39 @@ def test_while_that_link_is_down_nothing_is_sent_over_it() -> None:
     assert agent.sent[count:] == []
 
 
+def asked_settings(agent: Agent) -> list[bytes]:
+    return [bytes(send.args[2]) for send in agent.sent if send.args[0] == b"CONFIG"]  # type: ignore[arg-type]
+
+
 def test_settings_are_asked_for_once_and_what_does_harm_is_said() -> None:
-    settings = {"client-output-buffer-limit": DEFAULT_LIMIT, "maxmemory-policy": b"allkeys-lru"}
-    agent = Agent(settings={**settings, "notify-keyspace-events": b"AKE"})
+    agent = Agent(settings={"client-output-buffer-limit": DEFAULT_LIMIT, "maxmemory-policy": b"allkeys-lru"})
     agent.up()
     agent.tell(LinkDown(REPORTS, "gone"))
     agent.tell(LinkUp(REPORTS, "run1"))
+    assert asked_settings(agent) == list(CONFIG_ASKED)
     [said] = [said for said in agent.said if isinstance(said, ServerSettings)]
     assert said.refused is None
-    limit, policy, events = said.advice
+    limit, policy = said.advice
     assert "33554432 8388608" in limit and "set client-output-buffer-limit pubsub 256mb 128mb 60" in limit
     assert "allkeys-lru" in policy and "noeviction" in policy
-    assert "'AKE'" in events
     agent.run(5)
     assert agent.reports("local")[-1].problems == ((EVICTABLE, policy),)
 
 
-def test_settings_that_may_not_be_asked_for_are_said_once() -> None:
+def test_settings_that_may_not_be_read_are_asked_for_once_per_connection_and_said_once() -> None:
     agent = Agent(settings={"client-output-buffer-limit": ErrorReply("NOPERM no")})
-    for _ in range(3):
-        agent.up()
-    assert [said for said in agent.said if isinstance(said, ServerSettings)] == [ServerSettings((), "NOPERM no")]
-
-
-def test_settings_are_not_asked_for_where_that_would_only_be_refused() -> None:
-    agent = Agent(asks_settings=False)
     agent.up()
-    assert not [send for send in agent.sent if send.args[0] == b"CONFIG"]
+    agent.run(10)
+    assert asked_settings(agent) == [CONFIG_ASKED[0]], "each refusal is an entry in the ACL LOG"
+    for _ in range(2):
+        agent.tell(LinkDown(REPORTS, "gone"))
+        agent.tell(LinkUp(REPORTS, "run1"))
+    assert asked_settings(agent) == [CONFIG_ASKED[0]] * 3
+    assert [said for said in agent.said if isinstance(said, ServerSettings)] == [ServerSettings((), "NOPERM no")]
+    agent.settings = {"client-output-buffer-limit": DEFAULT_LIMIT}
+    agent.tell(LinkDown(REPORTS, "gone"))
+    agent.tell(LinkUp(REPORTS, "run1"))
+    assert len([said for said in agent.said if isinstance(said, ServerSettings)]) == 2, "its rights were mended"
 
 
 @pytest.mark.parametrize(
