@@ -16,8 +16,8 @@ from tests.machines.agent import Agent, copies
 from tests.machines.helpers import PLAN_0, SETTLED, C, commands, only, published
 
 ASKED = (b"__keyspace@*",)
-CONFIRMED = [[b"psubscribe", pattern, 3 + number] for number, pattern in enumerate(QUIET_PATTERNS)]
-LEFT = [b"punsubscribe", b"*", 30]
+CONFIRMED: list[list[Any]] = [[b"psubscribe", pattern, 3 + number] for number, pattern in enumerate(QUIET_PATTERNS)]
+LEFT: list[Any] = [b"punsubscribe", b"*", 30]
 
 
 def notified(agent: Agent, physical: bytes = b"__keyspace@0__:key") -> list[Any]:
@@ -47,7 +47,7 @@ def test_what_both_subscriptions_bring_is_forwarded_once() -> None:
     agent = Agent().holding(SETTLED)
     notified(agent)
     may_leave(agent)
-    pushes = [
+    pushes: list[list[Any]] = [
         raw(b"*", b"1"),
         *CONFIRMED,
         raw(b"*", b"2"),

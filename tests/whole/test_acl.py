@@ -11,7 +11,9 @@ import pytest
 from dynamoth_cli.cluster import LocalCluster
 from dynamoth_cli.main import main
 from dynamoth_client.asyncio import PubSub, from_url
+from dynamoth_dispatcher.observation import QUIET_PATTERNS
 from tests.whole.acl_cluster import Rules, acl_cluster, acl_log, all_rules
+from tests.whole.harness import logged, until
 
 PATIENCE_S = 30.0
 
@@ -95,6 +97,30 @@ def test_agents_and_the_balancer_start_again_under_the_rules(cluster: LocalClust
     cluster.ask_balancer("move", {"channel": channel, "to": "s1"})
     cluster.ask_balancer("move", {"channel": channel, "to": "s2"})
     cluster.check()
+    assert acl_log(cluster) == []
+
+
+def test_agents_read_the_settings_and_leave_keyspace_notifications_out(cluster: LocalCluster) -> None:
+    def count(command: bytes, *arguments: bytes) -> int:
+        [number] = cluster.ask("s1", (command, *arguments))
+        assert isinstance(number, int)
+        return number
+
+    cluster.ask("s1", (b"CONFIG", b"SET", b"notify-keyspace-events", b"KEA"))
+    try:
+
+        def leaves_them_out() -> bool:
+            cluster.ask("s1", (b"SET", b"key", b"value"))
+            return count(b"PUBSUB", b"NUMPAT") == len(QUIET_PATTERNS)
+
+        until(leaves_them_out, "the agent leaves the notifications out", 0.05)
+        assert count(b"PUBLISH", b"news.x", b"x") == 1
+    finally:
+        cluster.ask("s1", (b"CONFIG", b"SET", b"notify-keyspace-events", b""))
+    for agent in cluster.agents.values():
+        until(lambda a=agent: logged(a, "connected"), "the agent is connected")  # type: ignore[misc]
+        assert not logged(agent, "the server's settings are not known")
+        assert logged(agent, "a setting of the server does harm"), "the output buffer is Redis' own default"
     assert acl_log(cluster) == []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -87,4 +86,6 @@ def clients(cluster: LocalCluster) -> list[str]:
 
 
 def new_agent(line: str, old: str) -> bool:
-    return "name=dynamoth-agent:" in line and f"psub={len(QUIET_PATTERNS)} " in line and line.split()[0] != old.split()[0]
+    return (
+        "name=dynamoth-agent:" in line and f"psub={len(QUIET_PATTERNS)} " in line and line.split()[0] != old.split()[0]
+    )
