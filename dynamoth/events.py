@@ -98,10 +98,14 @@ class LinkUp:
 
 @dataclass(slots=True)
 class LinkDown:
-    """A link was lost, or one more attempt to open it failed. The driver goes on trying."""
+    """A link was lost, or one more attempt to open it failed. The driver goes on trying.
+
+    ``refused``: we do not connect there by our own configuration, so waiting does not help.
+    """
 
     link: str
     reason: str
+    refused: bool = False
 
 
 @dataclass(slots=True)

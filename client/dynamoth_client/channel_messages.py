@@ -34,6 +34,7 @@ from dynamoth.envelope import (
 from dynamoth.errors import MalformedMessage, UnknownMode
 from dynamoth.events import Pushed
 from dynamoth.plan import Location
+from dynamoth_client.held import HeldMessages
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.moves import Moves
 from dynamoth_client.places import Places
@@ -85,6 +86,7 @@ class ChannelMessages:
         self._moves = moves
         self._wishes = wishes
         self._acknowledged = acknowledged
+        self._held: HeldMessages[Subscription] = HeldMessages(counters)
 
     def take(self, event: Pushed, now: float) -> list[Any]:
         """Take what came over one link; return what is to be done, deliveries in their place."""
@@ -174,15 +176,29 @@ class ChannelMessages:
             subscription.confirmed_at,
         )
         self._watch(subscription, envelope.publisher)
-        return self._outcomes(subscription, outcomes)
+        return [*self._outcomes(subscription, outcomes), *self._relieve(now)]
+
+    def _relieve(self, now: float) -> list[Any]:
+        """Release held messages, as far as too many bytes are held."""
+        actions: list[Any] = []
+        while (over := self._held.over()) is not None:
+            subscription, publisher = over
+            outcomes = self._held.release(subscription, publisher, now)
+            if self._register.is_current(subscription.channel, subscription):
+                actions += self._outcomes(subscription, outcomes)
+        return actions
 
     def _watch(self, subscription: Subscription, publisher: int) -> None:
+        """Count the held messages of one stream, and see to it that they expire."""
+        self._held.note(subscription, publisher)
         if (expiry := subscription.sequences.watch(publisher)) is not None:
             self._wishes.add(expiry, self._expire, subscription, publisher)
 
     def _expire(self, subscription: Subscription, publisher: int, now: float) -> list[Any]:
         """Release what one stream has held for too long."""
         if not self._register.is_current(subscription.channel, subscription):
+            subscription.sequences.drop_held(publisher)
+            self._held.note(subscription, publisher)
             return []
         outcomes = subscription.sequences.expire(publisher, now)
         self._watch(subscription, publisher)

@@ -24,6 +24,7 @@ from dynamoth.events import ErrorReply, Send
 from dynamoth_client.checks import Checks
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.publication import (
+    LOOKED_UP_MAX,
     CheckAt,
     PublishedChannel,
     PublisherOptions,
@@ -31,9 +32,6 @@ from dynamoth_client.publication import (
     Waiting,
 )
 from dynamoth_client.publisher_routes import PublisherRoutes
-
-CHANNELS_MAX = 1000
-"""Channels that are looked up at once at most; the others the next time."""
 
 NO_LINK_RETRY_S = 0.1
 """How soon it is tried again when no other server is connected yet."""
@@ -70,7 +68,7 @@ class Elsewhere:
 
     def deadline(self, server: PublisherServer) -> float:
         """Return when channels of a server are to be looked up; infinity while it is up, or nothing is in question."""
-        if server.up or not (server.waiting or server.lost_at is not None):
+        if server.up or not (server.waiting or server.lost_at is not None or server.refused_channels):
             return float("inf")
         return max(server.down_since + self._after_s, server.look_at)
 
@@ -91,19 +89,19 @@ class Elsewhere:
         return [Send(other, stored_plan.read_entry(name), ("elsewhere", name, server_id)) for name in names]
 
     def _in_question(self, server_id: str, server: PublisherServer) -> list[bytes]:
-        names: dict[bytes, None] = {}
+        names, server.refused_channels = server.refused_channels, {}
         for _, token in server.outbox.unanswered():
             if isinstance(token, CheckAt):
                 names[token.check.channel] = None
             elif isinstance(token, Waiting) and not token.done:
                 names[token.channel] = None
-            if len(names) >= CHANNELS_MAX:
+            if len(names) >= LOOKED_UP_MAX:
                 return list(names)
         if server.lost_at is not None:
             for name, channel in self._channels.items():
                 if server.lost_at - channel.used_at <= RECENT_S and channel.uses(server_id):
                     names[name] = None
-                if len(names) >= CHANNELS_MAX:
+                if len(names) >= LOOKED_UP_MAX:
                     break
         return list(names)
 

@@ -20,6 +20,8 @@ class NewerSoftware:
 
 ENTRIES_MAX = 100_000
 """Learned routes that are kept; past it those in nobody's use go first. About 200 bytes each."""
+NAMES_BYTES_MAX = 32 * 2**20
+"""Bytes of their names; past it, too, those in nobody's use go first."""
 ENTRY_IDLE_S = 300.0
 """A route that nobody used for so long is forgotten (the paper's timer); the channel is at home again for this
 client."""
@@ -56,6 +58,8 @@ class LocalPlan:
         #: Channel to learned route and the time of its latest use.
         self._routes: dict[bytes, Route] = {}
         self._used_at: dict[bytes, float] = {}
+        #: Sum of the lengths of these names.
+        self._names_bytes = 0
         #: Channel to the number of subscriptions that need its route.
         self._pins: dict[bytes, int] = {}
         self._swept_at = 0.0
@@ -85,8 +89,7 @@ class LocalPlan:
             self._header = header.following(rules)
         self.generation += 1
         for channel in [channel for channel, route in self._routes.items() if not self.reachable(route)]:
-            del self._routes[channel]
-            del self._used_at[channel]
+            self._forget(channel)
 
     def follow_rules(self, rules: Compatibility) -> bool:
         """Take compatibility rules that are newer; return False if they name a server that is not known yet."""
@@ -132,9 +135,8 @@ class LocalPlan:
         """Take ``route`` if it is newer than what is known and its servers are listed; tell whether it was taken."""
         if route.epoch <= self.epoch(channel) or not self.reachable(route):
             return False
-        self._routes[channel] = route
+        self._keep(channel, route, now)
         self.generation += 1
-        self._used_at[channel] = now
         self._sweep(now)
         return True
 
@@ -142,11 +144,20 @@ class LocalPlan:
         """Replace a route that came from a hint, and that the servers do not confirm, by ``truth``."""
         self.generation += 1
         if truth.epoch:
-            self._routes[channel] = truth
-            self._used_at.setdefault(channel, 0.0)
+            self._keep(channel, truth, self._used_at.get(channel, 0.0))
         else:
-            self._routes.pop(channel, None)
-            self._used_at.pop(channel, None)
+            self._forget(channel)
+
+    def _keep(self, channel: bytes, route: Route, used_at: float) -> None:
+        if channel not in self._routes:
+            self._names_bytes += len(channel)
+        self._routes[channel] = route
+        self._used_at[channel] = used_at
+
+    def _forget(self, channel: bytes) -> None:
+        if self._routes.pop(channel, None) is not None:
+            self._names_bytes -= len(channel)
+            del self._used_at[channel]
 
     def touch(self) -> None:
         """Let users look up again what they have looked up."""
@@ -178,7 +189,8 @@ class LocalPlan:
 
     def _sweep(self, now: float) -> None:
         """Forget idle routes. Called where the plan grows, so that its cost is bounded by the growth."""
-        crowded = len(self._routes) - len(self._pins) > self._entries_max
+        too_large = self._names_bytes > NAMES_BYTES_MAX
+        crowded = too_large or len(self._routes) - len(self._pins) > self._entries_max
         if now - self._swept_at < self._entry_idle_s / 4 and not crowded:
             return
         self._swept_at = now
@@ -187,10 +199,23 @@ class LocalPlan:
             for channel, used_at in self._used_at.items()
             if now - used_at >= self._entry_idle_s and channel not in self._pins
         ]
-        if crowded and len(idle) * 4 < self._entries_max:
+        if too_large:
+            idle = self._least_used()
+        elif crowded and len(idle) * 4 < self._entries_max:
             oldest_first = sorted(self._used_at.items(), key=lambda item: item[1])
             idle = [channel for channel, _ in oldest_first if channel not in self._pins][: self._entries_max // 4]
         self.generation += 1
         for channel in idle:
-            del self._used_at[channel]
-            self._routes.pop(channel, None)
+            self._forget(channel)
+
+    def _least_used(self) -> list[bytes]:
+        """Return the channels whose routes to forget, the longest idle first, until their names have room again."""
+        chosen: list[bytes] = []
+        excess = self._names_bytes - NAMES_BYTES_MAX * 3 // 4
+        for channel, _ in sorted(self._used_at.items(), key=lambda item: item[1]):
+            if excess <= 0:
+                break
+            if channel not in self._pins:
+                chosen.append(channel)
+                excess -= len(channel)
+        return chosen

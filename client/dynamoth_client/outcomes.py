@@ -162,6 +162,25 @@ class Outcomes:
         connected = self._servers[server_id].up
         return [PublishFailed(waiting.token, reason if connected else f"{reason}: it was lost", late=connected)]
 
+    def refused(self, server_id: str, now: float) -> list[Any]:
+        """Fail the messages that wait for a server that is not trusted, and for no other one."""
+        server = self._servers[server_id]
+        actions: list[Any] = []
+        for waiting in server.waiting:
+            assert isinstance(waiting, Waiting), "those that went out together were taken apart"
+            others = (*waiting.also_at, *waiting.missing, *waiting.holders)
+            if waiting.done or waiting.requests or not all(self._servers[id_].refused for id_ in others):
+                continue
+            waiting.expires_at = now
+            server.note_refused(waiting.channel)
+            actions += self.end(waiting, self.why_refused(server_id))
+        server.waiting = deque(waiting for waiting in server.waiting if not waiting.done)
+        return actions
+
+    def why_refused(self, server_id: str) -> str:
+        """Return why nothing is published at a server that is not trusted, in words."""
+        return f"server {server_id}: {self._servers[server_id].reason}"
+
     def _why_unanswered(self, *server_ids: str) -> tuple[str, bool]:
         """Return why none of these servers has answered, in words, and whether one of them is connected."""
         connected = next((id_ for id_ in server_ids if self._servers[id_].up), None)

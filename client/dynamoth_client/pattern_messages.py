@@ -32,6 +32,7 @@ from dynamoth.envelope import (
     open_envelope,
     unpack_header,
 )
+from dynamoth_client.held import HeldMessages
 from dynamoth_client.pattern_subscription import MatchedChannel, PatternMessage, PatternName, PatternSubscription
 from dynamoth_client.register import Register
 from dynamoth_client.sequences import Gap, Sequences
@@ -44,6 +45,9 @@ _IGNORED = CONTROL | RAW
 
 KNOWN_MAX_RATIO = 4
 """How many physical channels per remembered channel are known to a name at most; past it all are looked at again."""
+
+NAMES_BYTES_MAX = 32 * 2**20
+"""Bytes of the channels' names that are remembered per pattern, and known to a name; whoever publishes chooses them."""
 
 
 @dataclass(slots=True)
@@ -90,6 +94,7 @@ class PatternMessages:
         self._counters = counters
         self._register = register
         self._wishes = wishes
+        self._held: HeldMessages[MatchedChannel] = HeldMessages(counters)
         #: What servers know to whom it belongs, ending patterns included: the hot path's first look-up.
         self._names: dict[bytes, PatternName] = {}
 
@@ -100,14 +105,14 @@ class PatternMessages:
         for name in subscription.names:
             known = self._names.setdefault(name, PatternName())
             known.users[subscription] = None
-            known.known.clear()
+            known.forget_known()
 
     def remove(self, subscription: PatternSubscription) -> None:
         """Take no message for a pattern any more."""
         for name in subscription.names:
             known = self._names[name]
             del known.users[subscription]
-            known.known.clear()
+            known.forget_known()
             if not known.users:
                 del self._names[name]
 
@@ -180,26 +185,35 @@ class PatternMessages:
                 continue
             matched = subscription.channels.get(channel)
             if matched is None:
-                self._make_room(subscription, now)
+                self._make_room(subscription, len(channel), now)
                 matched = MatchedChannel(subscription, channel, Sequences(self._hold_s_max))
                 subscription.channels[channel] = matched
+                subscription.names_bytes += len(channel)
             found.append(matched)
-        if len(name.known) >= KNOWN_MAX_RATIO * self._channels_max:
-            name.known.clear()
+        too_many = len(name.known) >= KNOWN_MAX_RATIO * self._channels_max
+        if too_many or name.known_bytes + len(physical) > NAMES_BYTES_MAX:
+            name.forget_known()
         name.known[physical] = tuple(found)
+        name.known_bytes += len(physical)
         return name.known[physical]
 
-    def _make_room(self, subscription: PatternSubscription, now: float) -> None:
+    def _make_room(self, subscription: PatternSubscription, name_bytes: int, now: float) -> None:
+        """Forget idle channels if there is no room for one more with a name of so many bytes."""
         channels = subscription.channels
-        if len(channels) < self._channels_max:
+        if len(channels) < self._channels_max and subscription.names_bytes + name_bytes <= NAMES_BYTES_MAX:
             return
+        count_max, bytes_max = self._channels_max * 3 // 4, NAMES_BYTES_MAX * 3 // 4 - name_bytes
         idle = [each for each in channels.values() if not any(s.held for s in each.sequences.streams.values())]
         idle.sort(key=lambda matched: matched.seen_at)
-        for matched in idle[: max(1, self._channels_max // 4)]:
+        for matched in idle:
+            if len(channels) <= count_max and subscription.names_bytes <= bytes_max:
+                break
             del channels[matched.channel]
+            subscription.names_bytes -= len(matched.channel)
+            self._counters["channels_forgotten"] += 1
         subscription.forgotten_at = now
         for name in subscription.names:
-            self._names[name].known.clear()
+            self._names[name].forget_known()
 
     def _unusual(self, matched: MatchedChannel, envelope: Envelope, now: float) -> list[Any]:
         """Take a message that is not simply the expected one of a known publisher."""
@@ -225,9 +239,21 @@ class PatternMessages:
             since,
         )
         self._watch(matched, envelope.publisher)
-        return self._outcomes(matched, outcomes)
+        return [*self._outcomes(matched, outcomes), *self._relieve(now)]
+
+    def _relieve(self, now: float) -> list[Any]:
+        """Release held messages, as far as too many bytes are held."""
+        actions: list[Any] = []
+        while (over := self._held.over()) is not None:
+            matched, publisher = over
+            outcomes = self._held.release(matched, publisher, now)
+            if self._register.is_current(matched.pattern.pattern, matched.pattern):
+                actions += self._outcomes(matched, outcomes)
+        return actions
 
     def _watch(self, matched: MatchedChannel, publisher: int) -> None:
+        """Count the held messages of one stream, and see to it that they expire."""
+        self._held.note(matched, publisher)
         if (expiry := matched.sequences.watch(publisher)) is not None:
             self._wishes.add(expiry, self._expire, matched, publisher)
 
@@ -254,6 +280,8 @@ class PatternMessages:
     def _expire(self, matched: MatchedChannel, publisher: int, now: float) -> list[Any]:
         """Release what one stream has held for too long."""
         if not self._register.is_current(matched.pattern.pattern, matched.pattern):
+            matched.sequences.drop_held(publisher)
+            self._held.note(matched, publisher)
             return []
         outcomes = matched.sequences.expire(publisher, now)
         self._watch(matched, publisher)

@@ -78,6 +78,8 @@ class PatternSubscription:
         self.places: dict[str, PatternPlace] = {}
         #: User's channel to what is known of it.
         self.channels = channels
+        #: Sum of the lengths of these names.
+        self.names_bytes = sum(map(len, channels))
         #: Whether the application has been told. Never goes back.
         self.confirmed = False
         self.confirmed_at = float("inf")
@@ -148,6 +150,13 @@ class PatternName:
     users: dict[PatternSubscription, None] = field(default_factory=dict[PatternSubscription, None])
     #: Physical channel to where its messages go: what was found out so far.
     known: dict[bytes, tuple[MatchedChannel, ...]] = field(default_factory=dict[bytes, tuple[MatchedChannel, ...]])
+    #: Sum of the lengths of these names.
+    known_bytes: int = 0
+
+    def forget_known(self) -> None:
+        """Look at every physical channel again."""
+        self.known.clear()
+        self.known_bytes = 0
 
 
 @dataclass(slots=True)

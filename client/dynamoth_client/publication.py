@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Location
 
+LOOKED_UP_MAX = 1000
+"""Channels of an unreachable server that are looked up at once at most; the others the next time."""
+
 LEFT_MAX = 4
 """Servers that a channel has left and that are remembered: what was sent there last may not have been observed."""
 
@@ -265,6 +268,10 @@ class PublisherServer:
     owes_heartbeats: bool = False
     #: Why the link is down, in words for the application.
     reason: str = "not connected yet: check that it is up and can be reached"
+    #: We do not connect there: it is not trusted with our credentials. What is published there fails at once.
+    refused: bool = False
+    #: Channels whose messages failed so, to be looked up at another server.
+    refused_channels: dict[bytes, None] = field(default_factory=dict[bytes, None])
     #: Agents that observe it: receivers of every message that are no clients.
     observers: int = 0
     #: Channels whose route the plan stored here has confirmed since the latest connection, and since the agents were
@@ -273,6 +280,11 @@ class PublisherServer:
     observers_asked_at: float = float("-inf")
     #: Until when a message needs no other command beside it, if its channel is confirmed; minus infinity while down.
     clear_until: float = float("-inf")
+
+    def note_refused(self, channel: bytes) -> None:
+        """Note that a message of a channel failed, as this server is not trusted."""
+        if len(self.refused_channels) < LOOKED_UP_MAX:
+            self.refused_channels[channel] = None
 
     def is_clear_for(self, count: int, now: float) -> bool:
         """Tell whether so many messages of confirmed channels can go out here with no other command beside them."""

@@ -252,6 +252,9 @@ class PublisherMachine:
             locations, epoch = self._routes.find(name)
             plain = self._routes.is_plain(name)
         targets, actions = self._targets(locations, now)
+        if len(targets) == 1 == len(locations) and targets[0][1].refused:
+            targets[0][1].note_refused(name)
+            return [*actions, PublishFailed(token, self._outcomes.why_refused(locations[0].server))]
         if not targets:
             reason = f"{self.options.unanswered_max} messages wait for server {locations[0].server}"
             return [*actions, PublishFailed(token, f"{reason}: {self._servers[locations[0].server].reason}")]
@@ -353,6 +356,7 @@ class PublisherMachine:
     def _link_up(self, event: LinkUp, now: float) -> list[Any]:
         server = self._servers[event.link]
         server.up = True
+        server.refused = False
         _discard_failed(server, now)
         server.down_since, server.lost_at = float("inf"), None
         server.run_id = event.run_id
@@ -383,9 +387,14 @@ class PublisherMachine:
         server.outbox.link_down()
         take_apart(server)
         server.outbox.discard(lambda token: token is None)  # heartbeats: the reconnection makes new ones
-        _discard_failed(server, now)
         self._routes.forget_asked(event.link)
-        return []
+        server.refused = event.refused
+        actions: list[Any] = []
+        if event.refused:  # replicas elsewhere may take it
+            actions += [] if server.avoided else self._fail_over(event.link, now)
+            actions += self._outcomes.refused(event.link, now)
+        _discard_failed(server, now)
+        return actions
 
     def _fail_over(self, server_id: str, now: float) -> list[Any]:
         """Send what a replica that is away has not answered to another one (ALL_SUBSCRIBERS); the numbers stay."""

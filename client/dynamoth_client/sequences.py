@@ -63,8 +63,8 @@ LATE_S = 10.0
 """How late a copy may come whose gap was reported; agents forward within seconds, or their connections are given up."""
 
 STREAMS_MAX = 100_000
-"""Publishers of one channel that are remembered at most; past it the one that was known first is forgotten. About 200
-bytes each."""
+"""Publishers of one channel that are remembered at most; past it the one that was known first is forgotten, and its
+held messages are released with their gaps. About 200 bytes each."""
 
 DISPATCHERS_MAX = 64
 """Dispatchers whose raw messages are remembered per channel; each start of one counts."""
@@ -75,7 +75,12 @@ RAW_WINDOW = 1024
 duplicate."""
 
 
+HELD_ENTRY_BYTES = 200
+"""About what a held message takes besides its payload."""
+
 _LATE = "not arrived in time"
+_TOO_LARGE = "too many bytes wait for it"
+_TOO_MANY_PUBLISHERS = "too many publishers to remember"
 _OVERTAKEN = "messages came below a number that somebody has used in the publisher's name"
 _FAR_AHEAD = "a number far ahead of those that the publisher uses was refused"
 _LONG_AGO = float("-inf")
@@ -105,6 +110,10 @@ class Held(NamedTuple):
     #: What the stream expected then.
     expected: int = 0
 
+    def size_bytes(self) -> int:
+        """Return about how many bytes it takes."""
+        return HELD_ENTRY_BYTES + (0 if self.payload is None else len(self.payload))
+
 
 @dataclass(slots=True)
 class Stream:
@@ -114,6 +123,8 @@ class Stream:
     next: int | None
     #: Number to what waits for an earlier one.
     held: dict[int, Held] = field(default_factory=dict[int, Held])
+    #: Sum of the sizes of these.
+    held_bytes: int = 0
     #: Heap of the numbers in ``held``, and of some that are not any more.
     _numbers: list[int] = field(default_factory=list[int])
     #: While opening: lower numbers were delivered to an earlier subscription of the same subscriber.
@@ -173,13 +184,22 @@ class Stream:
         """Return when the oldest held message must be released. Only while something is held."""
         return self.held[self._lowest()].at + hold_s_max
 
+    def give_up(self, publisher: int, reason: str, now: float) -> list[Outcome]:
+        """Release the earliest held messages before their time; return what is to be delivered now, in order."""
+        return self._release(publisher, reason, now) if self.held else []
+
+    def drop_held(self) -> None:
+        """Forget the held messages: nobody waits for them."""
+        self.held.clear()
+        self.held_bytes = 0
+        self._numbers.clear()
+        self.watched = False
+
     def resume(self) -> None:
         """Be opening again: the subscription begins anew, and what was delivered already is not owed to it."""
         self.floor = self.floor if self.next is None else self.next
         self.next = None
-        self.held.clear()
-        self._numbers.clear()
-        self.watched = False
+        self.drop_held()
 
     def _arrive_opening(self, publisher: int, sequence: int, flags: int, item: Held) -> list[Outcome]:
         if sequence < self.floor:
@@ -212,7 +232,8 @@ class Stream:
         self._begun_at = now
 
     def _deliver(self, sequence: int, payload: bytes) -> list[Outcome]:
-        self.held.pop(sequence, None)
+        if sequence in self.held:
+            self._take(sequence)
         self.next = sequence + 1
         return [payload, *self._run()]
 
@@ -236,13 +257,13 @@ class Stream:
         """Wait no longer for what is missing before the lowest number held: report it, and go on with that."""
         lowest = self._lowest()
         if self.next is not None and self.held[lowest].expected < self.next < lowest - HELD_MAX:
-            del self.held[lowest]
+            self._take(lowest)
             return [Gap(publisher, 1, _FAR_AHEAD)]
         is_heartbeat = self.held[lowest].payload is None
         count = None if self.next is None else lowest - self.next + is_heartbeat
         is_gap = self._latest_before(lowest) >= self._owed_since
         if is_heartbeat:
-            del self.held[lowest]
+            self._take(lowest)
         self._go_on(lowest + is_heartbeat, now)
         return [*([Gap(publisher, count, reason)] if is_gap else []), *self._run()]
 
@@ -270,6 +291,13 @@ class Stream:
             heappush(self._numbers, sequence)
         if known is None or known.payload is None:
             self.held[sequence] = item
+            self.held_bytes += item.size_bytes() - (0 if known is None else known.size_bytes())
+
+    def _take(self, number: int) -> Held:
+        """Remove a held message and return it."""
+        item = self.held.pop(number)
+        self.held_bytes -= item.size_bytes()
+        return item
 
     def _lowest(self) -> int:
         """Return the lowest number that is held. Only while something is."""
@@ -285,7 +313,7 @@ class Stream:
         out: list[Outcome] = []
         assert self.next is not None
         while self.held and (item := self.held.get(self.next)) is not None and item.payload is not None:
-            del self.held[self.next]
+            self._take(self.next)
             out.append(item.payload)
             self.next += 1
         if not self.held:
@@ -336,13 +364,18 @@ class Sequences:
         if flags & RAW:
             return self._arrive_raw(publisher, sequence, payload)
         stream = self.streams.get(publisher)
-        if stream is None:
-            if not self.streams:
-                self.streams = {}
-            elif len(self.streams) >= STREAMS_MAX:
-                del self.streams[next(iter(self.streams))]
-            stream = self.streams[publisher] = Stream(None)
-        return stream.arrive(publisher, sequence, flags, payload, now, previous_at, owed_since)
+        if stream is not None:
+            return stream.arrive(publisher, sequence, flags, payload, now, previous_at, owed_since)
+        released: list[Outcome] = []
+        if not self.streams:
+            self.streams = {}
+        elif len(self.streams) >= STREAMS_MAX:
+            oldest = next(iter(self.streams))
+            evicted = self.streams.pop(oldest)
+            while evicted.held:
+                released += evicted.give_up(oldest, _TOO_MANY_PUBLISHERS, now)
+        stream = self.streams[publisher] = Stream(None)
+        return [*released, *stream.arrive(publisher, sequence, flags, payload, now, previous_at, owed_since)]
 
     def resume(self) -> None:
         """Begin anew with a subscription to the same channel: what was delivered to the last one is not again."""
@@ -371,6 +404,22 @@ class Sequences:
             return []
         stream.watched = False
         return stream.expire(publisher, now, self.hold_s_max)
+
+    def held_bytes(self, publisher: int) -> int:
+        """Return about how many bytes the held messages of one stream take."""
+        stream = self.streams.get(publisher)
+        return 0 if stream is None else stream.held_bytes
+
+    def give_up(self, publisher: int, now: float) -> list[Outcome]:
+        """Release the earliest held messages of one stream, as too many bytes are held."""
+        stream = self.streams.get(publisher)
+        return [] if stream is None else stream.give_up(publisher, _TOO_LARGE, now)
+
+    def drop_held(self, publisher: int) -> None:
+        """Forget the held messages of one stream, of a subscription that has ended."""
+        stream = self.streams.get(publisher)
+        if stream is not None:
+            stream.drop_held()
 
     def watch(self, publisher: int) -> float | None:
         """Return when :meth:`expire` is to be called for ``publisher``; None when it holds nothing, or is watched."""

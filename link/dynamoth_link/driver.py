@@ -237,7 +237,7 @@ class Driver:
                 action.url,
                 options=self._link_options(action),
                 on_up=lambda run_id: self.handle(LinkUp(name, run_id)),
-                on_down=lambda reason: self.handle(LinkDown(name, reason)),
+                on_down=lambda reason: self.handle(LinkDown(name, reason, link.refused)),
                 on_pushes=partial(self._pushed, name),
             )
         except InvalidUrl as error:

@@ -83,6 +83,11 @@ class Link:
         return self._fault
 
     @property
+    def refused(self) -> bool:
+        """Whether we do not connect to this server, as it is not trusted with our credentials."""
+        return isinstance(self._fault, errors.ServerUntrusted)
+
+    @property
     def write_buffer_size(self) -> int:
         """How many bytes have been sent and not been taken by the operating system yet; 0 while down."""
         return self._connection.write_buffer_size if self._connection is not None else 0

@@ -21,10 +21,12 @@ from redis.retry import Retry
 import dynamoth_client
 import dynamoth_client.asyncio
 from dynamoth.plan import Server
+from dynamoth_client.publication import PublisherOptions
 from tests.client.conftest import ClusterFactory
 from tests.client.stored_cluster import StoredCluster, run
 
 PASSWORD = "the secret of all clients"
+PUBLISH_TIMEOUT_S = PublisherOptions().publish_timeout_s
 SOON: dict[str, Any] = {"socket_timeout": 0.5, "socket_connect_timeout": 0.5, "retry": Retry(NoBackoff(), 0)}
 
 
@@ -102,6 +104,18 @@ def test_a_synchronous_client_keeps_its_password(
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 1
     assert thief.url.removeprefix("unix://") in errors[0] and "trusted_hosts" in errors[0] and PASSWORD not in errors[0]
+
+
+def test_publishing_at_a_server_that_is_not_trusted_fails_at_once(forged: StoredCluster) -> None:
+    """With the timeouts that clients have by default: nothing is waited for."""
+    once: dict[str, Any] = {"retry": Retry(NoBackoff(), 0)}
+    with dynamoth_client.from_url(with_password(forged), **once) as client:
+        began_at = time.monotonic()
+        with pytest.raises(redis.exceptions.ConnectionError, match="trusted_hosts"):
+            publish_there(client, "stolen")
+        with pytest.raises(redis.exceptions.ConnectionError, match="trusted_hosts"):
+            client.publish("stolen", b"x")
+        assert time.monotonic() - began_at < PUBLISH_TIMEOUT_S
 
 
 def test_an_asynchronous_client_keeps_its_password(forged: StoredCluster, thief: Thief) -> None:
