@@ -36,7 +36,7 @@ def configure(commands: Any) -> None:
     """Add the command to those of ``dynamoth plan``."""
     parser = commands.add_parser("compatibility", help="channels that plain Redis clients use, too")
     parser.description = _DESCRIPTION
-    actions = parser.add_subparsers(dest="compatibility", required=True)
+    actions = parser.add_subparsers(dest="compatibility", required=True, metavar="{list,add,lift,remove}")
     for name, text in _ACTIONS.items():
         action: argparse.ArgumentParser = actions.add_parser(
             name, help=text, description=f"{text[0].upper()}{text[1:]}."

@@ -36,6 +36,7 @@ from dynamoth_cli.demo_scene import FESTIVAL_SERVERS_MIN, Scene, make_scene
 from dynamoth_cli.demo_state import DemoState, WorkerState
 from dynamoth_cli.demo_view import View, show_summary
 from dynamoth_cli.demo_worker import WorkerOptions
+from dynamoth_cli.numbers import number, whole_number
 from dynamoth_cli.up import server_count
 from dynamoth_link.urls import parse_cluster_url
 
@@ -334,14 +335,14 @@ def _raise(error: Exception) -> None:
 
 
 def _players(text: str) -> int:
-    players = int(text)
+    players = whole_number(text)
     if not 1 <= players <= PLAYERS_MAX:
         raise argparse.ArgumentTypeError(f"a number from 1 to {PLAYERS_MAX} expected, not {text}")
     return players
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    seconds = number(text)
     if not 1 <= seconds <= 86400:
         raise argparse.ArgumentTypeError(f"from 1 s to a day expected, not {text}")
     return seconds

@@ -16,6 +16,7 @@ from dynamoth_balancer.compatibility import describe_rules
 from dynamoth_cli import compatibility
 from dynamoth_cli.access import Access, access_of, add_access
 from dynamoth_cli.admin import ask_balancer, read_plan
+from dynamoth_cli.numbers import number
 from dynamoth_link.urls import redact
 
 CHANGE_TIMEOUT_S = 60.0
@@ -199,7 +200,7 @@ def _route_as_json(route: Route) -> dict[str, Any]:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    value = number(text)
     if not 0 < value <= CHANGE_TIMEOUT_S_MAX:
         raise argparse.ArgumentTypeError(f"more than 0 s expected, at most {CHANGE_TIMEOUT_S_MAX:g} s, not {text}")
     return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from dynamoth_cli.numbers import whole_number
 from dynamoth_sim.faults import PROFILES
 from dynamoth_sim.run import main as run_simulator
 from dynamoth_sim.run import parse_seeds
@@ -40,7 +41,7 @@ def _seeds(text: str) -> str:
 
 
 def _jobs(text: str) -> int:
-    jobs = int(text)
+    jobs = whole_number(text)
     if not 1 <= jobs <= JOBS_MAX:
         raise argparse.ArgumentTypeError(f"a number from 1 to {JOBS_MAX} expected, not {text}")
     return jobs

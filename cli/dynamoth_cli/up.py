@@ -10,6 +10,7 @@ import time
 from dynamoth.config import GIGABIT_BYTES_PER_S
 from dynamoth_cli.child import interrupted_by_signals
 from dynamoth_cli.cluster import LocalCluster
+from dynamoth_cli.numbers import whole_number
 from dynamoth_link.urls import parse_cluster_url
 
 LOOK_INTERVAL_S = 0.2
@@ -68,14 +69,14 @@ def _described(cluster: LocalCluster) -> str:
 
 def server_count(text: str) -> int:
     """Read ``--servers``."""
-    count = int(text)
+    count = whole_number(text)
     if not 1 <= count <= SERVERS_MAX:
         raise argparse.ArgumentTypeError(f"a number from 1 to {SERVERS_MAX} expected, not {text}")
     return count
 
 
 def _port(text: str) -> int:
-    port = int(text)
+    port = whole_number(text)
     if not 1 <= port <= 65535 - SERVERS_MAX:
         raise argparse.ArgumentTypeError(f"a port from 1 to {65535 - SERVERS_MAX} expected, not {text}")
     return port

@@ -38,7 +38,7 @@ class PubSub(Subscriptions):
 
     Args:
         on_gap: called, or awaited, with a :class:`GapInfo` where messages were lost or may have been, in its place
-            among the messages.
+            among the messages. What it returns is ignored.
         gaps: True gives messages of type ``gap`` as well, whose ``data`` is the :class:`GapInfo`. With neither,
             gaps are logged as warnings.
         max_queue: how many messages wait for the application at most; acknowledgements and gaps do not count.
@@ -289,7 +289,7 @@ class PubSub(Subscriptions):
     async def _gap(self, message: dict[str, Any]) -> dict[str, Any] | None:
         if self._on_gap is not None:
             result = self._on_gap(message["data"])
-            if result is not None:
+            if inspect.isawaitable(result):
                 await result
         return message if self._gaps else None
 
@@ -314,5 +314,5 @@ class PubSub(Subscriptions):
 
 async def _call(handler: Handler, message: dict[str, Any]) -> None:
     result = handler(message)
-    if result is not None and inspect.isawaitable(result):
+    if inspect.isawaitable(result):
         await result

@@ -29,7 +29,7 @@ from dynamoth_client._settings import Encoder
 
 Channel = bytes | str | memoryview
 Handler = Callable[[dict[str, Any]], Any]
-GapHandler = Callable[[GapInfo], Awaitable[None] | None]
+GapHandler = Callable[[GapInfo], object]
 _Books = tuple[dict[Channel, Handler | None], set[Channel]]
 """What is subscribed to, confirmed or not, with handlers; and whose unsubscription was asked for and not read yet."""
 

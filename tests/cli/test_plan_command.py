@@ -188,3 +188,18 @@ def test_a_long_channel_name_does_not_widen_the_table() -> None:
     text = plan_as_text(Plan(9, BASE.servers, BASE.base, MappingProxyType(entries)))
     assert max(map(len, text.splitlines())) <= 80
     assert "  " + "a" * 70 + "\n" + " " * 26 + "  s1  single  settled  since version 5\n" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("move", "c", "--to", "s1", "--timeout", "soon"), "--timeout: a number expected, not 'soon'"),
+        (("compatibility",), "required: {list,add,lift,remove}"),
+    ],
+)
+def test_errors_name_what_people_wrote(
+    arguments: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed(*arguments)
+    assert problem in capsys.readouterr().err

@@ -66,6 +66,24 @@ def test_a_lost_connection_is_made_again_and_shows_as_a_gap(
     assert lost in record.getMessage()
 
 
+def test_what_a_handler_of_gaps_returns_is_ignored(cluster: StoredCluster) -> None:
+    channel = cluster.channel_at("s1")
+    told: list[GapInfo] = []
+
+    def count(gap: GapInfo) -> int:
+        told.append(gap)
+        return len(told)
+
+    async def test() -> None:
+        async with from_url(cluster.url) as client, client.pubsub(gaps=True, on_gap=count) as pubsub:
+            await _confirmed(pubsub, channel)
+            await cluster.kill_subscribers("s1")
+            assert (await _next(pubsub))["type"] == "gap"
+            assert len(told) == 1
+
+    run(test())
+
+
 def test_when_no_server_can_be_reached_readers_are_told_and_go_on_afterwards(cluster: StoredCluster) -> None:
     channel = cluster.channel_at("s1")
 

@@ -1,0 +1,21 @@
+"""Numbers on the command line, with an error that says what is wrong with the text."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+
+
+def whole_number(text: str) -> int:
+    """Read a whole number. Raises ArgumentTypeError, which argparse shows with the name of the option."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"a whole number expected, not {text!r}") from None
+
+
+def number(text: str) -> float:
+    """Read a number. Raises ArgumentTypeError, which argparse shows with the name of the option."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"a number expected, not {text!r}") from None
