@@ -136,7 +136,8 @@ def diagnose_reply(address: ServerAddress, username: str | None, text: str) -> L
     name = address.redacted()
     if text.startswith("NOAUTH"):
         return AuthenticationFailed(
-            f"{name}: the server asks for a password and none was given: put user:password@ into the URL"
+            f"{name}: the server asks for a password and none was given: clients take it from their URL"
+            " (user:password@host), daemons and tools from DYNAMOTH_LINK_PASSWORD or link.password_file"
         )
     if text.startswith("WRONGPASS"):
         who = f"user {username!r}" if username else "the default user"

@@ -278,6 +278,7 @@ def test_wrong_passwords_are_named(redis_server_factory: RedisServerFactory, run
     async def main() -> None:
         for url, says in [
             (f"redis://{place}", "asks for a password and none was given"),
+            (f"redis://{place}", "from DYNAMOTH_LINK_PASSWORD"),  # a URL with one is refused in their configuration
             (f"redis://:wrong@{place}", "wrong password for the default user"),
             (f"redis://nobody:wrong@{place}", "wrong password for user 'nobody'"),
         ]:
