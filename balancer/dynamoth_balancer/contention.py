@@ -50,11 +50,22 @@ class Contention:
                 " and renews it; stop that one first, there is one balancer for a cluster"
             )
         details = self.details()
-        if waited_s < NOTED_AFTER_S or details == self._noted:
+        reason = self.reason()
+        if waited_s < NOTED_AFTER_S or not reason or details == self._noted:
             return []
         self._noted = details
-        text = "waiting for the lease; a predecessor that was killed keeps it until it expires"
-        return [Note("warning", text, details)]
+        return [Note("warning", "waiting for the lease", {**details, "reason": reason})]
+
+    def reason(self) -> str:
+        """Return in words what keeps the lease from us; empty where nothing does, so that the next attempt gets it."""
+        reasons: list[str] = []
+        if others := self._lease.others():
+            text = "another balancer holds it at {}; one that was killed keeps it until it expires"
+            reasons.append(text.format(", ".join(others)))
+        reasons += [f"{server} refuses it: {reply}" for server, reply in self._lease.problems().items()]
+        if self._down:
+            reasons.append(f"{', '.join(self._down)} cannot be reached")
+        return "; ".join(reasons)
 
     def details(self) -> dict[str, Any]:
         """Return who holds the lease, and what keeps it from us."""

@@ -63,8 +63,13 @@ class Problem:
     since: float
 
     @property
-    def is_logged(self) -> bool:
-        """Whether the log has no line of its own for it."""
+    def begin_is_logged(self) -> bool:
+        """Whether the log has no line of its own for its beginning."""
+        return self.kind not in LOGGED_ELSEWHERE and self.kind not in BEGIN_LOGGED_ELSEWHERE
+
+    @property
+    def end_is_logged(self) -> bool:
+        """Whether the log has no line of its own for its end."""
         return self.kind not in LOGGED_ELSEWHERE
 
     @property
@@ -78,10 +83,11 @@ class Problem:
         return {"kind": self.kind, "subject": self.subject, "reason": self.reason, "age_s": age_s}
 
 
-LOGGED_ELSEWHERE = frozenset(
-    {"not_leading", "server_unreachable", "server_refuses", "plan_refused", "agent_silent", "goal_unreached"}
-    | {"decision_refused"}
-)
+LOGGED_ELSEWHERE = frozenset({"not_leading", "server_unreachable", "agent_silent"})
+"""Kinds whose beginning and end have lines of their own, such as "connected to a server"."""
+
+BEGIN_LOGGED_ELSEWHERE = frozenset({"plan_refused", "goal_unreached", "decision_refused"})
+"""Kinds whose beginning has a line of its own, and whose end has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +231,7 @@ CURES = (
 def with_cure(reply: str) -> str:
     """Return a refusal of Redis with what helps, where that is known."""
     for code, cure in CURES:
-        if reply.startswith(code):
+        if reply.startswith(code) or f": {code} " in reply:
             return f"{reply} ({cure})"
     return reply
 
@@ -263,8 +269,8 @@ class Health:
     def report(self, found: Iterable[Found], now: float) -> list[Note]:
         """Take what is wrong now; return what the log should say of the change."""
         begun, over = self.look(found, now)
-        notes = [Note(each.level, "a problem has begun", each.details(now)) for each in begun if each.is_logged]
-        return notes + [Note("info", "a problem is over", each.details(now)) for each in over if each.is_logged]
+        notes = [Note(each.level, "a problem has begun", each.details(now)) for each in begun if each.begin_is_logged]
+        return notes + [Note("info", "a problem is over", each.details(now)) for each in over if each.end_is_logged]
 
     @property
     def errors(self) -> list[Problem]:

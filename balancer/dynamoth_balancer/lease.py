@@ -8,7 +8,9 @@ than half of the *configured* servers may change the plan, so there is at most o
 Taking it is ``SET NX PX``, followed by ``GET``: what counts is what the server then says. Servers are taken in the
 order of the configuration, and without the majority kept only while all those before are ours or down: so of two
 balancers that hold half of the servers each, one lets its half expire. Renewing it is ``PEXPIRE``, then ``GET``:
-whatever key was there is still there when it is read, so "ours" means that it was ours when it was prolonged.
+whatever key was there is still there when it is read, so "ours" means that it was ours when it was prolonged. A server
+that refuses writes (a full disk, missing replicas, a server that became a replica) refuses ``PEXPIRE`` and answers
+``GET``: then the lease there lasts no longer than the last renewal made it.
 
 The lease counts from when a command was *sent*, shortened by what the two clocks may differ.
 """
@@ -123,7 +125,7 @@ class Lease:
         lease_ms = round(self._lease_s * 1000)
         if term.ours:
             return [
-                Send(server, (b"PEXPIRE", BALANCER_LEASE_KEY, lease_ms)),
+                Send(server, (b"PEXPIRE", BALANCER_LEASE_KEY, lease_ms), (TAG, "prolonged")),
                 Send(server, (b"GET", BALANCER_LEASE_KEY), (TAG, "renewed")),
             ]
         return [
@@ -134,7 +136,7 @@ class Lease:
     def replied(self, server: str, what: str, value: Any, now: float) -> list[Send]:
         """Take the reply to a command whose tag is ``(TAG, what)``."""
         term = self._terms[server]
-        if what == "set":
+        if what in ("set", "prolonged"):
             term.problem = str(value) if isinstance(value, Exception) else ""
             return []
         if what == "released" or self._released:
@@ -145,7 +147,7 @@ class Lease:
         if isinstance(value, Exception):
             term.problem = str(value)
         term.ours = value == self._value
-        if term.ours:
+        if term.ours and what == "taken":
             term.problem = ""
         term.other = value if isinstance(value, bytes) and not term.ours else None
         if not term.ours:
@@ -153,7 +155,7 @@ class Lease:
             return []
         if what == "taken":
             term.next_at = now  # it may have been ours before, with little time left: only a renewal tells
-        else:
+        elif not term.problem:
             term.held_until = sent_at + self._lease_s * (1 - CLOCK_DRIFT_RATIO)
         return self.tick(now)
 

@@ -297,12 +297,8 @@ class BalancerMachine:
     def _subscribed(self, server: str, value: Any) -> list[Any]:
         assert isinstance(value, ErrorReply), f"SUBSCRIBE has no reply but an error: {value!r}"
         self._unsubscribed[server] = None
-        repeated = self._refused.get(server) == str(value)
-        self._refused[server] = str(value)
-        if repeated:
-            return []
-        text = "a server does not let us hear its agent: give the user the rights that 'dynamoth acl' prints"
-        return [Note("error", text, {"server": server, "reply": str(value)})]
+        self._refused[server] = f"it does not let us hear its agent: {value}"
+        return []
 
     # The lease and the stages.
 
@@ -339,9 +335,8 @@ class BalancerMachine:
         self.stage = Stage.CONTENDING
         self._takeover = None
         self._contention.begin(now)
-        return [
-            Note("error", "lost the lease: no decisions and no changes until it is back", self._contention.details())
-        ]
+        details = {**self._contention.details(), "reason": self._why_not_leading()}
+        return [Note("error", "lost the lease: no decisions and no changes until it is back", details)]
 
     def _contend(self, now: float) -> list[Any]:
         try:
@@ -425,7 +420,7 @@ class BalancerMachine:
         """Find out what is wrong; say what has begun, and what is over."""
         leads = self.stage is Stage.LEADING
         view = View(
-            why_not_leading=None if leads else f"it is {self.stage.value}, not leading: {self._contention.details()}",
+            why_not_leading=None if leads else self._why_not_leading(),
             servers=tuple(self._servers),
             down=self._down_reasons,
             refused={**self._lease.problems(), **self._refused},
@@ -436,6 +431,11 @@ class BalancerMachine:
             decision_refused=self._decision_refused if leads else "",
         )
         return self.health.report(find(view, now), now)
+
+    def _why_not_leading(self) -> str:
+        reason = self._contention.reason()
+        needed = f"the lease of {self._lease.majority} of {len(self._servers)} servers is needed"
+        return f"it is {self.stage.value}, not leading: {needed}" + (f"; {reason}" if reason else "")
 
     def _resubscribe(self) -> list[Any]:
         servers = [server for server in self._unsubscribed if server in self._run_ids]
@@ -515,7 +515,7 @@ class BalancerMachine:
     def _leading_installer(self) -> Installer:
         installer = self._at_work
         if installer is None:
-            raise RequestRefused(f"the balancer is {self.stage.value}, not leading: {self._contention.details()}")
+            raise RequestRefused(f"the balancer cannot do that now: {self._why_not_leading()}")
         return installer
 
     def change_state(self, change: BegunChange, now: float) -> tuple[ChangeState, str]:

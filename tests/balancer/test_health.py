@@ -98,7 +98,10 @@ def test_a_balancer_that_does_not_lead_says_why() -> None:
     balancer = cluster.start(NO_DECISIONS)
     cluster.run(3)
     problem = kinds(balancer)["not_leading", "balancer"]
-    assert "contending" in problem.reason and "NOPERM no" in problem.reason
+    assert problem.reason == (
+        "it is contending, not leading: the lease of 2 of 3 servers is needed;"
+        " s1 refuses it: NOPERM no; s2 refuses it: NOPERM no; s3 refuses it: NOPERM no"
+    )
     assert "dynamoth acl" in kinds(balancer)["server_refuses", "s1"].reason
     assert balancer.machine.health.errors[0] is problem
 
@@ -165,12 +168,56 @@ def test_a_subscription_that_is_refused_is_logged_once() -> None:
     cluster.servers["s1"].refuse = lambda args: "NOPERM no" if args[0] == b"SUBSCRIBE" else None
     balancer = cluster.start(NO_DECISIONS)
     cluster.run(10)
-    notes = [note for note in balancer.notes if note.message.startswith("a server does not let us hear")]
-    assert len(notes) == 1
-    assert ("server_refuses", "s1") in kinds(balancer)
+    problem = kinds(balancer)["server_refuses", "s1"]
+    assert problem.reason == (
+        "it does not let us hear its agent: NOPERM no (give the user the rights that 'dynamoth acl' prints)"
+    )
+    assert logged(balancer, "server_refuses") == ["a problem has begun"]
     cluster.servers["s1"].refuse = lambda args: None
     cluster.run(10)
     assert ("server_refuses", "s1") not in kinds(balancer)
+    assert logged(balancer, "server_refuses") == ["a problem has begun", "a problem is over"]
+
+
+def logged(balancer: Balancer, kind: str) -> list[str]:
+    return [note.message for note in balancer.notes if note.details.get("kind") == kind]
+
+
+WRITES = (b"SET", b"PEXPIRE", b"DEL", b"HSET", b"RENAME")
+
+
+@pytest.mark.parametrize(
+    ("reply", "cure"),
+    [
+        ("MISCONF Redis is configured to save RDB snapshots", "cannot save to its disk"),
+        ("NOREPLICAS Not enough good replicas to write.", "min-replicas-to-write"),
+        ("READONLY You can't write against a read only replica.", "REPLICAOF NO ONE"),
+    ],
+)
+def test_a_server_that_refuses_writes_is_shown_and_logged_although_nothing_changes(reply: str, cure: str) -> None:
+    cluster, balancer = started(3)
+    cluster.servers["s2"].refuse = lambda args: reply if args[0] in WRITES else None
+    cluster.run(2)
+    problem = kinds(balancer)["server_refuses", "s2"]
+    assert reply in problem.reason and cure in problem.reason
+    cluster.run(10)
+    assert list(kinds(balancer)) == [("server_refuses", "s2")]
+    cluster.servers["s2"].refuse = lambda args: None
+    cluster.run(2)
+    assert kinds(balancer) == {}
+    assert logged(balancer, "server_refuses") == ["a problem has begun", "a problem is over"]
+
+
+def test_a_refused_plan_is_logged_when_that_is_over() -> None:
+    cluster, balancer = started()
+    home, other = away(cluster, balancer)
+    cluster.servers[other].refuse = lambda args: "OOM no" if args[0] == b"HSET" else None
+    cluster.admin(home, "move", {"channel": CHANNEL, "to": other})
+    cluster.run(6)
+    assert logged(balancer, "plan_refused") == []
+    cluster.servers[other].refuse = lambda args: None
+    cluster.run(6)
+    assert logged(balancer, "plan_refused") == ["a problem is over"]
 
 
 def found(kind: str, **more: Any) -> Found:
