@@ -158,7 +158,8 @@ class Report:
     #: Time right before this interval in which nothing was observed, as the observing connection was down; nothing was
     #: measured of it. 0 without an interruption.
     blind_s: float = 0.0
-    #: How often this process of the agent lost its observing connection: Redis drops one that reads too slowly.
+    #: How often this process of the agent lost its observing connection to a server that went on: Redis drops one that
+    #: reads too slowly.
     interruptions: int = 0
     #: False: at the time of this report the agent sees nothing of what is published, or only long after. Such a report
     #: comes over a connection of its own, and tells of the server only: ``columns`` and ``rest`` are empty.

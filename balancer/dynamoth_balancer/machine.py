@@ -419,11 +419,12 @@ class BalancerMachine:
     def _look_after_health(self, now: float) -> list[Any]:
         """Find out what is wrong; say what has begun, and what is over."""
         leads = self.stage is Stage.LEADING
+        lease_problems = {id_: f"it refuses the lease: {reply}" for id_, reply in self._lease.problems().items()}
         view = View(
             why_not_leading=None if leads else self._why_not_leading(),
             servers=tuple(self._servers),
             down=self._down_reasons,
-            refused={**self._lease.problems(), **self._refused},
+            refused={**lease_problems, **self._refused},
             installer=self._installer,
             agents=self._agents,
             model=self._model,

@@ -166,8 +166,10 @@ class ClusterModel:
     def _watch(self, model: _ServerModel, report: Report, now: float) -> None:
         """Find out whether the agent is blind."""
         latest = model.latest
-        same = latest is not None and latest.incarnation == report.incarnation
-        known = latest.interruptions if latest is not None and same else 0
+        if latest is None:
+            known = report.interruptions  # those before our first report may be long past
+        else:
+            known = latest.interruptions if latest.incarnation == report.incarnation else 0
         model.interrupted.extend([now] * min(INTERRUPTIONS_MAX, max(0, report.interruptions - known)))
         while model.interrupted and model.interrupted[0] <= now - self._interruptions_window_s:
             model.interrupted.popleft()

@@ -34,6 +34,9 @@ REPEAT_INTERVAL_S = 1.0
 
 ANSWER_TIMEOUT_S = 5.0
 
+SECOND_ANSWER_S = 0.5
+"""How long to wait for a better answer of another balancer: two get a request at the same time."""
+
 NO_BALANCER = (
     "no balancer is running in this cluster (nobody listens on its channel): start 'dynamoth balancer'; until then"
     " everything goes on with the last plan, and nothing is moved"
@@ -143,8 +146,17 @@ async def ask_balancer(
     *,
     timeout_s: float,
     link: LinkOptions = _DEFAULTS,
+    preferred: Callable[[Mapping[str, Any]], bool] = lambda _: True,
 ) -> Mapping[str, Any]:
     """Have the balancer carry out a request; return its result.
+
+    Args:
+        cluster: its servers.
+        command: as in ``dynamoth_balancer.admin``.
+        arguments: those of the command.
+        timeout_s: bound of the whole answer.
+        link: credentials, TLS.
+        preferred: while a second balancer waits for the lease, both answer: which answer to take if several come.
 
     Raises:
         RequestRefused: the balancer refuses, with its reason.
@@ -154,15 +166,26 @@ async def ask_balancer(
     """
     server = await _server_with_balancer(cluster, link)
     request = AdminRequest(secrets.randbits(63), command, dict(arguments))
-    done: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[AdminReply] = loop.create_future()
+
+    fallback: list[AdminReply] = []
 
     def on_action(action: Any) -> None:
         if done.done():
             return
         if isinstance(action, Answered):
-            done.set_result(action.reply)
+            if action.reply.error is not None or preferred(action.reply.result):
+                done.set_result(action.reply)
+            else:
+                fallback.append(action.reply)
+                loop.call_later(SECOND_ANSWER_S, settle)
         elif isinstance(action, Refused):
             done.set_exception(RequestRefused(f"{server.redacted()}: {action.reason}: check the user's permissions"))
+
+    def settle() -> None:
+        if not done.done():
+            done.set_result(fallback[0])
 
     def on_crash(crash: MachineCrashed) -> None:
         if not done.done():
@@ -188,18 +211,33 @@ async def ask_balancer(
 
 
 async def _server_with_balancer(cluster: ClusterAddress, link: LinkOptions) -> ServerAddress:
+    """Ask all servers at once, so that one that does not answer holds nobody up; the first one that has it is used."""
+
+    async def ask(server: ServerAddress) -> tuple[ServerAddress, Any]:
+        count = (b"PUBSUB", b"NUMSUB", OPERATOR_CHANNEL)
+        [answer] = await query(server, count, options=link, timeout_s=ANSWER_TIMEOUT_S)
+        return server, answer
+
     faults: list[LinkError] = []
-    for server in cluster.servers:
-        try:
-            count = (b"PUBSUB", b"NUMSUB", OPERATOR_CHANNEL)
-            [answer] = await query(server, count, options=link, timeout_s=ANSWER_TIMEOUT_S)
-        except LinkError as error:
-            faults.append(error)
-            continue
-        if isinstance(answer, ErrorReply):
-            raise RequestRefused(f"{server.redacted()}: {answer}: check the user's permissions")
-        if answer[1]:
-            return server
+    refusals: list[str] = []
+    tasks = [asyncio.create_task(ask(server)) for server in cluster.servers]
+    try:
+        for earliest in asyncio.as_completed(tasks):
+            try:
+                server, answer = await earliest
+            except LinkError as error:
+                faults.append(error)
+                continue
+            if isinstance(answer, ErrorReply):
+                refusals.append(f"{server.redacted()}: {answer}: check the user's permissions")
+            elif answer[1]:
+                return server
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if refusals:
+        raise RequestRefused(refusals[0])
     if len(faults) == len(cluster.servers):
         raise _unavailable(faults)
     raise ClusterUnavailable(NO_BALANCER)
@@ -232,13 +270,14 @@ async def _newest(
     plans: list[Plan] = []
     damage: list[str] = []
     faults: list[LinkError] = []
+    refusals: list[str] = []
     for answer in await asyncio.gather(*asked, return_exceptions=True):
         if isinstance(answer, LinkError):
             faults.append(answer)
         elif isinstance(answer, BaseException):
             raise answer
         elif isinstance(answer[0], ErrorReply):
-            raise RequestRefused(f"the stored plan cannot be read: {answer[0]}: check the user's permissions")
+            refusals.append(f"the stored plan cannot be read: {answer[0]}: check the user's permissions")
         else:
             try:
                 plan = parse(answer[0])
@@ -249,6 +288,8 @@ async def _newest(
                 plans.append(plan)
     if plans:
         return max(plans, key=lambda plan: plan.version)
+    if refusals:
+        raise RequestRefused(refusals[0])
     if len(faults) == len(cluster.servers):
         raise _unavailable(faults)
     if damage:

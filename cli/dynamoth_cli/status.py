@@ -69,7 +69,11 @@ async def read_status(access: Access) -> dict[str, Any]:
     problems = [problem for server in answers for problem in server.pop("problems")]
     try:
         balancer: Mapping[str, Any] | None = await ask_balancer(
-            cluster, "status", timeout_s=ANSWER_TIMEOUT_S, link=link
+            cluster,
+            "status",
+            timeout_s=ANSWER_TIMEOUT_S,
+            link=link,
+            preferred=lambda status: status["stage"] == "leading",
         )
     except (ClusterUnavailable, RequestRefused) as error:
         balancer = None
@@ -110,7 +114,7 @@ async def _server(id_: str, address: ServerAddress, link: LinkOptions) -> dict[s
         text = f"it has no agent: start 'dynamoth node --server {id_}'"
         found["problems"].append(_problem("agent_silent", id_, text))
     elif agents[1] != 1:
-        found["problems"].append(_problem("agents_conflict", id_, f"it has {agents[1]} agents: stop all but one"))
+        found["problems"].append(_problem("agents_in_conflict", id_, f"it has {agents[1]} agents: stop all but one"))
     if header is None:
         text = "it stores no plan: the balancer writes it when it gets there"
         found["problems"].append(_problem("plan_not_stored", id_, text))

@@ -225,14 +225,15 @@ class LoadAnalyzer:
     # The connection.
 
     def _link_up(self, run_id: str | None) -> list[Any]:
-        if self._run_id is not None and run_id != self._run_id:
+        restarted = self._run_id is not None and run_id != self._run_id
+        if restarted:
             self._channels.clear()
         self._run_id = run_id
         self._before = None
         self._rates = Rates(None, None, None)
         self._reply_bytes = 0
         self._window = self._new_window()
-        self.counters["interruptions"] += self._was_up
+        self.counters["interruptions"] += self._was_up and not restarted  # a restart says nothing about the agent
         self._was_up = True
         if self._reported_until is not None:
             self._blind_s = self._now - self._reported_until

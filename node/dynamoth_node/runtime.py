@@ -188,7 +188,7 @@ class _Agent:
         write = self._log.write
         match action:
             case BlindnessChanged(True, blind_s, times):
-                cause = "the agent reads too slowly, or Redis disconnects it for that"
+                cause = "its connection was down, it reads too slowly, or Redis disconnects it for that"
                 message = "the agent does not see what is published"
                 write(logging.ERROR, message, cause, blind_s=round(blind_s, 1), interruptions=times)
             case BlindnessChanged(interruptions=times):

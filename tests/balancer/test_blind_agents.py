@@ -126,6 +126,7 @@ def test_an_agent_that_is_disconnected_again_and_again_is_blind_though_its_repor
 def test_a_restarted_agent_begins_to_count_anew() -> None:
     model = ClusterModel(["s1"], averaging_s=10.0)
     agent = FakeAgent(FakeCluster(1).servers["s1"])
+    model.report(agent.report(), 9.0)
     model.report(replace(agent.report(), interruptions=50), 10.0)
     assert model.blindness("s1") is not None
     model = ClusterModel(["s1"], averaging_s=10.0)
@@ -149,3 +150,12 @@ def test_the_load_of_a_blind_server_is_at_least_high_also_where_nothing_was_know
     cluster.run(5)
     [problem] = [each for each in balancer.machine.health.problems if each.kind == "goal_unreached"]
     assert problem.subject == "s1" and "load ratio 0.81" in problem.reason
+
+
+def test_interruptions_before_the_balancer_started_are_no_news() -> None:
+    model = ClusterModel(["s1"], averaging_s=10.0)
+    agent = FakeAgent(FakeCluster(1).servers["s1"])
+    model.report(replace(agent.report(), interruptions=50), 10.0)
+    assert model.blindness("s1") is None
+    model.report(replace(agent.report(), interruptions=50 + BLINDING_INTERRUPTIONS), 11.0)
+    assert model.blindness("s1") is not None

@@ -430,6 +430,18 @@ def test_an_interruption_is_reported_from_the_last_report_to_the_new_connection(
     assert bench.next_report().blind_s == 0
 
 
+def test_a_restart_of_the_server_is_no_interruption_by_it() -> None:
+    bench = a_bench()
+    bench.next_report()
+    for run_id, interruptions in (("run2", 0), ("run2", 1), ("run3", 1)):
+        bench.now += 1.0
+        bench.down()
+        bench.now += 1.0
+        bench.up(run_id)
+        report = bench.next_report()
+        assert (report.interruptions, report.blind_s > 1.0) == (interruptions, True)
+
+
 def test_interruptions_in_a_row_are_one_blind_time() -> None:
     bench = a_bench()
     bench.next_report()

@@ -1,0 +1,98 @@
+"""Questions to all servers of a cluster, of which some hang or refuse."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dynamoth.control import AdminReply
+from dynamoth.errors import ClusterUnavailable, RequestRefused
+from dynamoth.events import ErrorReply
+from dynamoth.plan import Plan, Server
+from dynamoth_cli import admin
+from dynamoth_link.options import LinkOptions
+from dynamoth_link.urls import ServerAddress, parse_cluster_url
+from tests.balancer.fake_cluster import stored_hash
+
+CLUSTER = parse_cluster_url("dynamoth://127.0.0.1:1,127.0.0.1:2,127.0.0.1:3")
+LINK = LinkOptions()
+HANGS = object()
+REFUSED = ErrorReply("NOPERM no")
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> None:
+    """Let the servers give these answers, in their order."""
+
+    async def query(server: ServerAddress, *commands: Any, **_: Any) -> list[Any]:
+        answer = answers[server.port - 1]
+        if answer is HANGS:
+            await asyncio.Event().wait()
+        return [answer]
+
+    monkeypatch.setattr(admin, "query", query)
+
+
+def port_with_balancer() -> int:
+    server = asyncio.run(asyncio.wait_for(admin._server_with_balancer(CLUSTER, LINK), 5))
+    return server.port
+
+
+@pytest.mark.parametrize("answers", [(HANGS, [b"c", 0], [b"c", 1]), (REFUSED, HANGS, [b"c", 1])])
+def test_no_server_keeps_the_balancer_from_being_found(
+    monkeypatch: pytest.MonkeyPatch, answers: tuple[Any, ...]
+) -> None:
+    answering(monkeypatch, *answers)
+    assert port_with_balancer() == 3
+
+
+def test_without_a_balancer_a_refusal_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, [b"c", 0], REFUSED, [b"c", 0])
+    with pytest.raises(RequestRefused, match="NOPERM no"):
+        port_with_balancer()
+    answering(monkeypatch, [b"c", 0], [b"c", 0], [b"c", 0])
+    with pytest.raises(ClusterUnavailable, match="no balancer is running"):
+        port_with_balancer()
+
+
+def test_a_plan_is_read_although_one_server_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan.initial([Server("s1", "redis://127.0.0.1:1")])
+    stored = stored_hash(plan, "run")
+    answering(monkeypatch, REFUSED, stored, stored)
+    assert asyncio.run(admin.read_plan(CLUSTER, LINK)).version == plan.version
+    answering(monkeypatch, REFUSED, REFUSED, REFUSED)
+    with pytest.raises(RequestRefused, match="NOPERM no"):
+        asyncio.run(admin.read_plan(CLUSTER, LINK))
+
+
+class FakeDriver:
+    """Delivers answers to whoever asks, one after the other."""
+
+    answers: tuple[AdminReply, ...] = ()
+
+    def __init__(self, machine: Any, *, on_action: Callable[[Any], None], **_: Any) -> None:
+        self._on_action = on_action
+
+    def handle(self, event: Any) -> None:
+        for answer in self.answers:
+            self._on_action(admin.Answered(answer))
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.mark.parametrize(
+    ("stages", "used"),
+    [(("contending", "leading"), "leading"), (("contending",), "contending"), (("leading",), "leading")],
+)
+def test_the_balancer_that_leads_is_believed(
+    monkeypatch: pytest.MonkeyPatch, stages: tuple[str, ...], used: str
+) -> None:
+    answering(monkeypatch, [b"c", 2], [b"c", 0], [b"c", 0])
+    monkeypatch.setattr(admin, "SECOND_ANSWER_S", 0.01)
+    monkeypatch.setattr(admin, "Driver", FakeDriver)
+    monkeypatch.setattr(FakeDriver, "answers", tuple(AdminReply(1, {"stage": stage}, None) for stage in stages))
+    asked = admin.ask_balancer(CLUSTER, "status", timeout_s=5, preferred=lambda status: status["stage"] == "leading")
+    assert asyncio.run(asked)["stage"] == used
