@@ -90,7 +90,8 @@ def _rule(rules: tuple[CompatibilityRule, ...], pattern: bytes) -> Compatibility
     found = next((rule for rule in rules if rule.pattern == pattern), None)
     if found is None:
         known = ", ".join(rule.pattern.decode(errors="backslashreplace") for rule in rules) or "none"
-        raise RequestRefused(f"there is no compatibility rule with the pattern {pattern!r:.80}; there are: {known}")
+        name = pattern.decode(errors="backslashreplace")
+        raise RequestRefused(f"there is no compatibility rule with the pattern {name:.80}; there are: {known}")
     return found
 
 

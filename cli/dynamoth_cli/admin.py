@@ -164,7 +164,7 @@ async def ask_balancer(
         LinkError: the servers do not let us in.
 
     """
-    server = await _server_with_balancer(cluster, link)
+    server = await find_balancer(cluster, link)
     request = AdminRequest(secrets.randbits(63), command, dict(arguments))
     loop = asyncio.get_running_loop()
     done: asyncio.Future[AdminReply] = loop.create_future()
@@ -210,8 +210,14 @@ async def ask_balancer(
     return reply.result
 
 
-async def _server_with_balancer(cluster: ClusterAddress, link: LinkOptions) -> ServerAddress:
-    """Ask all servers at once, so that one that does not answer holds nobody up; the first one that has it is used."""
+async def find_balancer(cluster: ClusterAddress, link: LinkOptions) -> ServerAddress:
+    """Return a server that a balancer listens at. All are asked at once, so one that hangs holds nobody up.
+
+    Raises:
+        RequestRefused: no server says that there is one, and some refuse to say it.
+        ClusterUnavailable: no server answers, or no balancer is running.
+
+    """
 
     async def ask(server: ServerAddress) -> tuple[ServerAddress, Any]:
         count = (b"PUBSUB", b"NUMSUB", OPERATOR_CHANNEL)

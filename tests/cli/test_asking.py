@@ -36,7 +36,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> None:
 
 
 def port_with_balancer() -> int:
-    server = asyncio.run(asyncio.wait_for(admin._server_with_balancer(CLUSTER, LINK), 5))
+    server = asyncio.run(asyncio.wait_for(admin.find_balancer(CLUSTER, LINK), 5))
     return server.port
 
 
