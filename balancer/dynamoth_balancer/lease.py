@@ -12,6 +12,9 @@ whatever key was there is still there when it is read, so "ours" means that it w
 that refuses writes (a full disk, missing replicas, a server that became a replica) refuses ``PEXPIRE`` and answers
 ``GET``: then the lease there lasts no longer than the last renewal made it.
 
+A value that no balancer can have written (another type, no number) does not expire by itself. It is given the time of a
+lease, by PEXPIRE: a DEL could end the lease of another balancer that has just put things right; this only prolongs it.
+
 The lease counts from when a command was *sent*, shortened by what the two clocks may differ.
 """
 
@@ -46,6 +49,8 @@ class _Term:
     sent_at: float | None = None
     #: When the next command is due.
     next_at: float = -math.inf
+    #: When a value that is no lease was given a time to expire.
+    expires_at: float = -math.inf
     #: What the server answered instead of what it should, empty if all is well.
     problem: str = ""
 
@@ -149,15 +154,26 @@ class Lease:
         term.ours = value == self._value
         if term.ours and what == "taken":
             term.problem = ""
-        term.other = value if isinstance(value, bytes) and not term.ours else None
+        term.other = value if isinstance(value, bytes) and value.isdigit() and not term.ours else None
+        if isinstance(value, bytes) and not value.isdigit():
+            term.problem = f"the key {BALANCER_LEASE_KEY.decode()} holds no lease: {value[:20]!r}"
         if not term.ours:
             term.held_until = self._held_until = -math.inf
-            return []
+            return self._expire(server, term, value, now)
         if what == "taken":
             term.next_at = now  # it may have been ours before, with little time left: only a renewal tells
         elif not term.problem:
             term.held_until = sent_at + self._lease_s * (1 - CLOCK_DRIFT_RATIO)
         return self.tick(now)
+
+    def _expire(self, server: str, term: _Term, value: Any, now: float) -> list[Send]:
+        """Let a value that is no lease of any balancer expire, if the key holds one."""
+        is_text = isinstance(value, bytes) and not value.isdigit()
+        is_other_type = isinstance(value, Exception) and str(value).startswith("WRONGTYPE")
+        if not (is_text or is_other_type) or now < term.expires_at + self._lease_s:
+            return []
+        term.expires_at = now + self._lease_s
+        return [Send(server, (b"PEXPIRE", BALANCER_LEASE_KEY, round(self._lease_s * 1000)))]
 
     def release(self, now: float) -> list[Send]:
         """Give the lease back wherever it is surely ours, for good; nothing is asked for after this."""

@@ -94,6 +94,8 @@ class FakeServer:
             self.keys.pop(key, None)
         if args[0] in (b"HMGET", b"HGETALL", b"HSET") and not isinstance(self.keys.get(args[1], {}), dict):
             return ErrorReply("WRONGTYPE Operation against a key holding the wrong kind of value")
+        if args[0] == b"GET" and not isinstance(self.keys.get(args[1], b""), bytes):
+            return ErrorReply("WRONGTYPE Operation against a key holding the wrong kind of value")
         words: list[Any] = [*args]
         match words:
             case [b"SET", key, value, b"NX", b"PX", ms]:

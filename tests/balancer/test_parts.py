@@ -5,8 +5,10 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import Any
 
+import pytest
+
 from dynamoth.events import ErrorReply, Send
-from dynamoth.names import PLAN_KEY
+from dynamoth.names import BALANCER_LEASE_KEY, PLAN_KEY
 from dynamoth.plan import Plan, Server
 from dynamoth_balancer.book import PlanBook
 from dynamoth_balancer.copies import PlanCopy
@@ -57,6 +59,34 @@ def _run(contenders: list[Contender], now: float, duration_s: float) -> float:
             assert sum(contender.lease.is_held(now) for contender in contenders) <= 1
         now += 0.25
     return now
+
+
+@pytest.mark.parametrize("forged", [{}, b"x", b""], ids=["another type", "text", "empty"])
+def test_a_value_that_is_no_lease_expires_and_one_balancer_wins(forged: Any) -> None:
+    """Nobody may hold two leases meanwhile: ``_run`` looks after each command."""
+    servers = {id_: FakeServer(id_) for id_ in SERVERS}
+    one, other = Contender(1, servers, SERVERS), Contender(2, servers, SERVERS[::-1])
+    for server in servers.values():
+        server.keys[BALANCER_LEASE_KEY] = forged
+    for id_ in SERVERS:
+        one.take(one.lease.link_up(id_, 0.0))
+        other.take(other.lease.link_up(id_, 0.0))
+    _run([one], 0.0, 1.0)
+    assert one.lease.others() == {}, "it is nobody's: a balancer that sees another one at work ends"
+    assert one.lease.problems()
+    now = _run([one, other], 1.0, 20.0)
+    assert one.lease.is_held(now) or other.lease.is_held(now)
+
+
+def test_the_lease_of_another_balancer_is_left_alone() -> None:
+    servers = {id_: FakeServer(id_) for id_ in SERVERS}
+    one = Contender(1, servers, SERVERS)
+    for server in servers.values():
+        server.keys[BALANCER_LEASE_KEY] = b"77"
+    for id_ in SERVERS:
+        one.take(one.lease.link_up(id_, 0.0))
+    _run([one], 0.0, 20.0)
+    assert not any(args[0] == b"PEXPIRE" for server in servers.values() for args in server.executed)
 
 
 def test_of_two_that_reach_different_servers_first_one_wins() -> None:
