@@ -169,6 +169,8 @@ def read_settings(pool: Pool, seeds: Iterable[ServerAddress] | None) -> Settings
     _refuse_unsupported(options)
     _warn_of_own_class(pool)
     state = state_of(pool)
+    # First: redis-py may use it as the connect timeout as well, and an error must name the option that was given.
+    socket_timeout_s = _seconds(sample, "socket_timeout", _SOCKET_TIMEOUT_DEFAULT)
     library_name, library_version = _library_of(sample)
     keeps_alive = getattr(sample, "socket_keepalive", False)
     try:
@@ -184,7 +186,7 @@ def read_settings(pool: Pool, seeds: Iterable[ServerAddress] | None) -> Settings
             tls=_tls_options(options) if isinstance(sample, _TLS) else TlsOptions(),
             connect_timeout_s=_seconds(sample, "socket_connect_timeout") or _DEFAULTS.connect_timeout_s,
             ping_interval_s=_seconds(sample, "health_check_interval", 0) or _DEFAULTS.ping_interval_s,
-            ping_timeout_s=_seconds(sample, "socket_timeout", _SOCKET_TIMEOUT_DEFAULT) or _DEFAULTS.ping_timeout_s,
+            ping_timeout_s=socket_timeout_s or _DEFAULTS.ping_timeout_s,
             backoff=None if options.get("retry") is None else backoff_of(sample.retry),
         )
     except ConfigError as error:

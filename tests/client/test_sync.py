@@ -248,5 +248,7 @@ def public_names(module: Any) -> list[str]:
 
 
 def public_modules(module: Any) -> list[str]:
+    """Return its own submodules; redis-py 5.0 has also imported ``sys`` there."""
     found: dict[str, Any] = module.__dict__
-    return [name for name, value in found.items() if isinstance(value, ModuleType) and not name.startswith("_")]
+    modules = {name: value for name, value in found.items() if isinstance(value, ModuleType)}
+    return [name for name, value in modules.items() if value.__name__ == f"{module.__name__}.{name}"]
