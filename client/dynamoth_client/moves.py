@@ -195,6 +195,11 @@ class Moves:
         self._wishes.add(now + self._options.verify_retry_s, self._verify_again, subscription, place)
         return []
 
+    def look_whether_right(self, subscription: Subscription) -> list[Any]:
+        """Read the plan again at every place: an agent has told of a loss, and the plan itself may be lost."""
+        up = [place for place in subscription.targets.values() if self._places.is_up(place.location.server)]
+        return [self._places.verify(subscription, place) for place in up]
+
     def _verify_again(self, subscription: Subscription, place: Place, _: float) -> list[Any]:
         current = subscription.targets.get(place.location) is place
         if not current or place.attempt or not self._register.is_current(subscription.channel, subscription):

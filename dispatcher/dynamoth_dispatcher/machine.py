@@ -299,6 +299,8 @@ class DispatcherMachine:
             self._adopt(plan, now)
             if known is None or known.compatibility != plan.compatibility:
                 told = self._tell_rules()
+            if known is not None:
+                told += self._tell_of_lost_entries(known)
         return [*told, *self.acknowledge(), *self._catch_up(now)]
 
     def _adopt(self, plan: Plan, now: float) -> None:
@@ -311,6 +313,24 @@ class DispatcherMachine:
         for channel, entry in plan.entries.items():
             if entry.phase is not Phase.SETTLED:
                 self.transitions.update(channel, entry, now)
+
+    def _tell_of_lost_entries(self, known: Plan) -> list[Any]:
+        """Have subscribers look again who are here because of an entry that the plan does not have any more.
+
+        Balancers never take an entry away. But all servers may have lost their copies while no balancer was at work:
+        then the next one begins a new plan, and nothing else would tell those who listen here.
+        """
+        assert self.plan is not None, "it was just taken"
+        actions: list[Any] = []
+        for channel, entry in known.entries.items():
+            if not entry.newer_than(self.plan.entries.get(channel)):
+                continue
+            right = {place for route in self.plan.entry(channel).followed for place in route.locations(channel)}
+            places = dict.fromkeys(place for route in entry.followed for place in route.locations(channel))
+            notice = seal_control(LossNotice(channel, None))
+            here = [place for place in places if place.server == self.server and place not in right]
+            actions += [Send(LOCAL, (b"PUBLISH", place.physical, notice)) for place in here]
+        return actions
 
     def _tell_rules(self) -> list[Any]:
         """Have the publishers here read the compatibility rules, which have changed, or may have."""

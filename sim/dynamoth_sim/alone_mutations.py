@@ -11,6 +11,7 @@ from dynamoth_client import alone
 from dynamoth_client.alone import ALONE
 from dynamoth_client.moves import Moves
 from dynamoth_client.publisher_alone import AloneServer
+from dynamoth_dispatcher.machine import DispatcherMachine
 from dynamoth_sim.mutating import Check, replaced
 
 
@@ -51,10 +52,20 @@ def seldom_looked() -> AbstractContextManager[None]:
     return replaced(dynamoth_balancer.copies, PROBE_INTERVAL_S=2.5)
 
 
+def lost_entries_not_told() -> AbstractContextManager[None]:
+    """Agents follow a plan that has lost entries, and tell nobody."""
+
+    def nothing(self: DispatcherMachine, known: Any) -> list[Any]:
+        return []
+
+    return replaced(DispatcherMachine, _tell_of_lost_entries=nothing)
+
+
 CHECKS: tuple[Check, ...] = (
     Check("50-alone-grows", no_overlap, "G1"),
     Check("50-alone-grows", plan_not_looked_for, "expected"),
     Check("51-alone-overtaken", no_gap_for_the_alone, "G5"),
     Check("52-empty-member", alone_at_once, "expected"),
     Check("53-flushed", seldom_looked, "expected"),
+    Check("54-flushed-without-balancer", lost_entries_not_told, "expected"),
 )

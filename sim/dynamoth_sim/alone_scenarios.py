@@ -14,6 +14,10 @@ from dynamoth_sim.stage import Stage
 
 PUBLISH_INTERVAL_S = 0.02
 
+LOOKED_S = 15.0
+"""A subscriber gives up a route within this after its agent has told it that the plan has lost it: the lease of the
+balancer that was killed, and ``distrust_s``."""
+
 RESTORED_S = 0.2
 """How soon a plan that was deleted is written again, as real balancers do it: what they wait for is not scaled here."""
 
@@ -105,6 +109,30 @@ def flushed(stage: Stage) -> None:
             stage.publish(client.publisher, b"c")
 
 
+def flushed_without_balancer(stage: Stage) -> None:
+    """Case 54. All keys of all servers are deleted while no balancer is at work; the next one begins a new plan.
+
+    A channel that had been moved is at home again. Those who listen at its old place get a gap and come home.
+    """
+    stage.open()
+    cluster = stage.cluster
+    channel = stage.channel_at("s1")
+    subscriber = stage.subscriber("S", channel)
+    stage.move(channel, "s2")
+    stage.run(1.0)
+    cluster.balancer.crash()
+    for server in cluster.servers.values():
+        server.flush()
+    cluster.balancer.start()
+    stage.run(LOOKED_S)
+    stage.expect("the subscriber is told of a gap", channel in _gaps(stage), channel)
+    newcomer = stage.publisher("Q")
+    stage.publish(newcomer, channel)
+    stage.run(0.5)
+    heard = [record.data for record in stage.records("DELIVERS", who=subscriber.name) if record.data is not None]
+    stage.expect("it hears newcomers", any(data.startswith(b"Q:") for data in heard), channel)
+
+
 def _gaps(stage: Stage) -> set[bytes | None]:
     """Return the channels, and patterns, of which gaps were told."""
     return {record.channel for record in stage.world.trace if "GAP of" in f"{record.kind} {record.note}"}
@@ -130,5 +158,8 @@ PLAYS: dict[str, Callable[[Stage], None]] = {
 }
 """Nothing may be lost in these."""
 
-FAILURES: dict[str, Callable[[Stage], None]] = {"51-alone-overtaken": overtaken_by_newcomers}
+FAILURES: dict[str, Callable[[Stage], None]] = {
+    "51-alone-overtaken": overtaken_by_newcomers,
+    "54-flushed-without-balancer": flushed_without_balancer,
+}
 """Losses are in order in these if subscribers are told."""

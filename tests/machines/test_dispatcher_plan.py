@@ -97,6 +97,18 @@ def test_tells_subscribers_elsewhere_that_it_was_blind_during_a_transition() -> 
     assert said(actions, forward_link("s2")) == [LossNotice(C, None)]
 
 
+def test_tells_subscribers_here_when_the_plan_has_lost_what_brought_them_here() -> None:
+    """All servers have lost their copies while no balancer was at work, and a balancer has begun a new plan."""
+    agent = Agent("s2").holding(SETTLED)
+    assert said(agent.read(SETTLED)) == []
+    assert said(agent.read(PLAN_0.with_entries({}, SETTLED.version + 1000))) == [LossNotice(C, None)]
+
+
+def test_tells_nobody_who_is_right_in_the_plan_that_has_lost_entries() -> None:
+    agent = Agent("s1").holding(SETTLED)
+    assert said(agent.read(PLAN_0.with_entries({}, SETTLED.version + 1000))) == []
+
+
 def test_reads_again_while_no_plan_is_stored() -> None:
     agent = Agent(options=DispatcherOptions(plan_retry_s=0.5))
     agent.up(LOCAL)

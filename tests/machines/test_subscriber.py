@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dynamoth.control import Announcement, Marker, RouteNotice, pack_control
+from dynamoth.control import Announcement, LossNotice, Marker, RouteNotice, pack_control
 from dynamoth.envelope import FIRST
 from dynamoth.events import Connect, Disconnect, ErrorReply, Pushed, Send
 from dynamoth.names import ANNOUNCE_CHANNEL, replica_channel
@@ -568,6 +568,18 @@ def test_a_forged_notice_is_distrusted_after_a_while_and_nothing_is_lost() -> No
     assert LEAVE_S2 in retry
     listener.told(TO_S2)
     assert listener.plan.route(C) == TO_S2
+
+
+def test_a_route_that_the_plan_has_lost_is_given_up_when_an_agent_tells_of_it() -> None:
+    listener = Listener()
+    listener.subscribe()
+    listener.verify(listener.up("s1"), SETTLED)
+    listener.verify(listener.up("s2"), SETTLED)
+    listener.pass_time(OPTIONS.distrust_s)
+    look = listener.push("s2", C, control(LossNotice(C, None)))
+    assert len(gaps(look)) == 1
+    listener.verify(look, PLAN_0)
+    assert listener.plan.route(C) == Route(0, single("s1"))
 
 
 def test_a_connection_lost_while_a_forged_notice_was_followed_is_told() -> None:
