@@ -31,7 +31,7 @@ from dynamoth.compatibility import (
 from dynamoth.envelope import EPOCH_MAX
 from dynamoth.errors import MalformedMessage, PlanError, UnknownMode
 from dynamoth.names import replica_channel
-from dynamoth.ring import RING_POINTS_MAX, VIRTUAL_NODES, VIRTUAL_NODES_MAX, Ring
+from dynamoth.ring import RING_POINTS_MAX, VIRTUAL_NODES, VIRTUAL_NODES_MAX, Ring, ring_of
 from dynamoth.wire import parser, shortened, unpack
 
 JOIN_S = 10.0
@@ -219,7 +219,7 @@ class Plan:
     @cached_property
     def ring(self) -> Ring:
         """The ring over the base servers."""
-        return Ring(self.base, self.virtual_nodes)
+        return ring_of(self.base, self.virtual_nodes)
 
     def home_route(self, channel: bytes) -> Route:
         """Return the route that a rule or the ring gives, of epoch 0; the same object for all channels of a server."""

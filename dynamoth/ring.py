@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from functools import lru_cache
 from hashlib import blake2b
 
 VIRTUAL_NODES = 256
@@ -63,3 +64,12 @@ class Ring:
         """Return the id of the server that the ring gives for ``channel``. O(log(servers * virtual nodes))."""
         index = bisect_left(self._points, _hash(channel))
         return self._owners[index if index < len(self._owners) else 0]
+
+
+@lru_cache(maxsize=1)
+def ring_of(servers: tuple[str, ...], virtual_nodes: int) -> Ring:
+    """Return the ring; the same object as the call before, if the arguments are. Plans of one cluster share it.
+
+    Raises ValueError as ``Ring``.
+    """
+    return Ring(servers, virtual_nodes)

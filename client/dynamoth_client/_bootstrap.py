@@ -99,10 +99,12 @@ async def _ask_all(settings: Settings) -> Sequence[_Answer]:
 
 async def _ask(seed: ServerAddress, settings: Settings) -> _Answer:
     """Return what one seed stores, or why it gave nothing."""
-    timeout_s = settings.link_options.connect_timeout_s
+    options = settings.link_options
     commands = (stored_plan.READ_HEADER, ("INFO", "server"), READ_PRESENCE)
     try:
-        header, info, presence = await query(seed, *commands, options=settings.link_options, timeout_s=timeout_s)
+        header, info, presence = await query(
+            seed, *commands, options=options, timeout_s=options.connect_timeout_s, keep=True
+        )
     except LinkError as error:
         return _errors.from_link(error)
     return _read(seed, header, info, presence)

@@ -18,6 +18,7 @@ from dynamoth_client._settings import Settings
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_link.errors import LinkError
 from dynamoth_link.query import query
+from dynamoth_link.spares import Spares
 
 
 class Cluster:
@@ -41,6 +42,8 @@ class Cluster:
         #: The bootstrap that is under way, shared by all who need it.
         self._bootstrap: asyncio.Task[LocalPlan] | None = None
         self._local_plan: LocalPlan | None = None
+        #: Connections of the bootstrap, for the links of the publisher and of feeds to take over.
+        self._spares: Spares | None = None
         #: The publisher; ``open_publishing`` makes it, also in the place of one that has stopped.
         self.publishing: Publishing | None = None
         #: Feeds that are at work, or were stopped without ``close``.
@@ -130,7 +133,7 @@ class Cluster:
                 feed.end(_errors.ClientClosed())
             return
         self.bind()
-        bootstrap, publishing, feeds = self._bootstrap, self.publishing, self._feeds
+        bootstrap, publishing, feeds, spares = self._bootstrap, self.publishing, self._feeds, self._spares
         self._loop = self._bootstrap = self._local_plan = self.publishing = None
         self._feeds = set()
         if bootstrap is not None:
@@ -145,6 +148,8 @@ class Cluster:
             await publishing.close()
         for feed in feeds:
             await feed.close()
+        if spares is not None:
+            await spares.close()
 
     async def _ping(self) -> None:
         error: LinkError | None = None
@@ -160,6 +165,7 @@ class Cluster:
         raise _errors.from_link(error) from error
 
     async def _read_plan(self, settings: Settings) -> LocalPlan:
+        self._spares = settings.link_options.spares
         try:
             since = asyncio.get_running_loop().time()
             local_plan = LocalPlan(await settings.retrying.call(lambda: read_plan(settings, since)))
@@ -203,6 +209,8 @@ class Cluster:
         self._loop = self._bootstrap = self._local_plan = self.publishing = None
         self._feeds = set()
         numbers = [] if publishing is None else publishing.abandon()
+        if self._spares is not None:
+            numbers += self._spares.abandon()
         return numbers + [number for feed in feeds for number in feed.abandon()]
 
 

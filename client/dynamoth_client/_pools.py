@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -177,7 +178,13 @@ def _limit_of(pool: Pool) -> int | None:
     family: Any = redis.asyncio if is_asynchronous(pool) else redis
     kind = family.BlockingConnectionPool if isinstance(pool, family.BlockingConnectionPool) else family.ConnectionPool
     limit: int | None = getattr(pool, "max_connections", None)
-    return None if limit == kind().max_connections else limit
+    return None if limit == _default_limit(kind) else limit
+
+
+@functools.cache
+def _default_limit(kind: Callable[[], Any]) -> int | None:
+    limit: int | None = kind().max_connections
+    return limit
 
 
 def _credentials_of(pool: Pool) -> Credentials | None:

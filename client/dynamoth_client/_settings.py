@@ -28,6 +28,7 @@ What becomes of each option:
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import os
@@ -48,6 +49,7 @@ from dynamoth_client._pools import ConnectionLimit, Pool, is_asynchronous, name_
 from dynamoth_client._retrying import Retrying, backoff_of, is_retry
 from dynamoth_client.publication import PUBLISH_TIMEOUT_S_MAX, PUBLISH_TIMEOUT_S_MIN
 from dynamoth_link.options import LinkOptions, TlsOptions
+from dynamoth_link.spares import Spares
 from dynamoth_link.trust import TRUSTED_HOSTS_VARIABLE, Trust, parse_trusted_hosts, trust_in
 from dynamoth_link.urls import ServerAddress
 
@@ -152,8 +154,25 @@ def sample_of(pool: Pool) -> tuple[Any, Mapping[str, Any]]:
         raise BadOption(f"retry must be a redis.retry.Retry or redis.asyncio.retry.Retry, not {retry!r}")
     state = state_of(pool)
     if state.sample is None or state.sample[1:] != (kind, options):  # making one takes redis-py a millisecond or two
-        state.sample = kind(**options), kind, options
+        state.sample = kind(**_library_arguments(kind, options), **options), kind, options
     return state.sample[0], options
+
+
+def _library_arguments(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the name and version of the library, where redis-py would find them for each connection: 0.3 ms."""
+    is_own_class = not kind.__module__.startswith("redis.")
+    if is_own_class or not options.keys().isdisjoint(("driver_info", "lib_name", "lib_version")):
+        return {}
+    return _default_library()
+
+
+@functools.cache
+def _default_library() -> dict[str, Any]:
+    try:
+        from redis.driver_info import DriverInfo  # since redis-py 7.2
+    except ImportError:
+        return {}
+    return {"driver_info": DriverInfo()}
 
 
 def read_settings(pool: Pool, seeds: Iterable[ServerAddress] | None) -> Settings:
@@ -187,6 +206,7 @@ def read_settings(pool: Pool, seeds: Iterable[ServerAddress] | None) -> Settings
             connect_timeout_s=_seconds(sample, "socket_connect_timeout") or _DEFAULTS.connect_timeout_s,
             ping_interval_s=_seconds(sample, "health_check_interval", 0) or _DEFAULTS.ping_interval_s,
             ping_timeout_s=socket_timeout_s or _DEFAULTS.ping_timeout_s,
+            spares=Spares(),
             backoff=None if options.get("retry") is None else backoff_of(sample.retry),
         )
     except ConfigError as error:

@@ -273,6 +273,10 @@ class Connection(asyncio.Protocol):
             raise self.lost.result() if self.lost.done() else errors.connection_lost(self._address)
         return replies
 
+    def hand_over(self, on_pushes: OnPushes) -> None:
+        """Give all further pushes to another owner."""
+        self._on_pushes = on_pushes
+
     def watch(self) -> None:
         """Begin to send PING when nothing comes, and to give up when even its answer does not come."""
         if self._options.ping_interval_s > 0 and self._open:

@@ -23,9 +23,11 @@ VERSION_MIN = (6, 2)
 async def open_connection(
     address: ServerAddress, options: LinkOptions, on_pushes: OnPushes, *, limit: asyncio.Timeout | None = None
 ) -> tuple[Connection, str | None]:
-    """Open a connection that is authenticated and speaks RESP3; return it with the server's run id.
+    """Open a connection that is authenticated and speaks RESP3, or take a spare one; return it with the run id.
 
-    The run id is None where the server does not let us ask. Nothing stays open when this raises or is cancelled.
+    The run id, that of the server's process, is None where the server does not let us ask. Nothing stays open when this
+    raises or is cancelled.
+
     Raises ``LinkError``: before anything is sent where ``options.trust`` objects to the server, else at the latest
     after ``connect_timeout_s``. That, and the caller's ``limit``, stand still while ``options.credentials`` are asked
     for.
@@ -35,6 +37,8 @@ async def open_connection(
         objection = options.trust.objection(address)
         if objection is not None:
             raise errors.untrusted(address, objection)
+    if options.spares is not None and (spare := options.spares.take(address, on_pushes)) is not None:
+        return spare
     connection = Connection(address, options, on_pushes)
     try:
         async with asyncio.timeout(options.connect_timeout_s) as own_limit:
@@ -104,14 +108,14 @@ def _own_login(address: ServerAddress) -> Login | None:
 async def _introduce(
     address: ServerAddress, options: LinkOptions, connection: Connection, login: Login | None
 ) -> str | None:
-    (hello,) = await connection.call([_hello(options, login)])
+    library = _library(options)
+    select: list[list[CommandPart]] = [["SELECT", address.db]] if address.db else []
+    # All in one round trip: nothing here changes anything but the connection, which is given up if we are not let in.
+    hello, *replies = await connection.call([_hello(options, login), *library, *select, ["PING"], ["INFO", "server"]])
     username = address.username if login is None or login[0] == DEFAULT_USER else _text(login[0])
     if isinstance(hello, ErrorReply):
         raise errors.diagnose_reply(address, username, str(hello))
     _check_version(address, hello)
-    library = _library(options)
-    select: list[list[CommandPart]] = [["SELECT", address.db]] if address.db else []
-    replies = await connection.call([*library, *select, ["PING"], ["INFO", "server"]])
     *selected, ping, info = replies[len(library) :]  # what an older server says to the library's name does not matter
     for reply in selected:
         if isinstance(reply, ErrorReply):

@@ -10,6 +10,7 @@ from functools import lru_cache
 from dynamoth.errors import ConfigError
 from dynamoth_link.backoff import Backoff
 from dynamoth_link.credentials import Credentials
+from dynamoth_link.spares import Spares
 from dynamoth_link.trust import Trust
 
 WRITE_BUFFER_BYTES_MAX = 256 * 1024 * 1024
@@ -79,6 +80,7 @@ class LinkOptions:
     attempt to the next, and each is shortened by up to a half at random, so that clients do not come back all
     at once. A connection that held for ``backoff_s_max`` ends the series.
     ``backoff``: decides about that wait itself; each link has a copy. None for the above.
+    ``spares``: open connections that are taken before another one is made. None: there are none.
     ``close_timeout_s``: how long ``close`` lets what was sent go out before it cuts the connection.
     ``write_buffer_bytes_max``: with more than this unsent at the end of a turn of the event loop the link
     goes down (and comes back): the server does not keep up. 0 means no bound. A command may be larger, as messages of
@@ -100,6 +102,7 @@ class LinkOptions:
     backoff_s_min: float = 0.05
     backoff_s_max: float = 1.0
     backoff: Backoff | None = None
+    spares: Spares | None = field(default=None, repr=False, compare=False)
     close_timeout_s: float = 1.0
     write_buffer_bytes_max: int = WRITE_BUFFER_BYTES_MAX
 

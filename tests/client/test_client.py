@@ -167,6 +167,19 @@ def test_nothing_connects_before_it_is_needed(cluster: StoredCluster) -> None:
     run(test())
 
 
+def test_the_publisher_takes_over_the_connection_that_read_the_plan(cluster: StoredCluster) -> None:
+    channel = cluster.channel_at("s1")
+
+    async def test() -> None:
+        before = await _connections(cluster)
+        async with from_url(cluster.url) as client:
+            await client.publish(channel, "x")
+            await client.publish(channel, "y")
+            assert await _connections(cluster) == before + 2  # the client's only one, and this question
+
+    run(test())
+
+
 async def _connections(cluster: StoredCluster) -> int:
     info: bytes = await cluster.ask("s1", "INFO", "stats")
     return int(info.split(b"total_connections_received:")[1].split(b"\r\n")[0])

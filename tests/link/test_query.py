@@ -10,8 +10,10 @@ from dynamoth.errors import DynamothError
 from dynamoth.events import ErrorReply
 from dynamoth_cli.embedded import EmbeddedRedis
 from dynamoth_link.errors import AuthenticationFailed, LinkError, ServerTooOld, ServerUnreachable
+from dynamoth_link.handshake import open_connection
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.query import query
+from dynamoth_link.spares import Spares
 from dynamoth_link.urls import InvalidUrl, parse_server_url
 from tests.link.harness import Runner, fake_server, polite
 from tests.redis_servers import RedisServerFactory
@@ -63,5 +65,55 @@ def test_a_connection_lost_before_the_last_reply(redis: EmbeddedRedis, run_async
         async with fake_server(lambda command: b"" if command[0] == b"GET" else polite(command)) as url:
             with pytest.raises(ServerUnreachable, match="within"):
                 await query(url, ["GET", "k"], timeout_s=0.1)
+
+    run_async(main)
+
+
+async def _received(redis: EmbeddedRedis) -> int:
+    """How many connections the server has seen, this one included."""
+    [stats] = await query(redis.url, ["INFO", "stats"])
+    return int(stats.split(b"total_connections_received:")[1].split()[0])
+
+
+def test_a_kept_connection_is_taken_over_once(redis: EmbeddedRedis, run_async: Runner) -> None:
+    options = LinkOptions(spares=Spares())
+
+    async def main() -> None:
+        before = await _received(redis)
+        pushes: list[list[object]] = []
+        [own_id] = await query(redis.url, ["CLIENT", "ID"], options=options, keep=True)
+        connection, run_id = await open_connection(parse_server_url(redis.url), options, pushes.extend)
+        try:
+            assert await connection.call([["CLIENT", "ID"]]) == [own_id]
+            assert run_id is not None
+            connection.send(["SUBSCRIBE", "c"])
+            await connection.call([["PING"]])
+            assert [push[0] for push in pushes] == [b"subscribe"], "pushes go to the new owner"
+            [other_id] = await query(redis.url, ["CLIENT", "ID"], options=options)
+            assert other_id != own_id
+        finally:
+            connection.abort()
+        assert await _received(redis) - before == 3
+
+    run_async(main)
+
+
+def test_a_kept_connection_is_not_taken_when_it_is_lost_or_has_another_login(
+    redis: EmbeddedRedis, run_async: Runner
+) -> None:
+    async def main() -> None:
+        spares = Spares()
+        options = LinkOptions(spares=spares)
+        [first] = await query(redis.url, ["CLIENT", "ID"], options=options, keep=True)
+        await query(redis.url, ["ACL", "SETUSER", "u", "on", ">p", "~*", "&*", "+@all"])
+        as_other = redis.url.replace("redis://", "redis://u:p@")
+        [second] = await query(as_other, ["CLIENT", "ID"], options=options)
+        assert second != first
+        await query(redis.url, ["CLIENT", "KILL", "ID", first])
+        [third] = await query(redis.url, ["CLIENT", "ID"], options=options, keep=True)
+        assert third not in (first, second)
+        await spares.close()
+        clients = (await query(redis.url, ["CLIENT", "LIST"]))[0]
+        assert b"id=%d " % third not in clients, "close ends what nobody took"
 
     run_async(main)
