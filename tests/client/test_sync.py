@@ -248,7 +248,7 @@ def public_names(module: Any) -> list[str]:
 
 
 def public_modules(module: Any) -> list[str]:
-    """Return its own submodules; redis-py 5.0 has also imported ``sys`` there."""
+    """Return its own public submodules; redis-py 5.0 has also imported ``sys`` there."""
     found: dict[str, Any] = module.__dict__
-    modules = {name: value for name, value in found.items() if isinstance(value, ModuleType)}
-    return [name for name, value in modules.items() if value.__name__ == f"{module.__name__}.{name}"]
+    modules = {name: each for name, each in found.items() if isinstance(each, ModuleType) and not name.startswith("_")}
+    return [name for name, each in modules.items() if each.__name__ == f"{module.__name__}.{name}"]
