@@ -47,6 +47,7 @@ ENTRIES_PER_COMMAND = 2000
 
 READ_HEADER: tuple[bytes, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, HEADER_FIELD, COMPATIBILITY_FIELD)
 READ_RULES: tuple[CommandPart, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, VERSION_FIELD, COMPATIBILITY_FIELD)
+READ_BELIEVED_VERSION: tuple[bytes, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD)
 READ_VERSION: tuple[bytes, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD)
 READ_WHOLE: tuple[CommandPart, ...] = (b"HGETALL", PLAN_KEY)
 
@@ -96,6 +97,16 @@ def parse_rules(reply: Any, run_id: str | None) -> Compatibility | None:
     """Read the reply of ``READ_RULES``. None when the server stores no plan to be believed. Raises MalformedMessage."""
     version, run, _, rules = _fields(reply)
     return None if version is None or not _believed(run, run_id) else _rules(rules)
+
+
+@parser("the version of a stored plan")
+def parse_believed_version(reply: Any, run_id: str | None) -> int | None:
+    """Read the reply of ``READ_BELIEVED_VERSION``. None when the server stores no plan to be believed.
+
+    Raises MalformedMessage.
+    """
+    version, run, _, _ = _fields([*reply, None] if isinstance(reply, list) else reply)
+    return None if version is None or not _believed(run, run_id) else _number(version)
 
 
 @dataclass(frozen=True, slots=True)

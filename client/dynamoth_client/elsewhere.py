@@ -29,6 +29,7 @@ from dynamoth_client.publication import (
     PublishedChannel,
     PublisherOptions,
     PublisherServer,
+    VersionCheck,
     Waiting,
 )
 from dynamoth_client.publisher_routes import PublisherRoutes
@@ -93,6 +94,8 @@ class Elsewhere:
         for _, token in server.outbox.unanswered():
             if isinstance(token, CheckAt):
                 names[token.check.channel] = None
+            elif isinstance(token, VersionCheck):
+                names.update((check.channel, None) for check in token.checks if not check.done)
             elif isinstance(token, Waiting) and not token.done:
                 names[token.channel] = None
             if len(names) >= LOOKED_UP_MAX:

@@ -19,6 +19,7 @@ from dynamoth.outbox import Command
 from dynamoth.plan import Location
 from dynamoth_client.publication import (
     PUBLISH_TIMEOUT_S_MAX,
+    CheckAt,
     HandOver,
     Published,
     PublishedAll,
@@ -27,7 +28,9 @@ from dynamoth_client.publication import (
     PublishFailed,
     PublishRefused,
     Together,
+    Token,
     Unconfirmed,
+    VersionCheck,
     Waiting,
 )
 
@@ -250,3 +253,34 @@ def take_apart(server: PublisherServer) -> None:
         for waiting in server.waiting
         for single in (parts.get(id(waiting), ()) if type(waiting) is Together else (waiting,))
     )
+
+
+def has_failed(token: Token, now: float) -> bool:
+    """Tell whether the application has been told that what a command is for has failed, or may have."""
+    if isinstance(token, (Together, HandOver)):
+        return token.done if isinstance(token, Together) else token.message.done
+    messages: list[Waiting | None]
+    if isinstance(token, VersionCheck):
+        messages = [message for check in token.checks for message, _ in check.messages]
+    else:
+        messages = [message for message, _ in token.check.messages] if isinstance(token, CheckAt) else [token]
+    return all(message is not None and message.done and message.expires_at <= now for message in messages)
+
+
+def discard_failed(server: PublisherServer, now: float) -> None:
+    """Forget what has failed and is not under way: it would only be in the way of what has not."""
+
+    def is_useless(token: Token) -> bool:
+        useless = has_failed(token, now) or (token is None and not server.up)
+        if useless and isinstance(token, Together):
+            token.tokens.pop()  # their number tells which replies are its own
+        if useless and isinstance(token, CheckAt):
+            token.check.done = True  # the next message of the channel is followed by another one
+        if useless and isinstance(token, VersionCheck):
+            server.version_check = None
+            for check in token.checks:
+                check.done = True
+        return useless
+
+    if server.outbox.discard_while(is_useless):
+        server.owes_heartbeats = True

@@ -50,6 +50,9 @@ class PublisherOptions:
     """Channels whose numbering is kept at most; past it, the oldest are forgotten although they are not idle."""
     straggler_s: float = 0.2
     """How long a message that one replica has answered waits for the answers of the others."""
+    plan_missing_s: float = 1.0
+    """How long messages wait for the stored plan of a server that has none to be believed, counted from when that was
+    first seen; five times what a balancer takes to write it again. Then they count as confirmed."""
     look_elsewhere_s: float = 0.4
     """How long a server may be unreachable before another one is asked where its channels are; up to half as long
     again, so that not all clients ask at once. Infinity: none is."""
@@ -136,6 +139,8 @@ class PublishedChannel:
     physical: bytes = b""
     #: The latest check of the present route; None when it was confirmed, or is not in doubt.
     check: Check | None = None
+    #: The version of the stored plan that named the present route when it was last read. -1: none has.
+    version: int = -1
 
     def uses(self, server: str) -> bool:
         """Tell whether messages went to a server lately, or go there."""
@@ -226,6 +231,7 @@ class Check:
     channel: bytes
     #: Where the messages went.
     locations: tuple[Location, ...]
+    begun_at: float
     #: They and their envelopes, in the order of their numbers.
     messages: list[tuple[Waiting, bytes]] = field(default_factory=list[tuple[Waiting, bytes]])
     #: No reply is waited for: the messages are confirmed, or were sent again.
@@ -240,6 +246,20 @@ class CheckAt:
     location: Location
     #: The reading is repeated, behind one of the header.
     is_again: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class VersionCheck:
+    """A reading of the version of a server's stored plan, and the checks that an unchanged version confirms."""
+
+    #: When it was begun; messages share it until the reply.
+    begun_at: float
+    checks: list[Check] = field(default_factory=list[Check])
+    is_sent: bool = False
+
+
+Token = Waiting | Together | HandOver | CheckAt | VersionCheck | None
+"""What a command in an outbox is for; None: nothing waits for its answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -278,6 +298,17 @@ class PublisherServer:
     #: last seen to be gone: it stays right as long, for no channel is moved away from a server without an agent.
     confirmed: set[bytes] = field(default_factory=set[bytes])
     observers_asked_at: float = float("-inf")
+    #: The version of the plan that this process stored when it was last read; None before.
+    version: int | None = None
+    #: The reading of the version that is under way.
+    version_check: VersionCheck | None = None
+    #: Whether the latest reading of an entry found a plan to be believed, or one that this software cannot read.
+    has_plan: bool = True
+    #: Since when the plan stored here is missing, or not to be believed; infinity while it is there.
+    missing_since: float = float("inf")
+    #: Readings that found no plan to be believed, and when they are repeated.
+    unread: list[CheckAt | VersionCheck] = field(default_factory=list["CheckAt | VersionCheck"])
+    read_again_at: float = float("inf")
     #: Until when a message needs no other command beside it, if its channel is confirmed; minus infinity while down.
     clear_until: float = float("-inf")
 

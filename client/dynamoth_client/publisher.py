@@ -63,7 +63,7 @@ from dynamoth.plan import Location, Mode
 from dynamoth_client.checks import Checks
 from dynamoth_client.elsewhere import Elsewhere
 from dynamoth_client.local_plan import LocalPlan
-from dynamoth_client.outcomes import Outcomes, answered_together, take_apart
+from dynamoth_client.outcomes import Outcomes, answered_together, discard_failed, has_failed, take_apart
 from dynamoth_client.publication import (
     Check,
     CheckAt,
@@ -75,16 +75,15 @@ from dynamoth_client.publication import (
     PublisherServer,
     PublishFailed,
     Together,
+    Token,
     Unconfirmed,
+    VersionCheck,
     Waiting,
 )
 from dynamoth_client.publisher_alone import AloneServer
 from dynamoth_client.publisher_routes import PublisherRoutes
 
 _NEVER = float("inf")
-
-Token = Waiting | Together | HandOver | CheckAt | None
-"""What a command in an outbox is for; None: nothing waits for its answer."""
 
 
 class PublisherMachine:
@@ -117,7 +116,14 @@ class PublisherMachine:
         self._routes = PublisherRoutes(client_id, local_plan, self._servers, self.options, self.counters)
         self._alone = AloneServer(local_plan, self._servers, self.counters)
         self._checks = Checks(
-            self._channels, self._servers, self._routes, self._outcomes, self._connect, self._alone, self.counters
+            self._channels,
+            self._servers,
+            self._routes,
+            self._outcomes,
+            self._connect,
+            self._alone,
+            self.options,
+            self.counters,
         )
         self._elsewhere = Elsewhere(
             client_id,
@@ -165,6 +171,8 @@ class PublisherMachine:
                 tell_at = server.waiting[0].tell_at
                 if tell_at < earliest:
                     earliest = tell_at
+                if server.read_again_at < earliest:
+                    earliest = server.read_again_at
                 if not server.up and not server.avoided:
                     earliest = min(earliest, server.down_since + self.options.failover_s)
             if not server.up:
@@ -264,7 +272,7 @@ class PublisherMachine:
         check: Check | None = None
         read_at: Sequence[PublisherServer] = ()
         if not plain:
-            check, read_at = self._checks.begin(channel, name, locations, [server for _, server in targets])
+            check, read_at = self._checks.begin(channel, name, locations, [server for _, server in targets], now)
         changed = channel.follow(locations, epoch)
         quiet_ms = whole_ms(now - channel.used_at)
         flags = FIRST if is_first else ROUTE_CHANGED if changed else 0
@@ -296,6 +304,7 @@ class PublisherMachine:
             actions += server.outbox.put((b"PUBLISH", location.physical, data), waiting)
             if check is not None and server in read_at:
                 actions += self._checks.put(check, location, server)
+            actions += self._checks.put_version_check(server)
         return [*actions, *self._alone.copy(name, data, now)]
 
     def _targets(
@@ -357,9 +366,12 @@ class PublisherMachine:
         server = self._servers[event.link]
         server.up = True
         server.refused = False
-        _discard_failed(server, now)
+        discard_failed(server, now)
         server.down_since, server.lost_at = float("inf"), None
+        if event.run_id != server.run_id:
+            server.version = None
         server.run_id = event.run_id
+        server.missing_since = float("inf")
         server.confirmed.clear()
         if server.avoided:
             server.avoided = False
@@ -385,6 +397,7 @@ class PublisherMachine:
         server.clear_until = float("-inf")
         server.reason = event.reason
         server.outbox.link_down()
+        self._checks.read_again(server)
         take_apart(server)
         server.outbox.discard(lambda token: token is None)  # heartbeats: the reconnection makes new ones
         self._routes.forget_asked(event.link)
@@ -393,7 +406,7 @@ class PublisherMachine:
         if event.refused:  # replicas elsewhere may take it
             actions += [] if server.avoided else self._fail_over(event.link, now)
             actions += self._outcomes.refused(event.link, now)
-        _discard_failed(server, now)
+        discard_failed(server, now)
         return actions
 
     def _fail_over(self, server_id: str, now: float) -> list[Any]:
@@ -425,7 +438,6 @@ class PublisherMachine:
 
     def _ask_observers(self, server_id: str, now: float) -> Send:
         self._servers[server_id].observers_asked_at = now
-        self._servers[server_id].clear_until = now + self.options.observers_interval_s
         return Send(server_id, (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL), ("observers",))
 
     def _replied(self, event: Replied, now: float) -> list[Any]:
@@ -495,6 +507,8 @@ class PublisherMachine:
             return [] if token.done else self._outcomes.answered_in_part(token, link, value, now)
         if isinstance(token, CheckAt):
             return self._checks.replied(token, link, value, now)
+        if isinstance(token, VersionCheck):
+            return self._checks.version_read(token, link, value, now)
         if isinstance(token, HandOver):
             return self._outcomes.handed_over(token.message, value, now)
         return []
@@ -562,9 +576,11 @@ class PublisherMachine:
                 actions += self._fail_over(server_id, now)
             if self._elsewhere.deadline(server) <= now:
                 actions += self._elsewhere.look(server_id, now)
-            if _has_failed(server.outbox.large_under_way(), now):
+            if has_failed(server.outbox.large_under_way(), now):
                 actions += self._reconnect(server_id, now)
-            _discard_failed(server, now)
+            discard_failed(server, now)
+            if server.read_again_at <= now:
+                actions += self._checks.read_again(server)
         return actions
 
     def _reconnect(self, server_id: str, now: float) -> list[Any]:
@@ -578,26 +594,3 @@ class PublisherMachine:
             Connect(server_id, server.url),
             *self._link_down(LinkDown(server_id, reason), now),
         ]
-
-
-def _has_failed(token: Token, now: float) -> bool:
-    """Tell whether the application has been told that what a command is for has failed, or may have."""
-    if isinstance(token, (Together, HandOver)):
-        return token.done if isinstance(token, Together) else token.message.done
-    messages = [message for message, _ in token.check.messages] if isinstance(token, CheckAt) else [token]
-    return all(message is not None and message.done and message.expires_at <= now for message in messages)
-
-
-def _discard_failed(server: PublisherServer, now: float) -> None:
-    """Forget what has failed and is not under way: it would only be in the way of what has not."""
-
-    def is_useless(token: Token) -> bool:
-        useless = _has_failed(token, now) or (token is None and not server.up)
-        if useless and isinstance(token, Together):
-            token.tokens.pop()  # their number tells which replies are its own
-        if useless and isinstance(token, CheckAt):
-            token.check.done = True  # the next message of the channel is followed by another one
-        return useless
-
-    if server.outbox.discard_while(is_useless):
-        server.owes_heartbeats = True

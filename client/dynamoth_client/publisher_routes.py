@@ -166,6 +166,13 @@ class PublisherRoutes:
             actions += self._take(link, channel, told, now)
         return actions
 
+    def note_version(self, version: int, server: PublisherServer) -> None:
+        """Note the version of the plan that a server stores; a new one puts the routes of its channels in doubt."""
+        server.missing_since = float("inf")
+        if version != server.version:
+            server.version = version
+            self._plan.touch()
+
     def waits_for_header(self, channel: bytes) -> bool:
         """Tell whether a newer route leads to a server that the local plan does not list yet."""
         return channel in self._hints
@@ -174,6 +181,7 @@ class PublisherRoutes:
         self, channel: bytes, link: str, value: Any, server: PublisherServer
     ) -> tuple[Route | None, list[Any]]:
         """Return the route that clients are told by a stored plan, None if it cannot be read; and actions."""
+        server.has_plan = True
         try:
             stored = stored_plan.parse_entry(value, server.run_id)
         except UnknownMode as error:
@@ -182,6 +190,8 @@ class PublisherRoutes:
             self._counters["malformed_messages"] += 1
             return None, []
         if stored is None:
+            server.has_plan = False
             return None, []
+        self.note_version(stored.version, server)
         actions = self._follow_rules(link, stored.compatibility)
         return stored.settled_or(self._plan.home(channel)).told, actions

@@ -15,6 +15,9 @@ HANGS_S = 5.0
 """How long an agent stands still: longer than anybody holds a message."""
 
 
+IDLE_S = 1.0
+"""How long a publisher is idle: it asks the next time how many agents there are."""
+
 ELSEWHERE_S_MAX = 0.3
 """How soon a client of the simulation finds a channel whose server is gone: a third of what real clients take."""
 
@@ -64,6 +67,33 @@ def first_message_agent_lags(stage: Stage) -> None:
     totals = stage.cluster.audit.totals
     stage.expect(f"there is no gap event, not {totals.gaps}", totals.gaps == 0, channel)
     stage.close(channel)
+
+
+def stale_and_gone(stage: Stage) -> None:
+    """Case 47. P is idle while its channel moves; then D0 hangs, P publishes once at H0, and ends; D0 is killed.
+
+    P knows the channel and D0 still counts as an observer, so only the version of the stored plan shows the move.
+    """
+    stage.open()
+    channel, other = stage.channel_at("s1"), stage.channel_at("s1", "d")
+    stage.subscriber("S", channel, other)
+    stale = stage.publisher("P")
+    for _ in range(2):
+        for name in (channel, other):
+            stage.publish(stale, name)
+    stage.run(IDLE_S)
+    stage.move(channel, "s2")
+    stage.move(other, "s2")
+    agent = stage.cluster.agents["s1"]
+    agent.pause(HANGS_S)
+    stale.publish_all([channel, other, channel])
+    stage.wait("P publishes", lambda: not (stale.pending(channel) or stale.pending(other)))
+    stage.cluster.clients[-1].crash()
+    agent.crash("is killed")
+    stage.run(0.2)
+    agent.start()
+    stage.run(1.0)
+    stage.close(channel, other)
 
 
 def lost_before_it_was_known(stage: Stage) -> None:
@@ -169,6 +199,7 @@ PLAYS: dict[str, Callable[[Stage], None]] = {
     "34-first-message-agent-hangs": first_message_agent_hangs,
     "35-first-message-agent-lags": first_message_agent_lags,
     "37-not-owed": not_owed,
+    "47-stale-and-gone": stale_and_gone,
 }
 """In these nothing may be lost, although an agent dies in some."""
 
