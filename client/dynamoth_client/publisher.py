@@ -368,8 +368,9 @@ class PublisherMachine:
         server.refused = False
         discard_failed(server, now)
         server.down_since, server.lost_at = float("inf"), None
-        if event.run_id != server.run_id:
+        if event.run_id != server.run_id and server.version is not None:
             server.version = None
+            self._plan.touch()
         server.run_id = event.run_id
         server.missing_since = float("inf")
         server.confirmed.clear()

@@ -169,9 +169,9 @@ class PublisherRoutes:
     def note_version(self, version: int, server: PublisherServer) -> None:
         """Note the version of the plan that a server stores; a new one puts the routes of its channels in doubt."""
         server.missing_since = float("inf")
-        if version != server.version:
-            server.version = version
+        if server.version not in (None, version):
             self._plan.touch()
+        server.version = version
 
     def waits_for_header(self, channel: bytes) -> bool:
         """Tell whether a newer route leads to a server that the local plan does not list yet."""

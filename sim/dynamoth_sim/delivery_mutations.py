@@ -9,7 +9,7 @@ from dynamoth.envelope import Envelope
 from dynamoth_client.checks import Checks
 from dynamoth_client.elsewhere import Elsewhere
 from dynamoth_client.moves import Moves
-from dynamoth_client.publication import CheckAt, PublisherServer
+from dynamoth_client.publication import CheckAt, PublisherServer, VersionCheck
 from dynamoth_client.sequences import Gap, Stream
 from dynamoth_sim.mutating import Check, replaced
 
@@ -22,6 +22,17 @@ def agents_are_trusted() -> AbstractContextManager[None]:
         return self._confirm(at.check, now)  # pyright: ignore[reportPrivateUsage]
 
     return replaced(Checks, replied=replied)
+
+
+def versions_are_not_read() -> AbstractContextManager[None]:
+    """A publisher relies on agents to say that a channel it knows has moved."""
+
+    def confirm(self: Checks, asked: VersionCheck, link: str, value: Any, now: float) -> list[Any]:
+        server = self._servers[link]  # pyright: ignore[reportPrivateUsage]
+        server.clear_until = asked.begun_at + self._options.observers_interval_s  # pyright: ignore[reportPrivateUsage]
+        return self._confirm_all(asked, server, now)  # pyright: ignore[reportPrivateUsage]
+
+    return replaced(Checks, version_read=confirm)
 
 
 def begun_without_a_gap() -> AbstractContextManager[None]:
@@ -68,6 +79,7 @@ CHECKS: tuple[Check, ...] = (
     Check("35-first-message-agent-lags", agents_are_trusted, "expected"),
     Check("36-lost-before-it-was-known", begun_without_a_gap, "G5"),
     Check("37-not-owed", everything_is_owed, "expected"),
+    Check("47-stale-and-gone", versions_are_not_read, "G1"),
     Check("38-old-server-dies", nobody_is_asked_for_publishers, "expected"),
     Check("39-home-is-down", nobody_is_asked_for_publishers, "expected"),
     Check("39-home-is-down", nobody_is_asked_for_subscribers, "expected"),

@@ -320,7 +320,7 @@ def very_late_publisher(stage: Stage) -> None:
     stage.open()
     channel = stage.channel_at("s1")
     stage.subscriber("S", channel)
-    publisher = stage.publisher("P")
+    publisher = stage.trusting_publisher("P")
     stage.publish(publisher, channel)
     stage.move(channel, "s2")
     stage.run(20.0)
@@ -488,7 +488,7 @@ def third_server(stage: Stage) -> None:
     """
     stage.open()
     channel, other = stage.channel_at("s2"), stage.channel_at("s1", "other")
-    publisher = stage.publisher("P")
+    publisher = stage.trusting_publisher("P")
     stage.publish(publisher, channel)
     stage.subscriber("S", channel, other)
     stage.move(channel, "s3")  # P does not hear of it: it publishes nothing

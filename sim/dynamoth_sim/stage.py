@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from dynamoth.compatibility import CompatibilityRule
@@ -124,6 +125,16 @@ class Stage:
         app = self.client(name, 0).publisher
         assert app is not None
         return app
+
+    def trusting_publisher(self, name: str, for_s: float = 60.0) -> PublisherApp:
+        """Start a publisher that does not look for so long whether the plan has changed; real ones do each second."""
+        cluster = self.cluster
+        options = cluster.options
+        rare = replace(options.client.publisher, observers_interval_s=for_s)
+        cluster.options = replace(options, client=replace(options.client, publisher=rare))
+        publisher = self.publisher(name)
+        cluster.options = options
+        return publisher
 
     def subscriber(self, name: str, *channels: bytes) -> SubscriberApp:
         """Start a subscriber, and wait until its subscriptions are confirmed."""
