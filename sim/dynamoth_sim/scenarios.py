@@ -102,7 +102,7 @@ def different_versions(stage: Stage) -> None:
     stage.open()
     channel = stage.channel_at("s1")
     stage.subscriber("S", channel)
-    publisher = stage.publisher("P")
+    publisher = stage.trusting_publisher("P")
     stage.publish(publisher, channel)
     stage.move(channel, "s2")
     with stage.deaf_agent("s1"):
@@ -204,7 +204,7 @@ def late_plan(stage: Stage) -> None:
     for number, deaf in enumerate(("s1", "s2")):
         channel = stage.channel_at("s1", f"deaf{deaf}x")
         stage.subscriber(f"S{number}", channel)
-        stale = stage.publisher(f"P{number}")
+        stale = stage.trusting_publisher(f"P{number}")
         stage.publish(stale, channel)
         with stage.deaf_agent(deaf):
             stage.cluster.change(channel, single("s2"))
@@ -339,7 +339,7 @@ def forward_link_dies(stage: Stage) -> None:
     stage.open()
     channel = stage.channel_at("s1")
     stage.subscriber("S", channel)
-    publisher = stage.publisher("P")
+    publisher = stage.trusting_publisher("P")
     stage.publish(publisher, channel)
     stage.move(channel, "s2")
     with stage.held("agent-s1", "s2", to_server=True):
@@ -384,7 +384,7 @@ def overtaken(stage: Stage) -> None:
     stage.open()
     channel = stage.channel_at("s1")
     stage.subscriber("S", channel)
-    known, unknown = stage.publisher("P"), stage.publisher("Q")
+    known, unknown = stage.trusting_publisher("P"), stage.trusting_publisher("Q")
     stage.publish(known, channel)
     stage.publish(unknown, channel)
     stage.move(channel, "s2")

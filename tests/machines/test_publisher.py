@@ -11,10 +11,11 @@ import pytest
 import dynamoth.outbox
 from dynamoth.control import Marker, ObservationGap, RouteNotice, pack_control
 from dynamoth.envelope import FIRST, HEARTBEAT, QUIET_MS_MAX, ROUTE_CHANGED, Envelope, open_envelope, seal
-from dynamoth.events import Connect, Disconnect, ErrorReply, Replied, RepliedAll, Send, Start, Tick
+from dynamoth.events import Connect, Disconnect, ErrorReply, LinkUp, Replied, RepliedAll, Send, Start, Tick
 from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
 from dynamoth.plan import Plan, Route, Server, pack_entry, single
-from dynamoth.stored_plan import READ_HEADER, READ_RULES, read_entry
+from dynamoth.stored_plan import READ_BELIEVED_VERSION, READ_HEADER, READ_RULES, read_entry
+from dynamoth_client.checks import READ_AGAIN_S
 from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.publication import (
     Publish,
@@ -29,6 +30,7 @@ from dynamoth_client.publisher import PublisherMachine
 from tests.machines.helpers import (
     ACTIVE,
     PLAN_0,
+    RUN,
     SERVERS,
     SETTLED,
     URLS,
@@ -47,6 +49,7 @@ from tests.machines.helpers import (
 ID = 0xABCD
 INBOX = inbox(ID)
 TO_S2 = Route(1, single("s2"))
+DEFAULTS = PublisherOptions()
 
 
 class Publisher(Subject):
@@ -688,3 +691,65 @@ def test_a_connection_that_is_busy_with_a_large_message_that_has_failed_is_given
     actions = publisher.up("s1")
     assert [envelope.payload for envelope in envelopes(actions)] == [b"y", b""], "and a heartbeat"
     assert Published("next", 1) in publisher.answer(actions)
+
+
+# The version of the stored plan.
+
+
+def version_reply(version: int | None) -> list[bytes | None]:
+    return [None, None] if version is None else [b"%d" % version, RUN.encode()]
+
+
+def idle_publisher() -> tuple[Publisher, Send]:
+    """Return a publisher that has used a channel, and now publishes there after a while; and what it reads behind."""
+    publisher = Publisher().connected()
+    for _ in range(2):
+        publisher.answer(publisher.publish(token=1))
+    publisher.now += 60.0
+    sent = publisher.publish(token=2)
+    [read] = [send for send in sends(sent) if send.args == READ_BELIEVED_VERSION]
+    [message] = [send for send in sends(sent) if send.args[0] == b"PUBLISH"]
+    assert publisher.tell(Replied("s1", message.tag, 2)) == [], "the outcome waits for the version"
+    return publisher, read
+
+
+def test_an_unchanged_version_confirms_what_is_published() -> None:
+    publisher, read = idle_publisher()
+    assert publisher.tell(Replied("s1", read.tag, version_reply(0))) == [Published(2, 2)]
+    assert not commands(publisher.publish(token=3), b"HMGET"), "once a second"
+
+
+def test_another_version_makes_the_publisher_look_at_the_entry_of_the_channel() -> None:
+    publisher, read = idle_publisher()
+    [entry] = sends(publisher.tell(Replied("s1", read.tag, version_reply(SETTLED.version))))
+    assert entry.args == read_entry(C)
+    assert numbers(publisher.tell(Replied("s1", entry.tag, entry_reply(SETTLED, C)), *publisher_up("s2"))) == [3]
+
+
+def publisher_up(link: str) -> list[LinkUp]:
+    return [LinkUp(link, RUN)]
+
+
+def test_a_version_that_cannot_be_read_holds_nothing_up() -> None:
+    publisher, read = idle_publisher()
+    assert publisher.tell(Replied("s1", read.tag, ErrorReply("NOPERM"))) == [Published(2, 2)]
+
+
+def test_a_first_message_waits_for_a_plan_that_is_missing_and_no_longer_than_that() -> None:
+    """It is read again until it is there; without a balancer it never is, and publishing goes on."""
+    for returns in (True, False):
+        publisher = Publisher()
+        publisher.publish(token=1)
+        sent = publisher.up("s1")
+        [read] = [send for send in sends(sent) if send.args == read_entry(C)]
+        [message] = [send for send in sends(sent) if send.args[0] == b"PUBLISH"]
+        publisher.tell(Replied("s1", message.tag, 2))
+        outcome = publisher.tell(Replied("s1", read.tag, entry_reply(None, C)))
+        waited = 0.0
+        while not outcome:
+            [read] = sends(publisher.pass_time(READ_AGAIN_S))
+            waited += READ_AGAIN_S
+            plan = PLAN_0 if returns and waited > 0.2 else None
+            outcome = publisher.tell(Replied("s1", read.tag, entry_reply(plan, C)))
+        assert outcome == [Published(1, 2)]
+        assert waited < 0.3 if returns else abs(waited - DEFAULTS.plan_missing_s) < 0.1
