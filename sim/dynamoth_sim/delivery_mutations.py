@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from dynamoth.envelope import Envelope
+from dynamoth_client import sequences
 from dynamoth_client.checks import Checks
 from dynamoth_client.elsewhere import Elsewhere
 from dynamoth_client.moves import Moves
@@ -33,6 +34,11 @@ def versions_are_not_read() -> AbstractContextManager[None]:
         return self._confirm_all(asked, server, now)  # pyright: ignore[reportPrivateUsage]
 
     return replaced(Checks, version_read=confirm)
+
+
+def no_number_is_too_far() -> AbstractContextManager[None]:
+    """A subscriber follows whatever number comes in a publisher's name."""
+    return replaced(sequences, HELD_MAX=2**60)
 
 
 def begun_without_a_gap() -> AbstractContextManager[None]:
@@ -80,6 +86,7 @@ CHECKS: tuple[Check, ...] = (
     Check("36-lost-before-it-was-known", begun_without_a_gap, "G5"),
     Check("37-not-owed", everything_is_owed, "expected"),
     Check("47-stale-and-gone", versions_are_not_read, "G1"),
+    Check("48-copied-id", no_number_is_too_far, "expected"),
     Check("38-old-server-dies", nobody_is_asked_for_publishers, "expected"),
     Check("39-home-is-down", nobody_is_asked_for_publishers, "expected"),
     Check("39-home-is-down", nobody_is_asked_for_subscribers, "expected"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from dynamoth.envelope import HEARTBEAT, open_envelope, seal
 from dynamoth.plan import Phase
 from dynamoth_sim.clients import PublisherApp
 from dynamoth_sim.stage import Stage
@@ -17,6 +18,9 @@ HANGS_S = 5.0
 
 IDLE_S = 1.0
 """How long a publisher is idle: it asks the next time how many agents there are."""
+
+FORGED_NUMBER = 2**43
+"""What no publisher of a scenario comes to, and a real one may."""
 
 ELSEWHERE_S_MAX = 0.3
 """How soon a client of the simulation finds a channel whose server is gone: a third of what real clients take."""
@@ -187,6 +191,30 @@ def home_is_down(stage: Stage) -> None:
     stage.close(channel)
 
 
+def copied_id(stage: Stage) -> None:
+    """Case 48. Somebody copies the id of P, and says with a heartbeat that its number is far ahead.
+
+    S refuses that with a gap event, and gets all that P goes on to publish.
+    """
+    stage.open()
+    channel = stage.channel_at("s1")
+    subscriber = stage.subscriber("S", channel)
+    publisher = stage.publisher("P")
+    stage.publish(publisher, channel)
+    stage.run(0.1)
+    [message] = [r.data for r in stage.records("gets", who=subscriber.name, channel=channel) if r.data][-1:]
+    forged = seal(open_envelope(message).publisher, FORGED_NUMBER, 0, b"", HEARTBEAT, 0)
+    stage.cluster.servers["s1"].inject(channel, forged)
+    stage.run(0.1)
+    for _ in range(3):
+        stage.publish(publisher, channel)
+        stage.run(1.0)
+    totals = stage.cluster.audit.totals
+    stage.expect(f"S has every message of P, not {totals.delivered} of 4", totals.delivered == 4, channel)
+    stage.expect(f"S is told once, not {totals.gaps} times", totals.gaps == 1, channel)
+    stage.close(channel)
+
+
 def _works_at_once(stage: Stage, publisher: PublisherApp, channel: bytes) -> None:
     """Publish three messages, which all must arrive, and which must have been answered soon."""
     publisher.publish_all([channel] * 3)
@@ -204,6 +232,7 @@ PLAYS: dict[str, Callable[[Stage], None]] = {
 FAILURES: dict[str, Callable[[Stage], None]] = {
     "38-old-server-dies": old_server_dies,
     "39-home-is-down": home_is_down,
+    "48-copied-id": copied_id,
     "36-lost-before-it-was-known": lost_before_it_was_known,
 }
 """In these something is lost that nobody can save: subscribers are told."""

@@ -262,7 +262,7 @@ def stale_notice(stage: Stage) -> None:
     stage.open()
     channel = stage.channel_at("s1")
     subscriber = stage.subscriber("S", channel)
-    publisher = stage.publisher("P")
+    publisher = stage.trusting_publisher("P")
     for server in ("s2", "s3"):
         stage.publish(publisher, channel)
         stage.move(channel, server, Phase.ACTIVE)
