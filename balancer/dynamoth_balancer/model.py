@@ -118,6 +118,8 @@ class _ServerModel:
     #: Since when the agent is blind; None while it sees.
     blind_since: float | None = None
     samples: deque[_Sample] = field(default_factory=deque[_Sample])
+    #: The latest of them, also when it is too old for the average.
+    newest: _Sample | None = None
     #: Channels that are attributed to this server or away from it.
     attributed: dict[bytes, _Attribution] = field(default_factory=dict[bytes, _Attribution])
     #: One object per channel name, shared by all samples. Names of the latest sample only.
@@ -155,13 +157,18 @@ class ClusterModel:
         model.latest, model.latest_at = report, now
         if not report.observing:
             return True  # it says nothing of channels: what was known of them before is the best there is
-        sample = self._sample(model, report, now)
+        model.newest = self._sample(model, report, now)
+        self._take(model, model.newest)
+        self._forget_old(model, now)
+        return True
+
+    @staticmethod
+    def _take(model: _ServerModel, sample: _Sample) -> None:
+        """Let a sample count, but for channels that are attributed meanwhile."""
         uncovered = {channel: a for channel, a in model.attributed.items() if a.covers(sample)}
         if uncovered:
             sample.strip(uncovered)
         model.samples.append(sample)
-        self._forget_old(model, now)
-        return True
 
     def _watch(self, model: _ServerModel, report: Report, now: float) -> None:
         """Find out whether the agent is blind."""
@@ -180,6 +187,8 @@ class ClusterModel:
             return
         if model.blind_since is None:
             model.blind_since = now - report.blind_s
+            if not model.samples and model.newest is not None:
+                self._take(model, model.newest)  # blindness shows late, but nothing newer can be known
         state = "sees" if report.observing else "does not see"
         window = f"{self._interruptions_window_s:g} s"
         self.blind[report.server] = (
@@ -216,6 +225,7 @@ class ClusterModel:
     def agent_restarted(self, server: str) -> None:
         """Forget the averages of a server: what the agent measures from now on begins anew."""
         self._servers[server].samples.clear()
+        self._servers[server].newest = None
 
     # Channels on their way.
 

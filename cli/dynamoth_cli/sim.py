@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from dynamoth_cli.numbers import whole_number
-from dynamoth_sim.faults import PROFILES
+from dynamoth_sim.profiles import PROFILES
 from dynamoth_sim.run import main as run_simulator
 from dynamoth_sim.run import parse_seeds
 from dynamoth_sim.scenarios import SCENARIOS

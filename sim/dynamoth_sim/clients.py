@@ -9,6 +9,7 @@ from typing import Any
 from dynamoth import stored_plan
 from dynamoth.events import Connect, Disconnect, LinkDown, LinkUp, Replied, Send, Start, Tick
 from dynamoth.glob import compile_glob
+from dynamoth.names import NOTIFICATION_PREFIXES
 from dynamoth.plan import Plan
 from dynamoth_client import alone
 from dynamoth_client.local_plan import LocalPlan
@@ -421,6 +422,8 @@ class PatternSubscriberApp:
         match action:
             case DeliverMatched(messages):
                 for message in messages:
+                    if message.channel.startswith(NOTIFICATION_PREFIXES):
+                        continue  # no application has published it
                     publisher, number = read_payload(message.payload)
                     self._world.trace.add((now, "DELIVERS", self.name, None, message.channel, message.payload, None))
                     self._audit.delivered(self.audited(message.pattern), message.channel, publisher, number, now)

@@ -98,6 +98,28 @@ def blocked_reader(published: int, stage: Stage) -> None:
     stage.close(channel)
 
 
+def forward_link_dies(stage: Stage) -> None:
+    """Case 16. D0's link to H1 dies with a forward in flight, after the PUBLISH at H0 has returned.
+
+    A forward is kept until it is answered, and sent again.
+    """
+    stage.open()
+    channel = stage.channel_at("s1")
+    stage.subscriber("S", channel)
+    publisher = stage.trusting_publisher("P")
+    stage.publish(publisher, channel)
+    stage.move(channel, "s2")
+    with stage.held("agent-s1", "s2", to_server=True):
+        stage.publish(publisher, channel)
+        stage.run(0.05)
+        for connection in stage.cluster.network.connections("agent-s1", "s2"):
+            stage.cluster.network.break_connection(connection, lose_all=True)
+        stage.run(0.5)
+    for _ in range(3):
+        stage.publish(publisher, channel)
+    stage.close(channel)
+
+
 def _publish_for(stage: Stage, publisher: PublisherApp, channel: bytes, duration_s: float) -> None:
     """Publish at a steady rate, whether the publishes end or not."""
     ends_at = stage.world.now + duration_s
@@ -114,6 +136,7 @@ FAILURES: dict[str, Callable[[Stage], None]] = {
 """Those in which a server or a reader fails, so that losses are in order where they are told."""
 
 PLAYS: dict[str, Callable[[Stage], None]] = {
+    "16-forward-link-dies": forward_link_dies,
     "41-blocked-reader": partial(blocked_reader, QUEUE_MAX + SPILLED_MAX // 2),
 }
 """Those in which nothing may be lost."""

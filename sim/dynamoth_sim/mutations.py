@@ -47,7 +47,13 @@ from dynamoth_client.subscription import Place, Subscription
 from dynamoth_dispatcher.machine import DispatcherMachine
 from dynamoth_dispatcher.transitions import Transitions
 from dynamoth_dispatcher.ways import Way, Ways
-from dynamoth_sim import alone_mutations, compatibility_mutations, delivery_mutations, rights_mutations
+from dynamoth_sim import (
+    alone_mutations,
+    compatibility_mutations,
+    delivery_mutations,
+    observation_mutations,
+    rights_mutations,
+)
 from dynamoth_sim.mutating import Check, replaced
 from dynamoth_sim.replica_scenarios import pairs
 
@@ -545,6 +551,7 @@ CHECKS: tuple[Check, ...] = (
     Check("41-blocked-reader-skips", blocked_for_ever, "expected"),
     Check("41-blocked-reader-skips", skipped_in_silence, "G5"),
     *rights_mutations.CHECKS,
+    *observation_mutations.CHECKS,
     *alone_mutations.CHECKS,
     *delivery_mutations.CHECKS,
     *compatibility_mutations.CHECKS,

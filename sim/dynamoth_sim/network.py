@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from dynamoth_sim.world import World
@@ -254,6 +254,8 @@ class Network:
         #: Connections that may still carry something, by id.
         self._connections: dict[int, Connection] = {}
         self._partitions: list[_Partition] = []
+        #: How many bytes per second a process reads of what a server sends, where that is little.
+        self._slow_readers: dict[tuple[str, str], float] = {}
         self._ids = 0
 
     def add_server(self, url: str, server: Endpoint) -> None:
@@ -297,6 +299,7 @@ class Network:
         connection.to_client = Pipe(
             world, self._delays_of(process, server.id), lambda packet: receive(connection, packet)
         )
+        self._set_rate(connection)
         for partition in self._partitions:
             if partition.parts(process, server.id):
                 self._hold(partition, connection)
@@ -334,6 +337,25 @@ class Network:
         for connection in self.connections():
             connection.to_server.delays = CALM
             connection.to_client.delays = CALM
+
+    def slow_down(self, process: str, server: str, bytes_per_s: float) -> Callable[[], None]:
+        """Let a process read so much, on each of its connections, until the function that is returned is called."""
+        self._slow_readers[process, server] = bytes_per_s
+
+        def apply() -> None:
+            for connection in self.connections(process, server):
+                self._set_rate(connection)
+
+        def undo() -> None:
+            self._slow_readers.pop((process, server), None)
+            apply()
+
+        apply()
+        return undo
+
+    def _set_rate(self, connection: Connection) -> None:
+        rate = self._slow_readers.get((connection.process, connection.server), 0.0)
+        connection.to_client.delays = replace(connection.to_client.delays, bytes_per_s=rate)
 
     def part(self, processes: Iterable[str], servers: Iterable[str]) -> Callable[[], None]:
         """Let no byte pass between ``processes`` and ``servers`` until the function that is returned is called."""

@@ -21,9 +21,10 @@ from dynamoth.names import logical_channel
 from dynamoth.plan import Location, Mode, single
 from dynamoth_client.alone import FRESH_S
 from dynamoth_sim.cluster import Cluster, short_options
-from dynamoth_sim.faults import PROFILES, Chaos, Profile, draw_profile
+from dynamoth_sim.faults import Chaos
 from dynamoth_sim.guarantees import Totals, Violation
 from dynamoth_sim.process import MachineFailed
+from dynamoth_sim.profiles import PROFILES, Profile, draw_profile
 from dynamoth_sim.scenarios import SCENARIOS
 from dynamoth_sim.stage import SceneFailed, Stage
 from dynamoth_sim.workload import Workload

@@ -26,6 +26,7 @@ from dynamoth_sim import (
     compatibility_scenarios,
     delivery_scenarios,
     failure_scenarios,
+    observation_scenarios,
     pattern_scenarios,
     replica_scenarios,
     rights_scenarios,
@@ -331,28 +332,6 @@ def very_late_publisher(stage: Stage) -> None:
     stage.close(channel)
 
 
-def forward_link_dies(stage: Stage) -> None:
-    """Case 16. D0's link to H1 dies with a forward in flight, after the PUBLISH at H0 has returned.
-
-    A forward is kept until it is answered, and sent again.
-    """
-    stage.open()
-    channel = stage.channel_at("s1")
-    stage.subscriber("S", channel)
-    publisher = stage.trusting_publisher("P")
-    stage.publish(publisher, channel)
-    stage.move(channel, "s2")
-    with stage.held("agent-s1", "s2", to_server=True):
-        stage.publish(publisher, channel)
-        stage.run(0.05)
-        for connection in stage.cluster.network.connections("agent-s1", "s2"):
-            stage.cluster.network.break_connection(connection, lose_all=True)
-        stage.run(0.5)
-    for _ in range(3):
-        stage.publish(publisher, channel)
-    stage.close(channel)
-
-
 def two_copies(stage: Stage) -> None:
     """Case 17. Two copies of a message arrive on two connections at the same time.
 
@@ -566,6 +545,7 @@ def _report(data: bytes | None) -> Report | None:
 
 
 _OTHERS = (pattern_scenarios, failure_scenarios, delivery_scenarios, alone_scenarios)
+_HARMLESS = (*_OTHERS, rights_scenarios, observation_scenarios)
 SCENARIOS: dict[str, Scenario] = {
     "01-moved-twice": Scenario(moved_twice),
     "02-forwarding-loop": Scenario(forwarding_loop),
@@ -579,7 +559,6 @@ SCENARIOS: dict[str, Scenario] = {
     "13-stale-notice": Scenario(stale_notice),
     "14-different-rings": Scenario(different_rings, servers=2),
     "15-very-late-publisher": Scenario(very_late_publisher),
-    "16-forward-link-dies": Scenario(forward_link_dies),
     "17-two-copies": Scenario(two_copies),
     "18-overtaken": Scenario(overtaken),
     "19-inflated-load": Scenario(inflated_load),
@@ -589,12 +568,16 @@ SCENARIOS: dict[str, Scenario] = {
     "31-drained": Scenario(drained),
     **{name: Scenario(play, servers=4) for name, play in replica_scenarios.PLAYS.items()},
     **{name: Scenario(play, losses_allowed=True) for name, play in replica_scenarios.FAILURES.items()},
-    **{name: Scenario(play) for module in (*_OTHERS, rights_scenarios) for name, play in module.PLAYS.items()},
+    **{name: Scenario(play) for module in _HARMLESS for name, play in module.PLAYS.items()},
     **{name: Scenario(play, losses_allowed=True) for module in _OTHERS for name, play in module.FAILURES.items()},
     **{name: Scenario(play, compatibility=rules) for name, (play, rules) in compatibility_scenarios.PLAYS.items()},
     **{
         name: Scenario(play, outgoing_bytes_per_s_max=120_000, replicas_max=3)
         for name, play in replica_scenarios.LOADS.items()
+    },
+    **{
+        name: Scenario(play, outgoing_bytes_per_s_max=120_000, losses_allowed=True)
+        for name, play in observation_scenarios.LOADS.items()
     },
 }
 """Every case by its number and name."""

@@ -159,3 +159,15 @@ def test_interruptions_before_the_balancer_started_are_no_news() -> None:
     assert model.blindness("s1") is None
     model.report(replace(agent.report(), interruptions=50 + BLINDING_INTERRUPTIONS), 11.0)
     assert model.blindness("s1") is not None
+
+
+def test_what_the_average_has_forgotten_before_the_blindness_shows_is_known_again() -> None:
+    """An agent says that it is blind after some intervals, which may be longer than the average."""
+    cluster, balancer, agent = started()
+    agent.reports = False
+    cluster.run(QUICK.averaging_s + 1)
+    assert not moved(balancer)
+    agent.blind_since = cluster.now - QUICK.averaging_s
+    agent.reports = True
+    cluster.run(20)
+    assert moved(balancer) and {source for source, _ in moved(balancer)} == {"s1"}

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from dynamoth_client.sequences import Stream
-from dynamoth_sim.faults import PROFILES
 from dynamoth_sim.mutating import replaced
 from dynamoth_sim.mutations import (
     absence_without_end,
@@ -19,6 +18,7 @@ from dynamoth_sim.mutations import (
     no_markers,
     no_verification,
 )
+from dynamoth_sim.profiles import PROFILES
 from dynamoth_sim.run import main, parse_seeds, run_seed, run_seeds
 
 SEED = 11

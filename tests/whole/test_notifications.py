@@ -11,7 +11,7 @@ import redis
 
 from dynamoth_cli.cluster import LocalCluster
 from dynamoth_dispatcher.observation import QUIET_PATTERNS
-from tests.whole.harness import Traffic, channels_at, move, until
+from tests.whole.harness import PlainListener, Traffic, channels_at, move, until
 
 KEY = b"counter"
 EVENTS = (b"__keyspace@0__:" + KEY, b"__keyevent@0__:set")
@@ -69,9 +69,8 @@ def test_an_agent_receives_no_keyspace_notification_and_is_one_receiver_of_all_e
             assert patterns(cluster) == len(QUIET_PATTERNS)
             traffic.flows()
             traffic.finish()
-            with redis.Redis(port=port) as plain, plain.pubsub() as pubsub:
-                pubsub.subscribe(quiet)
-                until(lambda: receivers(cluster, quiet) == 2, "the agent, and this subscriber")
+            with PlainListener(cluster, "s1", [quiet]):
+                assert receivers(cluster, quiet) == 2, "the agent, and this subscriber"
             [killed] = [line for line in clients(cluster) if "name=dynamoth-agent:" in line]
             cluster.ask("s1", (b"CLIENT", b"KILL", b"ID", killed.split()[0].removeprefix("id=").encode()))
             until(lambda: any(new_agent(line, killed) for line in clients(cluster)), "the agent is back")
