@@ -166,6 +166,7 @@ def test_what_the_average_has_forgotten_before_the_blindness_shows_is_known_agai
     cluster, balancer, agent = started()
     agent.reports = False
     cluster.run(QUICK.averaging_s + 1)
+    cluster.ask("status")  # which shows averages, and has no others by now
     assert not moved(balancer)
     agent.blind_since = cluster.now - QUICK.averaging_s
     agent.reports = True
