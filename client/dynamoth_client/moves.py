@@ -226,7 +226,15 @@ class Moves:
             _may_have_missed(subscription, "the move ended while this client was away")
             for old in list(subscription.leaving.values()):
                 actions += self._places.leave(subscription, old, now)
-        return [*actions, *self._ready(subscription, now)]
+        if not subscription.confirmed and phase is not Phase.SETTLED and not subscription.confirm_after:
+            subscription.confirm_after = now + self._options.join_moving_s
+            self._wishes.add(subscription.confirm_after, self._confirm_later, subscription)
+        return actions if now < subscription.confirm_after else [*actions, *self._ready(subscription, now)]
+
+    def _confirm_later(self, subscription: Subscription, now: float) -> list[Any]:
+        """Confirm a subscription to a channel in transition, unless its servers have been lost meanwhile."""
+        current = self._register.is_current(subscription.channel, subscription) and not subscription.confirmed
+        return self._ready(subscription, now) if current and subscription.verified() else []
 
     def _distrust(self, subscription: Subscription, told: Route, now: float) -> list[Any]:
         """Give up a route for an older one that the servers tell: the newer one was forged, or their plan was lost."""

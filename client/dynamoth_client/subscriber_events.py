@@ -68,6 +68,12 @@ class SubscriberOptions:
     """How soon a place is verified again when the server held no plan, or one that is behind."""
     move_spread_s: float = 0.8
     """A subscriber that is told of a move waits for up to so long, each another time, lest all move at once; 0: not."""
+    join_moving_s: float = 0.1
+    """How long the confirmation of a subscription waits while its channel is in transition; 0: not at all.
+
+    A message that was sent just before its publisher changed its route may have come to the new place before this
+    subscriber did. When that was published is known only to within the time that messages travel. After a longer
+    wait, it was surely before the confirmation, and is no gap."""
     distrust_s: float = 5.0
     """A route that came from a notice and is not confirmed by its server for so long is given up for the stored
     plan's."""

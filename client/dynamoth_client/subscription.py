@@ -65,6 +65,8 @@ class Subscription:
     #: Whether the application has been told. Never goes back.
     confirmed: bool = False
     confirmed_at: float = float("inf")
+    #: It is not confirmed before this, as its channel is in transition; 0: at once.
+    confirm_after: float = 0.0
     #: Confirmations that the application waits for.
     confirmations_owed: int = 1
     #: Why the application may have missed something, until it is told: when all is verified again.

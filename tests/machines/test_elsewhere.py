@@ -128,7 +128,9 @@ def test_a_channel_that_nobody_waits_for_is_looked_up_once_for_its_subscribers()
 
 class Listener(Subject):
     def __init__(self) -> None:
-        super().__init__(SubscriberMachine(ID, LocalPlan(PLAN_0), SubscriberOptions(move_spread_s=0.0)))
+        super().__init__(
+            SubscriberMachine(ID, LocalPlan(PLAN_0), SubscriberOptions(move_spread_s=0.0, join_moving_s=0.0))
+        )
         self.tell(Start())
 
     def found(self, actions: list[Any]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -761,3 +762,12 @@ def test_what_a_former_subscription_had_seen_causes_no_gap_in_the_next() -> None
     listener.verify(sent, PLAN_0)
     assert delivered(listener.push("s1", C, message(5))) == [b"m5"]
     assert gaps(listener.pass_time(1)) == []
+
+
+def test_a_subscription_to_a_channel_in_transition_is_confirmed_a_little_later() -> None:
+    listener = Listener(replace(OPTIONS, join_moving_s=0.1))
+    listener.subscribe()
+    listener.verify(listener.up("s1"), ACTIVE)
+    assert SubscriptionConfirmed(C) not in listener.verify(listener.up("s2"), ACTIVE)
+    assert SubscriptionConfirmed(C) not in listener.pass_time(0.09)
+    assert SubscriptionConfirmed(C) in listener.pass_time(0.02)
