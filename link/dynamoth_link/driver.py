@@ -232,12 +232,16 @@ class Driver:
     def _connect(self, action: Connect) -> None:
         name = action.link
         assert name not in self._links, f"link {name!r} was connected twice"
+
+        def down(reason: str) -> None:
+            self.handle(LinkDown(name, reason, link.refused))
+
         try:
             link = Link(
                 action.url,
                 options=self._link_options(action),
                 on_up=lambda run_id: self.handle(LinkUp(name, run_id)),
-                on_down=lambda reason: self.handle(LinkDown(name, reason, link.refused)),
+                on_down=down,
                 on_pushes=partial(self._pushed, name),
             )
         except InvalidUrl as error:
