@@ -197,8 +197,10 @@ class ChannelMessages:
     def _expire(self, subscription: Subscription, publisher: int, now: float) -> list[Any]:
         """Release what one stream has held for too long."""
         if not self._register.is_current(subscription.channel, subscription):
-            subscription.sequences.drop_held(publisher)
-            self._held.note(subscription, publisher)
+            successor = self._register.current.get(subscription.channel)
+            if successor is None or successor.sequences is not subscription.sequences:
+                subscription.sequences.drop_held(publisher)
+            self._held.forget(subscription, publisher)
             return []
         outcomes = subscription.sequences.expire(publisher, now)
         self._watch(subscription, publisher)

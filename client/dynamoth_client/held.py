@@ -50,6 +50,12 @@ class HeldMessages(Generic[_Holder]):
         elif known is not None:
             del self._streams[key]
 
+    def forget(self, holder: _Holder, publisher: int) -> None:
+        """Count the messages of a stream no longer under a holder that has ended."""
+        known = self._streams.pop((id(holder), publisher), None)
+        if known is not None:
+            self.size_bytes -= known[2]
+
     def over(self) -> tuple[_Holder, int] | None:
         """Return the channel and publisher that are to be released; None while the bound is kept."""
         if self.size_bytes <= HELD_BYTES_MAX:

@@ -204,3 +204,16 @@ def test_remembers_a_bounded_number_of_publishers() -> None:
     streams = listener.subscriber._register.current[C].sequences.streams  # pyright: ignore[reportPrivateUsage]
     assert len(streams) == STREAMS_MAX
     assert STREAMS_MAX + 9 in streams, "the newest one"
+
+
+def test_the_timer_of_a_subscription_that_has_ended_leaves_the_next_one_alone() -> None:
+    listener = Listener().confirmed()
+    listener.push("s1", C, message(1), message(4))
+    listener.pass_time(OPTIONS.hold_s_max / 2)
+    listener.unsubscribe()
+    listener.acknowledged(b"unsubscribe")
+    listener.verify(listener.subscribe(), PLAN_0)
+    listener.pass_time(0.01)
+    assert listener.push("s1", C, message(7, flags=COPY)) == []
+    actions = listener.pass_time(OPTIONS.hold_s_max * 0.6) + listener.pass_time(OPTIONS.hold_s_max)
+    assert only(GapDetected, actions) and delivered(actions) == [b"m7"]
