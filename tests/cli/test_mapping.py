@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from dynamoth.config import BalancerSettings, ConfigText, NodeSettings, load_config
@@ -97,4 +97,7 @@ def test_defaults_are_the_same_in_settings_and_options() -> None:
     node, config = NodeSettings(), {field.name: field.default for field in fields(NodeConfig)}
     for name in ("http_host", "http_port", "report_interval_s", "channels_per_report_max"):
         assert getattr(node, name) == config[name]
-    assert link_options(load_config()) == type(link_options(load_config()))()
+    options = link_options(load_config())
+    assert options.trust is not None, "a daemon trusts the servers of its configuration only, here none"
+    assert not options.trust.hosts and not options.trust.everything
+    assert replace(options, trust=None) == type(options)()
