@@ -250,10 +250,8 @@ def test_a_server_that_does_not_read(run_async: Runner) -> None:
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             handlers.update(filter(None, [asyncio.current_task()]))
-            await reader.read(65536)
-            writer.write(polite([b"HELLO"]))
-            await reader.read(65536)
-            writer.write(b"+PONG\r\n" + polite([b"INFO"]))
+            await reader.readuntil(b"INFO")
+            writer.write(polite([b"HELLO"]) + b"+PONG\r\n" + polite([b"INFO"]))
             await blocked.wait()
             writer.close()
 
