@@ -100,7 +100,7 @@ class Checks:
         check = Check(name, locations, now)
         if not read_at:
             unsure = [s for s in servers if s.up and (s.version_check is not None or now >= s.clear_until)]
-            if not unsure:
+            if not unsure or len(locations) > 1:  # a replica that hangs would hold up what the others have
                 return None, ()
             for server in unsure:
                 server.version_check = server.version_check or VersionCheck(now)
