@@ -9,7 +9,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -40,6 +40,8 @@ VERSION_FIELD = b"@version"
 HEADER_FIELD = b"@header"
 RUN_FIELD = b"@run"
 COMPATIBILITY_FIELD = b"@compatibility"
+HEADER_FIELDS = 4
+"""The fields that are no channel's; a plan that never had rules may have one less."""
 _CHANNEL_PREFIX = b"c:"
 
 ENTRIES_PER_COMMAND = 2000
@@ -50,6 +52,7 @@ READ_RULES: tuple[CommandPart, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FI
 READ_BELIEVED_VERSION: tuple[bytes, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD)
 READ_VERSION: tuple[bytes, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD)
 READ_WHOLE: tuple[CommandPart, ...] = (b"HGETALL", PLAN_KEY)
+READ_LENGTH: tuple[CommandPart, ...] = (b"HLEN", PLAN_KEY)
 
 TEXT_MAX = 2000
 """Characters of the id or the URL of a server in a header."""
@@ -158,6 +161,18 @@ def _entry_of(header: Plan, channel: bytes, value: bytes) -> Entry:
         if any(server not in header.servers for server in route.assignment.servers):
             raise MalformedMessage(f"the stored plan sends channel {channel!r:.60} to a server that it does not list")
     return entry
+
+
+def read_entries(channels: Iterable[bytes]) -> tuple[CommandPart, ...]:
+    """Return the command that reads the entries of several channels; see :func:`parse_entries`."""
+    return (b"HMGET", PLAN_KEY, *(_CHANNEL_PREFIX + channel for channel in channels))
+
+
+@parser("entries of a stored plan")
+def parse_entries(reply: Any) -> list[Entry | None]:
+    """Read the reply of :func:`read_entries`, in order; None for a channel without one. Raises MalformedMessage."""
+    values = cast("list[bytes | None]", reply) if isinstance(reply, list) else []
+    return [None if value is None else unpack_entry(value) for value in values]
 
 
 def is_absent(reply: Any) -> bool:

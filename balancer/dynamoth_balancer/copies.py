@@ -8,29 +8,40 @@ that come up meanwhile are sent together.
 
 Nothing is assumed of a server after a lost connection: the version of its copy is read, and if it was not written by
 us in this term, the copy itself, because it may hold what we do not know.
+
+A copy that was written is read again, every ``verify_interval_s``: the header, the number of fields, and some of the
+entries, by turns. So what somebody else writes there is found also where it leaves the version as it was.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from dynamoth.control import PlanQuery, pack_control
 from dynamoth.errors import MalformedMessage
 from dynamoth.events import CommandPart, ErrorReply, Send
 from dynamoth.names import AGENT_CHANNEL
-from dynamoth.plan import Plan
+from dynamoth.plan import Entry, Plan
 from dynamoth.stored_plan import (
+    ENTRIES_PER_COMMAND,
+    HEADER_FIELDS,
     READ_HEADER,
+    READ_LENGTH,
     READ_VERSION,
     READ_WHOLE,
     StoredHeader,
+    parse_entries,
     parse_header,
     parse_whole,
+    read_entries,
     write_whole,
 )
+from dynamoth.wire import shortened
 from dynamoth_balancer.actions import Note
 from dynamoth_balancer.book import Change, PlanBook
 from dynamoth_balancer.recovery import Copy, same_header
@@ -56,9 +67,12 @@ CopyAction = Send | Note | CopyFound
 class PlanCopy:
     """The copy at one server. Everything is done through :meth:`sync`, which is called as often as one likes."""
 
-    def __init__(self, server: str, term: int, retry_s: float, verify_interval_s: float) -> None:
+    def __init__(
+        self, server: str, term: int, retry_s: float, verify_interval_s: float, counters: Counter[str]
+    ) -> None:
         """Begin with a copy of which nothing is known. ``term`` tells our commands from those of earlier terms."""
         self.server = server
+        self._counters = counters
         #: The version that is surely stored there; None while that is not known. Never above the plan's.
         self.version: int | None = None
         #: Why the copy cannot be kept, empty if all is well.
@@ -80,6 +94,11 @@ class PlanCopy:
         self._parts_left = 0
         self._retry_at = -math.inf
         self._verify_at = self._probe_at = -math.inf
+        #: Whether fields and entries are to be looked at, and the plan that they are compared with meanwhile.
+        self._is_audit_due = False
+        self._audited: Plan | None = None
+        #: The index of the entry that the next audit begins with.
+        self._audit_from = 0
 
     def link_up(self, run_id: str | None) -> None:
         """Begin with a new connection."""
@@ -122,7 +141,7 @@ class PlanCopy:
         if self.version == book.plan.version:
             if now >= self._verify_at:
                 return [self._send("header", READ_HEADER)]
-            return self._probe(now)
+            return self._audit(book.plan) if self._is_audit_due else self._probe(now)
         change = book.change_from(self.version)
         if change is None:
             return self._write_whole(book.plan)
@@ -174,13 +193,17 @@ class PlanCopy:
             return self._header_read(value, book, now)
         if what == "whole":
             return self._whole_read(value, book, now)
+        if what == "length":
+            return self._length_read(value, book, now)
+        if what == "entries":
+            return self._entries_read(value, book, now)
         return self._written(value, book, now)
 
     def _refused(self, text: str, book: PlanBook, now: float) -> list[CopyAction]:
         """Try again later; further replies to what was sent are ignored."""
         what = self._sent
         self._lose(now + self._retry_s)
-        if text.startswith("WRONGTYPE") and what in ("probe", "header", "whole"):
+        if text.startswith("WRONGTYPE") and what in ("probe", "header", "whole", "length", "entries"):
             return [self._damaged(text), *self._write_whole(book.plan)]
         first = self.problem != text
         self.problem = text
@@ -196,12 +219,9 @@ class PlanCopy:
             return [self._damaged(str(error)), *self._write_whole(book.plan)]
         notes: list[CopyAction] = []
         if self.version is not None and (header is None or header.version != self.version or not header.believed):
-            details = {"server": self.server, "version": self.version, "found": header and header.version}
-            notes.append(Note("error", "somebody else has changed the stored plan; it is written anew", details))
+            notes.append(self._changed({"version": self.version, "found": header and header.version}))
         if header is not None and book.knows(header.version) and not notes and not self._header_is_ours(header, book):
-            details = {"server": self.server, "version": header.version, "listed": len(header.plan.servers)}
-            text = "somebody else has changed the servers of a stored plan; it is written again"
-            notes.append(Note("error", text, details))
+            notes.append(self._changed({"version": header.version, "servers_listed": len(header.plan.servers)}))
         self.version = None
         if header is None:
             return [*notes, *self._write_whole(book.plan)]
@@ -211,12 +231,19 @@ class PlanCopy:
         if not header.believed or (header.version != book.plan.version and book.change_from(header.version) is None):
             return [*notes, *self._write_whole(book.plan)]
         if notes:
+            self._counters["copies_conflicting"] += 1
             return [*notes, *self._write_whole(book.plan)]
+        self._is_audit_due = True
         return self._known(header.version, book, now)
 
     def _header_is_ours(self, header: StoredHeader, book: PlanBook) -> bool:
-        """Tell whether the servers and the ring are right: always, of a version that was written in this term."""
-        return same_header(header.plan, book.plan) or self.version is None
+        """Tell whether servers, ring and rules are right: always, of a version that was written in this term."""
+        if self.version is None:
+            return True
+        is_older = header.version != book.plan.version
+        return same_header(header.plan, book.plan) and (
+            is_older or header.plan.compatibility == book.plan.compatibility
+        )
 
     def _known(self, version: int, book: PlanBook, now: float) -> list[CopyAction]:
         self.version = version
@@ -238,6 +265,53 @@ class PlanCopy:
     def _damaged(self, reason: str) -> Note:
         details = {"server": self.server, "reason": reason}
         return Note("error", "what a server stores as the plan cannot be read; it is written anew", details)
+
+    # Auditing: one reading after the other, so that nothing is written in between.
+
+    def _audit(self, plan: Plan) -> list[CopyAction]:
+        self._is_audit_due = False
+        self._audited = plan
+        return [self._send("length", READ_LENGTH)]
+
+    def _length_read(self, value: Any, book: PlanBook, now: float) -> list[CopyAction]:
+        assert self._audited is not None, "only asked for by an audit"
+        entries = len(self._audited.entries)
+        if value not in (entries + HEADER_FIELDS, entries + HEADER_FIELDS - 1):  # the one of the rules may be missing
+            return self._repair({"fields": value, "expected": entries + HEADER_FIELDS}, book)
+        if not entries:
+            return self.sync(book, now)
+        self._audit_from %= entries
+        return [self._send("entries", read_entries(self._audited_entries()))]
+
+    def _entries_read(self, value: Any, book: PlanBook, now: float) -> list[CopyAction]:
+        expected = self._audited_entries()
+        try:
+            stored = parse_entries(value)
+        except MalformedMessage as error:
+            return [self._damaged(str(error)), *self._write_whole(book.plan)]
+        if different := [
+            channel for channel, entry in zip(expected, stored, strict=True) if entry != expected[channel]
+        ]:
+            return self._repair({"channels": len(different), "one_of_them": shortened(different[0])}, book)
+        self._audit_from += len(expected)
+        return self.sync(book, now)
+
+    def _audited_entries(self) -> dict[bytes, Entry]:
+        """Return those entries of the audited plan whose turn it is."""
+        assert self._audited is not None, "only asked for by an audit"
+        return dict(islice(self._audited.entries.items(), self._audit_from, self._audit_from + ENTRIES_PER_COMMAND))
+
+    def _repair(self, details: dict[str, Any], book: PlanBook) -> list[CopyAction]:
+        """Report what somebody else has written, and write over it."""
+        self.version = None
+        self._counters["copies_conflicting"] += 1
+        return [self._changed(details), *self._write_whole(book.plan)]
+
+    def _changed(self, details: dict[str, Any]) -> Note:
+        text = "somebody else has changed the stored plan; it is written again: see who may write the key"
+        return Note("error", text, {"server": self.server, **details})
+
+    # What another balancer has written.
 
     def taken(self) -> None:
         """Go on after ``CopyFound``: what the copy holds is part of the book now."""
@@ -263,10 +337,7 @@ class PlanCopy:
             return [tell, *self._known(writing.version, book, now)]
         assert writing is not None, f"{self.server} answered that it stored what was not sent"
         if value != writing.new_fields:
-            details = {"server": self.server, "fields": value, "expected": writing.new_fields}
-            note = Note("error", "somebody else has changed the stored plan; it is written anew", details)
-            self.version = None
-            return [note, *self._write_whole(book.plan)]
+            return self._repair({"new_fields": value, "expected": writing.new_fields}, book)
         tell = Send(self.server, (b"PUBLISH", AGENT_CHANNEL, writing.message))
         return [tell, *self._known(writing.delta.version, book, now)]
 

@@ -89,8 +89,10 @@ class Installer:
         self._servers = servers
         self._agents = agents
         self._options = options
+        self.counters: Counter[str] = Counter()
         self._copies = {
-            server.id: PlanCopy(server.id, term, options.retry_s, options.verify_interval_s) for server in servers
+            server.id: PlanCopy(server.id, term, options.retry_s, options.verify_interval_s, self.counters)
+            for server in servers
         }
         #: Until when servers at which no channel is get none: clients with patterns may not listen there yet.
         unused = {server.id for server in servers} - servers_in_use(book.plan)
@@ -109,7 +111,6 @@ class Installer:
         self._jump_above = -1
         #: By server, the version that its agent claims to hold and that no balancer has issued.
         self.versions_refused: dict[str, int] = {}
-        self.counters: Counter[str] = Counter()
 
     @property
     def plan(self) -> Plan:

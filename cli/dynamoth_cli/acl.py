@@ -34,7 +34,7 @@ _COMMANDS: Mapping[str, tuple[str, ...]] = {
         *("+pubsub|numsub", "+pubsub|channels", "+client|list", "+config|get"),
     ),
     "balancer": (
-        *("+subscribe", "+publish", "+hset", "+hmget", "+hgetall", "+rename", "+del"),
+        *("+subscribe", "+publish", "+hset", "+hlen", "+hmget", "+hgetall", "+rename", "+del"),
         *("+set", "+get", "+pexpire", "+pubsub|numsub"),
     ),
     "client": (

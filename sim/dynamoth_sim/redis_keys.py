@@ -47,6 +47,7 @@ class KeySpace:
             b"HGET": self._hget,
             b"HMGET": self._hmget,
             b"HGETALL": self._hgetall,
+            b"HLEN": self._hlen,
             b"HDEL": self._hdel,
             b"RENAME": self._rename,
             b"DEL": self._del,
@@ -105,6 +106,9 @@ class KeySpace:
 
     def _hgetall(self, words: list[bytes]) -> Any:
         return dict(self.hash(words[1]))
+
+    def _hlen(self, words: list[bytes]) -> Any:
+        return len(self.hash(words[1]))
 
     def _hdel(self, words: list[bytes]) -> Any:
         stored = self.hash(words[1])

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 
+from dynamoth.plan import Plan
 from dynamoth_balancer.agents import Agents
+from dynamoth_balancer.copies import CopyAction, PlanCopy
 from dynamoth_dispatcher.machine import DispatcherMachine
 from dynamoth_sim.mutating import Check, replaced
 
@@ -33,7 +35,17 @@ def any_voice_counts() -> AbstractContextManager[None]:
     return replaced(Agents, acked=acked)
 
 
+def no_audit() -> AbstractContextManager[None]:
+    """The balancer reads the header of a copy, and no entries."""
+
+    def audit_nothing(self: PlanCopy, plan: Plan) -> list[CopyAction]:
+        return []
+
+    return replaced(PlanCopy, _audit=audit_nothing)
+
+
 CHECKS: tuple[Check, ...] = (
     Check("60-may-not-observe", blind_is_believed, "expected"),
     Check("61-forged-acknowledgement", any_voice_counts, "expected"),
+    Check("64-forged-entry", no_audit, "expected"),
 )

@@ -6,10 +6,11 @@ See ``scenarios`` for the words; ``mutations`` has what must make each of them f
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from dynamoth.control import PlanAck, pack_control
-from dynamoth.names import BALANCER_CHANNEL
-from dynamoth.plan import Phase, single
+from dynamoth.names import BALANCER_CHANNEL, PLAN_KEY
+from dynamoth.plan import Phase, pack_entry, single
 from dynamoth_sim.stage import Stage
 
 FORGED = 99
@@ -66,7 +67,27 @@ def forged_acknowledgement(stage: Stage) -> None:
     stage.close(channel)
 
 
+def forged_entry(stage: Stage) -> None:
+    """Case 64. Somebody rewrites an entry of the plan that s1 stores, and leaves the version as it was.
+
+    The balancer finds it, and writes the plan again: so a client that reads the plan there goes where others are.
+    """
+    stage.open()
+    channel = stage.channel_at("s1")
+    stage.move(channel, "s2")
+    plan = stage.cluster.stored_plan("s1")
+    assert plan is not None
+    forged = replace(plan.entries[channel], route=replace(plan.entries[channel].route, assignment=single("s3")))
+    stage.cluster.servers["s1"].hash(PLAN_KEY)[b"c:" + channel] = pack_entry(forged)
+    stage.expect("the entry is forged", stage.entry(channel, "s1") == forged, channel)
+    stage.wait("the entry is right", lambda: stage.is_at(channel, "s2", Phase.SETTLED))
+    stage.subscriber("S", channel)
+    stage.publish(stage.publisher("P"), channel)
+    stage.close(channel)
+
+
 PLAYS: dict[str, Callable[[Stage], None]] = {
     "60-may-not-observe": may_not_observe,
     "61-forged-acknowledgement": forged_acknowledgement,
+    "64-forged-entry": forged_entry,
 }

@@ -72,6 +72,8 @@ class FakeServer:
     replies: list[AdminReply] = field(default_factory=list[AdminReply])
     #: Commands executed, in order.
     executed: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
+    #: What somebody else than a balancer has put there; what is written over that may go back.
+    forged: Plan | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -92,7 +94,7 @@ class FakeServer:
         for key in [key for key, at in self.expiries.items() if at <= now]:
             del self.expiries[key]
             self.keys.pop(key, None)
-        if args[0] in (b"HMGET", b"HGETALL", b"HSET") and not isinstance(self.keys.get(args[1], {}), dict):
+        if args[0] in (b"HMGET", b"HGETALL", b"HLEN", b"HSET") and not isinstance(self.keys.get(args[1], {}), dict):
             return ErrorReply("WRONGTYPE Operation against a key holding the wrong kind of value")
         if args[0] == b"GET" and not isinstance(self.keys.get(args[1], b""), bytes):
             return ErrorReply("WRONGTYPE Operation against a key holding the wrong kind of value")
@@ -117,6 +119,8 @@ class FakeServer:
                 return [self.keys.get(key, {}).get(name) for name in names]
             case [b"HGETALL", key]:
                 return dict(self.keys.get(key, {}))
+            case [b"HLEN", key]:
+                return len(self.keys.get(key, {}))
             case [b"HSET", key, *pairs]:
                 stored = self.keys.setdefault(key, {})
                 fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
@@ -545,7 +549,7 @@ class FakeCluster:
             return
         before = server.plan
         value = server.execute(args, self.now)
-        if args[0] in (b"HSET", b"RENAME") and server.plan is not None and before is not None:
+        if args[0] in (b"HSET", b"RENAME") and server.plan is not None and before not in (None, server.forged):
             self._check_phases(before, server.plan)
         if tag is not None and link not in balancer.deaf:
             self._events.append((balancer, Replied(link, tag, value)))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from dynamoth.compatibility import Compatibility, CompatibilityRule
 from dynamoth.envelope import EPOCH_MAX
 from dynamoth.names import PLAN_KEY
 from dynamoth.plan import Entry, Phase, Plan, Route, Server, single
+from dynamoth.stored_plan import ENTRIES_PER_COMMAND
 from dynamoth_balancer.machine import Stage
 from tests.balancer.fake_cluster import Balancer, FakeCluster, stored_hash
 from tests.balancer.test_installation import NO_DECISIONS
@@ -42,6 +45,32 @@ def with_evil_channel(plan: Plan) -> Plan:
     return replace(with_server_more(plan), entries={**plan.entries, b"stolen": entry})
 
 
+def with_other_place(plan: Plan) -> Plan:
+    real = plan.entries[b"real"]
+    to = "s1" if real.route.assignment == single("s2") else "s2"
+    return replace(
+        plan, entries={**plan.entries, b"real": replace(real, route=replace(real.route, assignment=single(to)))}
+    )
+
+
+def with_channel_more(plan: Plan) -> Plan:
+    entry = Entry(Route(plan.version, single("s1")), Phase.SETTLED)
+    return replace(plan, entries={**plan.entries, b"stolen": entry, b"another": entry})
+
+
+def with_other_channel(plan: Plan) -> Plan:
+    entry = Entry(Route(plan.version, single("s1")), Phase.SETTLED)
+    return replace(plan, entries={b"stolen": entry})
+
+
+def with_rules(plan: Plan) -> Plan:
+    return plan.following(Compatibility(plan.version + 1, (CompatibilityRule(b"*", "s1"),)))
+
+
+def with_entry(channel: bytes, entry: Entry, plan: Plan) -> Plan:
+    return replace(plan, entries={**plan.entries, channel: entry})
+
+
 def with_last_version(plan: Plan) -> Plan:
     return replace(plan, version=EPOCH_MAX)
 
@@ -56,13 +85,17 @@ FORGERIES = (
     with_last_version,
 )
 
+UNDER_THE_SAME_VERSION = (with_other_place, with_channel_more, with_other_channel, with_rules)
+"""Nothing in such a copy shows that no balancer can have written it."""
+
 Forgery = Callable[[Plan], Plan]
 
 
 def forge(cluster: FakeCluster, forgery: Forgery, *servers: str) -> None:
     for id_ in servers:
         server = cluster.servers[id_]
-        server.keys[PLAN_KEY] = stored_hash(forgery(server.plan_or_fail()), server.run_id)
+        server.forged = forgery(server.plan_or_fail())
+        server.keys[PLAN_KEY] = stored_hash(server.forged, server.run_id)
 
 
 def reported(balancer: Balancer) -> bool:
@@ -103,6 +136,50 @@ def test_a_forged_copy_is_repaired_while_the_balancer_leads(forgery: Forgery, ne
     forge(cluster, forged, "s3")
     check_right(cluster, balancer, good)
     assert reported(balancer)
+
+
+@pytest.mark.parametrize("forgery", UNDER_THE_SAME_VERSION)
+def test_a_copy_that_was_changed_under_its_version_is_repaired_while_the_balancer_leads(forgery: Forgery) -> None:
+    cluster = FakeCluster(3)
+    balancer = cluster.started(NO_DECISIONS)
+    good = moved(cluster, balancer)
+    forge(cluster, forgery, "s3")
+    check_right(cluster, balancer, good)
+    assert reported(balancer)
+    assert balancer.machine.all_counters()["copies_conflicting"] == 1
+
+
+def test_the_entries_of_a_large_plan_are_looked_at_by_turns() -> None:
+    cluster = FakeCluster(3)
+    balancer = cluster.started(NO_DECISIONS)
+    entry = Entry(Route(balancer.plan.version + 1, single("s1")), Phase.SETTLED)
+    entries = {b"many.%d" % number: entry for number in range(2 * ENTRIES_PER_COMMAND + 100)}
+    large = replace(balancer.plan, version=balancer.plan.version + 1, entries=entries)
+    cluster.kill(balancer)
+    for server in cluster.servers.values():
+        server.keys[PLAN_KEY] = stored_hash(large, server.run_id)
+    cluster.now += 60
+    balancer = cluster.started(NO_DECISIONS)
+    for channel in (b"many.0", b"many.%d" % (2 * ENTRIES_PER_COMMAND), b"many.5"):
+        elsewhere = replace(entry, route=Route(entry.route.epoch, single("s2")))
+        forge(cluster, partial(with_entry, channel, elsewhere), "s3")
+        cluster.run_until(lambda: cluster.servers["s3"].plan == balancer.plan)
+    assert balancer.machine.all_counters()["copies_conflicting"] == 3
+
+
+def test_a_plan_that_is_right_is_not_written_again() -> None:
+    cluster = FakeCluster(3)
+    balancer = cluster.started(NO_DECISIONS)
+    moved(cluster, balancer)
+    cluster.run(5)
+    before = len(balancer.notes)
+    for server in cluster.servers.values():
+        server.executed.clear()
+    cluster.run(30)
+    assert balancer.notes[before:] == []
+    for server in cluster.servers.values():
+        done = {args[0] for args in server.executed}
+        assert b"HLEN" in done and not done & {b"HSET", b"RENAME"}, f"{server.id}: {done}"
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import zip_longest
 from typing import Any
 
@@ -118,7 +119,7 @@ def test_of_two_that_hold_half_of_the_servers_each_one_wins() -> None:
 
 def test_replies_to_a_plan_that_was_given_up_do_not_count_for_the_next_attempt() -> None:
     book = PlanBook(Plan.initial([Server("s1", "redis://s1")]), {})
-    copy = PlanCopy("s1", 1, retry_s=1.0, verify_interval_s=5.0)
+    copy = PlanCopy("s1", 1, retry_s=1.0, verify_interval_s=5.0, counters=Counter())
     copy.link_up("run")
 
     def reply(send: Any, value: Any) -> list[Any]:
