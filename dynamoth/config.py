@@ -37,9 +37,9 @@ OTHER_VARIABLES = ("DYNAMOTH_CONFIG", "DYNAMOTH_URL")
 """Variables that the command line reads itself: the TOML file, and the cluster an administrator speaks to."""
 
 _NOT_SETTINGS = re.compile(
-    # Tests have variables of their own. Kubernetes gives each pod some for each service in the namespace: a
-    # service that is called dynamoth-node makes DYNAMOTH_NODE_SERVICE_HOST and the like.
-    r"DYNAMOTH_TEST_.*|.*_SERVICE_(HOST|PORT(_\w+)?)|.*_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
+    # Tests and `dynamoth acl` have variables of their own. Kubernetes gives each pod some for each service in the
+    # namespace: a service that is called dynamoth-node makes DYNAMOTH_NODE_SERVICE_HOST and the like.
+    r"DYNAMOTH_(TEST|ACL)_.*|.*_SERVICE_(HOST|PORT(_\w+)?)|.*_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
 )
 
 GIGABIT_BYTES_PER_S = 125_000_000
@@ -54,7 +54,7 @@ class ServerSettings:
     url: str
     """Where agents, balancer and clients reach it. Without credentials: the plan shows it to every client."""
     outgoing_bytes_per_s_max: int
-    """What counts as load ratio 1 (eq. 1 of the paper). Left out: ``cluster.outgoing_bytes_per_s_max``."""
+    """What counts as load ratio 1. Left out: ``cluster.outgoing_bytes_per_s_max``."""
     draining: bool = False
     """Whether the balancer puts no channel there and moves away what is there, so that it can be stopped. Only the
     balancer looks at this: restart it after a change."""
@@ -79,8 +79,8 @@ class ClusterSettings:
     servers: tuple[ServerSettings, ...] = setting((), "the Redis servers")
     compatibility: tuple[CompatibilitySettings, ...] = setting(
         (),
-        "rules of a new cluster for channels that plain Redis clients use, too; those of a plan that is stored are"
-        " changed by 'dynamoth plan compatibility'",
+        "the first rules of a new cluster for channels shared with plain Redis clients; later they are changed by"
+        " 'dynamoth plan compatibility'",
     )
     outgoing_bytes_per_s_max: int = setting(
         GIGABIT_BYTES_PER_S,
@@ -132,8 +132,10 @@ class BalancerSettings:
     """What the balancer may choose. The defaults are the values of the paper's authors, where these are known."""
 
     load_ratio_high: float = setting(0.8, "a server above this load ratio is relieved", above=0)
-    load_ratio_safe: float = setting(0.6, "it is relieved to this, and none is filled above it", above=0)
-    wait_s: float = setting(20.0, "least time between two plans (T_wait)", unit="s", minimum=0)
+    load_ratio_safe: float = setting(
+        0.6, "servers are relieved to this load ratio, and no move fills one above it", above=0
+    )
+    wait_s: float = setting(20.0, "least time between two plans (T_wait of the paper)", unit="s", minimum=0)
     averaging_s: float = setting(10.0, "loads are averaged over this time", unit="s", above=0)
     channel_rest_s: float = setting(
         30.0, "a channel that was moved is left where it is for this time", unit="s", minimum=0
@@ -143,44 +145,44 @@ class BalancerSettings:
     transitions_max: int = setting(5000, "most channels in transition at once", minimum=1)
     agent_stale_s: float = setting(5.0, "an agent silent for this time counts as down", unit="s", above=0)
     lease_s: float = setting(
-        5.0, "another balancer takes over from one that is silent for this time", unit="s", minimum=3
+        5.0, "another balancer can lead when one has not renewed its lease for this time", unit="s", minimum=3
     )
     all_subscribers_ratio_min: float = setting(
         100.0,
-        "a channel with more publications/s per subscriber is spread so that all subscribers listen at all its servers:"
-        " their connections are few then for what they receive",
+        "a channel with more publications/s per subscriber is replicated so that all subscribers listen at all its"
+        " servers: few subscribers with many messages each",
         above=0,
     )
     all_publishers_ratio_min: float = setting(
         10.0,
-        "a channel with more subscribers per publication/s is spread so that publications go to all its servers: each"
-        " is sent to so many subscribers that a copy more is little besides",
+        "a channel with more subscribers per publication/s is replicated so that publications go to all its servers:"
+        " one more copy of each is cheap beside its many deliveries",
         above=0,
     )
     replicate_publications_per_s_min: float = setting(
         1000.0,
-        "with fewer publications/s no channel is spread for their sake: Redis has a millisecond for each",
+        "channels with fewer publications/s are not replicated for their sake",
         unit="1/s",
         minimum=0,
     )
     replicate_subscribers_min: int = setting(
-        100, "with fewer subscribers no channel is spread for their sake: one server is quick enough", minimum=0
+        100, "channels with fewer subscribers are not replicated for their sake: one server is quick enough", minimum=0
     )
     replicate_load_ratio_min: float = setting(
         0.5,
-        "a channel is spread only when it alone makes more than this load ratio: with less, a server has room for"
-        " others. One that makes more than load_ratio_high is spread whatever its publications and subscribers",
+        "a channel is replicated only when it alone makes more than this load ratio: with less, a server has room for"
+        " others. One that makes more than load_ratio_high is replicated whatever its publications and subscribers",
         minimum=0,
     )
     replicate_keep_ratio: float = setting(
         0.6,
-        "a replicated channel is folded back, or loses servers, below this share of what spread it, so that it does not"
-        " go to and fro",
+        "a replicated channel loses servers below this share of the load that replicated it, so that it does not go to"
+        " and fro",
         above=0,
         maximum=1,
     )
     replicas_max: int = setting(
-        16, "most servers that the balancer spreads a channel over; 1: it spreads none, and folds none back", minimum=1
+        16, "most servers of a channel that the balancer replicates; 1: it changes no replication", minimum=1
     )
     replication_rest_s: float = setting(
         30.0, "a channel whose replication was changed is left so for this time", unit="s", minimum=0

@@ -47,7 +47,8 @@ class Contention:
             incarnations = ", ".join(sorted(set(others.values())))
             raise AlreadyRunning(
                 f"another balancer (incarnation {incarnations}) is at work: it holds the lease at {', '.join(others)}"
-                " and renews it; stop that one first, there is one balancer for a cluster"
+                " and renews it; stop that one first, there is one balancer for a cluster: CLIENT LIST at one of these"
+                " servers shows its address (name=dynamoth-balancer)"
             )
         details = self.details()
         reason = self.reason()

@@ -42,7 +42,10 @@ class Hearing:
         if message.server == server:
             return self._agent_says(message, installer, now)
         self._counters["wrong_server"] += 1
-        text = "an agent speaks at a server that is not its own: correct its configuration, or end that replication"
+        text = (
+            "an agent speaks at a server that is not its own: correct its configuration, or stop Redis replication"
+            " (REPLICAOF) between these servers"
+        )
         return [Note("error", text, {"server": server, "agent_of": message.server})]
 
     def _agent_says(self, message: Report | PlanAck | Vacated, installer: Installer | None, now: float) -> list[Any]:

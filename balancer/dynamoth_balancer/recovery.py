@@ -101,7 +101,7 @@ def version_after(version: int) -> int:
     if is_used_up(version):
         raise ConfigError(
             f"the stored plan has version {version}: the versions are nearly used up, which only a damaged plan can do;"
-            " stop all clients and delete the stored plans to begin anew"
+            " stop all clients and delete the plan at every server (DEL __dynamoth__:plan)"
         )
     return version + TAKEOVER_VERSIONS
 

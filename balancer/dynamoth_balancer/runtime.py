@@ -181,7 +181,12 @@ class _BalancerProcess:
         self._end(EXIT_STOPPED if error is None else EXIT_REFUSED)
 
     def _crashed(self, crash: MachineCrashed) -> None:
-        self._log.write(logging.CRITICAL, "the balancer ends by a bug", str(crash), exception=crash.__cause__)
+        self._log.write(
+            logging.CRITICAL,
+            "the balancer ends because of a bug: please report this line",
+            str(crash),
+            exception=crash.__cause__,
+        )
         self._end(EXIT_CRASHED)
 
     def _log_started(self, http: HttpServer | None) -> None:
@@ -223,7 +228,7 @@ def _log_decision(log: DaemonLog, decision: Decision) -> None:
         details: dict[str, Any] = {"server": finding.server, "load_ratio": round(finding.load_ratio, 3)}
         if finding.channel is not None:
             details["channel"] = finding.channel
-        log.write(logging.WARNING, "a goal cannot be reached", finding.reason, **details)
+        log.write(logging.WARNING, "the balancer cannot relieve a server", finding.reason, **details)
 
 
 _DECIDED = {

@@ -58,10 +58,10 @@ class Command:
 COMMANDS = {
     "demo": Command("demo", "see channels move under load, on Redis servers that it starts itself", "cli"),
     "up": Command("up", "start a whole cluster on this machine, for development", "cli"),
-    "node": Command("node", "run the agent of one Redis server: dispatcher and load analyzer", "agent"),
+    "node": Command("node", "run the agent of one Redis server", "agent"),
     "balancer": Command("balancer", "run the balancer of a cluster", "balancer"),
     "status": Command("status", "show servers, agents, load and balancer", "cli"),
-    "plan": Command("plan", "show which channel is where; move one, or spread it over several servers"),
+    "plan": Command("plan", "show, move and replicate channels; compatibility rules"),
     "acl": Command("acl", "print Redis users with the rights of agents, balancer, clients and operators"),
     "sim": Command("sim", "try thousands of interleavings and faults in the simulator"),
 }

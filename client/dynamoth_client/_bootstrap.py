@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 from dynamoth import stored_plan
 from dynamoth.errors import MalformedMessage
 from dynamoth.events import ErrorReply
+from dynamoth.names import PLAN_KEY
 from dynamoth.plan import Plan
 from dynamoth.stored_plan import StoredHeader
 from dynamoth_client import _errors
@@ -121,7 +122,9 @@ def _read(seed: ServerAddress, header: Any, info: Any, presence: Any) -> _Answer
     try:
         stored = stored_plan.parse_header(header, match[1].decode() if match else None)
     except MalformedMessage as error:
-        return redis.exceptions.ConnectionError(f"{name}: {error}: let the balancer write it again (delete the key)")
+        return redis.exceptions.ConnectionError(
+            f"{name}: {error}: delete the key (DEL {PLAN_KEY.decode()}): a balancer that is running writes it again"
+        )
     return stored or _NoPlan(seed, read_look(presence, info))
 
 

@@ -32,27 +32,28 @@ many more would make the garbage collector look at them."""
 class PubSub(Subscriptions):
     """Subscriptions, read with redis-py's methods; the servers and the moves of channels between them do not show.
 
-    What is promised (G1-G3 of the README) begins for a channel with its ``subscribe`` (``ssubscribe``) message, for a
-    pattern with its ``psubscribe`` message: from then on every message is delivered once, and in order per publisher.
-    Besides redis-py's arguments:
+    What is promised (README, "What it promises") begins for a channel with its ``subscribe`` (``ssubscribe``) message,
+    for a pattern with its ``psubscribe`` message: from then on every message is delivered once, and in order per
+    publisher. Besides redis-py's arguments:
 
     Args:
         on_gap: called, or awaited, with a :class:`GapInfo` where messages were lost or may have been, in its place
             among the messages. What it returns is ignored.
         gaps: True gives messages of type ``gap`` as well, whose ``data`` is the :class:`GapInfo`. With neither,
-            gaps are logged as warnings.
+            gaps are logged as warnings (logger ``dynamoth_client``).
         max_queue: how many messages wait for the application at most; acknowledgements and gaps do not count.
-        when_full: what is done about more. ``"block"``: they wait until half of the messages have been taken, for 1 s
-            in the servers, then here, so that channels can be moved meanwhile. After 32 MB further messages are left
-            out, and a gap in their place tells how many of which channel or pattern. ``"drop_oldest"``: the oldest
-            quarter is dropped, and a gap in its place tells the same. ``"disconnect"``: the subscriptions end, and
-            ConnectionError is raised behind the messages that have come.
+        when_full: what happens when so many wait. ``"block"``: reading from the servers stops for 1 s, then up to 32 MB
+            wait in this process, so that channels can be moved meanwhile. Further messages are dropped, and a gap in
+            their place says how many of which channel or pattern. All is normal again when half of the messages have
+            been taken. ``"drop_oldest"``: the oldest quarter is dropped, and a gap in its place says the same.
+            ``"disconnect"``: the subscriptions end, and ConnectionError is raised behind the messages that have come.
 
     Different from redis-py:
 
     * A lost connection is made again without an exception; it shows as a gap. Only when no server of the subscribed
       channels can be reached for ``socket_connect_timeout`` (5 s if None) do ``get_message`` and ``listen`` raise
-      ConnectionError or AuthenticationError, and again each time as long; the PubSub goes on trying and can be read on.
+      ConnectionError or AuthenticationError, and again after each further such time. The PubSub keeps reconnecting:
+      read on.
     * ``connection`` is None or what stands for all connections: it has ``is_connected``, and ``disconnect``, which cuts
       them. After that, and no other loss, every subscription is acknowledged again, as redis-py does after each.
       Callbacks that are registered there are never called; it has nothing else of redis-py's connections.

@@ -74,7 +74,7 @@ _OCSP = "ssl_validate_ocsp"
 _UNSUPPORTED = {
     "redis_connect_func": "it would set up connections in its own way: use credential_provider for credentials that"
     " change, and client_name and driver_info for names",
-    "ssl_validate_ocsp": "the connections are those of asyncio, which know no OCSP: leave it out and restrict"
+    "ssl_validate_ocsp": "the connections are those of asyncio, which do not support OCSP: leave it out and restrict"
     " ssl_ca_certs to an authority of your own",
 }
 _UNSUPPORTED["ssl_validate_ocsp_stapled"] = _UNSUPPORTED["ssl_validate_ocsp"]

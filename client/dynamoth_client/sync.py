@@ -93,7 +93,7 @@ class Redis(redis.Redis):
         self._encoder = connection_encoder(pool)
         settings = partial(read_settings, pool, seeds)
         # Two of them, so that who publishes and who waits for messages never wait for each other. A publication is
-        # answered soonest if its caller drives; a subscription is to outlive whatever befalls the thread that reads.
+        # answered soonest if its caller drives; a subscription is to outlive whatever happens to the thread that reads.
         self._cluster = SyncCluster(settings, envelope=envelope, callers_drive=True)
         self._subscriptions = SyncCluster(settings, envelope=envelope, callers_drive=False)
         if not envelope:
@@ -130,7 +130,7 @@ class Redis(redis.Redis):
         return self
 
     def publish(self, channel: Any, message: Any, **kwargs: Any) -> int:
-        """Publish ``message`` on ``channel``; return the number of client subscribers at the server it went to (G7).
+        """Publish ``message`` on ``channel``; return the number of client subscribers at the server it went to.
 
         Both are encoded as redis-py does (str, bytes, memoryview, int, float). Messages that one thread publishes one
         after the other are delivered in that order.

@@ -139,9 +139,17 @@ class Connection:
 class PubSub(redis.client.PubSub):
     """Subscriptions, read with redis-py's methods; the servers and the moves of channels between them do not show.
 
-    What is promised, ``on_gap``, ``gaps``, ``max_queue`` and ``when_full`` are those of
-    :class:`dynamoth_client.asyncio.PubSub`, and so are the differences from redis-py. The thread that reads calls
-    ``on_gap`` and handlers.
+    What is promised, and the differences from redis-py, are those of :class:`dynamoth_client.asyncio.PubSub`. The
+    thread that reads calls ``on_gap`` and handlers. Besides redis-py's arguments:
+
+    Args:
+        on_gap: called with a :class:`GapInfo` where messages were lost or may have been, in its place among the
+            messages.
+        gaps: True gives messages of type ``gap`` as well, whose ``data`` is the :class:`GapInfo`. With neither,
+            gaps are logged as warnings (logger ``dynamoth_client``).
+        max_queue: how many messages wait for the application at most; acknowledgements and gaps do not count.
+        when_full: what happens when so many wait: ``"block"``, ``"drop_oldest"`` or ``"disconnect"``, as in
+            :class:`dynamoth_client.asyncio.PubSub`.
 
     One thread may read at a time; any thread may subscribe, unsubscribe and ``close`` meanwhile. ``close`` lets a
     thread that waits in ``get_message`` or ``listen`` return. In a forked child a PubSub subscribes again to all that

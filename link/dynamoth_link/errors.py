@@ -197,7 +197,7 @@ def write_buffer_overrun(address: ServerAddress, limit_bytes: int) -> LinkError:
     """Return the error for a server that does not read what we write."""
     return ServerUnreachable(
         f"{address.redacted()}: more than {limit_bytes} bytes wait to be sent: the server or the network is"
-        " too slow for what is published: publish less, or raise write_buffer_bytes_max"
+        " too slow for what is published: publish less at once, or smaller messages"
     )
 
 
@@ -215,5 +215,8 @@ def _is_refusal(error: Exception) -> bool:
 
 def _diagnose_tls(name: str, error: Exception) -> LinkError:
     if isinstance(error, ssl.SSLCertVerificationError):
-        return TlsFailed(f"{name}: the certificate is not trusted ({error.verify_message}): check ca_file and host")
+        return TlsFailed(
+            f"{name}: the certificate is not trusted ({error.verify_message}): check the host name in the URL, and the"
+            " CA (clients: ssl_ca_certs; daemons and tools: link.tls_ca_file)"
+        )
     return TlsFailed(f"{name}: TLS failed ({error}): check that the port speaks TLS, and our certificate")

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from dynamoth.errors import ConfigError
 from dynamoth_link.urls import ServerAddress
 
-TRUSTED_HOSTS_VARIABLE = "DYNAMOTH_CLUSTER_TRUSTED_HOSTS"
-"""Hosts that are trusted besides, for daemons, tools and clients."""
+TRUSTED_HOSTS_VARIABLE = "DYNAMOTH_TRUSTED_HOSTS"
+"""Hosts that are trusted, too. Daemons and tools read it with the rest of their configuration."""
 
 TRUSTED_HOSTS_MAX = 1000
 

@@ -201,7 +201,12 @@ class _Agent:
                 write(logging.INFO, message, refused)
 
     def _crashed(self, crash: MachineCrashed) -> None:
-        self._log.write(logging.CRITICAL, "the agent ends by a bug", str(crash), exception=crash.__cause__)
+        self._log.write(
+            logging.CRITICAL,
+            "the agent ends because of a bug: please report this line",
+            str(crash),
+            exception=crash.__cause__,
+        )
         self._end(EXIT_CRASHED)
 
     def _log_started(self, http: HttpServer | None) -> None:

@@ -163,7 +163,7 @@ def test_a_server_that_is_trusted_is_used(
     elif how == "from_url":
         client = dynamoth_client.from_url(with_password(forged), trusted_hosts=[str(tmp_path)], **SOON)
     else:
-        monkeypatch.setenv("DYNAMOTH_CLUSTER_TRUSTED_HOSTS", str(tmp_path))
+        monkeypatch.setenv("DYNAMOTH_TRUSTED_HOSTS", str(tmp_path))
         client = dynamoth_client.from_url(with_password(forged), **SOON)
     with client, pytest.raises(redis.exceptions.RedisError):
         publish_there(client, "stolen")

@@ -239,6 +239,7 @@ def test_a_bad_flag_is_refused_by_its_name() -> None:
         "DYNAMOTH_CONFIG",
         "DYNAMOTH_URL",
         "DYNAMOTH_TEST_REDIS_SERVER",
+        "DYNAMOTH_ACL_AGENT_PASSWORD",
         "DYNAMOTH_NODE_SERVICE_HOST",
         "DYNAMOTH_NODE_SERVICE_PORT_HTTP",
         "DYNAMOTH_NODE_PORT",

@@ -7,12 +7,13 @@ import time
 
 import pytest
 
+from dynamoth.config import load_config
 from dynamoth.errors import ConfigError
 from dynamoth_link.credentials import Credentials
 from dynamoth_link.errors import ServerUntrusted
 from dynamoth_link.options import LinkOptions, TlsOptions
 from dynamoth_link.query import query
-from dynamoth_link.trust import TRUSTED_HOSTS_MAX, Trust, parse_trusted_hosts, trust_in
+from dynamoth_link.trust import TRUSTED_HOSTS_MAX, TRUSTED_HOSTS_VARIABLE, Trust, parse_trusted_hosts, trust_in
 from dynamoth_link.urls import parse_cluster_url, parse_server_url
 
 
@@ -132,3 +133,8 @@ async def _send_nothing(options: LinkOptions) -> None:
     finally:
         server.close()
         await server.wait_closed()
+
+
+def test_daemons_and_tools_read_the_variable_that_clients_read() -> None:
+    config = load_config(environment={TRUSTED_HOSTS_VARIABLE: "*.redis.example.com"}).config
+    assert config.cluster.trusted_hosts == "*.redis.example.com"

@@ -55,23 +55,24 @@ class Redis(redis.asyncio.Redis):
     are not counted in what a pipeline returns, but are in what a script does. PUBSUB in a pipeline is answered by the
     first server alone.
 
-    Nothing connects before it is needed. The first ``publish`` or ``subscribe`` reads the plan from the servers named;
-    that some of them are down does not matter. Errors are those of ``redis.exceptions``.
+    Connections are opened on first use. The first ``publish`` or ``subscribe`` reads the plan from the servers named;
+    some of them may be down. Errors are those of ``redis.exceptions``.
 
     A client belongs to the event loop where it published or subscribed first, until ``aclose``; on another one it
-    raises RuntimeError. ``aclose`` ends its PubSubs too. Where that loop has been closed without ``aclose``, and in a
-    forked child, publishing and PubSubs begin anew on the loop where they are used next: a PubSub subscribes again, and
-    where the loop was closed it tells a gap for each subscription that was acknowledged.
+    raises RuntimeError. ``aclose`` closes all connections. A PubSub that is read or used later subscribes again, with a
+    gap: close the PubSub to end its reader. Where the loop has been closed without ``aclose``, and in a forked child,
+    publishing and PubSubs start again on the loop where they are used next: a PubSub subscribes again, and where the
+    loop was closed it reports a gap for each subscription that was acknowledged.
 
     redis-py's options hold for every server, also for those that join later. Credentials in a server's own URL come
-    first. What is to be known besides:
+    first. Options with a special meaning:
 
     * ``credential_provider`` is asked for each connection. When it raises, that is in the text of the ConnectionError
       that ``publish``, ``subscribe`` and reading raise, and it is asked again. What it streams renews open connections.
-    * ``retry``: connections are made again for ever, after the pauses of its backoff (but 10 ms at least; without a
-      ``retry`` they grow from 0.05 s to 1 s), and subscriptions are restored, whatever its ``retries``. These, and the
-      errors of ``retry_on_error``, are for what asks servers: reading the plan, ``pubsub_channels`` and its like,
-      ``PubSub.ping``; refused credentials are not tried again.
+    * ``retry``: connections are always retried, and subscriptions restored, whatever its ``retries``, after the pauses
+      of its backoff (10 ms at least; without a ``retry`` they grow from 0.05 s to 1 s). ``retries`` and
+      ``retry_on_error`` apply to reading the plan, ``pubsub_channels`` and its like, and ``PubSub.ping``. Refused
+      credentials are not tried again.
     * ``publish`` sends a message again by itself when its connection is lost, and waits as long as redis-py would at
       most: for ``retries`` + 1 attempts, each of the longer of ``socket_timeout`` and ``socket_connect_timeout``, and
       the pauses between them. But not less than 1.5 s, as a first message waits for the connection, and a replica that
@@ -170,7 +171,7 @@ class Redis(redis.asyncio.Redis):
         )
 
     async def publish(self, channel: Any, message: Any, **kwargs: Any) -> int:
-        """Publish ``message`` on ``channel``; return the number of client subscribers at the server it went to (G7).
+        """Publish ``message`` on ``channel``; return the number of client subscribers at the server it went to.
 
         Both are encoded as redis-py does (str, bytes, memoryview, int, float). Messages that one task publishes one
         after the other are delivered in that order. A publish that is cancelled may or may not have been carried out.
@@ -289,9 +290,9 @@ class Redis(redis.asyncio.Redis):
         return ChannelPlan(route.assignment.mode, route.assignment.servers, route.epoch)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
-        """Close the PubSubs, the links and, as in redis-py, the pool. What still waits fails with ConnectionError.
+        """Close all connections and, as in redis-py, the pool. What still waits fails with ConnectionError.
 
-        The client can be used again afterwards, on any event loop.
+        The client can be used again afterwards, on any event loop. A PubSub that is still read subscribes again.
         """
         await self._cluster.close()
         await super().aclose(close_connection_pool)
