@@ -44,7 +44,7 @@ async def browsing(port: int, transport: str, hear: Hear) -> AsyncGenerator[None
     def on_number(data: dict[str, Any]) -> None:
         hear(data["road"], data["number"])
 
-    browser: Any = socketio.AsyncClient()
+    browser: Any = socketio.AsyncClient(reconnection=False)  # with a new session it would miss what others hear
     browser.on("number", on_number)
     await browser.connect(f"http://127.0.0.1:{port}", transports=[transport])
     yield
