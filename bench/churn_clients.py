@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -25,6 +26,8 @@ QUIET_S = 3.0
 QUIET_S_MAX = 40.0
 """... and a cluster that is never quiet is judged after this long."""
 LEAVE_TIMEOUT_S = 10.0
+LAG_INTERVAL_S = 0.1
+LAG_NOTED_S = 0.2
 UNSUBSCRIBE_RATIO = 0.5
 """This share of the listeners unsubscribes in the end; the others just close."""
 
@@ -64,12 +67,21 @@ class Clients:
         loop = asyncio.get_running_loop()
         pipe.send("ready")
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch_lag())
             for slot in range(self._slots.count):
                 tasks.create_task(self._slot(slot))
             await loop.run_in_executor(None, pipe.recv)
             self._stopping.set()
         self._journal.close()
         pipe.send(self._lives)
+
+    async def _watch_lag(self) -> None:
+        """Note when the event loop is late."""
+        while not self._stopping.is_set():
+            due = time.monotonic() + LAG_INTERVAL_S
+            await self._pause(LAG_INTERVAL_S)
+            if (lag_s := time.monotonic() - due) >= LAG_NOTED_S:
+                self._journal.note(journal.LAG, self._slots.process, lag_s)
 
     # One client after the other.
 

@@ -36,6 +36,7 @@ SEEN = "seen"
 CALM = "calm"
 CHANGE = "change"
 FAULT = "fault"
+LAG = "event loop is late"
 ERROR = "error"
 
 BATCH = 500
@@ -116,6 +117,7 @@ class Judgement:
     #: Why calls of clients failed.
     errors: Counter[str] = field(default_factory=Counter[str])
     publish_s_max: float = 0.0
+    client_lag_s_max: float = 0.0
 
 
 class _Judge:
@@ -128,6 +130,7 @@ class _Judge:
         self._gap_reasons: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
         self._slowest_s = 0.0
+        self._lag_s_max = 0.0
 
     def show(self, event: Event) -> None:
         audit, (at, kind, *details) = self._audit, event
@@ -155,6 +158,8 @@ class _Judge:
             audit.subscriber_died(subscriber, at)
         elif kind == CALM:
             audit.calm()
+        elif kind == LAG:
+            self._lag_s_max = max(self._lag_s_max, details[1])
         elif kind == ERROR:
             self._errors[details[0]] += 1
 
@@ -168,7 +173,7 @@ class _Judge:
         self, subscriber: str, channel: bytes, publisher: int | None, count: int | None, reason: str, *, at: float
     ) -> None:
         name = None if publisher is None else self._names.get(publisher, publisher)
-        self._audit.gap(subscriber, channel, name, count, at)
+        self._audit.gap(subscriber, channel, name, count, at, reason)
         self._gap_reasons[_without_numbers(reason)] += 1
 
     def judge(self) -> tuple[list[Violation], Judgement]:
@@ -176,7 +181,13 @@ class _Judge:
         audit = self._audit
         violations = audit.finish(time.monotonic())
         return violations, Judgement(
-            audit.totals, audit.violations_count, [], self._gap_reasons, self._errors, self._slowest_s
+            audit.totals,
+            audit.violations_count,
+            [],
+            self._gap_reasons,
+            self._errors,
+            self._slowest_s,
+            self._lag_s_max,
         )
 
 
@@ -212,7 +223,7 @@ def _story(violation: Violation, files: list[Path]) -> str:
 
 
 def _concerns(violation: Violation, kind: str, details: list[Any]) -> bool:
-    if kind in (FAULT, CALM):
+    if kind in (FAULT, CALM, LAG):
         return True
     if kind in (SEEN, CHANGE):
         return details[-1] == violation.channel and (kind == CHANGE or details[1] == violation.publisher)

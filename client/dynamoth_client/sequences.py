@@ -34,8 +34,9 @@ Whoever may publish on a channel can copy a publisher's id and forge numbers. No
 true one, so for that publisher's messages there nothing is promised but that their loss is not silent. Numbers above
 ``NUMBER_MAX`` are refused. A jump of more than ``HELD_MAX`` numbers is held, whatever its flags say; if the publisher
 goes on below it in the meantime, it is refused and reported as a gap of one. A message below the number where a stream
-began, or went on behind a gap, is a late copy for ``LATE_S``. Later it shows that somebody has moved the stream ahead
-of its publisher: it is reported as a gap, at most once per ``LATE_S``.
+began, or went on behind a gap, is a late copy for ``LATE_S``, or for ever if an agent has forwarded it: an agent that
+hangs, or that a flood delays, goes on where it was. Else somebody has probably moved the stream ahead of its publisher:
+it is reported as a gap, at most once per ``LATE_S``.
 
 Raw messages that a dispatcher numbered (RAW) have no order to keep, as others of the same publisher come without a
 number: they are delivered as they come, each number once.
@@ -47,7 +48,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from dynamoth.envelope import FIRST, HEARTBEAT, QUIET_MS_MAX, RAW, ROUTE_CHANGED
+from dynamoth.envelope import FIRST, FORWARDED, HEARTBEAT, QUIET_MS_MAX, RAW, ROUTE_CHANGED
 
 HELD_MAX = 10_000
 """Messages of one stream that are held back at most; past it the oldest gap is given up at once."""
@@ -59,8 +60,8 @@ under way for so long."""
 NUMBER_MAX = 2**44
 """No publisher has come so far: a million messages a second would take half a year."""
 
-LATE_S = 10.0
-"""How late a copy may come whose gap was reported; agents forward within seconds, or their connections are given up."""
+LATE_S = 20.0
+"""How late a copy may come that its publisher itself has sent, again and again: twice what a publish may take."""
 
 STREAMS_MAX = 100_000
 """Publishers of one channel that are remembered at most; past it the one that was known first is forgotten, and its
@@ -81,8 +82,10 @@ HELD_ENTRY_BYTES = 200
 _LATE = "not arrived in time"
 _TOO_LARGE = "too many bytes wait for it"
 _TOO_MANY_PUBLISHERS = "too many publishers to remember"
-_OVERTAKEN = "messages came below a number that somebody has used in the publisher's name"
-_FAR_AHEAD = "a number far ahead of those that the publisher uses was refused"
+_OVERTAKEN = "messages came long after later ones: they were under way for long, or somebody forges numbers"
+_FAR_AHEAD = "a number far ahead of the expected one was refused"
+SUSPICIONS = frozenset((_OVERTAKEN, _FAR_AHEAD))
+"""Reasons of gaps that are hardly possible unless somebody forges numbers."""
 _LONG_AGO = float("-inf")
 
 
@@ -160,7 +163,7 @@ class Stream:
                 self._hold(sequence, Held(None, now, previous_at, self.next))
             return self._bounded(publisher, now)
         if sequence < self.next:
-            return self._below(publisher, sequence, now)
+            return self._below(publisher, sequence, flags, now)
         if sequence == self.next:
             return self._deliver(sequence, payload)
         if sequence - self.next <= HELD_MAX:
@@ -237,9 +240,9 @@ class Stream:
         self.next = sequence + 1
         return [payload, *self._run()]
 
-    def _below(self, publisher: int, sequence: int, now: float) -> list[Outcome]:
-        """Drop a copy; report a message that nobody can have passed over who knew its publisher's true numbers."""
-        if not self.floor <= sequence < self.begun or now - self._begun_at <= LATE_S:
+    def _below(self, publisher: int, sequence: int, flags: int, now: float) -> list[Outcome]:
+        """Drop a copy; report a message that is too late to be one."""
+        if flags & FORWARDED or not self.floor <= sequence < self.begun or now - self._begun_at <= LATE_S:
             return []
         self._begun_at = now
         return [Gap(publisher, None, _OVERTAKEN)]

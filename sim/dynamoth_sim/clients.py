@@ -373,7 +373,7 @@ class SubscriberApp:
                     f"GAP of {publisher if publisher is None else format(publisher, 'x')}, {count}: {reason}", channel
                 )
                 name = None if publisher is None else self._client.names.get(publisher)
-                self._audit.gap(self.name, channel, name, count if name is not None else None, now)
+                self._audit.gap(self.name, channel, name, count if name is not None else None, now, reason)
             case _:
                 raise AssertionError(f"not an action of a subscriber: {action!r}")
 
@@ -439,7 +439,7 @@ class PatternSubscriberApp:
                     self._audit.pattern_gap(self.audited(pattern), now)
                     return
                 name = None if publisher is None else self._client.names.get(publisher)
-                self._audit.gap(self.audited(pattern), channel, name, count if name is not None else None, now)
+                self._audit.gap(self.audited(pattern), channel, name, count if name is not None else None, now, reason)
             case _:
                 raise AssertionError(f"not an action of a pattern subscriber: {action!r}")
 

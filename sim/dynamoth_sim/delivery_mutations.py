@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from dynamoth.envelope import Envelope
+from dynamoth.envelope import FORWARDED, Envelope
 from dynamoth_client import sequences
 from dynamoth_client.checks import Checks
 from dynamoth_client.elsewhere import Elsewhere
@@ -39,6 +39,16 @@ def versions_are_not_read() -> AbstractContextManager[None]:
 def no_number_is_too_far() -> AbstractContextManager[None]:
     """A subscriber follows whatever number comes in a publisher's name."""
     return replaced(sequences, HELD_MAX=2**60)
+
+
+def late_is_suspicious() -> AbstractContextManager[None]:
+    """A subscriber does not look who sends it what is too late to be a copy."""
+    below = Stream._below  # pyright: ignore[reportPrivateUsage]
+
+    def blind(self: Stream, publisher: int, sequence: int, flags: int, now: float) -> list[Any]:
+        return below(self, publisher, sequence, flags & ~FORWARDED, now)
+
+    return replaced(Stream, _below=blind)
 
 
 def begun_without_a_gap() -> AbstractContextManager[None]:
@@ -86,6 +96,7 @@ CHECKS: tuple[Check, ...] = (
     Check("36-lost-before-it-was-known", begun_without_a_gap, "G5"),
     Check("37-not-owed", everything_is_owed, "expected"),
     Check("47-stale-and-gone", versions_are_not_read, "G1"),
+    Check("57-forwarded-late", late_is_suspicious, "truth"),
     Check("48-copied-id", no_number_is_too_far, "expected"),
     Check("38-old-server-dies", nobody_is_asked_for_publishers, "expected"),
     Check("39-home-is-down", nobody_is_asked_for_publishers, "expected"),

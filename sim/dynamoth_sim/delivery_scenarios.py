@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dynamoth.envelope import HEARTBEAT, open_envelope, seal
+from dynamoth.envelope import CONTROL, FORWARDED, HEARTBEAT, open_envelope, seal
 from dynamoth.plan import Phase
+from dynamoth_client.sequences import LATE_S
 from dynamoth_sim.clients import PublisherApp
 from dynamoth_sim.stage import Stage
 
@@ -204,6 +205,7 @@ def copied_id(stage: Stage) -> None:
     stage.run(0.1)
     [message] = [r.data for r in stage.records("gets", who=subscriber.name, channel=channel) if r.data][-1:]
     forged = seal(open_envelope(message).publisher, FORGED_NUMBER, 0, b"", HEARTBEAT, 0)
+    stage.cluster.audit.has_forger = True
     stage.cluster.servers["s1"].inject(channel, forged)
     stage.run(0.1)
     for _ in range(3):
@@ -213,6 +215,34 @@ def copied_id(stage: Stage) -> None:
     stage.expect(f"S has every message of P, not {totals.delivered} of 4", totals.delivered == 4, channel)
     stage.expect(f"S is told once, not {totals.gaps} times", totals.gaps == 1, channel)
     stage.close(channel)
+
+
+def forwarded_late(stage: Stage) -> None:
+    """Case 57. The agent of s1 hangs for long; P's old route still names s1, which forwards P's messages when it wakes.
+
+    Meanwhile S has subscribed at s2 and follows what P publishes there. S had all that was promised: there is no gap.
+    """
+    stage.open()
+    channel = stage.channel_at("s1")
+    publisher = stage.trusting_publisher("P", for_s=1.0)
+    stage.publish(publisher, channel)
+    stage.move(channel, "s2")
+    with stage.held("agent-s1", "s1", to_server=False):
+        stage.publish(publisher, channel)
+        subscriber = stage.subscriber("S", channel)
+        for _ in range(4):
+            stage.run(LATE_S / 3)
+            stage.publish(publisher, channel)
+    stage.run(1.0)
+    late = [r for r in stage.records("gets", who=subscriber.name, channel=channel) if r.data and _is_forwarded(r.data)]
+    stage.expect("a message of P comes late", bool(late), channel)
+    stage.expect("S has no gap", not stage.cluster.audit.totals.gaps, channel)
+    stage.close(channel)
+
+
+def _is_forwarded(data: bytes) -> bool:
+    envelope = open_envelope(data)
+    return bool(envelope.flags & FORWARDED) and not envelope.flags & CONTROL
 
 
 def _works_at_once(stage: Stage, publisher: PublisherApp, channel: bytes) -> None:
@@ -226,6 +256,7 @@ PLAYS: dict[str, Callable[[Stage], None]] = {
     "35-first-message-agent-lags": first_message_agent_lags,
     "37-not-owed": not_owed,
     "47-stale-and-gone": stale_and_gone,
+    "57-forwarded-late": forwarded_late,
 }
 """In these nothing may be lost, although an agent dies in some."""
 

@@ -14,6 +14,7 @@ subscription on, every message whose publish begins is *owed* to it:
 * G2: a number that was delivered before is a duplicate. G3: a lower number than the latest, not delivered before, is
   out of order.
 * G4 and G6: a publish must end within ``publish_s_max``.
+* truth: no gap event suspects a forger where there is none (``Audit.has_forger``).
 * G7: the number of receivers that a publish returns is the number of subscriptions, where the caller knows that
   all is quiet.
 
@@ -31,6 +32,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+
+from dynamoth_client.sequences import SUSPICIONS
 
 HOLES_MAX = 1000
 """Ranges of missing messages that are remembered per (subscription, publisher); with more, they are judged at once."""
@@ -162,6 +165,8 @@ class Audit:
         self._calm_from = _FOR_EVER
         self._publish_s_max = publish_s_max
         self._live = live
+        #: Whether somebody forges numbers, so that gaps may say so.
+        self.has_forger = False
         self._ordered = ordered
         self._story = story
         #: Channel to publisher to stream.
@@ -428,10 +433,18 @@ class Audit:
     # Gaps.
 
     def gap(
-        self, subscriber: Subscriber, channel: bytes, publisher: Publisher | None, count: int | None, at: float
+        self,
+        subscriber: Subscriber,
+        channel: bytes,
+        publisher: Publisher | None,
+        count: int | None,
+        at: float,
+        reason: str = "",
     ) -> None:
         """The subscriber is told of a gap. None: of which publisher, or how many, is not known."""
         self.totals.gaps += 1
+        if reason in SUSPICIONS and not self.has_forger:
+            self._violation("truth", f"{subscriber} suspects a forger: {reason}", at, channel, subscriber)
         subscription = self._open.get((subscriber, channel))
         if subscription is None:
             return

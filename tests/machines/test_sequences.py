@@ -434,6 +434,20 @@ def test_a_first_message_far_ahead_is_believed_without_a_gap_when_its_publisher_
     assert channel.wait(HOLD_S) == payloads(FAR)
 
 
+@pytest.mark.parametrize("begins", ["late", "behind a gap"])
+def test_what_an_agent_forwards_late_is_no_gap(begins: str) -> None:
+    """It hung, or a flood delayed it: nobody has forged anything."""
+    channel = Channel()
+    if begins == "late":
+        channel.arrive(5, owed=False)
+    else:
+        channel.arrive(1, 5)
+        channel.wait(HOLD_S)
+    channel.wait(LATE_S + 0.1)
+    assert channel.arrive(1, 2, 3, 4, flags=FORWARDED) == []
+    assert channel.arrive(6) == payloads(6)
+
+
 def test_duplicates_are_no_gap_however_late() -> None:
     channel = Channel()
     channel.arrive(1, 2, 3)
