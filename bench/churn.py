@@ -3,7 +3,10 @@
 Run with ``python -m bench.churn``; ``--help`` tells the rest. Real servers, agents and balancer. Some 300 clients in
 several processes: most live for seconds (``bench.churn_clients``). Channels go through assignments of every mode all
 the time. Agents are killed, hung (SIGSTOP) and killed, hung and woken, flooded, flooded and killed, and restarted, one
-after the other. In the end everything recovers, and from then on nothing may be lost at all.
+after the other. On demand all keys of a server, or of all servers, are deleted (``--faults flush flush-all``), and more
+balancers wait for the lease (``--rivals``). In the end everything recovers, and from then on nothing may be lost.
+
+Processes of clients note how late their event loops are: a busy machine makes a publish last longer, too.
 
 Every message is judged by the checker that the simulator uses (``bench.churn_journal``): what was owed and neither
 delivered nor covered by a gap event was lost silently. Exits with 1 on any violation of a guarantee.
@@ -22,6 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -41,7 +45,7 @@ from dynamoth.envelope import open_envelope
 from dynamoth.errors import DynamothError, MalformedMessage
 from dynamoth.plan import Assignment, Mode
 from dynamoth_cli.admin import ask_balancer, read_plan
-from dynamoth_cli.child import interrupted_by_signals
+from dynamoth_cli.child import Child, interrupted_by_signals
 from dynamoth_cli.cluster import LocalCluster
 from dynamoth_link.daemon import run
 from dynamoth_link.urls import parse_cluster_url
@@ -73,6 +77,7 @@ class Load:
     fault_pause_s: float
     flood_per_s: float
     faults: tuple[str, ...]
+    rivals: int
     seed: int
 
 
@@ -91,6 +96,9 @@ class Result:
     gaps: int
     covered_losses: int
     publish_s_max: float
+    #: How late the event loop of a process of clients was at most, and the load of the machine in the last 5 minutes.
+    client_lag_s_max: float
+    load_average: float
     moves: dict[str, int]
     faults: dict[str, int]
     gap_reasons: dict[str, int]
@@ -219,13 +227,16 @@ def flood(pipe: Connection) -> None:
 class Faults:
     """What happens to agents, one fault after the other."""
 
-    def __init__(self, cluster: LocalCluster, load: Load, written: Journal, flooder: Worker) -> None:
+    def __init__(
+        self, cluster: LocalCluster, load: Load, written: Journal, flooder: Worker, rivals: list[Child]
+    ) -> None:
         self._cluster = cluster
         self._load = load
         self._written = written
         self._flooder = flooder
         self._chance = random.Random(f"{load.seed} faults")
         self.counts: Counter[str] = Counter()
+        self._rivals = rivals
         self._known: dict[str, Callable[[str], None]] = {
             "kill": self._kill,
             "hang-kill": self._hang_and_kill,
@@ -233,10 +244,12 @@ class Faults:
             "flood": self._flood,
             "flood-kill": self._flood_and_kill,
             "restart": self._restart,
+            "flush": self._flush,
+            "flush-all": self._flush_all,
         }
 
     def happen(self, until: float) -> None:
-        """Let faults happen until a time of the monotonic clock. Every agent runs when this returns."""
+        """Let faults happen until a time of the monotonic clock. Every agent and one balancer run when this returns."""
         while time.monotonic() + self._load.fault_pause_s < until:
             self._sleep(self._chance.uniform(0.5, 1.5) * self._load.fault_pause_s)
             server = self._chance.choice(self._cluster.server_ids)
@@ -245,7 +258,17 @@ class Faults:
             self._known[fault](server)
             self._note(f"{fault} of the agent of {server} is over")
             self.counts[fault] += 1
+            self._supervise()
             self._cluster.check()
+        for rival in self._rivals:
+            rival.stop()
+        self._cluster.balancer.start()
+
+    def _supervise(self) -> None:
+        """Start balancers again that have ended because another one is at work."""
+        if self._rivals:
+            for balancer in (self._cluster.balancer, *self._rivals):
+                balancer.start()
 
     def _kill(self, server: str) -> None:
         self._cluster.agents[server].kill()
@@ -279,6 +302,14 @@ class Faults:
         self._cluster.agents[server].stop()
         self._cluster.agents[server].start()
 
+    def _flush(self, server: str) -> None:
+        """Delete all keys, the lease and the plan among them."""
+        self._cluster.ask(server, (b"FLUSHALL",))
+
+    def _flush_all(self, _: str) -> None:
+        with ThreadPoolExecutor(SERVERS) as together:
+            list(together.map(self._flush, self._cluster.server_ids))
+
     def _away(self) -> None:
         self._sleep(self._chance.choice((self._chance.uniform(0.1, 1.0), self._chance.uniform(1.0, 4.0))))
 
@@ -289,7 +320,8 @@ class Faults:
         self._written.note(journal.FAULT, text)
 
 
-FAULTS = ("kill", "hang-kill", "hang-wake", "flood", "flood-kill", "restart")
+AGENT_FAULTS = ("kill", "hang-kill", "hang-wake", "flood", "flood-kill", "restart")
+FAULTS = (*AGENT_FAULTS, "flush", "flush-all")
 
 
 # The run.
@@ -321,7 +353,10 @@ def _run(
     for worker in (observer, mover, *clients):
         assert worker.receive() == "ready"
     written = Journal(folder / "faults")
-    faults = Faults(cluster, load, written, flooder)
+    rivals = [cluster.another_balancer(f"rival {number}") for number in range(load.rivals)]
+    for rival in rivals:
+        cleanup.callback(rival.stop)
+    faults = Faults(cluster, load, written, flooder, rivals)
     progress(f"{load.clients} clients on {load.channels} channels; faults for {load.seconds:g} s")
     faults.happen(time.monotonic() + load.seconds)
     cluster.wait_ready()
@@ -371,6 +406,8 @@ def _result(judgement: Judgement, lives: int, moves: dict[str, int], faults: Cou
         gaps=totals.gaps,
         covered_losses=totals.covered_losses,
         publish_s_max=judgement.publish_s_max,
+        client_lag_s_max=judgement.client_lag_s_max,
+        load_average=os.getloadavg()[1],
         moves=moves,
         faults=dict(faults),
         gap_reasons=dict(judgement.gap_reasons.most_common()),
@@ -408,7 +445,10 @@ def main() -> int:
     parser.add_argument("--moves-at-once", type=int, default=4)
     parser.add_argument("--fault-pause-s", type=float, default=2.0, help="mean time between two faults")
     parser.add_argument("--flood-per-s", type=float, default=300_000.0, help="messages of a flood")
-    parser.add_argument("--faults", nargs="*", default=FAULTS, choices=FAULTS, metavar="FAULT", help=", ".join(FAULTS))
+    parser.add_argument(
+        "--faults", nargs="*", default=AGENT_FAULTS, choices=FAULTS, metavar="FAULT", help=", ".join(FAULTS)
+    )
+    parser.add_argument("--rivals", type=int, default=0, help="further balancers that wait for the lease")
     parser.add_argument("--seed", type=int, default=1, help="of everything that is left to chance but time")
     parser.add_argument("--json", action="store_true")
     values: dict[str, Any] = vars(parser.parse_args())

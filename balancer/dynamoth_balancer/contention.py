@@ -63,6 +63,9 @@ class Contention:
         if others := self._lease.others():
             text = "another balancer holds it at {}; one that was killed keeps it until it expires"
             reasons.append(text.format(", ".join(others)))
+        if rivals := self._lease.waits_for_rivals():
+            text = "another balancer is connected to {} and may believe that it leads; this one waits until it cannot"
+            reasons.append(text.format(", ".join(rivals)))
         reasons += [f"{server} refuses it: {reply}" for server, reply in self._lease.problems().items()]
         if self._down:
             reasons.append(f"{', '.join(self._down)} cannot be reached")

@@ -128,6 +128,11 @@ class PlanCopy:
         return self._up
 
     @property
+    def is_written_whole(self) -> bool:
+        """Whether the whole plan is on its way to a server that stores none, or another one."""
+        return isinstance(self._writing, Plan)
+
+    @property
     def is_kept(self) -> bool:
         """Whether the server takes what we write: its copy may be behind, but only for a moment."""
         return self._up and self.version is not None and not self.problem

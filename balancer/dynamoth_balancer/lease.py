@@ -16,6 +16,11 @@ A value that no balancer can have written (another type, no number) does not exp
 lease, by PEXPIRE: a DEL could end the lease of another balancer that has just put things right; this only prolongs it.
 
 The lease counts from when a command was *sent*, shortened by what the two clocks may differ.
+
+A key that is absent proves nothing: FLUSHALL deletes the lease of a balancer that is at work. So a balancer first asks
+how many balancers are connected. If there is another one, it takes the key only after the key has been absent for
+``FREE_RENEWALS`` renewals, as a balancer at work takes it again at once. Then it keeps the key for a whole lease before
+the lease counts: until then the other one may believe that it still has it.
 """
 
 from __future__ import annotations
@@ -26,10 +31,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamoth.events import Send
-from dynamoth.names import BALANCER_LEASE_KEY
+from dynamoth.names import BALANCER_CHANNEL, BALANCER_LEASE_KEY
 
 CLOCK_DRIFT_RATIO = 0.1
 """How much faster than ours a server's clock may run: far more than any does, and a tenth of the lease is cheap."""
+
+FREE_RENEWALS = 2
+"""A key is free when it has been absent for so many renewals, if another balancer is connected."""
 
 TAG = "lease"
 
@@ -43,6 +51,12 @@ class _Term:
     held_until: float = -math.inf
     #: Whether the last reply said that it is ours (it may have expired since).
     ours: bool = False
+    #: Whether another balancer is connected, as of the last look; None before the first.
+    has_rival: bool | None = None
+    #: Since when nobody has held the lease here, as of the last reply.
+    free_since: float = math.inf
+    #: When our key begins to count: until then another balancer may believe that it holds the lease.
+    counts_from: float = -math.inf
     #: Who else holds it, as of the last reply.
     other: bytes | None = None
     #: When a command was sent that is not answered; None when there is none.
@@ -95,6 +109,14 @@ class Lease:
         """Return, per server that refuses our commands, what it says."""
         return {server: term.problem for server, term in self._terms.items() if term.up and term.problem}
 
+    def waits_for_rivals(self) -> list[str]:
+        """Return the servers where the lease is free, or ours, but another balancer may believe that it has it."""
+        return [
+            server
+            for server, term in self._terms.items()
+            if term.up and term.has_rival and term.other is None and term.held_until == -math.inf
+        ]
+
     def link_up(self, server: str, now: float) -> list[Send]:
         """Go on at a server."""
         self._terms[server].up = True
@@ -107,7 +129,14 @@ class Lease:
         term.up = False
         term.sent_at = None
         term.other = None
+        term.has_rival = None
+        term.free_since = math.inf
         term.problem = ""
+
+    def look_again(self, server: str, now: float) -> list[Send]:
+        """Renew the lease at a server where keys have been deleted."""
+        self._terms[server].next_at = now
+        return self.tick(now)
 
     def tick(self, now: float) -> list[Send]:
         """Take and renew where it is time."""
@@ -133,16 +162,31 @@ class Lease:
                 Send(server, (b"PEXPIRE", BALANCER_LEASE_KEY, lease_ms), (TAG, "prolonged")),
                 Send(server, (b"GET", BALANCER_LEASE_KEY), (TAG, "renewed")),
             ]
+        if self._may_take(term, now):
+            return [
+                Send(server, (b"SET", BALANCER_LEASE_KEY, self._value, b"NX", b"PX", lease_ms), (TAG, "set")),
+                Send(server, (b"GET", BALANCER_LEASE_KEY), (TAG, "taken")),
+            ]
         return [
-            Send(server, (b"SET", BALANCER_LEASE_KEY, self._value, b"NX", b"PX", lease_ms), (TAG, "set")),
-            Send(server, (b"GET", BALANCER_LEASE_KEY), (TAG, "taken")),
+            Send(server, (b"PUBSUB", b"NUMSUB", BALANCER_CHANNEL), (TAG, "balancers")),
+            Send(server, (b"GET", BALANCER_LEASE_KEY), (TAG, "looked")),
         ]
+
+    def _may_take(self, term: _Term, now: float) -> bool:
+        """Tell whether the key is free, as of the last look, or was deleted while it was ours."""
+        free_s = FREE_RENEWALS * self._renew_s if term.has_rival else 0.0
+        return now < term.held_until or (term.has_rival is not None and now - term.free_since >= free_s)
 
     def replied(self, server: str, what: str, value: Any, now: float) -> list[Send]:
         """Take the reply to a command whose tag is ``(TAG, what)``."""
         term = self._terms[server]
         if what in ("set", "prolonged"):
             term.problem = str(value) if isinstance(value, Exception) else ""
+            if what == "set" and value is not None and not term.problem and now >= term.held_until:
+                term.counts_from = -math.inf if term.has_rival is False else now + self._lease_s
+            return []
+        if what == "balancers":
+            term.has_rival = isinstance(value, Exception) or value[1] > 1  # one is this balancer
             return []
         if what == "released" or self._released:
             term.sent_at = None
@@ -157,13 +201,25 @@ class Lease:
         term.other = value if isinstance(value, bytes) and value.isdigit() and not term.ours else None
         if isinstance(value, bytes) and not value.isdigit():
             term.problem = f"the key {BALANCER_LEASE_KEY.decode()} holds no lease: {value[:20]!r}"
+        if value is None:
+            return self._absent(term, what, now)
+        term.free_since = math.inf
         if not term.ours:
             term.held_until = self._held_until = -math.inf
             return self._expire(server, term, value, now)
         if what == "taken":
             term.next_at = now  # it may have been ours before, with little time left: only a renewal tells
-        elif not term.problem:
+        elif not term.problem and sent_at >= term.counts_from:
             term.held_until = sent_at + self._lease_s * (1 - CLOCK_DRIFT_RATIO)
+        return self.tick(now)
+
+    def _absent(self, term: _Term, what: str, now: float) -> list[Send]:
+        """Go on where there is no key. What was granted counts until it would have expired."""
+        if what != "looked":
+            term.has_rival = None
+        term.free_since = min(term.free_since, now)
+        if not term.problem and (term.has_rival is None or self._may_take(term, now)):
+            term.next_at = now
         return self.tick(now)
 
     def _expire(self, server: str, term: _Term, value: Any, now: float) -> list[Send]:

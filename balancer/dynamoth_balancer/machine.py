@@ -288,11 +288,20 @@ class BalancerMachine:
                     return []
                 return [*self._takeover.replied(server, tag, value), *self._recover(now)]
             case copies.TAG:
-                return [] if self._at_work is None else list(self._at_work.replied(server, tag, value, now))
+                return [] if self._at_work is None else self._copy_replied(self._at_work, server, tag, value, now)
             case "subscribe":
                 return self._subscribed(server, value)
             case _:
                 raise AssertionError(f"not a tag of a balancer: {tag!r}")
+
+    def _copy_replied(self, installer: Installer, server: str, tag: Any, value: Any, now: float) -> list[Any]:
+        """Take the reply to a command of a copy. Where the plan has gone, the lease has probably gone with it."""
+        copy = installer.copy(server)
+        was_whole = copy.is_written_whole
+        actions = list(installer.replied(server, tag, value, now))
+        if copy.is_written_whole and not was_whole:
+            actions += self._lease.look_again(server, now)
+        return actions
 
     def _subscribed(self, server: str, value: Any) -> list[Any]:
         assert isinstance(value, ErrorReply), f"SUBSCRIBE has no reply but an error: {value!r}"

@@ -250,6 +250,10 @@ class LocalCluster:
             ask_balancer(parse_cluster_url(self.url_of("operator")), command, arguments, timeout_s=REQUEST_TIMEOUT_S)
         )
 
+    def another_balancer(self, name: str) -> Child:
+        """Return a further balancer, for the caller to start and to stop."""
+        return self._daemon(name, "balancer", "balancer")
+
     def _daemons(self) -> Iterator[Child]:
         yield from self.agents.values()
         if self._balancer is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import dynamoth_balancer.copies
 from dynamoth.events import Send
+from dynamoth_balancer.lease import Lease
 from dynamoth_client import alone
 from dynamoth_client.alone import ALONE
 from dynamoth_client.moves import Moves
@@ -61,11 +62,22 @@ def lost_entries_not_told() -> AbstractContextManager[None]:
     return replaced(DispatcherMachine, _tell_of_lost_entries=nothing)
 
 
+def rivals_overlooked() -> AbstractContextManager[None]:
+    """A balancer takes the lease as soon as the key is absent, whoever else is connected."""
+    looked = Lease.replied
+
+    def no_rival(self: Lease, server: str, what: str, value: Any, now: float) -> list[Send]:
+        return looked(self, server, what, [b"", 1] if what == "balancers" else value, now)
+
+    return replaced(Lease, replied=no_rival)
+
+
 CHECKS: tuple[Check, ...] = (
     Check("50-alone-grows", no_overlap, "G1"),
     Check("50-alone-grows", plan_not_looked_for, "expected"),
     Check("51-alone-overtaken", no_gap_for_the_alone, "G5"),
     Check("52-empty-member", alone_at_once, "expected"),
     Check("53-flushed", seldom_looked, "expected"),
+    Check("56-flushed-beside-rival", rivals_overlooked, "expected"),
     Check("54-flushed-without-balancer", lost_entries_not_told, "expected"),
 )

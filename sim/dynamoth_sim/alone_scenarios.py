@@ -9,7 +9,10 @@ from collections.abc import Callable
 
 from dynamoth.names import PLAN_KEY
 from dynamoth.plan import Plan
+from dynamoth_balancer.machine import BalancerMachine
+from dynamoth_balancer.machine import Stage as BalancerStage
 from dynamoth_client.alone import FRESH_S
+from dynamoth_sim.process import Process
 from dynamoth_sim.stage import Stage
 
 PUBLISH_INTERVAL_S = 0.02
@@ -133,6 +136,39 @@ def flushed_without_balancer(stage: Stage) -> None:
     stage.expect("it hears newcomers", any(data.startswith(b"Q:") for data in heard), channel)
 
 
+def flushed_beside_rival(stage: Stage) -> None:
+    """Case 56. All keys of all servers are deleted, again and again, while a second balancer waits for the lease.
+
+    The balancer at work stays at work. A client that subscribes meanwhile gets everything, as the plan is never one
+    that has lost its entries.
+    """
+    stage.open()
+    cluster = stage.cluster
+    channel = stage.channel_at("s1")
+    publisher = stage.publisher("P")
+    stage.subscriber("S", channel)
+    stage.move(channel, "s2")
+    for number in range(20):
+        if not cluster.rival.alive:
+            cluster.rival.start()
+        stage.run(0.2 + 0.037 * number)
+        for server in cluster.servers.values():
+            server.flush()
+        stage.run(0.1)
+        stage.subscriber(f"N{number}", channel)
+        for _ in range(5):
+            stage.publish(publisher, channel)
+            stage.run(0.02)
+        leaders = [one for one in (cluster.balancer, cluster.rival) if _leads(one)]
+        stage.expect("the first balancer leads, and no other", leaders == [cluster.balancer])
+    stage.expect("nobody has a gap", channel not in _gaps(stage), channel)
+    stage.close(channel)
+
+
+def _leads(process: Process) -> bool:
+    return isinstance(process.machine, BalancerMachine) and process.machine.stage is BalancerStage.LEADING
+
+
 def _gaps(stage: Stage) -> set[bytes | None]:
     """Return the channels, and patterns, of which gaps were told."""
     return {record.channel for record in stage.world.trace if "GAP of" in f"{record.kind} {record.note}"}
@@ -155,6 +191,7 @@ PLAYS: dict[str, Callable[[Stage], None]] = {
     "50-alone-grows": grows,
     "52-empty-member": empty_member,
     "53-flushed": flushed,
+    "56-flushed-beside-rival": flushed_beside_rival,
 }
 """Nothing may be lost in these."""
 

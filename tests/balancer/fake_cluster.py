@@ -70,6 +70,8 @@ class FakeServer:
     lose: Callable[[Any], bool] = lambda message: False
     #: What administrators were answered.
     replies: list[AdminReply] = field(default_factory=list[AdminReply])
+    #: How many balancers are connected.
+    balancers: int = 1
     #: Commands executed, in order.
     executed: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
     #: What somebody else than a balancer has put there; what is written over that may go back.
@@ -112,6 +114,8 @@ class FakeServer:
                 if key in self.keys:
                     self.expiries[key] = now + ms / 1000
                 return int(key in self.keys)
+            case [b"PUBSUB", b"NUMSUB", channel]:
+                return [channel, self.balancers]
             case [b"DEL", key]:
                 self.expiries.pop(key, None)
                 return int(self.keys.pop(key, None) is not None)
@@ -548,6 +552,7 @@ class FakeCluster:
             self._published(server, args[1], args[2])
             return
         before = server.plan
+        server.balancers = sum(link in each.hears for each in self.balancers if each.stopped is None)
         value = server.execute(args, self.now)
         if args[0] in (b"HSET", b"RENAME") and server.plan is not None and before not in (None, server.forged):
             self._check_phases(before, server.plan)

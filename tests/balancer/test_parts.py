@@ -24,7 +24,7 @@ class Contender:
 
     def __init__(self, incarnation: int, servers: dict[str, FakeServer], nearest_first: list[str]) -> None:
         self.lease = Lease(SERVERS, incarnation, 5.0, 1.0)
-        self._servers = servers
+        self.servers = servers
         self._nearest_first = nearest_first
         self._sends: dict[str, list[Send]] = {id_: [] for id_ in SERVERS}
 
@@ -38,7 +38,7 @@ class Contender:
 
     def _deliver(self, server: str, now: float) -> None:
         sends, self._sends[server] = self._sends[server], []
-        replies = [(send.tag, self._servers[server].execute(tuple(send.args), now)) for send in sends]
+        replies = [(send.tag, self.servers[server].execute(tuple(send.args), now)) for send in sends]
         for tag, value in replies:
             if tag is not None:
                 assert tag[0] == TAG
@@ -49,6 +49,8 @@ def _run(contenders: list[Contender], now: float, duration_s: float) -> float:
     """Let both go on, the commands of both taking effect in turns; return the time."""
     end = now + duration_s
     while now < end:
+        for server in contenders[0].servers.values():
+            server.balancers = len(contenders)
         for contender in contenders:
             contender.take(contender.lease.tick(now))
         for _ in range(20):

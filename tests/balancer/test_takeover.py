@@ -154,6 +154,42 @@ def test_a_lease_that_is_wiped_everywhere_is_taken_again() -> None:
     assert cluster.is_quiet(balancer)
 
 
+@pytest.mark.parametrize("offset_s", [0.05, 0.35, 0.65, 0.95])
+def test_a_balancer_at_work_keeps_the_lease_although_all_keys_are_deleted_beside_a_rival(offset_s: float) -> None:
+    """The rival would begin with an empty plan, and confirm new subscriptions at the homes of channels that have moved.
+
+    It starts again whenever it ends, as a supervisor lets it.
+    """
+    cluster = FakeCluster(3)
+    first = cluster.started()
+    rival = cluster.start()
+    for _ in range(30):
+        cluster.run(offset_s)
+        for server in cluster.servers.values():
+            server.keys.clear()
+        for _ in range(12):
+            cluster.run(0.1)
+            assert _leads(first) and not _leads(rival)
+        if rival.stopped is not None:
+            rival = cluster.start()
+
+
+def test_a_lease_that_was_deleted_while_its_balancer_hangs_counts_only_when_that_one_has_lost_it() -> None:
+    cluster = FakeCluster(3)
+    first = cluster.started()
+    second = cluster.start()
+    cluster.run(0.5)
+    first.frozen = True
+    for server in cluster.servers.values():
+        server.keys.pop(BALANCER_LEASE_KEY)
+    at = cluster.now
+    cluster.run_until(lambda: _leads(second))
+    assert not first.machine._lease.is_held(cluster.now)  # pyright: ignore[reportPrivateUsage]  # it cannot look itself
+    options = second.machine.options
+    assert cluster.now - at <= options.lease_s + 6 * options.lease_renew_s
+    assert any("may believe that it leads" in note.details.get("reason", "") for note in second.notes)
+
+
 def test_never_two_lead() -> None:
     """Whatever is frozen, and whenever it wakes up."""
     for pause_s in (0.5, 2.0, 4.0, 4.6, 5.1, 7.0, 20.0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from bench import churn_journal as journal
 from bench.churn import Load, churn
 from bench.churn_journal import Event, Journal, Judgement, judge, read, read_all, read_tag, tag
+from dynamoth_client.sequences import SUSPICIONS
 
 CHANNEL = b"churn:1"
 PUBLISH_S_MAX = 10.5
@@ -107,6 +109,17 @@ def test_a_gap_event_covers_messages_of_the_publisher_that_it_names(
     assert judgement.gap_reasons == {"because of N": 1}
 
 
+def test_a_gap_event_that_suspects_a_forger_is_a_violation_as_there_is_none(run: Run) -> None:
+    [reason, *_] = SUSPICIONS
+    judgement = run.judge(*ALL, (5.0, journal.GAP, "r", CHANNEL, 7, None, reason))
+    assert judgement.violations == 1
+    assert "suspects a forger" in judgement.stories[0]
+
+
+def test_how_late_event_loops_are_is_told(run: Run) -> None:
+    assert run.judge(*ALL, (5.0, journal.LAG, 0, 0.7), (6.0, journal.LAG, 1, 0.3)).client_lag_s_max == 0.7
+
+
 def test_a_duplicate_is_found(run: Run) -> None:
     judgement = run.judge(*ALL, delivered(5.0, "p", 2))
     assert (judgement.violations, judgement.totals.duplicated) == (1, 1)
@@ -155,6 +168,7 @@ GENTLE = Load(
     fault_pause_s=0.5,
     flood_per_s=50_000,
     faults=("hang-kill", "hang-wake", "flood-kill", "kill"),
+    rivals=0,
     seed=5,
 )
 
@@ -166,4 +180,11 @@ def test_clients_come_and_go_while_agents_fail_and_nothing_is_lost_silently() ->
     assert result.published > 100
     assert result.delivered > 100
     assert sum(result.faults.values()) >= 2
+    assert result.moves["settled"] >= 5
+
+
+def test_nothing_is_lost_while_all_keys_are_deleted_and_another_balancer_waits_for_the_lease() -> None:
+    result = churn(replace(GENTLE, seconds=8.0, faults=("flush", "flush-all"), rivals=1))
+    assert result.clean, "\n".join(result.stories)
+    assert result.delivered > 100
     assert result.moves["settled"] >= 5
