@@ -9,6 +9,8 @@ That is a conflict: two agents, or somebody who forges reports. The balancer can
 so it believes neither until one has fallen silent.
 
 A voice that says that it cannot observe its server acknowledges nothing, whatever it says of versions.
+
+A server knows how many connections listen as its agent. Where there is none, the agent is gone before it is missed.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ from dataclasses import dataclass, field
 
 VOICES_MAX = 16
 """How many processes of one agent are remembered: the one that was heard least recently goes first."""
+
+GONE_S = 1.5
+"""An agent to which nobody listens any more is gone after this time without a word of it: longer than the interval of
+its reports, which one that does not see its server sends over another connection."""
 
 ALONE_RATIO = 0.5
 """A voice is the only one when no other was heard in this part of ``stale_s``: more than two reports of the other."""
@@ -45,6 +51,10 @@ class Agent:
     asked_at: float = -math.inf
     #: When a voice was last heard again, though another one had spoken meanwhile.
     conflict_at: float = -math.inf
+    #: How many connections listen as this agent; None while that is not known.
+    listeners: int | None = None
+    #: Since when there is none; infinite while there is one, or that is not known.
+    deserted_at: float = math.inf
 
 
 class Agents:
@@ -131,8 +141,26 @@ class Agents:
         return max((voice.heard_at for voice in self._agents[server].voices.values()), default=-math.inf)
 
     def is_alive(self, server: str, now: float) -> bool:
-        """Tell whether an agent was heard lately."""
-        return now - self.heard_at(server) < self._stale_s
+        """Tell whether an agent was heard lately, and listens as far as is known."""
+        return now - self.heard_at(server) < self._stale_s and not self.is_gone(server, now)
+
+    def listen(self, server: str, listeners: int | None, now: float) -> None:
+        """Note how many connections listen as the agent of a server; None: that is not known."""
+        agent = self._agents[server]
+        agent.listeners = listeners
+        agent.deserted_at = min(agent.deserted_at, now) if listeners == 0 else math.inf
+
+    def listeners(self, server: str) -> int | None:
+        """Return how many connections listen as the agent of a server; None while that is not known."""
+        return self._agents[server].listeners
+
+    def deserted_at(self, server: str) -> float:
+        """Return since when nobody listens as the agent of a server; infinite while somebody does."""
+        return self._agents[server].deserted_at
+
+    def is_gone(self, server: str, now: float) -> bool:
+        """Tell whether nobody listens as the agent of a server, and the agent says nothing."""
+        return now - max(self.deserted_at(server), self.heard_at(server)) >= GONE_S
 
     def is_in_conflict(self, server: str, now: float) -> bool:
         """Tell whether several processes speak for a server, and did so after each other's first word."""

@@ -25,6 +25,9 @@ FINDING_REPEAT_S = 60.0
 BLIND_MARGIN_RATIO = 0.01
 """A server whose agent is blind counts as this much above ``load_ratio_high``, at least."""
 
+FIRST_REPORTS_S = 10.0
+"""A server that can take part, and whose agent does not report in this time, is not waited for."""
+
 HELD_MAX = 10_000
 """Bound of the channels that are left as administrators have replicated them; the longest ago are forgotten."""
 
@@ -45,6 +48,8 @@ class Decider:
         self._made = 0
         #: What the goals could not reach when they were asked last.
         self.unreached: Sequence[Finding] = ()
+        #: Since when servers that can take part have not reported often enough; None while all have.
+        self._unmeasured_since: float | None = None
         self._look_at = -math.inf
         self._plan_at = -math.inf
         self._findings_at = -math.inf
@@ -72,6 +77,7 @@ class Decider:
             self._began_at = now
         self._plan_version = -1
         self._unwanted.clear()
+        self.unreached = ()
 
     def wait(self, now: float) -> None:
         """Make no plan for ``wait_s``."""
@@ -105,6 +111,8 @@ class Decider:
             return None
         cluster = self.cluster(installer, now)
         decision = decide(self._goals, cluster)
+        if self._awaits_reports(installer, now) and not decision.moves:
+            return None  # nobody knows yet what can be reached
         self.unreached = decision.findings
         for figures in cluster.figures:
             self._unwanted.pop(figures.channel, None)  # it was thought about
@@ -147,6 +155,19 @@ class Decider:
         dead = self._dead_replicas(installer, now)
         draining = {server: self.left_at(server, installer.plan) for server in options.draining}
         return Cluster(loads, self._model.channels, movable, options, figures, dead, draining, blind)
+
+    def _awaits_reports(self, installer: Installer, now: float) -> bool:
+        """Tell whether a server that can take part was not measured yet, as it or its agent has just begun."""
+        if not any(
+            self._model.samples(server) < self._options.reports_min
+            for server in installer.plan.servers
+            if server not in self._model.blind and installer.why_not(server, now) is None
+        ):
+            self._unmeasured_since = None
+            return False
+        if self._unmeasured_since is None:
+            self._unmeasured_since = now
+        return now - self._unmeasured_since < FIRST_REPORTS_S
 
     def _at_least_high(self, load: ServerLoad) -> ServerLoad:
         """Return the load of a server whose agent is blind: overloaded, whatever was measured before."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +28,16 @@ TRANSITION_SLOW_S = 10.0
 BEHIND_S = 5.0
 """Servers and agents take a new version of the plan within a round trip; those that need longer are stalled."""
 
+SEVERAL_S = 1.0
+"""An agent that connects again may be counted twice for a moment."""
+
 LATE_S = 1.0
 """An agent whose observation lags by more does not get the CPU that it needs."""
+
+UNANSWERED_S = 1.0
+"""A server for which answers have been late for so long hangs, or is too busy to serve anybody."""
+
+UNANSWERED = "it does not answer: it hangs, or is busy with a command that takes long"
 
 MEMORY_LOW_RATIO = 0.9
 """Above this share of ``maxmemory`` a server will soon refuse to store the plan."""
@@ -112,7 +120,9 @@ class View:
     servers: Sequence[str]
     #: The servers that are not connected, and why.
     down: Mapping[str, str]
-    #: The servers that refuse the balancer's subscription or its lease, and their replies.
+    #: The servers that are connected and do not answer.
+    unanswered: Collection[str]
+    #: The servers that refuse something to the balancer, and their replies.
     refused: Mapping[str, str]
     #: None before the first term.
     installer: Installer | None
@@ -132,6 +142,8 @@ def find(view: View, now: float) -> Iterator[Found]:
     for server in view.servers:
         if server in view.down:
             yield Found(Severity.ERROR, "server_unreachable", server, f"no connection: {view.down[server]}")
+        elif server in view.unanswered:
+            yield Found(Severity.ERROR, "server_unreachable", server, UNANSWERED, after_s=UNANSWERED_S)
         elif leading is not None:
             yield from _of_copy(server, leading)
         if server in view.refused and server not in view.down:
@@ -151,14 +163,13 @@ def _of_copy(server: str, installer: Installer) -> Iterator[Found]:
     if copy.problem:
         text = f"it does not keep the plan: {with_cure(copy.problem)}"
         yield Found(Severity.ERROR, "plan_refused", server, text)
-    elif copy.version != installer.plan.version:
-        stored = "an unknown version" if copy.version is None else f"version {copy.version}"
-        text = f"it stores {stored} of the plan, not {installer.plan.version}: it does not answer in time"
-        yield Found(Severity.ERROR, "plan_not_stored", server, text, after_s=BEHIND_S)
 
 
 def _of_agent(server: str, view: View, leading: Installer | None, now: float) -> Iterator[Found]:
     agents = view.agents
+    if agents.is_gone(server, now):
+        yield Found(Severity.ERROR, "agent_silent", server, no_agent(server), agents.deserted_at(server))
+        return
     if not agents.is_alive(server, now):
         known = agents.incarnation(server) is not None
         since, after_s = (agents.heard_at(server), 0.0) if known else (None, BEHIND_S)
@@ -167,6 +178,8 @@ def _of_agent(server: str, view: View, leading: Installer | None, now: float) ->
         return
     if agents.is_in_conflict(server, now):
         yield Found(Severity.ERROR, "agents_in_conflict", server, agents.why_not(server, now) or "")
+    elif (listeners := agents.listeners(server) or 0) > 1:
+        yield Found(Severity.WARNING, "agents_in_conflict", server, several_agents(listeners), after_s=SEVERAL_S)
     elif problem := agents.unobserved(server, now):
         yield Found(Severity.ERROR, CANNOT_OBSERVE, server, problem)
     elif leading is not None and server in leading.versions_refused:
@@ -183,6 +196,16 @@ def _of_agent(server: str, view: View, leading: Installer | None, now: float) ->
         yield from _of_report(server, report)
     if (blind := view.model.blindness(server)) is not None:
         yield Found(Severity.ERROR, "agent_blind", server, blind.reason, blind.since)
+
+
+def no_agent(server: str) -> str:
+    """Say that nobody listens as the agent of a server."""
+    return f"it has no agent: start 'dynamoth node --server {server}'"
+
+
+def several_agents(number: int) -> str:
+    """Say that several connections listen as the agent of a server."""
+    return f"{number} connections listen as its agent (one that was cut may be among them): stop all agents but one"
 
 
 def _of_report(server: str, report: Report) -> Iterator[Found]:
@@ -215,7 +238,8 @@ def _of_transitions(installer: Installer, now: float) -> Iterator[Found]:
         text = f"the channel is {transition.entry.phase.name.lower()} and waits for {waits}"
         yield Found(Severity.WARNING, "transition_stalled", channel_text(channel), text, since)
     if (more := len(slow) - TRANSITIONS_SHOWN_MAX) > 0:
-        yield Found(Severity.WARNING, "transition_stalled", "balancer", f"{more} more channels do not settle")
+        what = "1 more channel does" if more == 1 else f"{more} more channels do"
+        yield Found(Severity.WARNING, "transition_stalled", "balancer", f"{what} not settle")
 
 
 CURES = (

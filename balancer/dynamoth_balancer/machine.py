@@ -29,7 +29,7 @@ from dynamoth.errors import AlreadyRunning, ConfigError, MalformedMessage, Reque
 from dynamoth.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick, earliest
 from dynamoth.names import BALANCER_CHANNEL, OPERATOR_CHANNEL
 from dynamoth.plan import Assignment, Mode, Plan, Server
-from dynamoth_balancer import copies, lease, takeover
+from dynamoth_balancer import copies, lease, listeners, takeover
 from dynamoth_balancer.actions import Decided, Note, PlanChanged, Shutdown, Stopped
 from dynamoth_balancer.admin import Admin
 from dynamoth_balancer.agents import Agents
@@ -43,6 +43,7 @@ from dynamoth_balancer.health import Health, Presence, View, describe_problem, f
 from dynamoth_balancer.hearing import Hearing
 from dynamoth_balancer.installer import Installer, TransitionsSettled
 from dynamoth_balancer.lease import Lease
+from dynamoth_balancer.listeners import Listeners
 from dynamoth_balancer.model import ClusterModel
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.recovery import Conflict
@@ -115,6 +116,7 @@ class BalancerMachine:
         self._presence = Presence(ids)
         self._model = ClusterModel(ids, self.options.averaging_s, self.options.interruptions_window_s)
         self._agents = Agents(ids, self.options.agent_stale_s, self._model.blind)
+        self._listeners = Listeners(self._agents)
         self._hearing = Hearing(self._agents, self._model, self.counters)
         self._decider = Decider(self._model, (Replicate(), Relieve(), Drain()), self.options)
         #: What is wrong, for people.
@@ -216,7 +218,7 @@ class BalancerMachine:
             case LinkUp(link, run_id):
                 actions += self._link_up(link, run_id, now)
             case LinkDown(link, reason):
-                actions += self._link_down(link, reason)
+                actions += self._link_down(link, reason, now)
             case Start():
                 self._contention.begin(now)
                 self._tick_at = now + TICK_INTERVAL_S
@@ -264,11 +266,12 @@ class BalancerMachine:
             actions += self._at_work.link_up(server, run_id, now)
         return actions
 
-    def _link_down(self, server: str, reason: str) -> list[Any]:
+    def _link_down(self, server: str, reason: str, now: float) -> list[Any]:
         was_up = server in self._run_ids
         self._run_ids.pop(server, None)
         self._refused.pop(server, None)
         self._lease.link_down(server)
+        self._listeners.link_down(server, now)
         if self._takeover is not None:
             self._takeover.link_down(server)
         if self._installer is not None:
@@ -289,6 +292,9 @@ class BalancerMachine:
                 return [*self._takeover.replied(server, tag, value), *self._recover(now)]
             case copies.TAG:
                 return [] if self._at_work is None else self._copy_replied(self._at_work, server, tag, value, now)
+            case listeners.TAG:
+                self._listeners.replied(server, value, now)
+                return []
             case "subscribe":
                 return self._subscribed(server, value)
             case _:
@@ -415,6 +421,7 @@ class BalancerMachine:
             actions += self._lease.tick(now)
             actions += self._recover(now)
             actions += self._resubscribe()
+            actions += self._listeners.tick(self._run_ids, now)
             actions += self._presence.look(self._agents, now)
             actions += self._admin.tick(now)
             if (installer := self._at_work) is not None:
@@ -433,7 +440,8 @@ class BalancerMachine:
             why_not_leading=None if leads else self._why_not_leading(),
             servers=tuple(self._servers),
             down=self._down_reasons,
-            refused={**lease_problems, **self._refused},
+            unanswered=[server for server in self._run_ids if self._listeners.is_unanswered(server, now)],
+            refused={**self._listeners.refused, **lease_problems, **self._refused},
             installer=self._installer,
             agents=self._agents,
             model=self._model,

@@ -72,6 +72,8 @@ class FakeServer:
     replies: list[AdminReply] = field(default_factory=list[AdminReply])
     #: How many balancers are connected.
     balancers: int = 1
+    #: How many connections listen as its agent.
+    agents: int = 1
     #: Commands executed, in order.
     executed: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
     #: What somebody else than a balancer has put there; what is written over that may go back.
@@ -115,7 +117,7 @@ class FakeServer:
                     self.expiries[key] = now + ms / 1000
                 return int(key in self.keys)
             case [b"PUBSUB", b"NUMSUB", channel]:
-                return [channel, self.balancers]
+                return [channel, self.agents if channel == AGENT_CHANNEL else self.balancers]
             case [b"DEL", key]:
                 self.expiries.pop(key, None)
                 return int(self.keys.pop(key, None) is not None)
@@ -208,6 +210,8 @@ class FakeAgent:
     server: FakeServer
     incarnation: int = field(default_factory=lambda: next(_incarnations))
     alive: bool = True
+    #: How many connections listen as this agent: that of a process that hangs is there, too.
+    listeners: int = 1
     #: A mute one acts on plans, and says nothing.
     mute: bool = False
     plan: Plan | None = None
@@ -553,6 +557,7 @@ class FakeCluster:
             return
         before = server.plan
         server.balancers = sum(link in each.hears for each in self.balancers if each.stopped is None)
+        server.agents = self.agents[link].listeners
         value = server.execute(args, self.now)
         if args[0] in (b"HSET", b"RENAME") and server.plan is not None and before not in (None, server.forged):
             self._check_phases(before, server.plan)

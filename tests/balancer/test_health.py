@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 
-from dynamoth.names import PLAN_KEY
+from dynamoth.events import Tick
+from dynamoth.names import AGENT_CHANNEL, PLAN_KEY
+from dynamoth.plan import Plan, Server
 from dynamoth_balancer.health import Found, Health, Problem, Severity, with_cure
+from dynamoth_balancer.machine import Stage
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.fake_cluster import CAPACITY, Balancer, FakeCluster
 
 NO_DECISIONS = BalancerOptions(load_ratio_high=1000.0)
 CHANNEL = b"news"
+HOMES = Plan.initial([Server("s1", "redis://s1"), Server("s2", "redis://s2")]).ring
 
 
 def started(servers: int = 2, options: BalancerOptions = NO_DECISIONS) -> tuple[FakeCluster, Balancer]:
@@ -82,6 +86,79 @@ def test_a_dead_agent_has_no_rates_and_since_when_it_is_dead() -> None:
     assert kinds(balancer) == {}
 
 
+def test_an_agent_that_is_gone_is_shown_before_its_reports_are_missed() -> None:
+    cluster, balancer = started()
+    cluster.agents["s1"].alive, cluster.agents["s1"].listeners = False, 0
+    died = cluster.now
+    cluster.run(1.4)
+    assert kinds(balancer) == {}, "it may come back at once"
+    cluster.run(1.0)
+    problem = kinds(balancer)["agent_silent", "s1"]
+    assert problem.reason == "it has no agent: start 'dynamoth node --server s1'"
+    assert died <= problem.since <= died + 0.6
+    assert balancer.machine.agents_alive(cluster.now) == 1
+    assert cluster.ask("status", server="s2").result["servers"]["s1"]["agent"] == "silent"
+    cluster.run(10)
+    assert list(kinds(balancer)) == [("agent_silent", "s1")]
+    cluster.agents["s1"].alive, cluster.agents["s1"].listeners = True, 1
+    cluster.run(2)
+    assert kinds(balancer) == {}
+
+
+def test_an_agent_that_reports_without_listening_is_not_gone() -> None:
+    """An agent that Redis disconnects again and again reports itself blind over another connection."""
+    cluster, balancer = started()
+    cluster.agents["s1"].listeners = 0
+    cluster.run(10)
+    assert kinds(balancer) == {}
+
+
+def test_several_that_listen_as_one_agent() -> None:
+    cluster, balancer = started()
+    cluster.agents["s1"].listeners = 2
+    cluster.run(2)
+    problem = kinds(balancer)["agents_in_conflict", "s1"]
+    assert problem.severity is Severity.WARNING and "2 connections listen as its agent" in problem.reason
+    cluster.agents["s1"].listeners = 1
+    cluster.run(1)
+    assert kinds(balancer) == {}
+
+
+def test_a_server_that_hangs_is_shown_before_its_connection_is_lost() -> None:
+    cluster, balancer = started()
+    balancer.deaf.add("s2")
+    hung = cluster.now
+    cluster.run(2.2)
+    problem = kinds(balancer)["server_unreachable", "s2"]
+    assert problem.severity is Severity.ERROR and "it does not answer" in problem.reason
+    cluster.stop_server("s2")
+    cluster.run(1)
+    problem = kinds(balancer)["server_unreachable", "s2"]
+    assert "connection lost" in problem.reason and hung <= problem.since <= hung + 1.2
+    balancer.deaf.clear()
+    cluster.start_server("s2")
+    cluster.run(6)
+    assert kinds(balancer) == {}
+
+
+def test_a_balancer_that_was_stopped_for_a_while_does_not_blame_servers() -> None:
+    cluster, balancer = started()
+    cluster.run(0.5)
+    for machine_time in (0.5, 4.5):
+        balancer.machine.handle(Tick(), cluster.now + machine_time)
+    assert not [key for key in kinds(balancer) if key[0] == "server_unreachable"]
+
+
+def test_a_balancer_that_may_not_ask_for_agents_says_so() -> None:
+    cluster = FakeCluster(2)
+    cluster.servers["s1"].refuse = lambda args: "NOPERM no" if AGENT_CHANNEL in args else None
+    balancer = cluster.start(NO_DECISIONS)
+    cluster.run(10)
+    [problem] = kinds(balancer).values()
+    assert (problem.kind, problem.subject) == ("server_refuses", "s1")
+    assert "it does not say whether it has an agent: NOPERM no" in problem.reason and "dynamoth acl" in problem.reason
+
+
 def test_a_server_that_is_down() -> None:
     cluster, balancer = started()
     cluster.stop_server("s2")
@@ -115,8 +192,7 @@ def test_a_server_that_does_not_answer_and_an_agent_that_does_not_acknowledge() 
     cluster.admin(home, "move", {"channel": CHANNEL, "to": other})
     cluster.run(12)
     found = kinds(balancer)
-    assert ("plan_not_stored", third) in found
-    assert "does not answer in time" in found["plan_not_stored", third].reason
+    assert "it does not answer" in found["server_unreachable", third].reason
 
 
 def test_goals_that_cannot_be_reached_stay_shown_as_long_as_they_are() -> None:
@@ -130,6 +206,21 @@ def test_goals_that_cannot_be_reached_stay_shown_as_long_as_they_are() -> None:
     cluster.agents["s1"].loads.clear()
     cluster.run(5)
     assert kinds(balancer) == {}
+
+
+def test_a_goal_is_not_unreached_before_all_servers_are_measured() -> None:
+    """After a start of the balancer nobody knows whether another server has room."""
+    cluster = FakeCluster(2)
+    at_s1 = next(b"%d" % number for number in range(100) if HOMES.home(b"%d" % number) == "s1")
+    cluster.agents["s1"].loads[at_s1] = CAPACITY // 2
+    options = BalancerOptions(load_ratio_high=1000.0, draining=frozenset({"s1"}))
+    cluster.agents["s2"].reports = False
+    balancer = cluster.start(options)
+    cluster.run_until(lambda: balancer.machine.stage is Stage.LEADING)
+    cluster.run(4)
+    assert not [key for key in kinds(balancer) if key[0] == "goal_unreached"], "s2 has begun a moment ago"
+    cluster.run(10)
+    assert ("goal_unreached", "s1") in kinds(balancer), "s2 was waited for long enough"
 
 
 def test_a_problem_is_logged_when_it_begins_and_when_it_is_over() -> None:
