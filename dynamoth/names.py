@@ -50,6 +50,9 @@ FORWARD_PREFIX = RESERVED_PREFIX + b"forward:"
 Who may not publish on the channel may not ask for it either, as the same ACL pattern forbids both.
 """
 
+SHOWN_BYTES_MAX = 80
+"""Bound of the part of a name that texts for people show."""
+
 _EPOCH_DIGITS = 8
 """Hexadecimal digits of an epoch in a name. Always as many: ``*`` of an ACL pattern would match colons, too."""
 
@@ -134,6 +137,15 @@ def is_user_channel(physical: bytes) -> bool:
     if physical.startswith(RESERVED_PREFIX):
         return physical.startswith(SHARDED_PREFIX) or logical_channel(physical) != physical
     return not physical.startswith(SERVER_LOCAL_PREFIXES)
+
+
+def in_quotes(channel: bytes) -> str:
+    """Return the name of a channel for texts that people read, of bounded length: ``'news'``."""
+    name = channel[:SHOWN_BYTES_MAX]
+    try:
+        return repr(name.decode())
+    except UnicodeDecodeError:
+        return repr(name)[1:]
 
 
 def is_own_channel(channel: bytes) -> bool:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dynamoth.errors import RequestRefused
-from dynamoth.names import is_user_channel, logical_channel
+from dynamoth.names import in_quotes, is_user_channel, logical_channel
 from dynamoth.plan import Assignment, Entry, Mode, Phase, single
 from dynamoth.wire import shortened
 from dynamoth_balancer.installer import Installer
@@ -97,8 +97,12 @@ class Changes:
         channel = arguments.get("channel")
         if not isinstance(channel, bytes):
             raise _nonsense(command)
+        if not channel:
+            raise RequestRefused("the name of the channel is empty: name one")
         if not is_user_channel(channel) or logical_channel(channel) != channel:
-            raise RequestRefused(f"channel {channel!r:.80} is not an application's: it cannot be moved or replicated")
+            raise RequestRefused(
+                f"channel {in_quotes(channel)} is not an application's: it cannot be moved or replicated"
+            )
         entry = installer.plan.entry(channel)
         after, note = self._resolve[command](installer, channel, entry, arguments, now)
         if entry.phase is not Phase.SETTLED and _same(entry.route.assignment, after):
@@ -132,7 +136,7 @@ class Changes:
             raise _nonsense("move")
         if entry.phase is Phase.SETTLED and entry.route.assignment.mode is not Mode.SINGLE:
             raise RequestRefused(
-                f"channel {channel!r:.80} is replicated over {', '.join(entry.route.assignment.servers)}:"
+                f"channel {in_quotes(channel)} is replicated over {', '.join(entry.route.assignment.servers)}:"
                 " 'dynamoth plan unreplicate CHANNEL --to SERVER' puts it at one server"
             )
         return single(target), ""
@@ -164,7 +168,8 @@ class Changes:
             if target in (None, where):
                 return single(where), ""
             raise RequestRefused(
-                f"channel {channel!r:.80} is not replicated: it is at {where:.80}, and 'dynamoth plan move' moves it"
+                f"channel {in_quotes(channel)} is not replicated: it is at {where:.80}, and 'dynamoth plan move' moves"
+                " it"
             )
         if target is None:
             under_way = entry.route.assignment.mode is Mode.SINGLE

@@ -11,6 +11,7 @@ from typing import Any
 
 from dynamoth.compatibility import Compatibility, CompatibilityRule, homes
 from dynamoth.errors import PlanError, RequestRefused
+from dynamoth.names import in_quotes
 from dynamoth.plan import Phase, Plan, single
 from dynamoth.wire import shortened
 
@@ -68,8 +69,8 @@ def why_not_moved(plan: Plan, channel: bytes) -> str | None:
         return None
     name = rule.pattern.decode(errors="backslashreplace")
     return (
-        f"channel {channel!r:.80} stays at {rule.server}, as plain Redis clients may use it there (compatibility rule"
-        f" {name}): when all of them are upgraded, 'dynamoth plan compatibility lift {name}' allows it"
+        f"channel {in_quotes(channel)} stays at {rule.server}, as plain Redis clients may use it there (compatibility"
+        f" rule {name}): when all of them are upgraded, 'dynamoth plan compatibility lift {name}' allows it"
     )
 
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from dynamoth.names import in_quotes
 from dynamoth.plan import Assignment, Mode, single
 from dynamoth_balancer.options import BalancerOptions
 
@@ -321,7 +322,7 @@ def why_they_stay(cluster: Cluster, source: ServerLoad, stayed: Sequence[Channel
     busiest = max(stayed)
     ratio = busiest.outgoing_bytes_per_s / source.outgoing_bytes_per_s_max
     if ratio > cluster.options.load_ratio_safe:
-        what = f"channel {busiest.channel!r:.80} alone makes load ratio {ratio:.2f} here"
+        what = f"channel {in_quotes(busiest.channel)} alone makes load ratio {ratio:.2f} here"
         return f"{what}: one server is too small for it, 'dynamoth plan replicate' spreads it over several"
     return "its channels rest, are in transition, or would overload any other server: add servers"
 

@@ -27,7 +27,7 @@ from dynamoth.control import PlanQuery, Vacated, pack_control
 from dynamoth.envelope import EPOCH_MAX
 from dynamoth.errors import ConfigError, RequestRefused
 from dynamoth.events import Send
-from dynamoth.names import AGENT_CHANNEL
+from dynamoth.names import AGENT_CHANNEL, in_quotes
 from dynamoth.plan import Assignment, Entry, Phase, Plan, Server
 from dynamoth_balancer.actions import Note, PlanChanged
 from dynamoth_balancer.agents import Agents
@@ -176,8 +176,8 @@ class Installer:
             rest_s = self._settled_at.get(channel, self._began_at) + self._options.plain_rest_s - now
             if rest_s > 0 and new.is_plain(channel) and not is_plain(channel):
                 raise RequestRefused(
-                    f"channel {channel!r:.80} may have moved a moment ago, and some messages may still be on their way"
-                    f" or held: try again in {rest_s:.1f} s"
+                    f"channel {in_quotes(channel)} may have moved a moment ago, and some messages may still be on their"
+                    f" way or held: try again in {rest_s:.1f} s"
                 )
 
     def rules_wait_for(self, now: float) -> list[str]:
@@ -207,9 +207,9 @@ class Installer:
             )
         entry = self.plan.entry(channel)
         if entry.phase is not Phase.SETTLED:
-            raise RequestRefused(f"channel {channel!r:.80} is in transition; wait until it has settled")
+            raise RequestRefused(f"channel {in_quotes(channel)} is in transition; wait until it has settled")
         if entry.route.assignment == assignment:
-            raise RequestRefused(f"channel {channel!r:.80} is there already")
+            raise RequestRefused(f"channel {in_quotes(channel)} is there already")
         problems = [self.why_not(server, now) for server in entry.route.assignment.servers]
         problems += [self.why_not_to(server, now) for server in assignment.servers]
         for problem in filter(None, problems):

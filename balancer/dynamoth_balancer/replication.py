@@ -25,6 +25,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from dynamoth.names import in_quotes
 from dynamoth.plan import Assignment, Mode, single
 from dynamoth_balancer.goals import ChannelFigures, Cluster, Finding, Move, ServerLoad
 from dynamoth_balancer.options import BalancerOptions
@@ -180,7 +181,7 @@ class Replicate:
 
 
 def _dead(server: str, channels: Sequence[bytes]) -> Finding:
-    named = ", ".join(f"{channel!r:.80}" for channel in channels[:CHANNELS_TOLD_MAX])
+    named = ", ".join(f"{in_quotes(channel)}" for channel in channels[:CHANNELS_TOLD_MAX])
     more = f" and {len(channels) - CHANNELS_TOLD_MAX} more" if len(channels) > CHANNELS_TOLD_MAX else ""
     return Finding(
         server,
@@ -348,5 +349,5 @@ class Change:
             why = f"no more can take part: {self._cluster.more_servers}"
         else:
             why = "no other has room: add servers"
-        text = f"channel {self._figures.channel!r:.80} needs {wanted.replicas} servers and has {found}, as {why}"
+        text = f"channel {in_quotes(self._figures.channel)} needs {wanted.replicas} servers and has {found}, as {why}"
         self._cluster.findings.append(Finding(busiest.id, busiest.load_ratio, text, self._figures.channel))

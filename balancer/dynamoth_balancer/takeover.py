@@ -10,6 +10,7 @@ from typing import Any
 from dynamoth.compatibility import CompatibilityRule
 from dynamoth.errors import MalformedMessage
 from dynamoth.events import ErrorReply, Send
+from dynamoth.names import in_quotes
 from dynamoth.plan import Plan, Server
 from dynamoth.stored_plan import READ_HEADER, READ_WHOLE, StoredHeader, parse_header, parse_whole
 from dynamoth_balancer.actions import Note
@@ -188,7 +189,7 @@ class Takeover:
 
 
 def _damage(channels: Sequence[bytes]) -> str:
-    names = ", ".join(f"{channel!r:.60}" for channel in channels[:3])
+    names = ", ".join(f"{in_quotes(channel)}" for channel in channels[:3])
     return (
         f"what it says of {len(channels)} channels cannot be read ({names}): they are where other copies say, or home"
     )

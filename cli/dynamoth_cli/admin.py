@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +24,7 @@ from dynamoth.names import OPERATOR_CHANNEL, operator_inbox
 from dynamoth.plan import Plan
 from dynamoth.stored_plan import READ_HEADER, READ_WHOLE, parse_header, parse_whole
 from dynamoth_link.driver import Driver
-from dynamoth_link.errors import LinkError, MachineCrashed
+from dynamoth_link.errors import LinkError, MachineCrashed, connect_timed_out
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.query import query
 from dynamoth_link.urls import ClusterAddress, ServerAddress
@@ -33,6 +33,9 @@ REPEAT_INTERVAL_S = 1.0
 """A request that was not answered for this long is sent again."""
 
 ANSWER_TIMEOUT_S = 5.0
+
+LATE_S = 1.0
+"""When servers are asked alike, how much later than the first one the others may answer."""
 
 SECOND_ANSWER_S = 0.5
 """How long to wait for a better answer of another balancer: two get a request at the same time."""
@@ -211,37 +214,23 @@ async def ask_balancer(
 
 
 async def find_balancer(cluster: ClusterAddress, link: LinkOptions) -> ServerAddress:
-    """Return a server that a balancer listens at. All are asked at once, so one that hangs holds nobody up.
+    """Return a server that a balancer listens at.
 
     Raises:
         RequestRefused: no server says that there is one, and some refuse to say it.
         ClusterUnavailable: no server answers, or no balancer is running.
 
     """
-
-    async def ask(server: ServerAddress) -> tuple[ServerAddress, Any]:
-        count = (b"PUBSUB", b"NUMSUB", OPERATOR_CHANNEL)
-        [answer] = await query(server, count, options=link, timeout_s=ANSWER_TIMEOUT_S)
-        return server, answer
-
     faults: list[LinkError] = []
     refusals: list[str] = []
-    tasks = [asyncio.create_task(ask(server)) for server in cluster.servers]
-    try:
-        for earliest in asyncio.as_completed(tasks):
-            try:
-                server, answer = await earliest
-            except LinkError as error:
-                faults.append(error)
-                continue
-            if isinstance(answer, ErrorReply):
-                refusals.append(f"{server.redacted()}: {answer}: check the user's permissions")
-            elif answer[1]:
-                return server
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    answers = await ask_all(cluster.servers, (b"PUBSUB", b"NUMSUB", OPERATOR_CHANNEL), link=link)
+    for server, answer in zip(cluster.servers, answers, strict=True):
+        if isinstance(answer, LinkError):
+            faults.append(answer)
+        elif isinstance(count := answer[0], ErrorReply):
+            refusals.append(f"{server.redacted()}: {count}: check the user's permissions")
+        elif count[1]:
+            return server
     if refusals:
         raise RequestRefused(refusals[0])
     if len(faults) == len(cluster.servers):
@@ -249,14 +238,56 @@ async def find_balancer(cluster: ClusterAddress, link: LinkOptions) -> ServerAdd
     raise ClusterUnavailable(NO_BALANCER)
 
 
-async def read_plan(cluster: ClusterAddress, link: LinkOptions = _DEFAULTS) -> Plan:
+async def ask_all(
+    servers: Sequence[ServerAddress], *commands: Sequence[CommandPart], link: LinkOptions
+) -> list[list[Any] | LinkError]:
+    """Ask servers the same, at once; return the replies of each, or why there are none.
+
+    When one has answered, the others have ``LATE_S`` to do so: one that hangs does not hold people up.
+    """
+    tasks = [
+        asyncio.create_task(query(server, *commands, options=link, timeout_s=ANSWER_TIMEOUT_S)) for server in servers
+    ]
+    try:
+        await _first_success(tasks)
+        await asyncio.wait(tasks, timeout=LATE_S)
+        found: list[list[Any] | LinkError] = []
+        for server, task in zip(servers, tasks, strict=True):
+            fault = task.exception() if task.done() else connect_timed_out(server, LATE_S)
+            if fault is not None and not isinstance(fault, LinkError):
+                raise fault
+            found.append(task.result() if fault is None else fault)
+        return found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _first_success(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Wait until one of these tasks has succeeded, or all have ended."""
+    left = set(tasks)
+    while left:
+        done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        if any(task.exception() is None for task in done):
+            return
+
+
+async def read_plan(
+    cluster: ClusterAddress, link: LinkOptions = _DEFAULTS, on_fault: Callable[[LinkError], None] = lambda _: None
+) -> Plan:
     """Return the plan that a server stores: the newest of those that the URL names.
+
+    Args:
+        cluster: its servers.
+        link: credentials, TLS.
+        on_fault: called for each server that does not answer, when another one does.
 
     Raises:
         ClusterUnavailable: no server answers, or none stores a plan.
 
     """
-    return await _newest(cluster, link, READ_WHOLE, lambda reply: parse_whole(reply, None))
+    return await _newest(cluster, link, READ_WHOLE, lambda reply: parse_whole(reply, None), on_fault)
 
 
 async def read_header(cluster: ClusterAddress, link: LinkOptions = _DEFAULTS) -> Plan:
@@ -266,22 +297,23 @@ async def read_header(cluster: ClusterAddress, link: LinkOptions = _DEFAULTS) ->
         header = parse_header(reply, None)
         return None if header is None else header.plan
 
-    return await _newest(cluster, link, READ_HEADER, parse)
+    return await _newest(cluster, link, READ_HEADER, parse, lambda _: None)
 
 
 async def _newest(
-    cluster: ClusterAddress, link: LinkOptions, command: tuple[CommandPart, ...], parse: Callable[[Any], Plan | None]
+    cluster: ClusterAddress,
+    link: LinkOptions,
+    command: tuple[CommandPart, ...],
+    parse: Callable[[Any], Plan | None],
+    on_fault: Callable[[LinkError], None],
 ) -> Plan:
-    asked = (query(server, command, options=link, timeout_s=ANSWER_TIMEOUT_S) for server in cluster.servers)
     plans: list[Plan] = []
     damage: list[str] = []
     faults: list[LinkError] = []
     refusals: list[str] = []
-    for answer in await asyncio.gather(*asked, return_exceptions=True):
+    for answer in await ask_all(cluster.servers, command, link=link):
         if isinstance(answer, LinkError):
             faults.append(answer)
-        elif isinstance(answer, BaseException):
-            raise answer
         elif isinstance(answer[0], ErrorReply):
             refusals.append(f"the stored plan cannot be read: {answer[0]}: check the user's permissions")
         else:
@@ -293,6 +325,8 @@ async def _newest(
             if plan is not None:
                 plans.append(plan)
     if plans:
+        for fault in faults:
+            on_fault(fault)
         return max(plans, key=lambda plan: plan.version)
     if refusals:
         raise RequestRefused(refusals[0])

@@ -1,8 +1,13 @@
-"""Numbers on the command line, with an error that says what is wrong with the text."""
+"""Numbers on the command line, with an error that says what is wrong with the text; and in what it prints."""
 
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 channel``, ``2 channels``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def whole_number(text: str) -> int:

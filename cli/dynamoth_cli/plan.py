@@ -7,16 +7,18 @@ import asyncio
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from dynamoth.plan import Entry, Mode, Plan, Route
+from dynamoth.plan import Entry, Location, Mode, Plan, Route
 from dynamoth_balancer.admin import CHANGE_TIMEOUT_S_MAX
 from dynamoth_balancer.changes import MODES, mode_name
 from dynamoth_balancer.compatibility import describe_rules
 from dynamoth_cli import compatibility
 from dynamoth_cli.access import Access, access_of, add_access
 from dynamoth_cli.admin import ask_balancer, read_plan
-from dynamoth_cli.numbers import number
+from dynamoth_cli.numbers import counted, number
+from dynamoth_link.errors import LinkError
 from dynamoth_link.urls import redact
 
 CHANGE_TIMEOUT_S = 60.0
@@ -33,7 +35,8 @@ REPLICATED_MODES = [name for name, mode in MODES.items() if mode is not Mode.SIN
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     commands = parser.add_subparsers(dest="action", required=True)
-    show = commands.add_parser("show", help="show the plan as the servers store it; needs no balancer")
+    show = commands.add_parser("show", help="show the plan, or one channel, as the servers store it; needs no balancer")
+    show.add_argument("channel", metavar="CHANNEL", nargs="?", type=_channel, help="show where this channel is")
     add_access(show)
     show.add_argument("--json", action="store_true", help="print JSON")
     move = _add_change(
@@ -79,7 +82,7 @@ def _add_change(commands: Any, name: str, summary: str, description: str) -> arg
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=summary, description=f"{description} Exits with 1 and the reason when the balancer refuses."
     )
-    parser.add_argument("channel", metavar="CHANNEL")
+    parser.add_argument("channel", metavar="CHANNEL", type=_channel)
     parser.add_argument(
         "--timeout",
         type=_seconds,
@@ -98,8 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
         return compatibility.run(arguments)
     access = access_of(arguments)
     if arguments.action == "show":
-        plan = asyncio.run(read_plan(access.cluster, access.link))
-        sys.stdout.write(json.dumps(plan_as_json(plan), indent=2) + "\n" if arguments.json else plan_as_text(plan))
+        plan = asyncio.run(read_plan(access.cluster, access.link, _warn))
+        sys.stdout.write(_shown(plan, arguments.channel, arguments.json))
         return 0
     result = asyncio.run(_change(access, arguments))
     if arguments.json:
@@ -107,6 +110,18 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         sys.stdout.write(describe_result(arguments.channel, result))
     return 0
+
+
+def _warn(fault: LinkError) -> None:
+    sys.stderr.write(f"dynamoth: this is what the other servers store: {fault}\n")
+
+
+def _shown(plan: Plan, channel: str | None, as_json: bool) -> str:
+    """Return what ``plan show`` prints."""
+    if channel is None:
+        return json.dumps(plan_as_json(plan), indent=2) + "\n" if as_json else plan_as_text(plan)
+    name = channel.encode(errors="surrogateescape")
+    return json.dumps(channel_as_json(plan, name), indent=2) + "\n" if as_json else channel_as_text(plan, name)
 
 
 async def _change(access: Access, arguments: argparse.Namespace) -> Mapping[str, Any]:
@@ -156,6 +171,45 @@ def plan_as_json(plan: Plan) -> Mapping[str, Any]:
     }
 
 
+def channel_as_json(plan: Plan, channel: bytes) -> Mapping[str, Any]:
+    """Return where one channel is. ``servers`` of ``locations`` have it under the ``name`` there."""
+    entry = plan.entry(channel)
+    [home] = plan.home_route(channel).assignment.servers
+    rule = plan.compatibility.rule_of(channel)
+    return {
+        "version": plan.version,
+        "channel": channel_name(channel),
+        "home": home,
+        "moved": _is_moved(plan, channel),
+        "phase": entry.phase.name,
+        **_route_as_json(entry.route),
+        "previous": [_route_as_json(route) for route in entry.previous],
+        "locations": [{"server": at.server, "name": channel_name(at.physical)} for at in _locations(entry, channel)],
+        "compatibility": None if rule is None else channel_name(rule.pattern),
+    }
+
+
+def channel_as_text(plan: Plan, channel: bytes) -> str:
+    """Return where one channel is, for people."""
+    entry = plan.entry(channel)
+    [home] = plan.home_route(channel).assignment.servers
+    where = f"not at its home {home}" if _is_moved(plan, channel) else "at home"
+    lines = [f"{channel_name(channel)}  {_describe(entry)}  {where}"]
+    lines += [f"  at {at.server} as {channel_name(at.physical)}" for at in _locations(entry, channel)]
+    if (rule := plan.compatibility.rule_of(channel)) is not None:
+        lines += [f"  {line}" for line in compatibility.describe([asdict(rule)])]
+    return "\n".join([*lines, ""])
+
+
+def _is_moved(plan: Plan, channel: bytes) -> bool:
+    return plan.entry(channel).route.assignment != plan.home_route(channel).assignment
+
+
+def _locations(entry: Entry, channel: bytes) -> list[Location]:
+    """Return where the channel is, and where it still is while it moves."""
+    return [*dict.fromkeys(at for route in entry.followed for at in route.locations(channel))]
+
+
 def plan_as_text(plan: Plan) -> str:
     """Return a plan for people."""
     lines = [f"plan version {plan.version}"]
@@ -166,9 +220,10 @@ def plan_as_text(plan: Plan) -> str:
         return "\n".join([*lines, "every channel is where the ring puts it", ""])
     width = min(NAME_WIDTH_MAX, max(len(channel_name(channel)) for channel in plan.entries))
     replicated = sum(entry.route.assignment.mode is not Mode.SINGLE for entry in plan.entries.values())
-    also = f", {replicated} of them are replicated now" if replicated else ""
+    also = f", {replicated} of them {'is' if replicated == 1 else 'are'} replicated now" if replicated else ""
     lines.append(
-        f"{len(plan.entries)} channels were moved or replicated{also}; all others are where the ring puts them"
+        f"{counted(len(plan.entries), 'channel')} {'was' if len(plan.entries) == 1 else 'were'} moved or replicated"
+        f"{also}; all others are where the ring puts them"
     )
     for channel, entry in sorted(plan.entries.items()):
         name = channel_name(channel)
@@ -204,6 +259,12 @@ def _seconds(text: str) -> float:
     if not 0 < value <= CHANGE_TIMEOUT_S_MAX:
         raise argparse.ArgumentTypeError(f"more than 0 s expected, at most {CHANGE_TIMEOUT_S_MAX:g} s, not {text}")
     return value
+
+
+def _channel(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("the name of a channel expected, not nothing")
+    return text
 
 
 def _names(text: str) -> list[str]:

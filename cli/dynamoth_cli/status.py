@@ -18,14 +18,15 @@ from dynamoth.names import AGENT_CHANNEL
 from dynamoth.plan import Mode
 from dynamoth.stored_plan import READ_HEADER, parse_header
 from dynamoth_balancer.changes import mode_name
+from dynamoth_balancer.health import Severity, no_agent, several_agents
 from dynamoth_cli import compatibility
 from dynamoth_cli.access import Access, access_of, add_access
-from dynamoth_cli.admin import ANSWER_TIMEOUT_S, ask_balancer, read_header
+from dynamoth_cli.admin import ANSWER_TIMEOUT_S, ask_all, ask_balancer, read_header
+from dynamoth_cli.numbers import counted
 from dynamoth_cli.plan import channel_name
 from dynamoth_link.errors import LinkError
 from dynamoth_link.options import LinkOptions
-from dynamoth_link.query import query
-from dynamoth_link.urls import ServerAddress, parse_server_url
+from dynamoth_link.urls import ClusterAddress, ServerAddress, parse_server_url
 
 REPLICATED_SHOWN_MAX = 20
 DECISIONS_SHOWN_MAX = 3
@@ -64,11 +65,20 @@ async def read_status(access: Access) -> dict[str, Any]:
     cluster, link = access.cluster, access.link
     plan = await read_header(cluster, link)
     addresses = {id_: cluster.merge(parse_server_url(server.url)) for id_, server in plan.servers.items()}
-    answers = await asyncio.gather(*(_server(id_, address, link) for id_, address in addresses.items()))
-    servers = dict(zip(addresses, answers, strict=True))
-    problems = [problem for server in answers for problem in server.pop("problems")]
+    problems: list[Mapping[str, Any]] = []
+    servers, balancer = await asyncio.gather(_servers(addresses, link, problems), _balancer(cluster, link, problems))
+    for id_, server in servers.items():
+        server["load"] = balancer["servers"].get(id_, {}) if balancer else {}
+    told: list[Mapping[str, Any]] = balancer.get("problems", []) if balancer else []
+    return {"version": plan.version, "servers": servers, "balancer": balancer, "problems": merged(told, problems)}
+
+
+async def _balancer(
+    cluster: ClusterAddress, link: LinkOptions, problems: list[Mapping[str, Any]]
+) -> Mapping[str, Any] | None:
+    """Return what the balancer says; None, and a problem, when it says nothing."""
     try:
-        balancer: Mapping[str, Any] | None = await ask_balancer(
+        return await ask_balancer(
             cluster,
             "status",
             timeout_s=ANSWER_TIMEOUT_S,
@@ -76,12 +86,8 @@ async def read_status(access: Access) -> dict[str, Any]:
             preferred=lambda status: status["stage"] == "leading",
         )
     except (ClusterUnavailable, RequestRefused) as error:
-        balancer = None
         problems.append(_problem("no_balancer", "balancer", str(error)))
-    for id_, server in servers.items():
-        server["load"] = balancer["servers"].get(id_, {}) if balancer else {}
-    told: list[Mapping[str, Any]] = balancer.get("problems", []) if balancer else []
-    return {"version": plan.version, "servers": servers, "balancer": balancer, "problems": merged(told, problems)}
+        return None
 
 
 def merged(told: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -90,34 +96,44 @@ def merged(told: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]
     return [*told, *(problem for problem in found if (problem["kind"], problem["subject"]) not in known)]
 
 
-def _problem(kind: str, subject: str, reason: str) -> dict[str, Any]:
-    return {"severity": "error", "kind": kind, "subject": subject, "reason": reason, "age_s": None}
+def _problem(kind: str, subject: str, reason: str, severity: Severity = Severity.ERROR) -> dict[str, Any]:
+    return {"severity": severity.value, "kind": kind, "subject": subject, "reason": reason, "age_s": None}
 
 
-async def _server(id_: str, address: ServerAddress, link: LinkOptions) -> dict[str, Any]:
-    """Ask one server itself."""
-    found: dict[str, Any] = {"url": address.redacted(), "agents": None, "stored_version": None, "problems": []}
+async def _servers(
+    addresses: Mapping[str, ServerAddress], link: LinkOptions, problems: list[Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Ask the servers themselves; add what is wrong to ``problems``."""
     commands = (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL), READ_HEADER
-    try:
-        agents, stored = await query(address, *commands, options=link, timeout_s=ANSWER_TIMEOUT_S)
-    except LinkError as error:
-        found["problems"].append(_problem("server_unreachable", id_, str(error)))
+    answers = await ask_all([*addresses.values()], *commands, link=link)
+    return {
+        id_: _server(id_, address, answer, problems)
+        for (id_, address), answer in zip(addresses.items(), answers, strict=True)
+    }
+
+
+def _server(
+    id_: str, address: ServerAddress, answer: list[Any] | LinkError, problems: list[Mapping[str, Any]]
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"url": address.redacted(), "agents": None, "stored_version": None}
+    if isinstance(answer, LinkError):
+        problems.append(_problem("server_unreachable", id_, str(answer)))
         return found
+    agents, stored = answer
     if isinstance(agents, ErrorReply) or isinstance(stored, ErrorReply):
         refusal = str(agents if isinstance(agents, ErrorReply) else stored)
-        found["problems"].append(_problem("server_refuses", id_, refusal))
+        problems.append(_problem("server_refuses", id_, refusal))
         return found
     header = parse_header(stored, None)
     found["agents"] = agents[1]
     found["stored_version"] = None if header is None else header.version
     if agents[1] == 0:
-        text = f"it has no agent: start 'dynamoth node --server {id_}'"
-        found["problems"].append(_problem("agent_silent", id_, text))
+        problems.append(_problem("agent_silent", id_, no_agent(id_)))
     elif agents[1] != 1:
-        found["problems"].append(_problem("agents_in_conflict", id_, f"it has {agents[1]} agents: stop all but one"))
+        problems.append(_problem("agents_in_conflict", id_, several_agents(agents[1]), Severity.WARNING))
     if header is None:
         text = "it stores no plan: the balancer writes it when it gets there"
-        found["problems"].append(_problem("plan_not_stored", id_, text))
+        problems.append(_problem("plan_not_stored", id_, text))
     return found
 
 
@@ -183,7 +199,8 @@ def describe_balancer(version: int, balancer: Mapping[str, Any]) -> list[str]:
     paused = ", paused" if balancer["paused"] else ""
     lines = [
         f"plan version {version}; balancer: {balancer['stage']}{paused},"
-        f" {balancer['moves_settled']} moves settled, {balancer['in_transition']} channels in transition"
+        f" {counted(balancer['moves_settled'], 'move')} settled,"
+        f" {counted(balancer['in_transition'], 'channel')} in transition"
     ]
     servers: Mapping[str, Mapping[str, Any]] = balancer["servers"]
     lines += [_draining(id_, server["channels_left"]) for id_, server in servers.items() if server.get("draining")]
@@ -208,7 +225,8 @@ def _draining(server: str, channels_left: int | None) -> str:
         case 0:
             return f"draining: {server}; nothing is left there"
         case _:
-            return f"draining: {server}; {channels_left} channels are left there"
+            verb = "is" if channels_left == 1 else "are"
+            return f"draining: {server}; {counted(channels_left, 'channel')} {verb} left there"
 
 
 def _describe_decision(decision: Mapping[str, Any]) -> list[str]:
@@ -219,7 +237,7 @@ def _describe_decision(decision: Mapping[str, Any]) -> list[str]:
         for move in decision["first_moves"][:MOVES_SHOWN_MAX]
     ]
     if (more := decision["moves"] - MOVES_SHOWN_MAX) > 0:
-        lines.append(f"{when}: {more} more moves")
+        lines.append(f"{when}: {counted(more, 'more move')}")
     lines += [
         f"{when}: {finding['server']} at load ratio {finding['load_ratio']:.2f}: {finding['reason']}"
         for finding in decision["findings"][:MOVES_SHOWN_MAX]

@@ -230,3 +230,9 @@ def test_a_replicated_channel_is_not_moved_and_one_at_one_server_not_unreplicate
     reply = cluster.ask("move", {"channel": CHANNEL, "to": "s3"})
     assert reply.error is not None and "is replicated over s1, s2" in reply.error
     assert "unreplicate CHANNEL --to SERVER" in reply.error
+
+
+def test_a_channel_without_a_name_is_refused() -> None:
+    cluster = FakeCluster(2)
+    cluster.started()
+    assert cluster.ask("move", {"channel": b"", "to": "s1"}).error == "the name of the channel is empty: name one"

@@ -147,7 +147,7 @@ def test_a_channel_that_fits_nowhere_stays_and_smaller_ones_leave() -> None:
 
 def test_what_does_not_fit_into_one_server_is_told_of_by_name() -> None:
     [finding] = world({"huge": (single("s1"), 0.75)}).decide().findings
-    assert "channel b'huge' alone makes load ratio 0.75 here" in finding.reason
+    assert "channel 'huge' alone makes load ratio 0.75 here" in finding.reason
 
 
 def test_resting_channels_wait() -> None:

@@ -274,7 +274,7 @@ def test_an_administrators_replica_that_was_dead_is_told_of_and_kept() -> None:
     assert cluster.ask("replicate", arguments).error is None
     cluster.stop_server("s2")
     cluster.run(60)
-    assert any("replica s2 of channel b'hot' is dead" in reason for reason in _findings(balancer))
+    assert any("replica s2 of channel 'hot' is dead" in reason for reason in _findings(balancer))
     cluster.start_server("s2")
     cluster.run(60)
     assert _assignment(balancer).servers == ("s1", "s2", "s3")

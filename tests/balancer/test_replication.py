@@ -232,7 +232,7 @@ def test_fewer_servers_than_wanted_are_used_and_told_of() -> None:
         Finding(
             "s1",
             1.9,
-            "channel b'hot' needs 4 servers and has 3, as no more can take part: add servers, or see why their agents"
+            "channel 'hot' needs 4 servers and has 3, as no more can take part: add servers, or see why their agents"
             " are down",
             CHANNEL,
         ),
@@ -338,7 +338,7 @@ def test_a_dead_replica_is_told_of_with_the_cure() -> None:
     decision = decided([], IDLE, dead={"s2": [b"a", b"b", b"c", b"d", b"e"], "s9": []})
     [finding] = decision.findings
     assert finding.server == "s2" and finding.channel is None
-    assert "replica s2 of channel b'a', b'b', b'c' and 2 more is dead" in finding.reason
+    assert "replica s2 of channel 'a', 'b', 'c' and 2 more is dead" in finding.reason
     assert "Start them" in finding.reason
 
 

@@ -13,6 +13,7 @@ from dynamoth.errors import ClusterUnavailable, RequestRefused
 from dynamoth.events import ErrorReply
 from dynamoth.plan import Plan, Server
 from dynamoth_cli import admin
+from dynamoth_link.errors import LinkError
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import ServerAddress, parse_cluster_url
 from tests.balancer.fake_cluster import stored_hash
@@ -65,6 +66,18 @@ def test_a_plan_is_read_although_one_server_refuses(monkeypatch: pytest.MonkeyPa
     answering(monkeypatch, REFUSED, REFUSED, REFUSED)
     with pytest.raises(RequestRefused, match="NOPERM no"):
         asyncio.run(admin.read_plan(CLUSTER, LINK))
+
+
+def test_servers_that_hang_hold_a_question_to_all_up_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan.initial([Server("s1", "redis://127.0.0.1:1")])
+    answering(monkeypatch, stored_hash(plan, "run"), HANGS, HANGS)
+    faults: list[LinkError] = []
+    reading = asyncio.wait_for(admin.read_plan(CLUSTER, LINK, faults.append), admin.LATE_S + 1)
+    assert asyncio.run(reading).version == plan.version
+    assert [str(fault).partition(" no answer")[0] for fault in faults] == [
+        "redis://127.0.0.1:2: timed out:",
+        "redis://127.0.0.1:3: timed out:",
+    ]
 
 
 class FakeDriver:

@@ -9,9 +9,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from dynamoth.compatibility import CompatibilityRule
 from dynamoth.plan import Assignment, Entry, Mode, Phase, Plan, Route, Server, single
 from dynamoth_cli import plan
-from dynamoth_cli.plan import change_arguments, describe_result, plan_as_json, plan_as_text
+from dynamoth_cli.plan import (
+    change_arguments,
+    channel_as_json,
+    channel_as_text,
+    describe_result,
+    plan_as_json,
+    plan_as_text,
+)
 from dynamoth_cli.status import (
     DECISIONS_SHOWN_MAX,
     MOVES_SHOWN_MAX,
@@ -59,6 +67,8 @@ def test_what_is_given_is_what_the_balancer_is_asked(arguments: tuple[str, ...],
         ("replicate", "c", "--mode", "all-publishers", "--servers", "s1,s2", "--count", "2"),
         ("replicate", "c", "--mode", "all-publishers", "--count", "many"),
         ("unreplicate",),
+        ("move", "", "--to", "s1"),
+        ("show", ""),
         ("move", "c", "--to", "s1", "--timeout", "1e9"),
     ],
 )
@@ -99,6 +109,44 @@ def test_the_plan_shows_mode_and_all_servers_also_of_what_is_in_transition() -> 
     assert [route["servers"] for route in turning["previous"]] == [["s2"], ["s1", "s2", "s3"]]
 
 
+def test_one_channel_shows_where_it_is_and_under_which_names() -> None:
+    publishers = Route(9, Assignment(Mode.ALL_PUBLISHERS, ("s3", "s1")))
+    entries = {b"turning": Entry(publishers, Phase.ACTIVE, (Route(2, single("s2")),))}
+    shown = Plan(9, BASE.servers, BASE.base, MappingProxyType(entries))
+    [home] = shown.home_route(b"turning").assignment.servers
+    assert channel_as_text(shown, b"turning") == (
+        f"turning  s3,s1  all-publishers  active  from s2 single  since version 9  not at its home {home}\n"
+        "  at s3 as __dynamoth__:r:00000009:turning\n"
+        "  at s1 as __dynamoth__:r:00000009:turning\n"
+        "  at s2 as turning\n"
+    )
+    told = channel_as_json(shown, b"turning")
+    assert (told["version"], told["home"], told["moved"], told["phase"]) == (9, home, True, "ACTIVE")
+    assert (told["mode"], told["servers"], told["epoch"]) == ("ALL_PUBLISHERS", ["s3", "s1"], 9)
+    assert told["previous"] == [{"mode": "SINGLE", "servers": ["s2"], "epoch": 2}]
+    assert told["locations"][0] == {"server": "s3", "name": "__dynamoth__:r:00000009:turning"}
+    [at] = shown.home_route(b"other").assignment.servers
+    assert (
+        channel_as_text(shown, b"other")
+        == f"other  {at}  single  settled  since version 0  at home\n  at {at} as other\n"
+    )
+    assert channel_as_json(shown, b"other")["moved"] is False
+
+
+def test_one_channel_shows_its_compatibility_rule() -> None:
+    ruled = BASE.with_compatibility([CompatibilityRule(b"n*", "s2")])
+    assert "  at s2 as news\n  compatibility: n* at s2, plain\n" in channel_as_text(ruled, b"news")
+    assert channel_as_json(ruled, b"news")["compatibility"] == "n*"
+
+
+def test_one_of_a_thing_is_one() -> None:
+    shown = Plan(2, BASE.servers, BASE.base, {b"moved": Entry(Route(2, single("s2")), Phase.SETTLED)})
+    assert "\n1 channel was moved or replicated; all others" in plan_as_text(shown)
+    server = {"draining": True, "channels_left": 1}
+    lines = describe_balancer(2, _balancer(servers={"s1": server}))
+    assert "draining: s1; 1 channel is left there" in lines
+
+
 def _balancer(**others: Any) -> dict[str, Any]:
     state: dict[str, Any] = {"stage": "leading", "paused": False, "moves_settled": 4, "in_transition": 1}
     return {**state, "decisions": [], "servers": {}, **others}
@@ -113,7 +161,7 @@ def test_status_shows_replicated_channels() -> None:
     channels = [_replicated(0), _replicated(1, settled=False, phase="active")]
     lines = describe_balancer(7, _balancer(replicated=2, replicated_channels=channels, paused=True))
     assert lines == [
-        "plan version 7; balancer: leading, paused, 4 moves settled, 1 channels in transition",
+        "plan version 7; balancer: leading, paused, 4 moves settled, 1 channel in transition",
         "replicated: c0 at s1, s2, all-publishers",
         "replicated: c1 at s1, s2, all-publishers, active",
     ]

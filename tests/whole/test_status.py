@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from dynamoth_balancer.agents import GONE_S
 from dynamoth_cli.child import dynamoth_command
 from dynamoth_cli.cluster import LocalCluster
 from tests.whole.harness import channels_at, until
@@ -55,6 +57,10 @@ class Watched:
         until(lambda: self.get("readyz") == (200, "ready\n"), "the balancer is ready", every_s=0.1)
         assert "dynamoth_balancer_problems{" not in self.get("metrics")[1]
 
+    def until_not_ready(self, reason: str) -> None:
+        """Wait until ``/readyz`` says why it is not ready."""
+        until(lambda: reason in self.get("readyz")[1], reason, every_s=0.05)
+
     def until_shown(self, kind: str, server: str, reason: str, *, error: bool = True) -> dict[str, Any]:
         """Wait until everything says that something is wrong with a server, and why; return what JSON has of it."""
 
@@ -91,7 +97,10 @@ def watched() -> Iterator[Watched]:
 
 
 def plan_move(watched: Watched, channel: bytes, to: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = ["plan", "move", channel.decode(), "--to", to, "--config", str(watched.cluster.config_file), *arguments]
+    return run("plan", "move", channel.decode(), "--to", to, "--config", str(watched.cluster.config_file), *arguments)
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         dynamoth_command(*command), capture_output=True, text=True, timeout=2 * TIMEOUT_S, check=False
     )
@@ -99,7 +108,8 @@ def plan_move(watched: Watched, channel: bytes, to: str, *arguments: str) -> sub
 
 def test_a_server_at_maxmemory_that_refuses_the_plan(watched: Watched) -> None:
     [channel] = channels_at("s1", 1)
-    watched.cluster.ask("s2", (b"CONFIG", b"SET", b"maxmemory", b"1mb"))
+    fill = b"SET", b"filler", b"x" * 2_000_000
+    watched.cluster.ask("s2", fill, (b"CONFIG", b"SET", b"maxmemory", b"1mb"))
     assert plan_move(watched, channel, "s2", "--timeout", "1").returncode == 1
     problem = watched.until_shown("plan_refused", "s2", "OOM command not allowed")
     assert "raise maxmemory" in problem["reason"]
@@ -124,14 +134,37 @@ def test_an_agent_that_is_dead_or_hangs(watched: Watched, number: signal.Signals
         agent.kill()
     else:
         os.kill(agent.pid, number)
-    watched.until_shown("agent_silent", "s2", "its agent is not heard")
+    began = time.monotonic()
+    if number is signal.SIGKILL:
+        watched.until_not_ready("it has no agent: start 'dynamoth node --server s2'")
+        assert time.monotonic() - began < GONE_S + 2.0, "long before its reports are missed"
+        watched.until_shown("agent_silent", "s2", "it has no agent")
+    else:
+        watched.until_shown("agent_silent", "s2", "its agent is not heard")
     load = json.loads(watched.status("--json").stdout)["servers"]["s2"]["load"]
     assert "connections" not in load and load["load_ratio"] is None, "its last figures are not shown as present"
-    assert load["report_age_s"] > 4
+    assert load["report_age_s"] > (1 if number is signal.SIGKILL else 4)
     if number is signal.SIGKILL:
         agent.start()
     else:
         os.kill(agent.pid, signal.SIGCONT)
+    watched.until_healthy()
+
+
+def test_a_server_that_hangs_is_named_at_once_and_holds_nobody_up(watched: Watched) -> None:
+    watched.cluster.redis["s2"].pause()
+    try:
+        began = time.monotonic()
+        status = watched.status()
+        assert time.monotonic() - began < 5.0, "2.5 s on a machine that is not busy"
+        assert status.returncode == 1
+        assert re.search(r"^! s2: .*(no answer within 1 s|does not answer)", status.stdout, re.MULTILINE), status.stdout
+        shown = run("plan", "show", "--config", str(watched.cluster.config_file))
+        assert shown.returncode == 0 and "plan version" in shown.stdout
+        assert f"127.0.0.1:{watched.cluster.redis['s2'].port}: timed out: no answer within 1 s" in shown.stderr
+        watched.until_not_ready("s2: it does not answer: it hangs")
+    finally:
+        watched.cluster.redis["s2"].resume()
     watched.until_healthy()
 
 
