@@ -408,6 +408,7 @@ def _parse_server(key: str, item: Any, place: str) -> ServerSettings:
     for name in table:
         if name not in known:
             raise ConfigError(f"key {key}.{name} ({place_at(place, name)}) is not known: {one_of(name, known)}")
+    _check_given(key, table, ("id", "url"), place)
     id_, url, limit = table.get("id"), table.get("url"), table.get("outgoing_bytes_per_s_max")
     if not isinstance(id_, str) or not _ID.fullmatch(id_):
         raise fault(f"{key}.id", id_, "a name of up to 64 letters, digits, '.', '_' and '-'", place_at(place, "id"))
@@ -430,6 +431,12 @@ def _parse_server(key: str, item: Any, place: str) -> ServerSettings:
     if not isinstance(draining, bool):
         raise fault(f"{key}.draining", draining, "true or false", place_at(place, "draining"))
     return ServerSettings(id=id_, url=url, outgoing_bytes_per_s_max=limit or 0, draining=draining)
+
+
+def _check_given(key: str, table: Mapping[str, Any], needed: Iterable[str], place: str) -> None:
+    for name in needed:
+        if name not in table:
+            raise ConfigError(f'{key}: the key {name} is missing in the table ({place}): add {name} = "..."')
 
 
 _RULES_ACCEPTED = "PATTERN=SERVER, in TOML a table with pattern, server and plain,"
@@ -459,6 +466,7 @@ def _parse_rule(key: str, item: Any, place: str) -> CompatibilitySettings:
     for name in table:
         if name not in known:
             raise ConfigError(f"key {key}.{name} ({place_at(place, name)}) is not known: {one_of(name, known)}")
+    _check_given(key, table, ("pattern", "server"), place)
     pattern, server, plain = table.get("pattern"), table.get("server"), table.get("plain", True)
     if not isinstance(pattern, str) or not 0 < len(pattern.encode()) <= PATTERN_BYTES_MAX:
         raise fault(

@@ -19,6 +19,7 @@ from dynamoth_client._settings import sample_of
 from dynamoth_link.urls import ServerAddress, parse_cluster_url, parse_server_url
 
 CLUSTER_SCHEMES = ("dynamoth://", "dynamoths://")
+SERVER_SCHEMES = ("redis://", "rediss://", "unix://")
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -85,6 +86,9 @@ def url_arguments(url: str, make_pool: Callable[..., Pool], keywords: Mapping[st
             envelope = _parse_flag("envelope", in_url.pop("envelope"))
         in_option = in_url.pop("trusted_hosts", None)
         url = cluster.first.url() + (f"?{urlencode(in_url)}" if in_url else "")
+    elif not url.startswith(SERVER_SCHEMES):
+        schemes = ", ".join((*CLUSTER_SCHEMES, *SERVER_SCHEMES))
+        raise ValueError(f"the URL of a client must begin with one of {schemes}")
     else:
         url, flag = _take_option(url, "envelope")
         envelope = envelope if flag is None else _parse_flag("envelope", flag)

@@ -11,11 +11,12 @@ and their queues are keys, not channels.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Self, TypeGuard
@@ -147,10 +148,41 @@ def replace_redis(*modules: str) -> Replacement:
 
     Warns:
         NotReplaced: a module has a client, or a class made of redis-py's, that was made before; or one that you named
-            has nothing of redis-py.
+            has nothing of redis-py, or does not exist.
 
     """
+    importlib.invalidate_caches()  # a module may have been written a moment ago
+    for name in modules:
+        if not _exists(name):
+            text = f"there is no module {name}: correct the name, or install it; it will be looked at if it is imported"
+            warnings.warn(text, NotReplaced, stacklevel=2)
     return Replacement((*KNOWN, *modules))
+
+
+def _exists(name: str) -> bool:
+    """Tell whether a module is imported or can be, without importing the packages that it is in."""
+    if name in sys.modules:
+        return True
+    top, *rest = name.split(".")
+    parent = sys.modules.get(top)
+    if parent is not None:
+        places = getattr(parent, "__path__", None)
+    else:
+        spec = find_spec(top) if top else None
+        if spec is None:
+            return False
+        places = spec.submodule_search_locations
+    path = top
+    for part in rest:
+        path = f"{path}.{part}"
+        try:
+            spec = PathFinder.find_spec(path, places) if places is not None else None
+        except KeyError:
+            return True  # a namespace package inside one that is not imported: it shows nothing before that
+        if spec is None:
+            return False
+        places = spec.submodule_search_locations
+    return True
 
 
 def _ours() -> dict[int, Any]:

@@ -104,6 +104,30 @@ def test_what_cannot_be_replaced_is_warned_of(library: Path, text: str, problem:
         dynamoth_client.replace_redis("a_library").undo()
 
 
+@pytest.mark.parametrize(
+    "name", ["a_typo", "a_typo.inside", "json.typo", "asyncio.events.typo", ".x", "sqlite3.typo.x"]
+)
+def test_a_module_that_does_not_exist_is_warned_of(name: str) -> None:
+    with pytest.warns(dynamoth_client.NotReplaced, match=f"there is no module {name}: correct the name"):
+        dynamoth_client.replace_redis(name).undo()
+
+
+def test_a_module_of_a_package_is_found_without_importing_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)  # pyright: ignore[reportUnknownMemberType]
+    inner = tmp_path / "a_package" / "inner"
+    (inner / "namespace").mkdir(parents=True)
+    for package in (inner.parent, inner):
+        (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (inner / "part.py").write_text("import redis")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dynamoth_client.replace_redis("a_package.inner.part", "a_package.inner.namespace").undo()
+    with pytest.warns(dynamoth_client.NotReplaced, match="there is no module a_package.inner.typo"):
+        dynamoth_client.replace_redis("a_package.inner.typo").undo()
+
+
 def test_nothing_is_warned_of_without_a_reason(library: Path) -> None:
     library.write_text("import dynamoth_client\nimport redis\nclass Own(dynamoth_client.Redis): pass\nx = Own()")
     imported()

@@ -150,6 +150,14 @@ def test_urls_that_cannot_be_read_do_not_show_the_password() -> None:
         _ = Redis(servers=["one:x"])
 
 
+@pytest.mark.parametrize("url", ["http://user:secret@one", "one:6379", "dynamo://one", ""])
+def test_the_schemes_of_urls_are_named_where_another_is_given(url: str) -> None:
+    schemes = "dynamoth://, dynamoths://, redis://, rediss://, unix://"
+    for module in (dynamoth_client, dynamoth_client.asyncio):
+        with pytest.raises(ValueError, match=f"must begin with one of {schemes}$"):
+            module.from_url(url)
+
+
 def test_a_client_name_that_links_cannot_send() -> None:
     with pytest.raises(redis.exceptions.DataError, match="client_name"):
         _settings(Redis(servers=["one:1"], client_name="two words"))

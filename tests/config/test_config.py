@@ -191,8 +191,8 @@ def test_every_setting_says_what_it_means() -> None:
         ("[link]\ntls_cert_file = 'a'\n", "link.tls_key_file: a file, as link.tls_cert_file is given"),
         ("[cluster]\nservers = 3\n", r"cluster.servers: .*\[\[cluster.servers\]\].* not 3"),
         ("[cluster]\nservers = [3]\n", r"cluster.servers\[0\]: ID=URL, .* not '3'"),
-        ("[[cluster.servers]]\nid = 's1'\n", r"cluster.servers\[0\].url: a URL, .* not None .*x.toml line 1"),
-        ("[[cluster.servers]]\nurl = 'redis://a'\n", r"cluster.servers\[0\].id: a name .* not None"),
+        ("[[cluster.servers]]\nid = 's1'\n", r"cluster.servers\[0\]: the key url is missing .*x.toml line 1"),
+        ("[[cluster.servers]]\nurl = 'redis://a'\n", r"cluster.servers\[0\]: the key id is missing"),
         (SERVERS.replace("s2", "s 2"), r"cluster.servers\[1\].id: a name .* not 's 2'"),
         (SERVERS.replace("s2", "s1"), r"cluster.servers\[1\].id: one that no other server has expected, not 's1'"),
         (SERVERS.replace("//b", "//a"), r"cluster.servers\[1\].url: one that no other server has"),
@@ -321,8 +321,12 @@ server = "s2"
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ('pattern = "*"', r"cluster.compatibility\[0\].server: the id of a server expected, not None"),
-        ('server = "s1"', r"compatibility\[0\].pattern: a pattern of 1 to 256 bytes expected, not None"),
+        (
+            'pattern = "*"',
+            r"compatibility\[0\]: the key server is missing in the table \(x.toml line 1, section \[cluster\]\)",
+        ),
+        ('server = "s1"', r"cluster.compatibility\[0\]: the key pattern is missing in the table"),
+        ('pattern = ""\nserver = "s1"', r"compatibility\[0\].pattern: a pattern of 1 to 256 bytes expected, not ''"),
         ('pattern = "*"\nserver = "s1"\nplain = 1', r"plain: true or false expected, not 1"),
         ('pattern = "*"\nserver = "s1"\nchannel = "x"', r"compatibility\[0\].channel .*is not known"),
         ('pattern = "*"\nserver = "s9"\n[[cluster.servers]]\nid = "s1"\nurl = "redis://h:1"', r"\(s1\).* not 's9'"),
@@ -331,3 +335,14 @@ server = "s2"
 def test_a_rule_that_makes_no_sense_is_refused(lines: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_toml(f"[[cluster.compatibility]]\n{lines}\n")
+
+
+@pytest.mark.parametrize(("line", "missing"), [('id = "s2"', "url"), ('url = "redis://h:2"', "id")])
+def test_a_key_that_is_missing_in_a_table_is_named_with_its_line(line: str, missing: str) -> None:
+    toml = f'[[cluster.servers]]\nid = "s1"\nurl = "redis://h:1"\n\n[[cluster.servers]]\n{line}\n'
+    with pytest.raises(ConfigError) as caught:
+        from_toml(toml)
+    assert str(caught.value) == (
+        f"cluster.servers[1]: the key {missing} is missing in the table (x.toml line 5, section [cluster]):"
+        f' add {missing} = "..."'
+    )
