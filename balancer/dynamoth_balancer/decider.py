@@ -185,6 +185,11 @@ class Decider:
         measured = (channel for channel in rates if _follows(plan.entry(channel), server))
         return [ChannelRate(rates.get(channel, 0.0), channel) for channel in self._at_draining[server].union(measured)]
 
+    def named_at(self, server: str, plan: Plan) -> int:
+        """Return how many channels the plan names at a server that is being drained, whether or not it can be asked."""
+        self._read(plan)
+        return len(self._at_draining[server])
+
     def channels_left(self, server: str, plan: Plan) -> int | None:
         """Return how many channels are at a server that is being drained; None where nothing is measured there."""
         latest = self._model.latest(server)

@@ -29,6 +29,9 @@ from dynamoth.names import in_quotes
 from dynamoth.plan import Assignment, Mode, single
 from dynamoth_balancer.options import BalancerOptions
 
+NO_FIGURES = "its agent has not seen which channels make the load: CLIENT LIST of the server shows who publishes"
+"""Why nothing leaves a server whose agent has been blind from the first second on."""
+
 
 class Ratios(NamedTuple):
     """Load ratio of a server before and after a move."""
@@ -307,7 +310,8 @@ class Relieve:
                 room.changed(target)
         if source.load_ratio > options.load_ratio_high:
             stayed = [load for load in cluster.channels(source.id) if load.channel not in cluster.moves]
-            why = why_they_stay(cluster, source, stayed) if stayed else "its load is not that of channels"
+            unknown = NO_FIGURES if source.id in cluster.blind else "its load is not that of channels"
+            why = why_they_stay(cluster, source, stayed) if stayed else unknown
             cluster.findings.append(Finding(source.id, source.load_ratio, why))
         return moves
 

@@ -120,6 +120,8 @@ class View:
     servers: Sequence[str]
     #: The servers that are not connected, and why.
     down: Mapping[str, str]
+    #: The servers that are being drained and at which the plan names no channel.
+    emptied: Collection[str]
     #: The servers that are connected and do not answer.
     unanswered: Collection[str]
     #: The servers that refuse something to the balancer, and their replies.
@@ -141,12 +143,13 @@ def find(view: View, now: float) -> Iterator[Found]:
     leading = view.installer if view.why_not_leading is None else None
     for server in view.servers:
         if server in view.down:
-            yield Found(Severity.ERROR, "server_unreachable", server, f"no connection: {view.down[server]}")
-        elif server in view.unanswered:
+            yield _unreachable(server, view)
+            continue  # its agent speaks through it
+        if server in view.unanswered:
             yield Found(Severity.ERROR, "server_unreachable", server, UNANSWERED, after_s=UNANSWERED_S)
         elif leading is not None:
             yield from _of_copy(server, leading)
-        if server in view.refused and server not in view.down:
+        if server in view.refused:
             yield Found(Severity.ERROR, "server_refuses", server, with_cure(view.refused[server]))
         yield from _of_agent(server, view, leading, now)
     if leading is not None:
@@ -156,6 +159,16 @@ def find(view: View, now: float) -> Iterator[Found]:
         yield Found(Severity.WARNING, "goal_unreached", finding.server, f"{subject}: {finding.reason}")
     if view.decision_refused:
         yield Found(Severity.WARNING, "decision_refused", "balancer", view.decision_refused)
+
+
+def _unreachable(server: str, view: View) -> Found:
+    if server in view.emptied:
+        text = (
+            "it is being drained, the plan has no channel there, and it is stopped: only channels that nobody has used"
+            " before, and whose home it is, wait for it"
+        )
+        return Found(Severity.WARNING, "server_unreachable", server, text)
+    return Found(Severity.ERROR, "server_unreachable", server, f"no connection: {view.down[server]}")
 
 
 def _of_copy(server: str, installer: Installer) -> Iterator[Found]:

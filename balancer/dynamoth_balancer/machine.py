@@ -182,6 +182,11 @@ class BalancerMachine:
             return None
         return self._decider.channels_left(server, plan)
 
+    def channels_named(self, server: str) -> int | None:
+        """Return how many channels the plan names at a server being drained; None for others, and without a plan."""
+        plan = self.plan
+        return self._decider.named_at(server, plan) if server in self.options.draining and plan is not None else None
+
     def links_up(self) -> int:
         """Return how many servers are connected."""
         return len(self._run_ids)
@@ -440,6 +445,7 @@ class BalancerMachine:
             why_not_leading=None if leads else self._why_not_leading(),
             servers=tuple(self._servers),
             down=self._down_reasons,
+            emptied=[server for server in self.options.draining if self.channels_named(server) == 0],
             unanswered=[server for server in self._run_ids if self._listeners.is_unanswered(server, now)],
             refused={**self._listeners.refused, **lease_problems, **self._refused},
             installer=self._installer,
@@ -578,5 +584,6 @@ class BalancerMachine:
             "link_problem": self._down_reasons.get(server, ""),
             "draining": server in self.options.draining,
             "channels_left": self.channels_left(server, now),
+            "channels_named": self.channels_named(server),
             **describe_server(server, self._agents, self._model, self._installer, now),
         }

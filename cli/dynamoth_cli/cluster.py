@@ -230,6 +230,19 @@ class LocalCluster:
         self.balancer.start()
         return id_
 
+    def log_in_as(self, users: Mapping[str, tuple[str, str]]) -> None:
+        """Restart the daemons one by one as these users, which the servers know; ``url`` has that of clients then."""
+        self._users = dict(users)
+        for id_, agent in self.agents.items():
+            agent.stop()
+            self.agents[id_] = self._daemon(f"agent {id_}", "agent", "node", "--server", id_)
+            self.agents[id_].start()
+            self.wait_ready()
+        self.balancer.stop()
+        self._balancer = self._daemon("balancer", "balancer", "balancer")
+        self._balancer.start()
+        self.wait_ready()
+
     def restart_redis(self, server: str) -> None:
         """Stop a server and start it again on its port, with nothing in it."""
         self.redis[server].restart(keep_port=True)

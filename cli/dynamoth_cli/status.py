@@ -93,6 +93,8 @@ async def _balancer(
 def merged(told: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return what the balancer says, and what we have found ourselves and it has not (yet)."""
     known = {(problem["kind"], problem["subject"]) for problem in told}
+    # Redis disconnects it again and again, and it reports that over another connection.
+    known |= {("agent_silent", problem["subject"]) for problem in told if problem["kind"] == "agent_blind"}
     return [*told, *(problem for problem in found if (problem["kind"], problem["subject"]) not in known)]
 
 
@@ -203,7 +205,11 @@ def describe_balancer(version: int, balancer: Mapping[str, Any]) -> list[str]:
         f" {counted(balancer['in_transition'], 'channel')} in transition"
     ]
     servers: Mapping[str, Mapping[str, Any]] = balancer["servers"]
-    lines += [_draining(id_, server["channels_left"]) for id_, server in servers.items() if server.get("draining")]
+    lines += [
+        _draining(id_, server["channels_left"], server.get("channels_named"))
+        for id_, server in servers.items()
+        if server.get("draining")
+    ]
     if rules := balancer.get("compatibility"):
         lines += compatibility.describe(rules)
     replicated: list[Mapping[str, Any]] = balancer.get("replicated_channels", [])
@@ -218,10 +224,11 @@ def describe_balancer(version: int, balancer: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _draining(server: str, channels_left: int | None) -> str:
+def _draining(server: str, channels_left: int | None, channels_named: int | None) -> str:
     match channels_left:
         case None:
-            return f"draining: {server}; what is left there is not known, as its agent does not report"
+            named = "no channel" if not channels_named else counted(channels_named, "channel")
+            return f"draining: {server}; the plan has {named} there; what else is left its agent does not report"
         case 0:
             return f"draining: {server}; nothing is left there"
         case _:

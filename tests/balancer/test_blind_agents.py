@@ -150,6 +150,7 @@ def test_the_load_of_a_blind_server_is_at_least_high_also_where_nothing_was_know
     cluster.run(5)
     [problem] = [each for each in balancer.machine.health.problems if each.kind == "goal_unreached"]
     assert problem.subject == "s1" and "load ratio 0.81" in problem.reason
+    assert "its agent has not seen which channels make the load" in problem.reason
 
 
 def test_interruptions_before_the_balancer_started_are_no_news() -> None:

@@ -15,6 +15,7 @@ from dynamoth.plan import Assignment, Mode, Phase, Server, single
 from dynamoth.reports import pack_report
 from dynamoth_balancer.drain import Drain
 from dynamoth_balancer.goals import ChannelFigures, ChannelRate, Cluster, Decision, Move, Relieve, ServerLoad, decide
+from dynamoth_balancer.health import Severity
 from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.metrics import make_registry
 from dynamoth_balancer.options import BalancerOptions
@@ -387,6 +388,31 @@ def test_a_server_is_drained_by_a_balancer_that_is_told_so() -> None:
     cluster.run(20)
     assert _left(cluster) == (True, 0)
     assert len(balancer.decided) == 1 and all(entry.phase is Phase.SETTLED for entry in balancer.plan.entries.values())
+
+
+def test_a_server_that_is_empty_may_be_stopped_for_good() -> None:
+    cluster = FakeCluster(3)
+    before = cluster.started(replace(OPTIONS, draining=frozenset()))
+    [channel] = _home(before, "s2", b"named")
+    assert cluster.ask("move", {"channel": channel, "to": DRAINED}).error is None
+    cluster.kill(before)
+    cluster.run(6)
+    balancer = cluster.start(replace(OPTIONS, wait_s=30.0))
+    cluster.run_until(lambda: balancer.machine.plan is not None)
+    cluster.stop_server(DRAINED)
+    cluster.run(10)
+    [problem] = balancer.machine.health.problems
+    assert (problem.kind, problem.severity) == ("server_unreachable", Severity.ERROR), "a channel is there"
+    assert cluster.ask("status", server="s2").result["servers"][DRAINED]["channels_named"] == 1
+    cluster.start_server(DRAINED)
+    cluster.run_until(lambda: _left(cluster) == (True, 0), timeout_s=90)
+    cluster.stop_server(DRAINED)
+    cluster.run(10)
+    [problem] = balancer.machine.health.problems
+    assert (problem.kind, problem.subject, problem.severity) == ("server_unreachable", DRAINED, Severity.WARNING)
+    assert "the plan has no channel there, and it is stopped" in problem.reason
+    assert balancer.machine.health.errors == [], "the balancer is ready"
+    assert cluster.ask("status", server="s2").result["servers"][DRAINED]["channels_named"] == 0
 
 
 def test_a_channel_that_is_used_for_the_first_time_begins_at_home_and_leaves() -> None:

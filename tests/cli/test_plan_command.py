@@ -25,6 +25,7 @@ from dynamoth_cli.status import (
     MOVES_SHOWN_MAX,
     REPLICATED_SHOWN_MAX,
     describe_balancer,
+    merged,
     show,
     table_of,
 )
@@ -175,11 +176,21 @@ def test_status_shows_which_servers_are_being_drained_and_what_is_left_there() -
     left = {"s1": None, "s2": 12, "s3": 0}
     servers: dict[str, Any] = {id_: {"draining": True, "channels_left": count} for id_, count in left.items()}
     servers["s4"] = {"draining": False, "channels_left": None}
+    servers["s5"] = {"draining": True, "channels_left": None, "channels_named": 2}
     assert describe_balancer(7, _balancer(servers=servers))[1:] == [
-        "draining: s1; what is left there is not known, as its agent does not report",
+        "draining: s1; the plan has no channel there; what else is left its agent does not report",
         "draining: s2; 12 channels are left there",
         "draining: s3; nothing is left there",
+        "draining: s5; the plan has 2 channels there; what else is left its agent does not report",
     ]
+
+
+def test_an_agent_that_redis_disconnects_again_and_again_is_not_called_missing() -> None:
+    missing = {"kind": "agent_silent", "subject": "s1", "reason": "it has no agent", "age_s": None}
+    blind = {"kind": "agent_blind", "subject": "s1", "reason": "it sees nothing", "age_s": 3.0}
+    assert merged([blind], [missing]) == [blind]
+    assert merged([], [missing]) == [missing]
+    assert merged([{**blind, "subject": "s2"}], [missing])[-1] == missing
 
 
 def test_status_shows_the_latest_decisions_with_reason_and_load() -> None:

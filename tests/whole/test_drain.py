@@ -9,6 +9,7 @@ import pytest
 from dynamoth.errors import RequestRefused
 from dynamoth_cli.cluster import LocalCluster
 from dynamoth_cli.main import main
+from dynamoth_client import from_url
 from tests.whole.harness import Traffic, channels_at, logged, move, until
 
 SETTINGS: dict[str, Any] = {
@@ -56,6 +57,18 @@ def test_a_server_is_drained_under_load_and_takes_no_channel(capsys: pytest.Capt
             assert "draining: s1; nothing is left there\n" in capsys.readouterr().out
             decided = logged(cluster.balancer, "decided to")
             assert {line["cause"] for line in decided} == {"s1 is being drained"} and len(decided) == 5
+            cluster.agents["s1"].stop()
             cluster.redis["s1"].stop()
+            traffic.flows()
+            with from_url(cluster.url) as client, client.pubsub() as pubsub:
+                pubsub.subscribe(at_s1[0])
+                until(lambda: (pubsub.get_message(timeout=1.0) or {}).get("type") == "subscribe", "a new subscriber")
+                assert client.publish(at_s1[0], b"from a new client") > 0
+
+            def shown() -> bool:
+                assert main(["status", "--url", cluster.url]) == 1
+                return "! s1: it is being drained, the plan has no channel there" in capsys.readouterr().out
+
+            until(shown, "the server that is gone for good", every_s=0.2)
             traffic.flows()
             assert traffic.finish().gaps == 0, traffic.gaps

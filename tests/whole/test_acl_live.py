@@ -1,0 +1,76 @@
+"""A cluster without ACLs gets them while it runs, in the order of ``docs/security.md``: nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from contextlib import ExitStack
+
+import pytest
+
+from dynamoth.plan import Plan, Server
+from dynamoth_cli.child import dynamoth_command
+from dynamoth_cli.cluster import LocalCluster
+from dynamoth_link.errors import AuthenticationFailed
+from tests.whole.acl_cluster import USERS, Rules, acl_log, all_rules
+from tests.whole.harness import Traffic, move
+
+TIMEOUT_S = 60.0
+
+
+def news_at(server: str, count: int) -> list[bytes]:
+    """Return names of channels that clients may use, and that are at home at a server of two."""
+    ring = Plan.initial(Server(f"s{index + 1}", "redis://x") for index in range(2)).ring
+    names = (b"news.%d" % number for number in range(10_000))
+    return [name for name, _ in zip((name for name in names if ring.home(name) == server), range(count), strict=False)]
+
+
+def load_users(cluster: LocalCluster, rules: Rules) -> None:
+    """Give every server the users that ``dynamoth acl`` prints, word for word."""
+    passwords = {f"DYNAMOTH_ACL_{role.upper()}_PASSWORD": password for role, (_, password) in USERS.items()}
+    printed = subprocess.run(
+        dynamoth_command("acl", "--redis", rules.redis, "--channels", "news.*"),
+        env={**os.environ, **passwords},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=TIMEOUT_S,
+    ).stdout
+    for server in cluster.server_ids:
+        replies = cluster.ask(server, *([word.encode() for word in shlex.split(line)] for line in printed.splitlines()))
+        assert replies == [b"OK"] * len(USERS)
+
+
+@pytest.mark.parametrize("rules", all_rules(), ids=str)
+def test_users_and_rights_are_given_to_a_cluster_that_runs(rules: Rules) -> None:
+    [ours, yours], [theirs, others] = news_at("s1", 2), news_at("s2", 2)
+    with LocalCluster(2, redis_binary=rules.binary) as cluster, ExitStack() as later:
+        with Traffic(cluster, [ours, theirs]) as before:
+            load_users(cluster, rules)
+            before.flows()
+            cluster.log_in_as(USERS)
+            before.flows()
+            move(cluster, ours, "s2")
+            after = later.enter_context(Traffic(cluster, [yours, others]))
+            move(cluster, yours, "s2")
+            before.flows()
+            assert before.finish().gaps == 0, before.gaps
+        assert acl_log(cluster) == []
+        for server in cluster.server_ids:
+            [connections, _] = cluster.ask(server, (b"CLIENT", b"LIST"), (b"ACL", b"SETUSER", b"default", b"off"))
+            users = [line.partition(b" user=")[2].split()[0] for line in connections.splitlines()]
+            assert users.count(b"default") == 1, "nobody but the one who asks"
+            with pytest.raises(AuthenticationFailed):
+                cluster.ask(server, (b"PING",))
+        move(cluster, others, "s1")
+        after.flows()
+        status = subprocess.run(
+            dynamoth_command("status", "--url", cluster.url_of("operator")),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TIMEOUT_S,
+        )
+        assert (status.returncode, "!" in status.stdout) == (0, False), status.stdout
+        assert after.finish().gaps == 0, after.gaps
