@@ -167,12 +167,13 @@ def every_replica_forwards(stage: Stage) -> None:
     """Case 24. Under ALL_PUBLISHERS all dispatchers see a message, but at different times.
 
     N's message reaches one replica before S has joined it, and the other one long after S has left H0. If only the
-    dispatcher of the other one forwarded it to H0, the markers that S has waited for would not tell of it.
+    dispatcher of the other one forwarded it to H0, the markers that S has waited for would not tell of it. There are
+    eight such S, so that some are at each replica whatever their ids are.
     """
     stage.open()
     channel = stage.channel_at("s1")
     others = [stage.channel_at(server, "other") for server in ("s2", "s3")]
-    subscribers = [stage.subscriber(f"S{number}", channel, *others) for number in range(6)]
+    subscribers = [stage.subscriber(f"S{number}", channel, *others) for number in range(8)]
     publisher = stage.publisher("N")
     for name in (channel, *others):
         stage.publish(publisher, name)
