@@ -332,12 +332,13 @@ def test_a_restarted_server_gets_the_whole_plan_and_its_old_one_is_not_trusted()
     for keys in ({}, dict(cluster.servers["s2"].keys)):
         cluster.stop_server("s2")
         cluster.run(1)
+        cluster.servers["s2"].executed.clear()
         cluster.start_server("s2", keys=keys)
         with pytest.raises(AssertionError, match="stores no plan"):  # none that was written to this process
             cluster.servers["s2"].plan_or_fail()
         cluster.run(1)
         assert cluster.servers["s2"].plan == balancer.plan
-        assert any(args[0] == b"RENAME" for args in cluster.servers["s2"].executed[-12:])
+        assert any(args[0] == b"RENAME" for args in cluster.servers["s2"].executed)
 
 
 @pytest.mark.parametrize("version", [b"0", b"77", b"4294967295", b"9999999999"])
