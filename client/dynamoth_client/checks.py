@@ -237,6 +237,7 @@ class Checks:
             if again.missing:
                 again.sent = locations[0].physical, copy
             check.messages.append((again, copy))
+            self._outcomes.set_timer(again, locations[0].server, again.expires_at)
             for location in locations:
                 server = self._servers[location.server]
                 server.waiting.append(again)

@@ -3,12 +3,17 @@
 A message for one server has the outcome of its answer. One for several replicas ends when all have answered, or when
 the dispatcher of one that has it has been asked to forward it to the others; see the text of
 :mod:`dynamoth_client.publisher`.
+
+Messages that wait for a server expire in the order of its queue, except for those that were sent there again. These
+have timers, and so has a message that is looked at before it expires.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import count
 from typing import Any
 
 from dynamoth.control import ForwardRequest, pack_control
@@ -50,6 +55,29 @@ class Outcomes:
         self._servers = servers
         self._options = options
         self._counters = counters
+        #: When messages are to be looked at, a number that orders those of one time, and a server that each waits for.
+        self._timers: list[tuple[float, int, Waiting, str]] = []
+        self._timer_numbers = count()
+
+    def set_timer(self, waiting: Waiting, server_id: str, at: float) -> None:
+        """Look at a message at a time, in the place of an earlier timer of it. It waits for a server, among others."""
+        waiting.tell_at = min(at, waiting.expires_at)
+        heappush(self._timers, (waiting.tell_at, next(self._timer_numbers), waiting, server_id))
+
+    def deadline(self) -> float:
+        """Return when the first timer ends; infinity when there is none."""
+        timers = self._timers
+        while timers and (timers[0][2].done or timers[0][0] != timers[0][2].tell_at):
+            heappop(timers)
+        return timers[0][0] if timers else float("inf")
+
+    def due(self, now: float) -> list[Any]:
+        """See to the messages whose timers have ended."""
+        actions: list[Any] = []
+        while self.deadline() <= now:
+            _, _, waiting, server_id = heappop(self._timers)
+            actions += self.late(waiting, server_id, now)
+        return actions
 
     def answered(self, waiting: Waiting, link: str, value: Any, now: float) -> list[Any]:
         """Take the answer of one server; tell the application when no other is worth waiting for."""
@@ -69,8 +97,8 @@ class Outcomes:
         if waiting.missing:
             waiting.missing = tuple(server_id for server_id in waiting.missing if server_id != link)
             if not all(self._servers[server_id].avoided for server_id in waiting.missing):
-                if waiting.receivers is not None:
-                    waiting.tell_at = min(waiting.tell_at, now + self._options.straggler_s)
+                if waiting.receivers is not None and now + self._options.straggler_s < waiting.tell_at:
+                    self.set_timer(waiting, link, now + self._options.straggler_s)
                 return []
             if waiting.missing:
                 return self.hand_over(waiting, now)
@@ -110,8 +138,7 @@ class Outcomes:
             server = self._servers[server_id]
             if not server.up or server.outbox.full:
                 continue
-            waiting.tell_at = min(now + self._options.straggler_s, waiting.expires_at)
-            server.waiting.append(waiting)
+            self.set_timer(waiting, server_id, now + self._options.straggler_s)
             waiting.requests += 1
             physical, data = waiting.sent
             request = pack_control(self._request(waiting, data, now))
@@ -148,10 +175,7 @@ class Outcomes:
             reason, late = self._why_unanswered(server_id)
             return [PublishFailed(token, reason, late) for token in waiting.tokens[waiting.answered :]]
         if waiting.expires_at > now:
-            actions = self.hand_over(waiting, now)
-            if isinstance(waiting, Unconfirmed) and waiting.answered and not waiting.done:
-                self._servers[server_id].waiting.append(waiting)
-            return actions
+            return self.hand_over(waiting, now)
         if isinstance(waiting, Unconfirmed) and waiting.answered:
             return self._end_unconfirmed(waiting, server_id)
         return self.end(waiting, *self._why_unanswered(server_id, *waiting.also_at, *waiting.missing))
@@ -241,7 +265,7 @@ def take_apart(server: PublisherServer) -> None:
             return token
         physical = args[1]
         assert isinstance(physical, bytes), "the channel of a PUBLISH"
-        waiting = Waiting(token.tokens[token.answered], token.tell_at, logical_channel(physical))
+        waiting = Waiting(token.tokens[token.answered], token.expires_at, logical_channel(physical))
         waiting.done = token.done
         token.answered += 1
         parts.setdefault(id(token), []).append(waiting)

@@ -170,7 +170,7 @@ class Waiting:
 
     def __init__(self, token: Hashable, expires_at: float, channel: bytes) -> None:
         self.token = token
-        #: When no server is waited for any more; and when the application is told at the latest.
+        #: When no server is waited for any more; and when the message is looked at next. See ``Outcomes``.
         self.expires_at = self.tell_at = expires_at
         self.channel = channel
 
@@ -210,7 +210,7 @@ class Together:
     """
 
     tokens: list[Hashable]
-    tell_at: float
+    expires_at: float
     #: How many the server has answered: the first ones.
     answered: int = 0
     #: The application has been told of all outcomes; replies that still come are dropped.

@@ -165,18 +165,20 @@ class PublisherMachine:
 
     def deadline(self) -> float | None:
         """Return when the oldest unanswered message has waited long enough, or another replica is to take its place."""
-        earliest = _NEVER
+        earliest = self._outcomes.deadline()
         for server in self._servers.values():
             if server.waiting:
-                tell_at = server.waiting[0].tell_at
-                if tell_at < earliest:
-                    earliest = tell_at
+                expires_at = server.waiting[0].expires_at
+                if expires_at < earliest:
+                    earliest = expires_at
                 if server.read_again_at < earliest:
                     earliest = server.read_again_at
                 if not server.up and not server.avoided:
                     earliest = min(earliest, server.down_since + self.options.failover_s)
-            if not server.up:
-                earliest = min(earliest, self._elsewhere.deadline(server))
+            if server.waiting or not server.up:
+                look_at = self._elsewhere.deadline(server)
+                if look_at < earliest:
+                    earliest = look_at
         return None if earliest == _NEVER else earliest
 
     # Publishing.
@@ -567,9 +569,9 @@ class PublisherMachine:
     # Time.
 
     def _tick(self, now: float) -> list[Any]:
-        actions: list[Any] = []
+        actions = self._outcomes.due(now)
         for server_id, server in list(self._servers.items()):
-            while server.waiting and (server.waiting[0].done or server.waiting[0].tell_at <= now):
+            while server.waiting and (server.waiting[0].done or server.waiting[0].expires_at <= now):
                 waiting = server.waiting.popleft()
                 if not waiting.done:
                     actions += self._outcomes.late(waiting, server_id, now)

@@ -753,3 +753,19 @@ def test_a_first_message_waits_for_a_plan_that_is_missing_and_no_longer_than_tha
             outcome = publisher.tell(Replied("s1", read.tag, entry_reply(plan, C)))
         assert outcome == [Published(1, 2)]
         assert waited < 0.3 if returns else abs(waited - DEFAULTS.plan_missing_s) < 0.1
+
+
+# Time, and messages that are sent again.
+
+
+def test_what_is_sent_again_has_an_outcome_in_its_own_time() -> None:
+    """It waits at another server behind messages that have more time left."""
+    publisher, read = idle_publisher()
+    publisher.connected("s2")
+    publisher.pass_time(DEFAULTS.publish_timeout_s - 1.0)
+    publisher.publish(channel_at("s2"), token="newer")
+    [entry] = sends(publisher.tell(Replied("s1", read.tag, version_reply(SETTLED.version))))
+    assert numbers(publisher.tell(Replied("s1", entry.tag, entry_reply(SETTLED, C)))) == [3]
+    [failed] = only(PublishFailed, publisher.pass_time(1.0))
+    assert failed.token == 2
+    assert "server s2 did not answer" in failed.reason
