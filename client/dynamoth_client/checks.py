@@ -19,7 +19,11 @@ A confirmed route is in doubt again when the plan may have changed. An agent tha
 first message after each ``observers_interval_s`` is followed by a reading of the stored plan's version at its server:
 the :class:`VersionCheck`. Messages of all channels until the reply are unconfirmed and share it. Those of channels
 that this version has confirmed before are confirmed. Where it is another one, the entry of each channel is read: for
-the messages that wait, and behind the next message of every other channel at that server.
+the messages that wait, and behind the next message of every other channel at that server. What is published earlier
+than the next reading may still go a wrong way that only an agent notices; no change settles before it.
+
+Under ALL_PUBLISHERS, versions and entries are read at every replica that is connected, and the first reply decides. So
+a replica that hangs holds up nothing. One reply is enough: no change settles while a replica does not store it.
 
 The application learns the outcome of an unconfirmed message behind its confirmation, in the same round trip: so the
 number of receivers is that of the right place, and a ``publish`` that returned does not depend on an agent.
@@ -95,17 +99,17 @@ class Checks:
         if check is not None and not check.done and check.locations == locations and not is_alone:
             return check, ()
         read_at = servers
+        known: list[PublisherServer] = []
         if not is_alone and check is None and channel.sequence != channel.floor:
-            read_at = [server for server in servers if _is_in_doubt(channel, name, server)]
-        check = Check(name, locations, now)
-        if not read_at:
-            unsure = [s for s in servers if s.up and (s.version_check is not None or now >= s.clear_until)]
-            if not unsure or len(locations) > 1:  # a replica that hangs would hold up what the others have
+            up = [server for server in servers if server.up]
+            read_at = [server for server in up if _is_in_doubt(channel, name, server)]
+            known = [server for server in up if server not in read_at]
+            if not up or any(server.version_check is None and now < server.clear_until for server in known):
                 return None, ()
-            for server in unsure:
-                server.version_check = server.version_check or VersionCheck(now)
-                server.version_check.checks.append(check)
-        channel.check = check
+        check = channel.check = Check(name, locations, now)
+        for server in known:
+            server.version_check = server.version_check or VersionCheck(now)
+            server.version_check.checks.append(check)
         return check, read_at
 
     @staticmethod
@@ -178,7 +182,8 @@ class Checks:
                 actions += self._confirm(check, now)
                 continue
             for location in check.locations:
-                actions += self.put(check, location, self._servers[location.server])
+                if location.server == link:
+                    actions += self.put(check, location, server)
         return actions
 
     def _confirm_all(self, asked: VersionCheck, server: PublisherServer, now: float) -> list[Any]:
@@ -252,8 +257,6 @@ class Checks:
 
 def _is_in_doubt(channel: PublishedChannel, name: bytes, server: PublisherServer) -> bool:
     """Tell whether the plan stored at a server has changed since it confirmed a channel, or no agent is there."""
-    if not server.up:
-        return False
     if server.version is not None and server.version != channel.version:
         return True
     return not server.observers and name not in server.confirmed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from dynamoth.envelope import FIRST, HEARTBEAT, ROUTE_CHANGED, Envelope, open_en
 from dynamoth.events import Connect, ErrorReply, Replied
 from dynamoth.names import CLIENTS_CHANNEL, forward_channel, replica_channel
 from dynamoth.plan import Assignment, Mode, Plan, Route, single
+from dynamoth.stored_plan import READ_BELIEVED_VERSION, read_entry
 from dynamoth_client.local_plan import LocalPlan, NewerSoftware
 from dynamoth_client.publication import Publish, Published, PublisherOptions, PublishFailed, PublishRefused
 from dynamoth_client.publisher import PublisherMachine
@@ -28,12 +30,13 @@ from tests.machines.helpers import (
     phases,
     published,
     reply,
+    sends,
     tagged,
     to_replicas,
     unknown_entry,
     unknown_notice,
 )
-from tests.machines.test_publisher import ID, INBOX, Publisher, envelopes, numbers
+from tests.machines.test_publisher import ID, INBOX, Publisher, envelopes, numbers, version_reply
 
 ALL: tuple[str, ...] = ("s1", "s2", "s3")
 TO_ALL = to_replicas(Mode.ALL_PUBLISHERS)
@@ -400,6 +403,16 @@ def test_an_outcome_is_in_time_behind_one_that_failed_over() -> None:
     assert replies(publisher, CHOSEN, publisher.pass_time(DEFAULTS.straggler_s)) == [Published("both", 0)]
 
 
+def test_an_outcome_is_in_time_behind_newer_messages_of_the_replica_that_is_asked() -> None:
+    publisher = begun(to_replicas(Mode.ALL_PUBLISHERS, "s1", "s2"), "s1", "s2")
+    sent = publisher.publish(token="both")
+    publisher.pass_time(DEFAULTS.publish_timeout_s - 1.0)
+    publisher.publish(channel_at("s1", 9), token="newer")
+    publisher.pass_time(0.5)
+    assert replies(publisher, "s1", sent) == []
+    assert only(Published, publisher.pass_time(0.5)) == [Published("both", 0)]
+
+
 # Changes of route.
 
 
@@ -469,38 +482,83 @@ def test_heartbeats_tell_of_a_replica_that_was_left() -> None:
     assert envelopes(told) == [Envelope(HEARTBEAT, ID, 2, 2, b"")]
 
 
-# Servers without an agent.
+# What the stored plan confirms.
+
+STORED = phases(PLAN_0, TO_ALL.assignment)[2]
+"""The plan in which C is replicated, and settled; then one in which something else has changed, or C."""
+OTHERWISE = replace(STORED, version=STORED.version + 1)
+FOLDED = phases(STORED, single("s3"))[2]
 
 
-def test_the_plan_of_each_replica_is_read_where_nobody_observes() -> None:
-    publisher = following(TO_ALL, *ALL, observers={"s1": 0, "s2": 1, "s3": 0})
-    first = publisher.publish()  # is followed by one everywhere
-    assert [len(commands(first, b"HMGET", server)) for server in ALL] == [1, 1, 1]
-    assert commands(publisher.publish(), b"HMGET") == [], "one is under way"
-    readings(publisher, over("s2", first), phases(PLAN_0, TO_ALL.assignment)[2])
-    sent = publisher.publish()
-    assert [len(commands(sent, b"HMGET", server)) for server in ALL] == [1, 0, 1]
-
-
-def readings(publisher: Publisher, actions: list[Any], stored: Plan) -> list[Any]:
-    """Let every server say that it stores a plan; nobody observes any of them."""
+def readings(publisher: Publisher, actions: list[Any], stored: Plan, receivers: int = 0) -> list[Any]:
+    """Let servers answer that store a plan."""
     out: list[Any] = []
-    for send in actions:
-        value = entry_reply(stored, C) if send.args[0] == b"HMGET" else 0
+    for send in sends(actions):
+        value: Any = receivers
+        if send.args == READ_BELIEVED_VERSION:
+            value = version_reply(stored.version)
+        elif send.args[0] == b"HMGET":
+            value = entry_reply(stored, C)
+        elif send.args[0] == b"PUBSUB":
+            value = [b"", 1]
         out += publisher.tell(reply(send, value))
     return out
 
 
-def test_the_check_of_one_replica_says_nothing_of_the_others() -> None:
-    stored = phases(PLAN_0, TO_ALL.assignment)[2]
-    publisher = following(TO_ALL, *ALL, observers=dict.fromkeys(ALL, 0))
-    first = publisher.publish()
+@pytest.mark.parametrize("agents", [0, 1])
+def test_a_reading_at_any_replica_confirms_a_message(agents: int) -> None:
+    publisher = following(TO_ALL, *ALL, observers=dict.fromkeys(ALL, agents))
+    first = publisher.publish(token=1)
     assert [len(commands(first, b"HMGET", server)) for server in ALL] == [1, 1, 1]
-    assert readings(publisher, over("s1", first), stored) == []
-    second = publisher.publish()
-    assert [len(commands(second, b"HMGET", server)) for server in ALL] == [0, 1, 1]
-    readings(publisher, [*over("s2", first), *over("s3", first)], stored)
-    assert commands(publisher.publish(), b"HMGET") == []
+    for server in ("s1", "s3"):
+        assert readings(publisher, over(server, first), STORED, agents) == []
+    second = publisher.publish(token=2)
+    assert commands(second, b"HMGET") == []
+    assert readings(publisher, published_over("s2", first), STORED, agents) == [Published(1, 0)]
+
+
+def published_over(server: str, actions: list[Any]) -> list[Any]:
+    return [send for send in over(server, actions) if send.args[0] == b"PUBLISH"]
+
+
+def idle_publisher() -> tuple[Publisher, list[Any]]:
+    """Return a publisher that has used C, and now publishes there after a while; and what it sends."""
+    publisher = following(TO_ALL, *ALL)
+    readings(publisher, publisher.publish(token=1), STORED, 1)
+    publisher.now += 60.0
+    return publisher, publisher.publish(token=2)
+
+
+def test_the_version_is_read_at_each_replica_and_any_unchanged_one_confirms() -> None:
+    publisher, sent = idle_publisher()
+    reads = [send for send in sends(sent) if send.args == READ_BELIEVED_VERSION]
+    assert [read.link for read in reads] == [*ALL]
+    for server in ALL:
+        for send in published_over(server, sent):
+            assert publisher.tell(reply(send, 1)) == [], "the outcome waits for a version"
+    assert readings(publisher, reads[1:2], STORED) == [Published(2, 0)]
+    assert commands(publisher.publish(token=3), b"HMGET") == [], "once a second"
+
+
+@pytest.mark.parametrize("stored", [STORED, OTHERWISE], ids=["same", "newer"])
+def test_a_replica_that_hangs_does_not_hold_up_what_another_confirms(stored: Plan) -> None:
+    publisher, sent = idle_publisher()
+    for number in range(2, 5):
+        entries = readings(publisher, [*over("s1", sent), *over("s2", sent)], stored, 1)
+        if stored is OTHERWISE and number == 2:
+            entries = readings(publisher, sends(entries), stored, 1)
+        assert only(Published, entries) == []
+        handed_over = readings(publisher, sends(publisher.pass_time(DEFAULTS.straggler_s)), stored, 1)
+        assert only(Published, handed_over) == [Published(number, 0)]
+        publisher.now += 1.0
+        sent = publisher.publish(token=number + 1)
+
+
+def test_a_version_that_has_changed_at_one_replica_shows_that_the_channel_has_moved() -> None:
+    publisher, sent = idle_publisher()
+    entry = readings(publisher, over("s2", sent), FOLDED, 1)
+    assert [(send.link, send.args) for send in sends(entry)] == [("s2", read_entry(C))]
+    assert numbers(readings(publisher, entry, FOLDED)) == [2]
 
 
 @pytest.mark.parametrize("mode", [Mode.ALL_PUBLISHERS, Mode.ALL_SUBSCRIBERS])
