@@ -54,6 +54,10 @@ READ_VERSION: tuple[bytes, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD)
 READ_WHOLE: tuple[CommandPart, ...] = (b"HGETALL", PLAN_KEY)
 READ_LENGTH: tuple[CommandPart, ...] = (b"HLEN", PLAN_KEY)
 
+VERSION_READ_INTERVAL_S = 1.0
+"""How often a publisher reads the version of the plan stored at a server that it uses. So that long after a change,
+every publisher has seen it, or sees it with its next message."""
+
 TEXT_MAX = 2000
 """Characters of the id or the URL of a server in a header."""
 

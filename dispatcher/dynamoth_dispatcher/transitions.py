@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamoth.plan import Entry, Location, Phase
+from dynamoth.stored_plan import VERSION_READ_INTERVAL_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +18,12 @@ class TransitionOptions:
     """Subscribers of a channel on which nothing is published are told so long after the activation."""
     notice_interval_s: float = 0.5
     """How often those who still listen at an old location are told again."""
+    settle_after_s: float = VERSION_READ_INTERVAL_S + 0.25
+    """No old location counts as vacated for so long after the activation: every publisher has seen that the plan has
+    changed then. If this agent dies before, its successor still has the transition, and tells subscribers of a gap.
+    The quarter of a second is for messages that are on their way."""
     poll_interval_s: float = 0.05
-    """How often NUMSUB is asked for an old location."""
+    """How often NUMSUB is asked for an old location then."""
     vacated_interval_s: float = 0.5
     """How often the balancer is told again of a vacated location until it settles the channel."""
     per_tick_max: int = 500
@@ -92,7 +97,7 @@ class Transitions:
             new_here,
             frozenset(place.server for place in old),
             notice_at=now + options.trickle_delay_s,
-            poll_at=now + options.poll_interval_s,
+            poll_at=now + options.settle_after_s,
         )
         if self._next_tick_at is None:
             self._next_tick_at = now

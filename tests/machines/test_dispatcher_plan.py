@@ -29,7 +29,7 @@ from dynamoth.names import (
     replica_channel,
 )
 from dynamoth.plan import Entry, Phase, Plan, PlanDelta, Route, single
-from dynamoth.stored_plan import READ_WHOLE
+from dynamoth.stored_plan import READ_WHOLE, VERSION_READ_INTERVAL_S
 from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions, forward_link
 from dynamoth_dispatcher.machine import DispatcherOptions
 from dynamoth_dispatcher.transitions import TransitionOptions
@@ -52,6 +52,8 @@ from tests.machines.helpers import (
 )
 
 PACE = TransitionOptions()
+POLLED_S = PACE.settle_after_s + 2 * PACE.tick_interval_s
+"""Within this after its activation an old location is asked about."""
 READ = Send(LOCAL, READ_WHOLE, ("plan",))
 
 
@@ -361,16 +363,25 @@ def test_junk_among_announcements_is_counted() -> None:
 
 def test_an_old_location_where_nobody_listens_is_reported() -> None:
     agent = Agent().holding(ACTIVE)
-    asked = agent.pass_time(PACE.poll_interval_s + PACE.tick_interval_s)
+    asked = agent.pass_time(POLLED_S)
     assert (b"NUMSUB", C) in commands(asked, b"PUBSUB")
     assert told_balancer(agent.listeners(asked, 1)) == []
     asked = agent.pass_time(PACE.poll_interval_s + PACE.tick_interval_s)
     assert told_balancer(agent.listeners(asked, 0)) == [Vacated("s1", ((C, 1),), INCARNATION)]
 
 
+def test_no_location_is_vacated_before_every_publisher_has_read_the_plan() -> None:
+    """Also if nobody ever listened there. Until then the successor of this agent tells subscribers of a gap."""
+    agent = Agent().holding(PREPARED)
+    agent.pass_time(5)
+    agent.change(PREPARED, ACTIVE)
+    assert tagged(agent.pass_time(VERSION_READ_INTERVAL_S + 0.2), "numsub") == []
+    assert tagged(agent.pass_time(0.1), "numsub") != []
+
+
 def test_a_vacated_location_is_reported_again_until_it_is_settled() -> None:
     agent = Agent().holding(ACTIVE)
-    agent.listeners(agent.pass_time(0.1), 0)
+    agent.listeners(agent.pass_time(POLLED_S), 0)
     assert told_balancer(agent.listeners(agent.pass_time(PACE.vacated_interval_s + 0.1), 0)) != []
     agent.change(ACTIVE, SETTLED)
     assert tagged(agent.pass_time(5), "numsub") == []
@@ -379,14 +390,14 @@ def test_a_vacated_location_is_reported_again_until_it_is_settled() -> None:
 def test_an_answer_that_is_older_than_the_change_reports_nothing() -> None:
     """Case 10: NUMSUB was asked for an earlier change; in the meantime the channel was here again, and goes again."""
     agent = Agent().holding(ACTIVE)
-    asked = agent.pass_time(0.1)
+    asked = agent.pass_time(POLLED_S)
     plan = ACTIVE
     steps = (SETTLED, *moved(SETTLED, "s1"))
     for newer in (*steps, *moved(steps[-1], "s3")[:2]):
         agent.change(plan, newer)
         plan = newer
     assert told_balancer(agent.listeners(asked, 0)) == []
-    assert told_balancer(agent.listeners(agent.pass_time(0.1), 0)) == [Vacated("s1", ((C, 7),), INCARNATION)]
+    assert told_balancer(agent.listeners(agent.pass_time(POLLED_S), 0)) == [Vacated("s1", ((C, 7),), INCARNATION)]
 
 
 def moved(plan: Plan, server: str) -> tuple[Plan, Plan, Plan]:
@@ -403,7 +414,7 @@ def test_nothing_is_asked_before_the_activation_or_after_the_end(plan: Plan) -> 
 
 def test_a_refused_question_is_counted() -> None:
     agent = Agent().holding(ACTIVE)
-    [numsub, *_] = tagged(agent.pass_time(0.1), "numsub")
+    [numsub, *_] = tagged(agent.pass_time(POLLED_S), "numsub")
     assert agent.tell(Replied(LOCAL, numsub.tag, ErrorReply("NOPERM no"))) == []
     assert agent.counters["refused_commands"] == 1
 
@@ -416,7 +427,7 @@ def many_active(channels: int) -> tuple[Plan, list[bytes]]:
 def test_no_tick_asks_for_more_than_its_share() -> None:
     plan, _ = many_active(7)
     agent = Agent(options=DispatcherOptions(TransitionOptions(per_tick_max=3))).holding(plan)
-    questions = tagged(agent.pass_time(1), "numsub")
+    questions = tagged(agent.pass_time(2), "numsub")
     assert max(len(send.args) for send in questions) == 2 + 3
 
 

@@ -558,7 +558,7 @@ def count(agent: Agent, actions: list[Any], listeners: Mapping[bytes, int]) -> l
 
 
 def polled(agent: Agent) -> list[Any]:
-    return agent.pass_time(PACE.poll_interval_s + PACE.tick_interval_s)
+    return agent.pass_time(PACE.settle_after_s + 2 * PACE.tick_interval_s)
 
 
 def test_only_the_old_names_are_counted_at_a_server_that_stays() -> None:
