@@ -8,6 +8,10 @@ the entries of the channels in question at another server, and again each ``look
 newer epoch is believed. Then every message that the old server has not answered, or has answered and not confirmed, is
 sent by the new route with its number, in order. The old connection forgets it: so nothing goes two ways.
 
+A server that is connected counts as unreachable when it has left a message unanswered for ``silent_s``: a link takes
+seconds to find out that its server hangs. Commands that are under way to it stay in the outbox, as their replies may
+come. What they bring to the old place is dropped as a second copy.
+
 A channel that this client used there lately is looked up once, although no message waits: what was published there last
 may have been lost with the server and its agent. Where the channel is now, a heartbeat tells subscribers its number.
 """
@@ -23,6 +27,7 @@ from dynamoth.envelope import is_enveloped, open_envelope
 from dynamoth.events import ErrorReply, Send
 from dynamoth_client.checks import Checks
 from dynamoth_client.local_plan import LocalPlan
+from dynamoth_client.outcomes import take_apart
 from dynamoth_client.publication import (
     LOOKED_UP_MAX,
     CheckAt,
@@ -36,6 +41,8 @@ from dynamoth_client.publisher_routes import PublisherRoutes
 
 NO_LINK_RETRY_S = 0.1
 """How soon it is tried again when no other server is connected yet."""
+
+_NEVER = float("inf")
 
 RECENT_S = 60.0
 """Channels that were used so long before their server was lost are looked up once, messages or not."""
@@ -58,6 +65,8 @@ class Elsewhere:
     ) -> None:
         """Share the publisher's state; ``connect`` opens a link to a server unless there is one."""
         self._after_s = options.look_elsewhere_s * (1 + client_id % 1024 / 2048)
+        #: How long before it expires the oldest message of a server that is up is looked up.
+        self._before_expiry_s = options.publish_timeout_s - options.silent_s - self._after_s
         self._plan = plan
         self._channels = channels
         self._servers = servers
@@ -68,15 +77,20 @@ class Elsewhere:
         self._heartbeat = heartbeat
 
     def deadline(self, server: PublisherServer) -> float:
-        """Return when channels of a server are to be looked up; infinity while it is up, or nothing is in question."""
-        if server.up or not (server.waiting or server.lost_at is not None or server.refused_channels):
-            return float("inf")
+        """Return when channels of a server are to be looked up; infinity if nothing is in question."""
+        if server.up:
+            if not server.waiting:
+                return _NEVER
+            look_at = server.waiting[0].expires_at - self._before_expiry_s
+            return look_at if look_at > server.look_at else server.look_at
+        if not (server.waiting or server.lost_at is not None or server.refused_channels):
+            return _NEVER
         return max(server.down_since + self._after_s, server.look_at)
 
     def look(self, server_id: str, now: float) -> list[Any]:
         """Read at another server where the channels in question of an unreachable one are."""
         server = self._servers[server_id]
-        others = [id_ for id_, candidate in self._servers.items() if candidate.up]
+        others = [id_ for id_, candidate in self._servers.items() if candidate.up and id_ != server_id]
         if not others:
             unknown = next((id_ for id_ in self._plan.servers if id_ not in self._servers), None)
             is_trying = len(self._servers) > 1 or unknown is not None
@@ -85,6 +99,7 @@ class Elsewhere:
         server.look_at = now + self._options.look_again_s
         other = others[server.looks % len(others)]
         server.looks += 1
+        take_apart(server)
         names = self._in_question(server_id, server)
         server.lost_at = None
         return [Send(other, stored_plan.read_entry(name), ("elsewhere", name, server_id)) for name in names]
@@ -115,12 +130,12 @@ class Elsewhere:
         told = self._routes.entry_read(name, link, value, self._servers[link], now)
         server = self._servers[gone]
         locations, _ = self._routes.find(name)
-        if server.up or any(location.server == gone for location in locations):
+        if any(location.server == gone for location in locations):
             return told
         messages = self._take_back(name, server)
         if messages:
             return [*told, *self._checks.send_again(name, messages, now)]
-        return [*told, *self._heartbeat(name, now)]
+        return told if server.up else [*told, *self._heartbeat(name, now)]
 
     def _take_back(self, name: bytes, server: PublisherServer) -> list[tuple[Waiting, bytes]]:
         """Return the messages of a channel that a server has not answered or not confirmed, and forget them there."""
@@ -142,6 +157,7 @@ class Elsewhere:
         def is_taken(token: Any) -> bool:
             return id(token) in gone or (isinstance(token, CheckAt) and token.check is check)
 
-        server.outbox.discard(is_taken)
+        if not server.up:
+            server.outbox.discard(is_taken)
         server.waiting = deque(waiting for waiting in server.waiting if id(waiting) not in gone)
         return messages

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from dynamoth.outbox import Outbox
 from dynamoth.plan import Location
+from dynamoth.stored_plan import VERSION_READ_INTERVAL_S
 
 LOOKED_UP_MAX = 1000
 """Channels of an unreachable server that are looked up at once at most; the others the next time."""
@@ -42,8 +43,9 @@ class PublisherOptions:
     route_change_window_s: float = 5.0
     """A route change is announced to subscribers if the previous message went out at most so long before it. Longer
     than any forwarded copy may take."""
-    observers_interval_s: float = 1.0
-    """How often a publisher asks a server that it uses how many agents observe it (G7)."""
+    observers_interval_s: float = VERSION_READ_INTERVAL_S
+    """How often a publisher asks a server that it uses how many agents observe it (G7), and reads the version of the
+    plan there."""
     channel_idle_s: float = 600.0
     """The numbering of a channel that was not published to for so long is forgotten and begins anew (FIRST)."""
     channels_max: int = 1_000_000
@@ -56,6 +58,8 @@ class PublisherOptions:
     look_elsewhere_s: float = 0.4
     """How long a server may be unreachable before another one is asked where its channels are; up to half as long
     again, so that not all clients ask at once. Infinity: none is."""
+    silent_s: float = 1.0
+    """How long a server that is connected may leave a message unanswered before it counts as unreachable in that."""
     look_again_s: float = 1.0
     """How often it is asked again while messages wait."""
     failover_s: float = 1.0

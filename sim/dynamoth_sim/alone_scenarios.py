@@ -151,7 +151,7 @@ def flushed_beside_rival(stage: Stage) -> None:
     for number in range(20):
         if not cluster.rival.alive:
             cluster.rival.start()
-        stage.run(0.2 + 0.037 * number)
+        stage.run(0.2 + 0.014 * number)
         for server in cluster.servers.values():
             server.flush()
         stage.run(0.1)

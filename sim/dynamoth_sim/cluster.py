@@ -34,6 +34,9 @@ from dynamoth_sim.world import World
 VIRTUAL_NODES = 16
 """Points per server on the ring: a few are enough to spread a few channels, and computing them takes time."""
 
+VERSION_READ_INTERVAL_S = 0.3
+"""How often publishers read the version of the stored plan."""
+
 PUBLISH_TIMEOUT_S = 8.0
 
 PUBLISH_S_MAX = PUBLISH_TIMEOUT_S + 1.0
@@ -76,10 +79,11 @@ def _short_client_options(hold_s_max: float) -> ClientOptions:
     return ClientOptions(
         publisher=PublisherOptions(
             publish_timeout_s=PUBLISH_TIMEOUT_S,
-            observers_interval_s=0.3,
+            observers_interval_s=VERSION_READ_INTERVAL_S,
             straggler_s=0.1,
             failover_s=0.2,
             look_elsewhere_s=0.1,
+            silent_s=0.2,
             look_again_s=0.2,
         ),
         subscriber=SubscriberOptions(
@@ -127,7 +131,12 @@ def short_options(
     return ClusterOptions(
         client=_short_client_options(hold_s_max),
         dispatcher=DispatcherOptions(
-            transition=TransitionOptions(trickle_delay_s=0.05, notice_interval_s=0.2, vacated_interval_s=0.2),
+            transition=TransitionOptions(
+                trickle_delay_s=0.05,
+                notice_interval_s=0.2,
+                settle_after_s=VERSION_READ_INTERVAL_S + 0.15,
+                vacated_interval_s=0.2,
+            ),
             tell_again_s=0.3,
             plan_retry_s=0.1,
             forwarder=ForwarderOptions(forwards_max=forwards_max, heartbeat_delay_s=1.5),

@@ -117,7 +117,7 @@ def plain_lifted(stage: Stage) -> None:
     channel = _elsewhere(stage)
     listener = _listener(stage, "L", channel)
     stage.subscriber("S", channel)
-    publisher = stage.publisher("P")
+    publisher = stage.trusting_publisher("P")
     plain = _raw(stage, "raw1", "s1", channel)
     for _ in range(MANY):
         stage.publish(publisher, channel)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from dynamoth.envelope import FORWARDED, Envelope
+from dynamoth.plan import Location
 from dynamoth_client import sequences
 from dynamoth_client.checks import Checks
 from dynamoth_client.elsewhere import Elsewhere
 from dynamoth_client.moves import Moves
-from dynamoth_client.publication import CheckAt, PublisherServer, VersionCheck
+from dynamoth_client.outcomes import Outcomes
+from dynamoth_client.publication import CheckAt, PublishedChannel, PublisherServer, VersionCheck
 from dynamoth_client.sequences import Gap, Stream
+from dynamoth_dispatcher.transitions import TransitionOptions, Transitions
 from dynamoth_sim.mutating import Check, replaced
 
 
@@ -34,6 +39,59 @@ def versions_are_not_read() -> AbstractContextManager[None]:
         return self._confirm_all(asked, server, now)  # pyright: ignore[reportPrivateUsage]
 
     return replaced(Checks, version_read=confirm)
+
+
+def versions_of_replicas_are_not_read() -> AbstractContextManager[None]:
+    """A publisher relies on agents to say that a replicated channel that it knows has moved."""
+    begin = Checks.begin
+
+    def first_only(
+        channel: PublishedChannel, name: bytes, locations: tuple[Location, ...], *rest: Any
+    ) -> tuple[Any, Sequence[PublisherServer]]:
+        if len(locations) > 1 and channel.sequence != channel.floor:
+            return None, ()
+        return begin(channel, name, locations, *rest)
+
+    return replaced(Checks, begin=staticmethod(first_only))
+
+
+def one_replica_confirms() -> AbstractContextManager[None]:
+    """The version is read at the first replica alone."""
+    put = Checks.put_version_check
+
+    def at_first(server: PublisherServer) -> list[Any]:
+        return put(server) if server.outbox.link == "s1" else []
+
+    return replaced(Checks, put_version_check=staticmethod(at_first))
+
+
+def moves_settle_at_once() -> AbstractContextManager[None]:
+    """A move settles when nobody listens at the old location, though publishers may not have seen that it was begun."""
+    init = Transitions.__init__
+
+    def hasty(self: Transitions, server: str, options: TransitionOptions) -> None:
+        init(self, server, replace(options, settle_after_s=options.poll_interval_s))
+
+    return replaced(Transitions, __init__=hasty)
+
+
+def silence_is_waited_out() -> AbstractContextManager[None]:
+    """Publishers wait until the link to a server that hangs is given up."""
+    deadline = Elsewhere.deadline
+
+    def when_down(self: Elsewhere, server: PublisherServer) -> float:
+        return float("inf") if server.up else deadline(self, server)
+
+    return replaced(Elsewhere, deadline=when_down)
+
+
+def outcomes_in_the_order_of_queues() -> AbstractContextManager[None]:
+    """What is sent again has its outcome when the messages before it in its server's queue have theirs."""
+
+    def nothing(*_: Any) -> None:
+        pass
+
+    return replaced(Outcomes, set_timer=nothing)
 
 
 def no_number_is_too_far() -> AbstractContextManager[None]:
@@ -97,6 +155,11 @@ CHECKS: tuple[Check, ...] = (
     Check("37-not-owed", everything_is_owed, "expected"),
     Check("47-stale-and-gone", versions_are_not_read, "G1"),
     Check("57-forwarded-late", late_is_suspicious, "truth"),
+    Check("42-last-message-of-an-interval", moves_settle_at_once, "G5"),
+    Check("43-stale-and-gone-replicated", versions_of_replicas_are_not_read, "G1"),
+    Check("49-old-server-hangs", silence_is_waited_out, "expected"),
+    Check("59-replica-hangs", one_replica_confirms, "expected"),
+    Check("58-sent-again-late", outcomes_in_the_order_of_queues, "expected"),
     Check("48-copied-id", no_number_is_too_far, "expected"),
     Check("38-old-server-dies", nobody_is_asked_for_publishers, "expected"),
     Check("39-home-is-down", nobody_is_asked_for_publishers, "expected"),

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dynamoth.envelope import CONTROL, FORWARDED, HEARTBEAT, open_envelope, seal
-from dynamoth.plan import Phase
+from dynamoth.plan import Assignment, Mode, Phase, single
 from dynamoth_client.sequences import LATE_S
 from dynamoth_sim.clients import PublisherApp
+from dynamoth_sim.cluster import PUBLISH_TIMEOUT_S, VERSION_READ_INTERVAL_S
+from dynamoth_sim.network import SILENCE_S_MAX
 from dynamoth_sim.stage import Stage
 
 HANGS_S = 5.0
@@ -101,6 +103,95 @@ def stale_and_gone(stage: Stage) -> None:
     stage.close(channel, other)
 
 
+def stale_and_gone_replicated(stage: Stage) -> None:
+    """Case 43. As case 47, but the channel was replicated at H0 and H1, of which one version tells P enough."""
+    stage.open()
+    channel = stage.channel_at("s1")
+    stage.change(channel, Assignment(Mode.ALL_PUBLISHERS, ("s1", "s2")))
+    stage.subscriber("S", channel)
+    stale = stage.publisher("P")
+    for _ in range(2):
+        stage.publish(stale, channel)
+    stage.run(IDLE_S)
+    stage.move(channel, "s3")
+    agents = [stage.cluster.agents[server] for server in ("s1", "s2")]
+    for agent in agents:
+        agent.pause(HANGS_S)
+    stage.publish(stale, channel)
+    stage.cluster.clients[-1].crash()
+    for agent in agents:
+        agent.crash("is killed")
+    stage.run(0.2)
+    for agent in agents:
+        agent.start()
+    stage.run(1.0)
+    stage.close(channel)
+
+
+def replica_hangs(stage: Stage) -> None:
+    """Case 59. A replica hangs when P is to read the versions of the plan again: another one confirms its messages."""
+    stage.open()
+    channel = stage.channel_at("s1")
+    stage.change(channel, Assignment(Mode.ALL_PUBLISHERS, ("s1", "s2", "s3")))
+    publisher = stage.publisher("P")
+    for _ in range(2):
+        stage.publish(publisher, channel)
+    stage.run(IDLE_S)
+    heal = stage.cluster.network.freeze("s1")
+    straggler_s = stage.cluster.options.client.publisher.straggler_s
+    for _ in range(3):
+        publisher.publish(channel)
+        stage.wait("P publishes", lambda: not publisher.pending(channel), patience_s=straggler_s + 0.05)
+    heal()
+    stage.close(channel)
+
+
+def last_message_of_an_interval(stage: Stage) -> None:
+    """Case 42. P has just read the version of the plan; its channel moves, D0 hangs, P publishes at H0, and ends.
+
+    The move has not settled by then: when D0 is back, it tells S of the gap.
+    """
+    stage.open()
+    channel, other = stage.channel_at("s1"), stage.channel_at("s2", "d")
+    subscriber = stage.subscriber("S", other)  # is connected to s2
+    stale = stage.publisher("P")
+    stage.publish(stale, channel)
+    stage.run(IDLE_S)
+    stage.publish(stale, channel)
+    stage.cluster.change(channel, single("s2"))
+    stage.run(VERSION_READ_INTERVAL_S - 0.1)
+    stage.join(subscriber, channel)
+    agent = stage.cluster.agents["s1"]
+    agent.pause(HANGS_S)
+    stage.publish(stale, channel)
+    stage.cluster.clients[-1].crash()
+    stage.run(1.0)  # a move that could settle has
+    agent.crash("is killed")
+    stage.run(0.2)
+    agent.start()
+    stage.run(1.0)
+    gaps = stage.cluster.audit.totals.gaps
+    stage.expect(f"S is told of one gap, not {gaps}", gaps == 1, channel)
+    stage.close(channel)
+
+
+def sent_again_late(stage: Stage) -> None:
+    """Case 58. H0 tells P late that its channel has moved. Then H1 hangs, where a newer message of P waits already."""
+    stage.open()
+    channel, other = stage.channel_at("s1"), stage.channel_at("s2", "d")
+    stale = stage.publisher("P")
+    for name in (channel, other):
+        stage.publish(stale, name)
+    stage.move(channel, "s2")
+    with stage.held("P", "s2", to_server=False):
+        with stage.held("P", "s1", to_server=False):
+            stale.publish(channel)
+            stage.run(PUBLISH_TIMEOUT_S - 1.0)
+            stale.publish(other)
+        stage.wait("P is told that it has failed", lambda: not stale.pending(channel), patience_s=1.1)
+    stage.close(channel, other)
+
+
 def lost_before_it_was_known(stage: Stage) -> None:
     """Case 36. What a stale P publishes is lost with D0, and S, who is new, sees only what P publishes at H1 then.
 
@@ -171,6 +262,22 @@ def old_server_dies(stage: Stage) -> None:
     stage.expect(f"S is told that a message is missing: {totals.gaps} gap events", totals.gaps > 0, channel)
     stage.cluster.audit.calm()
     _works_at_once(stage, stale, channel)
+    stage.close(channel)
+
+
+def old_server_hangs(stage: Stage) -> None:
+    """Case 49. As case 38, but H0 hangs: P asks another server before its link finds out."""
+    stage.open()
+    channel = stage.channel_at("s1")
+    stage.subscriber("S", channel)
+    stale = stage.trusting_publisher("P", silent_s=stage.cluster.options.client.publisher.silent_s)
+    for name in (channel, stage.channel_at("s3", "d")):
+        stage.publish(stale, name)
+    stage.move(channel, "s2")
+    heal = stage.cluster.network.freeze("s1")
+    stale.publish_all([channel] * 3)
+    stage.wait("P publishes", lambda: not stale.pending(channel), patience_s=SILENCE_S_MAX - 0.1)
+    heal()
     stage.close(channel)
 
 
@@ -255,12 +362,17 @@ PLAYS: dict[str, Callable[[Stage], None]] = {
     "34-first-message-agent-hangs": first_message_agent_hangs,
     "35-first-message-agent-lags": first_message_agent_lags,
     "37-not-owed": not_owed,
+    "43-stale-and-gone-replicated": stale_and_gone_replicated,
     "47-stale-and-gone": stale_and_gone,
     "57-forwarded-late": forwarded_late,
 }
 """In these nothing may be lost, although an agent dies in some."""
 
 FAILURES: dict[str, Callable[[Stage], None]] = {
+    "42-last-message-of-an-interval": last_message_of_an_interval,
+    "49-old-server-hangs": old_server_hangs,
+    "59-replica-hangs": replica_hangs,
+    "58-sent-again-late": sent_again_late,
     "38-old-server-dies": old_server_dies,
     "39-home-is-down": home_is_down,
     "48-copied-id": copied_id,

@@ -121,7 +121,7 @@ def some_server_has_it(stage: Stage) -> None:
     """
     stage.open()
     channel = stage.channel_at("s1")
-    publisher = stage.publisher("P")
+    publisher = stage.trusting_publisher("P")
     stage.publish(publisher, channel)
     replicas = Assignment(Mode.ALL_PUBLISHERS, ("s1", "s2", "s3"))
     with stage.held("P", "s1", to_server=False):  # P does not hear of it

@@ -389,7 +389,7 @@ def inflated_load(stage: Stage) -> None:
     stage.open()
     channel = stage.channel_at("s1")
     stage.subscriber("S", channel)
-    publisher = stage.publisher("P")
+    publisher = stage.trusting_publisher("P")
     stage.publish(publisher, channel)
     stage.move(channel, "s2")
     stage.run(0.6)  # until what was published so far has been reported

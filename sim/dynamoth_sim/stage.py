@@ -126,11 +126,14 @@ class Stage:
         assert app is not None
         return app
 
-    def trusting_publisher(self, name: str, for_s: float = 60.0) -> PublisherApp:
-        """Start a publisher that does not look for so long whether the plan has changed; real ones do each second."""
+    def trusting_publisher(self, name: str, for_s: float = 60.0, silent_s: float = 60.0) -> PublisherApp:
+        """Start a publisher that does not look for so long whether the plan has changed; real ones do each second.
+
+        Nor does it ask another server where channels are when one has not answered for ``silent_s``.
+        """
         cluster = self.cluster
         options = cluster.options
-        rare = replace(options.client.publisher, observers_interval_s=for_s)
+        rare = replace(options.client.publisher, observers_interval_s=for_s, silent_s=silent_s)
         cluster.options = replace(options, client=replace(options.client, publisher=rare))
         publisher = self.publisher(name)
         cluster.options = options

@@ -7,7 +7,7 @@ from typing import Any
 from dynamoth.envelope import HEARTBEAT, open_envelope
 from dynamoth.events import Connect, LinkDown, LinkUp, Pushed, Replied, Send, Start
 from dynamoth_client.local_plan import LocalPlan
-from dynamoth_client.publication import Publish, Published, PublisherOptions
+from dynamoth_client.publication import Publish, PublishAll, Published, PublisherOptions
 from dynamoth_client.publisher import PublisherMachine
 from dynamoth_client.subscriber import SubscriberMachine
 from dynamoth_client.subscriber_events import GapDetected, Subscribe, SubscriberOptions, SubscriptionConfirmed
@@ -124,6 +124,38 @@ def test_a_channel_that_nobody_waits_for_is_looked_up_once_for_its_subscribers()
     told = publisher.tell(LinkUp("s2", RUN))
     assert [(e.flags, e.sequence) for e in map(open_envelope, published(told, C, "s2"))] == [(HEARTBEAT, 1)]
     assert tagged(publisher.pass_time(30.0), "elsewhere") == []
+
+
+def silent() -> tuple[Publisher, list[Any], list[Send]]:
+    """One whose server s1 is connected and leaves messages unanswered; what it asked elsewhere; and the messages."""
+    publisher = begun()
+    sent = publisher.publish(1)
+    sent += publisher.publish("other", channel_at("s1", 1))
+    sent += publisher.tell(PublishAll([(2, C, b"x"), (3, C, b"x")]))
+    asked = publisher.pass_time(PublisherOptions().silent_s + LOOKS_S)
+    assert [send.link for send in tagged(asked, "elsewhere")] == ["s3", "s3"], "for each channel"
+    return publisher, asked, sends(sent)
+
+
+def test_what_a_server_leaves_unanswered_goes_where_another_says() -> None:
+    publisher, asked, _ = silent()
+    assert publisher.answer(asked, SETTLED) == [Connect("s2", URLS["s2"])]
+    again = publisher.tell(LinkUp("s2", RUN))
+    assert numbers(again, "s2") == [2, 3, 4]
+    assert only(Published, publisher.answer(again, SETTLED)) == [Published(token, 1) for token in (1, 2, 3)]
+    assert numbers(publisher.publish(), "s2") == [5]
+
+
+def test_what_a_server_answers_late_has_had_its_outcome() -> None:
+    publisher, asked, sent = silent()
+    publisher.answer(asked, SETTLED)
+    assert only(Published, publisher.answer(sent)) == [Published("other", 1)], "the others wait for s2"
+
+
+def test_a_silent_server_is_left_alone_where_the_plan_says_nothing_newer() -> None:
+    publisher, asked, _ = silent()
+    assert publisher.answer(asked) == []
+    assert len(tagged(publisher.pass_time(PublisherOptions().look_again_s), "elsewhere")) == 2
 
 
 class Listener(Subject):

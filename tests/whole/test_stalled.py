@@ -86,6 +86,31 @@ def test_subscribers_of_a_replica_that_freezes_or_dies_go_on_at_another(freezes:
         assert max(silences.values()) > 3.0, "the server froze"
 
 
+def test_a_publisher_whose_old_server_hangs_finds_its_channel_before_that_is_known() -> None:
+    """It asks another server when a message has had no answer for a second and a half."""
+    [channel] = channels_at("s1", 1)
+
+    async def test(cluster: LocalCluster) -> float:
+        async with from_url(cluster.url) as publisher, from_url(cluster.url) as client, client.pubsub() as pubsub:
+            await publisher.publish(channel, b"before")
+            await asyncio.to_thread(move, cluster, channel, "s2")
+            await pubsub.subscribe(channel)
+            cluster.redis["s1"].pause()
+            began_at = time.monotonic()
+            assert await publisher.publish(channel, b"after") == 1
+            took_s = time.monotonic() - began_at
+            messages = [await pubsub.get_message(timeout=PATIENCE_S) for _ in range(2)]
+            assert [message["data"] for message in messages if message] == [1, b"after"]
+            return took_s
+
+    with LocalCluster(2) as cluster:
+        try:
+            took_s = asyncio.run(asyncio.wait_for(test(cluster), PATIENCE_S))
+        finally:
+            cluster.redis["s1"].resume()
+    assert took_s < DETECTION_S - 1.0
+
+
 @pytest.mark.parametrize("kind", ["asyncio", "sync"])
 def test_a_reader_that_has_stopped_does_not_keep_its_channel_from_moving(kind: str) -> None:
     """Its queue has been full for long when the channel moves, twice; nothing is lost, as it fits behind the queue."""
