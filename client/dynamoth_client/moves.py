@@ -8,7 +8,8 @@ verified for the first time the subscription is confirmed to the application.
 
 A newer route comes from a notice of a dispatcher or from the stored plan; its locations become the targets, and the old
 targets are ``leaving``. One is left when the marker that answers the announcement at each target has come to the inbox
-at its server (:class:`Marker`). A notice is a hint: a route that the servers contradict for ``distrust_s`` is given up.
+at its server (:class:`Marker`). One that has not come after ``marker_s`` is a gap. A notice is a hint: a
+route that the servers contradict for ``distrust_s`` is given up.
 
 After a lost connection every target there is verified again. The application gets a gap event for each confirmed
 channel there, as messages may have been missed, when the server has taken the subscription: before any message that
@@ -114,6 +115,8 @@ class Moves:
         if subscription.leaving and not subscription.look_again_s:
             subscription.look_again_s = self._options.look_again_s
             self._wishes.add(now + subscription.look_again_s, self._look_again, subscription)
+        if subscription.leaving and self._options.marker_s < _NEVER:
+            self._wishes.add(now + self._options.marker_s, self._look_for_markers, subscription, route)
         return [*actions, *self._places.ask_for_markers(subscription)]
 
     def _learned(self, subscription: Subscription, link: str, route: Route, now: float) -> list[Any]:
@@ -347,6 +350,28 @@ class Moves:
         targets = list(subscription.targets.values())
         again = [action for place in targets for action in self._verify_again(subscription, place, now)]
         return [*again, *self._places.ask_for_markers(subscription)]
+
+    def _look_for_markers(self, subscription: Subscription, route: Route, _: float) -> list[Any]:
+        """Report a gap where the agent of a new place has not answered for long: what it had to forward may be lost.
+
+        A publisher that begins meanwhile has no earlier message that would show the loss.
+        """
+        if subscription.route is not route or not self._register.is_current(subscription.channel, subscription):
+            return []
+        heard = [
+            place for place in subscription.leaving.values() if self._places.links[place.location.server].hears_inbox
+        ]
+        silent = {
+            target.location.server
+            for target in subscription.targets.values()
+            if target.verified and not all(place.follows(target) for place in heard)
+        }
+        if not silent:
+            return []
+        reason = (
+            f"the agent of server {', '.join(sorted(silent))} did not forward messages while the channel moved there"
+        )
+        return [GapDetected(subscription.channel, None, None, reason)]
 
     # Lost connections.
 

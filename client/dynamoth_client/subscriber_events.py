@@ -94,6 +94,10 @@ class SubscriberOptions:
     again, so that not all clients ask at once. Infinity: none is."""
     look_elsewhere_again_s: float = 1.0
     """How often it is asked again."""
+    marker_s: float = 1.0
+    """How long the marker of a new place may fail to come before the gap is reported: its agent is gone, or stands
+    still, and forwards nothing to the place that is leaving. Longer than an agent takes on a busy machine.
+    Infinity: it is not."""
     link_idle_s: float = 30.0
     """A link on which nothing is listened to for so long is closed."""
     stream_idle_s: float = 600.0

@@ -148,10 +148,10 @@ def flushed_beside_rival(stage: Stage) -> None:
     publisher = stage.publisher("P")
     stage.subscriber("S", channel)
     stage.move(channel, "s2")
-    for number in range(20):
+    for number in range(40):
         if not cluster.rival.alive:
             cluster.rival.start()
-        stage.run(0.2 + 0.014 * number)
+        stage.run(0.2 + 0.037 * (number % 20))
         for server in cluster.servers.values():
             server.flush()
         stage.run(0.1)

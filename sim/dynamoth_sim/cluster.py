@@ -92,6 +92,7 @@ def _short_client_options(hold_s_max: float) -> ClientOptions:
             distrust_s=1.0,
             failover_s=1.0,
             replace_s=0.05,
+            marker_s=0.5,
             look_elsewhere_s=0.1,
             look_elsewhere_again_s=0.2,
             look_again_s=0.1,

@@ -148,6 +148,15 @@ def nobody_is_asked_for_subscribers() -> AbstractContextManager[None]:
     return replaced(Moves, _look_elsewhere=nothing)
 
 
+def markers_may_be_late() -> AbstractContextManager[None]:
+    """A subscriber waits for the agent of its new place, and says nothing."""
+
+    def look(self: Moves, subscription: Any, route: Any, now: float) -> list[Any]:
+        return []
+
+    return replaced(Moves, _look_for_markers=look)
+
+
 CHECKS: tuple[Check, ...] = (
     Check("34-first-message-agent-hangs", agents_are_trusted, "G1"),
     Check("35-first-message-agent-lags", agents_are_trusted, "expected"),
@@ -160,6 +169,7 @@ CHECKS: tuple[Check, ...] = (
     Check("49-old-server-hangs", silence_is_waited_out, "expected"),
     Check("59-replica-hangs", one_replica_confirms, "expected"),
     Check("58-sent-again-late", outcomes_in_the_order_of_queues, "expected"),
+    Check("65-new-agent-is-gone", markers_may_be_late, "expected"),
     Check("48-copied-id", no_number_is_too_far, "expected"),
     Check("38-old-server-dies", nobody_is_asked_for_publishers, "expected"),
     Check("39-home-is-down", nobody_is_asked_for_publishers, "expected"),

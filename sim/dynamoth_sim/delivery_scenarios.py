@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from dynamoth.control import RouteNotice
 from dynamoth.envelope import CONTROL, FORWARDED, HEARTBEAT, open_envelope, seal
 from dynamoth.plan import Assignment, Mode, Phase, single
 from dynamoth_client.sequences import LATE_S
 from dynamoth_sim.clients import PublisherApp
 from dynamoth_sim.cluster import PUBLISH_TIMEOUT_S, VERSION_READ_INTERVAL_S
 from dynamoth_sim.network import SILENCE_S_MAX
-from dynamoth_sim.stage import Stage
+from dynamoth_sim.stage import Stage, control_in
 
 HANGS_S = 5.0
 """How long an agent stands still: longer than anybody holds a message."""
@@ -299,6 +300,30 @@ def home_is_down(stage: Stage) -> None:
     stage.close(channel)
 
 
+def new_agent_is_gone(stage: Stage) -> None:
+    """Case 65. C moves to H1, whose agent dies; S has not followed when a new P publishes once, and ends.
+
+    S misses that: P reads the plan and publishes at H1, and nobody forwards it. No later message shows the loss, so S
+    reports a gap when it has followed and the agent of H1 does not answer.
+    """
+    stage.open()
+    channel = stage.channel_at("s3")
+    stage.subscriber("S", channel)
+    stage.move(channel, "s1")
+    with stage.losing("s1", lambda _, data: isinstance(control_in(data), RouteNotice)):
+        stage.move(channel, "s2", Phase.ACTIVE)
+        stage.cluster.agents["s2"].crash("is killed")
+        stage.publish(stage.publisher("P"), channel)
+        stage.cluster.clients[-1].crash()
+        totals = stage.cluster.audit.totals
+        stage.expect(f"P's message is lost: {totals.delivered} delivered", totals.delivered == 0, channel)
+    stage.run(2.0)
+    stage.expect(f"S reports one gap, not {totals.gaps}", totals.gaps == 1, channel)
+    stage.cluster.agents["s2"].start()
+    stage.wait_settled(channel)
+    stage.close(channel)
+
+
 def copied_id(stage: Stage) -> None:
     """Case 48. Somebody copies the id of P, and says with a heartbeat that its number is far ahead.
 
@@ -376,6 +401,7 @@ FAILURES: dict[str, Callable[[Stage], None]] = {
     "38-old-server-dies": old_server_dies,
     "39-home-is-down": home_is_down,
     "48-copied-id": copied_id,
+    "65-new-agent-is-gone": new_agent_is_gone,
     "36-lost-before-it-was-known": lost_before_it_was_known,
 }
 """In these something is lost that nobody can save: subscribers are told."""

@@ -15,7 +15,7 @@ from dynamoth_client.subscriber import SubscriberMachine
 from dynamoth_client.subscriber_events import Deliver, Subscribe, SubscriberOptions, Unsubscribe
 from tests.machines.helpers import PLAN_0, URLS, C, Subject, control, entry_reply, only, published, reply, tagged
 
-OPTIONS = SubscriberOptions(move_spread_s=0.0, join_moving_s=0.0, look_elsewhere_s=inf)
+OPTIONS = SubscriberOptions(move_spread_s=0.0, join_moving_s=0.0, look_elsewhere_s=inf, marker_s=inf)
 ID = 0xABCD
 INBOX = inbox(ID)
 

@@ -11,7 +11,7 @@ from dynamoth.control import Announcement, LossNotice, Marker, RouteNotice, pack
 from dynamoth.envelope import FIRST
 from dynamoth.events import Connect, Disconnect, ErrorReply, Pushed, Send
 from dynamoth.names import ANNOUNCE_CHANNEL, replica_channel
-from dynamoth.plan import Assignment, Location, Mode, Plan, Route, Server, single
+from dynamoth.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, Server, single
 from dynamoth.stored_plan import READ_HEADER, read_entry
 from dynamoth_client.subscriber_events import (
     Deliver,
@@ -388,6 +388,36 @@ def test_asks_again_for_a_marker_that_does_not_come() -> None:
     assert times == pytest.approx([0.25, 0.5, 1.0, 2.0, 2.0, 2.0, 2.0], abs=0.02)
     listener.mark("s1")
     assert commands(listener.pass_time(10), b"PUBLISH") == []
+
+
+WITH_MARKERS = replace(OPTIONS, marker_s=1.0)
+TO_S3 = Route(TO_S2.epoch + 1, single("s3"))
+
+
+def test_a_new_place_whose_agent_does_not_answer_is_a_gap() -> None:
+    listener = Listener(WITH_MARKERS).confirmed().moving(ACTIVE, TO_S2)
+    assert gaps(listener.pass_time(0.99)) == []
+    [gap] = gaps(listener.pass_time(0.01))
+    assert gap.channel == C and "agent of server s2" in gap.reason
+    assert gaps(listener.pass_time(10)) == []
+    assert listener.mark("s1")[0] == LEAVE_S1
+
+
+def test_a_new_place_whose_agent_has_answered_is_no_gap() -> None:
+    listener = Listener(WITH_MARKERS).confirmed().moving(ACTIVE, TO_S2)
+    listener.pass_time(0.9)
+    listener.mark("s1")
+    assert gaps(listener.pass_time(10)) == []
+
+
+def test_the_time_for_markers_begins_again_with_a_newer_route() -> None:
+    listener = Listener(WITH_MARKERS).confirmed().moving(ACTIVE, TO_S2)
+    listener.pass_time(0.6)
+    listener.told(TO_S3)
+    listener.verify(listener.up("s3"), PLAN_0.with_entries({C: Entry(TO_S3, Phase.ACTIVE, (TO_S2,))}, TO_S3.epoch))
+    assert gaps(listener.pass_time(0.9)) == []
+    [gap] = gaps(listener.pass_time(0.1))
+    assert "agent of server s3" in gap.reason
 
 
 def test_subscribers_that_are_told_of_a_move_do_not_move_all_at_once() -> None:
