@@ -13,6 +13,7 @@ An entry goes through three phases, each step in a plan version of its own::
 from __future__ import annotations
 
 import enum
+import zlib
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -220,6 +221,11 @@ class Plan:
     def ring(self) -> Ring:
         """The ring over the base servers."""
         return ring_of(self.base, self.virtual_nodes)
+
+    @cached_property
+    def ring_mark(self) -> bytes:
+        """A few bytes that tell rings apart."""
+        return b"%08x" % zlib.crc32(repr((self.base, self.virtual_nodes)).encode())
 
     def home_route(self, channel: bytes) -> Route:
         """Return the route that a rule or the ring gives, of epoch 0; the same object for all channels of a server."""

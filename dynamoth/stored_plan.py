@@ -3,8 +3,8 @@
 Fields: ``@version`` (decimal), ``@header`` (servers, ring), ``@run`` (the run id of the Redis process that it was
 written to, empty where the server does not tell: a plan that Redis restored from disk after a restart may be old and is
 not believed), ``@compatibility`` (the rules about channels that plain Redis clients use, too; missing where there never
-were any), and ``c:<channel>`` for each channel that the plan names. A change is one HSET, which Redis executes at
-once.
+were any), ``@ring`` (tells rings apart, for who does not read the header each time), and ``c:<channel>`` for each
+channel that the plan names. A change is one HSET, which Redis executes at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ VERSION_FIELD = b"@version"
 HEADER_FIELD = b"@header"
 RUN_FIELD = b"@run"
 COMPATIBILITY_FIELD = b"@compatibility"
-HEADER_FIELDS = 4
+RING_FIELD = b"@ring"
+HEADER_FIELDS = 5
 """The fields that are no channel's; a plan that never had rules may have one less."""
 _CHANNEL_PREFIX = b"c:"
 
@@ -64,19 +65,21 @@ TEXT_MAX = 2000
 
 def read_entry(channel: bytes) -> tuple[bytes, ...]:
     """Return the command that reads what a server's stored plan says of ``channel``; see :func:`parse_entry`."""
-    return (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, _CHANNEL_PREFIX + channel, COMPATIBILITY_FIELD)
+    return (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, _CHANNEL_PREFIX + channel, COMPATIBILITY_FIELD, RING_FIELD)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
     """What a server's stored plan says of one channel. ``entry`` is None for a channel that it does not name.
 
-    ``compatibility`` are all rules, whether they concern the channel or not.
+    ``compatibility`` are all rules, whether they concern the channel or not. ``ring`` is the plan's ``ring_mark``; None
+    where an older balancer has written it.
     """
 
     version: int
     entry: Entry | None
     compatibility: Compatibility = NO_COMPATIBILITY
+    ring: bytes | None = None
 
     def settled_or(self, home: Route) -> Entry:
         """Return the entry, or that of a channel at home."""
@@ -94,15 +97,15 @@ def parse_entry(reply: Any, run_id: str | None) -> StoredEntry | None:
         MalformedMessage: when what is stored is not a plan.
 
     """
-    version, run, entry, rules = _fields(reply)
+    version, run, entry, rules, ring = _fields(reply)
     if version is None or not _believed(run, run_id):
         return None
-    return StoredEntry(_number(version), None if entry is None else unpack_entry(entry), _rules(rules))
+    return StoredEntry(_number(version), None if entry is None else unpack_entry(entry), _rules(rules), ring)
 
 
 def parse_rules(reply: Any, run_id: str | None) -> Compatibility | None:
     """Read the reply of ``READ_RULES``. None when the server stores no plan to be believed. Raises MalformedMessage."""
-    version, run, _, rules = _fields(reply)
+    version, run, _, rules, _ = _fields(reply)
     return None if version is None or not _believed(run, run_id) else _rules(rules)
 
 
@@ -112,7 +115,7 @@ def parse_believed_version(reply: Any, run_id: str | None) -> int | None:
 
     Raises MalformedMessage.
     """
-    version, run, _, _ = _fields([*reply, None] if isinstance(reply, list) else reply)
+    version, run, _, _, _ = _fields([*reply, None] if isinstance(reply, list) else reply)
     return None if version is None or not _believed(run, run_id) else _number(version)
 
 
@@ -128,7 +131,7 @@ class StoredHeader:
 @parser("the header of a stored plan")
 def parse_header(reply: Any, run_id: str | None) -> StoredHeader | None:
     """Read the reply of ``READ_HEADER``. None when the server stores no plan. Raises MalformedMessage."""
-    version, run, header, rules = _fields(reply)
+    version, run, header, rules, _ = _fields(reply)
     if version is None or header is None:
         return None
     return StoredHeader(_number(version), _believed(run, run_id), _header_plan(_number(version), header, rules))
@@ -201,7 +204,7 @@ def write_whole(plan: Plan, run_id: str | None) -> list[tuple[CommandPart, ...]]
     header = msgpack.packb([servers, plan.base, plan.virtual_nodes])
     fields: list[CommandPart] = [VERSION_FIELD, b"%d" % plan.version, HEADER_FIELD, header]
     fields += (RUN_FIELD, (run_id or "").encode())
-    fields += (COMPATIBILITY_FIELD, pack_compatibility(plan.compatibility))
+    fields += (COMPATIBILITY_FIELD, pack_compatibility(plan.compatibility), RING_FIELD, plan.ring_mark)
     for channel, entry in plan.entries.items():
         fields += (_CHANNEL_PREFIX + channel, pack_entry(entry))
         if len(fields) >= 2 * ENTRIES_PER_COMMAND:
@@ -258,13 +261,12 @@ def _natural(value: Any) -> int:
     return value
 
 
-def _fields(reply: Any) -> tuple[bytes | None, bytes | None, bytes | None, bytes | None]:
-    """Return version, run id, what was asked for, and the rules."""
+def _fields(reply: Any) -> tuple[bytes | None, bytes | None, bytes | None, bytes | None, bytes | None]:
+    """Return version, run id, what was asked for, the rules, and the mark of the ring."""
     parts: list[Any] = [*reply] if isinstance(reply, list) else []
-    if len(parts) == 3:
-        parts.append(None)
-    if len(parts) == 4 and all(part is None or isinstance(part, bytes) for part in parts):
-        return parts[0], parts[1], parts[2], parts[3]
+    if 3 <= len(parts) <= 5 and all(part is None or isinstance(part, bytes) for part in parts):
+        version, run, asked, rules, ring = [*parts, None, None][:5]
+        return version, run, asked, rules, ring
     raise MalformedMessage(f"the key {PLAN_KEY.decode()} does not hold a plan: {shortened(reply)}")
 
 

@@ -164,7 +164,8 @@ class Takeover:
         plan, usable, conflicts = recover(
             self._servers, copies, is_complete=complete, virtual_nodes=self._virtual_nodes, rules=self._rules
         )
-        is_complete = complete and not self._damaged and any(copy.believed for copy in usable)
+        stored = [copy for copy in usable if copy.plan is not self._own]  # another may have led since our own term
+        is_complete = complete and not self._damaged and any(copy.believed for copy in stored)
         known = known_plans(copy for copy in usable if copy.server not in self._damaged)
         book = PlanBook(plan, known, is_complete=is_complete)
         fresh = {

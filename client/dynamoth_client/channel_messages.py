@@ -130,7 +130,7 @@ class ChannelMessages:
                     deliver((subscription.channel, data[HEADER_BYTES:]))
                 elif not stream.begun <= sequence < expected:  # a copy: many are, while the channel moves
                     return index
-            elif data[:3] == MAGIC:
+            elif data[:3] == MAGIC or (self._held.size_bytes and subscription.sequences.holds):
                 return index
             else:
                 deliver((subscription.channel, data))
@@ -150,10 +150,7 @@ class ChannelMessages:
         except MalformedMessage:
             if is_enveloped(data):
                 self._counters["malformed_messages"] += 1
-            if not subscription.confirmed:
-                subscription.keep(data)
-                return []
-            return [Deliver([(subscription.channel, data)])]
+            return self._outcomes(subscription, subscription.sequences.arrive_plain(data, now))
         return self._unusual(subscription, link, physical, envelope, now)
 
     def _unusual(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dynamoth.compatibility import Compatibility
 from dynamoth.errors import UnknownMode
 from dynamoth.plan import Plan, Route, Server, single
+from dynamoth.stored_plan import StoredEntry
 from dynamoth_client.alone import ALONE
 
 
@@ -78,9 +79,10 @@ class LocalPlan:
     def update_header(self, header: Plan) -> None:
         """Take the servers and the ring of a newer plan; an older one is ignored.
 
-        Routes to servers that it does not list any more are forgotten.
+        One with another ring is never older: all servers have lost their plan, and a balancer has begun a new one.
+        Routes to servers that are not listed any more are forgotten.
         """
-        if header.version < self._header.version:
+        if header.version < self._header.version and header.ring_mark == self._header.ring_mark:
             return
         self.is_alone = False
         rules = self._header.compatibility
@@ -90,6 +92,11 @@ class LocalPlan:
         self.generation += 1
         for channel in [channel for channel, route in self._routes.items() if not self.reachable(route)]:
             self._forget(channel)
+
+    def has_other_ring(self, stored: StoredEntry) -> bool:
+        """Tell whether a stored plan has another ring: a new one was begun, and its header is to be read."""
+        known = self._header
+        return stored.ring not in (None, known.ring_mark) and stored.version != known.version
 
     def follow_rules(self, rules: Compatibility) -> bool:
         """Take compatibility rules that are newer; return False if they name a server that is not known yet."""

@@ -174,8 +174,9 @@ class Moves:
         if stored is None:
             self._counters["no_plan_at_server"] += 1
             return self.verify_later(subscription, place, now)
-        if location.server == ALONE:  # not any more
-            return [Send(ALONE, stored_plan.READ_HEADER, ("header",)), *self.verify_later(subscription, place, now)]
+        if location.server == ALONE or self._plan.has_other_ring(stored):  # not alone any more, or a new plan
+            header = Send(location.server, stored_plan.READ_HEADER, ("header",))
+            return [header, *self.verify_later(subscription, place, now)]
         entry = stored.settled_or(self._plan.home(subscription.channel))
         told = entry.told
         if location in told.locations(subscription.channel) or (
@@ -306,7 +307,12 @@ class Moves:
     # Notices and markers.
 
     def noticed(self, subscription: Subscription, link: str, route: Route, now: float) -> list[Any]:
-        """Follow a notice: soon, if the application is being served meanwhile."""
+        """Follow a notice: soon, if the application is being served meanwhile.
+
+        An older one shows, perhaps, that the plan was lost and begun anew: the stored plan tells.
+        """
+        if route.epoch < subscription.route.epoch and not subscription.leaving:
+            return self.look_whether_right(subscription)
         spread_s = self._options.move_spread_s
         if not subscription.confirmed or not spread_s:
             return self._learned(subscription, link, route, now)

@@ -154,6 +154,8 @@ class PatternMessages:
         matched.seen_at = now
         if data[:3] != MAGIC or len(data) < HEADER_BYTES or data[3] & ~KNOWN_FLAGS:
             self._counters["malformed_messages"] += data[:3] == MAGIC
+            if self._held.size_bytes and matched.sequences.holds:
+                return self._outcomes(matched, matched.sequences.arrive_plain(data, now))
             payload = data
         else:
             _, flags, publisher, number, _ = unpack_header(data)

@@ -35,6 +35,8 @@ class PublisherRoutes:
         self._options = options
         #: Routes to servers that the local plan did not list when it was told of them.
         self._hints: dict[bytes, Route] = {}
+        #: Channels of which a server has told that the plan has another ring.
+        self._of_other_ring: set[bytes] = set()
         #: When the stored plan was read for a channel because nobody can tell this publisher.
         self._read_at: dict[bytes, float] = {}
         #: Servers whose compatibility rules are being read.
@@ -108,6 +110,7 @@ class PublisherRoutes:
         """Forget what was asked over a link, and what waits for a header of the plan that may not come."""
         self._rules_asked.discard(link)
         self._hints.clear()
+        self._of_other_ring.clear()
 
     # Routes.
 
@@ -158,6 +161,7 @@ class PublisherRoutes:
             if not self._plan.learn(channel, route, now):
                 self._counters["distrusted_hints"] += 1
         self._hints.clear()
+        self._of_other_ring.clear()
 
     def entry_read(self, channel: bytes, link: str, value: Any, server: PublisherServer, now: float) -> list[Any]:
         """Take what a server stores of a channel, and the compatibility rules that came with it."""
@@ -174,8 +178,8 @@ class PublisherRoutes:
         server.version = version
 
     def waits_for_header(self, channel: bytes) -> bool:
-        """Tell whether a newer route leads to a server that the local plan does not list yet."""
-        return channel in self._hints
+        """Tell whether the header is to tell of the route: its server is not listed yet, or the ring is new."""
+        return channel in self._hints or channel in self._of_other_ring
 
     def _stored_route(
         self, channel: bytes, link: str, value: Any, server: PublisherServer
@@ -194,4 +198,9 @@ class PublisherRoutes:
             return None, []
         self.note_version(stored.version, server)
         actions = self._follow_rules(link, stored.compatibility)
+        if self._plan.has_other_ring(stored):
+            if not self._of_other_ring:
+                actions.append(Send(link, stored_plan.READ_HEADER, ("header",)))
+            self._of_other_ring.add(channel)
+            return None, actions
         return stored.settled_or(self._plan.home(channel)).told, actions

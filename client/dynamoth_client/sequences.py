@@ -39,11 +39,13 @@ hangs, or that a flood delays, goes on where it was. Else somebody has probably 
 it is reported as a gap, at most once per ``LATE_S``.
 
 Raw messages that a dispatcher numbered (RAW) have no order to keep, as others of the same publisher come without a
-number: they are delivered as they come, each number once.
+number: they are delivered as they come, each number once. Where a channel becomes plain, numbered messages of the same
+publishers come before, and nobody knows whose a message without a number is. So it comes behind all those that wait.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -75,6 +77,9 @@ RAW_WINDOW = 1024
 """Numbers of raw messages that are remembered per dispatcher; one so much older than the newest is taken for a
 duplicate."""
 
+
+BEHIND_MAX = 1000
+"""Messages without numbers on one channel that wait at most; past it the first goes on without those before it."""
 
 HELD_ENTRY_BYTES = 200
 """About what a held message takes besides its payload."""
@@ -331,7 +336,7 @@ _NO_STREAMS: dict[int, Stream] = {}
 class Sequences:
     """The streams of one channel, as one subscriber sees them. Memory: one ``Stream`` per live publisher."""
 
-    __slots__ = ("_raw", "hold_s_max", "streams")
+    __slots__ = ("_behind", "_holding", "_raw", "hold_s_max", "streams")
 
     def __init__(self, hold_s_max: float) -> None:
         """Begin without knowledge of any publisher."""
@@ -340,6 +345,10 @@ class Sequences:
         self.streams: dict[int, Stream] = _NO_STREAMS
         #: Dispatcher to the latest numbers of its raw messages; None before the first of these.
         self._raw: dict[int, dict[int, None]] | None = None
+        #: The streams that hold messages, the longest holding one first.
+        self._holding: dict[int, Stream] = _NO_STREAMS
+        #: Messages without numbers that wait for these, and when they came; None for none.
+        self._behind: deque[tuple[bytes, float]] | None = None
 
     def arrive(
         self,
@@ -365,10 +374,11 @@ class Sequences:
 
         """
         if flags & RAW:
-            return self._arrive_raw(publisher, sequence, payload)
+            return self.arrive_plain(payload, now) if self._is_new_raw(publisher, sequence) else []
         stream = self.streams.get(publisher)
         if stream is not None:
-            return stream.arrive(publisher, sequence, flags, payload, now, previous_at, owed_since)
+            outcomes = stream.arrive(publisher, sequence, flags, payload, now, previous_at, owed_since)
+            return self._with_those_behind(outcomes, publisher, stream, now)
         released: list[Outcome] = []
         if not self.streams:
             self.streams = {}
@@ -377,15 +387,60 @@ class Sequences:
             evicted = self.streams.pop(oldest)
             while evicted.held:
                 released += evicted.give_up(oldest, _TOO_MANY_PUBLISHERS, now)
+            released = self._with_those_behind(released, oldest, evicted, now)
         stream = self.streams[publisher] = Stream(None)
-        return [*released, *stream.arrive(publisher, sequence, flags, payload, now, previous_at, owed_since)]
+        released += stream.arrive(publisher, sequence, flags, payload, now, previous_at, owed_since)
+        return self._with_those_behind(released, publisher, stream, now)
+
+    @property
+    def holds(self) -> bool:
+        """Whether messages of any publisher wait."""
+        return bool(self._holding)
+
+    def arrive_plain(self, payload: bytes, now: float) -> list[Outcome]:
+        """Take a message without a number; return what is to be delivered now, in order.
+
+        Before plain messages of a channel come numbered ones of the same publisher, perhaps: if these wait, so does it.
+        """
+        if not self._holding:
+            return [payload]
+        if self._behind is None:
+            self._behind = deque()
+        self._behind.append((payload, now))
+        return self._next_behind(now)
+
+    def _with_those_behind(self, outcomes: list[Outcome], publisher: int, stream: Stream, now: float) -> list[Outcome]:
+        """Add, where a stream may hold other messages than before, those without numbers that wait no longer."""
+        if not stream.held:
+            self._holding.pop(publisher, None)
+        elif self._holding:
+            self._holding[publisher] = stream
+        else:
+            self._holding = {publisher: stream}
+        return outcomes if self._behind is None else [*outcomes, *self._next_behind(now)]
+
+    def _next_behind(self, now: float) -> list[Outcome]:
+        """Take out the messages that came before all that are held, or have waited for as long as those may."""
+        waiting = self._behind
+        assert waiting is not None, "there is one"
+        first = next(iter(self._holding.values()), None)
+        held_since = now + 1.0 if first is None else next(iter(first.held.values())).at
+        ready: list[Outcome] = []
+        while waiting and (
+            waiting[0][1] < held_since or now - waiting[0][1] >= self.hold_s_max or len(waiting) > BEHIND_MAX
+        ):
+            ready.append(waiting.popleft()[0])
+        if not waiting:
+            self._behind = None
+        return ready
 
     def resume(self) -> None:
         """Begin anew with a subscription to the same channel: what was delivered to the last one is not again."""
+        self._holding, self._behind = _NO_STREAMS, None
         for stream in self.streams.values():
             stream.resume()
 
-    def _arrive_raw(self, dispatcher: int, sequence: int, payload: bytes) -> list[Outcome]:
+    def _is_new_raw(self, dispatcher: int, sequence: int) -> bool:
         if self._raw is None:
             self._raw = {}
         seen = self._raw.get(dispatcher)
@@ -394,11 +449,11 @@ class Sequences:
                 del self._raw[next(iter(self._raw))]
             seen = self._raw[dispatcher] = {}
         if sequence in seen or (len(seen) == RAW_WINDOW and sequence < next(iter(seen))):
-            return []
+            return False
         seen[sequence] = None
         if len(seen) > RAW_WINDOW:
             del seen[next(iter(seen))]
-        return [payload]
+        return True
 
     def expire(self, publisher: int, now: float) -> list[Outcome]:
         """Release what one stream has held for too long; return what is to be delivered now, in order."""
@@ -406,7 +461,7 @@ class Sequences:
         if stream is None:
             return []
         stream.watched = False
-        return stream.expire(publisher, now, self.hold_s_max)
+        return self._with_those_behind(stream.expire(publisher, now, self.hold_s_max), publisher, stream, now)
 
     def held_bytes(self, publisher: int) -> int:
         """Return about how many bytes the held messages of one stream take."""
@@ -416,13 +471,16 @@ class Sequences:
     def give_up(self, publisher: int, now: float) -> list[Outcome]:
         """Release the earliest held messages of one stream, as too many bytes are held."""
         stream = self.streams.get(publisher)
-        return [] if stream is None else stream.give_up(publisher, _TOO_LARGE, now)
+        if stream is None:
+            return []
+        return self._with_those_behind(stream.give_up(publisher, _TOO_LARGE, now), publisher, stream, now)
 
     def drop_held(self, publisher: int) -> None:
         """Forget the held messages of one stream, of a subscription that has ended."""
         stream = self.streams.get(publisher)
         if stream is not None:
             stream.drop_held()
+            self._holding.pop(publisher, None)
 
     def watch(self, publisher: int) -> float | None:
         """Return when :meth:`expire` is to be called for ``publisher``; None when it holds nothing, or is watched."""

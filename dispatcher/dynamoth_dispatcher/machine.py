@@ -278,6 +278,8 @@ class DispatcherMachine:
                 return self._plan_read(event.value, now)
             case ("numsub", channels):
                 return self._polled(channels, event.value, now)
+            case ("listeners",):
+                return self._tell_listeners(event.value)
             case _:
                 raise AssertionError(f"not a tag of a dispatcher: {event.tag!r}")
 
@@ -300,7 +302,7 @@ class DispatcherMachine:
             if known is None or known.compatibility != plan.compatibility:
                 told = self._tell_rules()
             if known is not None:
-                told += self._tell_of_lost_entries(known)
+                told += self._ask_for_listeners(known)
         return [*told, *self.acknowledge(), *self._catch_up(now)]
 
     def _adopt(self, plan: Plan, now: float) -> None:
@@ -314,22 +316,31 @@ class DispatcherMachine:
             if entry.phase is not Phase.SETTLED:
                 self.transitions.update(channel, entry, now)
 
-    def _tell_of_lost_entries(self, known: Plan) -> list[Any]:
-        """Have subscribers look again who are here because of an entry that the plan does not have any more.
+    def _ask_for_listeners(self, known: Plan) -> list[Any]:
+        """Ask who listens here, if this plan does not continue the one that was known.
 
-        Balancers never take an entry away. But all servers may have lost their copies while no balancer was at work:
-        then the next one begins a new plan, and nothing else would tell those who listen here.
+        Balancers never take an entry away, nor change the ring. But all servers may have lost their copies while no
+        balancer was at work: then the next one begins a new plan, and nothing else would tell those who listen here.
         """
         assert self.plan is not None, "it was just taken"
+        same_homes = self.plan.ring_mark == known.ring_mark
+        if same_homes and not any(e.newer_than(self.plan.entries.get(channel)) for channel, e in known.entries.items()):
+            return []
+        return [Send(LOCAL, (b"PUBSUB", b"CHANNELS"), ("listeners",))]
+
+    def _tell_listeners(self, reply: Any) -> list[Any]:
+        """Have subscribers look again who listen where the plan does not send them."""
+        if isinstance(reply, ErrorReply):
+            self.counters["refused_commands"] += 1
+            return []
+        assert self.plan is not None, "it is never given up"
         actions: list[Any] = []
-        for channel, entry in known.entries.items():
-            if not entry.newer_than(self.plan.entries.get(channel)):
-                continue
-            right = {place for route in self.plan.entry(channel).followed for place in route.locations(channel)}
-            places = dict.fromkeys(place for route in entry.followed for place in route.locations(channel))
-            notice = seal_control(LossNotice(channel, None))
-            here = [place for place in places if place.server == self.server and place not in right]
-            actions += [Send(LOCAL, (b"PUBLISH", place.physical, notice)) for place in here]
+        for physical in filter(is_user_channel, reply):
+            channel = logical_channel(physical)
+            places = [place for route in self.plan.entry(channel).followed for place in route.locations(channel)]
+            if Location(self.server, physical) not in places:
+                notice = seal_control(LossNotice(channel, None))
+                actions.append(Send(LOCAL, (b"PUBLISH", physical, notice)))
         return actions
 
     def _tell_rules(self) -> list[Any]:

@@ -6,12 +6,17 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import dynamoth_balancer.copies
+import dynamoth_balancer.takeover
 from dynamoth.events import Send
+from dynamoth.plan import Plan
+from dynamoth_balancer.book import PlanBook
 from dynamoth_balancer.lease import Lease
 from dynamoth_client import alone
 from dynamoth_client.alone import ALONE
+from dynamoth_client.local_plan import LocalPlan
 from dynamoth_client.moves import Moves
 from dynamoth_client.publisher_alone import AloneServer
+from dynamoth_client.subscription import Subscription
 from dynamoth_dispatcher.machine import DispatcherMachine
 from dynamoth_sim.mutating import Check, replaced
 
@@ -59,7 +64,34 @@ def lost_entries_not_told() -> AbstractContextManager[None]:
     def nothing(self: DispatcherMachine, known: Any) -> list[Any]:
         return []
 
-    return replaced(DispatcherMachine, _tell_of_lost_entries=nothing)
+    return replaced(DispatcherMachine, _ask_for_listeners=nothing)
+
+
+def ring_read_once() -> AbstractContextManager[None]:
+    """Clients follow the ring with which they began."""
+
+    def same(self: LocalPlan, stored: Any) -> bool:
+        return False
+
+    return replaced(LocalPlan, has_other_ring=same)
+
+
+def own_plan_is_the_newest() -> AbstractContextManager[None]:
+    """A balancer takes the plan of its earlier term for the newest, where servers store none."""
+
+    def complete(plan: Plan, known: Any, *, is_complete: bool = False) -> PlanBook:
+        return PlanBook(plan, known, is_complete=True)
+
+    return replaced(dynamoth_balancer.takeover, PlanBook=complete)
+
+
+def older_notices_are_ignored() -> AbstractContextManager[None]:
+    """Subscribers take no notice of routes that are older than theirs."""
+
+    def nothing(self: Moves, subscription: Subscription) -> list[Any]:
+        return []
+
+    return replaced(Moves, look_whether_right=nothing)
 
 
 def rivals_overlooked() -> AbstractContextManager[None]:
@@ -80,4 +112,8 @@ CHECKS: tuple[Check, ...] = (
     Check("53-flushed", seldom_looked, "expected"),
     Check("56-flushed-beside-rival", rivals_overlooked, "expected"),
     Check("54-flushed-without-balancer", lost_entries_not_told, "expected"),
+    Check("55-begun-anew-and-larger", ring_read_once, "G5"),
+    Check("55-begun-anew-and-larger", lost_entries_not_told, "G5"),
+    Check("66-flushed-and-older-plan", own_plan_is_the_newest, "expected"),
+    Check("67-begun-anew-and-moved", older_notices_are_ignored, "expected"),
 )

@@ -6,9 +6,10 @@ See ``scenarios`` for the words; ``mutations`` has what must make each of them f
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
-from dynamoth.names import PLAN_KEY
-from dynamoth.plan import Plan
+from dynamoth.names import BALANCER_CHANNEL, PLAN_KEY
+from dynamoth.plan import Plan, Server, single
 from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.machine import Stage as BalancerStage
 from dynamoth_client.alone import FRESH_S
@@ -20,6 +21,9 @@ PUBLISH_INTERVAL_S = 0.02
 LOOKED_S = 15.0
 """A subscriber gives up a route within this after its agent has told it that the plan has lost it: the lease of the
 balancer that was killed, and ``distrust_s``."""
+
+LEASE_LOST_S = 5.0
+"""Longer than a balancer waits for the lease of another one that is connected and does nothing."""
 
 RESTORED_S = 0.2
 """How soon a plan that was deleted is written again, as real balancers do it: what they wait for is not scaled here."""
@@ -136,6 +140,98 @@ def flushed_without_balancer(stage: Stage) -> None:
     stage.expect("it hears newcomers", any(data.startswith(b"Q:") for data in heard), channel)
 
 
+def begun_anew_and_larger(stage: Stage) -> None:
+    """Case 55. All servers have lost the plan, and the balancer that begins a new one has one server more.
+
+    Channels that the plan never named have other homes then. S and P, who know the old ring, find them there: P behind
+    its next message, S as its agent tells that the plan does not continue the one that it knew.
+    """
+    stage.open()
+    cluster = stage.cluster
+    added = Server("s4", "redis://s4:6379")
+    ring = Plan.initial([*cluster.server_list, added], cluster.options.balancer.virtual_nodes).ring
+    channel = next(name for name in (b"c%d" % number for number in range(1000)) if ring.home(name) == added.id)
+    subscriber = stage.subscriber("S", channel)
+    publisher = stage.publisher("P")
+    stage.publish(publisher, channel)
+    stage.move(stage.channel_at("s1", "moved"), "s2")
+    cluster.balancer.crash()
+    for server in cluster.servers.values():
+        server.flush()
+    cluster.add_server()
+    cluster.balancer.start()
+    stage.run(LOOKED_S)
+    stage.expect("S listens at its new home", bool(cluster.servers[added.id].subscribers(channel)), channel)
+    heard = len(stage.records("DELIVERS", who=subscriber.name))
+    stage.publish(publisher, channel)
+    stage.publish(stage.publisher("Q"), channel)
+    stage.run(0.5)
+    stage.expect("S hears both", len(stage.records("DELIVERS", who=subscriber.name)) == heard + 2, channel)
+    stage.close(channel)
+
+
+def flushed_and_older_plan(stage: Stage) -> None:
+    """Case 66. The balancer that leads dies, and all keys of all servers are deleted; the next one has an older plan.
+
+    Agents hold versions that it does not know. It believes them, and goes on above.
+    """
+    channel = _led_by_rival(stage)
+    stage.cluster.rival.crash()
+    for server in stage.cluster.servers.values():
+        server.flush()
+    stage.run(LOOKED_S)
+    stage.expect("the subscriber is told of a gap", channel in _gaps(stage), channel)
+    stage.move(channel, "s3")
+    stage.publish(stage.publisher("P"), channel)
+    stage.close(channel)
+
+
+def begun_anew_and_moved(stage: Stage) -> None:
+    """Case 67. All servers have lost the plan, and in the new one a channel moves before agents tell of the old one.
+
+    S follows an epoch of the old plan, higher than that of the move: it looks at what is stored, and follows.
+    """
+    stage.open()
+    cluster = stage.cluster
+    channel = stage.channel_at("s1")
+    stage.subscriber("S", channel)
+    for server in ("s2", "s1"):
+        stage.move(channel, server)
+    cluster.balancer.crash()
+    cluster.balancer.start()
+    stage.run(0.5)  # it hears that there are agents
+    with ExitStack() as stack:
+        for model in cluster.servers.values():
+            model.flush()
+            stack.enter_context(stage.losing(model.id, lambda name, _: name == BALANCER_CHANNEL))
+        stage.wait("a plan is stored", lambda: all(cluster.stored_plan(id_) for id_ in cluster.servers))
+        cluster.change(channel, single("s2"))
+        stage.wait("the move begins", lambda: stage.entry(channel).route.assignment == single("s2"))
+    stage.wait_settled(channel)
+    stage.run(LOOKED_S)
+    stage.publish(stage.publisher("P"), channel)
+    stage.close(channel)
+
+
+def _led_by_rival(stage: Stage) -> bytes:
+    """Let the balancer lead, and then wait while another one leads, which moves the channel that is returned to s2."""
+    stage.open()
+    cluster = stage.cluster
+    channel = stage.channel_at("s1")
+    stage.move(channel, "s3")
+    stage.subscriber("S", channel)
+    cluster.rival.start()
+    cluster.balancer.pause(LEASE_LOST_S)
+    for _ in range(3):
+        stage.run(1.0)
+        if not cluster.rival.alive:  # it took the other one for a balancer at work, and ended
+            cluster.rival.start()
+    stage.wait("the rival leads", lambda: _leads(cluster.rival))
+    stage.run(1.0)
+    stage.move(channel, "s2")
+    return channel
+
+
 def flushed_beside_rival(stage: Stage) -> None:
     """Case 56. All keys of all servers are deleted, again and again, while a second balancer waits for the lease.
 
@@ -198,5 +294,8 @@ PLAYS: dict[str, Callable[[Stage], None]] = {
 FAILURES: dict[str, Callable[[Stage], None]] = {
     "51-alone-overtaken": overtaken_by_newcomers,
     "54-flushed-without-balancer": flushed_without_balancer,
+    "55-begun-anew-and-larger": begun_anew_and_larger,
+    "66-flushed-and-older-plan": flushed_and_older_plan,
+    "67-begun-anew-and-moved": begun_anew_and_moved,
 }
 """Losses are in order in these if subscribers are told."""

@@ -12,6 +12,7 @@ import dynamoth_balancer.takeover
 from dynamoth.compatibility import Compatibility
 from dynamoth_balancer.installer import Installer
 from dynamoth_client.local_plan import LocalPlan
+from dynamoth_client.sequences import Sequences
 from dynamoth_dispatcher.machine import DispatcherMachine
 from dynamoth_sim.mutating import Check, replaced
 
@@ -73,6 +74,15 @@ def rules_for_channels_elsewhere() -> AbstractContextManager[None]:
     return replaced(dynamoth_balancer.compatibility, _check=_none)
 
 
+def plain_at_once() -> AbstractContextManager[None]:
+    """Subscribers deliver plain messages as they come, whatever waits."""
+
+    def deliver(self: Sequences, payload: bytes, now: float) -> list[Any]:
+        return [payload]
+
+    return replaced(Sequences, arrive_plain=deliver)
+
+
 CHECKS: tuple[Check, ...] = (
     Check("44-plain-fleet", envelopes_for_everybody, "plain"),
     Check("44-plain-fleet", plain_channels_move, "G1"),
@@ -82,4 +92,5 @@ CHECKS: tuple[Check, ...] = (
     Check("45-plain-lifted", rules_are_not_told, "expected"),
     Check("46-plain-again", rules_are_not_told, "expected"),
     Check("46-plain-again", rules_for_channels_elsewhere, "expected"),
+    Check("68-plain-behind-numbered", plain_at_once, "G3"),
 )

@@ -174,8 +174,37 @@ def plain_again(stage: Stage) -> None:
     stage.close(channel)
 
 
+def plain_behind_numbered(stage: Stage) -> None:
+    """Case 68. A channel becomes plain while T, a new subscriber of a pattern, waits for what came before P's latest.
+
+    P's plain messages come behind the numbered one that T holds.
+    """
+    stage.open()
+    channel = stage.channel_at("s1")
+    for server in ("s2", "s1"):  # a rule is for what the plan names
+        stage.move(channel, server)
+    stage.run(PLAIN_REST_S)
+    publisher = stage.publisher("P")
+    stage.publish(publisher, channel)
+    with stage.held("P", "s1", to_server=False):
+        _change(stage, "add", channel, "s1")
+        publisher.publish(channel)
+        stage.run(0.01)
+        stage.pattern_subscriber("T", channel[:1] + b"*")
+        with stage.held("T", "s1", to_server=False):
+            publisher.publish(channel)
+            stage.run(0.3)
+    stage.run(0.1)
+    since = stage.world.now
+    for _ in range(MANY):
+        stage.publish(publisher, channel)
+    stage.expect("messages have no envelopes", _are_enveloped(stage, channel, since) == {False}, channel)
+    stage.close(channel)
+
+
 PLAYS: dict[str, tuple[Callable[[Stage], None], tuple[CompatibilityRule, ...]]] = {
     "44-plain-fleet": (plain_fleet, ALL_AT_S1),
     "45-plain-lifted": (plain_lifted, ALL_AT_S1),
     "46-plain-again": (plain_again, ()),
+    "68-plain-behind-numbered": (plain_behind_numbered, ()),
 }

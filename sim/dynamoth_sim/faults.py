@@ -18,13 +18,14 @@ from dynamoth.names import (
     OPERATOR_CHANNEL,
     OPERATOR_INBOX_PREFIX,
 )
-from dynamoth.plan import single
+from dynamoth.plan import Phase, single
+from dynamoth_sim.clients import Client, PublisherApp
 from dynamoth_sim.cluster import Cluster
 from dynamoth_sim.flood import Flood
 from dynamoth_sim.network import SILENCE_S_MAX
 from dynamoth_sim.process import Process
 from dynamoth_sim.profiles import LEAVER, Profile
-from dynamoth_sim.redis_model import OUTPUT_BUFFER_BYTES_MAX
+from dynamoth_sim.redis_model import OUT_OF_MEMORY, OUTPUT_BUFFER_BYTES_MAX, READ_ONLY
 
 CONTROL_LOST_RATIO = 0.15
 CONTROL_REPEATED_RATIO = 0.15
@@ -61,8 +62,16 @@ FLOOD_S_MAX = 3.0
 
 NOTIFICATION = NOTIFICATION_PREFIXES[0] + b"0__:key"
 
-LEASE_LOST_S = 1.2
-"""Longer than the lease of the simulated balancers."""
+REFUSE_S_MAX = 2.0
+"""Longer than a lease."""
+
+SETTLED_S_MAX = 2.0
+"""No longer is waited for a move to settle."""
+
+POLL_S = 0.01
+
+LEASE_LOST_S = 2.6
+"""Longer than the lease of the simulated balancers lasts, and is left alone by those who wait for it."""
 
 
 class Chaos:
@@ -103,6 +112,10 @@ class Chaos:
             "overflow": self._overflow,
             "flood agent": self._flood_agent,
             "notify": self._notify,
+            "flush server": self._flush_server,
+            "refuse writes": self._refuse_writes,
+            "standby balancer": self._standby_balancer,
+            "last words": self._last_words,
         }
         #: What may happen next; "meddle" happens all the time.
         self._deeds = [deeds[name] for name in profile.faults if name != "meddle"]
@@ -250,7 +263,86 @@ class Chaos:
             self._note(server.id, "publishes keyspace notifications")
             server.inject(NOTIFICATION, b"set")
 
+    def _flush_server(self) -> None:
+        """Somebody deletes all keys of a server, or of all."""
+        servers = [server for server in self._cluster.servers.values() if server.up]
+        for server in servers if self._random.random() < 0.3 else servers and [self._random.choice(servers)]:
+            server.flush()
+
+    def _refuse_writes(self) -> None:
+        """A server has no memory left, or has become a replica: it keeps what it stores, and publishes."""
+        server = self._random.choice(list(self._cluster.servers.values()))
+        if not server.up or server.refuses_writes is not None:
+            return
+        server.refuses_writes = self._random.choice((OUT_OF_MEMORY, READ_ONLY))
+        self._note(server.id, f"refuses writes: {server.refuses_writes}")
+
+        def accept() -> None:
+            server.refuses_writes = None
+            self._note(server.id, "takes writes again")
+
+        self._until(REFUSE_S_MAX * self._random.random(), accept)
+
+    def _standby_balancer(self) -> None:
+        """Another balancer runs beside the first one until the end, and leads whenever that has no lease."""
+        if self._stopped:
+            return
+        rival = self._cluster.rival
+        if not rival.alive:  # at first, and when it has ended by itself, as it has waited for too long
+            rival.start()
+            self._until(float("inf"), lambda: self._end(rival))
+        self._world.after(LOOK_S, self._standby_balancer)
+
     # Something may be lost by these, but not silently.
+
+    def _last_words(self) -> None:
+        """An agent hangs when a channel has just left its server; then somebody with the old route publishes, and ends.
+
+        That is later than publishers take what they know for certain.
+        """
+        plan = self._cluster.newest_plan()
+        moving = [] if plan is None else [(c, e) for c, e in plan.entries.items() if e.phase is not Phase.SETTLED]
+        if not moving:
+            return
+        channel, entry = self._random.choice(moving)
+        old = {server for route in entry.previous for server in route.assignment.servers}
+        left = sorted(old.difference(entry.route.assignment.servers))
+        if left:
+            self._hang_when_settled(
+                channel, entry.route.epoch, self._random.choice(left), self._world.now + SETTLED_S_MAX
+            )
+
+    def _hang_when_settled(self, channel: bytes, epoch: int, left: str, until: float) -> None:
+        plan, agent = self._cluster.stored_plan(left), self._cluster.agents[left]
+        if self._stopped or plan is None or plan.entry(channel).route.epoch != epoch or self._world.now > until:
+            return
+        if plan.entry(channel).phase is not Phase.SETTLED:
+            self._world.after(POLL_S, self._hang_when_settled, channel, epoch, left, until)
+            return
+        self._hang(agent)
+        known_s = self._cluster.options.client.publisher.observers_interval_s
+        users = [c for c in self._cluster.clients if c.publisher is not None and channel in c.publisher.channels]
+        if users:
+            self._world.after(
+                known_s * (1.0 + self._random.random()), self._end_with, self._random.choice(users), channel
+            )
+
+    def _end_with(self, client: Client, channel: bytes) -> None:
+        """Let a client publish once more on a channel, and end when it was told that it has."""
+        app = client.publisher
+        if self._stopped or app is None or not app.process.alive:
+            return
+        number = app.publish(channel)
+        self._note(client.name, f"publishes {number} on {channel.decode()} as its last")
+        self._end_when_published(client, app, channel)
+
+    def _end_when_published(self, client: Client, app: PublisherApp, channel: bytes) -> None:
+        if client.publisher is not app or not app.process.alive:
+            return
+        if app.pending(channel):
+            self._world.after(POLL_S, self._end_when_published, client, app, channel)
+        else:
+            client.crash()
 
     def _cut(self, process: str) -> None:
         connections = self._cluster.network.connections(process)
@@ -293,7 +385,9 @@ class Chaos:
 
     def _hang_agent(self) -> None:
         """An agent stands still until somebody kills it: what it has not read is lost."""
-        agent = self._random.choice(list(self._cluster.agents.values()))
+        self._hang(self._random.choice(list(self._cluster.agents.values())))
+
+    def _hang(self, agent: Process) -> None:
         if not agent.alive:
             return
         agent.pause(HANG_S_MAX)

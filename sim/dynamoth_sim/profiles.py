@@ -168,6 +168,27 @@ PROFILES: dict[str, Profile] = {
             once=("kill server",),
             workload=WorkloadOptions(idle_ratio=0.4, visit_interval_s=0.1, move_interval_s=0.4),
         ),
+        Profile(
+            "flushed",
+            losses_allowed=True,
+            faults=("flush server", "flush server", "crash balancer", "pause balancer", "cut balancer", "pause client"),
+            delays=SLOW,
+            once=("standby balancer",),
+        ),
+        Profile(
+            "refusals",
+            losses_allowed=False,
+            faults=("refuse writes", "refuse writes", "crash balancer", "cut balancer", "pause client", "pause agent"),
+            delays=SLOW,
+            once=("standby balancer",),
+        ),
+        Profile(
+            "parting",
+            losses_allowed=True,
+            faults=("last words",),
+            interval_s=0.1,
+            workload=WorkloadOptions(publishers=5, idle_ratio=0.8, move_interval_s=0.3, replicated_ratio=0.2),
+        ),
         Profile("mixed", losses_allowed=False, faults=(*LOSSLESS_FAULTS, "meddle"), delays=SLOW, interval_s=0.2),
         Profile("connections", losses_allowed=True, faults=("cut client", "cut agent"), delays=SLOW),
         Profile(

@@ -34,6 +34,14 @@ OUTPUT_BUFFER_BYTES_MAX = 8 * 1024 * 1024
 """Redis's own default soft limit for pub/sub clients; a fault profile takes a smaller one."""
 
 
+_WRITING = frozenset((b"HSET", b"HDEL", b"RENAME", b"DEL", b"SET", b"PEXPIRE"))
+_TAKES_NO_MEMORY = frozenset((b"HDEL", b"RENAME", b"DEL", b"PEXPIRE"))
+
+OUT_OF_MEMORY = "OOM command not allowed when used memory > 'maxmemory'."
+READ_ONLY = "READONLY You can't write against a read only replica."
+"""What a server says that refuses writes. Neither concerns PUBLISH."""
+
+
 class Greeting:
     """What a server says first on a connection: the answers to HELLO and INFO of a real driver."""
 
@@ -69,6 +77,8 @@ class RedisServer:
         self.reply_before_own_push = world.random.random() < 0.5
         #: Commands that the ACL permits to nobody.
         self.forbidden: frozenset[bytes] = frozenset()
+        #: What it says to commands that write, while it refuses them; None while it does not.
+        self.refuses_writes: str | None = None
         self._connections: dict[int, Connection] = {}
         self._channels: dict[bytes, dict[Connection, None]] = {}
         self._patterns: dict[bytes, dict[Connection, None]] = {}
@@ -112,6 +122,7 @@ class RedisServer:
         """Start a new process, with what a snapshot holds, else with an empty memory."""
         assert not self.up, f"{self.id} runs already"
         self.up = True
+        self.refuses_writes = None
         self.run_id = self._new_run_id()
         self._keys = KeySpace(lambda: self._world.now, snapshot or Snapshot())
         self._started = self._world.now
@@ -204,11 +215,17 @@ class RedisServer:
             self._subscribe(connection, name, words[1:])
         elif name in self._commands:
             self._reply(connection, tag, self._commands[name](connection, words))
+        elif name in _WRITING and self.refuses_writes is not None and not self._has_memory_for(name):
+            self._reply(connection, tag, ErrorReply(self.refuses_writes))
         elif name in self._keys.commands:
             self._trace_plan(connection, words)
             self._reply(connection, tag, self._keys.commands[name](words))
         else:
             raise UnknownCommand(f"{connection.process} sends {args!r:.200}")
+
+    def _has_memory_for(self, command: bytes) -> bool:
+        """Tell whether a server that has no memory left executes a command that writes: only if it takes no more."""
+        return self.refuses_writes == OUT_OF_MEMORY and command in _TAKES_NO_MEMORY
 
     def _trace_plan(self, connection: Connection, words: list[bytes]) -> None:
         if words[0].upper() == b"HSET" and words[1] in (PLAN_KEY, PLAN_KEY_NEW):

@@ -82,7 +82,7 @@ def test_an_entry_is_read_as_it_was_written(plan: Plan) -> None:
     redis = holding(plan)
     for channel in (*plan.entries, b"not named"):
         stored = redis.entry(channel, RUN)
-        assert stored == stored_plan.StoredEntry(plan.version, plan.entries.get(channel))
+        assert stored == stored_plan.StoredEntry(plan.version, plan.entries.get(channel), ring=plan.ring_mark)
         assert stored is not None
         assert stored.settled_or(plan.home_route(channel)) == plan.entry(channel)
 
@@ -214,7 +214,7 @@ def test_refuses_a_version_that_is_none(version: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "reply", [None, b"text", 7, [], [b"1"], [b"1", None, None, None, None], ErrorReply("WRONGTYPE ...")]
+    "reply", [None, b"text", 7, [], [b"1"], [b"1", None, None, None, None, None], ErrorReply("WRONGTYPE ...")]
 )
 def test_refuses_a_reply_of_another_shape(reply: Any) -> None:
     with pytest.raises(MalformedMessage, match="does not hold a plan"):

@@ -133,6 +133,8 @@ def entry_reply(plan: Plan | None, channel: bytes, run_id: str | None = RUN) -> 
         b"%d" % plan.version,
         None if run_id is None else run_id.encode(),
         None if entry is None else pack_entry(entry),
+        None,
+        plan.ring_mark,
     ]
 
 

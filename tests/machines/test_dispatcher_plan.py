@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ from tests.machines.helpers import (
     only,
     phases,
     published,
+    reply,
     tagged,
     whole_reply,
 )
@@ -102,13 +104,28 @@ def test_tells_subscribers_elsewhere_that_it_was_blind_during_a_transition() -> 
 def test_tells_subscribers_here_when_the_plan_has_lost_what_brought_them_here() -> None:
     """All servers have lost their copies while no balancer was at work, and a balancer has begun a new plan."""
     agent = Agent("s2").holding(SETTLED)
-    assert said(agent.read(SETTLED)) == []
-    assert said(agent.read(PLAN_0.with_entries({}, SETTLED.version + 1000))) == [LossNotice(C, None)]
+    assert asked_who_listens(agent.read(SETTLED)) == []
+    [ask] = asked_who_listens(agent.read(PLAN_0.with_entries({}, SETTLED.version + 1000)))
+    listened = [C, channel_at("s2", 1), AGENT_CHANNEL]
+    told = agent.tell(reply(ask, listened))
+    assert said(told) == [LossNotice(C, None)] and len(told) == 1
+
+
+def test_tells_subscribers_here_when_the_plan_was_begun_anew_with_another_ring() -> None:
+    agent = Agent("s1").holding(PLAN_0)
+    [ask] = asked_who_listens(agent.read(replace(PLAN_0, version=1000, base=("s2",))))
+    assert said(agent.tell(reply(ask, [C]))) == [LossNotice(C, None)]
+    assert agent.tell(reply(ask, ErrorReply("NOPERM"))) == []
 
 
 def test_tells_nobody_who_is_right_in_the_plan_that_has_lost_entries() -> None:
     agent = Agent("s1").holding(SETTLED)
-    assert said(agent.read(PLAN_0.with_entries({}, SETTLED.version + 1000))) == []
+    [ask] = asked_who_listens(agent.read(PLAN_0.with_entries({}, SETTLED.version + 1000)))
+    assert agent.tell(reply(ask, [C])) == []
+
+
+def asked_who_listens(actions: list[Any]) -> list[Send]:
+    return [send for send in only(Send, actions) if send.args == (b"PUBSUB", b"CHANNELS")]
 
 
 def test_reads_again_while_no_plan_is_stored() -> None:

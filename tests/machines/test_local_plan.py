@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from time import process_time
 
-from dynamoth.plan import Plan, Route, single
+from dynamoth.plan import Plan, Route, Server, single
+from dynamoth.stored_plan import StoredEntry
 from dynamoth_client.local_plan import LocalPlan
 from tests.machines.helpers import ACTIVE, PLAN_0, SERVERS, C, channel_at
 
@@ -38,13 +40,25 @@ def test_learns_no_route_to_a_server_that_the_plan_does_not_list() -> None:
 
 
 def test_takes_a_newer_header_only() -> None:
-    older = Plan(0, {"s1": SERVERS[0]}, ("s1",))
+    older = replace(PLAN_0, servers={**PLAN_0.servers, "s9": Server("s9", "redis://s9:6379")})
     plan = LocalPlan(ACTIVE)
     plan.update_header(older)
     assert set(plan.servers) == {"s1", "s2", "s3"}
     newer = Plan(7, {"s1": SERVERS[0]}, ("s1",))
     plan.update_header(newer)
     assert (plan.version, set(plan.servers)) == (7, {"s1"})
+
+
+def test_a_header_with_another_ring_is_never_older() -> None:
+    """All servers have lost the plan; whatever its version, the new one holds."""
+    plan = LocalPlan(ACTIVE)
+    anew = replace(PLAN_0, base=("s2",))
+    assert plan.has_other_ring(StoredEntry(0, None, ring=anew.ring_mark))
+    assert not plan.has_other_ring(StoredEntry(0, None, ring=PLAN_0.ring_mark))
+    assert not plan.has_other_ring(StoredEntry(0, None)), "an older balancer has written it"
+    plan.update_header(anew)
+    assert plan.home(C) == Route(0, single("s2"))
+    assert not plan.has_other_ring(StoredEntry(0, None, ring=b"forged")), "its header has been read"
 
 
 def test_follows_no_route_to_a_server_that_a_newer_header_does_not_list() -> None:

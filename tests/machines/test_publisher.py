@@ -726,6 +726,19 @@ def test_another_version_makes_the_publisher_look_at_the_entry_of_the_channel() 
     assert numbers(publisher.tell(Replied("s1", entry.tag, entry_reply(SETTLED, C)), *publisher_up("s2"))) == [3]
 
 
+def test_follows_the_ring_of_a_plan_that_was_begun_anew() -> None:
+    """All servers have lost the plan, and the new one has another ring: its header is read before the entry counts."""
+    anew = replace(PLAN_0, version=1000, base=("s2",))
+    publisher = Publisher().connected()
+    message, read = publisher.publish()
+    publisher.tell(Replied("s1", message.tag, 1))
+    header, again = sends(publisher.tell(Replied("s1", read.tag, entry_reply(anew, C))))
+    assert (header.args, again.args) == (READ_HEADER, read_entry(C))
+    assert publisher.tell(Replied("s1", header.tag, header_reply(anew))) == []
+    assert publisher.tell(Replied("s1", again.tag, entry_reply(anew, C))) == [Connect("s2", URLS["s2"])]
+    assert numbers(publisher.up("s2")) == [1]
+
+
 def publisher_up(link: str) -> list[LinkUp]:
     return [LinkUp(link, RUN)]
 

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dynamoth.envelope import FIRST, FORWARDED, HEARTBEAT, ROUTE_CHANGED, SEQUENCE_MAX
-from dynamoth_client.sequences import HELD_MAX, LATE_S, NUMBER_MAX, UNDER_WAY_S_MAX, Gap, Sequences
+from dynamoth_client.sequences import BEHIND_MAX, HELD_MAX, LATE_S, NUMBER_MAX, UNDER_WAY_S_MAX, Gap, Sequences
 
 P = 7
 HOLD_S = 0.5
@@ -86,6 +86,36 @@ def test_what_comes_after_its_gap_was_reported_is_not_delivered() -> None:
     channel.arrive(1, 3)
     channel.wait(HOLD_S)
     assert channel.arrive(2, 4) == payloads(4)
+
+
+def test_a_message_without_a_number_comes_behind_what_waits() -> None:
+    channel = Channel()
+    assert channel.sequences.arrive_plain(b"a", 0.0) == [b"a"]
+    channel.arrive(1, 3)
+    assert channel.sequences.arrive_plain(b"b", 0.0) == []
+    assert channel.arrive(2) == [*payloads(2, 3), b"b"]
+    channel.arrive(5)
+    assert channel.sequences.arrive_plain(b"c", 0.0) == []
+    assert channel.wait(HOLD_S) == [Gap(P, 1, "not arrived in time"), *payloads(5), b"c"]
+
+
+def test_a_message_without_a_number_waits_for_what_came_before_it_only_and_not_for_long() -> None:
+    channel = Channel()
+    channel.arrive(1, 3)
+    channel.sequences.arrive_plain(b"a", 0.0)
+    channel.now = HOLD_S / 2
+    channel.arrive(1, 3, publisher=8)
+    assert channel.wait(HOLD_S / 2) == [Gap(P, 1, "not arrived in time"), *payloads(3), b"a"]
+    channel.sequences.arrive_plain(b"b", channel.now)
+    channel.now += HOLD_S
+    assert channel.arrive(4) == [*payloads(4), b"b"], "whatever the other publisher's waits for"
+
+
+def test_a_bounded_number_of_messages_without_numbers_waits() -> None:
+    channel = Channel()
+    channel.arrive(1, 3)
+    out = [channel.sequences.arrive_plain(b"%d" % number, 0.0) for number in range(BEHIND_MAX + 2)]
+    assert out == [[]] * BEHIND_MAX + [[b"0"], [b"1"]]
 
 
 def test_every_gap_waits_for_its_own_time() -> None:

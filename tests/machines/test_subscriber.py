@@ -638,7 +638,9 @@ def test_a_newer_route_to_the_same_place_is_taken() -> None:
     listener.subscribe()
     assert SubscriptionConfirmed(C) in listener.verify(listener.up("s1"), back)
     assert listener.plan.epoch(C) == 4
-    assert listener.told(TO_S2) == []
+    looks = listener.told(TO_S2)
+    assert [send.args for send in only(Send, looks)] == [read_entry(C)], "an older notice is a reason to look"
+    assert listener.verify(looks, back) == [] and listener.plan.epoch(C) == 4
 
 
 def test_a_server_that_leaves_the_plan_is_not_looked_for() -> None:
