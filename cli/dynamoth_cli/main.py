@@ -93,7 +93,10 @@ def _run(name: str, rest: list[str]) -> int:
     command = COMMANDS[name]
     if missing := _missing(command):
         extra = command.extra
-        return _fail(f"`dynamoth {name}` needs {missing}: pip install 'dynamoth[{extra}]'", EXIT_USAGE)
+        return _fail(
+            f"`dynamoth {name}` needs {missing}: install the extra {extra!r} (pip install '.[{extra}]' in a checkout)",
+            EXIT_USAGE,
+        )
     module = cast(CommandModule, import_module(f"dynamoth_cli.{command.module}"))
     parser = argparse.ArgumentParser(
         prog=f"dynamoth {name}",

@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "move",
         "move a channel to a server, and wait until that has settled",
         "Move a channel to a server without losing, repeating or reordering a message, and wait until nobody uses the"
-        " old server for it.",
+        " old server for it. The balancer may move it again, by load, after channel_rest_s.",
     )
     move.add_argument("--to", metavar="SERVER", required=True, help="id of the server, as 'plan show' lists them")
     replicate = _add_change(
@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "replicate",
         "spread a channel over several servers, and wait until that has settled",
         "Spread a channel that one server is too small for over several, without losing, repeating or reordering a"
-        " message, and wait until everybody uses them. The balancer leaves it so.",
+        " message, and wait until everybody uses them. The balancer leaves it so until it is restarted.",
     )
     replicate.add_argument(
         "--mode",

@@ -236,7 +236,7 @@ class ChannelMessages:
             case RouteNotice(channel, route) if channel == subscription.channel:
                 return self._moves.noticed(subscription, link, route, now)
             case LossNotice(channel, lost) if channel == subscription.channel and subscription.confirmed:
-                told = GapDetected(channel, None, lost, "a dispatcher could not forward messages")
+                told = GapDetected(channel, None, lost, "the agent of a server could not forward messages")
                 return [told] if lost is not None else [told, *self._moves.look_whether_right(subscription)]
             case _:
                 self._counters["unexpected_messages"] += 1

@@ -78,7 +78,7 @@ def test_deliveries_and_gaps_keep_their_order_within_a_batch() -> None:
     loss = control(LossNotice(C, 3))
     actions = listener.push("s1", C, message(1), loss, message(2))
     assert [type(action) for action in actions] == [Deliver, GapDetected, Deliver]
-    assert actions[1] == GapDetected(C, None, 3, "a dispatcher could not forward messages")
+    assert actions[1] == GapDetected(C, None, 3, "the agent of a server could not forward messages")
 
 
 def test_a_heartbeat_reveals_a_lost_tail() -> None:
