@@ -21,7 +21,7 @@ class Contention:
         lease: the lease.
         servers: how many there are.
         down: the servers that cannot be reached, and why; kept up to date by the owner.
-        patience_s: after this time with the lease in another's hands, that one is alive.
+        patience_s: longer than a lease lasts that is not renewed: who has held it for longer is alive.
 
     """
 
@@ -41,9 +41,7 @@ class Contention:
 
     def look(self, now: float) -> list[Note]:
         """Return what the log should say, if that is new. Raises AlreadyRunning where another balancer is at work."""
-        others = self._lease.others()
-        waited_s = now - self._since
-        if others and waited_s > self._patience_s:
+        if others := self._lease.renewed_by_others(self._since, self._patience_s):
             incarnations = ", ".join(sorted(set(others.values())))
             raise AlreadyRunning(
                 f"another balancer (incarnation {incarnations}) is at work: it holds the lease at {', '.join(others)}"
@@ -52,7 +50,7 @@ class Contention:
             )
         details = self.details()
         reason = self.reason()
-        if waited_s < NOTED_AFTER_S or not reason or details == self._noted:
+        if now - self._since < NOTED_AFTER_S or not reason or details == self._noted:
             return []
         self._noted = details
         return [Note("warning", "waiting for the lease", {**details, "reason": reason})]

@@ -59,6 +59,9 @@ class _Term:
     counts_from: float = -math.inf
     #: Who else holds it, as of the last reply.
     other: bytes | None = None
+    #: When the first reply came that named ``other``, and when the command of the last one was sent.
+    other_since: float = -math.inf
+    other_until: float = -math.inf
     #: When a command was sent that is not answered; None when there is none.
     sent_at: float | None = None
     #: When the next command is due.
@@ -103,6 +106,17 @@ class Lease:
             server: term.other.decode(errors="replace")
             for server, term in self._terms.items()
             if term.up and term.other is not None
+        }
+
+    def renewed_by_others(self, since: float, for_s: float) -> dict[str, str]:
+        """Return those of ``others`` that have held the lease for longer than ``for_s`` since a time, as replies tell.
+
+        Not how long ago a reply came: this process may have been stopped since, or the server may hang.
+        """
+        return {
+            server: incarnation
+            for server, incarnation in self.others().items()
+            if (term := self._terms[server]).other_until - max(since, term.other_since) > for_s
         }
 
     def problems(self) -> dict[str, str]:
@@ -198,7 +212,10 @@ class Lease:
         term.ours = value == self._value
         if term.ours and what == "taken":
             term.problem = ""
-        term.other = value if isinstance(value, bytes) and value.isdigit() and not term.ours else None
+        other = value if isinstance(value, bytes) and value.isdigit() and not term.ours else None
+        if other != term.other:
+            term.other, term.other_since = other, now
+        term.other_until = sent_at
         if isinstance(value, bytes) and not value.isdigit():
             term.problem = f"the key {BALANCER_LEASE_KEY.decode()} holds no lease: {value[:20]!r}"
         if value is None:

@@ -111,7 +111,7 @@ class BalancerMachine:
         #: Their replies, until one takes it.
         self._refused: dict[str, str] = {}
         self._lease = Lease(ids, incarnation, self.options.lease_s, self.options.lease_renew_s)
-        patience_s = self.options.lease_s + 2 * self.options.lease_renew_s
+        patience_s = self.options.lease_s + self.options.lease_renew_s
         self._contention = Contention(self._lease, len(ids), self._down_reasons, patience_s)
         self._presence = Presence(ids)
         self._model = ClusterModel(ids, self.options.averaging_s, self.options.interruptions_window_s)

@@ -266,6 +266,8 @@ class SharedLoop:
         self._is_exiting = False
         #: The keeper has ended, and whoever has the turn is the last.
         self._is_left = False
+        #: The keeper has the last turn: what is submitted fails.
+        self._has_ended = False
 
     def run(self, begin: Callable[..., asyncio.Future[_T]], *args: Any) -> _T:
         """Call ``begin(*args)`` on the loop, wait for the future that it returns, and return or raise its outcome.
@@ -420,6 +422,8 @@ class SharedLoop:
 
         def submit() -> None:
             try:
+                if self._has_ended:
+                    raise _errors.ClientClosed
                 waiter.future = begin(*args)
             except BaseException as error:
                 waiter.error = error
@@ -530,10 +534,22 @@ class SharedLoop:
         finally:
             self._give_back(waiter)
             if self._take_last_turn():
-                try:  # a request that came while we ended may have begun something
-                    self._loop.run_until_complete(self._on_end())
+                try:
+                    self._lead(self._loop.create_task, (self._end_rest(),))
                 finally:
+                    _set_running_loop(None)
                     self._close()
+
+    async def _end_rest(self) -> None:
+        """End what requests have begun that came while we ended, and let all who wait have their outcome."""
+        self._has_ended = True
+        await self._on_end()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left)
+        await asyncio.sleep(0)  # what has ended before tells its waiter in this turn
 
     def _close(self) -> None:
         """Close the loop. Who still waits has lost the request, as it was interrupted or came too late."""
@@ -575,7 +591,12 @@ def _in_main_thread() -> bool:
 
 
 def _outcome(future: asyncio.Future[_T]) -> _T:
-    """Return or raise what has become of a request; raise what crashed its machine, if that did."""
+    """Return or raise what has become of a request; raise what crashed its machine, if that did.
+
+    Nobody waits for a request any more that was cancelled, unless the end of the loop did that.
+    """
+    if future.cancelled():
+        raise _errors.ClientClosed
     try:
         return future.result()
     except redis.exceptions.RedisError as error:

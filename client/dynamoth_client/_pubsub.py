@@ -224,19 +224,35 @@ class PubSub(Subscriptions):
         self._turn = 0
         return queue.wakeup()
 
-    async def _until_item(self, timeout: float | None) -> bool:
-        """Wait for an item, also when the client is closed meanwhile: then the subscriptions begin anew."""
-        loop = asyncio.get_running_loop()
-        began_at = loop.time()
-        try:
-            return await self._queue.until_item(timeout)
-        except ClientClosed:
-            left_s = None if timeout is None else max(0.0, began_at + timeout - loop.time())
-        return await self._wait_anew(left_s)
+    async def _until_item(self, timeout: float | None, *, anew: bool = False) -> bool:
+        """Wait for an item. The subscriptions begin anew each time the client is closed meanwhile; ``anew``: at once.
 
-    async def _wait_anew(self, timeout: float | None) -> bool:
-        await self._opened()
-        return await self._until_item(timeout)
+        False also when this PubSub is closed meanwhile.
+        """
+        loop = asyncio.get_running_loop()
+        ends_at = None if timeout is None else loop.time() + timeout
+        while True:
+            try:
+                return await self._wait_once(None if ends_at is None else max(0.0, ends_at - loop.time()), anew=anew)
+            except ClientClosed:
+                if not self._is_begun:
+                    return False
+                anew = True
+
+    async def _wait_once(self, timeout: float | None, *, anew: bool) -> bool:
+        """Do as ``_until_item``, until the client is closed: then raise ``ClientClosed``."""
+        queue = self._queue
+        if anew:
+            try:
+                await self._opened()
+            except redis.exceptions.ConnectionError:
+                if self._queue is not queue:  # this PubSub was closed
+                    return False
+                raise
+        return await queue.until_item(timeout)
+
+    def _wait_anew(self, timeout: float | None) -> Awaitable[bool]:
+        return self._until_item(timeout, anew=True)
 
     async def _wait_with_others(self, timeout: float | None) -> bool:
         await asyncio.sleep(0)

@@ -300,8 +300,9 @@ class Subscriptions(redis.asyncio.client.PubSub):
         try:
             self._feed = await self._cluster.open_feed(self._queue, wants_gaps=wants_gaps, when_full=self._when_full)
         except Exception as error:
-            if self._before is not None:  # what is subscribed stays so, and the next use tries again
+            if self._before is not None:  # what is subscribed stays so; the next use tries again, and who reads at once
                 self._opening = self._loop = None
+                self._queue.close(ClientClosed())
                 raise
             queue = self._queue
             self._forget()

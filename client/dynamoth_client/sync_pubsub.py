@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar, cast
 
@@ -98,9 +98,9 @@ class _Inner(_pubsub.PubSub):
         if self._is_begun and (self.subscribed or queue.is_closed):
             await self._wait(timeout)
 
-    async def _until_item(self, timeout: float | None) -> bool:
+    async def _until_item(self, timeout: float | None, *, anew: bool = False) -> bool:
         """Wait for an item. The event loop ends with the client, so it is the thread that begins anew, on another."""
-        return await self._queue.until_item(timeout)
+        return await self._wait_once(timeout, anew=anew)
 
     def inherit(self, inherited: _Inherited) -> None:
         """Say what will be subscribed to soon."""
@@ -470,27 +470,39 @@ class PubSub(redis.client.PubSub):
 
     def parse_response(self, block: bool = True, timeout: float = 0) -> Any:
         """Return the next message as the list that Redis sends; None when there is none within ``timeout``."""
-        return self._call(self._inner.parse_response, block, timeout)
+        ends_at = time.monotonic() + timeout
+
+        def parse(inner: _Inner) -> Coroutine[Any, Any, Any]:
+            return self._request(inner.parse_response, (block, max(0.0, ends_at - time.monotonic())), {})
+
+        return self._go_on(parse)
 
     def _wait(self, timeout: float | None) -> None:
         """Let the machines work until there is an item, or ``timeout`` is over."""
+        ends_at = None if timeout is None else time.monotonic() + timeout
+        self._go_on(lambda inner: inner.until_item(None if ends_at is None else max(0.0, ends_at - time.monotonic())))
+
+    def _go_on(self, function: Callable[[_Inner], Coroutine[Any, Any, _T]]) -> _T | None:
+        """Let the asynchronous PubSub do what a reader needs, again each time the client is closed meanwhile.
+
+        None when this PubSub is closed meanwhile.
+        """
         if self._inherited is not None:
             self._subscribe_again()
         inner = self._inner
-        ends_at = None if timeout is None else time.monotonic() + timeout
-        try:
-            self._cluster.call(inner.until_item, timeout)
-        except ClientClosed:
-            if not self._cluster.goes_on(inner.cluster):
-                raise
-            if inner is self._inner:
-                self._wait(None if ends_at is None else max(0.0, ends_at - time.monotonic()))
+        while inner is self._inner:
+            try:
+                return self._cluster.call(function, inner)
+            except ClientClosed:
+                if not self._cluster.goes_on(inner.cluster):
+                    raise
+        return None
 
     def _read(self, item: Item, ignored: bool) -> dict[str, Any] | None:
         """Return what the application is to see of an item, unless a handler takes it."""
         inner = self._inner
         if isinstance(item, (Notice, Failure)):
-            message = self._cluster.call(self._note, item, ignored)
+            message = self._go_on(lambda inner: self._note(inner, item, ignored))
             if message is not None and message["type"] == "gap":
                 if self._on_gap is not None:
                     self._on_gap(message["data"])
@@ -506,9 +518,9 @@ class PubSub(redis.client.PubSub):
         handler(message)
         return None
 
-    async def _note(self, item: Notice | Failure, ignored: bool) -> dict[str, Any] | None:
+    async def _note(self, inner: _Inner, item: Notice | Failure, ignored: bool) -> dict[str, Any] | None:
         try:
-            return await self._inner.notice(item, ignored or self.ignore_subscribe_messages)
+            return await inner.notice(item, ignored or self.ignore_subscribe_messages)
         finally:
             if not self._inner.subscribed:
                 self.subscribed_event.clear()

@@ -27,7 +27,7 @@ def test_a_second_balancer_ends_and_says_why() -> None:
     cluster = FakeCluster(3)
     first = cluster.started()
     second = cluster.start()
-    cluster.run_until(lambda: second.stopped is not None, timeout_s=20)
+    cluster.run_until(lambda: second.stopped is not None, timeout_s=7.5)
     assert second.stopped is not None and isinstance(second.stopped.error, AlreadyRunning)
     assert str(first.machine.incarnation) in str(second.stopped.error)
     assert "stop that one first" in str(second.stopped.error)
@@ -55,6 +55,29 @@ def test_a_killed_balancer_is_replaced_when_its_lease_has_expired() -> None:
     assert cluster.now - at <= successor.machine.options.lease_s + 1.5
     [note] = [note for note in successor.notes if note.message == "waiting for the lease"]
     assert "another balancer holds it at s1" in note.details["reason"]
+
+
+@pytest.mark.parametrize("is_deaf", [False, True], ids=["frozen itself", "the server hangs"])
+def test_what_a_waiting_balancer_has_not_heard_for_long_proves_no_other_balancer(is_deaf: bool) -> None:
+    """It was told before that the lease is in another's hands, and has had no answer since."""
+    cluster = FakeCluster(3)
+    first = cluster.started()
+    successor = cluster.start()
+    cluster.run(0.5)
+    cluster.kill(first)
+    if is_deaf:
+        successor.deaf.add("s1")
+    else:
+        successor.frozen = True
+    cluster.run(8)
+    assert successor.stopped is None
+    successor.frozen = False
+    successor.deaf.clear()
+    if is_deaf:
+        cluster.cut(successor, "s1")
+        cluster.reconnect(successor, "s1")
+    cluster.run_until(lambda: _leads(successor) or successor.stopped is not None)
+    assert successor.stopped is None
 
 
 def test_a_lease_that_cannot_be_prolonged_counts_no_longer_than_its_key() -> None:

@@ -511,6 +511,125 @@ def test_a_pubsub_subscribes_again_after_a_close_of_the_client(cluster: StoredCl
     run(test())
 
 
+@pytest.mark.parametrize("read", ["get_message", "listen", "batches", "parse_response"])
+def test_a_reader_goes_on_however_often_the_client_is_closed(cluster: StoredCluster, read: str) -> None:
+    """Also while it is about to subscribe again after the close before, at any point of that."""
+
+    async def test() -> None:
+        client = from_url(cluster.url)
+        gaps: list[GapInfo] = []
+        pubsub = client.pubsub(on_gap=gaps.append)
+        await _confirmed(pubsub, "a")
+        heard: asyncio.Queue[object] = asyncio.Queue()
+
+        async def go_on() -> None:
+            if read == "listen":
+                async for message in pubsub.listen():
+                    heard.put_nowait(message["data"])
+            elif read == "batches":
+                async for batch in pubsub.batches():
+                    for message in batch:
+                        heard.put_nowait(message["data"])
+            else:
+                while pubsub.subscribed:
+                    if read == "get_message":
+                        got = await pubsub.get_message(timeout=0.1)
+                        heard.put_nowait(got and got["data"])
+                    else:
+                        response = await pubsub.parse_response()
+                        heard.put_nowait(response and response[-1])
+
+        reading = asyncio.create_task(go_on())
+        for turns in range(20):
+            gaps.clear()
+            for _ in range(3):
+                await client.aclose()
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+            while await client.publish("a", str(turns)) == 0:
+                assert not reading.done(), reading
+                await asyncio.sleep(0.001)
+            async with asyncio.timeout(5):
+                while await heard.get() != b"%d" % turns:
+                    pass
+            assert gaps or read == "parse_response"
+            assert {gap.channel for gap in gaps} <= {b"a"}
+        await pubsub.aclose()
+        await reading
+        await client.aclose()
+
+    run(test())
+
+
+def test_a_reader_goes_on_when_the_client_is_closed_while_another_task_subscribes(cluster: StoredCluster) -> None:
+    """The reader waits for messages then, and the other task is about to subscribe again."""
+
+    async def test() -> None:
+        client = from_url(cluster.url)
+        pubsub = client.pubsub()
+        await _confirmed(pubsub, "a")
+        reading = asyncio.create_task(
+            anext(message async for message in pubsub.listen() if message["type"] == "message")
+        )
+        await asyncio.sleep(0)
+        subscribing = pubsub.subscribe("b")
+        _, error, _ = await asyncio.gather(client.aclose(), subscribing, _close_later(client), return_exceptions=True)
+        assert isinstance(error, redis.exceptions.ConnectionError)
+        await cluster.until_subscribed(*_where(cluster, "b"))
+        assert await client.publish("b", "x") == 1
+        assert (await reading)["data"] == b"x"
+        await pubsub.aclose()
+        await client.aclose()
+
+    run(test())
+
+
+async def _close_later(client: Redis) -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
+    await client.aclose()
+
+
+def test_a_reader_learns_of_servers_that_are_away_when_another_task_subscribes_again(cluster: StoredCluster) -> None:
+    async def test() -> None:
+        client = from_url(cluster.url)
+        pubsub = client.pubsub()
+        await _confirmed(pubsub, "a")
+        reading = asyncio.create_task(_next(pubsub))
+        await asyncio.sleep(0)
+        for server in cluster.servers.values():
+            server.kill()
+        _, *told = await asyncio.gather(client.aclose(), pubsub.subscribe("b"), reading, return_exceptions=True)
+        assert [type(error) for error in told] == [redis.exceptions.ConnectionError] * 2
+
+    run(test())
+
+
+def test_a_pubsub_that_is_closed_behind_its_client_lets_its_reader_go(cluster: StoredCluster) -> None:
+    """As one that is closed before it: also while the reader is about to subscribe again."""
+
+    async def test() -> None:
+        for turns in range(20):
+            client = from_url(cluster.url)
+            pubsub = client.pubsub()
+            await _confirmed(pubsub, "a")
+            reading = asyncio.create_task(_all(pubsub))
+            await asyncio.sleep(0)
+            await client.aclose()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await pubsub.aclose()
+            assert {message["type"] for message in await reading} <= {"subscribe"}
+            assert not pubsub.subscribed
+            await client.aclose()
+
+    run(test())
+
+
+async def _all(pubsub: PubSub) -> list[dict[str, Any]]:
+    return [message async for message in pubsub.listen()]
+
+
 def test_a_pubsub_of_a_closed_client_tries_again_while_servers_are_away(cluster: StoredCluster) -> None:
     async def test() -> None:
         client = from_url(cluster.url)

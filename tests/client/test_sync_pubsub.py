@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -374,6 +375,51 @@ def test_a_reader_goes_on_after_a_close_of_the_client(cluster: StoredCluster) ->
     reading.result()
     assert not pubsub.subscribed
     client.close()
+
+
+@pytest.mark.parametrize("read", ["get_message", "listen", "batches", "parse_response"])
+def test_a_reader_goes_on_however_often_the_client_is_closed(
+    cluster: StoredCluster, read: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also while it is about to subscribe again after the close before; and nothing is left that complains."""
+    client = redis.from_url(cluster.url)
+    gaps: list[GapInfo] = []
+    pubsub = client.pubsub(on_gap=gaps.append)
+    confirmed(pubsub, "c")
+    heard: list[Any] = []
+
+    def go_on() -> None:
+        if read == "listen":
+            heard.extend(message["data"] for message in pubsub.listen())
+        elif read == "batches":
+            heard.extend(message["data"] for batch in pubsub.batches() for message in batch)
+        elif read == "get_message":
+            while pubsub.subscribed:
+                message = pubsub.get_message(timeout=0.1)
+                heard.append(message and message["data"])
+        else:
+            while pubsub.subscribed:
+                response = pubsub.parse_response()
+                heard.append(response and response[-1])
+
+    def send(payload: str) -> None:
+        until(lambda: client.publish("c", payload) == 1 or not reading.is_alive(), "it has subscribed again")
+        until(lambda: payload.encode() in heard or not reading.is_alive(), "it hears")
+        assert reading.is_alive(), reading.result()
+
+    reading = Running(go_on)
+    for number in range(20):
+        gaps.clear()
+        for pause_s in (0.0, 0.0, 0.001, 0.002, 0.003):
+            client.close()
+            time.sleep(pause_s)
+        send(str(number))
+        assert gaps or read == "parse_response"
+    pubsub.close()
+    reading.result()
+    client.close()
+    gc.collect()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("read", ["listen", "get_message", "run", "polls"])
