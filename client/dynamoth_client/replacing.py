@@ -11,6 +11,7 @@ and their queues are keys, not channels.
 
 from __future__ import annotations
 
+import dis
 import importlib
 import sys
 import warnings
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, Self, TypeGuard
 
 import redis
@@ -137,7 +138,8 @@ def replace_redis(*modules: str) -> Replacement:
 
     Once, at the start of a program. Known to work are broadcaster, channels_redis (its ``pubsub`` layer), FastStream,
     flask-sse and python-socketio, with asyncio and without. It does not matter whether they were imported before, but
-    clients that were made before stay redis-py's. All others, Celery and kombu among them, keep redis-py's client.
+    clients that were made before, or while their module was imported, stay redis-py's, and so do those of a function
+    that imports redis-py itself. All other libraries, Celery and kombu among them, keep redis-py's client.
 
     Args:
         *modules: names of further modules, of the application or of libraries, imported or not. In each, the names
@@ -148,7 +150,7 @@ def replace_redis(*modules: str) -> Replacement:
 
     Warns:
         NotReplaced: a module has a client, or a class made of redis-py's, that was made before; or one that you named
-            has nothing of redis-py, or does not exist.
+            has nothing of redis-py, or imports it inside a function only, or does not exist. The text has the cure.
 
     """
     importlib.invalidate_caches()  # a module may have been written a moment ago
@@ -211,10 +213,36 @@ def _problems(module: ModuleType, has_any: bool) -> list[str]:
     for name, value in vars(module).items():
         where = f"{module.__name__}.{name}"
         if isinstance(value, theirs) and not isinstance(value, our_classes):
-            before = f"call replace_redis() before {module.__name__} is imported"
-            problems.append(f"{where} is a client that was made before: {before}")
+            ours = "dynamoth_client" if isinstance(value, redis.client.Redis) else "dynamoth_client.asyncio"
+            cure = f"when {module.__name__} has been imported, set {where} = {ours}.from_url(...)"
+            problems.append(f"{where} is a client that was made before replace_redis() could act: {cure}")
         elif _is_derived(value, module, theirs) and not issubclass(value, our_classes):
             problems.append(f"{where} was made of redis-py's class: derive it from dynamoth_client's")
     if not has_any and module.__name__ not in KNOWN:
-        problems.append(f"{module.__name__} has no name of redis-py: name the module that imports it")
+        if _imports_redis_inside(module):
+            cure = "give it a client of dynamoth_client if it takes one, else it keeps redis-py's"
+            problems.append(f"{module.__name__} imports redis-py where replace_redis() cannot reach it: {cure}")
+        else:
+            problems.append(f"{module.__name__} has no name of redis-py: name the module that imports it")
     return problems
+
+
+def _imports_redis_inside(module: ModuleType) -> bool:
+    """Tell whether a module imports redis-py inside a function or a class, as far as its code can be read."""
+    get_code = getattr(module.__loader__, "get_code", None)
+    try:
+        code: CodeType | None = None if get_code is None else get_code(module.__name__)
+    except (ImportError, OSError):  # imported by another name, as with ``python -m``; or its file is gone
+        return False
+    inner = [] if code is None else _codes_inside(code)
+    while inner:
+        code = inner.pop()
+        inner += _codes_inside(code)
+        for step in dis.get_instructions(code):
+            if step.opname == "IMPORT_NAME" and step.argval.partition(".")[0] == "redis":
+                return True
+    return False
+
+
+def _codes_inside(code: CodeType) -> list[CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]

@@ -133,7 +133,7 @@ class Redis(redis.Redis):
         """Publish ``message`` on ``channel``; return the number of client subscribers at the server it went to.
 
         Both are encoded as redis-py does (str, bytes, memoryview, int, float). Messages that one thread publishes one
-        after the other are delivered in that order.
+        after the other through one client are delivered in that order; several clients are different publishers.
 
         Raises:
             redis.exceptions.TimeoutError: the channel's server is connected and did not answer in time: the message may

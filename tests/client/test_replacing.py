@@ -92,15 +92,45 @@ def test_the_modules_of_real_libraries_have_what_is_replaced(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("import redis\nclient = redis.Redis()", "a_library.client is a client that was made before"),
+        (
+            "import redis\nclient = redis.Redis()",
+            r"a_library.client is a client .* set a_library.client = dynamoth_client.from_url\(",
+        ),
+        (
+            "import redis.asyncio\nclient = redis.asyncio.Redis()",
+            r"when a_library has been imported, set a_library.client = dynamoth_client.asyncio.from_url\(",
+        ),
         ("import redis\nclass Own(redis.Redis): pass", "derive it from dynamoth_client's"),
-        ("import json", "has no name of redis-py"),
+        ("import json\ndef f(): import json", "has no name of redis-py: name the module that imports it"),
+        ("class A:\n  def f(self): import redis", "imports redis-py where replace_redis.. cannot reach it: give it"),
+        ("def f(): from redis.asyncio import Redis", "imports redis-py where replace_redis.. cannot reach it: give it"),
     ],
 )
-def test_what_cannot_be_replaced_is_warned_of(library: Path, text: str, problem: str) -> None:
+@pytest.mark.parametrize("is_early", [True, False], ids=["imported before", "imported later"])
+def test_what_cannot_be_replaced_is_warned_of(library: Path, text: str, problem: str, is_early: bool) -> None:
     library.write_text(text)
-    imported()
-    with pytest.warns(dynamoth_client.NotReplaced, match=problem):
+    if is_early:
+        imported()
+    with pytest.warns(dynamoth_client.NotReplaced, match=problem), dynamoth_client.replace_redis("a_library"):
+        imported()
+
+
+def test_a_module_whose_code_cannot_be_read_is_warned_of(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a program that was started with ``python -m``, which its loader knows by another name."""
+    library.write_text("def f(): import redis")
+    monkeypatch.setattr(imported(), "__name__", "__main__")
+    with pytest.warns(dynamoth_client.NotReplaced, match="__main__ has no name of redis-py"):
+        dynamoth_client.replace_redis("a_library").undo()
+
+
+def test_a_client_that_a_module_makes_is_replaced_as_the_warning_says(library: Path) -> None:
+    library.write_text("import redis\nclient = redis.Redis()\ndef publish(): return client")
+    with pytest.warns(dynamoth_client.NotReplaced), dynamoth_client.replace_redis("a_library"):
+        module = imported()
+        module.client = dynamoth_client.from_url("redis://x")
+    assert isinstance(module.publish(), OURS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         dynamoth_client.replace_redis("a_library").undo()
 
 

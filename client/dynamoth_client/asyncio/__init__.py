@@ -174,7 +174,8 @@ class Redis(redis.asyncio.Redis):
         """Publish ``message`` on ``channel``; return the number of client subscribers at the server it went to.
 
         Both are encoded as redis-py does (str, bytes, memoryview, int, float). Messages that one task publishes one
-        after the other are delivered in that order. A publish that is cancelled may or may not have been carried out.
+        after the other through one client are delivered in that order; several clients are different publishers. A
+        publish that is cancelled may or may not have been carried out.
 
         Raises:
             redis.exceptions.TimeoutError: the channel's server is connected and did not answer in time: the message may
