@@ -112,4 +112,4 @@ def test_a_command_names_the_extra_that_it_needs(packages: Path, name: str) -> N
         assert done.returncode == 0, done.stderr
     else:
         assert done.returncode == 2
-        assert f"pip install 'dynamoth[{extra}]'" in done.stderr
+        assert f"install the extra '{extra}' (pip install '.[{extra}]' in a checkout)" in done.stderr
