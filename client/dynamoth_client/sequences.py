@@ -329,6 +329,18 @@ class Stream:
         return out
 
 
+@dataclass(slots=True)
+class _Rare:
+    """What few channels have at a time; a slot for each in every channel would take more memory than they do."""
+
+    #: Dispatcher to the latest numbers of its raw messages.
+    raw: dict[int, dict[int, None]] = field(default_factory=dict[int, dict[int, None]])
+    #: The streams that hold messages, the longest holding one first.
+    holding: dict[int, Stream] = field(default_factory=dict[int, Stream])
+    #: Messages without numbers that wait for these, and when they came.
+    behind: deque[tuple[bytes, float]] = field(default_factory=deque[tuple[bytes, float]])
+
+
 _NO_STREAMS: dict[int, Stream] = {}
 """Of a channel without messages: nothing is ever put in here."""
 
@@ -336,19 +348,14 @@ _NO_STREAMS: dict[int, Stream] = {}
 class Sequences:
     """The streams of one channel, as one subscriber sees them. Memory: one ``Stream`` per live publisher."""
 
-    __slots__ = ("_behind", "_holding", "_raw", "hold_s_max", "streams")
+    __slots__ = ("_rare", "hold_s_max", "streams")
 
     def __init__(self, hold_s_max: float) -> None:
         """Begin without knowledge of any publisher."""
         self.hold_s_max = hold_s_max
         #: Publisher to stream. The subscriber's hot path looks in here itself.
         self.streams: dict[int, Stream] = _NO_STREAMS
-        #: Dispatcher to the latest numbers of its raw messages; None before the first of these.
-        self._raw: dict[int, dict[int, None]] | None = None
-        #: The streams that hold messages, the longest holding one first.
-        self._holding: dict[int, Stream] = _NO_STREAMS
-        #: Messages without numbers that wait for these, and when they came; None for none.
-        self._behind: deque[tuple[bytes, float]] | None = None
+        self._rare: _Rare | None = None
 
     def arrive(
         self,
@@ -395,59 +402,64 @@ class Sequences:
     @property
     def holds(self) -> bool:
         """Whether messages of any publisher wait."""
-        return bool(self._holding)
+        return self._rare is not None and bool(self._rare.holding)
 
     def arrive_plain(self, payload: bytes, now: float) -> list[Outcome]:
         """Take a message without a number; return what is to be delivered now, in order.
 
         Before plain messages of a channel come numbered ones of the same publisher, perhaps: if these wait, so does it.
         """
-        if not self._holding:
+        rare = self._rare
+        if rare is None or not rare.holding:
             return [payload]
-        if self._behind is None:
-            self._behind = deque()
-        self._behind.append((payload, now))
-        return self._next_behind(now)
+        rare.behind.append((payload, now))
+        return self._next_behind(rare, now)
 
     def _with_those_behind(self, outcomes: list[Outcome], publisher: int, stream: Stream, now: float) -> list[Outcome]:
         """Add, where a stream may hold other messages than before, those without numbers that wait no longer."""
-        if not stream.held:
-            self._holding.pop(publisher, None)
-        elif self._holding:
-            self._holding[publisher] = stream
+        rare = self._rare
+        if stream.held:
+            if rare is None:
+                rare = self._rare = _Rare()
+            rare.holding[publisher] = stream
+        elif rare is None:
+            return outcomes
         else:
-            self._holding = {publisher: stream}
-        return outcomes if self._behind is None else [*outcomes, *self._next_behind(now)]
+            rare.holding.pop(publisher, None)
+        released = [*outcomes, *self._next_behind(rare, now)] if rare.behind else outcomes
+        if not (rare.holding or rare.behind or rare.raw):
+            self._rare = None
+        return released
 
-    def _next_behind(self, now: float) -> list[Outcome]:
+    def _next_behind(self, rare: _Rare, now: float) -> list[Outcome]:
         """Take out the messages that came before all that are held, or have waited for as long as those may."""
-        waiting = self._behind
-        assert waiting is not None, "there is one"
-        first = next(iter(self._holding.values()), None)
+        waiting = rare.behind
+        first = next(iter(rare.holding.values()), None)
         held_since = now + 1.0 if first is None else next(iter(first.held.values())).at
         ready: list[Outcome] = []
         while waiting and (
             waiting[0][1] < held_since or now - waiting[0][1] >= self.hold_s_max or len(waiting) > BEHIND_MAX
         ):
             ready.append(waiting.popleft()[0])
-        if not waiting:
-            self._behind = None
         return ready
 
     def resume(self) -> None:
         """Begin anew with a subscription to the same channel: what was delivered to the last one is not again."""
-        self._holding, self._behind = _NO_STREAMS, None
+        if self._rare is not None:
+            self._rare.holding.clear()
+            self._rare.behind.clear()
         for stream in self.streams.values():
             stream.resume()
 
     def _is_new_raw(self, dispatcher: int, sequence: int) -> bool:
-        if self._raw is None:
-            self._raw = {}
-        seen = self._raw.get(dispatcher)
+        if self._rare is None:
+            self._rare = _Rare()
+        raw = self._rare.raw
+        seen = raw.get(dispatcher)
         if seen is None:
-            if len(self._raw) >= DISPATCHERS_MAX:
-                del self._raw[next(iter(self._raw))]
-            seen = self._raw[dispatcher] = {}
+            if len(raw) >= DISPATCHERS_MAX:
+                del raw[next(iter(raw))]
+            seen = raw[dispatcher] = {}
         if sequence in seen or (len(seen) == RAW_WINDOW and sequence < next(iter(seen))):
             return False
         seen[sequence] = None
@@ -480,7 +492,8 @@ class Sequences:
         stream = self.streams.get(publisher)
         if stream is not None:
             stream.drop_held()
-            self._holding.pop(publisher, None)
+            if self._rare is not None:
+                self._rare.holding.pop(publisher, None)
 
     def watch(self, publisher: int) -> float | None:
         """Return when :meth:`expire` is to be called for ``publisher``; None when it holds nothing, or is watched."""
