@@ -33,6 +33,9 @@ from dynamoth_sim.world import World
 SETTLE_S_MAX = 8.0
 """Within this after the last fault, every transition has settled."""
 
+DRAINED_S_MAX = 1.5 * SETTLE_S_MAX
+"""Within this a server that is being drained is empty and stopped, while faults go on."""
+
 RECOVERY_S = 1.5
 """Within this after that, everything is connected, subscribed and verified again (G5: delivery resumes)."""
 
@@ -174,7 +177,7 @@ def _live(cluster: Cluster, profile: Profile) -> list[Violation]:
         workload.start()
     world.at(world.now + 0.5, chaos.start)
     world.run_until(world.now + profile.work_s)
-    world.run_until_true(lambda: not chaos.unfinished(), world.now + SETTLE_S_MAX)
+    world.run_until_true(lambda: not chaos.unfinished(), world.now + DRAINED_S_MAX)
     violations = [Violation("settling", text, world.now) for text in chaos.unfinished()]
     chaos.stop()
     workload.stop()
