@@ -14,6 +14,8 @@ EARLY_MAX = 1000
 """Messages that are kept for an unconfirmed subscription at most. It is confirmed within a round trip, while the plan
 can be read."""
 
+EARLY_BYTES_MAX = 4 * 2**20
+"""Bytes of these at most, but one message of any size."""
 
 _NOBODY: Mapping[str, int] = MappingProxyType({})
 _NOWHERE: dict[Location, Place] = {}
@@ -92,12 +94,11 @@ class Subscription:
         self.early = None
 
     def keep(self, payload: bytes) -> None:
-        """Keep a message until the confirmation; of too many the newest."""
-        if self.early is None:
-            self.early = []
-        self.early.append(payload)
-        if len(self.early) > EARLY_MAX:
-            del self.early[0]
+        """Keep a message until the confirmation; of too many, or too large ones, the newest."""
+        early = self.early = self.early or []
+        early.append(payload)
+        while len(early) > EARLY_MAX or (len(early) > 1 and sum(map(len, early)) > EARLY_BYTES_MAX):
+            del early[0]
 
     def places(self) -> list[Place]:
         """Return where it listens."""

@@ -21,7 +21,7 @@ from dynamoth_client.subscriber_events import (
     SubscriptionEnded,
     SubscriptionFailed,
 )
-from dynamoth_client.subscription import EARLY_MAX
+from dynamoth_client.subscription import EARLY_BYTES_MAX, EARLY_MAX
 from tests.machines.helpers import (
     ACTIVE,
     PLAN_0,
@@ -85,6 +85,17 @@ def test_of_too_many_messages_before_the_confirmation_the_newest_are_kept() -> N
         listener.push("s1", C, message(number))
     payloads = delivered(listener.verify(sent, PLAN_0))
     assert (len(payloads), payloads[0], payloads[-1]) == (EARLY_MAX, b"m3", b"m%d" % (EARLY_MAX + 2))
+
+
+def test_large_messages_before_the_confirmation_are_bounded_in_bytes() -> None:
+    half, larger = bytes(EARLY_BYTES_MAX // 2), bytes(2 * EARLY_BYTES_MAX)
+    for payloads, kept in (([b"1", half, half], [half, half]), ([half, larger], [larger])):
+        listener = Listener()
+        listener.subscribe()
+        sent = listener.up("s1")
+        for payload in payloads:
+            listener.push("s1", C, payload)
+        assert delivered(listener.verify(sent, PLAN_0)) == kept
 
 
 def test_what_came_at_a_place_that_was_given_up_before_the_confirmation_is_not_delivered() -> None:
