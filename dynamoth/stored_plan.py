@@ -42,7 +42,7 @@ RUN_FIELD = b"@run"
 COMPATIBILITY_FIELD = b"@compatibility"
 RING_FIELD = b"@ring"
 HEADER_FIELDS = 5
-"""The fields that are no channel's; a plan that never had rules may have one less."""
+"""The fields that are no channel's."""
 _CHANNEL_PREFIX = b"c:"
 
 ENTRIES_PER_COMMAND = 2000

@@ -281,7 +281,7 @@ class PlanCopy:
     def _length_read(self, value: Any, book: PlanBook, now: float) -> list[CopyAction]:
         assert self._audited is not None, "only asked for by an audit"
         entries = len(self._audited.entries)
-        if value not in (entries + HEADER_FIELDS, entries + HEADER_FIELDS - 1):  # the one of the rules may be missing
+        if value != entries + HEADER_FIELDS:
             return self._repair({"fields": value, "expected": entries + HEADER_FIELDS}, book)
         if not entries:
             return self.sync(book, now)

@@ -210,9 +210,9 @@ class PubSub(Subscriptions):
         queue = self._queue
         if queue.is_closed:
             if isinstance(queue.error, ClientClosed) and not queue.items:
-                return self._wait_anew(timeout)
+                return self._wait_reopened(timeout)
         elif self._loop is not asyncio.get_running_loop():
-            return self._wait_anew(timeout)
+            return self._wait_reopened(timeout)
         return self._wait_with_others(timeout) if queue.items else self._until_item(timeout)
 
     def _wait_long(self) -> Awaitable[object]:
@@ -224,8 +224,8 @@ class PubSub(Subscriptions):
         self._turn = 0
         return queue.wakeup()
 
-    async def _until_item(self, timeout: float | None, *, anew: bool = False) -> bool:
-        """Wait for an item. The subscriptions begin anew each time the client is closed meanwhile; ``anew``: at once.
+    async def _until_item(self, timeout: float | None, *, reopen: bool = False) -> bool:
+        """Wait for an item. Subscribe again each time the client is closed meanwhile; with ``reopen`` at once.
 
         False also when this PubSub is closed meanwhile.
         """
@@ -233,16 +233,18 @@ class PubSub(Subscriptions):
         ends_at = None if timeout is None else loop.time() + timeout
         while True:
             try:
-                return await self._wait_once(None if ends_at is None else max(0.0, ends_at - loop.time()), anew=anew)
+                return await self._wait_once(
+                    None if ends_at is None else max(0.0, ends_at - loop.time()), reopen=reopen
+                )
             except ClientClosed:
                 if not self._is_begun:
                     return False
-                anew = True
+                reopen = True
 
-    async def _wait_once(self, timeout: float | None, *, anew: bool) -> bool:
+    async def _wait_once(self, timeout: float | None, *, reopen: bool) -> bool:
         """Do as ``_until_item``, until the client is closed: then raise ``ClientClosed``."""
         queue = self._queue
-        if anew:
+        if reopen:
             try:
                 await self._opened()
             except redis.exceptions.ConnectionError:
@@ -251,8 +253,8 @@ class PubSub(Subscriptions):
                 raise
         return await queue.until_item(timeout)
 
-    def _wait_anew(self, timeout: float | None) -> Awaitable[bool]:
-        return self._until_item(timeout, anew=True)
+    def _wait_reopened(self, timeout: float | None) -> Awaitable[bool]:
+        return self._until_item(timeout, reopen=True)
 
     async def _wait_with_others(self, timeout: float | None) -> bool:
         await asyncio.sleep(0)

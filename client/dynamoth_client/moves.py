@@ -8,8 +8,8 @@ verified for the first time the subscription is confirmed to the application.
 
 A newer route comes from a notice of a dispatcher or from the stored plan; its locations become the targets, and the old
 targets are ``leaving``. One is left when the marker that answers the announcement at each target has come to the inbox
-at its server (:class:`Marker`). One that has not come after ``marker_s`` is a gap. A notice is a hint: a
-route that the servers contradict for ``distrust_s`` is given up.
+at its server (:class:`Marker`). If one has not come after ``marker_s``, the application gets a gap event. A notice is a
+hint: a route that the servers contradict for ``distrust_s`` is given up.
 
 After a lost connection every target there is verified again. The application gets a gap event for each confirmed
 channel there, as messages may have been missed, when the server has taken the subscription: before any message that
@@ -309,7 +309,7 @@ class Moves:
     def noticed(self, subscription: Subscription, link: str, route: Route, now: float) -> list[Any]:
         """Follow a notice: soon, if the application is being served meanwhile.
 
-        An older one shows, perhaps, that the plan was lost and begun anew: the stored plan tells.
+        An older one may mean that the plan was lost, and that there is a new one: read what the server stores.
         """
         if route.epoch < subscription.route.epoch and not subscription.leaving:
             return self.look_whether_right(subscription)

@@ -266,8 +266,10 @@ class PublisherMachine:
             targets[0][1].note_refused(name)
             return [*actions, PublishFailed(token, self._outcomes.why_refused(locations[0].server))]
         if not targets:
+            server = self._servers[locations[0].server]
+            why = "it is connected and too slow: publish less at once, or see what keeps it busy"
             reason = f"{self.options.unanswered_max} messages wait for server {locations[0].server}"
-            return [*actions, PublishFailed(token, f"{reason}: {self._servers[locations[0].server].reason}")]
+            return [*actions, PublishFailed(token, f"{reason}: {why if server.up else server.reason}")]
         if plain is not channel.plain:
             channel.change_format(plain=plain)
         is_first = channel.sequence == channel.floor

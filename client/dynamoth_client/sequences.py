@@ -34,13 +34,14 @@ Whoever may publish on a channel can copy a publisher's id and forge numbers. No
 true one, so for that publisher's messages there nothing is promised but that their loss is not silent. Numbers above
 ``NUMBER_MAX`` are refused. A jump of more than ``HELD_MAX`` numbers is held, whatever its flags say; if the publisher
 goes on below it in the meantime, it is refused and reported as a gap of one. A message below the number where a stream
-began, or went on behind a gap, is a late copy for ``LATE_S``, or for ever if an agent has forwarded it: an agent that
-hangs, or that a flood delays, goes on where it was. Else somebody has probably moved the stream ahead of its publisher:
-it is reported as a gap, at most once per ``LATE_S``.
+began, or went on behind a gap, is a late copy for ``LATE_S``, and always if an agent has forwarded it: an agent that
+hangs, or that a flood delays, forwards what it has when it goes on. Otherwise somebody has probably moved the stream
+ahead of its publisher: it is reported as a gap, at most once per ``LATE_S``.
 
 Raw messages that a dispatcher numbered (RAW) have no order to keep, as others of the same publisher come without a
-number: they are delivered as they come, each number once. Where a channel becomes plain, numbered messages of the same
-publishers come before, and nobody knows whose a message without a number is. So it comes behind all those that wait.
+number: they are delivered as they come, each number once. Where a channel becomes plain, its publishers have sent
+numbered messages before, and a message without a number does not say whose it is. So it comes behind all those that
+wait.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ duplicate."""
 
 
 BEHIND_MAX = 1000
-"""Messages without numbers on one channel that wait at most; past it the first goes on without those before it."""
+BEHIND_BYTES_MAX = 4 * 2**20
+"""Messages without numbers on one channel that wait at most, and their bytes; past it the first is delivered."""
 
 HELD_ENTRY_BYTES = 200
 """About what a held message takes besides its payload."""
@@ -339,6 +341,8 @@ class _Rare:
     holding: dict[int, Stream] = field(default_factory=dict[int, Stream])
     #: Messages without numbers that wait for these, and when they came.
     behind: deque[tuple[bytes, float]] = field(default_factory=deque[tuple[bytes, float]])
+    #: Sum of the sizes of these.
+    behind_bytes: int = 0
 
 
 _NO_STREAMS: dict[int, Stream] = {}
@@ -407,12 +411,13 @@ class Sequences:
     def arrive_plain(self, payload: bytes, now: float) -> list[Outcome]:
         """Take a message without a number; return what is to be delivered now, in order.
 
-        Before plain messages of a channel come numbered ones of the same publisher, perhaps: if these wait, so does it.
+        Where a channel becomes plain, its publisher may have sent numbered messages before: if any wait, so does this.
         """
         rare = self._rare
         if rare is None or not rare.holding:
             return [payload]
         rare.behind.append((payload, now))
+        rare.behind_bytes += len(payload)
         return self._next_behind(rare, now)
 
     def _with_those_behind(self, outcomes: list[Outcome], publisher: int, stream: Stream, now: float) -> list[Outcome]:
@@ -438,9 +443,14 @@ class Sequences:
         held_since = now + 1.0 if first is None else next(iter(first.held.values())).at
         ready: list[Outcome] = []
         while waiting and (
-            waiting[0][1] < held_since or now - waiting[0][1] >= self.hold_s_max or len(waiting) > BEHIND_MAX
+            waiting[0][1] < held_since
+            or now - waiting[0][1] >= self.hold_s_max
+            or len(waiting) > BEHIND_MAX
+            or rare.behind_bytes > BEHIND_BYTES_MAX
         ):
-            ready.append(waiting.popleft()[0])
+            payload, _ = waiting.popleft()
+            rare.behind_bytes -= len(payload)
+            ready.append(payload)
         return ready
 
     def resume(self) -> None:
@@ -448,6 +458,7 @@ class Sequences:
         if self._rare is not None:
             self._rare.holding.clear()
             self._rare.behind.clear()
+            self._rare.behind_bytes = 0
         for stream in self.streams.values():
             stream.resume()
 

@@ -98,9 +98,9 @@ class _Inner(_pubsub.PubSub):
         if self._is_begun and (self.subscribed or queue.is_closed):
             await self._wait(timeout)
 
-    async def _until_item(self, timeout: float | None, *, anew: bool = False) -> bool:
-        """Wait for an item. The event loop ends with the client, so it is the thread that begins anew, on another."""
-        return await self._wait_once(timeout, anew=anew)
+    async def _until_item(self, timeout: float | None, *, reopen: bool = False) -> bool:
+        """Wait for an item. The event loop ends with the client, so the thread goes on, on another loop."""
+        return await self._wait_once(timeout, reopen=reopen)
 
     def inherit(self, inherited: _Inherited) -> None:
         """Say what will be subscribed to soon."""

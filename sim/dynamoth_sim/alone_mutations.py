@@ -112,8 +112,8 @@ CHECKS: tuple[Check, ...] = (
     Check("53-flushed", seldom_looked, "expected"),
     Check("56-flushed-beside-rival", rivals_overlooked, "expected"),
     Check("54-flushed-without-balancer", lost_entries_not_told, "expected"),
-    Check("55-begun-anew-and-larger", ring_read_once, "G5"),
-    Check("55-begun-anew-and-larger", lost_entries_not_told, "G5"),
+    Check("55-plan-lost-and-larger", ring_read_once, "G5"),
+    Check("55-plan-lost-and-larger", lost_entries_not_told, "G5"),
     Check("66-flushed-and-older-plan", own_plan_is_the_newest, "expected"),
-    Check("67-begun-anew-and-moved", older_notices_are_ignored, "expected"),
+    Check("67-plan-lost-and-moved", older_notices_are_ignored, "expected"),
 )

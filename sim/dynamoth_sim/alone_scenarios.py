@@ -140,7 +140,7 @@ def flushed_without_balancer(stage: Stage) -> None:
     stage.expect("it hears newcomers", any(data.startswith(b"Q:") for data in heard), channel)
 
 
-def begun_anew_and_larger(stage: Stage) -> None:
+def plan_lost_and_larger(stage: Stage) -> None:
     """Case 55. All servers have lost the plan, and the balancer that begins a new one has one server more.
 
     Channels that the plan never named have other homes then. S and P, who know the old ring, find them there: P behind
@@ -186,7 +186,7 @@ def flushed_and_older_plan(stage: Stage) -> None:
     stage.close(channel)
 
 
-def begun_anew_and_moved(stage: Stage) -> None:
+def plan_lost_and_moved(stage: Stage) -> None:
     """Case 67. All servers have lost the plan, and in the new one a channel moves before agents tell of the old one.
 
     S follows an epoch of the old plan, higher than that of the move: it looks at what is stored, and follows.
@@ -294,8 +294,8 @@ PLAYS: dict[str, Callable[[Stage], None]] = {
 FAILURES: dict[str, Callable[[Stage], None]] = {
     "51-alone-overtaken": overtaken_by_newcomers,
     "54-flushed-without-balancer": flushed_without_balancer,
-    "55-begun-anew-and-larger": begun_anew_and_larger,
+    "55-plan-lost-and-larger": plan_lost_and_larger,
     "66-flushed-and-older-plan": flushed_and_older_plan,
-    "67-begun-anew-and-moved": begun_anew_and_moved,
+    "67-plan-lost-and-moved": plan_lost_and_moved,
 }
 """Losses are in order in these if subscribers are told."""

@@ -55,7 +55,7 @@ def with_other_place(plan: Plan) -> Plan:
 
 def with_channel_more(plan: Plan) -> Plan:
     entry = Entry(Route(plan.version, single("s1")), Phase.SETTLED)
-    return replace(plan, entries={**plan.entries, b"stolen": entry, b"another": entry})
+    return replace(plan, entries={**plan.entries, b"stolen": entry})
 
 
 def with_other_channel(plan: Plan) -> Plan:

@@ -227,6 +227,15 @@ def test_one_message_too_many_fails_at_once_and_takes_no_number() -> None:
     assert numbers(publisher.publish()) == [3]
 
 
+def test_one_message_too_many_for_a_server_that_is_connected_names_its_slowness() -> None:
+    publisher = Publisher(PublisherOptions(unanswered_max=3))
+    publisher.publish()
+    publisher.publish()
+    publisher.up("s1")
+    [failed] = publisher.publish(token=3)
+    assert failed.reason.startswith("3 messages wait for server s1: it is connected and too slow")
+
+
 # A server without an agent.
 
 

@@ -10,7 +10,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dynamoth.envelope import FIRST, FORWARDED, HEARTBEAT, ROUTE_CHANGED, SEQUENCE_MAX
-from dynamoth_client.sequences import BEHIND_MAX, HELD_MAX, LATE_S, NUMBER_MAX, UNDER_WAY_S_MAX, Gap, Sequences
+from dynamoth_client.sequences import (
+    BEHIND_BYTES_MAX,
+    BEHIND_MAX,
+    HELD_MAX,
+    LATE_S,
+    NUMBER_MAX,
+    UNDER_WAY_S_MAX,
+    Gap,
+    Sequences,
+)
 
 P = 7
 HOLD_S = 0.5
@@ -116,6 +125,14 @@ def test_a_bounded_number_of_messages_without_numbers_waits() -> None:
     channel.arrive(1, 3)
     out = [channel.sequences.arrive_plain(b"%d" % number, 0.0) for number in range(BEHIND_MAX + 2)]
     assert out == [[]] * BEHIND_MAX + [[b"0"], [b"1"]]
+
+
+def test_a_bounded_number_of_bytes_without_numbers_waits() -> None:
+    channel = Channel()
+    channel.arrive(1, 3)
+    half = bytes(BEHIND_BYTES_MAX // 2)
+    out = [channel.sequences.arrive_plain(payload, 0.0) for payload in (half, half, b"", b"x")]
+    assert out == [[], [], [], [half]]
 
 
 def test_every_gap_waits_for_its_own_time() -> None:
