@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import skipped
-from dynamoth_cli.child import interrupted_by_signals
+from dynamoth_cli.local.child import interrupted_by_signals
 
 Results = Mapping[str, Any]
 

@@ -1,7 +1,7 @@
 """What an agent costs: its own CPU per observed message, and what Redis loses by being observed.
 
 Run with ``python -m bench.agent_cost``. A Redis server is started for it, and the agent runs as the process that
-``dynamoth node`` runs. Prints a line per figure, then one line of JSON; ends with 1 when a target is missed.
+``dynamoth agent`` runs. Prints a line per figure, then one line of JSON; ends with 1 when a target is missed.
 
 1. CPU. Messages in envelopes, on many channels, at a steady rate that the machine has room for. The CPU time of the
    agent's process, divided by the messages it says it has observed. All that it does meanwhile is in it: INFO, NUMSUB,
@@ -38,13 +38,13 @@ from typing import cast
 
 import hiredis
 
-from dynamoth.envelope import seal
-from dynamoth.events import CommandPart
-from dynamoth.logs import configure_logging
-from dynamoth.plan import Plan, Server
-from dynamoth.stored_plan import write_whole
-from dynamoth_cli.embedded import EmbeddedRedis
-from dynamoth_node.runtime import NodeConfig, run
+from dynamoth.machine.events import CommandPart
+from dynamoth.plan.plan import Plan, Server
+from dynamoth.protocol.envelope import seal
+from dynamoth.protocol.stored_plan import write_whole
+from dynamoth_agent.process.runtime import AgentConfig, run
+from dynamoth_cli.local.embedded import EmbeddedRedis
+from dynamoth_daemon.logs import configure_logging
 
 CPU_US_PER_MESSAGE_MAX = 1.2
 REDIS_KEEPS_RATIO_MIN = 0.85
@@ -99,7 +99,7 @@ class Result:
 
 def agent_process(url: str, http_port: int) -> None:
     configure_logging("warning", "text")
-    config = NodeConfig(server="s1", url=url, outgoing_bytes_per_s_max=125_000_000, http_port=http_port)
+    config = AgentConfig(server="s1", url=url, outgoing_bytes_per_s_max=125_000_000, http_port=http_port)
     sys.exit(run(config))
 
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 
-from dynamoth_cli.child import Child
+from dynamoth_cli.local.child import Child
 
 _DO_NOTHING = """\
 import os, sys

@@ -26,10 +26,10 @@ from typing import Any
 
 from bench.workers import Worker
 from dynamoth.errors import DynamothError
-from dynamoth_cli.cluster import LocalCluster
-from dynamoth_cli.latency import LatencyCounts
+from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client.asyncio import GapInfo, Redis
-from dynamoth_link.daemon import run
+from dynamoth_daemon.daemon import run
+from dynamoth_demo.latency import LatencyCounts
 from dynamoth_sim.guarantees import Audit
 
 CHANNEL = b"busy"

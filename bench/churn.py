@@ -41,13 +41,13 @@ from bench.churn_clients import QUIET_S_MAX, Slots, live
 from bench.churn_journal import Journal, Judgement, judge, read_tag
 from bench.transitions import all_assignments, change_between
 from bench.workers import ANSWER_TIMEOUT_S, Worker
-from dynamoth.envelope import open_envelope
 from dynamoth.errors import DynamothError, MalformedMessage
-from dynamoth.plan import Assignment, Mode
+from dynamoth.plan.plan import Assignment, Mode
+from dynamoth.protocol.envelope import open_envelope
 from dynamoth_cli.admin import ask_balancer, read_plan
-from dynamoth_cli.child import Child, interrupted_by_signals
-from dynamoth_cli.cluster import LocalCluster
-from dynamoth_link.daemon import run
+from dynamoth_cli.local.child import Child, interrupted_by_signals
+from dynamoth_cli.local.cluster import LocalCluster
+from dynamoth_daemon.daemon import run
 from dynamoth_link.urls import parse_cluster_url
 
 SERVERS = 3

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from bench.client_throughput import store_plan
-from dynamoth_cli.embedded import EmbeddedRedis
+from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_client.asyncio import PubSub, from_url
 
 CHUNK = 1000

@@ -18,14 +18,14 @@ from types import FrameType
 
 from bench import client_throughput
 from bench.client_throughput import CHANNEL, TASKS, Load, measure, store_plan
-from dynamoth_cli.embedded import EmbeddedRedis
+from dynamoth_cli.local.embedded import EmbeddedRedis
 
 INTERVAL_S = 0.001
 LINES_SHOWN = 5
 OTHER = "other"
 
 _LAYERS: tuple[tuple[str, str], ...] = (
-    ("dynamoth_client/asyncio/__init__.py", "API, queue"),
+    ("dynamoth_client/asyncio/_client.py", "API, queue"),
     ("asyncio/selector_events.py", "sockets (asyncio)"),
     ("/selectors.py", "sockets (asyncio)"),
     ("/asyncio/", "event loop: tasks and futures (asyncio)"),

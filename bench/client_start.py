@@ -17,7 +17,7 @@ import redis
 import redis.asyncio
 
 import dynamoth_client
-from dynamoth_cli.cluster import HOST, LocalCluster
+from dynamoth_cli.local.cluster import HOST, LocalCluster
 
 
 def publish_once(make: Callable[[], Any]) -> float:

@@ -35,12 +35,12 @@ import redis.asyncio
 
 import dynamoth_client
 from bench.awake import processors_awake
-from dynamoth import stored_plan
-from dynamoth.envelope import FIRST, seal
-from dynamoth.plan import Plan, Server
-from dynamoth_cli.embedded import EmbeddedRedis
+from dynamoth.plan.plan import Plan, Server
+from dynamoth.protocol import stored_plan
+from dynamoth.protocol.envelope import FIRST, seal
+from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_client.asyncio import from_url
-from dynamoth_link.daemon import run as run_fast
+from dynamoth_daemon.daemon import run as run_fast
 from dynamoth_link.query import query
 
 CHANNEL = b"channel:1"

@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 
 import hiredis
 
-from dynamoth.events import Connect, LinkUp, Pushed, Replied, Send
-from dynamoth_cli.embedded import EmbeddedRedis
+from dynamoth.machine.events import Connect, LinkUp, Pushed, Replied, Send
+from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.driver import Driver
 from dynamoth_link.link import Link
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 
 from bench.busy_channel import CHANNEL, Change, Load, Result, add_arguments, load_of, measure, show, where
-from dynamoth_cli.child import interrupted_by_signals
-from dynamoth_cli.cluster import LocalCluster
+from dynamoth_cli.local.child import interrupted_by_signals
+from dynamoth_cli.local.cluster import LocalCluster
 
 PAUSE_S = 0.1
 

@@ -19,11 +19,11 @@ import time
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
-from dynamoth.plan import Entry, Phase, Plan, Route, Server, single
-from dynamoth.reports import ChannelColumns, Report
-from dynamoth_balancer.book import PlanBook
-from dynamoth_balancer.goals import Cluster, Relieve, decide
-from dynamoth_balancer.model import ClusterModel
+from dynamoth.plan.plan import Entry, Phase, Plan, Route, Server, single
+from dynamoth.protocol.reports import ChannelColumns, Report
+from dynamoth_balancer.decide.goals import Cluster, Relieve, decide
+from dynamoth_balancer.decide.model import ClusterModel
+from dynamoth_balancer.install.book import PlanBook
 from dynamoth_balancer.options import BalancerOptions
 
 PLAN_S_MAX = 0.5

@@ -32,7 +32,7 @@ from typing import Any
 from bench import skipped
 from bench.replication_clients import Clients, Step
 from bench.replication_network import LimitedCluster, Network, NotPossible
-from dynamoth_cli.child import interrupted_by_signals
+from dynamoth_cli.local.child import interrupted_by_signals
 
 SERVERS = 3
 BYTES_PER_S_MAX = 12_500_000

@@ -25,9 +25,9 @@ from typing import Any
 import redis.exceptions
 
 from bench.workers import Worker
-from dynamoth_cli.latency import LatencyCounts
 from dynamoth_client.asyncio import GapInfo, Redis
-from dynamoth_link.daemon import run
+from dynamoth_daemon.daemon import run
+from dynamoth_demo.latency import LatencyCounts
 from dynamoth_sim.guarantees import Audit
 
 HEAD = Struct(">IIIQ")

@@ -35,14 +35,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dynamoth.config import declared_settings
 from dynamoth.errors import ClusterUnavailable, DynamothError
-from dynamoth.settings import to_text
+from dynamoth.settings.declare import to_text
+from dynamoth.settings.sections import declared_settings
 from dynamoth_cli.access import Access
 from dynamoth_cli.admin import ask_balancer
-from dynamoth_cli.child import Child, dynamoth_command
-from dynamoth_cli.embedded import find_redis_server
-from dynamoth_cli.status import read_status
+from dynamoth_cli.commands.status import read_status
+from dynamoth_cli.local.child import Child, dynamoth_command
+from dynamoth_cli.local.embedded import find_redis_server
 from dynamoth_link.errors import LinkError
 from dynamoth_link.query import query
 from dynamoth_link.urls import parse_cluster_url
@@ -265,7 +265,7 @@ class LimitedCluster:
         config_file.write_text(self._configuration())
         with_config = ("--config", str(config_file))
         for id_ in self.server_ids:
-            command = dynamoth_command("node", *with_config, "--server", id_)
+            command = dynamoth_command("agent", *with_config, "--server", id_)
             self._run(f"agent {id_}", self._network.inside(id_, command))
         self._run("balancer", dynamoth_command("balancer", *with_config))
         self._wait(self._not_at_work)

@@ -22,9 +22,9 @@ from itertools import combinations, pairwise
 
 from bench.busy_channel import CHANNEL, Change, Load, Result, add_arguments, find_rate, load_of, measure, show, where
 from dynamoth.errors import DynamothError
-from dynamoth.plan import Assignment, Mode, single
-from dynamoth_cli.child import interrupted_by_signals
-from dynamoth_cli.cluster import LocalCluster
+from dynamoth.plan.plan import Assignment, Mode, single
+from dynamoth_cli.local.child import interrupted_by_signals
+from dynamoth_cli.local.cluster import LocalCluster
 
 SERVERS = 3
 SEED = 1

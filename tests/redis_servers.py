@@ -12,7 +12,7 @@ from typing import Protocol
 
 import pytest
 
-from dynamoth_cli.embedded import EmbeddedRedis
+from dynamoth_cli.local.embedded import EmbeddedRedis
 
 
 class RedisServerFactory(Protocol):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamoth_cli.embedded import (
+from dynamoth_cli.local.embedded import (
     REDIS_SERVER_VARIABLE,
     STOP_TIMEOUT_S,
     EmbeddedRedis,
@@ -149,7 +149,7 @@ def test_a_port_that_is_taken_is_never_mistaken_for_success(redis_server: Embedd
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a child's life to its parent's")
 def test_dies_with_its_parent() -> None:
     program = (
-        "from dynamoth_cli.embedded import EmbeddedRedis\n"
+        "from dynamoth_cli.local.embedded import EmbeddedRedis\n"
         "server = EmbeddedRedis()\n"
         "server.start()\n"
         "print(server.pid, server.port, server._folder, flush=True)\n"
@@ -197,6 +197,6 @@ def test_without_any_server_the_error_says_how_to_install_one(monkeypatch: pytes
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv(REDIS_SERVER_VARIABLE, raising=False)
     assert find_redis_server() == bundled_redis_server()
-    monkeypatch.setattr("dynamoth_cli.embedded.bundled_redis_server", lambda: None)
+    monkeypatch.setattr("dynamoth_cli.local.embedded.bundled_redis_server", lambda: None)
     with pytest.raises(RedisServerNotFound, match=r"dynamoth\[embedded\]"):
         find_redis_server()

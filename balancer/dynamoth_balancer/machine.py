@@ -24,33 +24,33 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynamoth.control import AdminRequest, unpack_control
 from dynamoth.errors import AlreadyRunning, ConfigError, MalformedMessage, RequestRefused
-from dynamoth.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick, earliest
-from dynamoth.names import BALANCER_CHANNEL, OPERATOR_CHANNEL
-from dynamoth.plan import Assignment, Mode, Plan, Server
-from dynamoth_balancer import copies, lease, listeners, takeover
-from dynamoth_balancer.actions import Decided, Note, PlanChanged, Shutdown, Stopped
-from dynamoth_balancer.admin import Admin
-from dynamoth_balancer.agents import Agents
-from dynamoth_balancer.changes import BegunChange, Changes, ChangeState
-from dynamoth_balancer.compatibility import describe_rules
-from dynamoth_balancer.contention import Contention
-from dynamoth_balancer.decider import Decider, is_replicated
-from dynamoth_balancer.drain import Drain
-from dynamoth_balancer.goals import Relieve
-from dynamoth_balancer.health import Health, Presence, View, describe_problem, find
-from dynamoth_balancer.hearing import Hearing
-from dynamoth_balancer.installer import Installer, TransitionsSettled
-from dynamoth_balancer.lease import Lease
-from dynamoth_balancer.listeners import Listeners
-from dynamoth_balancer.model import ClusterModel
+from dynamoth.machine.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick, earliest
+from dynamoth.plan.plan import Assignment, Mode, Plan, Server
+from dynamoth.protocol.control import AdminRequest, unpack_control
+from dynamoth.protocol.names import BALANCER_CHANNEL, OPERATOR_CHANNEL
+from dynamoth_balancer.admin.api import Admin
+from dynamoth_balancer.admin.changes import BegunChange, Changes, ChangeState
+from dynamoth_balancer.admin.compatibility import describe_rules
+from dynamoth_balancer.admin.health import Health, Presence, View, describe_problem, find
+from dynamoth_balancer.admin.rules import RuleRequests
+from dynamoth_balancer.admin.status import describe_channels, describe_decisions, describe_server, plan_page
+from dynamoth_balancer.decide.decider import Decider, is_replicated
+from dynamoth_balancer.decide.drain import Drain
+from dynamoth_balancer.decide.goals import Relieve
+from dynamoth_balancer.decide.model import ClusterModel
+from dynamoth_balancer.decide.replication import Replicate
+from dynamoth_balancer.events import Decided, Note, PlanChanged, Shutdown, Stopped
+from dynamoth_balancer.install import copies, lease, listeners, takeover
+from dynamoth_balancer.install.agents import Agents
+from dynamoth_balancer.install.contention import Contention
+from dynamoth_balancer.install.hearing import Hearing
+from dynamoth_balancer.install.installer import Installer, TransitionsSettled
+from dynamoth_balancer.install.lease import Lease
+from dynamoth_balancer.install.listeners import Listeners
+from dynamoth_balancer.install.recovery import Conflict
+from dynamoth_balancer.install.takeover import Takeover
 from dynamoth_balancer.options import BalancerOptions
-from dynamoth_balancer.recovery import Conflict
-from dynamoth_balancer.replication import Replicate
-from dynamoth_balancer.rules import RuleRequests
-from dynamoth_balancer.status import describe_channels, describe_decisions, describe_server, plan_page
-from dynamoth_balancer.takeover import Takeover
 
 TICK_INTERVAL_S = 0.1
 """How often everything that waits is looked at: a fifth of the shortest default timeout, and as often as copies of the
@@ -77,8 +77,8 @@ class Stage(enum.Enum):
 class BalancerMachine:
     """The balancer of a cluster.
 
-    Own events: :class:`~dynamoth_balancer.actions.Shutdown`. Own actions: ``PlanChanged``, ``Decided``,
-    ``ReportReceived``, ``Note`` and ``Stopped``, all in ``dynamoth_balancer.actions``; a driver that does not know
+    Own events: :class:`~dynamoth_balancer.events.Shutdown`. Own actions: ``PlanChanged``, ``Decided``,
+    ``ReportReceived``, ``Note`` and ``Stopped``, all in ``dynamoth_balancer.events``; a driver that does not know
     them may ignore all but the last.
 
     Args:
@@ -232,7 +232,7 @@ class BalancerMachine:
                 actions += self._shutdown(now)
             case _:
                 raise AssertionError(f"not an event of a balancer: {event!r}")
-        return self._settle_affairs(actions, now)
+        return self._absorb_settled(actions, now)
 
     def deadline(self) -> float | None:
         """Return when something may be due."""
@@ -246,7 +246,7 @@ class BalancerMachine:
         """The installer, when the balancer leads: then it surely holds the lease, as that was looked at first."""
         return self._installer if self.stage is Stage.LEADING else None
 
-    def _settle_affairs(self, actions: list[Any], now: float) -> list[Any]:
+    def _absorb_settled(self, actions: list[Any], now: float) -> list[Any]:
         """Do what follows from settled transitions, and take what is no action of ours out of ``actions``."""
         settled = [action for action in actions if isinstance(action, TransitionsSettled)]
         if not settled:
@@ -526,10 +526,10 @@ class BalancerMachine:
         self.counters["replications_begun"] += sum(any(map(is_replicated, pair)) for pair in changes.values())
         return list(actions)
 
-    # What administrators may have done: see ``admin.Office``.
+    # What administrators may have done: see ``admin.AdminApi``.
 
     def begin_change(self, command: str, arguments: Mapping[str, Any], now: float) -> tuple[BegunChange, list[Any]]:
-        """Begin what an administrator asks for; see :mod:`dynamoth_balancer.changes`."""
+        """Begin what an administrator asks for; see :mod:`dynamoth_balancer.admin.changes`."""
         installer = self._leading_installer()
         change, actions = self._changes.begin(installer, command, arguments, now)
         if change.after.mode is not Mode.SINGLE:

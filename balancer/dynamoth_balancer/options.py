@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from dynamoth.compatibility import CompatibilityRule
 from dynamoth.errors import ConfigError
-from dynamoth.plan import JOIN_S
-from dynamoth.ring import VIRTUAL_NODES
+from dynamoth.plan.compatibility import CompatibilityRule
+from dynamoth.plan.plan import JOIN_S
+from dynamoth.plan.ring import VIRTUAL_NODES
 
 INTERRUPTIONS_WINDOW_S = 30.0
 

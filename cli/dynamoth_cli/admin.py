@@ -17,12 +17,23 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from dynamoth.control import AdminReply, AdminRequest, pack_control, unpack_control
 from dynamoth.errors import ClusterUnavailable, MalformedMessage, RequestRefused
-from dynamoth.events import CommandPart, Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
-from dynamoth.names import OPERATOR_CHANNEL, operator_inbox
-from dynamoth.plan import Plan
-from dynamoth.stored_plan import READ_HEADER, READ_WHOLE, parse_header, parse_whole
+from dynamoth.machine.events import (
+    CommandPart,
+    Connect,
+    ErrorReply,
+    LinkDown,
+    LinkUp,
+    Pushed,
+    Replied,
+    Send,
+    Start,
+    Tick,
+)
+from dynamoth.plan.plan import Plan
+from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control, unpack_control
+from dynamoth.protocol.names import OPERATOR_CHANNEL, operator_inbox
+from dynamoth.protocol.stored_plan import READ_HEADER, READ_WHOLE, parse_header, parse_whole
 from dynamoth_link.driver import Driver
 from dynamoth_link.errors import LinkError, MachineCrashed, connect_timed_out
 from dynamoth_link.options import LinkOptions
@@ -155,7 +166,7 @@ async def ask_balancer(
 
     Args:
         cluster: its servers.
-        command: as in ``dynamoth_balancer.admin``.
+        command: as in ``dynamoth_balancer.admin.api``.
         arguments: those of the command.
         timeout_s: bound of the whole answer.
         link: credentials, TLS.

@@ -5,7 +5,7 @@ the command that was asked for is imported, so that ``dynamoth --help`` and a ty
 
 Exit codes: 0 it was done; 1 it failed, was refused, or a check found something; 2 the command line or the
 configuration is wrong, or the daemon must not run as another one is at work (nothing that starting it again would
-mend); 130 interrupted before it was done. ``node``, ``balancer`` and ``up`` run until they are told to end, by SIGINT
+mend); 130 interrupted before it was done. ``agent``, ``balancer`` and ``up`` run until they are told to end, by SIGINT
 or SIGTERM, and then exit with 0.
 """
 
@@ -47,7 +47,7 @@ class CommandModule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: its module in this package, and what it does."""
+    """A subcommand: its module, and what it does."""
 
     module: str
     summary: str
@@ -56,14 +56,18 @@ class Command:
 
 
 COMMANDS = {
-    "demo": Command("demo", "see channels move under load, on Redis servers that it starts itself", "cli"),
-    "up": Command("up", "start a whole cluster on this machine, for development", "cli"),
-    "node": Command("node", "run the agent of one Redis server", "agent"),
-    "balancer": Command("balancer", "run the balancer of a cluster", "balancer"),
-    "status": Command("status", "show servers, agents, load and balancer", "cli"),
-    "plan": Command("plan", "show, move and replicate channels; compatibility rules"),
-    "acl": Command("acl", "print Redis users with the rights of agents, balancer, clients and operators"),
-    "sim": Command("sim", "try thousands of interleavings and faults in the simulator"),
+    "demo": Command(
+        "dynamoth_demo.command", "see channels move under load, on Redis servers that it starts itself", "cli"
+    ),
+    "up": Command("dynamoth_cli.commands.up", "start a whole cluster on this machine, for development", "cli"),
+    "agent": Command("dynamoth_cli.commands.agent", "run the agent of one Redis server", "agent"),
+    "balancer": Command("dynamoth_cli.commands.balancer", "run the balancer of a cluster", "balancer"),
+    "status": Command("dynamoth_cli.commands.status", "show servers, agents, load and balancer", "cli"),
+    "plan": Command("dynamoth_cli.commands.plan", "show, move and replicate channels; compatibility rules"),
+    "acl": Command(
+        "dynamoth_cli.commands.acl", "print Redis users with the rights of agents, balancer, clients and operators"
+    ),
+    "sim": Command("dynamoth_cli.commands.sim", "try thousands of interleavings and faults in the simulator"),
 }
 
 EXTRAS = {"agent": ("prometheus_client",), "balancer": ("prometheus_client",), "cli": ("prometheus_client", "rich")}
@@ -97,7 +101,7 @@ def _run(name: str, rest: list[str]) -> int:
             f"`dynamoth {name}` needs {missing}: install the extra {extra!r} (pip install '.[{extra}]' in a checkout)",
             EXIT_USAGE,
         )
-    module = cast(CommandModule, import_module(f"dynamoth_cli.{command.module}"))
+    module = cast(CommandModule, import_module(command.module))
     parser = argparse.ArgumentParser(
         prog=f"dynamoth {name}",
         description=command.summary[0].upper() + command.summary[1:] + ".",

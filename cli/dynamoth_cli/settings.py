@@ -8,11 +8,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dynamoth.compatibility import Compatibility, CompatibilityRule
-from dynamoth.config import ConfigText, FlagValue, LoadedConfig, declared_settings, format_config, load_config
 from dynamoth.errors import ConfigError, PlanError
-from dynamoth.plan import Server
-from dynamoth.toml_lines import place_at
+from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
+from dynamoth.plan.plan import Server
+from dynamoth.settings.sections import (
+    ConfigText,
+    FlagValue,
+    LoadedConfig,
+    declared_settings,
+    format_config,
+    load_config,
+)
+from dynamoth.settings.toml_lines import place_at
 from dynamoth_link.options import LinkOptions, TlsOptions
 from dynamoth_link.trust import Trust, parse_trusted_hosts, trust_in
 from dynamoth_link.urls import InvalidUrl, ServerAddress, parse_server_url

@@ -10,9 +10,10 @@ import redis.asyncio as _asyncio
 import redis.asyncio.client as _asyncio_client
 import redis.client as _client
 
-from dynamoth_client import _redis_modules, asyncio
+from dynamoth_client import asyncio
 from dynamoth_client.asyncio import ChannelPlan, GapInfo, GuaranteesOff, OptionIgnored
-from dynamoth_client.replacing import NotReplaced, Replacement, replace_redis
+from dynamoth_client.redis_py import modules
+from dynamoth_client.redis_py.replacing import NotReplaced, Replacement, replace_redis
 from dynamoth_client.sync import Pipeline as _Pipeline
 from dynamoth_client.sync import PubSub, Redis, StrictRedis, from_url
 
@@ -20,7 +21,7 @@ __all__ = ["ChannelPlan", "GapInfo", "GuaranteesOff", "OptionIgnored", "PubSub",
 __all__ += ["NotReplaced", "Replacement", "from_url", "replace_redis"]
 __all__ += _redis.__all__
 
-_redis_modules.install(
+modules.install(
     [
         (_client.Redis, Redis),
         (_client.PubSub, PubSub),
@@ -38,4 +39,4 @@ def __getattr__(name: str) -> _Any:
     """Hand on redis-py's public names, modules and version."""
     if name in _redis.__all__ or name in ("VERSION", "__version__"):
         return getattr(_redis, name)
-    return _redis_modules.submodule(__name__, name)
+    return modules.submodule(__name__, name)

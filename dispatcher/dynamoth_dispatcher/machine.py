@@ -3,7 +3,7 @@
 Theory of operation
 -------------------
 It observes everything that is published at its server (``observation``) and holds the whole plan. A publication for
-which nothing is to be done costs one look-up in ``_quiet``. Any other is looked at: whoever sent it by an old route
+which nothing is to be done costs one look-up in ``_at_rest``. Any other is looked at: whoever sent it by an old route
 is told, and it is forwarded where ``missing`` says, in the order of observation, through one outbox per server.
 
 The plan comes from the copy stored at the server, whole when the link comes up, and in deltas behind each change that
@@ -26,9 +26,24 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from dynamoth import stored_plan
-from dynamoth.bounded import ENTRY_BYTES, BoundedTable
-from dynamoth.control import (
+from dynamoth.errors import MalformedMessage, PlanError
+from dynamoth.machine.bounded import ENTRY_BYTES, BoundedTable
+from dynamoth.machine.events import (
+    ErrorReply,
+    LinkDown,
+    LinkUp,
+    Pushed,
+    Replied,
+    RepliedAll,
+    Send,
+    Start,
+    Tick,
+    earliest,
+)
+from dynamoth.machine.outbox import Outbox
+from dynamoth.plan.plan import Entry, Location, Phase, Plan, Route
+from dynamoth.protocol import stored_plan
+from dynamoth.protocol.control import (
     Announcement,
     ForwardRequest,
     LossNotice,
@@ -43,7 +58,7 @@ from dynamoth.control import (
     seal_control,
     unpack_control,
 )
-from dynamoth.envelope import (
+from dynamoth.protocol.envelope import (
     CONTROL,
     FIRST,
     FORWARDED,
@@ -56,9 +71,7 @@ from dynamoth.envelope import (
     open_envelope,
     seal,
 )
-from dynamoth.errors import MalformedMessage, PlanError
-from dynamoth.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, RepliedAll, Send, Start, Tick, earliest
-from dynamoth.names import (
+from dynamoth.protocol.names import (
     AGENT_CHANNEL,
     ANNOUNCE_CHANNEL,
     BALANCER_CHANNEL,
@@ -70,14 +83,12 @@ from dynamoth.names import (
     is_user_channel,
     logical_channel,
 )
-from dynamoth.outbox import Outbox
-from dynamoth.plan import Entry, Location, Phase, Plan, Route
 from dynamoth_dispatcher import observation
 from dynamoth_dispatcher.forwarder import LOCAL, Forwarder, ForwarderOptions
+from dynamoth_dispatcher.forwarding_table import Forwarding, ForwardingTable, is_relayed
 from dynamoth_dispatcher.observation import Observation
 from dynamoth_dispatcher.tables import Backlog, RawNumbers
 from dynamoth_dispatcher.transitions import Transition, TransitionOptions, Transitions
-from dynamoth_dispatcher.ways import Way, Ways, is_relayed
 
 DELTA_VERSIONS_MAX = 10_000
 """A change of the plan that leaves out more versions is not believed: what the server stores is read instead. A new
@@ -102,8 +113,8 @@ class DispatcherOptions:
     """Messages that wait for the plan at most, before it has been read; past it clients are told of the gap."""
     quiet_max: int = 1_000_000
     """Channels at rest that are remembered at most; about 100 bytes each."""
-    ways_max: int = 100_000
-    """Ways of messages that are forwarded, remembered at most; about 400 bytes each."""
+    forwardings_max: int = 100_000
+    """ForwardingTable of messages that are forwarded, remembered at most; about 400 bytes each."""
     names_bytes_max: int = 32 * 1024 * 1024
     """Memory for each table of what was published here (raw channels, told publishers; the backlog and the ways twice
     that much, and channels at rest four times), about."""
@@ -148,11 +159,13 @@ class DispatcherMachine:
         self.transitions = Transitions(server, self.options.transition)
         self._publisher = zlib.crc32(server.encode()) << 32 | incarnation & 0xFFFFFFFF
         #: Physical channels on which a message of today's routes needs nothing: the hot path's one look-up.
-        self._quiet: set[bytes] = set()
+        self._at_rest: set[bytes] = set()
         #: Bytes of their names; an upper bound.
-        self._quiet_bytes = 0
+        self._at_rest_bytes = 0
         #: Where messages go of which that is not true.
-        self._ways = Ways(server, self._publisher, self.options.ways_max, 2 * self.options.names_bytes_max)
+        self._forwarding = ForwardingTable(
+            server, self._publisher, self.options.forwardings_max, 2 * self.options.names_bytes_max
+        )
         self._forwarder = Forwarder(server, self.options.forwarder, self.counters)
         #: (publisher, channel) to (epoch, time) of the latest notice to a stale publisher.
         self._told: BoundedTable[tuple[int, bytes], tuple[int, float]] = BoundedTable(
@@ -310,7 +323,7 @@ class DispatcherMachine:
         self.plan = plan
         self._forwarder.servers = plan.servers
         self._forget_quiet()
-        self._ways.clear()
+        self._forwarding.clear()
         self.transitions.clear()
         for channel, entry in plan.entries.items():
             if entry.phase is not Phase.SETTLED:
@@ -337,7 +350,7 @@ class DispatcherMachine:
         actions: list[Any] = []
         for physical in filter(is_user_channel, reply):
             channel = logical_channel(physical)
-            places = [place for route in self.plan.entry(channel).followed for place in route.locations(channel)]
+            places = [place for route in self.plan.entry(channel).live_routes for place in route.locations(channel)]
             if Location(self.server, physical) not in places:
                 notice = seal_control(LossNotice(channel, None))
                 actions.append(Send(LOCAL, (b"PUBLISH", physical, notice)))
@@ -371,7 +384,7 @@ class DispatcherMachine:
         return actions
 
     def _elsewhere(self, channel: bytes, entry: Entry) -> list[Location]:
-        places = dict.fromkeys(place for route in entry.followed for place in route.locations(channel))
+        places = dict.fromkeys(place for route in entry.live_routes for place in route.locations(channel))
         return [place for place in places if place.server != self.server]
 
     def acknowledge(self) -> list[Any]:
@@ -410,13 +423,13 @@ class DispatcherMachine:
         actions: list[Any] = []
         if change.delta.compatibility is not None:
             self._forget_quiet()
-            self._ways.clear()
+            self._forwarding.clear()
             actions += self._tell_rules()
         for channel, entry in change.delta.entries.items():
-            places = {place for route in entry.followed for place in route.locations(channel)}
-            self._quiet.difference_update(place.physical for place in places)
-            self._quiet.discard(channel)
-            self._ways.forget(channel)
+            places = {place for route in entry.live_routes for place in route.locations(channel)}
+            self._at_rest.difference_update(place.physical for place in places)
+            self._at_rest.discard(channel)
+            self._forwarding.forget(channel)
             self._changed_at[channel] = now
             if self.transitions.update(channel, entry, now):
                 actions += self._open_links(channel, entry)
@@ -437,7 +450,7 @@ class DispatcherMachine:
     # Observation.
 
     def _pushed(self, event: Pushed, now: float) -> list[Any]:
-        quiet = self._quiet
+        quiet = self._at_rest
         if set(map(len, event.messages)) == _ONLY_PMESSAGES and quiet.issuperset(map(_physical_of, event.messages)):
             return []  # nearly always, and nothing of this runs in Python
         actions: list[Any] = []
@@ -454,7 +467,7 @@ class DispatcherMachine:
 
     def _observed(self, physical: bytes, data: bytes, now: float) -> list[Any]:
         channel = logical_channel(physical)
-        if self.plan is not None and self._ways.has(channel, physical):
+        if self.plan is not None and self._forwarding.has(channel, physical):
             return self._dispatch(physical, channel, self.plan.entry(channel), data, now)
         is_relay = physical.startswith(RELAY_PREFIX)
         asked_for = forwarded_channel(physical)
@@ -475,7 +488,7 @@ class DispatcherMachine:
         if entry.phase is Phase.SETTLED and Location(self.server, physical) in entry.route.locations(channel):
             if is_enveloped(data) and self.plan.compatibility.is_plain(channel):
                 return self._tell_of_rules(data)
-            self._at_rest(physical)
+            self._remember_at_rest(physical)
             return []
         return self._dispatch(physical, channel, entry, data, now)
 
@@ -532,17 +545,17 @@ class DispatcherMachine:
                 actions += self._forwarder.forward(target, copy)
         return actions
 
-    def _at_rest(self, physical: bytes) -> None:
-        self._quiet_bytes += len(physical) + QUIET_ENTRY_BYTES
-        if len(self._quiet) >= self.options.quiet_max or self._quiet_bytes > 4 * self.options.names_bytes_max:
-            self.counters["quiet_evicted"] += len(self._quiet)
+    def _remember_at_rest(self, physical: bytes) -> None:
+        self._at_rest_bytes += len(physical) + QUIET_ENTRY_BYTES
+        if len(self._at_rest) >= self.options.quiet_max or self._at_rest_bytes > 4 * self.options.names_bytes_max:
+            self.counters["quiet_evicted"] += len(self._at_rest)
             self._forget_quiet()
-            self._quiet_bytes = len(physical) + QUIET_ENTRY_BYTES
-        self._quiet.add(physical)
+            self._at_rest_bytes = len(physical) + QUIET_ENTRY_BYTES
+        self._at_rest.add(physical)
 
     def _forget_quiet(self) -> None:
-        self._quiet.clear()
-        self._quiet_bytes = 0
+        self._at_rest.clear()
+        self._at_rest_bytes = 0
 
     def _open(self, data: bytes) -> Envelope | None:
         """Return the envelope, or None for a raw message."""
@@ -561,10 +574,10 @@ class DispatcherMachine:
         envelope = self._open(data)
         if envelope is not None and envelope.flags & CONTROL:
             return []
-        way = self._ways.find(channel, physical, entry, envelope)
+        way = self._forwarding.find(channel, physical, entry, envelope)
         actions = self._forward_message(channel, way, envelope, data, now)
         if way.stale and envelope is not None and not envelope.flags & (FORWARDED | HEARTBEAT):
-            actions += self._tell_publisher(channel, entry.told, envelope.publisher, now)
+            actions += self._tell_publisher(channel, entry.client_route, envelope.publisher, now)
         transition = self.transitions.get(channel)
         if transition is not None and not transition.told and entry.phase is Phase.ACTIVE:
             here = Location(self.server, physical)
@@ -574,7 +587,7 @@ class DispatcherMachine:
         return actions
 
     def _forward_message(
-        self, channel: bytes, way: Way, envelope: Envelope | None, data: bytes, now: float
+        self, channel: bytes, way: Forwarding, envelope: Envelope | None, data: bytes, now: float
     ) -> list[Any]:
         copies = len(way.forwarded) + len(way.relayed) + len(way.relayed_later)
         if not copies:

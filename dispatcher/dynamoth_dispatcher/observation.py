@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dynamoth.events import Send
 from dynamoth.glob import patterns_without
-from dynamoth.names import AGENT_CHANNEL, NOTIFICATION_PREFIXES
+from dynamoth.machine.events import Send
+from dynamoth.protocol.names import AGENT_CHANNEL, NOTIFICATION_PREFIXES
 from dynamoth_dispatcher.forwarder import LOCAL
 
 EVERYTHING = b"*"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from dynamoth.bounded import ENTRY_BYTES, BoundedTable
+from dynamoth.machine.bounded import ENTRY_BYTES, BoundedTable
 
 
 class Backlog:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamoth.plan import Entry, Location, Phase
-from dynamoth.stored_plan import VERSION_READ_INTERVAL_S
+from dynamoth.plan.plan import Entry, Location, Phase
+from dynamoth.protocol.stored_plan import VERSION_READ_INTERVAL_S
 
 
 @dataclass(frozen=True, slots=True)

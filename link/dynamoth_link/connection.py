@@ -30,7 +30,7 @@ from typing import Any, cast, final
 
 import hiredis
 
-from dynamoth.events import CommandPart, ErrorReply
+from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth_link import errors
 from dynamoth_link.liveness import Liveness, Verdict, unacknowledged_bytes
 from dynamoth_link.options import LinkOptions

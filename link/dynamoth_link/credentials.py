@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, cast
 
-from dynamoth.events import CommandPart, ErrorReply
+from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth_link import errors
 from dynamoth_link.urls import ServerAddress
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from dynamoth.events import (
+from dynamoth.machine.events import (
     Connect,
     Disconnect,
     LinkDown,
@@ -64,7 +64,7 @@ class Driver:
     """Executes what one machine asks for, and tells it what happened.
 
     ``Connect``, ``Disconnect``, ``Send`` and ``SendAll`` are executed here; every other action goes to ``on_action``.
-    What the contract of ``dynamoth.events`` says about links is kept; besides:
+    What the contract of ``dynamoth.machine.events`` says about links is kept; besides:
 
     * ``Connect`` with a URL that cannot be parsed is answered with one ``LinkDown`` that says so, and no
       retry.

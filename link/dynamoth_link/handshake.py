@@ -9,7 +9,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
-from dynamoth.events import CommandPart, ErrorReply
+from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth_link import errors
 from dynamoth_link.connection import Connection, OnPushes
 from dynamoth_link.credentials import DEFAULT_USER, Login

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dynamoth.events import CommandPart
+from dynamoth.machine.events import CommandPart
 from dynamoth_link import errors
 from dynamoth_link.backoff import Doubling, Pauses
 from dynamoth_link.connection import Connection, OnPushes, OnReplies, OnReply, report_exception

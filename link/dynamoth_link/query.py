@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from dynamoth.events import CommandPart
+from dynamoth.machine.events import CommandPart
 from dynamoth_link import errors
 from dynamoth_link.handshake import open_connection
 from dynamoth_link.options import LinkOptions

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from heapq import nlargest
 from operator import attrgetter
 
-from dynamoth.names import is_user_channel
-from dynamoth.reports import ChannelColumns, ChannelSums, pack_ids
+from dynamoth.protocol.names import is_user_channel
+from dynamoth.protocol.reports import ChannelColumns, ChannelSums, pack_ids
 from dynamoth_lla.channels import Track, TrackedChannels
 from dynamoth_lla.sampling import EstimatedTraffic, SampledWindow
 from dynamoth_lla.traffic import Traffic

@@ -28,11 +28,11 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dynamoth.control import Announcement, unpack_control
 from dynamoth.errors import MalformedMessage
-from dynamoth.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Tick
-from dynamoth.names import BALANCER_CHANNEL
-from dynamoth.reports import Report, pack_report
+from dynamoth.machine.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Tick
+from dynamoth.protocol.control import Announcement, unpack_control
+from dynamoth.protocol.names import BALANCER_CHANNEL
+from dynamoth.protocol.reports import Report, pack_report
 from dynamoth_lla.channels import Track, TrackedChannels
 from dynamoth_lla.digest import Composed, Digest, NamedBounds, compose, digest
 from dynamoth_lla.options import LoadAnalyzerOptions
@@ -177,7 +177,7 @@ class LoadAnalyzer:
         self._now = 0.0
 
     def handle(self, event: Any, now: float) -> list[Any]:
-        """Take one event; see :class:`dynamoth.events.Machine`."""
+        """Take one event; see :class:`dynamoth.machine.events.Machine`."""
         if isinstance(event, Pushed):
             if event.link == LOCAL:
                 self._pushes += len(event.messages)

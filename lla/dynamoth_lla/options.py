@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamoth.errors import ConfigError
-from dynamoth.reports import REPORT_CHANNELS_MAX
+from dynamoth.protocol.reports import REPORT_CHANNELS_MAX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

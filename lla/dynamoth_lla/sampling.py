@@ -27,7 +27,7 @@ from itertools import compress
 from operator import itemgetter
 from typing import Any
 
-from dynamoth.names import ANNOUNCE_CHANNEL, is_user_channel
+from dynamoth.protocol.names import ANNOUNCE_CHANNEL, is_user_channel
 from dynamoth_lla.traffic import Traffic
 from dynamoth_lla.window import PMESSAGE_BYTES, Window
 

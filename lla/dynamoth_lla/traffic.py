@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from operator import itemgetter
 from struct import Struct
 
-from dynamoth.envelope import CONTROL, FORWARDED, HEARTBEAT, KNOWN_FLAGS, MAGIC
+from dynamoth.protocol.envelope import CONTROL, FORWARDED, HEARTBEAT, KNOWN_FLAGS, MAGIC
 
 HEAD_BYTES = 12
 """Magic, flags and publisher of an envelope."""

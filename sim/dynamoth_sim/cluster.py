@@ -6,30 +6,30 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dynamoth import stored_plan
-from dynamoth.compatibility import CompatibilityRule
-from dynamoth.events import Machine
-from dynamoth.names import PLAN_KEY
-from dynamoth.plan import Assignment, Mode, Phase, Plan, Server
-from dynamoth_balancer.actions import Decided, Note, PlanChanged, Stopped
+from dynamoth.machine.events import Machine
+from dynamoth.plan.compatibility import CompatibilityRule
+from dynamoth.plan.plan import Assignment, Mode, Phase, Plan, Server
+from dynamoth.protocol import stored_plan
+from dynamoth.protocol.names import PLAN_KEY
+from dynamoth_agent.guard import AlreadyRunning
+from dynamoth_agent.machine import AgentMachine
+from dynamoth_balancer.events import Decided, Note, PlanChanged, Stopped
 from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.options import BalancerOptions
-from dynamoth_client.patterns import PatternOptions
-from dynamoth_client.publication import PublisherOptions
-from dynamoth_client.subscriber_events import SubscriberOptions
+from dynamoth_client.machines.patterns.machine import PatternOptions
+from dynamoth_client.machines.publisher.publication import PublisherOptions
+from dynamoth_client.machines.subscriber.events import SubscriberOptions
 from dynamoth_dispatcher.forwarder import ForwarderOptions
 from dynamoth_dispatcher.machine import DispatcherOptions
 from dynamoth_dispatcher.transitions import TransitionOptions
 from dynamoth_lla.options import LoadAnalyzerOptions
-from dynamoth_node.guard import AlreadyRunning
-from dynamoth_node.machine import NodeMachine
-from dynamoth_sim.administrator import Administrator, Answered, Ask
-from dynamoth_sim.clients import PATTERN_MARK, Client, ClientOptions
 from dynamoth_sim.guarantees import Audit, Violation
-from dynamoth_sim.network import DEFAULT_DELAYS, Delays, Network
-from dynamoth_sim.process import Process
-from dynamoth_sim.redis_model import RedisServer
-from dynamoth_sim.world import World
+from dynamoth_sim.load.administrator import Administrator, Answered, Ask
+from dynamoth_sim.load.clients import PATTERN_MARK, Client, ClientOptions
+from dynamoth_sim.world.network import DEFAULT_DELAYS, Delays, Network
+from dynamoth_sim.world.process import Process
+from dynamoth_sim.world.redis import RedisServer
+from dynamoth_sim.world.world import World
 
 VIRTUAL_NODES = 16
 """Points per server on the ring: a few are enough to spread a few channels, and computing them takes time."""
@@ -241,7 +241,7 @@ class Cluster:
     def make_agent(self, server: str, incarnation: int) -> Machine:
         """Make the machine of an agent."""
         options = self.options
-        return NodeMachine(server, incarnation, options.dispatcher, options.load_analyzer, self.servers[server].url)
+        return AgentMachine(server, incarnation, options.dispatcher, options.load_analyzer, self.servers[server].url)
 
     def make_balancer(self, incarnation: int) -> Machine:
         """Make the machine of the balancer."""
@@ -398,7 +398,9 @@ class Cluster:
         plan = self.newest_plan() if self.gone else None
         if plan is None:
             return False
-        return any(server in self.gone for route in plan.entry(channel).followed for server in route.assignment.servers)
+        return any(
+            server in self.gone for route in plan.entry(channel).live_routes for server in route.assignment.servers
+        )
 
     def channels_left(self, server: str) -> int | None:
         """Return what the balancer says is left at a server that is being drained; None where it does not know."""

@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from dynamoth_client.sequences import SUSPICIONS
+from dynamoth_client.machines.sequences import SUSPICIONS
 
 HOLES_MAX = 1000
 """Ranges of missing messages that are remembered per (subscription, publisher); with more, they are judged at once."""

@@ -17,18 +17,18 @@ from itertools import repeat
 from multiprocessing import get_context
 from typing import Any
 
-from dynamoth.names import logical_channel
-from dynamoth.plan import Location, Mode, single
-from dynamoth_client.alone import FRESH_S
+from dynamoth.plan.plan import Location, Mode, single
+from dynamoth.protocol.names import logical_channel
+from dynamoth_client.machines.standalone import FRESH_S
 from dynamoth_sim.cluster import Cluster, short_options
-from dynamoth_sim.faults import Chaos
+from dynamoth_sim.faults.faults import Chaos
+from dynamoth_sim.faults.profiles import PROFILES, Profile, draw_profile
 from dynamoth_sim.guarantees import Totals, Violation
-from dynamoth_sim.process import MachineFailed
-from dynamoth_sim.profiles import PROFILES, Profile, draw_profile
-from dynamoth_sim.scenarios import SCENARIOS
-from dynamoth_sim.stage import SceneFailed, Stage
-from dynamoth_sim.workload import Workload
-from dynamoth_sim.world import World
+from dynamoth_sim.load.workload import Workload
+from dynamoth_sim.scenarios.registry import SCENARIOS
+from dynamoth_sim.scenarios.stage import SceneFailed, Stage
+from dynamoth_sim.world.process import MachineFailed
+from dynamoth_sim.world.world import World
 
 SETTLE_S_MAX = 8.0
 """Within this after the last fault, every transition has settled."""

@@ -11,18 +11,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from dynamoth.control import (
-    AdminReply,
-    AdminRequest,
-    PlanAck,
-    PlanChange,
-    PlanQuery,
-    Vacated,
-    pack_control,
-    unpack_control,
-)
 from dynamoth.errors import MalformedMessage, PlanError
-from dynamoth.events import (
+from dynamoth.machine.events import (
     Connect,
     Disconnect,
     ErrorReply,
@@ -34,7 +24,18 @@ from dynamoth.events import (
     Start,
     Tick,
 )
-from dynamoth.names import (
+from dynamoth.plan.plan import Entry, Mode, Phase, Plan, Route, Server
+from dynamoth.protocol.control import (
+    AdminReply,
+    AdminRequest,
+    PlanAck,
+    PlanChange,
+    PlanQuery,
+    Vacated,
+    pack_control,
+    unpack_control,
+)
+from dynamoth.protocol.names import (
     AGENT_CHANNEL,
     BALANCER_CHANNEL,
     BALANCER_LEASE_KEY,
@@ -42,10 +43,9 @@ from dynamoth.names import (
     PLAN_KEY,
     operator_inbox,
 )
-from dynamoth.plan import Entry, Mode, Phase, Plan, Route, Server
-from dynamoth.reports import ChannelColumns, Report, pack_report
-from dynamoth.stored_plan import parse_whole, write_whole
-from dynamoth_balancer.actions import Decided, Note, PlanChanged, Stopped
+from dynamoth.protocol.reports import ChannelColumns, Report, pack_report
+from dynamoth.protocol.stored_plan import parse_whole, write_whole
+from dynamoth_balancer.events import Decided, Note, PlanChanged, Stopped
 from dynamoth_balancer.machine import BalancerMachine, Stage
 from dynamoth_balancer.options import BalancerOptions
 
@@ -513,14 +513,14 @@ class FakeCluster:
         for channel, load in self.follow.items():
             assert self._followed is not None
             entry = self._followed.entry(channel)
-            here = {server for route in entry.followed for server in route.assignment.servers}
+            here = {server for route in entry.live_routes for server in route.assignment.servers}
             agent.loads.pop(channel, None)
             if agent.server.id in here:
                 agent.loads[channel] = load
         agent.rows.clear()
         for channel, traffic in self.traffic.items():
             assert self._followed is not None
-            for route in self._followed.entry(channel).followed:
+            for route in self._followed.entry(channel).live_routes:
                 if agent.server.id in route.assignment.servers:
                     row = agent.rows.get(channel, Row())
                     agent.rows[channel] = row + traffic.seen_at(agent.server.id, route)
@@ -585,7 +585,7 @@ class FakeCluster:
                 continue
             assert entry.newer_than(old), f"{channel!r} goes back from {old} to {entry}"
             if old.phase is Phase.PREPARED and entry.route == old.route:
-                for id_ in {server for route in entry.followed for server in route.assignment.servers}:
+                for id_ in {server for route in entry.live_routes for server in route.assignment.servers}:
                     plan = self.agents[id_].plan
                     assert not self.agents[id_].alive or (plan is not None and channel in plan.entries), (
                         f"{channel!r} was activated before the agent of {id_} knew of it"

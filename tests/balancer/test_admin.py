@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.control import AdminRequest, PlanAck, Vacated, pack_control
-from dynamoth.events import Pushed
-from dynamoth.names import BALANCER_CHANNEL
-from dynamoth.plan import Phase
-from dynamoth.reports import pack_report
+from dynamoth.machine.events import Pushed
+from dynamoth.plan.plan import Phase
+from dynamoth.protocol.control import AdminRequest, PlanAck, Vacated, pack_control
+from dynamoth.protocol.names import BALANCER_CHANNEL
+from dynamoth.protocol.reports import pack_report
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.fake_cluster import Balancer, FakeCluster
 

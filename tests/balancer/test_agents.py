@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from dynamoth.control import PlanAck, Vacated
-from dynamoth.plan import Phase
-from dynamoth.reports import CANNOT_OBSERVE, pack_report
-from dynamoth_balancer.agents import VOICES_MAX, Agents
+from dynamoth.plan.plan import Phase
+from dynamoth.protocol.control import PlanAck, Vacated
+from dynamoth.protocol.reports import CANNOT_OBSERVE, pack_report
+from dynamoth_balancer.install.agents import VOICES_MAX, Agents
 from tests.balancer.fake_cluster import Balancer, FakeCluster
 from tests.balancer.test_installation import CHANNEL, NO_DECISIONS, begin, is_settled, phase_of, places
 

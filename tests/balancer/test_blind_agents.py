@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from dynamoth.plan import Assignment, Mode
-from dynamoth.reports import ChannelColumns, ChannelSums, Report
-from dynamoth_balancer.model import BLINDING_INTERRUPTIONS, ClusterModel
+from dynamoth.plan.plan import Assignment, Mode
+from dynamoth.protocol.reports import ChannelColumns, ChannelSums, Report
+from dynamoth_balancer.decide.model import BLINDING_INTERRUPTIONS, ClusterModel
 from dynamoth_balancer.options import INTERRUPTIONS_WINDOW_S, BalancerOptions
 from tests.balancer.fake_cluster import CAPACITY, Balancer, FakeAgent, FakeCluster
 

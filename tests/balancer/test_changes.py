@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dynamoth.control import AdminReply
-from dynamoth.plan import Assignment, Mode, Phase, single
+from dynamoth.plan.plan import Assignment, Mode, Phase, single
+from dynamoth.protocol.control import AdminReply
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.fake_cluster import CAPACITY, Balancer, FakeCluster
 
@@ -99,7 +99,7 @@ def test_with_fewer_servers_than_asked_for_those_that_are_there_are_used_and_it_
     reply = _replicate(cluster, count=5)
     assert reply.error is None and sorted(reply.result["servers"]) == sorted({*cluster.servers} - {gone})
     assert reply.result["note"].startswith("2 servers instead of 5")
-    assert f"the agent of server {gone} is not heard; start `dynamoth node` for it" in reply.result["note"]
+    assert f"the agent of server {gone} is not heard; start `dynamoth agent` for it" in reply.result["note"]
 
 
 def test_a_replica_set_that_would_have_one_server_is_refused() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamoth.compatibility import CompatibilityRule
+from dynamoth.plan.compatibility import CompatibilityRule
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.fake_cluster import FakeCluster
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from dynamoth.plan import Phase
-from dynamoth_balancer.actions import Decided
+from dynamoth.plan.plan import Phase
+from dynamoth_balancer.events import Decided
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.fake_cluster import CAPACITY, Balancer, FakeCluster
 

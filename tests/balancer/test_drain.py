@@ -11,15 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.errors import ConfigError
-from dynamoth.plan import Assignment, Mode, Phase, Server, single
-from dynamoth.reports import pack_report
-from dynamoth_balancer.drain import Drain
-from dynamoth_balancer.goals import ChannelFigures, ChannelRate, Cluster, Decision, Move, Relieve, ServerLoad, decide
-from dynamoth_balancer.health import Severity
+from dynamoth.plan.plan import Assignment, Mode, Phase, Server, single
+from dynamoth.protocol.reports import pack_report
+from dynamoth_balancer.admin.health import Severity
+from dynamoth_balancer.decide.drain import Drain
+from dynamoth_balancer.decide.goals import (
+    ChannelFigures,
+    ChannelRate,
+    Cluster,
+    Decision,
+    Move,
+    Relieve,
+    ServerLoad,
+    decide,
+)
+from dynamoth_balancer.decide.replication import Replicate
 from dynamoth_balancer.machine import BalancerMachine
-from dynamoth_balancer.metrics import make_registry
 from dynamoth_balancer.options import BalancerOptions
-from dynamoth_balancer.replication import Replicate
+from dynamoth_balancer.process.metrics import make_registry
 from tests.balancer.fake_cluster import CAPACITY, Balancer, FakeCluster, Traffic
 
 SUBS, PUBS = Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS

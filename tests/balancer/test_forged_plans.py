@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 
-from dynamoth.compatibility import Compatibility, CompatibilityRule
-from dynamoth.envelope import EPOCH_MAX
-from dynamoth.names import PLAN_KEY
-from dynamoth.plan import Entry, Phase, Plan, Route, Server, single
-from dynamoth.stored_plan import ENTRIES_PER_COMMAND
+from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
+from dynamoth.plan.plan import Entry, Phase, Plan, Route, Server, single
+from dynamoth.protocol.envelope import EPOCH_MAX
+from dynamoth.protocol.names import PLAN_KEY
+from dynamoth.protocol.stored_plan import ENTRIES_PER_COMMAND
 from dynamoth_balancer.machine import Stage
 from tests.balancer.fake_cluster import Balancer, FakeCluster, stored_hash
 from tests.balancer.test_installation import NO_DECISIONS

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.plan import Mode
-from dynamoth_balancer.goals import ChannelRate, Cluster, Decision, Goal, Move, Relieve, ServerLoad, decide
+from dynamoth.plan.plan import Mode
+from dynamoth_balancer.decide.goals import ChannelRate, Cluster, Decision, Goal, Move, Relieve, ServerLoad, decide
 from dynamoth_balancer.options import BalancerOptions
 
 CAPACITY = 1000.0

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from dynamoth.events import Tick
-from dynamoth.names import AGENT_CHANNEL, PLAN_KEY
-from dynamoth.plan import Plan, Server
-from dynamoth_balancer.health import Found, Health, Problem, Severity, with_cure
+from dynamoth.machine.events import Tick
+from dynamoth.plan.plan import Plan, Server
+from dynamoth.protocol.names import AGENT_CHANNEL, PLAN_KEY
+from dynamoth_balancer.admin.health import Found, Health, Problem, Severity, with_cure
 from dynamoth_balancer.machine import Stage
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.fake_cluster import CAPACITY, Balancer, FakeCluster
@@ -94,7 +94,7 @@ def test_an_agent_that_is_gone_is_shown_before_its_reports_are_missed() -> None:
     assert kinds(balancer) == {}, "it may come back at once"
     cluster.run(1.0)
     problem = kinds(balancer)["agent_silent", "s1"]
-    assert problem.reason == "it has no agent: start 'dynamoth node --server s1'"
+    assert problem.reason == "it has no agent: start 'dynamoth agent --server s1'"
     assert died <= problem.since <= died + 0.6
     assert balancer.machine.agents_alive(cluster.now) == 1
     assert cluster.ask("status", server="s2").result["servers"]["s1"]["agent"] == "silent"

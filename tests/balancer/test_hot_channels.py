@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from dynamoth.plan import Assignment, Mode, Phase, single
+from dynamoth.plan.plan import Assignment, Mode, Phase, single
 from dynamoth_balancer.machine import TICK_INTERVAL_S
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.fake_cluster import CAPACITY, Balancer, FakeCluster, Traffic

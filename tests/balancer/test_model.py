@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.plan import Assignment, Mode, Route, single
-from dynamoth.reports import ChannelColumns, Report
-from dynamoth_balancer.model import BUSY_MAX, SAMPLES_MAX, ClusterModel
+from dynamoth.plan.plan import Assignment, Mode, Route, single
+from dynamoth.protocol.reports import ChannelColumns, Report
+from dynamoth_balancer.decide.model import BUSY_MAX, SAMPLES_MAX, ClusterModel
 from tests.balancer.fake_cluster import Row, Traffic, columns
 
 CAPACITY = 1000

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from dynamoth.events import ErrorReply, Send
-from dynamoth.names import BALANCER_LEASE_KEY, PLAN_KEY
-from dynamoth.plan import Plan, Server
-from dynamoth_balancer.book import PlanBook
-from dynamoth_balancer.copies import PlanCopy
-from dynamoth_balancer.lease import TAG, Lease
+from dynamoth.machine.events import ErrorReply, Send
+from dynamoth.plan.plan import Plan, Server
+from dynamoth.protocol.names import BALANCER_LEASE_KEY, PLAN_KEY
+from dynamoth_balancer.install.book import PlanBook
+from dynamoth_balancer.install.copies import PlanCopy
+from dynamoth_balancer.install.lease import TAG, Lease
 from tests.balancer.fake_cluster import FakeServer
 
 SERVERS = ["s1", "s2", "s3", "s4"]

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from dynamoth.plan import Assignment, Mode, Route, single
-from dynamoth.reports import Report
-from dynamoth_balancer.goals import (
+from dynamoth.plan.plan import Assignment, Mode, Route, single
+from dynamoth.protocol.reports import Report
+from dynamoth_balancer.decide.goals import (
     ChannelFigures,
     ChannelRate,
     Cluster,
@@ -23,9 +23,9 @@ from dynamoth_balancer.goals import (
     ServerLoad,
     decide,
 )
-from dynamoth_balancer.model import ClusterModel
+from dynamoth_balancer.decide.model import ClusterModel
+from dynamoth_balancer.decide.replication import Judgement, Replicate, wish
 from dynamoth_balancer.options import BalancerOptions
-from dynamoth_balancer.replication import Judgement, Replicate, wish
 from tests.balancer.fake_cluster import Traffic, columns
 
 CAPACITY = 1_000_000.0

@@ -17,18 +17,18 @@ from typing import Any
 import pytest
 
 from dynamoth.errors import ConfigError
-from dynamoth.names import BALANCER_CHANNEL, BALANCER_LEASE_KEY
-from dynamoth.plan import Phase, Plan, Server
-from dynamoth.stored_plan import READ_WHOLE, parse_whole
-from dynamoth_balancer import runtime
+from dynamoth.plan.plan import Phase, Plan, Server
+from dynamoth.protocol.names import BALANCER_CHANNEL, BALANCER_LEASE_KEY
+from dynamoth.protocol.stored_plan import READ_WHOLE, parse_whole
+from dynamoth_agent.process.runtime import AgentConfig, run_agent
 from dynamoth_balancer.options import BalancerOptions
-from dynamoth_balancer.recorder import Recorder, report_row
-from dynamoth_balancer.runtime import BalancerConfig, run_balancer
+from dynamoth_balancer.process import runtime
+from dynamoth_balancer.process.recorder import Recorder, report_row
+from dynamoth_balancer.process.runtime import BalancerConfig, run_balancer
 from dynamoth_cli.admin import ask_balancer
-from dynamoth_cli.embedded import EmbeddedRedis
+from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.query import query
 from dynamoth_link.urls import ClusterAddress, parse_server_url
-from dynamoth_node.runtime import NodeConfig, run_node
 from tests.balancer.fake_cluster import FakeCluster
 from tests.redis_servers import RedisServerFactory
 
@@ -64,10 +64,10 @@ class Cluster:
     async def agents(self) -> AsyncGenerator[None]:
         stop = asyncio.Event()
         configs = [
-            NodeConfig(server=server.id, url=server.url, outgoing_bytes_per_s_max=10**9, report_interval_s=0.2)
+            AgentConfig(server=server.id, url=server.url, outgoing_bytes_per_s_max=10**9, report_interval_s=0.2)
             for server in self.servers
         ]
-        tasks = [asyncio.create_task(run_node(config, stop)) for config in configs]
+        tasks = [asyncio.create_task(run_agent(config, stop)) for config in configs]
         try:
             yield
         finally:

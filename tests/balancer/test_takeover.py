@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from dynamoth.errors import AlreadyRunning, ConfigError
-from dynamoth.names import BALANCER_LEASE_KEY, PLAN_KEY
-from dynamoth.plan import JOIN_S, Plan, single
-from dynamoth_balancer.actions import Shutdown, Stopped
+from dynamoth.plan.plan import JOIN_S, Plan, single
+from dynamoth.protocol.names import BALANCER_LEASE_KEY, PLAN_KEY
+from dynamoth_balancer.events import Shutdown, Stopped
 from dynamoth_balancer.machine import BalancerMachine, Stage
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.fake_cluster import Balancer, FakeCluster, stored_hash

@@ -11,7 +11,7 @@ import pytest
 from bench import churn_journal as journal
 from bench.churn import Load, churn
 from bench.churn_journal import Event, Journal, Judgement, judge, read, read_all, read_tag, tag
-from dynamoth_client.sequences import SUSPICIONS
+from dynamoth_client.machines.sequences import SUSPICIONS
 
 CHANNEL = b"churn:1"
 PUBLISH_S_MAX = 10.5

@@ -13,7 +13,7 @@ import pytest
 from bench import busy_channel
 from bench.busy_channel import BusyMeter, Load, find_rate
 from bench.transitions import SEED, all_assignments, change_between, go_through, walk
-from dynamoth.plan import Assignment, Mode, single
+from dynamoth.plan.plan import Assignment, Mode, single
 
 SERVERS = ("s1", "s2", "s3")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dynamoth.errors import ConfigError
-from dynamoth_cli import plan, status
 from dynamoth_cli.access import Access, access_of, add_access
-from dynamoth_cli.embedded import EmbeddedRedis
+from dynamoth_cli.commands import plan, status
+from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_cli.main import main
 from tests.tls import make_certificates, tls_in_front_of
 

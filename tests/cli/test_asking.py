@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dynamoth.control import AdminReply
 from dynamoth.errors import ClusterUnavailable, RequestRefused
-from dynamoth.events import ErrorReply
-from dynamoth.plan import Plan, Server
+from dynamoth.machine.events import ErrorReply
+from dynamoth.plan.plan import Plan, Server
+from dynamoth.protocol.control import AdminReply
 from dynamoth_cli import admin
 from dynamoth_link.errors import LinkError
 from dynamoth_link.options import LinkOptions

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dynamoth_cli.child import LINES_KEPT_MAX, Child, interrupted_by_signals
+from dynamoth_cli.local.child import LINES_KEPT_MAX, Child, interrupted_by_signals
 
 WAITS = "import sys; print('ready', flush=True); sys.stdin.read()"
 WAITS_FOR_EVER = "import signal\nprint('ready', flush=True)\nwhile True: signal.pause()"
@@ -114,7 +114,7 @@ def test_a_keyboard_interrupt_of_the_terminal_does_not_reach_it(children: list[C
 def test_it_dies_with_its_parent() -> None:
     program = (
         "import os, sys\n"
-        "from dynamoth_cli.child import Child\n"
+        "from dynamoth_cli.local.child import Child\n"
         f"child = Child('c', [sys.executable, '-c', {WAITS_FOR_EVER!r}], environment=os.environ, pipes=True)\n"
         "child.start()\n"
         "child.stdout.readline()\n"

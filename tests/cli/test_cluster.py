@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, PLAN_KEY
-from dynamoth.plan import Phase, Plan, Server
-from dynamoth_cli.child import ChildEnded
-from dynamoth_cli.cluster import ClusterNotReady, LocalCluster
-from dynamoth_cli.embedded import RedisServerFailed
+from dynamoth.plan.plan import Phase, Plan, Server
+from dynamoth.protocol.names import AGENT_CHANNEL, BALANCER_CHANNEL, PLAN_KEY
+from dynamoth_cli.local.child import ChildEnded
+from dynamoth_cli.local.cluster import ClusterNotReady, LocalCluster
+from dynamoth_cli.local.embedded import RedisServerFailed
 from dynamoth_cli.main import main
 from dynamoth_link.errors import ServerUnreachable
 from tests.processes import command_lines
@@ -161,7 +161,7 @@ def test_each_part_can_be_stopped_killed_and_started_again(capsys: pytest.Captur
         cluster.check()
         code, out, _ = command(cluster, capsys, "status")
         assert code == 1
-        assert "s1: it has no agent: start 'dynamoth node --server s1'" in " ".join(out.split())
+        assert "s1: it has no agent: start 'dynamoth agent --server s1'" in " ".join(out.split())
         cluster.agents["s1"].start()
         cluster.wait_ready()
 

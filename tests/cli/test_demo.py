@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from dynamoth_cli.child import Child, dynamoth_command
-from dynamoth_cli.cluster import LocalCluster
-from dynamoth_cli.demo import worker_command
-from dynamoth_cli.demo_festival import Festival
-from dynamoth_cli.demo_worker import WorkerOptions
-from dynamoth_sim.rgame import GameWorld, Update
+from dynamoth_cli.local.child import Child, dynamoth_command
+from dynamoth_cli.local.cluster import LocalCluster
+from dynamoth_demo.command import worker_command
+from dynamoth_demo.festival import Festival
+from dynamoth_demo.worker import WorkerOptions
+from dynamoth_sim.load.rgame import GameWorld, Update
 from tests.processes import command_lines
 
 TIMEOUT_S = 120.0

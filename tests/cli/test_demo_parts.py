@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dynamoth.plan import Assignment, Mode, Plan, Server, single
-from dynamoth.ring import Ring
-from dynamoth_balancer.goals import ChannelFigures
+from dynamoth.plan.plan import Assignment, Mode, Plan, Server, single
+from dynamoth.plan.ring import Ring
+from dynamoth_balancer.decide.goals import ChannelFigures
+from dynamoth_balancer.decide.replication import wish
 from dynamoth_balancer.options import BalancerOptions
-from dynamoth_balancer.replication import wish
-from dynamoth_cli.demo_festival import Festival, Performer
-from dynamoth_cli.demo_scene import Scene, expected_deliveries_per_s, make_scene
-from dynamoth_cli.demo_state import DemoState, WorkerState
-from dynamoth_cli.demo_view import View, render, show_summary
+from dynamoth_demo.festival import Festival, Performer
+from dynamoth_demo.scene import Scene, expected_deliveries_per_s, make_scene
+from dynamoth_demo.state import DemoState, WorkerState
+from dynamoth_demo.view import View, render, show_summary
 
 SERVERS = ["s1", "s2", "s3"]
 CHANNELS = [b"a", b"b", b"c"]

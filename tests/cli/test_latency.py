@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth_cli.latency import CLASS_RATIO, HIGHEST_NS, LOWEST_NS, LatencyCounts
+from dynamoth_demo.latency import CLASS_RATIO, HIGHEST_NS, LOWEST_NS, LatencyCounts
 
 
 def counts(*latencies_ns: int) -> LatencyCounts:

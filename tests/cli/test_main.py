@@ -53,9 +53,9 @@ def test_the_overview_imports_nothing_heavy() -> None:
     assert not {"asyncio", "hiredis", "redis", "msgpack", "rich", "dynamoth_link"} & set(modules)
 
 
-@pytest.mark.parametrize("command", ["node", "balancer"])
+@pytest.mark.parametrize("command", ["agent", "balancer"])
 def test_check_and_print_config(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [command, *ONE_SERVER, *(("--server", "s1") if command == "node" else ())]
+    arguments = [command, *ONE_SERVER, *(("--server", "s1") if command == "agent" else ())]
     assert main([*arguments, "--check"]) == 0
     assert "the configuration is valid" in capsys.readouterr().err
     assert main([*arguments, "--print-config"]) == 0
@@ -65,21 +65,24 @@ def test_check_and_print_config(command: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_what_is_printed_is_a_valid_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["node", *ONE_SERVER, "--server", "s1", "--log-level", "debug", "--print-config"]) == 0
+    assert main(["agent", *ONE_SERVER, "--server", "s1", "--log-level", "debug", "--print-config"]) == 0
     file = tmp_path / "dynamoth.toml"
     file.write_text(capsys.readouterr().out)
-    assert main(["node", "--config", str(file), "--check"]) == 0
+    assert main(["agent", "--config", str(file), "--check"]) == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["node"], "cluster.servers: no server is named: give --servers"),
-        (["node", *ONE_SERVER], "node.server: which server is this the agent of? Give --server, one of s1"),
-        (["node", *ONE_SERVER, "--server", "s2"], "node.server: the id of a server of the cluster (s1)"),
-        (["node", *ONE_SERVER, "--server", "s1", "--http-port", "x"], "node.http_port: a whole number from 0 to 65535"),
-        (["node", "--servers", "s1=redis://a:x", "--server", "s1"], "cluster.servers[0].url: 'redis://a:x'"),
-        (["node", "--config", "/nowhere.toml"], "/nowhere.toml cannot be read: No such file or directory"),
+        (["agent"], "cluster.servers: no server is named: give --servers"),
+        (["agent", *ONE_SERVER], "agent.server: which server is this the agent of? Give --server, one of s1"),
+        (["agent", *ONE_SERVER, "--server", "s2"], "agent.server: the id of a server of the cluster (s1)"),
+        (
+            ["agent", *ONE_SERVER, "--server", "s1", "--http-port", "x"],
+            "agent.http_port: a whole number from 0 to 65535",
+        ),
+        (["agent", "--servers", "s1=redis://a:x", "--server", "s1"], "cluster.servers[0].url: 'redis://a:x'"),
+        (["agent", "--config", "/nowhere.toml"], "/nowhere.toml cannot be read: No such file or directory"),
         (["balancer", *ONE_SERVER, "--load-ratio-safe", "0.9"], "at most balancer.load_ratio_high, which is 0.8"),
         (["balancer", *ONE_SERVER, "--link-tls-ca-file", "/nowhere"], "link.tls_ca_file: a file that can be read"),
         (["balancer", *ONE_SERVER, "--link-tls-ca-file", __file__], "the TLS files cannot be used"),
@@ -92,15 +95,15 @@ def test_wrong_settings_exit_with_2_and_name_the_cure(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("DYNAMOTH_URL", raising=False)
-    assert main([*arguments, *(["--check"] if arguments[0] in ("node", "balancer") else [])]) == 2
+    assert main([*arguments, *(["--check"] if arguments[0] in ("agent", "balancer") else [])]) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["node", "--http-prot", "1"],
-        ["node", "--http"],  # no abbreviations: a flag that is added later must not change what a script means
+        ["agent", "--http-prot", "1"],
+        ["agent", "--http"],  # no abbreviations: a flag that is added later must not change what a script means
         ["demo", "--players", "0"],
         ["demo", "--seconds", "nan"],
         ["up", "--servers", "0"],
@@ -119,29 +122,29 @@ def test_the_environment_and_the_file_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "dynamoth.toml"
-    file.write_text("[log]\nlevel = 'error'\n[node]\nhttp_port = 9000\n")
+    file.write_text("[log]\nlevel = 'error'\n[agent]\nhttp_port = 9000\n")
     monkeypatch.setenv("DYNAMOTH_CONFIG", str(file))
     monkeypatch.setenv("DYNAMOTH_SERVERS", ONE_SERVER[1])
-    monkeypatch.setenv("DYNAMOTH_NODE_SERVER", "s1")
-    monkeypatch.setenv("DYNAMOTH_NODE_HTTP_PORT", "9001")
+    monkeypatch.setenv("DYNAMOTH_AGENT_SERVER", "s1")
+    monkeypatch.setenv("DYNAMOTH_AGENT_HTTP_PORT", "9001")
     monkeypatch.setenv("DYNAMOTH_LINK_PASSWORD", "hush")
-    assert main(["node", "--print-config"]) == 0
+    assert main(["agent", "--print-config"]) == 0
     printed = capsys.readouterr().out
     assert f'level = "error"  # {file} line 2, section [log]' in printed
-    assert "http_port = 9001  # environment variable DYNAMOTH_NODE_HTTP_PORT" in printed
+    assert "http_port = 9001  # environment variable DYNAMOTH_AGENT_HTTP_PORT" in printed
     assert "hush" not in printed
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "dynamoth.toml"
     file.write_bytes(b"\xff\xfe")
-    assert main(["node", "--config", str(file), "--check"]) == 2
+    assert main(["agent", "--config", str(file), "--check"]) == 2
     assert "it is no UTF-8 text" in capsys.readouterr().err
 
 
 def test_secrets_have_no_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["node", "--help"])
+        main(["agent", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "--link-password " not in text
     assert "use DYNAMOTH_LINK_PASSWORD" in text

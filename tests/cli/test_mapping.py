@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from pathlib import Path
 
-from dynamoth.config import BalancerSettings, ConfigText, NodeSettings, load_config
-from dynamoth.plan import Server
+from dynamoth.plan.plan import Server
+from dynamoth.settings.sections import AgentSettings, BalancerSettings, ConfigText, load_config
+from dynamoth_agent.process.runtime import AgentConfig
 from dynamoth_balancer.options import BalancerOptions
-from dynamoth_balancer.runtime import BalancerConfig
-from dynamoth_cli.balancer import balancer_config, balancer_options
-from dynamoth_cli.node import node_config
+from dynamoth_balancer.process.runtime import BalancerConfig
+from dynamoth_cli.commands.agent import agent_config
+from dynamoth_cli.commands.balancer import balancer_config, balancer_options
 from dynamoth_cli.settings import link_options
-from dynamoth_node.runtime import NodeConfig
 
 FILE = """
 [[cluster.servers]]
@@ -29,7 +29,7 @@ connect_timeout_s = 2
 ping_interval_s = 0
 ping_timeout_s = 3
 tls_verify = false
-[node]
+[agent]
 server = "s2"
 http_host = "0.0.0.0"
 http_port = 9000
@@ -54,7 +54,7 @@ LOADED = load_config(file=ConfigText("x", FILE))
 
 
 def test_an_agent_gets_what_is_its_own() -> None:
-    config = node_config(LOADED)
+    config = agent_config(LOADED)
     assert (config.server, config.url, config.outgoing_bytes_per_s_max) == ("s2", "rediss://b", 77)
     assert (config.report_interval_s, config.channels_per_report_max) == (0.5, 10)
     assert (config.http_host, config.http_port) == ("0.0.0.0", 9000)
@@ -89,14 +89,14 @@ def test_every_setting_of_a_daemon_is_used() -> None:
     names = {field.name for field in fields(BalancerSettings)}
     assert names <= {field.name for field in fields(BalancerOptions)} | beyond_options
     assert beyond_options <= {field.name for field in fields(BalancerConfig)}
-    assert {field.name for field in fields(NodeSettings)} <= {field.name for field in fields(NodeConfig)}
+    assert {field.name for field in fields(AgentSettings)} <= {field.name for field in fields(AgentConfig)}
 
 
 def test_defaults_are_the_same_in_settings_and_options() -> None:
     assert balancer_options(BalancerSettings()) == BalancerOptions()
-    node, config = NodeSettings(), {field.name: field.default for field in fields(NodeConfig)}
+    agent, config = AgentSettings(), {field.name: field.default for field in fields(AgentConfig)}
     for name in ("http_host", "http_port", "report_interval_s", "channels_per_report_max"):
-        assert getattr(node, name) == config[name]
+        assert getattr(agent, name) == config[name]
     options = link_options(load_config())
     assert options.trust is not None, "a daemon trusts the servers of its configuration only, here none"
     assert not options.trust.hosts and not options.trust.everything

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dynamoth.compatibility import CompatibilityRule
-from dynamoth.plan import Assignment, Entry, Mode, Phase, Plan, Route, Server, single
-from dynamoth_cli import plan
-from dynamoth_cli.plan import (
+from dynamoth.plan.compatibility import CompatibilityRule
+from dynamoth.plan.plan import Assignment, Entry, Mode, Phase, Plan, Route, Server, single
+from dynamoth_cli.commands import plan
+from dynamoth_cli.commands.plan import (
     change_arguments,
     channel_as_json,
     channel_as_text,
@@ -20,7 +20,7 @@ from dynamoth_cli.plan import (
     plan_as_json,
     plan_as_text,
 )
-from dynamoth_cli.status import (
+from dynamoth_cli.commands.status import (
     DECISIONS_SHOWN_MAX,
     MOVES_SHOWN_MAX,
     REPLICATED_SHOWN_MAX,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dynamoth_cli.main import main
-from dynamoth_sim.mutations import CHECKS
-from dynamoth_sim.scenarios import SCENARIOS
+from dynamoth_sim.mutations.registry import CHECKS
+from dynamoth_sim.scenarios.registry import SCENARIOS
 
 
 def test_clean_seeds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamoth_cli.child import dynamoth_command
+from dynamoth_cli.local.child import dynamoth_command
 from tests.processes import command_lines
 
 TIMEOUT_S = 60.0
@@ -102,7 +102,7 @@ def test_a_part_that_dies_ends_everything_with_its_last_words(cleanup: ExitStack
     up = start(cleanup, tmp_path, "--servers", "1")
     children = up.descendants()
     descriptors = watch(cleanup, children)
-    [agent] = [pid for pid, arguments in children.items() if " node " in arguments]
+    [agent] = [pid for pid, arguments in children.items() if " agent " in arguments]
     os.kill(agent, signal.SIGKILL)
     _, stderr = up.process.communicate(timeout=TIMEOUT_S)
     assert up.process.returncode == 1

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from dynamoth import stored_plan
-from dynamoth.plan import Entry, Phase, Plan, Route, Server, single
-from dynamoth_cli.embedded import EmbeddedRedis
+from dynamoth.plan.plan import Entry, Phase, Plan, Route, Server, single
+from dynamoth.protocol import stored_plan
+from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.query import query
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.names import sharded_channel
-from dynamoth_client._acks import Ack, Acks, Subject
+from dynamoth.protocol.names import sharded_channel
+from dynamoth_client.machines.acks import Ack, Acks, Subject
 
 
 def _subscribed(acks: Acks, *channels: bytes) -> None:

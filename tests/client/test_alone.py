@@ -12,10 +12,10 @@ import pytest
 import redis as redis_py
 
 import dynamoth_client
-from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL
-from dynamoth.plan import Plan, Server
-from dynamoth_cli.cluster import HOST, LocalCluster
-from dynamoth_client.alone import FRESH_S
+from dynamoth.plan.plan import Plan, Server
+from dynamoth.protocol.names import AGENT_CHANNEL, BALANCER_CHANNEL
+from dynamoth_cli.local.cluster import HOST, LocalCluster
+from dynamoth_client.machines.standalone import FRESH_S
 from tests.client.both_clients import Use, with_client
 from tests.client.conftest import ClusterFactory
 from tests.client.sync_helpers import Running, confirmed, next_of, until

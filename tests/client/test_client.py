@@ -10,10 +10,10 @@ import pytest
 import redis.asyncio
 import redis.exceptions
 
-from dynamoth.envelope import open_envelope
-from dynamoth.plan import Mode
-from dynamoth_client._publishing import PAYLOAD_BYTES_MAX
+from dynamoth.plan.plan import Mode
+from dynamoth.protocol.envelope import open_envelope
 from dynamoth_client.asyncio import ChannelPlan, GuaranteesOff, PubSub, Redis, from_url
+from dynamoth_client.runtime.publishing import PAYLOAD_BYTES_MAX
 from tests.client.conftest import ClusterFactory
 from tests.client.stored_cluster import StoredCluster, run
 from tests.client.versions import REDIS_PY

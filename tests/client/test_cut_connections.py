@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from dynamoth.plan import Plan, Server
+from dynamoth.plan.plan import Plan, Server
 from dynamoth_client.asyncio import from_url
 from tests.client.conftest import ClusterFactory
 from tests.tcp_proxy import proxied

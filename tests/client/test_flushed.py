@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import redis as redis_py
 
-from dynamoth_cli.cluster import HOST, LocalCluster
+from dynamoth_cli.local.cluster import HOST, LocalCluster
 from tests.client.both_clients import Use, with_client
 from tests.client.sync_helpers import confirmed, next_of
 

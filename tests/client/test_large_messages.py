@@ -9,7 +9,7 @@ import pytest
 
 import dynamoth_client
 import dynamoth_client.asyncio
-from dynamoth_client._publishing import PAYLOAD_BYTES_MAX
+from dynamoth_client.runtime.publishing import PAYLOAD_BYTES_MAX
 from tests.client.stored_cluster import StoredCluster
 from tests.client.sync_helpers import confirmed
 from tests.redis_servers import RedisServerFactory

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import redis.exceptions
 
-from dynamoth_client import _loop
-from dynamoth_client._loop import SharedLoop
+from dynamoth_client.threads import loop as loop_module
+from dynamoth_client.threads.loop import SharedLoop
 from tests.client.sync_helpers import Running, keepers, until
 
 
@@ -187,7 +187,7 @@ def test_what_waits_when_it_ends_gets_its_outcome(caplog: pytest.LogCaptureFixtu
 def test_one_that_does_not_come_back_is_left_alone(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_loop, "END_S_MAX", 0.05)
+    monkeypatch.setattr(loop_module, "END_S_MAX", 0.05)
     gates: list[asyncio.Future[Any]] = []
 
     def wait() -> asyncio.Future[Any]:
@@ -218,7 +218,7 @@ def test_a_keeper_that_fails_says_so(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_many_threads_and_an_eager_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every way to get and to lose the turn, with requests that take no turn, one, or some time."""
-    monkeypatch.setattr(_loop, "KEEPER_IDLE_S", 0.0)
+    monkeypatch.setattr(loop_module, "KEEPER_IDLE_S", 0.0)
     loop = SharedLoop(_nothing)
 
     def call(name: int) -> int:

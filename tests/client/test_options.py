@@ -21,8 +21,8 @@ import redis.retry
 
 import dynamoth_client
 import dynamoth_client.asyncio
-from dynamoth_client._pools import ConnectionLimit
-from dynamoth_client.publication import PUBLISH_TIMEOUT_S_MIN
+from dynamoth_client.machines.publisher.publication import PUBLISH_TIMEOUT_S_MIN
+from dynamoth_client.redis_py.pools import ConnectionLimit
 from tests.client.both_clients import Use, with_client
 from tests.client.conftest import ClusterFactory
 from tests.client.stored_cluster import StoredCluster, run

@@ -11,7 +11,7 @@ import redis.asyncio
 import redis.exceptions
 
 from dynamoth_cli.admin import ask_balancer
-from dynamoth_cli.cluster import LocalCluster
+from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client.asyncio import GapInfo, PubSub, Redis, from_url
 from dynamoth_link.urls import parse_cluster_url
 from tests.client.stored_cluster import StoredCluster, run

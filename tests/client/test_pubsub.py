@@ -9,8 +9,8 @@ import pytest
 import redis.asyncio.client
 import redis.exceptions
 
-from dynamoth_client import _feed
 from dynamoth_client.asyncio import GapInfo, PubSub, Redis, from_url
+from dynamoth_client.runtime import feed
 from tests.client.stored_cluster import StoredCluster, run
 
 
@@ -126,7 +126,7 @@ def test_a_server_that_hangs_does_not_hold_the_others_acknowledgements(cluster: 
 def test_no_message_comes_before_the_acknowledgement_of_its_channel(
     cluster: StoredCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_feed, "HOLD_S_MAX", 3600.0)
+    monkeypatch.setattr(feed, "HOLD_S_MAX", 3600.0)
     hanging, quick = cluster.channel_at("s1"), cluster.channel_at("s2")
 
     async def test() -> None:

@@ -6,8 +6,8 @@ import math
 import pytest
 import redis.exceptions
 
-from dynamoth_client._queue import Failure, Item, MessageQueue, Notice, ShardedMessage
-from dynamoth_client.pattern_subscription import PatternMessage
+from dynamoth_client.machines.patterns.subscription import PatternMessage
+from dynamoth_client.runtime.queue import Failure, Item, MessageQueue, Notice, ShardedMessage
 
 
 def _message(number: int) -> tuple[bytes, bytes]:

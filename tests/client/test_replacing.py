@@ -16,7 +16,7 @@ import redis.asyncio
 import redis.client
 
 import dynamoth_client
-from dynamoth_client.replacing import KNOWN
+from dynamoth_client.redis_py.replacing import KNOWN
 
 INSTALLED = ("broadcaster._backends.redis", "channels_redis.pubsub", "socketio.async_redis_manager")
 """Of those that are known: what the development requirements have."""

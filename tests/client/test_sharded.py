@@ -11,8 +11,8 @@ import redis as plain_redis
 import redis.exceptions
 
 import dynamoth_client
-from dynamoth.names import sharded_channel
-from dynamoth_cli.cluster import LocalCluster
+from dynamoth.protocol.names import sharded_channel
+from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client.asyncio import GapInfo, from_url
 from tests.client.stored_cluster import StoredCluster, run
 from tests.client.sync_helpers import PATIENCE_S, next_of, until

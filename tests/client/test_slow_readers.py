@@ -10,11 +10,11 @@ import pytest
 import redis.exceptions
 
 import dynamoth_client
-from dynamoth_client import _blocking
-from dynamoth_client._blocking import MESSAGE_BYTES, PAUSE_S_MAX, Blocking
-from dynamoth_client._queue import Item, MessageQueue, Notice, ShardedMessage
 from dynamoth_client.asyncio import GapInfo, from_url
-from dynamoth_client.pattern_subscription import PatternMessage
+from dynamoth_client.machines.patterns.subscription import PatternMessage
+from dynamoth_client.runtime import backpressure
+from dynamoth_client.runtime.backpressure import MESSAGE_BYTES, PAUSE_S_MAX, Blocking
+from dynamoth_client.runtime.queue import Item, MessageQueue, Notice, ShardedMessage
 from tests.client.stored_cluster import StoredCluster
 from tests.client.sync_helpers import confirmed as confirmed_sync
 from tests.client.sync_helpers import next_of as next_sync
@@ -594,7 +594,9 @@ def count_of(item: Item) -> int:
 def test_a_reader_that_has_stopped_gets_what_fits_and_one_gap_in_the_place_of_the_rest(
     cluster: StoredCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_blocking.Blocking.__init__, "__kwdefaults__", {"pause_s_max": 0.05, "spill_bytes_max": 20_000})
+    monkeypatch.setattr(
+        backpressure.Blocking.__init__, "__kwdefaults__", {"pause_s_max": 0.05, "spill_bytes_max": 20_000}
+    )
 
     async def test() -> None:
         async with from_url(cluster.url) as client, pubsub_of(client, max_queue=40, gaps=True) as pubsub:

@@ -14,8 +14,8 @@ import redis as redis_py
 import redis.asyncio as redis_asyncio
 
 import dynamoth_client as redis
-from dynamoth.envelope import open_envelope
-from dynamoth.plan import Mode
+from dynamoth.plan.plan import Mode
+from dynamoth.protocol.envelope import open_envelope
 from tests.client.conftest import ClusterFactory
 from tests.client.stored_cluster import StoredCluster
 from tests.client.sync_helpers import confirmed, keepers, message_of, next_of, until

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 import dynamoth_client as redis
-from dynamoth_cli.cluster import LocalCluster
+from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client import PubSub
 from tests.client.sync_helpers import PATIENCE_S, Running, confirmed, next_of
 

@@ -11,7 +11,7 @@ import redis.exceptions
 
 import dynamoth_client
 import dynamoth_client.asyncio
-from dynamoth.plan import Plan, Server
+from dynamoth.plan.plan import Plan, Server
 from tests.client.stored_cluster import StoredCluster, run
 from tests.client.sync_helpers import confirmed, message_of, next_of
 from tests.client.versions import REDIS_PY

@@ -20,8 +20,8 @@ from redis.retry import Retry
 
 import dynamoth_client
 import dynamoth_client.asyncio
-from dynamoth.plan import Server
-from dynamoth_client.publication import PublisherOptions
+from dynamoth.plan.plan import Server
+from dynamoth_client.machines.publisher.publication import PublisherOptions
 from tests.client.conftest import ClusterFactory
 from tests.client.stored_cluster import StoredCluster, run
 

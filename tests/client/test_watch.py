@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamoth.events import Connect, Disconnect, LinkDown, LinkUp, Replied, Send, Tick
-from dynamoth_client._watch import (
+from dynamoth.machine.events import Connect, Disconnect, LinkDown, LinkUp, Replied, Send, Tick
+from dynamoth_client.machines.reachability import (
     NOT_CONNECTED_YET,
     LinkClosed,
     LinkOpened,

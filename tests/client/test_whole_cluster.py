@@ -10,7 +10,7 @@ import pytest
 import redis.asyncio
 
 from dynamoth_cli.admin import ask_balancer
-from dynamoth_cli.cluster import LocalCluster
+from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client.asyncio import PubSub, Redis, from_url
 from dynamoth_link.urls import parse_cluster_url
 from tests.client.stored_cluster import run

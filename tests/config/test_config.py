@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.config import (
+from dynamoth.errors import ConfigError
+from dynamoth.settings.sections import (
     Config,
     ConfigText,
     FlagValue,
@@ -22,9 +23,8 @@ from dynamoth.config import (
     format_config,
     load_config,
 )
-from dynamoth.errors import ConfigError
 
-SECTIONS = ("cluster", "link", "node", "balancer", "log")
+SECTIONS = ("cluster", "link", "agent", "balancer", "log")
 NOTHING: Mapping[str, str] = MappingProxyType({})
 SERVERS = """
 [[cluster.servers]]
@@ -130,7 +130,7 @@ def test_every_setting_comes_from_every_source(key: str) -> None:
         from_toml(f"[{declared.section}]\n{declared.name} = {toml}\n"),
         from_toml(f"[{declared.section}]\n{declared.name} = '{text}'\n"),
         load_config(environment={declared.variable: text}),
-        load_config(flags={key: FlagValue(declared.flag("node"), text)}),
+        load_config(flags={key: FlagValue(declared.flag("agent"), text)}),
     ):
         assert getattr(getattr(loaded.config, declared.section), declared.name) == value
         assert type(getattr(getattr(loaded.config, declared.section), declared.name)) is type(declared.default)
@@ -160,25 +160,25 @@ def test_every_setting_says_what_it_means() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[nodes]\n", r"section \[nodes\] \(x.toml line 1\) is not known: did you mean node\?"),
+        ("[agents]\n", r"section \[agents\] \(x.toml line 1\) is not known: did you mean agent\?"),
         (
-            "[node]\nhttp_prot = 1\n",
-            r"key node.http_prot \(x.toml line 2, section \[node\]\) .* did you mean node.http_port\?",
+            "[agent]\nhttp_prot = 1\n",
+            r"key agent.http_prot \(x.toml line 2, section \[agent\]\) .* did you mean agent.http_port\?",
         ),
         (
-            "[node]\nload_ratio_high = 1\n",
-            r"key node.load_ratio_high .* did you mean balancer.load_ratio_high\?",
+            "[agent]\nload_ratio_high = 1\n",
+            r"key agent.load_ratio_high .* did you mean balancer.load_ratio_high\?",
         ),
-        ("node = 3\n", r"node \(x.toml line 1\) must be a section: write \[node\]"),
+        ("agent = 3\n", r"agent \(x.toml line 1\) must be a section: write \[agent\]"),
         (
-            "[node]\nhttp_port = 70000\n",
-            r"node.http_port: a whole number from 0 to 65535 expected, not 70000 \(from x.toml line 2,",
+            "[agent]\nhttp_port = 70000\n",
+            r"agent.http_port: a whole number from 0 to 65535 expected, not 70000 \(from x.toml line 2,",
         ),
-        ("[node]\nhttp_port = 80.5\n", "node.http_port: a whole number .* not 80.5"),
-        ("[node]\nhttp_port = true\n", "node.http_port: a whole number .* not True"),
-        ("[node]\nhttp_port = 'x'\n", "node.http_port: a whole number .* not 'x'"),
-        ("[node]\nhttp_port = [1]\n", r"node.http_port: a whole number .* not \[1\]"),
-        ("[node]\nserver = 3\n", "node.server: text expected, not 3"),
+        ("[agent]\nhttp_port = 80.5\n", "agent.http_port: a whole number .* not 80.5"),
+        ("[agent]\nhttp_port = true\n", "agent.http_port: a whole number .* not True"),
+        ("[agent]\nhttp_port = 'x'\n", "agent.http_port: a whole number .* not 'x'"),
+        ("[agent]\nhttp_port = [1]\n", r"agent.http_port: a whole number .* not \[1\]"),
+        ("[agent]\nserver = 3\n", "agent.server: text expected, not 3"),
         ("[link]\ntls_verify = 1\n", "link.tls_verify: true or false expected, not 1"),
         ("[balancer]\nwait_s = nan\n", r"balancer.wait_s: a number from 0 \(s\) expected, not nan"),
         ("[balancer]\nwait_s = inf\n", "balancer.wait_s: .* not inf"),
@@ -206,8 +206,8 @@ def test_every_setting_says_what_it_means() -> None:
             r"servers: all have draining = true \(from x.toml line 2, .*\), .* set it to false for at least one",
         ),
         (SERVERS.replace("url", "uri"), r"key cluster.servers\[0\].uri .* is not known: did you mean url\?"),
-        (SERVERS + "[node]\nserver = 's3'\n", r"node.server: the id of a server .*\(s1, s2\) expected, not 's3'"),
-        ("[node\n", "x.toml is not TOML: .*line 1"),
+        (SERVERS + "[agent]\nserver = 's3'\n", r"agent.server: the id of a server .*\(s1, s2\) expected, not 's3'"),
+        ("[agent\n", "x.toml is not TOML: .*line 1"),
     ],
 )
 def test_a_bad_file_is_refused_with_the_place_and_the_cure(text: str, message: str) -> None:
@@ -217,8 +217,8 @@ def test_a_bad_file_is_refused_with_the_place_and_the_cure(text: str, message: s
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("DYNAMOTH_NODE_HTTP_PROT", "1", "variable DYNAMOTH_NODE_HTTP_PROT is not known: .*DYNAMOTH_NODE_HTTP_PORT"),
-        ("DYNAMOTH_NODE_HTTP_PORT", "x", "not 'x' .from environment variable DYNAMOTH_NODE_HTTP_PORT"),
+        ("DYNAMOTH_AGENT_HTTP_PROT", "1", "variable DYNAMOTH_AGENT_HTTP_PROT is not known: .*DYNAMOTH_AGENT_HTTP_PORT"),
+        ("DYNAMOTH_AGENT_HTTP_PORT", "x", "not 'x' .from environment variable DYNAMOTH_AGENT_HTTP_PORT"),
         ("DYNAMOTH_LINK_TLS_VERIFY", "maybe", "true or false expected, not 'maybe'"),
         ("DYNAMOTH_SERVERS", "redis://a", r"cluster.servers\[0\]: ID=URL"),
         ("DYNAMOTH_SERVERS", "s1=a:6379", r"cluster.servers\[0\].url: a URL"),
@@ -229,7 +229,7 @@ def test_a_bad_environment_is_refused(variable: str, value: str, message: str) -
 
 
 def test_a_bad_flag_is_refused_by_its_name() -> None:
-    assert "(from flag --node__http_port)" in refusal(node__http_port="-1")
+    assert "(from flag --agent__http_port)" in refusal(agent__http_port="-1")
 
 
 @pytest.mark.parametrize(
@@ -240,9 +240,9 @@ def test_a_bad_flag_is_refused_by_its_name() -> None:
         "DYNAMOTH_URL",
         "DYNAMOTH_TEST_REDIS_SERVER",
         "DYNAMOTH_ACL_AGENT_PASSWORD",
-        "DYNAMOTH_NODE_SERVICE_HOST",
-        "DYNAMOTH_NODE_SERVICE_PORT_HTTP",
-        "DYNAMOTH_NODE_PORT",
+        "DYNAMOTH_AGENT_SERVICE_HOST",
+        "DYNAMOTH_AGENT_SERVICE_PORT_HTTP",
+        "DYNAMOTH_AGENT_PORT",
         "DYNAMOTH_PORT_6379_TCP_ADDR",
     ],
 )
@@ -251,7 +251,7 @@ def test_variables_that_are_no_settings_are_left_alone(variable: str) -> None:
 
 
 def test_an_empty_variable_is_not_set() -> None:
-    assert load_config(environment={"DYNAMOTH_NODE_HTTP_PORT": ""}).config == Config()
+    assert load_config(environment={"DYNAMOTH_AGENT_HTTP_PORT": ""}).config == Config()
 
 
 def test_passwords_are_never_shown() -> None:
@@ -268,13 +268,13 @@ def test_passwords_are_never_shown() -> None:
 
 def test_what_is_printed_can_be_loaded_and_names_the_places() -> None:
     flags = {"log.level": FlagValue("--log-level", "debug")}
-    loaded = from_toml(SERVERS + "[node]\nserver = 's2'\n", flags=flags)
+    loaded = from_toml(SERVERS + "[agent]\nserver = 's2'\n", flags=flags)
     printed = format_config(loaded, SECTIONS)
     assert load_config(file=ConfigText("printed", printed)).config == loaded.config
     assert 'level = "debug"  # flag --log-level' in printed
-    assert 'server = "s2"  # x.toml line 11, section [node]' in printed
+    assert 'server = "s2"  # x.toml line 11, section [agent]' in printed
     assert "http_port = 0  # default" in printed
-    assert "[balancer]" not in format_config(loaded, ["node"])
+    assert "[balancer]" not in format_config(loaded, ["agent"])
 
 
 @given(st.text())

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dynamoth.logs import BURST, KINDS_MAX, REPEAT_INTERVAL_S, DaemonLog, LimitedHandler, configure_logging
+from dynamoth_daemon.logs import BURST, KINDS_MAX, REPEAT_INTERVAL_S, DaemonLog, LimitedHandler, configure_logging
 
 
 @pytest.fixture(autouse=True)
@@ -36,12 +36,12 @@ def logged(stream: io.StringIO) -> list[dict[str, Any]]:
 
 def test_a_record_is_one_json_object(stream: io.StringIO) -> None:
     configure_logging("info", "json", stream)
-    logging.getLogger("dynamoth.node").info("moved %s", "a\nb", extra={"channel": b"c\xff", "plan": 3, "of": {1}})
+    logging.getLogger("dynamoth.agent").info("moved %s", "a\nb", extra={"channel": b"c\xff", "plan": 3, "of": {1}})
     [record] = logged(stream)
     assert record.pop("time").endswith("+00:00")
     assert record == {
         "level": "info",
-        "logger": "dynamoth.node",
+        "logger": "dynamoth.agent",
         "message": "moved a\nb",
         "channel": "c\\xff",
         "plan": 3,
@@ -101,7 +101,7 @@ def test_fields_are_flat(stream: io.StringIO) -> None:
 def test_every_entry_of_a_daemon_has_cause_and_plan_version(stream: io.StringIO) -> None:
     configure_logging("info", "json", stream)
     versions = iter([None, 7, 8])
-    log = DaemonLog(logging.getLogger("dynamoth.node"), lambda: next(versions), server="s1")
+    log = DaemonLog(logging.getLogger("dynamoth.agent"), lambda: next(versions), server="s1")
     log.write(logging.INFO, "started")
     log.write(logging.WARNING, "no connection", "refused", link="local")
     log.write(logging.INFO, "a plan", plan_version=9, **{"message": "what is reserved", "name": "too"})  # type: ignore[arg-type]

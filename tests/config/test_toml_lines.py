@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.config import ConfigText, load_config
 from dynamoth.errors import ConfigError
-from dynamoth.toml_lines import lines_of
+from dynamoth.settings.sections import ConfigText, load_config
+from dynamoth.settings.toml_lines import lines_of
 
-DOCUMENT = '''# [node] in a comment
+DOCUMENT = '''# [agent] in a comment
 title = "[balancer]"
 
 [cluster]
@@ -22,7 +22,7 @@ note = """
 id = 'not this one'
 """
 literal = \'\'\'
-[node]
+[agent]
 http_port = 1
 \'\'\'
 inline = { a = 1, "b.c" = [1, 2] }
@@ -145,11 +145,11 @@ def test_each_key_stands_on_its_line_whatever_the_values_are(document: dict[str,
             "line 5",
         ),
         ('[cluster]\nservers = [\n {id = "s1", url = "redis://a"},\n {id = "s2", url = 3},\n]\n', "line 4"),
-        ('[link]\nusername = """\n[node]\nhttp_port = 1\n"""\n[node]\nhttp_port = -1\n', "line 7"),
-        ("node.http_port = -1\n", "line 1"),
-        ('["node"]\nhttp_port = -1\n', "line 2"),
-        ("[node]\nhttp_host = 'x'\nhttp = 1\n", "line 3"),
-        ("[log]\n[node]\n'http_port' = -1\n", "line 3"),
+        ('[link]\nusername = """\n[agent]\nhttp_port = 1\n"""\n[agent]\nhttp_port = -1\n', "line 7"),
+        ("agent.http_port = -1\n", "line 1"),
+        ('["agent"]\nhttp_port = -1\n', "line 2"),
+        ("[agent]\nhttp_host = 'x'\nhttp = 1\n", "line 3"),
+        ("[log]\n[agent]\n'http_port' = -1\n", "line 3"),
         ("[log]\n[nod]\n", "line 2"),
         ('[[cluster.servers]]\nid = "s1"\nurl = "redis://a"\n[[cluster.servers]]\nurll = 1\n', "line 5"),
     ],

@@ -17,8 +17,8 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from dynamoth_cli.child import interrupted_by_signals
-from dynamoth_cli.cluster import HOST, LocalCluster
+from dynamoth_cli.local.child import interrupted_by_signals
+from dynamoth_cli.local.cluster import HOST, LocalCluster
 
 SERVERS = 3
 DATABASE = 9

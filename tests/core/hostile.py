@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import msgpack
 
-from dynamoth.control import (
+from dynamoth.plan.plan import Assignment, Entry, Mode, Phase, PlanDelta, Route, pack_entry, single
+from dynamoth.protocol.control import (
     AdminReply,
     AdminRequest,
     Announcement,
@@ -25,9 +26,8 @@ from dynamoth.control import (
     Vacated,
     pack_control,
 )
-from dynamoth.envelope import EPOCH_MAX, seal
-from dynamoth.plan import Assignment, Entry, Mode, Phase, PlanDelta, Route, pack_entry, single
-from dynamoth.reports import ChannelColumns, ChannelSums, Report, pack_ids, pack_report
+from dynamoth.protocol.envelope import EPOCH_MAX, seal
+from dynamoth.protocol.reports import ChannelColumns, ChannelSums, Report, pack_ids, pack_report
 
 DEPTHS = (1, 2, 7, 15, 31, 32, 33, 64, 200, 330, 500, 900, 980, 1000, 1020, 1023, 1024, 1025, 2000, 10_000, 100_000)
 OPENINGS = (b"\x91", b"\x92\xc0", b"\x81\xa1k", b"\xdd\x00\x00\x00\x01", b"\xdf\x00\x00\x00\x01\xa1k")

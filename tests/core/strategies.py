@@ -7,7 +7,8 @@ from typing import Any
 import msgpack
 from hypothesis import strategies as st
 
-from dynamoth.control import (
+from dynamoth.plan.plan import Assignment, Entry, Mode, Phase, Plan, PlanDelta, Route, Server, single
+from dynamoth.protocol.control import (
     LOSS_MAX,
     AdminReply,
     AdminRequest,
@@ -24,8 +25,7 @@ from dynamoth.control import (
     RulesChanged,
     Vacated,
 )
-from dynamoth.envelope import EPOCH_MAX
-from dynamoth.plan import Assignment, Entry, Mode, Phase, Plan, PlanDelta, Route, Server, single
+from dynamoth.protocol.envelope import EPOCH_MAX
 
 SERVER_IDS = ("s1", "s2", "s3", "s4")
 SERVERS = tuple(Server(id_, f"redis://{id_}:6379") for id_ in SERVER_IDS)

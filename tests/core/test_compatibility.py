@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from dynamoth import stored_plan
-from dynamoth.compatibility import Compatibility, CompatibilityRule, compatibility_to_wire, homes, proves
 from dynamoth.errors import MalformedMessage, PlanError
-from dynamoth.names import sharded_channel
-from dynamoth.plan import Plan, Server, compatibility_from_wire, pack_compatibility
+from dynamoth.plan.compatibility import Compatibility, CompatibilityRule, compatibility_to_wire, homes, proves
+from dynamoth.plan.plan import Plan, Server, compatibility_from_wire, pack_compatibility
+from dynamoth.protocol import stored_plan
+from dynamoth.protocol.names import sharded_channel
 
 SERVERS = tuple(Server(f"s{number}", f"redis://s{number}") for number in (1, 2, 3))
 

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.control import (
+from dynamoth.errors import MalformedMessage
+from dynamoth.plan.plan import Entry, Route, entry_from_wire, entry_to_wire, pack_entry, single, unpack_entry
+from dynamoth.protocol.control import (
     REPORT_CODE,
     Announcement,
     ControlMessage,
@@ -22,9 +24,7 @@ from dynamoth.control import (
     seal_control,
     unpack_control,
 )
-from dynamoth.envelope import CONTROL, EPOCH_MAX, open_envelope
-from dynamoth.errors import MalformedMessage
-from dynamoth.plan import Entry, Route, entry_from_wire, entry_to_wire, pack_entry, single, unpack_entry
+from dynamoth.protocol.envelope import CONTROL, EPOCH_MAX, open_envelope
 from tests.core.strategies import MESSAGES, anything, control_messages, entries
 
 

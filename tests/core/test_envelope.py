@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.envelope import (
+from dynamoth.errors import MalformedMessage
+from dynamoth.protocol.envelope import (
     EPOCH_MAX,
     FIRST,
     FORWARDED,
@@ -22,7 +23,6 @@ from dynamoth.envelope import (
     open_envelope,
     seal,
 )
-from dynamoth.errors import MalformedMessage
 
 identities = st.integers(0, 2**64 - 1)
 sequences = st.integers(0, SEQUENCE_MAX)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import dynamoth.outbox
-from dynamoth.events import Send, SendAll
-from dynamoth.outbox import Outbox
+import dynamoth.machine.outbox
+from dynamoth.machine.events import Send, SendAll
+from dynamoth.machine.outbox import Outbox
 
 
 def sent(sends: list[Send]) -> list[object]:
@@ -95,7 +95,7 @@ def test_a_reply_without_a_command_is_a_bug() -> None:
 @pytest.fixture
 def hundred(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let 100 bytes be under way at most."""
-    monkeypatch.setattr(dynamoth.outbox, "UNDER_WAY_BYTES_MAX", 100)
+    monkeypatch.setattr(dynamoth.machine.outbox, "UNDER_WAY_BYTES_MAX", 100)
 
 
 def _lengths(actions: Sequence[Send | SendAll]) -> list[int]:
@@ -182,7 +182,7 @@ def test_everything_goes_out_once_and_in_order_and_bounded(script: list[tuple[st
         under_way.extend(_lengths(actions))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamoth.outbox, "UNDER_WAY_BYTES_MAX", 100)
+        patch.setattr(dynamoth.machine.outbox, "UNDER_WAY_BYTES_MAX", 100)
         execute(outbox.link_up())
         for kind, value in script:
             if kind in ("put", "later"):

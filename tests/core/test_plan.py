@@ -9,11 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.control import RouteNotice, pack_control, unpack_control
-from dynamoth.envelope import EPOCH_MAX
 from dynamoth.errors import MalformedMessage, PlanError, UnknownMode
-from dynamoth.names import replica_channel
-from dynamoth.plan import (
+from dynamoth.plan.plan import (
     Assignment,
     Entry,
     Location,
@@ -30,6 +27,9 @@ from dynamoth.plan import (
     route_to_wire,
     single,
 )
+from dynamoth.protocol.control import RouteNotice, pack_control, unpack_control
+from dynamoth.protocol.envelope import EPOCH_MAX
+from dynamoth.protocol.names import replica_channel
 from tests.core.strategies import PLAN_0, SERVER_IDS, assignments, naturals, plans, routes
 
 C = b"news"
@@ -55,8 +55,8 @@ def test_a_change_goes_through_three_phases_each_in_a_version_of_its_own() -> No
 
 def test_clients_are_told_the_old_route_until_the_new_one_is_active() -> None:
     prepared = PLAN_0.begin({C: single(AWAY)})
-    assert prepared.entry(C).told == Route(0, single(HOME))
-    assert prepared.activate([C]).entry(C).told == Route(1, single(AWAY))
+    assert prepared.entry(C).client_route == Route(0, single(HOME))
+    assert prepared.activate([C]).entry(C).client_route == Route(1, single(AWAY))
 
 
 def test_a_channel_that_comes_home_keeps_its_entry_so_that_epochs_never_go_back() -> None:

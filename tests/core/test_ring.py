@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamoth.ring import VIRTUAL_NODES, Ring
+from dynamoth.plan.ring import VIRTUAL_NODES, Ring
 
 CHANNELS = [b"channel-%d" % number for number in range(4000)]
 SHARE_DEVIATION_RATIO_MAX = 0.35

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth import stored_plan
 from dynamoth.errors import MalformedMessage
-from dynamoth.events import CommandPart, ErrorReply
-from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
-from dynamoth.plan import Entry, Phase, Plan, Route, pack_entry, single
+from dynamoth.machine.events import CommandPart, ErrorReply
+from dynamoth.plan.plan import Entry, Phase, Plan, Route, pack_entry, single
+from dynamoth.protocol import stored_plan
+from dynamoth.protocol.names import PLAN_KEY, PLAN_KEY_NEW
 from tests.core.strategies import PLAN_0, plans
 
 C = b"news"

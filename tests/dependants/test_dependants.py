@@ -13,9 +13,9 @@ from typing import Any, Self
 
 import pytest
 
-from dynamoth.plan import Plan, Server
-from dynamoth_cli.child import Child
-from dynamoth_cli.cluster import HOST, LocalCluster
+from dynamoth.plan.plan import Plan, Server
+from dynamoth_cli.local.child import Child
+from dynamoth_cli.local.cluster import HOST, LocalCluster
 from tests.whole.harness import move, until
 
 SERVERS = 3

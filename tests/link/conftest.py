@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from dynamoth_cli.embedded import EmbeddedRedis, bundled_redis_server, find_redis_server
+from dynamoth_cli.local.embedded import EmbeddedRedis, bundled_redis_server, find_redis_server
 from tests.link.harness import Runner, run
 from tests.redis_servers import RedisServerFactory
 

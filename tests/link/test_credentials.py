@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dynamoth_cli.embedded import EmbeddedRedis
+from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link import credentials as module
 from dynamoth_link.credentials import Credentials, parse_login
 from dynamoth_link.errors import AuthenticationFailed, CredentialsUnavailable

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dynamoth.events import (
+from dynamoth.machine.events import (
     Connect,
     Disconnect,
     ErrorReply,
@@ -22,7 +22,7 @@ from dynamoth.events import (
     SendAll,
     Tick,
 )
-from dynamoth_cli.embedded import EmbeddedRedis
+from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.driver import CLOCK_STEP_S, PUSHES_SHOWN, RECENT_EVENTS, Driver, OnPushes
 from dynamoth_link.errors import MachineCrashed
 from dynamoth_link.options import LinkOptions

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dynamoth.events import ErrorReply
-from dynamoth_cli.embedded import EmbeddedRedis
+from dynamoth.machine.events import ErrorReply
+from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.link import Link
 from dynamoth_link.options import LinkOptions, TlsOptions
 from dynamoth_link.query import query

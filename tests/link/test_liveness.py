@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dynamoth_cli.embedded import EmbeddedRedis
+from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.liveness import ANSWER_GRACE_S, LOOKS_PER_TIMEOUT, Liveness, Verdict
 from dynamoth_link.options import LinkOptions
 from tests.link.harness import HASTY, Runner, up

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynamoth.errors import ConfigError
-from dynamoth.events import ErrorReply
+from dynamoth.machine.events import ErrorReply
 from dynamoth_link.connection import Connection
 from dynamoth_link.errors import (
     AuthenticationFailed,

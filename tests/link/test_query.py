@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from dynamoth.errors import DynamothError
-from dynamoth.events import ErrorReply
-from dynamoth_cli.embedded import EmbeddedRedis
+from dynamoth.machine.events import ErrorReply
+from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.errors import AuthenticationFailed, LinkError, ServerTooOld, ServerUnreachable
 from dynamoth_link.handshake import open_connection
 from dynamoth_link.options import LinkOptions

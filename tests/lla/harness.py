@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from dynamoth.control import Announcement, pack_control
-from dynamoth.envelope import seal
-from dynamoth.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Tick
-from dynamoth.names import ANNOUNCE_CHANNEL, BALANCER_CHANNEL
-from dynamoth.reports import ChannelLoad, Report, unpack_report
+from dynamoth.machine.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Tick
+from dynamoth.protocol.control import Announcement, pack_control
+from dynamoth.protocol.envelope import seal
+from dynamoth.protocol.names import ANNOUNCE_CHANNEL, BALANCER_CHANNEL
+from dynamoth.protocol.reports import ChannelLoad, Report, unpack_report
 from dynamoth_lla.machine import LoadAnalyzer
 from dynamoth_lla.options import LoadAnalyzerOptions
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamoth.control import PlanQuery, pack_control
-from dynamoth.envelope import CONTROL, FORWARDED, HEARTBEAT
 from dynamoth.errors import ConfigError
-from dynamoth.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, Start, Tick
-from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, replica_channel
-from dynamoth.reports import ChannelLoad, ChannelSums, Report, pack_ids, unpack_ids
+from dynamoth.machine.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, Start, Tick
+from dynamoth.protocol.control import PlanQuery, pack_control
+from dynamoth.protocol.envelope import CONTROL, FORWARDED, HEARTBEAT
+from dynamoth.protocol.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, replica_channel
+from dynamoth.protocol.reports import ChannelLoad, ChannelSums, Report, pack_ids, unpack_ids
 from dynamoth_lla.digest import MESSAGE_BYTES
 from dynamoth_lla.machine import NAMES_PER_NUMSUB, LoadAnalyzer, ObservationLate, Stage
 from dynamoth_lla.options import LoadAnalyzerOptions

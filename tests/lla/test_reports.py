@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamoth.control import REPORT_CODE, PlanQuery, pack_control
 from dynamoth.errors import MalformedMessage
-from dynamoth.reports import (
+from dynamoth.protocol.control import REPORT_CODE, PlanQuery, pack_control
+from dynamoth.protocol.reports import (
     REPORT_CHANNELS_MAX,
     ChannelColumns,
     ChannelLoad,

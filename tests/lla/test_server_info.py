@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from dynamoth.events import ErrorReply
+from dynamoth.machine.events import ErrorReply
 from dynamoth_lla.server_info import Rates, ServerInfo, parse_info, rates
 
 REDIS_7 = (

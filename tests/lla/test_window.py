@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.envelope import CONTROL, FIRST, FORWARDED, HEARTBEAT, MAGIC, RAW, ROUTE_CHANGED
-from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL
+from dynamoth.protocol.envelope import CONTROL, FIRST, FORWARDED, HEARTBEAT, MAGIC, RAW, ROUTE_CHANGED
+from dynamoth.protocol.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL
 from dynamoth_lla.traffic import Traffic
 from dynamoth_lla.window import PMESSAGE_BYTES, Window
 from tests.lla.harness import publication, push

@@ -7,11 +7,11 @@ from typing import Any, Protocol, TypeVar
 
 import msgpack
 
-from dynamoth.control import ControlMessage, RouteNotice, pack_control, seal_control
-from dynamoth.envelope import seal
-from dynamoth.events import LinkDown, LinkUp, Pushed, Replied, Send, SendAll, Tick
-from dynamoth.plan import Assignment, Mode, Phase, Plan, Route, Server, pack_entry, single
-from dynamoth.stored_plan import HEADER_FIELD, RUN_FIELD, VERSION_FIELD, write_whole
+from dynamoth.machine.events import LinkDown, LinkUp, Pushed, Replied, Send, SendAll, Tick
+from dynamoth.plan.plan import Assignment, Mode, Phase, Plan, Route, Server, pack_entry, single
+from dynamoth.protocol.control import ControlMessage, RouteNotice, pack_control, seal_control
+from dynamoth.protocol.envelope import seal
+from dynamoth.protocol.stored_plan import HEADER_FIELD, RUN_FIELD, VERSION_FIELD, write_whole
 
 SERVERS = tuple(Server(id_, f"redis://{id_}:6379") for id_ in ("s1", "s2", "s3"))
 URLS = {server.id: server.url for server in SERVERS}

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from math import inf
 from typing import Any
 
-from dynamoth.control import Announcement, Marker, RouteNotice, unpack_control
-from dynamoth.events import Pushed, Start
-from dynamoth.names import ANNOUNCE_CHANNEL, inbox
-from dynamoth.plan import Plan, Route
-from dynamoth_client.local_plan import LocalPlan
-from dynamoth_client.subscriber import SubscriberMachine
-from dynamoth_client.subscriber_events import Deliver, Subscribe, SubscriberOptions, Unsubscribe
+from dynamoth.machine.events import Pushed, Start
+from dynamoth.plan.plan import Plan, Route
+from dynamoth.protocol.control import Announcement, Marker, RouteNotice, unpack_control
+from dynamoth.protocol.names import ANNOUNCE_CHANNEL, inbox
+from dynamoth_client.machines.local_plan import LocalPlan
+from dynamoth_client.machines.subscriber.events import Deliver, Subscribe, SubscriberOptions, Unsubscribe
+from dynamoth_client.machines.subscriber.machine import SubscriberMachine
 from tests.machines.helpers import PLAN_0, URLS, C, Subject, control, entry_reply, only, published, reply, tagged
 
 OPTIONS = SubscriberOptions(move_spread_s=0.0, join_moving_s=0.0, look_elsewhere_s=inf, marker_s=inf)

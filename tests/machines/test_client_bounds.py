@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-import dynamoth_client.held
-import dynamoth_client.local_plan
-import dynamoth_client.pattern_messages
-import dynamoth_client.sequences
-from dynamoth.envelope import FIRST, ROUTE_CHANGED
-from dynamoth.plan import Route, single
-from dynamoth_client.local_plan import LocalPlan
-from dynamoth_client.pattern_messages import PatternGapDetected
-from dynamoth_client.subscriber_events import GapDetected
+import dynamoth_client.machines.held_bytes
+import dynamoth_client.machines.local_plan
+import dynamoth_client.machines.patterns.messages
+import dynamoth_client.machines.sequences
+from dynamoth.plan.plan import Route, single
+from dynamoth.protocol.envelope import FIRST, ROUTE_CHANGED
+from dynamoth_client.machines.local_plan import LocalPlan
+from dynamoth_client.machines.patterns.messages import PatternGapDetected
+from dynamoth_client.machines.subscriber.events import GapDetected
 from tests.machines.helpers import PLAN_0, C, message, only
 from tests.machines.listener import Listener
 from tests.machines.listener import delivered as delivered_to_listener
@@ -43,9 +43,9 @@ def kept_bytes(flood: Callable[[], object]) -> int:
 
 @pytest.fixture(autouse=True)
 def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dynamoth_client.held, "HELD_BYTES_MAX", MB)
-    monkeypatch.setattr(dynamoth_client.pattern_messages, "NAMES_BYTES_MAX", MB)
-    monkeypatch.setattr(dynamoth_client.local_plan, "NAMES_BYTES_MAX", MB)
+    monkeypatch.setattr(dynamoth_client.machines.held_bytes, "HELD_BYTES_MAX", MB)
+    monkeypatch.setattr(dynamoth_client.machines.patterns.messages, "NAMES_BYTES_MAX", MB)
+    monkeypatch.setattr(dynamoth_client.machines.local_plan, "NAMES_BYTES_MAX", MB)
 
 
 def fresh(number: int) -> bytes:
@@ -114,7 +114,7 @@ def test_the_messages_of_a_channel_that_was_left_count_no_more_when_their_time_i
 
 
 def test_a_publisher_that_gives_way_to_others_leaves_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dynamoth_client.sequences, "STREAMS_MAX", 2)
+    monkeypatch.setattr(dynamoth_client.machines.sequences, "STREAMS_MAX", 2)
     listener = Listener().confirmed()
     listener.push("s1", C, message(1, publisher=HONEST))
     listener.push("s1", C, message(3, publisher=HONEST))

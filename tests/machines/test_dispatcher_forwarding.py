@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from dynamoth.control import LossNotice, PlanChange, RouteNotice, pack_control, unpack_control
-from dynamoth.envelope import (
+from dynamoth.machine.events import Connect, ErrorReply, Pushed, Send
+from dynamoth.plan.plan import Assignment, Mode, Plan, Route, single
+from dynamoth.protocol.control import LossNotice, PlanChange, RouteNotice, pack_control, unpack_control
+from dynamoth.protocol.envelope import (
     CONTROL,
     FIRST,
     FORWARDED,
@@ -19,9 +21,7 @@ from dynamoth.envelope import (
     forwarded,
     open_envelope,
 )
-from dynamoth.events import Connect, ErrorReply, Pushed, Send
-from dynamoth.names import AGENT_CHANNEL, inbox, relay_channel, replica_channel
-from dynamoth.plan import Assignment, Mode, Plan, Route, single
+from dynamoth.protocol.names import AGENT_CHANNEL, inbox, relay_channel, replica_channel
 from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions, forward_link
 from dynamoth_dispatcher.machine import DispatcherOptions
 from tests.machines.agent import Agent, copies

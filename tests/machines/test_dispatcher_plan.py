@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from dynamoth.control import (
+from dynamoth.machine.events import Connect, ErrorReply, Pushed, Replied, Send
+from dynamoth.plan.plan import Entry, Phase, Plan, PlanDelta, Route, single
+from dynamoth.protocol.control import (
     LossNotice,
     Marker,
     ObservationGap,
@@ -19,9 +21,8 @@ from dynamoth.control import (
     pack_control,
     unpack_control,
 )
-from dynamoth.envelope import CONTROL, EPOCH_MAX, open_envelope
-from dynamoth.events import Connect, ErrorReply, Pushed, Replied, Send
-from dynamoth.names import (
+from dynamoth.protocol.envelope import CONTROL, EPOCH_MAX, open_envelope
+from dynamoth.protocol.names import (
     AGENT_CHANNEL,
     ANNOUNCE_CHANNEL,
     BALANCER_CHANNEL,
@@ -29,8 +30,7 @@ from dynamoth.names import (
     inbox,
     replica_channel,
 )
-from dynamoth.plan import Entry, Phase, Plan, PlanDelta, Route, single
-from dynamoth.stored_plan import READ_WHOLE, VERSION_READ_INTERVAL_S
+from dynamoth.protocol.stored_plan import READ_WHOLE, VERSION_READ_INTERVAL_S
 from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions, forward_link
 from dynamoth_dispatcher.machine import DispatcherOptions
 from dynamoth_dispatcher.transitions import TransitionOptions

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.control import (
+from dynamoth.machine.events import Connect, ErrorReply, Replied, RepliedAll, Send, SendAll
+from dynamoth.plan.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, single
+from dynamoth.protocol.control import (
     ForwardRequest,
     LossNotice,
     Marker,
@@ -21,7 +23,7 @@ from dynamoth.control import (
     seal_control,
     unpack_control,
 )
-from dynamoth.envelope import (
+from dynamoth.protocol.envelope import (
     CONTROL,
     FIRST,
     FORWARDED,
@@ -34,8 +36,7 @@ from dynamoth.envelope import (
     open_envelope,
     seal,
 )
-from dynamoth.events import Connect, ErrorReply, Replied, RepliedAll, Send, SendAll
-from dynamoth.names import (
+from dynamoth.protocol.names import (
     BALANCER_CHANNEL,
     RELAY_PREFIX,
     forward_channel,
@@ -44,7 +45,6 @@ from dynamoth.names import (
     relay_channel,
     replica_channel,
 )
-from dynamoth.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, single
 from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions, forward_link
 from dynamoth_dispatcher.machine import DispatcherOptions
 from dynamoth_dispatcher.transitions import TransitionOptions
@@ -194,7 +194,7 @@ def test_at_no_location_of_its_servers_a_message_goes_where_clients_are_told_to_
     for plan in (prepared, active):
         out = arrive(plan, place, data)
         publisher = out[0][1].publisher
-        assert {target for target, _ in out} == {*plan.entry(C).told.published_at(publisher, C)}
+        assert {target for target, _ in out} == {*plan.entry(C).client_route.published_at(publisher, C)}
         assert {envelope.epoch for _, envelope in out} == {3}, "older, so that the dispatcher there forwards it on"
         assert all(envelope.flags & FORWARDED for _, envelope in out)
 
@@ -686,12 +686,12 @@ def test_whoever_follows_any_route_gets_what_is_published_by_any(
     plans: list[Plan], version: int, by_the_old: bool, publisher: int
 ) -> None:
     entry = plans[version].entry(C)
-    route = plans[OLD].entry(C).route if by_the_old else entry.told
+    route = plans[OLD].entry(C).route if by_the_old else entry.client_route
     cluster = everywhere(plans[version])
     reached = cluster.publish(
         *route.published_at(publisher, C), data=message(1, publisher=publisher, epoch=route.epoch)
     )
-    assert all(has_reached(each, reached) for each in entry.followed)
+    assert all(has_reached(each, reached) for each in entry.live_routes)
     assert cluster.hops <= 1
     assert len(cluster.arrivals) <= len(SERVERS) + len(SERVERS) ** 2
 
@@ -702,10 +702,10 @@ def test_one_replica_is_enough_for_the_followers_of_the_other_route(
 ) -> None:
     """The others may be slow or away; under ALL_SUBSCRIBERS the publisher may have taken any."""
     entry = plans[version].entry(C)
-    route = data.draw(st.sampled_from(entry.followed))
+    route = data.draw(st.sampled_from(entry.live_routes))
     place = data.draw(st.sampled_from(route.locations(C)))
     reached = everywhere(plans[version]).publish(place, data=message(1, publisher=publisher, epoch=route.epoch))
-    assert all(has_reached(other, reached) for other in entry.followed if other != route)
+    assert all(has_reached(other, reached) for other in entry.live_routes if other != route)
     if route.assignment.mode is ALL_SUBSCRIBERS:
         assert has_reached(route, reached)
 
@@ -725,13 +725,13 @@ def test_whoever_follows_any_route_gets_what_was_published_anywhere(
     """By a very stale publisher, one of another life of the cluster, or a plain client."""
     entry = plans[version].entry(C)
     place = data.draw(anywhere(plans))
-    route = next((route for route in entry.followed if place in route.locations(C)), None)
+    route = next((route for route in entry.live_routes if place in route.locations(C)), None)
     if route is not None and route.assignment.mode is ALL_PUBLISHERS and entry.phase is Phase.SETTLED:
         return  # nobody sends to some of the replicas at rest
     payload = message(1, publisher=publisher, epoch=0 if route is None or route.epoch else 1)
     cluster = everywhere(plans[version])
     reached = cluster.publish(place, data=data.draw(st.sampled_from((payload, b"raw"))))
-    assert all(has_reached(each, reached) for each in entry.followed)
+    assert all(has_reached(each, reached) for each in entry.live_routes)
     assert cluster.hops <= 2
 
 
@@ -750,11 +750,11 @@ def test_dispatchers_need_not_change_their_plans_at_once(
         dict.fromkeys(SERVERS, 0) | dict.fromkeys(home().servers, ACTIVE - OLD) | dict.fromkeys(concerned, newest - 1)
     )
     cluster = Cluster({server: plans[data.draw(st.integers(oldest[server], newest))] for server in SERVERS})
-    route = data.draw(st.sampled_from([plans[0].entry(C).route, old, now.told]))
+    route = data.draw(st.sampled_from([plans[0].entry(C).route, old, now.client_route]))
     reached = cluster.publish(
         *route.published_at(publisher, C), data=message(1, publisher=publisher, epoch=route.epoch)
     )
-    followed = [each for each in now.followed if each in before.followed]
+    followed = [each for each in now.live_routes if each in before.live_routes]
     assert followed
     assert all(has_reached(each, reached) for each in followed)
     assert cluster.hops <= 3

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from dynamoth import stored_plan
-from dynamoth.control import AdminReply, AdminRequest, PlanChange, pack_control
-from dynamoth.envelope import CONTROL, FIRST, seal
 from dynamoth.errors import MalformedMessage
-from dynamoth.events import LinkUp, Pushed, Replied, Send, Start
-from dynamoth.names import (
+from dynamoth.machine.events import LinkUp, Pushed, Replied, Send, Start
+from dynamoth.plan.plan import Plan, Server, single, unpack_entry
+from dynamoth.protocol import stored_plan
+from dynamoth.protocol.control import AdminReply, AdminRequest, PlanChange, pack_control
+from dynamoth.protocol.envelope import CONTROL, FIRST, seal
+from dynamoth.protocol.names import (
     AGENT_CHANNEL,
     ANNOUNCE_CHANNEL,
     BALANCER_CHANNEL,
@@ -30,12 +31,11 @@ from dynamoth.names import (
     operator_inbox,
     replica_channel,
 )
-from dynamoth.plan import Plan, Server, single, unpack_entry
+from dynamoth_agent.machine import AgentMachine
 from dynamoth_balancer.machine import Stage
 from dynamoth_cli.admin import AdminMachine, Answered
-from dynamoth_client.subscriber_events import SubscriptionConfirmed
+from dynamoth_client.machines.subscriber.events import SubscriptionConfirmed
 from dynamoth_lla.options import LoadAnalyzerOptions
-from dynamoth_node.machine import NodeMachine
 from tests.balancer.fake_cluster import FakeCluster
 from tests.balancer.test_installation import NO_DECISIONS
 from tests.core.hostile import corpus
@@ -105,11 +105,11 @@ HERE = next(b"%d" % n for n in range(100) if PLAN.entry(b"%d" % n).route.assignm
 AWAY = next(b"%d" % n for n in range(100) if PLAN.entry(b"%d" % n).route.assignment == single("s2"))
 
 
-class Node:
+class Agent:
     """An agent whose server answers what it must."""
 
     def __init__(self) -> None:
-        self.machine = NodeMachine("s1", 5, None, LoadAnalyzerOptions(outgoing_bytes_per_s_max=1000), "redis://h1")
+        self.machine = AgentMachine("s1", 5, None, LoadAnalyzerOptions(outgoing_bytes_per_s_max=1000), "redis://h1")
         self.now = 50.0
         self.tell(Start())
         self.tell(LinkUp("local", "run"))
@@ -118,7 +118,7 @@ class Node:
     def tell(self, event: Any) -> list[Any]:
         return self.machine.handle(event, self.now)
 
-    def up(self, plan: Plan = PLAN) -> Node:
+    def up(self, plan: Plan = PLAN) -> Agent:
         self.tell(Replied("local", ("plan",), whole_reply(plan, "run")))
         return self
 
@@ -163,28 +163,30 @@ def test_an_agent_survives_what_anybody_publishes_anywhere(name: str, in_envelop
     channel = CHANNELS[name]
     moving = PLAN.begin({HERE: single("s2")}).activate([HERE])
     for plan in (None, PLAN, moving):
-        node = Node() if plan is None else Node().up(plan)
+        agent = Agent() if plan is None else Agent().up(plan)
         for batch in batches(1 if plan is moving and channel in CONTROL_CHANNELS else 11):
-            node.push(channel, *(seal(1, 1, 0, data, CONTROL) if in_envelope else data for data in batch))
+            agent.push(channel, *(seal(1, 1, 0, data, CONTROL) if in_envelope else data for data in batch))
         if plan is None:
-            node.up()
+            agent.up()
         elif name == "agent" and not in_envelope:
-            assert node.machine.dispatcher.counters["malformed_messages"] > 300
-            node.up(Plan(10**6, plan.servers, plan.base))  # whatever it has been made to believe, what is stored counts
-        node.check_at_work()
+            assert agent.machine.dispatcher.counters["malformed_messages"] > 300
+            agent.up(
+                Plan(10**6, plan.servers, plan.base)
+            )  # whatever it has been made to believe, what is stored counts
+        agent.check_at_work()
 
 
 def test_an_agent_survives_whatever_its_server_stores() -> None:
-    node = Node().up()
+    agent = Agent().up()
     whole = whole_reply(PLAN, "run")
     for data in corpus()[::5]:
         for field in (stored_plan.VERSION_FIELD, stored_plan.HEADER_FIELD, stored_plan.RUN_FIELD, b"c:x"):
-            node.tell(Replied("local", ("plan",), {**whole, field: data}))
-        node.tell(Replied("local", ("plan",), data))
-        node.tell(Replied("local", ("plan",), [data]))
-    assert node.machine.dispatcher.counters["malformed_plans"] > 5_000
-    assert node.machine.plan_version == 0
-    node.check_at_work()
+            agent.tell(Replied("local", ("plan",), {**whole, field: data}))
+        agent.tell(Replied("local", ("plan",), data))
+        agent.tell(Replied("local", ("plan",), [data]))
+    assert agent.machine.dispatcher.counters["malformed_plans"] > 5_000
+    assert agent.machine.plan_version == 0
+    agent.check_at_work()
 
 
 # Clients.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from time import process_time
 
-from dynamoth.plan import Plan, Route, Server, single
-from dynamoth.stored_plan import StoredEntry
-from dynamoth_client.local_plan import LocalPlan
+from dynamoth.plan.plan import Plan, Route, Server, single
+from dynamoth.protocol.stored_plan import StoredEntry
+from dynamoth_client.machines.local_plan import LocalPlan
 from tests.machines.helpers import ACTIVE, PLAN_0, SERVERS, C, channel_at
 
 HOME = Route(0, single("s1"))

@@ -6,16 +6,21 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from dynamoth.control import LossNotice
-from dynamoth.envelope import FIRST, FORWARDED, HEARTBEAT, QUIET_MS_MAX, RAW, ROUTE_CHANGED, seal
-from dynamoth.events import Connect, Disconnect, ErrorReply, Pushed, Replied, Send, Start
-from dynamoth.names import PATTERN_PREFIX, replica_channel, replica_pattern
-from dynamoth.plan import JOIN_S, Plan, Server
-from dynamoth_client.local_plan import LocalPlan
-from dynamoth_client.pattern_messages import DeliverMatched, PatternGapDetected
-from dynamoth_client.pattern_subscription import PatternMessage
-from dynamoth_client.patterns import PatternMachine, PatternOptions, SubscribePatterns, UnsubscribePatterns
-from dynamoth_client.subscriber_events import SubscriptionConfirmed, SubscriptionEnded, SubscriptionFailed
+from dynamoth.machine.events import Connect, Disconnect, ErrorReply, Pushed, Replied, Send, Start
+from dynamoth.plan.plan import JOIN_S, Plan, Server
+from dynamoth.protocol.control import LossNotice
+from dynamoth.protocol.envelope import FIRST, FORWARDED, HEARTBEAT, QUIET_MS_MAX, RAW, ROUTE_CHANGED, seal
+from dynamoth.protocol.names import PATTERN_PREFIX, replica_channel, replica_pattern
+from dynamoth_client.machines.local_plan import LocalPlan
+from dynamoth_client.machines.patterns.machine import (
+    PatternMachine,
+    PatternOptions,
+    SubscribePatterns,
+    UnsubscribePatterns,
+)
+from dynamoth_client.machines.patterns.messages import DeliverMatched, PatternGapDetected
+from dynamoth_client.machines.patterns.subscription import PatternMessage
+from dynamoth_client.machines.subscriber.events import SubscriptionConfirmed, SubscriptionEnded, SubscriptionFailed
 from tests.machines.helpers import (
     PLAN_0,
     RUN,

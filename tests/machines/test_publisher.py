@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
-import dynamoth.outbox
-from dynamoth.control import Marker, ObservationGap, RouteNotice, pack_control
-from dynamoth.envelope import FIRST, HEARTBEAT, QUIET_MS_MAX, ROUTE_CHANGED, Envelope, open_envelope, seal
-from dynamoth.events import Connect, Disconnect, ErrorReply, LinkUp, Replied, RepliedAll, Send, Start, Tick
-from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
-from dynamoth.plan import Plan, Route, Server, pack_entry, single
-from dynamoth.stored_plan import READ_BELIEVED_VERSION, READ_HEADER, READ_RULES, read_entry
-from dynamoth_client.checks import READ_AGAIN_S
-from dynamoth_client.local_plan import LocalPlan
-from dynamoth_client.publication import (
+import dynamoth.machine.outbox
+from dynamoth.machine.events import Connect, Disconnect, ErrorReply, LinkUp, Replied, RepliedAll, Send, Start, Tick
+from dynamoth.plan.plan import Plan, Route, Server, pack_entry, single
+from dynamoth.protocol.control import Marker, ObservationGap, RouteNotice, pack_control
+from dynamoth.protocol.envelope import FIRST, HEARTBEAT, QUIET_MS_MAX, ROUTE_CHANGED, Envelope, open_envelope, seal
+from dynamoth.protocol.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
+from dynamoth.protocol.stored_plan import READ_BELIEVED_VERSION, READ_HEADER, READ_RULES, read_entry
+from dynamoth_client.machines.local_plan import LocalPlan
+from dynamoth_client.machines.publisher.checks import READ_AGAIN_S
+from dynamoth_client.machines.publisher.machine import PublisherMachine
+from dynamoth_client.machines.publisher.publication import (
     Publish,
     PublishAll,
     Published,
@@ -26,7 +27,6 @@ from dynamoth_client.publication import (
     PublishFailed,
     PublishRefused,
 )
-from dynamoth_client.publisher import PublisherMachine
 from tests.machines.helpers import (
     ACTIVE,
     PLAN_0,
@@ -140,7 +140,7 @@ def test_one_link_per_server() -> None:
     assert actions == [Connect("s1", URLS["s1"]), Connect("s2", URLS["s2"])]
 
 
-# Outcomes.
+# Answers.
 
 
 def test_tells_the_receivers_without_the_agents() -> None:
@@ -614,7 +614,7 @@ def test_a_plan_that_cannot_be_read_is_counted() -> None:
 @pytest.fixture
 def hundred(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let 100 bytes be under way at most."""
-    monkeypatch.setattr(dynamoth.outbox, "UNDER_WAY_BYTES_MAX", 100)
+    monkeypatch.setattr(dynamoth.machine.outbox, "UNDER_WAY_BYTES_MAX", 100)
 
 
 def test_a_message_that_has_failed_is_not_sent_again() -> None:

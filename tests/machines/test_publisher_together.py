@@ -9,13 +9,25 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.control import RouteNotice, pack_control
-from dynamoth.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, RepliedAll, Send, SendAll, Start
-from dynamoth.names import AGENT_CHANNEL, inbox
-from dynamoth.outbox import Outbox
-from dynamoth.plan import Assignment, Mode, Route, single
-from dynamoth_client.local_plan import LocalPlan
-from dynamoth_client.publication import (
+from dynamoth.machine.events import (
+    Connect,
+    ErrorReply,
+    LinkDown,
+    LinkUp,
+    Pushed,
+    Replied,
+    RepliedAll,
+    Send,
+    SendAll,
+    Start,
+)
+from dynamoth.machine.outbox import Outbox
+from dynamoth.plan.plan import Assignment, Mode, Route, single
+from dynamoth.protocol.control import RouteNotice, pack_control
+from dynamoth.protocol.names import AGENT_CHANNEL, inbox
+from dynamoth_client.machines.local_plan import LocalPlan
+from dynamoth_client.machines.publisher.machine import PublisherMachine
+from dynamoth_client.machines.publisher.publication import (
     Publish,
     PublishAll,
     Published,
@@ -24,7 +36,6 @@ from dynamoth_client.publication import (
     PublishFailed,
     PublishRefused,
 )
-from dynamoth_client.publisher import PublisherMachine
 from tests.machines.helpers import PLAN_0, RUN, C, Subject, channel_at
 
 ID = 0xABCD

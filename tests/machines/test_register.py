@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamoth_client.register import Register
-from dynamoth_client.subscriber_events import SubscriptionConfirmed, SubscriptionEnded
+from dynamoth_client.machines.register import Register
+from dynamoth_client.machines.subscriber.events import SubscriptionConfirmed, SubscriptionEnded
 
 NAME = b"name"
 CONFIRMED = SubscriptionConfirmed(NAME)
@@ -15,7 +15,7 @@ class Registered:
     confirmed: bool = False
     confirmed_at: float = float("inf")
     confirmations_owed: int = 1
-    ends_owed: int = 0
+    unsubscribe_acks_pending: int = 0
 
 
 def registered(ended_max: int = 10) -> tuple[Register[Registered, str], Registered]:

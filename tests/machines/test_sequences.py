@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dynamoth.envelope import FIRST, FORWARDED, HEARTBEAT, ROUTE_CHANGED, SEQUENCE_MAX
-from dynamoth_client.sequences import (
+from dynamoth.protocol.envelope import FIRST, FORWARDED, HEARTBEAT, ROUTE_CHANGED, SEQUENCE_MAX
+from dynamoth_client.machines.sequences import (
     BEHIND_BYTES_MAX,
     BEHIND_MAX,
     HELD_MAX,

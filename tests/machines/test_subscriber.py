@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from dynamoth.control import Announcement, LossNotice, Marker, RouteNotice, pack_control
-from dynamoth.envelope import FIRST
-from dynamoth.events import Connect, Disconnect, ErrorReply, Pushed, Send
-from dynamoth.names import ANNOUNCE_CHANNEL, replica_channel
-from dynamoth.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, Server, single
-from dynamoth.stored_plan import READ_HEADER, read_entry
-from dynamoth_client.subscriber_events import (
+from dynamoth.machine.events import Connect, Disconnect, ErrorReply, Pushed, Send
+from dynamoth.plan.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, Server, single
+from dynamoth.protocol.control import Announcement, LossNotice, Marker, RouteNotice, pack_control
+from dynamoth.protocol.envelope import FIRST
+from dynamoth.protocol.names import ANNOUNCE_CHANNEL, replica_channel
+from dynamoth.protocol.stored_plan import READ_HEADER, read_entry
+from dynamoth_client.machines.subscriber.events import (
     Deliver,
     GapDetected,
     SubscriberOptions,
@@ -21,7 +21,7 @@ from dynamoth_client.subscriber_events import (
     SubscriptionEnded,
     SubscriptionFailed,
 )
-from dynamoth_client.subscription import EARLY_BYTES_MAX, EARLY_MAX
+from dynamoth_client.machines.subscriber.subscription import EARLY_BYTES_MAX, EARLY_MAX
 from tests.machines.helpers import (
     ACTIVE,
     PLAN_0,
@@ -562,7 +562,7 @@ def test_looks_again_once_per_interval_however_often_it_was_told() -> None:
     for epoch in range(1, 2001):
         listener.told(Route(epoch, single("s2" if epoch % 2 else "s1")))
     listener.pass_time(4 * OPTIONS.look_again_s_max)
-    assert len(listener.subscriber._wishes) < 100  # pyright: ignore[reportPrivateUsage]  # no other way to see it
+    assert len(listener.subscriber._timers) < 100  # pyright: ignore[reportPrivateUsage]  # no other way to see it
 
 
 # Servers and routes that may not be true.

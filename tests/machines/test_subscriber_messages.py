@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.control import LossNotice, ObservationGap
-from dynamoth.envelope import CONTROL, FIRST, FORWARDED, HEARTBEAT, MAGIC, RAW, ROUTE_CHANGED, seal
-from dynamoth.events import Pushed
-from dynamoth.plan import Route, single
-from dynamoth_client.sequences import STREAMS_MAX
-from dynamoth_client.subscriber_events import Deliver, GapDetected
+from dynamoth.machine.events import Pushed
+from dynamoth.plan.plan import Route, single
+from dynamoth.protocol.control import LossNotice, ObservationGap
+from dynamoth.protocol.envelope import CONTROL, FIRST, FORWARDED, HEARTBEAT, MAGIC, RAW, ROUTE_CHANGED, seal
+from dynamoth_client.machines.sequences import STREAMS_MAX
+from dynamoth_client.machines.subscriber.events import Deliver, GapDetected
 from tests.machines.helpers import ACTIVE, PLAN_0, C, channel_at, control, message, only
 from tests.machines.listener import OPTIONS, Listener, delivered
 
@@ -193,7 +193,7 @@ def test_messages_that_wait_leave_no_wish_behind_each() -> None:
     listener.push("s1", C, message(1))
     for number in range(3, 3000):
         listener.push("s1", C, message(number))
-    assert len(listener.subscriber._wishes) < 100  # pyright: ignore[reportPrivateUsage]  # no other way to see it
+    assert len(listener.subscriber._timers) < 100  # pyright: ignore[reportPrivateUsage]  # no other way to see it
 
 
 def test_remembers_a_bounded_number_of_publishers() -> None:

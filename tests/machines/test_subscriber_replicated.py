@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 
-from dynamoth.control import RouteNotice
-from dynamoth.envelope import FIRST, FORWARDED, ROUTE_CHANGED
-from dynamoth.events import Connect, Disconnect, Pushed
-from dynamoth.names import CLIENTS_CHANNEL, replica_channel
-from dynamoth.plan import Assignment, Location, Mode, Plan, Route, single
-from dynamoth_client.local_plan import LocalPlan, NewerSoftware
-from dynamoth_client.publication import Publish
-from dynamoth_client.publisher import PublisherMachine
-from dynamoth_client.subscriber import SubscriberMachine
-from dynamoth_client.subscriber_events import (
+from dynamoth.machine.events import Connect, Disconnect, Pushed
+from dynamoth.plan.plan import Assignment, Location, Mode, Plan, Route, single
+from dynamoth.protocol.control import RouteNotice
+from dynamoth.protocol.envelope import FIRST, FORWARDED, ROUTE_CHANGED
+from dynamoth.protocol.names import CLIENTS_CHANNEL, replica_channel
+from dynamoth_client.machines.local_plan import LocalPlan, NewerSoftware
+from dynamoth_client.machines.publisher.machine import PublisherMachine
+from dynamoth_client.machines.publisher.publication import Publish
+from dynamoth_client.machines.subscriber.events import (
     Deliver,
     GapDetected,
     Subscribe,
@@ -23,6 +22,7 @@ from dynamoth_client.subscriber_events import (
     SubscriptionConfirmed,
     SubscriptionEnded,
 )
+from dynamoth_client.machines.subscriber.machine import SubscriberMachine
 from tests.machines.helpers import (
     PLAN_0,
     SETTLED,
@@ -72,7 +72,7 @@ def gaps(actions: list[Any]) -> list[str]:
 def listening(plan: Plan, *up: str, options: SubscriberOptions = OPTIONS) -> Listener:
     """Return a subscriber that follows the route of ``plan``, and is verified at those of its servers that are up."""
     listener = Listener(options)
-    listener.plan.learn(C, plan.entry(C).told, listener.now)
+    listener.plan.learn(C, plan.entry(C).client_route, listener.now)
     asked = [connect.link for connect in only(Connect, listener.subscribe())]
     for server in up:
         if server in asked:
@@ -219,7 +219,7 @@ def test_subscribers_are_spread_over_the_replicas() -> None:
     assert all(90 <= chosen.count(server) <= 110 for server in ALL)
 
 
-# Moves.
+# Routing.
 
 
 @pytest.mark.parametrize("last", ALL)
@@ -585,7 +585,7 @@ def test_replicas_that_come_and_go_leave_no_wishes_behind() -> None:
     listener = listening(AT_ANY)
     for _ in range(1000):
         listener.pass_time(OPTIONS.failover_s)
-    assert len(listener.subscriber._wishes) < 100  # pyright: ignore[reportPrivateUsage]  # no other way to see it
+    assert len(listener.subscriber._timers) < 100  # pyright: ignore[reportPrivateUsage]  # no other way to see it
 
 
 # Modes of newer software.

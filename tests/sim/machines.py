@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dynamoth.events import Connect, LinkUp, Send, Start
+from dynamoth.machine.events import Connect, LinkUp, Send, Start
 
 
 @dataclass(slots=True)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth_sim.network import CALM, SILENCE_S_MAX, Delays, End, Network, Packet, Pipe
-from dynamoth_sim.redis_model import RedisServer
-from dynamoth_sim.world import World
+from dynamoth_sim.world.network import CALM, SILENCE_S_MAX, Delays, End, Network, Packet, Pipe
+from dynamoth_sim.world.redis import RedisServer
+from dynamoth_sim.world.world import World
 
 WILD = Delays(base_s=0.001, jitter_s=0.1, spike_s=1.0, spike_ratio=0.2)
 

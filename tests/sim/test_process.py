@@ -1,4 +1,4 @@
-"""The simulated driver keeps the contract of ``dynamoth.events``."""
+"""The simulated driver keeps the contract of ``dynamoth.machine.events``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from dynamoth.events import Disconnect, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
-from dynamoth_sim.network import CALM, Network
-from dynamoth_sim.process import TICK_LATENESS_S_MAX, MachineFailed, Process
-from dynamoth_sim.redis_model import RedisServer
-from dynamoth_sim.world import World
+from dynamoth.machine.events import Disconnect, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
+from dynamoth_sim.world.network import CALM, Network
+from dynamoth_sim.world.process import TICK_LATENESS_S_MAX, MachineFailed, Process
+from dynamoth_sim.world.redis import RedisServer
+from dynamoth_sim.world.world import World
 from tests.sim.machines import Do, Recorder
 
 

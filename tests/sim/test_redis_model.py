@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from dynamoth.events import ErrorReply
-from dynamoth.names import PLAN_KEY
-from dynamoth_sim.network import CALM, Connection, End, Network, Packet
-from dynamoth_sim.redis_keys import UnknownCommand
-from dynamoth_sim.redis_model import Greeting, RedisServer, Reply
-from dynamoth_sim.world import World
+from dynamoth.machine.events import ErrorReply
+from dynamoth.protocol.names import PLAN_KEY
+from dynamoth_sim.world.network import CALM, Connection, End, Network, Packet
+from dynamoth_sim.world.redis import Greeting, RedisServer, Reply
+from dynamoth_sim.world.redis_keys import UnknownCommand
+from dynamoth_sim.world.world import World
 
 
 class Peer:

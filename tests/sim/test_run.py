@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
-from dynamoth_client.sequences import Stream
-from dynamoth_sim.mutating import replaced
-from dynamoth_sim.mutations import (
+from dynamoth_client.machines.sequences import Stream
+from dynamoth_sim.faults.profiles import PROFILES
+from dynamoth_sim.mutations.mutation import replaced
+from dynamoth_sim.mutations.published import (
     absence_without_end,
     empty_when_told,
     gone_in_silence,
@@ -18,7 +19,6 @@ from dynamoth_sim.mutations import (
     no_markers,
     no_verification,
 )
-from dynamoth_sim.profiles import PROFILES
 from dynamoth_sim.run import main, parse_seeds, run_seed, run_seeds
 
 SEED = 11

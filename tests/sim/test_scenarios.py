@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dynamoth_sim.mutating import Check
-from dynamoth_sim.mutations import CHECKS
+from dynamoth_sim.mutations.mutation import Check
+from dynamoth_sim.mutations.registry import CHECKS
 from dynamoth_sim.run import Outcome, run_scenario
-from dynamoth_sim.scenarios import SCENARIOS
+from dynamoth_sim.scenarios.registry import SCENARIOS
 
 
 def describe(outcome: Outcome) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dynamoth_sim import world as world_module
-from dynamoth_sim.world import World
+from dynamoth_sim.world import world as world_module
+from dynamoth_sim.world.world import World
 
 
 def test_callbacks_run_in_the_order_of_time_and_then_of_scheduling() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import redis
 
-from dynamoth_cli.acl import ROLES, make_user, to_lines
-from dynamoth_cli.cluster import LocalCluster
-from dynamoth_cli.embedded import bundled_redis_server, find_redis_server
+from dynamoth_cli.commands.acl import ROLES, make_user, to_lines
+from dynamoth_cli.local.cluster import LocalCluster
+from dynamoth_cli.local.embedded import bundled_redis_server, find_redis_server
 
 CHANNELS = ("news.*", "raw?*")
 """What clients may use."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from dynamoth_cli.child import Child
+from dynamoth_cli.local.child import Child
 from tests.whole.harness import until
 
 ROOT = Path(__file__).parents[2]

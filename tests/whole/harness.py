@@ -17,12 +17,12 @@ import redis
 import redis.asyncio
 import redis.exceptions
 
-from dynamoth.control import AdminRequest, pack_control
-from dynamoth.names import OPERATOR_CHANNEL
-from dynamoth.plan import Entry, Phase, Plan, Server
-from dynamoth.stored_plan import parse_entry, read_entry
-from dynamoth_cli.child import Child
-from dynamoth_cli.cluster import LocalCluster
+from dynamoth.plan.plan import Entry, Phase, Plan, Server
+from dynamoth.protocol.control import AdminRequest, pack_control
+from dynamoth.protocol.names import OPERATOR_CHANNEL
+from dynamoth.protocol.stored_plan import parse_entry, read_entry
+from dynamoth_cli.local.child import Child
+from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client.asyncio import GapInfo, PubSub, Redis, from_url
 from dynamoth_sim.guarantees import Audit, Totals
 

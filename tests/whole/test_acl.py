@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dynamoth_cli.cluster import LocalCluster
+from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.main import main
 from dynamoth_client.asyncio import PubSub, from_url
 from dynamoth_dispatcher.observation import QUIET_PATTERNS

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from dynamoth.plan import Plan, Server
-from dynamoth_cli.child import dynamoth_command
-from dynamoth_cli.cluster import LocalCluster
+from dynamoth.plan.plan import Plan, Server
+from dynamoth_cli.local.child import dynamoth_command
+from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_link.errors import AuthenticationFailed
 from tests.whole.acl_cluster import USERS, Rules, acl_log, all_rules
 from tests.whole.harness import Traffic, move

@@ -14,11 +14,11 @@ import pytest
 import redis
 import redis.exceptions
 
-from dynamoth import names
-from dynamoth.control import AdminRequest, Announcement, ForwardRequest, Marker, PlanAck, Vacated, pack_control
-from dynamoth.envelope import FIRST, HEARTBEAT, open_envelope, seal
 from dynamoth.errors import RequestRefused
-from dynamoth_cli.cluster import LocalCluster
+from dynamoth.protocol import names
+from dynamoth.protocol.control import AdminRequest, Announcement, ForwardRequest, Marker, PlanAck, Vacated, pack_control
+from dynamoth.protocol.envelope import FIRST, HEARTBEAT, open_envelope, seal
+from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client.asyncio import from_url
 from tests.whole.acl_cluster import USERS, Rules, acl_cluster, all_rules, plain_client
 from tests.whole.harness import until

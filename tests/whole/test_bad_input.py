@@ -12,9 +12,18 @@ from contextlib import contextmanager
 import msgpack
 import pytest
 
-from dynamoth.control import ForwardRequest, Marker, PlanAck, PlanChange, RouteNotice, pack_control, seal_control
-from dynamoth.envelope import seal
-from dynamoth.names import (
+from dynamoth.plan.plan import PlanDelta, Route, single
+from dynamoth.protocol.control import (
+    ForwardRequest,
+    Marker,
+    PlanAck,
+    PlanChange,
+    RouteNotice,
+    pack_control,
+    seal_control,
+)
+from dynamoth.protocol.envelope import seal
+from dynamoth.protocol.names import (
     AGENT_CHANNEL,
     ANNOUNCE_CHANNEL,
     BALANCER_CHANNEL,
@@ -23,9 +32,8 @@ from dynamoth.names import (
     forward_channel,
     replica_channel,
 )
-from dynamoth.plan import PlanDelta, Route, single
-from dynamoth_cli.child import dynamoth_command
-from dynamoth_cli.cluster import LocalCluster
+from dynamoth_cli.local.child import dynamoth_command
+from dynamoth_cli.local.cluster import LocalCluster
 from tests.whole.harness import PATIENCE_S, Traffic, channels_at, move, until
 
 PASSWORD = "right password"
@@ -71,7 +79,7 @@ def test_second_daemons_end_with_2_and_say_what_to_do(cluster: LocalCluster) -> 
         return agent["agent_incarnation"] if agent["agent"] == "alive" else None
 
     first = until(believed, "the balancer hears the agent")
-    with daemon(cluster, "node", "--server", "s1") as agent, daemon(cluster, "balancer") as balancer:
+    with daemon(cluster, "agent", "--server", "s1") as agent, daemon(cluster, "balancer") as balancer:
         status, told = last_words(agent)
         assert status == 2
         assert "another agent of server 's1' is at work already" in told
@@ -87,7 +95,7 @@ def test_second_daemons_end_with_2_and_say_what_to_do(cluster: LocalCluster) -> 
     move(cluster, channel, "s1")
 
 
-@pytest.mark.parametrize("arguments", [("node", "--server", "s1"), ("balancer",)])
+@pytest.mark.parametrize("arguments", [("agent", "--server", "s1"), ("balancer",)])
 def test_a_daemon_with_a_wrong_password_says_so_and_what_to_check(
     cluster: LocalCluster, arguments: tuple[str, ...]
 ) -> None:

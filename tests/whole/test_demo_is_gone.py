@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamoth_cli.child import dynamoth_command
+from dynamoth_cli.local.child import dynamoth_command
 from tests.processes import command_lines
 from tests.whole.harness import PATIENCE_S, until
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dynamoth.errors import RequestRefused
-from dynamoth_cli.cluster import LocalCluster
+from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.main import main
 from dynamoth_client import from_url
 from tests.whole.harness import Traffic, channels_at, logged, move, until

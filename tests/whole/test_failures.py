@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dynamoth.errors import ClusterUnavailable, RequestRefused
-from dynamoth.plan import Phase
-from dynamoth_cli.cluster import LocalCluster
+from dynamoth.plan.plan import Phase
+from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client.asyncio import PubSub, from_url
 from tests.whole.harness import (
     PATIENCE_S,
@@ -212,7 +212,7 @@ def test_without_a_balancer_and_without_a_dispatcher_everything_at_rest_goes_on(
         until(lambda: logged(cluster.balancer, "an agent is not heard any more: see whether it runs"), "it is missed")
         for channel, to in ((at_s2[0], "s1"), (at_s1[0], "s2")):
             with pytest.raises(
-                RequestRefused, match="the agent of server s1 is not heard; start `dynamoth node` for it"
+                RequestRefused, match="the agent of server s1 is not heard; start `dynamoth agent` for it"
             ):
                 move(cluster, channel, to)
         traffic.flows()

@@ -8,11 +8,11 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from dynamoth_cli.cluster import LocalCluster
+from dynamoth_cli.local.cluster import LocalCluster
 from tests.whole.harness import channels_at, logged, until
 
 SETTINGS = {
-    "node.report_interval_s": 0.3,
+    "agent.report_interval_s": 0.3,
     "balancer.wait_s": 1.0,
     "balancer.averaging_s": 3.0,
     "balancer.channel_rest_s": 1.0,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dynamoth.errors import RequestRefused
-from dynamoth.plan import Phase
-from dynamoth_cli.cluster import LocalCluster
+from dynamoth.plan.plan import Phase
+from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.main import main
 from tests.whole.fleet import App, Fleet
 from tests.whole.harness import move, stored_entry, until

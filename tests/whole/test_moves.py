@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.busy_channel import Load
 from bench.moves import move_to_and_fro
-from dynamoth_cli.cluster import LocalCluster
+from dynamoth_cli.local.cluster import LocalCluster
 from tests.whole.harness import Traffic, channels_at, logged, move, until
 
 LOAD_RATIO_HIGH = 0.8

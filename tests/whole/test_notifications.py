@@ -9,7 +9,7 @@ from typing import Any
 
 import redis
 
-from dynamoth_cli.cluster import LocalCluster
+from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_dispatcher.observation import QUIET_PATTERNS
 from tests.whole.harness import PlainListener, Traffic, channels_at, move, until
 

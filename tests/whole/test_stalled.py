@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import dynamoth_client
-from dynamoth_cli.cluster import LocalCluster
+from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client.asyncio import PubSub, from_url
 from dynamoth_link.options import LinkOptions
 from tests.whole.harness import PATIENCE_S, channels_at, move

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from dynamoth_balancer.agents import GONE_S
-from dynamoth_cli.child import dynamoth_command
-from dynamoth_cli.cluster import LocalCluster
+from dynamoth_balancer.install.agents import GONE_S
+from dynamoth_cli.local.child import dynamoth_command
+from dynamoth_cli.local.cluster import LocalCluster
 from tests.whole.harness import channels_at, until
 
 TIMEOUT_S = 30.0
 
-SETTINGS = {"balancer.load_ratio_high": 100.0, "node.report_interval_s": 0.5}
+SETTINGS = {"balancer.load_ratio_high": 100.0, "agent.report_interval_s": 0.5}
 
 
 class Watched:
@@ -136,7 +136,7 @@ def test_an_agent_that_is_dead_or_hangs(watched: Watched, number: signal.Signals
         os.kill(agent.pid, number)
     began = time.monotonic()
     if number is signal.SIGKILL:
-        watched.until_not_ready("it has no agent: start 'dynamoth node --server s2'")
+        watched.until_not_ready("it has no agent: start 'dynamoth agent --server s2'")
         assert time.monotonic() - began < GONE_S + 2.0, "long before its reports are missed"
         watched.until_shown("agent_silent", "s2", "it has no agent")
     else:

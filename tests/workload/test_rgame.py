@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth_sim.rgame import (
+from dynamoth_sim.load.rgame import (
     PAYLOAD_BYTES_MIN,
     UPDATES_PER_STEP_MAX,
     GameAction,

@@ -1,0 +1,163 @@
+"""Two agents for one server: the later one stops.
+
+Theory of operation
+-------------------
+An agent names its connection, and subscribes to ``AGENT_CHANNEL`` as all agents do. So NUMSUB of that channel tells
+cheaply whether there can be another; only if it is not 1, the list of all subscribers is looked at. Of two agents the
+one with the higher connection id stops. Connection ids grow with each connection, so both come to the same conclusion.
+
+The name holds the incarnation of the agent's process, so that it does not take an old connection of its own, which
+the server has not missed yet, for another agent. Two agents that start at the same time may each be alone when they
+look; so they look again now and then.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, unquote
+
+from dynamoth.machine.events import ErrorReply, Replied, Send
+from dynamoth.protocol.names import AGENT_CHANNEL
+
+LOCAL = "local"
+
+TAG = "guard"
+"""The tags of the guard's commands are tuples that begin with this."""
+
+CHECK_INTERVAL_S = 10.0
+"""How often an agent looks for another one."""
+
+NAME_PREFIX = "dynamoth-agent:"
+"""How the names of agents' connections begin; the id of the server and the incarnation follow."""
+
+_AGENT_LINE = re.compile(rf"^id=(\d+) addr=(\S+) (?:\S+ )*?name={NAME_PREFIX}(\S+):(\S+) age=(\d+) ", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class AlreadyRunning:
+    """Action: another agent is at work at this server, so this process shall end. ``reason`` says what to do."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GuardRefused:
+    """Action: whether another agent is at work cannot be found out. ``reason`` says what to do. Said once."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Agent:
+    """An agent's connection, as CLIENT LIST shows it."""
+
+    id: int
+    server: str
+    incarnation: str
+    address: str
+    age_s: str
+
+
+class AgentGuard:
+    """Finds out whether this agent is the one of its server."""
+
+    def __init__(self, server: str, incarnation: int) -> None:
+        self._server = server
+        self._incarnation = f"{incarnation:x}"
+        #: When to look next; None while the link is down.
+        self._check_at: float | None = None
+        self._client_id: int | None = None
+        #: Whether it is known, of the present connection, that no other agent was there before.
+        self.is_clear = False
+        self._refused = False
+
+    @property
+    def connection_name(self) -> str:
+        """The name that this agent gives to its connection: no spaces, whatever the id of the server."""
+        return f"{NAME_PREFIX}{quote(self._server, safe='')}:{self._incarnation}"
+
+    def deadline(self) -> float | None:
+        """Return when to look next."""
+        return self._check_at
+
+    def introduce(self) -> list[Any]:
+        """Return what is sent first on a connection, before it is subscribed."""
+        return [
+            Send(LOCAL, (b"CLIENT", b"SETNAME", self.connection_name), (TAG, "name")),
+            Send(LOCAL, (b"CLIENT", b"ID"), (TAG, "id")),
+        ]
+
+    def check(self, now: float) -> list[Any]:
+        """Return what finds out whether there can be another; the connection has been introduced and is subscribed."""
+        self._check_at = now + CHECK_INTERVAL_S
+        return [Send(LOCAL, (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL), (TAG, "count"))]
+
+    def tick(self, now: float) -> list[Any]:
+        """Look again, when it is time."""
+        return self.check(now) if self._check_at is not None and now >= self._check_at else []
+
+    def link_down(self) -> None:
+        """Forget the connection."""
+        self._check_at = None
+        self._client_id = None
+        self.is_clear = False
+
+    def replied(self, event: Replied) -> list[Any]:
+        """Take the reply to a command of the guard."""
+        value = event.value
+        if isinstance(value, ErrorReply):
+            return self._refuse(value)
+        match event.tag[1]:
+            case "id" if isinstance(value, int):
+                self._client_id = value
+            case "count" if not isinstance(value, list) or value[1:] != [1]:
+                return [Send(LOCAL, (b"CLIENT", b"LIST", b"TYPE", b"pubsub"), (TAG, "list"))]
+            case "count":
+                self.is_clear = True
+            case "list":
+                return self._compare(value)
+            case _:
+                pass
+        return []
+
+    def _refuse(self, error: ErrorReply) -> list[Any]:
+        self.is_clear = True
+        if self._refused:
+            return []
+        self._refused = True
+        reason = (
+            f"the server does not let this agent see whether another one is at work ({error}): make sure yourself that"
+            " there is one agent per server, or permit +client|setname, +client|id, +client|list and +pubsub|numsub"
+        )
+        return [GuardRefused(reason)]
+
+    def _compare(self, listed: Any) -> list[Any]:
+        if self._client_id is None or not isinstance(listed, bytes):
+            return []
+        for agent in _agents(listed.decode(errors="replace")):
+            if agent.id < self._client_id and agent.incarnation != self._incarnation:
+                return [AlreadyRunning(self._reason(agent))]
+        self.is_clear = True
+        return []
+
+    def _reason(self, other: _Agent) -> str:
+        where = f"connection {other.id} from {other.address}, since {other.age_s} s"
+        if other.server != self._server:
+            return (
+                f"the agent of server {other.server!r} is at work at the Redis server that this agent of"
+                f" {self._server!r} was given ({where}): give each server of the cluster its own URL"
+            )
+        return (
+            f"another agent of server {self._server!r} is at work already ({where}): one is enough, so this one ends;"
+            f" stop the other first if this one shall replace it, or, if its host is dead, CLIENT KILL ID {other.id}"
+        )
+
+
+def _agents(listed: str) -> list[_Agent]:
+    """Read the lines of CLIENT LIST that are agents'."""
+    return [
+        _Agent(int(id_), unquote(server), incarnation, address, age_s)
+        for id_, address, server, incarnation, age_s in _AGENT_LINE.findall(listed)
+    ]

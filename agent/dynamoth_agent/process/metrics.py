@@ -1,0 +1,163 @@
+"""The metrics of an agent, as Prometheus reads them.
+
+Everything is read from the machines at each scrape, so nothing here is counted twice or forgotten. Labels name the
+server only: channels are too many for labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from dynamoth.protocol.reports import Report
+from dynamoth_agent.machine import AgentMachine
+
+
+@dataclass(frozen=True, slots=True)
+class _Gauge:
+    name: str
+    help: str
+    read: Callable[[Report], float]
+
+
+_OF_REPORT: tuple[_Gauge, ...] = (
+    _Gauge("server_load_ratio", "Measured over maximum outgoing bytes per second", lambda r: r.load_ratio),
+    _Gauge("server_tightest_ratio", "How full the tightest resource of the server is", lambda r: r.tightest_ratio),
+    _Gauge(
+        "server_outgoing_bytes_per_second",
+        "What the Redis server sends, without what its agent reads",
+        lambda r: r.outgoing_bytes_per_s,
+    ),
+    _Gauge(
+        "server_outgoing_max_bytes_per_second",
+        "What the server can send, as configured",
+        lambda r: r.outgoing_bytes_per_s_max,
+    ),
+    _Gauge("server_incoming_bytes_per_second", "What the Redis server receives", lambda r: r.incoming_bytes_per_s),
+    _Gauge("server_cpu_ratio", "CPU use of the thread of Redis that executes commands", lambda r: r.cpu_ratio),
+    _Gauge("server_memory_bytes", "Memory that Redis uses", lambda r: r.memory_bytes),
+    _Gauge("server_memory_max_bytes", "maxmemory of Redis; 0 for none", lambda r: r.memory_bytes_max),
+    _Gauge("server_connections", "Clients that are connected to Redis", lambda r: r.connections),
+    _Gauge("server_connections_max", "maxclients of Redis", lambda r: r.connections_max),
+    _Gauge(
+        "server_output_buffer_max_bytes",
+        "Largest output buffer of any client lately",
+        lambda r: r.output_buffer_bytes_max,
+    ),
+    _Gauge("server_client_buffers_bytes", "Memory of all clients' buffers", lambda r: r.client_buffers_bytes),
+    _Gauge("server_channels_subscribed", "Channels that have a subscriber", lambda r: r.channels_subscribed),
+    _Gauge(
+        "agent_report_estimated",
+        "1 while Redis does not permit INFO and the outgoing bytes are an estimate",
+        lambda r: r.outgoing_is_estimate,
+    ),
+)
+
+_COUNTERS_OF_ANALYZER = {
+    "messages_observed": "Messages that the agent has seen, on all channels",
+    "publications": "Messages that clients have published at the server",
+    "messages_sent": "Copies that Redis has sent to subscribers by name",
+    "messages_untracked": "Messages on channels that there was no room to follow",
+    "publishers_uncounted": "Pairs of channel and publisher that there was no room to tell apart",
+    "announcements_malformed": "Announcements of clients that could not be read",
+    "announcements_dropped": "Announcements of clients that there was no room for",
+    "replies_refused": "Commands of the load analyzer that Redis refused",
+    "intervals_late": "Intervals whose observation was later than lag_s_max",
+    "interruptions": "Times that the observation was interrupted",
+    "discoveries_left_out": "Times that idle channels were not looked for as there were too many, or INFO is refused",
+    "reports_sent": "Reports sent to the balancer",
+    "reports_unheard": "Reports that no balancer was subscribed to",
+}
+
+_COUNTERS_OF_DISPATCHER = {
+    "forwarded_messages": "Copies of messages forwarded to other locations",
+    "redirected_publishers": "Publishers that were told of a newer route",
+    "route_notices": "Notices of a newer route sent to subscribers",
+    "forwards_lost": "Copies that were not forwarded, as too many waited already",
+    "forwards_refused": "Forwarded copies that the other server refused",
+    "backlog_dropped": "Messages that were observed before the plan was known, and that there was no room for",
+    "relays_refused": "Relayed messages for channels that nothing is relayed to",
+    "relayed_evicted": "Channels of which relayed messages were remembered, and that gave way to others",
+    "raw_channels_evicted": "Channels of which raw messages were numbered, and that gave way to others",
+    "heartbeats_evicted": "Heartbeats that were sent early, as too many waited",
+    "quiet_evicted": "Channels at rest that were forgotten, as there were too many",
+    "refused_commands": "Commands of the dispatcher that Redis refused",
+    "malformed_messages": "Envelopes and control messages that could not be read",
+    "malformed_plans": "Stored plans and changes that could not be read",
+    "unexpected_messages": "Control messages that are not for an agent",
+}
+
+
+class AgentCollector(Collector):
+    """Makes the metrics of one agent, afresh at each scrape.
+
+    Args:
+        machine: the agent.
+        clock: the clock that the machine is told the time of.
+
+    """
+
+    def __init__(self, machine: AgentMachine, clock: Callable[[], float]) -> None:
+        self._machine = machine
+        self._clock = clock
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: names are not checked at registration, when there may be no report yet."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Make all metrics."""
+        machine, analyzer = self._machine, self._machine.load_analyzer
+        yield InfoMetricFamily("dynamoth_build", "What is running", {"version": _version(), "component": "agent"})
+        yield self._gauge("agent_link_up", "1 while the agent is connected to its Redis server", machine.is_up)
+        yield self._gauge("agent_ready", "1 while the agent observes its server and knows a plan", machine.is_ready)
+        if machine.plan_version is not None:
+            yield self._gauge("agent_plan_version", "Version of the plan acted upon", machine.plan_version)
+        lag_s = analyzer.observation_lag_s(self._clock())
+        yield self._gauge("agent_observation_lag_seconds", "How late the agent sees what is published", lag_s)
+        yield self._gauge("agent_channels_tracked", "Channels that the agent follows", analyzer.channels_tracked)
+        yield self._gauge("agent_blind", "1 while the agent does not see what is published", machine.is_blind)
+        transitions = sum(1 for _ in machine.dispatcher.transitions.all())
+        yield self._gauge("dispatcher_transitions", "Channels in transition at the server", transitions)
+        yield from self._counters("lla", _COUNTERS_OF_ANALYZER, analyzer.counters)
+        yield from self._counters("dispatcher", _COUNTERS_OF_DISPATCHER, machine.dispatcher.counters)
+        blind_s = analyzer.blind_s_total
+        yield self._counter("lla_blind_seconds", "Time in which the agent was not connected and saw nothing", blind_s)
+        if analyzer.last_report is not None:
+            for gauge in _OF_REPORT:
+                yield self._gauge(gauge.name, gauge.help, gauge.read(analyzer.last_report))
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"dynamoth_{name}", text, labels=["server"])
+        family.add_metric([self._machine.server], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"dynamoth_{name}", text, labels=["server"])
+        family.add_metric([self._machine.server], value)
+        return family
+
+    def _counters(self, owner: str, texts: dict[str, str], counters: dict[str, int]) -> Iterator[Metric]:
+        for name in {**texts, **counters}:
+            text = texts.get(name, name.replace("_", " "))
+            yield self._counter(f"{owner}_{name}", text, counters.get(name, 0))
+
+
+def make_registry(machine: AgentMachine, clock: Callable[[], float]) -> CollectorRegistry:
+    """Return a registry with the metrics of an agent and of its process."""
+    registry = CollectorRegistry()
+    registry.register(AgentCollector(machine, clock))
+    ProcessCollector(registry=registry)
+    return registry
+
+
+def _version() -> str:
+    try:
+        return version("dynamoth")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "unknown"

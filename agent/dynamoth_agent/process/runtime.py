@@ -1,0 +1,233 @@
+"""Runs the agent of one server as a process: ``dynamoth agent``."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamoth.machine.events import Connect, Start
+from dynamoth_agent.guard import LOCAL, AlreadyRunning, GuardRefused
+from dynamoth_agent.machine import AgentMachine, LinkChanged, ObservationRefused, PlanFollowed
+from dynamoth_agent.process.gathering import Gathering
+from dynamoth_agent.process.metrics import make_registry
+from dynamoth_agent.stand_in import LIMIT_WANTED, BlindnessChanged, ServerSettings
+from dynamoth_daemon import daemon
+from dynamoth_daemon.http import HttpServer
+from dynamoth_daemon.logs import DaemonLog
+from dynamoth_dispatcher.machine import DispatcherOptions
+from dynamoth_link.driver import Driver
+from dynamoth_link.errors import MachineCrashed
+from dynamoth_link.options import LinkOptions
+from dynamoth_link.urls import parse_server_url
+from dynamoth_lla.machine import ObservationLate
+from dynamoth_lla.options import LoadAnalyzerOptions
+
+EXIT_STOPPED = 0
+"""Ended because it was told to."""
+EXIT_CRASHED = 1
+"""Ended because of a bug."""
+EXIT_REFUSED = 2
+"""Ended because it must not run: another agent is at work."""
+
+INCARNATION_BITS = 63
+
+GC_THRESHOLDS = (10_000, 10, 100)
+"""An agent counts in some hundred thousand small objects and leaves hardly any garbage in cycles (a lost connection is
+some). With Python's own thresholds the collector looks at all of them several times per second."""
+
+_logger = logging.getLogger("dynamoth.agent")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """What an agent process is told. Raises ``ConfigError`` when something cannot be used.
+
+    ``server``: id of its server. ``url``: where that is (``redis://``, ``rediss://``, ``unix://``).
+    ``outgoing_bytes_per_s_max``: what the server can send (T_i of eq. 1); from 1.
+    ``report_interval_s``, ``channels_per_report_max``: see ``LoadAnalyzerOptions``.
+    ``http_host``, ``http_port``: where /metrics, /healthz and /readyz are; port 0 for no HTTP.
+    ``link``: credentials, TLS and timeouts of all links. ``dispatcher``: its bounds and periods.
+    """
+
+    server: str
+    url: str
+    outgoing_bytes_per_s_max: int
+    report_interval_s: float = 1.0
+    channels_per_report_max: int = 1000
+    http_host: str = "127.0.0.1"
+    http_port: int = 0
+    link: LinkOptions = field(default_factory=LinkOptions)
+    dispatcher: DispatcherOptions = field(default_factory=DispatcherOptions)
+
+    def __post_init__(self) -> None:
+        """Check now: a link to a URL that cannot be parsed would wait for ever."""
+        parse_server_url(self.url)
+        self.load_analyzer_options()
+
+    def load_analyzer_options(self) -> LoadAnalyzerOptions:
+        """Return the part that is the load analyzer's."""
+        return LoadAnalyzerOptions(
+            outgoing_bytes_per_s_max=self.outgoing_bytes_per_s_max,
+            report_interval_s=self.report_interval_s,
+            channels_per_report_max=self.channels_per_report_max,
+        )
+
+
+async def run_agent(config: AgentConfig, stop: asyncio.Event | None = None) -> int:
+    """Run an agent until it is told to stop; return the exit code of the process.
+
+    While its server is down, it waits for it. ``stop``, SIGTERM and SIGINT end it with ``EXIT_STOPPED``. Another agent
+    at the same server ends it with ``EXIT_REFUSED``, a bug with ``EXIT_CRASHED``. The reason is logged.
+
+    Raises:
+        ConfigError: the HTTP port cannot be listened at.
+
+    """
+    return await _Agent(config, stop or asyncio.Event()).run()
+
+
+def run(config: AgentConfig) -> int:
+    """Run an agent in an event loop of its own, that of uvloop where it is installed; see :func:`run_agent`.
+
+    Sets the garbage collector of the process to ``GC_THRESHOLDS``.
+    """
+    gc.set_threshold(*GC_THRESHOLDS)
+    gc.freeze()
+    return daemon.run(run_agent(config))
+
+
+class _Agent:
+    """One agent process: machine, driver, HTTP and signals."""
+
+    def __init__(self, config: AgentConfig, stop: asyncio.Event) -> None:
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._stop = stop
+        self._exit_code = EXIT_STOPPED
+        self._knows_plan = False
+        self._machine = AgentMachine(
+            config.server,
+            secrets.randbits(INCARNATION_BITS),
+            config.dispatcher,
+            config.load_analyzer_options(),
+            config.url,
+        )
+        self._log = DaemonLog(_logger, lambda: self._machine.plan_version, server=config.server)
+
+    async def run(self) -> int:
+        registry = make_registry(self._machine, self._loop.time)
+        http = await daemon.serve_http(self._config.http_host, self._config.http_port, registry, self._why_not_ready)
+        driver = Driver(
+            self._machine,
+            on_action=self._execute,
+            link_options=self._link_options,
+            on_crash=self._crashed,
+            on_pushes=lambda name, messages: self._gathering.observed(name, messages),
+        )
+        self._gathering = Gathering(self._loop, LOCAL, lambda: driver.link(LOCAL), self._may_wait)
+        try:
+            with daemon.ended_by_signals(self._stop):
+                self._log_started(http)
+                driver.handle(Start())
+                await self._stop.wait()
+        finally:
+            if http is not None:
+                await http.close()
+            await driver.close()
+        self._log.write(logging.INFO, "the agent has ended", exit_code=self._exit_code)
+        return self._exit_code
+
+    def _end(self, exit_code: int) -> None:
+        self._exit_code = exit_code
+        self._stop.set()
+
+    def _link_options(self, action: Connect) -> LinkOptions:
+        return self._config.link
+
+    def _may_wait(self) -> bool:
+        return not self._machine.dispatcher.transitions
+
+    # What is reported.
+
+    def _execute(self, action: Any) -> None:
+        write = self._log.write
+        match action:
+            case LinkChanged(link, None):
+                if link == LOCAL:
+                    self._gathering.link_up()
+                write(logging.INFO, "connected", link=link, limited=True)
+            case LinkChanged(link, reason):
+                write(logging.WARNING, "no connection; trying again", reason, link=link)
+            case PlanFollowed(version):
+                level = logging.DEBUG if self._knows_plan else logging.INFO
+                self._knows_plan = True
+                write(level, "following the plan", plan_version=version)
+            case ObservationLate(late, lag_s):
+                if late:
+                    cause = "the agent does not get the CPU that it needs"
+                    write(logging.WARNING, "the observation is late", cause, lag_s=round(lag_s, 3))
+                else:
+                    write(logging.INFO, "the observation is in time again", lag_s=round(lag_s, 3), limited=True)
+            case BlindnessChanged() | ServerSettings():
+                self._log_watch(action)
+            case ObservationRefused(reason):
+                write(logging.ERROR, "the agent cannot observe its server", reason)
+            case GuardRefused(reason):
+                write(logging.WARNING, "whether another agent is at work is not known", reason)
+            case AlreadyRunning(reason):
+                write(logging.ERROR, "another agent is at work", reason)
+                self._end(EXIT_REFUSED)
+            case _:
+                raise AssertionError(f"not an action of an agent: {action!r}")
+
+    def _log_watch(self, action: BlindnessChanged | ServerSettings) -> None:
+        write = self._log.write
+        match action:
+            case BlindnessChanged(True, blind_s, times):
+                cause = "its connection was down, it reads too slowly, or Redis disconnects it for that"
+                message = "the agent does not see what is published"
+                write(logging.ERROR, message, cause, blind_s=round(blind_s, 1), interruptions=times)
+            case BlindnessChanged(interruptions=times):
+                write(logging.INFO, "the agent sees what is published again", interruptions=times, limited=True)
+            case ServerSettings(advice, None):
+                for text in advice:
+                    write(logging.WARNING, "a setting of the server does harm", text, limited=False)
+            case ServerSettings(refused=refused):
+                message = f"the server's settings are not known: see that {LIMIT_WANTED} is set, or allow +config|get"
+                write(logging.INFO, message, refused)
+
+    def _crashed(self, crash: MachineCrashed) -> None:
+        self._log.write(
+            logging.CRITICAL,
+            "the agent ends because of a bug: please report this line",
+            str(crash),
+            exception=crash.__cause__,
+        )
+        self._end(EXIT_CRASHED)
+
+    def _log_started(self, http: HttpServer | None) -> None:
+        extra: dict[str, Any] = {
+            "url": parse_server_url(self._config.url).redacted(),
+            "event_loop": type(self._loop).__module__.partition(".")[0],
+        }
+        if http is not None:
+            extra["http_port"] = http.port
+        self._log.write(logging.INFO, "the agent has started", **extra)
+
+    def _why_not_ready(self) -> str | None:
+        if self._stop.is_set():
+            return "the agent is ending"
+        if not self._machine.is_up:
+            return f"no connection to the Redis server ({LOCAL} link)"
+        if (problem := self._machine.problem) is not None:
+            return problem
+        if self._machine.plan_version is None:
+            return "the server holds no plan yet: is the balancer running?"
+        if self._machine.is_blind:
+            blind_s = self._machine.blind_s(self._loop.time())
+            return f"the agent has not seen what is published for {blind_s:.0f} s: it reads too slowly ({LOCAL} link)"
+        return None

@@ -1,0 +1,1 @@
+"""Answers operators: changes, compatibility rules, status and findings."""

@@ -1,0 +1,216 @@
+"""What administrators ask of the balancer, and what they are answered.
+
+Requests come as ``AdminRequest`` (``control.py``) on the operators' channel at any server, and are answered
+in ``operator_inbox(request)`` at that server, once for each time that they were asked: a repeated request, as its
+answer may have been lost, is not carried out again.
+
+===========  ==============================  ================================================================
+command      arguments                       result
+===========  ==============================  ================================================================
+status                                       see :mod:`dynamoth_balancer.admin.status`
+plan         after: bytes, limit: 1..1000,   version, servers, base, entries (by channel name), and next: what
+             all optional                    to give as ``after`` for the following ones, None at the end
+plan         channel: bytes                  version, and entries with the one of the channel, also at home
+move         channel: bytes, to: str         when it has settled: channel, mode, servers, epoch, version,
+                                             duration_s, note; from and to
+replicate    channel: bytes, mode: str,      when it has settled: the same; from, if it was at one server. With
+             servers: [str] or count: int    count the least loaded servers, those that the channel is at first;
+                                             the note says when there are fewer
+unreplicate  channel: bytes, to: str         when it has settled: the same; to. Without ``to``, which is
+                                             optional, at the least loaded of the replicas
+compat...    action: add, lift, remove or    version, rules: [{pattern, server, plain}], in the order in which they
+(-ibility)   list; pattern: bytes; for add   are looked at; see :mod:`dynamoth_balancer.admin.compatibility`
+             server: str, plain: bool
+pause                                        paused: True. No decisions of the balancer's own; changes go on
+resume                                       paused: False
+===========  ==============================  ================================================================
+
+The three changes also take ``timeout_s`` (a number above 0, at most ``CHANGE_TIMEOUT_S_MAX``): a change that has not
+settled by then is answered with what it waits for, and goes on. Without it, ``BalancerOptions.move_timeout_s`` applies.
+A change to where the channel is already succeeds at once, and the note says so.
+
+The modes are "all-subscribers" and "all-publishers", and "single" in results. A server that is being drained is refused
+where one is named, and not chosen where none is; then the note says why there are fewer than ``count``. What an
+administrator has replicated, the balancer leaves as it is, as long as its process lives; its successor decides by load.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dynamoth.errors import RequestRefused
+from dynamoth.machine.events import Send
+from dynamoth.plan.plan import Mode
+from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control
+from dynamoth.protocol.names import operator_inbox
+from dynamoth_balancer.admin import rules
+from dynamoth_balancer.admin.changes import BegunChange, ChangeState, mode_name
+from dynamoth_balancer.admin.rules import RuleRequests
+from dynamoth_balancer.options import BalancerOptions
+
+CHANGES_PENDING_MAX = 1000
+"""Bound of the changes that administrators wait for at one time."""
+
+CHANGE_TIMEOUT_S_MAX = 86_400.0
+"""Longest ``timeout_s`` of a change, so that those who have gone do not fill ``CHANGES_PENDING_MAX`` for long."""
+
+CHANGES = ("move", "replicate", "unreplicate")
+"""The commands that are answered when what they have begun has settled."""
+
+
+class AdminApi(Protocol):
+    """What the balancer can do for administrators. All raise RequestRefused."""
+
+    def status(self, now: float) -> Mapping[str, Any]:
+        """Return how everything is."""
+        ...
+
+    def plan_page(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a part of the plan."""
+        ...
+
+    def begin_change(self, command: str, arguments: Mapping[str, Any], now: float) -> tuple[BegunChange, list[Any]]:
+        """Begin what one of ``CHANGES`` asks for; return also the actions to execute."""
+        ...
+
+    def change_state(self, change: BegunChange, now: float) -> tuple[ChangeState, str]:
+        """Return how far a change is, and what it waits for."""
+        ...
+
+    def pause(self, paused: bool) -> None:
+        """Make decisions, or make none."""
+        ...
+
+    def version(self) -> int:
+        """Return the version of the plan."""
+        ...
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An unanswered request for a change."""
+
+    server: str
+    request: int
+    change: BegunChange
+    since: float
+    #: How long the administrator waits.
+    timeout_s: float
+
+
+class Admin:
+    """Answers requests."""
+
+    def __init__(self, office: AdminApi, rule_requests: RuleRequests, options: BalancerOptions) -> None:
+        self._office = office
+        self._rules = rule_requests
+        self._options = options
+        self._pending: OrderedDict[int, _Pending] = OrderedDict()
+        #: The latest answers, oldest first, at most ``requests_max``.
+        self._answered: OrderedDict[int, AdminReply] = OrderedDict()
+        self.counters: Counter[str] = Counter()
+        self._commands: dict[str, Callable[[Mapping[str, Any], float], Mapping[str, Any]]] = {
+            "status": lambda arguments, now: office.status(now),
+            "plan": lambda arguments, now: office.plan_page(arguments),
+            "pause": lambda arguments, now: self._pause(True),
+            "resume": lambda arguments, now: self._pause(False),
+        }
+
+    def handle(self, server: str, request: AdminRequest, now: float) -> list[Any]:
+        """Take a request that came in at ``server``."""
+        if (pending := self._pending.get(request.request)) is not None:
+            pending.server = server
+            return []
+        if self._rules.repeated(server, request.request):
+            return []
+        if (answered := self._answered.get(request.request)) is not None:
+            self.counters["requests_repeated"] += 1
+            return [_send(server, answered)]
+        self.counters["requests"] += 1
+        try:
+            if request.command in CHANGES:
+                return self._change(server, request, now)
+            if request.command == rules.COMMAND:
+                return [*self._rules.begin(server, request, now), *self._answer_rules(now)]
+            command = self._commands.get(request.command)
+            if command is None:
+                known = ", ".join(sorted([*self._commands, *CHANGES, rules.COMMAND]))
+                raise RequestRefused(f"command {request.command!r:.60} is not known; known are {known}")
+            return [self._answer(server, AdminReply(request.request, command(request.arguments, now)))]
+        except RequestRefused as error:
+            self.counters["requests_refused"] += 1
+            return [self._answer(server, AdminReply(request.request, {}, str(error)))]
+
+    def _pause(self, paused: bool) -> Mapping[str, Any]:
+        self._office.pause(paused)
+        return {"paused": paused}
+
+    def _change(self, server: str, request: AdminRequest, now: float) -> list[Any]:
+        if len(self._pending) >= CHANGES_PENDING_MAX:
+            raise RequestRefused(f"{CHANGES_PENDING_MAX} changes are waited for already; try again later")
+        timeout_s = _timeout_s(request.arguments, self._options.move_timeout_s)
+        change, actions = self._office.begin_change(request.command, request.arguments, now)
+        self._pending[request.request] = _Pending(server, request.request, change, now, timeout_s)
+        return [*actions, *self.tick(now)]
+
+    def tick(self, now: float) -> list[Send]:
+        """Answer the changes that have settled, and those that took too long."""
+        sends = self._answer_rules(now)
+        for pending in list(self._pending.values()):
+            state, waits = self._office.change_state(pending.change, now)
+            if state is ChangeState.SETTLED:
+                sends.append(self._settled(pending, now))
+            elif state is ChangeState.SUPERSEDED:
+                sends.append(
+                    self._failed(pending, "another balancer has moved or replicated the channel in another way")
+                )
+            elif now - pending.since >= pending.timeout_s:
+                text = f"not settled after {pending.timeout_s:g} s, but it goes on: it waits for {waits}"
+                sends.append(self._failed(pending, text))
+        return sends
+
+    def _answer_rules(self, now: float) -> list[Send]:
+        return [self._answer(server, reply) for server, reply in self._rules.answers(now)]
+
+    def _settled(self, pending: _Pending, now: float) -> Send:
+        before, after = pending.change.before, pending.change.after
+        result: dict[str, Any] = {
+            "channel": pending.change.channel,
+            "mode": mode_name(after.mode),
+            "servers": list(after.servers),
+            "epoch": pending.change.epoch,
+            "version": self._office.version(),
+            "duration_s": now - pending.since,
+            "note": pending.change.note,
+        }
+        if before.mode is Mode.SINGLE:
+            result["from"] = before.servers[0]
+        if after.mode is Mode.SINGLE:
+            result["to"] = after.servers[0]
+        del self._pending[pending.request]
+        return self._answer(pending.server, AdminReply(pending.request, result))
+
+    def _failed(self, pending: _Pending, error: str) -> Send:
+        del self._pending[pending.request]
+        self.counters["requests_refused"] += 1
+        return self._answer(pending.server, AdminReply(pending.request, {}, error))
+
+    def _answer(self, server: str, reply: AdminReply) -> Send:
+        self._answered[reply.request] = reply
+        if len(self._answered) > self._options.requests_max:
+            self._answered.popitem(last=False)
+        return _send(server, reply)
+
+
+def _timeout_s(arguments: Mapping[str, Any], default: float) -> float:
+    value = arguments.get("timeout_s", default)
+    if type(value) not in (int, float) or not 0 < value <= CHANGE_TIMEOUT_S_MAX:
+        raise RequestRefused(f"timeout_s must be a number above 0, at most {CHANGE_TIMEOUT_S_MAX:g} (s)")
+    return float(value)
+
+
+def _send(server: str, reply: AdminReply) -> Send:
+    return Send(server, (b"PUBLISH", operator_inbox(reply.request), pack_control(reply)))

@@ -1,0 +1,235 @@
+"""What administrators may change: from a request to the assignment that it means, and how far that has come.
+
+A request names a channel and what shall become of it. What it does not name (which servers, which of the replicas) is
+chosen here: the least loaded servers, those that the channel is at already before others, as their clients are
+connected there. Whatever cannot be done is refused with the cause and the cure.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from dynamoth.errors import RequestRefused
+from dynamoth.plan.plan import Assignment, Entry, Mode, Phase, single
+from dynamoth.protocol.names import in_quotes, is_user_channel, logical_channel
+from dynamoth.protocol.wire import shortened
+from dynamoth_balancer.install.installer import Installer
+
+REPLICAS_MIN = 2
+"""A replica set of one would be a channel at one server, under another name."""
+
+PROBLEMS_TOLD_MAX = 5
+"""Bound of the servers of which an answer tells why they cannot take part."""
+
+MODES: Mapping[str, Mode] = MappingProxyType({mode.name.lower().replace("_", "-"): mode for mode in Mode})
+"""How modes are called in requests, and wherever people read them."""
+
+ALREADY_THERE = "it was there already"
+"""The note of a change that changed nothing."""
+
+_ARGUMENTS = {
+    "move": "channel (bytes) and to (the id of a server, text)",
+    "replicate": "channel (bytes), mode (text), and either servers (a list of ids) or count (how many)",
+    "unreplicate": "channel (bytes), and optionally to (the id of a server, text)",
+}
+
+_NAMES = {mode: name for name, mode in MODES.items()}
+_REPLICATED = ", ".join(name for name, mode in MODES.items() if mode is not Mode.SINGLE)
+
+
+def mode_name(mode: Mode) -> str:
+    """Return what a mode is called in requests, and wherever people read it."""
+    return _NAMES[mode]
+
+
+class ChangeState(enum.Enum):
+    """How far a change has come."""
+
+    UNSETTLED = "unsettled"
+    SETTLED = "settled"
+    SUPERSEDED = "superseded"
+    """A later change of the channel has taken its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class BegunChange:
+    """A change that an administrator waits for."""
+
+    channel: bytes
+    before: Assignment
+    after: Assignment
+    epoch: int
+    #: What the administrator should know of how the request was understood; empty for nothing.
+    note: str = ""
+
+
+LoadRatio = Callable[[str, float], float | None]
+"""Returns the estimated load ratio of a server at a time, None where it is not known."""
+
+CarryOut = Callable[[Mapping[bytes, Assignment], str, float], list[Any]]
+"""Begins the transition of channels, for a reason, at a time; returns the actions to execute. Raises RequestRefused."""
+
+
+class Changes:
+    """Begins what administrators ask for: ``move``, ``replicate`` and ``unreplicate``."""
+
+    def __init__(self, load_ratio: LoadRatio, carry_out: CarryOut) -> None:
+        self._load_ratio = load_ratio
+        self._carry_out = carry_out
+        self._resolve = {"move": self._move, "replicate": self._replicate, "unreplicate": self._unreplicate}
+
+    def begin(
+        self, installer: Installer, command: str, arguments: Mapping[str, Any], now: float
+    ) -> tuple[BegunChange, list[Any]]:
+        """Begin a change; return also the actions to execute.
+
+        A change to the same that is under way is joined. One to where the channel is already has settled.
+
+        Raises:
+            RequestRefused: the arguments make no sense, or it cannot be done now.
+
+        """
+        channel = arguments.get("channel")
+        if not isinstance(channel, bytes):
+            raise _nonsense(command)
+        if not channel:
+            raise RequestRefused("the name of the channel is empty: name one")
+        if not is_user_channel(channel) or logical_channel(channel) != channel:
+            raise RequestRefused(
+                f"channel {in_quotes(channel)} is not an application's: it cannot be moved or replicated"
+            )
+        entry = installer.plan.entry(channel)
+        after, note = self._resolve[command](installer, channel, entry, arguments, now)
+        if entry.phase is not Phase.SETTLED and _same(entry.route.assignment, after):
+            begun = BegunChange(channel, entry.previous[-1].assignment, entry.route.assignment, entry.route.epoch, note)
+            return begun, []
+        if entry.phase is Phase.SETTLED and _same(entry.route.assignment, after):
+            route = entry.route
+            note = f"it was there already; {note}" if note else ALREADY_THERE
+            return BegunChange(channel, route.assignment, route.assignment, route.epoch, note), []
+        actions = self._carry_out({channel: after}, f"an administrator's {command}", now)
+        begun = BegunChange(channel, entry.route.assignment, after, installer.plan.entries[channel].route.epoch, note)
+        return begun, actions
+
+    def state(self, installer: Installer, change: BegunChange, now: float) -> tuple[ChangeState, str]:
+        """Return how far a change is, and what it waits for."""
+        entry = installer.plan.entry(change.channel)
+        if entry.route.epoch != change.epoch:
+            return ChangeState.SUPERSEDED, ""
+        if entry.phase is Phase.SETTLED:
+            return ChangeState.SETTLED, ""
+        transition = installer.transitions[change.channel]
+        return ChangeState.UNSETTLED, ", ".join(installer.waiting_for(transition, now))
+
+    # From arguments to an assignment, and a note.
+
+    def _move(
+        self, installer: Installer, channel: bytes, entry: Entry, arguments: Mapping[str, Any], now: float
+    ) -> tuple[Assignment, str]:
+        target = arguments.get("to")
+        if not isinstance(target, str):
+            raise _nonsense("move")
+        if entry.phase is Phase.SETTLED and entry.route.assignment.mode is not Mode.SINGLE:
+            raise RequestRefused(
+                f"channel {in_quotes(channel)} is replicated over {', '.join(entry.route.assignment.servers)}:"
+                " 'dynamoth plan unreplicate CHANNEL --to SERVER' puts it at one server"
+            )
+        return single(target), ""
+
+    def _replicate(
+        self, installer: Installer, channel: bytes, entry: Entry, arguments: Mapping[str, Any], now: float
+    ) -> tuple[Assignment, str]:
+        mode = _mode(arguments.get("mode"))
+        servers, count = arguments.get("servers"), arguments.get("count")
+        if (servers is None) == (count is None):
+            raise _nonsense("replicate")
+        if count is None:
+            return Assignment(mode, _named_servers(servers)), ""
+        if type(count) is not int:
+            raise RequestRefused(f"count must be a whole number, not {shortened(count)}")
+        _check_number(count)
+        chosen, note = self._choose(installer, entry, count, now)
+        return Assignment(mode, chosen), note
+
+    def _unreplicate(
+        self, installer: Installer, channel: bytes, entry: Entry, arguments: Mapping[str, Any], now: float
+    ) -> tuple[Assignment, str]:
+        target = arguments.get("to")
+        if not (target is None or isinstance(target, str)):
+            raise _nonsense("unreplicate")
+        replicated = [route.assignment for route in entry.live_routes if route.assignment.mode is not Mode.SINGLE]
+        if not replicated:
+            where = entry.route.assignment.servers[0]
+            if target in (None, where):
+                return single(where), ""
+            raise RequestRefused(
+                f"channel {in_quotes(channel)} is not replicated: it is at {where:.80}, and 'dynamoth plan move' moves"
+                " it"
+            )
+        if target is None:
+            under_way = entry.route.assignment.mode is Mode.SINGLE
+            servers = entry.route.assignment.servers if under_way else replicated[0].servers
+            able = [server for server in servers if installer.why_not_to(server, now) is None]
+            target = self._by_load(able or servers, now)[0]
+        return single(target), ""
+
+    def _choose(self, installer: Installer, entry: Entry, count: int, now: float) -> tuple[tuple[str, ...], str]:
+        """Choose servers for a replicated channel; the note says when there are fewer than asked for."""
+        problems = {server: installer.why_not_to(server, now) for server in installer.plan.servers}
+        able = [server for server, problem in problems.items() if problem is None]
+        present = [server for server in able if server in entry.route.assignment.servers]
+        others = [server for server in able if server not in entry.route.assignment.servers]
+        chosen = (*self._by_load(present, now), *self._by_load(others, now))[:count]
+        if len(chosen) == count:
+            return chosen, ""
+        reasons = [problem for problem in problems.values() if problem is not None][:PROBLEMS_TOLD_MAX]
+        why = "; ".join(reasons) or "add servers"
+        if len(chosen) < REPLICAS_MIN:
+            raise RequestRefused(
+                f"a replica set has at least {REPLICAS_MIN} servers, and {len(chosen)} can take part: {why}"
+            )
+        return chosen, f"{len(chosen)} servers instead of {count}, as no more can take part: {why}"
+
+    def _by_load(self, servers: Iterable[str], now: float) -> list[str]:
+        """Return servers, the least loaded first; those of unknown load last."""
+        ratios = {server: self._load_ratio(server, now) for server in servers}
+        return sorted(ratios, key=lambda server: (ratios[server] is None, ratios[server] or 0.0, server))
+
+
+def _nonsense(command: str) -> RequestRefused:
+    return RequestRefused(f"{command} takes the arguments {_ARGUMENTS[command]}")
+
+
+def _same(one: Assignment, other: Assignment) -> bool:
+    """Tell whether two assignments mean the same; the order of replicas means nothing to an administrator."""
+    return one.mode is other.mode and set(one.servers) == set(other.servers)
+
+
+def _mode(name: Any) -> Mode:
+    mode = MODES.get(name) if isinstance(name, str) else None
+    if mode is None or mode is Mode.SINGLE:
+        raise RequestRefused(f"mode {shortened(name)} is not one of a replicated channel; these are {_REPLICATED}")
+    return mode
+
+
+def _named_servers(value: Any) -> tuple[str, ...]:
+    servers: list[Any] = [*value] if isinstance(value, list) else []
+    if not servers or not all(isinstance(server, str) for server in servers):
+        raise RequestRefused(f"servers must be a list of ids of servers (text), not {shortened(value)}")
+    [(server, times)] = Counter(servers).most_common(1)
+    if times > 1:
+        raise RequestRefused(f"server {server!r:.80} is named twice: name each replica once")
+    _check_number(len(servers))
+    return tuple(servers)
+
+
+def _check_number(count: int) -> None:
+    if count < REPLICAS_MIN:
+        raise RequestRefused(
+            f"a replica set has at least two servers, not {count}; 'dynamoth plan move' puts a channel at one"
+        )

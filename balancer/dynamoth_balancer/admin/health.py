@@ -1,0 +1,348 @@
+"""What is wrong in the cluster, as the balancer sees it: one list, from which everything that people see is derived.
+
+Theory of operation
+-------------------
+:func:`find` looks at the state of a balancer and yields what is stalled or refused. :class:`Health` remembers since
+when each of these has been so, and leaves out what has not lasted long enough to matter. The status (text, JSON and
+exit code), ``/readyz``, the metrics and the log are made of this list alone, so they cannot contradict each other.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamoth.protocol.reports import CANNOT_OBSERVE, Report
+from dynamoth_balancer.decide.goals import Finding
+from dynamoth_balancer.decide.model import ClusterModel
+from dynamoth_balancer.events import Note
+from dynamoth_balancer.install.agents import Agents
+from dynamoth_balancer.install.installer import Installer
+
+TRANSITION_SLOW_S = 10.0
+"""A channel in transition for longer is stalled: a healthy one settles within a second or two."""
+
+BEHIND_S = 5.0
+"""Servers and agents take a new version of the plan within a round trip; those that need longer are stalled."""
+
+SEVERAL_S = 1.0
+"""An agent that connects again may be counted twice for a moment."""
+
+LATE_S = 1.0
+"""An agent whose observation lags by more does not get the CPU that it needs."""
+
+UNANSWERED_S = 1.0
+"""A server for which answers have been late for so long hangs, or is too busy to serve anybody."""
+
+UNANSWERED = "it does not answer: it hangs, or is busy with a command that takes long"
+
+MEMORY_LOW_RATIO = 0.9
+"""Above this share of ``maxmemory`` a server will soon refuse to store the plan."""
+
+TRANSITIONS_SHOWN_MAX = 10
+"""Stalled transitions that are listed one by one, the oldest; the others are counted."""
+
+CHANNEL_BYTES_SHOWN_MAX = 200
+
+
+class Severity(enum.Enum):
+    """How bad a problem is."""
+
+    ERROR = "error"
+    """Something does not do its work: the balancer is not ready."""
+    WARNING = "warning"
+    """Work goes on, slower or only for now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong."""
+
+    severity: Severity
+    #: Stable, for scripts and metrics: ``server_unreachable``.
+    kind: str
+    #: The id of a server, the name of a channel, or ``balancer``.
+    subject: str
+    #: Cause and cure, in words.
+    reason: str
+    since: float
+
+    @property
+    def begin_is_logged(self) -> bool:
+        """Whether the log has no line of its own for its beginning."""
+        return self.kind not in LOGGED_ELSEWHERE and self.kind not in BEGIN_LOGGED_ELSEWHERE
+
+    @property
+    def end_is_logged(self) -> bool:
+        """Whether the log has no line of its own for its end."""
+        return self.kind not in LOGGED_ELSEWHERE
+
+    @property
+    def level(self) -> str:
+        """Its level in the log."""
+        return self.severity.value
+
+    def details(self, now: float) -> dict[str, Any]:
+        """Return what the log says of it."""
+        age_s = round(max(0.0, now - self.since), 1)
+        return {"kind": self.kind, "subject": self.subject, "reason": self.reason, "age_s": age_s}
+
+
+LOGGED_ELSEWHERE = frozenset({"not_leading", "server_unreachable", "agent_silent"})
+"""Kinds whose beginning and end have lines of their own, such as "connected to a server"."""
+
+BEGIN_LOGGED_ELSEWHERE = frozenset({"plan_refused", "goal_unreached", "decision_refused"})
+"""Kinds whose beginning has a line of its own, and whose end has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A problem as :func:`find` sees it: ``since`` None where only its duration in the list tells how old it is."""
+
+    severity: Severity
+    kind: str
+    subject: str
+    reason: str
+    since: float | None = None
+    #: It is no problem before it has lasted this long.
+    after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """The part of a balancer's state in which problems are found."""
+
+    #: Why this balancer does not lead; None while it does.
+    why_not_leading: str | None
+    servers: Sequence[str]
+    #: The servers that are not connected, and why.
+    down: Mapping[str, str]
+    #: The servers that are being drained and at which the plan names no channel.
+    emptied: Collection[str]
+    #: The servers that are connected and do not answer.
+    unanswered: Collection[str]
+    #: The servers that refuse something to the balancer, and their replies.
+    refused: Mapping[str, str]
+    #: None before the first term.
+    installer: Installer | None
+    agents: Agents
+    model: ClusterModel
+    #: The goals that the latest decision could not reach.
+    unreached: Sequence[Finding]
+    #: Why the latest decision could not be carried out; empty when it could.
+    decision_refused: str
+
+
+def find(view: View, now: float) -> Iterator[Found]:
+    """Go through what is wrong."""
+    if view.why_not_leading is not None:
+        yield Found(Severity.ERROR, "not_leading", "balancer", view.why_not_leading)
+    leading = view.installer if view.why_not_leading is None else None
+    for server in view.servers:
+        if server in view.down:
+            yield _unreachable(server, view)
+            continue  # its agent speaks through it
+        if server in view.unanswered:
+            yield Found(Severity.ERROR, "server_unreachable", server, UNANSWERED, after_s=UNANSWERED_S)
+        elif leading is not None:
+            yield from _of_copy(server, leading)
+        if server in view.refused:
+            yield Found(Severity.ERROR, "server_refuses", server, with_cure(view.refused[server]))
+        yield from _of_agent(server, view, leading, now)
+    if leading is not None:
+        yield from _of_transitions(leading, now)
+    for finding in view.unreached:
+        subject = f"{finding.server} at load ratio {finding.load_ratio:.2f}"
+        yield Found(Severity.WARNING, "goal_unreached", finding.server, f"{subject}: {finding.reason}")
+    if view.decision_refused:
+        yield Found(Severity.WARNING, "decision_refused", "balancer", view.decision_refused)
+
+
+def _unreachable(server: str, view: View) -> Found:
+    if server in view.emptied:
+        text = (
+            "it is being drained, the plan has no channel there, and it is stopped: only channels that nobody has used"
+            " before, and whose home it is, wait for it"
+        )
+        return Found(Severity.WARNING, "server_unreachable", server, text)
+    return Found(Severity.ERROR, "server_unreachable", server, f"no connection: {view.down[server]}")
+
+
+def _of_copy(server: str, installer: Installer) -> Iterator[Found]:
+    copy = installer.copy(server)
+    if copy.problem:
+        text = f"it does not keep the plan: {with_cure(copy.problem)}"
+        yield Found(Severity.ERROR, "plan_refused", server, text)
+
+
+def _of_agent(server: str, view: View, leading: Installer | None, now: float) -> Iterator[Found]:
+    agents = view.agents
+    if agents.is_gone(server, now):
+        yield Found(Severity.ERROR, "agent_silent", server, no_agent(server), agents.deserted_at(server))
+        return
+    if not agents.is_alive(server, now):
+        known = agents.incarnation(server) is not None
+        since, after_s = (agents.heard_at(server), 0.0) if known else (None, BEHIND_S)
+        text = f"its agent is not heard: see whether 'dynamoth agent --server {server}' runs"
+        yield Found(Severity.ERROR, "agent_silent", server, text, since, after_s)
+        return
+    if agents.is_in_conflict(server, now):
+        yield Found(Severity.ERROR, "agents_in_conflict", server, agents.why_not(server, now) or "")
+    elif (listeners := agents.listeners(server) or 0) > 1:
+        yield Found(Severity.WARNING, "agents_in_conflict", server, several_agents(listeners), after_s=SEVERAL_S)
+    elif problem := agents.unobserved(server, now):
+        yield Found(Severity.ERROR, CANNOT_OBSERVE, server, problem)
+    elif leading is not None and server in leading.versions_refused:
+        text = (
+            f"its agent claims version {leading.versions_refused[server]} of the plan, which no balancer has issued:"
+            " nothing that it acknowledges counts; restart it"
+        )
+        yield Found(Severity.ERROR, "version_refused", server, text)
+    elif leading is not None and agents.acked(server, now) < leading.plan.version:
+        text = f"its agent has not acknowledged version {leading.plan.version} of the plan"
+        yield Found(Severity.ERROR, "agent_behind", server, text, after_s=BEHIND_S)
+    report = view.model.latest(server)
+    if report is not None:
+        yield from _of_report(server, report)
+    if (blind := view.model.blindness(server)) is not None:
+        yield Found(Severity.ERROR, "agent_blind", server, blind.reason, blind.since)
+
+
+def no_agent(server: str) -> str:
+    """Say that nobody listens as the agent of a server."""
+    return f"it has no agent: start 'dynamoth agent --server {server}'"
+
+
+def several_agents(number: int) -> str:
+    """Say that several connections listen as the agent of a server."""
+    return f"{number} connections listen as its agent (one that was cut may be among them): stop all agents but one"
+
+
+def _of_report(server: str, report: Report) -> Iterator[Found]:
+    lag_s = report.observation_lag_s
+    if report.observing and lag_s > LATE_S:
+        text = f"its agent sees messages {lag_s:.1f} s late: it does not get the CPU that it needs"
+        yield Found(Severity.WARNING, "agent_late", server, text)
+    if report.memory_bytes_max and report.memory_bytes >= MEMORY_LOW_RATIO * report.memory_bytes_max:
+        full = report.memory_bytes >= report.memory_bytes_max
+        used = f"{report.memory_bytes / 1e6:.1f} of {report.memory_bytes_max / 1e6:.1f} MB of maxmemory are used"
+        text = f"{used}: at the limit it refuses the plan; raise maxmemory"
+        kind = "memory_full" if full else "memory_low"
+        yield Found(Severity.ERROR if full else Severity.WARNING, kind, server, text)
+    if report.outgoing_is_estimate:
+        text = "it does not permit its agent INFO, so its load is an estimate: give the agent +info"
+        yield Found(Severity.WARNING, "load_estimated", server, text)
+    for kind, text in report.problems:
+        yield Found(Severity.WARNING, kind, server, text)
+
+
+def _of_transitions(installer: Installer, now: float) -> Iterator[Found]:
+    slow = [
+        (transition.since, channel)
+        for channel, transition in installer.transitions.items()
+        if now - transition.since >= TRANSITION_SLOW_S
+    ]
+    for since, channel in heapq.nsmallest(TRANSITIONS_SHOWN_MAX, slow):
+        transition = installer.transitions[channel]
+        waits = ", ".join(installer.waiting_for(transition, now)) or "its next phase"
+        text = f"the channel is {transition.entry.phase.name.lower()} and waits for {waits}"
+        yield Found(Severity.WARNING, "transition_stalled", channel_text(channel), text, since)
+    if (more := len(slow) - TRANSITIONS_SHOWN_MAX) > 0:
+        what = "1 more channel does" if more == 1 else f"{more} more channels do"
+        yield Found(Severity.WARNING, "transition_stalled", "balancer", f"{what} not settle")
+
+
+CURES = (
+    ("OOM", "raise maxmemory of the server"),
+    ("READONLY", "the server has become a replica; end that with REPLICAOF NO ONE"),
+    ("NOPERM", "give the user the rights that 'dynamoth acl' prints"),
+    ("NOAUTH", "give the daemons the password"),
+    ("MISCONF", "the server cannot save to its disk; see its log"),
+    ("NOREPLICAS", "the server misses replicas that min-replicas-to-write asks for"),
+)
+
+
+def with_cure(reply: str) -> str:
+    """Return a refusal of Redis with what helps, where that is known."""
+    for code, cure in CURES:
+        if reply.startswith(code) or f": {code} " in reply:
+            return f"{reply} ({cure})"
+    return reply
+
+
+def channel_text(channel: bytes) -> str:
+    """Return the name of a channel as text, of bounded length."""
+    return channel[:CHANNEL_BYTES_SHOWN_MAX].decode(errors="backslashreplace")
+
+
+@dataclass(slots=True)
+class Health:
+    """Remembers since when problems have lasted."""
+
+    #: The problems at the latest look, those that have not lasted long enough left out; errors first.
+    problems: list[Problem] = field(default_factory=list[Problem])
+    _since: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
+
+    def look(self, found: Iterable[Found], now: float) -> tuple[list[Problem], list[Problem]]:
+        """Take what is wrong now; return the problems that have begun, and those that are over."""
+        since: dict[tuple[str, str], float] = {}
+        problems: dict[tuple[str, str], Problem] = {}
+        for each in found:
+            key = (each.kind, each.subject)
+            known = since.get(key, self._since.get(key, now))
+            since[key] = known if each.since is None else each.since
+            if key not in problems and now - since[key] >= each.after_s:
+                problems[key] = Problem(each.severity, each.kind, each.subject, each.reason, since[key])
+        before = {(problem.kind, problem.subject): problem for problem in self.problems}
+        self._since = since
+        self.problems = sorted(problems.values(), key=lambda problem: problem.severity is not Severity.ERROR)
+        begun = [problem for key, problem in problems.items() if key not in before]
+        over = [problem for key, problem in before.items() if key not in problems]
+        return begun, over
+
+    def report(self, found: Iterable[Found], now: float) -> list[Note]:
+        """Take what is wrong now; return what the log should say of the change."""
+        begun, over = self.look(found, now)
+        notes = [Note(each.level, "a problem has begun", each.details(now)) for each in begun if each.begin_is_logged]
+        return notes + [Note("info", "a problem is over", each.details(now)) for each in over if each.end_is_logged]
+
+    @property
+    def errors(self) -> list[Problem]:
+        """The problems that keep something from its work."""
+        return [problem for problem in self.problems if problem.severity is Severity.ERROR]
+
+
+def describe_problem(problem: Problem, now: float) -> dict[str, Any]:
+    """Return a problem as data, for the status."""
+    return {
+        "severity": problem.severity.value,
+        "kind": problem.kind,
+        "subject": problem.subject,
+        "reason": problem.reason,
+        "age_s": max(0.0, now - problem.since),
+    }
+
+
+class Presence:
+    """Says in the log which agents come and go."""
+
+    def __init__(self, servers: Iterable[str]) -> None:
+        self._servers = tuple(servers)
+        #: The servers whose agents are alive, according to the log.
+        self._noted: set[str] = set()
+
+    def look(self, agents: Agents, now: float) -> list[Note]:
+        """Return what has changed since the latest look."""
+        notes: list[Note] = []
+        for server in self._servers:
+            alive = agents.is_alive(server, now)
+            if alive and server not in self._noted:
+                self._noted.add(server)
+                notes.append(Note("info", "an agent is heard", {"server": server}))
+            elif not alive and server in self._noted:
+                self._noted.discard(server)
+                notes.append(Note("warning", "an agent is not heard any more: see whether it runs", {"server": server}))
+        return notes

@@ -1,0 +1,188 @@
+"""What administrators see: how everything is, and what the plan says. Plain data that msgpack and JSON can hold."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+from dynamoth.errors import RequestRefused
+from dynamoth.plan.plan import Entry, Mode, Phase, Plan
+from dynamoth.protocol.reports import Report
+from dynamoth_balancer.admin.changes import mode_name
+from dynamoth_balancer.decide.goals import Decision, Move
+from dynamoth_balancer.decide.model import ClusterModel
+from dynamoth_balancer.install.agents import Agents
+from dynamoth_balancer.install.installer import Installer, Transition
+
+TRANSITIONS_SHOWN_MAX = 100
+MOVES_SHOWN_MAX = 20
+REPLICATED_SHOWN_MAX = 100
+ENTRIES_PER_PAGE_MAX = 1000
+"""Bounds of what one reply holds: about 100 KB."""
+
+
+def describe_decision(decision: Decision) -> dict[str, Any]:
+    """Return a decision as data."""
+    return {
+        "moves": len(decision.moves),
+        "first_moves": [describe_move(move) for move in decision.moves[:MOVES_SHOWN_MAX]],
+        "findings": [
+            {
+                "server": finding.server,
+                "load_ratio": finding.load_ratio,
+                "reason": finding.reason,
+                "channel": finding.channel,
+            }
+            for finding in decision.findings[:MOVES_SHOWN_MAX]
+        ],
+    }
+
+
+def describe_decisions(decisions: Iterable[tuple[int, float, Decision]], now: float) -> list[dict[str, Any]]:
+    """Return decisions, each with its number and time, as data."""
+    return [{"number": number, "age_s": now - at, **describe_decision(each)} for number, at, each in decisions]
+
+
+def describe_move(move: Move) -> dict[str, Any]:
+    """Return a move as data. The load ratios ``from`` and ``to`` are those of the busiest old and new server."""
+    source, target = move.ratios[move.source], move.ratios[move.target]
+    return {
+        "channel": move.channel,
+        "mode_before": mode_name(move.before.mode),
+        "mode_after": mode_name(move.after.mode),
+        "from": ",".join(move.before.servers),
+        "to": ",".join(move.after.servers),
+        "reason": move.reason,
+        "load_ratio_from_before": source.before,
+        "load_ratio_from_after": source.after,
+        "load_ratio_to_before": target.before,
+        "load_ratio_to_after": target.after,
+        "load_ratios": {server: [ratios.before, ratios.after] for server, ratios in move.ratios.items()},
+    }
+
+
+def describe_channels(installer: Installer | None, now: float) -> dict[str, Any]:
+    """Return how many channels the plan names, and the first of those that are replicated or in transition."""
+    entries: Mapping[bytes, Entry] = {} if installer is None else installer.plan.entries
+    transitions: Mapping[bytes, Transition] = {} if installer is None else installer.transitions
+    replicated = {
+        channel: entry for channel, entry in entries.items() if entry.route.assignment.mode is not Mode.SINGLE
+    }
+    return {
+        "entries": len(entries),
+        "replicated": len(replicated),
+        "replicated_channels": [
+            _describe_entry(channel, replicated[channel])
+            for channel in heapq.nsmallest(REPLICATED_SHOWN_MAX, replicated)
+        ],
+        "in_transition": len(transitions),
+        "transitions": [
+            describe_transition(channel, transition, list(installer.waiting_for(transition, now)), now)
+            for channel, transition in islice(transitions.items(), TRANSITIONS_SHOWN_MAX)
+            if installer is not None
+        ],
+    }
+
+
+def describe_transition(channel: bytes, transition: Transition, waits: list[str], now: float) -> dict[str, Any]:
+    """Return a transition as data."""
+    entry = transition.entry
+    return {
+        "channel": channel,
+        "phase": entry.phase.name.lower(),
+        "epoch": entry.route.epoch,
+        "mode": mode_name(entry.route.assignment.mode),
+        "from": sorted(transition.old),
+        "to": list(entry.route.assignment.servers),
+        "age_s": now - transition.since,
+        "waiting_for": waits,
+    }
+
+
+def describe_server(
+    server: str, agents: Agents, model: ClusterModel, installer: Installer | None, now: float
+) -> dict[str, Any]:
+    """Return what is known of a server and its agent. Figures are left out while the agent is not heard."""
+    alive, acked = agents.is_alive(server, now), agents.acked(server, now)
+    load = model.load(server, now) if alive else None
+    blindness = model.blindness(server) if alive else None
+    copy = None if installer is None else installer.copy(server)
+    return {
+        "agent": "alive" if alive else "silent",
+        "agent_incarnation": agents.incarnation(server),
+        "acknowledged_version": acked if acked >= 0 else None,
+        "stored_version": None if copy is None else copy.version,
+        "problem": "" if copy is None else copy.problem,
+        "blind_s": None if blindness is None else now - blindness.since,
+        "load_ratio": None if load is None else load.load_ratio,
+        "outgoing_bytes_per_s_estimated": None if load is None else load.outgoing_bytes_per_s,
+        "report_age_s": model.report_age_s(server, now),
+        **describe_report(model.latest(server) if alive else None),
+    }
+
+
+def describe_report(report: Report | None) -> dict[str, Any]:
+    """Return what a server's latest report says of the whole server."""
+    if report is None:
+        return {}
+    return {
+        "outgoing_bytes_per_s_max": report.outgoing_bytes_per_s_max,
+        "outgoing_bytes_per_s": report.outgoing_bytes_per_s,
+        "incoming_bytes_per_s": report.incoming_bytes_per_s,
+        "cpu_ratio": report.cpu_ratio,
+        "memory_bytes": report.memory_bytes,
+        "connections": report.connections,
+        "messages_per_s": (sum(report.columns.messages_sent) + report.rest.messages_sent) / report.interval_s,
+        "publications_per_s": (sum(report.columns.publications) + report.rest.publications) / report.interval_s,
+        "channels": len(report.columns) + report.rest.channels,
+        "observation_lag_s": report.observation_lag_s,
+        "interruptions": report.interruptions,
+        "observing": report.observing,
+    }
+
+
+def plan_page(plan: Plan, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part of the plan; see :mod:`dynamoth_balancer.admin.api`. Raises RequestRefused."""
+    channel = arguments.get("channel")
+    page: dict[str, Any] = {
+        "version": plan.version,
+        "servers": {server.id: server.url for server in plan.servers.values()},
+        "base": list(plan.base),
+        "channels": len(plan.entries),
+        "next": None,
+    }
+    if channel is not None:
+        if not isinstance(channel, bytes):
+            raise RequestRefused("the argument channel of the command plan must be bytes")
+        return {**page, "entries": [_describe_entry(channel, plan.entry(channel))]}
+    after, limit = arguments.get("after"), arguments.get("limit", ENTRIES_PER_PAGE_MAX)
+    if not (after is None or isinstance(after, bytes)):
+        raise RequestRefused("the argument after of the command plan must be bytes")
+    if type(limit) is not int or not 1 <= limit <= ENTRIES_PER_PAGE_MAX:
+        raise RequestRefused(f"the argument limit of the command plan must be from 1 to {ENTRIES_PER_PAGE_MAX}")
+    names = (name for name in plan.entries if after is None or name > after)
+    found = heapq.nsmallest(limit + 1, names)
+    page["entries"] = [_describe_entry(name, plan.entries[name]) for name in islice(found, limit)]
+    page["next"] = found[limit - 1] if len(found) > limit else None
+    return page
+
+
+def _describe_entry(channel: bytes, entry: Entry) -> dict[str, Any]:
+    return {
+        "channel": channel,
+        "phase": entry.phase.name.lower(),
+        "epoch": entry.route.epoch,
+        "mode": mode_name(entry.route.assignment.mode),
+        "servers": list(entry.route.assignment.servers),
+        "previous": [
+            {
+                "epoch": route.epoch,
+                "mode": mode_name(route.assignment.mode),
+                "servers": list(route.assignment.servers),
+            }
+            for route in entry.previous
+        ],
+        "settled": entry.phase is Phase.SETTLED,
+    }

@@ -1,0 +1,325 @@
+"""When the balancer makes a plan of its own, and out of what: between the model and the goals.
+
+There is at most one such plan per ``wait_s`` (T_wait of the paper), and none while an earlier change is being
+installed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+
+from dynamoth.plan.plan import Assignment, Entry, Mode, Phase, Plan, single
+from dynamoth_balancer.decide.goals import (
+    ChannelFigures,
+    ChannelRate,
+    Cluster,
+    Decision,
+    Finding,
+    Goal,
+    ServerLoad,
+    decide,
+)
+from dynamoth_balancer.decide.model import ClusterModel
+from dynamoth_balancer.install.installer import Installer
+from dynamoth_balancer.options import BalancerOptions
+
+DECISIONS_KEPT_MAX = 20
+FINDING_REPEAT_S = 60.0
+"""A decision that nothing can be done is told again only when its findings are others, or after this time."""
+
+BLIND_MARGIN_RATIO = 0.01
+"""A server whose agent is blind counts as this much above ``load_ratio_high``, at least."""
+
+FIRST_REPORTS_S = 10.0
+"""A server that can take part, and whose agent does not report in this time, is not waited for."""
+
+HELD_MAX = 10_000
+"""Bound of the channels that are left as administrators have replicated them; the longest ago are forgotten."""
+
+_DECIMALS = re.compile(r"\d+\.\d+")
+
+
+class Decider:
+    """Asks the goals when it is time."""
+
+    def __init__(self, model: ClusterModel, goals: Sequence[Goal], options: BalancerOptions) -> None:
+        self._model = model
+        self._goals = goals
+        self._options = options
+        #: No plans of the balancer's own; what administrators ask for is done.
+        self.paused = False
+        #: The latest decisions with their numbers (from 1) and times, oldest first.
+        self.decisions: deque[tuple[int, float, Decision]] = deque(maxlen=DECISIONS_KEPT_MAX)
+        self._made = 0
+        #: What the goals could not reach when they were asked last.
+        self.unreached: Sequence[Finding] = ()
+        #: Since when servers that can take part have not reported often enough; None while all have.
+        self._unmeasured_since: float | None = None
+        self._look_at = -math.inf
+        self._plan_at = -math.inf
+        self._findings_at = -math.inf
+        #: When each channel was moved last; those that have rested are forgotten.
+        self._moved_at: dict[bytes, float] = {}
+        #: When each channel that is, or was, replicated will have rested; those that have are forgotten.
+        self._rested_at: dict[bytes, float] = {}
+        #: What administrators have made of channels that they have replicated, the longest ago first.
+        self._held: OrderedDict[bytes, Assignment] = OrderedDict()
+        #: When the term began, if there was a plan before.
+        self._began_at = -math.inf
+        #: Of the plan of this version: the replicated channels, and what it names at servers that are being drained.
+        self._replicated: Mapping[bytes, Assignment] = {}
+        self._at_draining: Mapping[str, frozenset[bytes]] = {}
+        self._plan_version = -1
+        #: Since when servers that cannot be reached are so.
+        self._away_since: dict[str, float] = {}
+        #: Replicas that were dead for ``replica_dead_s`` while their channel was settled.
+        self._unwanted: dict[bytes, frozenset[str]] = {}
+
+    def begin_term(self, installer: Installer, now: float) -> None:
+        """Begin with a plan that another balancer may have changed just now."""
+        if installer.plan.entries:
+            self.wait(now)
+            self._began_at = now
+        self._plan_version = -1
+        self._unwanted.clear()
+        self.unreached = ()
+
+    def wait(self, now: float) -> None:
+        """Make no plan for ``wait_s``."""
+        self._plan_at = now + self._options.wait_s
+
+    def moved(self, changes: Mapping[bytes, tuple[Assignment, Assignment]], now: float) -> None:
+        """Let channels whose assignment was changed, by whomever, rest."""
+        self._moved_at.update(dict.fromkeys(changes, now))
+        for channel, assignments in changes.items():
+            self._held.pop(channel, None)
+            self._unwanted.pop(channel, None)
+            if any(map(is_replicated, assignments)):
+                self._rested_at[channel] = now + self._options.replication_rest_s
+
+    def hold(self, channel: bytes, assignment: Assignment) -> None:
+        """Leave a channel as an administrator has replicated it, until somebody changes it; unless it must leave."""
+        if not self._options.draining.isdisjoint(assignment.servers):
+            return  # begun before the balancer was restarted, and asked for again since
+        self._held[channel] = assignment
+        if len(self._held) > HELD_MAX:
+            self._held.popitem(last=False)
+
+    def look(self, installer: Installer, now: float) -> Decision | None:
+        """Return a decision, if it is time and there is something to decide or to be told."""
+        if now < self._look_at:
+            return None
+        self._look_at = now + self._options.decision_interval_s
+        self._forget(now)
+        self._watch_replicas(installer, now)
+        if self.paused or now < self._plan_at or self._is_busy(installer, now) or installer.rules_rest(now):
+            return None
+        cluster = self.cluster(installer, now)
+        decision = decide(self._goals, cluster)
+        if self._awaits_reports(installer, now) and not decision.moves:
+            return None  # nobody knows yet what can be reached
+        self.unreached = decision.findings
+        for figures in cluster.figures:
+            self._unwanted.pop(figures.channel, None)  # it was thought about
+        if decision.moves:
+            self.wait(now)
+        elif not decision.findings or not self._is_news(decision, now):
+            return None
+        self._findings_at = now
+        self._made += 1
+        self.decisions.append((self._made, now, decision))
+        return decision
+
+    def cluster(self, installer: Installer, now: float) -> Cluster:
+        """Return the servers that can take part in a plan, as the goals see them."""
+        options = self._options
+        blind = self._model.blind.keys()
+        loads = {
+            server: self._at_least_high(load) if server in blind else load
+            for server in installer.plan.servers
+            if installer.why_not(server, now) is None
+            and not installer.joins_in(server, now)
+            and (self._model.samples(server) >= options.reports_min or server in blind)
+            and (load := self._model.load(server, now)) is not None
+        }
+        entry_of = installer.plan.entry
+        is_plain = installer.plan.compatibility.is_plain
+        rests_since = now - options.channel_rest_s
+
+        def movable(channel: bytes, server: str) -> bool:
+            entry = entry_of(channel)
+            return (
+                entry.phase is Phase.SETTLED
+                and entry.route.assignment.mode is Mode.SINGLE
+                and entry.route.assignment.servers[0] == server
+                and self._moved_at.get(channel, -math.inf) <= rests_since
+                and not is_plain(channel)
+            )
+
+        figures = self._figures(installer.plan, loads, blind, now)
+        dead = self._dead_replicas(installer, now)
+        draining = {server: self.left_at(server, installer.plan) for server in options.draining}
+        return Cluster(loads, self._model.channels, movable, options, figures, dead, draining, blind)
+
+    def _awaits_reports(self, installer: Installer, now: float) -> bool:
+        """Tell whether a server that can take part was not measured yet, as it or its agent has just begun."""
+        if not any(
+            self._model.samples(server) < self._options.reports_min
+            for server in installer.plan.servers
+            if server not in self._model.blind and installer.why_not(server, now) is None
+        ):
+            self._unmeasured_since = None
+            return False
+        if self._unmeasured_since is None:
+            self._unmeasured_since = now
+        return now - self._unmeasured_since < FIRST_REPORTS_S
+
+    def _at_least_high(self, load: ServerLoad) -> ServerLoad:
+        """Return the load of a server whose agent is blind: overloaded, whatever was measured before."""
+        high = self._options.load_ratio_high * (1 + BLIND_MARGIN_RATIO) * load.outgoing_bytes_per_s_max
+        return replace(load, outgoing_bytes_per_s=max(load.outgoing_bytes_per_s, high))
+
+    def left_at(self, server: str, plan: Plan) -> list[ChannelRate]:
+        """Return what is at a server that is being drained: channels that the plan names there, with traffic or none.
+
+        Besides these, channels that are at home there and that the server's agent has reported lately by name, because
+        somebody subscribes or publishes. Those that are on their way from there are among them.
+        """
+        self._read(plan)
+        rates = self._model.channel_rates(server)
+        measured = (channel for channel in rates if _follows(plan.entry(channel), server))
+        return [ChannelRate(rates.get(channel, 0.0), channel) for channel in self._at_draining[server].union(measured)]
+
+    def named_at(self, server: str, plan: Plan) -> int:
+        """Return how many channels the plan names at a server that is being drained, whether or not it can be asked."""
+        self._read(plan)
+        return len(self._at_draining[server])
+
+    def channels_left(self, server: str, plan: Plan) -> int | None:
+        """Return how many channels are at a server that is being drained; None where nothing is measured there."""
+        latest = self._model.latest(server)
+        if latest is None:
+            return None
+        rest = latest.rest  # channels that reports have no room for
+        unnamed = rest.channels if rest.subscribers or rest.publications else 0
+        return len(self.left_at(server, plan)) + unnamed
+
+    # Replication.
+
+    def _figures(
+        self, plan: Plan, loads: Mapping[str, ServerLoad], blind: Set[str], now: float
+    ) -> list[ChannelFigures]:
+        """Return what is true of the channels whose replication may be changed now.
+
+        Replicated channels with a replica at a server whose agent is blind are left alone.
+        """
+        if now - self._began_at < self._options.averaging_s:
+            return []  # what settled in the predecessor's time is not known to have done so before the reports
+        wanted: dict[bytes, Assignment] = {}
+        for channel in (*self.replicated(plan), *self._busy(plan, loads)):
+            entry = plan.entry(channel)
+            assignment = entry.route.assignment
+            if entry.phase is not Phase.SETTLED or self._rested_at.get(channel, now) > now:
+                continue
+            if is_replicated(assignment) and not blind.isdisjoint(assignment.servers):
+                continue
+            if self._held.get(channel) != assignment and all(server in loads for server in assignment.servers):
+                wanted[channel] = assignment
+        return [
+            replace(figures, unwanted=self._unwanted.get(figures.channel, frozenset()))
+            for figures in self._model.figures(wanted)
+        ]
+
+    def _busy(self, plan: Plan, loads: Mapping[str, ServerLoad]) -> list[bytes]:
+        """Return the channels at one server that are so busy that they may have to be spread."""
+        if not loads:
+            return []
+        capacity = max(load.outgoing_bytes_per_s_max for load in loads.values())
+        least = min(self._options.replicate_load_ratio_min, self._options.load_ratio_high) * capacity
+        return [
+            channel
+            for server in loads
+            for channel in self._model.busy(server, least)
+            if plan.entry(channel).route.assignment == single(server) and not plan.compatibility.is_plain(channel)
+        ]
+
+    def replicated(self, plan: Plan) -> Mapping[bytes, Assignment]:
+        """Return the replicated channels."""
+        self._read(plan)
+        return self._replicated
+
+    def _read(self, plan: Plan) -> None:
+        if plan.version == self._plan_version:
+            return
+        self._plan_version = plan.version
+        self._replicated = {
+            channel: entry.route.assignment
+            for channel, entry in plan.entries.items()
+            if is_replicated(entry.route.assignment)
+        }
+        self._at_draining = {
+            server: frozenset(channel for channel, entry in plan.entries.items() if _follows(entry, server))
+            for server in self._options.draining
+        }
+
+    def _watch_replicas(self, installer: Installer, now: float) -> None:
+        """Take note of servers that are dead, and of the channels that should leave them when they are back."""
+        for server in installer.plan.servers:
+            if installer.copy(server).is_up:
+                self._away_since.pop(server, None)
+            else:
+                self._away_since.setdefault(server, now)
+        for server, channels in self._dead_replicas(installer, now).items():
+            for channel in channels:
+                self._unwanted[channel] = self._unwanted.get(channel, frozenset()) | {server}
+
+    def _dead_replicas(self, installer: Installer, now: float) -> dict[str, list[bytes]]:
+        """Return the servers that have been dead for long, each with the settled channels that it is a replica of."""
+        long_ago = now - self._options.replica_dead_s
+        dead: dict[str, list[bytes]] = {
+            server: []
+            for server, since in self._away_since.items()
+            if since <= long_ago and installer.is_dead(server, now)
+        }
+        if dead:
+            plan = installer.plan
+            for channel, assignment in self.replicated(plan).items():
+                for server in assignment.servers:
+                    if server in dead and plan.entry(channel).phase is Phase.SETTLED:
+                        dead[server].append(channel)
+        return dead
+
+    def _is_busy(self, installer: Installer, now: float) -> bool:
+        """Tell whether a change is still being installed; what has got stuck does not count."""
+        patience = self._options.move_timeout_s
+        return any(now - transition.since < patience for transition in installer.transitions.values())
+
+    def _is_news(self, decision: Decision, now: float) -> bool:
+        if now - self._findings_at >= FINDING_REPEAT_S:
+            return True
+        return not self.decisions or _summary(self.decisions[-1][2]) != _summary(decision)
+
+    def _forget(self, now: float) -> None:
+        rest = self._options.channel_rest_s
+        self._moved_at = {channel: at for channel, at in self._moved_at.items() if now - at < rest}
+        self._rested_at = {channel: at for channel, at in self._rested_at.items() if at > now}
+        self._model.forget_proven(now)
+
+
+def is_replicated(assignment: Assignment) -> bool:
+    """Tell whether a channel with this assignment is spread over several servers."""
+    return assignment.mode is not Mode.SINGLE
+
+
+def _follows(entry: Entry, server: str) -> bool:
+    """Tell whether somebody may use a server for a channel."""
+    return any(server in route.assignment.servers for route in entry.live_routes)
+
+
+def _summary(decision: Decision) -> set[tuple[str, bytes | None, str]]:
+    """Return what must differ for a decision to be news: figures always do."""
+    return {(each.server, each.channel, _DECIMALS.sub("", each.reason)) for each in decision.findings}

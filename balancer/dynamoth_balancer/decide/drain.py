@@ -1,0 +1,73 @@
+"""The goal that empties servers which an operator wants to stop.
+
+It comes last, as a server that is overloaded is worse than one that is not empty yet, and a channel that is to be
+spread or folded back need not be moved before. That nothing is put at these servers is no matter of this goal: no move
+of any may (``Cluster.draining``). So it ends: each move makes fewer channels there, and none comes back.
+"""
+
+from __future__ import annotations
+
+from dynamoth.plan.plan import Mode
+from dynamoth_balancer.decide.goals import Cluster, Finding, Move, Room, ServerLoad, busiest_first, why_they_stay
+from dynamoth_balancer.decide.replication import Change
+
+
+class Drain:
+    """No channel is at a server that is being drained, and no replica.
+
+    The busiest go first, each to the server with most room. One that would fill that too much, which ``Relieve`` does
+    not permit, stays, and smaller ones are tried.
+    """
+
+    def propose(self, cluster: Cluster) -> list[Move]:
+        """Propose moves away from servers that are being drained, and say what else must be done."""
+        if not cluster.draining:
+            return []
+        moves = self._replicas(cluster)
+        room = Room(cluster)
+        for name in sorted(cluster.draining):
+            if name in cluster.servers:
+                moves += self._channels(cluster, cluster.servers[name], room)
+            self._find(cluster, name)
+        return moves
+
+    def permits(self, cluster: Cluster, move: Move) -> bool:
+        """Permit all: no move brings anything back."""
+        return True
+
+    def _replicas(self, cluster: Cluster) -> list[Move]:
+        moves: list[Move] = []
+        for figures in cluster.figures if cluster.targets else ():
+            leaves = sorted(cluster.draining.keys() & set(figures.assignment.servers))
+            if figures.assignment.mode is not Mode.SINGLE and leaves:
+                move = Change(cluster, figures).drained(_reason(*leaves))
+                if move is not None and cluster.take(move):
+                    moves.append(move)
+        return moves
+
+    def _channels(self, cluster: Cluster, source: ServerLoad, room: Room) -> list[Move]:
+        moves: list[Move] = []
+        for load in busiest_first(cluster.draining[source.id]):
+            target = room.most(source.id)
+            if target is None or cluster.is_full or cluster.has_given(source.id):
+                break
+            move = cluster.move(load, source, target, _reason(source.id))
+            if cluster.take(move):
+                moves.append(move)
+                room.changed(target)
+        return moves
+
+    def _find(self, cluster: Cluster, name: str) -> None:
+        left = [load for load in cluster.draining[name] if load.channel not in cluster.moves]
+        if not left:
+            return
+        server = cluster.servers.get(name)
+        if server is None:
+            ratio, why = 0.0, "it cannot take part in changes: see whether the server and its agent are up"
+        else:
+            ratio, why = server.load_ratio, why_they_stay(cluster, server, left)
+        cluster.findings.append(Finding(name, ratio, f"it is not drained yet: {why}"))
+
+
+def _reason(*servers: str) -> str:
+    return f"{', '.join(servers)} {'is' if len(servers) == 1 else 'are'} being drained"

@@ -1,0 +1,434 @@
+"""The model of the cluster: how loaded each server is, and by which channels, from the reports of the agents.
+
+Theory of operation
+-------------------
+Per server the model keeps the samples of the last ``averaging_s`` (one per report) and averages over them when asked.
+
+Load on its way counts as load. When the assignment of a channel changes, its average is *attributed* to the new
+servers at once, and taken out of what the old ones have reported. From then until the channel has settled, what
+reports say of it is ignored at all of them: it is sent at old and new ones, by forwarding, and would count twice.
+After it has settled, each report whose whole interval is younger takes over its share of the average from the
+attribution.
+
+What a channel makes the cluster send is the same in every mode: each publication to each subscriber. With n replicas
+each sends about a part of n: under ALL_SUBSCRIBERS of the publications, under ALL_PUBLISHERS to the subscribers.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+
+from dynamoth.plan.plan import Assignment, Mode
+from dynamoth.protocol.reports import Report
+from dynamoth_balancer.decide.goals import ChannelFigures, ChannelRate, ServerLoad
+from dynamoth_balancer.options import INTERRUPTIONS_WINDOW_S
+
+SAMPLES_MAX = 200
+"""Bound of the samples per server: ``averaging_s`` of 10 s at 20 reports per second. Older ones go earlier then."""
+
+BUSY_MAX = 100
+"""Bound of the channels of a server that are looked at one by one. The next ones are, when these need it no more."""
+
+BLINDING_INTERRUPTIONS = 2
+"""An agent that lost its observing connection so often within the window counts as blind. Once happens to anybody: the
+server restarts, or the network fails."""
+
+INTERRUPTIONS_MAX = 100
+"""Bound of the interruptions that are remembered per server."""
+
+INTERVAL_S_MIN = 0.01
+INTERVAL_S_MAX = 3600.0
+BYTES_PER_S_MAX = 1e13
+"""A report beyond these was not measured by an agent of ours: 100 times the fastest networks."""
+
+
+@dataclass(slots=True)
+class _Sample:
+    """One report, reduced to what is averaged: bytes sent in its interval."""
+
+    begins: float
+    arrived: float
+    interval_s: float
+    #: By the whole server, without the channels that are attributed.
+    outgoing_bytes: float
+    channels: tuple[bytes, ...]
+    #: By each channel; 0 where it is attributed.
+    channel_bytes: array[float]
+    publications: array[float]
+    publishers: array[float]
+    subscribers: array[float]
+
+    def strip(self, channels: Mapping[bytes, object]) -> None:
+        """Take some channels out."""
+        for index, channel in enumerate(self.channels):
+            if channel in channels:
+                self.outgoing_bytes = max(0.0, self.outgoing_bytes - self.channel_bytes[index])
+                self.channel_bytes[index] = 0.0
+
+
+@dataclass(slots=True)
+class _Attribution:
+    """The load of a channel whose assignment has changed, where the plan has it."""
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    #: Outgoing bytes/s over all servers.
+    rate: float
+    #: When the transition settled; None before.
+    settled: float | None = None
+
+    @property
+    def servers(self) -> set[str]:
+        """Old and new servers."""
+        return {*self.before, *self.after}
+
+    def rate_at(self, server: str) -> float:
+        """Return what is attributed to one server."""
+        return self.rate / len(self.after) if server in self.after else 0.0
+
+    def covers(self, sample: _Sample) -> bool:
+        """Tell whether a sample says nothing of this channel that could be used."""
+        return self.settled is None or sample.begins < self.settled
+
+
+@dataclass(frozen=True, slots=True)
+class Blindness:
+    """The agent of a server does not see what is published there."""
+
+    since: float
+    #: Why, how often, and what helps, in words.
+    reason: str
+
+
+@dataclass(slots=True)
+class _ServerModel:
+    """What is known of one server."""
+
+    capacity: float = 0.0
+    latest: Report | None = None
+    #: When ``latest`` arrived.
+    latest_at: float = -math.inf
+    #: When its agent has lost the observing connection lately.
+    interrupted: deque[float] = field(default_factory=lambda: deque[float](maxlen=INTERRUPTIONS_MAX))
+    #: Since when the agent is blind; None while it sees.
+    blind_since: float | None = None
+    samples: deque[_Sample] = field(default_factory=deque[_Sample])
+    #: The latest of them, also when it is too old for the average.
+    newest: _Sample | None = None
+    #: Channels that are attributed to this server or away from it.
+    attributed: dict[bytes, _Attribution] = field(default_factory=dict[bytes, _Attribution])
+    #: One object per channel name, shared by all samples. Names of the latest sample only.
+    names: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
+
+
+class ClusterModel:
+    """Load ratios, busiest channels, and what is true of a channel wherever it is measured.
+
+    Memory: (servers * samples * channels per report) * 40 bytes, and the names.
+    """
+
+    def __init__(
+        self, servers: Iterable[str], averaging_s: float, interruptions_window_s: float = INTERRUPTIONS_WINDOW_S
+    ) -> None:
+        self._averaging_s = averaging_s
+        self._interruptions_window_s = interruptions_window_s
+        self._servers = {server: _ServerModel() for server in servers}
+        #: Moved channels whose load is not yet proven by reports; at most one attribution for each.
+        self._attributions: dict[bytes, _Attribution] = {}
+        #: When channels have settled, as long as it matters to averages.
+        self._settled_at: dict[bytes, float] = {}
+        self.counters: Counter[str] = Counter()
+        #: The servers whose agents are blind, and why. Only ever changed in place.
+        self.blind: dict[str, str] = {}
+
+    def report(self, report: Report, now: float) -> bool:
+        """Take a report; tell whether it can have been measured."""
+        if not _is_plausible(report):
+            self.counters["reports_implausible"] += 1
+            return False
+        model = self._servers[report.server]
+        model.capacity = float(report.outgoing_bytes_per_s_max)
+        self._watch(model, report, now)
+        model.latest, model.latest_at = report, now
+        if not report.observing:
+            return True  # it says nothing of channels: what was known of them before is the best there is
+        model.newest = self._sample(model, report, now)
+        self._take(model, model.newest)
+        self._forget_old(model, now)
+        return True
+
+    @staticmethod
+    def _take(model: _ServerModel, sample: _Sample) -> None:
+        """Let a sample count, but for channels that are attributed meanwhile."""
+        uncovered = {channel: a for channel, a in model.attributed.items() if a.covers(sample)}
+        if uncovered:
+            sample.strip(uncovered)
+        model.samples.append(sample)
+
+    def _watch(self, model: _ServerModel, report: Report, now: float) -> None:
+        """Find out whether the agent is blind."""
+        latest = model.latest
+        if latest is None:
+            known = report.interruptions  # those before our first report may be long past
+        else:
+            known = latest.interruptions if latest.incarnation == report.incarnation else 0
+        model.interrupted.extend([now] * min(INTERRUPTIONS_MAX, max(0, report.interruptions - known)))
+        while model.interrupted and model.interrupted[0] <= now - self._interruptions_window_s:
+            model.interrupted.popleft()
+        times = len(model.interrupted)
+        if report.observing and times < BLINDING_INTERRUPTIONS:
+            model.blind_since = None
+            self.blind.pop(report.server, None)
+            return
+        if model.blind_since is None:
+            model.blind_since = now - report.blind_s
+            if not model.samples and model.newest is not None:
+                self._take(model, model.newest)  # blindness shows late, but nothing newer can be known
+        state = "sees" if report.observing else "does not see"
+        window = f"{self._interruptions_window_s:g} s"
+        self.blind[report.server] = (
+            f"its agent {state} what is published, and lost its connection {times} times in {window}: Redis"
+            " disconnects an agent that reads too slowly. The server counts as overloaded. Give the agent a whole CPU,"
+            " and raise client-output-buffer-limit pubsub"
+        )
+
+    def blindness(self, server: str) -> Blindness | None:
+        """Return since when and why the agent of a server is blind; None while it sees."""
+        since = self._servers[server].blind_since
+        return None if since is None else Blindness(since, self.blind[server])
+
+    def report_age_s(self, server: str, now: float) -> float | None:
+        """Return how old the latest report of a server is; None where there is none."""
+        latest_at = self._servers[server].latest_at
+        return None if math.isinf(latest_at) else now - latest_at
+
+    def _sample(self, model: _ServerModel, report: Report, now: float) -> _Sample:
+        interval, columns = report.interval_s, report.columns
+        channels: tuple[bytes, ...] = tuple(map(model.names.get, columns.channels, columns.channels))
+        model.names = dict(zip(channels, channels, strict=True))
+        numbers = (columns.bytes_out, columns.publications, columns.publishers, columns.subscribers)
+        arrays = [array("d", column) for column in numbers]
+        return _Sample(now - interval, now, interval, report.outgoing_bytes_per_s * interval, channels, *arrays)
+
+    def _forget_old(self, model: _ServerModel, now: float) -> None:
+        samples = model.samples
+        if model.blind_since is not None and samples:
+            now = min(now, samples[-1].arrived)  # nothing newer can be known
+        while samples and (samples[0].arrived <= now - self._averaging_s or len(samples) > SAMPLES_MAX):
+            samples.popleft()
+
+    def agent_restarted(self, server: str) -> None:
+        """Forget the averages of a server: what the agent measures from now on begins anew."""
+        self._servers[server].samples.clear()
+        self._servers[server].newest = None
+
+    # Channels on their way.
+
+    def moved(self, changes: Mapping[bytes, tuple[Assignment, Assignment]], now: float) -> None:
+        """Attribute channels, each changed from an assignment to another, to their new servers."""
+        sources = {server for before, _ in changes.values() for server in before.servers}
+        for server in sources:
+            self._forget_old(self._servers[server], now)
+        averages = {server: self.channel_rates(server) for server in sources}
+        touched: set[str] = set()
+        for channel, (before, after) in changes.items():
+            self._drop(channel)
+            rate = sum(averages[server].get(channel, 0.0) for server in before.servers)
+            attribution = self._attributions[channel] = _Attribution(before.servers, after.servers, rate)
+            for server in attribution.servers:
+                self._servers[server].attributed[channel] = attribution
+            touched |= attribution.servers
+        for server in touched:
+            for sample in self._servers[server].samples:
+                sample.strip(changes)
+
+    def settled(self, channels: Iterable[bytes], now: float) -> None:
+        """From now on reports tell the truth about these channels."""
+        for channel in channels:
+            self._settled_at[channel] = now
+            if (attribution := self._attributions.get(channel)) is not None:
+                attribution.settled = now
+
+    def _drop(self, channel: bytes) -> None:
+        attribution = self._attributions.pop(channel, None)
+        if attribution is not None:
+            for server in attribution.servers:
+                self._servers[server].attributed.pop(channel, None)
+
+    def forget_proven(self, now: float) -> None:
+        """Drop the attributions of which no sample in the average depends any more. To be called now and then."""
+        proven = [
+            channel
+            for channel, attribution in self._attributions.items()
+            if attribution.settled is not None
+            and now - attribution.settled > self._averaging_s
+            and all(self._is_proven(attribution, server) for server in attribution.after)
+        ]
+        for channel in proven:
+            self._drop(channel)
+        horizon = now - 2 * self._averaging_s  # no report in the average begins earlier, as none is longer than that
+        self._settled_at = {channel: at for channel, at in self._settled_at.items() if at >= horizon}
+
+    def _is_proven(self, attribution: _Attribution, server: str) -> bool:
+        """Tell whether the average of a server rests on reports that know the channel."""
+        samples = self._servers[server].samples
+        return bool(samples) and not any(attribution.covers(sample) for sample in samples)
+
+    # Averages.
+
+    def load(self, server: str, now: float) -> ServerLoad | None:
+        """Return the estimated load of a server, None while no report of it is in the average."""
+        model = self._servers[server]
+        self._forget_old(model, now)
+        weight = sum(sample.interval_s for sample in model.samples)
+        if not weight:
+            if model.blind_since is None or model.latest is None:
+                return None
+            return ServerLoad(server, model.latest.outgoing_bytes_per_s, model.capacity)
+        rate = sum(sample.outgoing_bytes for sample in model.samples) / weight
+        rate += sum(a.rate_at(server) * self._share(a, model, weight) for a in model.attributed.values())
+        return ServerLoad(server, rate, model.capacity)
+
+    def samples(self, server: str) -> int:
+        """Return how many reports are in the average of a server."""
+        return len(self._servers[server].samples)
+
+    def latest(self, server: str) -> Report | None:
+        """Return the latest report of a server."""
+        return self._servers[server].latest
+
+    def channels(self, server: str) -> list[ChannelRate]:
+        """Return the estimated load of each channel that is known by name at a server, in no order."""
+        return [ChannelRate(rate, channel) for channel, rate in self.channel_rates(server).items() if rate > 0]
+
+    def channel_rates(self, server: str) -> dict[bytes, float]:
+        """Return the estimated outgoing bytes/s of each channel that is known by name at a server."""
+        model = self._servers[server]
+        weight = sum(sample.interval_s for sample in model.samples)
+        sums: dict[bytes, float] = {}
+        for sample in model.samples:
+            for channel, count in zip(sample.channels, sample.channel_bytes, strict=True):
+                sums[channel] = sums.get(channel, 0.0) + count
+        rates = {channel: count / weight for channel, count in sums.items()}
+        for channel, attribution in model.attributed.items():
+            if server in attribution.after:
+                share = self._share(attribution, model, weight)
+                rates[channel] = rates.get(channel, 0.0) + attribution.rate_at(server) * share
+        return rates
+
+    @staticmethod
+    def _share(attribution: _Attribution, model: _ServerModel, weight: float) -> float:
+        """Return which share of the average knows nothing of the attributed channel, from 0 to 1."""
+        if attribution.settled is None or not weight:
+            return 1.0
+        return sum(sample.interval_s for sample in model.samples if attribution.covers(sample)) / weight
+
+    # What is true of a channel.
+
+    def busy(self, server: str, outgoing_bytes_per_s_min: float) -> list[bytes]:
+        """Return the channels that the latest report of a server names with at least so much load, the busiest."""
+        samples = self._servers[server].samples
+        if not samples:
+            return []
+        latest = samples[-1]
+        least = outgoing_bytes_per_s_min * latest.interval_s
+        loads = zip(latest.channels, latest.channel_bytes, strict=True)  # the busiest first, as reports have them
+        return [channel for channel, _ in islice(takewhile(lambda load: load[1] >= least, loads), BUSY_MAX)]
+
+    def figures(self, assignments: Mapping[bytes, Assignment]) -> list[ChannelFigures]:
+        """Return what is true of settled channels, from what each server has measured of them.
+
+        Left out are those of which a report in the average is from before they have settled, and those of which a
+        server has not reported.
+        """
+        wanted = {server: model.names.keys() & assignments.keys() for server, model in self._servers.items()}
+        for channel, assignment in assignments.items():
+            for server in assignment.servers:
+                wanted[server].add(channel)
+        rows = {server: _rows(self._servers[server].samples, channels) for server, channels in wanted.items()}
+        seen: dict[bytes, dict[str, _Row]] = {}
+        for server, by_channel in rows.items():
+            for channel, row in by_channel.items():
+                seen.setdefault(channel, {})[server] = row
+        return [
+            _merge(channel, assignment, seen.get(channel, {}))
+            for channel, assignment in assignments.items()
+            if all(self._knows(server, channel) for server in assignment.servers)
+        ]
+
+    def _knows(self, server: str, channel: bytes) -> bool:
+        """Tell whether the average of a server is younger than the latest change of a channel."""
+        samples = self._servers[server].samples
+        settled_at = self._settled_at.get(channel)
+        return bool(samples) and (settled_at is None or all(sample.begins >= settled_at for sample in samples))
+
+
+@dataclass(slots=True)
+class _Row:
+    """One channel at one server, averaged; of the publishers, the most that one report has counted."""
+
+    outgoing_bytes_per_s: float = 0.0
+    publications_per_s: float = 0.0
+    publishers: float = 0.0
+    subscribers: float = 0.0
+
+
+def _rows(samples: Iterable[_Sample], wanted: Set[bytes]) -> dict[bytes, _Row]:
+    """Return the averages of those of the wanted channels that reports name."""
+    rows: dict[bytes, _Row] = {}
+    if not wanted:
+        return rows
+    weight = 0.0
+    for sample in samples:
+        weight += sample.interval_s
+        for index in [index for index, channel in enumerate(sample.channels) if channel in wanted]:
+            row = rows.setdefault(sample.channels[index], _Row())
+            row.outgoing_bytes_per_s += sample.channel_bytes[index]
+            row.publications_per_s += sample.publications[index]
+            row.publishers = max(row.publishers, sample.publishers[index])
+            row.subscribers += sample.subscribers[index] * sample.interval_s
+    for row in rows.values():
+        row.outgoing_bytes_per_s /= weight
+        row.publications_per_s /= weight
+        row.subscribers /= weight
+    return rows
+
+
+def _merge(channel: bytes, assignment: Assignment, rows: Mapping[str, _Row]) -> ChannelFigures:
+    """Put together what is true of a channel.
+
+    Under ALL_SUBSCRIBERS each replica counts the same subscribers, under ALL_PUBLISHERS the same publications.
+    What was published at other servers, by those who do not know better, was forwarded from there:
+    forwarded copies are no publications, so it is added.
+    """
+    here = {server: rows.get(server, _NOTHING) for server in assignment.servers}
+    publications = [row.publications_per_s for row in here.values()]
+    publishers = [row.publishers for row in here.values()]
+    subscribers = [row.subscribers for row in here.values()]
+    same_publications = assignment.mode is Mode.ALL_PUBLISHERS
+    same_subscribers = assignment.mode is Mode.ALL_SUBSCRIBERS
+    elsewhere = sum(row.publications_per_s for server, row in rows.items() if server not in here)
+    return ChannelFigures(
+        channel,
+        assignment,
+        (max(publications) if same_publications else sum(publications)) + elsewhere,
+        int(max(publishers) if same_publications else sum(publishers)),
+        max(subscribers) if same_subscribers else sum(subscribers),
+        {server: row.outgoing_bytes_per_s for server, row in here.items()},
+    )
+
+
+_NOTHING = _Row()
+
+
+def _is_plausible(report: Report) -> bool:
+    return (
+        INTERVAL_S_MIN <= report.interval_s <= INTERVAL_S_MAX
+        and report.outgoing_bytes_per_s <= BYTES_PER_S_MAX
+        and sum(report.columns.bytes_out) <= BYTES_PER_S_MAX * report.interval_s
+    )

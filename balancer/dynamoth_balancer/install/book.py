@@ -1,0 +1,146 @@
+"""The plan that the balancer holds, and the latest changes of it: what brings an older copy up to date."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from dynamoth.machine.events import CommandPart
+from dynamoth.plan.compatibility import Compatibility
+from dynamoth.plan.plan import Entry, Plan, PlanDelta
+from dynamoth.protocol.control import PlanChange, pack_control
+from dynamoth.protocol.stored_plan import write_delta
+
+HISTORY_MAX = 64
+"""Versions that a server may be behind and still be sent what changed instead of everything."""
+
+DELTA_ENTRIES_MAX = 10_000
+"""A larger change is written as a whole plan, in commands that Redis executes in a millisecond each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What brings a copy from one version to the present one."""
+
+    delta: PlanDelta
+    #: The HSET, and how many new fields it makes when the copy is what it should be.
+    command: Sequence[CommandPart]
+    new_fields: int
+    #: The ``PlanChange`` for the agent.
+    message: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    delta: PlanDelta
+    #: How many of its channels the plan did not name before.
+    new_channels: int
+
+
+class PlanBook:
+    """The plan of one term of a balancer, the latest changes, and the versions whose content is known."""
+
+    def __init__(self, plan: Plan, known: Mapping[int, Plan], *, is_complete: bool = False) -> None:
+        """Begin a term with ``plan``. ``known`` are the plans that it was made from, by version.
+
+        ``is_complete`` tells that all servers were read, and that one had what its predecessor wrote: then no version
+        above ``plan`` can have been issued.
+
+        A known plan that differs from ``plan`` in nothing but the version can be brought to it by a change without
+        entries.
+        """
+        _ = plan.ring  # made here, once: later versions take it over
+        self.plan = plan
+        self.is_complete = is_complete
+        self._first = plan.version
+        #: Versions of earlier balancers whose entries are all in our plan, or are older than ours.
+        self._known = set(known)
+        self._steps: deque[_Step] = deque(maxlen=HISTORY_MAX)
+        #: Changes to the present version, by the version that they begin with; made once for all servers.
+        self._changes: dict[int, Change | None] = {}
+        for version, old in known.items():
+            if version < plan.version and same_content(old, plan):
+                self._steps.append(_Step(PlanDelta(version, plan.version, MappingProxyType({})), 0))
+
+    def knows(self, version: int) -> bool:
+        """Tell whether a copy of this version can hold nothing that our plan does not take into account."""
+        return version in self._known or self._first <= version <= self.plan.version
+
+    def advance(self, plan: Plan, channels: Iterable[bytes]) -> None:
+        """Go on to the next version, in which the entries of ``channels``, and no others, are new."""
+        changed = {channel: plan.entries[channel] for channel in channels}
+        self._step(plan, changed)
+
+    def change_rules(self, plan: Plan) -> None:
+        """Go on to the next version, in which the compatibility rules, and nothing else, are new."""
+        self._step(plan, {})
+
+    def jump(self, version: int) -> None:
+        """Go on to a later version without any change."""
+        self._step(self.plan.with_entries({}, version), {})
+
+    def _step(self, plan: Plan, changed: Mapping[bytes, Entry]) -> None:
+        old, self.plan = self.plan, plan
+        new_channels = sum(channel not in old.entries for channel in changed)
+        rules = plan.compatibility if plan.compatibility != old.compatibility else None
+        self._steps.append(_Step(PlanDelta(old.version, plan.version, changed, rules), new_channels))
+        self._changes.clear()
+
+    def take_in(self, stranger: Plan, version: int) -> dict[bytes, Entry]:
+        """Merge a copy that another balancer left; return what it has that is newer than ours.
+
+        Then, or when it is a later version than ours, the plan goes on with ``version``, which must be above both.
+
+        Raises:
+            PlanError: it names a server that the plan does not list; nothing is taken then.
+
+        """
+        mine = self.plan.entries
+        newer = {channel: entry for channel, entry in stranger.entries.items() if entry.newer_than(mine.get(channel))}
+        newer_rules = stranger.compatibility.version > self.plan.compatibility.version
+        if newer or newer_rules or stranger.version >= self.plan.version:
+            plan = self.plan.with_entries(newer, version)
+            self._step(plan.following(stranger.compatibility) if newer_rules else plan, newer)
+        self._known.add(stranger.version)
+        return newer
+
+    def change_from(self, version: int) -> Change | None:
+        """Return what brings a copy of ``version`` to the present plan; None when it must be written as a whole."""
+        if version not in self._changes:
+            self._changes[version] = self._change_from(version)
+        return self._changes[version]
+
+    def _change_from(self, version: int) -> Change | None:
+        entries: dict[bytes, Entry] = {}
+        rules: Compatibility | None = None
+        new_channels = 0
+        at = version
+        for step in self._steps:
+            if step.delta.base == at:
+                entries.update(step.delta.entries)
+                rules = rules if step.delta.compatibility is None else step.delta.compatibility
+                new_channels += step.new_channels
+                at = step.delta.version
+        if at != self.plan.version or at == version or len(entries) > DELTA_ENTRIES_MAX:
+            return None
+        delta = PlanDelta(version, at, entries, rules)
+        return Change(delta, write_delta(delta), new_channels, pack_control(PlanChange(delta)))
+
+
+def same_content(one: Plan, other: Plan) -> bool:
+    """Tell whether two plans differ in nothing but their versions."""
+    return (
+        one.base == other.base
+        and one.virtual_nodes == other.virtual_nodes
+        and one.compatibility == other.compatibility
+        and dict(one.servers) == dict(other.servers)
+        and dict(one.entries) == dict(other.entries)
+    )
+
+
+def merge_entries(one: Mapping[bytes, Entry], other: Mapping[bytes, Entry]) -> Mapping[bytes, Entry]:
+    """Return the newest entry of each channel that either names."""
+    newer = {channel: entry for channel, entry in other.items() if entry.newer_than(one.get(channel))}
+    return MappingProxyType({**one, **newer})

@@ -1,0 +1,79 @@
+"""A balancer without the lease: what it waits for, and when it must give way to another one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dynamoth.errors import AlreadyRunning
+from dynamoth_balancer.events import Note
+from dynamoth_balancer.install.lease import Lease
+
+NOTED_AFTER_S = 0.5
+"""A start that takes no longer than this is not worth a line in the log."""
+
+
+class Contention:
+    """Watches how a balancer waits for its lease.
+
+    Args:
+        lease: the lease.
+        servers: how many there are.
+        down: the servers that cannot be reached, and why; kept up to date by the owner.
+        patience_s: longer than a lease lasts that is not renewed: who has held it for longer is alive.
+
+    """
+
+    def __init__(self, lease: Lease, servers: int, down: Mapping[str, str], patience_s: float) -> None:
+        self._lease = lease
+        self._servers = servers
+        self._down = down
+        self._patience_s = patience_s
+        self._since = math.inf
+        #: What the log said last of why the lease is not held.
+        self._noted: dict[str, Any] = {}
+
+    def begin(self, now: float) -> None:
+        """Begin to wait."""
+        self._since = now
+        self._noted = {}
+
+    def look(self, now: float) -> list[Note]:
+        """Return what the log should say, if that is new. Raises AlreadyRunning where another balancer is at work."""
+        if others := self._lease.renewed_by_others(self._since, self._patience_s):
+            incarnations = ", ".join(sorted(set(others.values())))
+            raise AlreadyRunning(
+                f"another balancer (incarnation {incarnations}) is at work: it holds the lease at {', '.join(others)}"
+                " and renews it; stop that one first, there is one balancer for a cluster: CLIENT LIST at one of these"
+                " servers shows its address (name=dynamoth-balancer)"
+            )
+        details = self.details()
+        reason = self.reason()
+        if now - self._since < NOTED_AFTER_S or not reason or details == self._noted:
+            return []
+        self._noted = details
+        return [Note("warning", "waiting for the lease", {**details, "reason": reason})]
+
+    def reason(self) -> str:
+        """Return in words what keeps the lease from us; empty where nothing does, so that the next attempt gets it."""
+        reasons: list[str] = []
+        if others := self._lease.others():
+            text = "another balancer holds it at {}; one that was killed keeps it until it expires"
+            reasons.append(text.format(", ".join(others)))
+        if rivals := self._lease.waits_for_rivals():
+            text = "another balancer is connected to {} and may believe that it leads; this one waits until it cannot"
+            reasons.append(text.format(", ".join(rivals)))
+        reasons += [f"{server} refuses it: {reply}" for server, reply in self._lease.problems().items()]
+        if self._down:
+            reasons.append(f"{', '.join(self._down)} cannot be reached")
+        return "; ".join(reasons)
+
+    def details(self) -> dict[str, Any]:
+        """Return who holds the lease, and what keeps it from us."""
+        return {
+            "needed": f"{self._lease.majority} of {self._servers} servers",
+            "held_by_others": self._lease.others(),
+            "refused": self._lease.problems(),
+            "unreachable": dict(self._down),
+        }

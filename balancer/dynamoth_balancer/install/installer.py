@@ -1,0 +1,446 @@
+"""Plan installation: changes go through their three phases, and every server stores what the plan is.
+
+Theory of operation
+-------------------
+An installer works for one *term*: from when its balancer got the lease, and made its plan, until it loses the lease.
+The state of a transition is what the plan says of it, so whatever happens to the balancer, its successor goes on
+where it was::
+
+    PREPARED -> ACTIVE    when every old and new server has stored the transition, and the *present* process of its
+                          agent has acknowledged it
+    ACTIVE -> SETTLED     when the agent of every old server has said that nobody listens at the old location there,
+                          and every old and new server has stored that the transition is ACTIVE
+
+Nothing is assumed to arrive: agents that do not answer are asked again, and everything that they say may come twice,
+late, or from a process that is no more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dynamoth.errors import ConfigError, RequestRefused
+from dynamoth.machine.events import Send
+from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
+from dynamoth.plan.plan import Assignment, Entry, Phase, Plan, Server
+from dynamoth.protocol.control import PlanQuery, Vacated, pack_control
+from dynamoth.protocol.envelope import EPOCH_MAX
+from dynamoth.protocol.names import AGENT_CHANNEL, in_quotes
+from dynamoth_balancer.admin.compatibility import why_not_moved
+from dynamoth_balancer.events import Note, PlanChanged
+from dynamoth_balancer.install.agents import Agents
+from dynamoth_balancer.install.book import PlanBook
+from dynamoth_balancer.install.copies import CopyAction, CopyFound, PlanCopy
+from dynamoth_balancer.install.recovery import (
+    VERSIONS_IN_RESERVE,
+    VERSIONS_LOST_MAX,
+    Copy,
+    is_of_another_cluster,
+    same_ring,
+    servers_in_use,
+    version_after,
+    why_not_ours,
+)
+from dynamoth_balancer.options import BalancerOptions
+
+
+@dataclass(slots=True)
+class TransitionsSettled:
+    """For the rest of the balancer: these channels are where the plan has them."""
+
+    channels: tuple[bytes, ...]
+
+
+InstallerAction = Send | Note | PlanChanged | TransitionsSettled
+
+
+@dataclass(slots=True)
+class Transition:
+    """A channel whose change has not settled."""
+
+    entry: Entry
+    #: The version of the plan in which it came into its present phase, or a later one.
+    version: int
+    since: float
+    #: Servers whose agents have said, since it came into its present phase, that nobody listens at an old location.
+    vacated: set[str] = field(default_factory=set[str])
+
+    @property
+    def old(self) -> frozenset[str]:
+        """The servers of all routes that some subscriber may still follow."""
+        return frozenset(server for route in self.entry.previous for server in route.assignment.servers)
+
+    @property
+    def involved(self) -> frozenset[str]:
+        """Old and new servers."""
+        return self.old.union(self.entry.route.assignment.servers)
+
+
+class Installer:
+    """Installs plans for one term. The owner has checked, before each call, that the lease is still held."""
+
+    def __init__(
+        self, book: PlanBook, servers: Sequence[Server], agents: Agents, options: BalancerOptions, term: int, now: float
+    ) -> None:
+        self._book = book
+        self._servers = servers
+        self._agents = agents
+        self._options = options
+        self.counters: Counter[str] = Counter()
+        self._copies = {
+            server.id: PlanCopy(server.id, term, options.retry_s, options.verify_interval_s, self.counters)
+            for server in servers
+        }
+        #: Until when servers at which no channel is get none: clients with patterns may not listen there yet.
+        unused = {server.id for server in servers} - servers_in_use(book.plan)
+        self._joining = dict.fromkeys(unused, now + options.join_s)
+        self._transitions: dict[bytes, Transition] = {}
+        self._note_transitions(book.plan.entries, now)
+        #: Something has happened that may complete a phase.
+        self._due = True
+        self._advance_at = now
+        self._began_at = now
+        #: When channels have settled that did so within ``plain_rest_s``.
+        self._settled_at: dict[bytes, float] = {}
+        #: When the compatibility rules were changed, or may have been.
+        self._rules_changed_at = now if book.plan.compatibility.version else float("-inf")
+        #: A version that an agent holds and we have never heard of; the plan must be above it.
+        self._jump_above = -1
+        #: By server, the version that its agent claims to hold and that no balancer has issued.
+        self.versions_refused: dict[str, int] = {}
+
+    @property
+    def plan(self) -> Plan:
+        """The present plan."""
+        return self._book.plan
+
+    @property
+    def transitions(self) -> Mapping[bytes, Transition]:
+        """The channels in transition."""
+        return self._transitions
+
+    def copy(self, server: str) -> PlanCopy:
+        """Return the state of the copy at a server."""
+        return self._copies[server]
+
+    def deadline(self) -> float | None:
+        """Return when :meth:`advance` may have something to do; None when that depends on what is heard."""
+        return self._advance_at if self._due and self._transitions else None
+
+    # Changes.
+
+    def begin(self, assignments: Mapping[bytes, Assignment], reason: str, now: float) -> list[InstallerAction]:
+        """Begin a transition for each channel, in one version of the plan.
+
+        Raises:
+            RequestRefused: a channel is in transition or there already, a server cannot take part, or there are too
+            many.
+
+        """
+        for channel, assignment in assignments.items():
+            self._check(channel, assignment, now)
+        if len(self._transitions) + len(assignments) > self._options.transitions_max:
+            raise RequestRefused(
+                f"{len(self._transitions)} channels are in transition, and at most"
+                f" {self._options.transitions_max} may be; wait until some have settled"
+            )
+        if self.plan.version > EPOCH_MAX - VERSIONS_IN_RESERVE:
+            raise RequestRefused("the versions of the plan are used up; stop all clients and delete the stored plans")
+        plan = self.plan.begin(assignments)
+        for channel in assignments:
+            self._transitions[channel] = Transition(plan.entries[channel], plan.version, now)
+        return self._changed(plan, assignments, reason, now)
+
+    def change_rules(self, rules: tuple[CompatibilityRule, ...], reason: str, now: float) -> list[InstallerAction]:
+        """Put other compatibility rules into force, by which no channel changes its place.
+
+        Raises:
+            RequestRefused: some clients could not be told now.
+
+        """
+        for problem in filter(None, (self.why_not(server, now) for server in self._copies)):
+            raise RequestRefused(f"all servers and agents must hear of it: {problem}")
+        self._check_rest(Compatibility(self.plan.version + 1, rules), now)
+        self._rules_changed_at = now
+        plan = self.plan.with_compatibility(rules)
+        self._book.change_rules(plan)
+        return [PlanChanged(plan, reason), *self.sync(now)]
+
+    def _check_rest(self, new: Compatibility, now: float) -> None:
+        """Refuse to make channels plain that have moved lately: numbered messages may be on their way, or held."""
+        is_plain = self.plan.compatibility.is_plain
+        for channel in self.plan.entries:
+            rest_s = self._settled_at.get(channel, self._began_at) + self._options.plain_rest_s - now
+            if rest_s > 0 and new.is_plain(channel) and not is_plain(channel):
+                raise RequestRefused(
+                    f"channel {in_quotes(channel)} may have moved a moment ago, and some messages may still be on their"
+                    f" way or held: try again in {rest_s:.1f} s"
+                )
+
+    def rules_wait_for(self, now: float) -> list[str]:
+        """Say which servers and agents the present compatibility rules have not reached, in words for people."""
+        since = self.plan.compatibility.version
+        unstored = [server for server, copy in self._copies.items() if copy.version is None or copy.version < since]
+        unheard = [
+            server
+            for server in self._copies
+            if self._agents.acked(server, now) < since or not self._agents.is_alive(server, now)
+        ]
+        return [
+            *(f"{server} to store the rules" for server in unstored),
+            *(f"the agent of {server} to acknowledge them" for server in unheard if server not in unstored),
+        ]
+
+    def rules_rest(self, now: float) -> float:
+        """Return how long no change begins yet, as publishers may not have heard of a change of rules."""
+        return max(0.0, self._rules_changed_at + self._options.rules_rest_s - now)
+
+    def _check(self, channel: bytes, assignment: Assignment, now: float) -> None:
+        if (reason := why_not_moved(self.plan, channel)) is not None:
+            raise RequestRefused(reason)
+        if (rest_s := self.rules_rest(now)) > 0:
+            raise RequestRefused(
+                f"the compatibility rules have changed, and publishers hear of it first: try again in {rest_s:.1f} s"
+            )
+        entry = self.plan.entry(channel)
+        if entry.phase is not Phase.SETTLED:
+            raise RequestRefused(f"channel {in_quotes(channel)} is in transition; wait until it has settled")
+        if entry.route.assignment == assignment:
+            raise RequestRefused(f"channel {in_quotes(channel)} is there already")
+        problems = [self.why_not(server, now) for server in entry.route.assignment.servers]
+        problems += [self.why_not_to(server, now) for server in assignment.servers]
+        for problem in filter(None, problems):
+            raise RequestRefused(problem)
+
+    def why_not(self, server: str, now: float) -> str | None:
+        """Say why a server cannot take part in new transitions; None when it can."""
+        if server not in self._copies:
+            return f"server {server!r:.80} is not known; known are {', '.join(self._copies)}"
+        copy = self._copies[server]
+        if copy.problem:
+            return f"server {server} does not keep the plan: {copy.problem}"
+        if not copy.is_kept:
+            return f"server {server} is not connected; see whether it is up and reachable from the balancer"
+        return self._agents.why_not(server, now)
+
+    def why_not_to(self, server: str, now: float) -> str | None:
+        """Say why a server cannot be in a new assignment, as one that channels only leave; None when it can."""
+        if server in self._options.draining:
+            return (
+                f"server {server} is being drained (draining = true in the configuration of the balancer) and takes no"
+                " channels: name another one, or set it to false and restart the balancer"
+            )
+        if (wait_s := self.joins_in(server, now)) > 0:
+            return f"server {server} is new, and clients with patterns connect to it first: try again in {wait_s:.1f} s"
+        if server in self._agents.blind:
+            return f"server {server} takes no channels now: {self._agents.blind[server]}"
+        return self.why_not(server, now)
+
+    def joins_in(self, server: str, now: float) -> float:
+        """Return how long a new server gets no channel yet; 0 for most servers."""
+        return max(0.0, self._joining.get(server, now) - now)
+
+    def is_dead(self, server: str, now: float) -> bool:
+        """Tell whether neither a server nor its agent can be reached: it may still serve clients elsewhere."""
+        return not self._copies[server].is_up and not self._agents.is_alive(server, now)
+
+    def _changed(self, plan: Plan, channels: Iterable[bytes], reason: str, now: float) -> list[InstallerAction]:
+        self._book.advance(plan, channels)
+        return [PlanChanged(plan, reason), *self.sync(now)]
+
+    def advance(self, now: float) -> list[InstallerAction]:
+        """Bring transitions into their next phase, all that can in one version of the plan."""
+        if not self._due or now < self._advance_at:
+            return []
+        self._due = False
+        changed: dict[bytes, Entry] = {}
+        for channel, transition in self._transitions.items():
+            if next(self.waiting_for(transition, now), None) is None:
+                changed[channel] = _next_phase(transition.entry)
+        if not changed:
+            return []
+        self._advance_at = now + self._options.step_interval_s
+        plan = self.plan.with_entries(changed)
+        settled = tuple(channel for channel, entry in changed.items() if entry.phase is Phase.SETTLED)
+        self._note_transitions(changed, now, plan.version)
+        if settled:
+            recent = ((c, at) for c, at in self._settled_at.items() if now - at < self._options.plain_rest_s)
+            self._settled_at = {**dict(recent), **dict.fromkeys(settled, now)}
+        reason = f"{len(changed) - len(settled)} activated, {len(settled)} settled"
+        actions = self._changed(plan, changed, reason, now)
+        return [*actions, TransitionsSettled(settled)] if settled else actions
+
+    def waiting_for(self, transition: Transition, now: float) -> Iterator[str]:
+        """Go through what a transition waits for, in words for people."""
+        prepared = transition.entry.phase is Phase.PREPARED
+        for server in sorted(transition.involved):
+            stored = self._copies[server].version
+            if stored is None or stored < transition.version:
+                yield f"{server} to store the plan"
+            elif prepared:
+                if self._agents.acked(server, now) < transition.version or not self._agents.is_alive(server, now):
+                    yield f"the agent of {server} to acknowledge"
+            elif server in transition.old and server not in transition.vacated:
+                yield f"subscribers to leave {server}"
+
+    def _note_transitions(self, entries: Mapping[bytes, Entry], now: float, version: int | None = None) -> None:
+        """Keep the transitions in step with new entries."""
+        for channel, entry in entries.items():
+            known = self._transitions.pop(channel, None)
+            if entry.phase is not Phase.SETTLED:
+                since = now if known is None else known.since
+                self._transitions[channel] = Transition(entry, self.plan.version if version is None else version, since)
+
+    # What agents say.
+
+    def acknowledged(self, server: str, incarnation: int, version: int, now: float) -> None:
+        """Take the acknowledgement of a process that speaks for a server."""
+        if version <= self.plan.version:
+            self.versions_refused.pop(server, None)
+            if self._agents.acknowledge(server, incarnation, version):
+                self._due = True
+            return
+        self.counters["acks_from_future"] += 1
+        if self._agents.speaks_alone(server, incarnation, now) and self._may_exist(version):
+            self._jump_above = max(self._jump_above, version)
+        else:
+            self.versions_refused[server] = version
+
+    def _may_exist(self, version: int) -> bool:
+        """Tell whether a predecessor may have issued a version that is stored nowhere.
+
+        Where all that it had stored was read, it may not: the takeover has left out more versions than it can have
+        written since. Else it may, up to a bound, so that a forged version does not use up all that there are.
+        """
+        return not self._book.is_complete and version - self.plan.version <= VERSIONS_LOST_MAX
+
+    def vacated(self, server: str, message: Vacated) -> None:
+        """Take the word of a server's agent that nobody listens at old locations."""
+        for channel, epoch in message.channels:
+            transition = self._transitions.get(channel)
+            if transition is not None and transition.entry.route.epoch == epoch:
+                self._due = self._due or server not in transition.vacated
+                transition.vacated.add(server)
+            else:
+                self.counters["vacated_out_of_date"] += 1
+
+    # Links and time.
+
+    def link_up(self, server: str, run_id: str | None, now: float, found: int | None = None) -> list[InstallerAction]:
+        """Go on at a server. ``found`` is the version that is known to be stored there, if it is known."""
+        copy = self._copies[server]
+        copy.link_up(run_id)
+        if found is not None:
+            copy.assume(found)
+        return self._carry_out(copy, copy.sync(self._book, now), now)
+
+    def link_down(self, server: str) -> None:
+        """Stop at a server; transitions that concern it wait for it."""
+        self._copies[server].link_down()
+
+    def replied(self, server: str, tag: tuple[str, int, int, str], value: Any, now: float) -> list[InstallerAction]:
+        """Take the reply to a command of a copy."""
+        copy = self._copies[server]
+        before = copy.version
+        actions = self._carry_out(copy, copy.replied(tag, value, self._book, now), now)
+        if copy.version != before:
+            self._due = True
+            self._agents[server].asked_at = now  # it has just been told
+        return [*actions, *self.advance(now)]
+
+    def _carry_out(self, copy: PlanCopy, actions: Iterable[CopyAction], now: float) -> list[InstallerAction]:
+        done: list[InstallerAction] = []
+        for action in actions:
+            if isinstance(action, CopyFound):
+                done += self._take_in(copy, action.copy, now)
+            else:
+                done.append(action)
+        return done
+
+    def _take_in(self, copy: PlanCopy, found: Copy, now: float) -> list[InstallerAction]:
+        """Merge what another balancer has left at a server that could not be read before."""
+        details: dict[str, Any] = {"server": found.server, "version": found.plan.version}
+        if not found.believed and not same_ring(found.plan, self.plan):
+            note = Note("warning", "a server had loaded an old plan of another cluster; it is overwritten", details)
+            return [note, *self._carry_out(copy, copy.overwrite(self._book), now)]
+        reason = why_not_ours(self._servers, self.plan, found.plan)
+        if reason is not None and is_of_another_cluster(found, self.plan):
+            text = (
+                f"the plan stored at {found.server} is of another cluster: {reason}; delete it there"
+                " (DEL __dynamoth__:plan) or correct the list of servers"
+            )
+            first = copy.problem != text
+            copy.conflicts(text, now)
+            return [Note("error", text, details)] if first else []
+        if reason is not None:
+            self.counters["copies_conflicting"] += 1
+            text = "a stored plan cannot be ours: it is not used, and written over; see who may write the key"
+            note = Note("error", text, {**details, "reason": reason})
+            return [note, *self._carry_out(copy, copy.overwrite(self._book), now)]
+        try:
+            version = version_after(max(found.plan.version, self.plan.version))
+        except ConfigError as error:
+            first = copy.problem != str(error)
+            copy.conflicts(str(error), now)
+            return [Note("error", str(error), details)] if first else []
+        before = self.plan.version
+        newer = self._book.take_in(found.plan, version)
+        self._note_transitions(newer, now)
+        copy.taken()
+        details["entries_taken"] = len(newer)
+        actions: list[InstallerAction] = [Note("warning", "a server held a plan that was not known", details)]
+        if self.plan.version != before:
+            actions.append(PlanChanged(self.plan, f"merged with the plan found at {found.server}"))
+        if settled := tuple(channel for channel, entry in newer.items() if entry.phase is Phase.SETTLED):
+            actions.append(TransitionsSettled(settled))
+        self._due = True
+        return [*actions, *self.sync(now)]
+
+    def sync(self, now: float) -> list[InstallerAction]:
+        """Bring every copy to the present plan, as far as that is possible now."""
+        actions: list[InstallerAction] = []
+        for copy in self._copies.values():
+            actions += self._carry_out(copy, copy.sync(self._book, now), now)
+        return actions
+
+    def tick(self, now: float) -> list[InstallerAction]:
+        """Look after copies, ask agents that have not answered, and see whether transitions can go on."""
+        actions = self._jump()
+        actions += self.sync(now)
+        actions += self._ask(now)
+        self._due = True
+        return [*actions, *self.advance(now)]
+
+    def _jump(self) -> list[InstallerAction]:
+        """Get above a version that an agent has from a plan that is stored nowhere."""
+        above, self._jump_above = self._jump_above, -1
+        if above <= self.plan.version:
+            return []
+        try:
+            self._book.jump(version_after(above))
+        except ConfigError as error:
+            details = {"version": above, "reason": str(error)}
+            return [Note("error", "an agent holds an impossible version of the plan: restart it", details)]
+        return [PlanChanged(self.plan, f"an agent holds version {above}, which no server stores")]
+
+    def _ask(self, now: float) -> list[Send]:
+        """Ask agents that have not acknowledged, and those that say nothing, which version they hold."""
+        sends: list[Send] = []
+        for server, copy in self._copies.items():
+            stored = copy.version
+            if stored is None or now - self._agents[server].asked_at < self._options.ack_timeout_s:
+                continue
+            silent_s = now - self._agents.heard_at(server)
+            if self._agents.acked(server, now) < stored or silent_s > self._options.agent_stale_s / 2:
+                self._agents[server].asked_at = now
+                sends.append(Send(server, (b"PUBLISH", AGENT_CHANNEL, pack_control(PlanQuery(stored)))))
+        return sends
+
+
+def _next_phase(entry: Entry) -> Entry:
+    if entry.phase is Phase.PREPARED:
+        return replace(entry, phase=Phase.ACTIVE)
+    return Entry(entry.route, Phase.SETTLED)

@@ -1,0 +1,266 @@
+"""Which balancer is at work: a lease at the majority of the servers.
+
+Theory of operation
+-------------------
+The lease is one key at each server that holds the balancer's incarnation and expires by itself. Who holds it at more
+than half of the *configured* servers may change the plan, so there is at most one.
+
+Taking it is ``SET NX PX``, followed by ``GET``: what counts is what the server then says. Servers are taken in the
+order of the configuration, and without the majority kept only while all those before are ours or down: so of two
+balancers that hold half of the servers each, one lets its half expire. Renewing it is ``PEXPIRE``, then ``GET``:
+whatever key was there is still there when it is read, so "ours" means that it was ours when it was prolonged. A server
+that refuses writes (a full disk, missing replicas, a server that became a replica) refuses ``PEXPIRE`` and answers
+``GET``: then the lease there lasts no longer than the last renewal made it.
+
+A value that no balancer can have written (another type, no number) does not expire by itself. It is given the time of a
+lease, by PEXPIRE: a DEL could end the lease of another balancer that has just put things right; this only prolongs it.
+
+The lease counts from when a command was *sent*, shortened by what the two clocks may differ.
+
+A key that is absent proves nothing: FLUSHALL deletes the lease of a balancer that is at work. So a balancer first asks
+how many balancers are connected. If there is another one, it takes the key only after the key has been absent for
+``FREE_RENEWALS`` renewals, as a balancer at work takes it again at once. Then it keeps the key for a whole lease before
+the lease counts: until then the other one may believe that it still has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dynamoth.machine.events import Send
+from dynamoth.protocol.names import BALANCER_CHANNEL, BALANCER_LEASE_KEY
+
+CLOCK_DRIFT_RATIO = 0.1
+"""How much faster than ours a server's clock may run: far more than any does, and a tenth of the lease is cheap."""
+
+FREE_RENEWALS = 2
+"""A key is free when it has been absent for so many renewals, if another balancer is connected."""
+
+TAG = "lease"
+
+
+@dataclass(slots=True)
+class _Term:
+    """The lease at one server."""
+
+    up: bool = False
+    #: Until when the lease here is surely ours.
+    held_until: float = -math.inf
+    #: Whether the last reply said that it is ours (it may have expired since).
+    ours: bool = False
+    #: Whether another balancer is connected, as of the last look; None before the first.
+    has_rival: bool | None = None
+    #: Since when nobody has held the lease here, as of the last reply.
+    free_since: float = math.inf
+    #: When our key begins to count: until then another balancer may believe that it holds the lease.
+    counts_from: float = -math.inf
+    #: Who else holds it, as of the last reply.
+    other: bytes | None = None
+    #: When the first reply came that named ``other``, and when the command of the last one was sent.
+    other_since: float = -math.inf
+    other_until: float = -math.inf
+    #: When a command was sent that is not answered; None when there is none.
+    sent_at: float | None = None
+    #: When the next command is due.
+    next_at: float = -math.inf
+    #: When a value that is no lease was given a time to expire.
+    expires_at: float = -math.inf
+    #: What the server answered instead of what it should, empty if all is well.
+    problem: str = ""
+
+
+class Lease:
+    """Gets and keeps the lease. The owner executes the actions, and asks :meth:`is_held` before each of its deeds."""
+
+    def __init__(self, servers: Sequence[str], incarnation: int, lease_s: float, renew_s: float) -> None:
+        """Make a lease for a balancer process. ``incarnation`` is new with each start."""
+        self._value = b"%d" % incarnation
+        self._lease_s = lease_s
+        self._renew_s = renew_s
+        self._terms = {server: _Term() for server in servers}
+        self._majority = len(self._terms) // 2 + 1
+        #: Until when the majority is surely ours, at least.
+        self._held_until = -math.inf
+        self._released = False
+
+    @property
+    def majority(self) -> int:
+        """How many servers must grant the lease."""
+        return self._majority
+
+    def is_held(self, now: float) -> bool:
+        """Tell whether the lease is surely held at the majority of the servers."""
+        if self._released:
+            return False
+        if now >= self._held_until:
+            until = sorted((term.held_until for term in self._terms.values()), reverse=True)
+            self._held_until = until[self._majority - 1]
+        return now < self._held_until
+
+    def others(self) -> dict[str, str]:
+        """Return, per server where another balancer holds the lease, that one's incarnation."""
+        return {
+            server: term.other.decode(errors="replace")
+            for server, term in self._terms.items()
+            if term.up and term.other is not None
+        }
+
+    def renewed_by_others(self, since: float, for_s: float) -> dict[str, str]:
+        """Return those of ``others`` that have held the lease for longer than ``for_s`` since a time, as replies tell.
+
+        Not how long ago a reply came: this process may have been stopped since, or the server may hang.
+        """
+        return {
+            server: incarnation
+            for server, incarnation in self.others().items()
+            if (term := self._terms[server]).other_until - max(since, term.other_since) > for_s
+        }
+
+    def problems(self) -> dict[str, str]:
+        """Return, per server that refuses our commands, what it says."""
+        return {server: term.problem for server, term in self._terms.items() if term.up and term.problem}
+
+    def waits_for_rivals(self) -> list[str]:
+        """Return the servers where the lease is free, or ours, but another balancer may believe that it has it."""
+        return [
+            server
+            for server, term in self._terms.items()
+            if term.up and term.has_rival and term.other is None and term.held_until == -math.inf
+        ]
+
+    def link_up(self, server: str, now: float) -> list[Send]:
+        """Go on at a server."""
+        self._terms[server].up = True
+        self._terms[server].next_at = now
+        return self.tick(now)
+
+    def link_down(self, server: str) -> None:
+        """Stop at a server: what was granted there still counts until it expires."""
+        term = self._terms[server]
+        term.up = False
+        term.sent_at = None
+        term.other = None
+        term.has_rival = None
+        term.free_since = math.inf
+        term.problem = ""
+
+    def look_again(self, server: str, now: float) -> list[Send]:
+        """Renew the lease at a server where keys have been deleted."""
+        self._terms[server].next_at = now
+        return self.tick(now)
+
+    def tick(self, now: float) -> list[Send]:
+        """Take and renew where it is time."""
+        sends: list[Send] = []
+        if self._released:
+            return sends
+        leads = self.is_held(now)
+        for server, term in self._terms.items():
+            if not term.up:
+                continue
+            if term.sent_at is None and now >= term.next_at:
+                sends += self._ask(server, term, now)
+            if not leads and not term.ours and not term.problem:
+                break
+        return sends
+
+    def _ask(self, server: str, term: _Term, now: float) -> list[Send]:
+        term.sent_at = now
+        term.next_at = now + self._renew_s
+        lease_ms = round(self._lease_s * 1000)
+        if term.ours:
+            return [
+                Send(server, (b"PEXPIRE", BALANCER_LEASE_KEY, lease_ms), (TAG, "prolonged")),
+                Send(server, (b"GET", BALANCER_LEASE_KEY), (TAG, "renewed")),
+            ]
+        if self._may_take(term, now):
+            return [
+                Send(server, (b"SET", BALANCER_LEASE_KEY, self._value, b"NX", b"PX", lease_ms), (TAG, "set")),
+                Send(server, (b"GET", BALANCER_LEASE_KEY), (TAG, "taken")),
+            ]
+        return [
+            Send(server, (b"PUBSUB", b"NUMSUB", BALANCER_CHANNEL), (TAG, "balancers")),
+            Send(server, (b"GET", BALANCER_LEASE_KEY), (TAG, "looked")),
+        ]
+
+    def _may_take(self, term: _Term, now: float) -> bool:
+        """Tell whether the key is free, as of the last look, or was deleted while it was ours."""
+        free_s = FREE_RENEWALS * self._renew_s if term.has_rival else 0.0
+        return now < term.held_until or (term.has_rival is not None and now - term.free_since >= free_s)
+
+    def replied(self, server: str, what: str, value: Any, now: float) -> list[Send]:
+        """Take the reply to a command whose tag is ``(TAG, what)``."""
+        term = self._terms[server]
+        if what in ("set", "prolonged"):
+            term.problem = str(value) if isinstance(value, Exception) else ""
+            if what == "set" and value is not None and not term.problem and now >= term.held_until:
+                term.counts_from = -math.inf if term.has_rival is False else now + self._lease_s
+            return []
+        if what == "balancers":
+            term.has_rival = isinstance(value, Exception) or value[1] > 1  # one is this balancer
+            return []
+        if what == "released" or self._released:
+            term.sent_at = None
+            return []
+        sent_at, term.sent_at = term.sent_at, None
+        assert sent_at is not None, f"a reply of {server} to no command"
+        if isinstance(value, Exception):
+            term.problem = str(value)
+        term.ours = value == self._value
+        if term.ours and what == "taken":
+            term.problem = ""
+        other = value if isinstance(value, bytes) and value.isdigit() and not term.ours else None
+        if other != term.other:
+            term.other, term.other_since = other, now
+        term.other_until = sent_at
+        if isinstance(value, bytes) and not value.isdigit():
+            term.problem = f"the key {BALANCER_LEASE_KEY.decode()} holds no lease: {value[:20]!r}"
+        if value is None:
+            return self._absent(term, what, now)
+        term.free_since = math.inf
+        if not term.ours:
+            term.held_until = self._held_until = -math.inf
+            return self._expire(server, term, value, now)
+        if what == "taken":
+            term.next_at = now  # it may have been ours before, with little time left: only a renewal tells
+        elif not term.problem and sent_at >= term.counts_from:
+            term.held_until = sent_at + self._lease_s * (1 - CLOCK_DRIFT_RATIO)
+        return self.tick(now)
+
+    def _absent(self, term: _Term, what: str, now: float) -> list[Send]:
+        """Go on where there is no key. What was granted counts until it would have expired."""
+        if what != "looked":
+            term.has_rival = None
+        term.free_since = min(term.free_since, now)
+        if not term.problem and (term.has_rival is None or self._may_take(term, now)):
+            term.next_at = now
+        return self.tick(now)
+
+    def _expire(self, server: str, term: _Term, value: Any, now: float) -> list[Send]:
+        """Let a value that is no lease of any balancer expire, if the key holds one."""
+        is_text = isinstance(value, bytes) and not value.isdigit()
+        is_other_type = isinstance(value, Exception) and str(value).startswith("WRONGTYPE")
+        if not (is_text or is_other_type) or now < term.expires_at + self._lease_s:
+            return []
+        term.expires_at = now + self._lease_s
+        return [Send(server, (b"PEXPIRE", BALANCER_LEASE_KEY, round(self._lease_s * 1000)))]
+
+    def release(self, now: float) -> list[Send]:
+        """Give the lease back wherever it is surely ours, for good; nothing is asked for after this."""
+        sends = [
+            Send(server, (b"DEL", BALANCER_LEASE_KEY), (TAG, "released"))
+            for server, term in self._terms.items()
+            if term.up and term.held_until > now
+        ]
+        self._released = True
+        for send in sends:
+            self._terms[send.link].sent_at = now
+        return sends
+
+    @property
+    def is_releasing(self) -> bool:
+        """Whether a server has not yet answered that it has given the lease back."""
+        return any(term.up and term.sent_at is not None for term in self._terms.values())

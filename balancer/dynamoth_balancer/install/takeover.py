@@ -1,0 +1,201 @@
+"""How a balancer that has got the lease reads what its predecessor left: one copy of each that is stored."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dynamoth.errors import MalformedMessage
+from dynamoth.machine.events import ErrorReply, Send
+from dynamoth.plan.compatibility import CompatibilityRule
+from dynamoth.plan.plan import Plan, Server
+from dynamoth.protocol.names import in_quotes
+from dynamoth.protocol.stored_plan import READ_HEADER, READ_WHOLE, StoredHeader, parse_header, parse_whole
+from dynamoth_balancer.events import Note
+from dynamoth_balancer.install.book import PlanBook
+from dynamoth_balancer.install.recovery import Conflict, Copy, known_plans, recover, same_header
+
+TAG = "takeover"
+
+UNUSABLE = -1
+"""Stands for the version of a copy that must be written as a whole."""
+
+
+class _State(enum.Enum):
+    """How much is known of a server."""
+
+    DOWN = "down"
+    ASKED = "asked"
+    KNOWN = "known"
+    """Its header was read."""
+    READING = "reading"
+    """The whole copy is being read."""
+    UNREADABLE = "unreadable"
+
+
+@dataclass(slots=True)
+class _Found:
+    """What was found at one server, over its present connection."""
+
+    state: _State = _State.DOWN
+    run_id: str | None = None
+    #: None when the server stores no plan.
+    header: StoredHeader | None = None
+
+
+class Takeover:
+    """Reads the headers of all servers, waiting for those that do not answer until a deadline, then the copies.
+
+    Servers that store the same version and header store the same: only one of them is read as a whole.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        term: int,
+        deadline: float,
+        virtual_nodes: int,
+        own: Plan | None = None,
+        rules: tuple[CompatibilityRule, ...] = (),
+    ) -> None:
+        """Begin; ``link_up`` is to be called for each link that is up.
+
+        ``own`` is the plan of an earlier term of this process: the servers may have lost it since, it has not.
+        ``rules`` are the compatibility rules of a new cluster.
+        """
+        self._own = own
+        self._rules = rules
+        self._servers = servers
+        self._term = term
+        self._deadline = deadline
+        self._virtual_nodes = virtual_nodes
+        self._found = {server.id: _Found() for server in servers}
+        #: Copies read so far, one of each header.
+        self._copies: list[Copy] = []
+        #: Servers whose copies have entries that cannot be read: copies of the same at other servers are read, too.
+        self._damaged: set[str] = set()
+        #: What these entries are.
+        self._conflicts: list[Conflict] = []
+
+    def link_up(self, server: str, run_id: str | None) -> list[Send]:
+        """Read the header."""
+        self._found[server] = _Found(_State.ASKED, run_id)
+        return [self._send(server, "header")]
+
+    def link_down(self, server: str) -> None:
+        """Forget what was read over this connection; a whole copy that was read counts."""
+        self._found[server] = _Found()
+
+    def _send(self, server: str, what: str) -> Send:
+        return Send(server, READ_HEADER if what == "header" else READ_WHOLE, (TAG, self._term, what))
+
+    def replied(self, server: str, tag: tuple[str, int, str], value: Any) -> list[Note]:
+        """Take the reply to a command of ours."""
+        _, term, what = tag
+        if term != self._term:
+            return []
+        found = self._found[server]
+        try:
+            if isinstance(value, ErrorReply):
+                raise MalformedMessage(str(value))
+            if what == "header":
+                found.header = parse_header(value, found.run_id)
+            else:
+                damaged: list[bytes] = []
+                self._keep(server, parse_whole(value, None, damaged), found)
+                if damaged:
+                    self._damaged.add(server)
+                    self._conflicts.append(Conflict(server, _damage(damaged)))
+            found.state = _State.KNOWN
+        except MalformedMessage as error:
+            found.state = _State.UNREADABLE
+            found.header = None
+            details = {"server": server, "reason": str(error)}
+            return [Note("error", "the plan stored at a server cannot be read; others are used", details)]
+        return []
+
+    def _keep(self, server: str, plan: Plan | None, found: _Found) -> None:
+        if plan is None:  # deleted between the two commands
+            found.header = None
+            return
+        believed = found.header is not None and found.header.believed
+        found.header = StoredHeader(plan.version, believed, plan)
+        self._copies.append(Copy(server, plan, believed))
+
+    def missing(self) -> list[str]:
+        """Return the servers of which nothing is known yet."""
+        return [name for name, found in self._found.items() if found.state in (_State.DOWN, _State.ASKED)]
+
+    def read(self, now: float) -> list[Send] | None:
+        """Go on reading; None when everything is read that can be waited for."""
+        if self.missing() and now < self._deadline:
+            return []
+        if any(found.state is _State.READING for found in self._found.values()):
+            return []
+        sends: list[Send] = []
+        wanted: list[Plan] = []
+        for server, found in self._found.items():
+            header = found.header
+            known = any(_same_copy(header.plan, plan) for plan in [*self._plans(), *wanted]) if header else True
+            if header is None or known or server in self._damaged:
+                continue
+            wanted.append(header.plan)
+            found.state = _State.READING
+            sends.append(self._send(server, "whole"))
+        return sends or None
+
+    def _plans(self) -> list[Plan]:
+        """Return the plans of which a copy was read that is whole."""
+        return [copy.plan for copy in self._copies if copy.server not in self._damaged]
+
+    def finish(self) -> tuple[PlanBook, dict[str, int], list[Conflict]]:
+        """Return the plan to go on with, the version at each server whose copy can be built upon, and the conflicts.
+
+        Raises:
+            ConfigError: the copies are of different clusters, or a server that they use is not configured.
+
+        """
+        complete = all(found.state is _State.KNOWN for found in self._found.values())
+        copies = [self._judge(copy) for copy in self._copies]
+        if self._own is not None:
+            copies.append(Copy("the balancer itself", self._own, believed=True))
+        plan, usable, conflicts = recover(
+            self._servers, copies, is_complete=complete, virtual_nodes=self._virtual_nodes, rules=self._rules
+        )
+        stored = [copy for copy in usable if copy.plan is not self._own]  # another may have led since our own term
+        is_complete = complete and not self._damaged and any(copy.believed for copy in stored)
+        known = known_plans(copy for copy in usable if copy.server not in self._damaged)
+        book = PlanBook(plan, known, is_complete=is_complete)
+        fresh = {
+            server: found.header.version
+            for server, found in self._found.items()
+            if found.header is not None
+            and found.header.believed
+            and book.knows(found.header.version)
+            and same_header(found.header.plan, plan)
+        }
+        versions = {server: version for server, version in fresh.items() if book.change_from(version) is not None}
+        versions.update(dict.fromkeys(self._damaged, UNUSABLE))
+        return book, versions, [*self._conflicts, *conflicts]
+
+    def _judge(self, copy: Copy) -> Copy:
+        """A copy is believed when any server has it from a balancer, and not from its disk."""
+        believed = any(
+            found.header is not None and found.header.believed and _same_copy(found.header.plan, copy.plan)
+            for found in self._found.values()
+        )
+        return Copy(copy.server, copy.plan, copy.believed or believed)
+
+
+def _damage(channels: Sequence[bytes]) -> str:
+    names = ", ".join(f"{in_quotes(channel)}" for channel in channels[:3])
+    return (
+        f"what it says of {len(channels)} channels cannot be read ({names}): they are where other copies say, or home"
+    )
+
+
+def _same_copy(one: Plan, other: Plan) -> bool:
+    """Tell whether two headers are of the same plan, unless somebody else has written one of them."""
+    return one.version == other.version and same_header(one, other)

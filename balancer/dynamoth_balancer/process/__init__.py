@@ -1,0 +1,1 @@
+"""Runs the balancer as a process. All other modules of the balancer are pure."""

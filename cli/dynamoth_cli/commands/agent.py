@@ -1,0 +1,48 @@
+"""``dynamoth agent``: the agent of one Redis server."""
+
+from __future__ import annotations
+
+import argparse
+
+from dynamoth.errors import ConfigError
+from dynamoth.settings.sections import LoadedConfig
+from dynamoth_agent.process.runtime import AgentConfig
+from dynamoth_agent.process.runtime import run as run_agent
+from dynamoth_cli.settings import add_settings, answer_questions, cluster_servers, link_options, load_settings
+from dynamoth_daemon.logs import configure_logging
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add_settings(parser, "agent", ("cluster", "link", "agent", "log"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run until SIGINT or SIGTERM."""
+    loaded = load_settings(arguments)
+    config = agent_config(loaded)
+    if answer_questions(arguments, loaded):
+        return 0
+    configure_logging(loaded.config.log.level, loaded.config.log.format)
+    return run_agent(config)
+
+
+def agent_config(loaded: LoadedConfig) -> AgentConfig:
+    """Return what the agent is told. Raises ConfigError."""
+    agent = loaded.config.agent
+    servers = {server.id: server for server in cluster_servers(loaded)}
+    if not agent.server:
+        raise ConfigError(
+            f"agent.server: which server is this the agent of? Give --server, one of {', '.join(servers)}"
+        )
+    own = next(server for server in loaded.config.cluster.servers if server.id == agent.server)
+    return AgentConfig(
+        server=own.id,
+        url=own.url,
+        outgoing_bytes_per_s_max=own.outgoing_bytes_per_s_max,
+        report_interval_s=agent.report_interval_s,
+        channels_per_report_max=agent.channels_per_report_max,
+        http_host=agent.http_host,
+        http_port=agent.http_port,
+        link=link_options(loaded),  # the agent gives its connection a name itself
+    )

@@ -1,0 +1,47 @@
+"""``dynamoth sim``: worlds with faults, each from a seed; exits with 1, and tells why, when a guarantee breaks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from dynamoth_cli.numbers import whole_number
+from dynamoth_sim.faults.profiles import PROFILES
+from dynamoth_sim.run import main as run_simulator
+from dynamoth_sim.run import parse_seeds
+from dynamoth_sim.scenarios.registry import SCENARIOS
+
+JOBS_MAX = 1024
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("--seeds", type=_seeds, required=True, metavar="A-B", help="from A to B, both included; or one")
+    known = ", ".join([*SCENARIOS, *PROFILES])
+    parser.add_argument(
+        "--scenario",
+        choices=[*SCENARIOS, *PROFILES],
+        metavar="NAME",
+        help=f"a script, or a profile of faults (default: a profile drawn from each seed): {known}",
+    )
+    parser.add_argument("--jobs", type=_jobs, metavar="N", help="processes (default: one for each core)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the seeds."""
+    return run_simulator(arguments.seeds, arguments.scenario, arguments.jobs, sys.stdout.write)
+
+
+def _seeds(text: str) -> str:
+    try:
+        parse_seeds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _jobs(text: str) -> int:
+    jobs = whole_number(text)
+    if not 1 <= jobs <= JOBS_MAX:
+        raise argparse.ArgumentTypeError(f"a number from 1 to {JOBS_MAX} expected, not {text}")
+    return jobs

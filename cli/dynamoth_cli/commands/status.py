@@ -1,0 +1,270 @@
+"""``dynamoth status``: servers, agents, load and balancer, as the servers and the balancer tell them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from dynamoth.errors import ClusterUnavailable, RequestRefused
+from dynamoth.machine.events import ErrorReply
+from dynamoth.plan.plan import Mode
+from dynamoth.protocol.names import AGENT_CHANNEL
+from dynamoth.protocol.stored_plan import READ_HEADER, parse_header
+from dynamoth_balancer.admin.changes import mode_name
+from dynamoth_balancer.admin.health import Severity, no_agent, several_agents
+from dynamoth_cli.access import Access, access_of, add_access
+from dynamoth_cli.admin import ANSWER_TIMEOUT_S, ask_all, ask_balancer, read_header
+from dynamoth_cli.commands import compatibility
+from dynamoth_cli.commands.plan import channel_name
+from dynamoth_cli.numbers import counted
+from dynamoth_link.errors import LinkError
+from dynamoth_link.options import LinkOptions
+from dynamoth_link.urls import ClusterAddress, ServerAddress, parse_server_url
+
+REPLICATED_SHOWN_MAX = 20
+DECISIONS_SHOWN_MAX = 3
+MOVES_SHOWN_MAX = 5
+"""Bounds of what is shown; the balancer tells more with ``--json``, and its log tells everything."""
+
+SINGLE = mode_name(Mode.SINGLE)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add_access(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show how everything is. The exit code is 1 when something that should be there is not."""
+    status = asyncio.run(read_status(access_of(arguments)))
+    if arguments.json:
+        sys.stdout.write(json.dumps(status, indent=2, default=_as_json) + "\n")
+    else:
+        show(status, Console())
+    return 1 if status["problems"] else 0
+
+
+async def read_status(access: Access) -> dict[str, Any]:
+    """Return how everything is: ``version``, ``servers``, ``balancer`` (what it says, or None), ``problems``.
+
+    A problem has ``severity``, ``kind``, ``subject``, ``reason`` and ``age_s``; the latter is None for those that this
+    process has found by asking the servers itself.
+
+    Raises:
+        ClusterUnavailable: no server answers, or none stores a plan.
+
+    """
+    cluster, link = access.cluster, access.link
+    plan = await read_header(cluster, link)
+    addresses = {id_: cluster.merge(parse_server_url(server.url)) for id_, server in plan.servers.items()}
+    problems: list[Mapping[str, Any]] = []
+    servers, balancer = await asyncio.gather(_servers(addresses, link, problems), _balancer(cluster, link, problems))
+    for id_, server in servers.items():
+        server["load"] = balancer["servers"].get(id_, {}) if balancer else {}
+    told: list[Mapping[str, Any]] = balancer.get("problems", []) if balancer else []
+    return {"version": plan.version, "servers": servers, "balancer": balancer, "problems": merged(told, problems)}
+
+
+async def _balancer(
+    cluster: ClusterAddress, link: LinkOptions, problems: list[Mapping[str, Any]]
+) -> Mapping[str, Any] | None:
+    """Return what the balancer says; None, and a problem, when it says nothing."""
+    try:
+        return await ask_balancer(
+            cluster,
+            "status",
+            timeout_s=ANSWER_TIMEOUT_S,
+            link=link,
+            preferred=lambda status: status["stage"] == "leading",
+        )
+    except (ClusterUnavailable, RequestRefused) as error:
+        problems.append(_problem("no_balancer", "balancer", str(error)))
+        return None
+
+
+def merged(told: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return what the balancer says, and what we have found ourselves and it has not (yet)."""
+    known = {(problem["kind"], problem["subject"]) for problem in told}
+    # Redis disconnects it again and again, and it reports that over another connection.
+    known |= {("agent_silent", problem["subject"]) for problem in told if problem["kind"] == "agent_blind"}
+    return [*told, *(problem for problem in found if (problem["kind"], problem["subject"]) not in known)]
+
+
+def _problem(kind: str, subject: str, reason: str, severity: Severity = Severity.ERROR) -> dict[str, Any]:
+    return {"severity": severity.value, "kind": kind, "subject": subject, "reason": reason, "age_s": None}
+
+
+async def _servers(
+    addresses: Mapping[str, ServerAddress], link: LinkOptions, problems: list[Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Ask the servers themselves; add what is wrong to ``problems``."""
+    commands = (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL), READ_HEADER
+    answers = await ask_all([*addresses.values()], *commands, link=link)
+    return {
+        id_: _server(id_, address, answer, problems)
+        for (id_, address), answer in zip(addresses.items(), answers, strict=True)
+    }
+
+
+def _server(
+    id_: str, address: ServerAddress, answer: list[Any] | LinkError, problems: list[Mapping[str, Any]]
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"url": address.redacted(), "agents": None, "stored_version": None}
+    if isinstance(answer, LinkError):
+        problems.append(_problem("server_unreachable", id_, str(answer)))
+        return found
+    agents, stored = answer
+    if isinstance(agents, ErrorReply) or isinstance(stored, ErrorReply):
+        refusal = str(agents if isinstance(agents, ErrorReply) else stored)
+        problems.append(_problem("server_refuses", id_, refusal))
+        return found
+    header = parse_header(stored, None)
+    found["agents"] = agents[1]
+    found["stored_version"] = None if header is None else header.version
+    if agents[1] == 0:
+        problems.append(_problem("agent_silent", id_, no_agent(id_)))
+    elif agents[1] != 1:
+        problems.append(_problem("agents_in_conflict", id_, several_agents(agents[1]), Severity.WARNING))
+    if header is None:
+        text = "it stores no plan: the balancer writes it when it gets there"
+        problems.append(_problem("plan_not_stored", id_, text))
+    return found
+
+
+def describe_problem(problem: Mapping[str, Any]) -> str:
+    """Return a problem in words."""
+    age_s = problem["age_s"]
+    since = "" if age_s is None else f" (for {age_s:.0f} s)"
+    return f"{problem['subject']}: {problem['reason']}{since}"
+
+
+def show(status: Mapping[str, Any], console: Console) -> None:
+    """Print a status for people."""
+    lines = table_of(status["servers"], console.width)
+    if (balancer := status["balancer"]) is not None:
+        lines += describe_balancer(status["version"], balancer)
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for problem in status["problems"]:
+        console.print(f"[bold red]![/] {escape(describe_problem(problem))}", highlight=False, soft_wrap=True)
+
+
+HEADINGS = ("server", "agents", "plan", "load", "out MB/s", "messages/s", "channels", "CPU")
+
+
+def table_of(servers: Mapping[str, Mapping[str, Any]], width: int) -> list[str]:
+    """Return the lines of the table of servers. URLs that do not fit into ``width`` get lines of their own."""
+    rows = [HEADINGS, *(_figures(id_, server) for id_, server in servers.items())]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    urls = ["url", *(server["url"] for server in servers.values())]
+    apart = sum(widths) + 2 * len(widths) + max(map(len, urls)) > width
+    lines: list[str] = []
+    for row, url in zip(rows, urls, strict=True):
+        name, *figures = (
+            text.rjust(size) if column else text.ljust(size)
+            for column, (text, size) in enumerate(zip(row, widths, strict=True))
+        )
+        line = "  ".join([name, *figures])
+        if not apart:
+            lines.append(f"{line}  {url}")
+        elif row is HEADINGS:
+            lines.append(line)
+        else:
+            lines += [line, f"    {url}"]
+    return lines
+
+
+def _figures(id_: str, server: Mapping[str, Any]) -> tuple[str, ...]:
+    load = server["load"]
+    return (
+        id_,
+        _shown(server["agents"]),
+        _shown(server["stored_version"]),
+        _shown(load.get("load_ratio"), "{:.2f}"),
+        _shown(load.get("outgoing_bytes_per_s"), "{:.2f}", 1e-6),
+        _shown(load.get("messages_per_s"), "{:.0f}"),
+        _shown(load.get("channels")),
+        _shown(load.get("cpu_ratio"), "{:.2f}"),
+    )
+
+
+def describe_balancer(version: int, balancer: Mapping[str, Any]) -> list[str]:
+    """Return in words what the balancer says: how it is, which channels are replicated, what it decided lately."""
+    paused = ", paused" if balancer["paused"] else ""
+    lines = [
+        f"plan version {version}; balancer: {balancer['stage']}{paused},"
+        f" {counted(balancer['moves_settled'], 'move')} settled,"
+        f" {counted(balancer['in_transition'], 'channel')} in transition"
+    ]
+    servers: Mapping[str, Mapping[str, Any]] = balancer["servers"]
+    lines += [
+        _draining(id_, server["channels_left"], server.get("channels_named"))
+        for id_, server in servers.items()
+        if server.get("draining")
+    ]
+    if rules := balancer.get("compatibility"):
+        lines += compatibility.describe(rules)
+    replicated: list[Mapping[str, Any]] = balancer.get("replicated_channels", [])
+    for channel in replicated[:REPLICATED_SHOWN_MAX]:
+        transition = "" if channel["settled"] else f", {channel['phase']}"
+        where = ", ".join(channel["servers"])
+        lines.append(f"replicated: {channel_name(channel['channel'])} at {where}, {channel['mode']}{transition}")
+    if (more := balancer.get("replicated", 0) - REPLICATED_SHOWN_MAX) > 0:
+        lines.append(f"replicated: {more} more, see 'dynamoth plan show'")
+    for decision in balancer["decisions"][-DECISIONS_SHOWN_MAX:]:
+        lines += _describe_decision(decision)
+    return lines
+
+
+def _draining(server: str, channels_left: int | None, channels_named: int | None) -> str:
+    match channels_left:
+        case None:
+            named = "no channel" if not channels_named else counted(channels_named, "channel")
+            return f"draining: {server}; the plan has {named} there; what else is left its agent does not report"
+        case 0:
+            return f"draining: {server}; nothing is left there"
+        case _:
+            verb = "is" if channels_left == 1 else "are"
+            return f"draining: {server}; {counted(channels_left, 'channel')} {verb} left there"
+
+
+def _describe_decision(decision: Mapping[str, Any]) -> list[str]:
+    when = f"{decision['age_s']:.0f} s ago"
+    lines = [
+        f"{when}: {channel_name(move['channel'])} from {_place(move, 'from', 'mode_before')}"
+        f" to {_place(move, 'to', 'mode_after')}: {move['reason']} ({_ratios(move)})"
+        for move in decision["first_moves"][:MOVES_SHOWN_MAX]
+    ]
+    if (more := decision["moves"] - MOVES_SHOWN_MAX) > 0:
+        lines.append(f"{when}: {counted(more, 'more move')}")
+    lines += [
+        f"{when}: {finding['server']} at load ratio {finding['load_ratio']:.2f}: {finding['reason']}"
+        for finding in decision["findings"][:MOVES_SHOWN_MAX]
+    ]
+    return lines
+
+
+def _place(move: Mapping[str, Any], servers: str, mode: str) -> str:
+    name = move.get(mode, SINGLE)
+    return str(move[servers]) if name == SINGLE else f"{move[servers]} {name}"
+
+
+def _ratios(move: Mapping[str, Any]) -> str:
+    ratios: Mapping[str, Any] = move.get("load_ratios", {})
+    return ", ".join(f"{server} {before:.2f} -> {after:.2f}" for server, (before, after) in ratios.items())
+
+
+def _shown(value: Any, form: str = "{}", factor: float = 1) -> str:
+    return "-" if value is None else form.format(value if factor == 1 else value * factor)
+
+
+def _as_json(value: object) -> str:
+    return channel_name(value) if isinstance(value, bytes) else str(value)

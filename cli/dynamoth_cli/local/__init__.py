@@ -1,0 +1,1 @@
+"""Starts servers and whole clusters as processes on this machine."""

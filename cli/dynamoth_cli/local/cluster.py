@@ -1,0 +1,352 @@
+"""A whole cluster on this machine, of real processes: for ``dynamoth up``, the demo, the tests and the benchmarks.
+
+``LocalCluster`` starts Redis servers, an agent for each and the balancer, as separate processes that never outlive
+the one that started them. Each can be stopped, killed and started again on its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
+
+from dynamoth.errors import ClusterUnavailable, DynamothError, RequestRefused
+from dynamoth.machine.events import CommandPart
+from dynamoth.protocol.names import AGENT_CHANNEL, BALANCER_CHANNEL
+from dynamoth.protocol.stored_plan import READ_HEADER, parse_header
+from dynamoth.settings.declare import to_text
+from dynamoth.settings.sections import GIGABIT_BYTES_PER_S, declared_settings
+from dynamoth_agent.stand_in import LIMIT_WANTED
+from dynamoth_cli.admin import ask_balancer
+from dynamoth_cli.local.child import Child, dynamoth_command
+from dynamoth_cli.local.embedded import EmbeddedRedis, RedisServerFailed
+from dynamoth_link.errors import LinkError
+from dynamoth_link.query import query
+from dynamoth_link.urls import ServerAddress, parse_cluster_url
+
+READY_TIMEOUT_S = 30.0
+"""A cluster of three is ready in about a second; a machine that is busy with everything else gets this long."""
+
+POLL_INTERVAL_S = 0.02
+ANSWER_TIMEOUT_S = 5.0
+REQUEST_TIMEOUT_S = 60.0
+"""Bounds of one answer of a server, and of one request to the balancer."""
+
+HOST = "127.0.0.1"
+
+PUBSUB_LIMIT = LIMIT_WANTED.partition(" ")[2]
+"""How far an agent, or any other subscriber, may fall behind before Redis disconnects it."""
+
+_T = TypeVar("_T")
+
+
+class ClusterNotReady(DynamothError):
+    """Raised when a cluster that was started does not become ready; says what is missing."""
+
+    code = "not-ready"
+
+
+class LocalCluster:
+    """Redis servers ``s1``, ``s2`` ... with their agents, and a balancer.
+
+    As a context manager it is ready on entry, and all of its processes have ended on exit. Use it from one thread,
+    which lives as long as the cluster shall: on Linux the kernel kills the processes when that thread ends.
+
+    Args:
+        servers: how many.
+        port_base: the port of the first server, the others follow; None takes free ports.
+        password: what every server asks for; None for none.
+        outgoing_bytes_per_s_max: capacity of each server, or one number for all.
+        settings: by key, for agents and balancer: ``{"balancer.wait_s": 4.0}``.
+        redis_options: lines of redis.conf, for all servers.
+        users: name and password of the Redis user of each role (``acl.ROLES``); the default user stays for ``ask``. The
+            servers know them by an aclfile of ``redis_options``. None for a role: the default user.
+        redis_binary: the ``redis-server`` to run; None takes what ``find_redis_server`` finds.
+        on_line: told of each line that an agent or the balancer writes to its log: its name, the line. Called in
+            other threads.
+    """
+
+    def __init__(
+        self,
+        servers: int = 3,
+        *,
+        port_base: int | None = None,
+        password: str | None = None,
+        outgoing_bytes_per_s_max: int | Sequence[int] = GIGABIT_BYTES_PER_S,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+        redis_options: Mapping[str, str] = MappingProxyType({}),
+        users: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+        redis_binary: Path | None = None,
+        on_line: Callable[[str, str], None] | None = None,
+    ) -> None:
+        if servers < 1:
+            raise ValueError(f"a cluster needs at least one server, not {servers}")
+        limits = outgoing_bytes_per_s_max
+        self.capacities = [limits] * servers if isinstance(limits, int) else list(limits)
+        assert len(self.capacities) == servers, "one capacity for each server"
+        self.password = password
+        self._settings = dict(settings)
+        self._users = dict(users)
+        self._on_line = on_line
+        #: The servers by id. Each keeps its port when it is restarted.
+        self.redis = {
+            f"s{index + 1}": EmbeddedRedis(
+                port=None if port_base is None else port_base + index,
+                password=password,
+                options=redis_options,
+                binary=redis_binary,
+            )
+            for index in range(servers)
+        }
+        #: Holds the configuration file, from ``start`` to ``stop``.
+        self._folder: Path | None = None
+        #: The agents by server, and the balancer, once ``start`` has been called.
+        self.agents: dict[str, Child] = {}
+        self._balancer: Child | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def server_ids(self) -> list[str]:
+        """The ids of the servers."""
+        return list(self.redis)
+
+    @property
+    def url(self) -> str:
+        """The URL for clients, password included."""
+        return self.url_of("client")
+
+    def url_of(self, role: str) -> str:
+        """Return the URL with the credentials of a role."""
+        hosts = ",".join(f"{HOST}:{server.port}" for server in self.redis.values())
+        return f"dynamoth://{self._credentials(role)}{hosts}"
+
+    @property
+    def balancer(self) -> Child:
+        """The balancer's process."""
+        assert self._balancer is not None, "the cluster was never started"
+        return self._balancer
+
+    @property
+    def config_file(self) -> Path:
+        """The configuration that the daemons have."""
+        assert self._folder is not None, "the cluster is not running"
+        return self._folder / "dynamoth.toml"
+
+    def start(self) -> None:
+        """Start every process, without waiting until agents and balancer are at work. Servers may run already."""
+        for server in self.redis.values():
+            if not server.running:
+                server.start()
+        self._folder = Path(tempfile.mkdtemp(prefix="dynamoth-cluster-"))
+        self.config_file.write_text(self._configuration())
+        self.agents = {id_: self._daemon(f"agent {id_}", "agent", "agent", "--server", id_) for id_ in self.redis}
+        self._balancer = self._daemon("balancer", "balancer", "balancer")
+        for child in self._daemons():
+            child.start()
+
+    def stop(self) -> None:
+        """End every process, and remove every file."""
+        if self._balancer is not None:
+            self._balancer.stop()  # first, lest it takes the end of the agents for failures
+        for child in self.agents.values():
+            child.ask_to_end()
+        for child in self.agents.values():
+            child.stop()
+        for server in self.redis.values():
+            server.stop()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Wait until exactly one agent observes each server, a balancer leads, and the plan is stored there.
+
+        Raises:
+            ChildEnded: a daemon has ended instead.
+            RedisServerFailed: a server has ended.
+            ClusterNotReady: ``timeout_s`` is over.
+
+        """
+        deadline = time.monotonic() + timeout_s
+        while missing := next(self._missing(), None):
+            self.check()
+            if time.monotonic() > deadline:
+                tails = "".join(f"\n  {child.name}: {child.lines[-1]}" for child in self._daemons() if child.lines)
+                raise ClusterNotReady(f"not ready after {timeout_s:g} s: {missing}{tails}")
+            time.sleep(POLL_INTERVAL_S)
+
+    def check(self) -> None:
+        """Raise if a process has ended that nobody asked to.
+
+        Raises:
+            ChildEnded: a daemon.
+            RedisServerFailed: a server.
+
+        """
+        for child in self._daemons():
+            if child.ended_by_itself:
+                raise child.failure()
+        for id_, server in self.redis.items():
+            if not server.running:
+                raise RedisServerFailed(
+                    f"the Redis server {id_} has ended; the last that it wrote:\n{server.log[-2000:]}"
+                )
+
+    def add_server(self) -> str:
+        """Add a server as an operator does: it and its agent are started, then the balancer with the longer list.
+
+        ``wait_ready`` waits until the new server takes part. Returns its id.
+        """
+        id_ = f"s{len(self.redis) + 1}"
+        server = self.redis[id_] = EmbeddedRedis(password=self.password)
+        server.start()
+        self.capacities.append(self.capacities[-1])
+        self.config_file.write_text(self._configuration())
+        self.balancer.stop()
+        self.agents[id_] = self._daemon(f"agent {id_}", "agent", "agent", "--server", id_)
+        self.agents[id_].start()
+        self.balancer.start()
+        return id_
+
+    def log_in_as(self, users: Mapping[str, tuple[str, str]]) -> None:
+        """Restart the daemons one by one as these users, which the servers know; ``url`` has that of clients then."""
+        self._users = dict(users)
+        for id_, agent in self.agents.items():
+            agent.stop()
+            self.agents[id_] = self._daemon(f"agent {id_}", "agent", "agent", "--server", id_)
+            self.agents[id_].start()
+            self.wait_ready()
+        self.balancer.stop()
+        self._balancer = self._daemon("balancer", "balancer", "balancer")
+        self._balancer.start()
+        self.wait_ready()
+
+    def restart_redis(self, server: str) -> None:
+        """Stop a server and start it again on its port, with nothing in it."""
+        self.redis[server].restart(keep_port=True)
+
+    def ask(self, server: str, *commands: Sequence[CommandPart]) -> list[Any]:
+        """Send commands to one server and return their replies, in order. An error reply is an ``ErrorReply``.
+
+        Raises:
+            LinkError: the server does not answer.
+
+        """
+        address = ServerAddress(HOST, self.redis[server].port, password=self.password)
+        return _run(query(address, *commands, timeout_s=ANSWER_TIMEOUT_S))
+
+    def ask_balancer(self, command: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> Mapping[str, Any]:
+        """Have the balancer carry out a request; return its result. Raises as ``admin.ask_balancer``."""
+        return _run(
+            ask_balancer(parse_cluster_url(self.url_of("operator")), command, arguments, timeout_s=REQUEST_TIMEOUT_S)
+        )
+
+    def another_balancer(self, name: str) -> Child:
+        """Return a further balancer, for the caller to start and to stop."""
+        return self._daemon(name, "balancer", "balancer")
+
+    def _daemons(self) -> Iterator[Child]:
+        yield from self.agents.values()
+        if self._balancer is not None:
+            yield self._balancer
+
+    def _daemon(self, name: str, role: str, command: str, *arguments: str) -> Child:
+        on_line = self._on_line
+        return Child(
+            name,
+            dynamoth_command(command, "--config", str(self.config_file), *arguments),
+            environment=self._environment(role),
+            on_line=None if on_line is None else lambda line: on_line(name, line),
+        )
+
+    def _environment(self, role: str) -> dict[str, str]:
+        """Ours, without the settings that may be in it: the daemons have a file."""
+        settings = {declared.variable for declared in declared_settings().values()}
+        environment = {name: value for name, value in os.environ.items() if name not in settings}
+        if role in self._users:
+            environment["DYNAMOTH_LINK_USERNAME"], environment["DYNAMOTH_LINK_PASSWORD"] = self._users[role]
+        elif self.password is not None:
+            environment["DYNAMOTH_LINK_PASSWORD"] = self.password
+        return environment
+
+    def _configuration(self) -> str:
+        sections: dict[str, list[str]] = {}
+        for key, value in self._settings.items():
+            section, _, name = key.partition(".")
+            sections.setdefault(section, []).append(f"{name} = {to_text(value, quoted=True)}")
+        lines: list[str] = []
+        for section, values in sections.items():
+            lines += [f"[{section}]", *values]
+        for (id_, server), capacity in zip(self.redis.items(), self.capacities, strict=True):
+            url = f"redis://{HOST}:{server.port}"
+            lines += [
+                "[[cluster.servers]]",
+                f'id = "{id_}"',
+                f'url = "{url}"',
+                f"outgoing_bytes_per_s_max = {capacity}",
+            ]
+        return "\n".join([*lines, ""])
+
+    def _missing(self) -> Iterator[str]:
+        """Say what is not there yet."""
+        questions = (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL, BALANCER_CHANNEL), READ_HEADER, (b"INFO", b"server")
+        for id_ in self.redis:
+            try:
+                (_, agents, _, balancers), header, info = self.ask(id_, *questions)
+            except LinkError as error:
+                yield str(error)
+                continue
+            if agents != 1:
+                yield f"{agents} agents observe server {id_}, not 1"
+            if balancers != 1:
+                yield f"{balancers} balancers listen at server {id_}, not 1"
+            run = re.search(r"run_id:(\w+)", _text(info))
+            stored = parse_header(header, run[1] if run else None)
+            if stored is None or not stored.believed:
+                yield f"server {id_} does not store the plan"
+        try:
+            stage = self.ask_balancer("status")["stage"]
+        except (ClusterUnavailable, RequestRefused) as error:
+            yield str(error)
+            return
+        if stage != "leading":
+            yield f"the balancer is {stage}, not leading"
+
+    def _credentials(self, role: str) -> str:
+        if role in self._users:
+            name, password = self._users[role]
+            return f"{quote(name, safe='')}:{quote(password, safe='')}@"
+        return "" if self.password is None else f":{quote(self.password, safe='')}@"
+
+
+def _run(question: Coroutine[Any, Any, _T]) -> _T:
+    """Run a coroutine to its end, in a thread: the caller may have an event loop of its own."""
+    with ThreadPoolExecutor(1) as elsewhere:
+        return elsewhere.submit(asyncio.run, question).result()
+
+
+def _text(reply: Any) -> str:
+    """Return a reply that is text, of whatever RESP3 type."""
+    return reply.decode() if isinstance(reply, bytes) else str(reply)

@@ -1,0 +1,1 @@
+"""Decides everything that the client does. Pure: no I/O, no clock, no randomness."""

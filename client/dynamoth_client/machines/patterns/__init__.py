@@ -1,0 +1,1 @@
+"""Decides where patterns are subscribed to, and which messages are delivered."""

@@ -1,0 +1,1 @@
+"""Decides where messages are published, and what `publish` returns."""

@@ -1,0 +1,51 @@
+"""What a publisher does besides while a server is alone, and when it has become one of a cluster; see ``alone.py``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from dynamoth.errors import MalformedMessage
+from dynamoth.protocol import stored_plan
+from dynamoth_client.machines.local_plan import LocalPlan
+from dynamoth_client.machines.publisher.publication import PublisherServer
+from dynamoth_client.machines.standalone import ALONE, OVERLAP_S
+
+
+class AloneServer:
+    """The server that was alone, for one publisher."""
+
+    def __init__(self, plan: LocalPlan, servers: Mapping[str, PublisherServer], counters: Counter[str]) -> None:
+        """Share the local plan, the servers and the counters with the publisher."""
+        self._plan = plan
+        self._servers = servers
+        self._counters = counters
+        #: Until when messages go there as well. Infinite while there is no plan, and set when one was first seen.
+        self._until = float("inf") if plan.is_alone else float("-inf")
+
+    def is_over(self, now: float) -> bool:
+        """Tell whether nobody needs messages there any more, so that nothing is to be decided about the next one."""
+        if self._until == float("inf") and not self._plan.is_alone:
+            self._until = now + OVERLAP_S
+        return now >= self._until
+
+    def copy(self, channel: bytes, data: bytes, now: float) -> list[Any]:
+        """Send a message there that has gone to its server: subscribers may not know yet that there is a plan."""
+        server = self._servers.get(ALONE)
+        if server is None or self._plan.is_alone or self.is_over(now) or server.outbox.full:
+            return []
+        return server.outbox.put((b"PUBLISH", channel, data))
+
+    def has_plan(self, reply: Any) -> bool:
+        """Follow the plan whose header was read behind a message; tell whether there is one."""
+        try:
+            header = stored_plan.parse_header(reply, self._servers[ALONE].run_id)
+        except MalformedMessage:
+            self._counters["malformed_messages"] += 1
+            return False
+        if header is None or not header.believed:
+            return False
+        if self._plan.is_alone:
+            self._plan.update_header(header.plan)
+        return True

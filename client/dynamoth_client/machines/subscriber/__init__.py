@@ -1,0 +1,1 @@
+"""Decides where channels are subscribed to, and which messages are delivered."""

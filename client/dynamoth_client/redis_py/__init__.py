@@ -1,0 +1,1 @@
+"""Fits the client to redis-py: its arguments, pools, errors and module names."""

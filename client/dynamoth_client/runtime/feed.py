@@ -1,0 +1,561 @@
+"""The subscriber machines of one PubSub at work: their links and acknowledgements, and the queue that they fill.
+
+There is one machine for channels, and, from the first pattern on, one for patterns, with links of its own. The machines
+do not know of sharded channels: these are channels with a prefix, which is put on and taken off here. A feed knows
+nothing of the PubSub that reads its queue, so that a PubSub that the application drops is collected, and ends its feed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import redis.exceptions
+
+from dynamoth.machine.events import Machine, Start
+from dynamoth.protocol.names import SHARDED_PREFIX, sharded_channel
+from dynamoth_client.machines.acks import HOLD_S_MAX, Ack, Acks, Subject
+from dynamoth_client.machines.local_plan import LocalPlan, NewerSoftware
+from dynamoth_client.machines.patterns.machine import PatternMachine, SubscribePatterns, UnsubscribePatterns
+from dynamoth_client.machines.patterns.messages import DeliverMatched, PatternGapDetected
+from dynamoth_client.machines.patterns.subscription import PatternMessage
+from dynamoth_client.machines.reachability import LinkClosed, LinkOpened, Ping, Ponged, Unreachable, WatchedSubscriber
+from dynamoth_client.machines.subscriber.events import (
+    Deliver,
+    GapDetected,
+    Subscribe,
+    SubscriptionConfirmed,
+    SubscriptionEnded,
+    SubscriptionFailed,
+    Unsubscribe,
+)
+from dynamoth_client.machines.subscriber.machine import SubscriberMachine
+from dynamoth_client.redis_py import errors
+from dynamoth_client.runtime.backpressure import SPILL_BYTES_MAX, Blocking
+from dynamoth_client.runtime.queue import (
+    Dropped,
+    Failure,
+    GapInfo,
+    Message,
+    MessageQueue,
+    Notice,
+    ShardedMessage,
+    WhenFull,
+)
+from dynamoth_link.driver import Driver, OnPushes
+from dynamoth_link.errors import LinkError, MachineCrashed
+from dynamoth_link.link import Link
+from dynamoth_link.options import LinkOptions
+
+GAP_LOG_INTERVAL_S = 1.0
+"""Gaps that the application does not ask for are logged at most this often: a lost server means one for each
+channel."""
+
+_SHARDED_KINDS = ("ssubscribe", "sunsubscribe")
+
+_logger = logging.getLogger("dynamoth_client")
+
+
+class Feed:
+    """The runtime of one PubSub's subscriptions, until ``stop`` or ``close``. Belongs to the running event loop."""
+
+    def __init__(
+        self,
+        queue: MessageQueue,
+        local_plan: LocalPlan,
+        link_options: LinkOptions,
+        *,
+        wants_gaps: bool,
+        when_full: WhenFull = "block",
+    ) -> None:
+        """Begin without subscriptions and without links.
+
+        Args:
+            queue: what is filled; this feed becomes its watcher.
+            local_plan: shared by the machines of one client.
+            link_options: for every link.
+            wants_gaps: whether gaps go into the queue; they are logged otherwise.
+            when_full: what becomes of a full queue.
+
+        """
+        self._queue = queue
+        self._local_plan = local_plan
+        self._link_options = link_options
+        self._wants_gaps = wants_gaps
+        self._loop = asyncio.get_running_loop()
+        self._acks = Acks()
+        #: Done when requests have been confirmed, or when nobody should wait for that. Made by who waits.
+        self._news: asyncio.Future[None] | None = None
+        #: Whether any message may be of a sharded channel.
+        self._has_sharded = False
+        #: Whether ``disconnect`` was called.
+        self._was_cut = False
+        self._release_timer: asyncio.TimerHandle | None = None
+        #: Gaps that were put into the full queue, by name, by whether it is a pattern's or a sharded one's: more
+        #: of the same are added to these.
+        self._gaps_while_full: dict[tuple[bytes | str, bool, bool], Notice] = {}
+        self._gap_logged_at = float("-inf")
+        self._gaps_not_logged = 0
+        #: How many gaps there have been.
+        self.gaps = 0
+        self._subscriber = SubscriberMachine(secrets.randbits(64), local_plan)
+        self.counters = self._subscriber.counters
+        self._channels = _MachineRun(
+            self._subscriber, self._execute, self._crashed, link_options, on_pushes=self._take_expected
+        )
+        #: Made with the first pattern.
+        self._patterns: _MachineRun | None = None
+        #: Takes what comes while the queue is full; None where messages do not wait.
+        self._blocking: Blocking | None = None
+        if when_full == "block":
+            self._blocking = Blocking(queue, pause=self._pause, resume=self._resume, later=self._loop.call_later)
+            queue.watch(self._blocking.full, self._make_room)
+        else:
+            queue.watch(self._drop_oldest if when_full == "drop_oldest" else self._give_up, self._make_room)
+        #: Gaps of messages that were skipped since the queue is full, in its place; None where gaps are logged.
+        self._gaps_of_skipped: dict[Dropped, Notice | None] = {}
+        #: Gaps of messages that were dropped, and how many of them had not been read when that was last looked at: more
+        #: of the same subscription are added to those that are not read.
+        self._gaps_of_dropped: dict[Dropped, Notice] = {}
+        self._gaps_not_read = 0
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the feed has ended."""
+        return self._channels.driver.is_stopped
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the feed is at work. False after ``disconnect`` until a link is up.
+
+        Else its links may be down all the same, and come back by themselves.
+        """
+        return not self.is_stopped and (not self._was_cut or any(link.is_up for link in self._opened()))
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that the feed belongs to."""
+        return self._loop
+
+    def subscribe(self, channels: Iterable[bytes]) -> None:
+        """Subscribe; the acknowledgements come through the queue."""
+        self._channels.driver.handle(Subscribe(self._requested("subscribe", channels)))
+
+    def unsubscribe(self, channels: Iterable[bytes]) -> None:
+        """Unsubscribe; the acknowledgements come through the queue, one for no channel at all."""
+        self._channels.driver.handle(Unsubscribe(self._requested("unsubscribe", channels)))
+
+    def ssubscribe(self, channels: Iterable[bytes]) -> None:
+        """Subscribe to sharded channels, as ``subscribe``."""
+        self._has_sharded = True
+        self._channels.driver.handle(Subscribe(self._requested("ssubscribe", map(sharded_channel, channels))))
+
+    def sunsubscribe(self, channels: Iterable[bytes]) -> None:
+        """Unsubscribe from sharded channels, as ``unsubscribe``."""
+        self._channels.driver.handle(Unsubscribe(self._requested("sunsubscribe", map(sharded_channel, channels))))
+
+    def psubscribe(self, patterns: Iterable[bytes]) -> None:
+        """Subscribe to patterns, as ``subscribe``."""
+        if self._patterns is None:
+            machine = PatternMachine(self._local_plan)
+            self._patterns = _MachineRun(machine, self._execute, self._crashed, self._link_options)
+        self._patterns.driver.handle(SubscribePatterns(self._requested("psubscribe", patterns)))
+
+    def punsubscribe(self, patterns: Iterable[bytes]) -> None:
+        """Unsubscribe from patterns, as ``unsubscribe``."""
+        wanted = self._requested("punsubscribe", patterns)
+        if self._patterns is not None:
+            self._patterns.driver.handle(UnsubscribePatterns(wanted))
+            return
+        for pattern in wanted:
+            self._acknowledge(self._acks.ended(pattern, is_pattern=True))
+
+    async def until_confirmed(self, subjects: Iterable[Subject]) -> None:
+        """Wait until the subscriptions are confirmed, or have ended or failed.
+
+        As long as connecting may take, at most; and not while the queue is full, as nothing is read then.
+        """
+        missing = list(subjects)
+        ends_at = self._loop.time() + self._link_options.connect_timeout_s
+        while not self.is_stopped and not self._queue.is_full:
+            while missing and not self._acks.is_open(missing[-1]):
+                missing.pop()
+            left_s = ends_at - self._loop.time()
+            if not missing or left_s <= 0:
+                return
+            if self._news is None:
+                self._news = self._loop.create_future()
+            await asyncio.wait({self._news}, timeout=left_s)
+
+    def _wake(self) -> None:
+        """Let those look again who wait for confirmations."""
+        news, self._news = self._news, None
+        if news is not None:
+            news.set_result(None)
+
+    def _requested(self, kind: str, names: Iterable[bytes]) -> tuple[bytes, ...]:
+        """Note what the application asks for; an end of nothing is acknowledged at once, as Redis does."""
+        wanted = tuple(names)
+        for name in wanted:
+            self._acks.request(kind, name)
+        if not wanted:
+            count = self._acks.sharded_count if kind == "sunsubscribe" else self._acks.count
+            self._queue.put(Notice(kind, None, count))
+        return wanted
+
+    def ping(self, message: bytes | None) -> bool:
+        """Send a PING over a link; the pong comes through the queue. False when there is no link at all.
+
+        Raises ``redis.exceptions.ConnectionError`` (or AuthenticationError) when every link was lost or refused.
+        """
+        work = next((work for work in self._works() if work.links), None)
+        if work is None:
+            return False
+        links = work.opened()
+        faults = [errors.from_link(link.fault) for link in links if link.fault is not None]
+        if len(faults) == len(links):
+            raise errors.joined(faults, "no server of the subscribed channels can be reached (still trying):")
+        work.driver.handle(Ping(message))
+        return True
+
+    def pong(self, message: bytes) -> None:
+        """Put a pong for a PING that was answered elsewhere."""
+        self._queue.put(Notice("pong", None, message))
+
+    def register_connect_callback(self, callback: object) -> None:
+        """Do nothing: ``callback`` is never called, as subscriptions are restored without it."""
+
+    def deregister_connect_callback(self, callback: object) -> None:
+        """Do nothing, as ``register_connect_callback``."""
+
+    async def disconnect(self, nowait: bool = False) -> None:
+        """Cut all links, as one does with redis-py's connection; they are made again at once.
+
+        Every subscription begins anew: it is acknowledged again, counted from 1, and what is promised begins again with
+        that. What is in the queue stays there. ``nowait`` has no meaning here: nothing is waited for.
+        """
+        if self.is_stopped:
+            return
+        self._was_cut = True
+        for link in self._opened():
+            link.cut()
+        # The machines end a subscription at once where no link is up, and know its numbers when it comes again.
+        again = self._acks.begin_anew()
+        channels = tuple(subject.name for subject in again if not subject.is_pattern)
+        patterns = tuple(subject.name for subject in again if subject.is_pattern)
+        self._channels.driver.handle(Unsubscribe(channels))
+        if self._patterns is not None:
+            self._patterns.driver.handle(UnsubscribePatterns(patterns))
+        for subject in again:
+            kind = "psubscribe" if subject.is_pattern else "ssubscribe" if subject.is_sharded else "subscribe"
+            self._acks.request(kind, subject.name)
+        self._channels.driver.handle(Subscribe(channels))
+        if self._patterns is not None:
+            self._patterns.driver.handle(SubscribePatterns(patterns))
+
+    def stop(self) -> None:
+        """End at once."""
+        self._wake()
+        self._cancel_timer()
+        if self._blocking is not None:
+            self._blocking.stop()
+        for work in self._works():
+            work.driver.stop()
+
+    def abandon(self) -> list[int]:
+        """End as ``Driver.abandon``. What was acknowledged can still be asked for by ``succeed``."""
+        self._release_timer = None
+        self._queue.forget_waiters()
+        return [number for work in self._works() for number in work.driver.abandon()]
+
+    def resume_from(self, other: Feed, reason: str) -> None:
+        """Go on where another feed ended, for ``reason``: what was acknowledged there may have missed something."""
+        self.gaps += other.gaps
+        for subject in other._acks.begin_anew():
+            name, sharded = (subject.name, False) if subject.is_pattern else _users(subject.name)
+            self._note_gap(GapInfo(name, None, None, reason, name if subject.is_pattern else None, sharded))
+
+    def end(self, error: redis.exceptions.RedisError) -> None:
+        """Let ``error`` meet whoever reads the queue once it is empty, after ``abandon``."""
+        self._queue.close(error)
+
+    def fail(self, error: redis.exceptions.RedisError) -> None:
+        """Stop, and let ``error`` meet whoever reads the queue once it is empty."""
+        self.stop()
+        self._queue.close(error)
+
+    async def close(self) -> None:
+        """Stop, and wait until sockets and tasks are gone."""
+        self.stop()
+        for work in self._works():
+            await work.driver.close()
+
+    def _works(self) -> list[_MachineRun]:
+        return [self._channels] if self._patterns is None else [self._channels, self._patterns]
+
+    # What the machines ask for.
+
+    def _take_expected(self, link: str, pushes: list[list[Any]]) -> int:
+        """Put messages into the queue as ``_execute`` would, as long as nothing else is to be done; return how many."""
+        queue = self._queue
+        if self._acks.held or self._has_sharded or queue.is_full:
+            return 0
+        taken = self._subscriber.take_expected(link, pushes, queue.items.append)
+        queue.grown()
+        return taken
+
+    def _execute(self, work: _MachineRun, action: Any) -> None:
+        if type(action) is Deliver:
+            if self._acks.held:
+                self._release_for(action.messages)
+            self._put(map(_told_apart, action.messages) if self._has_sharded else action.messages)
+            return
+        kind = cast("type[object]", type(action))
+        is_pattern = work is not self._channels
+        if kind is DeliverMatched:
+            if self._acks.held:
+                self._release_for_matched(action.messages)
+            self._put(action.messages)
+        elif kind is SubscriptionConfirmed:
+            self._acknowledge(self._acks.confirmed(action.channel, is_pattern=is_pattern))
+        elif kind is SubscriptionEnded:
+            self._acknowledge(self._acks.ended(action.channel, is_pattern=is_pattern))
+        elif kind is SubscriptionFailed:
+            self._failed(action.channel, action.reason, is_pattern)
+        elif kind is GapDetected:
+            channel, sharded = _users(action.channel)
+            self._note_gap(GapInfo(channel, action.publisher, action.count, action.reason, sharded=sharded))
+        elif kind is PatternGapDetected:
+            channel = action.pattern if action.channel is None else action.channel
+            self._note_gap(GapInfo(channel, action.publisher, action.count, action.reason, action.pattern))
+        elif kind is LinkOpened:
+            work.links.add(action.link)
+            if self._blocking is not None and self._blocking.is_paused:
+                self._pause()
+        elif kind is LinkClosed:
+            work.links.discard(action.link)
+        elif kind is Ponged:
+            self._queue.put(Notice("pong", None, action.message))
+        elif kind is Unreachable:
+            self._unreachable(work, action.reasons)
+        elif kind is NewerSoftware:
+            _logger.warning("%s", action.text)
+        else:
+            raise AssertionError(f"not an action of a subscriber: {action!r}")
+
+    def _put(self, messages: Iterable[Message]) -> None:
+        if self._blocking is None or not self._queue.is_full:
+            self._queue.extend(messages)
+        elif skipped := self._blocking.put(messages):
+            self._note_skipped(skipped)
+
+    def _release_for(self, messages: list[tuple[bytes, bytes]]) -> None:
+        """Let no message come before the acknowledgement of its channel."""
+        for channel in {channel for channel, _ in messages if Subject(channel) in self._acks.held}:
+            self._put_acks(self._acks.release(channel))
+
+    def _release_for_matched(self, messages: list[PatternMessage]) -> None:
+        """Let no message come before the acknowledgement of its pattern."""
+        for pattern in {message.pattern for message in messages}:
+            self._put_acks(self._acks.release(pattern, is_pattern=True))
+
+    def _acknowledge(self, acks: list[Ack]) -> None:
+        """Put acknowledgements into the queue, after a request was confirmed."""
+        self._wake()
+        self._put_acks(acks)
+        if self._acks.held and self._release_timer is None:
+            self._release_timer = self._loop.call_later(HOLD_S_MAX, self._release)
+
+    def _release(self) -> None:
+        self._release_timer = None
+        self._put_acks(self._acks.release_all())
+
+    def _put_acks(self, acks: Iterable[Ack]) -> None:
+        for ack in acks:
+            channel = ack.channel.removeprefix(SHARDED_PREFIX) if ack.kind in _SHARDED_KINDS else ack.channel
+            self._queue.put(Notice(ack.kind, channel, ack.count))
+
+    def _failed(self, name: bytes, reason: str, is_pattern: bool) -> None:
+        self._acknowledge(self._acks.failed(name, is_pattern=is_pattern))
+        name, sharded = (name, False) if is_pattern else _users(name)
+        self._queue.put(Failure(errors.from_reply(reason), name, is_pattern, sharded))
+
+    def _unreachable(self, work: _MachineRun, reasons: dict[str, str]) -> None:
+        """Tell the reader, unless it has not read the last such news."""
+        if self._acks.is_idle or (self._queue.items and isinstance(self._queue.items[-1], Failure)):
+            return
+        faults = [work.fault_of(link, reason) for link, reason in reasons.items()]
+        self._queue.put(
+            Failure(errors.joined(faults, "no server of the subscribed channels can be reached (still trying):"))
+        )
+
+    def _crashed(self, crash: MachineCrashed) -> None:
+        self.stop()
+        self._queue.close(redis.exceptions.ConnectionError(f"the subscriptions have ended: {crash}"))
+
+    # Gaps.
+
+    def _note_gap(self, gap: GapInfo) -> None:
+        self.gaps += 1
+        if not self._wants_gaps:
+            self._log_gap(gap)
+        elif self._queue.is_full or self._queue.notices >= self._queue.bound:
+            self._put_gap_while_full(gap)
+        else:
+            self._gaps_while_full.clear()
+            self._queue.put(Notice("gap", gap.channel if isinstance(gap.channel, bytes) else None, gap))
+
+    def _put_gap_while_full(self, gap: GapInfo) -> None:
+        """Keep a queue bounded that is full, or has as many notices: at most one more unread gap per channel."""
+        assert isinstance(gap.channel, bytes), "names are decoded by the reader"
+        # One for all channels of a pattern: there is no bound to these.
+        name = gap.pattern if isinstance(gap.pattern, bytes) else gap.channel
+        subject = (name, gap.pattern is not None, gap.sharded)
+        unread = self._gaps_while_full.get(subject)
+        if unread is not None and not unread.is_read:
+            reason = f"several gaps; the latest: {gap.reason}"
+            unread.channel = name
+            unread.data = replace(gap, channel=name, publisher=None, count=None, reason=reason)
+            return
+        notice = self._gaps_while_full[subject] = Notice("gap", gap.channel, gap)
+        self._queue.put(notice)
+
+    def _log_gap(self, gap: GapInfo) -> None:
+        self._gaps_not_logged += 1
+        now = self._loop.time()
+        if now - self._gap_logged_at < GAP_LOG_INTERVAL_S:
+            return
+        self._gap_logged_at = now
+        _logger.warning(
+            "%d gap(s) since the last such line; the latest: channel %r, publisher %s, %s message(s): %s"
+            " (pubsub(on_gap=...) or pubsub(gaps=True) hands gaps to the application)",
+            self._gaps_not_logged, gap.channel, gap.publisher, gap.count, gap.reason,
+        )  # fmt: skip
+        self._gaps_not_logged = 0
+
+    # Back-pressure.
+
+    def _pause(self) -> None:
+        self._wake()
+        for link in self._opened():
+            link.pause_reading()
+
+    def _resume(self) -> None:
+        for link in self._opened():
+            link.resume_reading()
+
+    def _make_room(self) -> None:
+        """Go back to normal: half of the queue has been read."""
+        self._gaps_while_full.clear()
+        self._gaps_of_skipped.clear()
+        if self._blocking is not None:
+            self._blocking.room()
+
+    def _note_skipped(self, skipped: Counter[Dropped]) -> None:
+        """Report a gap in the place of messages, behind what has come: one for each subscription, with their number."""
+        reason = f"the application reads too slowly: more than {SPILL_BYTES_MAX} bytes waited (when_full, max_queue)"
+        for subject, count in skipped.items():
+            channel, pattern, sharded = subject
+            self.gaps += subject not in self._gaps_of_skipped
+            notice = self._gaps_of_skipped.setdefault(subject)
+            gap = GapInfo(channel, None, count, reason, pattern, sharded)
+            if not self._wants_gaps:
+                self._log_gap(gap)
+            elif notice is not None and not notice.is_read and isinstance(notice.data, GapInfo):
+                notice.data = replace(gap, count=count + (notice.data.count or 0))
+            else:
+                notice = self._gaps_of_skipped[subject] = Notice("gap", channel, gap)
+                self._queue.put(notice)
+
+    def _drop_oldest(self) -> None:
+        """Make room, and tell in the place of the messages what is missing."""
+        queue = self._queue
+        if len(self._gaps_of_dropped) > 2 * self._gaps_not_read:
+            self._gaps_of_dropped = {of: told for of, told in self._gaps_of_dropped.items() if not told.is_read}
+            self._gaps_not_read = len(self._gaps_of_dropped)
+        reason = "the application reads too slowly: its oldest messages were dropped (when_full, max_queue)"
+        for subject, count in queue.drop_oldest().items():
+            channel, pattern, sharded = subject
+            self.gaps += 1
+            gap = GapInfo(channel, None, count, reason, pattern, sharded)
+            told = self._gaps_of_dropped.get(subject)
+            if not self._wants_gaps:
+                self._log_gap(gap)
+            elif told is not None and not told.is_read and isinstance(told.data, GapInfo):
+                told.data = replace(gap, count=count + (told.data.count or 0))
+            else:
+                notice = self._gaps_of_dropped[subject] = Notice("gap", channel, gap)
+                queue.put_dropped(notice)
+
+    def _give_up(self) -> None:
+        """End, with an error for the reader behind what has come."""
+        bound = self._queue.bound
+        self.fail(
+            redis.exceptions.ConnectionError(
+                f"disconnected, as {bound} messages waited for the application: read faster, allow more (max_queue), or"
+                " choose another when_full; aclose() and subscribe again to go on"
+            )
+        )
+
+    def _opened(self) -> list[Link]:
+        return [link for work in self._works() for link in work.opened()]
+
+    def _cancel_timer(self) -> None:
+        if self._release_timer is not None:
+            self._release_timer.cancel()
+            self._release_timer = None
+
+
+class _MachineRun:
+    """One machine, its driver and its links."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        execute: Callable[[_MachineRun, Any], None],
+        crashed: Callable[[MachineCrashed], None],
+        link_options: LinkOptions,
+        on_pushes: OnPushes | None = None,
+    ) -> None:
+        """Start. ``execute`` is given this and each action that the driver does not execute itself."""
+        #: The links that exist. All of them are paused together.
+        self.links: set[str] = set()
+        self.driver = Driver(
+            WatchedSubscriber(machine, link_options.connect_timeout_s),
+            on_action=partial(execute, self),
+            link_options=lambda _: link_options,
+            on_crash=crashed,
+            on_pushes=on_pushes,
+        )
+        self.driver.handle(Start())
+
+    def opened(self) -> list[Link]:
+        """Return the links."""
+        return [link for name in self.links if (link := self.driver.link(name)) is not None]
+
+    def fault_of(self, name: str, reason: str) -> redis.exceptions.RedisError:
+        """Return why a link is down, as an exception of redis-py."""
+        link = self.driver.link(name)
+        fault: LinkError | None = link.fault if link is not None else None
+        return redis.exceptions.ConnectionError(reason) if fault is None else errors.from_link(fault)
+
+
+def _users(channel: bytes) -> tuple[bytes, bool]:
+    """Return the application's name of a channel, and whether it is a sharded one."""
+    if channel.startswith(SHARDED_PREFIX):
+        return channel[len(SHARDED_PREFIX) :], True
+    return channel, False
+
+
+def _told_apart(message: tuple[bytes, bytes]) -> tuple[bytes, bytes] | ShardedMessage:
+    """Return a message as the queue has it."""
+    channel, payload = message
+    if channel.startswith(SHARDED_PREFIX):
+        return ShardedMessage(channel[len(SHARDED_PREFIX) :], payload)
+    return message

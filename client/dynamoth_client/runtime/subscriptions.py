@@ -1,0 +1,423 @@
+"""What a ``PubSub`` is subscribed to, and the feed that fills its queue: how these begin, change and end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, cast
+
+import redis.asyncio
+import redis.asyncio.client
+import redis.exceptions
+
+from dynamoth.protocol.names import SHARDED_PREFIX, sharded_channel
+from dynamoth_client.machines.acks import Subject
+from dynamoth_client.redis_py.arguments import (
+    flat,
+    method_of,
+    refuse_unroutable,
+    refuse_unroutable_pattern,
+    with_handlers,
+)
+from dynamoth_client.redis_py.errors import ClientClosed, OtherLoop
+from dynamoth_client.redis_py.settings import Encoder
+from dynamoth_client.runtime.cluster import Cluster
+from dynamoth_client.runtime.feed import Feed
+from dynamoth_client.runtime.queue import (
+    MAX_QUEUE,
+    WHEN_FULL,
+    GapInfo,
+    MessageQueue,
+    WhenFull,
+)
+
+Channel = bytes | str | memoryview
+Handler = Callable[[dict[str, Any]], Any]
+GapHandler = Callable[[GapInfo], object]
+_Registry = tuple[dict[Channel, Handler | None], set[Channel]]
+"""What is subscribed to, confirmed or not, with handlers; and whose unsubscription was asked for and not read yet."""
+
+NOT_CONNECTED = "pubsub connection not set: did you forget to call subscribe() or psubscribe()?"
+
+LOOP_CLOSED = "the event loop was closed that the subscription was on: close the client before its loop"
+CLIENT_CLOSED = "the client was closed while the PubSub was subscribed, which was read on: close the PubSub first"
+"""Reasons of gaps."""
+
+
+class Subscriptions(redis.asyncio.client.PubSub):
+    """The base of ``PubSub``: everything but reading. See there for the arguments and for what is promised."""
+
+    channels: dict[Channel, Handler | None]
+    patterns: dict[Channel, Handler | None]
+    shard_channels: dict[Channel, Handler | None]
+    pending_unsubscribe_channels: set[Channel]
+    pending_unsubscribe_patterns: set[Channel]
+    pending_unsubscribe_shard_channels: set[Channel]
+
+    _family = "redis.asyncio"
+    """What of redis-py the application uses, for the texts of errors."""
+
+    def __init__(
+        self,
+        connection_pool: redis.asyncio.ConnectionPool,
+        cluster: Cluster,
+        *,
+        on_gap: GapHandler | None = None,
+        gaps: bool = False,
+        max_queue: int = MAX_QUEUE,
+        when_full: WhenFull = "block",
+        push_handler_func: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if push_handler_func is not None:
+            raise redis.exceptions.DataError(
+                "push_handler_func is not supported: give handlers to subscribe(), and on_gap for gaps"
+            )
+        if when_full not in WHEN_FULL:
+            raise redis.exceptions.DataError(f"when_full must be one of {', '.join(WHEN_FULL)}, not {when_full!r}")
+        super().__init__(connection_pool, **kwargs)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
+        self.shard_channels = {}
+        self.pending_unsubscribe_shard_channels = set()
+        self._encoder = cast("Encoder", self.encoder)
+        self._decodes = self._encoder.decode_responses
+        self._cluster = cluster
+        self._on_gap = on_gap
+        self._gaps = gaps
+        self._max_queue = max_queue
+        self._when_full: WhenFull = when_full
+        self._queue = MessageQueue(max_queue)
+        #: Set by ``connect`` and all that needs it, before anything is awaited; cleared by ``aclose``.
+        self._is_begun = False
+        self._feed: Feed | None = None
+        #: The event loop that it was opened on; None in a forked child until it is opened there.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        #: The feed that is being opened, shared by all who wait for it.
+        self._opening: asyncio.Task[Feed] | None = None
+        #: The feed whose subscriptions the next one takes over, and why that one ended.
+        self._before: tuple[Feed, str] | None = None
+        #: What was asked for while there was no feed, in order.
+        self._requests: deque[Callable[[Feed], None]] = deque()
+        #: How many items were read since others had their turn.
+        self._turn = 0
+        cluster.followers.add(self)
+
+    def __del__(self) -> None:
+        """End the feed of a PubSub that was dropped without ``aclose``."""
+        feed: Feed | None = getattr(self, "_feed", None)
+        if feed is not None and not feed.is_stopped and not feed.loop.is_closed():
+            feed.loop.call_soon_threadsafe(feed.stop)
+
+    # The life of a PubSub.
+
+    async def connect(self) -> None:
+        """Get ready: read the plan, if this client has not. Connections are opened when channels need them.
+
+        Always gives others on the event loop a turn.
+
+        Raises:
+            redis.exceptions.ConnectionError: no server gave a plan.
+            RuntimeError: the client belongs to another event loop.
+
+        """
+        is_open = self._feed is not None
+        await self._opened()
+        if is_open:
+            await asyncio.sleep(0)
+
+    async def aclose(self) -> None:
+        """End all subscriptions; what has not been read is dropped. The PubSub can be used again.
+
+        Raises RuntimeError on another event loop than that of the subscriptions, unless that is closed.
+        """
+        feed, opening, queue, loop = self._feed, self._opening, self._queue, self._loop
+        if loop is not None and loop is not asyncio.get_running_loop():
+            if not loop.is_closed() and (feed is None or not feed.is_stopped):
+                raise OtherLoop
+            if feed is not None:
+                feed.abandon()
+            queue.forget_waiters()
+            feed = opening = None  # they have ended with their loop
+        self._forget()
+        queue.close(None)
+        self._queue = MessageQueue(self._max_queue)
+        if opening is not None:
+            opening.cancel()
+            await asyncio.wait({opening})
+        if feed is not None:
+            await feed.close()
+
+    def fork(self) -> None:
+        """Begin anew in a forked child, when this is used there: what waits to be read is the parent's."""
+        error = self._queue.error
+        self._queue = MessageQueue(self._max_queue)
+        if error is not None:
+            self._queue.close(error)
+        self._feed = self._opening = self._loop = self._before = None
+        self.connection = None
+
+    @property
+    def subscribed(self) -> bool:
+        """Whether there are subscriptions, confirmed or not; True as soon as ``subscribe`` has begun."""
+        return bool(self.channels or self.patterns or self.shard_channels)
+
+    @property
+    def gaps_detected(self) -> int:
+        """How many gaps there have been since the last ``aclose``."""
+        return self._feed.gaps if self._feed is not None else 0
+
+    # Subscribing.
+
+    async def subscribe(self, *args: Any, **kwargs: Handler) -> None:
+        """Subscribe to channels: names, or names as keywords with a handler that is called with each message.
+
+        Returns when all are confirmed: what anybody publishes afterwards arrives. (Sooner when a server cannot be
+        reached for ``socket_connect_timeout``, 5 s if None, or while the queue is full; the subscription comes about
+        all the same.) The message of type ``subscribe`` is the confirmation, as in redis-py.
+
+        Raises:
+            redis.exceptions.ConnectionError: the plan cannot be read from any server; nothing is subscribed.
+            redis.exceptions.DataError: a channel that cannot be subscribed to here.
+
+        """
+        wanted = self._wanted("subscribe", args, kwargs)
+        encoded = [channel for channel, _ in wanted]
+        for channel in encoded:
+            refuse_unroutable(channel, self._family)
+        self._begin(wanted, self._registry())
+        await self._request(lambda feed: feed.subscribe(encoded), map(Subject, encoded))
+
+    def unsubscribe(self, *args: Any) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Unsubscribe from channels, or from all; confirmed by messages of type ``unsubscribe``.
+
+        Raises ``redis.exceptions.DataError`` for what is a sharded channel inside: ``sunsubscribe`` is for these.
+        """
+        if args:
+            args = (flat(args),)  # it may be an iterator, and is looked at twice
+        for name in flat(args):
+            if (encoded_name := self._encode(name)).startswith(SHARDED_PREFIX):
+                refuse_unroutable(encoded_name, self._family)
+        encoded = self._end(args, self._registry())
+        return self._request(lambda feed: feed.unsubscribe(encoded))
+
+    async def psubscribe(self, *args: Any, **kwargs: Handler) -> None:
+        """Subscribe to all channels that match patterns, as ``subscribe`` does to channels.
+
+        A message of a channel comes once for each pattern that matches it, and once more if the channel is subscribed
+        to by name. Patterns are Redis' own; channels that belong to one server (``__keyspace@...``) match none.
+
+        Raises:
+            redis.exceptions.ConnectionError: the plan cannot be read from any server; nothing is subscribed.
+            redis.exceptions.DataError: a pattern that can match nothing here.
+
+        """
+        wanted = self._wanted("psubscribe", args, kwargs)
+        encoded = [pattern for pattern, _ in wanted]
+        for pattern in encoded:
+            refuse_unroutable_pattern(pattern, self._family)
+        self._begin(wanted, self._registry(is_pattern=True))
+        await self._request(lambda feed: feed.psubscribe(encoded), [Subject(pattern, True) for pattern in encoded])
+
+    async def ssubscribe(self, *args: Any, target_node: Any = None, **kwargs: Handler) -> None:
+        """Subscribe to sharded channels, which have names of their own, as ``subscribe`` does to channels.
+
+        Confirmed by messages of type ``ssubscribe``; messages are of type ``smessage``. ``target_node`` is that of
+        redis-py's cluster client: without a meaning here.
+
+        Raises:
+            redis.exceptions.ConnectionError: the plan cannot be read from any server; nothing is subscribed.
+
+        """
+        wanted = self._wanted("ssubscribe", args, kwargs)
+        encoded = [channel for channel, _ in wanted]
+        self._begin(wanted, self._registry(is_sharded=True))
+        await self._request(lambda feed: feed.ssubscribe(encoded), map(Subject, map(sharded_channel, encoded)))
+
+    def punsubscribe(self, *args: Any) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Unsubscribe from patterns, or from all; confirmed by messages of type ``punsubscribe``."""
+        encoded = self._end(args, self._registry(is_pattern=True))
+        return self._request(lambda feed: feed.punsubscribe(encoded))
+
+    def sunsubscribe(self, *args: Any, target_node: Any = None) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Unsubscribe from sharded channels, or from all; confirmed by messages of type ``sunsubscribe``."""
+        encoded = self._end(args, self._registry(is_sharded=True))
+        return self._request(lambda feed: feed.sunsubscribe(encoded))
+
+    async def ping(self, message: Any = None) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Ask a server for a sign of life: one that is subscribed at, else one that the client was given.
+
+        Its answer is a message of type ``pong``. Raises ``redis.exceptions.ConnectionError`` when no server is there.
+        """
+        feed = await self._opened()
+        data = None if message is None else self._encode(message)
+        if not feed.ping(data):
+            await self._cluster.ping()
+            feed.pong(data or b"")
+        return True
+
+    async def check_health(self) -> None:
+        """Do nothing: links check themselves. Raises RuntimeError before ``connect`` or the first subscription."""
+        if self.connection is None:
+            raise RuntimeError(NOT_CONNECTED)
+
+    async def execute_command(self, *args: Any) -> Any:
+        """Execute a command of subscriptions. Raises ``redis.exceptions.PubSubError`` for any other."""
+        return await getattr(self, method_of(args[0]))(*args[1:])
+
+    # The feed.
+
+    async def _request(self, request: Callable[[Feed], None], subscribed: Iterable[Subject] = ()) -> None:
+        """Let the feed do something, in the order of the calls; opens it when needed. Waits for what is subscribed."""
+        self._requests.append(request)
+        feed = await self._opened()
+        self._pass_requests(feed)
+        await feed.until_confirmed(subscribed)
+
+    def _pass_requests(self, feed: Feed) -> None:
+        while self._requests:
+            self._requests.popleft()(feed)
+
+    async def _opened(self) -> Feed:
+        """Return the feed. Whoever waits shares the result; a failure ends all that was asked for."""
+        was_begun, self._is_begun = self._is_begun, True
+        if isinstance(self._queue.error, ClientClosed):
+            self._restart_after_close()
+        if self._queue.error is not None:
+            self._requests.clear()
+            self._queue.raise_error()
+        if self._loop is not (loop := asyncio.get_running_loop()):
+            if was_begun:
+                self._begin_anew()
+            self._loop = loop
+        if self._feed is not None:
+            return self._feed
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._open(), name="open a Dynamoth PubSub")
+            self._opening.add_done_callback(_retrieve)
+        task = self._opening
+        await asyncio.wait({task})
+        if task.cancelled():
+            raise redis.exceptions.ConnectionError("the PubSub was closed while this waited: close it afterwards")
+        return task.result()
+
+    async def _open(self) -> Feed:
+        wants_gaps = self._gaps or self._on_gap is not None
+        try:
+            self._feed = await self._cluster.open_feed(self._queue, wants_gaps=wants_gaps, when_full=self._when_full)
+        except Exception as error:
+            if self._before is not None:  # what is subscribed stays so; the next use tries again, and who reads at once
+                self._opening = self._loop = None
+                self._queue.close(ClientClosed())
+                raise
+            queue = self._queue
+            self._forget()
+            self._queue = MessageQueue(self._max_queue)
+            queue.close(error if isinstance(error, redis.exceptions.RedisError) else None)
+            raise
+        self._opening = self._before = None
+        self.connection = cast("Any", self._feed)
+        self._pass_requests(self._feed)
+        return self._feed
+
+    def _restart_after_close(self) -> None:
+        """Let the subscriptions begin anew, as the client was closed and this PubSub is used again."""
+        if self._feed is not None:
+            self._before = self._feed, CLIENT_CLOSED
+        self._feed = self._loop = None
+        self._queue.reopen()
+
+    def _begin_anew(self) -> None:
+        """Ask again for all that has been asked for.
+
+        The event loop is gone where that was, or the client was closed, or this is a forked child.
+
+        Raises RuntimeError where the loop is not gone.
+        """
+        if self._loop is not None and not self._loop.is_closed():
+            self._requests.clear()
+            raise OtherLoop
+        self._cluster.bind()
+        if self._feed is not None:
+            self._feed.abandon()
+            self._before = self._feed, LOOP_CLOSED
+        self._feed = self._opening = None
+        self.connection = None
+        self._queue.forget_waiters()
+        self._requests.clear()
+        if self._before is not None:
+            before, reason = self._before
+            self._requests.append(lambda feed: feed.resume_from(before, reason))
+        for books, subscribe, unsubscribe in (
+            (self._registry(), Feed.subscribe, Feed.unsubscribe),
+            (self._registry(is_pattern=True), Feed.psubscribe, Feed.punsubscribe),
+            (self._registry(is_sharded=True), Feed.ssubscribe, Feed.sunsubscribe),
+        ):
+            for names, request in zip(books, (subscribe, unsubscribe), strict=True):
+                if names:
+                    self._requests.append(partial(_ask, request, [self._encode(name) for name in names]))
+
+    def _forget(self) -> None:
+        """Be as new."""
+        self._feed = self._opening = self._loop = self._before = None
+        self.connection = None
+        self._is_begun = False
+        self._requests.clear()
+        self.channels = {}
+        self.pending_unsubscribe_channels = set()
+        self.patterns = {}
+        self.pending_unsubscribe_patterns = set()
+        self.shard_channels = {}
+        self.pending_unsubscribe_shard_channels = set()
+
+    # What is subscribed to, and its names.
+
+    def _registry(self, *, is_pattern: bool = False, is_sharded: bool = False) -> _Registry:
+        """Return what is kept of channels, of patterns or of sharded channels."""
+        if is_pattern:
+            return self.patterns, self.pending_unsubscribe_patterns
+        if is_sharded:
+            return self.shard_channels, self.pending_unsubscribe_shard_channels
+        return self.channels, self.pending_unsubscribe_channels
+
+    def _wanted(
+        self, command: str, args: tuple[Any, ...], kwargs: Mapping[str, Handler]
+    ) -> list[tuple[bytes, Handler | None]]:
+        """Return what to subscribe to, with handlers. Raises ``redis.exceptions.ResponseError`` if that is nothing."""
+        wanted = with_handlers(args, kwargs)
+        if not wanted:
+            what = "pattern" if command == "psubscribe" else "channel"
+            raise redis.exceptions.ResponseError(f"wrong number of arguments for '{command}' command: name a {what}")
+        return [(self._encode(name), handler) for name, handler in wanted.items()]
+
+    def _begin(self, wanted: Iterable[tuple[bytes, Handler | None]], books: _Registry) -> None:
+        """Note what is subscribed to, by the names that the application sees."""
+        subscribed, pending = books
+        named = {self._name(name): handler for name, handler in wanted}
+        subscribed.update(named)
+        pending.difference_update(named)
+
+    def _end(self, args: tuple[Any, ...], books: _Registry) -> list[bytes]:
+        """Return, and note, what is unsubscribed from: what is named, else all that is not pending."""
+        subscribed, pending = books
+        names = flat(args) if args else [name for name in subscribed if name not in pending]
+        encoded = [self._encode(name) for name in names]
+        pending.update(self._name(name) for name in encoded)
+        return encoded
+
+    def _encode(self, value: Any) -> bytes:
+        return bytes(self._encoder.encode(value))
+
+    def _name(self, value: bytes) -> Any:
+        """Return a name, or a payload, as the application sees it."""
+        return self._encoder.decode(value)
+
+
+def _ask(request: Callable[[Feed, Iterable[bytes]], None], names: list[bytes], feed: Feed) -> None:
+    request(feed, names)
+
+
+def _retrieve(task: asyncio.Task[Feed]) -> None:
+    """Mark the error of an opening as seen: everybody who waited for it may have been cancelled."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,564 @@
+"""redis-py's synchronous ``PubSub`` over many servers: the asynchronous one, read by threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar, cast
+
+import redis
+import redis.client
+import redis.exceptions
+
+from dynamoth_client.asyncio import _pubsub
+from dynamoth_client.machines.patterns.subscription import PatternMessage
+from dynamoth_client.redis_py.arguments import method_of
+from dynamoth_client.redis_py.errors import ClientClosed
+from dynamoth_client.runtime.cluster import Cluster
+from dynamoth_client.runtime.feed import Feed
+from dynamoth_client.runtime.queue import (
+    MAX_QUEUE,
+    Failure,
+    GapInfo,
+    Item,
+    Notice,
+    ShardedMessage,
+    WhenFull,
+)
+from dynamoth_client.runtime.subscriptions import NOT_CONNECTED
+from dynamoth_client.threads.cluster import SyncCluster
+
+Handler = Callable[[dict[str, Any]], Any]
+GapHandler = Callable[[GapInfo], object]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Subscription:
+    """A channel or a pattern with its handler, as redis-py's ``Subscription``."""
+
+    name: Any
+    handler: Handler | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Inherited:
+    """What the parent of a forked child had subscribed to, with the handlers."""
+
+    channels: dict[Any, Handler | None]
+    patterns: dict[Any, Handler | None]
+    shard_channels: dict[Any, Handler | None]
+
+
+class _Inner(_pubsub.PubSub):
+    """The asynchronous PubSub, whose items are taken by a thread. Handlers and gaps are left to that thread."""
+
+    message = _pubsub.PubSub._message  # pyright: ignore[reportPrivateUsage]
+    shown = _pubsub.PubSub._shown  # pyright: ignore[reportPrivateUsage]
+    notice = _pubsub.PubSub._notice  # pyright: ignore[reportPrivateUsage]
+
+    _family = "redis"
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that its feeds are of."""
+        return self._cluster
+
+    def __init__(self, *args: Any, make_room: Callable[[Callable[[], object]], None], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._make_room = make_room
+
+    def pop(self) -> Item | None:
+        """Take the next item, from any thread; None when there is none."""
+        queue = self._queue
+        items = queue.items
+        try:
+            item = items.popleft()
+        except IndexError:
+            return None
+        if queue.is_full and len(items) == queue.half:
+            self._make_room(queue.relieve)  # it begins to read from sockets, which is for the event loop to do
+        return item
+
+    def put_back(self, item: Item) -> None:
+        """Let what was taken be the next item again."""
+        self._queue.items.appendleft(item)
+
+    async def until_item(self, timeout: float | None) -> None:
+        """Wait until there is an item, or ``timeout`` seconds are over (None: never), or nothing is subscribed to.
+
+        Raises as ``get_message``, when there is no item and none will come.
+        """
+        queue = self._queue
+        queue.settle()
+        queue.relieve()  # it may have become full when its last item had just been taken
+        if self._is_begun and (self.subscribed or queue.is_closed):
+            await self._wait(timeout)
+
+    async def _until_item(self, timeout: float | None, *, reopen: bool = False) -> bool:
+        """Wait for an item. The event loop ends with the client, so the thread goes on, on another loop."""
+        return await self._wait_once(timeout, reopen=reopen)
+
+    def inherit(self, inherited: _Inherited) -> None:
+        """Say what will be subscribed to soon."""
+        self.channels.update(inherited.channels)
+        self.patterns.update(inherited.patterns)
+        self.shard_channels.update(inherited.shard_channels)
+
+
+class Connection:
+    """What stands for all connections of a PubSub, with what applications use of redis-py's."""
+
+    def __init__(self, feed: Feed, cluster: SyncCluster) -> None:
+        self._feed = feed
+        self._cluster = cluster
+
+    @property
+    def is_connected(self) -> bool:
+        """False after ``disconnect`` until a connection is made again, and after the end of the subscriptions."""
+        return self._feed.is_connected
+
+    def disconnect(self, *args: Any) -> None:
+        """Cut all connections; they are made again at once, and every subscription is acknowledged again.
+
+        Arguments are those of redis-py: without a meaning here.
+        """
+        if self._cluster.is_open:
+            self._cluster.call(self._feed.disconnect)
+
+    def register_connect_callback(self, callback: Any) -> None:
+        """Do nothing: ``callback`` is never called, as subscriptions are restored without it."""
+
+    def deregister_connect_callback(self, callback: Any) -> None:
+        """Do nothing, as ``register_connect_callback``."""
+
+
+class PubSub(redis.client.PubSub):
+    """Subscriptions, read with redis-py's methods; the servers and the moves of channels between them do not show.
+
+    What is promised, and the differences from redis-py, are those of :class:`dynamoth_client.asyncio.PubSub`. The
+    thread that reads calls ``on_gap`` and handlers. Besides redis-py's arguments:
+
+    Args:
+        on_gap: called with a :class:`GapInfo` where messages were lost or may have been, in its place among the
+            messages.
+        gaps: True gives messages of type ``gap`` as well, whose ``data`` is the :class:`GapInfo`. With neither,
+            gaps are logged as warnings (logger ``dynamoth_client``).
+        max_queue: how many messages wait for the application at most; acknowledgements and gaps do not count.
+        when_full: what happens when so many wait: ``"block"``, ``"drop_oldest"`` or ``"disconnect"``, as in
+            :class:`dynamoth_client.asyncio.PubSub`.
+
+    One thread may read at a time; any thread may subscribe, unsubscribe and ``close`` meanwhile. ``close`` lets a
+    thread that waits in ``get_message`` or ``listen`` return. In a forked child a PubSub subscribes again to all that
+    it was subscribed to, when it is used there first; the parent's goes on.
+    """
+
+    health_check_response_counter = 0
+    """Always: links check themselves."""
+
+    def __init__(
+        self,
+        connection_pool: redis.ConnectionPool,
+        cluster: SyncCluster,
+        *,
+        on_gap: GapHandler | None = None,
+        gaps: bool = False,
+        max_queue: int = MAX_QUEUE,
+        when_full: WhenFull = "block",
+        push_handler_func: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(connection_pool, **kwargs)  # pyright: ignore[reportUnknownMemberType]  # redis-py is typed in part
+        self._cluster = cluster
+        self._on_gap = on_gap
+        self._gaps = gaps
+        pool = cast("Any", connection_pool)  # kept by it, and not used
+        encoder = cast("Any", self).encoder
+        self._make_inner: Callable[[], _Inner] = lambda: _Inner(
+            pool,
+            cluster.cluster,
+            gaps=gaps or on_gap is not None,
+            max_queue=max_queue,
+            when_full=when_full,
+            push_handler_func=push_handler_func,
+            encoder=encoder,
+            make_room=cluster.call_soon,
+        )
+        self._inner = self._make_inner()
+        #: What to subscribe to again in a forked child, until that has been done.
+        self._inherited: _Inherited | None = None
+        cluster.followers.add(self)
+
+    def __del__(self) -> None:
+        """Leave it to the asynchronous PubSub, which goes with this one, to end its feed."""
+
+    def __enter__(self) -> Self:
+        """Be closed at the end."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close."""
+        self.close()
+
+    # What redis-py has as attributes.
+
+    @property
+    def channels(self) -> dict[Any, Any]:  # type: ignore[override]
+        """The channels that are subscribed to, confirmed or not, with their handlers."""
+        return self._inner.channels
+
+    @property
+    def patterns(self) -> dict[Any, Any]:  # type: ignore[override]
+        """The patterns that are subscribed to, confirmed or not, with their handlers."""
+        return self._inner.patterns
+
+    @property
+    def shard_channels(self) -> dict[Any, Any]:
+        """The sharded channels that are subscribed to, confirmed or not, with their handlers."""
+        return self._inner.shard_channels
+
+    @shard_channels.setter
+    def shard_channels(self, value: dict[Any, Any]) -> None:
+        """Replace the handlers, as redis-py lets one."""
+        self._inner.shard_channels = value
+
+    @property
+    def pending_unsubscribe_channels(self) -> set[Any]:  # type: ignore[override]
+        """Channels whose unsubscription has been asked for, and not been read."""
+        return self._inner.pending_unsubscribe_channels
+
+    @property
+    def pending_unsubscribe_patterns(self) -> set[Any]:  # type: ignore[override]
+        """Patterns whose unsubscription has been asked for, and not been read."""
+        return self._inner.pending_unsubscribe_patterns
+
+    @property
+    def pending_unsubscribe_shard_channels(self) -> set[Any]:  # type: ignore[override]
+        """Sharded channels whose unsubscription has been asked for, and not been read."""
+        return self._inner.pending_unsubscribe_shard_channels
+
+    @property
+    def connection(self) -> Any:
+        """A :class:`Connection`, or None before the first subscription."""
+        feed = self._inner.connection
+        return None if feed is None else Connection(feed, self._cluster)
+
+    @connection.setter
+    def connection(self, value: None) -> None:
+        """Take what redis-py's constructor sets."""
+
+    @property
+    def subscribed(self) -> bool:
+        """Whether there are subscriptions, confirmed or not."""
+        return self._inner.subscribed
+
+    @property
+    def gaps_detected(self) -> int:
+        """How many gaps there have been since the last ``close``."""
+        return self._inner.gaps_detected
+
+    # The life of a PubSub.
+
+    def reset(self) -> None:
+        """End all subscriptions; what has not been read is dropped. The PubSub can be used again."""
+        if "_inner" not in self.__dict__:  # redis-py's constructor
+            return
+        self._inherited = None
+        try:
+            if self._cluster.is_open:
+                self._cluster.call(self._inner.aclose)
+            else:  # what there was has ended
+                self._inner = self._make_inner()
+        except redis.exceptions.ConnectionError:  # the client is being closed
+            self._inner = self._make_inner()
+        self.subscribed_event.clear()
+
+    def close(self) -> None:
+        """End all subscriptions, as ``reset``."""
+        self.reset()
+
+    def connect(self) -> None:
+        """Get ready: read the plan, if this client has not. Raises ``redis.exceptions.ConnectionError``."""
+        self._call(self._inner.connect)
+
+    def fork(self) -> None:
+        """Begin anew in a forked child."""
+        inner, self._inner = self._inner, self._make_inner()
+        self.subscribed_event = threading.Event()
+        self._lock = threading.RLock()
+        inherited = _Inherited(
+            _kept(inner.channels, inner.pending_unsubscribe_channels),
+            _kept(inner.patterns, inner.pending_unsubscribe_patterns),
+            _kept(inner.shard_channels, inner.pending_unsubscribe_shard_channels),
+        )
+        self._inner.inherit(inherited)
+        if self._inner.subscribed:
+            self._inherited = inherited
+
+    # Subscribing.
+
+    def subscribe(self, *args: Any, **kwargs: Handler) -> None:
+        """Subscribe to channels: names, or names as keywords with a handler that is called with each message.
+
+        Returns when all are confirmed: what anybody publishes afterwards arrives. (Sooner when a server cannot be
+        reached for ``socket_connect_timeout``, 5 s if None, or while the queue is full; the subscription comes about
+        all the same.) The message of type ``subscribe`` is the confirmation, as in redis-py.
+
+        Raises:
+            redis.exceptions.ConnectionError: the plan cannot be read from any server; nothing is subscribed.
+            redis.exceptions.DataError: a channel that cannot be subscribed to here.
+
+        """
+        self._call(self._inner.subscribe, *args, **kwargs)
+
+    def psubscribe(self, *args: Any, **kwargs: Handler) -> None:
+        """Subscribe to patterns, as ``subscribe`` to channels."""
+        self._call(self._inner.psubscribe, *args, **kwargs)
+
+    def ssubscribe(self, *args: Any, target_node: Any = None, **kwargs: Handler) -> None:
+        """Subscribe to sharded channels, which have names of their own, as ``subscribe`` does to channels."""
+        self._call(self._inner.ssubscribe, *args, **kwargs)
+
+    def unsubscribe(self, *args: Any) -> None:
+        """Unsubscribe from channels, or from all; confirmed by messages of type ``unsubscribe``."""
+        self._call(self._inner.unsubscribe, *args)
+
+    def punsubscribe(self, *args: Any) -> None:
+        """Unsubscribe from patterns, or from all; confirmed by messages of type ``punsubscribe``."""
+        self._call(self._inner.punsubscribe, *args)
+
+    def sunsubscribe(self, *args: Any, target_node: Any = None) -> None:
+        """Unsubscribe from sharded channels, or from all; confirmed by messages of type ``sunsubscribe``."""
+        self._call(self._inner.sunsubscribe, *args)
+
+    def ping(self, message: Any = None) -> bool:
+        """Ask a server for a sign of life; its answer is a message of type ``pong``.
+
+        Raises ``redis.exceptions.ConnectionError`` when no server is there.
+        """
+        return bool(self._call(self._inner.ping, message))
+
+    def check_health(self) -> None:
+        """Do nothing: links check themselves. Raises RuntimeError before ``connect`` or the first subscription."""
+        if self.connection is None:
+            raise RuntimeError(NOT_CONNECTED)
+
+    def clean_health_check_responses(self) -> None:
+        """Do nothing: the answers of links to their checks never come here."""
+
+    def execute_command(self, *args: Any) -> Any:
+        """Execute a command of subscriptions. Raises ``redis.exceptions.PubSubError`` for any other."""
+        return getattr(self, method_of(args[0]))(*args[1:])
+
+    # Reading.
+
+    def get_message(
+        self, ignore_subscribe_messages: bool = False, timeout: float | None = 0.0
+    ) -> dict[str, Any] | None:
+        """Return the next message, or None when there is none within ``timeout`` seconds (None: wait without end).
+
+        None also means that a handler took the message, or that it was to be ignored. Before the first subscription
+        this waits for one.
+
+        Raises:
+            redis.exceptions.ConnectionError: no server can be reached, see the class; or the client was closed.
+
+        """
+        if not self._inner.subscribed:
+            began_at = time.monotonic()
+            if not self.subscribed_event.wait(timeout):
+                return None
+            if timeout is not None:
+                timeout = max(0.0, timeout - (time.monotonic() - began_at))
+        item = self._inner.pop()
+        if item is None:
+            self._wait(timeout)
+            item = self._inner.pop()
+            if item is None:
+                return None
+        return self._read(item, ignore_subscribe_messages)
+
+    get_sharded_message = get_message
+
+    def listen(self) -> Generator[dict[str, Any], None, None]:
+        """Yield messages until the last channel's unsubscription has been read. Raises as ``get_message``."""
+        while (inner := self._inner).subscribed:
+            item = inner.pop()
+            if item is None:
+                self._wait(None)
+            elif type(item) is tuple:
+                message = inner.message(item)
+                handler = inner.channels.get(message["channel"])
+                if handler is None:
+                    yield message
+                else:
+                    handler(message)
+            else:
+                shown = self._read(item, False)
+                if shown is not None:
+                    yield shown
+
+    def batches(self) -> Generator[list[dict[str, Any]], None, None]:
+        """Yield messages as ``listen``, in lists of those that have come: at least one, ``TURN_ITEMS_MAX`` at most.
+
+        A handler is called, and an error raised, when all messages before it have been yielded.
+        """
+        while (inner := self._inner).subscribed:
+            if batch := self._take(inner):
+                yield batch
+
+    def _take(self, inner: _Inner) -> list[dict[str, Any]]:
+        """Take messages as long as there are some; wait when there is none.
+
+        What may raise begins a batch: nothing that was taken before is lost by it.
+        """
+        batch: list[dict[str, Any]] = []
+        while len(batch) < _pubsub.TURN_ITEMS_MAX:
+            item = inner.pop()
+            if item is None:
+                if not batch:
+                    self._wait(None)
+                break
+            try:
+                if type(item) is tuple:
+                    message = inner.message(item)
+                    handler = inner.channels.get(message["channel"])
+                elif not isinstance(item, (Notice, Failure)):
+                    message, handler = inner.shown(cast("PatternMessage | ShardedMessage", item))
+                elif batch:
+                    inner.put_back(item)
+                    break
+                else:
+                    notice = self._read(item, False)
+                    batch += [] if notice is None else [notice]
+                    continue
+            except UnicodeError:  # of a payload; that of a handler is another matter
+                if not batch:
+                    raise
+                inner.put_back(item)
+                break
+            if handler is None:
+                batch.append(message)
+            elif batch:
+                inner.put_back(item)
+                break
+            else:
+                handler(message)
+        return batch
+
+    def run(
+        self, *, exception_handler: Callable[[BaseException, PubSub], object] | None = None, poll_timeout: float = 1.0
+    ) -> None:
+        """Call the handlers until the last channel's unsubscription has been read, or ``close``.
+
+        As the asynchronous PubSub's: every channel needs a handler (``redis.exceptions.PubSubError``), and an error
+        goes to ``exception_handler`` if there is one.
+        """
+        for name, handler in [*self.channels.items(), *self.patterns.items(), *self.shard_channels.items()]:
+            if handler is None:
+                raise redis.exceptions.PubSubError(f"{name!r} has no handler registered")
+        while self.subscribed:
+            try:
+                self.get_message(ignore_subscribe_messages=True, timeout=poll_timeout)
+            except Exception as error:
+                if exception_handler is None:
+                    raise
+                exception_handler(error, self)
+
+    def parse_response(self, block: bool = True, timeout: float = 0) -> Any:
+        """Return the next message as the list that Redis sends; None when there is none within ``timeout``."""
+        ends_at = time.monotonic() + timeout
+
+        def parse(inner: _Inner) -> Coroutine[Any, Any, Any]:
+            return self._request(inner.parse_response, (block, max(0.0, ends_at - time.monotonic())), {})
+
+        return self._go_on(parse)
+
+    def _wait(self, timeout: float | None) -> None:
+        """Let the machines work until there is an item, or ``timeout`` is over."""
+        ends_at = None if timeout is None else time.monotonic() + timeout
+        self._go_on(lambda inner: inner.until_item(None if ends_at is None else max(0.0, ends_at - time.monotonic())))
+
+    def _go_on(self, function: Callable[[_Inner], Coroutine[Any, Any, _T]]) -> _T | None:
+        """Let the asynchronous PubSub do what a reader needs, again each time the client is closed meanwhile.
+
+        None when this PubSub is closed meanwhile.
+        """
+        if self._inherited is not None:
+            self._subscribe_again()
+        inner = self._inner
+        while inner is self._inner:
+            try:
+                return self._cluster.call(function, inner)
+            except ClientClosed:
+                if not self._cluster.goes_on(inner.cluster):
+                    raise
+        return None
+
+    def _read(self, item: Item, ignored: bool) -> dict[str, Any] | None:
+        """Return what the application is to see of an item, unless a handler takes it."""
+        inner = self._inner
+        if isinstance(item, (Notice, Failure)):
+            message = self._go_on(lambda inner: self._note(inner, item, ignored))
+            if message is not None and message["type"] == "gap":
+                if self._on_gap is not None:
+                    self._on_gap(message["data"])
+                return message if self._gaps else None
+            return message
+        if isinstance(item, tuple):
+            message = inner.message(item)
+            handler = inner.channels.get(message["channel"])
+        else:
+            message, handler = inner.shown(item)
+        if handler is None:
+            return message
+        handler(message)
+        return None
+
+    async def _note(self, inner: _Inner, item: Notice | Failure, ignored: bool) -> dict[str, Any] | None:
+        try:
+            return await inner.notice(item, ignored or self.ignore_subscribe_messages)
+        finally:
+            if not self._inner.subscribed:
+                self.subscribed_event.clear()
+
+    # Requests.
+
+    def _call(self, function: Callable[..., Awaitable[_T]], *args: Any, **kwargs: Any) -> _T:
+        if self._inherited is not None:
+            self._subscribe_again()
+        return cast("_T", self._cluster.call(self._request, function, args, kwargs))
+
+    async def _request(
+        self, function: Callable[..., Awaitable[_T]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _T:
+        try:
+            return await function(*args, **kwargs)
+        finally:
+            if self._inner.subscribed:
+                self.subscribed_event.set()
+
+    def _subscribe_again(self) -> None:
+        """Subscribe to what the parent process had subscribed to. When it fails, the next use tries again."""
+        assert self._inherited is not None, "asked for in a forked child only"
+        inherited, self._inherited = self._inherited, None
+        inner = self._inner
+        try:
+            for subscribe, names in (
+                (inner.subscribe, inherited.channels),
+                (inner.psubscribe, inherited.patterns),
+                (inner.ssubscribe, inherited.shard_channels),
+            ):
+                if names:
+                    self._call(subscribe, *(_Subscription(*each) for each in names.items()))
+        except BaseException:
+            self._inner.inherit(inherited)
+            self._inherited = inherited
+            raise
+
+
+def _kept(subscribed: Mapping[Any, Handler | None], ending: set[Any]) -> dict[Any, Handler | None]:
+    return {name: handler for name, handler in subscribed.items() if name not in ending}

@@ -1,0 +1,1 @@
+"""Lets threads share one event loop: the base of the synchronous client."""

@@ -1,0 +1,1 @@
+"""What the daemons share: their event loop, signals, logs and HTTP."""

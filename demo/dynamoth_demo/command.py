@@ -1,0 +1,348 @@
+"""``dynamoth demo``: a crowd of players on a cluster of its own, whose channels move while an audit looks on.
+
+The demo starts a ``LocalCluster``, then workers with auditors, players and performers (``demo_worker``), watches the
+plan and the balancer, and shows everything. The players overload one server, whose channels the balancer moves; then a
+festival is too much for any one server, and the balancer spreads its channel and folds it back. In the end the demo
+stops the players, has every worker judge what arrived, and tells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import queue
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from dynamoth.errors import DynamothError
+from dynamoth_cli.admin import ask_balancer, read_plan
+from dynamoth_cli.commands.up import server_count
+from dynamoth_cli.local.child import Child, interrupted_by_signals
+from dynamoth_cli.local.cluster import LocalCluster
+from dynamoth_cli.numbers import number, whole_number
+from dynamoth_demo.festival import Festival
+from dynamoth_demo.scene import FESTIVAL_SERVERS_MIN, Scene, make_scene
+from dynamoth_demo.state import DemoState, WorkerState
+from dynamoth_demo.view import View, show_summary
+from dynamoth_demo.worker import WorkerOptions
+from dynamoth_link.urls import parse_cluster_url
+
+PLAYERS = 100
+SERVERS = 3
+SECONDS = 50.0
+
+PLAYERS_PER_WORKER_MIN = 25
+PLAYERS_MAX = 5000
+
+UPDATE_INTERVAL_S = 0.25
+"""Time between two looks of the view."""
+
+WATCH_INTERVAL_S = 0.5
+"""Time between two questions to plan and balancer."""
+
+ANSWER_TIMEOUT_S = 3.0
+READY_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
+JUDGE_TIMEOUT_S = 60.0
+"""Bounds of what workers may take to get ready, to stop, and to judge."""
+
+CROWDING_S = 8.0
+CROWDING_RATIO_MAX = 0.25
+"""So long, but at most for this share of the whole time, the balancer is paused: one shall see what it has to mend."""
+
+START_DELAY_S = 0.3
+"""Players begin this long after they are told to, so that all workers begin at the same time."""
+
+EVENTS_MAX = 10_000
+"""Bound of events that wait to be looked at; workers wait then."""
+
+AUDITOR_NUMBERS_FROM = 1_000_000
+PERFORMER_NUMBERS_FROM = 2_000_000
+"""Auditors and performers have other numbers than players."""
+
+
+class DemoFailed(DynamothError):
+    """Raised when the demo does not get on: a worker that does not answer."""
+
+    code = "demo-failed"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("--players", type=_players, default=PLAYERS, metavar="N", help="(default %(default)s)")
+    parser.add_argument(
+        "--servers",
+        type=server_count,
+        default=SERVERS,
+        metavar="M",
+        help=f"(default %(default)s); a channel can be spread from {FESTIVAL_SERVERS_MIN} on",
+    )
+    parser.add_argument(
+        "--seconds", type=_seconds, default=SECONDS, metavar="S", help="how long the players play (default %(default)g)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the players' ways (default: another each time)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Play. Returns 0 when the audit is clean, 1 when it is not or nothing was measured."""
+    console = Console(soft_wrap=False)
+    seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
+    servers = [f"s{index + 1}" for index in range(arguments.servers)]
+    scene = make_scene(arguments.players, servers, arguments.seconds)
+    state = DemoState(servers, scene.world.channels(), arguments.seconds, scene.festival)
+    with interrupted_by_signals():
+        with View(state, console) as view, ExitStack() as running:
+            state.stage = f"starting {arguments.servers} Redis servers, their agents and the balancer"
+            view.update()
+            Demo(scene, state, seed, view.update).play(running)
+        summary = {"players": scene.players, "servers": len(servers), "seed": seed, **state.summary()}
+    show_summary(summary, console)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(summary, indent=2) + "\n")
+    return 0 if summary["clean"] else 1
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A worker's process, and what it has told."""
+
+    child: Child
+    state: WorkerState
+
+
+class Demo:
+    """One run of the demo.
+
+    Args:
+        scene: what is played.
+        state: where everything that comes to be known goes.
+        seed: of the players.
+        show: called whenever there may be something new to see.
+    """
+
+    def __init__(self, scene: Scene, state: DemoState, seed: int, show: Callable[[], None]) -> None:
+        self._scene = scene
+        self._state = state
+        self._seed = seed
+        self._show = show
+        #: What other threads have found, as calls to be made in ours.
+        self._events: queue.Queue[Callable[[], None]] = queue.Queue(EVENTS_MAX)
+        self._workers: list[_Worker] = []
+        self._cluster = LocalCluster(
+            len(state.servers), outgoing_bytes_per_s_max=scene.outgoing_bytes_per_s_max, settings=scene.settings
+        )
+
+    def play(self, running: ExitStack) -> None:
+        """Play from start to end. What must be stopped then goes to ``running``.
+
+        Raises:
+            DynamothError: a process has ended, or does not get on.
+
+        """
+        state = self._state
+        running.enter_context(self._cluster)
+        self._cluster.ask_balancer("pause")
+        running.callback(self._stop_workers)
+        self._start_workers()
+        self._stage("connecting the auditors", lambda: all(w.ready for w in state.workers), READY_TIMEOUT_S)
+        watcher = _Watcher(self._cluster.url, state, self._events)
+        running.callback(watcher.stop)
+        watcher.start()
+        at = time.monotonic() + START_DELAY_S
+        self._order("start", at=at)
+        crowded = at + min(CROWDING_S, state.seconds * CROWDING_RATIO_MAX)
+        self._until("the crowd gathers, the balancer is paused", at, crowded)
+        self._cluster.ask_balancer("resume")
+        playing = f"{self._scene.players} players play"
+        if self._scene.festival is not None:
+            self._until(playing, at, at + self._scene.festival.begins_s)
+            self._hold_festival(self._scene.festival, at)
+        self._until(playing, at, at + state.seconds)
+        self._order("stop")
+        self._stage("stopping the players", lambda: all(w.stopped is not None for w in state.workers), STOP_TIMEOUT_S)
+        published = [item for w in state.workers if w.stopped for item in w.stopped.get("published", ())]
+        self._order("finish", published=published)
+        self._stage("auditing", lambda: all(w.result is not None for w in state.workers), JUDGE_TIMEOUT_S)
+        state.take_plan(asyncio.run(read_plan(parse_cluster_url(self._cluster.url))))
+        state.stage = "done"
+
+    def _hold_festival(self, festival: Festival, at: float) -> None:
+        """Let the performers play. The balancer is paused at first: it shall be seen what it has to mend."""
+        self._cluster.ask_balancer("pause")
+        self._until("a festival begins, the balancer is paused", at, at + festival.begins_s + festival.gathers_s)
+        self._cluster.ask_balancer("resume")
+        self._until("a festival is on", at, at + festival.ends_s)
+
+    # Going on.
+
+    def _until(self, stage: str, at: float, end: float) -> None:
+        """Let the players, who began at one time, play until another."""
+        self._state.stage = stage
+        while (now := time.monotonic()) < end:
+            self._state.elapsed_s = max(0.0, now - at)
+            self._look(min(UPDATE_INTERVAL_S, end - now))
+
+    def _stage(self, stage: str, done: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until something has been done."""
+        self._state.stage = stage
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            if time.monotonic() > deadline:
+                raise DemoFailed(f"{stage}: not done after {timeout_s:g} s: is this machine too busy for the demo?")
+            self._look(UPDATE_INTERVAL_S)
+
+    def _look(self, duration_s: float) -> None:
+        """Take what has come, show it, and make sure that everybody is alive."""
+        end = time.monotonic() + duration_s
+        while (left_s := end - time.monotonic()) > 0:
+            try:
+                self._events.get(timeout=left_s)()
+            except queue.Empty:
+                break
+        self._cluster.check()
+        for worker in self._workers:
+            if worker.child.ended_by_itself:
+                raise worker.child.failure()
+        self._state.sample(time.monotonic())
+        self._show()
+
+    # Workers.
+
+    def _start_workers(self) -> None:
+        scene = self._scene
+        processes = max(1, min(os.cpu_count() or 1, scene.players // PLAYERS_PER_WORKER_MIN))
+        self._start_worker("auditors", AUDITOR_NUMBERS_FROM, scene.auditors)
+        bounds = [scene.players * index // processes for index in range(processes + 1)]
+        for first, end in pairwise(bounds):
+            self._start_worker("players", first, end - first)
+        if scene.festival is not None:
+            self._start_worker("performers", PERFORMER_NUMBERS_FROM, scene.festival.performers)
+
+    def _start_worker(self, role: str, first: int, count: int) -> None:
+        child = Child(f"{role} {first}", worker_command(), environment=os.environ, pipes=True)
+        worker = _Worker(child, WorkerState(role))
+        self._workers.append(worker)
+        self._state.workers.append(worker.state)
+        child.start()
+        options = WorkerOptions(
+            role=role,
+            url=self._cluster.url,
+            world=_world_as_json(self._scene),
+            seed=self._seed,
+            first=first,
+            count=count,
+            payload_bytes=self._scene.payload_bytes,
+            festival=None if self._scene.festival is None else asdict(self._scene.festival),
+        )
+        _write_line(child, asdict(options))
+        threading.Thread(target=self._listen, args=(worker,), name=f"events of {child.name}", daemon=True).start()
+
+    def _order(self, order: str, **fields: Any) -> None:
+        for worker in self._workers:
+            _write_line(worker.child, {"order": order, **fields})
+
+    def _listen(self, worker: _Worker) -> None:
+        """Take the events of one worker, in a thread, until it closes its stdout."""
+        try:
+            for line in worker.child.stdout:
+                event: dict[str, Any] = json.loads(line)
+                self._events.put(partial(self._state.take_event, worker.state, event))
+        except Exception as error:
+            self._events.put(partial(_raise, error))
+
+    def _stop_workers(self) -> None:
+        for worker in self._workers:
+            worker.child.kill()  # they hold nothing that must be put in order
+
+
+class _Watcher:
+    """Asks for the plan and the balancer's status, in a thread, so that nothing waits for them."""
+
+    def __init__(self, url: str, state: DemoState, events: queue.Queue[Callable[[], None]]) -> None:
+        self._cluster = parse_cluster_url(url)
+        self._state = state
+        self._events = events
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watcher", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, when the present question is answered or was given up."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        try:
+            while not self._stopping.wait(WATCH_INTERVAL_S):
+                asyncio.run(self._ask())
+        except Exception as error:
+            self._tell(partial(_raise, error))
+
+    async def _ask(self) -> None:
+        state = self._state
+        try:
+            plan = await read_plan(self._cluster)
+            self._tell(partial(state.take_plan, plan))
+            status = await ask_balancer(self._cluster, "status", timeout_s=ANSWER_TIMEOUT_S)
+            self._tell(partial(state.take_balancer, status))
+        except DynamothError as error:
+            self._tell(partial(state.take_problem, str(error)))
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        with suppress(queue.Full):  # the next answer will do as well
+            self._events.put_nowait(call)
+
+
+def worker_command() -> list[str]:
+    """Return the command line of a worker."""
+    return [sys.executable, "-P", "-m", "dynamoth_demo.worker"]
+
+
+def _world_as_json(scene: Scene) -> dict[str, Any]:
+    """Return the world as JSON can hold it."""
+    return {**asdict(scene.world), "suffixes": dict(scene.world.suffixes)}
+
+
+def _write_line(child: Child, fields: dict[str, Any]) -> None:
+    """Tell a worker something. One that has ended is noticed by the next look."""
+    try:
+        child.stdin.write(json.dumps(fields).encode() + b"\n")
+        child.stdin.flush()
+    except BrokenPipeError as error:
+        raise child.failure() from error
+
+
+def _raise(error: Exception) -> None:
+    """Let a fault of another thread end the demo."""
+    raise error
+
+
+def _players(text: str) -> int:
+    players = whole_number(text)
+    if not 1 <= players <= PLAYERS_MAX:
+        raise argparse.ArgumentTypeError(f"a number from 1 to {PLAYERS_MAX} expected, not {text}")
+    return players
+
+
+def _seconds(text: str) -> float:
+    seconds = number(text)
+    if not 1 <= seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"from 1 s to a day expected, not {text}")
+    return seconds

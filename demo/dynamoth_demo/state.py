@@ -1,0 +1,342 @@
+"""What the demo knows: put together from its workers, the stored plan and the balancer; and what comes out of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamoth.plan.plan import Mode, Phase, Plan, Route
+from dynamoth_balancer.admin.changes import mode_name
+from dynamoth_cli.commands.plan import channel_name
+from dynamoth_demo.festival import Festival
+from dynamoth_demo.latency import LatencyCounts
+
+RATE_WINDOW_S = 3.0
+NEWS_KEPT_MAX = 100
+MOVES_TOLD_MAX = 4
+STORIES_SHOWN_MAX = 10
+HOT_SHOWN_MAX = 3
+"""How much of it is kept, and shown. Of one decision so many moves are told besides changes of hot channels."""
+
+PUBLISHING = ("players", "performers")
+LISTENING = ("players", "auditors")
+ROLES = ("players", "auditors", "performers")
+"""Roles of workers."""
+
+_SINGLE = mode_name(Mode.SINGLE)
+
+AUDITED = ("lost", "covered_losses", "duplicated", "reordered", "gaps")
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """What one worker has told."""
+
+    role: str
+    ready: bool = False
+    stats: dict[str, Any] = field(default_factory=dict[str, Any])
+    stopped: dict[str, Any] | None = None
+    result: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Sample:
+    """Sums at one time."""
+
+    at: float
+    published: int
+    delivered: int
+    #: Of what was published, what was so at the festival.
+    performed: int
+
+
+@dataclass(frozen=True, slots=True)
+class HotChannel:
+    """A channel that is, or may come to be, at several servers, and where clients are told that it is."""
+
+    name: str
+    mode: str
+    servers: tuple[str, ...]
+    is_changing: bool
+
+
+class DemoState:
+    """Everything that is shown and judged.
+
+    Args:
+        servers: ids.
+        channels: of all tiles.
+        seconds: how long players play.
+        festival: None where there is none.
+    """
+
+    def __init__(
+        self, servers: Sequence[str], channels: Sequence[bytes], seconds: float, festival: Festival | None = None
+    ) -> None:
+        self.servers = list(servers)
+        self.channels = list(channels)
+        self.seconds = seconds
+        self.festival = festival
+        #: In words, what goes on.
+        self.stage = "starting"
+        #: Seconds since the players began; 0 before.
+        self.elapsed_s = 0.0
+        self.workers: list[WorkerState] = []
+        #: Over the whole run, over the last ``RATE_WINDOW_S`` that are complete, and over those that are not.
+        self.latencies = LatencyCounts()
+        self.latencies_now = LatencyCounts()
+        self._latencies_next = LatencyCounts()
+        self._latencies_next_since = 0.0
+        self._samples: deque[Sample] = deque()
+        self.plan: Plan | None = None
+        #: The newest route that a plan has had for each channel: one that changes gets a new epoch.
+        self._routes: dict[bytes, Route] = {}
+        #: How many times a channel has gone from one server to another; from one to several; to several others, or
+        #: to as many in another mode; and from several to one. Counted when it begins.
+        self.migrations = 0
+        self.replicated = 0
+        self.replicas_changed = 0
+        self.folded_back = 0
+        #: The most servers that a channel had at once.
+        self.replicas_max = 1
+        #: What the balancer told last, and why it does not answer.
+        self.balancer: Mapping[str, Any] | None = None
+        self.balancer_problem: str | None = None
+        #: The number of the latest decision that was taken.
+        self._decision_seen = 0
+        #: Newest last; and how many there were, those that are forgotten included.
+        self.news: deque[str] = deque(maxlen=NEWS_KEPT_MAX)
+        self.news_count = 0
+        #: Load ratios by server: the latest, those just before the first move, and the highest of each.
+        self.load_ratios: dict[str, float | None] = dict.fromkeys(self.servers)
+        self.load_ratios_before: dict[str, float | None] | None = None
+        self.load_ratio_peak = 0.0
+
+    # What comes in.
+
+    def take_event(self, worker: WorkerState, event: dict[str, Any]) -> None:
+        """Take an event of a worker."""
+        kind = event.pop("event")
+        if kind == "ready":
+            worker.ready = True
+            return
+        if kind == "stopped":
+            worker.stopped = event
+            return
+        latencies = {int(of): number for of, number in event.pop("latencies").items()}
+        self.latencies.merge(latencies)
+        self._latencies_next.merge(latencies)
+        worker.stats = event
+        if kind == "result":
+            worker.result = event
+
+    def take_plan(self, plan: Plan) -> None:
+        """Take the plan that a server stores."""
+        self.plan = plan
+        for channel, entry in plan.entries.items():
+            for route in reversed(entry.live_routes):
+                self._take_route(channel, route)
+
+    def _take_route(self, channel: bytes, route: Route) -> None:
+        """Count a change of a channel, when its epoch is new."""
+        known = self._routes.get(channel)
+        if route.epoch <= (0 if known is None else known.epoch):
+            return
+        self._routes[channel] = route
+        was_single = known is None or known.assignment.mode is Mode.SINGLE
+        is_single = route.assignment.mode is Mode.SINGLE
+        self.migrations += was_single and is_single
+        self.replicated += was_single and not is_single
+        self.replicas_changed += not was_single and not is_single
+        self.folded_back += not was_single and is_single
+        self.replicas_max = max(self.replicas_max, len(route.assignment.servers))
+
+    def take_balancer(self, status: Mapping[str, Any]) -> None:
+        """Take the status of the balancer."""
+        self.balancer, self.balancer_problem = status, None
+        self.load_ratios = {id_: server["load_ratio"] for id_, server in status["servers"].items()}
+        known = [ratio for ratio in self.load_ratios.values() if ratio is not None]
+        self.load_ratio_peak = max([self.load_ratio_peak, *known])
+        if not self._routes and len(known) == len(self.servers):
+            self.load_ratios_before = dict(self.load_ratios)
+        for decision in status["decisions"]:
+            self._take_decision(decision)
+
+    def take_problem(self, problem: str) -> None:
+        """Take the reason why plan or balancer do not answer."""
+        self.balancer_problem = problem
+
+    def sample(self, now: float) -> None:
+        """Note the sums, for rates."""
+        if now >= self._latencies_next_since + RATE_WINDOW_S:
+            self.latencies_now, self._latencies_next = self._latencies_next, LatencyCounts()
+            self._latencies_next_since = now
+        self._samples.append(Sample(now, self.published, self.delivered, self.performed))
+        while self._samples[0].at < now - RATE_WINDOW_S and len(self._samples) > 2:
+            self._samples.popleft()
+
+    def _take_decision(self, decision: Mapping[str, Any]) -> None:
+        if decision["number"] <= self._decision_seen:  # told anew each time
+            return
+        self._decision_seen = decision["number"]
+        time = f"{max(0, round(self.elapsed_s - decision['age_s'])):3d} s"
+        moves = decision["first_moves"]
+        told = [move for move in moves if _replicates(move)]
+        told += [move for move in moves if not _replicates(move)][:MOVES_TOLD_MAX]
+        for move in told:
+            self._tell(f"{time}  {channel_name(move['channel'])}  {_describe_move(move)}")
+        if decision["moves"] > len(told):
+            self._tell(f"{time}  and {decision['moves'] - len(told)} more moves")
+        for finding in decision["findings"]:
+            self._tell(f"{time}  {finding['server']} at {finding['load_ratio']:.2f}: {finding['reason']}")
+
+    def _tell(self, news: str) -> None:
+        self.news.append(news)
+        self.news_count += 1
+
+    # What comes out.
+
+    @property
+    def published(self) -> int:
+        """Messages that players and performers have published."""
+        return self._sum("published", *PUBLISHING)
+
+    @property
+    def performed(self) -> int:
+        """Messages that performers have published."""
+        return self._sum("published", "performers")
+
+    @property
+    def delivered(self) -> int:
+        """Messages that were handed to players and auditors."""
+        return self._sum("delivered", *LISTENING)
+
+    @property
+    def audited(self) -> int:
+        """Messages that were handed to auditors."""
+        return self._sum("delivered", "auditors")
+
+    @property
+    def in_transition(self) -> int:
+        """Channels that move now."""
+        return 0 if self.plan is None else sum(e.phase is not Phase.SETTLED for e in self.plan.entries.values())
+
+    def audit(self) -> dict[str, int]:
+        """Return what the auditors, and the players themselves, have found so far."""
+        found = {name: self._sum(name, *LISTENING) for name in AUDITED}
+        # A loss that is reported by a gap event is a loss all the same.
+        found["lost"] += found.pop("covered_losses")
+        return found
+
+    def channels_at(self) -> dict[str, int]:
+        """Return how many tiles are at each server."""
+        counts = dict.fromkeys(self.servers, 0)
+        if self.plan is not None:
+            for channel in self.channels:
+                for server in self.plan.entry(channel).client_route.assignment.servers:
+                    counts[server] += 1
+        return counts
+
+    def rates(self) -> tuple[float, float]:
+        """Return messages published and delivered per second, over the last seconds."""
+        if len(self._samples) < 2:
+            return 0.0, 0.0
+        first, last = self._samples[0], self._samples[-1]
+        duration_s = max(last.at - first.at, 1e-9)
+        return (last.published - first.published) / duration_s, (last.delivered - first.delivered) / duration_s
+
+    def performed_per_s(self) -> float:
+        """Return messages published at the festival per second, over the last seconds."""
+        if len(self._samples) < 2:
+            return 0.0
+        first, last = self._samples[0], self._samples[-1]
+        return (last.performed - first.performed) / max(last.at - first.at, 1e-9)
+
+    def hot_channels(self) -> list[HotChannel]:
+        """Return the channel of the festival, and the first of any others that are at several servers."""
+        if self.plan is None:
+            return []
+        entries = self.plan.entries.items()
+        replicated = [name for name, entry in entries if entry.client_route.assignment.mode is not Mode.SINGLE]
+        festival = [] if self.festival is None else [self.festival.channel]
+        return [self._hot_channel(self.plan, name) for name in dict.fromkeys([*festival, *sorted(replicated)])][
+            :HOT_SHOWN_MAX
+        ]
+
+    @staticmethod
+    def _hot_channel(plan: Plan, channel: bytes) -> HotChannel:
+        entry = plan.entry(channel)
+        assignment = entry.client_route.assignment
+        is_changing = entry.phase is not Phase.SETTLED
+        return HotChannel(channel_name(channel), mode_name(assignment.mode), assignment.servers, is_changing)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the result of the demo, for ``--json``."""
+        results = [worker.result or {} for worker in self.workers]
+        stories = [story for result in results for story in result.get("stories", ())]
+        return {
+            "clean": not self.faults(),
+            "faults": self.faults(),
+            "published": self.published,
+            "delivered": self.delivered,
+            "audited": self.audited,
+            **self.audit(),
+            "violations": sum(result.get("violations", 0) for result in results),
+            "errors": self._sum("errors", *ROLES),
+            "skipped": sum((worker.stopped or {}).get("skipped", 0) for worker in self.workers),
+            "migrations": self.migrations,
+            "replicated": self.replicated,
+            "replicas_changed": self.replicas_changed,
+            "folded_back": self.folded_back,
+            "replicas_max": self.replicas_max,
+            "festival": None if self.festival is None else self.festival.name,
+            "plan_version": None if self.plan is None else self.plan.version,
+            "latency_ms_p50": self.latencies.quantile_ms(0.50),
+            "latency_ms_p99": self.latencies.quantile_ms(0.99),
+            "load_ratios_before": self.load_ratios_before,
+            "load_ratios_after": self.load_ratios,
+            "load_ratio_peak": self.load_ratio_peak,
+            "stories": stories[:STORIES_SHOWN_MAX],
+        }
+
+    def faults(self) -> list[str]:
+        """Return, in words, why the demo has failed: nothing when the audit is clean, and was one."""
+        faults: list[str] = []
+        if any(worker.result is None for worker in self.workers) or not self.workers:
+            faults.append("not every worker has judged")
+        if self.audited == 0:
+            faults.append("the auditors have seen nothing, so nothing was checked")
+        faults += [f"{count} {name}" for name, count in self.audit().items() if count]
+        violations = sum((worker.result or {}).get("violations", 0) for worker in self.workers)
+        if violations and len(faults) == 0:
+            faults.append(f"{violations} violations")
+        errors = self._sum("errors", *ROLES)
+        if errors:
+            faults.append(f"{errors} errors of clients")
+        return faults
+
+    def _sum(self, name: str, *roles: str) -> int:
+        return sum(worker.stats.get(name, 0) for worker in self.workers if worker.role in roles)
+
+
+def _replicates(move: Mapping[str, Any]) -> bool:
+    """Tell whether a channel is, or will be, at several servers."""
+    return not move["mode_before"] == move["mode_after"] == _SINGLE
+
+
+def _describe_move(move: Mapping[str, Any]) -> str:
+    """Return what a decision does with a channel, with the load ratios of servers before and after."""
+    was_single, is_single = move["mode_before"] == _SINGLE, move["mode_after"] == _SINGLE
+    if was_single and is_single:
+        before, after = move["load_ratio_from_before"], move["load_ratio_from_after"]
+        return f"{move['from']} -> {move['to']}  ({move['from']}: {before:.2f} -> {after:.2f})  {move['reason']}"
+    if is_single:
+        what = f"folded back: {move['from']} -> {move['to']}"
+    else:
+        what = f"{'split' if was_single else 'changed'}: {move['from']} -> {move['to']} {move['mode_after']}"
+    ratios = ", ".join(
+        f"{server}: {before:.2f} -> {after:.2f}" for server, (before, after) in move["load_ratios"].items()
+    )
+    return f"{what}  ({ratios})  {move['reason']}"

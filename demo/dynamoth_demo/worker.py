@@ -1,0 +1,497 @@
+"""One process of the demo's players, of its auditors, or of the performers of its festival.
+
+Theory of operation
+-------------------
+The demo speaks to its workers in lines of JSON: orders come by stdin, events go by stdout. The first line says what
+the worker is (:class:`WorkerOptions`). Then, for each order, there is an answer::
+
+    start {at}                  players begin at this time of the machine's monotonic clock
+    stop                        players end after their present update      -> stopped, with what they published
+    finish {published}          wait until everything has arrived, judge    -> result
+
+``ready`` is the first event; ``stats`` comes by itself each ``STATS_INTERVAL_S``. A worker whose stdin is closed
+ends.
+
+Each of them is a client of its own, with its own connections. *Auditors* listen on every tile, and on the channel of
+the festival, from before the first update to the end, so everything that anybody publishes is owed to them. *Players*
+come and go, which is harder to do right while channels move: an update is owed to each player of the same process whose
+subscription was confirmed before it was published. Both are judged by the checker that the simulator uses
+(``dynamoth_sim.guarantees``). *Performers* only publish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import resource
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack, suppress
+from dataclasses import asdict, dataclass
+from random import Random
+from typing import Any
+
+import redis.exceptions
+
+from dynamoth.errors import ClusterUnavailable
+from dynamoth_client.asyncio import GapInfo, PubSub, Redis
+from dynamoth_daemon.daemon import run
+from dynamoth_demo.festival import Festival, Performer
+from dynamoth_demo.latency import LatencyCounts
+from dynamoth_sim.guarantees import Audit
+from dynamoth_sim.load.rgame import GameWorld, Join, Leave, Player, Update, read_update
+
+STATS_INTERVAL_S = 0.5
+LINE_BYTES_MAX = 64 * 1024 * 1024
+"""Bound of one order: what 10,000 players published on 100 tiles."""
+
+ARRIVAL_POLL_S = 0.1
+ARRIVAL_TIMEOUT_S = 15.0
+"""What has not arrived so long after the last update was published is lost."""
+
+JOIN_DURATION_S = 2.0
+"""The players join one after the other over this time, lest all connect at once."""
+
+CONFIRM_TIMEOUT_S = 30.0
+
+ERRORS_MAX = 100
+"""A worker gives up after so many failed calls of its clients. One is enough for an unclean audit."""
+
+STORIES_MAX = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """What a worker is told first. ``first`` and ``count`` say which numbers its players, auditors or performers have.
+
+    ``world`` and ``festival`` are the fields of ``GameWorld`` and ``Festival``; None where there is no festival.
+    """
+
+    role: str
+    url: str
+    world: dict[str, Any]
+    seed: int
+    first: int
+    count: int
+    payload_bytes: int
+    festival: dict[str, Any] | None = None
+    arrival_timeout_s: float = ARRIVAL_TIMEOUT_S
+
+
+class Worker(ABC):
+    """What players, auditors and performers have in common."""
+
+    def __init__(self, options: WorkerOptions, tasks: asyncio.TaskGroup, audit: Audit) -> None:
+        self.options = options
+        self.audit = audit
+        self.world = GameWorld(**options.world)
+        self.festival = None if options.festival is None else Festival(**options.festival)
+        #: Since the last ``stats``.
+        self.latencies = LatencyCounts()
+        #: Messages that were handed to our subscribers, and calls of clients that failed.
+        self.delivered = 0
+        self.errors = 0
+        #: What went wrong, in words: the first ``STORIES_MAX``.
+        self.stories: list[str] = []
+        self._tasks = tasks
+        #: Everything that runs besides reading orders.
+        self._running: set[asyncio.Task[None]] = set()
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run something until its end or ours; when it fails, so do we."""
+        task = self._tasks.create_task(coroutine)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    def end(self) -> None:
+        """Cancel everything that runs."""
+        for task in self._running:
+            task.cancel()
+
+    @abstractmethod
+    async def open(self, clients: AsyncExitStack) -> None:
+        """Get ready; what must be closed in the end goes to ``clients``."""
+
+    @abstractmethod
+    def start(self, at: float) -> None:
+        """Begin at a time of the monotonic clock."""
+
+    @abstractmethod
+    async def stop(self) -> dict[str, Any]:
+        """End publishing. Returns what ``stopped`` tells."""
+
+    @abstractmethod
+    def owe(self, published: list[tuple[int, str, int]]) -> None:
+        """Take what everybody has published in the end."""
+
+    def stats(self) -> dict[str, Any]:
+        """Return what has come since the last time (latencies), and since the beginning (all else)."""
+        latencies, self.latencies = self.latencies, LatencyCounts()
+        return {
+            "delivered": self.delivered,
+            "latencies": latencies.counts,
+            "errors": self.errors,
+            **asdict(self.audit.totals),
+        }
+
+    async def finish(self) -> dict[str, Any]:
+        """Wait until everything that is owed has arrived, for a bounded time; judge."""
+        for _ in range(round(self.options.arrival_timeout_s / ARRIVAL_POLL_S)):
+            if self._is_complete():
+                break
+            await asyncio.sleep(ARRIVAL_POLL_S)
+        violations = self.audit.finish(time.monotonic())
+        return {
+            **self.stats(),
+            "violations": self.audit.violations_count,
+            "stories": [*map(str, violations[:STORIES_MAX]), *self.stories],
+        }
+
+    def _is_complete(self) -> bool:
+        rehearsal = copy.deepcopy(self.audit)
+        rehearsal.finish(time.monotonic())
+        return rehearsal.violations_count == self.audit.violations_count
+
+    async def read(self, subscriber: int, pubsub: PubSub) -> None:
+        """Take the messages of one subscriber, for ever."""
+        while True:
+            try:
+                message = await pubsub.get_message(timeout=None)
+            except redis.exceptions.RedisError as error:
+                self.failed(f"subscriber {subscriber}: {error}")
+                continue
+            if message is None:
+                continue
+            kind, channel = message["type"], message["channel"]
+            now = time.monotonic()
+            if kind == "message":
+                self.take(subscriber, channel, message["data"], now)
+            elif kind == "subscribe":
+                self.confirmed(subscriber, channel, now)
+            elif kind == "unsubscribe":
+                self.audit.ended(subscriber, channel, now)
+
+    def take(self, subscriber: int, channel: bytes, payload: bytes, now: float) -> None:
+        """Take one message."""
+        update = read_update(payload)
+        self.delivered += 1
+        self.latencies.add(time.monotonic_ns() - update.sent_ns)
+        self.judge(subscriber, channel, update.player, update.sequence, now)
+
+    def confirmed(self, subscriber: int, channel: bytes, now: float) -> None:
+        """Take the confirmation of a subscription."""
+        self.audit.confirmed(subscriber, channel, now)
+
+    @abstractmethod
+    def judge(self, subscriber: int, channel: bytes, player: int, sequence: int, now: float) -> None:
+        """Show one delivery to the audit."""
+
+    async def publish(self, client: Redis, update: Update, payload_bytes: int) -> None:
+        """Publish, and tell the audit."""
+        what = update.player, update.channel, update.sequence
+        payload = update.payload(time.monotonic_ns(), payload_bytes)
+        self.audit.published(*what, time.monotonic())
+        try:
+            await client.publish(update.channel, payload)
+        except redis.exceptions.RedisError as error:
+            self.audit.publish_ended(*what, time.monotonic(), failed=True)
+            self.failed(f"{self.options.role} {update.player}: publish: {error}")
+        else:
+            self.audit.publish_ended(*what, time.monotonic())
+
+    def gap(self, subscriber: int, gap: GapInfo) -> None:
+        """Take a gap event. The audit knows publishers by their player's number, not by their client's id."""
+        channel = gap.channel if isinstance(gap.channel, bytes) else gap.channel.encode()
+        self.audit.gap(subscriber, channel, None, None, time.monotonic())
+        self.tell_story(f"subscriber {subscriber}: gap on {channel!r}: {gap.reason}")
+
+    def failed(self, story: str) -> None:
+        """Count a call of a client that failed. Raises ClusterUnavailable when there are too many."""
+        self.errors += 1
+        self.tell_story(story)
+        if self.errors >= ERRORS_MAX:
+            raise ClusterUnavailable(f"{self.errors} calls of clients have failed, the last: {story}")
+
+    def tell_story(self, story: str) -> None:
+        """Keep the first of what went wrong."""
+        if len(self.stories) < STORIES_MAX:
+            self.stories.append(story)
+
+    def pubsub(self, subscriber: int, client: Redis) -> PubSub:
+        """Return the PubSub of a subscriber."""
+
+        def on_gap(gap: GapInfo) -> None:
+            self.gap(subscriber, gap)
+
+        return client.pubsub(on_gap=on_gap)
+
+
+class Auditors(Worker):
+    """Subscribers on every tile and at the festival, from before the first update to the end."""
+
+    def __init__(self, options: WorkerOptions, tasks: asyncio.TaskGroup) -> None:
+        super().__init__(options, tasks, Audit(live=False))
+        #: Subscriptions that are not confirmed yet.
+        self._awaited: set[tuple[int, bytes]] = set()
+        self._all_confirmed = asyncio.Event()
+
+    async def open(self, clients: AsyncExitStack) -> None:
+        """Subscribe to everything, and wait until all subscriptions are confirmed."""
+        channels = self.world.channels()
+        if self.festival is not None:
+            channels.append(self.festival.channel)
+        for number in range(self.options.first, self.options.first + self.options.count):
+            client = await clients.enter_async_context(Redis.from_url(self.options.url))
+            pubsub = await clients.enter_async_context(self.pubsub(number, client))
+            self._awaited.update((number, channel) for channel in channels)
+            await pubsub.subscribe(*channels)
+            self.spawn(self.read(number, pubsub))
+        try:
+            async with asyncio.timeout(CONFIRM_TIMEOUT_S):
+                await self._all_confirmed.wait()
+        except TimeoutError as error:
+            text = f"{len(self._awaited)} subscriptions were not confirmed within {CONFIRM_TIMEOUT_S:g} s"
+            raise ClusterUnavailable(f"{text}: see the logs of the agents and the balancer") from error
+
+    def confirmed(self, subscriber: int, channel: bytes, now: float) -> None:
+        """Take the confirmation of a subscription."""
+        super().confirmed(subscriber, channel, now)
+        self._awaited.discard((subscriber, channel))
+        if not self._awaited:
+            self._all_confirmed.set()
+
+    def start(self, at: float) -> None:
+        """Go on listening."""
+
+    async def stop(self) -> dict[str, Any]:
+        """Go on listening."""
+        return {}
+
+    def owe(self, published: list[tuple[int, str, int]]) -> None:
+        """Expect everything that was published."""
+        for player, channel, sequence in published:
+            self.audit.published_upto(player, channel.encode(), sequence)
+
+    def judge(self, subscriber: int, channel: bytes, player: int, sequence: int, now: float) -> None:
+        """Every update is owed."""
+        self.audit.delivered(subscriber, channel, player, sequence, now)
+
+
+class Publishers(Worker):
+    """What players and performers have in common."""
+
+    def __init__(self, options: WorkerOptions, tasks: asyncio.TaskGroup) -> None:
+        super().__init__(options, tasks, Audit(live=True))
+        self.numbers = range(options.first, options.first + options.count)
+        #: Publishers that have not finished their last message.
+        self._publishing = 0
+        self._stopping = asyncio.Event()
+        self._stopped = asyncio.Event()
+
+    def begin(self, publishing: Coroutine[Any, Any, None]) -> None:
+        """Let one publisher publish, until it ends or is stopped."""
+        self._publishing += 1
+        self.spawn(self._until_end(publishing))
+
+    async def _until_end(self, publishing: Coroutine[Any, Any, None]) -> None:
+        await publishing
+        self._publishing -= 1
+        if not self._publishing:
+            self._stopped.set()
+
+    async def stop(self) -> dict[str, Any]:
+        """Let every publisher finish its present message."""
+        self._stopping.set()
+        if self._publishing:
+            await self._stopped.wait()
+        return self.account()
+
+    @abstractmethod
+    def account(self) -> dict[str, Any]:
+        """Return what was ``published``, as publisher, channel and number of the latest, and how many ``skipped``."""
+
+    async def stopped_within(self, duration_s: float) -> bool:
+        """Wait for a time, or until the demo stops us; tell whether it has."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, duration_s)):
+                await self._stopping.wait()
+        return self._stopping.is_set()
+
+    def owe(self, published: list[tuple[int, str, int]]) -> None:
+        """Our own messages have been told to the audit when they were published."""
+
+    def judge(self, subscriber: int, channel: bytes, player: int, sequence: int, now: float) -> None:
+        """Only of the publishers of this process do we know what was published before what."""
+        if player in self.numbers:
+            self.audit.delivered(subscriber, channel, player, sequence, now)
+
+
+class Players(Publishers):
+    """The players."""
+
+    def __init__(self, options: WorkerOptions, tasks: asyncio.TaskGroup) -> None:
+        super().__init__(options, tasks)
+        self._clients: dict[int, tuple[Redis, PubSub]] = {}
+        self._players: dict[int, Player] = {}
+
+    async def open(self, clients: AsyncExitStack) -> None:
+        """Make the clients. They connect when they join."""
+        for number in self.numbers:
+            client = await clients.enter_async_context(Redis.from_url(self.options.url))
+            self._clients[number] = client, await clients.enter_async_context(self.pubsub(number, client))
+
+    def start(self, at: float) -> None:
+        """Let the players join, one after the other."""
+        for index, number in enumerate(self.numbers):
+            start_s = at + JOIN_DURATION_S * index / self.options.count
+            random = Random(f"{self.options.seed}:{number}")
+            player = self._players[number] = Player(number, self.world, random, start_s, game_start_s=at)
+            self.begin(self._play(player))
+
+    def account(self) -> dict[str, Any]:
+        """Return what the players have published."""
+        return {
+            "published": [
+                (number, channel.decode(), sequence)
+                for number, player in self._players.items()
+                for channel, sequence in player.sequences.items()
+            ],
+            "skipped": sum(player.skipped for player in self._players.values()),
+        }
+
+    async def _play(self, player: Player) -> None:
+        client, pubsub = self._clients[player.number]
+        reading = False
+        while True:
+            if await self.stopped_within(player.deadline() - time.monotonic()):
+                break
+            for action in player.step(time.monotonic()):
+                match action:
+                    case Join(channel):
+                        await pubsub.subscribe(channel)
+                        if not reading:
+                            self.spawn(self.read(player.number, pubsub))
+                            reading = True
+                    case Leave(channel):
+                        self.audit.ending(player.number, channel)
+                        await pubsub.unsubscribe(channel)
+                    case Update():
+                        await self.publish(client, action, self.options.payload_bytes)
+
+
+class Performers(Publishers):
+    """The performers of the festival."""
+
+    def __init__(self, options: WorkerOptions, tasks: asyncio.TaskGroup) -> None:
+        super().__init__(options, tasks)
+        self._clients: list[Redis] = []
+        self._performers: list[Performer] = []
+
+    async def open(self, clients: AsyncExitStack) -> None:
+        """Make the clients. They connect when they publish."""
+        for _ in self.numbers:
+            self._clients.append(await clients.enter_async_context(Redis.from_url(self.options.url)))
+
+    def start(self, at: float) -> None:
+        """Let the performers wait for the festival."""
+        assert self.festival is not None, "there are performers where there is a festival"
+        for index, (number, client) in enumerate(zip(self.numbers, self._clients, strict=True)):
+            performer = Performer(number, index, self.festival, start_s=at)
+            self._performers.append(performer)
+            self.begin(self._perform(performer, client, self.festival.payload_bytes))
+
+    def account(self) -> dict[str, Any]:
+        """Return what the performers have published."""
+        assert self.festival is not None, "there are performers where there is a festival"
+        return {
+            "published": [(each.number, self.festival.name, each.sequence) for each in self._performers],
+            "skipped": sum(each.skipped for each in self._performers),
+        }
+
+    async def _perform(self, performer: Performer, client: Redis, payload_bytes: int) -> None:
+        while (deadline := performer.deadline()) is not None:
+            if await self.stopped_within(deadline - time.monotonic()):
+                break
+            message = performer.step(time.monotonic())
+            if message is not None:
+                await self.publish(client, message, payload_bytes)
+
+
+class Orders:
+    """What the demo tells us, line by line."""
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self._reader = reader
+
+    @classmethod
+    async def from_stdin(cls) -> Orders:
+        """Read from stdin."""
+        reader = asyncio.StreamReader(LINE_BYTES_MAX)
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        return cls(reader)
+
+    async def next(self) -> dict[str, Any] | None:
+        """Return the next order; None when there will be none."""
+        line = await self._reader.readline()
+        return json.loads(line) if line else None
+
+
+def _tell(event: str, **fields: Any) -> None:
+    sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
+    sys.stdout.flush()
+
+
+async def _report(worker: Worker) -> None:
+    while True:
+        await asyncio.sleep(STATS_INTERVAL_S)
+        _tell("stats", **worker.stats())
+
+
+async def _obey(orders: Orders, worker: Worker) -> None:
+    while (order := await orders.next()) is not None:
+        match order["order"]:
+            case "start":
+                worker.start(order["at"])
+            case "stop":
+                _tell("stopped", **await worker.stop())
+            case "finish":
+                worker.owe(order["published"])
+                _tell("result", **await worker.finish())
+            case unknown:
+                raise ValueError(f"the demo gives an order that its worker does not know: {unknown}")
+
+
+async def work() -> None:
+    """Be a worker, from the first line to the end of stdin."""
+    orders = await Orders.from_stdin()
+    first = await orders.next()
+    if first is None:
+        return
+    options = WorkerOptions(**first)
+    kinds: dict[str, type[Players | Auditors | Performers]] = {
+        "players": Players,
+        "auditors": Auditors,
+        "performers": Performers,
+    }
+    async with AsyncExitStack() as clients, asyncio.TaskGroup() as tasks:
+        worker = kinds[options.role](options, tasks)
+        await worker.open(clients)
+        _tell("ready")
+        worker.spawn(_report(worker))
+        await _obey(orders, worker)
+        worker.end()
+
+
+def main() -> None:
+    """Run the worker's process."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each player has some connections
+    run(work())
+
+
+if __name__ == "__main__":
+    main()

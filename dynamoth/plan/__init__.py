@@ -1,0 +1,1 @@
+"""The plan: which server carries which channel."""

@@ -1,0 +1,415 @@
+"""The plan: which servers carry which channel, and what is changing.
+
+A plan is immutable and versioned. It names only the channels whose assignment differs from the ring, or ever did:
+an entry stays when its channel moves back home, so that epochs never go back.
+
+An entry goes through three phases, each step in a plan version of its own::
+
+    PREPARED   the dispatchers of old and new servers forward in both directions; clients still follow the old route
+    ACTIVE     clients are told of the new route; dispatchers forward until nobody listens on an old one
+    SETTLED    nobody listens on an old route; stale publishers are still redirected, for ever
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from types import MappingProxyType
+from typing import Any
+
+import msgpack
+
+from dynamoth.errors import MalformedMessage, PlanError, UnknownMode
+from dynamoth.plan.compatibility import (
+    NO_COMPATIBILITY,
+    RULES_MAX,
+    Compatibility,
+    CompatibilityRule,
+    compatibility_to_wire,
+)
+from dynamoth.plan.ring import RING_POINTS_MAX, VIRTUAL_NODES, VIRTUAL_NODES_MAX, Ring, ring_of
+from dynamoth.protocol.envelope import EPOCH_MAX
+from dynamoth.protocol.names import replica_channel
+from dynamoth.protocol.wire import parser, shortened, unpack
+
+JOIN_S = 10.0
+"""A server that was not in use carries no channel for so long after the plan has listed it. Whoever listens at every
+server, for patterns, gets there meanwhile."""
+
+
+class Mode(enum.IntEnum):
+    """How a channel is spread over its servers (Dynamoth, section II-B)."""
+
+    SINGLE = 1
+    ALL_SUBSCRIBERS = 2
+    ALL_PUBLISHERS = 3
+
+
+class Phase(enum.IntEnum):
+    """How far the latest change of a channel has come. Never goes back within an epoch."""
+
+    PREPARED = 1
+    ACTIVE = 2
+    SETTLED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One Redis process: its id and where clients, agents and balancer reach it."""
+
+    id: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The servers that carry a channel, and how they share it. SINGLE has exactly one server."""
+
+    mode: Mode
+    servers: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what no plan can mean."""
+        if not self.servers:
+            raise PlanError("an assignment needs at least one server")
+        if len(set(self.servers)) != len(self.servers):
+            raise PlanError(f"an assignment names a server twice: {', '.join(self.servers)}")
+        if self.mode is Mode.SINGLE and len(self.servers) != 1:
+            raise PlanError(f"mode SINGLE takes one server, not {len(self.servers)}")
+
+
+@lru_cache(maxsize=1024)
+def single(server: str) -> Assignment:
+    """Return the assignment of a channel to one server; the same object for all channels there."""
+    return Assignment(Mode.SINGLE, (server,))
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a channel is found: a physical channel name at a server."""
+
+    server: str
+    physical: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """An assignment and the epoch since which it holds: what a client follows."""
+
+    epoch: int
+    assignment: Assignment
+
+    def locations(self, channel: bytes) -> tuple[Location, ...]:
+        """Return where ``channel`` is found by those who follow this route."""
+        mode = self.assignment.mode
+        physical = channel if mode is Mode.SINGLE else replica_channel(channel, self.epoch)
+        return tuple(Location(server, physical) for server in self.assignment.servers)
+
+    def published_at(self, publisher: int, channel: bytes) -> tuple[Location, ...]:
+        """Return where a publisher, or any forwarder for it, sends a message: all of ALL_PUBLISHERS, else one.
+
+        Under ALL_SUBSCRIBERS the one is the same for a publisher as long as the epoch lasts: another for each message
+        would break the order (G3).
+        """
+        locations = self.locations(channel)
+        if self.assignment.mode is Mode.ALL_SUBSCRIBERS:
+            return (locations[(publisher ^ self.epoch) % len(locations)],)
+        return locations
+
+    def listened_at(self, subscriber: int, channel: bytes) -> tuple[Location, ...]:
+        """Return where a subscriber listens: one of ALL_PUBLISHERS, the same as long as the epoch lasts, else all."""
+        locations = self.locations(channel)
+        if self.assignment.mode is Mode.ALL_PUBLISHERS:
+            return (locations[(subscriber ^ self.epoch) % len(locations)],)
+        return locations
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a plan says of one channel.
+
+    ``route`` is the newest; ``previous`` holds the older routes, oldest first, that some subscriber may still follow.
+    It is empty exactly when the entry is SETTLED.
+    """
+
+    route: Route
+    phase: Phase
+    previous: tuple[Route, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse contradictions."""
+        if (self.phase is Phase.SETTLED) != (not self.previous):
+            raise PlanError("an entry has previous routes exactly as long as it is not settled")
+
+    @property
+    def client_route(self) -> Route:
+        """The route that clients learn: the newest active one."""
+        return self.previous[-1] if self.phase is Phase.PREPARED else self.route
+
+    @property
+    def live_routes(self) -> tuple[Route, ...]:
+        """Every route that some subscriber may follow, the newest first."""
+        return (self.route, *reversed(self.previous))
+
+    def newer_than(self, other: Entry | None) -> bool:
+        """Tell whether this entry supersedes ``other``: by epoch, then by phase."""
+        return other is None or (self.route.epoch, self.phase) > (other.route.epoch, other.phase)
+
+
+def missing(channel: bytes, routes: Iterable[Route], reached: Set[Location], publisher: int) -> list[Location]:
+    """Return where a message that has reached ``reached`` must still be forwarded, for followers of ``routes``.
+
+    For SINGLE its server; for ALL_SUBSCRIBERS any one of the servers, as every subscriber listens at all of them: the
+    one that its publisher uses or will use; for ALL_PUBLISHERS every one. Deterministic, without repetition.
+    """
+    targets: dict[Location, None] = {}
+    for route in routes:
+        any_will_do = route.assignment.mode is Mode.ALL_SUBSCRIBERS
+        if any_will_do and not reached.isdisjoint(route.locations(channel)):
+            continue
+        targets.update((place, None) for place in route.published_at(publisher, channel) if place not in reached)
+    return list(targets)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One version of the plan.
+
+    ``base`` are the ids of the servers of the ring; every one is in ``servers``. ``compatibility`` are the rules about
+    channels that plain Redis clients use, too.
+    """
+
+    version: int
+    servers: Mapping[str, Server]
+    base: tuple[str, ...]
+    entries: Mapping[bytes, Entry] = field(default_factory=lambda: MappingProxyType({}))
+    virtual_nodes: int = VIRTUAL_NODES
+    compatibility: Compatibility = NO_COMPATIBILITY
+
+    def __post_init__(self) -> None:
+        """Refuse a plan that nobody could follow."""
+        if not self.base or len(set(self.base)) != len(self.base):
+            raise PlanError(f"the ring needs servers, each named once, not: {', '.join(self.base) or 'none'}")
+        if not 1 <= self.virtual_nodes <= VIRTUAL_NODES_MAX:
+            raise PlanError(f"a ring has 1 to {VIRTUAL_NODES_MAX} virtual nodes per server, not {self.virtual_nodes}")
+        if len(self.base) * self.virtual_nodes > RING_POINTS_MAX:
+            raise PlanError(f"a ring has at most {RING_POINTS_MAX} points: take fewer servers or virtual nodes")
+        unknown = [server for server in self.base if server not in self.servers]
+        if unknown:
+            raise PlanError(f"the ring names servers that the plan does not list: {', '.join(unknown)}")
+        if not 0 <= self.version <= EPOCH_MAX:
+            raise PlanError(f"plan version {self.version} does not fit into 32 bits")
+        strange = sorted(self.compatibility.servers.difference(self.servers))
+        if strange:
+            raise PlanError(f"compatibility rules name servers that the plan does not list: {', '.join(strange)}")
+
+    @classmethod
+    def initial(
+        cls,
+        servers: Iterable[Server],
+        virtual_nodes: int = VIRTUAL_NODES,
+        compatibility: Compatibility = NO_COMPATIBILITY,
+    ) -> Plan:
+        """Return plan 0: every channel where rules or the ring put it (Dynamoth, section II-C)."""
+        by_id = {server.id: server for server in servers}
+        return cls(0, by_id, tuple(sorted(by_id)), virtual_nodes=virtual_nodes, compatibility=compatibility)
+
+    @cached_property
+    def ring(self) -> Ring:
+        """The ring over the base servers."""
+        return ring_of(self.base, self.virtual_nodes)
+
+    @cached_property
+    def ring_mark(self) -> bytes:
+        """A few bytes that tell rings apart."""
+        return b"%08x" % zlib.crc32(repr((self.base, self.virtual_nodes)).encode())
+
+    def home_route(self, channel: bytes) -> Route:
+        """Return the route that a rule or the ring gives, of epoch 0; the same object for all channels of a server."""
+        rule = self.compatibility.rule_of(channel) if self.compatibility.rules else None
+        return self._homes[self.ring.home(channel) if rule is None else rule.server]
+
+    @cached_property
+    def _homes(self) -> dict[str, Route]:
+        return {server: Route(0, single(server)) for server in (*self.base, *self.compatibility.servers)}
+
+    def entry(self, channel: bytes) -> Entry:
+        """Return what holds for ``channel``: its entry, or its home, settled, where the plan does not name it."""
+        return self.entries.get(channel) or Entry(self.home_route(channel), Phase.SETTLED)
+
+    def with_entries(self, changed: Mapping[bytes, Entry], version: int | None = None) -> Plan:
+        """Return the next version (or ``version``), in which ``changed`` entries stand in the place of theirs.
+
+        Raises:
+            PlanError: when a route names a server that the plan does not list, or an epoch or phase would go back.
+
+        """
+        for channel, entry in changed.items():
+            for server in (server for route in entry.live_routes for server in route.assignment.servers):
+                if server not in self.servers:
+                    raise PlanError(f"the entry of {channel!r} names server {server!r}, which the plan does not list")
+            if not entry.newer_than(self.entries.get(channel)):
+                raise PlanError(f"the entry of {channel!r} is not newer than the one it would replace")
+        entries = MappingProxyType({**self.entries, **changed})
+        return self._replaced(self.version + 1 if version is None else version, entries)
+
+    def with_compatibility(self, rules: Iterable[CompatibilityRule]) -> Plan:
+        """Return the next version, with these compatibility rules.
+
+        Whoever calls has made sure that no channel changes its place by that. Raises PlanError.
+        """
+        version = self.version + 1
+        return self._replaced(version, self.entries, Compatibility(version, tuple(rules)))
+
+    def following(self, compatibility: Compatibility) -> Plan:
+        """Return the same version with other compatibility rules. Raises PlanError: they name unknown servers."""
+        return self._replaced(self.version, self.entries, compatibility)
+
+    def begin(self, assignments: Mapping[bytes, Assignment]) -> Plan:
+        """Return the next version, with a PREPARED transition for each given channel.
+
+        Raises:
+            PlanError: when a channel is in transition already, or has this assignment already.
+
+        """
+        epoch = self.version + 1
+        changed: dict[bytes, Entry] = {}
+        for channel, assignment in assignments.items():
+            entry = self.entry(channel)
+            if entry.phase is not Phase.SETTLED:
+                raise PlanError(f"channel {channel!r} is in transition; wait until it has settled")
+            if entry.route.assignment == assignment:
+                raise PlanError(f"channel {channel!r} is there already")
+            changed[channel] = Entry(Route(epoch, assignment), Phase.PREPARED, (entry.route,))
+        return self.with_entries(changed)
+
+    def activate(self, channels: Iterable[bytes]) -> Plan:
+        """Return the next version, in which the PREPARED transitions of ``channels`` are ACTIVE."""
+        return self.with_entries({channel: replace(self.entries[channel], phase=Phase.ACTIVE) for channel in channels})
+
+    def settle(self, channels: Iterable[bytes]) -> Plan:
+        """Return the next version, in which the ACTIVE transitions of ``channels`` are SETTLED.
+
+        Raises:
+            PlanError: when one is not ACTIVE: subscribers were never told of the new route.
+
+        """
+        channels = list(channels)
+        for channel in channels:
+            if self.entries[channel].phase is not Phase.ACTIVE:
+                raise PlanError(f"channel {channel!r} is not active; it cannot settle")
+        return self.with_entries({channel: Entry(self.entries[channel].route, Phase.SETTLED) for channel in channels})
+
+    def _replaced(
+        self, version: int, entries: Mapping[bytes, Entry], compatibility: Compatibility | None = None
+    ) -> Plan:
+        rules = self.compatibility if compatibility is None else compatibility
+        new = replace(self, version=version, entries=entries, compatibility=rules)
+        if "ring" in self.__dict__:
+            new.__dict__["ring"] = self.__dict__["ring"]
+        return new
+
+    def diff(self, newer: Plan) -> PlanDelta:
+        """Return what turns this plan into ``newer``, a later version over the same servers."""
+        mine = self.entries
+        changed = {channel: entry for channel, entry in newer.entries.items() if mine.get(channel) != entry}
+        rules = newer.compatibility if newer.compatibility != self.compatibility else None
+        return PlanDelta(self.version, newer.version, changed, rules)
+
+    def apply(self, delta: PlanDelta) -> Plan:
+        """Return the plan after ``delta``.
+
+        Raises:
+            PlanError: when the delta was not made for this version; the holder must read the whole plan again.
+
+        """
+        if delta.base != self.version:
+            raise PlanError(f"a delta from version {delta.base} does not fit version {self.version}")
+        plan = self.with_entries(delta.entries, delta.version)
+        return plan if delta.compatibility is None else plan.following(delta.compatibility)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDelta:
+    """What changed from plan version ``base`` to ``version``. ``compatibility`` is None when the rules did not."""
+
+    base: int
+    version: int
+    entries: Mapping[bytes, Entry]
+    compatibility: Compatibility | None = None
+
+
+# The wire form. Everything is msgpack arrays; a reader ignores elements after those that it knows.
+
+
+def route_to_wire(route: Route) -> list[Any]:
+    """Return the wire form of a route."""
+    return [route.epoch, int(route.assignment.mode), list(route.assignment.servers)]
+
+
+@parser("a route")
+def route_from_wire(value: Any) -> Route:
+    """Read the wire form of a route. Raises MalformedMessage."""
+    epoch, mode, servers = value[:3]
+    if isinstance(mode, int) and mode > max(Mode):
+        raise UnknownMode(f"mode {mode} of a route is unknown here: upgrade this software")
+    is_epoch = type(epoch) is int and 0 <= epoch <= EPOCH_MAX
+    if not is_epoch or not isinstance(mode, int) or not isinstance(servers, list):
+        raise MalformedMessage(f"not a route: {shortened(value)}")
+    names: list[Any] = [*servers]
+    if not all(isinstance(name, str) for name in names):
+        raise MalformedMessage(f"a route names its servers as text: {shortened(value)}")
+    return Route(epoch, Assignment(Mode(mode), tuple(names)))
+
+
+def entry_to_wire(entry: Entry) -> list[Any]:
+    """Return the wire form of an entry."""
+    return [int(entry.phase), route_to_wire(entry.route), [route_to_wire(route) for route in entry.previous]]
+
+
+@parser("a plan entry")
+def entry_from_wire(value: Any) -> Entry:
+    """Read the wire form of an entry. Raises MalformedMessage."""
+    phase, route, previous = value[:3]
+    if not isinstance(phase, int) or not isinstance(previous, list):
+        raise MalformedMessage(f"not a plan entry: {shortened(value)}")
+    older: list[Any] = [*previous]
+    return Entry(route_from_wire(route), Phase(phase), tuple(map(route_from_wire, older)))
+
+
+def compatibility_from_wire(value: Any) -> Compatibility:
+    """Read the wire form of compatibility rules. Raises MalformedMessage."""
+    try:
+        version, items = value[:2]
+        rules = tuple(_rule_from_wire(*item[:3]) for item in items[: RULES_MAX + 1])
+        if not isinstance(version, int) or not 0 <= version <= EPOCH_MAX:
+            raise MalformedMessage(f"not compatibility rules: {shortened(value)}")
+        return Compatibility(version, rules)
+    except (TypeError, ValueError, KeyError, RecursionError, PlanError) as error:
+        raise MalformedMessage(f"not compatibility rules: {shortened(value)}") from error
+
+
+def _rule_from_wire(pattern: Any, server: Any, plain: Any) -> CompatibilityRule:
+    if not (isinstance(pattern, bytes) and isinstance(server, str) and isinstance(plain, bool)):
+        raise TypeError("a rule is a pattern, a server and whether it is plain")
+    return CompatibilityRule(pattern, server, plain)
+
+
+def pack_compatibility(compatibility: Compatibility) -> bytes:
+    """Serialise compatibility rules, as they are stored."""
+    packed: bytes = msgpack.packb(compatibility_to_wire(compatibility))
+    return packed
+
+
+def pack_entry(entry: Entry) -> bytes:
+    """Serialise an entry, as it is stored."""
+    packed: bytes = msgpack.packb(entry_to_wire(entry))
+    return packed
+
+
+def unpack_entry(data: bytes) -> Entry:
+    """Read a stored entry. Raises MalformedMessage."""
+    return entry_from_wire(unpack(data))

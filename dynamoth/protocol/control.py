@@ -1,0 +1,333 @@
+"""Control messages: what agents, balancer, clients and administrators say to each other.
+
+Each is one msgpack array ``[code, field, ...]``. Codes are never reused. A reader ignores fields after those that it
+knows, so that newer software may add some. Whoever gets one that is unknown or malformed counts and drops it.
+
+Messages to clients travel on the user's channel itself, in an envelope with the flag CONTROL, where their order
+relative to the application's messages matters to all who listen there (:class:`RouteNotice`, :class:`LossNotice`), or
+in the client's inbox. They are hints: a client goes only to servers of the plan, and verifies there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+
+from dynamoth.errors import MalformedMessage
+from dynamoth.plan.compatibility import compatibility_to_wire
+from dynamoth.plan.plan import (
+    PlanDelta,
+    Route,
+    compatibility_from_wire,
+    entry_from_wire,
+    entry_to_wire,
+    route_from_wire,
+    route_to_wire,
+)
+from dynamoth.protocol.envelope import CONTROL, EPOCH_MAX, seal
+from dynamoth.protocol.wire import parser, shortened, unpack
+
+ID_MAX = 2**64 - 1
+"""Ids of clients and requests, and numbers of announcements, have 64 bits."""
+
+LOSS_MAX = 1_000_000
+"""Messages that one LossNotice counts; a larger number means "unknown". Ten times what an agent
+keeps to be forwarded."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteNotice:
+    """Dispatcher to clients: since ``route.epoch`` the channel is found there.
+
+    Sent on an old location for its subscribers, and to the inbox of a publisher that used an old route.
+    """
+
+    channel: bytes
+    route: Route
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """Dispatcher to a subscriber in transition: what was at ``server`` before your announcement came here before this.
+
+    Sent to the subscriber's inbox at every server with an old location, in one order with what is forwarded there. So
+    the subscriber has been sent, at the old location, everything that was published at the new one before its
+    subscription there took effect. ``number`` is that of the announcement.
+    """
+
+    channel: bytes
+    server: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class LossNotice:
+    """Dispatcher to subscribers: messages of the channel may not have been forwarded.
+
+    ``count`` None means unknown, or more than ``LOSS_MAX``.
+    """
+
+    channel: bytes
+    count: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ObservationGap:
+    """Dispatcher to the clients of its server: I did not see what was published here for a while.
+
+    Publishers that used this server in the meantime send heartbeats, so that subscribers elsewhere notice what was not
+    forwarded.
+    """
+
+    server: str
+
+
+@dataclass(frozen=True, slots=True)
+class RulesChanged:
+    """Dispatcher to publishers: the compatibility rules of the plan stored at your server are of this version: read.
+
+    To all clients of its server when they have changed, and to the inbox of a publisher that does not follow them.
+    """
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """Subscriber to agent: I have joined and left these physical channels at your server.
+
+    Published behind the SUBSCRIBE of the channels, on the same connection. For each that is a new location of a channel
+    in transition the dispatcher answers with markers, at the servers ``leaving``: there the subscriber listens to old
+    locations, and to its inbox. It may announce again what it has joined, to have them sent again. ``number`` grows
+    with each announcement of the subscriber.
+    """
+
+    client: int
+    number: int
+    joined: tuple[bytes, ...]
+    left: tuple[bytes, ...]
+    leaving: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRequest:
+    """Publisher to dispatcher: your server has a message of mine, and others have not answered: publish this there.
+
+    The physical channel is that of the name on which the request is sent (``names.forward_channel``), so that only
+    those can ask who may publish on it. ``copies`` has pairs of a server and an envelope for the channel there: the
+    message, at once, or a heartbeat, after a while in which the message itself should arrive.
+    """
+
+    copies: tuple[tuple[str, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChange:
+    """Balancer to agent: the plan changed; it is stored at your server already. Answer with :class:`PlanAck`."""
+
+    delta: PlanDelta
+
+
+@dataclass(frozen=True, slots=True)
+class PlanQuery:
+    """Balancer to agent: say which version you hold; read the stored plan if it is not at least ``version``."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAck:
+    """Agent to balancer: I act on this version now. ``incarnation`` is new with each start of the agent."""
+
+    server: str
+    incarnation: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vacated:
+    """Agent to balancer: since the change ``epoch`` of each channel, nobody listens at its old location here."""
+
+    server: str
+    channels: tuple[tuple[bytes, int], ...]
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdminRequest:
+    """Operator to balancer. The answer goes to ``operator_inbox(request)`` at the server where the request came in."""
+
+    request: int
+    command: str
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class AdminReply:
+    """Balancer to operator. ``error`` is None when the request was carried out."""
+
+    request: int
+    result: Mapping[str, Any]
+    error: str | None = None
+
+
+ControlMessage = (
+    RouteNotice
+    | Marker
+    | LossNotice
+    | ObservationGap
+    | RulesChanged
+    | Announcement
+    | ForwardRequest
+    | PlanChange
+    | PlanQuery
+    | PlanAck
+    | Vacated
+    | AdminRequest
+    | AdminReply
+)
+
+# Reading: each field is checked, as anyone who reaches a server can publish anything.
+
+
+def _bytes(value: Any) -> bytes:
+    if not isinstance(value, bytes):
+        raise MalformedMessage(f"bytes expected, not {shortened(value)}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise MalformedMessage(f"text expected, not {shortened(value)}")
+    return value
+
+
+def _natural(value: Any, maximum: int = ID_MAX) -> int:
+    if type(value) is not int or not 0 <= value <= maximum:
+        raise MalformedMessage(f"a number from 0 to {maximum} expected, not {shortened(value)}")
+    return value
+
+
+def _version(value: Any) -> int:
+    """Read a version of the plan, or an epoch."""
+    return _natural(value, EPOCH_MAX)
+
+
+def _loss(value: Any) -> int | None:
+    """Read how many messages are lost: None, for unknown, where it is more than anybody counts."""
+    return None if value is None or _natural(value) > LOSS_MAX else int(value)
+
+
+def _array(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise MalformedMessage(f"an array expected, not {shortened(value)}")
+    array: list[Any] = [*value]
+    return array
+
+
+def _names(value: Any) -> tuple[bytes, ...]:
+    return tuple(map(_bytes, _array(value)))
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise MalformedMessage(f"a map expected, not {shortened(value)}")
+    mapping: dict[Any, Any] = {**value}
+    if not all(isinstance(key, str) for key in mapping):
+        raise MalformedMessage(f"a map with text keys expected, not {shortened(value)}")
+    return mapping
+
+
+def _optional(read: Callable[[Any], Any], value: Any) -> Any:
+    return None if value is None else read(value)
+
+
+def _pair(value: Any) -> tuple[bytes, int]:
+    channel, epoch = _array(value)[:2]
+    return _bytes(channel), _version(epoch)
+
+
+def _copy(value: Any) -> tuple[str, bytes]:
+    server, data = _array(value)[:2]
+    return _text(server), _bytes(data)
+
+
+def _delta_to_wire(delta: PlanDelta) -> list[Any]:
+    entries = [[channel, entry_to_wire(entry)] for channel, entry in delta.entries.items()]
+    wire: list[Any] = [delta.base, delta.version, entries]
+    return wire if delta.compatibility is None else [*wire, compatibility_to_wire(delta.compatibility)]
+
+
+def _delta_from_wire(value: Any) -> PlanDelta:
+    base, version, entries, *more = _array(value)
+    read = {_bytes(pair[0]): entry_from_wire(pair[1]) for pair in map(_array, _array(entries))}
+    rules = compatibility_from_wire(more[0]) if more and more[0] is not None else None
+    return PlanDelta(_version(base), _version(version), read, rules)
+
+
+_WRITE: dict[type[Any], Callable[[Any], list[Any]]] = {
+    RouteNotice: lambda m: [1, m.channel, route_to_wire(m.route)],
+    Marker: lambda m: [2, m.channel, m.server, m.number],
+    LossNotice: lambda m: [3, m.channel, m.count],
+    ObservationGap: lambda m: [4, m.server],
+    Announcement: lambda m: [5, m.client, m.number, m.joined, m.left, m.leaving],
+    PlanChange: lambda m: [6, _delta_to_wire(m.delta)],
+    PlanQuery: lambda m: [7, m.version],
+    PlanAck: lambda m: [8, m.server, m.incarnation, m.version],
+    Vacated: lambda m: [9, m.server, m.channels, m.incarnation],
+    AdminRequest: lambda m: [10, m.request, m.command, m.arguments],
+    AdminReply: lambda m: [11, m.request, m.result, m.error],
+    ForwardRequest: lambda m: [13, m.copies],
+    RulesChanged: lambda m: [14, m.version],
+}
+
+_READ: dict[int, Callable[[list[Any]], ControlMessage]] = {
+    1: lambda v: RouteNotice(_bytes(v[0]), route_from_wire(v[1])),
+    2: lambda v: Marker(_bytes(v[0]), _text(v[1]), _natural(v[2])),
+    3: lambda v: LossNotice(_bytes(v[0]), _loss(v[1])),
+    4: lambda v: ObservationGap(_text(v[0])),
+    5: lambda v: Announcement(
+        _natural(v[0]), _natural(v[1]), _names(v[2]), _names(v[3]), tuple(map(_text, _array(v[4])))
+    ),
+    6: lambda v: PlanChange(_delta_from_wire(v[0])),
+    7: lambda v: PlanQuery(_version(v[0])),
+    8: lambda v: PlanAck(_text(v[0]), _natural(v[1]), _version(v[2])),
+    9: lambda v: Vacated(_text(v[0]), tuple(map(_pair, _array(v[1]))), _natural(v[2])),
+    10: lambda v: AdminRequest(_natural(v[0]), _text(v[1]), _mapping(v[2])),
+    11: lambda v: AdminReply(_natural(v[0]), _mapping(v[1]), _optional(_text, v[2])),
+    13: lambda v: ForwardRequest(tuple(map(_copy, _array(v[0])))),
+    14: lambda v: RulesChanged(_natural(v[0])),
+}
+
+REPORT_CODE = 12
+"""Reports of LLAs have a module of their own, ``dynamoth.protocol.reports``, and share this space of codes."""
+
+
+def pack_control(message: ControlMessage) -> bytes:
+    """Serialise a control message."""
+    packed: bytes = msgpack.packb(_WRITE[type(message)](message))
+    return packed
+
+
+@parser("a control message")
+def unpack_control(data: bytes) -> ControlMessage:
+    """Read a control message from anyone.
+
+    Raises:
+        MalformedMessage: when it is not one, or of a kind that this software does not know.
+
+    """
+    value = _array(unpack(data))
+    code = value[0] if value else None
+    read = _READ.get(code) if type(code) is int else None
+    if read is None:
+        raise MalformedMessage(f"not a control message that this software knows: {shortened(value)}")
+    return read(value[1:])
+
+
+def seal_control(message: ControlMessage) -> bytes:
+    """Put a control message into an envelope, for travel on a user's channel."""
+    return seal(0, 0, 0, pack_control(message), CONTROL)

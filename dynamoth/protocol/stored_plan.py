@@ -1,0 +1,289 @@
+"""The plan as every server stores it: one Redis hash, so that one HMGET verifies a subscription.
+
+Fields: ``@version`` (decimal), ``@header`` (servers, ring), ``@run`` (the run id of the Redis process that it was
+written to, empty where the server does not tell: a plan that Redis restored from disk after a restart may be old and is
+not believed), ``@compatibility`` (the rules about channels that plain Redis clients use, too; missing where there never
+were any), ``@ring`` (tells rings apart, for who does not read the header each time), and ``c:<channel>`` for each
+channel that the plan names. A change is one HSET, which Redis executes at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, cast
+
+import msgpack
+
+from dynamoth.errors import MalformedMessage, PlanError
+from dynamoth.machine.events import CommandPart
+from dynamoth.plan.compatibility import NO_COMPATIBILITY, Compatibility
+from dynamoth.plan.plan import (
+    Entry,
+    Phase,
+    Plan,
+    PlanDelta,
+    Route,
+    Server,
+    compatibility_from_wire,
+    pack_compatibility,
+    pack_entry,
+    unpack_entry,
+)
+from dynamoth.protocol.envelope import EPOCH_MAX
+from dynamoth.protocol.names import PLAN_KEY, PLAN_KEY_NEW
+from dynamoth.protocol.wire import parser, shortened, unpack
+
+VERSION_FIELD = b"@version"
+HEADER_FIELD = b"@header"
+RUN_FIELD = b"@run"
+COMPATIBILITY_FIELD = b"@compatibility"
+RING_FIELD = b"@ring"
+HEADER_FIELDS = 5
+"""The fields that are no channel's."""
+_CHANNEL_PREFIX = b"c:"
+
+ENTRIES_PER_COMMAND = 2000
+"""Bound of one HSET of a whole plan: about 100 KB and a millisecond of Redis."""
+
+READ_HEADER: tuple[bytes, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, HEADER_FIELD, COMPATIBILITY_FIELD)
+READ_RULES: tuple[CommandPart, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, VERSION_FIELD, COMPATIBILITY_FIELD)
+READ_BELIEVED_VERSION: tuple[bytes, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD)
+READ_VERSION: tuple[bytes, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD)
+READ_WHOLE: tuple[CommandPart, ...] = (b"HGETALL", PLAN_KEY)
+READ_LENGTH: tuple[CommandPart, ...] = (b"HLEN", PLAN_KEY)
+
+VERSION_READ_INTERVAL_S = 1.0
+"""How often a publisher reads the version of the plan stored at a server that it uses. So that long after a change,
+every publisher has seen it, or sees it with its next message."""
+
+TEXT_MAX = 2000
+"""Characters of the id or the URL of a server in a header."""
+
+
+def read_entry(channel: bytes) -> tuple[bytes, ...]:
+    """Return the command that reads what a server's stored plan says of ``channel``; see :func:`parse_entry`."""
+    return (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, _CHANNEL_PREFIX + channel, COMPATIBILITY_FIELD, RING_FIELD)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEntry:
+    """What a server's stored plan says of one channel. ``entry`` is None for a channel that it does not name.
+
+    ``compatibility`` are all rules, whether they concern the channel or not. ``ring`` is the plan's ``ring_mark``; None
+    where an older balancer has written it.
+    """
+
+    version: int
+    entry: Entry | None
+    compatibility: Compatibility = NO_COMPATIBILITY
+    ring: bytes | None = None
+
+    def settled_or(self, home: Route) -> Entry:
+        """Return the entry, or that of a channel at home."""
+        return self.entry or Entry(home, Phase.SETTLED)
+
+
+@parser("what a stored plan says of a channel")
+def parse_entry(reply: Any, run_id: str | None) -> StoredEntry | None:
+    """Read the reply of :func:`read_entry`.
+
+    Returns None when the server holds no plan that can be believed: none at all, or one written to an earlier process
+    (``run_id`` is that of the process that replied; None skips this check). The caller asks again later.
+
+    Raises:
+        MalformedMessage: when what is stored is not a plan.
+
+    """
+    version, run, entry, rules, ring = _fields(reply)
+    if version is None or not _believed(run, run_id):
+        return None
+    return StoredEntry(_number(version), None if entry is None else unpack_entry(entry), _rules(rules), ring)
+
+
+def parse_rules(reply: Any, run_id: str | None) -> Compatibility | None:
+    """Read the reply of ``READ_RULES``. None when the server stores no plan to be believed. Raises MalformedMessage."""
+    version, run, _, rules, _ = _fields(reply)
+    return None if version is None or not _believed(run, run_id) else _rules(rules)
+
+
+@parser("the version of a stored plan")
+def parse_believed_version(reply: Any, run_id: str | None) -> int | None:
+    """Read the reply of ``READ_BELIEVED_VERSION``. None when the server stores no plan to be believed.
+
+    Raises MalformedMessage.
+    """
+    version, run, _, _, _ = _fields([*reply, None] if isinstance(reply, list) else reply)
+    return None if version is None or not _believed(run, run_id) else _number(version)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredHeader:
+    """The part of a stored plan that is no channel's; ``plan`` has no entries."""
+
+    version: int
+    believed: bool
+    plan: Plan
+
+
+@parser("the header of a stored plan")
+def parse_header(reply: Any, run_id: str | None) -> StoredHeader | None:
+    """Read the reply of ``READ_HEADER``. None when the server stores no plan. Raises MalformedMessage."""
+    version, run, header, rules, _ = _fields(reply)
+    if version is None or header is None:
+        return None
+    return StoredHeader(_number(version), _believed(run, run_id), _header_plan(_number(version), header, rules))
+
+
+@parser("a stored plan")
+def parse_whole(reply: Any, run_id: str | None, damaged: list[bytes] | None = None) -> Plan | None:
+    """Read the reply of ``READ_WHOLE``. None when the server stores no plan to be believed. Raises MalformedMessage.
+
+    With ``damaged``, entries that cannot be read are left out, and the names of their channels put there: for a
+    balancer, which else would have to begin without any.
+    """
+    fields = _as_mapping(reply)
+    if VERSION_FIELD not in fields or HEADER_FIELD not in fields or not _believed(fields.get(RUN_FIELD), run_id):
+        return None
+    header = _header_plan(_number(fields[VERSION_FIELD]), fields[HEADER_FIELD], fields.get(COMPATIBILITY_FIELD))
+    skip = len(_CHANNEL_PREFIX)
+    entries: dict[bytes, Entry] = {}
+    for name, value in fields.items():
+        if not name.startswith(_CHANNEL_PREFIX):
+            continue
+        try:
+            entries[name[skip:]] = _entry_of(header, name[skip:], value)
+        except MalformedMessage:
+            if damaged is None:
+                raise
+            damaged.append(name[skip:])
+    return replace(header, entries=MappingProxyType(entries))
+
+
+def _entry_of(header: Plan, channel: bytes, value: bytes) -> Entry:
+    entry = unpack_entry(value)
+    for route in entry.live_routes:
+        if any(server not in header.servers for server in route.assignment.servers):
+            raise MalformedMessage(f"the stored plan sends channel {channel!r:.60} to a server that it does not list")
+    return entry
+
+
+def read_entries(channels: Iterable[bytes]) -> tuple[CommandPart, ...]:
+    """Return the command that reads the entries of several channels; see :func:`parse_entries`."""
+    return (b"HMGET", PLAN_KEY, *(_CHANNEL_PREFIX + channel for channel in channels))
+
+
+@parser("entries of a stored plan")
+def parse_entries(reply: Any) -> list[Entry | None]:
+    """Read the reply of :func:`read_entries`, in order; None for a channel without one. Raises MalformedMessage."""
+    values = cast("list[bytes | None]", reply) if isinstance(reply, list) else []
+    return [None if value is None else unpack_entry(value) for value in values]
+
+
+def is_absent(reply: Any) -> bool:
+    """Tell whether the reply of :func:`read_entry`, or of ``READ_HEADER``, says that the server stores no plan."""
+    return isinstance(reply, list) and all(part is None for part in cast("list[bytes | None]", reply))
+
+
+def write_delta(delta: PlanDelta) -> tuple[CommandPart, ...]:
+    """Return the one command that brings a stored plan from ``delta.base`` to ``delta.version``."""
+    command: list[CommandPart] = [b"HSET", PLAN_KEY, VERSION_FIELD, b"%d" % delta.version]
+    for channel, entry in delta.entries.items():
+        command += (_CHANNEL_PREFIX + channel, pack_entry(entry))
+    if delta.compatibility is not None:
+        command += (COMPATIBILITY_FIELD, pack_compatibility(delta.compatibility))
+    return tuple(command)
+
+
+def write_whole(plan: Plan, run_id: str | None) -> list[tuple[CommandPart, ...]]:
+    """Return the commands, to be sent in order, that store a whole plan; readers see the old one until the last."""
+    commands: list[tuple[CommandPart, ...]] = [(b"DEL", PLAN_KEY_NEW)]
+    servers = [[server.id, server.url] for server in plan.servers.values()]
+    header = msgpack.packb([servers, plan.base, plan.virtual_nodes])
+    fields: list[CommandPart] = [VERSION_FIELD, b"%d" % plan.version, HEADER_FIELD, header]
+    fields += (RUN_FIELD, (run_id or "").encode())
+    fields += (COMPATIBILITY_FIELD, pack_compatibility(plan.compatibility), RING_FIELD, plan.ring_mark)
+    for channel, entry in plan.entries.items():
+        fields += (_CHANNEL_PREFIX + channel, pack_entry(entry))
+        if len(fields) >= 2 * ENTRIES_PER_COMMAND:
+            commands.append((b"HSET", PLAN_KEY_NEW, *fields))
+            fields = []
+    if fields:
+        commands.append((b"HSET", PLAN_KEY_NEW, *fields))
+    commands.append((b"RENAME", PLAN_KEY_NEW, PLAN_KEY))
+    return commands
+
+
+def _believed(run: bytes | None, run_id: str | None) -> bool:
+    """A plan without ``@run`` is the rest of one that somebody deleted; one with an empty one cannot be checked."""
+    return run is not None and (not run or run_id is None or run == run_id.encode())
+
+
+def _rules(packed: bytes | None) -> Compatibility:
+    return NO_COMPATIBILITY if packed is None else _unpacked_rules(packed)
+
+
+@lru_cache(maxsize=4)
+def _unpacked_rules(packed: bytes) -> Compatibility:
+    """Read stored rules: the same object for the same bytes, as every verification reads them."""
+    return compatibility_from_wire(unpack(packed))
+
+
+def _header_plan(version: int, header: bytes, rules: bytes | None) -> Plan:
+    try:
+        listed, base, virtual_nodes = _array(unpack(header))[:3]
+        servers = [Server(_text(id_), _text(url)) for id_, url in map(_array, _array(listed))]
+        ring = tuple(map(_text, _array(base)))
+        by_id = {server.id: server for server in servers}
+        return Plan(version, by_id, ring, virtual_nodes=_natural(virtual_nodes), compatibility=_rules(rules))
+    except (ValueError, PlanError) as error:
+        raise MalformedMessage(f"the stored plan has a header that cannot be read: {error!s:.200}") from error
+
+
+def _array(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise MalformedMessage(f"the header of the stored plan has {shortened(value)} where an array belongs")
+    array: list[Any] = [*value]
+    return array
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > TEXT_MAX:
+        raise MalformedMessage(f"the header of the stored plan has {shortened(value)} where a short text belongs")
+    return value
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int:
+        raise MalformedMessage(f"the header of the stored plan has {shortened(value)} where a number belongs")
+    return value
+
+
+def _fields(reply: Any) -> tuple[bytes | None, bytes | None, bytes | None, bytes | None, bytes | None]:
+    """Return version, run id, what was asked for, the rules, and the mark of the ring."""
+    parts: list[Any] = [*reply] if isinstance(reply, list) else []
+    if 3 <= len(parts) <= 5 and all(part is None or isinstance(part, bytes) for part in parts):
+        version, run, asked, rules, ring = [*parts, None, None][:5]
+        return version, run, asked, rules, ring
+    raise MalformedMessage(f"the key {PLAN_KEY.decode()} does not hold a plan: {shortened(reply)}")
+
+
+def _as_mapping(reply: Any) -> Mapping[bytes, bytes]:
+    if isinstance(reply, Mapping):
+        return cast("Mapping[bytes, bytes]", reply)
+    if isinstance(reply, list):
+        pairs = iter(cast("list[bytes]", reply))
+        return dict(zip(pairs, pairs, strict=False))
+    raise MalformedMessage(f"the key {PLAN_KEY.decode()} does not hold a plan: {shortened(reply)}")
+
+
+def _number(text: bytes) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if not 0 <= number <= EPOCH_MAX:
+        raise MalformedMessage(f"the stored plan has version {shortened(text)}, which is no version")
+    return number

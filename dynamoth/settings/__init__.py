@@ -1,0 +1,1 @@
+"""The settings of every process, each declared once."""

@@ -1,0 +1,166 @@
+"""How a setting is declared, and how its value is read. The settings are in ``sections.py``."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from dynamoth.errors import ConfigError
+
+_T = TypeVar("_T")
+
+ENVIRONMENT_PREFIX = "DYNAMOTH_"
+
+SHARED_SECTION = "cluster"
+"""The section whose settings go without its name in environment variables and flags, as everybody has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is declared of one setting besides its name and default."""
+
+    meaning: str
+    unit: str = ""
+    #: The smallest value that is accepted, None for no bound.
+    minimum: float | None = None
+    #: Values must be larger than this, None for no bound.
+    above: float | None = None
+    maximum: float | None = None
+    #: The values that are accepted, empty for any.
+    choices: tuple[str, ...] = ()
+    #: Never shown, and no flag: a list of processes shows the flags of all of them.
+    secret: bool = False
+
+    @property
+    def bounds(self) -> str:
+        """The bounds and the unit, in words."""
+        limits = (("from", self.minimum), ("more than", self.above), ("to", self.maximum))
+        words = [f"{word} {limit:.12g}" for word, limit in limits if limit is not None]
+        return " ".join([*words, f"({self.unit})"] if self.unit else words)
+
+    def admits(self, value: Any) -> bool:
+        """Tell whether a value of the right type is accepted."""
+        if isinstance(value, str):
+            return not self.choices or value in self.choices
+        return (
+            math.isfinite(value)
+            and (self.minimum is None or value >= self.minimum)
+            and (self.above is None or value > self.above)
+            and (self.maximum is None or value <= self.maximum)
+        )
+
+
+def setting(default: _T, meaning: str, **options: Any) -> _T:
+    """Declare a setting: a dataclass field with a :class:`Setting`, of which ``options`` are the fields."""
+    declared: _T = field(default=default, metadata={"setting": Setting(meaning, **options)})
+    return declared
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A setting with everything that is known of it."""
+
+    section: str
+    name: str
+    default: Any
+    setting: Setting
+
+    @property
+    def key(self) -> str:
+        """Its name in messages: ``section.name``."""
+        return f"{self.section}.{self.name}"
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        words = (self.name,) if self.section == SHARED_SECTION else (self.section, self.name)
+        return ENVIRONMENT_PREFIX + "_".join(words).upper()
+
+    def flag(self, own_section: str) -> str:
+        """Its flag, for a command whose own settings are ``own_section`` and go without the name of the section."""
+        words = (self.name,) if self.section in (SHARED_SECTION, own_section) else (self.section, self.name)
+        return "--" + "-".join(words).replace("_", "-")
+
+    @property
+    def accepted(self) -> str:
+        """What it accepts, in words."""
+        if self.setting.choices:
+            return "one of " + ", ".join(self.setting.choices)
+        if isinstance(self.default, bool):
+            return "true or false"
+        if isinstance(self.default, int | float):
+            kind = "a whole number" if isinstance(self.default, int) else "a number"
+            return f"{kind} {self.setting.bounds}".strip()
+        if self.key == "cluster.compatibility":
+            return f"PATTERN=SERVER, separated by spaces (in TOML: [[{self.key}]] with pattern, server and plain)"
+        if isinstance(self.default, tuple):
+            return f"ID=URL, separated by spaces (in TOML: [[{self.key}]] tables with id and url)"
+        return "text"
+
+    @property
+    def help(self) -> str:
+        """Meaning, what is accepted, default and environment variable: for ``--help``."""
+        accepted = "" if self.accepted == "text" else f"; {self.accepted}"
+        default = "" if self.default in ("", ()) else f"; default {to_text(self.default)}"
+        return f"{self.setting.meaning}{accepted}{default} [{self.variable}]"
+
+    def parse(self, raw: Any, place: str) -> Any:
+        """Read a value from text or TOML. Raises ConfigError."""
+        value = _from_text(self.default, raw) if isinstance(raw, str) else _from_toml(self.default, raw)
+        if value is None or not self.setting.admits(value):
+            raise fault(self.key, "***" if self.setting.secret else raw, self.accepted, place)
+        return value
+
+
+def fault(key: str, found: object, accepted: str, place: str) -> ConfigError:
+    """Return the error for a value that is not accepted; what was ``found`` is shown."""
+    return ConfigError(f"{key}: {accepted} expected, not {found!r:.200} (from {place})")
+
+
+def one_of(found: str, known: Iterable[str]) -> str:
+    """Suggest the known name that is nearest to ``found``, or list all where none is near."""
+    names = list(known)
+    nearest = difflib.get_close_matches(found, names, n=1, cutoff=0.5)
+    return f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(names)}"
+
+
+def to_text(value: Any, *, quoted: bool = False) -> str:
+    """Return a value as text for a flag or, ``quoted``, for TOML."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if not quoted and isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML lets no DEL stand as it is
+
+
+_BOOLEANS = MappingProxyType(
+    {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+)
+
+
+def _from_text(default: Any, text: str) -> Any:
+    """Read a value of the type of ``default``; None when it is none."""
+    try:
+        if isinstance(default, bool):
+            return _BOOLEANS.get(text.strip().lower())
+        if isinstance(default, int):
+            return int(text)
+        if isinstance(default, float):
+            return float(text)
+    except ValueError:
+        return None
+    return text
+
+
+def _from_toml(default: Any, value: Any) -> Any:
+    """Take a TOML value that is not text; None when it has not the type of ``default``."""
+    if isinstance(default, bool) or isinstance(value, bool):
+        return value if isinstance(default, bool) and isinstance(value, bool) else None
+    if isinstance(default, float) and isinstance(value, int | float):
+        return float(value)
+    return value if isinstance(default, int) and isinstance(value, int) else None

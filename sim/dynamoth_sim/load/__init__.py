@@ -1,0 +1,1 @@
+"""What simulated applications and operators do."""

@@ -1,0 +1,1 @@
+"""For each scenario, the production code with its remedy switched off."""

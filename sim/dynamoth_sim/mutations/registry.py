@@ -1,0 +1,15 @@
+"""Every mutation, with the scenario that must fail under it."""
+
+from __future__ import annotations
+
+from dynamoth_sim.mutations import compatibility, delivery, observation, published, rights, standalone
+from dynamoth_sim.mutations.mutation import Check
+
+CHECKS: tuple[Check, ...] = (
+    *published.CHECKS,
+    *rights.CHECKS,
+    *observation.CHECKS,
+    *standalone.CHECKS,
+    *delivery.CHECKS,
+    *compatibility.CHECKS,
+)

@@ -1,0 +1,119 @@
+"""Mutations for the scenarios of servers that are alone. See ``mutations``."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import dynamoth_balancer.install.copies
+import dynamoth_balancer.install.takeover
+from dynamoth.machine.events import Send
+from dynamoth.plan.plan import Plan
+from dynamoth_balancer.install.book import PlanBook
+from dynamoth_balancer.install.lease import Lease
+from dynamoth_client.machines import standalone
+from dynamoth_client.machines.local_plan import LocalPlan
+from dynamoth_client.machines.publisher.standalone import AloneServer
+from dynamoth_client.machines.standalone import ALONE
+from dynamoth_client.machines.subscriber.routing import Routing
+from dynamoth_client.machines.subscriber.subscription import Subscription
+from dynamoth_dispatcher.machine import DispatcherMachine
+from dynamoth_sim.mutations.mutation import Check, replaced
+
+
+def no_overlap() -> AbstractContextManager[None]:
+    """Publishers leave a server that was alone as soon as they know the plan."""
+
+    def no_copy(self: AloneServer, channel: bytes, data: bytes, now: float) -> list[Any]:
+        return []
+
+    return replaced(AloneServer, copy=no_copy)
+
+
+def plan_not_looked_for() -> AbstractContextManager[None]:
+    """Publishers do not look behind their messages whether a server is still alone."""
+
+    def nothing(self: AloneServer, reply: Any) -> bool:
+        return False
+
+    return replaced(AloneServer, has_plan=nothing)
+
+
+def no_gap_for_the_alone() -> AbstractContextManager[None]:
+    """Subscribers follow a plan that has come as if nobody could have followed it before."""
+
+    def leave(self: Routing, subscription: Any) -> list[Any]:
+        return [Send(ALONE, (b"PING",), ("alone", subscription.channel))]
+
+    return replaced(Routing, _leave_alone=leave)
+
+
+def alone_at_once() -> AbstractContextManager[None]:
+    """A server where nobody is at work is taken for one alone, however lately it has started."""
+    return replaced(standalone, FRESH_S=0.0)
+
+
+def seldom_looked() -> AbstractContextManager[None]:
+    """The balancer looks as seldom as it did whether a plan is still stored."""
+    return replaced(dynamoth_balancer.install.copies, PROBE_INTERVAL_S=2.5)
+
+
+def lost_entries_not_told() -> AbstractContextManager[None]:
+    """Agents follow a plan that has lost entries, and tell nobody."""
+
+    def nothing(self: DispatcherMachine, known: Any) -> list[Any]:
+        return []
+
+    return replaced(DispatcherMachine, _ask_for_listeners=nothing)
+
+
+def ring_read_once() -> AbstractContextManager[None]:
+    """Clients follow the ring with which they began."""
+
+    def same(self: LocalPlan, stored: Any) -> bool:
+        return False
+
+    return replaced(LocalPlan, has_other_ring=same)
+
+
+def own_plan_is_the_newest() -> AbstractContextManager[None]:
+    """A balancer takes the plan of its earlier term for the newest, where servers store none."""
+
+    def complete(plan: Plan, known: Any, *, is_complete: bool = False) -> PlanBook:
+        return PlanBook(plan, known, is_complete=True)
+
+    return replaced(dynamoth_balancer.install.takeover, PlanBook=complete)
+
+
+def older_notices_are_ignored() -> AbstractContextManager[None]:
+    """Subscribers take no notice of routes that are older than theirs."""
+
+    def nothing(self: Routing, subscription: Subscription) -> list[Any]:
+        return []
+
+    return replaced(Routing, look_whether_right=nothing)
+
+
+def rivals_overlooked() -> AbstractContextManager[None]:
+    """A balancer takes the lease as soon as the key is absent, whoever else is connected."""
+    looked = Lease.replied
+
+    def no_rival(self: Lease, server: str, what: str, value: Any, now: float) -> list[Send]:
+        return looked(self, server, what, [b"", 1] if what == "balancers" else value, now)
+
+    return replaced(Lease, replied=no_rival)
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("50-alone-grows", no_overlap, "G1"),
+    Check("50-alone-grows", plan_not_looked_for, "expected"),
+    Check("51-alone-overtaken", no_gap_for_the_alone, "G5"),
+    Check("52-empty-member", alone_at_once, "expected"),
+    Check("53-flushed", seldom_looked, "expected"),
+    Check("56-flushed-beside-rival", rivals_overlooked, "expected"),
+    Check("54-flushed-without-balancer", lost_entries_not_told, "expected"),
+    Check("55-plan-lost-and-larger", ring_read_once, "G5"),
+    Check("55-plan-lost-and-larger", lost_entries_not_told, "G5"),
+    Check("66-flushed-and-older-plan", own_plan_is_the_newest, "expected"),
+    Check("67-plan-lost-and-moved", older_notices_are_ignored, "expected"),
+)

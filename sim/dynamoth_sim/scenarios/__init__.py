@@ -1,0 +1,1 @@
+"""Scripts that provoke one fault each."""

@@ -1,0 +1,93 @@
+"""Scripts about processes without the rights that they need, and about those that speak in the name of others.
+
+See ``scenarios`` for the words; ``mutations`` has what must make each of them fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from dynamoth.plan.plan import Phase, pack_entry, single
+from dynamoth.protocol.control import PlanAck, pack_control
+from dynamoth.protocol.names import BALANCER_CHANNEL, PLAN_KEY
+from dynamoth_sim.scenarios.stage import Stage
+
+FORGED = 99
+"""The incarnation of a process that is no agent."""
+
+
+def may_not_observe(stage: Stage) -> None:
+    """Case 60. The server s2 does not let its agent observe it, as its user has too few rights.
+
+    The agent acknowledges nothing, and says so: no channel leaves or joins s2, as messages of publishers with an old
+    route would be lost there. When the rights are mended, it works without a restart.
+    """
+    stage.cluster.servers["s2"].forbidden = frozenset((b"PSUBSCRIBE",))
+    stage.open()
+    channel = stage.channel_at("s2")
+    stage.subscriber("S", channel)
+    publisher = stage.publisher("P")
+    stage.publish(publisher, channel)
+    stage.cluster.change(channel, single("s1"))
+    stage.run(1.0)
+    refused = [reason for reason in stage.cluster.moves.refused if "does not observe it" in reason]
+    stage.expect("the move is refused, with the reason", len(refused) == 1, channel)
+    for _ in range(3):
+        stage.publish(publisher, channel)
+    stage.cluster.servers["s2"].forbidden = frozenset()
+    stage.wait("the agent observes", lambda: stage.cluster.servers["s2"].observed)
+    stage.run(0.5)
+    stage.move(channel, "s1")
+    stage.publish(publisher, channel)
+    stage.close(channel)
+
+
+def forged_acknowledgement(stage: Stage) -> None:
+    """Case 61. Somebody acknowledges a plan in the name of an agent that has not heard of it.
+
+    The agent's own reports show that two processes speak for the server, so neither is believed.
+    """
+    stage.open()
+    channel = stage.channel_at("s1")
+    stage.subscriber("S", channel)
+    publisher = stage.publisher("P")
+    stage.publish(publisher, channel)
+    with stage.deaf_agent("s1"):
+        stage.cluster.change(channel, single("s2"))
+        for _ in range(40):
+            plan = stage.cluster.stored_plan("s1")
+            assert plan is not None
+            forged = pack_control(PlanAck("s1", FORGED, plan.version))
+            stage.cluster.servers["s1"].inject(BALANCER_CHANNEL, forged)
+            stage.run(0.05)
+        stage.expect("the move waits for the agent itself", stage.entry(channel).phase is Phase.PREPARED, channel)
+    stage.wait_settled(channel)
+    stage.publish(publisher, channel)
+    stage.close(channel)
+
+
+def forged_entry(stage: Stage) -> None:
+    """Case 64. Somebody rewrites an entry of the plan that s1 stores, and leaves the version as it was.
+
+    The balancer finds it, and writes the plan again: so a client that reads the plan there goes where others are.
+    """
+    stage.open()
+    channel = stage.channel_at("s1")
+    stage.move(channel, "s2")
+    plan = stage.cluster.stored_plan("s1")
+    assert plan is not None
+    forged = replace(plan.entries[channel], route=replace(plan.entries[channel].route, assignment=single("s3")))
+    stage.cluster.servers["s1"].hash(PLAN_KEY)[b"c:" + channel] = pack_entry(forged)
+    stage.expect("the entry is forged", stage.entry(channel, "s1") == forged, channel)
+    stage.wait("the entry is right", lambda: stage.is_at(channel, "s2", Phase.SETTLED))
+    stage.subscriber("S", channel)
+    stage.publish(stage.publisher("P"), channel)
+    stage.close(channel)
+
+
+PLAYS: dict[str, Callable[[Stage], None]] = {
+    "60-may-not-observe": may_not_observe,
+    "61-forged-acknowledgement": forged_acknowledgement,
+    "64-forged-entry": forged_entry,
+}

@@ -1,0 +1,443 @@
+"""A model of an unmodified Redis server: what our machines use of it, as it behaves.
+
+One thread executes the commands of all connections in the order in which they arrive. Replies and pushes go out on each
+connection in the order in which they arise. PUBLISH returns the number of subscribed connections plus matching
+patterns. A connection that does not read is closed when its output buffer grows too large. Subscriptions end with their
+connection, and a restart forgets everything but what was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from dynamoth.glob import compile_glob
+from dynamoth.machine.events import CommandPart, ErrorReply
+from dynamoth.protocol.names import PLAN_KEY, PLAN_KEY_NEW
+from dynamoth_dispatcher.observation import EVERYTHING, QUIET_PATTERNS
+from dynamoth_sim.world.network import Connection, End, Packet
+from dynamoth_sim.world.redis_keys import KeySpace, Snapshot, UnknownCommand
+from dynamoth_sim.world.world import World
+
+MESSAGE_BYTES = 32
+"""What RESP3 adds to channel and data in a push to a subscriber, roughly: for the counters and output buffers."""
+
+PMESSAGE_BYTES = 40
+"""The same in a push to a subscriber of a pattern."""
+
+ACKNOWLEDGEMENT_BYTES = 30
+COMMAND_BYTES = 30
+"""What a command takes besides its last word, roughly."""
+
+OUTPUT_BUFFER_BYTES_MAX = 8 * 1024 * 1024
+"""Redis's own default soft limit for pub/sub clients; a fault profile takes a smaller one."""
+
+
+_WRITING = frozenset((b"HSET", b"HDEL", b"RENAME", b"DEL", b"SET", b"PEXPIRE"))
+_TAKES_NO_MEMORY = frozenset((b"HDEL", b"RENAME", b"DEL", b"PEXPIRE"))
+
+OUT_OF_MEMORY = "OOM command not allowed when used memory > 'maxmemory'."
+READ_ONLY = "READONLY You can't write against a read only replica."
+"""What a server says that refuses writes. Neither concerns PUBLISH."""
+
+
+class Greeting:
+    """What a server says first on a connection: the answers to HELLO and INFO of a real driver."""
+
+    __slots__ = ("run_id",)
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+
+
+class Reply:
+    """The reply to a command, with the tag that the command came with."""
+
+    __slots__ = ("tag", "value")
+
+    def __init__(self, tag: Any, value: Any) -> None:
+        self.tag = tag
+        self.value = value
+
+
+class RedisServer:
+    """One simulated Redis process, which can be stopped and started."""
+
+    def __init__(self, world: World, id_: str, url: str) -> None:
+        self._world = world
+        self.id = id_
+        self.url = url
+        self.up = True
+        self.run_id = self._new_run_id()
+        self.output_buffer_bytes_max = OUTPUT_BUFFER_BYTES_MAX
+        #: Asked how often a control message shall be delivered: 0 loses it, 2 repeats it. None leaves all alone.
+        self.meddle: Callable[[str, bytes, bytes], int] | None = None
+        #: With RESP3, a push to the publisher itself precedes the reply in Redis 6 and follows it in later versions.
+        self.reply_before_own_push = world.random.random() < 0.5
+        #: Commands that the ACL permits to nobody.
+        self.forbidden: frozenset[bytes] = frozenset()
+        #: What it says to commands that write, while it refuses them; None while it does not.
+        self.refuses_writes: str | None = None
+        self._connections: dict[int, Connection] = {}
+        self._channels: dict[bytes, dict[Connection, None]] = {}
+        self._patterns: dict[bytes, dict[Connection, None]] = {}
+        self._keys = KeySpace(lambda: world.now, Snapshot())
+        self._commands: dict[bytes, Callable[[Connection, list[bytes]], Any]] = {
+            b"PUBSUB": self._pubsub,
+            b"PING": self._ping,
+            b"CLIENT": self._client,
+            b"INFO": self._info,
+            b"CONFIG": lambda connection, words: {words[2]: b""},
+        }
+        self._started = world.now
+        self.input_bytes = 0
+        self.output_bytes = 0
+        self.commands = 0
+
+    @property
+    def observed(self) -> bool:
+        """Whether an agent is subscribed to every channel."""
+        return EVERYTHING in self._patterns or QUIET_PATTERNS[0] in self._patterns
+
+    # Life.
+
+    def stop(self, reason: str = "the server stopped", *, orderly: bool = False) -> None:
+        """End the process: every connection is lost, with what is in flight from a random point on.
+
+        ``orderly``: what was sent to clients still gets there.
+        """
+        self.up = False
+        self._world.trace.add((self._world.now, "fault", None, self.id, None, None, reason))
+        for connection in list(self._connections.values()):
+            if orderly:
+                self._forget(connection)
+                connection.to_server.ended = True
+                connection.to_client.end(reason)
+            else:
+                self.kill(connection, reason)
+        assert not self._channels and not self._patterns
+
+    def start(self, snapshot: Snapshot | None = None) -> None:
+        """Start a new process, with what a snapshot holds, else with an empty memory."""
+        assert not self.up, f"{self.id} runs already"
+        self.up = True
+        self.refuses_writes = None
+        self.run_id = self._new_run_id()
+        self._keys = KeySpace(lambda: self._world.now, snapshot or Snapshot())
+        self._started = self._world.now
+        self.input_bytes = self.output_bytes = self.commands = 0
+        restored = "empty" if snapshot is None else "restored from an old snapshot"
+        self._world.trace.add((self._world.now, "fault", None, self.id, None, None, f"the server starts, {restored}"))
+
+    def flush(self) -> None:
+        """Delete all keys (FLUSHALL)."""
+        self._keys = KeySpace(lambda: self._world.now, Snapshot())
+        self._world.trace.add((self._world.now, "fault", None, self.id, None, None, "all keys are deleted"))
+
+    def snapshot(self) -> Snapshot:
+        """Return a copy of the memory, as an RDB file would hold it: values, and when they expire."""
+        return self._keys.snapshot()
+
+    def hash(self, key: bytes) -> dict[bytes, bytes]:
+        """Return the fields of a hash, without being a client."""
+        return self._keys.hash(key)
+
+    def _new_run_id(self) -> str:
+        return f"{self._world.random.getrandbits(160):040x}"
+
+    # Connections.
+
+    def accept(self, connection: Connection) -> None:
+        """Greet a new client."""
+        self._connections[connection.id] = connection
+        connection.to_client.send(Greeting(self.run_id), 0)
+
+    def receive(self, connection: Connection, packet: Packet) -> None:
+        """Execute what has arrived."""
+        if connection.id not in self._connections:
+            return
+        for item in packet.items:
+            if type(item) is End:
+                self._forget(connection)
+                connection.to_client.end("closed")
+                return
+            args, tag = item
+            self._execute(connection, args, tag)
+
+    def kill(self, connection: Connection, reason: str) -> None:
+        """Close a connection from the server's side: nothing more is read, and some of what was sent is lost."""
+        self._forget(connection)
+        connection.to_server.ended = True
+        connection.to_client.cut(reason, 0.0)
+
+    def _forget(self, connection: Connection) -> None:
+        self._connections.pop(connection.id, None)
+        for channel in connection.channels:
+            self._remove(self._channels, channel, connection)
+        for pattern in connection.patterns:
+            self._remove(self._patterns, pattern, connection)
+        connection.channels = {}
+        connection.patterns = {}
+
+    @staticmethod
+    def _remove(table: dict[bytes, dict[Connection, None]], name: bytes, connection: Connection) -> None:
+        subscribers = table[name]
+        del subscribers[connection]
+        if not subscribers:
+            del table[name]
+
+    def _push(self, connection: Connection, message: list[Any], size: int) -> None:
+        self.output_bytes += size
+        connection.unread_bytes += size
+        connection.to_client.send(message, size)
+        if connection.unread_bytes > self.output_buffer_bytes_max and connection.id in self._connections:
+            self._world.at(self._world.now, self._overflow, connection)
+
+    def _overflow(self, connection: Connection) -> None:
+        if connection.id in self._connections:
+            reason = "the client does not read: its output buffer is full"
+            self._world.trace.add((self._world.now, "fault", connection.process, self.id, None, None, reason))
+            self.kill(connection, reason)
+
+    # Commands.
+
+    def _execute(self, connection: Connection, args: Sequence[CommandPart], tag: Any) -> None:
+        self.commands += 1
+        self.input_bytes += COMMAND_BYTES
+        words = [_to_bytes(word) for word in args]
+        name = words[0].upper()
+        if name in self.forbidden:
+            self._reply(connection, tag, ErrorReply("NOPERM this user has no permissions to run the command"))
+        elif name == b"PUBLISH":
+            self._publish(connection, words, tag)
+        elif name in _SUBSCRIBING:
+            self._subscribe(connection, name, words[1:])
+        elif name in self._commands:
+            self._reply(connection, tag, self._commands[name](connection, words))
+        elif name in _WRITING and self.refuses_writes is not None and not self._has_memory_for(name):
+            self._reply(connection, tag, ErrorReply(self.refuses_writes))
+        elif name in self._keys.commands:
+            self._trace_plan(connection, words)
+            self._reply(connection, tag, self._keys.commands[name](words))
+        else:
+            raise UnknownCommand(f"{connection.process} sends {args!r:.200}")
+
+    def _has_memory_for(self, command: bytes) -> bool:
+        """Tell whether a server that has no memory left executes a command that writes: only if it takes no more."""
+        return self.refuses_writes == OUT_OF_MEMORY and command in _TAKES_NO_MEMORY
+
+    def _trace_plan(self, connection: Connection, words: list[bytes]) -> None:
+        if words[0].upper() == b"HSET" and words[1] in (PLAN_KEY, PLAN_KEY_NEW):
+            fields = dict(zip(words[2::2], words[3::2], strict=True))
+            record = (self._world.now, "stores plan", connection.process, self.id, None, None, fields)
+            self._world.trace.add(record)
+
+    def _reply(self, connection: Connection, tag: Any, value: Any) -> None:
+        size = _reply_bytes(value)
+        self.output_bytes += size
+        if tag is not None:
+            connection.unread_bytes += size
+            connection.to_client.send(Reply(tag, value), size)
+
+    def _publish(self, connection: Connection, words: list[bytes], tag: Any) -> None:
+        _, channel, data = words
+        pushes = self._pushes(channel, data)
+        self._trace_publish(connection.process, channel, data, pushes)
+        if self.reply_before_own_push:
+            self._reply(connection, tag, len(pushes))
+        self._deliver(channel, data, pushes)
+        if not self.reply_before_own_push:
+            self._reply(connection, tag, len(pushes))
+
+    def inject(self, channel: bytes, data: bytes) -> int:
+        """Publish from nowhere: a raw message, or an old control message that comes again. Return the receivers."""
+        pushes = self._pushes(channel, data)
+        self._trace_publish(None, channel, data, pushes)
+        self._deliver(channel, data, pushes)
+        return len(pushes)
+
+    def _pushes(self, channel: bytes, data: bytes) -> list[tuple[Connection, list[Any]]]:
+        message = [b"message", channel, data]
+        pushes = [(connection, message) for connection in self._channels.get(channel, ())]
+        for pattern, subscribers in self._patterns.items():
+            if _matches(pattern, channel):
+                message = [b"pmessage", pattern, channel, data]
+                pushes += [(connection, message) for connection in subscribers]
+        return pushes
+
+    def _trace_publish(
+        self, who: str | None, channel: bytes, data: bytes, pushes: list[tuple[Connection, list[Any]]]
+    ) -> None:
+        receivers = [connection for connection, _ in pushes]
+        self._world.trace.add((self._world.now, "publishes", who, self.id, channel, data, receivers))
+
+    def _deliver(self, channel: bytes, data: bytes, pushes: list[tuple[Connection, list[Any]]]) -> None:
+        size = len(channel) + len(data)
+        self.input_bytes += size
+        for _ in range(self._copies(channel, data)):
+            for receiver, message in pushes:
+                self._push(receiver, message, size + (MESSAGE_BYTES if len(message) == 3 else PMESSAGE_BYTES))
+
+    def _copies(self, channel: bytes, data: bytes) -> int:
+        if self.meddle is None:
+            return 1
+        copies = self.meddle(self.id, channel, data)
+        if copies != 1:
+            note = "lost" if copies == 0 else f"delivered {copies} times"
+            self._world.trace.add((self._world.now, "fault", None, self.id, channel, data, note))
+        return copies
+
+    # Subscriptions.
+
+    def _subscribe(self, connection: Connection, command: bytes, names: list[bytes]) -> None:
+        by_pattern = command.startswith(b"P")
+        table = self._patterns if by_pattern else self._channels
+        joined = connection.patterns if by_pattern else connection.channels
+        if b"UNSUBSCRIBE" in command:
+            self._leave(connection, command.lower(), names, table, joined)
+        else:
+            self._join(connection, command.lower(), names, table, joined)
+
+    def _join(
+        self,
+        connection: Connection,
+        kind: bytes,
+        names: list[bytes],
+        table: dict[bytes, dict[Connection, None]],
+        joined: dict[bytes, None],
+    ) -> None:
+        for name in names:
+            joined[name] = None
+            table.setdefault(name, {})[connection] = None
+            self._acknowledge(connection, kind, name)
+
+    def _leave(
+        self,
+        connection: Connection,
+        kind: bytes,
+        names: list[bytes],
+        table: dict[bytes, dict[Connection, None]],
+        joined: dict[bytes, None],
+    ) -> None:
+        leaving: list[bytes] = names or list(joined)
+        for name in leaving:
+            if name in joined:
+                del joined[name]
+                self._remove(table, name, connection)
+            self._acknowledge(connection, kind, name)
+        if not leaving:
+            self._acknowledge(connection, kind, None)
+
+    def _acknowledge(self, connection: Connection, kind: bytes, name: bytes | None) -> None:
+        count = len(connection.channels) + len(connection.patterns)
+        self._world.trace.add((self._world.now, kind.decode(), connection.process, self.id, name, None, None))
+        self._push(connection, [kind, name, count], ACKNOWLEDGEMENT_BYTES)
+
+    def _pubsub(self, _connection: Connection, words: list[bytes]) -> Any:
+        match words[1].upper():
+            case b"NUMSUB":
+                return [part for name in words[2:] for part in (name, len(self._channels.get(name, ())))]
+            case b"NUMPAT":
+                return len(self._patterns)
+            case b"CHANNELS":
+                pattern = words[2] if len(words) > 2 else b"*"
+                return [name for name in self._channels if _matches(pattern, name)]
+            case other:
+                raise UnknownCommand(f"PUBSUB {other.decode()}")
+
+    def subscribers(self, channel: bytes) -> list[str]:
+        """Return the processes that are subscribed to ``channel`` here, as the server sees it (for tests)."""
+        return [connection.process for connection in self._channels.get(channel, ())]
+
+    def channels(self) -> list[bytes]:
+        """Return the channels that somebody is subscribed to here."""
+        return list(self._channels)
+
+    # The server itself.
+
+    def _ping(self, _connection: Connection, words: list[bytes]) -> Any:
+        return words[1] if len(words) > 1 else b"PONG"
+
+    def _client(self, connection: Connection, words: list[bytes]) -> Any:
+        match words[1].upper():
+            case b"SETNAME":
+                connection.name = words[2]
+                return b"OK"
+            case b"ID":
+                return connection.id
+            case b"LIST":
+                listed = list(self._connections.values())
+                if words[2:4] == [b"TYPE", b"pubsub"]:
+                    listed = [c for c in listed if c.channels or c.patterns]
+                return b"".join(map(_client_line, listed))
+            case other:
+                raise UnknownCommand(f"CLIENT {other.decode()}")
+
+    def _info(self, _connection: Connection, _words: list[bytes]) -> Any:
+        uptime = self._world.now - self._started
+        cpu = self.commands * 2e-6
+        memory = 1_000_000 + self._keys.size_bytes
+        lines = (
+            "# Server",
+            "redis_version:7.0.15",
+            f"run_id:{self.run_id}",
+            f"uptime_in_seconds:{int(uptime)}",
+            "# Clients",
+            f"connected_clients:{len(self._connections)}",
+            "client_recent_max_output_buffer:0",
+            "# Memory",
+            f"used_memory:{memory}",
+            "maxmemory:0",
+            "mem_clients_normal:0",
+            "# Stats",
+            f"total_commands_processed:{self.commands}",
+            f"total_net_input_bytes:{self.input_bytes}",
+            f"total_net_output_bytes:{self.output_bytes}",
+            f"pubsub_channels:{len(self._channels)}",
+            f"pubsub_patterns:{len(self._patterns)}",
+            "client_output_buffer_limit_disconnections:0",
+            "# CPU",
+            f"used_cpu_sys:{cpu / 3:.6f}",
+            f"used_cpu_user:{cpu:.6f}",
+            "",
+        )
+        return "\r\n".join(lines).encode()
+
+
+_SUBSCRIBING = frozenset((b"SUBSCRIBE", b"PSUBSCRIBE", b"UNSUBSCRIBE", b"PUNSUBSCRIBE"))
+
+
+def _to_bytes(word: CommandPart) -> bytes:
+    return word if isinstance(word, bytes) else str(word).encode()
+
+
+def _reply_bytes(value: Any) -> int:
+    """Return about what a reply takes on the wire."""
+    if isinstance(value, bytes):
+        return len(value) + 8
+    if isinstance(value, list):
+        return 5 + sum(map(_reply_bytes, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    if isinstance(value, dict):
+        return 5 + sum(_reply_bytes(key) + _reply_bytes(part) for key, part in value.items())  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return 5
+
+
+@lru_cache(100_000)
+def _matches(pattern: bytes, name: bytes) -> bool:
+    return _expression(pattern).fullmatch(name) is not None
+
+
+_expression = lru_cache(1000)(compile_glob)
+
+
+def _client_line(connection: Connection) -> bytes:
+    return b"id=%d addr=%s:%d name=%s age=0 sub=%d psub=%d omem=%d\n" % (
+        connection.id,
+        connection.process.encode(),
+        connection.id,
+        connection.name,
+        len(connection.channels),
+        len(connection.patterns),
+        connection.unread_bytes,
+    )

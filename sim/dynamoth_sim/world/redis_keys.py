@@ -1,0 +1,179 @@
+"""The key space of the simulated Redis: strings that may expire, and hashes; no more than our machines use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamoth.machine.events import ErrorReply
+
+KEY_BYTES = 100
+"""About what a key takes besides its name, for the memory that INFO tells."""
+
+WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
+
+
+class UnknownCommand(Exception):
+    """Raised when a machine sends what this model does not know: teach the model, after reading what Redis does."""
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What an RDB file would hold: values, and the times at which some expire."""
+
+    strings: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
+    hashes: dict[bytes, dict[bytes, bytes]] = field(default_factory=dict[bytes, dict[bytes, bytes]])
+    expiries: dict[bytes, float] = field(default_factory=dict[bytes, float])
+
+
+class KeySpace:
+    """The keys of one server.
+
+    Args:
+        clock: tells the time.
+        snapshot: what it begins with.
+
+    """
+
+    def __init__(self, clock: Callable[[], float], snapshot: Snapshot) -> None:
+        self._clock = clock
+        self._strings = dict(snapshot.strings)
+        self._hashes = {key: dict(fields) for key, fields in snapshot.hashes.items()}
+        self._expiries = dict(snapshot.expiries)
+        #: Name to command; each takes its words, the name included, and returns the reply.
+        self.commands: dict[bytes, Callable[[list[bytes]], Any]] = {
+            b"HSET": self._hset,
+            b"HGET": self._hget,
+            b"HMGET": self._hmget,
+            b"HGETALL": self._hgetall,
+            b"HLEN": self._hlen,
+            b"HDEL": self._hdel,
+            b"RENAME": self._rename,
+            b"DEL": self._del,
+            b"GET": self._get,
+            b"SET": self._set,
+            b"PEXPIRE": self._pexpire,
+            b"PTTL": self._pttl,
+        }
+
+    def snapshot(self) -> Snapshot:
+        """Return a copy of everything."""
+        hashes = {key: dict(fields) for key, fields in self._hashes.items()}
+        return Snapshot(dict(self._strings), hashes, dict(self._expiries))
+
+    def hash(self, key: bytes) -> dict[bytes, bytes]:
+        """Return the fields of a hash; none where there is no such key."""
+        self._expire(key)
+        return self._hashes.get(key, {})
+
+    @property
+    def size_bytes(self) -> int:
+        """About how much memory the keys take."""
+        return sum(len(key) + KEY_BYTES for key in (*self._strings, *self._hashes))
+
+    def _expire(self, key: bytes) -> None:
+        if self._expiries.get(key, float("inf")) <= self._clock():
+            self._delete(key)
+
+    def _exists(self, key: bytes) -> bool:
+        self._expire(key)
+        return key in self._strings or key in self._hashes
+
+    def _delete(self, key: bytes) -> None:
+        self._strings.pop(key, None)
+        self._hashes.pop(key, None)
+        self._expiries.pop(key, None)
+
+    # Hashes.
+
+    def _hset(self, words: list[bytes]) -> Any:
+        self._expire(words[1])
+        if words[1] in self._strings:
+            return ErrorReply(WRONG_TYPE)
+        stored = self._hashes.setdefault(words[1], {})
+        fields = dict(zip(words[2::2], words[3::2], strict=True))
+        new = sum(name not in stored for name in fields)
+        stored.update(fields)
+        return new
+
+    def _hget(self, words: list[bytes]) -> Any:
+        return self.hash(words[1]).get(words[2])
+
+    def _hmget(self, words: list[bytes]) -> Any:
+        stored = self.hash(words[1])
+        return [stored.get(name) for name in words[2:]]
+
+    def _hgetall(self, words: list[bytes]) -> Any:
+        return dict(self.hash(words[1]))
+
+    def _hlen(self, words: list[bytes]) -> Any:
+        return len(self.hash(words[1]))
+
+    def _hdel(self, words: list[bytes]) -> Any:
+        stored = self.hash(words[1])
+        removed = sum(stored.pop(name, None) is not None for name in words[2:])
+        if not stored:
+            self._delete(words[1])
+        return removed
+
+    # Any key.
+
+    def _rename(self, words: list[bytes]) -> Any:
+        _, old, new = words
+        if not self._exists(old):
+            return ErrorReply("ERR no such key")
+        self._delete(new)
+        for table in (self._strings, self._hashes, self._expiries):
+            _move(table, old, new)
+        return b"OK"
+
+    def _del(self, words: list[bytes]) -> Any:
+        there = [key for key in words[1:] if self._exists(key)]
+        for key in there:
+            self._delete(key)
+        return len(there)
+
+    def _pexpire(self, words: list[bytes]) -> Any:
+        if not self._exists(words[1]):
+            return 0
+        self._expiries[words[1]] = self._clock() + int(words[2]) / 1000
+        return 1
+
+    def _pttl(self, words: list[bytes]) -> Any:
+        if not self._exists(words[1]):
+            return -2
+        expiry = self._expiries.get(words[1])
+        return -1 if expiry is None else int((expiry - self._clock()) * 1000)
+
+    # Strings.
+
+    def _get(self, words: list[bytes]) -> Any:
+        self._expire(words[1])
+        return ErrorReply(WRONG_TYPE) if words[1] in self._hashes else self._strings.get(words[1])
+
+    def _set(self, words: list[bytes]) -> Any:
+        key, value = words[1:3]
+        options = iter(words[3:])
+        expiry: float | None = None
+        for option in options:
+            match option.upper():
+                case b"NX" | b"XX":
+                    if self._exists(key) == (option.upper() == b"NX"):
+                        return None
+                case b"PX":
+                    expiry = self._clock() + int(next(options)) / 1000
+                case b"EX":
+                    expiry = self._clock() + int(next(options))
+                case _:
+                    raise UnknownCommand(f"SET with {option!r}")
+        self._delete(key)
+        self._strings[key] = value
+        if expiry is not None:
+            self._expiries[key] = expiry
+        return b"OK"
+
+
+def _move(table: dict[bytes, Any], old: bytes, new: bytes) -> None:
+    if old in table:
+        table[new] = table.pop(old)

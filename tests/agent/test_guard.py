@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dynamoth.machine.events import ErrorReply, Replied, Send
+from dynamoth.protocol.names import AGENT_CHANNEL
+from dynamoth_agent.guard import CHECK_INTERVAL_S, AgentGuard, AlreadyRunning, GuardRefused
+
+
+def line(id_: int, name: str, age_s: int = 60) -> str:
+    """Return a line of CLIENT LIST as Redis 7.0 writes it."""
+    return (
+        f"id={id_} addr=127.0.0.1:5{id_} laddr=127.0.0.1:6379 fd=8 name={name} age={age_s} idle=0 flags=P db=0 sub=1"
+        " psub=1 ssub=0 multi=-1 qbuf=0 qbuf-free=20474 argv-mem=10 multi-mem=0 rbs=1024 rbp=0 obl=0 oll=0 omem=0"
+        " tot-mem=22426 events=r cmd=psubscribe user=default redir=-1 resp=3\n"
+    )
+
+
+def name_of(server: str, incarnation: int) -> str:
+    return AgentGuard(server, incarnation).connection_name
+
+
+class Bench:
+    """One guard, and a server whose answers are chosen."""
+
+    def __init__(self, client_id: int = 20, server: str = "s1", incarnation: int = 7) -> None:
+        self.guard = AgentGuard(server, incarnation)
+        self.client_id = client_id
+        self.agents = 1
+        self.list = ""
+        self.refused: set[bytes] = set()
+        self.sent: list[tuple[Any, ...]] = []
+        self.said: list[Any] = []
+
+    def execute(self, actions: list[Any]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                assert action.link == "local"
+                args = tuple(action.args)
+                self.sent.append(args)
+                self.execute(self.guard.replied(Replied("local", action.tag, self.answer(args))))
+            else:
+                self.said.append(action)
+
+    def answer(self, args: tuple[Any, ...]) -> Any:
+        if args[1] in self.refused:
+            return ErrorReply("NOPERM no permissions")
+        match args:
+            case (b"CLIENT", b"SETNAME", _):
+                return b"OK"
+            case (b"CLIENT", b"ID"):
+                return self.client_id
+            case (b"PUBSUB", b"NUMSUB", channel):
+                return [channel, self.agents]
+            case (b"CLIENT", b"LIST", b"TYPE", b"pubsub"):
+                return self.list.encode()
+            case _:
+                raise AssertionError(args)
+
+    def connect(self, now: float = 0.0) -> None:
+        self.execute(self.guard.introduce())
+        self.execute(self.guard.check(now))
+
+
+def test_an_agent_that_is_alone_asks_for_no_list() -> None:
+    bench = Bench()
+    bench.connect()
+    assert bench.sent == [
+        (b"CLIENT", b"SETNAME", name_of("s1", 7)),
+        (b"CLIENT", b"ID"),
+        (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL),
+    ]
+    assert bench.said == []
+
+
+def test_the_later_of_two_agents_ends_and_says_what_to_do() -> None:
+    bench = Bench(client_id=20)
+    bench.agents = 2
+    bench.list = line(3, "") + line(10, name_of("s1", 6)) + line(20, name_of("s1", 7))
+    bench.connect()
+    (said,) = bench.said
+    assert isinstance(said, AlreadyRunning)
+    for part in ("'s1'", "connection 10", "127.0.0.1:510", "60 s", "CLIENT KILL ID 10"):
+        assert part in said.reason
+
+
+def test_the_earlier_of_two_agents_stays() -> None:
+    bench = Bench(client_id=20)
+    bench.agents = 2
+    bench.list = line(20, name_of("s1", 7)) + line(30, name_of("s1", 6))
+    bench.connect()
+    assert bench.said == []
+
+
+def test_an_old_connection_of_the_same_process_is_no_other_agent() -> None:
+    bench = Bench(client_id=20)
+    bench.agents = 2
+    bench.list = line(10, name_of("s1", 7)) + line(20, name_of("s1", 7))
+    bench.connect()
+    assert bench.said == []
+
+
+def test_subscribers_that_are_no_agents_are_passed_by() -> None:
+    bench = Bench(client_id=20)
+    bench.agents = 2
+    bench.list = line(1, "") + line(2, "dynamoth-agent") + line(3, "xdynamoth-agent:s1:1") + line(4, "name=dynamoth")
+    bench.connect()
+    assert bench.said == []
+
+
+def test_the_agent_of_another_server_at_the_same_redis_is_a_mistake_in_the_configuration() -> None:
+    bench = Bench(client_id=20)
+    bench.agents = 2
+    bench.list = line(10, name_of("s 2/x", 6))
+    bench.connect()
+    (said,) = bench.said
+    assert isinstance(said, AlreadyRunning)
+    assert "'s 2/x'" in said.reason and "own URL" in said.reason
+
+
+@pytest.mark.parametrize("server", ["s1", "a b", "é:%", "x" * 64])
+def test_any_id_of_a_server_makes_a_name_that_redis_takes(server: str) -> None:
+    name = name_of(server, 2**63 - 1)
+    assert all("!" <= character <= "~" for character in name)
+    bench = Bench(client_id=20, server=server)
+    bench.agents = 2
+    bench.list = line(10, name)
+    bench.connect()
+    assert repr(server) in bench.said[0].reason
+
+
+def test_it_looks_again_now_and_then() -> None:
+    """Two agents that started at once may each have been alone when they looked."""
+    bench = Bench(client_id=20)
+    bench.connect(now=100.0)
+    assert bench.guard.deadline() == 100.0 + CHECK_INTERVAL_S
+    bench.execute(bench.guard.tick(100.0 + CHECK_INTERVAL_S / 2))
+    assert len(bench.sent) == 3
+    bench.agents = 2
+    bench.list = line(10, name_of("s1", 6))
+    bench.execute(bench.guard.tick(100.0 + CHECK_INTERVAL_S))
+    assert isinstance(bench.said[0], AlreadyRunning)
+    assert bench.guard.deadline() == 100.0 + 2 * CHECK_INTERVAL_S
+
+
+def test_while_the_link_is_down_it_does_not_look() -> None:
+    bench = Bench()
+    bench.connect()
+    bench.guard.link_down()
+    assert bench.guard.deadline() is None
+    assert bench.guard.tick(1e9) == []
+
+
+@pytest.mark.parametrize("refused", [b"SETNAME", b"ID", b"NUMSUB", b"LIST"])
+def test_a_server_that_refuses_is_said_once(refused: bytes) -> None:
+    bench = Bench()
+    bench.agents = 2
+    bench.refused.add(refused)
+    bench.connect()
+    bench.connect()
+    (said,) = bench.said
+    assert isinstance(said, GuardRefused)
+    assert "NOPERM" in said.reason and "permit" in said.reason
+
+
+@pytest.mark.parametrize("garbage", [None, b"x", 5, [], [b"a"], {b"a": 1}])
+@pytest.mark.parametrize("subject", ["name", "id", "count", "list"])
+def test_no_answer_makes_it_raise(subject: str, garbage: Any) -> None:
+    guard = AgentGuard("s1", 1)
+    actions = guard.replied(Replied("local", ("guard", subject), garbage))
+    assert all(isinstance(action, Send) for action in actions)

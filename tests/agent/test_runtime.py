@@ -1,0 +1,417 @@
+"""The agent as it runs: real Redis servers, and real processes where it is about signals and exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import hiredis
+import pytest
+
+from dynamoth.errors import ConfigError
+from dynamoth.plan.plan import Plan, Server
+from dynamoth.protocol.envelope import seal
+from dynamoth.protocol.names import AGENT_CHANNEL, BALANCER_CHANNEL
+from dynamoth.protocol.reports import Report, unpack_report
+from dynamoth.protocol.stored_plan import write_whole
+from dynamoth_agent.process.runtime import EXIT_REFUSED, EXIT_STOPPED, AgentConfig, run_agent
+from dynamoth_cli.local.embedded import EmbeddedRedis
+from dynamoth_link.link import Link
+from dynamoth_link.options import LinkOptions
+from tests.redis_servers import RedisServerFactory
+
+PATIENCE_S = 20.0
+
+HASTY = LinkOptions(
+    ping_interval_s=0.2, ping_timeout_s=0.5, backoff_s_min=0.01, backoff_s_max=0.05, close_timeout_s=0.2
+)
+
+
+def config(server: EmbeddedRedis, **fields: Any) -> AgentConfig:
+    known: dict[str, Any] = {
+        "server": "s1",
+        "url": server.url,
+        "outgoing_bytes_per_s_max": 1_000_000,
+        "report_interval_s": 0.1,
+        "link": HASTY,
+    }
+    return AgentConfig(**{**known, **fields})
+
+
+def command(server: EmbeddedRedis, *words: bytes | str | int) -> Any:
+    """Send one command over a connection of its own."""
+    reader = hiredis.Reader(notEnoughData=...)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
+        parts = [word if isinstance(word, bytes) else str(word).encode() for word in words]
+        connection.sendall(b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(p), p) for p in parts))
+        while (reply := reader.gets()) is ...:
+            reader.feed(connection.recv(65536))
+    return reply
+
+
+def store_plan(server: EmbeddedRedis) -> None:
+    for words in write_whole(Plan.initial([Server("s1", server.url)]), None):
+        command(server, *(word if isinstance(word, bytes) else str(word) for word in words))
+
+
+def agents(server: EmbeddedRedis) -> int:
+    count = command(server, "PUBSUB", "NUMSUB", AGENT_CHANNEL)[1]
+    assert isinstance(count, int)
+    return count
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def total(column: tuple[int, ...]) -> int:
+    return sum(column)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110  # other processes make it true
+            await asyncio.sleep(0.005)
+
+
+async def get(port: int, path: str) -> tuple[int, str]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"GET {path} HTTP/1.1\r\n\r\n".encode())
+    answer = (await reader.read()).decode()
+    writer.close()
+    return int(answer.split(" ")[1]), answer.partition("\r\n\r\n")[2]
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(3 * PATIENCE_S):
+            await main()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, f"tasks left behind: {left}"
+
+    asyncio.run(bounded())
+
+
+@asynccontextmanager
+async def running(agent: AgentConfig) -> AsyncGenerator[asyncio.Task[int]]:
+    stop = asyncio.Event()
+    task = asyncio.create_task(run_agent(agent, stop))
+    try:
+        yield task
+    finally:
+        stop.set()
+        await task
+
+
+class Listener:
+    """What the balancer does: hears the reports at a server."""
+
+    def __init__(self, server: EmbeddedRedis) -> None:
+        self.reports: list[Report] = []
+        self.pushes: list[list[Any]] = []
+        self._link = Link(server.url, on_up=self._up, on_down=lambda reason: None, on_pushes=self._take, options=HASTY)
+
+    def _up(self, run_id: str | None) -> None:
+        self._link.send((b"SUBSCRIBE", BALANCER_CHANNEL))
+
+    def _take(self, pushes: list[list[Any]]) -> None:
+        for push in pushes:
+            self.pushes.append(push)
+            if push[:2] == [b"message", BALANCER_CHANNEL] and push[2][1] == 12:
+                self.reports.append(unpack_report(push[2]))
+
+    async def __aenter__(self) -> Listener:
+        self._link.start()
+        await until(lambda: self.pushes)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._link.close()
+
+    async def next_report(self, condition: Callable[[Report], object] = lambda report: True) -> Report:
+        """Return the next report, from now on, for which the condition holds."""
+        start = len(self.reports)
+        await until(lambda: any(condition(report) for report in self.reports[start:]))
+        return next(report for report in self.reports[start:] if condition(report))
+
+
+def test_an_agent_measures_a_real_server(redis_server: EmbeddedRedis) -> None:
+    store_plan(redis_server)
+
+    async def main() -> None:
+        async with running(config(redis_server)), Listener(redis_server) as listener:
+            report = await listener.next_report(lambda report: report.plan_version == 0)
+            assert not report.outgoing_is_estimate
+            assert report.connections_max > 0 and report.memory_bytes > 0 and report.connections >= 2
+
+            subscriber = Listener(redis_server)
+            async with subscriber:
+                link = subscriber._link  # pyright: ignore[reportPrivateUsage]
+                link.send((b"SUBSCRIBE", b"world"))
+                await until(lambda: [b"subscribe", b"world", 2] in subscriber.pushes)
+                payload = bytes(10_000)
+                for sequence in range(50):
+                    link.send((b"PUBLISH", b"world", seal(7, sequence, 0, payload)))
+                    link.send((b"PUBLISH", b"world", payload))
+                await until(lambda: sum(push[:2] == [b"message", b"world"] for push in subscriber.pushes) == 100)
+                reports = listener.reports
+                await until(lambda: sum(total(r.columns.publications) for r in reports) == 100)
+            seen = [r for r in reports if total(r.columns.publications)]
+            assert max(r.columns.publishers[0] for r in seen) == 1
+            assert sum(r.columns.messages_sent[0] for r in seen) == 100
+            sent = sum(r.columns.bytes_out[0] for r in seen)
+            assert 1_000_000 < sent < 1_010_000
+            # What Redis says it has sent, without the agent's copy, is what the channel accounts for.
+            measured = sum(r.outgoing_bytes_per_s * r.interval_s for r in reports)
+            assert 0.9 * sent < measured < 1.3 * sent
+            assert max(r.observation_lag_s for r in reports) < PATIENCE_S
+
+    run(main)
+
+
+@pytest.mark.parametrize("user", ["", "nobody@"])
+def test_a_url_that_cannot_be_used_is_refused_at_once(user: str) -> None:
+    with pytest.raises(ConfigError):
+        AgentConfig(server="s1", url=f"http://{user}x", outgoing_bytes_per_s_max=1)
+    with pytest.raises(ConfigError, match="outgoing_bytes_per_s_max"):
+        AgentConfig(server="s1", url="redis://x", outgoing_bytes_per_s_max=0)
+
+
+def test_http_tells_whether_it_is_ready(redis_server: EmbeddedRedis) -> None:
+    port = free_port()
+
+    async def main() -> None:
+        async with running(config(redis_server, http_port=port)) as task:
+            await until(lambda: agents(redis_server) == 1)
+            assert (await get(port, "/healthz"))[0] == 200
+            status, text = await get(port, "/readyz")
+            assert status == 503 and "balancer" in text
+            store_plan(redis_server)
+            async with asyncio.timeout(PATIENCE_S):
+                while (await get(port, "/readyz"))[0] != 200:  # noqa: ASYNC110  # it is asked from outside
+                    await asyncio.sleep(0.01)
+            status, text = await get(port, "/metrics")
+            assert status == 200
+            assert 'dynamoth_agent_link_up{server="s1"} 1.0' in text
+            redis_server.kill()
+            async with asyncio.timeout(PATIENCE_S):
+                while "no connection" not in (await get(port, "/readyz"))[1]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert not task.done()
+
+    run(main)
+
+
+def test_a_port_that_is_taken_is_a_configuration_error(redis_server: EmbeddedRedis) -> None:
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="http_port"):
+            await run_agent(config(redis_server, http_port=taken.getsockname()[1]))
+
+    run(main)
+
+
+def text_of(record: logging.LogRecord) -> str:
+    return f"{record.getMessage()}: {vars(record)['cause']}"
+
+
+def is_told(record: logging.LogRecord) -> bool:
+    """Tell whether a warning is about what the test does, and not about the settings of the bundled server."""
+    return record.getMessage() != "a setting of the server does harm"
+
+
+def test_it_waits_for_its_server_and_says_so_once(
+    redis_server_factory: RedisServerFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = redis_server_factory()
+    server.kill()
+
+    def said() -> list[str]:
+        return [text_of(record) for record in caplog.records if record.levelno == logging.WARNING and is_told(record)]
+
+    async def main() -> None:
+        async with running(config(server)):
+            await until(said)
+            await asyncio.sleep(0.3)  # some more attempts, about ten
+            assert len(said()) == 1 and "connection refused: start the server" in said()[0]
+            server.restart()
+            await until(lambda: agents(server) == 1)
+
+    with caplog.at_level(logging.INFO, "dynamoth.agent"):
+        run(main)
+    assert "connected" in [record.getMessage() for record in caplog.records]
+
+
+def test_a_restarted_server_is_observed_again_and_the_blind_time_is_reported(redis_server: EmbeddedRedis) -> None:
+    store_plan(redis_server)
+
+    async def main() -> None:
+        async with running(config(redis_server)):
+            async with Listener(redis_server) as listener:
+                await listener.next_report()
+            redis_server.kill()
+            redis_server.restart()
+            async with Listener(redis_server) as listener:
+                report = await listener.next_report()
+            assert 0 < report.blind_s < PATIENCE_S
+            assert report.load_ratio < 1  # the counters of the new process are not compared with the old ones
+
+    run(main)
+
+
+def test_a_lost_connection_is_blind_time_too_and_no_second_agent(redis_server: EmbeddedRedis) -> None:
+    store_plan(redis_server)
+
+    async def main() -> None:
+        async with running(config(redis_server)) as task, Listener(redis_server) as listener:
+            await listener.next_report()
+            command(redis_server, "CLIENT", "KILL", "TYPE", "pubsub", "SKIPME", "yes")
+            await listener.next_report(lambda report: report.blind_s > 0)
+            assert not task.done()
+            assert agents(redis_server) == 1
+
+    run(main)
+
+
+def test_the_second_agent_of_a_server_ends(redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with running(config(redis_server)) as first:
+            await until(lambda: agents(redis_server) == 1)
+            assert await run_agent(config(redis_server)) == EXIT_REFUSED
+            await until(lambda: agents(redis_server) == 1)
+            assert not first.done()
+
+    run(main)
+    (error,) = [text_of(record) for record in caplog.records if record.levelno == logging.ERROR]
+    assert "another agent of server 's1' is at work already" in error
+
+
+def test_without_permission_to_list_clients_it_works_and_says_so(
+    redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    rules = ["on", ">secret", "allkeys", "allchannels", "+@all", "-info", "-client"]
+    command(redis_server, "ACL", "SETUSER", "agent", *rules)
+    store_plan(redis_server)
+    restricted = LinkOptions(username="agent", password="secret", backoff_s_max=0.1)
+
+    async def main() -> None:
+        async with running(config(redis_server, link=restricted)), Listener(redis_server) as listener:
+            report = await listener.next_report()
+            assert report.outgoing_is_estimate
+
+    run(main)
+    warnings = [text_of(record) for record in caplog.records if record.levelno == logging.WARNING and is_told(record)]
+    assert any("one agent per server" in warning and "NOPERM" in warning for warning in warnings)
+
+
+def test_a_wrong_password_is_said_and_tried_again(
+    redis_server_factory: RedisServerFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = redis_server_factory(password="right")
+    wrong = server.url.replace("right", "wrong")
+
+    async def main() -> None:
+        async with running(config(server, url=wrong)) as task:
+            await until(lambda: any("wrong password" in text_of(record) for record in caplog.records))
+            assert not task.done()
+
+    run(main)
+    assert "right" not in caplog.text and ":wrong@" not in caplog.text
+
+
+def test_a_machine_that_raises_ends_the_process_with_another_code(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> list[Any]:
+        raise RuntimeError("broken on purpose")
+
+    async def main() -> None:
+        monkeypatch.setattr("dynamoth_lla.machine.LoadAnalyzer.handle", broken)
+        assert await run_agent(config(redis_server)) == 1
+
+    run(main)
+    assert "broken on purpose" in caplog.text
+
+
+# Real processes.
+
+AGENT = """
+import sys
+from dynamoth_daemon.logs import configure_logging
+from dynamoth_agent.process.runtime import AgentConfig, run
+configure_logging("info", "json")
+sys.exit(run(AgentConfig(server="s1", url=sys.argv[1], outgoing_bytes_per_s_max=1000, report_interval_s=0.1)))
+"""
+
+
+@contextmanager
+def agent_process(server: EmbeddedRedis) -> Generator[subprocess.Popen[str]]:
+    roots = [str(Path(path).resolve()) for path in sys.path if path]
+    process = subprocess.Popen(
+        [sys.executable, "-c", AGENT, server.url],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(roots)},
+    )
+    try:
+        with process:
+            yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+
+
+def wait_for(process: subprocess.Popen[str], message: str) -> None:
+    """Read the process' log up to a message; each line must be JSON."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if json.loads(line)["message"] == message:
+            return
+    raise AssertionError(f"the agent ended and did not say {message!r}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_process_cleanly(redis_server: EmbeddedRedis, number: signal.Signals) -> None:
+    with agent_process(redis_server) as process:
+        wait_for(process, "connected")
+        process.send_signal(number)
+        _, rest = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == EXIT_STOPPED
+        entries = [json.loads(line) for line in rest.splitlines()]
+        assert entries[-1]["message"] == "the agent has ended"
+        assert not [entry for entry in entries if entry["level"] in ("error", "critical")]
+    assert agents(redis_server) == 0
+
+
+def test_two_processes_for_one_server(redis_server: EmbeddedRedis) -> None:
+    with agent_process(redis_server) as first:
+        wait_for(first, "connected")
+        with agent_process(redis_server) as second:
+            _, log = second.communicate(timeout=PATIENCE_S)
+            assert second.returncode == EXIT_REFUSED
+            assert "stop the other first" in log
+        assert first.poll() is None
+        first.terminate()
+        first.communicate(timeout=PATIENCE_S)
+        assert first.returncode == EXIT_STOPPED
+
+
+def test_an_agent_takes_over_from_one_that_was_killed(redis_server: EmbeddedRedis) -> None:
+    with agent_process(redis_server) as first:
+        wait_for(first, "connected")
+        first.kill()
+    with agent_process(redis_server) as second:
+        wait_for(second, "connected")
+        second.terminate()
+        second.communicate(timeout=PATIENCE_S)
+        assert second.returncode == EXIT_STOPPED
