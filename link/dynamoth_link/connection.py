@@ -1,109 +1,26 @@
-"""One connection that speaks RESP: bytes to replies and pushes, commands to bytes.
+"""One connection to one server: RESP over a transport of an event loop, with liveness and a bound on unwritten bytes.
 
 Theory of operation
 -------------------
-Commands are matched with their replies by order alone: Redis answers each command once, in the order of the
-connection. ``_pending`` holds, oldest first, what waits for an answer.
-
-Subscription commands are the exception. They are answered by one push per channel, or by a single error when
-the server refuses the whole command, so they wait in ``_pending`` with the number of pushes they are owed. A
-push takes part in the matching only if its kind is what the *oldest* pending command is owed; all others
-(messages, and what a server pushes by itself) pass by. So a reply can never be taken for another command's.
-
-Pushes are handed on in batches, as many as one read brought with no reply between them, because a call per
-message costs more than parsing it.
-
-A command that is sent while no other waits for its reply leaves at once. All others that are sent within one turn of
-the event loop leave in one write at its end: commands are pipelined without anybody asking for it.
-
-Not supported, because they break the one-answer rule: MULTI around subscriptions, MONITOR, CLIENT REPLY,
-RESET.
+What commands and answers mean is :class:`dynamoth_link.resp.Resp`'s. A command that is sent while no other waits for
+its reply leaves at once. All others that are sent within one turn of the event loop leave in one write at its end:
+commands are pipelined without anybody asking for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import groupby, takewhile
-from typing import Any, cast, final
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, cast
 
-import hiredis
-
-from dynamoth.machine.events import CommandPart, ErrorReply
+from dynamoth.machine.events import CommandPart
 from dynamoth_link import errors
 from dynamoth_link.liveness import Liveness, Verdict, unacknowledged_bytes
 from dynamoth_link.options import LinkOptions
+from dynamoth_link.resp import FEED_BYTES, LARGE_BYTES, OnPushes, OnReplies, OnReply, Packed, Resp, Violation
 from dynamoth_link.urls import ServerAddress
-
-OnReply = Callable[[Any], None]
-"""Takes the reply to one command; an ``ErrorReply`` when the server refused it."""
-
-OnReplies = Callable[[list[Any]], None]
-"""Takes replies to consecutive commands, at least one, in order; an ``ErrorReply`` for each that was refused."""
-
-OnPushes = Callable[[list[list[Any]]], None]
-"""Takes consecutive pushes, at least one, as RESP3 lists."""
-
-READER_BUFFER_BYTES_MAX = 1024 * 1024
-"""hiredis frees its buffer whenever it is empty and larger than this. Its default of 16 KiB would mean an
-allocation for each large read; reads bring up to 256 KiB."""
-
-FEED_BYTES = 32 * 1024
-"""hiredis is given so much at a time: it takes several times longer per message where its buffer is large. asyncio's
-own transports read no more at once, as they make an object of that size for each read."""
-
-LARGE_BYTES = 1024 * 1024
-"""What is larger than this is written by itself, from where it is: to join it to others would copy it once more."""
-
-_SUBSCRIPTIONS: dict[CommandPart, bytes] = {
-    name: kind
-    for kind in (b"subscribe", b"psubscribe", b"ssubscribe", b"unsubscribe", b"punsubscribe", b"sunsubscribe")
-    for name in (kind.upper(), kind.decode().upper())
-}
-"""The commands that pushes answer, and the kind of these pushes."""
-
-_HEADS = [b"\r\n$%d\r\n" % size for size in range(1024)]
-"""What comes before a part of a command, by the size of the part: looking it up is faster than formatting."""
-
-_hiredis_pack = cast("Callable[[tuple[CommandPart, ...]], bytes]", hiredis.pack_command)
-
-
-def _pack(args: tuple[CommandPart, ...]) -> bytes:
-    """Return a command as RESP. Raises TypeError for a part that is not a CommandPart.
-
-    hiredis is not given numbers: it crashes when the handler of a signal raises while it asks Python for their text.
-    """
-    return _hiredis_pack(tuple([str(part) if isinstance(part, (int, float)) else part for part in args]))
-
-
-_NOT_ENOUGH_DATA = object()
-
-_Push = hiredis.PushNotification
-_ONLY_PUSHES: set[type] = {_Push}
-
-
-@final
-class _Subscribing:
-    """A subscription command that waits for its pushes."""
-
-    __slots__ = ("kind", "missing", "on_reply")
-
-    def __init__(self, kind: bytes, missing: int, on_reply: OnReply | None) -> None:
-        self.kind = kind
-        self.missing = missing
-        self.on_reply = on_reply
-
-
-@final
-class _Run:
-    """Commands that were sent together, and how many of their replies are missing."""
-
-    __slots__ = ("missing", "on_replies")
-
-    def __init__(self, missing: int, on_replies: OnReplies) -> None:
-        self.missing = missing
-        self.on_replies = on_replies
 
 
 class Connection(asyncio.Protocol):
@@ -121,19 +38,14 @@ class Connection(asyncio.Protocol):
         "_closed",
         "_ended",
         "_flush_scheduled",
-        "_gets",
         "_liveness",
         "_loop",
-        "_on_pushes",
         "_open",
         "_options",
         "_output",
         "_output_bytes",
-        "_pack",
-        "_pending",
-        "_reader",
         "_reading",
-        "_subscribing",
+        "_resp",
         "_time",
         "_timer",
         "_tolerated_bytes",
@@ -145,28 +57,19 @@ class Connection(asyncio.Protocol):
     def __init__(self, address: ServerAddress, options: LinkOptions, on_pushes: OnPushes) -> None:
         self._address = address
         self._options = options
-        self._on_pushes = on_pushes
         self._loop = asyncio.get_running_loop()
+        self._resp = Resp(on_pushes, partial(_report_bug, self._loop, address))
         self._time = self._loop.time
-        self._reader = hiredis.Reader(replyError=ErrorReply, notEnoughData=_NOT_ENOUGH_DATA)
-        self._reader.setmaxbuf(READER_BUFFER_BYTES_MAX)
-        self._gets = self._reader.gets
         self._transport: asyncio.Transport | None = None
         #: From ``connection_made`` until the connection is lost or closed by whichever side.
         self._open = False
         #: Once true, never again open: nothing more is read, written or called.
         self._ended = False
-        #: What has been sent and not been answered, oldest first.
-        self._pending: deque[OnReply | _Subscribing | _Run | None] = deque()
-        #: How many of ``_pending`` are ``_Subscribing``: while there are none, pushes need no look at their
-        #: kind.
-        self._subscribing = 0
         #: Packed commands of this turn, and their size. Not empty exactly while a flush is scheduled.
-        self._output: list[bytes | memoryview] = []
+        self._output: list[Packed] = []
         self._output_bytes = 0
         self._flush_scheduled = False
-        #: How much may wait to be taken by the operating system, after a write that was larger than what may at other
-        #: times.
+        #: Bound of the bytes that wait for the operating system, after a write that was itself above the usual bound.
         self._tolerated_bytes = 0
         self._reading = True
         self._liveness = Liveness(options.ping_interval_s, options.ping_timeout_s, self._time())
@@ -211,19 +114,7 @@ class Connection(asyncio.Protocol):
         """
         if not self._open:
             return False
-        if not args:
-            raise ValueError("a command has at least its name")
-        packed = _packed_alone(args)
-        name = args[0]
-        kind = _SUBSCRIPTIONS.get(name.upper()) if name != b"PUBLISH" and isinstance(name, (bytes, str)) else None
-        if kind is None:
-            self._pending.append(on_reply)
-        else:
-            if len(args) == 1:
-                raise ValueError(f"{name!r} needs at least one channel: how many pushes answer it is unknown")
-            self._pending.append(_Subscribing(kind, len(args) - 1, on_reply))
-            self._subscribing += 1
-        self._put(packed)
+        self._put(self._resp.pack(args, on_reply))
         return True
 
     def send_all(self, commands: Sequence[Sequence[CommandPart]], on_replies: OnReplies) -> bool:
@@ -234,16 +125,15 @@ class Connection(asyncio.Protocol):
         """
         if not self._open:
             return False
-        packed = _packed(commands)
-        self._pending.append(_Run(len(commands), on_replies))
+        packed = self._resp.pack_all(commands, on_replies)
         self._output.append(packed)
         self._output_bytes += len(packed)
         self._flush()  # whoever sends many together has waited for them already
         return True
 
-    def _put(self, packed: bytes | memoryview) -> None:
-        """Write what was put into ``_pending`` just now."""
-        if len(self._pending) == 1 and not self._flush_scheduled:
+    def _put(self, packed: Packed) -> None:
+        """Write a command that was packed just now."""
+        if len(self._resp.pending) == 1 and not self._flush_scheduled:
             self._write(packed)  # nothing is under way that it could be joined to
             return
         self._output.append(packed)
@@ -275,7 +165,7 @@ class Connection(asyncio.Protocol):
 
     def hand_over(self, on_pushes: OnPushes) -> None:
         """Give all further pushes to another owner."""
-        self._on_pushes = on_pushes
+        self._resp.on_pushes = on_pushes
 
     def watch(self) -> None:
         """Begin to send PING when nothing comes, and to give up when even its answer does not come."""
@@ -330,7 +220,8 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin."""
         self._transport = cast("asyncio.Transport", transport)
-        if hasattr(transport, "max_size"):  # an attribute of asyncio's that its documentation does not mention
+        if hasattr(transport, "max_size"):
+            # An attribute of asyncio's that its documentation does not mention: each read makes an object of that size.
             cast("Any", transport).max_size = FEED_BYTES
         if self._ended:  # aborted while the socket was being connected
             self._transport.abort()
@@ -342,52 +233,10 @@ class Connection(asyncio.Protocol):
         if not self._open:
             return
         self._liveness.heard_at = self._time()
-        if len(data) <= FEED_BYTES:
-            self._reader.feed(data)
-            self._parse()
-            return
-        for start in range(0, len(data), FEED_BYTES):
-            self._reader.feed(data, start, min(FEED_BYTES, len(data) - start))
-            if not self._parse():
-                return
-
-    def _parse(self) -> bool:
-        """Hand on everything that has come in full; False when the connection is not open any more."""
-        items: list[Any] = []
-        fault = ""
         try:
-            items.extend(iter(self._gets, _NOT_ENOUGH_DATA))
-        except hiredis.ProtocolError as error:  # what came before is in the list
-            fault = str(error)
-        if not self._subscribing and items and type(items[0]) is _Push and set(map(type, items)) == _ONLY_PUSHES:
-            self._hand_on(items)
-        else:
-            self._tell_apart(items)
-        if fault:
-            self._lose(errors.violation(self._address, fault))
-        return self._open
-
-    def _tell_apart(self, items: list[Any]) -> None:
-        """Hand on consecutive pushes, consecutive replies to what was sent together, and other replies one by one."""
-        begin = 0
-        while begin < len(items) and self._open:
-            first = items[begin]
-            if type(first) is _Push:
-                some = list(takewhile(_is_push, items[begin:]))
-                for push in some:
-                    if self._subscribing:
-                        self._take_acknowledgement(push)
-                self._hand_on(some)
-                begin += len(some)
-            elif self._pending and isinstance(run := self._pending[0], _Run):
-                some = items[begin : begin + run.missing]
-                if _Push in map(type, some):
-                    some = list(takewhile(_is_reply, some))
-                self._take_replies(run, some)
-                begin += len(some)
-            else:
-                self._take_reply(first)
-                begin += 1
+            self._resp.feed(data)
+        except Violation as error:
+            self._lose(errors.violation(self._address, str(error)))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End, from the other side or because of our own ``close``."""
@@ -398,55 +247,6 @@ class Connection(asyncio.Protocol):
                 self._lose(errors.diagnose_exception(self._address, exc))
         if not self._closed.done():
             self._closed.set_result(None)
-
-    # Reading.
-
-    def _hand_on(self, pushes: list[list[Any]]) -> None:
-        try:
-            self._on_pushes(pushes)
-        except Exception as error:
-            self._report(error, "on_pushes")
-
-    def _take_replies(self, run: _Run, values: list[Any]) -> None:
-        """Hand on replies to the oldest of what is pending."""
-        run.missing -= len(values)
-        if not run.missing:
-            self._pending.popleft()
-        try:
-            run.on_replies(values)
-        except Exception as error:
-            self._report(error, "on_replies")
-
-    def _take_acknowledgement(self, push: list[Any]) -> None:
-        oldest = self._pending[0]
-        if isinstance(oldest, _Subscribing) and push and push[0] == oldest.kind:
-            oldest.missing -= 1
-            if oldest.missing == 0:
-                self._pending.popleft()
-                self._subscribing -= 1
-
-    def _take_reply(self, reply: Any) -> None:
-        """Hand one reply on."""
-        if not self._pending:
-            self._lose(errors.violation(self._address, f"a reply that nobody asked for: {reply!r:.200}"))
-            return
-        on_reply = self._pending.popleft()
-        assert not isinstance(on_reply, _Run), "its replies are taken by _tell_apart"
-        if isinstance(on_reply, _Subscribing):
-            self._subscribing -= 1
-            if type(reply) is not ErrorReply:
-                kind = on_reply.kind.decode()
-                self._lose(errors.violation(self._address, f"{kind} was answered with {reply!r:.200}"))
-                return
-            on_reply = on_reply.on_reply
-        if on_reply is not None:
-            try:
-                on_reply(reply)
-            except Exception as error:
-                self._report(error, "on_reply")
-
-    def _report(self, error: Exception, callback: str) -> None:
-        report_exception(self._loop, error, f"{callback} of the link to {self._address.redacted()}")
 
     # Writing.
 
@@ -465,7 +265,7 @@ class Connection(asyncio.Protocol):
                 if self._open:
                     self._write(packed)
 
-    def _write(self, data: bytes | memoryview) -> None:
+    def _write(self, data: Packed) -> None:
         """Write to the open connection, behind what was written before."""
         transport = self._transport
         assert transport is not None, "open without a transport"
@@ -522,70 +322,20 @@ class Connection(asyncio.Protocol):
     def _end(self) -> None:
         self._open = False
         self._ended = True
-        self._pending.clear()
+        self._resp.close()
         self._output.clear()
         self._output_bytes = 0
-        self._subscribing = 0
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
 
-def _is_push(item: Any) -> bool:
-    return type(item) is _Push
-
-
-def _is_reply(item: Any) -> bool:
-    return type(item) is not _Push
-
-
-def _is_large(packed: bytes | memoryview) -> bool:
+def _is_large(packed: Packed) -> bool:
     return len(packed) > LARGE_BYTES
 
 
-def _packed_alone(args: Sequence[CommandPart]) -> bytes | memoryview:
-    """Return one command as RESP. Raises TypeError for a part that is not a CommandPart."""
-    if len(args) == 3:
-        head = _HEADS
-        name, first, second = cast("Sequence[bytes]", args)
-        try:  # thrice as fast for short parts
-            return b"".join((b"*3", head[len(name)], name, head[len(first)], first, head[len(second)], second, b"\r\n"))
-        except (IndexError, TypeError):  # some are not of that kind
-            if type(args[2]) is bytes and len(args[2]) > LARGE_BYTES:
-                return _packed_large(args[:2], args[2])
-    return _pack(tuple(args))
-
-
-def _packed_large(first_parts: Sequence[CommandPart], last: bytes) -> memoryview:
-    """Return a command with a large last part: hiredis would copy that twice, and transports what they write."""
-    begin = _pack((*first_parts, b"")).removesuffix(b"$0\r\n\r\n")
-    return memoryview(b"".join((begin, b"$%d\r\n" % len(last), last, b"\r\n")))
-
-
-def _packed(commands: Sequence[Sequence[CommandPart]]) -> bytes | memoryview:
-    """Return commands as RESP. Raises TypeError for a part that is not a CommandPart."""
-    try:
-        return _packed_short(cast("Sequence[tuple[bytes, bytes, bytes]]", commands))
-    except (IndexError, TypeError, ValueError):  # some are not of that kind
-        return memoryview(b"".join([_pack(tuple(args)) for args in commands]))
-
-
-def _packed_short(commands: Sequence[tuple[bytes, bytes, bytes]]) -> bytes:
-    """Return commands of three short parts, as nearly all are PUBLISHes: twice as fast as packing them one by one.
-
-    Raises IndexError, TypeError or ValueError for others.
-    """
-    head = _HEADS
-    chunks: list[bytes] = []
-    add = chunks.extend
-    last_name = last_first = None
-    begin = b""
-    for name, first, second in commands:
-        if first is not last_first or name is not last_name:  # many in a row are on one channel
-            last_name, last_first = name, first
-            begin = b"".join((b"*3", head[len(name)], name, head[len(first)], first))
-        add((begin, head[len(second)], second, b"\r\n"))
-    return b"".join(chunks)
+def _report_bug(loop: asyncio.AbstractEventLoop, address: ServerAddress, error: Exception, callback: str) -> None:
+    report_exception(loop, error, f"{callback} of the link to {address.redacted()}")
 
 
 def report_exception(loop: asyncio.AbstractEventLoop, error: BaseException, where: str) -> None:

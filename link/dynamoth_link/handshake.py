@@ -11,9 +11,10 @@ from typing import Any, cast
 
 from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth_link import errors
-from dynamoth_link.connection import Connection, OnPushes
+from dynamoth_link.connection import Connection
 from dynamoth_link.credentials import DEFAULT_USER, Login
 from dynamoth_link.options import LinkOptions
+from dynamoth_link.resp import OnPushes
 from dynamoth_link.urls import ServerAddress
 
 VERSION_MIN = (6, 2)

@@ -17,9 +17,10 @@ from typing import Any
 from dynamoth.machine.events import CommandPart
 from dynamoth_link import errors
 from dynamoth_link.backoff import Doubling, Pauses
-from dynamoth_link.connection import Connection, OnPushes, OnReplies, OnReply, report_exception
+from dynamoth_link.connection import Connection, report_exception
 from dynamoth_link.handshake import open_connection
 from dynamoth_link.options import LinkOptions
+from dynamoth_link.resp import OnPushes, OnReplies, OnReply
 from dynamoth_link.urls import ServerAddress, parse_server_url
 
 _DEFAULTS = LinkOptions()

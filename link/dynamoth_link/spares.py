@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from dynamoth_link.urls import ServerAddress
 
 if TYPE_CHECKING:
-    from dynamoth_link.connection import Connection, OnPushes
+    from dynamoth_link.connection import Connection
+    from dynamoth_link.resp import OnPushes
 
 SPARE_S = 1.0
 """How long a connection waits to be taken over. A client publishes or subscribes right after it has read the plan."""

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from dynamoth_link.connection import FEED_BYTES
 from dynamoth_link.link import Link
+from dynamoth_link.resp import FEED_BYTES
 
 GATHER_S = 0.010
 """How long messages wait. At 100,000 messages/s some 1,000 are read at once then. With half of it the agent needed 15%
