@@ -112,7 +112,9 @@ class BalancerMachine:
         self._refused: dict[str, str] = {}
         self._lease = Lease(ids, incarnation, self.options.lease_s, self.options.lease_renew_s)
         patience_s = self.options.lease_s + self.options.lease_renew_s
-        self._contention = Contention(self._lease, len(ids), self._down_reasons, patience_s)
+        self._contention = Contention(
+            self._lease, len(ids), self._down_reasons, patience_s, standby=self.options.standby
+        )
         self._presence = Presence(ids)
         self._model = ClusterModel(ids, self.options.averaging_s, self.options.interruptions_window_s)
         self._agents = Agents(ids, self.options.agent_stale_s, self._model.blind)
@@ -140,6 +142,11 @@ class BalancerMachine:
     def plan(self) -> Plan | None:
         """The plan of the present or latest term; None before the first."""
         return None if self._installer is None else self._installer.plan
+
+    @property
+    def stands_by(self) -> bool:
+        """Whether another balancer leads and this one waits to replace it, as its options say."""
+        return self.stage is Stage.CONTENDING and self._contention.stands_by
 
     @property
     def transitions(self) -> int:
@@ -443,6 +450,7 @@ class BalancerMachine:
         lease_problems = {id_: f"it refuses the lease: {reply}" for id_, reply in self._lease.problems().items()}
         view = View(
             why_not_leading=None if leads else self._why_not_leading(),
+            stands_by=self.stands_by,
             servers=tuple(self._servers),
             down=self._down_reasons,
             emptied=[server for server in self.options.draining if self.channels_named(server) == 0],

@@ -171,6 +171,8 @@ class BalancerOptions:
     """Without renewal another balancer takes over after this time. At least 3 times ``lease_renew_s``."""
     lease_renew_s: float = 1.0
     """How often the lease is renewed. More than 0."""
+    standby: bool = False
+    """Whether to wait for the lease for as long as another balancer renews it, instead of ending."""
 
     # Administrators.
 
@@ -183,7 +185,8 @@ class BalancerOptions:
         """Check the ranges."""
         for item in fields(self):
             value: Any = getattr(self, item.name)
-            if isinstance(value, int | float) and not (value > 0 or (value == 0 and item.name in _MAY_BE_ZERO)):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and not (value > 0 or (value == 0 and item.name in _MAY_BE_ZERO)):
                 bound = "0 or more" if item.name in _MAY_BE_ZERO else "more than 0"
                 raise ConfigError(f"{item.name} must be {bound}, not {value}")
         if self.load_ratio_safe > self.load_ratio_high:

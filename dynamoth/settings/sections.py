@@ -147,6 +147,9 @@ class BalancerSettings:
     lease_s: float = setting(
         5.0, "another balancer can lead when one has not renewed its lease for this time", unit="s", minimum=3
     )
+    standby: bool = setting(
+        False, "wait while another balancer is at work, and replace it when it ends; off: end with exit code 2"
+    )
     all_subscribers_ratio_min: float = setting(
         100.0,
         "a channel with more publications/s per subscriber is replicated so that all subscribers listen at all its"

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dynamoth.machine.events import LinkUp, Pushed, Start
 from dynamoth_agent.process.metrics import make_registry
 from tests.agent.test_machine import Bench
+from tests.compose.metric_series import hostile_channels, series_of
 from tests.lla.harness import push
 
 
@@ -87,3 +88,18 @@ def test_every_counter_of_the_machines_has_a_text() -> None:
         for name in counters:
             found = re.search(rf"^# HELP dynamoth_{owner}_{name}_total (.*)$", text, re.MULTILINE)
             assert found is not None and found[1] != name.replace("_", " "), name
+
+
+def test_the_number_of_series_does_not_depend_on_channels() -> None:
+    bench = reported()
+    registry = make_registry(bench.machine, lambda: bench.now)
+    before = series_of(registry)
+    names = hostile_channels(100_000)
+    for first in range(0, len(names), 1000):
+        bench.tell(Pushed("local", [push(name, b"plain") for name in names[first : first + 1000]]))
+        bench.to_next_deadline()
+    end = bench.now + 2.0  # what was observed counts when its report is made
+    while bench.now < end:
+        bench.to_next_deadline()
+    assert value(scrape(bench), "dynamoth_lla_messages_observed_total") == 3 + len(names)
+    assert series_of(registry) == before

@@ -19,6 +19,10 @@ def _leads(balancer: Balancer) -> bool:
     return balancer.machine.stage is Stage.LEADING
 
 
+def _stands_by(balancer: Balancer) -> bool:
+    return balancer.machine.stands_by
+
+
 def _messages(balancer: Balancer, level: str) -> list[str]:
     return [note.message for note in balancer.notes if note.level == level]
 
@@ -33,6 +37,35 @@ def test_a_second_balancer_ends_and_says_why() -> None:
     assert "stop that one first" in str(second.stopped.error)
     assert _leads(first) and second.machine.plan is None
     assert second.machine.deadline() is None and second.machine.handle(object(), cluster.now) == []
+
+
+def test_a_standby_waits_and_is_well_until_the_leader_is_gone() -> None:
+    cluster = FakeCluster(3)
+    first = cluster.started()
+    standby = cluster.start(BalancerOptions(standby=True))
+    cluster.run(60)
+    assert standby.stopped is None and _leads(first)
+    assert _stands_by(standby)
+    assert standby.machine.health.problems == []
+    assert not _messages(standby, "warning")
+    at = cluster.now
+    cluster.kill(first)
+    cluster.run_until(lambda: _leads(standby))
+    assert cluster.now - at <= standby.machine.options.lease_s + 1.5
+    assert not _stands_by(standby)
+    late = cluster.start(BalancerOptions(standby=True))
+    cluster.handle(standby, Shutdown())
+    cluster.run_until(lambda: _leads(late), timeout_s=2)
+
+
+def test_a_standby_that_nobody_leads_beside_is_not_well() -> None:
+    cluster = FakeCluster(3)
+    for server in cluster.servers.values():
+        server.refuse = lambda args: "NOPERM no" if args[0] == b"SET" else None
+    standby = cluster.start(BalancerOptions(standby=True))
+    cluster.run(3)
+    assert not _stands_by(standby)
+    assert "not_leading" in {problem.kind for problem in standby.machine.health.errors}
 
 
 def test_two_balancers_that_start_together_do_not_block_each_other() -> None:

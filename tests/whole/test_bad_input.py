@@ -87,7 +87,7 @@ def test_second_daemons_end_with_2_and_say_what_to_do(cluster: LocalCluster) -> 
         status, told = last_words(balancer)
         assert status == 2
         assert "another balancer (incarnation " in told
-        assert "stop that one first, there is one balancer for a cluster" in told
+        assert "stop that one first, or start this one with --standby" in told
     cluster.check()
     cluster.wait_ready()
     until(lambda: believed() == first, "the balancer believes the first agent again")

@@ -1,21 +1,16 @@
-"""The metrics of an agent, as Prometheus reads them.
-
-Everything is read from the machines at each scrape, so nothing here is counted twice or forgotten. Labels name the
-server only: channels are too many for labels.
-"""
+"""The metrics of an agent, as Prometheus reads them. The only label is the id of its server."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
-from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
 
 from dynamoth.protocol.reports import Report
 from dynamoth_agent.machine import AgentMachine
+from dynamoth_daemon import metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,71 +88,29 @@ _COUNTERS_OF_DISPATCHER = {
 }
 
 
-class AgentCollector(Collector):
-    """Makes the metrics of one agent, afresh at each scrape.
-
-    Args:
-        machine: the agent.
-        clock: the clock that the machine is told the time of.
-
-    """
-
-    def __init__(self, machine: AgentMachine, clock: Callable[[], float]) -> None:
-        self._machine = machine
-        self._clock = clock
-
-    def describe(self) -> list[Metric]:
-        """Return nothing: names are not checked at registration, when there may be no report yet."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """Make all metrics."""
-        machine, analyzer = self._machine, self._machine.load_analyzer
-        yield InfoMetricFamily("dynamoth_build", "What is running", {"version": _version(), "component": "agent"})
-        yield self._gauge("agent_link_up", "1 while the agent is connected to its Redis server", machine.is_up)
-        yield self._gauge("agent_ready", "1 while the agent observes its server and knows a plan", machine.is_ready)
-        if machine.plan_version is not None:
-            yield self._gauge("agent_plan_version", "Version of the plan acted upon", machine.plan_version)
-        lag_s = analyzer.observation_lag_s(self._clock())
-        yield self._gauge("agent_observation_lag_seconds", "How late the agent sees what is published", lag_s)
-        yield self._gauge("agent_channels_tracked", "Channels that the agent follows", analyzer.channels_tracked)
-        yield self._gauge("agent_blind", "1 while the agent does not see what is published", machine.is_blind)
-        transitions = sum(1 for _ in machine.dispatcher.transitions.all())
-        yield self._gauge("dispatcher_transitions", "Channels in transition at the server", transitions)
-        yield from self._counters("lla", _COUNTERS_OF_ANALYZER, analyzer.counters)
-        yield from self._counters("dispatcher", _COUNTERS_OF_DISPATCHER, machine.dispatcher.counters)
-        blind_s = analyzer.blind_s_total
-        yield self._counter("lla_blind_seconds", "Time in which the agent was not connected and saw nothing", blind_s)
-        if analyzer.last_report is not None:
-            for gauge in _OF_REPORT:
-                yield self._gauge(gauge.name, gauge.help, gauge.read(analyzer.last_report))
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"dynamoth_{name}", text, labels=["server"])
-        family.add_metric([self._machine.server], value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"dynamoth_{name}", text, labels=["server"])
-        family.add_metric([self._machine.server], value)
-        return family
-
-    def _counters(self, owner: str, texts: dict[str, str], counters: dict[str, int]) -> Iterator[Metric]:
-        for name in {**texts, **counters}:
-            text = texts.get(name, name.replace("_", " "))
-            yield self._counter(f"{owner}_{name}", text, counters.get(name, 0))
-
-
 def make_registry(machine: AgentMachine, clock: Callable[[], float]) -> CollectorRegistry:
-    """Return a registry with the metrics of an agent and of its process."""
-    registry = CollectorRegistry()
-    registry.register(AgentCollector(machine, clock))
-    ProcessCollector(registry=registry)
-    return registry
+    """Return a registry with the metrics of an agent and of its process; ``clock`` is the machine's."""
+    return metrics.make_registry("agent", lambda: _collect(machine, clock()))
 
 
-def _version() -> str:
-    try:
-        return version("dynamoth")
-    except PackageNotFoundError:  # run from a source tree that is not installed
-        return "unknown"
+def _collect(machine: AgentMachine, now: float) -> Iterator[Metric]:
+    analyzer = machine.load_analyzer
+    families = metrics.Families("dynamoth_", {"server": machine.server})
+    gauge = families.gauge
+    yield gauge("agent_link_up", "1 while the agent is connected to its Redis server", machine.is_up)
+    yield gauge("agent_ready", "1 while the agent observes its server and knows a plan", machine.is_ready)
+    if machine.plan_version is not None:
+        yield gauge("agent_plan_version", "Version of the plan acted upon", machine.plan_version)
+    lag_s = analyzer.observation_lag_s(now)
+    yield gauge("agent_observation_lag_seconds", "How late the agent sees what is published", lag_s)
+    yield gauge("agent_channels_tracked", "Channels that the agent follows", analyzer.channels_tracked)
+    yield gauge("agent_blind", "1 while the agent does not see what is published", machine.is_blind)
+    transitions = sum(1 for _ in machine.dispatcher.transitions.all())
+    yield gauge("dispatcher_transitions", "Channels in transition at the server", transitions)
+    yield from families.counters(_COUNTERS_OF_ANALYZER, analyzer.counters, "lla_")
+    yield from families.counters(_COUNTERS_OF_DISPATCHER, machine.dispatcher.counters, "dispatcher_")
+    blind_s = analyzer.blind_s_total
+    yield families.counter("lla_blind_seconds", "Time in which the agent was not connected and saw nothing", blind_s)
+    if analyzer.last_report is not None:
+        for each in _OF_REPORT:
+            yield gauge(each.name, each.help, each.read(analyzer.last_report))

@@ -117,6 +117,8 @@ class View:
 
     #: Why this balancer does not lead; None while it does.
     why_not_leading: str | None
+    #: Whether that is as it should be: another balancer leads, and this one is its standby.
+    stands_by: bool
     servers: Sequence[str]
     #: The servers that are not connected, and why.
     down: Mapping[str, str]
@@ -138,7 +140,7 @@ class View:
 
 def find(view: View, now: float) -> Iterator[Found]:
     """Go through what is wrong."""
-    if view.why_not_leading is not None:
+    if view.why_not_leading is not None and not view.stands_by:
         yield Found(Severity.ERROR, "not_leading", "balancer", view.why_not_leading)
     leading = view.installer if view.why_not_leading is None else None
     for server in view.servers:

@@ -22,14 +22,18 @@ class Contention:
         servers: how many there are.
         down: the servers that cannot be reached, and why; kept up to date by the owner.
         patience_s: longer than a lease lasts that is not renewed: who has held it for longer is alive.
+        standby: whether to go on waiting while another balancer is at work.
 
     """
 
-    def __init__(self, lease: Lease, servers: int, down: Mapping[str, str], patience_s: float) -> None:
+    def __init__(
+        self, lease: Lease, servers: int, down: Mapping[str, str], patience_s: float, *, standby: bool
+    ) -> None:
         self._lease = lease
         self._servers = servers
         self._down = down
         self._patience_s = patience_s
+        self._standby = standby
         self._since = math.inf
         #: What the log said last of why the lease is not held.
         self._noted: dict[str, Any] = {}
@@ -39,13 +43,19 @@ class Contention:
         self._since = now
         self._noted = {}
 
+    @property
+    def stands_by(self) -> bool:
+        """Whether this balancer has nothing to do: another one holds the lease, and this one may wait for it."""
+        return self._standby and bool(self._lease.others())
+
     def look(self, now: float) -> list[Note]:
         """Return what the log should say, if that is new. Raises AlreadyRunning where another balancer is at work."""
-        if others := self._lease.renewed_by_others(self._since, self._patience_s):
+        others = self._lease.renewed_by_others(self._since, self._patience_s)
+        if others and not self._standby:
             incarnations = ", ".join(sorted(set(others.values())))
             raise AlreadyRunning(
                 f"another balancer (incarnation {incarnations}) is at work: it holds the lease at {', '.join(others)}"
-                " and renews it; stop that one first, there is one balancer for a cluster: CLIENT LIST at one of these"
+                " and renews it; stop that one first, or start this one with --standby: CLIENT LIST at one of these"
                 " servers shows its address (name=dynamoth-balancer)"
             )
         details = self.details()
@@ -53,7 +63,8 @@ class Contention:
         if now - self._since < NOTED_AFTER_S or not reason or details == self._noted:
             return []
         self._noted = details
-        return [Note("warning", "waiting for the lease", {**details, "reason": reason})]
+        level = "info" if self.stands_by else "warning"
+        return [Note(level, "waiting for the lease", {**details, "reason": reason})]
 
     def reason(self) -> str:
         """Return in words what keeps the lease from us; empty where nothing does, so that the next attempt gets it."""

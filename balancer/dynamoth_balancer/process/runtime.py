@@ -204,7 +204,7 @@ class _BalancerProcess:
         if self._stop.is_set():
             return "the balancer is ending"
         errors = self._machine.health.errors
-        if not errors and self._machine.stage is not Stage.LEADING:
+        if not errors and self._machine.stage is not Stage.LEADING and not self._machine.stands_by:
             return f"the balancer is {self._machine.stage.value}, not leading: its log says why"
         now = self._loop.time()
         lines = [f"{each.subject}: {each.reason} ({each.kind}, for {now - each.since:.0f} s)" for each in errors]

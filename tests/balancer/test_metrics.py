@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from dynamoth_balancer.options import BalancerOptions
+from dynamoth_balancer.process.metrics import make_registry
+from tests.balancer.fake_cluster import FakeCluster
+from tests.compose.metric_series import hostile_channels, series_of
+
+CHANNELS = 1000
+"""Of one report; several reports name more."""
+
+
+def test_the_number_of_series_depends_on_servers_and_not_on_channels() -> None:
+    """100,000 channels of hostile names are reported; moves of some of them are stalled, and each is a problem."""
+    cluster = FakeCluster(2)
+    balancer = cluster.started(BalancerOptions(load_ratio_high=1000.0))
+    cluster.run(6)
+    registry: CollectorRegistry = make_registry(balancer.machine, lambda: cluster.now)
+    before = series_of(registry)
+    names = hostile_channels(100_000)
+    for first in range(0, len(names), CHANNELS):
+        loads = dict.fromkeys(names[first : first + CHANNELS], 1)
+        cluster.agents["s1"].loads, cluster.agents["s2"].loads = loads, loads
+        cluster.run(0.5)
+    for agent in cluster.agents.values():
+        agent.server.lose = lambda message: True  # so that no transition settles
+    ring = balancer.plan.ring
+    for request, name in enumerate(names[:100]):
+        home = ring.home(name)
+        cluster.admin(home, "move", {"channel": name, "to": "s2" if home == "s1" else "s1"}, request)
+    cluster.run(20)
+    stalled = {"kind": "transition_stalled", "severity": "warning", "server": ""}
+    assert registry.get_sample_value("dynamoth_balancer_problems", stalled) == 11, "ten, and a sum of the others"
+    added = [dict(labels) for _, labels in series_of(registry) - before]
+    assert sorted(labels["server"] for labels in added) == ["", "", "s1", "s1", "s2", "s2"]
