@@ -1,15 +1,16 @@
-"""What a machine is told, and what it asks for.
+"""The contract between machines and drivers: events go in, actions come out.
 
 Theory of operation
 -------------------
-Every machine of Dynamoth (publisher, subscriber, dispatcher, load analyzer, balancer) is pure: it is told what
-happened by :meth:`Machine.handle` and answers with what shall be done. It reads no clock, opens no socket and draws
-no random number of its own.
+Every machine of Dynamoth (publisher, subscriber, dispatcher, load analyzer, balancer) is pure. A driver hands it one
+event at a time (:meth:`Machine.handle`) and executes the actions that it returns. A machine reads no clock, opens no
+socket and draws no random number of its own.
 
-The vocabulary of its I/O is Redis itself: a machine asks for named *links* to servers and sends *commands* over them,
-and it is told of replies and of pushed messages. So one driver (``dynamoth_link.driver``) runs every machine against
-real servers, one driver (``dynamoth_sim``) runs every machine against simulated ones, and there is no logic in either
-that could differ.
+The vocabulary of its I/O is Redis itself: a machine asks for named *links* to servers, sends *commands* over them, and
+gets their replies and the pushed messages as events (:data:`LinkAction`, :data:`LinkEvent`). Each machine adds events
+and actions of its own and names both unions, so that type checkers prove that it handles every event. One driver
+(``dynamoth_link.driver``) runs every machine against real servers, and one (``dynamoth_sim``) runs every machine
+against simulated ones. There is no logic in either that could differ.
 
 A link is one connection that speaks RESP3, so that commands and subscriptions share it. Its rules:
 
@@ -22,9 +23,9 @@ A link is one connection that speaks RESP3, so that commands and subscriptions s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 CommandPart = bytes | str | int | float
 """What a Redis command is made of."""
@@ -55,8 +56,8 @@ class Disconnect:
 class Send:
     """Send one Redis command. Its reply comes as ``Replied`` when ``tag`` is not None, and is dropped otherwise.
 
-    SUBSCRIBE, PSUBSCRIBE and UNSUBSCRIBE have no reply of their own (RESP3 acknowledges them with pushes); a tag on one
-    of these is told only of an error.
+    SUBSCRIBE, PSUBSCRIBE and UNSUBSCRIBE have no reply of their own (RESP3 acknowledges them with pushes): their tag
+    comes back only with an error.
     """
 
     link: str
@@ -66,7 +67,7 @@ class Send:
 
 @dataclass(slots=True)
 class SendAll:
-    """Send commands that have replies (no subscription commands), in order, as so many ``Send`` with one tag would.
+    """Send commands that have replies (no subscription commands), in order, as one ``Send`` for each would.
 
     Their replies come as ``RepliedAll``, as many at once as came together, or as ``Replied``.
     """
@@ -76,12 +77,16 @@ class SendAll:
     tag: Tag
 
 
+LinkAction = Connect | Disconnect | Send | SendAll
+"""What every driver executes. Each machine adds its own actions to these."""
+
+
 # Events that every driver reports.
 
 
 @dataclass(slots=True)
 class Start:
-    """The first event of every machine; it asks for its links now."""
+    """The first event of every machine."""
 
 
 @dataclass(slots=True)
@@ -143,8 +148,12 @@ class Tick:
     """The time of ``Machine.deadline`` has come (or passed)."""
 
 
+LinkEvent = Start | LinkUp | LinkDown | Replied | RepliedAll | Pushed | Tick
+"""What every driver reports. Each machine adds its own events to these."""
+
+
 class ErrorReply(Exception):
-    """Raised when never: the value of a :class:`Replied` whose command the server refused, its text as argument."""
+    """Never raised. The value of a :class:`Replied` whose command failed; its argument is the server's text."""
 
     @property
     def lacks_permission(self) -> bool:
@@ -169,13 +178,36 @@ def earliest(*times: float | None) -> float | None:
     return first
 
 
-class Machine(Protocol):
-    """The shape of everything that decides."""
+_Event = TypeVar("_Event", contravariant=True)
+_Action = TypeVar("_Action", covariant=True)
+_Message = TypeVar("_Message", covariant=True)
 
-    def handle(self, event: Any, now: float) -> list[Any]:
-        """Take one event at time ``now`` (seconds, never decreasing) and return the actions to execute, in order."""
+
+class Machine(Protocol[_Event, _Action]):
+    """The shape of everything that decides: the union of its events, and that of its actions."""
+
+    def handle(self, event: _Event, now: float) -> Sequence[_Action]:
+        """Handle one event at time ``now`` (seconds, never decreasing); return the actions to execute, in order."""
         ...
 
     def deadline(self) -> float | None:
-        """Return the time at which the machine wants a :class:`Tick`, or None for no wish."""
+        """Return the time at which the machine needs a :class:`Tick`; None while it needs none."""
+        ...
+
+
+class DirectDelivery(Protocol[_Message]):
+    """An optional part of a machine: hands expected messages to the application without an event and its actions.
+
+    Where messages come one by one, an event with its actions costs more than what the machine decides. So a driver that
+    gets pushes while the machine is at rest may offer them here first, and make a :class:`Pushed` of the rest.
+    """
+
+    def take_expected(
+        self, link: str, pushes: Sequence[Sequence[Any]], deliver: Callable[[_Message], object], begin: int = 0
+    ) -> int:
+        """Handle pushes from index ``begin`` on, while nothing is to be done but to deliver them or to drop copies.
+
+        Calls ``deliver`` with each message for the application. Returns the index of the first push that it has left
+        to ``handle``, which would have had the same effect for the pushes before it. The deadline stays as it is.
+        """
         ...

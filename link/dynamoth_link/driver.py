@@ -87,7 +87,7 @@ class Driver:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: Machine[Any, Any],
         *,
         on_action: Callable[[Any], None],
         link_options: Callable[[Connect], LinkOptions] = _default_options,

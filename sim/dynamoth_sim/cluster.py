@@ -238,12 +238,12 @@ class Cluster:
 
     # The machines. Scenarios put others in their place.
 
-    def make_agent(self, server: str, incarnation: int) -> Machine:
+    def make_agent(self, server: str, incarnation: int) -> Machine[Any, Any]:
         """Make the machine of an agent."""
         options = self.options
         return AgentMachine(server, incarnation, options.dispatcher, options.load_analyzer, self.servers[server].url)
 
-    def make_balancer(self, incarnation: int) -> Machine:
+    def make_balancer(self, incarnation: int) -> Machine[Any, Any]:
         """Make the machine of the balancer."""
         return BalancerMachine(self.server_list, incarnation, self.options.balancer)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgpack
 
-from dynamoth.machine.events import LinkDown, LinkUp, Pushed, Replied, Send, SendAll, Tick
+from dynamoth.machine.events import LinkDown, LinkUp, Machine, Pushed, Replied, Send, SendAll, Tick
 from dynamoth.plan.plan import Assignment, Mode, Phase, Plan, Route, Server, pack_entry, single
 from dynamoth.protocol.control import ControlMessage, RouteNotice, pack_control, seal_control
 from dynamoth.protocol.envelope import seal
@@ -47,16 +47,10 @@ def phases(plan: Plan, assignment: Assignment, channel: bytes = C) -> tuple[Plan
     return prepared, active, active.settle([channel])
 
 
-class Machine(Protocol):
-    def handle(self, event: Any, now: float) -> list[Any]: ...
-
-    def deadline(self) -> float | None: ...
-
-
 class Subject:
     """A machine and its clock."""
 
-    def __init__(self, machine: Machine, now: float = 100.0) -> None:
+    def __init__(self, machine: Machine[Any, Any], now: float = 100.0) -> None:
         self.machine = machine
         self.now = now
 

@@ -6,7 +6,7 @@ from dynamoth.machine.timers import Timers
 
 
 def test_calls_come_in_the_order_of_their_times_and_then_of_the_wishes() -> None:
-    timers = Timers()
+    timers: Timers[Any] = Timers()
     for at, name in ((3.0, "d"), (1.0, "a"), (2.0, "b"), (2.0, "c"), (9.0, "e")):
         timers.add(at, lambda said, now: [(said, now)], name)
     assert (timers.next_at, len(timers)) == (1.0, 5)
@@ -19,7 +19,7 @@ def test_calls_come_in_the_order_of_their_times_and_then_of_the_wishes() -> None
 
 
 def test_what_is_wished_for_meanwhile_is_done_as_well_if_its_time_has_come() -> None:
-    timers = Timers()
+    timers: Timers[Any] = Timers()
 
     def again(times: int, now: float) -> list[Any]:
         if times:

@@ -9,6 +9,7 @@ on the way it notes which links there are and which of them are up. A PING waits
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -82,7 +83,7 @@ _STATES = frozenset((LinkUp, LinkDown))
 class WatchedSubscriber:
     """Adds :class:`Ping` to the events of a subscriber machine, and the actions of this module to its actions."""
 
-    def __init__(self, machine: Machine, unreachable_s: float) -> None:
+    def __init__(self, machine: Machine[Any, Any], unreachable_s: float) -> None:
         """Watch ``machine``, which has not been told of anything yet."""
         self._machine = machine
         self._unreachable_s = unreachable_s
@@ -93,7 +94,7 @@ class WatchedSubscriber:
         #: PINGs that wait for a link to be up.
         self._pings: list[Ping] = []
 
-    def handle(self, event: Any, now: float) -> list[Any]:
+    def handle(self, event: Any, now: float) -> Sequence[Any]:
         """Take one event; return the actions to execute, in order."""
         if type(event) is Pushed:  # nearly all of them
             return self._watched(self._machine.handle(event, now), now)
@@ -110,7 +111,7 @@ class WatchedSubscriber:
             self._down[event.link] = event.reason
         actions = self._machine.handle(event, now)
         if kind is LinkUp and self._pings:
-            actions += [ping for waiting in self._pings for ping in self._send(event.link, waiting)]
+            actions = [*actions, *(ping for waiting in self._pings for ping in self._send(event.link, waiting))]
             self._pings.clear()
         actions = self._watched(actions, now)
         if kind is LinkUp or kind is LinkDown:
@@ -121,7 +122,7 @@ class WatchedSubscriber:
             return [*actions, Unreachable(reasons)]
         return actions
 
-    def _watched(self, actions: list[Any], now: float) -> list[Any]:
+    def _watched(self, actions: Sequence[Any], now: float) -> Sequence[Any]:
         """Note links that are opened and closed."""
         for action in actions:
             if type(action) in _OF_LINKS:
@@ -144,7 +145,7 @@ class WatchedSubscriber:
     def _send(self, link: str, ping: Ping) -> list[Any]:
         return [Send(link, (b"PING",) if ping.message is None else (b"PING", ping.message), _PING)]
 
-    def _note_links(self, actions: list[Any], now: float) -> list[Any]:
+    def _note_links(self, actions: Sequence[Any], now: float) -> list[Any]:
         noted: list[Any] = []
         for action in actions:
             noted.append(action)

@@ -517,7 +517,7 @@ class _MachineRun:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: Machine[Any, Any],
         execute: Callable[[_MachineRun, Any], None],
         crashed: Callable[[MachineCrashed], None],
         link_options: LinkOptions,

@@ -91,7 +91,7 @@ class Process:
         world: World,
         network: Network,
         name: str,
-        make_machine: Callable[[int], Machine],
+        make_machine: Callable[[int], Machine[Any, Any]],
         on_action: Callable[[Any], None],
     ) -> None:
         self._world = world
@@ -100,7 +100,7 @@ class Process:
         self._make_machine = make_machine
         self._on_action = on_action
         #: None before the first start and after a crash.
-        self.machine: Machine | None = None
+        self.machine: Machine[Any, Any] | None = None
         self._links: dict[str, _Link] = {}
         self._waiting: deque[Any] = deque()
         self._busy = False

@@ -119,7 +119,7 @@ class PatternMachine:
         self.options = options or PatternOptions()
         self.counters: Counter[str] = Counter()
         self._plan = local_plan
-        self._timers = Timers()
+        self._timers: Timers[Any] = Timers()
         #: Pattern to subscription; remembers the channels that matched.
         self._register: Register[PatternSubscription, dict[bytes, MatchedChannel]] = Register(self.options.ended_max)
         self._links: dict[str, PatternLink] = {}

@@ -82,7 +82,7 @@ class PatternMessages:
         channels_max: int,
         counters: Counter[str],
         register: Register[PatternSubscription, dict[bytes, MatchedChannel]],
-        timers: Timers,
+        timers: Timers[Any],
     ) -> None:
         """Begin without patterns.
 

@@ -37,7 +37,7 @@ ANNOUNCED_MAX = 1000
 class Listening:
     """The links of one subscriber, and its places there."""
 
-    def __init__(self, client_id: int, local_plan: LocalPlan, timers: Timers, link_idle_s: float) -> None:
+    def __init__(self, client_id: int, local_plan: LocalPlan, timers: Timers[Any], link_idle_s: float) -> None:
         """Begin without links.
 
         Args:

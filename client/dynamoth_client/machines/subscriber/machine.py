@@ -60,7 +60,7 @@ class SubscriberMachine:
         self.options = options or SubscriberOptions()
         self.counters: Counter[str] = Counter()
         self._plan = local_plan
-        self._timers = Timers()
+        self._timers: Timers[Any] = Timers()
         #: Channel to subscription; remembers what was delivered.
         self._register: Register[Subscription, Sequences] = Register(self.options.ended_max)
         self._looks_for_plan = False

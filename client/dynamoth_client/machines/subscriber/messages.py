@@ -63,7 +63,7 @@ class ChannelMessages:
         register: Register[Subscription, Sequences],
         listening: Listening,
         routing: Routing,
-        timers: Timers,
+        timers: Timers[Any],
         acknowledged: Callable[[str, Sequence[Any], float], list[Any]],
     ) -> None:
         """Begin. All but ``acknowledged`` are the machine's own.

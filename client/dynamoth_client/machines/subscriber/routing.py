@@ -51,7 +51,7 @@ class Routing:
         counters: Counter[str],
         register: Register[Subscription, Sequences],
         listening: Listening,
-        timers: Timers,
+        timers: Timers[Any],
     ) -> None:
         """Begin without knowledge of routes but the local plan's. All else is the machine's own."""
         self._client_id = client_id
