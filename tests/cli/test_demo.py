@@ -18,6 +18,7 @@ import pytest
 
 from dynamoth_cli.local.child import Child, dynamoth_command
 from dynamoth_cli.local.cluster import LocalCluster
+from dynamoth_cli.local.embedded import find_redis_server
 from dynamoth_demo.command import worker_command
 from dynamoth_demo.festival import Festival
 from dynamoth_demo.worker import WorkerOptions
@@ -127,7 +128,7 @@ def test_ctrl_c_stops_everything_and_leaves_no_process(number: signal.Signals) -
 
 def test_a_server_that_dies_ends_the_demo_with_the_reason() -> None:
     with Playing() as playing:
-        playing.kill("redis-server")
+        playing.kill(find_redis_server().name)
         _, err = playing.process.communicate(timeout=TIMEOUT_S)
         assert playing.process.returncode == 1
         assert "dynamoth: the Redis server s1 has ended" in err

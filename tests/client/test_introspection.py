@@ -161,7 +161,9 @@ def test_a_server_that_refuses_is_named(cluster_factory: ClusterFactory) -> None
         async with from_url(cluster.url) as client:
             assert await client.pubsub_numpat() == 0
             assert await cluster.ask("s1", "ACL", "SETUSER", "default", "-pubsub") == b"OK"
-            with pytest.raises(redis.exceptions.NoPermissionError, match="s1: this user has no permissions"):
+            with pytest.raises(
+                redis.exceptions.NoPermissionError, match=r"s1: .* has no permissions to run the 'pubsub"
+            ):
                 await client.pubsub_numpat()
 
     run(test())

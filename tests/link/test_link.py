@@ -159,8 +159,9 @@ def test_pushes_between_replies_to_commands_sent_together_keep_their_place(
             order: list[int] = []
             for name, value in calls.calls[2:]:
                 order += [int(push[2]) for push in value] if name == "pushes" else [-1] * (name == "reply")
-            # To its own connection Redis pushes a message before the reply to its PUBLISH.
-            assert order == [each for number in range(500) for each in (number, -1)]
+            # A message to its own publisher comes before the reply to PUBLISH, and since Redis 7.2 behind it.
+            message_first = [each for number in range(500) for each in (number, -1)]
+            assert order in (message_first, [each for number in range(500) for each in (-1, number)])
 
     run_async(main)
 
@@ -178,7 +179,8 @@ def test_a_link_that_is_stopped_between_two_replies_calls_no_more(redis: Embedde
             link.send_all([(b"ECHO", b"1"), (b"PUBLISH", b"c", b"2"), (b"ECHO", b"3")], stop)
             await calls.count("reply", 1)
             await link.close()
-            assert calls.of("replies") == [[b"1"]]
+            [replies] = calls.of("replies")
+            assert replies in ([b"1"], [b"1", 1]), "the message comes before the reply to PUBLISH, or behind it"
             assert len(calls.pushes) == 1
 
     run_async(main)
