@@ -1,6 +1,8 @@
 # The whole tool chain lives in .venv; the stamps in it say which pinned requirements are installed.
 
 PYTHON ?= python3.11
+# Processes that run tests. A test waits more than it computes, but timing suffers when there are more than cores.
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
@@ -10,12 +12,13 @@ OLDEST := $(VENV)/oldest
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
-.PHONY: help venv check lint format-check mypy pyright imports test oldest conformance bench demo format lock clean
+.PHONY: help venv check lint format-check mypy pyright imports test soak oldest conformance bench demo format lock clean
 
 help:
 	@echo "make demo         what Dynamoth does, live, on embedded Redis servers"
 	@echo "make check        linters, type checkers and import contracts"
 	@echo "make test         all tests"
+	@echo "make soak         far more of what tests draw at random; takes an hour"
 	@echo "make oldest       the client's tests that depend on redis-py, with the oldest supported one"
 	@echo "make conformance  redis-py's own publish/subscribe tests, against this client"
 	@echo "make bench        benchmarks against real Redis servers"
@@ -63,12 +66,22 @@ pyright: $(DEV)
 imports: $(DEV)
 	$(BIN)/lint-imports
 
+# Two workers, each of which takes tests from the other when it has none left; then the tests that must run alone.
+TESTS := $(BIN)/python -m pytest
+PARALLEL := $(TESTS) --numprocesses=$(JOBS) --dist=worksteal
 test: $(DEV)
-	$(BIN)/python -m pytest --durations=10
+	$(PARALLEL) -m "not alone" --durations=10
+	$(TESTS) -m alone $(shell grep -rl "mark\.alone" tests --include=test_*.py)
+
+# More of what is drawn at random: seeds of the simulator, examples of properties, minutes of churn.
+soak: $(DEV)
+	DYNAMOTH_TEST_SEEDS=5000 $(PARALLEL) tests/sim/test_seeds.py
+	$(PARALLEL) --hypothesis-profile=soak tests/agent tests/balancer tests/config tests/core tests/lla tests/machines
+	$(BIN)/python -m bench.churn
 
 OLDEST_TESTS := client sync pubsub sync_pubsub sharded settings options tls drop_in
 oldest: $(OLDEST)/.installed
-	PYTHONPATH=$(abspath $(OLDEST)) $(BIN)/python -m pytest $(OLDEST_TESTS:%=tests/client/test_%.py)
+	PYTHONPATH=$(abspath $(OLDEST)) $(PARALLEL) $(OLDEST_TESTS:%=tests/client/test_%.py)
 
 conformance: $(DEV)
 	$(BIN)/python -m tests.conformance

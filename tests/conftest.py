@@ -11,8 +11,8 @@ from tests.redis_servers import redis_server, redis_server_factory
 __all__ = ["redis_server", "redis_server_factory"]
 
 # No deadline: other work on the machine must not fail a test. In CI the same examples every time; many more
-# of them with pytest --hypothesis-profile=deep.
+# of them in `make soak`. A failure prints the blob that replays it.
 settings.register_profile("local", deadline=None, print_blob=True)
 settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, database=None)
-settings.register_profile("deep", deadline=None, print_blob=True, max_examples=10_000)
+settings.register_profile("soak", deadline=None, print_blob=True, max_examples=5_000)
 settings.load_profile("ci" if os.environ.get("CI") else "local")

@@ -30,6 +30,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
         yield cluster
 
 
+@pytest.mark.alone  # it measures how long something takes
 @pytest.mark.parametrize("command", ["FLUSHALL", "FLUSHDB"])
 def test_a_plan_that_was_flushed_is_there_again(cluster: LocalCluster, with_client: Use, command: str) -> None:
     took: list[float] = []
