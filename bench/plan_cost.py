@@ -21,8 +21,9 @@ from types import MappingProxyType
 
 from dynamoth.plan.plan import Entry, Phase, Plan, Route, Server, single
 from dynamoth.protocol.reports import ChannelColumns, Report
-from dynamoth_balancer.decide.goals import Cluster, Relieve, decide
+from dynamoth_balancer.decide.cluster import Cluster, decide
 from dynamoth_balancer.decide.model import ClusterModel
+from dynamoth_balancer.decide.relieve import Relieve
 from dynamoth_balancer.install.book import PlanBook
 from dynamoth_balancer.options import BalancerOptions
 

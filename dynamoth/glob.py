@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 
-from dynamoth.protocol.names import RESERVED_PREFIX, replica_pattern
+from dynamoth.names import RESERVED_PREFIX, replica_pattern
 
 _ANY = frozenset(range(256))
 

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from dynamoth.machine.events import ErrorReply, Replied, Send
-from dynamoth.protocol.names import AGENT_CHANNEL
+from dynamoth.names import AGENT_CHANNEL
 
 LOCAL = "local"
 

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from dynamoth.machine.events import Connect, LinkDown, LinkUp, Pushed, Replied, RepliedAll, Send, Start, Tick, earliest
-from dynamoth.protocol.names import BALANCER_CHANNEL
+from dynamoth.names import BALANCER_CHANNEL
 from dynamoth.protocol.reports import CANNOT_OBSERVE, REPORT_PROBLEM_CHARACTERS_MAX
 from dynamoth_agent.guard import LOCAL, AgentGuard
 from dynamoth_agent.guard import TAG as GUARD_TAG

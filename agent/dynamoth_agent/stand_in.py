@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamoth.machine.events import ErrorReply, Replied, Send
-from dynamoth.protocol.names import BALANCER_CHANNEL
+from dynamoth.names import BALANCER_CHANNEL
 from dynamoth.protocol.reports import pack_report
 from dynamoth_lla.machine import LoadAnalyzer
 from dynamoth_lla.server_info import SECTIONS, Rates, ServerInfo, parse_info, rates

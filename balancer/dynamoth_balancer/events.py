@@ -9,7 +9,7 @@ from typing import Any
 from dynamoth.errors import DynamothError
 from dynamoth.plan.plan import Plan
 from dynamoth.protocol.reports import Report
-from dynamoth_balancer.decide.goals import Decision
+from dynamoth_balancer.decide.cluster import Decision
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ from typing import Any
 
 from dynamoth.errors import AlreadyRunning, ConfigError, MalformedMessage, RequestRefused
 from dynamoth.machine.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick, earliest
+from dynamoth.names import BALANCER_CHANNEL, OPERATOR_CHANNEL
 from dynamoth.plan.plan import Assignment, Mode, Plan, Server
 from dynamoth.protocol.control import AdminRequest, unpack_control
-from dynamoth.protocol.names import BALANCER_CHANNEL, OPERATOR_CHANNEL
 from dynamoth_balancer.admin.api import Admin
 from dynamoth_balancer.admin.changes import BegunChange, Changes, ChangeState
 from dynamoth_balancer.admin.compatibility import describe_rules
@@ -37,9 +37,9 @@ from dynamoth_balancer.admin.rules import RuleRequests
 from dynamoth_balancer.admin.status import describe_channels, describe_decisions, describe_server, plan_page
 from dynamoth_balancer.decide.decider import Decider, is_replicated
 from dynamoth_balancer.decide.drain import Drain
-from dynamoth_balancer.decide.goals import Relieve
 from dynamoth_balancer.decide.model import ClusterModel
-from dynamoth_balancer.decide.replication import Replicate
+from dynamoth_balancer.decide.relieve import Relieve
+from dynamoth_balancer.decide.replicate import Replicate
 from dynamoth_balancer.events import Decided, Note, PlanChanged, Shutdown, Stopped
 from dynamoth_balancer.install import copies, lease, listeners, takeover
 from dynamoth_balancer.install.agents import Agents

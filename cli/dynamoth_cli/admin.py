@@ -30,9 +30,9 @@ from dynamoth.machine.events import (
     Start,
     Tick,
 )
+from dynamoth.names import OPERATOR_CHANNEL, operator_inbox
 from dynamoth.plan.plan import Plan
 from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control, unpack_control
-from dynamoth.protocol.names import OPERATOR_CHANNEL, operator_inbox
 from dynamoth.protocol.stored_plan import READ_HEADER, READ_WHOLE, parse_header, parse_whole
 from dynamoth_link.driver import Driver
 from dynamoth_link.errors import LinkError, MachineCrashed, connect_timed_out

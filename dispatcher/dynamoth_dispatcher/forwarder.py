@@ -24,10 +24,10 @@ from dynamoth.errors import MalformedMessage
 from dynamoth.machine.bounded import ENTRY_BYTES, BoundedTable
 from dynamoth.machine.events import Connect, ErrorReply, Send, earliest
 from dynamoth.machine.outbox import Outbox
+from dynamoth.names import CLIENTS_CHANNEL, INBOX_PREFIX, is_user_channel, logical_channel, relay_channel
 from dynamoth.plan.plan import Location, Server
 from dynamoth.protocol.control import LossNotice, ObservationGap, pack_control, seal_control
 from dynamoth.protocol.envelope import CONTROL, HEARTBEAT, QUIET_MS_MAX, Envelope, open_envelope, seal
-from dynamoth.protocol.names import CLIENTS_CHANNEL, INBOX_PREFIX, is_user_channel, logical_channel, relay_channel
 
 LOCAL = "local"
 _LINK_PREFIX = "to:"

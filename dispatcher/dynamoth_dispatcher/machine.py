@@ -41,6 +41,18 @@ from dynamoth.machine.events import (
     earliest,
 )
 from dynamoth.machine.outbox import Outbox
+from dynamoth.names import (
+    AGENT_CHANNEL,
+    ANNOUNCE_CHANNEL,
+    BALANCER_CHANNEL,
+    CLIENTS_CHANNEL,
+    NOTIFICATION_PREFIXES,
+    RELAY_PREFIX,
+    forwarded_channel,
+    inbox,
+    is_user_channel,
+    logical_channel,
+)
 from dynamoth.plan.plan import Entry, Location, Phase, Plan, Route
 from dynamoth.protocol import stored_plan
 from dynamoth.protocol.control import (
@@ -70,18 +82,6 @@ from dynamoth.protocol.envelope import (
     is_enveloped,
     open_envelope,
     seal,
-)
-from dynamoth.protocol.names import (
-    AGENT_CHANNEL,
-    ANNOUNCE_CHANNEL,
-    BALANCER_CHANNEL,
-    CLIENTS_CHANNEL,
-    NOTIFICATION_PREFIXES,
-    RELAY_PREFIX,
-    forwarded_channel,
-    inbox,
-    is_user_channel,
-    logical_channel,
 )
 from dynamoth_dispatcher import observation
 from dynamoth_dispatcher.forwarder import LOCAL, Forwarder, ForwarderOptions

@@ -19,7 +19,7 @@ from typing import Any
 
 from dynamoth.glob import patterns_without
 from dynamoth.machine.events import Send
-from dynamoth.protocol.names import AGENT_CHANNEL, NOTIFICATION_PREFIXES
+from dynamoth.names import AGENT_CHANNEL, NOTIFICATION_PREFIXES
 from dynamoth_dispatcher.forwarder import LOCAL
 
 EVERYTHING = b"*"

@@ -17,11 +17,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from dynamoth.errors import PlanError
 from dynamoth.glob import compile_glob
-from dynamoth.protocol.names import RESERVED_PREFIX
+from dynamoth.names import RESERVED_PREFIX
 
 RULES_MAX = 64
 """Most rules of a plan. All of them are in the reply to each verification of a subscription."""
@@ -124,8 +123,3 @@ def homes(
         if rule.channel not in names and not proves(kept, base, rule.pattern, rule.server):
             kept.insert(0, rule)
     return [(rule.pattern, rule.server) for rule in kept]
-
-
-def compatibility_to_wire(compatibility: Compatibility) -> list[Any]:
-    """Return the wire form: msgpack arrays, of which a reader ignores elements after those that it knows."""
-    return [compatibility.version, [[rule.pattern, rule.server, rule.plain] for rule in compatibility.rules]]

@@ -17,17 +17,16 @@ from typing import Any
 import msgpack
 
 from dynamoth.errors import MalformedMessage
-from dynamoth.plan.compatibility import compatibility_to_wire
-from dynamoth.plan.plan import (
-    PlanDelta,
-    Route,
+from dynamoth.plan.plan import EPOCH_MAX, PlanDelta, Route
+from dynamoth.protocol.envelope import CONTROL, seal
+from dynamoth.protocol.plan_wire import (
     compatibility_from_wire,
+    compatibility_to_wire,
     entry_from_wire,
     entry_to_wire,
     route_from_wire,
     route_to_wire,
 )
-from dynamoth.protocol.envelope import CONTROL, EPOCH_MAX, seal
 from dynamoth.protocol.wire import parser, shortened, unpack
 
 ID_MAX = 2**64 - 1

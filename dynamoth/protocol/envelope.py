@@ -25,7 +25,6 @@ HEADER_BYTES = 24
 SEQUENCE_MAX = 2**48 - 1
 QUIET_MS_MAX = 2**16 - 1
 QUIET_BITS = 16
-EPOCH_MAX = 2**32 - 1
 
 FORWARDED = 0x01
 """A dispatcher forwarded this copy; ``epoch`` is the newest the dispatcher knew, not the publisher's."""

@@ -19,21 +19,10 @@ import msgpack
 
 from dynamoth.errors import MalformedMessage, PlanError
 from dynamoth.machine.events import CommandPart
+from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
 from dynamoth.plan.compatibility import NO_COMPATIBILITY, Compatibility
-from dynamoth.plan.plan import (
-    Entry,
-    Phase,
-    Plan,
-    PlanDelta,
-    Route,
-    Server,
-    compatibility_from_wire,
-    pack_compatibility,
-    pack_entry,
-    unpack_entry,
-)
-from dynamoth.protocol.envelope import EPOCH_MAX
-from dynamoth.protocol.names import PLAN_KEY, PLAN_KEY_NEW
+from dynamoth.plan.plan import EPOCH_MAX, Entry, Phase, Plan, PlanDelta, Route, Server
+from dynamoth.protocol.plan_wire import compatibility_from_wire, pack_compatibility, pack_entry, unpack_entry
 from dynamoth.protocol.wire import parser, shortened, unpack
 
 VERSION_FIELD = b"@version"

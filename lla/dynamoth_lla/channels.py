@@ -15,8 +15,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from dynamoth.names import is_user_channel, logical_channel
 from dynamoth.protocol.control import Announcement
-from dynamoth.protocol.names import is_user_channel, logical_channel
 
 CHANNEL_BYTES_MAX = 1024
 """Channels with longer names are measured in the sums only: what is kept and reported of a name must be bounded."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from heapq import nlargest
 from operator import attrgetter
 
-from dynamoth.protocol.names import is_user_channel
+from dynamoth.names import is_user_channel
 from dynamoth.protocol.reports import ChannelColumns, ChannelSums, pack_ids
 from dynamoth_lla.channels import Track, TrackedChannels
+from dynamoth_lla.counting import PMESSAGE_BYTES, Window
 from dynamoth_lla.sampling import EstimatedTraffic, SampledWindow
 from dynamoth_lla.traffic import Traffic
-from dynamoth_lla.window import PMESSAGE_BYTES, Window
 
 MESSAGE_BYTES = 32
 """Size on the wire without channel and data, of a ``message`` push as of a PUBLISH: both have three elements."""

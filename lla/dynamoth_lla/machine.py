@@ -30,15 +30,15 @@ from typing import Any
 
 from dynamoth.errors import MalformedMessage
 from dynamoth.machine.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Tick
+from dynamoth.names import BALANCER_CHANNEL
 from dynamoth.protocol.control import Announcement, unpack_control
-from dynamoth.protocol.names import BALANCER_CHANNEL
 from dynamoth.protocol.reports import Report, pack_report
 from dynamoth_lla.channels import Track, TrackedChannels
+from dynamoth_lla.counting import Window
 from dynamoth_lla.digest import Composed, Digest, NamedBounds, compose, digest
 from dynamoth_lla.options import LoadAnalyzerOptions
 from dynamoth_lla.sampling import SampledWindow, large_from, stride_for
 from dynamoth_lla.server_info import SECTIONS, Rates, ServerInfo, parse_info, rates
-from dynamoth_lla.window import Window
 
 LOCAL = "local"
 """The link that the analyzer shares with the dispatcher."""

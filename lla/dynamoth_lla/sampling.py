@@ -27,9 +27,9 @@ from itertools import compress
 from operator import itemgetter
 from typing import Any
 
-from dynamoth.protocol.names import ANNOUNCE_CHANNEL, is_user_channel
+from dynamoth.names import ANNOUNCE_CHANNEL, is_user_channel
+from dynamoth_lla.counting import PMESSAGE_BYTES, Window
 from dynamoth_lla.traffic import Traffic
-from dynamoth_lla.window import PMESSAGE_BYTES, Window
 
 SAMPLE_MESSAGES = 10_000
 """An interval with up to twice as many messages is looked at in full; of one with more, about as many are sampled."""

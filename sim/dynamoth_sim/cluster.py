@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dynamoth.machine.events import Machine
+from dynamoth.names import PLAN_KEY
 from dynamoth.plan.compatibility import CompatibilityRule
 from dynamoth.plan.plan import Assignment, Mode, Phase, Plan, Server
 from dynamoth.protocol import stored_plan
-from dynamoth.protocol.names import PLAN_KEY
 from dynamoth_agent.guard import AlreadyRunning
 from dynamoth_agent.machine import AgentMachine
 from dynamoth_balancer.events import Decided, Note, PlanChanged, Stopped

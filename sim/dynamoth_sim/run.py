@@ -17,8 +17,8 @@ from itertools import repeat
 from multiprocessing import get_context
 from typing import Any
 
+from dynamoth.names import logical_channel
 from dynamoth.plan.plan import Location, Mode, single
-from dynamoth.protocol.names import logical_channel
 from dynamoth_client.machines.standalone import FRESH_S
 from dynamoth_sim.cluster import Cluster, short_options
 from dynamoth_sim.faults.faults import Chaos

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from dynamoth.machine.events import ErrorReply, Replied, Send
-from dynamoth.protocol.names import AGENT_CHANNEL
+from dynamoth.names import AGENT_CHANNEL
 from dynamoth_agent.guard import CHECK_INTERVAL_S, AgentGuard, AlreadyRunning, GuardRefused
 
 

@@ -7,11 +7,11 @@ import pytest
 from dynamoth.errors import MalformedMessage
 from dynamoth.machine.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
 from dynamoth.machine.outbox import Outbox
+from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL
 from dynamoth.plan.plan import Plan, Server, single
 from dynamoth.protocol import stored_plan
 from dynamoth.protocol.control import PlanAck, PlanChange, pack_control, unpack_control
 from dynamoth.protocol.envelope import seal
-from dynamoth.protocol.names import AGENT_CHANNEL, BALANCER_CHANNEL
 from dynamoth.protocol.reports import Report, pack_report
 from dynamoth_agent.guard import CHECK_INTERVAL_S, AlreadyRunning
 from dynamoth_agent.machine import AgentMachine, LinkChanged, ObservationRefused, PlanFollowed

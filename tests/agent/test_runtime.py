@@ -19,9 +19,9 @@ import hiredis
 import pytest
 
 from dynamoth.errors import ConfigError
+from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL
 from dynamoth.plan.plan import Plan, Server
 from dynamoth.protocol.envelope import seal
-from dynamoth.protocol.names import AGENT_CHANNEL, BALANCER_CHANNEL
 from dynamoth.protocol.reports import Report, unpack_report
 from dynamoth.protocol.stored_plan import write_whole
 from dynamoth_agent.process.runtime import EXIT_REFUSED, EXIT_STOPPED, AgentConfig, run_agent

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dynamoth.machine.events import Connect, ErrorReply, LinkDown, LinkUp, Replied, Send, Start, Tick
-from dynamoth.protocol.names import BALANCER_CHANNEL
+from dynamoth.names import BALANCER_CHANNEL
 from dynamoth.protocol.reports import Report, unpack_report
 from dynamoth_agent.machine import AgentMachine
 from dynamoth_agent.stand_in import CONFIG_ASKED, EVICTABLE, REPORTS, BlindnessChanged, ServerSettings, advice

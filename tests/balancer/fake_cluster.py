@@ -24,6 +24,14 @@ from dynamoth.machine.events import (
     Start,
     Tick,
 )
+from dynamoth.names import (
+    AGENT_CHANNEL,
+    BALANCER_CHANNEL,
+    BALANCER_LEASE_KEY,
+    OPERATOR_CHANNEL,
+    PLAN_KEY,
+    operator_inbox,
+)
 from dynamoth.plan.plan import Entry, Mode, Phase, Plan, Route, Server
 from dynamoth.protocol.control import (
     AdminReply,
@@ -34,14 +42,6 @@ from dynamoth.protocol.control import (
     Vacated,
     pack_control,
     unpack_control,
-)
-from dynamoth.protocol.names import (
-    AGENT_CHANNEL,
-    BALANCER_CHANNEL,
-    BALANCER_LEASE_KEY,
-    OPERATOR_CHANNEL,
-    PLAN_KEY,
-    operator_inbox,
 )
 from dynamoth.protocol.reports import ChannelColumns, Report, pack_report
 from dynamoth.protocol.stored_plan import parse_whole, write_whole

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.machine.events import Pushed
+from dynamoth.names import BALANCER_CHANNEL
 from dynamoth.plan.plan import Phase
 from dynamoth.protocol.control import AdminRequest, PlanAck, Vacated, pack_control
-from dynamoth.protocol.names import BALANCER_CHANNEL
 from dynamoth.protocol.reports import pack_report
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.fake_cluster import Balancer, FakeCluster

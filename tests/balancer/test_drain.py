@@ -14,18 +14,10 @@ from dynamoth.errors import ConfigError
 from dynamoth.plan.plan import Assignment, Mode, Phase, Server, single
 from dynamoth.protocol.reports import pack_report
 from dynamoth_balancer.admin.health import Severity
+from dynamoth_balancer.decide.cluster import ChannelFigures, ChannelRate, Cluster, Decision, Move, ServerLoad, decide
 from dynamoth_balancer.decide.drain import Drain
-from dynamoth_balancer.decide.goals import (
-    ChannelFigures,
-    ChannelRate,
-    Cluster,
-    Decision,
-    Move,
-    Relieve,
-    ServerLoad,
-    decide,
-)
-from dynamoth_balancer.decide.replication import Replicate
+from dynamoth_balancer.decide.relieve import Relieve
+from dynamoth_balancer.decide.replicate import Replicate
 from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.process.metrics import make_registry

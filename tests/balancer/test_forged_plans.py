@@ -8,10 +8,9 @@ from functools import partial
 
 import pytest
 
+from dynamoth.names import PLAN_KEY
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
-from dynamoth.plan.plan import Entry, Phase, Plan, Route, Server, single
-from dynamoth.protocol.envelope import EPOCH_MAX
-from dynamoth.protocol.names import PLAN_KEY
+from dynamoth.plan.plan import EPOCH_MAX, Entry, Phase, Plan, Route, Server, single
 from dynamoth.protocol.stored_plan import ENTRIES_PER_COMMAND
 from dynamoth_balancer.machine import Stage
 from tests.balancer.fake_cluster import Balancer, FakeCluster, stored_hash

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dynamoth.machine.events import Tick
+from dynamoth.names import AGENT_CHANNEL, PLAN_KEY
 from dynamoth.plan.plan import Plan, Server
-from dynamoth.protocol.names import AGENT_CHANNEL, PLAN_KEY
 from dynamoth_balancer.admin.health import Found, Health, Problem, Severity, with_cure
 from dynamoth_balancer.machine import Stage
 from dynamoth_balancer.options import BalancerOptions

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from dynamoth.names import PLAN_KEY
 from dynamoth.plan.plan import Assignment, Entry, Mode, Phase, Plan, Route, single
 from dynamoth.protocol.control import PlanAck, PlanChange, PlanQuery, Vacated
-from dynamoth.protocol.names import PLAN_KEY
 from dynamoth.protocol.stored_plan import VERSION_FIELD
 from dynamoth_balancer.machine import Stage
 from dynamoth_balancer.options import BalancerOptions

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dynamoth.machine.events import ErrorReply, Send
+from dynamoth.names import BALANCER_LEASE_KEY, PLAN_KEY
 from dynamoth.plan.plan import Plan, Server
-from dynamoth.protocol.names import BALANCER_LEASE_KEY, PLAN_KEY
 from dynamoth_balancer.install.book import PlanBook
 from dynamoth_balancer.install.copies import PlanCopy
 from dynamoth_balancer.install.lease import TAG, Lease

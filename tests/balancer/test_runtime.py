@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from dynamoth.errors import ConfigError
+from dynamoth.names import BALANCER_CHANNEL, BALANCER_LEASE_KEY
 from dynamoth.plan.plan import Phase, Plan, Server
-from dynamoth.protocol.names import BALANCER_CHANNEL, BALANCER_LEASE_KEY
 from dynamoth.protocol.stored_plan import READ_WHOLE, parse_whole
 from dynamoth_agent.process.runtime import AgentConfig, run_agent
 from dynamoth_balancer.options import BalancerOptions

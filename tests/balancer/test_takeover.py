@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dynamoth.errors import AlreadyRunning, ConfigError
+from dynamoth.names import BALANCER_LEASE_KEY, PLAN_KEY
 from dynamoth.plan.plan import JOIN_S, Plan, single
-from dynamoth.protocol.names import BALANCER_LEASE_KEY, PLAN_KEY
 from dynamoth_balancer.events import Shutdown, Stopped
 from dynamoth_balancer.machine import BalancerMachine, Stage
 from dynamoth_balancer.options import BalancerOptions

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamoth import names
 from dynamoth.glob import compile_glob
-from dynamoth.protocol import names
 from dynamoth_cli.commands.acl import ROLES, make_user, read_passwords, rights_of, to_lines
 from dynamoth_cli.main import main
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.machine.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
+from dynamoth.names import OPERATOR_CHANNEL, operator_inbox
 from dynamoth.protocol.control import AdminReply, AdminRequest, PlanQuery, pack_control, unpack_control
-from dynamoth.protocol.names import OPERATOR_CHANNEL, operator_inbox
 from dynamoth_cli.admin import REPEAT_INTERVAL_S, AdminMachine, Answered, Refused
 
 REQUEST = AdminRequest(77, "move", {"channel": b"c", "to": "s2"})

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, PLAN_KEY
 from dynamoth.plan.plan import Phase, Plan, Server
-from dynamoth.protocol.names import AGENT_CHANNEL, BALANCER_CHANNEL, PLAN_KEY
 from dynamoth_cli.local.child import ChildEnded
 from dynamoth_cli.local.cluster import ClusterNotReady, LocalCluster
 from dynamoth_cli.local.embedded import RedisServerFailed

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from dynamoth.plan.plan import Assignment, Mode, Plan, Server, single
 from dynamoth.plan.ring import Ring
-from dynamoth_balancer.decide.goals import ChannelFigures
-from dynamoth_balancer.decide.replication import wish
+from dynamoth_balancer.decide.cluster import ChannelFigures
+from dynamoth_balancer.decide.replicate import wish
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_demo.festival import Festival, Performer
 from dynamoth_demo.scene import Scene, expected_deliveries_per_s, make_scene

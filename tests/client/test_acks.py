@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.protocol.names import sharded_channel
+from dynamoth.names import sharded_channel
 from dynamoth_client.machines.acks import Ack, Acks, Subject
 
 

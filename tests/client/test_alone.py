@@ -12,8 +12,8 @@ import pytest
 import redis as redis_py
 
 import dynamoth_client
+from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL
 from dynamoth.plan.plan import Plan, Server
-from dynamoth.protocol.names import AGENT_CHANNEL, BALANCER_CHANNEL
 from dynamoth_cli.local.cluster import HOST, LocalCluster
 from dynamoth_client.machines.standalone import FRESH_S
 from tests.client.both_clients import Use, with_client

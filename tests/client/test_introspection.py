@@ -11,8 +11,8 @@ import pytest
 import redis.asyncio
 import redis.exceptions
 
+from dynamoth.names import replica_channel, sharded_channel
 from dynamoth.plan.plan import Assignment, Location, Mode, Route
-from dynamoth.protocol.names import replica_channel, sharded_channel
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client.asyncio import PubSub, Redis, from_url
 from dynamoth_client.runtime.introspection import merge_channels, merge_subscribers

@@ -11,7 +11,7 @@ import redis as plain_redis
 import redis.exceptions
 
 import dynamoth_client
-from dynamoth.protocol.names import sharded_channel
+from dynamoth.names import sharded_channel
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client.asyncio import GapInfo, from_url
 from tests.client.stored_cluster import StoredCluster, run

@@ -22,7 +22,7 @@ import redis.asyncio
 
 import dynamoth_client
 import dynamoth_client.asyncio
-from dynamoth.protocol.names import is_user_channel
+from dynamoth.names import is_user_channel
 
 EXCUSED = Path(__file__).with_name("excused.toml")
 PORTS_VARIABLE = "DYNAMOTH_CONFORMANCE_PORTS"

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import msgpack
 
-from dynamoth.plan.plan import Assignment, Entry, Mode, Phase, PlanDelta, Route, pack_entry, single
+from dynamoth.plan.plan import EPOCH_MAX, Assignment, Entry, Mode, Phase, PlanDelta, Route, single
 from dynamoth.protocol.control import (
     AdminReply,
     AdminRequest,
@@ -26,7 +26,8 @@ from dynamoth.protocol.control import (
     Vacated,
     pack_control,
 )
-from dynamoth.protocol.envelope import EPOCH_MAX, seal
+from dynamoth.protocol.envelope import seal
+from dynamoth.protocol.plan_wire import pack_entry
 from dynamoth.protocol.reports import ChannelColumns, ChannelSums, Report, pack_ids, pack_report
 
 DEPTHS = (1, 2, 7, 15, 31, 32, 33, 64, 200, 330, 500, 900, 980, 1000, 1020, 1023, 1024, 1025, 2000, 10_000, 100_000)

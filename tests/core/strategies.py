@@ -7,7 +7,7 @@ from typing import Any
 import msgpack
 from hypothesis import strategies as st
 
-from dynamoth.plan.plan import Assignment, Entry, Mode, Phase, Plan, PlanDelta, Route, Server, single
+from dynamoth.plan.plan import EPOCH_MAX, Assignment, Entry, Mode, Phase, Plan, PlanDelta, Route, Server, single
 from dynamoth.protocol.control import (
     LOSS_MAX,
     AdminReply,
@@ -25,7 +25,6 @@ from dynamoth.protocol.control import (
     RulesChanged,
     Vacated,
 )
-from dynamoth.protocol.envelope import EPOCH_MAX
 
 SERVER_IDS = ("s1", "s2", "s3", "s4")
 SERVERS = tuple(Server(id_, f"redis://{id_}:6379") for id_ in SERVER_IDS)

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from dynamoth.errors import MalformedMessage, PlanError
-from dynamoth.plan.compatibility import Compatibility, CompatibilityRule, compatibility_to_wire, homes, proves
-from dynamoth.plan.plan import Plan, Server, compatibility_from_wire, pack_compatibility
+from dynamoth.names import sharded_channel
+from dynamoth.plan.compatibility import Compatibility, CompatibilityRule, homes, proves
+from dynamoth.plan.plan import Plan, Server
 from dynamoth.protocol import stored_plan
-from dynamoth.protocol.names import sharded_channel
+from dynamoth.protocol.plan_wire import compatibility_from_wire, compatibility_to_wire, pack_compatibility
 
 SERVERS = tuple(Server(f"s{number}", f"redis://s{number}") for number in (1, 2, 3))
 

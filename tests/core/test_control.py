@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.errors import MalformedMessage
-from dynamoth.plan.plan import Entry, Route, entry_from_wire, entry_to_wire, pack_entry, single, unpack_entry
+from dynamoth.plan.plan import EPOCH_MAX, Entry, Route, single
 from dynamoth.protocol.control import (
     REPORT_CODE,
     Announcement,
@@ -24,7 +24,8 @@ from dynamoth.protocol.control import (
     seal_control,
     unpack_control,
 )
-from dynamoth.protocol.envelope import CONTROL, EPOCH_MAX, open_envelope
+from dynamoth.protocol.envelope import CONTROL, open_envelope
+from dynamoth.protocol.plan_wire import entry_from_wire, entry_to_wire, pack_entry, unpack_entry
 from tests.core.strategies import MESSAGES, anything, control_messages, entries
 
 

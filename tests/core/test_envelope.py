@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.errors import MalformedMessage
+from dynamoth.plan.plan import EPOCH_MAX
 from dynamoth.protocol.envelope import (
-    EPOCH_MAX,
     FIRST,
     FORWARDED,
     HEADER_BYTES,

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dynamoth.glob import SPLIT_MAX, compile_glob, patterns_without, physical_patterns
-from dynamoth.protocol.names import NOTIFICATION_PREFIXES, RESERVED_PREFIX, logical_channel, replica_channel
+from dynamoth.names import NOTIFICATION_PREFIXES, RESERVED_PREFIX, logical_channel, replica_channel
 from dynamoth_cli.local.embedded import EmbeddedRedis
 
 LETTERS = (b"a", b"b", b"c", b"_", b":", b"]", b"^", b"-", b"\\", b"\xff", b"\x80", b"\n", b"\0", b"*")

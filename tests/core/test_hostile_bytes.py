@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamoth.errors import MalformedMessage
-from dynamoth.plan.plan import pack_entry, unpack_entry
 from dynamoth.protocol import stored_plan
 from dynamoth.protocol.control import pack_control, unpack_control
 from dynamoth.protocol.envelope import open_envelope, seal
+from dynamoth.protocol.plan_wire import pack_entry, unpack_entry
 from dynamoth.protocol.reports import pack_report, unpack_report
 from tests.core.hostile import REPORT
 from tests.core.strategies import (

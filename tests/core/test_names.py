@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamoth import names
 from dynamoth.glob import compile_glob, physical_patterns
-from dynamoth.protocol import names
 
 
 @given(st.binary(max_size=20), st.integers(0, 2**32 - 1))

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.errors import MalformedMessage, PlanError, UnknownMode
+from dynamoth.names import replica_channel
 from dynamoth.plan.plan import (
+    EPOCH_MAX,
     Assignment,
     Entry,
     Location,
@@ -20,16 +22,11 @@ from dynamoth.plan.plan import (
     PlanDelta,
     Route,
     Server,
-    entry_from_wire,
-    entry_to_wire,
     missing,
-    route_from_wire,
-    route_to_wire,
     single,
 )
 from dynamoth.protocol.control import RouteNotice, pack_control, unpack_control
-from dynamoth.protocol.envelope import EPOCH_MAX
-from dynamoth.protocol.names import replica_channel
+from dynamoth.protocol.plan_wire import entry_from_wire, entry_to_wire, route_from_wire, route_to_wire
 from tests.core.strategies import PLAN_0, SERVER_IDS, assignments, naturals, plans, routes
 
 C = b"news"

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from dynamoth.errors import MalformedMessage
 from dynamoth.machine.events import CommandPart, ErrorReply
-from dynamoth.plan.plan import Entry, Phase, Plan, Route, pack_entry, single
+from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
+from dynamoth.plan.plan import Entry, Phase, Plan, Route, single
 from dynamoth.protocol import stored_plan
-from dynamoth.protocol.names import PLAN_KEY, PLAN_KEY_NEW
+from dynamoth.protocol.plan_wire import pack_entry
 from tests.core.strategies import PLAN_0, plans
 
 C = b"news"

@@ -9,10 +9,9 @@ import msgpack
 import pytest
 
 from dynamoth.errors import MalformedMessage, PlanError
-from dynamoth.plan.plan import Plan, Route, Server, single
+from dynamoth.plan.plan import EPOCH_MAX, Plan, Route, Server, single
 from dynamoth.plan.ring import RING_POINTS_MAX, VIRTUAL_NODES_MAX
 from dynamoth.protocol.control import LOSS_MAX, LossNotice, RouteNotice, Vacated, pack_control, unpack_control
-from dynamoth.protocol.envelope import EPOCH_MAX
 from dynamoth.protocol.wire import ARRAY_MAX, DEPTH_MAX, ELEMENTS_MAX, SHORT_MAX, parser, shortened, unpack
 from tests.core.hostile import OPENINGS, corpus, nest
 

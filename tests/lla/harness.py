@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from dynamoth.machine.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Tick
+from dynamoth.names import ANNOUNCE_CHANNEL, BALANCER_CHANNEL
 from dynamoth.protocol.control import Announcement, pack_control
 from dynamoth.protocol.envelope import seal
-from dynamoth.protocol.names import ANNOUNCE_CHANNEL, BALANCER_CHANNEL
 from dynamoth.protocol.reports import ChannelLoad, Report, unpack_report
 from dynamoth_lla.machine import LoadAnalyzer
 from dynamoth_lla.options import LoadAnalyzerOptions

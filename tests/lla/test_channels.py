@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from dynamoth.names import AGENT_CHANNEL, inbox, replica_channel
 from dynamoth.protocol.control import Announcement
-from dynamoth.protocol.names import AGENT_CHANNEL, inbox, replica_channel
 from dynamoth_lla.channels import ANNOUNCED_MAX, CHANNEL_BYTES_MAX, TrackedChannels
 
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from dynamoth.errors import ConfigError
 from dynamoth.machine.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, Start, Tick
+from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, replica_channel
 from dynamoth.protocol.control import PlanQuery, pack_control
 from dynamoth.protocol.envelope import CONTROL, FORWARDED, HEARTBEAT
-from dynamoth.protocol.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, replica_channel
 from dynamoth.protocol.reports import ChannelLoad, ChannelSums, Report, pack_ids, unpack_ids
+from dynamoth_lla.counting import PMESSAGE_BYTES
 from dynamoth_lla.digest import MESSAGE_BYTES
 from dynamoth_lla.machine import NAMES_PER_NUMSUB, LoadAnalyzer, ObservationLate, Stage
 from dynamoth_lla.options import LoadAnalyzerOptions
-from dynamoth_lla.window import PMESSAGE_BYTES
 from tests.lla.harness import OUTGOING_BYTES_PER_S_MAX, Bench, FakeServer, publication, push, rows
 
 MESSAGE = publication(1)

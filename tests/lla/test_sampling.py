@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL
 from dynamoth.protocol.envelope import FORWARDED
-from dynamoth.protocol.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL
+from dynamoth_lla.counting import PMESSAGE_BYTES
 from dynamoth_lla.digest import Digest, digest
 from dynamoth_lla.sampling import SAMPLE_MESSAGES, STRIDES, EstimatedTraffic, SampledWindow, large_from, stride_for
 from dynamoth_lla.traffic import Traffic
-from dynamoth_lla.window import PMESSAGE_BYTES
 from tests.lla.harness import Bench, publication, push
 
 STRIDE = 7

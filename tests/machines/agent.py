@@ -7,10 +7,10 @@ from typing import Any
 
 from dynamoth.machine.events import Connect, Pushed, Replied, Send, Start
 from dynamoth.machine.outbox import Outbox
+from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, RELAY_PREFIX, inbox
 from dynamoth.plan.plan import Plan
 from dynamoth.protocol.control import Announcement, ControlMessage, Marker, PlanChange, pack_control, unpack_control
 from dynamoth.protocol.envelope import open_envelope
-from dynamoth.protocol.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, RELAY_PREFIX, inbox
 from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions, forward_link
 from dynamoth_dispatcher.machine import DispatcherMachine, DispatcherOptions
 from tests.machines.helpers import RUN, C, Subject, commands, only, sends, whole_reply

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 import msgpack
 
 from dynamoth.machine.events import LinkDown, LinkUp, Machine, Pushed, Replied, Send, SendAll, Tick
-from dynamoth.plan.plan import Assignment, Mode, Phase, Plan, Route, Server, pack_entry, single
+from dynamoth.plan.plan import Assignment, Mode, Phase, Plan, Route, Server, single
 from dynamoth.protocol.control import ControlMessage, RouteNotice, pack_control, seal_control
 from dynamoth.protocol.envelope import seal
+from dynamoth.protocol.plan_wire import pack_entry
 from dynamoth.protocol.stored_plan import HEADER_FIELD, RUN_FIELD, VERSION_FIELD, write_whole
 
 SERVERS = tuple(Server(id_, f"redis://{id_}:6379") for id_ in ("s1", "s2", "s3"))

@@ -7,9 +7,9 @@ from math import inf
 from typing import Any
 
 from dynamoth.machine.events import Pushed, Start
+from dynamoth.names import ANNOUNCE_CHANNEL, inbox
 from dynamoth.plan.plan import Plan, Route
 from dynamoth.protocol.control import Announcement, Marker, RouteNotice, unpack_control
-from dynamoth.protocol.names import ANNOUNCE_CHANNEL, inbox
 from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.subscriber.events import Deliver, Subscribe, SubscriberOptions, Unsubscribe
 from dynamoth_client.machines.subscriber.machine import SubscriberMachine

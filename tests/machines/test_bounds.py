@@ -10,10 +10,10 @@ import pytest
 
 from dynamoth.machine.bounded import BoundedTable
 from dynamoth.machine.events import Send
+from dynamoth.names import ANNOUNCE_CHANNEL, RELAY_PREFIX, forward_channel, relay_channel, replica_channel
 from dynamoth.plan.plan import Plan, single
 from dynamoth.protocol.control import Announcement, ForwardRequest, pack_control
 from dynamoth.protocol.envelope import CONTROL, HEARTBEAT, seal
-from dynamoth.protocol.names import ANNOUNCE_CHANNEL, RELAY_PREFIX, forward_channel, relay_channel, replica_channel
 from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions
 from dynamoth_dispatcher.machine import DispatcherOptions
 from dynamoth_dispatcher.tables import Backlog, RawNumbers

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from dynamoth.machine.events import Replied, Send
+from dynamoth.names import CLIENTS_CHANNEL, inbox
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
-from dynamoth.plan.plan import pack_compatibility
 from dynamoth.protocol.control import RulesChanged, pack_control, unpack_control
 from dynamoth.protocol.envelope import FIRST, is_enveloped, open_envelope, seal
-from dynamoth.protocol.names import CLIENTS_CHANNEL, inbox
+from dynamoth.protocol.plan_wire import pack_compatibility
 from dynamoth.protocol.stored_plan import READ_RULES
 from tests.machines.agent import Agent
 from tests.machines.helpers import PLAN_0, C, commands, published, tagged

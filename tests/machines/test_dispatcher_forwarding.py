@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dynamoth.machine.events import Connect, ErrorReply, Pushed, Send
+from dynamoth.names import AGENT_CHANNEL, inbox, relay_channel, replica_channel
 from dynamoth.plan.plan import Assignment, Mode, Plan, Route, single
 from dynamoth.protocol.control import LossNotice, PlanChange, RouteNotice, pack_control, unpack_control
 from dynamoth.protocol.envelope import (
@@ -21,7 +22,6 @@ from dynamoth.protocol.envelope import (
     forwarded,
     open_envelope,
 )
-from dynamoth.protocol.names import AGENT_CHANNEL, inbox, relay_channel, replica_channel
 from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions, forward_link
 from dynamoth_dispatcher.machine import DispatcherOptions
 from tests.machines.agent import Agent, copies

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from dynamoth.machine.events import ErrorReply, Pushed, Replied, Send
+from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL
 from dynamoth.protocol.control import ObservationGap, pack_control
 from dynamoth.protocol.envelope import open_envelope
-from dynamoth.protocol.names import AGENT_CHANNEL, CLIENTS_CHANNEL
 from dynamoth_dispatcher.forwarder import LOCAL
 from dynamoth_dispatcher.observation import QUIET_PATTERNS
 from tests.machines.agent import Agent, copies

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from dynamoth.machine.events import Connect, ErrorReply, Pushed, Replied, Send
-from dynamoth.plan.plan import Entry, Phase, Plan, PlanDelta, Route, single
+from dynamoth.names import (
+    AGENT_CHANNEL,
+    ANNOUNCE_CHANNEL,
+    BALANCER_CHANNEL,
+    CLIENTS_CHANNEL,
+    inbox,
+    replica_channel,
+)
+from dynamoth.plan.plan import EPOCH_MAX, Entry, Phase, Plan, PlanDelta, Route, single
 from dynamoth.protocol.control import (
     LossNotice,
     Marker,
@@ -21,15 +29,7 @@ from dynamoth.protocol.control import (
     pack_control,
     unpack_control,
 )
-from dynamoth.protocol.envelope import CONTROL, EPOCH_MAX, open_envelope
-from dynamoth.protocol.names import (
-    AGENT_CHANNEL,
-    ANNOUNCE_CHANNEL,
-    BALANCER_CHANNEL,
-    CLIENTS_CHANNEL,
-    inbox,
-    replica_channel,
-)
+from dynamoth.protocol.envelope import CONTROL, open_envelope
 from dynamoth.protocol.stored_plan import READ_WHOLE, VERSION_READ_INTERVAL_S
 from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions, forward_link
 from dynamoth_dispatcher.machine import DispatcherOptions

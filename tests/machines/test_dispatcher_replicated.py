@@ -11,6 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.machine.events import Connect, ErrorReply, Replied, RepliedAll, Send, SendAll
+from dynamoth.names import (
+    BALANCER_CHANNEL,
+    RELAY_PREFIX,
+    forward_channel,
+    inbox,
+    is_user_channel,
+    relay_channel,
+    replica_channel,
+)
 from dynamoth.plan.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, single
 from dynamoth.protocol.control import (
     ForwardRequest,
@@ -35,15 +44,6 @@ from dynamoth.protocol.envelope import (
     is_enveloped,
     open_envelope,
     seal,
-)
-from dynamoth.protocol.names import (
-    BALANCER_CHANNEL,
-    RELAY_PREFIX,
-    forward_channel,
-    inbox,
-    is_user_channel,
-    relay_channel,
-    replica_channel,
 )
 from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions, forward_link
 from dynamoth_dispatcher.machine import DispatcherOptions

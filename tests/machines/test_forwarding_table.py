@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.machine.events import Send, SendAll
+from dynamoth.names import replica_channel
 from dynamoth.plan.plan import Assignment, Entry, Mode, Phase, Plan, single
 from dynamoth.protocol.envelope import FORWARDED, HEARTBEAT, ROUTE_CHANGED, seal
-from dynamoth.protocol.names import replica_channel
 from dynamoth_dispatcher.forwarder import LOCAL
 from dynamoth_dispatcher.forwarding_table import Forwarding, ForwardingTable
 from dynamoth_dispatcher.machine import DispatcherOptions

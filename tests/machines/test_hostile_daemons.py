@@ -13,11 +13,7 @@ import pytest
 
 from dynamoth.errors import MalformedMessage
 from dynamoth.machine.events import LinkUp, Pushed, Replied, Send, Start
-from dynamoth.plan.plan import Plan, Server, single, unpack_entry
-from dynamoth.protocol import stored_plan
-from dynamoth.protocol.control import AdminReply, AdminRequest, PlanChange, pack_control
-from dynamoth.protocol.envelope import CONTROL, FIRST, seal
-from dynamoth.protocol.names import (
+from dynamoth.names import (
     AGENT_CHANNEL,
     ANNOUNCE_CHANNEL,
     BALANCER_CHANNEL,
@@ -31,6 +27,11 @@ from dynamoth.protocol.names import (
     operator_inbox,
     replica_channel,
 )
+from dynamoth.plan.plan import Plan, Server, single
+from dynamoth.protocol import stored_plan
+from dynamoth.protocol.control import AdminReply, AdminRequest, PlanChange, pack_control
+from dynamoth.protocol.envelope import CONTROL, FIRST, seal
+from dynamoth.protocol.plan_wire import unpack_entry
 from dynamoth_agent.machine import AgentMachine
 from dynamoth_balancer.machine import Stage
 from dynamoth_cli.admin import AdminMachine, Answered

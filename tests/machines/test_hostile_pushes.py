@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dynamoth.machine.events import ErrorReply, Pushed, Replied
+from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, CLIENTS_CHANNEL, forward_channel, replica_channel
 from dynamoth.plan.plan import Plan
 from dynamoth.protocol.control import pack_control
 from dynamoth.protocol.envelope import CONTROL, MAGIC, SEQUENCE_MAX, seal
-from dynamoth.protocol.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, CLIENTS_CHANNEL, forward_channel, replica_channel
 from dynamoth_dispatcher.forwarder import LOCAL
 from tests.core.strategies import control_messages, lies_about_length, mutations, nests, well_formed_nonsense
 from tests.machines.agent import Agent

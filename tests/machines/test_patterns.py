@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from dynamoth.machine.events import Connect, Disconnect, ErrorReply, Pushed, Replied, Send, Start
+from dynamoth.names import PATTERN_PREFIX, replica_channel, replica_pattern
 from dynamoth.plan.plan import JOIN_S, Plan, Server
 from dynamoth.protocol.control import LossNotice
 from dynamoth.protocol.envelope import FIRST, FORWARDED, HEARTBEAT, QUIET_MS_MAX, RAW, ROUTE_CHANGED, seal
-from dynamoth.protocol.names import PATTERN_PREFIX, replica_channel, replica_pattern
 from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.patterns.machine import (
     PatternMachine,

@@ -10,10 +10,11 @@ import pytest
 
 import dynamoth.machine.outbox
 from dynamoth.machine.events import Connect, Disconnect, ErrorReply, LinkUp, Replied, RepliedAll, Send, Start, Tick
-from dynamoth.plan.plan import Plan, Route, Server, pack_entry, single
+from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
+from dynamoth.plan.plan import Plan, Route, Server, single
 from dynamoth.protocol.control import Marker, ObservationGap, RouteNotice, pack_control
 from dynamoth.protocol.envelope import FIRST, HEARTBEAT, QUIET_MS_MAX, ROUTE_CHANGED, Envelope, open_envelope, seal
-from dynamoth.protocol.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
+from dynamoth.protocol.plan_wire import pack_entry
 from dynamoth.protocol.stored_plan import READ_BELIEVED_VERSION, READ_HEADER, READ_RULES, read_entry
 from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.publisher.checks import READ_AGAIN_S

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from dynamoth.machine.events import Connect, ErrorReply, Replied
+from dynamoth.names import CLIENTS_CHANNEL, forward_channel, replica_channel
 from dynamoth.plan.plan import Assignment, Mode, Plan, Route, single
 from dynamoth.protocol.control import ForwardRequest, ObservationGap, pack_control, unpack_control
 from dynamoth.protocol.envelope import FIRST, HEARTBEAT, ROUTE_CHANGED, Envelope, open_envelope
-from dynamoth.protocol.names import CLIENTS_CHANNEL, forward_channel, replica_channel
 from dynamoth.protocol.stored_plan import READ_BELIEVED_VERSION, read_entry
 from dynamoth_client.machines.local_plan import LocalPlan, NewerSoftware
 from dynamoth_client.machines.publisher.machine import PublisherMachine

@@ -22,9 +22,9 @@ from dynamoth.machine.events import (
     Start,
 )
 from dynamoth.machine.outbox import Outbox
+from dynamoth.names import AGENT_CHANNEL, inbox
 from dynamoth.plan.plan import Assignment, Mode, Route, single
 from dynamoth.protocol.control import RouteNotice, pack_control
-from dynamoth.protocol.names import AGENT_CHANNEL, inbox
 from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.publisher.machine import PublisherMachine
 from dynamoth_client.machines.publisher.publication import (

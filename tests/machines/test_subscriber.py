@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from dynamoth.machine.events import Connect, Disconnect, ErrorReply, Pushed, Send
+from dynamoth.names import ANNOUNCE_CHANNEL, replica_channel
 from dynamoth.plan.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, Server, single
 from dynamoth.protocol.control import Announcement, LossNotice, Marker, RouteNotice, pack_control
 from dynamoth.protocol.envelope import FIRST
-from dynamoth.protocol.names import ANNOUNCE_CHANNEL, replica_channel
 from dynamoth.protocol.stored_plan import READ_HEADER, read_entry
 from dynamoth_client.machines.subscriber.events import (
     Deliver,

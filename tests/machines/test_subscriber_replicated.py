@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from dynamoth.machine.events import Connect, Disconnect, Pushed
+from dynamoth.names import CLIENTS_CHANNEL, replica_channel
 from dynamoth.plan.plan import Assignment, Location, Mode, Plan, Route, single
 from dynamoth.protocol.control import RouteNotice
 from dynamoth.protocol.envelope import FIRST, FORWARDED, ROUTE_CHANGED
-from dynamoth.protocol.names import CLIENTS_CHANNEL, replica_channel
 from dynamoth_client.machines.local_plan import LocalPlan, NewerSoftware
 from dynamoth_client.machines.publisher.machine import PublisherMachine
 from dynamoth_client.machines.publisher.publication import Publish

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dynamoth.machine.events import ErrorReply
-from dynamoth.protocol.names import PLAN_KEY
+from dynamoth.names import PLAN_KEY
 from dynamoth_sim.world.network import CALM, Connection, End, Network, Packet
 from dynamoth_sim.world.redis import Greeting, RedisServer, Reply
 from dynamoth_sim.world.redis_keys import UnknownCommand

@@ -17,9 +17,9 @@ import redis
 import redis.asyncio
 import redis.exceptions
 
+from dynamoth.names import OPERATOR_CHANNEL
 from dynamoth.plan.plan import Entry, Phase, Plan, Server
 from dynamoth.protocol.control import AdminRequest, pack_control
-from dynamoth.protocol.names import OPERATOR_CHANNEL
 from dynamoth.protocol.stored_plan import parse_entry, read_entry
 from dynamoth_cli.local.child import Child
 from dynamoth_cli.local.cluster import LocalCluster

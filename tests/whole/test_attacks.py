@@ -14,8 +14,8 @@ import pytest
 import redis
 import redis.exceptions
 
+from dynamoth import names
 from dynamoth.errors import RequestRefused
-from dynamoth.protocol import names
 from dynamoth.protocol.control import AdminRequest, Announcement, ForwardRequest, Marker, PlanAck, Vacated, pack_control
 from dynamoth.protocol.envelope import FIRST, HEARTBEAT, open_envelope, seal
 from dynamoth_cli.local.cluster import LocalCluster

@@ -12,6 +12,15 @@ from contextlib import contextmanager
 import msgpack
 import pytest
 
+from dynamoth.names import (
+    AGENT_CHANNEL,
+    ANNOUNCE_CHANNEL,
+    BALANCER_CHANNEL,
+    CLIENTS_CHANNEL,
+    OPERATOR_CHANNEL,
+    forward_channel,
+    replica_channel,
+)
 from dynamoth.plan.plan import PlanDelta, Route, single
 from dynamoth.protocol.control import (
     ForwardRequest,
@@ -23,15 +32,6 @@ from dynamoth.protocol.control import (
     seal_control,
 )
 from dynamoth.protocol.envelope import seal
-from dynamoth.protocol.names import (
-    AGENT_CHANNEL,
-    ANNOUNCE_CHANNEL,
-    BALANCER_CHANNEL,
-    CLIENTS_CHANNEL,
-    OPERATOR_CHANNEL,
-    forward_channel,
-    replica_channel,
-)
 from dynamoth_cli.local.child import dynamoth_command
 from dynamoth_cli.local.cluster import LocalCluster
 from tests.whole.harness import PATIENCE_S, Traffic, channels_at, move, until

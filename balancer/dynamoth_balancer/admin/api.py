@@ -43,9 +43,9 @@ from typing import Any, Protocol
 
 from dynamoth.errors import RequestRefused
 from dynamoth.machine.events import Send
+from dynamoth.names import operator_inbox
 from dynamoth.plan.plan import Mode
 from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control
-from dynamoth.protocol.names import operator_inbox
 from dynamoth_balancer.admin import rules
 from dynamoth_balancer.admin.changes import BegunChange, ChangeState, mode_name
 from dynamoth_balancer.admin.rules import RuleRequests

@@ -15,8 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 from dynamoth.errors import RequestRefused
+from dynamoth.names import in_quotes, is_user_channel, logical_channel
 from dynamoth.plan.plan import Assignment, Entry, Mode, Phase, single
-from dynamoth.protocol.names import in_quotes, is_user_channel, logical_channel
 from dynamoth.protocol.wire import shortened
 from dynamoth_balancer.install.installer import Installer
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynamoth.errors import PlanError, RequestRefused
+from dynamoth.names import in_quotes
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule, homes
 from dynamoth.plan.plan import Phase, Plan, single
-from dynamoth.protocol.names import in_quotes
 from dynamoth.protocol.wire import shortened
 
 NAMED_MAX = 3

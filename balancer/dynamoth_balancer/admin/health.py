@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamoth.protocol.reports import CANNOT_OBSERVE, Report
-from dynamoth_balancer.decide.goals import Finding
+from dynamoth_balancer.decide.cluster import Finding
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.events import Note
 from dynamoth_balancer.install.agents import Agents

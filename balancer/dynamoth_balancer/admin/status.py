@@ -11,7 +11,7 @@ from dynamoth.errors import RequestRefused
 from dynamoth.plan.plan import Entry, Mode, Phase, Plan
 from dynamoth.protocol.reports import Report
 from dynamoth_balancer.admin.changes import mode_name
-from dynamoth_balancer.decide.goals import Decision, Move
+from dynamoth_balancer.decide.cluster import Decision, Move
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.installer import Installer, Transition

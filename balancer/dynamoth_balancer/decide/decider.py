@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from dynamoth.plan.plan import Assignment, Entry, Mode, Phase, Plan, single
-from dynamoth_balancer.decide.goals import (
+from dynamoth_balancer.decide.cluster import (
     ChannelFigures,
     ChannelRate,
     Cluster,

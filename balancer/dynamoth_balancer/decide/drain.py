@@ -8,8 +8,9 @@ of any may (``Cluster.draining``). So it ends: each move makes fewer channels th
 from __future__ import annotations
 
 from dynamoth.plan.plan import Mode
-from dynamoth_balancer.decide.goals import Cluster, Finding, Move, Room, ServerLoad, busiest_first, why_they_stay
-from dynamoth_balancer.decide.replication import Change
+from dynamoth_balancer.decide.cluster import Cluster, Finding, Move, Room, ServerLoad, busiest_first
+from dynamoth_balancer.decide.relieve import why_they_stay
+from dynamoth_balancer.decide.replicate import Change
 
 
 class Drain:
@@ -54,7 +55,7 @@ class Drain:
             move = cluster.move(load, source, target, _reason(source.id))
             if cluster.take(move):
                 moves.append(move)
-                room.changed(target)
+                room.note(target)
         return moves
 
     def _find(self, cluster: Cluster, name: str) -> None:

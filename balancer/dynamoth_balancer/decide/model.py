@@ -25,7 +25,7 @@ from itertools import islice, takewhile
 
 from dynamoth.plan.plan import Assignment, Mode
 from dynamoth.protocol.reports import Report
-from dynamoth_balancer.decide.goals import ChannelFigures, ChannelRate, ServerLoad
+from dynamoth_balancer.decide.cluster import ChannelFigures, ChannelRate, ServerLoad
 from dynamoth_balancer.options import INTERRUPTIONS_WINDOW_S
 
 SAMPLES_MAX = 200

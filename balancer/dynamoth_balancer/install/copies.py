@@ -24,9 +24,9 @@ from typing import Any
 
 from dynamoth.errors import MalformedMessage
 from dynamoth.machine.events import CommandPart, ErrorReply, Send
+from dynamoth.names import AGENT_CHANNEL
 from dynamoth.plan.plan import Entry, Plan
 from dynamoth.protocol.control import PlanQuery, pack_control
-from dynamoth.protocol.names import AGENT_CHANNEL
 from dynamoth.protocol.stored_plan import (
     ENTRIES_PER_COMMAND,
     HEADER_FIELDS,

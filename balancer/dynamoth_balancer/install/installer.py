@@ -24,11 +24,10 @@ from typing import Any
 
 from dynamoth.errors import ConfigError, RequestRefused
 from dynamoth.machine.events import Send
+from dynamoth.names import AGENT_CHANNEL, in_quotes
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
-from dynamoth.plan.plan import Assignment, Entry, Phase, Plan, Server
+from dynamoth.plan.plan import EPOCH_MAX, Assignment, Entry, Phase, Plan, Server
 from dynamoth.protocol.control import PlanQuery, Vacated, pack_control
-from dynamoth.protocol.envelope import EPOCH_MAX
-from dynamoth.protocol.names import AGENT_CHANNEL, in_quotes
 from dynamoth_balancer.admin.compatibility import why_not_moved
 from dynamoth_balancer.events import Note, PlanChanged
 from dynamoth_balancer.install.agents import Agents

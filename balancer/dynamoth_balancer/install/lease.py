@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamoth.machine.events import Send
-from dynamoth.protocol.names import BALANCER_CHANNEL, BALANCER_LEASE_KEY
+from dynamoth.names import BALANCER_CHANNEL, BALANCER_LEASE_KEY
 
 CLOCK_DRIFT_RATIO = 0.1
 """How much faster than ours a server's clock may run: far more than any does, and a tenth of the lease is cheap."""

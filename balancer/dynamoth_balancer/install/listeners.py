@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamoth.machine.events import ErrorReply, Send
-from dynamoth.protocol.names import AGENT_CHANNEL
+from dynamoth.names import AGENT_CHANNEL
 from dynamoth_balancer.install.agents import Agents
 
 TAG = "listeners"

@@ -20,9 +20,8 @@ from dataclasses import dataclass, replace
 
 from dynamoth.errors import ConfigError
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
-from dynamoth.plan.plan import Plan, Server
+from dynamoth.plan.plan import EPOCH_MAX, Plan, Server
 from dynamoth.plan.ring import VIRTUAL_NODES
-from dynamoth.protocol.envelope import EPOCH_MAX
 from dynamoth_balancer.install.book import merge_entries
 
 TAKEOVER_VERSIONS = 1000

@@ -9,9 +9,9 @@ from typing import Any
 
 from dynamoth.errors import MalformedMessage
 from dynamoth.machine.events import ErrorReply, Send
+from dynamoth.names import in_quotes
 from dynamoth.plan.compatibility import CompatibilityRule
 from dynamoth.plan.plan import Plan, Server
-from dynamoth.protocol.names import in_quotes
 from dynamoth.protocol.stored_plan import READ_HEADER, READ_WHOLE, StoredHeader, parse_header, parse_whole
 from dynamoth_balancer.events import Note
 from dynamoth_balancer.install.book import PlanBook

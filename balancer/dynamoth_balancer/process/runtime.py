@@ -14,7 +14,7 @@ from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.machine.events import Connect, Start
 from dynamoth.plan.plan import Mode, Plan, Server
 from dynamoth_balancer.admin.changes import mode_name
-from dynamoth_balancer.decide.goals import Decision
+from dynamoth_balancer.decide.cluster import Decision
 from dynamoth_balancer.events import Decided, Note, PlanChanged, ReportReceived, Shutdown, Stopped
 from dynamoth_balancer.machine import CONNECTED, PROBLEMS_SHOWN_MAX, BalancerMachine, Stage
 from dynamoth_balancer.options import BalancerOptions

@@ -1,6 +1,6 @@
 """``dynamoth acl``: prints Redis users with exactly the rights that agents, balancer, clients and operators need.
 
-The rights of a role are names (``dynamoth.protocol.names``): who may publish on a channel shows what may be said there.
+The rights of a role are names (``dynamoth.names``): who may publish on a channel shows what may be said there.
 Redis 7 has selectors, which tell publishing from subscribing:
 there a client can listen to its inbox and not write to one.
 Redis 6.2 has one list of channels for both; ``docs/security.md`` says what that leaves possible.
@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dynamoth import names
 from dynamoth.errors import ConfigError
 from dynamoth.glob import literal_glob, matches_reserved, physical_patterns
-from dynamoth.protocol import names
 
 ROLES = ("agent", "balancer", "client", "operator")
 

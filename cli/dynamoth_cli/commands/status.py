@@ -14,8 +14,8 @@ from rich.markup import escape
 
 from dynamoth.errors import ClusterUnavailable, RequestRefused
 from dynamoth.machine.events import ErrorReply
+from dynamoth.names import AGENT_CHANNEL
 from dynamoth.plan.plan import Mode
-from dynamoth.protocol.names import AGENT_CHANNEL
 from dynamoth.protocol.stored_plan import READ_HEADER, parse_header
 from dynamoth_balancer.admin.changes import mode_name
 from dynamoth_balancer.admin.health import Severity, no_agent, several_agents

@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 from dynamoth.errors import ClusterUnavailable, DynamothError, RequestRefused
 from dynamoth.machine.events import CommandPart
-from dynamoth.protocol.names import AGENT_CHANNEL, BALANCER_CHANNEL
+from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL
 from dynamoth.protocol.stored_plan import READ_HEADER, parse_header
 from dynamoth.settings.declare import to_text
 from dynamoth.settings.sections import GIGABIT_BYTES_PER_S, declared_settings

@@ -14,7 +14,7 @@ import redis.asyncio
 import redis.asyncio.client
 import redis.exceptions
 
-from dynamoth.protocol.names import sharded_channel
+from dynamoth.names import sharded_channel
 from dynamoth_client.asyncio._pubsub import PubSub
 from dynamoth_client.redis_py.commands import (
     COUNT_AGENTS,

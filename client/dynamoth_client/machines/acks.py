@@ -19,7 +19,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dynamoth.protocol.names import SHARDED_PREFIX
+from dynamoth.names import SHARDED_PREFIX
 
 HOLD_S_MAX = 0.25
 """How long an acknowledgement waits for those before it: servers that are up confirm within a few milliseconds."""

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamoth.machine.events import CommandPart, ErrorReply
+from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL
 from dynamoth.plan.plan import Plan, Server
-from dynamoth.protocol.names import AGENT_CHANNEL, BALANCER_CHANNEL
 
 ALONE = "(alone)"
 """What the server is called until it is known by the id that a plan gives it. No id in a plan looks like this."""

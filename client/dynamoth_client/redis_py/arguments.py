@@ -8,7 +8,7 @@ from typing import Any
 import redis.exceptions
 
 from dynamoth.glob import bytes_spelled
-from dynamoth.protocol.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES
+from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES
 
 _COMMANDS = ("subscribe", "psubscribe", "ssubscribe", "unsubscribe", "punsubscribe", "sunsubscribe", "ping")
 

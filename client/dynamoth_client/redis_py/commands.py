@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamoth.protocol.names import AGENT_CHANNEL, sharded_channel
+from dynamoth.names import AGENT_CHANNEL, sharded_channel
 from dynamoth_client.redis_py.construction import encoded, is_server_local
 from dynamoth_client.redis_py.pools import Pool
 from dynamoth_client.redis_py.settings import connection_encoder

@@ -11,8 +11,8 @@ from urllib.parse import parse_qsl, urlencode
 import redis.connection
 import redis.exceptions
 
+from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES
 from dynamoth.plan.plan import Mode
-from dynamoth.protocol.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES
 from dynamoth_client.redis_py.errors import BadOption
 from dynamoth_client.redis_py.pools import Pool, name_limit, trust_hosts
 from dynamoth_client.redis_py.settings import sample_of

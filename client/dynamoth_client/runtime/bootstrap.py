@@ -16,9 +16,9 @@ from redis.exceptions import RedisError
 
 from dynamoth.errors import MalformedMessage
 from dynamoth.machine.events import ErrorReply
+from dynamoth.names import PLAN_KEY
 from dynamoth.plan.plan import Plan
 from dynamoth.protocol import stored_plan
-from dynamoth.protocol.names import PLAN_KEY
 from dynamoth.protocol.stored_plan import StoredHeader
 from dynamoth_client.machines.standalone import FRESH_S, READ_PRESENCE, Look, plan_of, read_look
 from dynamoth_client.redis_py import errors

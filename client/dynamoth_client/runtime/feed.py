@@ -19,7 +19,7 @@ from typing import Any, cast
 import redis.exceptions
 
 from dynamoth.machine.events import Machine, Start
-from dynamoth.protocol.names import SHARDED_PREFIX, sharded_channel
+from dynamoth.names import SHARDED_PREFIX, sharded_channel
 from dynamoth_client.machines.acks import HOLD_S_MAX, Ack, Acks, Subject
 from dynamoth_client.machines.local_plan import LocalPlan, NewerSoftware
 from dynamoth_client.machines.patterns.machine import PatternMachine, SubscribePatterns, UnsubscribePatterns

@@ -16,9 +16,7 @@ import redis.exceptions
 from dynamoth.errors import MalformedMessage
 from dynamoth.glob import physical_patterns
 from dynamoth.machine.events import CommandPart, ErrorReply
-from dynamoth.plan.plan import Entry, Location, Mode, Route, Server
-from dynamoth.protocol.envelope import EPOCH_MAX
-from dynamoth.protocol.names import (
+from dynamoth.names import (
     AGENT_CHANNEL,
     PATTERN_PREFIX,
     RESERVED_PREFIX,
@@ -28,6 +26,7 @@ from dynamoth.protocol.names import (
     replica_channel,
     sharded_channel,
 )
+from dynamoth.plan.plan import EPOCH_MAX, Entry, Location, Mode, Route, Server
 from dynamoth.protocol.stored_plan import parse_entry, read_entry
 from dynamoth_client.redis_py import errors
 from dynamoth_client.runtime.cluster import Cluster

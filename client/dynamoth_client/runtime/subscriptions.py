@@ -12,7 +12,7 @@ import redis.asyncio
 import redis.asyncio.client
 import redis.exceptions
 
-from dynamoth.protocol.names import SHARDED_PREFIX, sharded_channel
+from dynamoth.names import SHARDED_PREFIX, sharded_channel
 from dynamoth_client.machines.acks import Subject
 from dynamoth_client.redis_py.arguments import (
     flat,

@@ -14,7 +14,7 @@ import redis
 import redis.client
 import redis.exceptions
 
-from dynamoth.protocol.names import sharded_channel
+from dynamoth.names import sharded_channel
 from dynamoth_client.redis_py.commands import (
     COUNT_AGENTS,
     as_redis_py,

@@ -6,10 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from dynamoth.errors import MalformedMessage
-from dynamoth.plan.plan import Phase, single
-from dynamoth.protocol.control import Marker, RouteNotice, unpack_control
-from dynamoth.protocol.envelope import CONTROL, is_enveloped, open_envelope
-from dynamoth.protocol.names import (
+from dynamoth.names import (
     AGENT_CHANNEL,
     ANNOUNCE_CHANNEL,
     BALANCER_CHANNEL,
@@ -19,6 +16,9 @@ from dynamoth.protocol.names import (
     OPERATOR_CHANNEL,
     OPERATOR_INBOX_PREFIX,
 )
+from dynamoth.plan.plan import Phase, single
+from dynamoth.protocol.control import Marker, RouteNotice, unpack_control
+from dynamoth.protocol.envelope import CONTROL, is_enveloped, open_envelope
 from dynamoth_sim.cluster import Cluster
 from dynamoth_sim.faults.profiles import LEAVER, Profile
 from dynamoth_sim.load.clients import Client, PublisherApp

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamoth.machine.events import Connect, LinkDown, LinkUp, Pushed, Send, Start, Tick
+from dynamoth.names import OPERATOR_CHANNEL, operator_inbox
 from dynamoth.plan.plan import Server
 from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control, unpack_control
-from dynamoth.protocol.names import OPERATOR_CHANNEL, operator_inbox
 
 ASK_AGAIN_S = 0.3
 """How soon an unanswered request is repeated, at another server."""

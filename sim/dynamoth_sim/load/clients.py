@@ -8,9 +8,9 @@ from typing import Any
 
 from dynamoth.glob import compile_glob
 from dynamoth.machine.events import Connect, Disconnect, LinkDown, LinkUp, Replied, Send, Start, Tick
+from dynamoth.names import NOTIFICATION_PREFIXES
 from dynamoth.plan.plan import Plan
 from dynamoth.protocol import stored_plan
-from dynamoth.protocol.names import NOTIFICATION_PREFIXES
 from dynamoth_client.machines import standalone
 from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.patterns.machine import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamoth.protocol.names import INBOX_PREFIX
+from dynamoth.names import INBOX_PREFIX
 from dynamoth_sim.cluster import Cluster
 from dynamoth_sim.world.redis import OUTPUT_BUFFER_BYTES_MAX
 

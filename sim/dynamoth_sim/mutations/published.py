@@ -14,7 +14,7 @@ from typing import Any
 
 import dynamoth.plan.plan
 import dynamoth_balancer.decide.decider
-import dynamoth_balancer.decide.goals
+import dynamoth_balancer.decide.relieve
 import dynamoth_balancer.install.recovery
 import dynamoth_balancer.install.takeover
 import dynamoth_client.machines.patterns.subscription
@@ -22,12 +22,12 @@ import dynamoth_client.machines.subscriber.messages
 import dynamoth_dispatcher.forwarding_table
 import dynamoth_lla.traffic
 from dynamoth.machine.outbox import Outbox
+from dynamoth.names import is_user_channel, replica_pattern
 from dynamoth.plan.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, missing
 from dynamoth.plan.ring import Ring
 from dynamoth.protocol.envelope import CONTROL, HEARTBEAT, open_envelope
-from dynamoth.protocol.names import is_user_channel, replica_pattern
+from dynamoth_balancer.decide.cluster import ChannelFigures, Cluster, Move
 from dynamoth_balancer.decide.drain import Drain
-from dynamoth_balancer.decide.goals import ChannelFigures, Cluster, Move
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.options import BalancerOptions
@@ -287,7 +287,7 @@ def any_move() -> AbstractContextManager[None]:
     def improves(move: Any, options: BalancerOptions) -> bool:
         return True
 
-    return replaced(dynamoth_balancer.decide.goals, _improves=improves)
+    return replaced(dynamoth_balancer.decide.relieve, _improves=improves)
 
 
 def everybody_forwards() -> AbstractContextManager[None]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from dynamoth.names import NOTIFICATION_PREFIXES
 from dynamoth.plan.plan import Phase, single
-from dynamoth.protocol.names import NOTIFICATION_PREFIXES
 from dynamoth_dispatcher.observation import EVERYTHING, QUIET_PATTERNS
 from dynamoth_sim.load.flood import Flood
 from dynamoth_sim.load.workload import RawPublisherApp

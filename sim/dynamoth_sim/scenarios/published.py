@@ -13,9 +13,9 @@ from contextlib import ExitStack
 from functools import partial
 
 from dynamoth.errors import MalformedMessage
+from dynamoth.names import BALANCER_CHANNEL, INBOX_PREFIX, is_user_channel, logical_channel
 from dynamoth.plan.plan import Assignment, Mode, Phase, single
 from dynamoth.protocol.control import Marker, RouteNotice
-from dynamoth.protocol.names import BALANCER_CHANNEL, INBOX_PREFIX, is_user_channel, logical_channel
 from dynamoth.protocol.reports import Report, unpack_report
 from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_sim.scenarios.stage import Stage, control_in

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from dynamoth.plan.plan import Phase, pack_entry, single
+from dynamoth.names import BALANCER_CHANNEL, PLAN_KEY
+from dynamoth.plan.plan import Phase, single
 from dynamoth.protocol.control import PlanAck, pack_control
-from dynamoth.protocol.names import BALANCER_CHANNEL, PLAN_KEY
+from dynamoth.protocol.plan_wire import pack_entry
 from dynamoth_sim.scenarios.stage import Stage
 
 FORGED = 99

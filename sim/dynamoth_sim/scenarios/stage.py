@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from dynamoth.errors import MalformedMessage
+from dynamoth.names import AGENT_CHANNEL
 from dynamoth.plan.compatibility import CompatibilityRule
 from dynamoth.plan.plan import Assignment, Entry, Phase, single
 from dynamoth.protocol.control import unpack_control
 from dynamoth.protocol.envelope import CONTROL, is_enveloped, open_envelope
-from dynamoth.protocol.names import AGENT_CHANNEL
 from dynamoth_sim.cluster import AMPLE_BYTES_PER_S, Cluster, short_options
 from dynamoth_sim.guarantees import Violation
 from dynamoth_sim.load.clients import Client, PatternSubscriberApp, PublisherApp, SubscriberApp

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from dynamoth.names import BALANCER_CHANNEL, PLAN_KEY
 from dynamoth.plan.plan import Plan, Server, single
-from dynamoth.protocol.names import BALANCER_CHANNEL, PLAN_KEY
 from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.machine import Stage as BalancerStage
 from dynamoth_client.machines.standalone import FRESH_S

@@ -14,7 +14,7 @@ from typing import Any
 
 from dynamoth.glob import compile_glob
 from dynamoth.machine.events import CommandPart, ErrorReply
-from dynamoth.protocol.names import PLAN_KEY, PLAN_KEY_NEW
+from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
 from dynamoth_dispatcher.observation import EVERYTHING, QUIET_PATTERNS
 from dynamoth_sim.world.network import Connection, End, Packet
 from dynamoth_sim.world.redis_keys import KeySpace, Snapshot, UnknownCommand

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from dynamoth.errors import MalformedMessage
-from dynamoth.plan.plan import Assignment, Mode, unpack_entry
+from dynamoth.names import logical_channel
+from dynamoth.plan.plan import Assignment, Mode
 from dynamoth.protocol.control import Marker, PlanChange, RouteNotice, unpack_control
 from dynamoth.protocol.envelope import (
     CONTROL,
@@ -23,7 +24,7 @@ from dynamoth.protocol.envelope import (
     is_enveloped,
     open_envelope,
 )
-from dynamoth.protocol.names import logical_channel
+from dynamoth.protocol.plan_wire import unpack_entry
 
 BEFORE_S = 0.3
 AFTER_S = 0.5

@@ -43,9 +43,9 @@ from dynamoth.machine.events import (
     Tick,
 )
 from dynamoth.machine.timers import Timers
+from dynamoth.names import PATTERN_PREFIX, RESERVED_PREFIX
 from dynamoth.plan.plan import JOIN_S
 from dynamoth.protocol import stored_plan
-from dynamoth.protocol.names import PATTERN_PREFIX, RESERVED_PREFIX
 from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.patterns.messages import DeliverMatched, PatternGapDetected, PatternMessages
 from dynamoth_client.machines.patterns.subscription import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from dynamoth.glob import compile_glob, physical_patterns
-from dynamoth.protocol.names import RESERVED_PREFIX, is_user_channel, logical_channel
+from dynamoth.names import RESERVED_PREFIX, is_user_channel, logical_channel
 from dynamoth_client.machines.sequences import Sequences
 from dynamoth_client.machines.subscriber.subscription import EARLY_MAX
 

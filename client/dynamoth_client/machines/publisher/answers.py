@@ -18,10 +18,10 @@ from typing import Any
 
 from dynamoth.machine.events import ErrorReply
 from dynamoth.machine.outbox import Command
+from dynamoth.names import forward_channel, logical_channel
 from dynamoth.plan.plan import Location
 from dynamoth.protocol.control import ForwardRequest, pack_control
 from dynamoth.protocol.envelope import HEARTBEAT, open_envelope, rerouted, seal, whole_ms
-from dynamoth.protocol.names import forward_channel, logical_channel
 from dynamoth_client.machines.publisher.publication import (
     PUBLISH_TIMEOUT_S_MAX,
     CheckAt,

@@ -44,6 +44,7 @@ from dynamoth.machine.events import (
     Tick,
 )
 from dynamoth.machine.outbox import Outbox
+from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
 from dynamoth.plan.plan import Location, Mode
 from dynamoth.protocol.control import ObservationGap, RouteNotice, RulesChanged, unpack_control
 from dynamoth.protocol.envelope import (
@@ -58,7 +59,6 @@ from dynamoth.protocol.envelope import (
     seal,
     whole_ms,
 )
-from dynamoth.protocol.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
 from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.publisher.answers import (
     Answers,

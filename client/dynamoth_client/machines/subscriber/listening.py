@@ -20,10 +20,10 @@ from typing import Any
 
 from dynamoth.machine.events import Connect, Disconnect, Send
 from dynamoth.machine.timers import Timers
+from dynamoth.names import ANNOUNCE_CHANNEL, inbox
 from dynamoth.plan.plan import Location
 from dynamoth.protocol import stored_plan
 from dynamoth.protocol.control import Announcement, pack_control
-from dynamoth.protocol.names import ANNOUNCE_CHANNEL, inbox
 from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.subscriber.subscription import Place, SubscriberLink, Subscription
 

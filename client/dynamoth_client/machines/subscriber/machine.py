@@ -23,8 +23,8 @@ from typing import Any
 
 from dynamoth.machine.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, Start, Tick
 from dynamoth.machine.timers import Timers
+from dynamoth.names import is_own_channel
 from dynamoth.plan.plan import Location
-from dynamoth.protocol.names import is_own_channel
 from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.register import Register
 from dynamoth_client.machines.sequences import Sequences

@@ -25,9 +25,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from dynamoth.names import in_quotes
 from dynamoth.plan.plan import Assignment, Mode, single
-from dynamoth.protocol.names import in_quotes
-from dynamoth_balancer.decide.goals import ChannelFigures, Cluster, Finding, Move, ServerLoad
+from dynamoth_balancer.decide.cluster import ChannelFigures, Cluster, Finding, Move, ServerLoad
 from dynamoth_balancer.options import BalancerOptions
 
 REPLICAS_MIN = 2

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL
 from dynamoth.protocol.envelope import CONTROL, FIRST, FORWARDED, HEARTBEAT, MAGIC, RAW, ROUTE_CHANGED
-from dynamoth.protocol.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL
+from dynamoth_lla.counting import PMESSAGE_BYTES, Window
 from dynamoth_lla.traffic import Traffic
-from dynamoth_lla.window import PMESSAGE_BYTES, Window
 from tests.lla.harness import publication, push
 
 #: With room for no record, everything is counted by head: the other of two ways to the same result.

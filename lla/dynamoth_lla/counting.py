@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dynamoth.protocol.names import ANNOUNCE_CHANNEL, is_user_channel
+from dynamoth.names import ANNOUNCE_CHANNEL, is_user_channel
 from dynamoth_lla.traffic import RECORD, Heads, Traffic, add_records, fold_all, fold_plain, messages_and_bytes
 
 PMESSAGE_BYTES = 40

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 
 from dynamoth.plan.plan import Assignment, Mode, Route, single
 from dynamoth.protocol.reports import Report
-from dynamoth_balancer.decide.goals import (
+from dynamoth_balancer.decide.cluster import (
     ChannelFigures,
     ChannelRate,
     Cluster,
     Decision,
     Finding,
     Move,
-    Relieve,
     ServerLoad,
     decide,
 )
 from dynamoth_balancer.decide.model import ClusterModel
-from dynamoth_balancer.decide.replication import Judgement, Replicate, wish
+from dynamoth_balancer.decide.relieve import Relieve
+from dynamoth_balancer.decide.replicate import Judgement, Replicate, wish
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.fake_cluster import Traffic, columns
 

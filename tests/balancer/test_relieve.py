@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.plan.plan import Mode
-from dynamoth_balancer.decide.goals import ChannelRate, Cluster, Decision, Goal, Move, Relieve, ServerLoad, decide
+from dynamoth_balancer.decide.cluster import ChannelRate, Cluster, Decision, Goal, Move, ServerLoad, decide
+from dynamoth_balancer.decide.relieve import Relieve
 from dynamoth_balancer.options import BalancerOptions
 
 CAPACITY = 1000.0

@@ -1,0 +1,318 @@
+"""The cluster as goals see it, and the moves they propose.
+
+Theory of operation
+-------------------
+A goal sees a :class:`Cluster`, a working copy of the load model. It proposes moves one by one. Each accepted move
+changes the copy at once, so later proposals, of this goal and of later goals, build on it. The cluster refuses a move
+that breaks a bound, or that an earlier goal does not permit.
+
+The goals, in their order:
+
+1. ``replicate``: Algorithm 1 of the paper. First, because a channel that is too large for one server has no good place.
+2. ``relieve``: Algorithm 2 of the paper.
+3. ``drain``: empties servers that an operator wants to stop.
+
+The paper is Dynamoth, section III-B. Everything here is data and arithmetic; nothing depends on time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from dynamoth.plan.plan import Assignment, Mode, single
+from dynamoth_balancer.options import BalancerOptions
+
+
+class Ratios(NamedTuple):
+    """Load ratio of a server before and after a move."""
+
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A proposal to change the assignment of one channel, with its reason and the estimated loads."""
+
+    channel: bytes
+    before: Assignment
+    after: Assignment
+    reason: str
+    #: Load ratios of all old and new servers.
+    ratios: Mapping[str, Ratios]
+    #: The change of outgoing bytes/s of each of these servers.
+    loads: Mapping[str, float]
+
+    @property
+    def source(self) -> str:
+        """The busiest of the old servers: the only one of a channel that is not replicated."""
+        return max(self.before.servers, key=lambda server: self.ratios[server].before)
+
+    @property
+    def target(self) -> str:
+        """The new server that will be the busiest: the only one of a channel that will not be replicated."""
+        return max(self.after.servers, key=lambda server: self.ratios[server].after)
+
+    @property
+    def left(self) -> set[str]:
+        """The servers that the channel leaves."""
+        return set(self.before.servers).difference(self.after.servers)
+
+    @property
+    def joined(self) -> set[str]:
+        """The servers that the channel comes to."""
+        return set(self.after.servers).difference(self.before.servers)
+
+    @property
+    def replicates(self) -> bool:
+        """Whether the channel is replicated before or after."""
+        return self.before.mode is not Mode.SINGLE or self.after.mode is not Mode.SINGLE
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A goal that could not be reached at a server, and the reason. ``load_ratio`` is 0 for a dead server."""
+
+    server: str
+    load_ratio: float
+    reason: str
+    #: None if it does not concern one channel.
+    channel: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The moves that all goals together propose, and the findings where they fail."""
+
+    moves: tuple[Move, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+
+class ChannelRate(NamedTuple):
+    """The outgoing bytes/s that a channel causes at its server; sorts by them."""
+
+    outgoing_bytes_per_s: float
+    channel: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelFigures:
+    """The figures of a channel in the whole cluster, independent of how many replicas measured it."""
+
+    channel: bytes
+    assignment: Assignment
+    #: Messages that clients publish, each counted once.
+    publications_per_s: float
+    #: A lower bound: the most clients that published within one recent report.
+    publishers: int
+    #: How many clients subscribe, each counted once.
+    subscribers: float
+    #: By server of the assignment.
+    outgoing_bytes_per_s: Mapping[str, float]
+    #: Replicas that are back after being dead longer than ``replica_dead_s``: the channel should leave them.
+    unwanted: frozenset[str] = frozenset()
+
+    @property
+    def outgoing_bytes_per_s_total(self) -> float:
+        """The sum over all servers: the same in every mode."""
+        return sum(self.outgoing_bytes_per_s.values())
+
+
+@dataclass(slots=True)
+class ServerLoad:
+    """The estimated load of one server that may take part in moves."""
+
+    id: str
+    outgoing_bytes_per_s: float
+    #: More than 0.
+    outgoing_bytes_per_s_max: float
+
+    @property
+    def load_ratio(self) -> float:
+        """LR_i of eq. 1."""
+        return self.outgoing_bytes_per_s / self.outgoing_bytes_per_s_max
+
+    def load_ratio_with(self, outgoing_bytes_per_s: float) -> float:
+        """Return the load ratio after adding this load; it may be negative."""
+        return max(0.0, self.outgoing_bytes_per_s + outgoing_bytes_per_s) / self.outgoing_bytes_per_s_max
+
+
+@dataclass(slots=True)
+class Cluster:
+    """The working copy that goals see.
+
+    ``channels`` returns the measured channels of a server, in any order; ``movable`` tells whether a channel is at this
+    server alone and may be moved. Both are called only where a goal looks.
+
+    ``figures`` has the channels whose replication may be changed now: all replicated ones, and those that make much of
+    a server's load. ``dead`` maps each server that has been away for long to the replicated channels with a replica
+    there. ``draining`` maps each server that is being drained to its channels; no move puts a channel there, or leaves
+    one of its replicas there. ``blind`` has the servers whose agents do not see what is published: they count as
+    overloaded, and no move puts a channel there.
+    """
+
+    servers: dict[str, ServerLoad]
+    channels: Callable[[str], Sequence[ChannelRate]]
+    movable: Callable[[bytes, str], bool]
+    options: BalancerOptions
+    figures: Sequence[ChannelFigures] = ()
+    dead: Mapping[str, Sequence[bytes]] = field(default_factory=dict[str, Sequence[bytes]])
+    draining: Mapping[str, Sequence[ChannelRate]] = field(default_factory=dict[str, Sequence[ChannelRate]])
+    blind: Set[str] = frozenset()
+    moves: dict[bytes, Move] = field(default_factory=dict[bytes, Move])
+    findings: list[Finding] = field(default_factory=list[Finding])
+    _away: Counter[str] = field(default_factory=Counter[str])
+    _here: Counter[str] = field(default_factory=Counter[str])
+    _guards: list[Callable[[Cluster, Move], bool]] = field(default_factory=list[Callable[["Cluster", Move], bool]])
+
+    def move(self, load: ChannelRate, source: ServerLoad, target: ServerLoad, reason: str) -> Move:
+        """Return a move from one server to another; it does not change this copy."""
+        loads = {source.id: -load.outgoing_bytes_per_s, target.id: load.outgoing_bytes_per_s}
+        return self.change(load.channel, single(source.id), single(target.id), loads, reason)
+
+    def change(
+        self, channel: bytes, before: Assignment, after: Assignment, loads: Mapping[str, float], reason: str
+    ) -> Move:
+        """Return a move between any two assignments; it does not change this copy."""
+        ratios = {
+            server: Ratios(self.servers[server].load_ratio, self.servers[server].load_ratio_with(load))
+            for server, load in loads.items()
+        }
+        return Move(channel, before, after, reason, ratios, loads)
+
+    def take(self, move: Move) -> bool:
+        """Apply a move to this copy, if bounds and earlier goals permit it; return whether they do."""
+        if not self._admits(move):
+            return False
+        for name, load in move.loads.items():
+            server = self.servers[name]
+            server.outgoing_bytes_per_s = max(0.0, server.outgoing_bytes_per_s + load)
+        self.moves[move.channel] = move
+        self._away.update(move.left)
+        self._here.update(move.joined)
+        return True
+
+    def _admits(self, move: Move) -> bool:
+        return (
+            move.channel not in self.moves
+            and not self.is_full
+            and self.draining.keys().isdisjoint(move.after.servers)
+            and self.blind.isdisjoint(move.joined)
+            and not any(map(self.has_given, move.left))
+            and not any(map(self.has_taken, move.joined))
+            and (move.replicates or self.movable(move.channel, move.source))
+            and all(permits(self, move) for permits in self._guards)
+        )
+
+    @property
+    def targets(self) -> list[ServerLoad]:
+        """The servers that may get channels."""
+        closed = self.draining.keys() | self.blind
+        return [server for server in self.servers.values() if server.id not in closed]
+
+    @property
+    def more_servers(self) -> str:
+        """Advice, in words, for a cluster with too few servers."""
+        text = "add servers, or see why their agents are down"
+        return f"{text}, or end the draining of {', '.join(sorted(self.draining))}" if self.draining else text
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the plan has ``moves_per_plan_max`` moves."""
+        return len(self.moves) >= self.options.moves_per_plan_max
+
+    def has_given(self, server: str) -> bool:
+        """Tell whether this plan may move no more channels away from a server."""
+        return self._away[server] >= self.options.moves_per_server_max
+
+    def has_taken(self, server: str) -> bool:
+        """Tell whether this plan may move no more channels to a server."""
+        return self._here[server] >= self.options.moves_per_server_max
+
+    def check(self) -> None:
+        """Assert what must hold of every plan, whatever the goals did."""
+        moves, options = self.moves.values(), self.options
+        assert len(moves) <= options.moves_per_plan_max, f"a plan of {len(moves)} moves"
+        for server in self.servers:
+            leaving = sum(server in move.left for move in moves)
+            coming = sum(server in move.joined for move in moves)
+            assert max(leaving, coming) <= options.moves_per_server_max, f"{server}: {leaving} leave, {coming} come"
+        for move in moves:
+            closed = self.draining.keys() & set(move.after.servers) | self.blind & move.joined
+            assert not closed, f"{move.channel!r} comes to {sorted(closed)}, which take no channels"
+            assert move.before != move.after, f"{move.channel!r} is moved to where it is"
+
+    def guard(self, permits: Callable[[Cluster, Move], bool]) -> None:
+        """Accept from now on only moves for which ``permits`` returns True."""
+        self._guards.append(permits)
+
+
+class Goal(Protocol):
+    """One aim of the balancer."""
+
+    def propose(self, cluster: Cluster) -> list[Move]:
+        """Return moves towards the goal, in order, already applied to ``cluster``. Always ends."""
+        ...
+
+    def permits(self, cluster: Cluster, move: Move) -> bool:
+        """Tell whether a move of a later goal does no harm to this one."""
+        ...
+
+
+def decide(goals: Iterable[Goal], cluster: Cluster) -> Decision:
+    """Run the goals in their order. A later goal cannot undo the moves that an earlier one needs."""
+    moves: list[Move] = []
+    for goal in goals:
+        moves += goal.propose(cluster)
+        cluster.guard(goal.permits)
+    cluster.check()
+    return Decision(tuple(moves), tuple(cluster.findings))
+
+
+def busiest_first(loads: Iterable[ChannelRate]) -> Iterable[ChannelRate]:
+    """Yield loads in descending order; sorts only as many as the caller takes."""
+    heap = [(-load.outgoing_bytes_per_s, load.channel) for load in loads]
+    heapq.heapify(heap)
+    while heap:
+        negative, channel = heapq.heappop(heap)
+        yield ChannelRate(-negative, channel)
+
+
+class Room:
+    """Finds the server with most room, in bytes/s below the accepted load ratio; O(log servers) each time."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        #: (minus room, server id), with outdated items between; bounded by servers + 2 * moves.
+        self._heap = [(-self._room(server), server.id) for server in cluster.servers.values()]
+        heapq.heapify(self._heap)
+
+    def _room(self, server: ServerLoad) -> float:
+        accept = self._cluster.options.accept_ratio * server.outgoing_bytes_per_s_max
+        return accept - server.outgoing_bytes_per_s
+
+    def note(self, server: ServerLoad) -> None:
+        """Record the new load of a server."""
+        heapq.heappush(self._heap, (-self._room(server), server.id))
+
+    def most(self, besides: str) -> ServerLoad | None:
+        """Return the server with most room that may still take channels, None when there is none."""
+        closed = self._cluster.draining.keys() | self._cluster.blind
+        aside: tuple[float, str] | None = None
+        found: ServerLoad | None = None
+        while self._heap and found is None:
+            negative, name = self._heap[0]
+            server = self._cluster.servers[name]
+            if -negative != self._room(server) or self._cluster.has_taken(name) or name in closed:
+                heapq.heappop(self._heap)
+            elif name == besides:
+                aside = heapq.heappop(self._heap)
+            else:
+                found = server
+        if aside is not None:
+            heapq.heappush(self._heap, aside)
+        return found

@@ -1,0 +1,95 @@
+"""Relieves overloaded servers: Algorithm 2 of the paper (Dynamoth, section III-B), with its faults mended.
+
+It ends: it looks at each overloaded server once, and at each of its channels once. It does not move a channel to and
+fro: a move makes the larger load ratio of the two servers smaller. So the load ratios of all servers, sorted with the
+largest first, get smaller with each move (in lexicographic order), and under constant load no earlier state comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dynamoth.names import in_quotes
+from dynamoth_balancer.decide.cluster import ChannelRate, Cluster, Finding, Move, Room, ServerLoad, busiest_first
+from dynamoth_balancer.options import BalancerOptions
+
+NO_FIGURES = "its agent has not seen which channels make the load: CLIENT LIST of the server shows who publishes"
+"""Why nothing leaves a server whose agent has been blind from the first second on."""
+
+
+class Relieve:
+    """Moves channels away from servers above ``load_ratio_high``, while others have room (Algorithm 2).
+
+    As published: the busiest channels of the most loaded server go to the least loaded one until ``load_ratio_safe`` is
+    reached. Mended: a channel that no other server could carry better stays, and smaller ones are tried; the least
+    loaded server is the one with most room in bytes, as capacities differ.
+    """
+
+    def propose(self, cluster: Cluster) -> list[Move]:
+        """Propose moves away from overloaded servers, the most loaded first."""
+        high = cluster.options.load_ratio_high
+        overloaded = [server for server in cluster.servers.values() if server.load_ratio > high]
+        if not overloaded:
+            return []
+        overloaded.sort(key=lambda server: (-server.load_ratio, server.id))
+        room = Room(cluster)
+        moves: list[Move] = []
+        for server in overloaded:
+            moves += self._relieve(cluster, server, room)
+        return moves
+
+    def permits(self, cluster: Cluster, move: Move) -> bool:
+        """Permit moves that fill no server above ``accept_ratio``."""
+        accept = cluster.options.accept_ratio
+        return all(move.ratios[server].after <= accept for server in move.joined)
+
+    def _relieve(self, cluster: Cluster, source: ServerLoad, room: Room) -> list[Move]:
+        options = cluster.options
+        reason = f"{source.id} has load ratio {source.load_ratio:.2f}, above {options.load_ratio_high:.2f}"
+        if source.id in cluster.blind:
+            reason = f"the agent of {source.id} does not see what is published there, so {source.id} is overloaded"
+        smallest = options.channel_ratio_min * source.outgoing_bytes_per_s_max
+        moves: list[Move] = []
+        for load in busiest_first(cluster.channels(source.id)):
+            done = source.load_ratio <= options.load_ratio_safe or load.outgoing_bytes_per_s < smallest
+            if done or cluster.is_full or cluster.has_given(source.id):
+                break
+            target = room.most(source.id)
+            if target is None:
+                break
+            move = cluster.move(load, source, target, reason)
+            if _improves(move, options) and cluster.take(move):
+                moves.append(move)
+                room.note(source)
+                room.note(target)
+        if source.load_ratio > options.load_ratio_high:
+            stayed = [load for load in cluster.channels(source.id) if load.channel not in cluster.moves]
+            unknown = NO_FIGURES if source.id in cluster.blind else "its load is not that of channels"
+            why = why_they_stay(cluster, source, stayed) if stayed else unknown
+            cluster.findings.append(Finding(source.id, source.load_ratio, why))
+        return moves
+
+
+def why_they_stay(cluster: Cluster, source: ServerLoad, stayed: Sequence[ChannelRate]) -> str:
+    """Say why the ``stayed`` channels (at least one) have not left an overloaded server, and what helps."""
+    others = [server.id for server in cluster.targets if server is not source]
+    if not others:
+        return f"there is no other server that could take channels: {cluster.more_servers}"
+    if cluster.is_full or cluster.has_given(source.id) or all(map(cluster.has_taken, others)):
+        return "this plan has as many moves as one may have; the next goes on"
+    busiest = max(stayed)
+    ratio = busiest.outgoing_bytes_per_s / source.outgoing_bytes_per_s_max
+    if ratio > cluster.options.load_ratio_safe:
+        what = f"channel {in_quotes(busiest.channel)} alone makes load ratio {ratio:.2f} here"
+        return f"{what}: one server is too small for it, 'dynamoth plan replicate' spreads it over several"
+    return "its channels rest, are in transition, or would overload any other server: add servers"
+
+
+def _improves(move: Move, options: BalancerOptions) -> bool:
+    """Tell whether a move is worth it: the one score for both the source and the target."""
+    source, target = move.ratios[move.source], move.ratios[move.target]
+    accepted = target.after <= options.accept_ratio
+    much_better = target.after <= source.before - options.much_better_ratio
+    smaller_by_margin = target.after <= source.before - options.improvement_ratio_min
+    smaller = max(source.after, target.after) < max(source.before, target.before)
+    return (accepted or much_better) and smaller_by_margin and smaller
