@@ -193,10 +193,19 @@ def test_the_environment_names_the_server(monkeypatch: pytest.MonkeyPatch, tmp_p
         find_redis_server()
 
 
+def test_without_a_server_on_the_path_the_bundled_one_is_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, redis_server_factory: RedisServerFactory
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv(REDIS_SERVER_VARIABLE, raising=False)
+    server = redis_server_factory()
+    assert server.binary == bundled_redis_server()
+    assert ask(server, "PING").startswith("+PONG")
+
+
 def test_without_any_server_the_error_says_how_to_install_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv(REDIS_SERVER_VARIABLE, raising=False)
-    assert find_redis_server() == bundled_redis_server()
     monkeypatch.setattr("dynamoth_cli.local.embedded.bundled_redis_server", lambda: None)
     with pytest.raises(RedisServerNotFound, match=r"dynamoth\[embedded\]"):
         find_redis_server()

@@ -84,8 +84,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--redis",
         choices=REDIS_VERSIONS,
         default=REDIS_VERSIONS[0],
-        help="the version of the servers: 7 for 7.0, 7.2 for all later ones (default %(default)s). From 7 on, clients"
-        " have fewer rights",
+        help="the version of the servers: 7 for 7.0, 7.2 for all later ones and for Valkey (default %(default)s). From"
+        " 7 on, clients have fewer rights",
     )
     parser.add_argument("--aclfile", action="store_true", help="print lines for an aclfile, not ACL SETUSER commands")
     parser.add_argument("--prefix", default="dynamoth-", help="of the users' names (default %(default)s)")

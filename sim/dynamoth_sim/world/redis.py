@@ -73,7 +73,7 @@ class RedisServer:
         self.output_buffer_bytes_max = OUTPUT_BUFFER_BYTES_MAX
         #: Asked how often a control message shall be delivered: 0 loses it, 2 repeats it. None leaves all alone.
         self.meddle: Callable[[str, bytes, bytes], int] | None = None
-        #: With RESP3, a push to the publisher itself precedes the reply in Redis 6 and follows it in later versions.
+        #: A message to its own publisher comes before the reply to PUBLISH up to Redis 7.0, and behind it since 7.2.
         self.reply_before_own_push = world.random.random() < 0.5
         #: Commands that the ACL permits to nobody.
         self.forbidden: frozenset[bytes] = frozenset()
