@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamoth import names
 from dynamoth.errors import MalformedMessage
 from dynamoth.glob import physical_patterns
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
-from dynamoth.plan.plan import JOIN_S as PLAN_JOIN_S
-from dynamoth.plan.plan import Entry, Mode, Phase, Plan, Route, entry_to_wire, pack_entry, route_to_wire, unpack_entry
+from dynamoth.plan.plan import JOIN_S, Entry, Mode, Phase, Plan, Route
 from dynamoth.plan.ring import Ring
-from dynamoth.protocol import control, envelope, names, reports, stored_plan, wire
+from dynamoth.protocol import control, envelope, reports, stored_plan, wire
+from dynamoth.protocol.plan_wire import entry_to_wire, pack_entry, route_to_wire, unpack_entry
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_client.machines import sequences
 from dynamoth_client.machines.patterns.machine import PatternOptions
@@ -442,7 +443,7 @@ NUMBERS: list[tuple[str, tuple[float, ...]]] = [
     (r"A number of more than ([\d,]+) above", (sequences.HELD_MAX,)),
     (r"more than (\d+) s later and not FORWARDED", (sequences.LATE_S,)),
     (r"Read the headers again every (\S+) s: a server", (PATTERNS.header_interval_s,)),
-    (r"carries no channel for (\d+) s", (PLAN_JOIN_S,)),
+    (r"carries no channel for (\d+) s", (JOIN_S,)),
     (r"first message after the activation, after (\S+) s at the latest", (TRANSITION.trickle_delay_s,)),
     (r"and every (\S+) s\. - \*\*Vacated", (TRANSITION.notice_interval_s,)),
     (
