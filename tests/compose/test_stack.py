@@ -1,0 +1,116 @@
+"""The whole stack of the compose file as processes: it becomes healthy, is scraped, and each query has an answer."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+import redis.exceptions
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+import dynamoth_client
+from tests.compose.files import ALERTS, panels
+from tests.compose.stack import Stack, program, until
+
+EMPTY_WHILE_WELL = {"Problem list", "Alert list"}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """All services, healthy, and scraped often enough for rates."""
+    with Stack(tmp_path_factory.mktemp("stack")) as stack:
+        for service in stack.services.values():
+            if service.name != "prometheus":  # its image has another program to ask
+                service.wait_healthy()
+        until(lambda: stack.services["prometheus"].get("/-/ready"), "Prometheus is ready", stack.check)
+        scraped = 'min(count_over_time(up{job=~"dynamoth-.*"}[1m])) >= 2 and count(up == 1) == count(up) == 6'
+        until(lambda: stack.query(scraped), "two scrapes of all", stack.check)
+        yield stack
+
+
+def test_one_balancer_leads_and_the_other_stands_by(stack: Stack) -> None:
+    metrics = [service.get("/metrics") for service in stack.of_kind("balancer")]
+    for name in ("leading", "standing_by"):
+        assert sorted(f"dynamoth_balancer_{name} 1.0" in text for text in metrics) == [False, True]
+
+
+def test_metrics_follow_the_rules_of_prometheus(stack: Stack) -> None:
+    for service in (*stack.of_kind("agent"), *stack.of_kind("balancer")):
+        text = service.get("/metrics")
+        done = subprocess.run(
+            [program("promtool"), "check", "metrics"], input=text, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout + done.stderr) == (0, ""), service.name
+
+
+def test_each_panel_has_data(stack: Stack) -> None:
+    for panel, expression in panels():
+        found = stack.query(expression)
+        assert found or panel in EMPTY_WHILE_WELL, f"{panel}: {expression}"
+
+
+def test_no_alert_fires_while_all_is_well_and_each_asks_for_what_exists(stack: Stack) -> None:
+    groups = json.loads(stack.services["prometheus"].get("/api/v1/rules"))["data"]["groups"]
+    loaded = {rule["name"] for group in groups for rule in group["rules"]}
+    assert loaded == {alert["alert"] for alert in ALERTS}
+    for alert in ALERTS:
+        assert stack.query(alert["expr"]) == [], alert["alert"]
+        for name in set(re.findall(r"\b(?:dynamoth_\w+|up)\b", alert["expr"])) - {"dynamoth_balancer_problems"}:
+            assert stack.query(name), f"{alert['alert']}: nothing is called {name}"
+
+
+def test_an_operator_sees_a_healthy_cluster(stack: Stack) -> None:
+    operator = stack.operator
+    command = operator.command(operator.definition["command"])
+    done = subprocess.run(command, env=operator.environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_application_uses_its_channels_and_no_others(stack: Stack) -> None:
+    password = (stack.secrets / "client").read_text()
+    hosts = ",".join(f"{stack.host}:{server.port}" for server in stack.of_kind("redis"))
+    with dynamoth_client.from_url(f"dynamoth://dynamoth-client:{password}@{hosts}") as client:
+        pubsub = client.pubsub()
+        pubsub.subscribe("news.today")
+        client.publish("news.today", "hello")
+        messages = (message["data"] for message in pubsub.listen() if message["type"] == "message")
+        assert next(messages) == b"hello"
+        pubsub.close()
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            client.publish("elsewhere", "hello")
+
+
+def test_servers_refuse_nobody_but_strangers_and_have_the_settings_that_agents_want(stack: Stack) -> None:
+    password = (stack.secrets / "admin").read_text()
+    for server in stack.of_kind("redis"):
+        with redis.Redis(stack.host, server.port, username="dynamoth-admin", password=password) as client:
+            admin: Any = client
+            refused = {entry["username"] for entry in admin.acl_log()}
+            assert refused <= {"dynamoth-client"}, "an application has no other channels than its own"
+        with (
+            redis.Redis(stack.host, server.port, retry=Retry(NoBackoff(), 0)) as stranger,
+            pytest.raises(redis.exceptions.AuthenticationError),
+        ):
+            stranger.get("x")
+    for agent in stack.of_kind("agent"):
+        assert not [line for line in agent.child.lines if "does harm" in line]
+
+
+def test_the_standby_takes_over_and_alerts_see_what_is_gone(stack: Stack) -> None:
+    """Last, as it breaks the stack."""
+    leader, standby = sorted(
+        stack.of_kind("balancer"), key=lambda service: "balancer_leading 0.0" in service.get("/metrics")
+    )
+    leader.child.stop()
+    until(lambda: "dynamoth_balancer_leading 1.0" in standby.get("/metrics"), "the standby leads", stack.check)
+    stack.services["agent-3"].child.stop()
+    expressions = {alert["alert"]: alert["expr"] for alert in ALERTS}
+    for name in ("DynamothNoStandby", "DynamothAgentDown", "DynamothProblem"):
+        until(lambda expr=expressions[name]: stack.query(expr), f"{name} has something to say", stack.check)  # type: ignore[misc]
+    assert stack.query(expressions["DynamothNoLeader"]) == []
