@@ -12,13 +12,15 @@ OLDEST := $(VENV)/oldest
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
-.PHONY: help venv check lint format-check mypy pyright imports test soak oldest conformance bench demo format lock clean
+.PHONY: help venv check lint format-check mypy pyright imports test soak image oldest conformance bench demo format lock \
+	clean
 
 help:
 	@echo "make demo         what Dynamoth does, live, on embedded Redis servers"
 	@echo "make check        linters, type checkers and import contracts"
 	@echo "make test         all tests"
 	@echo "make soak         far more of what tests draw at random; takes an hour"
+	@echo "make image        what the Dockerfile installs, without Docker"
 	@echo "make oldest       the client's tests that depend on redis-py, with the oldest supported one"
 	@echo "make conformance  redis-py's own publish/subscribe tests, against this client"
 	@echo "make bench        benchmarks against real Redis servers"
@@ -78,6 +80,10 @@ soak: $(DEV)
 	DYNAMOTH_TEST_SEEDS=5000 $(PARALLEL) tests/sim/test_seeds.py
 	$(PARALLEL) --hypothesis-profile=soak tests/agent tests/balancer tests/config tests/core tests/lla tests/machines
 	$(BIN)/python -m bench.churn
+
+# Downloads what the image has, so it is no part of the tests.
+image: $(DEV)
+	$(BIN)/python -m pytest tests/compose/image.py
 
 OLDEST_TESTS := client sync pubsub sync_pubsub sharded settings options tls drop_in
 oldest: $(OLDEST)/.installed

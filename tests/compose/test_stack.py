@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,26 +21,32 @@ from tests.compose.stack import Stack, program, until
 EMPTY_WHILE_WELL = {"Problem list", "Alert list"}
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """All services, healthy, and scraped often enough for rates."""
-    with Stack(tmp_path_factory.mktemp("stack")) as stack:
+def test_the_stack(tmp_path: Path) -> None:
+    """One test, as all of it needs one stack, and the last part breaks that."""
+    with Stack(tmp_path) as stack:
         for service in stack.services.values():
             if service.name != "prometheus":  # its image has another program to ask
                 service.wait_healthy()
         until(lambda: stack.services["prometheus"].get("/-/ready"), "Prometheus is ready", stack.check)
         scraped = 'min(count_over_time(up{job=~"dynamoth-.*"}[1m])) >= 2 and count(up == 1) == count(up) == 6'
-        until(lambda: stack.query(scraped), "two scrapes of all", stack.check)
-        yield stack
+        until(lambda: stack.query(scraped), "two scrapes of all, so that there are rates", stack.check)
+        one_balancer_leads_and_the_other_stands_by(stack)
+        metrics_follow_the_rules_of_prometheus(stack)
+        each_panel_has_data(stack)
+        no_alert_fires_and_each_asks_for_what_exists(stack)
+        an_operator_sees_a_healthy_cluster(stack)
+        an_application_uses_its_channels_and_no_others(stack)
+        servers_refuse_nobody_else_and_have_the_settings_that_agents_want(stack)
+        the_standby_takes_over_and_alerts_see_what_is_gone(stack)
 
 
-def test_one_balancer_leads_and_the_other_stands_by(stack: Stack) -> None:
+def one_balancer_leads_and_the_other_stands_by(stack: Stack) -> None:
     metrics = [service.get("/metrics") for service in stack.of_kind("balancer")]
     for name in ("leading", "standing_by"):
         assert sorted(f"dynamoth_balancer_{name} 1.0" in text for text in metrics) == [False, True]
 
 
-def test_metrics_follow_the_rules_of_prometheus(stack: Stack) -> None:
+def metrics_follow_the_rules_of_prometheus(stack: Stack) -> None:
     for service in (*stack.of_kind("agent"), *stack.of_kind("balancer")):
         text = service.get("/metrics")
         done = subprocess.run(
@@ -49,13 +55,13 @@ def test_metrics_follow_the_rules_of_prometheus(stack: Stack) -> None:
         assert (done.returncode, done.stdout + done.stderr) == (0, ""), service.name
 
 
-def test_each_panel_has_data(stack: Stack) -> None:
+def each_panel_has_data(stack: Stack) -> None:
     for panel, expression in panels():
         found = stack.query(expression)
         assert found or panel in EMPTY_WHILE_WELL, f"{panel}: {expression}"
 
 
-def test_no_alert_fires_while_all_is_well_and_each_asks_for_what_exists(stack: Stack) -> None:
+def no_alert_fires_and_each_asks_for_what_exists(stack: Stack) -> None:
     groups = json.loads(stack.services["prometheus"].get("/api/v1/rules"))["data"]["groups"]
     loaded = {rule["name"] for group in groups for rule in group["rules"]}
     assert loaded == {alert["alert"] for alert in ALERTS}
@@ -65,14 +71,14 @@ def test_no_alert_fires_while_all_is_well_and_each_asks_for_what_exists(stack: S
             assert stack.query(name), f"{alert['alert']}: nothing is called {name}"
 
 
-def test_an_operator_sees_a_healthy_cluster(stack: Stack) -> None:
+def an_operator_sees_a_healthy_cluster(stack: Stack) -> None:
     operator = stack.operator
     command = operator.command(operator.definition["command"])
     done = subprocess.run(command, env=operator.environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_an_application_uses_its_channels_and_no_others(stack: Stack) -> None:
+def an_application_uses_its_channels_and_no_others(stack: Stack) -> None:
     password = (stack.secrets / "client").read_text()
     hosts = ",".join(f"{stack.host}:{server.port}" for server in stack.of_kind("redis"))
     with dynamoth_client.from_url(f"dynamoth://dynamoth-client:{password}@{hosts}") as client:
@@ -86,7 +92,7 @@ def test_an_application_uses_its_channels_and_no_others(stack: Stack) -> None:
             client.publish("elsewhere", "hello")
 
 
-def test_servers_refuse_nobody_but_strangers_and_have_the_settings_that_agents_want(stack: Stack) -> None:
+def servers_refuse_nobody_else_and_have_the_settings_that_agents_want(stack: Stack) -> None:
     password = (stack.secrets / "admin").read_text()
     for server in stack.of_kind("redis"):
         with redis.Redis(stack.host, server.port, username="dynamoth-admin", password=password) as client:
@@ -102,8 +108,7 @@ def test_servers_refuse_nobody_but_strangers_and_have_the_settings_that_agents_w
         assert not [line for line in agent.child.lines if "does harm" in line]
 
 
-def test_the_standby_takes_over_and_alerts_see_what_is_gone(stack: Stack) -> None:
-    """Last, as it breaks the stack."""
+def the_standby_takes_over_and_alerts_see_what_is_gone(stack: Stack) -> None:
     leader, standby = sorted(
         stack.of_kind("balancer"), key=lambda service: "balancer_leading 0.0" in service.get("/metrics")
     )
