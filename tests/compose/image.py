@@ -100,7 +100,7 @@ def test_the_entry_point_runs_as_any_user(image: Path) -> None:
         ["status", "--help"],
     ):
         config = ["--config", str(FOLDER / "dynamoth.toml")] if "--check" in arguments else []
-        command = [image / "bin/dynamoth", *arguments, *config]
+        command = [str(image / "bin/dynamoth"), *arguments, *config]
         done = subprocess.run(command, env={}, cwd="/", capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
     assert all(path.stat().st_mode & 0o004 for path in image.rglob("*") if path.is_file())
