@@ -6,9 +6,9 @@ import os
 
 from hypothesis import settings
 
-from tests.redis_servers import redis_server, redis_server_factory
+from tests.redis_servers import free_port, redis_server, redis_server_factory
 
-__all__ = ["redis_server", "redis_server_factory"]
+__all__ = ["free_port", "redis_server", "redis_server_factory"]
 
 # No deadline: other work on the machine must not fail a test. In CI the same examples every time; many more
 # of them in `make soak`. A failure prints the blob that replays it.

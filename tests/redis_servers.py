@@ -12,7 +12,7 @@ from typing import Protocol
 
 import pytest
 
-from dynamoth_cli.local.embedded import EmbeddedRedis
+from dynamoth_cli.local.embedded import EmbeddedRedis, reserve_port
 
 
 class RedisServerFactory(Protocol):
@@ -42,6 +42,14 @@ def redis_server_factory() -> Iterator[RedisServerFactory]:
             return servers.enter_context(server)
 
         yield start
+
+
+@pytest.fixture
+def free_port() -> Iterator[int]:
+    """A port where nobody listens, and nobody but the test will."""
+    with reserve_port() as reserved:
+        port: int = reserved.getsockname()[1]
+        yield port
 
 
 @pytest.fixture

@@ -70,11 +70,6 @@ def agents(server: EmbeddedRedis) -> int:
     return count
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def total(column: tuple[int, ...]) -> int:
     return sum(column)
 
@@ -188,8 +183,8 @@ def test_a_url_that_cannot_be_used_is_refused_at_once(user: str) -> None:
         AgentConfig(server="s1", url="redis://x", outgoing_bytes_per_s_max=0)
 
 
-def test_http_tells_whether_it_is_ready(redis_server: EmbeddedRedis) -> None:
-    port = free_port()
+def test_http_tells_whether_it_is_ready(redis_server: EmbeddedRedis, free_port: int) -> None:
+    port = free_port
 
     async def main() -> None:
         async with running(config(redis_server, http_port=port)) as task:

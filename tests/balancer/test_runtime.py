@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import os
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import AsyncGenerator, Callable
@@ -108,13 +107,6 @@ async def until(condition: Callable[[], Any]) -> None:
 @pytest.fixture
 def cluster(redis_server_factory: RedisServerFactory) -> Cluster:
     return Cluster([redis_server_factory(), redis_server_factory()])
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _get(url: str) -> tuple[int, str]:

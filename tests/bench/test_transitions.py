@@ -55,9 +55,7 @@ def test_a_meter_tells_how_busy_the_machine_was(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_meter_reads_this_machine() -> None:
-    meter = BusyMeter()
-    while (ratio := meter.ratio()) == 1.0:  # until a tick has passed
-        pass
+    ratio = BusyMeter().ratio()
     assert ratio is None or 0.0 <= ratio <= 1.0
 
 

@@ -110,14 +110,9 @@ def test_a_part_that_dies_ends_everything_with_its_last_words(cleanup: ExitStack
     assert len(select.select(descriptors, [], [], 0)[0]) == len(children), "a process was left behind"
 
 
-def test_ports_and_logs_are_as_asked_for(cleanup: ExitStack, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    if port > 65000:
-        port -= 1000
-    up = start(cleanup, tmp_path, "--servers", "1", "--port-base", str(port), "--verbose")
-    assert up.url == f"dynamoth://127.0.0.1:{port}"
+def test_ports_and_logs_are_as_asked_for(cleanup: ExitStack, tmp_path: Path, free_port: int) -> None:
+    up = start(cleanup, tmp_path, "--servers", "1", "--port-base", str(free_port), "--verbose")
+    assert up.url == f"dynamoth://127.0.0.1:{free_port}"
     _, stderr = up.end(signal.SIGTERM)
     assert "[agent s1] {" in stderr
     assert "[balancer] {" in stderr

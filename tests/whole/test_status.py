@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -87,11 +86,9 @@ class Watched:
 
 
 @pytest.fixture
-def watched() -> Iterator[Watched]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    with LocalCluster(2, settings={**SETTINGS, "balancer.http_port": port}) as cluster:
-        watched = Watched(cluster, port)
+def watched(free_port: int) -> Iterator[Watched]:
+    with LocalCluster(2, settings={**SETTINGS, "balancer.http_port": free_port}) as cluster:
+        watched = Watched(cluster, free_port)
         watched.until_healthy()
         yield watched
 

@@ -126,7 +126,7 @@ class Child:
         self._asked_to_end = False
         pipe = subprocess.PIPE if self._pipes else subprocess.DEVNULL
         self._process = subprocess.Popen(
-            _tied_to_us(self._command),
+            tied_to_us(self._command),
             stdin=pipe,
             stdout=pipe,
             stderr=subprocess.PIPE,
@@ -209,7 +209,8 @@ def _close(pipe: IO[bytes]) -> None:
         pipe.close()
 
 
-def _tied_to_us(command: list[str]) -> list[str]:
+def tied_to_us(command: list[str]) -> list[str]:
+    """Return a command line whose process dies with the thread that starts it, where the system can do that."""
     if sys.platform != "linux":
         return command
     return [sys.executable, "-I", "-S", "-c", _EXEC_AND_DIE_WITH_PARENT, str(os.getpid()), *command]

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Self
 from urllib.parse import quote
 
 from dynamoth.errors import DynamothError
+from dynamoth_cli.local.child import tied_to_us
 
 REDIS_SERVER_VARIABLE = "DYNAMOTH_TEST_REDIS_SERVER"
 """The environment variable that names the ``redis-server`` to use; it comes before any other."""
@@ -30,28 +32,12 @@ REDIS_SERVER_VARIABLE = "DYNAMOTH_TEST_REDIS_SERVER"
 START_TIMEOUT_S = 10.0
 """A server answers within some 20 ms; a machine that is busy with everything else gets this long."""
 
-STOP_TIMEOUT_S = 5.0
-"""After this long a server that was asked to stop is killed."""
-
 POLL_INTERVAL_S = 0.005
 PROBE_TIMEOUT_S = 1.0
-
-PORT_ATTEMPTS = 5
-"""A free port can be taken by someone else before Redis has bound it; then another is tried."""
 
 LOG_TAIL_CHARACTERS = 2000
 
 _HOST = "127.0.0.1"
-
-# Becomes the server by exec, so that the process id stays. A program of its own does this, rather than a
-# preexec_fn, because Python code between fork and exec can deadlock when the parent has threads. If the
-# parent dies before the prctl takes effect, no signal comes: hence the look at its id. 1 is PR_SET_PDEATHSIG.
-_EXEC_AND_DIE_WITH_PARENT = """\
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 class RedisServerNotFound(DynamothError):
@@ -64,10 +50,6 @@ class RedisServerFailed(DynamothError):
     """Raised when a server that was started ends or stays silent instead of answering; quotes its log."""
 
     code = "redis-server-failed"
-
-
-class _PortTaken(RedisServerFailed):
-    """Raised when another process took the port first."""
 
 
 def bundled_redis_server() -> Path | None:
@@ -187,25 +169,11 @@ class EmbeddedRedis:
         """
         if self.running:
             return
-        for attempt in range(PORT_ATTEMPTS):
-            try:
-                self._start_on(self._port_wanted or _free_port())
-            except _PortTaken:
-                if self._port_wanted is not None or attempt == PORT_ATTEMPTS - 1:
-                    raise
-            else:
-                return
+        self._start_on(self._port_wanted or self._new_port())
 
     def stop(self) -> None:
-        """Ask the server to end, wait until it has, and remove its directory. Does nothing without one."""
-        if self._process is not None:
-            self._process.terminate()
-            self._process.send_signal(signal.SIGCONT)  # a paused one could not obey
-            try:
-                self._process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-        self._reap()
+        """End the server at once, as it keeps nothing, and remove its directory. Does nothing without one."""
+        self.kill()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -242,6 +210,16 @@ class EmbeddedRedis:
         """Let a paused server go on (SIGCONT)."""
         os.kill(self.pid, signal.SIGCONT)
 
+    def _new_port(self) -> int:
+        """Return a free port that stays this server's, also while it is down."""
+        reserved = reserve_port()
+        port: int = reserved.getsockname()[1]
+        if sys.platform == "linux":
+            weakref.finalize(self, reserved.close)
+        else:  # nobody else could listen there
+            reserved.close()
+        return port
+
     def _start_on(self, port: int) -> None:
         self._reap()
         if self._folder is None:
@@ -251,7 +229,7 @@ class EmbeddedRedis:
         configuration.write_text(self._configuration(port, self._folder))
         with (self._folder / "redis.log").open("wb") as log:
             self._process = subprocess.Popen(
-                _command(self.binary, configuration),
+                tied_to_us([str(self.binary), str(configuration)]),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -269,8 +247,8 @@ class EmbeddedRedis:
             ended = _ended_within(process, POLL_INTERVAL_S)
             if ended or time.monotonic() > deadline:
                 how = f"ended with status {process.returncode}" if ended else "did not answer"
-                kind = _PortTaken if "Address already in use" in self.log else RedisServerFailed
-                raise kind(f"{self.binary} on port {self.port} {how}:\n{self.log[-LOG_TAIL_CHARACTERS:]}")
+                log = self.log[-LOG_TAIL_CHARACTERS:]
+                raise RedisServerFailed(f"{self.binary} on port {self.port} {how}:\n{log}")
 
     def _answers(self, pid: int) -> bool:
         """Whether the server is ready, and is this one: another process may hold the port."""
@@ -304,13 +282,6 @@ class EmbeddedRedis:
             self._process = None
 
 
-def _command(binary: Path, configuration: Path) -> list[str]:
-    command = [str(binary), str(configuration)]
-    if sys.platform != "linux":
-        return command
-    return [sys.executable, "-I", "-S", "-c", _EXEC_AND_DIE_WITH_PARENT, str(os.getpid()), *command]
-
-
 def _ended_within(process: subprocess.Popen[bytes], duration_s: float) -> bool:
     try:
         process.wait(duration_s)
@@ -319,11 +290,12 @@ def _ended_within(process: subprocess.Popen[bytes], duration_s: float) -> bool:
     return True
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def reserve_port() -> socket.socket:
+    """Return a socket that keeps a free port from others. Who sets SO_REUSEADDR, as servers do, can listen there."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((_HOST, 0))
+    return reserved
 
 
 def _encode(words: tuple[str, ...]) -> bytes:
