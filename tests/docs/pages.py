@@ -9,13 +9,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-PAGES = (
-    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    ROOT / "compose/README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-)
+PAGES = (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("[a-z]*/*.md")))
 
-LANGUAGES = frozenset(("bash", "python", "toml", "yaml", "text"))
+LANGUAGES = frozenset(("bash", "python", "toml", "text"))
 """Of code blocks. ``text`` is for pictures and layouts: nothing in it can be run."""
 
 _BLOCK = re.compile(r"^```(?P<language>\S*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)

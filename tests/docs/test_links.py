@@ -43,7 +43,7 @@ def problems(page: Path, text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_what_a_document_names_exists(page: Path) -> None:
     assert problems(page, prose(page)) == []
 

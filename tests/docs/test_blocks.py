@@ -1,0 +1,248 @@
+"""Every code block of the README and of ``docs/`` does what a reader expects: it runs, or says why it does not."""
+
+from __future__ import annotations
+
+import io
+import random
+import re
+import shlex
+import socket
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack, redirect_stdout
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import BENCHMARKS
+from dynamoth.settings.sections import OTHER_VARIABLES, declared_settings
+from dynamoth_cli.main import COMMANDS, main
+from tests.docs.pages import LANGUAGES, ROOT, Block, blocks, prose
+from tests.docs.runner import BlockFailed, Runner
+from tests.redis_servers import RedisServerFactory
+
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+OURS = [README, CONTRIBUTING, *sorted(DOCS.glob("*.md"))]
+
+NOT_RUN = {README: 2, CONTRIBUTING: 1}
+"""How many blocks are not run. A page that is not named has none."""
+
+PUBSUB_LIMIT = {"client-output-buffer-limit": "pubsub 256mb 128mb 60"}
+"""What docs/operating.md wants of servers."""
+
+
+def runnable(page: Path) -> list[Block]:
+    return [block for block in blocks(page) if block.reason is None and block.language != "text"]
+
+
+def free_ports() -> tuple[int, int]:
+    """Return two ports, one behind the other, below those that the system gives to others."""
+    while True:
+        first = random.randrange(20_000, 30_000)
+        try:
+            with socket.socket() as one, socket.socket() as other:
+                one.bind(("127.0.0.1", first))
+                other.bind(("127.0.0.1", first + 1))
+        except OSError:
+            continue
+        return first, first + 1
+
+
+# Pages.
+
+
+@pytest.mark.parametrize("page", [README, DOCS / "client.md"], ids=["README", "client"])
+def test_a_cluster_on_this_machine(page: Path, tmp_path: Path) -> None:
+    first, second = free_ports()
+    with Runner(tmp_path, {"7001": str(first), "7002": str(second)}) as runner:
+        wrote = runner.run(runnable(page))
+    assert "b'hello'" in wrote
+
+
+def test_operating(redis_server_factory: RedisServerFactory, tmp_path: Path) -> None:
+    servers = [redis_server_factory(options=PUBSUB_LIMIT) for _ in range(2)]
+    instead = {f"10.0.0.{index}:6379": f"127.0.0.1:{server.port}" for index, server in enumerate(servers, 1)}
+    with Runner(tmp_path, instead) as runner:
+        wrote = runner.run(runnable(DOCS / "operating.md"))
+    assert "all-publishers" in wrote
+
+
+def test_migrating(redis_server_factory: RedisServerFactory, tmp_path: Path) -> None:
+    server = redis_server_factory(options=PUBSUB_LIMIT)
+    with Runner(tmp_path, {"redis-1:6379": f"127.0.0.1:{server.port}"}) as runner:
+        wrote = runner.run(runnable(DOCS / "migrating.md"))
+    assert "compatibility: * at s1, plain" in wrote
+    assert "compatibility: * at s1, with envelopes" in wrote
+
+
+def test_security(tmp_path: Path) -> None:
+    with Runner(tmp_path, {}) as runner:
+        runner.run(runnable(DOCS / "security.md"))
+    assert "ACL SETUSER dynamoth-client" in (tmp_path / "users.txt").read_text()
+    assert "user dynamoth-client" in (tmp_path / "users.acl").read_text()
+
+
+RUN_HERE = {README, *(DOCS / f"{name}.md" for name in ("client", "operating", "migrating", "security"))}
+
+
+def test_every_page_with_blocks_is_run() -> None:
+    assert {page for page in OURS if runnable(page)} == RUN_HERE
+
+
+@pytest.mark.parametrize("page", OURS, ids=[page.name for page in OURS])
+def test_blocks_have_a_language_and_few_are_not_run(page: Path) -> None:
+    assert {block.language for block in blocks(page)} <= LANGUAGES
+    assert page.read_text().count("```") == 2 * len(blocks(page)), "a block is not closed, or not at the margin"
+    assert sum(block.reason is not None for block in blocks(page)) == NOT_RUN.get(page, 0)
+    assert page.read_text().count("<!-- not run:") == NOT_RUN.get(page, 0) or page == CONTRIBUTING
+
+
+# Commands of blocks that are not run.
+
+
+def test_make_knows_every_target() -> None:
+    lines = [line for page in OURS for block in blocks(page) for line in block.text.splitlines()]
+    targets = {match[1] for line in lines if (match := re.match(r"make (\w+)", line))}
+    assert {"demo", "test", "check"} <= targets
+    done = subprocess.run(
+        ["make", "--dry-run", *sorted(targets)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (ROOT / ".ci" / "run").exists()
+
+
+def test_extras_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {
+        extra
+        for page in OURS
+        for found in re.findall(r"'\.\[([\w,]+)\]'", page.read_text())
+        for extra in found.split(",")
+    }
+    assert named
+    assert named <= set(extras)
+
+
+# What prose says of commands, settings and figures.
+
+
+def command_lines(page: Path) -> list[list[str]]:
+    """Return the arguments of each ``dynamoth`` in the code spans and the blocks of a page."""
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(page))]
+    lines = [*spans, *(line for block in blocks(page) for line in block.text.splitlines())]
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("dynamoth ")]
+
+
+@cache
+def help_of(names: tuple[str, ...]) -> str:
+    """Return what ``--help`` says of a command."""
+    with redirect_stdout(io.StringIO()) as written, pytest.raises(SystemExit, match="0"):
+        main([*names, "--help"])
+    return written.getvalue()
+
+
+def named(words: list[str]) -> tuple[str, ...]:
+    """Return those of the first words that name a command, and a command of that command."""
+    names: tuple[str, ...] = ()
+    choices = set(COMMANDS)
+    for word in words:
+        if word not in choices:
+            break
+        names = (*names, word)
+        found = re.search(r"\{([\w,-]+)\}", help_of(names))
+        choices = set(found[1].split(",")) if found else set[str]()
+    return names
+
+
+@pytest.mark.parametrize(
+    "page", [*OURS, ROOT / "ARCHITECTURE.md"], ids=[*(page.name for page in OURS), "ARCHITECTURE.md"]
+)
+def test_commands_and_flags_exist(page: Path) -> None:
+    for words in command_lines(page):
+        names = named(words)
+        assert names, f"dynamoth {shlex.join(words)}"
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+        unknown = [flag for flag in flags if not re.search(rf"(?<!\S)\[?{re.escape(flag)}\b", help_of(names))]
+        assert not unknown, f"dynamoth {shlex.join(words)}"
+
+
+def test_commands_that_do_not_exist() -> None:
+    assert named(["node", "--config", "x"]) == ()
+    assert named(["plan", "move", "news", "--to", "s2"]) == ("plan", "move")
+    assert named(["plan", "compatibility", "lift", "list"]) == ("plan", "compatibility", "lift")
+
+
+ACL_VARIABLES = {f"DYNAMOTH_ACL_{role}_PASSWORD" for role in ("AGENT", "BALANCER", "CLIENT", "OPERATOR")}
+
+
+def test_variables_exist() -> None:
+    known = {declared.variable for declared in declared_settings().values()} | set(OTHER_VARIABLES) | ACL_VARIABLES
+    for page in OURS:
+        named = set(re.findall(r"\bDYNAMOTH_[A-Z_]+", page.read_text()))
+        assert {name for name in named if not name.startswith("DYNAMOTH_TEST_")} <= known, page.name
+
+
+def rows(page: Path, heading: str) -> list[list[str]]:
+    """Return the rows of a table."""
+    [_, found] = page.read_text().split(f"| {heading} |\n", 1)
+    lines = [line for line in found.split("\n\n", 1)[0].splitlines()[1:] if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_figures_of_the_readme_are_those_of_the_page() -> None:
+    every = {
+        (figure, command.strip("`")) for _, figure, command in rows(DOCS / "figures.md", "what | figure | benchmark")
+    }
+    names = {name for _, name in every if not name.startswith("python")}
+    assert names <= set(BENCHMARKS)
+    chosen = rows(README, "what | figure | command")
+    assert len(chosen) == 6
+    for what, figure, command in chosen:
+        name = command.strip("`").removeprefix("python -m bench ")
+        assert (figure, name) in every, what
+
+
+def test_the_readme_is_short() -> None:
+    assert 80 <= len(README.read_text().splitlines()) <= 120
+
+
+# The runner can fail.
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Iterator[Runner]:
+    with ExitStack() as stack:
+        yield stack.enter_context(Runner(tmp_path, {"7001": "8001"}))
+
+
+def block(language: str, text: str) -> Block:
+    return Block(README, 7, language, text, None)
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (block("bash", "echo before\nfalse\necho after\n"), "before"),
+        (block("bash", "false | true\n"), "ended with 1"),
+        (block("bash", "echo $NOTHING\n"), "NOTHING: unbound variable"),
+        (block("bash", "dynamoth nothing\n"), "'nothing' is no command"),
+        (block("python", "x = 1\nassert x == 2\n"), "line 9, in <module>"),
+        (block("python", "import warnings\nwarnings.warn('strange')\n"), "strange"),
+        (block("toml", "[agent]\n"), "names no file"),
+        (block("ruby", "puts 1\n"), "nobody can run ruby"),
+    ],
+)
+def test_a_block_that_fails_is_noticed(made: Block, why: str, runner: Runner) -> None:
+    with pytest.raises(BlockFailed, match=re.escape(why)):
+        runner.run([made])
+
+
+def test_what_blocks_leave_for_each_other(runner: Runner) -> None:
+    exported = block("bash", "export PORT=7001 NAME='a b'\n")
+    used = block("bash", "echo $PORT $NAME x7001 7001.5\n")
+    first, second = block("python", "x = 1\n"), Block(README, 20, "python", "print(x)\n", None)
+    assert runner.run([exported, first, used, second]) == "8001 a b x7001 7001.5\n1\n"
