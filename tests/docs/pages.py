@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 PAGES = (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("[a-z]*/*.md")))
 
-LANGUAGES = frozenset(("bash", "python", "toml", "text"))
+LANGUAGES = frozenset(("bash", "python", "toml", "yaml", "text"))
 """Of code blocks. ``text`` is for pictures and layouts: nothing in it can be run."""
 
 _BLOCK = re.compile(r"^```(?P<language>\S*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)

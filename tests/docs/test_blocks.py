@@ -26,9 +26,10 @@ from tests.redis_servers import RedisServerFactory
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
-OURS = [README, CONTRIBUTING, *sorted(DOCS.glob("*.md"))]
+CONTAINERS = ROOT / "compose" / "README.md"
+OURS = [README, CONTRIBUTING, CONTAINERS, *sorted(DOCS.glob("*.md"))]
 
-NOT_RUN = {README: 2, CONTRIBUTING: 1}
+NOT_RUN = {README: 2, CONTRIBUTING: 1, CONTAINERS: 3}
 """How many blocks are not run. A page that is not named has none."""
 
 PUBSUB_LIMIT = {"client-output-buffer-limit": "pubsub 256mb 128mb 60"}
@@ -93,7 +94,7 @@ def test_every_page_with_blocks_is_run() -> None:
     assert {page for page in OURS if runnable(page)} == RUN_HERE
 
 
-@pytest.mark.parametrize("page", OURS, ids=[page.name for page in OURS])
+@pytest.mark.parametrize("page", OURS, ids=[str(page.relative_to(ROOT)) for page in OURS])
 def test_blocks_have_a_language_and_few_are_not_run(page: Path) -> None:
     assert {block.language for block in blocks(page)} <= LANGUAGES
     assert page.read_text().count("```") == 2 * len(blocks(page)), "a block is not closed, or not at the margin"
