@@ -1,246 +1,513 @@
-"""The loop that threads drive in turns, by itself."""
+"""The event loop of the synchronous client, and its transports, against sockets of the test's own."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
+import select
+import selectors
 import socket
+import ssl
+import struct
 import threading
-import time
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
-import redis.exceptions
 
-from dynamoth_client.threads import loop as loop_module
-from dynamoth_client.threads.loop import SharedLoop
-from tests.client.sync_helpers import Running, keepers, until
+from dynamoth_client.threads.loop import TIMERS_MIN, Loop
+from tests.client.sync_helpers import PATIENCE_S, Running
+from tests.tls import Certificates, make_certificates
 
-
-async def _nothing() -> None:
-    """Nothing has to be ended."""
+MUCH = bytes(range(256)) * 20_000
+"""More than the buffers of the operating system take."""
 
 
-def _task(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
-    return asyncio.ensure_future(coroutine)
+def _loop() -> Loop:
+    return Loop()  # type: ignore[abstract]
 
 
-def _driver() -> asyncio.Future[int]:
-    """Return a future with the id of the thread that drives the loop."""
-    future = asyncio.get_running_loop().create_future()
-    future.set_result(threading.get_ident())
-    return future
-
-
-def test_a_caller_drives_the_loop_itself() -> None:
-    loop = SharedLoop(_nothing)
-    assert loop.run(_driver) == threading.get_ident()
-    assert loop.run(lambda: _task(asyncio.sleep(0.001, "slept"))) == "slept"
-    with pytest.raises(ZeroDivisionError):
-        loop.run(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
+@pytest.fixture(params=["epoll", "selector"])
+def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
+    """One as usual, and one as under cooperative schedulers, which have no epoll."""
+    if request.param == "selector":
+        monkeypatch.delattr(select, "epoll")
+    loop = _loop()
+    yield loop
+    assert not loop.is_closed()
     loop.close()
-
-
-def test_the_driver_does_what_others_ask_for_and_hands_the_turn_on() -> None:
-    loop = SharedLoop(_nothing)
-    gates: list[asyncio.Future[Any]] = []
-
-    def wait() -> asyncio.Future[Any]:
-        gates.append(asyncio.get_running_loop().create_future())
-        return gates[-1]
-
-    def open_gate() -> asyncio.Future[int]:
-        gates.pop(0).set_result(threading.get_ident())
-        return _driver()
-
-    waiting: list[Running] = []
-    for number in range(3):
-        waiting.append(Running(loop.run, wait))
-        until(lambda n=number: len(gates) == n + 1, "it has begun")  # type: ignore[misc]
-    drivers = [loop.run(open_gate) for _ in range(3)]
-    assert [one.result() for one in waiting] == drivers
-    assert drivers[:2] == [waiting[0].ident, waiting[1].ident], "the one that has waited longest"
     loop.close()
+    assert not loop.sockets
 
 
-def test_a_socket_that_another_has_taken_out_is_not_read() -> None:
-    loop = SharedLoop(_nothing)
-    pairs = [socket.socketpair() for _ in range(2)]
-    read: list[int] = []
+def _run(loop: Loop, main: Coroutine[Any, Any, Any]) -> Any:
+    """Drive until a coroutine has ended; its outcome."""
+    loop.enter()
+    try:
+        task = loop.create_task(main)
+        loop.call_at(loop.time() + PATIENCE_S, task.cancel)
+        try:
+            loop.drive(task)
+        except BaseException:
+            task.cancel()
+            loop.drive(task)
+            raise
+        return task.result()
+    finally:
+        loop.leave()
 
-    def begin() -> asyncio.Future[None]:
+
+class _Recorder(asyncio.Protocol):
+    """Keeps what comes; futures for what is waited for."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.received = bytearray()
+        self.lost: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+        self._wanted: tuple[int, asyncio.Future[None]] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert self.transport is None
+        self.transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
+        if self._wanted is not None and len(self.received) >= self._wanted[0]:
+            self._wanted[1].set_result(None)
+            self._wanted = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost.set_result(exc)
+
+    async def until(self, size: int) -> None:
+        if len(self.received) < size:
+            self._wanted = size, asyncio.get_running_loop().create_future()
+            await self._wanted[1]
+
+
+@contextmanager
+def _server(serve: Callable[[socket.socket], Any]) -> Generator[tuple[int, Running]]:
+    """Accept one connection in a thread, and do ``serve`` with it; the port, and the thread."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(PATIENCE_S)
+
+        def accept() -> Any:
+            connection, _ = listening.accept()
+            with connection:
+                connection.settimeout(PATIENCE_S)
+                return serve(connection)
+
+        serving = Running(accept)
+        yield listening.getsockname()[1], serving
+
+
+def _read_all(connection: socket.socket) -> bytes:
+    data = bytearray()
+    while piece := connection.recv(1 << 20):
+        data += piece
+    return bytes(data)
+
+
+def _echo(connection: socket.socket) -> int:
+    size = 0
+    while piece := connection.recv(1 << 16):
+        connection.sendall(piece)
+        size += len(piece)
+    return size
+
+
+async def _connect(port: int, **options: Any) -> _Recorder:
+    loop = asyncio.get_running_loop()
+    _, protocol = await loop.create_connection(_Recorder, "127.0.0.1", port, **options)
+    return protocol
+
+
+# Sockets.
+
+
+def test_all_that_is_written_arrives_in_order_also_after_close(loop: Loop) -> None:
+    async def main() -> None:
+        protocol = await _connect(port)
+        transport = protocol.transport
+        assert transport is not None
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
+        transport.write(MUCH[:-200])
+        transport.write(MUCH[-200:-100])
+        transport.write(MUCH[-100:])
+        assert transport.get_write_buffer_size() > 0
+        transport.close()
+        transport.close()
+        transport.write(b"too late")
+        assert transport.is_closing()
+        assert await protocol.lost is None
+        assert transport.get_write_buffer_size() == 0
+
+    begin = threading.Event()
+
+    def serve(connection: socket.socket) -> bytes:
+        assert begin.wait(PATIENCE_S)
+        return _read_all(connection)
+
+    with _server(serve) as (port, serving):
+        loop.call_at(loop.time() + 0.01, begin.set)  # the buffers are full by then; nothing depends on it
+        _run(loop, main())
+        assert serving.result() == MUCH
+
+
+def test_reading_while_writing(loop: Loop) -> None:
+    async def main() -> None:
+        protocol = await _connect(port)
+        assert protocol.transport is not None
+        protocol.transport.write(MUCH)
+        await protocol.until(len(MUCH))
+        assert protocol.received == MUCH
+        protocol.transport.pause_reading()
+        protocol.transport.write(b"x")
+        await asyncio.sleep(0.02)
+        assert len(protocol.received) == len(MUCH)
+        protocol.transport.resume_reading()
+        await protocol.until(len(MUCH) + 1)
+        protocol.transport.close()
+        await protocol.lost
+
+    with _server(_echo) as (port, serving):
+        _run(loop, main())
+        assert serving.result() == len(MUCH) + 1
+
+
+def test_abort_drops_what_waits(loop: Loop) -> None:
+    async def main() -> None:
+        protocol = await _connect(port)
+        assert protocol.transport is not None
+        protocol.transport.write(MUCH)
+        protocol.transport.abort()
+        protocol.transport.abort()
+        protocol.transport.resume_reading()
+        assert protocol.transport.get_write_buffer_size() == 0
+        assert await protocol.lost is None
+
+    with _server(_read_all) as (port, serving):
+        _run(loop, main())
+        assert len(serving.result()) < len(MUCH)
+
+
+@pytest.mark.parametrize("how", ["end", "reset"])
+def test_the_other_side_ends(loop: Loop, how: str) -> None:
+    async def main() -> Exception | None:
+        protocol = await _connect(port)
+        assert protocol.transport is not None
+        protocol.transport.write(b"x")
+        return await protocol.lost
+
+    def serve(connection: socket.socket) -> None:
+        connection.recv(1)
+        if how == "reset":
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    with _server(serve) as (port, _):
+        error = _run(loop, main())
+    assert error is None if how == "end" else isinstance(error, ConnectionResetError)
+
+
+def test_writing_to_a_connection_that_is_gone_loses_it(loop: Loop) -> None:
+    async def main() -> Exception | None:
+        protocol = await _connect(port)
+        assert protocol.transport is not None
+        protocol.transport.pause_reading()
+        while not protocol.lost.done():
+            protocol.transport.write(b"x")
+            await asyncio.sleep(0.001)
+        return await protocol.lost
+
+    with _server(lambda _: None) as (port, _):
+        assert isinstance(_run(loop, main()), ConnectionError)
+
+
+def test_connecting_fails_as_with_asyncio(loop: Loop, tmp_path: Path) -> None:
+    async def main() -> None:
         running = asyncio.get_running_loop()
-        done = running.create_future()
+        with pytest.raises(ConnectionRefusedError):
+            await running.create_connection(_Recorder, "127.0.0.1", port)
+        with pytest.raises(FileNotFoundError):
+            await running.create_unix_connection(_Recorder, str(tmp_path / "nobody"))
+        with pytest.raises(socket.gaierror):
+            await running.create_connection(_Recorder, "no.such.host.invalid", port)
 
-        def take(number: int) -> None:
-            read.append(number)
-            for _, reader in pairs:
-                running.remove_reader(reader)
-            running.call_later(0.001, done.set_result, None)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    before = len(loop.sockets)
+    _run(loop, main())
+    assert len(loop.sockets) == before
 
-        for number, (writer, reader) in enumerate(pairs):
-            running.add_reader(reader, take, number)
-            writer.send(b"x")
-        return done
 
-    loop.run(begin)
-    assert len(read) == 1, "both were ready in one turn, and the first takes both out"
+def test_each_address_of_a_host_is_tried(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        _, protocol = await asyncio.get_running_loop().create_connection(_Recorder, "host", port)
+        assert protocol.transport is not None
+        protocol.transport.write(b"x")
+        await protocol.until(1)
+        protocol.transport.close()
+        await protocol.lost
+
+    def resolve(host: str, port: int, **options: Any) -> list[Any]:
+        assert threading.current_thread() is not threading.main_thread(), "it may take long"
+        kind = socket.SOCK_STREAM
+        return [(socket.AF_INET, kind, 0, "", ("127.0.0.1", port)) for port in (refusing, port)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        refusing = server.getsockname()[1]
+    with _server(_echo) as (port, serving):
+        _run(loop, main())
+        assert serving.result() == 1
+
+
+def test_a_connection_that_is_given_up_leaves_no_socket(loop: Loop) -> None:
+    async def main() -> None:
+        before = len(loop.sockets)
+        connecting = asyncio.ensure_future(_connect(port))
+        await asyncio.sleep(0)
+        connecting.cancel()
+        await asyncio.wait({connecting})
+        assert len(loop.sockets) == before
+
+    with socket.socket() as listening:  # with a full backlog: nothing answers
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        port = listening.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            _run(loop, main())
+
+
+# TLS.
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+def _secured(certificates: Certificates, serve: Callable[[socket.socket], Any]) -> Callable[[socket.socket], Any]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates.server, certificates.server_key)
+
+    def secure(connection: socket.socket) -> Any:
+        with context.wrap_socket(connection, server_side=True, suppress_ragged_eofs=False) as secured:
+            return serve(secured)
+
+    return secure
+
+
+async def _failed(error: type[Exception], attempt: Coroutine[Any, Any, Any]) -> None:
+    with pytest.raises(error):
+        await attempt
+    await asyncio.sleep(0)
+
+
+async def _connect_securely(port: int, authority: Path) -> _Recorder:
+    context = ssl.create_default_context(cafile=str(authority))
+    _, protocol = await asyncio.get_running_loop().create_connection(_Recorder, "localhost", port, ssl=context)
+    return protocol
+
+
+def test_tls_in_both_directions_and_a_proper_end(loop: Loop, certificates: Certificates) -> None:
+    async def main() -> None:
+        protocol = await _connect_securely(port, certificates.authority)
+        assert protocol.transport is not None
+        protocol.transport.write(MUCH)
+        protocol.transport.write(b"")
+        await protocol.until(len(MUCH))
+        assert protocol.received == MUCH
+        protocol.transport.close()
+        assert await protocol.lost is None
+
+    with _server(_secured(certificates, _echo)) as (port, serving):
+        _run(loop, main())
+        assert serving.result() == len(MUCH), "the server sees the end, not a connection that was cut"
+
+
+def test_the_other_side_ends_tls(loop: Loop, certificates: Certificates) -> None:
+    async def main() -> None:
+        protocol = await _connect_securely(port, certificates.authority)
+        assert await protocol.lost is None
+        assert protocol.received == b"bye"
+
+    def serve(connection: socket.socket) -> None:
+        connection.sendall(b"bye")
+        cast("ssl.SSLSocket", connection).unwrap()
+
+    with _server(_secured(certificates, serve)) as (port, _):
+        _run(loop, main())
+
+
+def _say_nonsense(connection: socket.socket) -> None:
+    connection.recv(10)
+    connection.sendall(b"-ERR what?\r\n" * 10)
+    _read_all(connection)
+
+
+def _hang_up(connection: socket.socket) -> None:
+    connection.recv(10_000)
+
+
+@pytest.mark.parametrize(("serve", "error"), [(_say_nonsense, ssl.SSLError), (_hang_up, ConnectionResetError)])
+def test_a_server_without_tls(loop: Loop, serve: Any, error: type[Exception], certificates: Certificates) -> None:
+    before = len(loop.sockets)
+    with _server(serve) as (port, _):
+        _run(loop, _failed(error, _connect_securely(port, certificates.authority)))
+    assert len(loop.sockets) == before
+
+
+def test_a_certificate_that_is_not_trusted(loop: Loop, certificates: Certificates) -> None:
+    with _server(_secured(certificates, _echo)) as (port, serving):
+        _run(loop, _failed(ssl.SSLCertVerificationError, _connect_securely(port, certificates.server)))
+        with pytest.raises(ssl.SSLError, match="ALERT"):
+            serving.result()
+
+
+def test_a_tls_handshake_that_is_given_up(loop: Loop, certificates: Certificates) -> None:
+    async def main() -> None:
+        before = len(loop.sockets)
+        connecting = asyncio.ensure_future(_connect_securely(port, certificates.authority))
+        await asyncio.to_thread(heard.wait, PATIENCE_S)
+        connecting.cancel()
+        await asyncio.wait({connecting})
+        await asyncio.sleep(0)
+        assert len(loop.sockets) == before
+
+    heard = threading.Event()
+
+    def serve(connection: socket.socket) -> None:
+        connection.recv(1)
+        heard.set()
+        _read_all(connection)
+
+    with _server(serve) as (port, serving):
+        _run(loop, main())
+        serving.result()
+
+
+# Callbacks, timers and threads.
+
+
+def test_timers_go_off_in_order_and_cancelled_ones_are_dropped(loop: Loop) -> None:
+    called: list[int] = []
+
+    async def main() -> None:
+        now = loop.time()
+        for number in (3, 1, 2):
+            loop.call_at(now + number / 1000, called.append, number)
+        loop.call_later(0.002, called.append, 99).cancel()
+        for _ in range(100 * TIMERS_MIN):
+            loop.call_later(1000, called.append, 99).cancel()
+        assert len(cast("Any", loop)._timers) <= 2 * TIMERS_MIN
+        loop.call_soon(called.append, 99).cancel()
+        loop.call_soon(called.append, 0)
+        await asyncio.sleep(0.01)
+
+    _run(loop, main())
+    assert called == [0, 1, 2, 3]
+
+
+def test_another_thread_wakes_the_driver(loop: Loop) -> None:
+    async def main() -> str:
+        outcome: asyncio.Future[str] = loop.create_future()
+        threading.Timer(0.01, loop.call_soon_threadsafe, (outcome.set_result, "woken")).start()
+        return await outcome
+
+    assert _run(loop, main()) == "woken"
+
+
+def test_blocking_calls_have_threads_of_their_own(loop: Loop) -> None:
+    async def main() -> None:
+        barrier = threading.Barrier(3)
+        await asyncio.gather(*(asyncio.to_thread(barrier.wait, PATIENCE_S) for _ in range(3)))
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.to_thread(lambda: 1 // 0)
+
+    _run(loop, main())
+
+
+def test_it_is_the_running_loop_in_callbacks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cooperative scheduler runs others in this thread while one waits: for sockets, or for a thread to start."""
+    elsewhere: list[object] = []
+
+    def note() -> None:
+        elsewhere.append(asyncio._get_running_loop())
+
+    class Selector(selectors.DefaultSelector):
+        def select(self, timeout: float | None = None) -> Any:
+            note()
+            return super().select(timeout)
+
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            note()
+            super().start()
+
+    monkeypatch.delattr(select, "epoll")
+    monkeypatch.setattr(selectors, "DefaultSelector", Selector)
+    monkeypatch.setattr(threading, "Thread", Thread)
+    loop = _loop()
+
+    async def main() -> None:
+        await asyncio.to_thread(note)
+        assert asyncio.get_running_loop() is loop
+
+    with _server(_echo) as (port, _):
+        _run(loop, main())
+        _run(loop, _connect(port))
+    assert len(elsewhere) > 4
+    assert set(elsewhere) == {None}
     loop.close()
-    for one in itertools.chain(*pairs):
-        one.close()
 
 
-def test_timers_and_callbacks_are_not_starved_by_sockets_that_are_always_ready() -> None:
-    loop = SharedLoop(_nothing)
-    writer, reader = socket.socketpair()
-    called: list[str] = []
-
-    def begin() -> asyncio.Future[None]:
-        running = asyncio.get_running_loop()
-        done = running.create_future()
-        running.add_reader(reader, lambda: called.append("socket"))  # the byte stays there
-        writer.send(b"x")
-        running.call_soon(called.append, "soon")
-        running.call_later(0.01, called.append, "later")
-        running.call_later(0.02, done.set_result, None)
-        return done
-
-    loop.run(begin)
-    assert set(called) == {"socket", "soon", "later"}
-    loop.run(lambda: _task(_removed(reader)))
-    loop.close()
-    writer.close()
-    reader.close()
-
-
-async def _removed(reader: socket.socket) -> None:
-    asyncio.get_running_loop().remove_reader(reader)
-
-
-def test_one_that_is_always_answered_at_once_does_not_starve_the_loop() -> None:
-    loop = SharedLoop(_nothing)
-    turns: list[int] = []
-    loop.run(_driver)
-
-    def count() -> None:
-        turns.append(threading.get_ident())
-        asyncio.get_running_loop().call_soon(count)
-
-    loop.call_soon(count)
-    before = len(turns)
-    for _ in range(50):
-        loop.run(_driver)
-    assert turns[before:].count(threading.get_ident()) >= 49
-    loop.close()
-
-
-def test_the_keeper_drives_when_nobody_does() -> None:
-    loop = SharedLoop(_nothing)
-    assert loop.run(_driver) == threading.get_ident()
-    ticked: list[int] = []
-    loop.call_soon(lambda: asyncio.get_running_loop().call_later(0.02, lambda: ticked.append(threading.get_ident())))
-    until(lambda: bool(ticked), "a timer goes off")
-    assert ticked != [threading.get_ident()]
-    until(lambda: loop.run(_driver) == threading.get_ident(), "the keeper gives way")
-    loop.close()
-
-
-def test_something_on_the_loop_cannot_call_it() -> None:
-    """As the handler of a log line might."""
-    loop = SharedLoop(_nothing)
-
-    def call() -> asyncio.Future[int]:
-        with pytest.raises(RuntimeError, match="from inside itself"):
-            loop.run(_driver)
-        return _driver()
-
-    assert loop.run(call) == loop.run(_driver)
-    loop.close()
-
-
-def test_what_waits_when_it_ends_gets_its_outcome(caplog: pytest.LogCaptureFixture) -> None:
-    gates: list[asyncio.Future[Any]] = []
-
-    async def end() -> None:
-        for gate in gates:
-            if not gate.done():
-                gate.set_result("ended")
-
-    def wait() -> asyncio.Future[Any]:
-        gates.append(asyncio.get_running_loop().create_future())
-        return gates[-1]
-
-    loop = SharedLoop(end)
-    waiting = [Running(loop.run, wait) for _ in range(3)]
-    until(lambda: len(gates) == 3, "all wait")
-    loop.close()
-    assert [one.result() for one in waiting] == ["ended"] * 3
-    assert keepers() == 0
-    with pytest.raises(redis.exceptions.ConnectionError, match="closed"):
-        loop.run(_driver)
-    loop.close()
-    assert not caplog.records
-
-
-def test_one_that_does_not_come_back_is_left_alone(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_what_a_callback_raises_is_raised_in_the_main_thread_and_logged_in_others(
+    loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loop_module, "END_S_MAX", 0.05)
-    gates: list[asyncio.Future[Any]] = []
-
-    def wait() -> asyncio.Future[Any]:
-        gates.append(asyncio.get_running_loop().create_future())
-        return gates[-1]
-
-    loop = SharedLoop(_nothing)
-    stubborn = Running(loop.run, wait)
-    until(lambda: bool(gates), "it waits")
-    loop.close()
-    until(lambda: keepers() == 0, "the keeper has given up")
-    assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    loop.call_soon(lambda: gates[0].set_result("at last"))
-    assert stubborn.result() == "at last"
-    with pytest.raises(RuntimeError, match="closed"):
-        gates[0].get_loop().call_soon(print)
-
-
-def test_a_keeper_that_fails_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    async def end() -> None:
+    def fail() -> None:
         raise ZeroDivisionError
 
-    loop = SharedLoop(end)
-    loop.run(_driver)
+    async def main() -> str:
+        loop.call_soon(fail)
+        await asyncio.sleep(0)
+        return "went on"
+
+    with pytest.raises(ZeroDivisionError):
+        _run(loop, main())
+    assert not caplog.records
+    assert Running(_run, loop, main()).result() == "went on"
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_what_a_task_raises_is_raised_in_the_main_thread(loop: Loop) -> None:
+    """As a signal's handler may have interrupted it."""
+
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    async def main() -> None:
+        await asyncio.wait({asyncio.create_task(fail())})
+        await asyncio.sleep(PATIENCE_S)
+
+    with pytest.raises(ZeroDivisionError):
+        _run(loop, main())
+
+
+def test_a_forked_child_does_not_drive_the_loop_of_its_parent(loop: Loop) -> None:
+    loop.is_inherited = True
+    with pytest.raises(RuntimeError, match="parent"):
+        _run(loop, asyncio.sleep(0))
+    loop.is_inherited = False
+    _run(loop, asyncio.sleep(0))
+
+
+def test_nothing_can_be_called_on_a_closed_loop() -> None:
+    loop = _loop()
     loop.close()
-    assert "this is a bug" in caplog.text
-
-
-def test_many_threads_and_an_eager_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every way to get and to lose the turn, with requests that take no turn, one, or some time."""
-    monkeypatch.setattr(loop_module, "KEEPER_IDLE_S", 0.0)
-    loop = SharedLoop(_nothing)
-
-    def call(name: int) -> int:
-        for number in range(300):
-            kind = (name + number) % 4
-            if kind == 0:
-                loop.run(_driver)
-            elif kind == 1:
-                loop.run(lambda: _task(asyncio.sleep(0)))
-            elif kind == 2:
-                loop.run(lambda: _task(asyncio.sleep(0.0005)))
-            else:
-                time.sleep(0.0001)
-        return name
-
-    def call_from_a_loop(name: int) -> int:
-        async def run() -> int:
-            return call(name)
-
-        return asyncio.run(run())
-
-    calling = [Running(call, name) for name in range(6)] + [Running(call_from_a_loop, name) for name in (6, 7)]
-    assert [one.result() for one in calling] == list(range(8))
-    loop.close()
-    assert keepers() == 0
+    for call in (loop.call_soon, loop.call_soon_threadsafe):
+        with pytest.raises(RuntimeError, match="closed"):
+            call(print)
+    with pytest.raises(RuntimeError, match="closed"):
+        loop.call_later(1, print)

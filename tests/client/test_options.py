@@ -424,7 +424,8 @@ def test_a_limit_that_is_redis_py_s_default_is_one_where_it_is_named(cluster: St
         with pytest.raises(redis.exceptions.MaxConnectionsError, match="max_connections=100 "):
             client.publish(channel, "x")
         (getattr(pubsubs[0], "aclose", None) or pubsubs[0].close)()
-        assert client.publish(channel, "x") <= 99
+        # On a busy machine the server may see the end of a connection after what was sent later on another one.
+        until(lambda: client.publish(channel, "x") <= 99, "the server has seen the end")
 
     with_client(cluster.hosts, use, max_connections=100)
 

@@ -17,7 +17,7 @@ import pytest
 
 import dynamoth_client as redis
 from dynamoth_client import PubSub
-from dynamoth_client.threads import loop
+from dynamoth_client.threads import turns
 from tests.client.interrupted import ROUNDS
 from tests.client.stored_cluster import StoredCluster
 from tests.client.sync_helpers import PATIENCE_S, Running, confirmed, keepers, next_of, until
@@ -119,7 +119,7 @@ def test_the_keeper_works_while_nobody_calls(cluster: StoredCluster) -> None:
 
 def test_callers_take_over_from_the_keeper(cluster: StoredCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the moment: the keeper is as eager as can be."""
-    monkeypatch.setattr(loop, "KEEPER_IDLE_S", 0.0)
+    monkeypatch.setattr(turns, "KEEPER_IDLE_S", 0.0)
     with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
         confirmed(pubsub, "c")
         publishing = [Running(_publish, client, ["c"], name) for name in range(2)]
@@ -236,7 +236,7 @@ def test_a_forked_child_begins_anew_and_the_parent_goes_on(cluster: StoredCluste
         assert client.publish(channel, "before") == 1
         driving: Running | None = None
         if busy == "keeper":
-            time.sleep(3 * loop.KEEPER_IDLE_S)  # the keeper has the turn by then; nothing depends on it
+            time.sleep(3 * turns.KEEPER_IDLE_S)  # the keeper has the turn by then; nothing depends on it
         elif busy == "driven":
             driving = Running(second.get_message, False, None)
             driving.join(0.05)

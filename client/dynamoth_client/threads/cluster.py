@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from dynamoth_client.redis_py import errors, pools
 from dynamoth_client.redis_py.settings import Settings
 from dynamoth_client.runtime.cluster import Cluster
-from dynamoth_client.threads.loop import SharedLoop, stop_daemon_thread
+from dynamoth_client.threads.turns import SharedLoop, stop_daemon_thread
 
 _T = TypeVar("_T")
 

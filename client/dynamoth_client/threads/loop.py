@@ -1,615 +1,524 @@
-"""An event loop for the threads of a synchronous client, which drive it in turns.
+"""An event loop for threads that take turns: whoever drives it runs callbacks until its own result is there.
 
 Theory of operation
 -------------------
-Machines live on an asyncio event loop that no thread owns: a client's publisher on one, its subscribers on another. A
-thread that wants something takes the *turn* if it is free, hands its request to the machines, and drives the loop
-itself until its own result is there: so the usual call costs no switch of threads. A thread that finds the turn taken
-lets the driver begin its request and waits; when the driver has its own result and leaves, it hands the turn to the one
-that has waited longest. While nobody calls, a *keeper* thread has the turn, so that connections are kept, moves are
-followed and queues are filled; it gives way to everybody.
+:class:`Loop` has the part of ``asyncio.AbstractEventLoop`` that a client uses. So links, publishers and feeds are the
+same under both clients, and a thread that publishes spends one turn: wait, read, done. asyncio's own loops have no
+public way to run a single turn.
 
-The mutex guards who has the turn and who waits, and is never held while anything runs. ``abandon`` is called by
-finalizers, which run at any point of any thread, and takes no lock.
+It waits for sockets by what cooperative schedulers (gevent, eventlet) replace. Modules of the standard library are
+therefore used by name each time (``select.epoll``, ``threading.Thread``), as their members may change after the import.
 
-In the main thread, handlers of signals run between any two steps of what it does, and may raise. While it waits for
-sockets, that ends the wait and nothing else. In the midst of what the machines do, anything may be left half done: then
-the loop is *broken*; what runs on it is ended, and its owner makes another. For that, an exception must not be lost
-where asyncio reports it and goes on (``_Loop.fault``), nor the turn: what gives it back can be done twice, and uses no
-lock that is written in Python, which an exception may leave locked.
+asyncio keeps the *running loop* per thread of the operating system, where a cooperative scheduler runs others while one
+waits. So this loop is the running one while its callbacks run, and at no other time: not while it waits for sockets,
+nor while it starts threads. ``_set_running_loop`` and ``_get_running_loop`` are what asyncio has for implementers of
+event loops; this module uses them, and no other internals.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import heapq
+import ipaddress
+import itertools
 import logging
 import select
 import selectors
-import sys
+import socket
+import ssl
 import threading
 import time
-import weakref
 from asyncio.events import _get_running_loop, _set_running_loop
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 import redis.exceptions
 
-from dynamoth_client.redis_py import errors
-from dynamoth_client.runtime.forks import point_to_nowhere
-from dynamoth_link.errors import MachineCrashed
+from dynamoth_client.threads.transports import SocketTransport, TlsTransport
 
-KEEPER_IDLE_S = 0.05
-"""The keeper takes the turn when no caller has driven for this long: longer than a busy caller pauses between two
-calls, and short beside every timer of the machines."""
-
-SELECTED_MAX = 64
+SOCKETS_MAX = 64
 """Sockets that one wait reports; the others are reported by the next one. A client has one per server and few more."""
 
-SELECT_S_MAX = 3600.0
-"""Operating systems do not take any time to wait for sockets, and asyncio does not ask for more than a day."""
+WAIT_S_MAX = 3600.0
+"""Operating systems refuse waits of many days."""
 
-END_S_MAX = 5.0
-"""Bound for the end of a loop: closing connections takes much less, and a thread that does not come back is logged."""
+TIMERS_MIN = 64
+"""Cancelled timers are looked for when there are this many timers, or twice as many as the last look has left."""
 
-_READ_AND_WRITE = selectors.EVENT_READ | selectors.EVENT_WRITE
-if sys.platform == "linux":
-    _EVENTS = {select.EPOLLIN: selectors.EVENT_READ, select.EPOLLOUT: selectors.EVENT_WRITE}
+WAKE_BYTES = 4096
+"""How many wake-up calls are taken out of their socket at once."""
 
 _logger = logging.getLogger("dynamoth_client")
 
 _T = TypeVar("_T")
+_Args = TypeVarTuple("_Args")
+
+Address = tuple[socket.AddressFamily, Any]
 
 
-class _Outcome(Protocol):
-    """What a driver waits for: a future, or a :class:`_Waiter`."""
+class Outcome(Protocol):
+    """What a driver waits for, such as a future."""
 
     def done(self) -> bool:
         """Whether it is there."""
         ...
 
 
-class _Selector(selectors.DefaultSelector):
-    """The standard library's; on Linux with less around each wait."""
+class Loop(asyncio.AbstractEventLoop):
+    """One event loop. Any thread may drive it, one at a time, between ``enter`` and ``leave``."""
 
-    if sys.platform == "linux":
-        #: Its own: what is registered, by descriptor; and the epoll object.
-        _fd_to_key: dict[int, selectors.SelectorKey]
-        _selector: select.epoll
-
-        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-            """Wait, without end (None), not at all (0), or so long; return what is ready, and for what."""
-            ready: list[tuple[selectors.SelectorKey, int]] = []
-            keys = self._fd_to_key
-            for fd, mask in self._selector.poll(timeout, SELECTED_MAX):
-                if fd in keys:
-                    key = keys[fd]
-                    ready.append((key, _EVENTS.get(mask, _READ_AND_WRITE) & key.events))
-            return ready
-
-
-class _Loop(asyncio.SelectorEventLoop):
-    """Can be driven by the turn, and knows its selector and its transports, for the sake of forks."""
-
-    #: asyncio's: one turn. Twice as quick as ``run_forever`` with a ``stop``, which need two turns for each result.
-    _run_once: Callable[[], None]
-    #: asyncio's: what is to be called in the next turn, what later (the soonest first), and for ready sockets.
-    _ready: deque[asyncio.Handle]
-    _scheduled: list[asyncio.TimerHandle]
-    _process_events: Callable[[list[tuple[selectors.SelectorKey, int]]], None]
-
-    #: As asyncio's method, without a frame of Python for each call.
-    time = staticmethod(time.monotonic)  # pyright: ignore[reportAssignmentType]
+    time = staticmethod(time.monotonic)  # pyright: ignore[reportAssignmentType]  # no frame of Python for each call
 
     def __init__(self) -> None:
-        self.sockets = _Selector()
-        super().__init__(self.sockets)
-        self.transports: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()
-        #: Whether ``drive`` waits for sockets.
+        self._poller = poller = _Epoll() if hasattr(select, "epoll") else _Selector()
+        self._wait, self._readable, self._writable = poller.wait, poller.readable, poller.writable
+        #: What is called when a descriptor can be read, or written.
+        self._readers: dict[int, Callable[[], object]] = {}
+        self._writers: dict[int, Callable[[], object]] = {}
+        #: Every open socket, connected or not.
+        self.sockets: set[socket.socket] = set()
+        self._ready: deque[_Call] = deque()
+        #: A heap: when, and a number that tells equal ones apart.
+        self._timers: list[tuple[float, int, _Call]] = []
+        self._timer_numbers = itertools.count()
+        self._timers_max = TIMERS_MIN
+        #: Threads that are to be started outside of callbacks, each with the future of its result.
+        self._starting: list[tuple[threading.Thread, asyncio.Future[Any]]] = []
+        #: Whether the driver waits for sockets. While it does, an exception ends the wait and nothing else.
         self.is_waiting = False
+        self._is_closed = False
+        #: In a forked child: the loop is the parent's, and whoever drives it here must stop.
+        self.is_inherited = False
+        #: The running loop of the driver's thread, outside of this one's callbacks.
+        self._outer: asyncio.AbstractEventLoop | None = None
         #: What was raised in the main thread, by the handler of a signal or because of a bug, and went no further.
-        self.fault: BaseException | None = None
+        self._fault: BaseException | None = None
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        for end in (self._wake_reader, self._wake_writer):
+            end.setblocking(False)
+            self.sockets.add(end)
+        self.add_reader(self._wake_reader.fileno(), self._drain)
 
-    def drive(self, outcome: _Outcome) -> None:
-        """Run until ``outcome`` is done; one turn at least, lest a caller that is answered at once starve the loop.
+    # Driving.
 
-        As ``run_forever``, but that ``stop`` does not matter. The running loop of the thread is this one, before and
-        after; whoever drives sees to that.
+    @staticmethod
+    def can_be_driven_here() -> bool:
+        """Whether this thread has no running event loop: asyncio allows one per thread."""
+        return _get_running_loop() is None
+
+    def enter(self) -> None:
+        """Become the running loop of this thread."""
+        self._outer = _get_running_loop()
+        _set_running_loop(self)
+
+    def leave(self) -> None:
+        """Undo ``enter``; nothing happens where that has been done."""
+        if _get_running_loop() is self:
+            _set_running_loop(self._outer)
+
+    def drive(self, outcome: Outcome) -> None:
+        """Run until ``outcome`` is done; one turn at least, so that a caller that never waits starves nobody.
+
+        This is the running loop before and after. Raises what a callback raised in the main thread.
         """
         done = outcome.done
         if done():
             self.call_soon(_nothing)
         while True:
             self._turn()
-            if self.fault is not None:
-                fault, self.fault = self.fault, None
+            if self._fault is not None:
+                fault, self._fault = self._fault, None
                 raise fault
             if done():
                 return
 
     def _turn(self) -> None:
-        """As ``_run_once``, but what sockets have brought is taken at once where nothing else waits, as is usual."""
-        timeout_s = SELECT_S_MAX
-        if self._scheduled:
-            timeout_s = min(timeout_s, self._scheduled[0].when() - self.time())
-        if self._ready or timeout_s <= 0:
-            self._run_once()
-            return
+        """Wait, then call what is due. Written without functions of its own: this is most of what a publish takes."""
+        _set_running_loop(self._outer)
+        if self._starting:
+            self._start_threads()
         self.is_waiting = True
-        ready = self.sockets.select(timeout_s)
+        timeout_s = WAIT_S_MAX
+        if self._ready:
+            timeout_s = 0.0
+        elif self._timers:
+            timeout_s = max(0.0, min(timeout_s, self._timers[0][0] - self.time()))
+        sockets = self._wait(timeout_s, SOCKETS_MAX)
         self.is_waiting = False
-        for key, events in ready:
-            reader, _ = key.data
-            if events == selectors.EVENT_READ and not reader.cancelled():
-                reader._run()
-            else:
-                self._process_events([(key, events)])
+        self._outer = _get_running_loop()
+        _set_running_loop(self)
+        if self.is_inherited:
+            raise RuntimeError("a forked child drives the event loop of its parent")
+        for fd, mask in sockets:
+            # One that was called before may have removed the next.
+            if mask & self._readable and fd in self._readers:
+                self._call(self._readers[fd])
+            if mask & self._writable and fd in self._writers:
+                self._call(self._writers[fd])
+        if self._timers:
+            self._collect_timers()
+        for _ in range(len(self._ready)):
+            call = self._ready.popleft()
+            if call.function is not None:
+                self._call(call.context.run, call.function, *call.args)
+
+    def _start_threads(self) -> None:
+        while self._starting:
+            thread, future = self._starting.pop()
+            try:
+                thread.start()
+            except RuntimeError as error:  # the interpreter exits
+                _finish(future, None, error)
+
+    def _collect_timers(self) -> None:
+        """Make ready what is due."""
+        timers, now = self._timers, self.time()
+        while timers and timers[0][0] <= now:
+            self._ready.append(heapq.heappop(timers)[2])
+
+    def _call(self, function: Callable[..., object], *args: Any) -> None:
+        try:
+            function(*args)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            self.call_exception_handler({"message": f"exception in {function!r}", "exception": error})
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Log an exception that nobody else gets; one that was raised in the main thread ends ``drive``."""
         error = context.get("exception")
         if error is None or "future" in context or not self._is_driven_in_main_thread():
-            super().call_exception_handler(context)  # nothing was interrupted; perhaps an outcome was not fetched
+            # Nothing was interrupted: it is a bug, or an outcome that nobody has fetched.
+            text = "; ".join(str(value) for key, value in context.items() if key != "exception")
+            _logger.error("%s", text, exc_info=error)
         else:
-            self.fault = error
-
-    def create_task(self, *args: Any, **kwargs: Any) -> asyncio.Task[Any]:
-        task: asyncio.Task[Any] = super().create_task(*args, **kwargs)
-        task.add_done_callback(self._look_at)
-        return task
+            self._fault = error
 
     def _look_at(self, task: asyncio.Task[Any]) -> None:
+        """See whether a signal's handler has interrupted a task, which keeps the exception to itself."""
         if self._is_driven_in_main_thread() and not task.cancelled():
             error = task.exception()
             if error is not None and not isinstance(error, redis.exceptions.RedisError):
-                self.fault = error
+                self._fault = error
 
     def _is_driven_in_main_thread(self) -> bool:
-        return _get_running_loop() is self and _in_main_thread()
+        return _get_running_loop() is self and threading.current_thread() is threading.main_thread()
 
-    async def create_connection(self, *args: Any, **kwargs: Any) -> Any:
-        made = await cast("Any", super()).create_connection(*args, **kwargs)
-        self.transports.add(made[0])
-        return made
+    # Callbacks, futures and tasks.
 
-    async def create_unix_connection(self, *args: Any, **kwargs: Any) -> Any:
-        made = await cast("Any", super()).create_unix_connection(*args, **kwargs)
-        self.transports.add(made[0])
-        return made
+    def call_soon(
+        self, callback: Callable[[*_Args], object], *args: *_Args, context: contextvars.Context | None = None
+    ) -> Any:
+        """Call in the next turn, or at the end of this one."""
+        if self._is_closed:
+            raise RuntimeError("Event loop is closed")
+        call = _Call(callback, args, context)
+        self._ready.append(call)
+        return call
 
+    def call_soon_threadsafe(
+        self, callback: Callable[[*_Args], object], *args: *_Args, context: contextvars.Context | None = None
+    ) -> Any:
+        """Call soon, from any thread, from finalizers and from handlers of signals."""
+        call = self.call_soon(callback, *args, context=context)
+        if self.is_waiting:  # else the driver sees the call before it waits
+            with contextlib.suppress(OSError):  # it is full, so the driver wakes anyway; or another thread closes it
+                self._wake_writer.send(b"\0")
+        return call
 
-class _Waiter:
-    """A thread whose request somebody else has to begin, and perhaps to finish."""
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[[*_Args], object],
+        *args: *_Args,
+        context: contextvars.Context | None = None,
+    ) -> Any:
+        """Call after ``delay`` seconds."""
+        return self.call_at(self.time() + delay, callback, *args, context=context)
 
-    __slots__ = ("_is_done", "error", "future", "may_drive", "thread", "wake")
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[*_Args], object],
+        *args: *_Args,
+        context: contextvars.Context | None = None,
+    ) -> Any:
+        """Call at a time of this loop's clock."""
+        if self._is_closed:
+            raise RuntimeError("Event loop is closed")
+        call = _Call(callback, args, context)
+        if len(self._timers) >= self._timers_max:
+            self._timers = [timer for timer in self._timers if timer[2].function is not None]
+            heapq.heapify(self._timers)
+            self._timers_max = max(TIMERS_MIN, 2 * len(self._timers))
+        heapq.heappush(self._timers, (when, next(self._timer_numbers), call))
+        return call
 
-    def __init__(self, may_drive: bool) -> None:
-        #: False for a thread that runs an event loop of its own: asyncio allows one per thread.
-        self.may_drive = may_drive
-        self.thread = threading.get_ident()
-        #: Rung when the request is done, or the turn is this thread's.
-        self.wake = _Bell()
-        self.future: asyncio.Future[Any] | None = None
-        self.error: BaseException | None = None
-        self._is_done = False
+    def create_future(self) -> asyncio.Future[Any]:
+        """Return a future of this loop."""
+        return asyncio.Future(loop=self)
 
-    def done(self) -> bool:
-        """Whether the request has its outcome."""
-        return self._is_done
+    def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
+        """Run a coroutine."""
+        task: asyncio.Task[Any] = asyncio.Task(coro, loop=self, **options)
+        task.add_done_callback(self._look_at)
+        return task
 
-    def finish(self) -> None:
-        """Let the thread go; the turn may be its own."""
-        self._is_done = True
-        self.wake.ring()
+    def run_in_executor(self, executor: object, func: Callable[[*_Args], _T], *args: *_Args) -> asyncio.Future[_T]:
+        """Call a function in a daemon thread of its own; whatever ``executor`` is.
 
-    def result(self) -> Any:
-        """Return the outcome, or raise it."""
-        if self.error is not None:
-            raise self.error
-        assert self.future is not None, "done without an outcome"
-        return _outcome(self.future)
-
-
-class _Bell:
-    """Wakes one thread. As ``threading.Event``, but an exception out of a signal's handler cannot leave it locked."""
-
-    __slots__ = ("lock",)
-
-    def __init__(self) -> None:
-        #: Released to ring; that raises RuntimeError where it has been rung.
-        self.lock = threading.Lock()
-        self.lock.acquire()
-
-    def ring(self) -> None:
-        """Let the thread go, or not wait when it comes."""
-        with contextlib.suppress(RuntimeError):
-            self.lock.release()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until it is rung, or no longer than ``timeout_s``."""
-        self.lock.acquire(timeout=-1 if timeout_s is None else timeout_s)
-
-
-class SharedLoop:
-    """An event loop that threads drive in turns, from the first ``run`` until ``close`` or ``abandon``."""
-
-    def __init__(self, on_end: Callable[[], Any], *, callers_drive: bool = True) -> None:
-        """Make a loop that nobody drives yet.
-
-        Args:
-            on_end: an asynchronous function that ends everything that runs on the loop. Must not keep the owner of this
-                object alive: the keeper holds it.
-            callers_drive: False leaves it to the keeper.
-
+        The thread starts when the callbacks of this turn are done: to start one waits, which must not happen in them.
         """
-        self._on_end = on_end
-        self._callers_drive = callers_drive
-        self._loop = _Loop()
-        self._mutex = threading.Lock()
-        #: Whether what runs here cannot be relied upon any more, and is ended.
-        self.is_broken = False
-        #: The thread that has the turn, and whether that is the keeper.
-        self._driver: int | None = None
-        self._keeper_drives = False
-        #: Who waits, in order. As many as there are threads, at most.
-        self._waiting: dict[_Waiter, None] = {}
-        #: How often a caller drove: the keeper sees by it whether callers are busy.
-        self._drives = 0
-        self._keeper: threading.Thread | None = None
-        self._keeper_wake = _Bell()
-        #: The keeper waits without end; whoever leaves the turn wakes it.
-        self._keeper_sleeps = False
-        #: No new requests; the keeper ends everything.
-        self._is_ending = False
-        #: The interpreter exits: daemon threads stop here, as they soon would anywhere.
-        self._is_exiting = False
-        #: The keeper has ended, and whoever has the turn is the last.
-        self._is_left = False
-        #: The keeper has the last turn: what is submitted fails.
-        self._has_ended = False
+        future: asyncio.Future[_T] = self.create_future()
 
-    def run(self, begin: Callable[..., asyncio.Future[_T]], *args: Any) -> _T:
-        """Call ``begin(*args)`` on the loop, wait for the future that it returns, and return or raise its outcome.
-
-        The loop gets one turn at least, so that a caller that is always answered at once does not starve it. A wait
-        that an exception in this thread ends (KeyboardInterrupt, a handler of a signal) cancels the future.
-
-        Other exceptions than of redis-py, from ``begin`` or out of anything that runs meanwhile, break the loop.
-
-        Raises:
-            redis.exceptions.ConnectionError: the loop has ended.
-            RuntimeError: called by something that runs on this loop, as the handler of a log line: nobody could answer.
-
-        """
-        running = _get_running_loop()  # asyncio's hook for event loops
-        if running is self._loop:
-            raise RuntimeError("the client was called from inside itself: log handlers must not use it")
-        waiter: _Waiter | None = None
-        try:
-            with self._mutex:
-                if self._is_ending:
-                    raise errors.ClientClosed
-                if self._keeper is None:
-                    self._start_keeper()
-                waiter = self._take_turn_or_wait(running is None and self._callers_drive)
-            return self._lead(begin, args) if waiter is None else self._follow(waiter, begin, args)
-        except redis.exceptions.ConnectionError:
-            if self._is_exiting:
-                stop_daemon_thread()
-            raise
-        finally:
+        def work() -> None:
             try:
-                self._give_back(waiter)
-            except BaseException:
-                self._give_back(waiter)
-                raise
+                finish = partial(_finish, future, func(*args), None)
+            except BaseException as error:
+                finish = partial(_finish, future, None, error)
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                self.call_soon_threadsafe(finish)
 
-    def call_soon(self, function: Callable[[], object]) -> None:
-        """Call a function on the loop, soon; nothing happens when the loop has ended."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function)
+        thread = threading.Thread(target=work, name="dynamoth_client: blocking call", daemon=True)
+        self._starting.append((thread, future))
+        return future
+
+    def get_debug(self) -> bool:
+        """Return False; futures and tasks ask."""
+        return False
+
+    def is_running(self) -> bool:
+        """Whether a callback of this loop runs in this thread."""
+        return _get_running_loop() is self
+
+    def is_closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._is_closed
 
     def close(self) -> None:
-        """End everything: waiting calls fail. Returns when the thread is gone, after ``END_S_MAX`` at most."""
-        with self._mutex:
-            self._is_ending = True
-            keeper = self._keeper
-        if keeper is None:
-            self._loop.close()
+        """End, without a word to servers; what still waits to be called is dropped."""
+        if self._is_closed:
             return
-        self._rouse_keeper()
-        if keeper is not threading.current_thread():
-            keeper.join(END_S_MAX)
+        self._is_closed = True
+        self._ready.clear()
+        self._timers.clear()
+        self._readers.clear()
+        self._writers.clear()
+        self._poller.close()
+        while self.sockets:
+            self.sockets.pop().close()
 
-    def abandon(self) -> None:
-        """End everything, soon; for finalizers."""
-        self._is_ending = True
-        if self._keeper is None:
-            if not self._loop.is_closed():
-                self._loop.close()
-            return
-        with contextlib.suppress(RuntimeError):  # it has ended
-            self._loop.call_soon_threadsafe(self._loop.stop)
+    def descriptors(self) -> set[int]:
+        """Return the descriptors of all sockets and of what waits for them."""
+        return {self._poller.fileno(), *(sock.fileno() for sock in self.sockets)}
 
-    def exit(self) -> None:
-        """End everything, as the interpreter exits. Daemon threads that use this are not told, and do not return."""
-        self._is_exiting = True
-        self.close()
+    # Sockets.
 
-    def disown(self) -> None:
-        """Close what a forked child has inherited, without a word to servers or to the parent.
+    def add_reader(self, fd: Any, callback: Callable[[*_Args], Any], *args: *_Args) -> None:
+        """Call whenever ``fd``, a descriptor or what has one, can be read."""
+        self._watch(self._readers, fd, partial(callback, *args))
 
-        The selector, too: it is shared with the parent, so sockets must not be taken out of it. The loop itself cannot
-        be used or closed: in the parent a thread may have been driving it.
+    def remove_reader(self, fd: Any) -> bool:
+        """Undo ``add_reader``; False where there is nothing to be undone."""
+        return self._watch(self._readers, fd, None)
+
+    def add_writer(self, fd: Any, callback: Callable[[*_Args], Any], *args: *_Args) -> None:
+        """Call whenever ``fd``, a descriptor or what has one, can be written."""
+        self._watch(self._writers, fd, partial(callback, *args))
+
+    def remove_writer(self, fd: Any) -> bool:
+        """Undo ``add_writer``; False where there is nothing to be undone."""
+        return self._watch(self._writers, fd, None)
+
+    def _watch(self, callbacks: dict[int, Callable[[], Any]], fd: Any, callback: Callable[[], Any] | None) -> bool:
+        """Set or remove what is called for a descriptor; return whether there was something."""
+        number: int = fd if isinstance(fd, int) else fd.fileno()
+        before = callbacks.pop(number, None)
+        if callback is not None:
+            callbacks[number] = callback
+        if (before is None) != (callback is None):
+            self._poller.watch(number, reads=number in self._readers, writes=number in self._writers)
+        return before is not None
+
+    async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> list[Any]:
+        """Resolve a host name, in a thread."""
+        return await self.run_in_executor(None, partial(socket.getaddrinfo, host, port, **options))
+
+    async def create_connection(  # type: ignore[override]
+        self,
+        protocol_factory: Callable[[], asyncio.Protocol],
+        host: str,
+        port: int,
+        *,
+        ssl: ssl.SSLContext | None = None,
+    ) -> tuple[asyncio.Transport, asyncio.Protocol]:
+        """Connect to a host, at the first of its addresses that lets us in, with TLS if there is a context for it.
+
+        Raises OSError, of the last address; ``ssl.SSLError`` when TLS cannot be agreed on.
         """
-        numbers = {key.fd for key in self._loop.sockets.get_map().values()}
-        sockets = [transport.get_extra_info("socket") for transport in list(self._loop.transports)]
-        numbers.update(socket.fileno() for socket in sockets if socket is not None)
-        if hasattr(self._loop.sockets, "fileno"):
-            numbers.add(self._loop.sockets.fileno())
-        point_to_nowhere(numbers)
-
-    # Turns.
-
-    def _take_turn_or_wait(self, may_drive: bool) -> _Waiter | None:
-        """Take the turn, or queue for it. With the mutex."""
-        if may_drive and self._driver is None:
-            self._driver = threading.get_ident()
-            return None
-        waiter = _Waiter(may_drive)
-        self._waiting[waiter] = None
-        return waiter
-
-    def _lead(self, begin: Callable[..., asyncio.Future[_T]], args: tuple[Any, ...]) -> _T:
-        """Begin a request and drive until it is done. The turn is ours."""
-        future: asyncio.Future[_T] | None = None
-        _set_running_loop(self._loop)
+        sock = await self._connect_to_any(await self._resolve(host, port))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        protocol = protocol_factory()
+        if ssl is None:
+            return SocketTransport(self, sock, protocol), protocol
+        transport = TlsTransport(self, sock, protocol, ssl, host)
         try:
-            self._drives += 1
-            future = begin(*args)
-            self._loop.drive(future)
-            return _outcome(future)
-        except redis.exceptions.RedisError:
-            raise
+            await transport.secured
         except BaseException:
-            self._interrupted()
+            transport.abort()
             raise
-        finally:
-            if future is not None and not future.done():
-                future.cancel()
+        return transport, protocol
 
-    def _interrupted(self) -> None:
-        """See to what an exception has interrupted while we drove."""
-        if not self._loop.is_waiting:
-            self.is_broken = self._is_ending = True
-            self._rouse_keeper()
-        self._loop.is_waiting = False
+    async def create_unix_connection(  # type: ignore[override]
+        self, protocol_factory: Callable[[], asyncio.Protocol], path: str
+    ) -> tuple[asyncio.Transport, asyncio.Protocol]:
+        """Connect to a socket in the file system. Raises OSError."""
+        sock = await self._connect(socket.AF_UNIX, path)
+        protocol = protocol_factory()
+        return SocketTransport(self, sock, protocol), protocol
 
-    def _give_back(self, waiter: _Waiter | None) -> None:
-        """End a request, however far it has come, and our turn. Called again it does what is left to do."""
-        if self._driver == threading.get_ident():
-            _set_running_loop(None)
-            self._leave()
-        if waiter is not None:
-            self._drop(waiter)
+    def discard(self, sock: socket.socket) -> None:
+        """Close a socket that nobody waits for any more."""
+        self.sockets.discard(sock)
+        sock.close()
 
-    def _leave(self) -> None:
-        """Hand the turn to the next one, or free it."""
-        with self._mutex:
-            self._keeper_drives = False
-            for waiter in self._waiting:
-                if waiter.may_drive:
-                    # No function is called on the way, so that no signal comes between.
-                    try:
-                        del self._waiting[waiter]
-                        self._driver = waiter.thread
-                        waiter.wake.lock.release()
-                    except RuntimeError:
-                        pass
-                    return
-            rouse = self._keeper_sleeps or bool(self._waiting)
-            self._keeper_sleeps = False
-            if not self._is_left:  # nobody takes the last turn
-                self._driver = None
-        if rouse:
-            self._keeper_wake.ring()
-        if self._is_left:
-            self._close()
+    async def _resolve(self, host: str, port: int) -> Sequence[Address]:
+        with contextlib.suppress(ValueError):
+            if isinstance(ipaddress.ip_address(host), ipaddress.IPv4Address):
+                return [(socket.AF_INET, (host, port))]
+            if "%" not in host:  # else the scope has a number that is looked up
+                return [(socket.AF_INET6, (host, port, 0, 0))]
+        found = await self.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return [(family, address) for family, _, _, _, address in found]
 
-    def _follow(self, waiter: _Waiter, begin: Callable[..., asyncio.Future[_T]], args: tuple[Any, ...]) -> _T:
-        """Let whoever has the turn begin a request; wait until it is done, or the turn is ours."""
-
-        def submit() -> None:
+    async def _connect_to_any(self, addresses: Sequence[Address]) -> socket.socket:
+        last_error: OSError | None = None
+        for family, address in addresses:
             try:
-                if self._has_ended:
-                    raise errors.ClientClosed
-                waiter.future = begin(*args)
-            except BaseException as error:
-                waiter.error = error
-                self._finish(waiter)
-                if not isinstance(error, Exception):
-                    raise
-            else:
-                waiter.future.add_done_callback(lambda _: self._finish(waiter))
+                return await self._connect(family, address)
+            except OSError as error:
+                last_error = error
+        assert last_error is not None, "a name that is resolved has addresses"
+        raise last_error
 
+    async def _connect(self, family: socket.AddressFamily, address: Any) -> socket.socket:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        self.sockets.add(sock)
         try:
-            self._loop.call_soon_threadsafe(submit)
-        except RuntimeError as error:
-            raise errors.ClientClosed from error
-        self._make_way(waiter)
-        waiter.wake.wait()
-        if not waiter.done():  # the turn is ours
-            _set_running_loop(self._loop)
+            sock.setblocking(False)
             try:
-                self._drives += 1
-                self._loop.drive(waiter)
-                return cast("_T", waiter.result())
-            except redis.exceptions.RedisError:
-                raise
-            except BaseException:
-                self._interrupted()
-                raise
-        return cast("_T", waiter.result())
-
-    def _make_way(self, waiter: _Waiter) -> None:
-        """See to it that somebody drives, and that the keeper does not for longer than it must."""
-        if not waiter.may_drive:
-            self._keeper_wake.ring()
-        elif self._keeper_drives:
-            with contextlib.suppress(RuntimeError):  # it has ended, and our request with it
-                self._loop.call_soon_threadsafe(self._loop.stop)
-
-    def _finish(self, waiter: _Waiter) -> None:
-        waiter.finish()
-        with self._mutex:
-            self._waiting.pop(waiter, None)
-
-    def _drop(self, waiter: _Waiter) -> None:
-        """End a wait, whether or not its request is done."""
-        with self._mutex:
-            self._waiting.pop(waiter, None)
-        if not waiter.done():
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(_cancel, waiter)
-
-    # The keeper.
-
-    def _start_keeper(self) -> None:
-        """Start it, for the first request. With the mutex."""
-        self._keeper = threading.Thread(target=self._keep, name="dynamoth_client", daemon=True)
-        try:
-            self._keeper.start()
-        except BaseException as error:  # nobody knows whether it has
-            self.is_broken = self._is_ending = True
-            if isinstance(error, RuntimeError) and error.__context__ is not None:
-                raise error.__context__ from None  # an interrupted wait of ``threading`` hides what interrupted it
-            raise
-
-    def _rouse_keeper(self) -> None:
-        self._keeper_wake.ring()
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._loop.stop)
-
-    def _keep(self) -> None:
-        try:
-            while self._await_turn():
-                try:
-                    self._loop.run_forever()
-                finally:
-                    self._leave()
-            self._end()
+                sock.connect(address)
+            except (BlockingIOError, InterruptedError):
+                await self._until_writable(sock.fileno())
+                if error := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    raise OSError(error, f"cannot connect to {address}") from None
         except BaseException:
-            _logger.exception("the thread that keeps a client's connections has ended: this is a bug")
+            self.discard(sock)
+            raise
+        return sock
 
-    def _await_turn(self) -> bool:
-        """Take the turn when callers have been idle; False when it is time to end."""
-        seen = -1
-        timeout_s: float | None = KEEPER_IDLE_S
-        while True:
-            self._keeper_wake.wait(timeout_s)
-            timeout_s = KEEPER_IDLE_S
-            with self._mutex:
-                if self._is_ending:
-                    return False
-                if self._driver is not None:
-                    if seen == self._drives:  # one caller drives for long
-                        self._keeper_sleeps = True
-                        timeout_s = None
-                elif seen == self._drives or self._waiting:
-                    self._driver = threading.get_ident()
-                    self._keeper_drives = True
-                    return True
-                seen = self._drives
-
-    def _end(self) -> None:
-        """End what runs on the loop, wait until no thread is there any more, and close it."""
-        with self._mutex:
-            waiter = self._take_turn_or_wait(may_drive=True)
+    async def _until_writable(self, fd: int) -> None:
+        writable = self.create_future()
+        self.add_writer(fd, _finish, writable, None, None)
         try:
-            if waiter is None:
-                self._lead(self._begin_end, ())
-            else:
-                self._follow(waiter, self._begin_end, ())
+            await writable
         finally:
-            self._give_back(waiter)
-            if self._take_last_turn():
-                try:
-                    self._lead(self._loop.create_task, (self._end_rest(),))
-                finally:
-                    _set_running_loop(None)
-                    self._close()
+            self.remove_writer(fd)
 
-    async def _end_rest(self) -> None:
-        """End what requests have begun that came while we ended, and let all who wait have their outcome."""
-        self._has_ended = True
-        await self._on_end()
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        if left:
-            await asyncio.wait(left)
-        await asyncio.sleep(0)  # what has ended before tells its waiter in this turn
-
-    def _close(self) -> None:
-        """Close the loop. Who still waits has lost the request, as it was interrupted or came too late."""
-        self._loop.close()
-        for waiter in list(self._waiting):
-            waiter.error = errors.ClientClosed()
-            self._finish(waiter)
-
-    def _take_last_turn(self) -> bool:
-        """Take the turn for ever; False when a thread does not leave it: then that one closes the loop."""
-        with self._mutex:
-            waiter = self._take_turn_or_wait(may_drive=True)
-        if waiter is None:
-            return True
-        waiter.wake.wait(END_S_MAX)
-        with self._mutex:
-            self._waiting.pop(waiter, None)
-            self._is_left = self._driver != waiter.thread
-        if self._is_left:
-            _logger.error("a thread still uses a client that was closed %s s ago: it is left alone", END_S_MAX)
-        return not self._is_left
-
-    def _begin_end(self) -> asyncio.Future[None]:
-        return self._loop.create_task(self._on_end(), name="end a client")
+    def _drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake_reader.recv(WAKE_BYTES)
 
 
-def stop_daemon_thread() -> None:
-    """Do not return if this is a daemon thread: for calls that fail only because the interpreter exits.
+class _Call:
+    """A callback that is due in a turn, or later."""
 
-    Python stops daemon threads a moment later wherever they are. Until then an error would end them with a traceback,
-    although nothing is wrong. The caller must hold no lock.
-    """
-    if threading.current_thread().daemon:
-        threading.Event().wait()
+    __slots__ = ("args", "context", "function")
+
+    def __init__(
+        self, function: Callable[..., object], args: tuple[Any, ...], context: contextvars.Context | None
+    ) -> None:
+        #: None when cancelled.
+        self.function: Callable[..., object] | None = function
+        self.args = args
+        self.context = contextvars.copy_context() if context is None else context
+
+    def cancel(self) -> None:
+        """Do not call."""
+        self.function = None
+        self.args = ()
 
 
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+class _Epoll:
+    """Waits for descriptors, with less around each wait than the selectors of the standard library."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        #: Takes seconds and a number of descriptors; returns these, each with a mask.
+        self.wait = self._epoll.poll
+        self._watched: dict[int, int] = {}
+        #: Bits of a mask: errors and the end can be read and written.
+        self.readable = ~select.EPOLLOUT
+        self.writable = ~select.EPOLLIN
+
+    def watch(self, fd: int, *, reads: bool, writes: bool) -> None:
+        mask = (select.EPOLLIN if reads else 0) | (select.EPOLLOUT if writes else 0)
+        before = self._watched.pop(fd, 0)
+        if mask:
+            self._watched[fd] = mask
+        if not before:
+            self._epoll.register(fd, mask)
+        elif mask:
+            self._epoll.modify(fd, mask)
+        else:
+            self._epoll.unregister(fd)
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    def close(self) -> None:
+        self._epoll.close()
 
 
-def _outcome(future: asyncio.Future[_T]) -> _T:
-    """Return or raise what has become of a request; raise what crashed its machine, if that did.
+class _Selector:
+    """Waits for descriptors where there is no epoll, or where a cooperative scheduler has replaced it."""
 
-    Nobody waits for a request any more that was cancelled, unless the end of the loop did that.
-    """
-    if future.cancelled():
-        raise errors.ClientClosed
-    try:
-        return future.result()
-    except redis.exceptions.RedisError as error:
-        crash = error.__cause__
-        if isinstance(crash, MachineCrashed) and crash.__cause__ is not None and _in_main_thread():
-            raise crash.__cause__ from None
-        raise
+    readable = selectors.EVENT_READ
+    writable = selectors.EVENT_WRITE
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+
+    def watch(self, fd: int, *, reads: bool, writes: bool) -> None:
+        mask = (self.readable if reads else 0) | (self.writable if writes else 0)
+        if fd in self._selector.get_map():
+            self._selector.unregister(fd)
+        if mask:
+            self._selector.register(fd, mask)
+
+    def wait(self, timeout_s: float, number_max: int) -> list[tuple[int, int]]:
+        return [(key.fd, mask) for key, mask in self._selector.select(timeout_s)]
+
+    def fileno(self) -> int:
+        fileno = getattr(self._selector, "fileno", None)
+        return -1 if fileno is None else fileno()
+
+    def close(self) -> None:
+        self._selector.close()
+
+
+def _finish(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
 
 
 def _nothing() -> None:
     """Let the loop not wait for sockets."""
-
-
-def _cancel(waiter: _Waiter) -> None:
-    if waiter.future is not None and not waiter.future.done():
-        waiter.future.cancel()

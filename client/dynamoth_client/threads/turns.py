@@ -1,0 +1,496 @@
+"""An event loop for the threads of a synchronous client, which drive it in turns.
+
+Theory of operation
+-------------------
+Machines live on an event loop that no thread owns: a client's publisher on one, its subscribers on another. A
+thread that wants something takes the *turn* if it is free, hands its request to the machines, and drives the loop
+itself until its own result is there: so the usual call costs no switch of threads. A thread that finds the turn taken
+lets the driver begin its request and waits; when the driver has its own result and leaves, it hands the turn to the one
+that has waited longest. While nobody calls, a *keeper* thread has the turn, so that connections are kept, moves are
+followed and queues are filled; it gives way to everybody.
+
+The mutex guards who has the turn and who waits, and is never held while anything runs. ``abandon`` is called by
+finalizers, which run at any point of any thread, and takes no lock.
+
+In the main thread, handlers of signals run between any two steps of what it does, and may raise. While it waits for
+sockets, that ends the wait and nothing else. In the midst of what the machines do, anything may be left half done: then
+the loop is *broken*; what runs on it is ended, and its owner makes another. For that, an exception must not be lost
+where callbacks and tasks keep it to themselves (``Loop.drive`` raises it), nor the turn: what gives it back can be done
+twice, and uses no lock that is written in Python, which an exception may leave locked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import redis.exceptions
+
+from dynamoth_client.redis_py import errors
+from dynamoth_client.runtime.forks import point_to_nowhere
+from dynamoth_client.threads.loop import Loop
+from dynamoth_link.errors import MachineCrashed
+
+KEEPER_IDLE_S = 0.05
+"""The keeper takes the turn when no caller has driven for this long: longer than a busy caller pauses between two
+calls, and short beside every timer of the machines."""
+
+END_S_MAX = 5.0
+"""Bound for the end of a loop: closing connections takes much less, and a thread that does not come back is logged."""
+
+_logger = logging.getLogger("dynamoth_client")
+
+_T = TypeVar("_T")
+
+
+class _Waiter:
+    """A thread whose request somebody else has to begin, and perhaps to finish."""
+
+    __slots__ = ("_is_done", "error", "future", "may_drive", "thread", "wake")
+
+    def __init__(self, may_drive: bool) -> None:
+        #: False for a thread that runs an event loop of its own: asyncio allows one per thread.
+        self.may_drive = may_drive
+        self.thread = threading.get_ident()
+        #: Rung when the request is done, or the turn is this thread's.
+        self.wake = _Bell()
+        self.future: asyncio.Future[Any] | None = None
+        self.error: BaseException | None = None
+        self._is_done = False
+
+    def done(self) -> bool:
+        """Whether the request has its outcome."""
+        return self._is_done
+
+    def finish(self) -> None:
+        """Let the thread go; the turn may be its own."""
+        self._is_done = True
+        self.wake.ring()
+
+    def result(self) -> Any:
+        """Return the outcome, or raise it."""
+        if self.error is not None:
+            raise self.error
+        assert self.future is not None, "done without an outcome"
+        return _outcome(self.future)
+
+
+class _Bell:
+    """Wakes one thread. As ``threading.Event``, but an exception out of a signal's handler cannot leave it locked."""
+
+    __slots__ = ("lock",)
+
+    def __init__(self) -> None:
+        #: Released to ring; that raises RuntimeError where it has been rung.
+        self.lock = threading.Lock()
+        self.lock.acquire()
+
+    def ring(self) -> None:
+        """Let the thread go, or not wait when it comes."""
+        with contextlib.suppress(RuntimeError):
+            self.lock.release()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until it is rung, or no longer than ``timeout_s``."""
+        self.lock.acquire(timeout=-1 if timeout_s is None else timeout_s)
+
+
+class _Leaving:
+    """What the keeper waits for while it drives: that somebody else wants the turn."""
+
+    is_wanted = False
+
+    def done(self) -> bool:
+        """Whether the keeper is to leave."""
+        return self.is_wanted
+
+
+class SharedLoop:
+    """An event loop that threads drive in turns, from the first ``run`` until ``close`` or ``abandon``."""
+
+    def __init__(self, on_end: Callable[[], Any], *, callers_drive: bool = True) -> None:
+        """Make a loop that nobody drives yet.
+
+        Args:
+            on_end: an asynchronous function that ends everything that runs on the loop. Must not keep the owner of this
+                object alive: the keeper holds it.
+            callers_drive: False leaves it to the keeper.
+
+        """
+        self._on_end = on_end
+        self._callers_drive = callers_drive
+        self._loop = Loop()  # type: ignore[abstract]  # it has what a client uses
+        self._mutex = threading.Lock()
+        #: Whether what runs here cannot be relied upon any more, and is ended.
+        self.is_broken = False
+        #: The thread that has the turn, and whether that is the keeper.
+        self._driver: int | None = None
+        self._keeper_drives = False
+        #: Who waits, in order. As many as there are threads, at most.
+        self._waiting: dict[_Waiter, None] = {}
+        #: How often a caller drove: the keeper sees by it whether callers are busy.
+        self._drives = 0
+        self._keeper: threading.Thread | None = None
+        self._keeper_wake = _Bell()
+        self._keeper_leaving = _Leaving()
+        #: The keeper waits without end; whoever leaves the turn wakes it.
+        self._keeper_sleeps = False
+        #: No new requests; the keeper ends everything.
+        self._is_ending = False
+        #: The interpreter exits: daemon threads stop here, as they soon would anywhere.
+        self._is_exiting = False
+        #: The keeper has ended, and whoever has the turn is the last.
+        self._is_left = False
+        #: The keeper has the last turn: what is submitted fails.
+        self._has_ended = False
+
+    def run(self, begin: Callable[..., asyncio.Future[_T]], *args: Any) -> _T:
+        """Call ``begin(*args)`` on the loop, wait for the future that it returns, and return or raise its outcome.
+
+        The loop gets one turn at least, so that a caller that is always answered at once does not starve it. A wait
+        that an exception in this thread ends (KeyboardInterrupt, a handler of a signal) cancels the future.
+
+        Other exceptions than of redis-py, from ``begin`` or out of anything that runs meanwhile, break the loop.
+
+        Raises:
+            redis.exceptions.ConnectionError: the loop has ended.
+            RuntimeError: called by something that runs on this loop, as the handler of a log line: nobody could answer.
+
+        """
+        if self._driver == threading.get_ident():
+            raise RuntimeError("the client was called from inside itself: log handlers must not use it")
+        waiter: _Waiter | None = None
+        try:
+            with self._mutex:
+                if self._is_ending:
+                    raise errors.ClientClosed
+                if self._keeper is None:
+                    self._start_keeper()
+                waiter = self._take_turn_or_wait(self._callers_drive and Loop.can_be_driven_here())
+            return self._lead(begin, args) if waiter is None else self._follow(waiter, begin, args)
+        except redis.exceptions.ConnectionError:
+            if self._is_exiting:
+                stop_daemon_thread()
+            raise
+        finally:
+            try:
+                self._give_back(waiter)
+            except BaseException:
+                self._give_back(waiter)
+                raise
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Call a function on the loop, soon; nothing happens when the loop has ended."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function)
+
+    def close(self) -> None:
+        """End everything: waiting calls fail. Returns when the thread is gone, after ``END_S_MAX`` at most."""
+        with self._mutex:
+            self._is_ending = True
+            keeper = self._keeper
+        if keeper is None:
+            self._loop.close()
+            return
+        self._rouse_keeper()
+        if keeper is not threading.current_thread():
+            keeper.join(END_S_MAX)
+
+    def abandon(self) -> None:
+        """End everything, soon; for finalizers."""
+        self._is_ending = True
+        if self._keeper is None:
+            if not self._loop.is_closed():
+                self._loop.close()
+            return
+        self._send_keeper_away()
+
+    def exit(self) -> None:
+        """End everything, as the interpreter exits. Daemon threads that use this are not told, and do not return."""
+        self._is_exiting = True
+        self.close()
+
+    def disown(self) -> None:
+        """Close what a forked child has inherited, without a word to servers or to the parent.
+
+        The selector, too: it is shared with the parent, so sockets must not be taken out of it. The loop itself cannot
+        be used or closed: in the parent a thread may have been driving it.
+        """
+        self._loop.is_inherited = True
+        point_to_nowhere(self._loop.descriptors())
+
+    # Turns.
+
+    def _take_turn_or_wait(self, may_drive: bool) -> _Waiter | None:
+        """Take the turn, or queue for it. With the mutex."""
+        if may_drive and self._driver is None:
+            self._driver = threading.get_ident()
+            return None
+        waiter = _Waiter(may_drive)
+        self._waiting[waiter] = None
+        return waiter
+
+    def _lead(self, begin: Callable[..., asyncio.Future[_T]], args: tuple[Any, ...]) -> _T:
+        """Begin a request and drive until it is done. The turn is ours."""
+        future: asyncio.Future[_T] | None = None
+        self._loop.enter()
+        try:
+            self._drives += 1
+            future = begin(*args)
+            self._loop.drive(future)
+            return _outcome(future)
+        except redis.exceptions.RedisError:
+            raise
+        except BaseException:
+            self._interrupted()
+            raise
+        finally:
+            if future is not None and not future.done():
+                future.cancel()
+
+    def _interrupted(self) -> None:
+        """See to what an exception has interrupted while we drove."""
+        if not self._loop.is_waiting:
+            self.is_broken = self._is_ending = True
+            self._rouse_keeper()
+        self._loop.is_waiting = False
+
+    def _give_back(self, waiter: _Waiter | None) -> None:
+        """End a request, however far it has come, and our turn. Called again it does what is left to do."""
+        if self._driver == threading.get_ident():
+            self._loop.leave()
+            self._leave()
+        if waiter is not None:
+            self._drop(waiter)
+
+    def _leave(self) -> None:
+        """Hand the turn to the next one, or free it."""
+        with self._mutex:
+            self._keeper_drives = False
+            for waiter in self._waiting:
+                if waiter.may_drive:
+                    # No function is called on the way, so that no signal comes between.
+                    try:
+                        del self._waiting[waiter]
+                        self._driver = waiter.thread
+                        waiter.wake.lock.release()
+                    except RuntimeError:
+                        pass
+                    return
+            rouse = self._keeper_sleeps or bool(self._waiting)
+            self._keeper_sleeps = False
+            if not self._is_left:  # nobody takes the last turn
+                self._driver = None
+        if rouse:
+            self._keeper_wake.ring()
+        if self._is_left:
+            self._close()
+
+    def _follow(self, waiter: _Waiter, begin: Callable[..., asyncio.Future[_T]], args: tuple[Any, ...]) -> _T:
+        """Let whoever has the turn begin a request; wait until it is done, or the turn is ours."""
+
+        def submit() -> None:
+            try:
+                if self._has_ended:
+                    raise errors.ClientClosed
+                waiter.future = begin(*args)
+            except BaseException as error:
+                waiter.error = error
+                self._finish(waiter)
+                if not isinstance(error, Exception):
+                    raise
+            else:
+                waiter.future.add_done_callback(lambda _: self._finish(waiter))
+
+        try:
+            self._loop.call_soon_threadsafe(submit)
+        except RuntimeError as error:
+            raise errors.ClientClosed from error
+        self._make_way(waiter)
+        waiter.wake.wait()
+        if not waiter.done():  # the turn is ours
+            self._loop.enter()
+            try:
+                self._drives += 1
+                self._loop.drive(waiter)
+                return cast("_T", waiter.result())
+            except redis.exceptions.RedisError:
+                raise
+            except BaseException:
+                self._interrupted()
+                raise
+        return cast("_T", waiter.result())
+
+    def _make_way(self, waiter: _Waiter) -> None:
+        """See to it that somebody drives, and that the keeper does not for longer than it must."""
+        if not waiter.may_drive:
+            self._keeper_wake.ring()
+        elif self._keeper_drives:
+            self._send_keeper_away()
+
+    def _finish(self, waiter: _Waiter) -> None:
+        waiter.finish()
+        with self._mutex:
+            self._waiting.pop(waiter, None)
+
+    def _drop(self, waiter: _Waiter) -> None:
+        """End a wait, whether or not its request is done."""
+        with self._mutex:
+            self._waiting.pop(waiter, None)
+        if not waiter.done():
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(_cancel, waiter)
+
+    # The keeper.
+
+    def _start_keeper(self) -> None:
+        """Start it, for the first request. With the mutex."""
+        self._keeper = threading.Thread(target=self._keep, name="dynamoth_client", daemon=True)
+        try:
+            self._keeper.start()
+        except BaseException as error:  # nobody knows whether it has
+            self.is_broken = self._is_ending = True
+            if isinstance(error, RuntimeError) and error.__context__ is not None:
+                raise error.__context__ from None  # an interrupted wait of ``threading`` hides what interrupted it
+            raise
+
+    def _rouse_keeper(self) -> None:
+        self._keeper_wake.ring()
+        self._send_keeper_away()
+
+    def _send_keeper_away(self) -> None:
+        """See to it that the keeper leaves the turn, if it has it."""
+        self._keeper_leaving.is_wanted = True
+        self.call_soon(_nothing)  # it waits for sockets, perhaps
+
+    def _keep(self) -> None:
+        try:
+            while self._await_turn():
+                try:
+                    self._loop.enter()
+                    self._loop.drive(self._keeper_leaving)
+                finally:
+                    self._loop.leave()
+                    self._leave()
+            self._end()
+        except BaseException:
+            if self._loop.is_inherited:
+                return
+            _logger.exception("the thread that keeps a client's connections has ended: this is a bug")
+
+    def _await_turn(self) -> bool:
+        """Take the turn when callers have been idle; False when it is time to end."""
+        seen = -1
+        timeout_s: float | None = KEEPER_IDLE_S
+        while True:
+            self._keeper_wake.wait(timeout_s)
+            timeout_s = KEEPER_IDLE_S
+            with self._mutex:
+                self._keeper_leaving.is_wanted = False  # first, as ``abandon`` does not take the mutex
+                if self._is_ending:
+                    return False
+                if self._driver is not None:
+                    if seen == self._drives:  # one caller drives for long
+                        self._keeper_sleeps = True
+                        timeout_s = None
+                elif seen == self._drives or self._waiting:
+                    self._driver = threading.get_ident()
+                    self._keeper_drives = True
+                    return True
+                seen = self._drives
+
+    def _end(self) -> None:
+        """End what runs on the loop, wait until no thread is there any more, and close it."""
+        with self._mutex:
+            waiter = self._take_turn_or_wait(may_drive=True)
+        try:
+            if waiter is None:
+                self._lead(self._begin_end, ())
+            else:
+                self._follow(waiter, self._begin_end, ())
+        finally:
+            self._give_back(waiter)
+            if self._take_last_turn():
+                try:
+                    self._lead(self._loop.create_task, (self._end_rest(),))
+                finally:
+                    self._loop.leave()
+                    self._close()
+
+    async def _end_rest(self) -> None:
+        """End what requests have begun that came while we ended, and let all who wait have their outcome."""
+        self._has_ended = True
+        await self._on_end()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left)
+        await asyncio.sleep(0)  # what has ended before tells its waiter in this turn
+
+    def _close(self) -> None:
+        """Close the loop. Who still waits has lost the request, as it was interrupted or came too late."""
+        self._loop.close()
+        for waiter in list(self._waiting):
+            waiter.error = errors.ClientClosed()
+            self._finish(waiter)
+
+    def _take_last_turn(self) -> bool:
+        """Take the turn for ever; False when a thread does not leave it: then that one closes the loop."""
+        with self._mutex:
+            waiter = self._take_turn_or_wait(may_drive=True)
+        if waiter is None:
+            return True
+        waiter.wake.wait(END_S_MAX)
+        with self._mutex:
+            self._waiting.pop(waiter, None)
+            self._is_left = self._driver != waiter.thread
+        if self._is_left:
+            _logger.error("a thread still uses a client that was closed %s s ago: it is left alone", END_S_MAX)
+        return not self._is_left
+
+    def _begin_end(self) -> asyncio.Future[None]:
+        return self._loop.create_task(self._on_end(), name="end a client")
+
+
+def stop_daemon_thread() -> None:
+    """Do not return if this is a daemon thread: for calls that fail only because the interpreter exits.
+
+    Python stops daemon threads a moment later wherever they are. Until then an error would end them with a traceback,
+    although nothing is wrong. The caller must hold no lock.
+    """
+    if threading.current_thread().daemon:
+        threading.Event().wait()
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _outcome(future: asyncio.Future[_T]) -> _T:
+    """Return or raise what has become of a request; raise what crashed its machine, if that did.
+
+    Nobody waits for a request any more that was cancelled, unless the end of the loop did that.
+    """
+    if future.cancelled():
+        raise errors.ClientClosed
+    try:
+        return future.result()
+    except redis.exceptions.RedisError as error:
+        crash = error.__cause__
+        if isinstance(crash, MachineCrashed) and crash.__cause__ is not None and _in_main_thread():
+            raise crash.__cause__ from None
+        raise
+
+
+def _nothing() -> None:
+    """Let the loop have a turn."""
+
+
+def _cancel(waiter: _Waiter) -> None:
+    if waiter.future is not None and not waiter.future.done():
+        waiter.future.cancel()

@@ -1,0 +1,246 @@
+"""The loop that threads drive in turns, by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+import redis.exceptions
+
+from dynamoth_client.threads import turns
+from dynamoth_client.threads.turns import SharedLoop
+from tests.client.sync_helpers import Running, keepers, until
+
+
+async def _nothing() -> None:
+    """Nothing has to be ended."""
+
+
+def _task(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+    return asyncio.ensure_future(coroutine)
+
+
+def _driver() -> asyncio.Future[int]:
+    """Return a future with the id of the thread that drives the loop."""
+    future = asyncio.get_running_loop().create_future()
+    future.set_result(threading.get_ident())
+    return future
+
+
+def test_a_caller_drives_the_loop_itself() -> None:
+    loop = SharedLoop(_nothing)
+    assert loop.run(_driver) == threading.get_ident()
+    assert loop.run(lambda: _task(asyncio.sleep(0.001, "slept"))) == "slept"
+    with pytest.raises(ZeroDivisionError):
+        loop.run(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
+    loop.close()
+
+
+def test_the_driver_does_what_others_ask_for_and_hands_the_turn_on() -> None:
+    loop = SharedLoop(_nothing)
+    gates: list[asyncio.Future[Any]] = []
+
+    def wait() -> asyncio.Future[Any]:
+        gates.append(asyncio.get_running_loop().create_future())
+        return gates[-1]
+
+    def open_gate() -> asyncio.Future[int]:
+        gates.pop(0).set_result(threading.get_ident())
+        return _driver()
+
+    waiting: list[Running] = []
+    for number in range(3):
+        waiting.append(Running(loop.run, wait))
+        until(lambda n=number: len(gates) == n + 1, "it has begun")  # type: ignore[misc]
+    drivers = [loop.run(open_gate) for _ in range(3)]
+    assert [one.result() for one in waiting] == drivers
+    assert drivers[:2] == [waiting[0].ident, waiting[1].ident], "the one that has waited longest"
+    loop.close()
+
+
+def test_a_socket_that_another_has_taken_out_is_not_read() -> None:
+    loop = SharedLoop(_nothing)
+    pairs = [socket.socketpair() for _ in range(2)]
+    read: list[int] = []
+
+    def begin() -> asyncio.Future[None]:
+        running = asyncio.get_running_loop()
+        done = running.create_future()
+
+        def take(number: int) -> None:
+            read.append(number)
+            for _, reader in pairs:
+                running.remove_reader(reader)
+            running.call_later(0.001, done.set_result, None)
+
+        for number, (writer, reader) in enumerate(pairs):
+            running.add_reader(reader, take, number)
+            writer.send(b"x")
+        return done
+
+    loop.run(begin)
+    assert len(read) == 1, "both were ready in one turn, and the first takes both out"
+    loop.close()
+    for one in itertools.chain(*pairs):
+        one.close()
+
+
+def test_timers_and_callbacks_are_not_starved_by_sockets_that_are_always_ready() -> None:
+    loop = SharedLoop(_nothing)
+    writer, reader = socket.socketpair()
+    called: list[str] = []
+
+    def begin() -> asyncio.Future[None]:
+        running = asyncio.get_running_loop()
+        done = running.create_future()
+        running.add_reader(reader, lambda: called.append("socket"))  # the byte stays there
+        writer.send(b"x")
+        running.call_soon(called.append, "soon")
+        running.call_later(0.01, called.append, "later")
+        running.call_later(0.02, done.set_result, None)
+        return done
+
+    loop.run(begin)
+    assert set(called) == {"socket", "soon", "later"}
+    loop.run(lambda: _task(_removed(reader)))
+    loop.close()
+    writer.close()
+    reader.close()
+
+
+async def _removed(reader: socket.socket) -> None:
+    asyncio.get_running_loop().remove_reader(reader)
+
+
+def test_one_that_is_always_answered_at_once_does_not_starve_the_loop() -> None:
+    loop = SharedLoop(_nothing)
+    turns: list[int] = []
+    loop.run(_driver)
+
+    def count() -> None:
+        turns.append(threading.get_ident())
+        asyncio.get_running_loop().call_soon(count)
+
+    loop.call_soon(count)
+    before = len(turns)
+    for _ in range(50):
+        loop.run(_driver)
+    assert turns[before:].count(threading.get_ident()) >= 49
+    loop.close()
+
+
+def test_the_keeper_drives_when_nobody_does() -> None:
+    loop = SharedLoop(_nothing)
+    assert loop.run(_driver) == threading.get_ident()
+    ticked: list[int] = []
+    loop.call_soon(lambda: asyncio.get_running_loop().call_later(0.02, lambda: ticked.append(threading.get_ident())))
+    until(lambda: bool(ticked), "a timer goes off")
+    assert ticked != [threading.get_ident()]
+    until(lambda: loop.run(_driver) == threading.get_ident(), "the keeper gives way")
+    loop.close()
+
+
+def test_something_on_the_loop_cannot_call_it() -> None:
+    """As the handler of a log line might."""
+    loop = SharedLoop(_nothing)
+
+    def call() -> asyncio.Future[int]:
+        with pytest.raises(RuntimeError, match="from inside itself"):
+            loop.run(_driver)
+        return _driver()
+
+    assert loop.run(call) == loop.run(_driver)
+    loop.close()
+
+
+def test_what_waits_when_it_ends_gets_its_outcome(caplog: pytest.LogCaptureFixture) -> None:
+    gates: list[asyncio.Future[Any]] = []
+
+    async def end() -> None:
+        for gate in gates:
+            if not gate.done():
+                gate.set_result("ended")
+
+    def wait() -> asyncio.Future[Any]:
+        gates.append(asyncio.get_running_loop().create_future())
+        return gates[-1]
+
+    loop = SharedLoop(end)
+    waiting = [Running(loop.run, wait) for _ in range(3)]
+    until(lambda: len(gates) == 3, "all wait")
+    loop.close()
+    assert [one.result() for one in waiting] == ["ended"] * 3
+    assert keepers() == 0
+    with pytest.raises(redis.exceptions.ConnectionError, match="closed"):
+        loop.run(_driver)
+    loop.close()
+    assert not caplog.records
+
+
+def test_one_that_does_not_come_back_is_left_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "END_S_MAX", 0.05)
+    gates: list[asyncio.Future[Any]] = []
+
+    def wait() -> asyncio.Future[Any]:
+        gates.append(asyncio.get_running_loop().create_future())
+        return gates[-1]
+
+    loop = SharedLoop(_nothing)
+    stubborn = Running(loop.run, wait)
+    until(lambda: bool(gates), "it waits")
+    loop.close()
+    until(lambda: keepers() == 0, "the keeper has given up")
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    loop.call_soon(lambda: gates[0].set_result("at last"))
+    assert stubborn.result() == "at last"
+    with pytest.raises(RuntimeError, match="closed"):
+        gates[0].get_loop().call_soon(print)
+
+
+def test_a_keeper_that_fails_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def end() -> None:
+        raise ZeroDivisionError
+
+    loop = SharedLoop(end)
+    loop.run(_driver)
+    loop.close()
+    assert "this is a bug" in caplog.text
+
+
+def test_many_threads_and_an_eager_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way to get and to lose the turn, with requests that take no turn, one, or some time."""
+    monkeypatch.setattr(turns, "KEEPER_IDLE_S", 0.0)
+    loop = SharedLoop(_nothing)
+
+    def call(name: int) -> int:
+        for number in range(300):
+            kind = (name + number) % 4
+            if kind == 0:
+                loop.run(_driver)
+            elif kind == 1:
+                loop.run(lambda: _task(asyncio.sleep(0)))
+            elif kind == 2:
+                loop.run(lambda: _task(asyncio.sleep(0.0005)))
+            else:
+                time.sleep(0.0001)
+        return name
+
+    def call_from_a_loop(name: int) -> int:
+        async def run() -> int:
+            return call(name)
+
+        return asyncio.run(run())
+
+    calling = [Running(call, name) for name in range(6)] + [Running(call_from_a_loop, name) for name in (6, 7)]
+    assert [one.result() for one in calling] == list(range(8))
+    loop.close()
+    assert keepers() == 0
