@@ -1,4 +1,4 @@
-"""The one checker of the guarantees: for the simulator, for tests against real servers, and for the demo.
+"""The one checker of the guarantees (``docs/guarantees.md``): for the simulator, tests on real servers, and the demo.
 
 Theory of operation
 -------------------

@@ -207,6 +207,16 @@ def test_figures_of_the_readme_are_those_of_the_page() -> None:
         assert (figure, name) in every, what
 
 
+def test_guarantees_are_those_of_the_page() -> None:
+    """The page defines each number once, and code and tests use no other."""
+    numbers = [row[0].strip("*") for row in rows(DOCS / "guarantees.md", "number | guarantee")]
+    assert numbers == [f"G{number}" for number in range(1, 8)]
+    folders = ("sim", "client", "dispatcher", "agent", "balancer", "dynamoth", "tests", "bench", "docs")
+    files = [path for folder in folders for kind in ("py", "md") for path in (ROOT / folder).rglob(f"*.{kind}")]
+    used = {number for path in files for number in re.findall(r"\bG\d\b", path.read_text())}
+    assert used == set(numbers)
+
+
 def test_the_readme_is_short() -> None:
     assert 80 <= len(README.read_text().splitlines()) <= 120
 

@@ -32,7 +32,7 @@ many more would make the garbage collector look at them."""
 class PubSub(Subscriptions):
     """Subscriptions, read with redis-py's methods; the servers and the moves of channels between them do not show.
 
-    What is promised (README, "What it promises") begins for a channel with its ``subscribe`` (``ssubscribe``) message,
+    The guarantees (``docs/guarantees.md``) begin for a channel with its ``subscribe`` (``ssubscribe``) message,
     for a pattern with its ``psubscribe`` message: from then on every message is delivered once, and in order per
     publisher. Besides redis-py's arguments:
 

@@ -19,7 +19,7 @@ MAX_QUEUE = 65_536
 
 @dataclass(frozen=True, slots=True)
 class GapInfo:
-    """Messages of a channel were lost, or may have been. See the README, "What it promises".
+    """Messages of a channel were lost, or may have been. ``docs/guarantees.md`` says when (G5).
 
     ``channel`` is decoded as messages are; it is the pattern where messages of any channel that matches may be missing.
     ``pattern`` is the pattern that the gap is of, None for a channel that was subscribed to by name. ``publisher`` is
