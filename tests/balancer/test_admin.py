@@ -15,19 +15,19 @@ from dynamoth.plan.plan import Phase
 from dynamoth.protocol.control import AdminRequest, PlanAck, Vacated, pack_control
 from dynamoth.protocol.reports import pack_report
 from dynamoth_balancer.options import BalancerOptions
-from tests.balancer.fake_cluster import Balancer, FakeCluster
+from tests.balancer.cluster import Balancer, SimCluster
 
 NO_DECISIONS = BalancerOptions(load_ratio_high=1000.0)
 CHANNEL = b"news"
 
 
-def _other(cluster: FakeCluster, balancer: Balancer, channel: bytes = CHANNEL) -> str:
+def _other(cluster: SimCluster, balancer: Balancer, channel: bytes = CHANNEL) -> str:
     home = balancer.plan.entry(channel).route.assignment.servers[0]
     return next(id_ for id_ in cluster.servers if id_ != home)
 
 
 def test_a_move_is_answered_when_it_has_settled() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     source, target = balancer.plan.entry(CHANNEL).route.assignment.servers[0], _other(cluster, balancer)
     cluster.agents[source].listened.add(CHANNEL)
@@ -49,7 +49,7 @@ def test_a_move_is_answered_when_it_has_settled() -> None:
 
 
 def test_a_repeated_request_is_carried_out_once_and_answered_again() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     target = _other(cluster, balancer)
     for _ in range(3):
@@ -65,7 +65,7 @@ def test_a_repeated_request_is_carried_out_once_and_answered_again() -> None:
 
 def test_a_move_that_is_under_way_already_is_waited_for() -> None:
     """Also when another balancer has begun it: the client repeats its request to the successor."""
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     source, target = balancer.plan.entry(CHANNEL).route.assignment.servers[0], _other(cluster, balancer)
     cluster.agents[source].listened.add(CHANNEL)
@@ -94,7 +94,7 @@ def test_a_move_that_is_under_way_already_is_waited_for() -> None:
     ],
 )
 def test_moves_that_make_no_sense_are_refused(arguments: dict[str, Any], words: str) -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     reply = cluster.ask("move", arguments)
     assert reply.error is not None and words in reply.error
@@ -102,7 +102,7 @@ def test_moves_that_make_no_sense_are_refused(arguments: dict[str, Any], words: 
 
 
 def test_moves_that_cannot_be_now_are_refused() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     balancer = cluster.started(NO_DECISIONS)
     source, target = balancer.plan.entry(CHANNEL).route.assignment.servers[0], _other(cluster, balancer)
     third = next(id_ for id_ in cluster.servers if id_ not in (source, target))
@@ -118,7 +118,7 @@ def test_moves_that_cannot_be_now_are_refused() -> None:
 
 
 def test_a_move_that_takes_too_long_is_answered_with_what_it_waits_for() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(BalancerOptions(load_ratio_high=1000.0, move_timeout_s=5.0))
     source, target = balancer.plan.entry(CHANNEL).route.assignment.servers[0], _other(cluster, balancer)
     cluster.agents[source].listened.add(CHANNEL)
@@ -130,7 +130,7 @@ def test_a_move_that_takes_too_long_is_answered_with_what_it_waits_for() -> None
 
 
 def test_a_move_waits_as_long_as_the_administrator_does() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     source, target = balancer.plan.entry(CHANNEL).route.assignment.servers[0], _other(cluster, balancer)
     cluster.agents[source].listened.add(CHANNEL)
@@ -144,7 +144,7 @@ def test_a_move_waits_as_long_as_the_administrator_does() -> None:
 
 @pytest.mark.parametrize("timeout_s", [0, -1, "5", True, float("inf"), float("nan"), 1e9])
 def test_a_timeout_that_makes_no_sense_is_refused(timeout_s: Any) -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     reply = cluster.ask("move", {"channel": CHANNEL, "to": _other(cluster, balancer), "timeout_s": timeout_s})
     assert reply.error is not None and "timeout_s must be a number above 0" in reply.error
@@ -152,7 +152,7 @@ def test_a_timeout_that_makes_no_sense_is_refused(timeout_s: Any) -> None:
 
 
 def test_a_move_to_where_the_channel_is_succeeds_at_once() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     home = balancer.plan.entry(CHANNEL).route.assignment.servers[0]
     cluster.agents[home].alive = False
@@ -166,7 +166,7 @@ def test_a_move_to_where_the_channel_is_succeeds_at_once() -> None:
 
 
 def test_too_many_transitions_are_refused() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(BalancerOptions(load_ratio_high=1000.0, transitions_max=1))
     cluster.agents["s1"].mute = True
     cluster.admin("s1", "move", {"channel": CHANNEL, "to": _other(cluster, balancer)})
@@ -176,7 +176,7 @@ def test_too_many_transitions_are_refused() -> None:
 
 
 def test_status_tells_how_everything_is() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     cluster.agents["s1"].loads[b"busy"] = 250_000
     cluster.agents["s2"].alive = False
@@ -194,7 +194,7 @@ def test_status_tells_how_everything_is() -> None:
 
 
 def test_status_shows_transitions_and_decisions() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(BalancerOptions(wait_s=0.0, averaging_s=2.0))
     channels = [c for c in (b"a%d" % n for n in range(99)) if balancer.plan.ring.home(c) == "s1"][:4]
     cluster.follow.update(dict.fromkeys(channels, 220_000))
@@ -212,7 +212,7 @@ def test_status_shows_transitions_and_decisions() -> None:
 
 
 def test_pause_and_resume() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(BalancerOptions(wait_s=0.0, averaging_s=2.0))
     assert cluster.ask("pause").result == {"paused": True}
     channels = [c for c in (b"a%d" % n for n in range(99)) if balancer.plan.ring.home(c) == "s1"][:4]
@@ -226,7 +226,7 @@ def test_pause_and_resume() -> None:
 
 
 def test_the_plan_is_told_in_pages() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     names = [b"c%d" % number for number in range(7)]
     for number, name in enumerate(names):
@@ -247,13 +247,13 @@ def test_the_plan_is_told_in_pages() -> None:
     "arguments", [{"limit": 0}, {"limit": 5000}, {"limit": "x"}, {"after": 3}, {"channel": "text"}]
 )
 def test_plan_refuses_what_it_does_not_understand(arguments: dict[str, Any]) -> None:
-    cluster = FakeCluster(1)
+    cluster = SimCluster(1)
     cluster.started(NO_DECISIONS)
     assert cluster.ask("plan", arguments).error is not None
 
 
 def test_an_unknown_command_is_answered_with_the_known_ones() -> None:
-    cluster = FakeCluster(1)
+    cluster = SimCluster(1)
     cluster.started(NO_DECISIONS)
     reply = cluster.ask("explode")
     known = "compatibility, move, pause, plan, replicate, resume, status, unreplicate"
@@ -261,7 +261,7 @@ def test_an_unknown_command_is_answered_with_the_known_ones() -> None:
 
 
 def test_answers_that_are_remembered_are_bounded() -> None:
-    cluster = FakeCluster(1)
+    cluster = SimCluster(1)
     balancer = cluster.started(BalancerOptions(requests_max=3))
     for request in range(10):
         cluster.admin("s1", "pause", request=request)
@@ -273,7 +273,7 @@ def test_answers_that_are_remembered_are_bounded() -> None:
 
 
 def test_an_agent_at_a_wrong_server_is_told_of_and_ignored() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     cluster.say("s1", PlanAck("s2", 5, 0))
     cluster.run()
@@ -284,7 +284,7 @@ def test_an_agent_at_a_wrong_server_is_told_of_and_ignored() -> None:
 def test_reports_that_nobody_measured_are_counted_and_ignored() -> None:
     from dataclasses import replace
 
-    cluster = FakeCluster(1)
+    cluster = SimCluster(1)
     balancer = cluster.started(NO_DECISIONS)
     report = cluster.agents["s1"].report()
     for wrong in (
@@ -328,11 +328,11 @@ def _sealed(server: str) -> st.SearchStrategy[bytes]:
 
 @given(st.lists(_sealed("s1"), min_size=1, max_size=30))
 def test_nothing_that_anybody_sends_stops_the_balancer(messages: list[bytes]) -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     before = sum(balancer.machine.all_counters().values())
     for message in messages:
-        cluster.handle(balancer, Pushed("s1", [[b"message", BALANCER_CHANNEL, message]]))
+        balancer.process.handle(Pushed("s1", [[b"message", BALANCER_CHANNEL, message]]))
     assert sum(balancer.machine.all_counters().values()) >= before
     cluster.run(3)
     assert cluster.ask("status", server="s2").error is None

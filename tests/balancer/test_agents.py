@@ -10,7 +10,7 @@ from dynamoth.plan.plan import Phase
 from dynamoth.protocol.control import PlanAck, Vacated
 from dynamoth.protocol.reports import CANNOT_OBSERVE, pack_report
 from dynamoth_balancer.install.agents import VOICES_MAX, Agents
-from tests.balancer.fake_cluster import Balancer, FakeCluster
+from tests.balancer.cluster import Balancer, SimCluster
 from tests.balancer.test_installation import CHANNEL, NO_DECISIONS, begin, is_settled, phase_of, places
 
 FORGED = 99
@@ -22,10 +22,10 @@ def kinds(balancer: Balancer, server: str) -> set[str]:
 
 
 def test_a_forged_acknowledgement_does_not_stand_in_for_a_live_agent_s() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     source, target = places(cluster, balancer)
-    cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
+    cluster.agents[target].lose = lambda message: isinstance(message, PlanAck)
     begin(cluster, balancer)
     for _ in range(20):
         cluster.say(target, PlanAck(target, FORGED, balancer.plan.version))
@@ -33,14 +33,14 @@ def test_a_forged_acknowledgement_does_not_stand_in_for_a_live_agent_s() -> None
         assert phase_of(balancer) is Phase.PREPARED
     assert "agents_in_conflict" in kinds(balancer, target) and not kinds(balancer, source)
     assert balancer.machine.agents_in_conflict(cluster.now) == 1
-    cluster.servers[target].lose = lambda message: False
+    cluster.agents[target].lose = lambda message: False
     cluster.run_until(lambda: is_settled(cluster, balancer, target))  # when the forger is silent
     cluster.run(6)
     assert not kinds(balancer, target)
 
 
 def test_nothing_begins_where_two_processes_speak_for_one_server() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     for _ in range(4):
         cluster.say("s1", pack_report(replace(cluster.agents["s1"].report(), incarnation=FORGED)))
@@ -52,7 +52,7 @@ def test_nothing_begins_where_two_processes_speak_for_one_server() -> None:
 
 
 def test_the_load_of_a_server_for_which_two_processes_speak_is_not_believed() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     cluster.run(3)
     forged = replace(cluster.agents["s1"].report(), incarnation=FORGED, outgoing_bytes_per_s=1e9)
@@ -63,7 +63,7 @@ def test_the_load_of_a_server_for_which_two_processes_speak_is_not_believed() ->
 
 
 def test_a_forged_vacated_does_not_settle_a_transition() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     source, _ = begin(cluster, balancer, listened=True)
     cluster.run_until(lambda: phase_of(balancer) is Phase.ACTIVE)
@@ -75,7 +75,7 @@ def test_a_forged_vacated_does_not_settle_a_transition() -> None:
 
 
 def test_a_restarted_agent_is_believed_soon() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     cluster.run(2)
     cluster.agents["s1"].restart()
@@ -88,10 +88,10 @@ def test_a_restarted_agent_is_believed_soon() -> None:
 
 def test_an_agent_that_cannot_observe_acknowledges_nothing_by_any_path() -> None:
     """Its reports name the version of the plan, and it may even send acknowledgements: it does not act on the plan."""
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     source, target = places(cluster, balancer)
-    cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
+    cluster.agents[target].lose = lambda message: isinstance(message, PlanAck)
     begin(cluster, balancer)
     agent = cluster.agents[target]
     agent.reports = False
@@ -105,15 +105,15 @@ def test_an_agent_that_cannot_observe_acknowledges_nothing_by_any_path() -> None
     reply = cluster.ask("move", {"channel": b"another", "to": target})
     assert reply.error is not None and "does not observe it: NOPERM" in reply.error
     agent.reports = True
-    cluster.servers[target].lose = lambda message: False
+    cluster.agents[target].lose = lambda message: False
     cluster.run_until(lambda: is_settled(cluster, balancer, target))
 
 
 def test_a_report_of_an_agent_that_sees_nothing_now_is_no_acknowledgement() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     _, target = places(cluster, balancer)
-    cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
+    cluster.agents[target].lose = lambda message: isinstance(message, PlanAck)
     begin(cluster, balancer)
     agent = cluster.agents[target]
     agent.reports = False
@@ -126,7 +126,7 @@ def test_a_report_of_an_agent_that_sees_nothing_now_is_no_acknowledgement() -> N
 @pytest.mark.parametrize("version", [10**6, 2**31, 2**32 - 1])
 def test_a_forged_version_does_not_use_up_the_versions_there_are(version: int) -> None:
     """All servers were read at the takeover, so that no balancer can have issued it."""
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     first = cluster.started(NO_DECISIONS)
     _, target = begin(cluster, first)
     cluster.run_until(lambda: is_settled(cluster, first, target))
@@ -144,7 +144,7 @@ def test_a_forged_version_does_not_use_up_the_versions_there_are(version: int) -
 
 def test_after_a_loss_of_all_plans_a_version_is_believed_up_to_a_bound() -> None:
     """No server stored a plan, so agents may hold a newer one: the plan gets above it, unless that is absurd."""
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     agent = cluster.agents["s1"].incarnation
     cluster.say("s1", PlanAck("s1", agent, 2**31))

@@ -10,32 +10,34 @@ from dynamoth.plan.plan import Assignment, Mode
 from dynamoth.protocol.reports import ChannelColumns, ChannelSums, Report
 from dynamoth_balancer.decide.model import BLINDING_INTERRUPTIONS, ClusterModel
 from dynamoth_balancer.options import INTERRUPTIONS_WINDOW_S, BalancerOptions
-from tests.balancer.fake_cluster import CAPACITY, Balancer, FakeAgent, FakeCluster
+from tests.balancer.cluster import Balancer, SimCluster
+from tests.balancer.traffic import CAPACITY
 
 QUICK = BalancerOptions(wait_s=2.0, averaging_s=3.0, channel_rest_s=5.0, join_s=0.0)
 
 
-class BlindAgent(FakeAgent):
-    """An agent that reports, while ``blind_since``, that it sees nothing."""
+class Blindness:
+    """What the agent of s1 reports of itself: since ``blind_since``, that it sees nothing."""
 
     blind_since: float | None = None
     interruptions = 0
-    cluster: FakeCluster
 
-    def report(self) -> Report:
-        report = replace(super().report(), interruptions=self.interruptions)
+    def __init__(self, cluster: SimCluster) -> None:
+        self._cluster = cluster
+        cluster.agents["s1"].amend = self._amend
+
+    def _amend(self, report: Report) -> Report:
+        report = replace(report, interruptions=self.interruptions)
         if self.blind_since is None:
             return report
-        blind_s = self.cluster.now - self.blind_since
+        blind_s = self._cluster.now - self.blind_since
         return replace(report, observing=False, blind_s=blind_s, columns=ChannelColumns(), rest=ChannelSums())
 
 
-def started(options: BalancerOptions = QUICK, servers: int = 3) -> tuple[FakeCluster, Balancer, BlindAgent]:
+def started(options: BalancerOptions = QUICK, servers: int = 3) -> tuple[SimCluster, Balancer, Blindness]:
     """Start a cluster with channels of little load at each server; return also the agent of s1."""
-    cluster = FakeCluster(servers)
-    agent = BlindAgent(cluster.servers["s1"])
-    agent.cluster = cluster
-    cluster.agents["s1"] = agent
+    cluster = SimCluster(servers)
+    agent = Blindness(cluster)
     balancer = cluster.started(options)
     for channel in channels_at(balancer, "s1", 4):
         cluster.follow[channel] = CAPACITY // 20
@@ -125,7 +127,7 @@ def test_an_agent_that_is_disconnected_again_and_again_is_blind_though_its_repor
 
 def test_a_restarted_agent_begins_to_count_anew() -> None:
     model = ClusterModel(["s1"], averaging_s=10.0)
-    agent = FakeAgent(FakeCluster(1).servers["s1"])
+    agent = SimCluster(1).agents["s1"]
     model.report(agent.report(), 9.0)
     model.report(replace(agent.report(), interruptions=50), 10.0)
     assert model.blindness("s1") is not None
@@ -138,10 +140,8 @@ def test_a_restarted_agent_begins_to_count_anew() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_the_load_of_a_blind_server_is_at_least_high_also_where_nothing_was_known(known: bool) -> None:
-    cluster = FakeCluster(2)
-    agent = BlindAgent(cluster.servers["s1"])
-    agent.cluster = cluster
-    cluster.agents["s1"] = agent
+    cluster = SimCluster(2)
+    agent = Blindness(cluster)
     if not known:
         agent.blind_since = cluster.now - 5
     balancer = cluster.started(QUICK)
@@ -155,7 +155,7 @@ def test_the_load_of_a_blind_server_is_at_least_high_also_where_nothing_was_know
 
 def test_interruptions_before_the_balancer_started_are_no_news() -> None:
     model = ClusterModel(["s1"], averaging_s=10.0)
-    agent = FakeAgent(FakeCluster(1).servers["s1"])
+    agent = SimCluster(1).agents["s1"]
     model.report(replace(agent.report(), interruptions=50), 10.0)
     assert model.blindness("s1") is None
     model.report(replace(agent.report(), interruptions=50 + BLINDING_INTERRUPTIONS), 11.0)
@@ -165,11 +165,11 @@ def test_interruptions_before_the_balancer_started_are_no_news() -> None:
 def test_what_the_average_has_forgotten_before_the_blindness_shows_is_known_again() -> None:
     """An agent says that it is blind after some intervals, which may be longer than the average."""
     cluster, balancer, agent = started()
-    agent.reports = False
+    cluster.agents["s1"].reports = False
     cluster.run(QUICK.averaging_s + 1)
     cluster.ask("status")  # which shows averages, and has no others by now
     assert not moved(balancer)
     agent.blind_since = cluster.now - QUICK.averaging_s
-    agent.reports = True
+    cluster.agents["s1"].reports = True
     cluster.run(20)
     assert moved(balancer) and {source for source, _ in moved(balancer)} == {"s1"}

@@ -9,24 +9,25 @@ import pytest
 from dynamoth.plan.plan import Assignment, Mode, Phase, single
 from dynamoth.protocol.control import AdminReply
 from dynamoth_balancer.options import BalancerOptions
-from tests.balancer.fake_cluster import CAPACITY, Balancer, FakeCluster
+from tests.balancer.cluster import Balancer, SimCluster
+from tests.balancer.traffic import CAPACITY
 
 NO_DECISIONS = BalancerOptions(load_ratio_high=1000.0)
 CHANNEL = b"news"
 
 
-def _started(servers: int = 3) -> tuple[FakeCluster, Balancer, str]:
+def _started(servers: int = 3) -> tuple[SimCluster, Balancer, str]:
     """Return a cluster, its balancer, and where the channel is at home."""
-    cluster = FakeCluster(servers)
+    cluster = SimCluster(servers)
     balancer = cluster.started(NO_DECISIONS)
     return cluster, balancer, balancer.plan.ring.home(CHANNEL)
 
 
-def _others(cluster: FakeCluster, home: str) -> list[str]:
+def _others(cluster: SimCluster, home: str) -> list[str]:
     return [id_ for id_ in cluster.servers if id_ != home]
 
 
-def _replicate(cluster: FakeCluster, through: str = "s1", **arguments: Any) -> AdminReply:
+def _replicate(cluster: SimCluster, through: str = "s1", **arguments: Any) -> AdminReply:
     return cluster.ask("replicate", {"channel": CHANNEL, "mode": "all-subscribers", **arguments}, through)
 
 
@@ -233,6 +234,6 @@ def test_a_replicated_channel_is_not_moved_and_one_at_one_server_not_unreplicate
 
 
 def test_a_channel_without_a_name_is_refused() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     cluster.started()
     assert cluster.ask("move", {"channel": b"", "to": "s1"}).error == "the name of the channel is empty: name one"

@@ -9,7 +9,7 @@ import pytest
 
 from dynamoth.plan.compatibility import CompatibilityRule
 from dynamoth_balancer.options import BalancerOptions
-from tests.balancer.fake_cluster import FakeCluster
+from tests.balancer.cluster import SimCluster
 
 ALL_AT_S1 = BalancerOptions(
     load_ratio_high=1000.0, compatibility=(CompatibilityRule(b"*", "s1"),), plain_rest_s=0.0, rules_rest_s=0.0
@@ -17,20 +17,20 @@ ALL_AT_S1 = BalancerOptions(
 NO_RULES = BalancerOptions(load_ratio_high=1000.0, plain_rest_s=0.0, rules_rest_s=0.0, join_s=0.0)
 
 
-def rules(cluster: FakeCluster, action: str, pattern: bytes = b"*", **more: Any) -> dict[bytes, bool]:
+def rules(cluster: SimCluster, action: str, pattern: bytes = b"*", **more: Any) -> dict[bytes, bool]:
     reply = cluster.ask("compatibility", {"action": action, "pattern": pattern, **more})
     assert reply.error is None, reply.error
     return {rule["pattern"]: rule["plain"] for rule in reply.result["rules"]}
 
 
-def refusal(cluster: FakeCluster, action: str, pattern: bytes = b"*", **more: Any) -> str:
+def refusal(cluster: SimCluster, action: str, pattern: bytes = b"*", **more: Any) -> str:
     reply = cluster.ask("compatibility", {"action": action, "pattern": pattern, **more})
     assert reply.error is not None
     return reply.error
 
 
 def test_a_new_cluster_has_the_rules_of_the_configuration_and_its_successor_those_of_the_plan() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(ALL_AT_S1)
     assert rules(cluster, "list") == {b"*": True}
     assert rules(cluster, "lift", b"news.*") == {b"news.*": False, b"*": True}
@@ -42,7 +42,7 @@ def test_a_new_cluster_has_the_rules_of_the_configuration_and_its_successor_thos
 
 
 def test_a_change_is_answered_when_every_agent_has_acknowledged_it() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     cluster.started(ALL_AT_S1)
     cluster.agents["s2"].mute = True
     cluster.admin("s1", "compatibility", {"action": "lift", "pattern": b"*"})
@@ -54,7 +54,7 @@ def test_a_change_is_answered_when_every_agent_has_acknowledged_it() -> None:
 
 
 def test_a_plain_channel_is_moved_by_nobody_until_plain_is_lifted() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     cluster.started(ALL_AT_S1)
     move = {"channel": b"news", "to": "s2"}
     error = cluster.ask("move", move).error
@@ -65,24 +65,24 @@ def test_a_plain_channel_is_moved_by_nobody_until_plain_is_lifted() -> None:
 
 
 def test_a_rule_that_would_change_homes_is_refused() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     cluster.started(NO_RULES)
     assert "another home" in refusal(cluster, "add", b"news.*", server="s1")
-    with_rules = FakeCluster(2)
+    with_rules = SimCluster(2)
     with_rules.started(ALL_AT_S1)
     assert "another home" in refusal(with_rules, "remove")
     assert "another home" in refusal(with_rules, "add", b"news.*", server="s2")
 
 
 def test_in_a_cluster_of_one_any_pattern_may_be_a_rule() -> None:
-    cluster = FakeCluster(1)
+    cluster = SimCluster(1)
     cluster.started(NO_RULES)
     assert rules(cluster, "add", b"news.*", server="s1") == {b"news.*": True}
     assert rules(cluster, "remove", b"news.*") == {}
 
 
 def test_one_channel_becomes_plain_where_it_is() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_RULES)
     home = balancer.plan.entry(b"news").route.assignment.servers[0]
     other = next(id_ for id_ in cluster.servers if id_ != home)
@@ -93,7 +93,7 @@ def test_one_channel_becomes_plain_where_it_is() -> None:
 
 
 def test_channels_that_moved_a_moment_ago_do_not_become_plain_yet() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(BalancerOptions(load_ratio_high=1000.0, rules_rest_s=0.0, join_s=0.0))
     home = balancer.plan.entry(b"news").route.assignment.servers[0]
     other = next(id_ for id_ in cluster.servers if id_ != home)
@@ -104,7 +104,7 @@ def test_channels_that_moved_a_moment_ago_do_not_become_plain_yet() -> None:
 
 
 def test_no_channel_moves_right_after_a_change_of_rules() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     cluster.started(BalancerOptions(load_ratio_high=1000.0, compatibility=ALL_AT_S1.compatibility, join_s=0.0))
     rules(cluster, "lift")
     error = cluster.ask("move", {"channel": b"news", "to": "s2"}).error
@@ -124,7 +124,7 @@ def test_no_channel_moves_right_after_a_change_of_rules() -> None:
     ],
 )
 def test_requests_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
-    cluster = FakeCluster(1)
+    cluster = SimCluster(1)
     cluster.started(NO_RULES)
     error = cluster.ask("compatibility", arguments).error
     assert error is not None

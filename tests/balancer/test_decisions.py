@@ -7,7 +7,8 @@ from itertools import pairwise
 from dynamoth.plan.plan import Phase
 from dynamoth_balancer.events import Decided
 from dynamoth_balancer.options import BalancerOptions
-from tests.balancer.fake_cluster import CAPACITY, Balancer, FakeCluster
+from tests.balancer.cluster import Balancer, SimCluster
+from tests.balancer.traffic import CAPACITY
 
 QUICK = BalancerOptions(wait_s=5.0, averaging_s=3.0, channel_rest_s=10.0)
 
@@ -15,7 +16,7 @@ SLOW = BalancerOptions(wait_s=5.0, averaging_s=30.0)
 """Reports of agents that are down are in the average for longer than the agents count as alive."""
 
 
-def _load(cluster: FakeCluster, balancer: Balancer, ratios: dict[str, list[float]]) -> list[bytes]:
+def _load(cluster: SimCluster, balancer: Balancer, ratios: dict[str, list[float]]) -> list[bytes]:
     """Give servers channels that are at home there, with these load ratios; return all of them."""
     channels: list[bytes] = []
     for server, wanted in ratios.items():
@@ -28,8 +29,8 @@ def _load(cluster: FakeCluster, balancer: Balancer, ratios: dict[str, list[float
     return channels
 
 
-def _ratios(cluster: FakeCluster) -> dict[str, float]:
-    return {id_: sum(agent.loads.values()) / CAPACITY for id_, agent in cluster.agents.items()}
+def _ratios(cluster: SimCluster) -> dict[str, float]:
+    return {id_: agent.report().outgoing_bytes_per_s / CAPACITY for id_, agent in cluster.agents.items()}
 
 
 def _moves(balancer: Balancer) -> list[tuple[bytes, str, str]]:
@@ -37,7 +38,7 @@ def _moves(balancer: Balancer) -> list[tuple[bytes, str, str]]:
 
 
 def test_an_overloaded_server_is_relieved_once_and_for_all() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     balancer = cluster.started(QUICK)
     _load(cluster, balancer, {"s1": [0.3] * 4, "s2": [0.1], "s3": [0.2]})
     cluster.run_until(lambda: bool(balancer.decided))
@@ -48,7 +49,7 @@ def test_an_overloaded_server_is_relieved_once_and_for_all() -> None:
 
 
 def test_a_channel_too_large_for_any_server_is_told_of_and_never_moved_to_and_fro() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(QUICK)
     _load(cluster, balancer, {"s1": [0.95]})
     cluster.run(300)
@@ -57,7 +58,7 @@ def test_a_channel_too_large_for_any_server_is_told_of_and_never_moved_to_and_fr
 
 
 def test_what_cannot_be_done_is_not_told_anew_because_the_load_varies() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(QUICK)
     [channel] = _load(cluster, balancer, {"s1": [0.95]})
     for number in range(300):
@@ -67,7 +68,7 @@ def test_what_cannot_be_done_is_not_told_anew_because_the_load_varies() -> None:
 
 
 def test_no_channel_is_moved_back_while_the_load_is_constant() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     balancer = cluster.started(QUICK)
     _load(cluster, balancer, {"s1": [0.5, 0.5, 0.4], "s2": [0.5, 0.45], "s3": [0.3, 0.3]})
     cluster.run(600)
@@ -76,7 +77,7 @@ def test_no_channel_is_moved_back_while_the_load_is_constant() -> None:
 
 
 def test_plans_are_wait_s_apart_and_channels_rest() -> None:
-    cluster = FakeCluster(4)
+    cluster = SimCluster(4)
     options = BalancerOptions(wait_s=7.0, averaging_s=3.0, moves_per_plan_max=2, channel_rest_s=30.0)
     balancer = cluster.started(options)
     _load(cluster, balancer, {"s1": [0.1] * 16})
@@ -91,7 +92,7 @@ def test_plans_are_wait_s_apart_and_channels_rest() -> None:
 
 
 def test_a_channel_that_was_moved_rests_although_its_new_server_becomes_overloaded() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     balancer = cluster.started(BalancerOptions(wait_s=1.0, averaging_s=2.0, channel_rest_s=40.0))
     channels = _load(cluster, balancer, {"s1": [0.55, 0.35]})
     cluster.run_until(lambda: bool(balancer.decided))
@@ -112,7 +113,7 @@ def test_a_channel_that_was_moved_rests_although_its_new_server_becomes_overload
 
 
 def test_load_that_a_settled_channel_loses_is_seen() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(QUICK)
     _load(cluster, balancer, {"s1": [0.3] * 3})
     cluster.run_until(lambda: bool(balancer.decided))
@@ -125,7 +126,7 @@ def test_load_that_a_settled_channel_loses_is_seen() -> None:
 
 
 def test_what_a_restarted_agent_measures_is_not_mixed_with_what_was_before() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(SLOW)
     _load(cluster, balancer, {"s1": [0.7]})
     cluster.run(20)
@@ -138,7 +139,7 @@ def test_what_a_restarted_agent_measures_is_not_mixed_with_what_was_before() -> 
 
 
 def test_no_plan_is_made_while_one_is_being_installed() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     balancer = cluster.started(BalancerOptions(wait_s=0.0, averaging_s=2.0, moves_per_plan_max=1))
     channels = _load(cluster, balancer, {"s1": [0.2] * 6})
     cluster.agents["s1"].listened.update(channels)
@@ -151,7 +152,7 @@ def test_no_plan_is_made_while_one_is_being_installed() -> None:
 
 
 def test_a_transition_that_is_stuck_does_not_stop_all_decisions() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     options = BalancerOptions(wait_s=0.0, averaging_s=2.0, moves_per_plan_max=1, move_timeout_s=10.0)
     balancer = cluster.started(options)
     channels = _load(cluster, balancer, {"s1": [0.2] * 8})
@@ -163,7 +164,7 @@ def test_a_transition_that_is_stuck_does_not_stop_all_decisions() -> None:
 
 
 def test_servers_without_a_living_agent_take_no_part() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     balancer = cluster.started(SLOW)
     cluster.run(10)
     cluster.agents["s2"].alive = False
@@ -176,7 +177,7 @@ def test_servers_without_a_living_agent_take_no_part() -> None:
 
 
 def test_an_overloaded_server_whose_agent_is_down_is_left_alone() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(SLOW)
     assert cluster.ask("pause").error is None
     _load(cluster, balancer, {"s1": [0.3] * 4})
@@ -189,7 +190,7 @@ def test_an_overloaded_server_whose_agent_is_down_is_left_alone() -> None:
 
 
 def test_a_successor_waits_before_its_first_plan() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     first = cluster.started(QUICK)
     _load(cluster, first, {"s1": [0.3] * 4})
     cluster.run_until(lambda: bool(first.decided))

@@ -21,7 +21,8 @@ from dynamoth_balancer.decide.replicate import Replicate
 from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.process.metrics import make_registry
-from tests.balancer.fake_cluster import CAPACITY, Balancer, FakeCluster, Traffic
+from tests.balancer.cluster import Balancer, SimCluster
+from tests.balancer.traffic import CAPACITY, Traffic
 
 SUBS, PUBS = Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS
 
@@ -359,13 +360,13 @@ def _home(balancer: Balancer, server: str, prefix: bytes, count: int = 1) -> lis
     return [name for name, _ in zip((n for n in names if balancer.plan.ring.home(n) == server), range(count))]  # noqa: B905
 
 
-def _left(cluster: FakeCluster) -> tuple[bool, int | None]:
+def _left(cluster: SimCluster) -> tuple[bool, int | None]:
     status = cluster.ask("status", server="s2").result["servers"][DRAINED]
     return status["draining"], status["channels_left"]
 
 
 def test_a_server_is_drained_by_a_balancer_that_is_told_so() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     before = cluster.started(replace(OPTIONS, draining=frozenset()))
     busy, hot, named = _home(before, DRAINED, b"busy", 3), b"hot", _home(before, "s2", b"named")[0]
     [subscribed, published] = _home(before, DRAINED, b"idle", 2)
@@ -392,7 +393,7 @@ def test_a_server_is_drained_by_a_balancer_that_is_told_so() -> None:
 
 
 def test_a_server_that_is_empty_may_be_stopped_for_good() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     before = cluster.started(replace(OPTIONS, draining=frozenset()))
     [channel] = _home(before, "s2", b"named")
     assert cluster.ask("move", {"channel": channel, "to": DRAINED}).error is None
@@ -418,7 +419,7 @@ def test_a_server_that_is_empty_may_be_stopped_for_good() -> None:
 
 def test_a_channel_that_is_used_for_the_first_time_begins_at_home_and_leaves() -> None:
     """The ring is not changed: it tells clients where a channel is that the plan does not name."""
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(OPTIONS)
     cluster.run(10)
     assert _left(cluster) == (True, 0) and not balancer.decided
@@ -435,7 +436,7 @@ def test_a_channel_that_is_used_for_the_first_time_begins_at_home_and_leaves() -
 
 
 def test_what_was_on_its_way_there_arrives_and_leaves_again() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     before = cluster.started(replace(OPTIONS, draining=frozenset()))
     [channel] = _home(before, "s2", b"late")
     cluster.agents["s2"].listened.add(channel)
@@ -452,7 +453,7 @@ def test_what_was_on_its_way_there_arrives_and_leaves_again() -> None:
 
 
 def test_a_replication_that_an_administrator_still_waits_for_is_no_reason_to_stay() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     before = cluster.started(replace(OPTIONS, draining=frozenset()))
     wanted = {"channel": b"hot", "mode": "all-subscribers", "servers": [DRAINED, "s2"]}
     home = before.plan.ring.home(b"hot")
@@ -472,7 +473,7 @@ def test_a_replication_that_an_administrator_still_waits_for_is_no_reason_to_sta
 
 
 def test_channels_that_reports_do_not_name_count_too() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(OPTIONS)
     cluster.run(5)
     report = cluster.agents[DRAINED].report()
@@ -484,7 +485,7 @@ def test_channels_that_reports_do_not_name_count_too() -> None:
 
 
 def test_what_is_left_is_not_known_while_the_agent_is_silent() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(OPTIONS)
     cluster.run(5)
     registry = make_registry(balancer.machine, lambda: cluster.now)
@@ -516,9 +517,9 @@ REFUSAL = (
 )
 
 
-def _by_hand(servers: int = 4) -> tuple[FakeCluster, bytes]:
+def _by_hand(servers: int = 4) -> tuple[SimCluster, bytes]:
     """Return a cluster in which s1 is being drained, and a channel whose home it is."""
-    cluster = FakeCluster(servers)
+    cluster = SimCluster(servers)
     balancer = cluster.started(BY_HAND)
     return cluster, _home(balancer, DRAINED, b"news")[0]
 
@@ -563,9 +564,9 @@ def test_unreplicate_takes_a_replica_that_is_not_being_drained_if_there_is_one()
 
 def _replicated_at_drained(
     servers: int = 4, draining: set[str] | frozenset[str] = BY_HAND.draining
-) -> tuple[FakeCluster, bytes]:
+) -> tuple[SimCluster, bytes]:
     """Return a cluster with a channel that was replicated over s1 and s2 before they were to be drained."""
-    cluster = FakeCluster(servers)
+    cluster = SimCluster(servers)
     before = cluster.started(replace(BY_HAND, draining=frozenset()))
     wanted = {"channel": b"news", "mode": "all-subscribers", "servers": [DRAINED, "s2"]}
     assert cluster.ask("replicate", wanted).error is None

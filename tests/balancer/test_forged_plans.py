@@ -13,7 +13,7 @@ from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
 from dynamoth.plan.plan import EPOCH_MAX, Entry, Phase, Plan, Route, Server, single
 from dynamoth.protocol.stored_plan import ENTRIES_PER_COMMAND
 from dynamoth_balancer.machine import Stage
-from tests.balancer.fake_cluster import Balancer, FakeCluster, stored_hash
+from tests.balancer.cluster import Balancer, SimCluster
 from tests.balancer.test_installation import NO_DECISIONS
 
 EVIL = Server("evil", "redis://evil.example.org")
@@ -90,18 +90,17 @@ UNDER_THE_SAME_VERSION = (with_other_place, with_channel_more, with_other_channe
 Forgery = Callable[[Plan], Plan]
 
 
-def forge(cluster: FakeCluster, forgery: Forgery, *servers: str) -> None:
+def forge(cluster: SimCluster, forgery: Forgery, *servers: str) -> None:
     for id_ in servers:
         server = cluster.servers[id_]
-        server.forged = forgery(server.plan_or_fail())
-        server.keys[PLAN_KEY] = stored_hash(server.forged, server.run_id)
+        server.put_plan(forgery(server.plan_or_fail()))
 
 
 def reported(balancer: Balancer) -> bool:
     return any(note.level == "error" and "plan" in note.message for note in balancer.notes)
 
 
-def check_right(cluster: FakeCluster, balancer: Balancer, good: Plan) -> None:
+def check_right(cluster: SimCluster, balancer: Balancer, good: Plan) -> None:
     """The plan is what it was, everywhere, and can be changed."""
     cluster.run(10)
     assert balancer.machine.stage is Stage.LEADING
@@ -115,7 +114,7 @@ def check_right(cluster: FakeCluster, balancer: Balancer, good: Plan) -> None:
     assert cluster.ask("move", {"channel": b"real", "to": to}, server="s3").error is None
 
 
-def moved(cluster: FakeCluster, balancer: Balancer) -> Plan:
+def moved(cluster: SimCluster, balancer: Balancer) -> Plan:
     home = balancer.plan.entry(b"real").route.assignment.servers[0]
     assert cluster.ask("move", {"channel": b"real", "to": "s1" if home == "s2" else "s2"}).error is None
     cluster.run(1)
@@ -125,7 +124,7 @@ def moved(cluster: FakeCluster, balancer: Balancer) -> Plan:
 @pytest.mark.parametrize("forgery", FORGERIES)
 @pytest.mark.parametrize("newer", [False, True])
 def test_a_forged_copy_is_repaired_while_the_balancer_leads(forgery: Forgery, newer: bool) -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     balancer = cluster.started(NO_DECISIONS)
     good = moved(cluster, balancer)
 
@@ -139,7 +138,7 @@ def test_a_forged_copy_is_repaired_while_the_balancer_leads(forgery: Forgery, ne
 
 @pytest.mark.parametrize("forgery", UNDER_THE_SAME_VERSION)
 def test_a_copy_that_was_changed_under_its_version_is_repaired_while_the_balancer_leads(forgery: Forgery) -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     balancer = cluster.started(NO_DECISIONS)
     good = moved(cluster, balancer)
     forge(cluster, forgery, "s3")
@@ -149,15 +148,15 @@ def test_a_copy_that_was_changed_under_its_version_is_repaired_while_the_balance
 
 
 def test_the_entries_of_a_large_plan_are_looked_at_by_turns() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     balancer = cluster.started(NO_DECISIONS)
     entry = Entry(Route(balancer.plan.version + 1, single("s1")), Phase.SETTLED)
     entries = {b"many.%d" % number: entry for number in range(2 * ENTRIES_PER_COMMAND + 100)}
     large = replace(balancer.plan, version=balancer.plan.version + 1, entries=entries)
     cluster.kill(balancer)
     for server in cluster.servers.values():
-        server.keys[PLAN_KEY] = stored_hash(large, server.run_id)
-    cluster.now += 60
+        server.put_plan(large)
+    cluster.run(60)
     balancer = cluster.started(NO_DECISIONS)
     for channel in (b"many.0", b"many.%d" % (2 * ENTRIES_PER_COMMAND), b"many.5"):
         elsewhere = replace(entry, route=Route(entry.route.epoch, single("s2")))
@@ -167,7 +166,7 @@ def test_the_entries_of_a_large_plan_are_looked_at_by_turns() -> None:
 
 
 def test_a_plan_that_is_right_is_not_written_again() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     balancer = cluster.started(NO_DECISIONS)
     moved(cluster, balancer)
     cluster.run(5)
@@ -184,12 +183,12 @@ def test_a_plan_that_is_right_is_not_written_again() -> None:
 @pytest.mark.parametrize("forgery", FORGERIES)
 @pytest.mark.parametrize("at", ["s1", "s3"])
 def test_a_balancer_starts_in_spite_of_a_forged_copy_and_repairs_it(forgery: Forgery, at: str) -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     first = cluster.started(NO_DECISIONS)
     good = moved(cluster, first)
     cluster.kill(first)
     forge(cluster, forgery, at)
-    cluster.now += 60
+    cluster.run(60)
     second = cluster.start(NO_DECISIONS)
     cluster.run_until(lambda: second.machine.stage is Stage.LEADING)
     check_right(cluster, second, good)
@@ -200,12 +199,12 @@ def test_a_balancer_starts_in_spite_of_a_forged_copy_and_repairs_it(forgery: For
 
 
 def test_servers_that_are_listed_everywhere_and_not_used_are_left_out() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     first = cluster.started(NO_DECISIONS)
     good = moved(cluster, first)
     cluster.kill(first)
     forge(cluster, with_server_more, "s1", "s2", "s3")
-    cluster.now += 60
+    cluster.run(60)
     second = cluster.start(NO_DECISIONS)
     cluster.run_until(lambda: second.machine.stage is Stage.LEADING)
     check_right(cluster, second, good)
@@ -214,13 +213,13 @@ def test_servers_that_are_listed_everywhere_and_not_used_are_left_out() -> None:
 
 @pytest.mark.parametrize("at", [("s1",), ("s1", "s2", "s3")])
 def test_an_entry_that_cannot_be_read_costs_no_other_entry(at: tuple[str, ...]) -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     first = cluster.started(NO_DECISIONS)
     good = moved(cluster, first)
     cluster.kill(first)
     for id_ in at:  # the first is the one that is read as a whole
-        cluster.servers[id_].keys[PLAN_KEY][b"c:garbage"] = b"\x91" * 500
-    cluster.now += 60
+        cluster.servers[id_].put(PLAN_KEY, {b"c:garbage": b"\x91" * 500}, keep=True)
+    cluster.run(60)
     second = cluster.start(NO_DECISIONS)
     cluster.run_until(lambda: second.machine.stage is Stage.LEADING)
     check_right(cluster, second, good)
@@ -230,12 +229,12 @@ def test_an_entry_that_cannot_be_read_costs_no_other_entry(at: tuple[str, ...]) 
 
 
 def test_an_entry_that_cannot_be_read_at_one_server_comes_from_another() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     first = cluster.started(NO_DECISIONS)
     good = moved(cluster, first)
     cluster.kill(first)
-    cluster.servers["s1"].keys[PLAN_KEY][b"c:real"] = b"\xc1"
-    cluster.now += 60
+    cluster.servers["s1"].put(PLAN_KEY, {b"c:real": b"\xc1"}, keep=True)
+    cluster.run(60)
     second = cluster.start(NO_DECISIONS)
     cluster.run_until(lambda: second.machine.stage is Stage.LEADING)
     check_right(cluster, second, good)

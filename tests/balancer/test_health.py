@@ -12,15 +12,16 @@ from dynamoth.plan.plan import Plan, Server
 from dynamoth_balancer.admin.health import Found, Health, Problem, Severity, with_cure
 from dynamoth_balancer.machine import Stage
 from dynamoth_balancer.options import BalancerOptions
-from tests.balancer.fake_cluster import CAPACITY, Balancer, FakeCluster
+from tests.balancer.cluster import Balancer, SimCluster, refusing
+from tests.balancer.traffic import CAPACITY
 
 NO_DECISIONS = BalancerOptions(load_ratio_high=1000.0)
 CHANNEL = b"news"
 HOMES = Plan.initial([Server("s1", "redis://s1"), Server("s2", "redis://s2")]).ring
 
 
-def started(servers: int = 2, options: BalancerOptions = NO_DECISIONS) -> tuple[FakeCluster, Balancer]:
-    cluster = FakeCluster(servers)
+def started(servers: int = 2, options: BalancerOptions = NO_DECISIONS) -> tuple[SimCluster, Balancer]:
+    cluster = SimCluster(servers)
     balancer = cluster.started(options)
     cluster.run(6)
     assert balancer.machine.health.problems == []
@@ -31,7 +32,7 @@ def kinds(balancer: Balancer) -> dict[tuple[str, str], Problem]:
     return {(problem.kind, problem.subject): problem for problem in balancer.machine.health.problems}
 
 
-def away(cluster: FakeCluster, balancer: Balancer) -> tuple[str, str]:
+def away(cluster: SimCluster, balancer: Balancer) -> tuple[str, str]:
     home = balancer.plan.entry(CHANNEL).route.assignment.servers[0]
     return home, next(id_ for id_ in cluster.servers if id_ != home)
 
@@ -46,7 +47,7 @@ def away(cluster: FakeCluster, balancer: Balancer) -> tuple[str, str]:
 def test_a_server_that_refuses_the_plan(reply: str, cure: str) -> None:
     cluster, balancer = started()
     home, other = away(cluster, balancer)
-    cluster.servers[other].refuse = lambda args: reply if args[0] == b"HSET" and args[1] == PLAN_KEY else None
+    cluster.servers[other].refuse = refusing(reply, b"HSET")
     since = cluster.now
     cluster.admin(home, "move", {"channel": CHANNEL, "to": other})
     cluster.run(12)
@@ -56,7 +57,7 @@ def test_a_server_that_refuses_the_plan(reply: str, cure: str) -> None:
     assert since <= problem.since <= since + 1
     stalled = kinds(balancer)["transition_stalled", "news"]
     assert (stalled.since, f"{other} to store the plan" in stalled.reason) == (since, True)
-    cluster.servers[other].refuse = lambda args: None
+    cluster.servers[other].refuse = None
     cluster.run(6)
     assert kinds(balancer) == {}
 
@@ -88,7 +89,8 @@ def test_a_dead_agent_has_no_rates_and_since_when_it_is_dead() -> None:
 
 def test_an_agent_that_is_gone_is_shown_before_its_reports_are_missed() -> None:
     cluster, balancer = started()
-    cluster.agents["s1"].alive, cluster.agents["s1"].listeners = False, 0
+    cluster.agents["s1"].alive = False
+    cluster.listen("s1", 0)
     died = cluster.now
     cluster.run(1.4)
     assert kinds(balancer) == {}, "it may come back at once"
@@ -100,7 +102,8 @@ def test_an_agent_that_is_gone_is_shown_before_its_reports_are_missed() -> None:
     assert cluster.ask("status", server="s2").result["servers"]["s1"]["agent"] == "silent"
     cluster.run(10)
     assert list(kinds(balancer)) == [("agent_silent", "s1")]
-    cluster.agents["s1"].alive, cluster.agents["s1"].listeners = True, 1
+    cluster.agents["s1"].alive = True
+    cluster.listen("s1", 1)
     cluster.run(2)
     assert kinds(balancer) == {}
 
@@ -108,34 +111,34 @@ def test_an_agent_that_is_gone_is_shown_before_its_reports_are_missed() -> None:
 def test_an_agent_that_reports_without_listening_is_not_gone() -> None:
     """An agent that Redis disconnects again and again reports itself blind over another connection."""
     cluster, balancer = started()
-    cluster.agents["s1"].listeners = 0
+    cluster.listen("s1", 0)
     cluster.run(10)
     assert kinds(balancer) == {}
 
 
 def test_several_that_listen_as_one_agent() -> None:
     cluster, balancer = started()
-    cluster.agents["s1"].listeners = 2
+    cluster.listen("s1", 2)
     cluster.run(2)
     problem = kinds(balancer)["agents_in_conflict", "s1"]
     assert problem.severity is Severity.WARNING and "2 connections listen as its agent" in problem.reason
-    cluster.agents["s1"].listeners = 1
+    cluster.listen("s1", 1)
     cluster.run(1)
     assert kinds(balancer) == {}
 
 
 def test_a_server_that_hangs_is_shown_before_its_connection_is_lost() -> None:
     cluster, balancer = started()
-    balancer.deaf.add("s2")
+    cluster.part(balancer, "s2")
     hung = cluster.now
     cluster.run(2.2)
     problem = kinds(balancer)["server_unreachable", "s2"]
     assert problem.severity is Severity.ERROR and "it does not answer" in problem.reason
     cluster.stop_server("s2")
+    cluster.heal(balancer, "s2")
     cluster.run(1)
     problem = kinds(balancer)["server_unreachable", "s2"]
-    assert "connection lost" in problem.reason and hung <= problem.since <= hung + 1.2
-    balancer.deaf.clear()
+    assert "connection refused" in problem.reason and hung <= problem.since <= hung + 1.2
     cluster.start_server("s2")
     cluster.run(6)
     assert kinds(balancer) == {}
@@ -150,8 +153,8 @@ def test_a_balancer_that_was_stopped_for_a_while_does_not_blame_servers() -> Non
 
 
 def test_a_balancer_that_may_not_ask_for_agents_says_so() -> None:
-    cluster = FakeCluster(2)
-    cluster.servers["s1"].refuse = lambda args: "NOPERM no" if AGENT_CHANNEL in args else None
+    cluster = SimCluster(2)
+    cluster.servers["s1"].refuse = refusing("NOPERM no", b"PUBSUB")
     balancer = cluster.start(NO_DECISIONS)
     cluster.run(10)
     [problem] = kinds(balancer).values()
@@ -164,14 +167,14 @@ def test_a_server_that_is_down() -> None:
     cluster.stop_server("s2")
     cluster.run(1)
     problem = kinds(balancer)["server_unreachable", "s2"]
-    assert "connection lost" in problem.reason
+    assert "connection refused" in problem.reason
     assert not [key for key in kinds(balancer) if key[0] in ("plan_not_stored", "plan_refused")]
 
 
 def test_a_balancer_that_does_not_lead_says_why() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     for server in cluster.servers.values():
-        server.refuse = lambda args: "NOPERM no" if args[0] == b"SET" else None
+        server.refuse = refusing("NOPERM no", b"SET")
     balancer = cluster.start(NO_DECISIONS)
     cluster.run(3)
     problem = kinds(balancer)["not_leading", "balancer"]
@@ -187,8 +190,8 @@ def test_a_server_that_does_not_answer_and_an_agent_that_does_not_acknowledge() 
     cluster, balancer = started(3)
     home, other = away(cluster, balancer)
     third = next(id_ for id_ in cluster.servers if id_ not in (home, other))
-    cluster.agents[other].server.lose = lambda message: True
-    balancer.deaf.add(third)
+    cluster.agents[other].lose = lambda message: True
+    cluster.part(balancer, third)
     cluster.admin(home, "move", {"channel": CHANNEL, "to": other})
     cluster.run(12)
     found = kinds(balancer)
@@ -210,7 +213,7 @@ def test_goals_that_cannot_be_reached_stay_shown_as_long_as_they_are() -> None:
 
 def test_a_goal_is_not_unreached_before_all_servers_are_measured() -> None:
     """After a start of the balancer nobody knows whether another server has room."""
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     at_s1 = next(b"%d" % number for number in range(100) if HOMES.home(b"%d" % number) == "s1")
     cluster.agents["s1"].loads[at_s1] = CAPACITY // 2
     options = BalancerOptions(load_ratio_high=1000.0, draining=frozenset({"s1"}))
@@ -255,8 +258,8 @@ def test_only_some_of_many_stalled_transitions_are_listed() -> None:
 
 
 def test_a_subscription_that_is_refused_is_logged_once() -> None:
-    cluster = FakeCluster(2)
-    cluster.servers["s1"].refuse = lambda args: "NOPERM no" if args[0] == b"SUBSCRIBE" else None
+    cluster = SimCluster(2)
+    cluster.servers["s1"].refuse = refusing("NOPERM no", b"SUBSCRIBE")
     balancer = cluster.start(NO_DECISIONS)
     cluster.run(10)
     problem = kinds(balancer)["server_refuses", "s1"]
@@ -264,7 +267,7 @@ def test_a_subscription_that_is_refused_is_logged_once() -> None:
         "it does not let us hear its agent: NOPERM no (give the user the rights that 'dynamoth acl' prints)"
     )
     assert logged(balancer, "server_refuses") == ["a problem has begun"]
-    cluster.servers["s1"].refuse = lambda args: None
+    cluster.servers["s1"].refuse = None
     cluster.run(10)
     assert ("server_refuses", "s1") not in kinds(balancer)
     assert logged(balancer, "server_refuses") == ["a problem has begun", "a problem is over"]
@@ -287,13 +290,13 @@ WRITES = (b"SET", b"PEXPIRE", b"DEL", b"HSET", b"RENAME")
 )
 def test_a_server_that_refuses_writes_is_shown_and_logged_although_nothing_changes(reply: str, cure: str) -> None:
     cluster, balancer = started(3)
-    cluster.servers["s2"].refuse = lambda args: reply if args[0] in WRITES else None
+    cluster.servers["s2"].refuse = refusing(reply, *WRITES)
     cluster.run(2)
     problem = kinds(balancer)["server_refuses", "s2"]
     assert reply in problem.reason and cure in problem.reason
     cluster.run(10)
     assert list(kinds(balancer)) == [("server_refuses", "s2")]
-    cluster.servers["s2"].refuse = lambda args: None
+    cluster.servers["s2"].refuse = None
     cluster.run(2)
     assert kinds(balancer) == {}
     assert logged(balancer, "server_refuses") == ["a problem has begun", "a problem is over"]
@@ -302,11 +305,11 @@ def test_a_server_that_refuses_writes_is_shown_and_logged_although_nothing_chang
 def test_a_refused_plan_is_logged_when_that_is_over() -> None:
     cluster, balancer = started()
     home, other = away(cluster, balancer)
-    cluster.servers[other].refuse = lambda args: "OOM no" if args[0] == b"HSET" else None
+    cluster.servers[other].refuse = refusing("OOM no", b"HSET")
     cluster.admin(home, "move", {"channel": CHANNEL, "to": other})
     cluster.run(6)
     assert logged(balancer, "plan_refused") == []
-    cluster.servers[other].refuse = lambda args: None
+    cluster.servers[other].refuse = None
     cluster.run(6)
     assert logged(balancer, "plan_refused") == ["a problem is over"]
 

@@ -10,7 +10,8 @@ import pytest
 from dynamoth.plan.plan import Assignment, Mode, Phase, single
 from dynamoth_balancer.machine import TICK_INTERVAL_S
 from dynamoth_balancer.options import BalancerOptions
-from tests.balancer.fake_cluster import CAPACITY, Balancer, FakeCluster, Traffic
+from tests.balancer.cluster import Balancer, SimCluster
+from tests.balancer.traffic import CAPACITY, Traffic
 
 OPTIONS = BalancerOptions(wait_s=2.0, averaging_s=3.0, channel_rest_s=5.0, replication_rest_s=20.0)
 HOT = b"hot"
@@ -20,8 +21,8 @@ MANY_SUBSCRIBERS = Traffic(10, 3000, message_bytes=30)
 
 def _started(
     traffic: Traffic | None = None, servers: int = 4, options: BalancerOptions = OPTIONS
-) -> tuple[FakeCluster, Balancer]:
-    cluster = FakeCluster(servers)
+) -> tuple[SimCluster, Balancer]:
+    cluster = SimCluster(servers)
     balancer = cluster.started(options)
     if traffic is not None:
         cluster.traffic[HOT] = traffic
@@ -61,7 +62,9 @@ def test_a_hot_channel_is_spread_once_and_folded_back_when_it_has_cooled_down(tr
     cluster.traffic[HOT] = replace(traffic, message_bytes=5)
     cluster.run_until(lambda: _settled_as(balancer, Mode.SINGLE))
     cluster.run(300)
-    assert len(_changes(balancer)) == 2 and _assignment(balancer).servers[0] in spread.servers
+    numbers = [len(change.servers) for change in _changes(balancer)]
+    assert numbers in ([3, 1], [3, 2, 1]), "the average may be on its way down when it decides"
+    assert _assignment(balancer).servers[0] in spread.servers
 
 
 def test_load_that_is_being_spread_counts_where_it_goes() -> None:
@@ -182,7 +185,7 @@ def test_what_another_balancer_has_made_of_a_channel_since_is_not_held() -> None
     cluster, balancer = _started()
     arguments = {"channel": HOT, "mode": "all-publishers", "servers": ["s1", "s2"]}
     assert cluster.ask("replicate", arguments).error is None
-    balancer.frozen = True
+    balancer.process.pause()
     cluster.run(10)
     other = cluster.start(OPTIONS)
     cluster.run_until(lambda: other.machine.plan is not None)
@@ -190,7 +193,7 @@ def test_what_another_balancer_has_made_of_a_channel_since_is_not_held() -> None
     assert cluster.ask("replicate", changed).error is None
     cluster.run(5)
     cluster.kill(other)
-    balancer.frozen = False
+    balancer.process.resume()
     cluster.run_until(lambda: bool(_changes(balancer)))
     assert _changes(balancer)[0].mode is Mode.SINGLE
 
@@ -224,7 +227,7 @@ def test_status_tells_of_replicated_channels_and_decisions() -> None:
 # Dead replicas.
 
 
-def _with_a_dead_replica(message_bytes: float) -> tuple[FakeCluster, Balancer, str]:
+def _with_a_dead_replica(message_bytes: float) -> tuple[SimCluster, Balancer, str]:
     """Return a cluster whose hot channel has three replicas, of which one has just died."""
     cluster, balancer = _started(MANY_PUBLICATIONS, servers=5)
     cluster.run_until(lambda: _settled_as(balancer, Mode.ALL_SUBSCRIBERS))

@@ -12,14 +12,14 @@ from dynamoth.protocol.control import PlanAck, PlanChange, PlanQuery, Vacated
 from dynamoth.protocol.stored_plan import VERSION_FIELD
 from dynamoth_balancer.machine import Stage
 from dynamoth_balancer.options import BalancerOptions
-from tests.balancer.fake_cluster import Balancer, FakeCluster, stored_hash
+from tests.balancer.cluster import Balancer, SimCluster, refusing
 
 CHANNEL = b"news"
 
 NO_DECISIONS = BalancerOptions(load_ratio_high=1000.0)
 
 
-def places(cluster: FakeCluster, balancer: Balancer) -> tuple[str, str]:
+def places(cluster: SimCluster, balancer: Balancer) -> tuple[str, str]:
     """Return where the channel is, and another server."""
     source = balancer.plan.entry(CHANNEL).route.assignment.servers[0]
     return source, next(id_ for id_ in cluster.servers if id_ != source)
@@ -29,7 +29,7 @@ def phase_of(balancer: Balancer) -> Phase:
     return balancer.plan.entry(CHANNEL).phase
 
 
-def begin(cluster: FakeCluster, balancer: Balancer, *, listened: bool = False) -> tuple[str, str]:
+def begin(cluster: SimCluster, balancer: Balancer, *, listened: bool = False) -> tuple[str, str]:
     """Ask for a move; ``listened``: subscribers stay at the old location until the test lets them go."""
     source, target = places(cluster, balancer)
     if listened:
@@ -38,13 +38,13 @@ def begin(cluster: FakeCluster, balancer: Balancer, *, listened: bool = False) -
     return source, target
 
 
-def is_settled(cluster: FakeCluster, balancer: Balancer, target: str) -> bool:
+def is_settled(cluster: SimCluster, balancer: Balancer, target: str) -> bool:
     entry = balancer.plan.entry(CHANNEL)
     return entry.phase is Phase.SETTLED and entry.route.assignment.servers == (target,) and cluster.is_quiet(balancer)
 
 
 def test_a_new_cluster_gets_plan_0_at_every_server() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     balancer = cluster.started()
     assert balancer.plan.version == 0
     assert balancer.plan.base == ("s1", "s2", "s3")
@@ -52,7 +52,7 @@ def test_a_new_cluster_gets_plan_0_at_every_server() -> None:
 
 
 def test_a_move_goes_through_all_phases_and_is_stored_everywhere() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     balancer = cluster.started(NO_DECISIONS)
     _, target = begin(cluster, balancer)
     cluster.run_until(lambda: is_settled(cluster, balancer, target))
@@ -62,7 +62,7 @@ def test_a_move_goes_through_all_phases_and_is_stored_everywhere() -> None:
 
 
 def test_an_agent_hears_of_a_phase_only_after_its_server_has_stored_it() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
 
     def check(message: Any) -> bool:
@@ -71,38 +71,38 @@ def test_an_agent_hears_of_a_phase_only_after_its_server_has_stored_it() -> None
             assert any(server.plan_or_fail().version >= version for server in cluster.servers.values())
         return False
 
-    for id_, server in cluster.servers.items():
+    for id_, agent in cluster.agents.items():
 
         def stored_here(message: Any, id_: str = id_) -> bool:
             if isinstance(message, PlanChange):
                 assert cluster.servers[id_].plan_or_fail().version >= message.delta.version
             return check(message)
 
-        server.lose = stored_here
+        agent.lose = stored_here
     _, target = begin(cluster, balancer)
     cluster.run_until(lambda: is_settled(cluster, balancer, target))
 
 
 def test_nothing_is_activated_before_both_agents_have_acknowledged() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     balancer = cluster.started(NO_DECISIONS)
     _, target = places(cluster, balancer)
-    cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
+    cluster.agents[target].lose = lambda message: isinstance(message, PlanAck)
     begin(cluster, balancer)
     cluster.run(20)
     assert phase_of(balancer) is Phase.PREPARED
-    cluster.servers[target].lose = lambda message: False
+    cluster.agents[target].lose = lambda message: False
     cluster.run_until(lambda: is_settled(cluster, balancer, target))
 
 
 @pytest.mark.parametrize("lost", [PlanChange, PlanAck, PlanQuery, Vacated])
 def test_any_control_message_may_get_lost(lost: type[Any]) -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     # An agent is asked only when something else was lost.
     losses = dict.fromkeys(cluster.servers, 2 if lost is PlanQuery else 1)
 
-    for id_, server in cluster.servers.items():
+    for id_, agent in cluster.agents.items():
 
         def lose(message: Any, id_: str = id_) -> bool:
             hit = isinstance(message, lost) or (lost is PlanQuery and isinstance(message, PlanChange))
@@ -111,24 +111,24 @@ def test_any_control_message_may_get_lost(lost: type[Any]) -> None:
                 return True
             return False
 
-        server.lose = lose
+        agent.lose = lose
     source, target = begin(cluster, balancer)
     cluster.run_until(lambda: is_settled(cluster, balancer, target))
     assert losses[source] == 0
 
 
 def test_a_report_tells_what_a_lost_acknowledgement_told() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
-    for id_, server in cluster.servers.items():
-        server.lose = lambda message: isinstance(message, PlanAck)
-        cluster.agents[id_].reports_version = True
+    for agent in cluster.agents.values():
+        agent.lose = lambda message: isinstance(message, PlanAck)
+        agent.reports_version = True
     _, target = begin(cluster, balancer)
     cluster.run_until(lambda: is_settled(cluster, balancer, target))
 
 
 def test_agents_that_send_no_reports_are_asked_for_a_sign_of_life() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     for agent in cluster.agents.values():
         agent.reports = False
@@ -138,7 +138,7 @@ def test_agents_that_send_no_reports_are_asked_for_a_sign_of_life() -> None:
 
 
 def test_repeated_and_old_messages_change_nothing() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     source, target = begin(cluster, balancer, listened=True)
     cluster.run_until(lambda: phase_of(balancer) is Phase.ACTIVE)
@@ -169,10 +169,10 @@ def test_repeated_and_old_messages_change_nothing() -> None:
 
 
 def test_vacated_counts_only_once_the_transition_is_active() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     source, target = places(cluster, balancer)
-    cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
+    cluster.agents[target].lose = lambda message: isinstance(message, PlanAck)
     begin(cluster, balancer, listened=True)
     cluster.run(3)
     cluster.say(
@@ -180,43 +180,43 @@ def test_vacated_counts_only_once_the_transition_is_active() -> None:
         Vacated(source, ((CHANNEL, balancer.plan.entry(CHANNEL).route.epoch),), cluster.agents[source].incarnation),
     )
     cluster.run()
-    cluster.servers[target].lose = lambda message: False
+    cluster.agents[target].lose = lambda message: False
     cluster.run(20)
     assert phase_of(balancer) is Phase.ACTIVE
 
 
 def test_an_agent_that_restarts_before_activation_must_acknowledge_again() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     source, target = places(cluster, balancer)
     agent = cluster.agents[source]
-    cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
+    cluster.agents[target].lose = lambda message: isinstance(message, PlanAck)
     begin(cluster, balancer)
     cluster.run(2)  # the agent of the source has acknowledged, that of the target has not been heard
     old = agent.incarnation
     agent.restart()
-    cluster.servers[source].lose = lambda message: isinstance(message, PlanQuery)
+    cluster.agents[source].lose = lambda message: isinstance(message, PlanQuery)
     cluster.run(3)  # its reports tell that it is another process
     cluster.say(source, PlanAck(source, old, balancer.plan.version))  # late, from the process that is no more
-    cluster.servers[target].lose = lambda message: False
+    cluster.agents[target].lose = lambda message: False
     cluster.run(10)
     assert phase_of(balancer) is Phase.PREPARED
     assert balancer.machine.counters["contested_messages"] >= 1
-    cluster.servers[source].lose = lambda message: False
+    cluster.agents[source].lose = lambda message: False
     cluster.run_until(lambda: is_settled(cluster, balancer, target))
     assert agent.plan is not None
 
 
 def test_an_agent_that_died_after_its_acknowledgement_is_waited_for() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     source, target = places(cluster, balancer)
-    cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
+    cluster.agents[target].lose = lambda message: isinstance(message, PlanAck)
     begin(cluster, balancer)
     cluster.run(2)
     cluster.agents[source].alive = False
     cluster.run(6)
-    cluster.servers[target].lose = lambda message: False
+    cluster.agents[target].lose = lambda message: False
     cluster.run(10)
     assert phase_of(balancer) is Phase.PREPARED
     cluster.agents[source].restart()
@@ -224,7 +224,7 @@ def test_an_agent_that_died_after_its_acknowledgement_is_waited_for() -> None:
 
 
 def test_a_superseded_agent_is_believed_again_when_the_later_one_is_gone() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     first = cluster.agents["s1"].incarnation
     cluster.say("s1", PlanAck("s1", 5, 0))  # a second agent, which ends at once
@@ -236,11 +236,11 @@ def test_a_superseded_agent_is_believed_again_when_the_later_one_is_gone() -> No
 
 @pytest.mark.parametrize("phase", [Phase.PREPARED, Phase.ACTIVE, Phase.SETTLED])
 def test_a_successor_goes_on_in_every_phase(phase: Phase) -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     balancer = cluster.started(NO_DECISIONS)
     source, target = places(cluster, balancer)
     if phase is Phase.PREPARED:
-        cluster.servers[target].lose = lambda message: isinstance(message, PlanAck)
+        cluster.agents[target].lose = lambda message: isinstance(message, PlanAck)
     begin(cluster, balancer, listened=phase is Phase.ACTIVE)
     if phase is Phase.SETTLED:
         cluster.run_until(lambda: is_settled(cluster, balancer, target))
@@ -250,7 +250,7 @@ def test_a_successor_goes_on_in_every_phase(phase: Phase) -> None:
     epoch = balancer.plan.entry(CHANNEL).route.epoch
     version = balancer.plan.version
     cluster.kill(balancer)
-    cluster.servers[target].lose = lambda message: False
+    cluster.agents[target].lose = lambda message: False
     cluster.agents[source].listened.clear()
     successor = cluster.started(NO_DECISIONS)
     assert successor.plan.version > version
@@ -259,7 +259,7 @@ def test_a_successor_goes_on_in_every_phase(phase: Phase) -> None:
 
 
 def test_a_successor_that_finds_only_some_servers_changed_takes_the_newest_of_each_channel() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     balancer = cluster.started(NO_DECISIONS)
     source, target = places(cluster, balancer)
     other = next(id_ for id_ in cluster.servers if id_ not in (source, target))
@@ -278,33 +278,32 @@ def test_a_successor_that_finds_only_some_servers_changed_takes_the_newest_of_ea
 
 
 def test_what_an_unreadable_server_holds_is_taken_in_later_and_its_epochs_are_never_given_again() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     balancer = cluster.started(NO_DECISIONS)
     _, target = places(cluster, balancer)
     server = cluster.servers[target]
     # The predecessor's last change has reached one server only, which is down when the successor comes.
     stray = balancer.plan.begin({b"stray": single(_elsewhere(cluster, balancer.plan, b"stray"))})
-    server.keys[PLAN_KEY] = stored_hash(stray, server.run_id)
+    server.put_plan(stray)
     cluster.kill(balancer)
-    cluster.stop_server(target)
     successor = cluster.start(NO_DECISIONS)
+    cluster.cut(successor, target)
     cluster.run_until(lambda: successor.machine.stage is Stage.LEADING)
     assert successor.plan.version > stray.version
     assert [note.details["not_read"] for note in successor.notes if "not_read" in note.details] == [[target]]
-    server.up = True
-    cluster.reconnect(successor, target)
+    cluster.heal(successor, target)
     cluster.run_until(lambda: cluster.is_quiet(successor))
     assert successor.plan.entries[b"stray"].route == stray.entries[b"stray"].route
     assert [plan.entries[b"stray"].phase for plan in successor.plans() if b"stray" in plan.entries] == list(Phase)
 
 
-def _elsewhere(cluster: FakeCluster, plan: Plan, channel: bytes) -> str:
+def _elsewhere(cluster: SimCluster, plan: Plan, channel: bytes) -> str:
     home = plan.entry(channel).route.assignment.servers[0]
     return next(id_ for id_ in cluster.servers if id_ != home)
 
 
 def test_a_server_that_is_down_is_not_chosen_and_a_transition_waits_for_it() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     source, target = places(cluster, balancer)
     cluster.cut(balancer, target)
@@ -312,28 +311,28 @@ def test_a_server_that_is_down_is_not_chosen_and_a_transition_waits_for_it() -> 
     # The lease needs both of two servers; it still holds for a while.
     reply = cluster.ask("move", {"channel": CHANNEL, "to": target}, server=source)
     assert reply.error is not None and f"server {target} is not connected" in reply.error
-    cluster.reconnect(balancer, target)
-    cluster.run_until(lambda: cluster.is_quiet(balancer))
+    cluster.heal(balancer, target)
+    cluster.run_until(lambda: balancer.machine.links_up() == 2)
     begin(cluster, balancer, listened=True)
     cluster.run_until(lambda: phase_of(balancer) is Phase.ACTIVE)
     cluster.cut(balancer, target)
     cluster.agents[source].listened.clear()
     cluster.run(2)
     assert phase_of(balancer) is Phase.ACTIVE, "the new server has perhaps not stored that it is right"
-    cluster.reconnect(balancer, target)
+    cluster.heal(balancer, target)
     cluster.run_until(lambda: is_settled(cluster, balancer, target))
 
 
 def test_a_restarted_server_gets_the_whole_plan_and_its_old_one_is_not_trusted() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     balancer = cluster.started(NO_DECISIONS)
     _, target = begin(cluster, balancer)
     cluster.run_until(lambda: is_settled(cluster, balancer, target))
-    for keys in ({}, dict(cluster.servers["s2"].keys)):
+    for snapshot in (None, cluster.servers["s2"].snapshot()):
         cluster.stop_server("s2")
         cluster.run(1)
         cluster.servers["s2"].executed.clear()
-        cluster.start_server("s2", keys=keys)
+        cluster.start_server("s2", snapshot)
         with pytest.raises(AssertionError, match="stores no plan"):  # none that was written to this process
             cluster.servers["s2"].plan_or_fail()
         cluster.run(1)
@@ -343,11 +342,11 @@ def test_a_restarted_server_gets_the_whole_plan_and_its_old_one_is_not_trusted()
 
 @pytest.mark.parametrize("version", [b"0", b"77", b"4294967295", b"9999999999"])
 def test_a_server_with_an_unexpected_version_is_written_as_a_whole(version: bytes) -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     _, target = begin(cluster, balancer)
     cluster.run_until(lambda: is_settled(cluster, balancer, target))
-    cluster.servers["s1"].keys[PLAN_KEY][VERSION_FIELD] = version
+    cluster.servers["s1"].put(PLAN_KEY, {VERSION_FIELD: version}, keep=True)
     cluster.servers["s1"].executed.clear()
     cluster.run(10)
     notes = [note.message for note in balancer.notes if note.level == "error"]
@@ -361,26 +360,26 @@ def test_a_server_with_an_unexpected_version_is_written_as_a_whole(version: byte
 
 
 def test_a_wiped_server_is_noticed_at_the_next_change() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     options = BalancerOptions(load_ratio_high=1000.0, verify_interval_s=1000.0)
     balancer = cluster.started(options)
     _, target = begin(cluster, balancer)
     cluster.run_until(lambda: is_settled(cluster, balancer, target))
-    cluster.servers["s1"].keys.pop(PLAN_KEY)
+    cluster.servers["s1"].delete(PLAN_KEY)
     cluster.ask("move", {"channel": CHANNEL, "to": places(cluster, balancer)[1]})
     assert cluster.servers["s1"].plan == balancer.plan
 
 
 def test_a_wiped_server_is_noticed_without_a_change() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
-    cluster.servers["s1"].keys.pop(PLAN_KEY)
+    cluster.servers["s1"].delete(PLAN_KEY)
     cluster.run(6)
     assert cluster.servers["s1"].plan == balancer.plan
 
 
 def test_a_server_that_misses_changes_is_sent_them_together() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     balancer = cluster.started(NO_DECISIONS)
     source, target = places(cluster, balancer)
     other = next(id_ for id_ in cluster.servers if id_ not in (source, target))
@@ -391,7 +390,7 @@ def test_a_server_that_misses_changes_is_sent_them_together() -> None:
     cluster.admin(source, "move", {"channel": second, "to": target}, request=8)
     cluster.run_until(lambda: balancer.plan.version == 6)
     cluster.servers[other].executed.clear()
-    cluster.reconnect(balancer, other)
+    cluster.heal(balancer, other)
     cluster.run(1)
     assert cluster.servers[other].plan == balancer.plan
     written = [args for args in cluster.servers[other].executed if args[0] in (b"HSET", b"RENAME")]
@@ -400,13 +399,13 @@ def test_a_server_that_misses_changes_is_sent_them_together() -> None:
 
 @pytest.mark.parametrize("command", [b"HSET", b"RENAME", b"HMGET"])
 def test_a_server_that_refuses_is_told_of_and_tried_again(command: bytes) -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     source, target = places(cluster, balancer)
     server = cluster.servers[target]
-    server.refuse = lambda args: "OOM command not allowed" if args[0] == command else None
+    server.refuse = refusing("OOM command not allowed", command)
     if command == b"RENAME":
-        server.keys.pop(PLAN_KEY)
+        server.delete(PLAN_KEY)
     begin(cluster, balancer)
     cluster.run(10)
     refused = [note for note in balancer.notes if "refuses to keep the plan" in note.message]
@@ -414,7 +413,7 @@ def test_a_server_that_refuses_is_told_of_and_tried_again(command: bytes) -> Non
         assert phase_of(balancer) is Phase.PREPARED or balancer.plan.version == 0
     assert len(refused) == 1, "said once, not with every attempt"
     assert refused[0].details["reply"] == "OOM command not allowed"
-    server.refuse = lambda args: None
+    server.refuse = None
     cluster.run(5)
     if phase_of(balancer) is Phase.SETTLED and balancer.plan.version == 0:
         cluster.ask("move", {"channel": CHANNEL, "to": target}, server=source)
@@ -424,20 +423,20 @@ def test_a_server_that_refuses_is_told_of_and_tried_again(command: bytes) -> Non
 @pytest.mark.parametrize("stored", [{b"@version": b"many", b"@header": b"\xc1", b"c:x": b"?"}, b"a string"])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_plan_that_cannot_be_read_is_told_of_and_replaced(stored: Any, *, late: bool) -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     if late:
         balancer = cluster.started()
-        cluster.servers["s1"].keys[PLAN_KEY] = stored
+        cluster.servers["s1"].put(PLAN_KEY, stored)
         cluster.run(6)
     else:
-        cluster.servers["s1"].keys[PLAN_KEY] = stored
+        cluster.servers["s1"].put(PLAN_KEY, stored)
         balancer = cluster.started()
     assert cluster.servers["s1"].plan == balancer.plan
     assert any("cannot be read" in note.message for note in balancer.notes)
 
 
 def test_an_agent_that_holds_a_version_that_is_stored_nowhere_is_overtaken() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     for agent in cluster.agents.values():
         agent.plan = Plan(50, {server.id: server for server in cluster.configured()}, ("s1", "s2"))
     balancer = cluster.start()
@@ -446,7 +445,7 @@ def test_an_agent_that_holds_a_version_that_is_stored_nowhere_is_overtaken() -> 
 
 
 def test_many_channels_share_versions() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     channels = [b"c%d" % number for number in range(50)]
     for number, channel in enumerate(channels):
@@ -459,13 +458,13 @@ def test_many_channels_share_versions() -> None:
 
 def test_a_stored_plan_with_previous_routes_waits_for_every_old_server() -> None:
     """For replicated assignments, which later balancers make: every server of every previous route must be vacated."""
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     old = Route(1, Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2")))
     older = Route(0, single("s1"))
     entry = Entry(Route(2, single("s3")), Phase.ACTIVE, (older, old))
     plan = Plan.initial(cluster.configured()).with_entries({CHANNEL: entry}, 9)
     for server in cluster.servers.values():
-        server.keys[PLAN_KEY] = stored_hash(plan, server.run_id)
+        server.put_plan(plan)
     cluster.agents["s2"].listened.add(CHANNEL)
     balancer = cluster.start(NO_DECISIONS)
     cluster.run(10)

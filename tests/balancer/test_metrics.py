@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry
 
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.process.metrics import make_registry
-from tests.balancer.fake_cluster import FakeCluster
+from tests.balancer.cluster import SimCluster
 from tests.compose.metric_series import hostile_channels, series_of
 
 CHANNELS = 1000
@@ -13,7 +13,7 @@ CHANNELS = 1000
 
 def test_the_number_of_series_depends_on_servers_and_not_on_channels() -> None:
     """100,000 channels of hostile names are reported; moves of some of them are stalled, and each is a problem."""
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(BalancerOptions(load_ratio_high=1000.0))
     cluster.run(6)
     registry: CollectorRegistry = make_registry(balancer.machine, lambda: cluster.now)
@@ -24,7 +24,7 @@ def test_the_number_of_series_depends_on_servers_and_not_on_channels() -> None:
         cluster.agents["s1"].loads, cluster.agents["s2"].loads = loads, loads
         cluster.run(0.5)
     for agent in cluster.agents.values():
-        agent.server.lose = lambda message: True  # so that no transition settles
+        agent.lose = lambda message: True  # so that no transition settles
     ring = balancer.plan.ring
     for request, name in enumerate(names[:100]):
         home = ring.home(name)

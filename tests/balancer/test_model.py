@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dynamoth.plan.plan import Assignment, Mode, Route, single
 from dynamoth.protocol.reports import ChannelColumns, Report
 from dynamoth_balancer.decide.model import BUSY_MAX, SAMPLES_MAX, ClusterModel
-from tests.balancer.fake_cluster import Row, Traffic, columns
+from tests.balancer.traffic import Row, Traffic, columns
 
 CAPACITY = 1000
 

@@ -1,8 +1,10 @@
-"""Parts of the balancer on their own, where the order of replies matters more than the fake cluster can vary."""
+"""Parts of the balancer on their own, where the order of replies matters more than the simulator can vary."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -14,7 +16,7 @@ from dynamoth.plan.plan import Plan, Server
 from dynamoth_balancer.install.book import PlanBook
 from dynamoth_balancer.install.copies import PlanCopy
 from dynamoth_balancer.install.lease import TAG, Lease
-from tests.balancer.fake_cluster import FakeServer
+from tests.balancer.cluster import BALANCER, SimCluster
 
 SERVERS = ["s1", "s2", "s3", "s4"]
 
@@ -22,101 +24,107 @@ SERVERS = ["s1", "s2", "s3", "s4"]
 class Contender:
     """A balancer that wants the lease, with commands on their way to servers of which it reaches some sooner."""
 
-    def __init__(self, incarnation: int, servers: dict[str, FakeServer], nearest_first: list[str]) -> None:
+    def __init__(self, cluster: SimCluster, incarnation: int, nearest_first: list[str]) -> None:
         self.lease = Lease(SERVERS, incarnation, 5.0, 1.0)
-        self.servers = servers
+        self._cluster = cluster
         self._nearest_first = nearest_first
         self._sends: dict[str, list[Send]] = {id_: [] for id_ in SERVERS}
 
-    def take(self, sends: list[Send]) -> None:
+    @property
+    def holds_the_lease(self) -> bool:
+        return self.lease.is_held(self._cluster.now)
+
+    def connect(self, servers: list[str]) -> None:
+        for id_ in servers:
+            self._take(self.lease.link_up(id_, self._cluster.now))
+
+    def tick(self) -> None:
+        self._take(self.lease.tick(self._cluster.now))
+
+    def _take(self, sends: list[Send]) -> None:
         for send in sends:
             self._sends[send.link].append(send)
 
-    def deliver(self, now: float) -> list[Any]:
+    def deliver(self) -> list[Any]:
         """Return functions that each execute what was sent to one server, and take its replies; nearest first."""
-        return [lambda id_=id_: self._deliver(id_, now) for id_ in self._nearest_first if self._sends[id_]]
+        return [partial(self._deliver, id_) for id_ in self._nearest_first if self._sends[id_]]
 
-    def _deliver(self, server: str, now: float) -> None:
+    def _deliver(self, server: str) -> None:
         sends, self._sends[server] = self._sends[server], []
-        replies = [(send.tag, self.servers[server].execute(tuple(send.args), now)) for send in sends]
-        for tag, value in replies:
+        for tag, value in [(send.tag, self._execute(server, send.args)) for send in sends]:
             if tag is not None:
                 assert tag[0] == TAG
-                self.take(self.lease.replied(server, tag[1], value, now))
+                self._take(self.lease.replied(server, tag[1], value, self._cluster.now))
+
+    def _execute(self, server: str, args: Sequence[Any]) -> Any:
+        if args[0] == b"PUBSUB":
+            return [args[2], 2]  # how many balancers are connected
+        words = [part if isinstance(part, bytes) else b"%d" % part for part in args]
+        return self._cluster.servers[server].execute(BALANCER, *words)
 
 
-def _run(contenders: list[Contender], now: float, duration_s: float) -> float:
-    """Let both go on, the commands of both taking effect in turns; return the time."""
-    end = now + duration_s
-    while now < end:
-        for server in contenders[0].servers.values():
-            server.balancers = len(contenders)
+def _run(cluster: SimCluster, contenders: list[Contender], duration_s: float) -> None:
+    """Let all go on, their commands taking effect in turns."""
+    end = cluster.now + duration_s
+    while cluster.now < end:
         for contender in contenders:
-            contender.take(contender.lease.tick(now))
+            contender.tick()
         for _ in range(20):
-            turns = zip_longest(*(contender.deliver(now) for contender in contenders))
-            for turn in turns:
+            for turn in zip_longest(*(contender.deliver() for contender in contenders)):
                 for step in turn:
                     if step is not None:
                         step()
-            assert sum(contender.lease.is_held(now) for contender in contenders) <= 1
-        now += 0.25
-    return now
+            assert sum(contender.holds_the_lease for contender in contenders) <= 1
+        cluster.run(0.25)
 
 
-@pytest.mark.parametrize("forged", [{}, b"x", b""], ids=["another type", "text", "empty"])
+def _two(nearest_first: list[str] = SERVERS) -> tuple[SimCluster, Contender, Contender]:
+    cluster = SimCluster(len(SERVERS))
+    return cluster, Contender(cluster, 1, SERVERS), Contender(cluster, 2, nearest_first)
+
+
+@pytest.mark.parametrize("forged", [{b"a": b"1"}, b"x", b""], ids=["another type", "text", "empty"])
 def test_a_value_that_is_no_lease_expires_and_one_balancer_wins(forged: Any) -> None:
     """Nobody may hold two leases meanwhile: ``_run`` looks after each command."""
-    servers = {id_: FakeServer(id_) for id_ in SERVERS}
-    one, other = Contender(1, servers, SERVERS), Contender(2, servers, SERVERS[::-1])
-    for server in servers.values():
-        server.keys[BALANCER_LEASE_KEY] = forged
-    for id_ in SERVERS:
-        one.take(one.lease.link_up(id_, 0.0))
-        other.take(other.lease.link_up(id_, 0.0))
-    _run([one], 0.0, 1.0)
+    cluster, one, other = _two(SERVERS[::-1])
+    for server in cluster.servers.values():
+        server.put(BALANCER_LEASE_KEY, forged)
+    one.connect(SERVERS)
+    other.connect(SERVERS)
+    _run(cluster, [one], 1.0)
     assert one.lease.others() == {}, "it is nobody's: a balancer that sees another one at work ends"
     assert one.lease.problems()
-    now = _run([one, other], 1.0, 20.0)
-    assert one.lease.is_held(now) or other.lease.is_held(now)
+    _run(cluster, [one, other], 20.0)
+    assert one.holds_the_lease or other.holds_the_lease
 
 
 def test_the_lease_of_another_balancer_is_left_alone() -> None:
-    servers = {id_: FakeServer(id_) for id_ in SERVERS}
-    one = Contender(1, servers, SERVERS)
-    for server in servers.values():
-        server.keys[BALANCER_LEASE_KEY] = b"77"
-    for id_ in SERVERS:
-        one.take(one.lease.link_up(id_, 0.0))
-    _run([one], 0.0, 20.0)
-    assert not any(args[0] == b"PEXPIRE" for server in servers.values() for args in server.executed)
+    cluster, one, _ = _two()
+    for server in cluster.servers.values():
+        server.put(BALANCER_LEASE_KEY, b"77")
+    one.connect(SERVERS)
+    _run(cluster, [one], 20.0)
+    assert not any(args[0] == b"PEXPIRE" for server in cluster.servers.values() for args in server.executed)
 
 
 def test_of_two_that_reach_different_servers_first_one_wins() -> None:
-    servers = {id_: FakeServer(id_) for id_ in SERVERS}
-    one, other = Contender(1, servers, SERVERS), Contender(2, servers, SERVERS[::-1])
-    for id_ in SERVERS:
-        one.take(one.lease.link_up(id_, 0.0))
-        other.take(other.lease.link_up(id_, 0.0))
-    now = _run([one, other], 0.0, 20.0)
-    assert one.lease.is_held(now) or other.lease.is_held(now)
+    cluster, one, other = _two(SERVERS[::-1])
+    one.connect(SERVERS)
+    other.connect(SERVERS)
+    _run(cluster, [one, other], 20.0)
+    assert one.holds_the_lease or other.holds_the_lease
 
 
 def test_of_two_that_hold_half_of_the_servers_each_one_wins() -> None:
-    servers = {id_: FakeServer(id_) for id_ in SERVERS}
-    one, other = Contender(1, servers, SERVERS), Contender(2, servers, SERVERS)
-    for id_ in SERVERS[:2]:
-        one.take(one.lease.link_up(id_, 0.0))
-    for id_ in SERVERS[2:]:
-        other.take(other.lease.link_up(id_, 0.0))
-    now = _run([one, other], 0.0, 3.0)
-    assert not one.lease.is_held(now) and not other.lease.is_held(now)
-    for id_ in SERVERS[2:]:
-        one.take(one.lease.link_up(id_, now))
-    for id_ in SERVERS[:2]:
-        other.take(other.lease.link_up(id_, now))
-    now = _run([one, other], now, 20.0)
-    assert one.lease.is_held(now) or other.lease.is_held(now)
+    cluster, one, other = _two()
+    one.connect(SERVERS[:2])
+    other.connect(SERVERS[2:])
+    _run(cluster, [one, other], 3.0)
+    assert not one.holds_the_lease and not other.holds_the_lease
+    one.connect(SERVERS[2:])
+    other.connect(SERVERS[:2])
+    _run(cluster, [one, other], 20.0)
+    assert one.holds_the_lease or other.holds_the_lease
 
 
 def test_replies_to_a_plan_that_was_given_up_do_not_count_for_the_next_attempt() -> None:

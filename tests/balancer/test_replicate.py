@@ -26,7 +26,7 @@ from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.decide.relieve import Relieve
 from dynamoth_balancer.decide.replicate import Judgement, Replicate, wish
 from dynamoth_balancer.options import BalancerOptions
-from tests.balancer.fake_cluster import Traffic, columns
+from tests.balancer.traffic import Traffic, columns
 
 CAPACITY = 1_000_000.0
 CHANNEL = b"hot"

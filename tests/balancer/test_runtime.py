@@ -28,7 +28,7 @@ from dynamoth_cli.admin import ask_balancer
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.query import query
 from dynamoth_link.urls import ClusterAddress, parse_server_url
-from tests.balancer.fake_cluster import FakeCluster
+from tests.balancer.cluster import SimCluster
 from tests.redis_servers import RedisServerFactory
 
 OPTIONS = BalancerOptions(load_ratio_high=100.0, lease_s=1.5, lease_renew_s=0.3)
@@ -229,7 +229,7 @@ def test_what_cannot_be_configured() -> None:
 
 def test_rows_are_appended(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    report = FakeCluster(1).agents["s1"].report()
+    report = SimCluster(1).agents["s1"].report()
     for _ in range(2):
         recorder = Recorder(path)
         recorder.write(report_row(report, 1_700_000_000.1234, 0.5))

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from dynamoth.errors import AlreadyRunning, ConfigError
-from dynamoth.names import BALANCER_LEASE_KEY, PLAN_KEY
+from dynamoth.names import BALANCER_CHANNEL, BALANCER_LEASE_KEY, PLAN_KEY
 from dynamoth.plan.plan import JOIN_S, Plan, single
 from dynamoth_balancer.events import Shutdown, Stopped
 from dynamoth_balancer.machine import BalancerMachine, Stage
 from dynamoth_balancer.options import BalancerOptions
-from tests.balancer.fake_cluster import Balancer, FakeCluster, stored_hash
+from tests.balancer.cluster import Balancer, SimCluster, refusing
 
 
 def _leads(balancer: Balancer) -> bool:
@@ -28,7 +28,7 @@ def _messages(balancer: Balancer, level: str) -> list[str]:
 
 
 def test_a_second_balancer_ends_and_says_why() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     first = cluster.started()
     second = cluster.start()
     cluster.run_until(lambda: second.stopped is not None, timeout_s=7.5)
@@ -40,7 +40,7 @@ def test_a_second_balancer_ends_and_says_why() -> None:
 
 
 def test_a_standby_waits_and_is_well_until_the_leader_is_gone() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     first = cluster.started()
     standby = cluster.start(BalancerOptions(standby=True))
     cluster.run(60)
@@ -54,14 +54,14 @@ def test_a_standby_waits_and_is_well_until_the_leader_is_gone() -> None:
     assert cluster.now - at <= standby.machine.options.lease_s + 1.5
     assert not _stands_by(standby)
     late = cluster.start(BalancerOptions(standby=True))
-    cluster.handle(standby, Shutdown())
+    standby.process.handle(Shutdown())
     cluster.run_until(lambda: _leads(late), timeout_s=2)
 
 
 def test_a_standby_that_nobody_leads_beside_is_not_well() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     for server in cluster.servers.values():
-        server.refuse = lambda args: "NOPERM no" if args[0] == b"SET" else None
+        server.refuse = refusing("NOPERM no", b"SET")
     standby = cluster.start(BalancerOptions(standby=True))
     cluster.run(3)
     assert not _stands_by(standby)
@@ -69,7 +69,7 @@ def test_a_standby_that_nobody_leads_beside_is_not_well() -> None:
 
 
 def test_two_balancers_that_start_together_do_not_block_each_other() -> None:
-    cluster = FakeCluster(4)
+    cluster = SimCluster(4)
     balancers = [cluster.start(), cluster.start()]
     cluster.run(20)
     assert sum(_leads(balancer) for balancer in balancers) == 1
@@ -77,7 +77,7 @@ def test_two_balancers_that_start_together_do_not_block_each_other() -> None:
 
 
 def test_a_killed_balancer_is_replaced_when_its_lease_has_expired() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     first = cluster.started()
     cluster.kill(first)
     successor = cluster.start()
@@ -93,49 +93,48 @@ def test_a_killed_balancer_is_replaced_when_its_lease_has_expired() -> None:
 @pytest.mark.parametrize("is_deaf", [False, True], ids=["frozen itself", "the server hangs"])
 def test_what_a_waiting_balancer_has_not_heard_for_long_proves_no_other_balancer(is_deaf: bool) -> None:
     """It was told before that the lease is in another's hands, and has had no answer since."""
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     first = cluster.started()
     successor = cluster.start()
     cluster.run(0.5)
     cluster.kill(first)
     if is_deaf:
-        successor.deaf.add("s1")
+        cluster.part(successor, "s1")
     else:
-        successor.frozen = True
+        successor.process.pause()
     cluster.run(8)
     assert successor.stopped is None
-    successor.frozen = False
-    successor.deaf.clear()
     if is_deaf:
-        cluster.cut(successor, "s1")
-        cluster.reconnect(successor, "s1")
+        cluster.heal(successor, "s1")
+    else:
+        successor.process.resume()
     cluster.run_until(lambda: _leads(successor) or successor.stopped is not None)
     assert successor.stopped is None
 
 
 def test_a_lease_that_cannot_be_prolonged_counts_no_longer_than_its_key() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     balancer = cluster.started()
     cluster.run(3)
     for server in cluster.servers.values():
-        server.refuse = lambda args: "MISCONF no disk" if args[0] in (b"SET", b"PEXPIRE") else None
+        server.refuse = refusing("MISCONF no disk", b"SET", b"PEXPIRE")
     end = cluster.now + 8
     while cluster.now < end:
         cluster.run(0.05)
-        ours = [server.expiries.get(BALANCER_LEASE_KEY, 0) > cluster.now for server in cluster.servers.values()]
+        ours = [holder is not None for holder in cluster.lease_holders()]
         held = balancer.machine._lease.is_held(cluster.now)  # pyright: ignore[reportPrivateUsage]  # the stage follows later
         assert sum(ours) >= 2 or not held
     assert balancer.machine.stage is Stage.CONTENDING
     for server in cluster.servers.values():
-        server.refuse = lambda args: None
+        server.refuse = None
     cluster.run(2)
     assert _leads(balancer)
 
 
 def test_a_stopped_balancer_gives_the_lease_back_at_once() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     first = cluster.started()
-    cluster.handle(first, Shutdown())
+    first.process.handle(Shutdown())
     cluster.run()
     assert first.stopped is not None and first.stopped.error is None
     assert cluster.lease_holders() == [None] * 3
@@ -145,10 +144,10 @@ def test_a_stopped_balancer_gives_the_lease_back_at_once() -> None:
 
 
 def test_a_balancer_stops_although_a_server_does_not_answer() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started()
-    balancer.deaf.add("s2")
-    cluster.handle(balancer, Shutdown())
+    cluster.part(balancer, "s2")
+    balancer.process.handle(Shutdown())
     cluster.run()
     assert not balancer.taken(Stopped)
     cluster.run(2)
@@ -156,15 +155,15 @@ def test_a_balancer_stops_although_a_server_does_not_answer() -> None:
 
 
 def test_a_paused_balancer_does_nothing_when_it_wakes_up_after_its_lease() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     first = cluster.started()
-    first.frozen = True
+    first.process.pause()
     second = cluster.start()
     cluster.run_until(lambda: _leads(second))
     cluster.run(1)
     for server in cluster.servers.values():
         server.executed.clear()
-    first.frozen = False
+    first.process.resume()
     cluster.run()
     assert first.machine.stage is Stage.CONTENDING
     written = {args[0] for server in cluster.servers.values() for args in server.executed} & {b"HSET", b"RENAME"}
@@ -175,7 +174,7 @@ def test_a_paused_balancer_does_nothing_when_it_wakes_up_after_its_lease() -> No
 
 
 def test_without_the_majority_of_the_servers_nothing_is_decided() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     balancer = cluster.started()
     for id_ in ("s1", "s2"):
         cluster.stop_server(id_)
@@ -191,7 +190,7 @@ def test_without_the_majority_of_the_servers_nothing_is_decided() -> None:
 
 
 def test_no_lease_is_granted_by_servers_that_are_not_reached() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     for id_ in ("s1", "s2"):
         cluster.stop_server(id_)
     balancer = cluster.start()
@@ -200,10 +199,10 @@ def test_no_lease_is_granted_by_servers_that_are_not_reached() -> None:
 
 
 def test_a_lease_that_is_wiped_everywhere_is_taken_again() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     balancer = cluster.started()
     for server in cluster.servers.values():
-        server.keys.clear()
+        server.flush()
     cluster.run(10)
     assert _leads(balancer)
     assert cluster.lease_holders() == [b"%d" % balancer.machine.incarnation] * 3
@@ -216,13 +215,13 @@ def test_a_balancer_at_work_keeps_the_lease_although_all_keys_are_deleted_beside
 
     It starts again whenever it ends, as a supervisor lets it.
     """
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     first = cluster.started()
     rival = cluster.start()
     for _ in range(30):
         cluster.run(offset_s)
         for server in cluster.servers.values():
-            server.keys.clear()
+            server.flush()
         for _ in range(12):
             cluster.run(0.1)
             assert _leads(first) and not _leads(rival)
@@ -231,13 +230,13 @@ def test_a_balancer_at_work_keeps_the_lease_although_all_keys_are_deleted_beside
 
 
 def test_a_lease_that_was_deleted_while_its_balancer_hangs_counts_only_when_that_one_has_lost_it() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     first = cluster.started()
     second = cluster.start()
     cluster.run(0.5)
-    first.frozen = True
+    first.process.pause()
     for server in cluster.servers.values():
-        server.keys.pop(BALANCER_LEASE_KEY)
+        server.delete(BALANCER_LEASE_KEY)
     at = cluster.now
     cluster.run_until(lambda: _leads(second))
     assert not first.machine._lease.is_held(cluster.now)  # pyright: ignore[reportPrivateUsage]  # it cannot look itself
@@ -249,13 +248,13 @@ def test_a_lease_that_was_deleted_while_its_balancer_hangs_counts_only_when_that
 def test_never_two_lead() -> None:
     """Whatever is frozen, and whenever it wakes up."""
     for pause_s in (0.5, 2.0, 4.0, 4.6, 5.1, 7.0, 20.0):
-        cluster = FakeCluster(3)
+        cluster = SimCluster(3)
         first = cluster.started()
-        first.frozen = True
+        first.process.pause()
         cluster.run(pause_s)
         second = cluster.start()
         cluster.run(0.1)
-        first.frozen = False
+        first.process.resume()
         for _ in range(100):
             cluster.run(0.1)
             assert not (_leads(first) and _leads(second)), pause_s
@@ -263,42 +262,41 @@ def test_never_two_lead() -> None:
 
 
 def test_the_names_of_servers_that_refuse_the_lease_are_told() -> None:
-    cluster = FakeCluster(1)
-    cluster.servers["s1"].refuse = lambda args: "NOPERM no keys" if args[0] in (b"SET", b"GET") else None
+    cluster = SimCluster(1)
+    cluster.servers["s1"].refuse = refusing("NOPERM no keys", b"SET", b"GET")
     balancer = cluster.start()
     cluster.run(10)
     assert any(note.details.get("refused") == {"s1": "NOPERM no keys"} for note in balancer.notes)
 
 
 def test_one_server_that_refuses_the_lease_does_not_keep_the_others_from_granting_it() -> None:
-    cluster = FakeCluster(3)
-    cluster.servers["s1"].refuse = lambda args: "WRONGTYPE" if args[0] == b"GET" else None
+    cluster = SimCluster(3)
+    cluster.servers["s1"].refuse = refusing("WRONGTYPE", b"GET")
     balancer = cluster.start()
     cluster.run(10)
     assert _leads(balancer)
 
 
 def test_a_server_that_does_not_let_us_subscribe_is_told_of_and_tried_again() -> None:
-    cluster = FakeCluster(1)
-    cluster.servers["s1"].refuse = lambda args: "NOPERM no channel" if args[0] == b"SUBSCRIBE" else None
+    cluster = SimCluster(1)
+    cluster.servers["s1"].refuse = refusing("NOPERM no channel", b"SUBSCRIBE")
     balancer = cluster.start()
     cluster.run(3)
     assert any("NOPERM no channel" in note.details.get("reason", "") for note in balancer.notes)
-    cluster.servers["s1"].refuse = lambda args: None
+    cluster.servers["s1"].refuse = None
     cluster.run(3)
-    assert "s1" in balancer.hears
+    assert cluster.servers["s1"].subscribers(BALANCER_CHANNEL) == [balancer.name]
 
 
 # Recovery.
 
 
-def _store(cluster: FakeCluster, server: str, plan: Plan, run_id: str | None = None) -> None:
-    target = cluster.servers[server]
-    target.keys[PLAN_KEY] = stored_hash(plan, target.run_id if run_id is None else run_id)
+def _store(cluster: SimCluster, server: str, plan: Plan, run_id: str | None = None) -> None:
+    cluster.servers[server].put_plan(plan, run_id)
 
 
 def test_a_new_server_is_listed_and_is_no_part_of_the_ring() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     first = cluster.start(servers=["s1", "s2"])
     cluster.run_until(lambda: _leads(first))
     cluster.kill(first)
@@ -316,7 +314,7 @@ def test_a_new_server_is_listed_and_is_no_part_of_the_ring() -> None:
 
 
 def test_a_server_cannot_leave_the_configuration() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     cluster.kill(cluster.started())
     balancer = cluster.start(servers=["s1", "s2"])
     cluster.run_until(lambda: balancer.stopped is not None)
@@ -326,7 +324,7 @@ def test_a_server_cannot_leave_the_configuration() -> None:
 
 
 def test_plans_of_two_clusters_are_not_mixed() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     servers = {server.id: server for server in cluster.configured()}
     _store(cluster, "s1", Plan(3, servers, ("s1",)))
     _store(cluster, "s2", Plan(4, servers, ("s2",)))
@@ -336,26 +334,25 @@ def test_plans_of_two_clusters_are_not_mixed() -> None:
 
 
 def test_a_server_of_another_cluster_that_comes_late_is_left_alone_and_told_of() -> None:
-    cluster = FakeCluster(3)
-    cluster.stop_server("s3")
+    cluster = SimCluster(3)
     balancer = cluster.start()
+    cluster.cut(balancer, "s3")
     cluster.run_until(lambda: _leads(balancer))
     other = Plan(4, {server.id: server for server in cluster.configured()}, ("s3",))
     _store(cluster, "s3", other)
-    cluster.servers["s3"].up = True
-    cluster.reconnect(balancer, "s3")
+    cluster.heal(balancer, "s3")
     cluster.run(5)
     assert cluster.servers["s3"].plan == other
     assert len([text for text in _messages(balancer, "error") if "is of another cluster" in text]) == 1
     channel = next(c for c in (b"a", b"b", b"c", b"d", b"e", b"f") if balancer.plan.ring.home(c) != "s3")
     reply = cluster.ask("move", {"channel": channel, "to": "s3"})
     assert reply.error is not None and "of another cluster" in reply.error
-    cluster.servers["s3"].keys.pop(PLAN_KEY)
+    cluster.servers["s3"].delete(PLAN_KEY)
     cluster.run_until(lambda: cluster.servers["s3"].plan == balancer.plan)
 
 
 def test_an_old_plan_from_the_disk_of_another_cluster_is_overwritten() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     servers = {server.id: server for server in cluster.configured()}
     _store(cluster, "s1", Plan(900, servers, ("s1",)), run_id="another process")
     _store(cluster, "s2", Plan(4, servers, ("s1", "s2")))
@@ -365,7 +362,7 @@ def test_an_old_plan_from_the_disk_of_another_cluster_is_overwritten() -> None:
 
 def test_plans_that_redis_restored_from_disk_are_recovered_from_when_there_is_nothing_newer() -> None:
     """All servers were restarted: what their disks kept is all there is."""
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     plan = Plan.initial(cluster.configured())
     plan = plan.begin({b"c": single("s1" if plan.ring.home(b"c") == "s2" else "s2")})
     for server in cluster.servers:
@@ -376,7 +373,7 @@ def test_plans_that_redis_restored_from_disk_are_recovered_from_when_there_is_no
 
 
 def test_only_one_copy_of_each_version_is_read_as_a_whole() -> None:
-    cluster = FakeCluster(5)
+    cluster = SimCluster(5)
     cluster.kill(cluster.started())
     cluster.run(10)
     for server in cluster.servers.values():
@@ -388,7 +385,7 @@ def test_only_one_copy_of_each_version_is_read_as_a_whole() -> None:
 
 
 def test_a_balancer_waits_for_slow_servers_and_not_for_ever() -> None:
-    cluster = FakeCluster(3)
+    cluster = SimCluster(3)
     cluster.stop_server("s3")
     balancer = cluster.start()
     cluster.run(2)
@@ -399,7 +396,7 @@ def test_a_balancer_waits_for_slow_servers_and_not_for_ever() -> None:
 
 
 def test_configurations_that_cannot_be() -> None:
-    server = FakeCluster(1).configured()[0]
+    server = SimCluster(1).configured()[0]
     for servers in ([], [server, server]):
         with pytest.raises(ConfigError):
             BalancerMachine(servers, 1)
@@ -416,6 +413,6 @@ def test_configurations_that_cannot_be() -> None:
 
 
 def test_the_lease_key_expires_by_itself() -> None:
-    cluster = FakeCluster(1)
+    cluster = SimCluster(1)
     cluster.started()
-    assert BALANCER_LEASE_KEY in cluster.servers["s1"].expiries
+    assert 0 < cluster.servers["s1"].execute("test", b"PTTL", BALANCER_LEASE_KEY) <= 5000

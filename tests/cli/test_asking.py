@@ -16,7 +16,7 @@ from dynamoth_cli import admin
 from dynamoth_link.errors import LinkError
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import ServerAddress, parse_cluster_url
-from tests.balancer.fake_cluster import stored_hash
+from tests.balancer.cluster import stored_hash
 
 CLUSTER = parse_cluster_url("dynamoth://127.0.0.1:1,127.0.0.1:2,127.0.0.1:3")
 LINK = LinkOptions()

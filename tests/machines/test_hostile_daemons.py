@@ -37,7 +37,7 @@ from dynamoth_balancer.machine import Stage
 from dynamoth_cli.admin import AdminMachine, Answered
 from dynamoth_client.machines.subscriber.events import SubscriptionConfirmed
 from dynamoth_lla.options import LoadAnalyzerOptions
-from tests.balancer.fake_cluster import FakeCluster
+from tests.balancer.cluster import SimCluster
 from tests.balancer.test_installation import NO_DECISIONS
 from tests.core.hostile import corpus
 from tests.machines.helpers import PLAN_0, C, channel_at, message, whole_reply
@@ -61,11 +61,11 @@ def batches(step: int = 1) -> Iterator[tuple[bytes, ...]]:
 
 
 def test_a_balancer_survives_what_anybody_publishes_on_its_channel() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     balancer = cluster.started(NO_DECISIONS)
     for batch in batches():
         for channel in (BALANCER_CHANNEL, OPERATOR_CHANNEL):
-            cluster.handle(balancer, Pushed("s1", [[b"message", channel, data] for data in batch]))
+            balancer.process.handle(Pushed("s1", [[b"message", channel, data] for data in batch]))
     assert balancer.machine.counters["malformed"] > 3000
     cluster.run(15)  # forged reports of a forged agent are over: the real one speaks
     assert balancer.machine.stage is Stage.LEADING
@@ -75,12 +75,12 @@ def test_a_balancer_survives_what_anybody_publishes_on_its_channel() -> None:
 
 
 def test_a_balancer_survives_what_anybody_publishes_while_it_has_no_lease() -> None:
-    cluster = FakeCluster(2)
+    cluster = SimCluster(2)
     cluster.started(NO_DECISIONS)
     second = cluster.start(NO_DECISIONS)
     for batch in batches():
         for channel in (BALANCER_CHANNEL, OPERATOR_CHANNEL):
-            cluster.handle(second, Pushed("s1", [[b"message", channel, data] for data in batch]))
+            second.process.handle(Pushed("s1", [[b"message", channel, data] for data in batch]))
     assert second.machine.stage is Stage.CONTENDING
     assert second.machine.counters["malformed"] > 3000
 
@@ -89,11 +89,11 @@ def test_a_balancer_survives_what_anybody_publishes_while_it_has_no_lease() -> N
 def test_a_balancer_starts_whatever_is_stored_at_a_server(field: bytes) -> None:
     """Every tenth of the corpus, as each takes a start."""
     for data in corpus()[:: len(corpus()) // 60]:
-        cluster = FakeCluster(2)
+        cluster = SimCluster(2)
         cluster.kill(cluster.started(NO_DECISIONS))
         for server in cluster.servers.values():
-            server.keys[PLAN_KEY][field] = data
-        cluster.now += 60
+            server.put(PLAN_KEY, {field: data}, keep=True)
+        cluster.run(60)
         balancer = cluster.started(NO_DECISIONS)
         assert cluster.ask("status").error is None
         assert balancer.machine.stage is Stage.LEADING

@@ -25,7 +25,7 @@ from dynamoth_sim.load.clients import Client, PublisherApp
 from dynamoth_sim.load.flood import Flood
 from dynamoth_sim.world.network import SILENCE_S_MAX
 from dynamoth_sim.world.process import Process
-from dynamoth_sim.world.redis import OUT_OF_MEMORY, OUTPUT_BUFFER_BYTES_MAX, READ_ONLY
+from dynamoth_sim.world.redis import OUTPUT_BUFFER_BYTES_MAX, out_of_memory, read_only
 
 CONTROL_LOST_RATIO = 0.15
 CONTROL_REPEATED_RATIO = 0.15
@@ -272,13 +272,13 @@ class Chaos:
     def _refuse_writes(self) -> None:
         """A server has no memory left, or has become a replica: it keeps what it stores, and publishes."""
         server = self._random.choice(list(self._cluster.servers.values()))
-        if not server.up or server.refuses_writes is not None:
+        if not server.up or server.refuse is not None:
             return
-        server.refuses_writes = self._random.choice((OUT_OF_MEMORY, READ_ONLY))
-        self._note(server.id, f"refuses writes: {server.refuses_writes}")
+        server.refuse = self._random.choice((out_of_memory, read_only))
+        self._note(server.id, f"refuses writes: {server.refuse.__name__}")
 
         def accept() -> None:
-            server.refuses_writes = None
+            server.refuse = None
             self._note(server.id, "takes writes again")
 
         self._until(REFUSE_S_MAX * self._random.random(), accept)

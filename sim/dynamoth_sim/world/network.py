@@ -244,12 +244,16 @@ class Network:
     Args:
         world: time and chance.
         delays_of: gives the delays of one direction of a connection between a process and a server.
+        silence_s_max: how long a link that is up can be silent before its process gives it up.
 
     """
 
-    def __init__(self, world: World, delays_of: Callable[[str, str], Delays]) -> None:
+    def __init__(
+        self, world: World, delays_of: Callable[[str, str], Delays], silence_s_max: float = SILENCE_S_MAX
+    ) -> None:
         self._world = world
         self._delays_of = delays_of
+        self._silence_s_max = silence_s_max
         self._servers: dict[str, Endpoint] = {}
         #: Connections that may still carry something, by id.
         self._connections: dict[int, Connection] = {}
@@ -383,6 +387,6 @@ class Network:
 
         def give_up() -> None:
             if partition in self._partitions:
-                connection.to_client.give_up(f"nothing came for {SILENCE_S_MAX} s")
+                connection.to_client.give_up(f"nothing came for {self._silence_s_max} s")
 
-        self._world.after(SILENCE_S_MAX, give_up)
+        self._world.after(self._silence_s_max, give_up)

@@ -155,15 +155,19 @@ class Process:
         self._unread = {}
         self._postponed = []
 
-    def pause(self, duration_s: float) -> None:
-        """Stand still: nothing is handled, timers wait, and what comes in queues up."""
-        self._note("fault", f"pauses for {duration_s:.3f} s")
+    def pause(self, duration_s: float | None = None) -> None:
+        """Stand still: nothing is handled, timers wait, and input queues up. None: until :meth:`resume`."""
+        self._note("fault", "pauses" if duration_s is None else f"pauses for {duration_s:.3f} s")
         self._pauses += 1
-        self._world.after(duration_s, self._resume, self._crashes)
+        if duration_s is not None:
+            self._world.after(duration_s, self._pause_is_over, self._crashes)
 
-    def _resume(self, crashes: int) -> None:
-        if crashes != self._crashes:
-            return
+    def _pause_is_over(self, crashes: int) -> None:
+        if crashes == self._crashes:
+            self.resume()
+
+    def resume(self) -> None:
+        """End one pause; after the last one, handle what has queued up."""
         self._pauses -= 1
         if self._pauses:
             return

@@ -34,12 +34,21 @@ OUTPUT_BUFFER_BYTES_MAX = 8 * 1024 * 1024
 """Redis's own default soft limit for pub/sub clients; a fault profile takes a smaller one."""
 
 
-_WRITING = frozenset((b"HSET", b"HDEL", b"RENAME", b"DEL", b"SET", b"PEXPIRE"))
-_TAKES_NO_MEMORY = frozenset((b"HDEL", b"RENAME", b"DEL", b"PEXPIRE"))
+Refusal = Callable[[str, list[bytes]], str | None]
+"""Gets the name of a process and a command; returns the error that answers the command, or None to execute it."""
 
-OUT_OF_MEMORY = "OOM command not allowed when used memory > 'maxmemory'."
-READ_ONLY = "READONLY You can't write against a read only replica."
-"""What a server says that refuses writes. Neither concerns PUBLISH."""
+_WRITING = frozenset((b"HSET", b"HDEL", b"RENAME", b"DEL", b"SET", b"PEXPIRE"))
+_TAKES_MEMORY = frozenset((b"HSET", b"SET"))
+
+
+def out_of_memory(_process: str, words: list[bytes]) -> str | None:
+    """Refuse the commands that need memory, as a server at its ``maxmemory`` does; PUBLISH needs none."""
+    return "OOM command not allowed when used memory > 'maxmemory'." if words[0] in _TAKES_MEMORY else None
+
+
+def read_only(_process: str, words: list[bytes]) -> str | None:
+    """Refuse the commands that write, as a replica does; PUBLISH does not write."""
+    return "READONLY You can't write against a read only replica." if words[0] in _WRITING else None
 
 
 class Greeting:
@@ -75,10 +84,8 @@ class RedisServer:
         self.meddle: Callable[[str, bytes, bytes], int] | None = None
         #: A message to its own publisher comes before the reply to PUBLISH up to Redis 7.0, and behind it since 7.2.
         self.reply_before_own_push = world.random.random() < 0.5
-        #: Commands that the ACL permits to nobody.
-        self.forbidden: frozenset[bytes] = frozenset()
-        #: What it says to commands that write, while it refuses them; None while it does not.
-        self.refuses_writes: str | None = None
+        #: Which commands it refuses, until its next start; None executes all.
+        self.refuse: Refusal | None = None
         self._connections: dict[int, Connection] = {}
         self._channels: dict[bytes, dict[Connection, None]] = {}
         self._patterns: dict[bytes, dict[Connection, None]] = {}
@@ -122,7 +129,7 @@ class RedisServer:
         """Start a new process, with what a snapshot holds, else with an empty memory."""
         assert not self.up, f"{self.id} runs already"
         self.up = True
-        self.refuses_writes = None
+        self.refuse = None
         self.run_id = self._new_run_id()
         self._keys = KeySpace(lambda: self._world.now, snapshot or Snapshot())
         self._started = self._world.now
@@ -206,32 +213,25 @@ class RedisServer:
         self.commands += 1
         self.input_bytes += COMMAND_BYTES
         words = [_to_bytes(word) for word in args]
-        name = words[0].upper()
-        if name in self.forbidden:
-            self._reply(connection, tag, ErrorReply("NOPERM this user has no permissions to run the command"))
+        name = words[0] = words[0].upper()
+        refusal = None if self.refuse is None else self.refuse(connection.process, words)
+        if refusal is not None:
+            self._reply(connection, tag, ErrorReply(refusal))
         elif name == b"PUBLISH":
             self._publish(connection, words, tag)
         elif name in _SUBSCRIBING:
             self._subscribe(connection, name, words[1:])
         elif name in self._commands:
             self._reply(connection, tag, self._commands[name](connection, words))
-        elif name in _WRITING and self.refuses_writes is not None and not self._has_memory_for(name):
-            self._reply(connection, tag, ErrorReply(self.refuses_writes))
-        elif name in self._keys.commands:
-            self._trace_plan(connection, words)
-            self._reply(connection, tag, self._keys.commands[name](words))
         else:
-            raise UnknownCommand(f"{connection.process} sends {args!r:.200}")
+            self._reply(connection, tag, self.execute(connection.process, *words))
 
-    def _has_memory_for(self, command: bytes) -> bool:
-        """Tell whether a server that has no memory left executes a command that writes: only if it takes no more."""
-        return self.refuses_writes == OUT_OF_MEMORY and command in _TAKES_NO_MEMORY
-
-    def _trace_plan(self, connection: Connection, words: list[bytes]) -> None:
-        if words[0].upper() == b"HSET" and words[1] in (PLAN_KEY, PLAN_KEY_NEW):
+    def execute(self, who: str, *words: bytes) -> Any:
+        """Execute a command on keys for a process, or for somebody with redis-cli; return its reply."""
+        if words[0] == b"HSET" and words[1] in (PLAN_KEY, PLAN_KEY_NEW):
             fields = dict(zip(words[2::2], words[3::2], strict=True))
-            record = (self._world.now, "stores plan", connection.process, self.id, None, None, fields)
-            self._world.trace.add(record)
+            self._world.trace.add((self._world.now, "stores plan", who, self.id, None, None, fields))
+        return self._keys.execute(words)
 
     def _reply(self, connection: Connection, tag: Any, value: Any) -> None:
         size = _reply_bytes(value)

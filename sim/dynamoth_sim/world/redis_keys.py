@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,8 +41,7 @@ class KeySpace:
         self._strings = dict(snapshot.strings)
         self._hashes = {key: dict(fields) for key, fields in snapshot.hashes.items()}
         self._expiries = dict(snapshot.expiries)
-        #: Name to command; each takes its words, the name included, and returns the reply.
-        self.commands: dict[bytes, Callable[[list[bytes]], Any]] = {
+        self._commands: dict[bytes, Callable[[Sequence[bytes]], Any]] = {
             b"HSET": self._hset,
             b"HGET": self._hget,
             b"HMGET": self._hmget,
@@ -56,6 +55,16 @@ class KeySpace:
             b"PEXPIRE": self._pexpire,
             b"PTTL": self._pttl,
         }
+
+    def execute(self, words: Sequence[bytes]) -> Any:
+        """Execute a command, given with its name; return the reply."""
+        command = self._commands.get(words[0])
+        if command is None:
+            raise UnknownCommand(f"{words!r:.200}")
+        self._expire(words[1])
+        if words[0].startswith(b"H") and words[1] in self._strings:
+            return ErrorReply(WRONG_TYPE)
+        return command(words)
 
     def snapshot(self) -> Snapshot:
         """Return a copy of everything."""
@@ -87,30 +96,27 @@ class KeySpace:
 
     # Hashes.
 
-    def _hset(self, words: list[bytes]) -> Any:
-        self._expire(words[1])
-        if words[1] in self._strings:
-            return ErrorReply(WRONG_TYPE)
+    def _hset(self, words: Sequence[bytes]) -> Any:
         stored = self._hashes.setdefault(words[1], {})
         fields = dict(zip(words[2::2], words[3::2], strict=True))
         new = sum(name not in stored for name in fields)
         stored.update(fields)
         return new
 
-    def _hget(self, words: list[bytes]) -> Any:
+    def _hget(self, words: Sequence[bytes]) -> Any:
         return self.hash(words[1]).get(words[2])
 
-    def _hmget(self, words: list[bytes]) -> Any:
+    def _hmget(self, words: Sequence[bytes]) -> Any:
         stored = self.hash(words[1])
         return [stored.get(name) for name in words[2:]]
 
-    def _hgetall(self, words: list[bytes]) -> Any:
+    def _hgetall(self, words: Sequence[bytes]) -> Any:
         return dict(self.hash(words[1]))
 
-    def _hlen(self, words: list[bytes]) -> Any:
+    def _hlen(self, words: Sequence[bytes]) -> Any:
         return len(self.hash(words[1]))
 
-    def _hdel(self, words: list[bytes]) -> Any:
+    def _hdel(self, words: Sequence[bytes]) -> Any:
         stored = self.hash(words[1])
         removed = sum(stored.pop(name, None) is not None for name in words[2:])
         if not stored:
@@ -119,7 +125,7 @@ class KeySpace:
 
     # Any key.
 
-    def _rename(self, words: list[bytes]) -> Any:
+    def _rename(self, words: Sequence[bytes]) -> Any:
         _, old, new = words
         if not self._exists(old):
             return ErrorReply("ERR no such key")
@@ -128,19 +134,19 @@ class KeySpace:
             _move(table, old, new)
         return b"OK"
 
-    def _del(self, words: list[bytes]) -> Any:
+    def _del(self, words: Sequence[bytes]) -> Any:
         there = [key for key in words[1:] if self._exists(key)]
         for key in there:
             self._delete(key)
         return len(there)
 
-    def _pexpire(self, words: list[bytes]) -> Any:
+    def _pexpire(self, words: Sequence[bytes]) -> Any:
         if not self._exists(words[1]):
             return 0
         self._expiries[words[1]] = self._clock() + int(words[2]) / 1000
         return 1
 
-    def _pttl(self, words: list[bytes]) -> Any:
+    def _pttl(self, words: Sequence[bytes]) -> Any:
         if not self._exists(words[1]):
             return -2
         expiry = self._expiries.get(words[1])
@@ -148,11 +154,10 @@ class KeySpace:
 
     # Strings.
 
-    def _get(self, words: list[bytes]) -> Any:
-        self._expire(words[1])
+    def _get(self, words: Sequence[bytes]) -> Any:
         return ErrorReply(WRONG_TYPE) if words[1] in self._hashes else self._strings.get(words[1])
 
-    def _set(self, words: list[bytes]) -> Any:
+    def _set(self, words: Sequence[bytes]) -> Any:
         key, value = words[1:3]
         options = iter(words[3:])
         expiry: float | None = None
