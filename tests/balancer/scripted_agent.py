@@ -9,9 +9,9 @@ from typing import Any
 
 from dynamoth.errors import PlanError
 from dynamoth.machine.events import Connect, Disconnect, LinkDown, LinkUp, Pushed, Send, Start, Tick
+from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL
 from dynamoth.plan.plan import Entry, Phase, Plan
 from dynamoth.protocol.control import PlanAck, PlanChange, PlanQuery, Vacated, pack_control, unpack_control
-from dynamoth.protocol.names import AGENT_CHANNEL, BALANCER_CHANNEL
 from dynamoth.protocol.reports import Report, pack_report
 from tests.balancer.traffic import CAPACITY, Row, columns
 

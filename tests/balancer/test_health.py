@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from dynamoth.machine.events import Tick
-from dynamoth.names import AGENT_CHANNEL, PLAN_KEY
 from dynamoth.plan.plan import Plan, Server
 from dynamoth_balancer.admin.health import Found, Health, Problem, Severity, with_cure
 from dynamoth_balancer.machine import Stage

@@ -149,6 +149,18 @@ def test_a_pause_keeps_the_order_of_everything_on_a_link() -> None:
     assert "from the application" in machine.events
 
 
+def test_a_pause_without_a_duration_lasts_until_it_is_ended() -> None:
+    place = Place()
+    process, machine = place.process((b"SUBSCRIBE", b"x"))
+    place.run(0.1)
+    process.pause()
+    place.server.inject(b"x", b"1")
+    place.run(100.0)
+    assert len(machine.of(Pushed)) == 1
+    process.resume()
+    assert len(machine.of(Pushed)) == 2
+
+
 def test_ticks_come_at_the_deadline_or_a_little_later() -> None:
     place = Place()
     process, machine = place.process()

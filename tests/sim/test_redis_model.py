@@ -9,7 +9,7 @@ import pytest
 from dynamoth.machine.events import ErrorReply
 from dynamoth.names import PLAN_KEY
 from dynamoth_sim.world.network import CALM, Connection, End, Network, Packet
-from dynamoth_sim.world.redis import Greeting, RedisServer, Reply
+from dynamoth_sim.world.redis import Greeting, RedisServer, Refusal, Reply, out_of_memory, read_only
 from dynamoth_sim.world.redis_keys import UnknownCommand
 from dynamoth_sim.world.world import World
 
@@ -183,6 +183,29 @@ def test_hashes() -> None:
     assert a.ask(b"HDEL", b"k", b"f", b"f") == 1
     assert a.ask(b"DEL", b"h", b"k") == 1
     assert a.ask(b"HGETALL", b"k") == {}
+
+
+def test_a_command_on_a_hash_refuses_a_string() -> None:
+    place = Place()
+    peer = place.peer("a")
+    peer.ask(b"SET", b"k", b"text")
+    for command in ((b"HMGET", b"k", b"f"), (b"HGETALL", b"k"), (b"HLEN", b"k"), (b"HSET", b"k", b"f", b"1")):
+        assert "WRONGTYPE" in str(peer.ask(*command))
+
+
+@pytest.mark.parametrize(
+    ("refuse", "refused"), [(out_of_memory, {b"SET", b"HSET"}), (read_only, {b"SET", b"HSET", b"DEL"})]
+)
+def test_writes_are_refused_until_the_next_start(refuse: Refusal, refused: set[bytes]) -> None:
+    place = Place()
+    peer = place.peer("a")
+    place.server.refuse = refuse
+    commands = [b"SET k 1", b"HSET h f 1", b"DEL k", b"GET k", b"PUBLISH c x"]
+    replies = {command.split()[0]: peer.ask(*command.split()) for command in commands}
+    assert {name for name, reply in replies.items() if isinstance(reply, ErrorReply)} == refused
+    place.server.stop()
+    place.server.start()
+    assert place.peer("b").ask(b"SET", b"k", b"1") == b"OK"
 
 
 def test_strings_that_expire() -> None:
