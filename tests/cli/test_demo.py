@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import time
@@ -40,9 +39,19 @@ FESTIVAL = Festival(
 
 
 def demo(*arguments: str) -> subprocess.Popen[str]:
+    """Start the demo in a session of its own, as a terminal does: all its descendants are in that one."""
     return subprocess.Popen(
-        dynamoth_command("demo", *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        dynamoth_command("demo", *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
+
+
+def session_of(process: subprocess.Popen[str]) -> dict[int, str]:
+    """Return the command lines of all processes of the demo's session, whoever their parent is."""
+    return command_lines("-s", str(process.pid))
 
 
 def test_channels_move_one_is_split_and_folded_back_and_the_audit_is_clean(tmp_path: Path) -> None:
@@ -50,6 +59,7 @@ def test_channels_move_one_is_split_and_folded_back_and_the_audit_is_clean(tmp_p
     process = demo("--players", "40", "--servers", "3", "--seconds", "24", "--seed", "1", "--json", str(file))
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, out + err
+    assert session_of(process) == {}
     result = json.loads(file.read_text())
     assert result["clean"], result
     for name in ("lost", "duplicated", "reordered", "gaps", "errors", "violations"):
@@ -61,7 +71,7 @@ def test_channels_move_one_is_split_and_folded_back_and_the_audit_is_clean(tmp_p
     assert result["replicated"] >= 1, out
     assert result["folded_back"] >= 1, out
     assert 2 <= result["replicas_max"] <= 3
-    assert result["plan_version"] >= 3 * (1 + 2)
+    assert result["plan_version"] >= 3 * (1 + 2), "three versions for each change"
     assert 0 < result["latency_ms_p50"] <= result["latency_ms_p99"]
     assert max(result["load_ratios_before"].values()) > 0.8
     assert set(result["load_ratios_after"]) == {"s1", "s2", "s3"}
@@ -73,66 +83,34 @@ def test_channels_move_one_is_split_and_folded_back_and_the_audit_is_clean(tmp_p
     assert re.search(r"channels split: \d+, over up to [23] servers.*; folded back: \d+", out)
 
 
-class Playing:
-    """A demo whose players play, and all its processes: by descriptor, so that none is taken for another.
-
-    It ends with the ``with`` block, whatever happens there.
-    """
-
-    def __init__(self) -> None:
-        self.process = demo("--players", "10", "--servers", "1", "--seconds", "60")
-        self.descriptors: dict[int, str] = {}
-
-    def __enter__(self) -> Playing:
-        try:
-            self._wait()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def _wait(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if "the crowd gathers" in line:
-                for pid, arguments in command_lines("--ppid", str(self.process.pid)).items():
-                    self.descriptors[os.pidfd_open(pid)] = arguments
-                assert len(self.descriptors) >= 5, self.descriptors
-                return
-        raise AssertionError(f"the demo has ended early: {self.process.communicate()}")
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self.descriptors:
-            os.close(descriptor)
-        self.process.kill()
-        self.process.communicate(timeout=TIMEOUT_S)
-
-    def kill(self, name: str) -> None:
-        named = [descriptor for descriptor, arguments in self.descriptors.items() if name in arguments]
-        assert len(named) == 1, self.descriptors
-        signal.pidfd_send_signal(named[0], signal.SIGKILL)
-
-    def all_gone(self) -> bool:
-        return len(select.select(self.descriptors, [], [], 0)[0]) == len(self.descriptors)
+@pytest.fixture
+def playing() -> Iterator[subprocess.Popen[str]]:
+    """A demo of one server whose players play."""
+    process = demo("--players", "10", "--servers", "1", "--seconds", "60")
+    try:
+        assert process.stdout is not None
+        assert any("the crowd gathers" in line for line in process.stdout), process.communicate()
+        assert len(session_of(process)) >= 6, "itself, a server, its agent, the balancer, auditors and players"
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_stops_everything_and_leaves_no_process(number: signal.Signals) -> None:
-    with Playing() as playing:
-        playing.process.send_signal(number)
-        _, err = playing.process.communicate(timeout=TIMEOUT_S)
-        assert playing.process.returncode == 130
-        assert err == "dynamoth: interrupted\n"
-        assert playing.all_gone()
+def test_ctrl_c_stops_everything_and_leaves_no_process(playing: subprocess.Popen[str]) -> None:
+    os.killpg(playing.pid, signal.SIGINT)  # a terminal signals the whole group
+    _, err = playing.communicate(timeout=TIMEOUT_S)
+    assert (playing.returncode, err) == (130, "dynamoth: interrupted\n")
+    assert session_of(playing) == {}
 
 
-def test_a_server_that_dies_ends_the_demo_with_the_reason() -> None:
-    with Playing() as playing:
-        playing.kill(find_redis_server().name)
-        _, err = playing.process.communicate(timeout=TIMEOUT_S)
-        assert playing.process.returncode == 1
-        assert "dynamoth: the Redis server s1 has ended" in err
-        assert playing.all_gone()
+def test_a_server_that_dies_ends_the_demo_with_the_reason(playing: subprocess.Popen[str]) -> None:
+    [server] = [pid for pid, arguments in session_of(playing).items() if str(find_redis_server()) in arguments]
+    os.kill(server, signal.SIGKILL)
+    _, err = playing.communicate(timeout=TIMEOUT_S)
+    assert playing.returncode == 1
+    assert "dynamoth: the Redis server s1 has ended" in err
+    assert session_of(playing) == {}
 
 
 @pytest.fixture(scope="module")
