@@ -51,6 +51,11 @@ def _asyncio(urls: list[str], use: Callable[[Any], object], **options: Any) -> N
             client.aclose()
 
 
+def close(pubsub: Any) -> None:
+    """Close a PubSub of either client."""
+    (pubsub.close if isinstance(pubsub, dynamoth_client.PubSub) else pubsub.aclose)()
+
+
 Use = Callable[..., None]
 
 

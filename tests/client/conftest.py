@@ -1,31 +1,39 @@
 from __future__ import annotations
 
-from typing import Protocol, cast
+import inspect
+from collections.abc import Iterator
+from typing import Protocol
 
 import pytest
 import uvloop
 
+from dynamoth_cli.local.cluster import LocalCluster
 from tests.client import stored_cluster
 from tests.client.stored_cluster import StoredCluster
 from tests.redis_servers import RedisServerFactory
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Let what calls ``stored_cluster.run`` do so on both event loops, but for what moves channels that others keep."""
-    names = metafunc.function.__code__.co_names
-    if (
-        "run" in names
-        and "whole_cluster" not in metafunc.fixturenames
-        and getattr(cast("object", metafunc.module), "run", None) is stored_cluster.run
-    ):
-        metafunc.parametrize("event_loop_kind", ["asyncio", "uvloop"], indirect=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an asynchronous test with ``stored_cluster.run``."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    stored_cluster.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(autouse=True)
 def event_loop_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chooses the event loop of ``stored_cluster.run``."""
+    """Chooses the event loop of ``stored_cluster.run``; see ``stored_cluster.on_both_loops``."""
     if getattr(request, "param", "asyncio") == "uvloop":
         monkeypatch.setattr(stored_cluster, "loop_factory", uvloop.new_event_loop)
+
+
+@pytest.fixture(scope="session")
+def whole_cluster() -> Iterator[LocalCluster]:
+    """Three servers with agents and a balancer, for all tests of a worker: each uses channels of its own."""
+    with LocalCluster(3, password="a password") as cluster:
+        yield cluster
 
 
 class ClusterFactory(Protocol):

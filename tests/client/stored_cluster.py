@@ -5,20 +5,26 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import pytest
 
 from dynamoth.plan.plan import Entry, Phase, Plan, Route, Server, single
 from dynamoth.protocol import stored_plan
 from dynamoth_cli.local.embedded import EmbeddedRedis
+from dynamoth_client.asyncio import PubSub
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.query import query
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 """Bound of a whole test: a hang fails here, and not in the tool that runs the tests."""
-
 
 loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
 """What makes the event loop of ``run``; None: asyncio. Set by ``conftest``."""
+
+on_both_loops = pytest.mark.parametrize("event_loop_kind", ["asyncio", "uvloop"], indirect=True)
+"""For tests that depend on how the event loop connects, reads, writes and closes."""
 
 
 class StoredCluster:
@@ -38,7 +44,8 @@ class StoredCluster:
         return "dynamoth://" + ",".join(self.hosts)
 
     def store(self, *, at: list[str] | None = None) -> None:
-        asyncio.run(self.write(at=at))
+        with ThreadPoolExecutor(1) as elsewhere:  # an asynchronous test has a loop of its own
+            elsewhere.submit(asyncio.run, self.write(at=at)).result()
 
     async def write(self, *, at: list[str] | None = None) -> None:
         for id_ in at or self.servers:
@@ -73,6 +80,20 @@ class StoredCluster:
     async def kill_subscribers(self, server: str) -> None:
         """Cut every connection that has subscriptions, at one server."""
         await self.ask(server, "CLIENT", "KILL", "TYPE", "pubsub")
+
+
+async def next_of(pubsub: PubSub) -> dict[str, Any]:
+    """Return the next message, past what handlers took."""
+    while (message := await pubsub.get_message(timeout=None)) is None:
+        pass
+    return message
+
+
+async def confirmed(pubsub: PubSub, *channels: str | bytes, **handlers: Any) -> None:
+    """Subscribe, and read the acknowledgements."""
+    await pubsub.subscribe(*channels, **handlers)
+    for _ in range(len(channels) + len(handlers)):
+        assert (await next_of(pubsub))["type"] == "subscribe"
 
 
 async def write_plan(server: EmbeddedRedis, plan: Plan) -> None:

@@ -10,7 +10,9 @@ import pytest
 import redis.exceptions
 
 from dynamoth_client.asyncio import PubSub, Redis, from_url
-from tests.client.stored_cluster import StoredCluster, run
+from tests.client.stored_cluster import StoredCluster, on_both_loops, run
+
+pytestmark = on_both_loops
 
 PATIENCE_S = 5.0
 TURNS_MAX = 400
@@ -137,38 +139,32 @@ def test_a_call_of_a_client_at_work(cluster: StoredCluster, name: str) -> None:
     run(sweep(cluster, CALLS[name], busy))
 
 
-def test_a_cancelled_reader_is_not_in_the_way_of_another(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
-            await subscribed(client, pubsub)
-            waiting = asyncio.create_task(message_of(pubsub, "message"))
-            for turns in range(8):
-                assert await cancelled_after(turns, pubsub.get_message(timeout=None))
-                assert not waiting.done()
-            assert await client.publish("mine", "x") == 1
-            assert (await waiting)["data"] == b"x"
-
-    run(test())
+async def test_a_cancelled_reader_is_not_in_the_way_of_another(cluster: StoredCluster) -> None:
+    async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+        await subscribed(client, pubsub)
+        waiting = asyncio.create_task(message_of(pubsub, "message"))
+        for turns in range(8):
+            assert await cancelled_after(turns, pubsub.get_message(timeout=None))
+            assert not waiting.done()
+        assert await client.publish("mine", "x") == 1
+        assert (await waiting)["data"] == b"x"
 
 
 @pytest.mark.parametrize("close", ["pubsub", "client"])
-def test_who_waits_is_let_go_by_a_close_that_is_cancelled(cluster: StoredCluster, close: str) -> None:
-    async def test() -> None:
-        was_cancelled, turns = True, 0
-        while was_cancelled:
-            client = from_url(cluster.url)
-            pubsub = client.pubsub()
-            await busy(client, pubsub)
-            waiting = asyncio.create_task(pubsub.get_message(timeout=None))
-            await asyncio.sleep(0)
-            was_cancelled = await cancelled_after(turns, (client if close == "client" else pubsub).aclose())
-            async with asyncio.timeout(PATIENCE_S):
-                await asyncio.wait({waiting})
-            message = waiting.result()
-            assert message is None if close == "pubsub" else message is not None, "it has subscribed again"
-            await pubsub.aclose()
-            await client.aclose()
-            await nothing_is_left(cluster)
-            turns += 1
-
-    run(test())
+async def test_who_waits_is_let_go_by_a_close_that_is_cancelled(cluster: StoredCluster, close: str) -> None:
+    was_cancelled, turns = True, 0
+    while was_cancelled:
+        client = from_url(cluster.url)
+        pubsub = client.pubsub()
+        await busy(client, pubsub)
+        waiting = asyncio.create_task(pubsub.get_message(timeout=None))
+        await asyncio.sleep(0)
+        was_cancelled = await cancelled_after(turns, (client if close == "client" else pubsub).aclose())
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.wait({waiting})
+        message = waiting.result()
+        assert message is None if close == "pubsub" else message is not None, "it has subscribed again"
+        await pubsub.aclose()
+        await client.aclose()
+        await nothing_is_left(cluster)
+        turns += 1

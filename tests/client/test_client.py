@@ -12,172 +12,132 @@ import redis.exceptions
 
 from dynamoth.plan.plan import Mode
 from dynamoth.protocol.envelope import open_envelope
-from dynamoth_client.asyncio import ChannelPlan, GuaranteesOff, PubSub, Redis, from_url
+from dynamoth_client.asyncio import ChannelPlan, GuaranteesOff, Redis, from_url
 from dynamoth_client.runtime.publishing import PAYLOAD_BYTES_MAX
 from tests.client.conftest import ClusterFactory
-from tests.client.stored_cluster import StoredCluster, run
+from tests.client.stored_cluster import StoredCluster, confirmed, on_both_loops, run
 from tests.client.versions import REDIS_PY
 
-
-async def _confirmed(pubsub: PubSub, *channels: str) -> None:
-    await pubsub.subscribe(*channels)
-    for _ in channels:
-        message = await pubsub.get_message(timeout=None)
-        assert message is not None
-        assert message["type"] == "subscribe"
+pytestmark = on_both_loops
 
 
-def test_what_is_published_arrives_whatever_server_the_channel_is_at(cluster: StoredCluster) -> None:
+async def test_what_is_published_arrives_whatever_server_the_channel_is_at(cluster: StoredCluster) -> None:
     channels = [cluster.channel_at("s1"), cluster.channel_at("s2")]
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client:
-            pubsub = client.pubsub()
-            await _confirmed(pubsub, *channels)
-            for channel in channels:
-                assert await client.publish(channel, "hello") == 1
-                message = await pubsub.get_message(timeout=None)
-                assert message == {"type": "message", "pattern": None, "channel": channel.encode(), "data": b"hello"}
-            for server, channel in zip(("s1", "s2"), channels, strict=True):
-                assert await cluster.ask(server, "PUBSUB", "NUMSUB", channel) == [channel.encode(), 1]
-
-    run(test())
+    async with from_url(cluster.url) as client:
+        pubsub = client.pubsub()
+        await confirmed(pubsub, *channels)
+        for channel in channels:
+            assert await client.publish(channel, "hello") == 1
+            message = await pubsub.get_message(timeout=None)
+            assert message == {"type": "message", "pattern": None, "channel": channel.encode(), "data": b"hello"}
+        for server, channel in zip(("s1", "s2"), channels, strict=True):
+            assert await cluster.ask(server, "PUBSUB", "NUMSUB", channel) == [channel.encode(), 1]
 
 
-def test_messages_are_encoded_as_redis_py_does(cluster: StoredCluster) -> None:
+async def test_messages_are_encoded_as_redis_py_does(cluster: StoredCluster) -> None:
     sent: list[Any] = ["text", "é", b"\x00\xff", 7, 2.5, memoryview(b"view"), ""]
     expected = [b"text", "é".encode(), b"\x00\xff", b"7", b"2.5", b"view", b""]
     if REDIS_PY >= (8,):
         sent.append(bytearray(b"array"))
         expected.append(b"array")
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client:
-            pubsub = client.pubsub()
-            await _confirmed(pubsub, "c")
-            for message in sent:
-                assert await client.publish("c", message) == 1
-            assert [(await pubsub.get_message(timeout=None) or {})["data"] for _ in sent] == expected
-            refused: list[Any] = [None, True, [], object()]
-            for message in refused:
-                with pytest.raises(redis.exceptions.DataError):
-                    await client.publish("c", message)
-
-    run(test())
+    async with from_url(cluster.url) as client:
+        pubsub = client.pubsub()
+        await confirmed(pubsub, "c")
+        for message in sent:
+            assert await client.publish("c", message) == 1
+        assert [(await pubsub.get_message(timeout=None) or {})["data"] for _ in sent] == expected
+        refused: list[Any] = [None, True, [], object()]
+        for message in refused:
+            with pytest.raises(redis.exceptions.DataError):
+                await client.publish("c", message)
 
 
-def test_publish_tells_how_many_clients_got_it(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        async with from_url(cluster.url) as client:
-            assert await client.publish("c", "nobody") == 0
-            first, second = client.pubsub(), client.pubsub()
-            await _confirmed(first, "c")
-            await _confirmed(second, "c")
-            assert await client.publish("c", "both") == 2
-            for pubsub in (first, second):
-                message = await pubsub.get_message(timeout=None)
-                assert message is not None
-                assert message["data"] == b"both"
-
-    run(test())
+async def test_publish_tells_how_many_clients_got_it(cluster: StoredCluster) -> None:
+    async with from_url(cluster.url) as client:
+        assert await client.publish("c", "nobody") == 0
+        first, second = client.pubsub(), client.pubsub()
+        await confirmed(first, "c")
+        await confirmed(second, "c")
+        assert await client.publish("c", "both") == 2
+        for pubsub in (first, second):
+            message = await pubsub.get_message(timeout=None)
+            assert message is not None
+            assert message["data"] == b"both"
 
 
-def test_sequential_publications_keep_their_order_and_so_do_200_tasks(cluster: StoredCluster) -> None:
+async def test_sequential_publications_keep_their_order_and_so_do_200_tasks(cluster: StoredCluster) -> None:
     async def publish(client: Redis, name: int) -> None:
         for number in range(20):
             await client.publish("c", f"{name} {number}")
 
-    async def test() -> None:
-        async with from_url(cluster.url) as client:
-            pubsub = client.pubsub()
-            await _confirmed(pubsub, "c")
-            await asyncio.gather(*(publish(client, name) for name in range(200)))
-            seen: dict[bytes, list[int]] = {}
-            for _ in range(4000):
-                message = await pubsub.get_message(timeout=None)
-                assert message is not None
-                name, number = message["data"].split()
-                seen.setdefault(name, []).append(int(number))
-            assert len(seen) == 200
-            assert all(numbers == list(range(20)) for numbers in seen.values())
-
-    run(test())
+    async with from_url(cluster.url) as client:
+        pubsub = client.pubsub()
+        await confirmed(pubsub, "c")
+        await asyncio.gather(*(publish(client, name) for name in range(200)))
+        seen: dict[bytes, list[int]] = {}
+        for _ in range(4000):
+            message = await pubsub.get_message(timeout=None)
+            assert message is not None
+            name, number = message["data"].split()
+            seen.setdefault(name, []).append(int(number))
+        assert len(seen) == 200
+        assert all(numbers == list(range(20)) for numbers in seen.values())
 
 
-def test_other_commands_go_to_the_first_server(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        async with from_url(cluster.url, decode_responses=True) as client:
-            await client.set("key", "value")
-            assert await client.get("key") == "value"
-            pipeline: Any = client.pipeline()
-            pipeline.incr("number").incr("number")
-            assert await pipeline.execute() == [1, 2]
-            assert await cluster.ask("s1", "GET", "key") == b"value"
-            assert await cluster.ask("s2", "GET", "key") is None
-
-    run(test())
+async def test_other_commands_go_to_the_first_server(cluster: StoredCluster) -> None:
+    async with from_url(cluster.url, decode_responses=True) as client:
+        await client.set("key", "value")
+        assert await client.get("key") == "value"
+        pipeline: Any = client.pipeline()
+        pipeline.incr("number").incr("number")
+        assert await pipeline.execute() == [1, 2]
+        assert await cluster.ask("s1", "GET", "key") == b"value"
+        assert await cluster.ask("s2", "GET", "key") is None
 
 
-def test_publish_by_execute_command_is_routed(cluster: StoredCluster) -> None:
+async def test_publish_by_execute_command_is_routed(cluster: StoredCluster) -> None:
     channel = cluster.channel_at("s2")
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client:
-            pubsub = client.pubsub()
-            await _confirmed(pubsub, channel)
-            assert await client.execute_command("PUBLISH", channel, "hello") == 1
-
-    run(test())
+    async with from_url(cluster.url) as client:
+        pubsub = client.pubsub()
+        await confirmed(pubsub, channel)
+        assert await client.execute_command("PUBLISH", channel, "hello") == 1
 
 
-def test_channels_of_one_server_go_to_the_first(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        server: Any = redis.asyncio.Redis(port=cluster.servers["s1"].port)
-        plain = server.pubsub()
-        await plain.subscribe("__keyspace@0__:key")
-        await cluster.until_subscribed("s1", "__keyspace@0__:key")
-        async with from_url(cluster.url) as client:
-            assert await client.publish("__keyspace@0__:key", "set") == 1
-        await plain.aclose()
-        await server.aclose()
-
-    run(test())
+async def test_channels_of_one_server_go_to_the_first(cluster: StoredCluster) -> None:
+    server: Any = redis.asyncio.Redis(port=cluster.servers["s1"].port)
+    plain = server.pubsub()
+    await plain.subscribe("__keyspace@0__:key")
+    await cluster.until_subscribed("s1", "__keyspace@0__:key")
+    async with from_url(cluster.url) as client:
+        assert await client.publish("__keyspace@0__:key", "set") == 1
+    await plain.aclose()
+    await server.aclose()
 
 
-def test_dynamoth_s_own_channels_are_refused(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        async with from_url(cluster.url) as client:
-            with pytest.raises(redis.exceptions.DataError, match="choose another name"):
-                await client.publish("__dynamoth__:balancer:to-agent", "x")
-            assert await client.publish("__dynamo", "fine") == 0
-
-    run(test())
+async def test_dynamoth_s_own_channels_are_refused(cluster: StoredCluster) -> None:
+    async with from_url(cluster.url) as client:
+        with pytest.raises(redis.exceptions.DataError, match="choose another name"):
+            await client.publish("__dynamoth__:balancer:to-agent", "x")
+        assert await client.publish("__dynamo", "fine") == 0
 
 
-def test_nothing_connects_before_it_is_needed(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        client = from_url(cluster.url)
-        client.pubsub()
-        before = await _connections(cluster)
-        async with client:
-            assert await _connections(cluster) == before + 1  # its own question
-            await client.publish("c", "x")
-            assert await _connections(cluster) > before + 2
-
-    run(test())
+async def test_nothing_connects_before_it_is_needed(cluster: StoredCluster) -> None:
+    client = from_url(cluster.url)
+    client.pubsub()
+    before = await _connections(cluster)
+    async with client:
+        assert await _connections(cluster) == before + 1  # its own question
+        await client.publish("c", "x")
+        assert await _connections(cluster) > before + 2
 
 
-def test_the_publisher_takes_over_the_connection_that_read_the_plan(cluster: StoredCluster) -> None:
+async def test_the_publisher_takes_over_the_connection_that_read_the_plan(cluster: StoredCluster) -> None:
     channel = cluster.channel_at("s1")
-
-    async def test() -> None:
-        before = await _connections(cluster)
-        async with from_url(cluster.url) as client:
-            await client.publish(channel, "x")
-            await client.publish(channel, "y")
-            assert await _connections(cluster) == before + 2  # the client's only one, and this question
-
-    run(test())
+    before = await _connections(cluster)
+    async with from_url(cluster.url) as client:
+        await client.publish(channel, "x")
+        await client.publish(channel, "y")
+        assert await _connections(cluster) == before + 2  # the client's only one, and this question
 
 
 async def _connections(cluster: StoredCluster) -> int:
@@ -185,284 +145,214 @@ async def _connections(cluster: StoredCluster) -> int:
     return int(info.split(b"total_connections_received:")[1].split(b"\r\n")[0])
 
 
-def test_concurrent_first_calls_share_one_bootstrap(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        client = from_url(cluster.url)
-        before = await _connections(cluster)
-        await asyncio.gather(*(client.plan(f"c{number}") for number in range(50)))
-        assert await _connections(cluster) == before + 2  # the bootstrap, and this question
-        await client.aclose()
-
-    run(test())
+async def test_concurrent_first_calls_share_one_bootstrap(cluster: StoredCluster) -> None:
+    client = from_url(cluster.url)
+    before = await _connections(cluster)
+    await asyncio.gather(*(client.plan(f"c{number}") for number in range(50)))
+    assert await _connections(cluster) == before + 2  # the bootstrap, and this question
+    await client.aclose()
 
 
-def test_plan_says_where_a_channel_is(cluster: StoredCluster) -> None:
+async def test_plan_says_where_a_channel_is(cluster: StoredCluster) -> None:
     channel = cluster.channel_at("s2")
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client:
-            assert await client.plan(channel) == ChannelPlan(Mode.SINGLE, ("s2",), 0)
-
-    run(test())
+    async with from_url(cluster.url) as client:
+        assert await client.plan(channel) == ChannelPlan(Mode.SINGLE, ("s2",), 0)
 
 
-def test_a_subscriber_learns_a_moved_channel_from_the_stored_plan(cluster: StoredCluster) -> None:
+async def test_a_subscriber_learns_a_moved_channel_from_the_stored_plan(cluster: StoredCluster) -> None:
     channel = cluster.channel_at("s1")
     cluster.put({channel: "s2"})
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client:
-            pubsub = client.pubsub()
-            await _confirmed(pubsub, channel)
-            assert await cluster.ask("s2", "PUBSUB", "NUMSUB", channel) == [channel.encode(), 1]
-            assert await client.plan(channel) == ChannelPlan(Mode.SINGLE, ("s2",), 1)
-            assert await client.publish(channel, "hello") == 1
-
-    run(test())
+    async with from_url(cluster.url) as client:
+        pubsub = client.pubsub()
+        await confirmed(pubsub, channel)
+        assert await cluster.ask("s2", "PUBSUB", "NUMSUB", channel) == [channel.encode(), 1]
+        assert await client.plan(channel) == ChannelPlan(Mode.SINGLE, ("s2",), 1)
+        assert await client.publish(channel, "hello") == 1
 
 
-def test_a_seed_that_is_down_does_not_matter(cluster: StoredCluster) -> None:
+async def test_a_seed_that_is_down_does_not_matter(cluster: StoredCluster) -> None:
     channel = cluster.channel_at("s2")
     port = cluster.servers["s1"].port
     cluster.servers["s1"].kill()
-
-    async def test() -> None:
-        async with Redis(servers=[f"127.0.0.1:{port}", cluster.hosts[1]]) as client:
-            pubsub = client.pubsub()
-            await _confirmed(pubsub, channel)
-            assert await client.publish(channel, "hello") == 1
-
-    run(test())
+    async with Redis(servers=[f"127.0.0.1:{port}", cluster.hosts[1]]) as client:
+        pubsub = client.pubsub()
+        await confirmed(pubsub, channel)
+        assert await client.publish(channel, "hello") == 1
 
 
-def test_a_seed_that_hangs_does_not_hold_the_others_up(cluster: StoredCluster) -> None:
+async def test_a_seed_that_hangs_does_not_hold_the_others_up(cluster: StoredCluster) -> None:
     channel = cluster.channel_at("s2")
     cluster.servers["s1"].pause()
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client:
-            began_at = asyncio.get_running_loop().time()
-            await client.publish(channel, "hello")
-            assert asyncio.get_running_loop().time() - began_at < 2.0
-
-    try:
-        run(test())
-    finally:
-        cluster.servers["s1"].resume()
+    async with from_url(cluster.url) as client:
+        began_at = asyncio.get_running_loop().time()
+        await client.publish(channel, "hello")
+        assert asyncio.get_running_loop().time() - began_at < 2.0
 
 
-def test_all_seeds_down(cluster: StoredCluster) -> None:
+async def test_all_seeds_down(cluster: StoredCluster) -> None:
     for server in cluster.servers.values():
         server.kill()
-
-    async def test() -> None:
-        client = from_url(cluster.url)
-        with pytest.raises(redis.exceptions.ConnectionError) as error:
-            await client.publish("c", "x")
-        for host in cluster.hosts:
-            assert f"{host}: connection refused: start the server" in str(error.value)
-        pubsub = client.pubsub()
-        with pytest.raises(redis.exceptions.ConnectionError, match="connection refused"):
-            await pubsub.subscribe("c")
-        assert not pubsub.subscribed
-        await client.aclose()
-
-    run(test())
+    client = from_url(cluster.url)
+    with pytest.raises(redis.exceptions.ConnectionError) as error:
+        await client.publish("c", "x")
+    for host in cluster.hosts:
+        assert f"{host}: connection refused: start the server" in str(error.value)
+    pubsub = client.pubsub()
+    with pytest.raises(redis.exceptions.ConnectionError, match="connection refused"):
+        await pubsub.subscribe("c")
+    assert not pubsub.subscribed
+    await client.aclose()
 
 
-def test_a_failed_bootstrap_is_tried_again(cluster: StoredCluster) -> None:
+async def test_a_failed_bootstrap_is_tried_again(cluster: StoredCluster) -> None:
     cluster.servers["s2"].kill()
     cluster.servers["s1"].kill()
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client:
-            with pytest.raises(redis.exceptions.ConnectionError):
-                await client.plan("c")
-            cluster.servers["s1"].restart()
-            await cluster.write(at=["s1"])
+    async with from_url(cluster.url) as client:
+        with pytest.raises(redis.exceptions.ConnectionError):
             await client.plan("c")
+        cluster.servers["s1"].restart()
+        await cluster.write(at=["s1"])
+        await client.plan("c")
 
-    run(test())
 
-
-def test_no_plan_is_stored(cluster_factory: ClusterFactory) -> None:
+async def test_no_plan_is_stored(cluster_factory: ClusterFactory) -> None:
     cluster = cluster_factory(stored=False)
-
-    async def test() -> None:
-        client = from_url(cluster.url)
-        with pytest.raises(redis.exceptions.ConnectionError, match="start `dynamoth balancer`"):
-            await client.publish("c", "x")
-        await client.aclose()
-
-    run(test())
+    client = from_url(cluster.url)
+    with pytest.raises(redis.exceptions.ConnectionError, match="start `dynamoth balancer`"):
+        await client.publish("c", "x")
+    await client.aclose()
 
 
-def test_a_key_that_is_no_plan(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        for server in cluster.servers:
-            await cluster.ask(server, "HSET", "__dynamoth__:plan", "@header", b"\xc1")
-        client = from_url(cluster.url)
-        with pytest.raises(redis.exceptions.ConnectionError, match="delete the key"):
-            await client.publish("c", "x")
-        for server in cluster.servers:
-            await cluster.ask(server, "SET", "__dynamoth__:plan", "text")
-        with pytest.raises(redis.exceptions.ConnectionError, match="WRONGTYPE"):
-            await client.publish("c", "x")
-        await client.aclose()
-
-    run(test())
+async def test_a_key_that_is_no_plan(cluster: StoredCluster) -> None:
+    for server in cluster.servers:
+        await cluster.ask(server, "HSET", "__dynamoth__:plan", "@header", b"\xc1")
+    client = from_url(cluster.url)
+    with pytest.raises(redis.exceptions.ConnectionError, match="delete the key"):
+        await client.publish("c", "x")
+    for server in cluster.servers:
+        await cluster.ask(server, "SET", "__dynamoth__:plan", "text")
+    with pytest.raises(redis.exceptions.ConnectionError, match="WRONGTYPE"):
+        await client.publish("c", "x")
+    await client.aclose()
 
 
-def test_a_wrong_password(cluster_factory: ClusterFactory) -> None:
+async def test_a_wrong_password(cluster_factory: ClusterFactory) -> None:
     cluster = cluster_factory(password="right")
-
-    async def test() -> None:
-        for url in (cluster.url, cluster.url.replace("://", "://:wrong@")):
-            client = from_url(url)
-            with pytest.raises(redis.exceptions.AuthenticationError, match="password") as error:
-                await client.publish("c", "x")
-            assert "wrong@" not in str(error.value)
-            await client.aclose()
-        async with from_url(cluster.url.replace("://", "://:right@")) as client:
-            pubsub = client.pubsub()
-            await _confirmed(pubsub, cluster.channel_at("s1"), cluster.channel_at("s2"))
-            assert await client.publish(cluster.channel_at("s2"), "x") == 1
-
-    run(test())
+    for url in (cluster.url, cluster.url.replace("://", "://:wrong@")):
+        client = from_url(url)
+        with pytest.raises(redis.exceptions.AuthenticationError, match="password") as error:
+            await client.publish("c", "x")
+        assert "wrong@" not in str(error.value)
+        await client.aclose()
+    async with from_url(cluster.url.replace("://", "://:right@")) as client:
+        pubsub = client.pubsub()
+        await confirmed(pubsub, cluster.channel_at("s1"), cluster.channel_at("s2"))
+        assert await client.publish(cluster.channel_at("s2"), "x") == 1
 
 
-def test_what_the_acl_forbids(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        for server in cluster.servers:
-            rules = ["on", ">p", "~*", "+@all", "resetchannels", "&allowed*", "&__dynamoth__:*"]
-            await cluster.ask(server, "ACL", "SETUSER", "limited", *rules)
-        async with from_url(cluster.url.replace("://", "://limited:p@")) as client:
-            assert await client.publish("allowed", "x") == 0
-            with pytest.raises(redis.exceptions.NoPermissionError):
-                await client.publish("secret", "x")
-            pubsub = client.pubsub()
-            await pubsub.subscribe("secret", "allowed")
-            kinds: list[str] = []
-            with pytest.raises(redis.exceptions.NoPermissionError):
-                while True:
-                    kinds.append((await pubsub.get_message(timeout=None) or {})["type"])
-            assert set(pubsub.channels) == {b"allowed"}
-            if not kinds:  # the refusal came first
+async def test_what_the_acl_forbids(cluster: StoredCluster) -> None:
+    for server in cluster.servers:
+        rules = ["on", ">p", "~*", "+@all", "resetchannels", "&allowed*", "&__dynamoth__:*"]
+        await cluster.ask(server, "ACL", "SETUSER", "limited", *rules)
+    async with from_url(cluster.url.replace("://", "://limited:p@")) as client:
+        assert await client.publish("allowed", "x") == 0
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            await client.publish("secret", "x")
+        pubsub = client.pubsub()
+        await pubsub.subscribe("secret", "allowed")
+        kinds: list[str] = []
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            while True:
                 kinds.append((await pubsub.get_message(timeout=None) or {})["type"])
-            assert kinds == ["subscribe"]
-            assert await client.publish("allowed", "x") == 1
+        assert set(pubsub.channels) == {b"allowed"}
+        if not kinds:  # the refusal came first
+            kinds.append((await pubsub.get_message(timeout=None) or {})["type"])
+        assert kinds == ["subscribe"]
+        assert await client.publish("allowed", "x") == 1
 
-    run(test())
 
-
-def test_a_newer_plan_of_another_seed_is_taken(cluster_factory: ClusterFactory) -> None:
+async def test_a_newer_plan_of_another_seed_is_taken(cluster_factory: ClusterFactory) -> None:
     cluster = cluster_factory(2)
     cluster.put({"c": "s2"})  # version 1 at both
     newer = cluster.plan
     cluster.plan = cluster.plan.with_entries({}, 0)
     cluster.store(at=["s1"])
     cluster.plan = newer
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client:
-            await client.plan("c")
-            plan = await client._cluster.local_plan()  # pyright: ignore[reportPrivateUsage]
-            assert plan.version == 1
-
-    run(test())
+    async with from_url(cluster.url) as client:
+        await client.plan("c")
+        plan = await client._cluster.local_plan()  # pyright: ignore[reportPrivateUsage]
+        assert plan.version == 1
 
 
-def test_a_cancelled_publish_does_no_harm(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        async with from_url(cluster.url) as client:
-            pubsub = client.pubsub()
-            await _confirmed(pubsub, "c")
-            await client.publish("c", 0)
-            tasks = [asyncio.create_task(client.publish("c", number)) for number in range(1, 101)]
-            await asyncio.sleep(0)
-            for task in tasks[::2]:
-                task.cancel()
-            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-            assert [type(outcome) for outcome in outcomes[:2]] == [asyncio.CancelledError, int]
-            assert await client.publish("c", "end") == 1
-            seen: list[bytes] = []
-            while not seen or seen[-1] != b"end":
-                message = await pubsub.get_message(timeout=None)
-                assert message is not None
-                seen.append(message["data"])
-            assert {b"%d" % number for number in range(0, 101, 2)} <= set(seen)
-
-    run(test())
-
-
-def test_a_cancelled_first_publish_leaves_the_bootstrap_to_the_others(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        async with from_url(cluster.url) as client:
-            first, second = (asyncio.create_task(client.publish("c", "x")) for _ in range(2))
-            await asyncio.sleep(0)
-            first.cancel()
-            assert await second == 0
-            assert first.cancelled()
-
-    run(test())
-
-
-def test_publish_to_a_server_that_dies_waits_for_it(cluster: StoredCluster) -> None:
-    channel = cluster.channel_at("s2")
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client:
-            await client.publish(channel, "before")
-            cluster.servers["s2"].kill()
-            task = asyncio.create_task(client.publish(channel, "meanwhile"))
-            await asyncio.wait({task}, timeout=0.2)
-            assert not task.done()
-            cluster.servers["s2"].restart()
-            assert await task == 0
-
-    run(test())
-
-
-def test_close_fails_what_waits_and_the_client_can_be_used_again(cluster: StoredCluster) -> None:
-    channel = cluster.channel_at("s2")
-
-    async def test() -> None:
-        client = from_url(cluster.url)
-        await client.publish(channel, "before")
-        cluster.servers["s2"].pause()
-        task = asyncio.create_task(client.publish(channel, "meanwhile"))
+async def test_a_cancelled_publish_does_no_harm(cluster: StoredCluster) -> None:
+    async with from_url(cluster.url) as client:
+        pubsub = client.pubsub()
+        await confirmed(pubsub, "c")
+        await client.publish("c", 0)
+        tasks = [asyncio.create_task(client.publish("c", number)) for number in range(1, 101)]
         await asyncio.sleep(0)
-        await client.aclose()
-        with pytest.raises(redis.exceptions.ConnectionError, match="closed"):
-            await task
-        cluster.servers["s2"].resume()
-        assert await client.publish(channel, "again") == 0
-        await client.aclose()
-        await client.aclose()
+        for task in tasks[::2]:
+            task.cancel()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes[:2]] == [asyncio.CancelledError, int]
+        assert await client.publish("c", "end") == 1
+        seen: list[bytes] = []
+        while not seen or seen[-1] != b"end":
+            message = await pubsub.get_message(timeout=None)
+            assert message is not None
+            seen.append(message["data"])
+        assert {b"%d" % number for number in range(0, 101, 2)} <= set(seen)
 
-    run(test())
+
+async def test_a_cancelled_first_publish_leaves_the_bootstrap_to_the_others(cluster: StoredCluster) -> None:
+    async with from_url(cluster.url) as client:
+        first, second = (asyncio.create_task(client.publish("c", "x")) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert await second == 0
+        assert first.cancelled()
 
 
-def test_close_during_the_bootstrap(cluster: StoredCluster) -> None:
+async def test_publish_to_a_server_that_dies_waits_for_it(cluster: StoredCluster) -> None:
+    channel = cluster.channel_at("s2")
+    async with from_url(cluster.url) as client:
+        await client.publish(channel, "before")
+        cluster.servers["s2"].kill()
+        task = asyncio.create_task(client.publish(channel, "meanwhile"))
+        await asyncio.wait({task}, timeout=0.2)
+        assert not task.done()
+        cluster.servers["s2"].restart()
+        assert await task == 0
+
+
+async def test_close_fails_what_waits_and_the_client_can_be_used_again(cluster: StoredCluster) -> None:
+    channel = cluster.channel_at("s2")
+    client = from_url(cluster.url)
+    await client.publish(channel, "before")
+    cluster.servers["s2"].pause()
+    task = asyncio.create_task(client.publish(channel, "meanwhile"))
+    await asyncio.sleep(0)
+    await client.aclose()
+    with pytest.raises(redis.exceptions.ConnectionError, match="closed"):
+        await task
+    cluster.servers["s2"].resume()
+    assert await client.publish(channel, "again") == 0
+    await client.aclose()
+    await client.aclose()
+
+
+async def test_close_during_the_bootstrap(cluster: StoredCluster) -> None:
     for server in cluster.servers.values():
         server.pause()
-
-    async def test() -> None:
-        client = from_url(cluster.url)
-        waiting: list[asyncio.Task[Any]] = [
-            asyncio.create_task(client.publish("c", "x")),
-            asyncio.create_task(client.pubsub().subscribe("c")),
-        ]
-        await asyncio.sleep(0.05)
-        await client.aclose()
-        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-        assert all(isinstance(outcome, redis.exceptions.ConnectionError) for outcome in outcomes), outcomes
-
-    try:
-        run(test())
-    finally:
-        for server in cluster.servers.values():
-            server.resume()
+    client = from_url(cluster.url)
+    waiting: list[asyncio.Task[Any]] = [
+        asyncio.create_task(client.publish("c", "x")),
+        asyncio.create_task(client.pubsub().subscribe("c")),
+    ]
+    await asyncio.sleep(0.05)
+    await client.aclose()
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(outcome, redis.exceptions.ConnectionError) for outcome in outcomes), outcomes
 
 
 def test_another_event_loop(cluster: StoredCluster) -> None:
@@ -489,28 +379,24 @@ def test_another_event_loop(cluster: StoredCluster) -> None:
         loop.close()
 
 
-def test_a_plain_publisher_is_understood(cluster: StoredCluster) -> None:
+async def test_a_plain_publisher_is_understood(cluster: StoredCluster) -> None:
     channel = cluster.channel_at("s1")
-
-    async def test() -> None:
-        plain: Any = redis.asyncio.Redis(port=cluster.servers["s1"].port)
-        async with from_url(cluster.url) as client:
-            pubsub = client.pubsub()
-            await _confirmed(pubsub, channel)
-            await plain.publish(channel, "raw")
-            await client.publish(channel, "sealed")
-            pipeline: Any = client.pipeline()
-            pipeline.publish(channel, "of a pipeline")
-            await pipeline.execute()
-            data = [(await pubsub.get_message(timeout=None) or {})["data"] for _ in range(3)]
-            assert data == [b"raw", b"sealed", b"of a pipeline"]
-        await plain.aclose()
-
-    run(test())
+    plain: Any = redis.asyncio.Redis(port=cluster.servers["s1"].port)
+    async with from_url(cluster.url) as client:
+        pubsub = client.pubsub()
+        await confirmed(pubsub, channel)
+        await plain.publish(channel, "raw")
+        await client.publish(channel, "sealed")
+        pipeline: Any = client.pipeline()
+        pipeline.publish(channel, "of a pipeline")
+        await pipeline.execute()
+        data = [(await pubsub.get_message(timeout=None) or {})["data"] for _ in range(3)]
+        assert data == [b"raw", b"sealed", b"of a pipeline"]
+    await plain.aclose()
 
 
 @pytest.mark.filterwarnings("ignore::dynamoth_client.asyncio.GuaranteesOff")
-def test_plain_payloads_for_plain_subscribers(cluster: StoredCluster) -> None:
+async def test_plain_payloads_for_plain_subscribers(cluster: StoredCluster) -> None:
     channel = cluster.channel_at("s2")
 
     async def read(envelope: bool) -> bytes:
@@ -524,67 +410,50 @@ def test_plain_payloads_for_plain_subscribers(cluster: StoredCluster) -> None:
             data: bytes = messages[1]["data"]
             return data
 
-    async def test() -> None:
-        assert await read(envelope=False) == b"hello"
-        assert open_envelope(await read(envelope=True)).payload == b"hello"
-
-    run(test())
+    assert await read(envelope=False) == b"hello"
+    assert open_envelope(await read(envelope=True)).payload == b"hello"
 
 
-def test_plain_payloads_are_delivered_by_our_subscribers_too(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        with pytest.warns(GuaranteesOff):
-            plain = from_url(cluster.url, envelope=False)
-        async with plain, from_url(cluster.url) as client:
-            pubsub = client.pubsub()
-            await _confirmed(pubsub, "c")
-            assert await plain.publish("c", "hello") == 1
+async def test_plain_payloads_are_delivered_by_our_subscribers_too(cluster: StoredCluster) -> None:
+    with pytest.warns(GuaranteesOff):
+        plain = from_url(cluster.url, envelope=False)
+    async with plain, from_url(cluster.url) as client:
+        pubsub = client.pubsub()
+        await confirmed(pubsub, "c")
+        assert await plain.publish("c", "hello") == 1
+        message = await pubsub.get_message(timeout=None)
+        assert message is not None
+        assert message["data"] == b"hello"
+
+
+async def test_a_dropped_pubsub_closes_its_links(cluster: StoredCluster) -> None:
+    channel = cluster.channel_at("s1")
+    async with from_url(cluster.url) as client:
+        pubsub = client.pubsub()
+        await confirmed(pubsub, channel)
+        del pubsub
+        gc.collect()
+        await cluster.until_subscribed("s1", channel, 0)
+
+
+async def test_links_carry_the_client_s_name(cluster: StoredCluster) -> None:
+    async with from_url(cluster.url, client_name="tester") as client:
+        pubsub = client.pubsub()
+        await confirmed(pubsub, cluster.channel_at("s1"))
+        listing: bytes = await cluster.ask("s1", "CLIENT", "LIST")
+        assert b"name=tester" in listing
+
+
+async def test_payloads_of_any_size_up_to_redis_own_limit(cluster: StoredCluster) -> None:
+    channel = bytes(range(256)) * 4
+    async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+        await pubsub.subscribe(channel)
+        assert (await pubsub.get_message(timeout=None) or {})["channel"] == channel
+        for payload in (b"", b"\0", bytes(20_000_000)):
+            assert await client.publish(channel, payload) == 1
             message = await pubsub.get_message(timeout=None)
             assert message is not None
-            assert message["data"] == b"hello"
-
-    run(test())
-
-
-def test_a_dropped_pubsub_closes_its_links(cluster: StoredCluster) -> None:
-    channel = cluster.channel_at("s1")
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client:
-            pubsub = client.pubsub()
-            await _confirmed(pubsub, channel)
-            del pubsub
-            gc.collect()
-            await cluster.until_subscribed("s1", channel, 0)
-
-    run(test())
-
-
-def test_links_carry_the_client_s_name(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        async with from_url(cluster.url, client_name="tester") as client:
-            pubsub = client.pubsub()
-            await _confirmed(pubsub, cluster.channel_at("s1"))
-            listing: bytes = await cluster.ask("s1", "CLIENT", "LIST")
-            assert b"name=tester" in listing
-
-    run(test())
-
-
-def test_payloads_of_any_size_up_to_redis_own_limit(cluster: StoredCluster) -> None:
-    channel = bytes(range(256)) * 4
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
-            await pubsub.subscribe(channel)
-            assert (await pubsub.get_message(timeout=None) or {})["channel"] == channel
-            for payload in (b"", b"\0", bytes(20_000_000)):
-                assert await client.publish(channel, payload) == 1
-                message = await pubsub.get_message(timeout=None)
-                assert message is not None
-                assert message["data"] == payload
-            with pytest.raises(redis.exceptions.DataError, match="too large"):
-                await client.publish(channel, bytes(PAYLOAD_BYTES_MAX + 1))
-            assert await client.publish(channel, b"goes on") == 1
-
-    run(test())
+            assert message["data"] == payload
+        with pytest.raises(redis.exceptions.DataError, match="too large"):
+            await client.publish(channel, bytes(PAYLOAD_BYTES_MAX + 1))
+        assert await client.publish(channel, b"goes on") == 1

@@ -12,19 +12,13 @@ from typing import Any
 import pytest
 
 from dynamoth_client.asyncio import PubSub, Redis, from_url
-from tests.client.stored_cluster import StoredCluster
+from tests.client.stored_cluster import StoredCluster, next_of
 
 PATIENCE_S = 20.0
 
 
 def run(test: Coroutine[Any, Any, None], runner: asyncio.Runner | None = None) -> None:
     (asyncio.run if runner is None else runner.run)(asyncio.wait_for(test, PATIENCE_S))
-
-
-async def next_of(pubsub: PubSub) -> dict[str, Any]:
-    message = await pubsub.get_message(timeout=PATIENCE_S)
-    assert message is not None
-    return message
 
 
 async def subscribe_to_all(client: Redis, pubsub: PubSub) -> None:

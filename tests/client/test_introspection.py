@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -15,19 +16,12 @@ from dynamoth.names import replica_channel, sharded_channel
 from dynamoth.plan.plan import Assignment, Location, Mode, Route
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client.asyncio import PubSub, Redis, from_url
-from dynamoth_client.runtime.introspection import merge_channels, merge_subscribers
+from dynamoth_client.runtime.introspection import merge_channels, merge_subscribers, physical_globs
 from tests.client.conftest import ClusterFactory
-from tests.client.stored_cluster import StoredCluster, run
+from tests.client.stored_cluster import StoredCluster
 from tests.whole.harness import channels_at, move
 
 SERVERS = ("s1", "s2", "s3")
-
-
-@pytest.fixture(scope="module")
-def whole_cluster() -> Iterator[LocalCluster]:
-    """Three servers, kept for all tests here: each uses channels of its own."""
-    with LocalCluster(len(SERVERS)) as cluster:
-        yield cluster
 
 
 async def _subscribed(client: Redis, *channels: bytes | str) -> PubSub:
@@ -54,119 +48,93 @@ async def _until_numsub(client: Redis, channel: bytes, count: int) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_every_server_is_asked(whole_cluster: LocalCluster) -> None:
-    async def test() -> None:
-        channels = [name for server in SERVERS for name in channels_at(server, 2, len(SERVERS))]
-        async with from_url(whole_cluster.url) as client, await _subscribed(client, *channels):
-            assert await client.pubsub_channels() == sorted(channels)
-            assert await client.pubsub_channels(channels[3]) == [channels[3]]
-            assert await client.pubsub_channels("no such*") == []
-            wanted = [*channels, b"nobody is here", channels[0]]
-            assert await client.pubsub_numsub(*wanted) == [(name, int(name in channels)) for name in wanted]
-            assert await client.pubsub_numsub() == []
-        async with from_url(whole_cluster.url, decode_responses=True) as client, await _subscribed(client, "dé"):
-            assert await client.pubsub_channels("d*") == ["dé"]
-            assert await client.pubsub_numsub("dé") == [("dé", 1)]
-
-    run(test())
+async def test_every_server_is_asked(whole_cluster: LocalCluster) -> None:
+    channels = [name for server in SERVERS for name in channels_at(server, 2, len(SERVERS))]
+    async with from_url(whole_cluster.url) as client, await _subscribed(client, *channels):
+        assert await client.pubsub_channels() == sorted(channels)
+        assert await client.pubsub_channels(channels[3]) == [channels[3]]
+        assert await client.pubsub_channels("no such*") == []
+        wanted = [*channels, b"nobody is here", channels[0]]
+        assert await client.pubsub_numsub(*wanted) == [(name, int(name in channels)) for name in wanted]
+        assert await client.pubsub_numsub() == []
+    async with from_url(whole_cluster.url, decode_responses=True) as client, await _subscribed(client, "dé"):
+        assert await client.pubsub_channels("d*") == ["dé"]
+        assert await client.pubsub_numsub("dé") == [("dé", 1)]
 
 
 @pytest.mark.parametrize("mode", ["all-subscribers", "all-publishers"])
-def test_a_replicated_channel_is_one_and_so_is_each_subscriber(whole_cluster: LocalCluster, mode: str) -> None:
+async def test_a_replicated_channel_is_one_and_so_is_each_subscriber(whole_cluster: LocalCluster, mode: str) -> None:
     channel = f"split:{mode}".encode()
-
-    async def test() -> None:
-        async with _subscribers(whole_cluster, channel, 4) as client:
-            arguments = {"channel": channel, "mode": mode, "servers": list(SERVERS)}
-            await asyncio.to_thread(whole_cluster.ask_balancer, "replicate", arguments)
-            await _until_numsub(client, channel, 4)
-            assert await client.pubsub_channels("split:*") == [channel]
-            assert await client.pubsub_channels(mode) == [], "a part of a name that has a colon is no name"
-            await asyncio.to_thread(whole_cluster.ask_balancer, "unreplicate", {"channel": channel})
-            await _until_numsub(client, channel, 4)
-
-    run(test())
+    async with _subscribers(whole_cluster, channel, 4) as client:
+        arguments = {"channel": channel, "mode": mode, "servers": list(SERVERS)}
+        await asyncio.to_thread(whole_cluster.ask_balancer, "replicate", arguments)
+        await _until_numsub(client, channel, 4)
+        assert await client.pubsub_channels("split:*") == [channel]
+        assert await client.pubsub_channels(mode) == [], "a part of a name that has a colon is no name"
+        await asyncio.to_thread(whole_cluster.ask_balancer, "unreplicate", {"channel": channel})
+        await _until_numsub(client, channel, 4)
 
 
-def test_a_channel_that_was_moved_is_found(whole_cluster: LocalCluster) -> None:
+async def test_a_channel_that_was_moved_is_found(whole_cluster: LocalCluster) -> None:
     [channel] = channels_at("s2", 1, len(SERVERS))
-
-    async def test() -> None:
-        async with _subscribers(whole_cluster, channel, 3) as client:
-            await asyncio.to_thread(move, whole_cluster, channel, "s3")
-            assert await client.pubsub_numsub(channel) == [(channel, 3)]
-            assert await client.pubsub_channels() == [channel]
-
-    run(test())
+    async with _subscribers(whole_cluster, channel, 3) as client:
+        await asyncio.to_thread(move, whole_cluster, channel, "s3")
+        assert await client.pubsub_numsub(channel) == [(channel, 3)]
+        assert await client.pubsub_channels() == [channel]
 
 
-def test_patterns_are_counted_once_and_those_of_agents_not(whole_cluster: LocalCluster) -> None:
-    async def test() -> None:
-        async with from_url(whole_cluster.url) as client:
-            assert await client.pubsub_numpat() == 0
-            async with client.pubsub() as one, client.pubsub() as other:
-                await one.psubscribe("a*", "*", "[^x]*")
-                await other.psubscribe("a*", "d*")
-                for pubsub, count in ((one, 3), (other, 2)):
-                    for _ in range(count):
-                        message = await pubsub.get_message(timeout=None)
-                        assert message is not None and message["type"] == "psubscribe"
-                assert await client.pubsub_numpat() == 4
-                await other.punsubscribe()
-                for _ in range(2):
-                    message = await other.get_message(timeout=None)
-                    assert message is not None and message["type"] == "punsubscribe"
-                assert await client.pubsub_numpat() == 3
-            plain: Any = redis.asyncio.Redis(port=whole_cluster.redis["s2"].port)
-            async with plain, plain.pubsub() as pubsub:
-                await pubsub.psubscribe("a*", "b*", "c*")
-                for _ in range(3):
-                    assert (await pubsub.get_message(timeout=None))["type"] == "psubscribe"
-                assert await client.pubsub_numpat() == 3
-
-    run(test())
+async def test_patterns_are_counted_once_and_those_of_agents_not(whole_cluster: LocalCluster) -> None:
+    async with from_url(whole_cluster.url) as client:
+        assert await client.pubsub_numpat() == 0
+        async with client.pubsub() as one, client.pubsub() as other:
+            await one.psubscribe("a*", "*", "[^x]*")
+            await other.psubscribe("a*", "d*")
+            for pubsub, count in ((one, 3), (other, 2)):
+                for _ in range(count):
+                    message = await pubsub.get_message(timeout=None)
+                    assert message is not None and message["type"] == "psubscribe"
+            assert await client.pubsub_numpat() == 4
+            await other.punsubscribe()
+            for _ in range(2):
+                message = await other.get_message(timeout=None)
+                assert message is not None and message["type"] == "punsubscribe"
+            assert await client.pubsub_numpat() == 3
+        plain: Any = redis.asyncio.Redis(port=whole_cluster.redis["s2"].port, password=whole_cluster.password)
+        async with plain, plain.pubsub() as pubsub:
+            await pubsub.psubscribe("a*", "b*", "c*")
+            for _ in range(3):
+                assert (await pubsub.get_message(timeout=None))["type"] == "psubscribe"
+            assert await client.pubsub_numpat() == 3
 
 
-def test_channels_of_one_server_show_too(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        async with from_url(cluster.url) as client:
-            plain: Any = redis.asyncio.Redis(port=cluster.servers["s2"].port)
-            async with plain, plain.pubsub() as pubsub:
-                await pubsub.subscribe("__keyspace@0__:key", "__dynamoth__:balancer:to-agent")
-                await cluster.until_subscribed("s2", "__dynamoth__:balancer:to-agent")
-                assert await client.pubsub_channels() == [b"__keyspace@0__:key"]
-                assert await client.pubsub_numsub("__keyspace@0__:key") == [(b"__keyspace@0__:key", 1)]
-
-    run(test())
+async def test_channels_of_one_server_show_too(cluster: StoredCluster) -> None:
+    async with from_url(cluster.url) as client:
+        plain: Any = redis.asyncio.Redis(port=cluster.servers["s2"].port)
+        async with plain, plain.pubsub() as pubsub:
+            await pubsub.subscribe("__keyspace@0__:key", "__dynamoth__:balancer:to-agent")
+            await cluster.until_subscribed("s2", "__dynamoth__:balancer:to-agent")
+            assert await client.pubsub_channels() == [b"__keyspace@0__:key"]
+            assert await client.pubsub_numsub("__keyspace@0__:key") == [(b"__keyspace@0__:key", 1)]
 
 
-def test_a_server_that_is_away_is_named(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        async with from_url(cluster.url) as client:
-            assert await client.pubsub_channels() == []
-            port = cluster.servers["s2"].port
-            await asyncio.to_thread(cluster.servers["s2"].stop)
-            for question in (client.pubsub_channels, client.pubsub_numpat, lambda: client.pubsub_numsub("a")):
-                with pytest.raises(redis.exceptions.ConnectionError, match=rf"\n  s2: .*:{port}") as failed:
-                    await question()
-                assert "s1" not in str(failed.value)
-
-    run(test())
+async def test_a_server_that_is_away_is_named(cluster: StoredCluster) -> None:
+    async with from_url(cluster.url) as client:
+        assert await client.pubsub_channels() == []
+        port = cluster.servers["s2"].port
+        await asyncio.to_thread(cluster.servers["s2"].stop)
+        for question in (client.pubsub_channels, client.pubsub_numpat, lambda: client.pubsub_numsub("a")):
+            with pytest.raises(redis.exceptions.ConnectionError, match=rf"\n  s2: .*:{port}") as failed:
+                await question()
+            assert "s1" not in str(failed.value)
 
 
-def test_a_server_that_refuses_is_named(cluster_factory: ClusterFactory) -> None:
+async def test_a_server_that_refuses_is_named(cluster_factory: ClusterFactory) -> None:
     cluster = cluster_factory()
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client:
-            assert await client.pubsub_numpat() == 0
-            assert await cluster.ask("s1", "ACL", "SETUSER", "default", "-pubsub") == b"OK"
-            with pytest.raises(
-                redis.exceptions.NoPermissionError, match=r"s1: .* has no permissions to run the 'pubsub"
-            ):
-                await client.pubsub_numpat()
-
-    run(test())
+    async with from_url(cluster.url) as client:
+        assert await client.pubsub_numpat() == 0
+        assert await cluster.ask("s1", "ACL", "SETUSER", "default", "-pubsub") == b"OK"
+        with pytest.raises(redis.exceptions.NoPermissionError, match=r"s1: .* has no permissions to run the 'pubsub"):
+            await client.pubsub_numpat()
 
 
 def test_our_own_names_are_left_out() -> None:
@@ -180,6 +148,15 @@ def test_our_own_names_are_left_out() -> None:
     sharded = [sharded_channel(b"s"), replica_channel(sharded_channel(b"t:u"), 17), sharded_channel(b"t:u")]
     assert merge_channels(physical + sharded) == [b"__mine", b"a:b", b"news"]
     assert merge_channels(physical + sharded, sharded=True) == [b"s", b"t:u"]
+
+
+@pytest.mark.parametrize("epoch", [1, 16, 2**32 - 1])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_replicated_channels_are_asked_for_whatever_their_epoch(epoch: int, sharded: bool) -> None:
+    channel = sharded_channel(b"a:b") if sharded else b"a:b"
+    names = [channel, replica_channel(channel, epoch)]
+    globs = physical_globs(b"a:*", sharded)
+    assert [[fnmatchcase(name.decode(), glob.decode()) for glob in globs] for name in names] == [[1, 0], [0, 1]]
 
 
 def test_subscribers_are_added_up_by_mode() -> None:

@@ -9,21 +9,10 @@ from typing import Any
 import pytest
 import redis.exceptions
 
-from dynamoth_client.asyncio import GapInfo, PubSub, from_url
-from tests.client.stored_cluster import StoredCluster, run
+from dynamoth_client.asyncio import GapInfo, from_url
+from tests.client.stored_cluster import StoredCluster, confirmed, next_of, on_both_loops, run
 
-
-async def _next(pubsub: PubSub) -> dict[str, Any]:
-    while True:
-        message = await pubsub.get_message(timeout=None)
-        if message is not None:
-            return message
-
-
-async def _confirmed(pubsub: PubSub, *channels: str | bytes, **handlers: Any) -> None:
-    await pubsub.subscribe(*channels, **handlers)
-    for _ in range(len(channels) + len(handlers)):
-        assert (await _next(pubsub))["type"] == "subscribe"
+pytestmark = on_both_loops
 
 
 def _message(kind: str, channel: Any, data: Any) -> dict[str, Any]:
@@ -43,10 +32,10 @@ def test_a_lost_connection_is_made_again_and_shows_as_a_gap(
     async def test() -> None:
         async with from_url(cluster.url) as client:
             quiet, loud = client.pubsub(), client.pubsub(gaps=True, on_gap=remember)
-            await _confirmed(quiet, lost, other)
-            await _confirmed(loud, lost, other)
+            await confirmed(quiet, lost, other)
+            await confirmed(loud, lost, other)
             await cluster.kill_subscribers("s1")
-            message = await _next(loud)
+            message = await next_of(loud)
             gap = message["data"]
             assert message == _message("gap", lost.encode(), gap)
             assert gap == GapInfo(lost.encode(), None, None, gap.reason)
@@ -57,7 +46,7 @@ def test_a_lost_connection_is_made_again_and_shows_as_a_gap(
             await client.publish(other, 1)
             await client.publish(lost, 2)
             for pubsub in (quiet, loud):
-                assert sorted([(await _next(pubsub))["data"] for _ in range(2)]) == [b"1", b"2"]
+                assert sorted([(await next_of(pubsub))["data"] for _ in range(2)]) == [b"1", b"2"]
             assert quiet.gaps_detected == 1
 
     with caplog.at_level(logging.WARNING, logger="dynamoth_client"):
@@ -66,7 +55,7 @@ def test_a_lost_connection_is_made_again_and_shows_as_a_gap(
     assert lost in record.getMessage()
 
 
-def test_what_a_handler_of_gaps_returns_is_ignored(cluster: StoredCluster) -> None:
+async def test_what_a_handler_of_gaps_returns_is_ignored(cluster: StoredCluster) -> None:
     channel = cluster.channel_at("s1")
     told: list[GapInfo] = []
 
@@ -74,156 +63,127 @@ def test_what_a_handler_of_gaps_returns_is_ignored(cluster: StoredCluster) -> No
         told.append(gap)
         return len(told)
 
-    async def test() -> None:
-        async with from_url(cluster.url) as client, client.pubsub(gaps=True, on_gap=count) as pubsub:
-            await _confirmed(pubsub, channel)
-            await cluster.kill_subscribers("s1")
-            assert (await _next(pubsub))["type"] == "gap"
-            assert len(told) == 1
-
-    run(test())
+    async with from_url(cluster.url) as client, client.pubsub(gaps=True, on_gap=count) as pubsub:
+        await confirmed(pubsub, channel)
+        await cluster.kill_subscribers("s1")
+        assert (await next_of(pubsub))["type"] == "gap"
+        assert len(told) == 1
 
 
-def test_when_no_server_can_be_reached_readers_are_told_and_go_on_afterwards(cluster: StoredCluster) -> None:
+async def test_when_no_server_can_be_reached_readers_are_told_and_go_on_afterwards(cluster: StoredCluster) -> None:
     channel = cluster.channel_at("s1")
-
-    async def test() -> None:
-        async with from_url(cluster.url, socket_connect_timeout=0.2) as client, client.pubsub() as pubsub:
-            await _confirmed(pubsub, channel)
-            cluster.servers["s1"].kill()
-            for _ in range(2):
-                with pytest.raises(redis.exceptions.ConnectionError, match="connection refused: start the server"):
-                    await _next(pubsub)
-            cluster.servers["s1"].restart()
-            await cluster.write(at=["s1"])
-            while True:
-                try:
-                    await cluster.until_subscribed("s1", channel)
-                    await client.publish(channel, "back")
-                    assert (await _next(pubsub))["data"] == b"back"
-                except redis.exceptions.ConnectionError:
-                    continue
-                return
-
-    run(test())
+    async with from_url(cluster.url, socket_connect_timeout=0.2) as client, client.pubsub() as pubsub:
+        await confirmed(pubsub, channel)
+        cluster.servers["s1"].kill()
+        for _ in range(2):
+            with pytest.raises(redis.exceptions.ConnectionError, match="connection refused: start the server"):
+                await next_of(pubsub)
+        cluster.servers["s1"].restart()
+        await cluster.write(at=["s1"])
+        while True:
+            try:
+                await cluster.until_subscribed("s1", channel)
+                await client.publish(channel, "back")
+                assert (await next_of(pubsub))["data"] == b"back"
+            except redis.exceptions.ConnectionError:
+                continue
+            return
 
 
-def test_unreachable_servers_are_one_item_in_the_queue_and_none_where_nothing_is_subscribed(
+async def test_unreachable_servers_are_one_item_in_the_queue_and_none_where_nothing_is_subscribed(
     cluster: StoredCluster,
 ) -> None:
-    async def test() -> None:
-        async with from_url(cluster.url, socket_connect_timeout=0.05) as client:
-            idle, busy = client.pubsub(), client.pubsub()
-            for pubsub in (idle, busy):
-                await _confirmed(pubsub, "c")
-            await idle.unsubscribe("c")
-            assert (await _next(idle))["type"] == "unsubscribe"
-            for server in cluster.servers.values():
-                server.kill()
-            with pytest.raises(redis.exceptions.ConnectionError):
-                await _next(busy)
-            assert await idle.get_message(timeout=0.3) is None
-            assert len(busy._queue.items) == 1  # pyright: ignore[reportPrivateUsage]
-
-    run(test())
+    async with from_url(cluster.url, socket_connect_timeout=0.05) as client:
+        idle, busy = client.pubsub(), client.pubsub()
+        for pubsub in (idle, busy):
+            await confirmed(pubsub, "c")
+        await idle.unsubscribe("c")
+        assert (await next_of(idle))["type"] == "unsubscribe"
+        for server in cluster.servers.values():
+            server.kill()
+        with pytest.raises(redis.exceptions.ConnectionError):
+            await next_of(busy)
+        assert await idle.get_message(timeout=0.3) is None
+        assert len(busy._queue.items) == 1  # pyright: ignore[reportPrivateUsage]
 
 
-def test_a_reader_that_is_slow_stops_the_servers_and_loses_nothing(cluster: StoredCluster) -> None:
+async def test_a_reader_that_is_slow_stops_the_servers_and_loses_nothing(cluster: StoredCluster) -> None:
     count, size = 5000, 1000
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client, client.pubsub(max_queue=100) as pubsub:
-            await _confirmed(pubsub, "c")
-            for begin in range(0, count, 500):
-                await asyncio.gather(
-                    *(client.publish("c", b"%d " % number + bytes(size)) for number in range(begin, begin + 500))
-                )
-            queue = pubsub._queue  # pyright: ignore[reportPrivateUsage]
-            assert queue.is_full
-            one_read = 256 * 1024 // size
-            assert 100 <= len(queue.items) <= 100 + one_read
-            for number in range(count):
-                assert int((await _next(pubsub))["data"].split()[0]) == number
-            assert not queue.is_full
-
-    run(test())
+    async with from_url(cluster.url) as client, client.pubsub(max_queue=100) as pubsub:
+        await confirmed(pubsub, "c")
+        for begin in range(0, count, 500):
+            await asyncio.gather(
+                *(client.publish("c", b"%d " % number + bytes(size)) for number in range(begin, begin + 500))
+            )
+        queue = pubsub._queue  # pyright: ignore[reportPrivateUsage]
+        assert queue.is_full
+        one_read = 256 * 1024 // size
+        assert 100 <= len(queue.items) <= 100 + one_read
+        for number in range(count):
+            assert int((await next_of(pubsub))["data"].split()[0]) == number
+        assert not queue.is_full
 
 
-def test_subscribing_waits_no_longer_than_for_a_connection(cluster: StoredCluster) -> None:
+async def test_subscribing_waits_no_longer_than_for_a_connection(cluster: StoredCluster) -> None:
     channel = cluster.channel_at("s1")
-
-    async def test() -> None:
-        async with from_url(cluster.url, socket_connect_timeout=0.3) as client, client.pubsub() as pubsub:
-            await client.plan("any")
-            cluster.servers["s1"].kill()
-            await pubsub.subscribe(channel)
-            assert pubsub.subscribed
-            with pytest.raises(redis.exceptions.ConnectionError, match="no server of the subscribed channels"):
-                await _next(pubsub)
-
-    run(test())
+    async with from_url(cluster.url, socket_connect_timeout=0.3) as client, client.pubsub() as pubsub:
+        await client.plan("any")
+        cluster.servers["s1"].kill()
+        await pubsub.subscribe(channel)
+        assert pubsub.subscribed
+        with pytest.raises(redis.exceptions.ConnectionError, match="no server of the subscribed channels"):
+            await next_of(pubsub)
 
 
-def test_subscribing_does_not_wait_for_a_slow_reader(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        async with from_url(cluster.url) as client, client.pubsub(max_queue=4) as pubsub:
-            await _confirmed(pubsub, "c")
-            await asyncio.gather(*(client.publish("c", f"{number}") for number in range(8)))
-            while not pubsub._queue.is_full:  # noqa: ASYNC110  # pyright: ignore[reportPrivateUsage]  # messages come by themselves
-                await asyncio.sleep(0)
-            async with asyncio.timeout(2):  # connecting may take longer
-                await pubsub.subscribe("d")
-            seen = [await _next(pubsub) for _ in range(9)]
-            assert [m["data"] for m in seen if m["type"] == "message"] == [b"%d" % n for n in range(8)]
-            assert [m["channel"] for m in seen if m["type"] == "subscribe"] == [b"d"]
-
-    run(test())
+async def test_subscribing_does_not_wait_for_a_slow_reader(cluster: StoredCluster) -> None:
+    async with from_url(cluster.url) as client, client.pubsub(max_queue=4) as pubsub:
+        await confirmed(pubsub, "c")
+        await asyncio.gather(*(client.publish("c", f"{number}") for number in range(8)))
+        while not pubsub._queue.is_full:  # noqa: ASYNC110  # pyright: ignore[reportPrivateUsage]  # messages come by themselves
+            await asyncio.sleep(0)
+        async with asyncio.timeout(2):  # connecting may take longer
+            await pubsub.subscribe("d")
+        seen = [await next_of(pubsub) for _ in range(9)]
+        assert [m["data"] for m in seen if m["type"] == "message"] == [b"%d" % n for n in range(8)]
+        assert [m["channel"] for m in seen if m["type"] == "subscribe"] == [b"d"]
 
 
-def test_gaps_do_not_fill_a_full_queue_without_end(cluster: StoredCluster) -> None:
+async def test_gaps_do_not_fill_a_full_queue_without_end(cluster: StoredCluster) -> None:
     channel = cluster.channel_at("s1")
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client, client.pubsub(max_queue=1, gaps=True) as pubsub:
-            await _confirmed(pubsub, channel)
-            await client.publish(channel, "fills it")
-            queue = pubsub._queue  # pyright: ignore[reportPrivateUsage]
-            feed = pubsub._feed  # pyright: ignore[reportPrivateUsage]
-            assert feed is not None
-            while not queue.is_full:  # noqa: ASYNC110  # the message comes by itself
-                await asyncio.sleep(0)
-            for number in range(3):
-                feed._note_gap(GapInfo(channel.encode(), 7, 1, f"gap {number}"))  # pyright: ignore[reportPrivateUsage]
-            assert len(queue.items) == 2
-            await _next(pubsub)
-            gap = (await _next(pubsub))["data"]
-            assert (gap.publisher, gap.count) == (None, None)
-            assert "gap 2" in gap.reason
-            assert pubsub.gaps_detected == 3
-
-    run(test())
+    async with from_url(cluster.url) as client, client.pubsub(max_queue=1, gaps=True) as pubsub:
+        await confirmed(pubsub, channel)
+        await client.publish(channel, "fills it")
+        queue = pubsub._queue  # pyright: ignore[reportPrivateUsage]
+        feed = pubsub._feed  # pyright: ignore[reportPrivateUsage]
+        assert feed is not None
+        while not queue.is_full:  # noqa: ASYNC110  # the message comes by itself
+            await asyncio.sleep(0)
+        for number in range(3):
+            feed._note_gap(GapInfo(channel.encode(), 7, 1, f"gap {number}"))  # pyright: ignore[reportPrivateUsage]
+        assert len(queue.items) == 2
+        await next_of(pubsub)
+        gap = (await next_of(pubsub))["data"]
+        assert (gap.publisher, gap.count) == (None, None)
+        assert "gap 2" in gap.reason
+        assert pubsub.gaps_detected == 3
 
 
-def test_gaps_of_the_channels_of_a_pattern_are_one_in_a_full_queue(cluster: StoredCluster) -> None:
+async def test_gaps_of_the_channels_of_a_pattern_are_one_in_a_full_queue(cluster: StoredCluster) -> None:
     channel = cluster.channel_at("s1")
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client, client.pubsub(max_queue=1, gaps=True) as pubsub:
-            await _confirmed(pubsub, channel)
-            await client.publish(channel, "fills it")
-            queue = pubsub._queue  # pyright: ignore[reportPrivateUsage]
-            feed = pubsub._feed  # pyright: ignore[reportPrivateUsage]
-            assert feed is not None
-            while not queue.is_full:  # noqa: ASYNC110  # the message comes by itself
-                await asyncio.sleep(0)
-            for number in range(3):
-                gap = GapInfo(b"c%d" % number, 7, 1, f"gap {number}", b"c*")
-                feed._note_gap(gap)  # pyright: ignore[reportPrivateUsage]
-            assert len(queue.items) == 2
-            await _next(pubsub)
-            message = await _next(pubsub)
-            assert (message["channel"], message["data"].channel, message["data"].pattern) == (b"c*", b"c*", b"c*")
-            assert (message["data"].publisher, message["data"].count) == (None, None)
-            assert "gap 2" in message["data"].reason
-
-    run(test())
+    async with from_url(cluster.url) as client, client.pubsub(max_queue=1, gaps=True) as pubsub:
+        await confirmed(pubsub, channel)
+        await client.publish(channel, "fills it")
+        queue = pubsub._queue  # pyright: ignore[reportPrivateUsage]
+        feed = pubsub._feed  # pyright: ignore[reportPrivateUsage]
+        assert feed is not None
+        while not queue.is_full:  # noqa: ASYNC110  # the message comes by itself
+            await asyncio.sleep(0)
+        for number in range(3):
+            gap = GapInfo(b"c%d" % number, 7, 1, f"gap {number}", b"c*")
+            feed._note_gap(gap)  # pyright: ignore[reportPrivateUsage]
+        assert len(queue.items) == 2
+        await next_of(pubsub)
+        message = await next_of(pubsub)
+        assert (message["channel"], message["data"].channel, message["data"].pattern) == (b"c*", b"c*", b"c*")
+        assert (message["data"].publisher, message["data"].count) == (None, None)
+        assert "gap 2" in message["data"].reason

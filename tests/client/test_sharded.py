@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -15,26 +14,13 @@ from dynamoth.names import sharded_channel
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client.asyncio import GapInfo, from_url
 from tests.client.stored_cluster import StoredCluster, run
+from tests.client.stored_cluster import next_of as next_async
 from tests.client.sync_helpers import PATIENCE_S, next_of, until
 from tests.client.versions import REDIS_PY
 from tests.whole.harness import move
 
 SERVERS = ("s1", "s2", "s3")
 MESSAGES_BETWEEN_CHANGES = 50
-
-
-@pytest.fixture(scope="module")
-def whole_cluster() -> Iterator[LocalCluster]:
-    """Three servers, kept for all tests here: each uses channels of its own."""
-    with LocalCluster(len(SERVERS)) as cluster:
-        yield cluster
-
-
-async def _next(pubsub: Any) -> dict[str, Any]:
-    while True:
-        message: dict[str, Any] | None = await pubsub.get_message(timeout=None)
-        if message is not None:
-            return message
 
 
 def _of(kind: str, channel: Any, data: Any) -> dict[str, Any]:
@@ -89,36 +75,32 @@ def test_they_are_as_redis_py_has_them(cluster: StoredCluster, decode_responses:
             assert seen == _use(plain, plain_pubsub)
 
 
-def test_the_asynchronous_client(cluster: StoredCluster) -> None:
+async def test_the_asynchronous_client(cluster: StoredCluster) -> None:
     handled: list[Any] = []
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
-            waiting = asyncio.create_task(pubsub.ssubscribe("one", two=handled.append))
-            await asyncio.sleep(0)
-            assert pubsub.subscribed
-            await waiting
-            assert [await _next(pubsub) for _ in range(2)] == [
-                _of("ssubscribe", b"one", 1),
-                _of("ssubscribe", b"two", 2),
-            ]
-            assert await client.pubsub_shardchannels("t*") == [b"two"]
-            assert await client.pubsub_channels() == []
-            assert await client.pubsub_shardnumsub("one", "none") == [(b"one", 1), (b"none", 0)]
-            assert await client.spublish("two", "handled") == await client.execute_command("SPUBLISH", "one", "x") == 1
-            assert await pubsub.parse_response() == [b"smessage", b"two", b"handled"]
-            assert await client.spublish("two", "again") == 1
-            assert await _next(pubsub) == _of("smessage", b"one", b"x")
-            assert await pubsub.get_message(timeout=PATIENCE_S) is None
-            assert handled == [_of("smessage", b"two", b"again")]
-            await pubsub.sunsubscribe()
-            ended = [message async for message in pubsub.listen()]
-            assert sorted(message["channel"] for message in ended) == [b"one", b"two"]
-            assert [message["data"] for message in ended] == [1, 0]
-            await pubsub.sunsubscribe()
-            assert await _next(pubsub) == _of("sunsubscribe", None, 0)
-
-    run(test())
+    async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+        waiting = asyncio.create_task(pubsub.ssubscribe("one", two=handled.append))
+        await asyncio.sleep(0)
+        assert pubsub.subscribed
+        await waiting
+        assert [await next_async(pubsub) for _ in range(2)] == [
+            _of("ssubscribe", b"one", 1),
+            _of("ssubscribe", b"two", 2),
+        ]
+        assert await client.pubsub_shardchannels("t*") == [b"two"]
+        assert await client.pubsub_channels() == []
+        assert await client.pubsub_shardnumsub("one", "none") == [(b"one", 1), (b"none", 0)]
+        assert await client.spublish("two", "handled") == await client.execute_command("SPUBLISH", "one", "x") == 1
+        assert await pubsub.parse_response() == [b"smessage", b"two", b"handled"]
+        assert await client.spublish("two", "again") == 1
+        assert await next_async(pubsub) == _of("smessage", b"one", b"x")
+        assert await pubsub.get_message(timeout=PATIENCE_S) is None
+        assert handled == [_of("smessage", b"two", b"again")]
+        await pubsub.sunsubscribe()
+        ended = [message async for message in pubsub.listen()]
+        assert sorted(message["channel"] for message in ended) == [b"one", b"two"]
+        assert [message["data"] for message in ended] == [1, 0]
+        await pubsub.sunsubscribe()
+        assert await next_async(pubsub) == _of("sunsubscribe", None, 0)
 
 
 def test_in_batches(cluster: StoredCluster) -> None:
@@ -146,99 +128,87 @@ def test_in_batches(cluster: StoredCluster) -> None:
     assert handled == [_of("smessage", b"handled", b"x")]
 
 
-def test_those_that_are_dropped_are_gaps(cluster: StoredCluster) -> None:
+async def test_those_that_are_dropped_are_gaps(cluster: StoredCluster) -> None:
     count = 100
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client, client.pubsub(max_queue=8, when_full="drop_oldest", gaps=True) as p:
-            await p.ssubscribe("c")
-            assert await _next(p) == _of("ssubscribe", b"c", 1)
-            for number in range(count):
-                assert await client.spublish("c", str(number)) == 1
-            seen = [await _next(p)]
-            while seen[-1]["data"] != b"%d" % (count - 1):
-                seen.append(await _next(p))
-            gaps = [message["data"] for message in seen if message["type"] == "gap"]
-            assert gaps and all(gap.sharded and gap.channel == b"c" for gap in gaps)
-            assert sum(gap.count for gap in gaps) + len(seen) - len(gaps) == count
-
-    run(test())
+    async with from_url(cluster.url) as client, client.pubsub(max_queue=8, when_full="drop_oldest", gaps=True) as p:
+        await p.ssubscribe("c")
+        assert await next_async(p) == _of("ssubscribe", b"c", 1)
+        for number in range(count):
+            assert await client.spublish("c", str(number)) == 1
+        seen = [await next_async(p)]
+        while seen[-1]["data"] != b"%d" % (count - 1):
+            seen.append(await next_async(p))
+        gaps = [message["data"] for message in seen if message["type"] == "gap"]
+        assert gaps and all(gap.sharded and gap.channel == b"c" for gap in gaps)
+        assert sum(gap.count for gap in gaps) + len(seen) - len(gaps) == count
 
 
-def test_a_gap_of_a_sharded_channel_says_so(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        async with from_url(cluster.url) as client, client.pubsub(gaps=True) as pubsub:
-            await pubsub.ssubscribe("a")
-            assert await _next(pubsub) == _of("ssubscribe", b"a", 1)
-            home = (await client.plan(sharded_channel(b"a"))).servers[0]
-            await cluster.kill_subscribers(home)
-            gap = await _next(pubsub)
-            assert (gap["type"], gap["channel"]) == ("gap", b"a")
-            assert isinstance(gap["data"], GapInfo)
-            assert (gap["data"].channel, gap["data"].sharded) == (b"a", True)
-            assert await client.spublish("a", "back") == 1
-            assert await _next(pubsub) == _of("smessage", b"a", b"back")
-
-    run(test())
+async def test_a_gap_of_a_sharded_channel_says_so(cluster: StoredCluster) -> None:
+    async with from_url(cluster.url) as client, client.pubsub(gaps=True) as pubsub:
+        await pubsub.ssubscribe("a")
+        assert await next_async(pubsub) == _of("ssubscribe", b"a", 1)
+        home = (await client.plan(sharded_channel(b"a"))).servers[0]
+        await cluster.kill_subscribers(home)
+        gap = await next_async(pubsub)
+        assert (gap["type"], gap["channel"]) == ("gap", b"a")
+        assert isinstance(gap["data"], GapInfo)
+        assert (gap["data"].channel, gap["data"].sharded) == (b"a", True)
+        assert await client.spublish("a", "back") == 1
+        assert await next_async(pubsub) == _of("smessage", b"a", b"back")
 
 
-def test_a_sharded_channel_that_a_server_refuses_is_gone(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        async with from_url(cluster.url) as client, client.pubsub() as pubsub:
-            await pubsub.subscribe("a")
-            assert await _next(pubsub) == _of("subscribe", b"a", 1)
-            for server in cluster.servers:
-                await cluster.ask(server, "ACL", "SETUSER", "default", "resetchannels", "&a", "&__dynamoth__:[^s]*")
-            await pubsub.ssubscribe("a")
-            with pytest.raises(redis.exceptions.NoPermissionError):
-                await _next(pubsub)
-            assert pubsub.shard_channels == {} and pubsub.channels == {b"a": None}
-
-    run(test())
+async def test_a_sharded_channel_that_a_server_refuses_is_gone(cluster: StoredCluster) -> None:
+    async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+        await pubsub.subscribe("a")
+        assert await next_async(pubsub) == _of("subscribe", b"a", 1)
+        for server in cluster.servers:
+            await cluster.ask(server, "ACL", "SETUSER", "default", "resetchannels", "&a", "&__dynamoth__:[^s]*")
+        await pubsub.ssubscribe("a")
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            await next_async(pubsub)
+        assert pubsub.shard_channels == {} and pubsub.channels == {b"a": None}
 
 
 @pytest.mark.parametrize("mode", ["all-subscribers", "all-publishers"])
-def test_one_that_moves_and_is_split_loses_repeats_and_reorders_nothing(whole_cluster: LocalCluster, mode: str) -> None:
+async def test_one_that_moves_and_is_split_loses_repeats_and_reorders_nothing(
+    whole_cluster: LocalCluster, mode: str
+) -> None:
     name = f"shard:{mode}".encode()
     raw = sharded_channel(name)
+    async with (
+        from_url(whole_cluster.url) as client,
+        client.pubsub(gaps=True) as pubsub,
+        client.pubsub(gaps=True) as patterns,
+    ):
+        await patterns.psubscribe("*")
+        assert (await next_async(patterns))["type"] == "psubscribe"
+        await pubsub.ssubscribe(name)
+        assert await next_async(pubsub) == _of("ssubscribe", name, 1)
+        home = (await client.plan(raw)).servers[0]
+        target = next(server for server in SERVERS if server != home)
+        sent = 0
 
-    async def test() -> None:
-        async with (
-            from_url(whole_cluster.url) as client,
-            client.pubsub(gaps=True) as pubsub,
-            client.pubsub(gaps=True) as patterns,
-        ):
-            await patterns.psubscribe("*")
-            assert (await _next(patterns))["type"] == "psubscribe"
-            await pubsub.ssubscribe(name)
-            assert await _next(pubsub) == _of("ssubscribe", name, 1)
-            home = (await client.plan(raw)).servers[0]
-            target = next(server for server in SERVERS if server != home)
-            sent = 0
+        async def publish() -> list[int]:
+            nonlocal sent
+            counts: list[int] = []
+            for _ in range(MESSAGES_BETWEEN_CHANGES):
+                counts.append(await client.spublish(name, str(sent)))
+                sent += 1
+            return counts
 
-            async def publish() -> list[int]:
-                nonlocal sent
-                counts: list[int] = []
-                for _ in range(MESSAGES_BETWEEN_CHANGES):
-                    counts.append(await client.spublish(name, str(sent)))
-                    sent += 1
-                return counts
-
-            await publish()
-            await asyncio.gather(asyncio.to_thread(move, whole_cluster, raw, target), publish())
-            arguments = {"channel": raw, "mode": mode, "servers": list(SERVERS)}
-            await asyncio.gather(asyncio.to_thread(whole_cluster.ask_balancer, "replicate", arguments), publish())
-            assert (await publish())[-1] == 1, "nobody who listens by pattern is sent it, or counted"
-            assert await client.pubsub_shardchannels("shard:*") == [name]
-            assert await client.pubsub_shardnumsub(name) == [(name, 1)]
-            await client.publish("the end", "of what a pattern sees")
-            assert (await _next(patterns))["channel"] == b"the end"
-            await asyncio.to_thread(whole_cluster.ask_balancer, "unreplicate", {"channel": raw})
-            await publish()
-            for number in range(sent):
-                assert await _next(pubsub) == _of("smessage", name, b"%d" % number)
-
-    run(test())
+        await publish()
+        await asyncio.gather(asyncio.to_thread(move, whole_cluster, raw, target), publish())
+        arguments = {"channel": raw, "mode": mode, "servers": list(SERVERS)}
+        await asyncio.gather(asyncio.to_thread(whole_cluster.ask_balancer, "replicate", arguments), publish())
+        assert (await publish())[-1] == 1, "nobody who listens by pattern is sent it, or counted"
+        assert await client.pubsub_shardchannels("shard:*") == [name]
+        assert await client.pubsub_shardnumsub(name) == [(name, 1)]
+        await client.publish("the end", "of what a pattern sees")
+        assert (await next_async(patterns))["channel"] == b"the end"
+        await asyncio.to_thread(whole_cluster.ask_balancer, "unreplicate", {"channel": raw})
+        await publish()
+        for number in range(sent):
+            assert await next_async(pubsub) == _of("smessage", name, b"%d" % number)
 
 
 def test_they_are_followed_by_the_synchronous_client_too(whole_cluster: LocalCluster) -> None:

@@ -15,16 +15,12 @@ from dynamoth_client.machines.patterns.subscription import PatternMessage
 from dynamoth_client.runtime import backpressure
 from dynamoth_client.runtime.backpressure import MESSAGE_BYTES, PAUSE_S_MAX, Blocking
 from dynamoth_client.runtime.queue import Item, MessageQueue, Notice, ShardedMessage
-from tests.client.stored_cluster import StoredCluster
+from tests.client.stored_cluster import StoredCluster, confirmed, run
 from tests.client.sync_helpers import confirmed as confirmed_sync
 from tests.client.sync_helpers import next_of as next_sync
 from tests.client.sync_helpers import until
 
 COUNT = 500
-
-
-def run(test: Any, timeout_s: float = 30) -> None:
-    asyncio.run(asyncio.wait_for(test, timeout_s))
 
 
 def pubsub_of(client: Any, **options: Any) -> Any:
@@ -34,12 +30,6 @@ def pubsub_of(client: Any, **options: Any) -> Any:
 def queue_of(pubsub: Any) -> Any:
     """What waits to be read from a synchronous PubSub."""
     return pubsub._inner._queue.items
-
-
-async def confirmed(pubsub: Any, *channels: str) -> None:
-    await pubsub.subscribe(*channels)
-    for _ in channels:
-        assert (await pubsub.get_message(timeout=None))["type"] == "subscribe"
 
 
 async def publish(client: Any, channel: str, count: int = COUNT) -> None:
@@ -59,68 +49,59 @@ async def read(batches: AsyncIterator[list[dict[str, Any]]], count: int) -> list
     return read
 
 
-def test_batches_have_every_message_once_and_in_order(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        async with from_url(cluster.url) as client, pubsub_of(client) as pubsub:
-            await confirmed(pubsub, "c")
-            await publish(client, "c")
-            batches = await read(pubsub.batches(), COUNT)
-            assert [int(message["data"]) for batch in batches for message in batch] == list(range(COUNT))
-            assert batches[0][0] == {"type": "message", "pattern": None, "channel": b"c", "data": b"0"}
-            assert max(map(len, batches)) > 10
-
-    run(test())
+async def test_batches_have_every_message_once_and_in_order(cluster: StoredCluster) -> None:
+    async with from_url(cluster.url) as client, pubsub_of(client) as pubsub:
+        await confirmed(pubsub, "c")
+        await publish(client, "c")
+        batches = await read(pubsub.batches(), COUNT)
+        assert [int(message["data"]) for batch in batches for message in batch] == list(range(COUNT))
+        assert batches[0][0] == {"type": "message", "pattern": None, "channel": b"c", "data": b"0"}
+        assert max(map(len, batches)) > 10
 
 
-def test_batches_begin_with_acknowledgements_and_end_with_the_last_subscription(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        async with from_url(cluster.url, decode_responses=True) as client, pubsub_of(client) as pubsub:
-            handled: list[str] = []
+async def test_batches_begin_with_acknowledgements_and_end_with_the_last_subscription(cluster: StoredCluster) -> None:
+    async with from_url(cluster.url, decode_responses=True) as client, pubsub_of(client) as pubsub:
+        handled: list[str] = []
 
-            def handle(message: dict[str, Any]) -> None:
-                handled.append(message["data"])
+        def handle(message: dict[str, Any]) -> None:
+            handled.append(message["data"])
 
-            await pubsub.subscribe("c", handled=handle)
-            await pubsub.psubscribe("pat*")
-            await pubsub.ssubscribe("shard")
-            batches = pubsub.batches()
-            kinds = [[message["type"] for message in batch] for batch in [await anext(batches) for _ in range(4)]]
-            assert sorted(kinds) == [["psubscribe"], ["ssubscribe"], ["subscribe"], ["subscribe"]]
-            for channel in ("c", "handled", "pattern", "c"):
-                await client.publish(channel, channel)
-            await client.spublish("shard", "sharded")
-            messages = [message for batch in await read(batches, 4) for message in batch]
-            assert sorted((m["type"], str(m["pattern"]), m["data"]) for m in messages) == [
-                ("message", "None", "c"),
-                ("message", "None", "c"),
-                ("pmessage", "pat*", "pattern"),
-                ("smessage", "None", "sharded"),
-            ]
-            await pubsub.unsubscribe()
-            await pubsub.punsubscribe()
-            await pubsub.sunsubscribe()
-            rest = [message["type"] async for batch in pubsub.batches() for message in batch]
-            assert sorted(rest) == ["punsubscribe", "sunsubscribe", "unsubscribe", "unsubscribe"]
-            assert handled == ["handled"]
-
-    run(test())
+        await pubsub.subscribe("c", handled=handle)
+        await pubsub.psubscribe("pat*")
+        await pubsub.ssubscribe("shard")
+        batches = pubsub.batches()
+        kinds = [[message["type"] for message in batch] for batch in [await anext(batches) for _ in range(4)]]
+        assert sorted(kinds) == [["psubscribe"], ["ssubscribe"], ["subscribe"], ["subscribe"]]
+        for channel in ("c", "handled", "pattern", "c"):
+            await client.publish(channel, channel)
+        await client.spublish("shard", "sharded")
+        messages = [message for batch in await read(batches, 4) for message in batch]
+        assert sorted((m["type"], str(m["pattern"]), m["data"]) for m in messages) == [
+            ("message", "None", "c"),
+            ("message", "None", "c"),
+            ("pmessage", "pat*", "pattern"),
+            ("smessage", "None", "sharded"),
+        ]
+        await pubsub.unsubscribe()
+        await pubsub.punsubscribe()
+        await pubsub.sunsubscribe()
+        rest = [message["type"] async for batch in pubsub.batches() for message in batch]
+        assert sorted(rest) == ["punsubscribe", "sunsubscribe", "unsubscribe", "unsubscribe"]
+        assert handled == ["handled"]
 
 
-def test_an_error_comes_behind_the_messages_before_it(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        async with (
-            from_url(cluster.url) as client,
-            pubsub_of(client, max_queue=COUNT, when_full="disconnect") as pubsub,
-        ):
-            await confirmed(pubsub, "c")
-            await publish(client, "c", 2 * COUNT)
-            got: list[int] = []
-            with pytest.raises(redis.exceptions.ConnectionError, match="max_queue"):
-                async for batch in pubsub.batches():
-                    got += [int(message["data"]) for message in batch]
-            assert got == list(range(len(got))) and COUNT <= len(got) < 2 * COUNT
-
-    run(test())
+async def test_an_error_comes_behind_the_messages_before_it(cluster: StoredCluster) -> None:
+    async with (
+        from_url(cluster.url) as client,
+        pubsub_of(client, max_queue=COUNT, when_full="disconnect") as pubsub,
+    ):
+        await confirmed(pubsub, "c")
+        await publish(client, "c", 2 * COUNT)
+        got: list[int] = []
+        with pytest.raises(redis.exceptions.ConnectionError, match="max_queue"):
+            async for batch in pubsub.batches():
+                got += [int(message["data"]) for message in batch]
+        assert got == list(range(len(got))) and COUNT <= len(got) < 2 * COUNT
 
 
 def fail(message: dict[str, Any]) -> None:
@@ -158,30 +139,27 @@ MIXED = (("a", "1"), ("a", "2"), ("h", "x"), ("a", "3"), ("p", "y"), ("a", "4"),
 IN_ORDER = [b"1", b"2", ZeroDivisionError, b"3", ZeroDivisionError, b"4", b"5", ZeroDivisionError, ZeroDivisionError]
 
 
-def test_a_handler_that_raises_takes_nothing_from_a_batch(cluster: StoredCluster) -> None:
+async def test_a_handler_that_raises_takes_nothing_from_a_batch(cluster: StoredCluster) -> None:
     """As with ``get_message``: what came before is read before, what came behind it is read on."""
 
     async def fail_later(message: dict[str, Any]) -> None:
         await asyncio.sleep(0)
         fail(message)
 
-    async def test() -> None:
-        for handler, bound in ((fail, 1000), (fail_later, 1000), (fail, 1), (fail_later, 2)):
-            async with from_url(cluster.url) as client, pubsub_of(client, max_queue=bound) as pubsub:
-                await pubsub.subscribe("a", h=handler)
-                await pubsub.psubscribe(**{"[p]": handler})
-                for _ in range(3):
-                    assert (await pubsub.get_message(timeout=None))["type"].endswith("subscribe")
-                together = bound == 1000
-                for count, (channel, payload) in enumerate(MIXED, 1):
-                    await client.publish(channel, payload)
-                    while together and len(pubsub._queue.items) < count:  # noqa: ASYNC110  # nobody tells
-                        await asyncio.sleep(0.001)
-                seen = await told(pubsub, len(MIXED))
-                # Where not all are in the queue, those of the pattern come by another way at another time.
-                assert seen == IN_ORDER if together else sorted(map(str, seen)) == sorted(map(str, IN_ORDER))
-
-    run(test())
+    for handler, bound in ((fail, 1000), (fail_later, 1000), (fail, 1), (fail_later, 2)):
+        async with from_url(cluster.url) as client, pubsub_of(client, max_queue=bound) as pubsub:
+            await pubsub.subscribe("a", h=handler)
+            await pubsub.psubscribe(**{"[p]": handler})
+            for _ in range(3):
+                assert (await pubsub.get_message(timeout=None))["type"].endswith("subscribe")
+            together = bound == 1000
+            for count, (channel, payload) in enumerate(MIXED, 1):
+                await client.publish(channel, payload)
+                while together and len(pubsub._queue.items) < count:  # noqa: ASYNC110  # nobody tells
+                    await asyncio.sleep(0.001)
+            seen = await told(pubsub, len(MIXED))
+            # Where not all are in the queue, those of the pattern come by another way at another time.
+            assert seen == IN_ORDER if together else sorted(map(str, seen)) == sorted(map(str, IN_ORDER))
 
 
 def test_a_handler_that_raises_takes_nothing_from_a_batch_of_the_synchronous_client(cluster: StoredCluster) -> None:
@@ -195,39 +173,35 @@ def test_a_handler_that_raises_takes_nothing_from_a_batch_of_the_synchronous_cli
         assert told_sync(pubsub, len(MIXED)) == IN_ORDER
 
 
-def test_a_handler_that_is_cancelled_takes_nothing_from_a_batch(cluster: StoredCluster) -> None:
+async def test_a_handler_that_is_cancelled_takes_nothing_from_a_batch(cluster: StoredCluster) -> None:
     hanging, quiet = cluster.channel_at("s1", "h"), cluster.channel_at("s1", "a")  # of one server: in order
+    begun = asyncio.Event()
 
-    async def test() -> None:
-        begun = asyncio.Event()
+    async def hang(message: dict[str, Any]) -> None:
+        begun.set()
+        await asyncio.Event().wait()
 
-        async def hang(message: dict[str, Any]) -> None:
-            begun.set()
-            await asyncio.Event().wait()
+    async with from_url(cluster.url) as client, pubsub_of(client) as pubsub:
+        await confirmed(pubsub, quiet)
+        await pubsub.subscribe(**{hanging: hang})
+        assert (await pubsub.get_message(timeout=None))["type"] == "subscribe"
+        for channel, payload in ((quiet, "1"), (quiet, "2"), (hanging, "x"), (quiet, "3")):
+            await client.publish(channel, payload)
+        seen: list[bytes] = []
 
-        async with from_url(cluster.url) as client, pubsub_of(client) as pubsub:
-            await confirmed(pubsub, quiet)
-            await pubsub.subscribe(**{hanging: hang})
-            assert (await pubsub.get_message(timeout=None))["type"] == "subscribe"
-            for channel, payload in ((quiet, "1"), (quiet, "2"), (hanging, "x"), (quiet, "3")):
-                await client.publish(channel, payload)
-            seen: list[bytes] = []
+        async def read_on() -> None:
+            async for batch in pubsub.batches():
+                seen.extend(message["data"] for message in batch)
+                if seen[-1] == b"3":
+                    break
 
-            async def read_on() -> None:
-                async for batch in pubsub.batches():
-                    seen.extend(message["data"] for message in batch)
-                    if seen[-1] == b"3":
-                        break
-
-            reading = asyncio.create_task(read_on())
-            await begun.wait()
-            reading.cancel()
-            await asyncio.wait({reading})
-            assert seen == [b"1", b"2"]
-            await read_on()
-            assert seen == [b"1", b"2", b"3"]
-
-    run(test())
+        reading = asyncio.create_task(read_on())
+        await begun.wait()
+        reading.cancel()
+        await asyncio.wait({reading})
+        assert seen == [b"1", b"2"]
+        await read_on()
+        assert seen == [b"1", b"2", b"3"]
 
 
 def test_a_payload_that_cannot_be_decoded_takes_nothing_from_a_batch(cluster: StoredCluster) -> None:
@@ -263,112 +237,95 @@ def test_what_ends_a_batch_is_not_lost_with_a_reader_who_leaves(cluster: StoredC
 # when_full.
 
 
-def test_dropping_the_oldest_keeps_the_newest_and_tells_how_many_are_missing(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        told: list[GapInfo] = []
-        async with (
-            from_url(cluster.url) as client,
-            pubsub_of(client, max_queue=40, when_full="drop_oldest", gaps=True, on_gap=told.append) as pubsub,
-            pubsub_of(client) as witness,
-        ):
-            await confirmed(pubsub, "c")
-            await confirmed(witness, "c")
-            for _ in range(5):
-                await publish(client, "c", 100)
-            for _ in range(500):
-                assert (await witness.get_message(timeout=None))["type"] == "message"
-            await client.publish("c", b"last")
-            messages: list[dict[str, Any]] = []
-            while not messages or messages[-1]["data"] != b"last":
-                messages.append(await pubsub.get_message(timeout=None))
-            gaps = [message["data"] for message in messages if message["type"] == "gap"]
-            assert gaps == told
-            assert messages[0]["type"] == "gap", "in the place of what was dropped"
-            assert {(gap.channel, gap.publisher, gap.pattern) for gap in gaps} == {(b"c", None, None)}
-            assert sum(gap.count for gap in gaps) + len(messages) - len(gaps) == 501
-            assert pubsub.gaps_detected >= 1
-
-    run(test())
-
-
-def test_what_a_pattern_had_is_one_gap_however_many_channels(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        options: Any = {"max_queue": 4, "when_full": "drop_oldest", "gaps": True}
-        async with from_url(cluster.url) as client, pubsub_of(client, **options) as pubsub:
-            await pubsub.psubscribe("c*")
-            assert (await pubsub.get_message(timeout=None))["type"] == "psubscribe"
-            for number in range(9):
-                await client.publish(f"c{number % 2}", b"%d" % number)
-            count = 0
-            while count < 9:  # the last one may come before others: its channel may be at another server
-                message = await pubsub.get_message(timeout=None)
-                gap = message["data"]
-                if message["type"] == "gap":
-                    assert (gap.pattern, gap.channel, message["channel"]) == (b"c*", b"c*", b"c*")
-                count += gap.count if message["type"] == "gap" else 1
-            assert count == 9
-
-    run(test())
-
-
-def test_a_reader_that_has_stopped_costs_no_more_with_time(cluster: StoredCluster) -> None:
-    """However many channels a pattern matches, and however often messages are dropped."""
-
-    async def test() -> None:
-        options: Any = {"max_queue": 8, "when_full": "drop_oldest", "gaps": True}
-        async with from_url(cluster.url) as client, pubsub_of(client, **options) as pubsub:
-            await pubsub.psubscribe("c*")
-            assert (await pubsub.get_message(timeout=None))["type"] == "psubscribe"
-            for number in range(300):
-                await client.publish(f"c{number}", b"%d" % number)
-            await client.publish("c", b"last")
-            queue = pubsub._queue
-
-            def has_come() -> bool:
-                return any(isinstance(item, PatternMessage) and item.payload == b"last" for item in queue.items)
-
-            async with asyncio.timeout(30):
-                while not has_come():  # noqa: ASYNC110  # a reader that waits is woken by the first item
-                    await asyncio.sleep(0.01)
-            assert len(queue.items) <= 8 + 1
-            gap = (await pubsub.get_message(timeout=None))["data"]
-            assert gap.count + len(queue.items) == 301
-
-    run(test())
-
-
-def test_a_slow_reader_does_not_slow_another_one(cluster: StoredCluster) -> None:
-    """Each PubSub has its own links: what blocks one is not in the way of the other."""
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client, pubsub_of(client, max_queue=1) as slow, pubsub_of(client) as quick:
-            await confirmed(slow, "c")
-            await confirmed(quick, "c")
-            await publish(client, "c")
-            for number in range(COUNT):
-                assert int((await quick.get_message(timeout=None))["data"]) == number
-            for number in range(COUNT):
-                assert int((await slow.get_message(timeout=None))["data"]) == number
-
-    run(test())
-
-
-def test_a_disconnected_pubsub_can_begin_again(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        async with from_url(cluster.url) as client, pubsub_of(client, max_queue=10, when_full="disconnect") as pubsub:
-            await confirmed(pubsub, "c")
+async def test_dropping_the_oldest_keeps_the_newest_and_tells_how_many_are_missing(cluster: StoredCluster) -> None:
+    told: list[GapInfo] = []
+    async with (
+        from_url(cluster.url) as client,
+        pubsub_of(client, max_queue=40, when_full="drop_oldest", gaps=True, on_gap=told.append) as pubsub,
+        pubsub_of(client) as witness,
+    ):
+        await confirmed(pubsub, "c")
+        await confirmed(witness, "c")
+        for _ in range(5):
             await publish(client, "c", 100)
-            with pytest.raises(redis.exceptions.ConnectionError, match="aclose"):
-                while True:
-                    await pubsub.get_message(timeout=None)
-            with pytest.raises(redis.exceptions.ConnectionError, match="aclose"):
-                await pubsub.subscribe("other")
-            await pubsub.aclose()
-            await confirmed(pubsub, "c")
-            await client.publish("c", b"again")
-            assert (await pubsub.get_message(timeout=None))["data"] == b"again"
+        for _ in range(500):
+            assert (await witness.get_message(timeout=None))["type"] == "message"
+        await client.publish("c", b"last")
+        messages: list[dict[str, Any]] = []
+        while not messages or messages[-1]["data"] != b"last":
+            messages.append(await pubsub.get_message(timeout=None))
+        gaps = [message["data"] for message in messages if message["type"] == "gap"]
+        assert gaps == told
+        assert messages[0]["type"] == "gap", "in the place of what was dropped"
+        assert {(gap.channel, gap.publisher, gap.pattern) for gap in gaps} == {(b"c", None, None)}
+        assert sum(gap.count for gap in gaps) + len(messages) - len(gaps) == 501
+        assert pubsub.gaps_detected >= 1
 
-    run(test())
+
+async def test_what_a_pattern_had_is_one_gap_however_many_channels(cluster: StoredCluster) -> None:
+    options: Any = {"max_queue": 4, "when_full": "drop_oldest", "gaps": True}
+    async with from_url(cluster.url) as client, pubsub_of(client, **options) as pubsub:
+        await pubsub.psubscribe("c*")
+        assert (await pubsub.get_message(timeout=None))["type"] == "psubscribe"
+        for number in range(9):
+            await client.publish(f"c{number % 2}", b"%d" % number)
+        count = 0
+        while count < 9:  # the last one may come before others: its channel may be at another server
+            message = await pubsub.get_message(timeout=None)
+            gap = message["data"]
+            if message["type"] == "gap":
+                assert (gap.pattern, gap.channel, message["channel"]) == (b"c*", b"c*", b"c*")
+            count += gap.count if message["type"] == "gap" else 1
+        assert count == 9
+
+
+async def test_a_reader_that_has_stopped_costs_no_more_with_time(cluster: StoredCluster) -> None:
+    """However many channels a pattern matches, and however often messages are dropped."""
+    options: Any = {"max_queue": 8, "when_full": "drop_oldest", "gaps": True}
+    async with from_url(cluster.url) as client, pubsub_of(client, **options) as pubsub:
+        await pubsub.psubscribe("c*")
+        assert (await pubsub.get_message(timeout=None))["type"] == "psubscribe"
+        for number in range(300):
+            await client.publish(f"c{number}", b"%d" % number)
+        await client.publish("c", b"last")
+        queue = pubsub._queue
+
+        def has_come() -> bool:
+            return any(isinstance(item, PatternMessage) and item.payload == b"last" for item in queue.items)
+
+        async with asyncio.timeout(30):
+            while not has_come():  # noqa: ASYNC110  # a reader that waits is woken by the first item
+                await asyncio.sleep(0.01)
+        assert len(queue.items) <= 8 + 1
+        gap = (await pubsub.get_message(timeout=None))["data"]
+        assert gap.count + len(queue.items) == 301
+
+
+async def test_a_slow_reader_does_not_slow_another_one(cluster: StoredCluster) -> None:
+    """Each PubSub has its own links: what blocks one is not in the way of the other."""
+    async with from_url(cluster.url) as client, pubsub_of(client, max_queue=1) as slow, pubsub_of(client) as quick:
+        await confirmed(slow, "c")
+        await confirmed(quick, "c")
+        await publish(client, "c")
+        for number in range(COUNT):
+            assert int((await quick.get_message(timeout=None))["data"]) == number
+        for number in range(COUNT):
+            assert int((await slow.get_message(timeout=None))["data"]) == number
+
+
+async def test_a_disconnected_pubsub_can_begin_again(cluster: StoredCluster) -> None:
+    async with from_url(cluster.url) as client, pubsub_of(client, max_queue=10, when_full="disconnect") as pubsub:
+        await confirmed(pubsub, "c")
+        await publish(client, "c", 100)
+        with pytest.raises(redis.exceptions.ConnectionError, match="aclose"):
+            while True:
+                await pubsub.get_message(timeout=None)
+        with pytest.raises(redis.exceptions.ConnectionError, match="aclose"):
+            await pubsub.subscribe("other")
+        await pubsub.aclose()
+        await confirmed(pubsub, "c")
+        await client.publish("c", b"again")
+        assert (await pubsub.get_message(timeout=None))["data"] == b"again"
 
 
 def test_an_unknown_policy_is_refused(cluster: StoredCluster) -> None:
@@ -386,31 +343,29 @@ def test_an_unknown_policy_is_refused(cluster: StoredCluster) -> None:
     ("when_full", "count", "bound"),
     [("block", 5000, 1000), ("disconnect", 5000, 1000), ("drop_oldest", 5000, 8), ("drop_oldest", 100_000, 65_536)],
 )
-def test_acknowledgements_do_not_fill_the_queue(cluster: StoredCluster, when_full: str, count: int, bound: int) -> None:
+async def test_acknowledgements_do_not_fill_the_queue(
+    cluster: StoredCluster, when_full: str, count: int, bound: int
+) -> None:
     channels = [f"c{number}" for number in range(count)]
-
-    async def test() -> None:
-        options: Any = {"when_full": when_full, "max_queue": bound, "gaps": True}
-        # So many take seconds of a slow machine, in which nothing else is done on the loop.
-        patient = from_url(cluster.url, socket_connect_timeout=30)
-        async with patient as client, pubsub_of(client, **options) as pubsub:
-            await pubsub.subscribe(*channels)
-            while pubsub._queue.notices < count:  # noqa: ASYNC110  # they come by themselves
-                await asyncio.sleep(0.01)
-            for channel in (channels[0], channels[-1]):
-                assert await client.publish(channel, "x") == 1
-            acknowledged: set[bytes] = set()
-            for number in range(1, count + 1):
-                message = await pubsub.get_message(timeout=None)
-                assert (message["type"], message["data"]) == ("subscribe", number)
-                acknowledged.add(message["channel"])
-            assert len(acknowledged) == count
-            for channel in (channels[0], channels[-1]):
-                message = await pubsub.get_message(timeout=None)
-                assert (message["channel"], message["data"]) == (channel.encode(), b"x")
-            assert pubsub.gaps_detected == 0
-
-    run(test(), 60)
+    options: Any = {"when_full": when_full, "max_queue": bound, "gaps": True}
+    # So many take seconds of a slow machine, in which nothing else is done on the loop.
+    patient = from_url(cluster.url, socket_connect_timeout=30)
+    async with patient as client, pubsub_of(client, **options) as pubsub:
+        await pubsub.subscribe(*channels)
+        while pubsub._queue.notices < count:  # noqa: ASYNC110  # they come by themselves
+            await asyncio.sleep(0.01)
+        for channel in (channels[0], channels[-1]):
+            assert await client.publish(channel, "x") == 1
+        acknowledged: set[bytes] = set()
+        for number in range(1, count + 1):
+            message = await pubsub.get_message(timeout=None)
+            assert (message["type"], message["data"]) == ("subscribe", number)
+            acknowledged.add(message["channel"])
+        assert len(acknowledged) == count
+        for channel in (channels[0], channels[-1]):
+            message = await pubsub.get_message(timeout=None)
+            assert (message["channel"], message["data"]) == (channel.encode(), b"x")
+        assert pubsub.gaps_detected == 0
 
 
 def test_many_subscriptions_of_the_synchronous_client(cluster: StoredCluster) -> None:
@@ -424,27 +379,23 @@ def test_many_subscriptions_of_the_synchronous_client(cluster: StoredCluster) ->
             assert (message["channel"], message["data"]) == (channel.encode(), b"x")
 
 
-def test_messages_among_acknowledgements_that_nobody_reads_are_dropped(cluster: StoredCluster) -> None:
+async def test_messages_among_acknowledgements_that_nobody_reads_are_dropped(cluster: StoredCluster) -> None:
     """What is kept is in its order, and the gap is where the messages were."""
     channels = [f"c{number}" for number in range(1000)]
-
-    async def test() -> None:
-        options: Any = {"when_full": "drop_oldest", "max_queue": 8, "gaps": True}
-        async with from_url(cluster.url) as client, pubsub_of(client, **options) as pubsub:
-            await pubsub.subscribe(*channels)
-            while pubsub._queue.notices < len(channels):  # noqa: ASYNC110  # they come by themselves
-                await asyncio.sleep(0.01)
-            await publish(client, "c0")
-            await client.publish("c0", b"last")
-            seen: list[dict[str, Any]] = []
-            while not seen or seen[-1]["data"] != b"last":
-                seen.append(await pubsub.get_message(timeout=None))
-            assert [message["data"] for message in seen[:1000]] == list(range(1, 1001))
-            assert seen[1000]["type"] == "gap"
-            dropped = sum(message["data"].count for message in seen if message["type"] == "gap")
-            assert dropped + len([message for message in seen if message["type"] == "message"]) == COUNT + 1
-
-    run(test())
+    options: Any = {"when_full": "drop_oldest", "max_queue": 8, "gaps": True}
+    async with from_url(cluster.url) as client, pubsub_of(client, **options) as pubsub:
+        await pubsub.subscribe(*channels)
+        while pubsub._queue.notices < len(channels):  # noqa: ASYNC110  # they come by themselves
+            await asyncio.sleep(0.01)
+        await publish(client, "c0")
+        await client.publish("c0", b"last")
+        seen: list[dict[str, Any]] = []
+        while not seen or seen[-1]["data"] != b"last":
+            seen.append(await pubsub.get_message(timeout=None))
+        assert [message["data"] for message in seen[:1000]] == list(range(1, 1001))
+        assert seen[1000]["type"] == "gap"
+        dropped = sum(message["data"].count for message in seen if message["type"] == "gap")
+        assert dropped + len([message for message in seen if message["type"] == "message"]) == COUNT + 1
 
 
 # The synchronous client.
@@ -591,35 +542,31 @@ def count_of(item: Item) -> int:
     return 1
 
 
-def test_a_reader_that_has_stopped_gets_what_fits_and_one_gap_in_the_place_of_the_rest(
+async def test_a_reader_that_has_stopped_gets_what_fits_and_one_gap_in_the_place_of_the_rest(
     cluster: StoredCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         backpressure.Blocking.__init__, "__kwdefaults__", {"pause_s_max": 0.05, "spill_bytes_max": 20_000}
     )
-
-    async def test() -> None:
-        async with from_url(cluster.url) as client, pubsub_of(client, max_queue=40, gaps=True) as pubsub:
-            await confirmed(pubsub, "c")
-            published = 0
-            while pubsub.gaps_detected == 0 or published % 1000:
-                for _ in range(10):
-                    await client.publish("c", b"%d" % published)
-                    published += 1
-            items = pubsub._queue.items
-            async with asyncio.timeout(30):
-                while sum(map(count_of, items)) < published:  # noqa: ASYNC110  # a reader is woken by the first item
-                    await asyncio.sleep(0.01)
-            assert 40 + 90 < len(items) < published
-            messages: list[dict[str, Any]] = []
-            while not messages or messages[-1]["type"] != "gap":
-                messages.append(await pubsub.get_message(timeout=None))
-            numbers = [int(message["data"]) for message in messages[:-1]]
-            assert numbers == list(range(len(numbers)))
-            gap = messages[-1]["data"]
-            assert (gap.channel, gap.count + len(numbers)) == (b"c", published)
-            assert pubsub.gaps_detected == 1
-            await client.publish("c", b"behind")
-            assert (await pubsub.get_message(timeout=None))["data"] == b"behind"
-
-    run(test())
+    async with from_url(cluster.url) as client, pubsub_of(client, max_queue=40, gaps=True) as pubsub:
+        await confirmed(pubsub, "c")
+        published = 0
+        while pubsub.gaps_detected == 0 or published % 1000:
+            for _ in range(10):
+                await client.publish("c", b"%d" % published)
+                published += 1
+        items = pubsub._queue.items
+        async with asyncio.timeout(30):
+            while sum(map(count_of, items)) < published:  # noqa: ASYNC110  # a reader is woken by the first item
+                await asyncio.sleep(0.01)
+        assert 40 + 90 < len(items) < published
+        messages: list[dict[str, Any]] = []
+        while not messages or messages[-1]["type"] != "gap":
+            messages.append(await pubsub.get_message(timeout=None))
+        numbers = [int(message["data"]) for message in messages[:-1]]
+        assert numbers == list(range(len(numbers)))
+        gap = messages[-1]["data"]
+        assert (gap.channel, gap.count + len(numbers)) == (b"c", published)
+        assert pubsub.gaps_detected == 1
+        await client.publish("c", b"behind")
+        assert (await pubsub.get_message(timeout=None))["data"] == b"behind"

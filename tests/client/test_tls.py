@@ -12,7 +12,7 @@ import redis.exceptions
 import dynamoth_client
 import dynamoth_client.asyncio
 from dynamoth.plan.plan import Plan, Server
-from tests.client.stored_cluster import StoredCluster, run
+from tests.client.stored_cluster import StoredCluster, on_both_loops
 from tests.client.sync_helpers import confirmed, message_of, next_of
 from tests.client.versions import REDIS_PY
 from tests.redis_servers import RedisServerFactory
@@ -102,7 +102,9 @@ def test_a_certificate_of_the_client(tls_cluster: TlsClusterFactory, certificate
     _refused(cluster, "our certificate|closed by the server", ssl_ca_certs=authority)
 
 
-def test_tls_options_of_a_first_server_without_tls(tls_cluster: TlsClusterFactory, certificates: Certificates) -> None:
+async def test_tls_options_of_a_first_server_without_tls(
+    tls_cluster: TlsClusterFactory, certificates: Certificates
+) -> None:
     """redis-py drops them, as its own connections go to the first server; the others need them all the same."""
     cluster = tls_cluster()
     first = f"127.0.0.1:{cluster.servers['s1'].port}"
@@ -110,32 +112,25 @@ def test_tls_options_of_a_first_server_without_tls(tls_cluster: TlsClusterFactor
     with dynamoth_client.Redis(**options) as made, made.client() as client, client.pubsub() as pubsub:
         confirmed(pubsub, "c")
         assert client.publish("c", "x") == 1
-
-    async def test() -> None:
-        async with dynamoth_client.asyncio.Redis(**options) as client:
-            assert await client.publish("c", "x") == 0
-
-    run(test())
+    async with dynamoth_client.asyncio.Redis(**options) as client:
+        assert await client.publish("c", "x") == 0
 
 
-def test_the_asynchronous_client(tls_cluster: TlsClusterFactory, certificates: Certificates) -> None:
+@on_both_loops
+async def test_the_asynchronous_client(tls_cluster: TlsClusterFactory, certificates: Certificates) -> None:
     cluster = tls_cluster(asks_for_client=True)
     authority = str(certificates.authority)
     make: Any = dynamoth_client.asyncio.Redis
     own = {"ssl_certfile": str(certificates.client), "ssl_keyfile": str(certificates.client_key)}
-
-    async def test() -> None:
-        client = make(servers=_urls(cluster), ssl_ca_certs=authority, **own)
-        async with client, client.pubsub() as pubsub:
-            for channel in (cluster.channel_at("s1"), cluster.channel_at("s2")):
-                await pubsub.subscribe(channel)
-                assert (await pubsub.get_message(timeout=None) or {})["type"] == "subscribe"
-                assert await client.publish(channel, "x") == 1
-                assert (await pubsub.get_message(timeout=None) or {})["data"] == b"x"
-            assert await client.ping()
-        untrusting = make(servers=_urls(cluster), retry=None, **own)
-        with pytest.raises(redis.exceptions.ConnectionError, match="certificate is not trusted"):
-            await untrusting.publish("c", "x")
-        await untrusting.aclose()
-
-    run(test())
+    client = make(servers=_urls(cluster), ssl_ca_certs=authority, **own)
+    async with client, client.pubsub() as pubsub:
+        for channel in (cluster.channel_at("s1"), cluster.channel_at("s2")):
+            await pubsub.subscribe(channel)
+            assert (await pubsub.get_message(timeout=None) or {})["type"] == "subscribe"
+            assert await client.publish(channel, "x") == 1
+            assert (await pubsub.get_message(timeout=None) or {})["data"] == b"x"
+        assert await client.ping()
+    untrusting = make(servers=_urls(cluster), retry=None, **own)
+    with pytest.raises(redis.exceptions.ConnectionError, match="certificate is not trusted"):
+        await untrusting.publish("c", "x")
+    await untrusting.aclose()

@@ -18,23 +18,23 @@ from dynamoth.glob import physical_patterns
 from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth.names import (
     AGENT_CHANNEL,
+    ANY_EPOCH,
     PATTERN_PREFIX,
     RESERVED_PREFIX,
     SHARDED_PREFIX,
+    SHARDED_REPLICA_PREFIX,
     is_user_channel,
     logical_channel,
-    replica_channel,
+    replica_pattern,
     sharded_channel,
 )
-from dynamoth.plan.plan import EPOCH_MAX, Entry, Location, Mode, Route, Server
+from dynamoth.plan.plan import Entry, Location, Mode, Route, Server
 from dynamoth.protocol.stored_plan import parse_entry, read_entry
 from dynamoth_client.redis_py import errors
 from dynamoth_client.runtime.cluster import Cluster
 from dynamoth_link.errors import LinkError
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.query import query
-
-_EPOCH_DIGITS_MAX = len(b"%x" % EPOCH_MAX)
 
 _Replies = dict[str, list[Any]]
 """By server: the replies to the commands, in their order."""
@@ -112,15 +112,10 @@ async def count_patterns(cluster: Cluster) -> int:
 
 
 def physical_globs(pattern: bytes, sharded: bool = False) -> list[bytes]:
-    """Return the globs that match exactly the physical names of the channels that ``pattern`` matches, or control.
-
-    Replicated channels have their epoch, some hexadecimal digits, before their name. ``*`` for these would match a
-    part of a name that has a colon, too.
-    """
-    single = sharded_channel(b"") if sharded else b""
-    prefix = replica_channel(single, 0).removesuffix(b"0:")
-    digits = (b"[0-9a-f]" * count for count in range(1, _EPOCH_DIGITS_MAX + 1))
-    return [single + pattern, *(prefix + each + b":" + pattern for each in digits)]
+    """Return the globs that match the physical names of the channels that ``pattern`` matches."""
+    if sharded:
+        return [SHARDED_PREFIX + pattern, SHARDED_REPLICA_PREFIX + ANY_EPOCH + pattern]
+    return [pattern, replica_pattern(pattern)]
 
 
 def merge_channels(physical: Iterable[bytes], sharded: bool = False) -> list[bytes]:
