@@ -112,8 +112,8 @@ async def test_tls_options_of_a_first_server_without_tls(
     with dynamoth_client.Redis(**options) as made, made.client() as client, client.pubsub() as pubsub:
         confirmed(pubsub, "c")
         assert client.publish("c", "x") == 1
-    async with dynamoth_client.asyncio.Redis(**options) as client:
-        assert await client.publish("c", "x") == 0
+    async with dynamoth_client.asyncio.Redis(**options) as asynchronous:
+        assert await asynchronous.publish("c", "x") == 0
 
 
 @on_both_loops

@@ -120,8 +120,10 @@ async def test_moves_lose_repeat_and_reorder_nothing(whole_cluster: LocalCluster
             assert (await one.plan(channel)).epoch > 0
         for counted in await asyncio.gather(*readers):
             counted.check(counts)
-        for each in (*pubsubs, *publishers):
-            await each.aclose()
+        for pubsub in pubsubs:
+            await pubsub.aclose()
+    for one in publishers:
+        await one.aclose()
 
 
 def test_moves_lose_repeat_and_reorder_nothing_of_the_synchronous_client(whole_cluster: LocalCluster) -> None:
