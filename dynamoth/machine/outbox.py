@@ -237,6 +237,16 @@ class Outbox:
         self._items = deque(item for item in self._each() if not useless(item[1]))
         self._count = len(self._items)
 
+    def check(self) -> None:
+        """Assert what holds between events."""
+        sizes = [len(args[-1]) for args, _ in self._each()]
+        assert self._count == len(sizes), f"{len(sizes)} commands on {self.link} are counted as {self._count}"
+        assert self._sent <= self._count, f"{self._sent} of {self._count} commands on {self.link} were sent"
+        assert self._up or not (self._sent or self.held), f"{self.link} is down, and {self._sent} commands were sent"
+        sent_bytes = sum(sizes[: self._sent])
+        is_right = self._sent_bytes == sent_bytes if self.held else self._sent_bytes >= sent_bytes
+        assert is_right, f"{sent_bytes} bytes are under way on {self.link}, not {self._sent_bytes}"
+
 
 def _fitting(commands: Sequence[Command], room_bytes: int) -> Sequence[Command]:
     """Return the first commands, for which there is room; one at least, however large, if there is any room at all."""

@@ -16,8 +16,8 @@ from dynamoth_agent.machine import AgentMachine
 from dynamoth_balancer.events import Decided, Note, PlanChanged, Stopped
 from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.options import BalancerOptions
-from dynamoth_client.machines.patterns.machine import PatternOptions
-from dynamoth_client.machines.publisher.publication import PublisherOptions
+from dynamoth_client.machines.patterns.events import PatternOptions
+from dynamoth_client.machines.publisher.events import PublisherOptions
 from dynamoth_client.machines.subscriber.events import SubscriberOptions
 from dynamoth_dispatcher.forwarder import ForwarderOptions
 from dynamoth_dispatcher.machine import DispatcherOptions

@@ -21,7 +21,7 @@ import redis.retry
 
 import dynamoth_client
 import dynamoth_client.asyncio
-from dynamoth_client.machines.publisher.publication import PUBLISH_TIMEOUT_S_MIN
+from dynamoth_client.machines.publisher.events import PUBLISH_TIMEOUT_S_MIN
 from dynamoth_client.redis_py.pools import ConnectionLimit
 from tests.client.both_clients import Use, with_client
 from tests.client.conftest import ClusterFactory

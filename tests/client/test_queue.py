@@ -6,7 +6,7 @@ import math
 import pytest
 import redis.exceptions
 
-from dynamoth_client.machines.patterns.subscription import PatternMessage
+from dynamoth_client.machines.patterns.events import PatternMessage
 from dynamoth_client.runtime.queue import Failure, Item, MessageQueue, Notice, ShardedMessage
 
 

@@ -18,11 +18,7 @@ import redis.sentinel
 import dynamoth_client
 import dynamoth_client.asyncio
 from dynamoth_client.asyncio import GuaranteesOff, OptionIgnored, Redis, from_url
-from dynamoth_client.machines.publisher.publication import (
-    PUBLISH_TIMEOUT_S_MAX,
-    PUBLISH_TIMEOUT_S_MIN,
-    PublisherOptions,
-)
+from dynamoth_client.machines.publisher.events import PUBLISH_TIMEOUT_S_MAX, PUBLISH_TIMEOUT_S_MIN, PublisherOptions
 from dynamoth_client.redis_py.construction import parse_servers
 from dynamoth_client.redis_py.settings import Settings, read_settings
 from dynamoth_link.options import LinkOptions

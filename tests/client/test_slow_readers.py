@@ -11,7 +11,7 @@ import redis.exceptions
 
 import dynamoth_client
 from dynamoth_client.asyncio import GapInfo, from_url
-from dynamoth_client.machines.patterns.subscription import PatternMessage
+from dynamoth_client.machines.patterns.events import PatternMessage
 from dynamoth_client.runtime import backpressure
 from dynamoth_client.runtime.backpressure import MESSAGE_BYTES, PAUSE_S_MAX, Blocking
 from dynamoth_client.runtime.queue import Item, MessageQueue, Notice, ShardedMessage

@@ -21,7 +21,7 @@ from redis.retry import Retry
 import dynamoth_client
 import dynamoth_client.asyncio
 from dynamoth.plan.plan import Server
-from dynamoth_client.machines.publisher.publication import PublisherOptions
+from dynamoth_client.machines.publisher.events import PublisherOptions
 from tests.client.conftest import ClusterFactory
 from tests.client.stored_cluster import StoredCluster, run
 

@@ -21,9 +21,9 @@ from dynamoth.protocol import control, envelope, reports, stored_plan, wire
 from dynamoth.protocol.plan_wire import entry_to_wire, pack_entry, route_to_wire, unpack_entry
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_client.machines import sequences
-from dynamoth_client.machines.patterns.machine import PatternOptions
+from dynamoth_client.machines.patterns.events import PatternOptions
 from dynamoth_client.machines.publisher.checks import READ_AGAIN_S
-from dynamoth_client.machines.publisher.publication import PublisherOptions
+from dynamoth_client.machines.publisher.events import PublisherOptions
 from dynamoth_client.machines.standalone import FRESH_S
 from dynamoth_client.machines.subscriber.events import SubscriberOptions
 from dynamoth_dispatcher.machine import DispatcherOptions

@@ -13,6 +13,7 @@ from dynamoth.protocol.control import ControlMessage, RouteNotice, pack_control,
 from dynamoth.protocol.envelope import seal
 from dynamoth.protocol.plan_wire import pack_entry
 from dynamoth.protocol.stored_plan import HEADER_FIELD, RUN_FIELD, VERSION_FIELD, write_whole
+from dynamoth_sim.world.checker import Checker
 
 SERVERS = tuple(Server(id_, f"redis://{id_}:6379") for id_ in ("s1", "s2", "s3"))
 URLS = {server.id: server.url for server in SERVERS}
@@ -49,14 +50,19 @@ def phases(plan: Plan, assignment: Assignment, channel: bytes = C) -> tuple[Plan
 
 
 class Subject:
-    """A machine and its clock."""
+    """A machine and its clock. Its invariants are checked after each event."""
 
     def __init__(self, machine: Machine[Any, Any], now: float = 100.0) -> None:
         self.machine = machine
         self.now = now
+        self._checker = Checker(machine, every=1)
 
     def tell(self, *events: Any) -> list[Any]:
-        return [action for event in events for action in self.machine.handle(event, self.now)]
+        actions: list[Any] = []
+        for event in events:
+            actions += self.machine.handle(event, self.now)
+            self._checker.after(event)
+        return actions
 
     def up(self, link: str, run_id: str | None = RUN) -> list[Any]:
         return self.tell(LinkUp(link, run_id))

@@ -16,7 +16,7 @@ import dynamoth_client.machines.sequences
 from dynamoth.plan.plan import Route, single
 from dynamoth.protocol.envelope import FIRST, ROUTE_CHANGED
 from dynamoth_client.machines.local_plan import LocalPlan
-from dynamoth_client.machines.patterns.messages import PatternGapDetected
+from dynamoth_client.machines.patterns.events import PatternGapDetected
 from dynamoth_client.machines.subscriber.events import GapDetected
 from tests.machines.helpers import PLAN_0, C, message, only
 from tests.machines.listener import Listener

@@ -12,14 +12,15 @@ from dynamoth.plan.plan import JOIN_S, Plan, Server
 from dynamoth.protocol.control import LossNotice
 from dynamoth.protocol.envelope import FIRST, FORWARDED, HEARTBEAT, QUIET_MS_MAX, RAW, ROUTE_CHANGED, seal
 from dynamoth_client.machines.local_plan import LocalPlan
-from dynamoth_client.machines.patterns.machine import (
-    PatternMachine,
+from dynamoth_client.machines.patterns.events import (
+    DeliverMatched,
+    PatternGapDetected,
+    PatternMessage,
     PatternOptions,
     SubscribePatterns,
     UnsubscribePatterns,
 )
-from dynamoth_client.machines.patterns.messages import DeliverMatched, PatternGapDetected
-from dynamoth_client.machines.patterns.subscription import PatternMessage
+from dynamoth_client.machines.patterns.machine import PatternMachine
 from dynamoth_client.machines.subscriber.events import SubscriptionConfirmed, SubscriptionEnded, SubscriptionFailed
 from tests.machines.helpers import (
     PLAN_0,

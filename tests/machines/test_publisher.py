@@ -18,8 +18,7 @@ from dynamoth.protocol.plan_wire import pack_entry
 from dynamoth.protocol.stored_plan import READ_BELIEVED_VERSION, READ_HEADER, READ_RULES, read_entry
 from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.publisher.checks import READ_AGAIN_S
-from dynamoth_client.machines.publisher.machine import PublisherMachine
-from dynamoth_client.machines.publisher.publication import (
+from dynamoth_client.machines.publisher.events import (
     Publish,
     PublishAll,
     Published,
@@ -28,6 +27,7 @@ from dynamoth_client.machines.publisher.publication import (
     PublishFailed,
     PublishRefused,
 )
+from dynamoth_client.machines.publisher.machine import PublisherMachine
 from tests.machines.helpers import (
     ACTIVE,
     PLAN_0,

@@ -15,14 +15,14 @@ from dynamoth.protocol.control import ForwardRequest, ObservationGap, pack_contr
 from dynamoth.protocol.envelope import FIRST, HEARTBEAT, ROUTE_CHANGED, Envelope, open_envelope
 from dynamoth.protocol.stored_plan import READ_BELIEVED_VERSION, read_entry
 from dynamoth_client.machines.local_plan import LocalPlan, NewerSoftware
-from dynamoth_client.machines.publisher.machine import PublisherMachine
-from dynamoth_client.machines.publisher.publication import (
+from dynamoth_client.machines.publisher.events import (
     Publish,
     Published,
     PublisherOptions,
     PublishFailed,
     PublishRefused,
 )
+from dynamoth_client.machines.publisher.machine import PublisherMachine
 from tests.machines.agent import Agent, copies
 from tests.machines.helpers import (
     PLAN_0,

@@ -26,8 +26,7 @@ from dynamoth.names import AGENT_CHANNEL, inbox
 from dynamoth.plan.plan import Assignment, Mode, Route, single
 from dynamoth.protocol.control import RouteNotice, pack_control
 from dynamoth_client.machines.local_plan import LocalPlan
-from dynamoth_client.machines.publisher.machine import PublisherMachine
-from dynamoth_client.machines.publisher.publication import (
+from dynamoth_client.machines.publisher.events import (
     Publish,
     PublishAll,
     Published,
@@ -36,6 +35,7 @@ from dynamoth_client.machines.publisher.publication import (
     PublishFailed,
     PublishRefused,
 )
+from dynamoth_client.machines.publisher.machine import PublisherMachine
 from tests.machines.helpers import PLAN_0, RUN, C, Subject, channel_at
 
 ID = 0xABCD

@@ -12,8 +12,8 @@ from dynamoth.plan.plan import Assignment, Location, Mode, Plan, Route, single
 from dynamoth.protocol.control import RouteNotice
 from dynamoth.protocol.envelope import FIRST, FORWARDED, ROUTE_CHANGED
 from dynamoth_client.machines.local_plan import LocalPlan, NewerSoftware
+from dynamoth_client.machines.publisher.events import Publish
 from dynamoth_client.machines.publisher.machine import PublisherMachine
-from dynamoth_client.machines.publisher.publication import Publish
 from dynamoth_client.machines.subscriber.events import (
     Deliver,
     GapDetected,

@@ -7,8 +7,8 @@ from typing import Any
 from dynamoth.machine.events import Connect, LinkDown, LinkUp, Pushed, Replied, Send, Start
 from dynamoth.protocol.envelope import HEARTBEAT, open_envelope
 from dynamoth_client.machines.local_plan import LocalPlan
+from dynamoth_client.machines.publisher.events import Publish, PublishAll, Published, PublisherOptions
 from dynamoth_client.machines.publisher.machine import PublisherMachine
-from dynamoth_client.machines.publisher.publication import Publish, PublishAll, Published, PublisherOptions
 from dynamoth_client.machines.subscriber.events import GapDetected, Subscribe, SubscriberOptions, SubscriptionConfirmed
 from dynamoth_client.machines.subscriber.machine import SubscriberMachine
 from tests.machines.helpers import (

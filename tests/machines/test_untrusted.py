@@ -8,8 +8,8 @@ from dynamoth.machine.events import LinkDown, LinkUp, Replied, Start
 from dynamoth.plan.plan import Assignment, Mode, Route, single
 from dynamoth.protocol.envelope import HEARTBEAT, open_envelope
 from dynamoth_client.machines.local_plan import LocalPlan
+from dynamoth_client.machines.publisher.events import Publish, PublisherOptions, PublishFailed
 from dynamoth_client.machines.publisher.machine import PublisherMachine
-from dynamoth_client.machines.publisher.publication import Publish, PublisherOptions, PublishFailed
 from tests.machines.helpers import PLAN_0, RUN, SETTLED, C, Subject, channel_at, entry_reply, only, published, tagged
 
 REASON = "not connected: add it to trusted_hosts"

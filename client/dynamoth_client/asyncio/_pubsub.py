@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import redis.exceptions
 
-from dynamoth_client.machines.patterns.subscription import PatternMessage
+from dynamoth_client.machines.patterns.events import PatternMessage
 from dynamoth_client.redis_py.errors import ClientClosed
 from dynamoth_client.runtime.queue import (
     Failure,

@@ -69,3 +69,8 @@ class HeldMessages(Generic[_Holder]):
         outcomes = holder.sequences.give_up(publisher, now)
         self.note(holder, publisher)
         return outcomes
+
+    def check(self) -> None:
+        """Assert what holds between events."""
+        assert self.size_bytes == sum(size for _, _, size in self._streams.values()), f"{self.size_bytes} bytes held"
+        assert self.size_bytes <= HELD_BYTES_MAX, f"{self.size_bytes} bytes held, which are too many"

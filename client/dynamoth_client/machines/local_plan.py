@@ -194,6 +194,17 @@ class LocalPlan:
         else:
             self._pins[channel] -= 1
 
+    def is_pinned(self, channel: bytes) -> bool:
+        """Return whether the route of a channel is kept, as it is subscribed to."""
+        return channel in self._pins
+
+    def check(self) -> None:
+        """Assert what holds between events."""
+        assert self._routes.keys() == self._used_at.keys(), "a route without the time of its use, or the reverse"
+        assert self._names_bytes == sum(map(len, self._routes)), f"{self._names_bytes} bytes of names are wrong"
+        assert all(map(self.reachable, self._routes.values())), "a route leads to a server that is not listed"
+        assert min(self._pins.values(), default=1) > 0, f"pinned and not: {self._pins}"
+
     def _sweep(self, now: float) -> None:
         """Forget idle routes. Called where the plan grows, so that its cost is bounded by the growth."""
         too_large = self._names_bytes > NAMES_BYTES_MAX

@@ -520,3 +520,19 @@ class Sequences:
             if stream.swept_at == stream.next and not stream.held:
                 del self.streams[publisher]
             stream.swept_at = stream.next
+
+    def check(self) -> None:
+        """Assert what holds between events."""
+        rare = self._rare
+        if rare is None:
+            return
+        assert rare.holding or not rare.behind, "messages wait behind nothing"
+        assert rare.behind_bytes == sum(len(payload) for payload, _ in rare.behind), f"{rare.behind_bytes} bytes wait"
+        for publisher, stream in rare.holding.items():
+            assert self.streams.get(publisher) is stream and stream.held, f"holds nothing: {stream}"
+            first = stream.held.get(-1 if stream.next is None else stream.next)
+            assert first is None or first.payload is None, f"holds the expected message: {stream}"
+            assert stream.held_bytes == sum(item.size_bytes() for item in stream.held.values()), (
+                f"wrong bytes: {stream}"
+            )
+            assert len(stream.held) <= HELD_MAX, f"{len(stream.held)} messages held"

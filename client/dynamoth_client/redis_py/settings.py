@@ -44,7 +44,7 @@ import redis.exceptions
 import redis.sentinel
 
 from dynamoth.errors import ConfigError
-from dynamoth_client.machines.publisher.publication import PUBLISH_TIMEOUT_S_MAX, PUBLISH_TIMEOUT_S_MIN
+from dynamoth_client.machines.publisher.events import PUBLISH_TIMEOUT_S_MAX, PUBLISH_TIMEOUT_S_MIN
 from dynamoth_client.redis_py.errors import BadOption
 from dynamoth_client.redis_py.pools import ConnectionLimit, Pool, is_asynchronous, name_limit, options_of, state_of
 from dynamoth_client.redis_py.retrying import Retrying, backoff_of, is_retry

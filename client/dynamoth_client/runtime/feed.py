@@ -22,9 +22,14 @@ from dynamoth.machine.events import Machine, Start
 from dynamoth.names import SHARDED_PREFIX, sharded_channel
 from dynamoth_client.machines.acks import HOLD_S_MAX, Ack, Acks, Subject
 from dynamoth_client.machines.local_plan import LocalPlan, NewerSoftware
-from dynamoth_client.machines.patterns.machine import PatternMachine, SubscribePatterns, UnsubscribePatterns
-from dynamoth_client.machines.patterns.messages import DeliverMatched, PatternGapDetected
-from dynamoth_client.machines.patterns.subscription import PatternMessage
+from dynamoth_client.machines.patterns.events import (
+    DeliverMatched,
+    PatternGapDetected,
+    PatternMessage,
+    SubscribePatterns,
+    UnsubscribePatterns,
+)
+from dynamoth_client.machines.patterns.machine import PatternMachine
 from dynamoth_client.machines.reachability import LinkClosed, LinkOpened, Ping, Ponged, Unreachable, WatchedSubscriber
 from dynamoth_client.machines.subscriber.events import (
     Deliver,

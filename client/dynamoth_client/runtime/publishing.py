@@ -14,8 +14,7 @@ import redis.exceptions
 from dynamoth.machine.events import Start
 from dynamoth.protocol.envelope import HEADER_BYTES
 from dynamoth_client.machines.local_plan import LocalPlan, NewerSoftware
-from dynamoth_client.machines.publisher.machine import PublisherMachine
-from dynamoth_client.machines.publisher.publication import (
+from dynamoth_client.machines.publisher.events import (
     Publish,
     PublishAll,
     Published,
@@ -24,6 +23,7 @@ from dynamoth_client.machines.publisher.publication import (
     PublishFailed,
     PublishRefused,
 )
+from dynamoth_client.machines.publisher.machine import PublisherMachine
 from dynamoth_client.redis_py import errors
 from dynamoth_link.driver import Driver
 from dynamoth_link.errors import MachineCrashed

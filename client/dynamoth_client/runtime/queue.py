@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import redis.exceptions
 
-from dynamoth_client.machines.patterns.subscription import PatternMessage
+from dynamoth_client.machines.patterns.events import PatternMessage
 
 MAX_QUEUE = 65_536
 """Default bound. At some 200 bytes per short message this is about 13 MB, and half a second of a fast reader's work."""

@@ -13,7 +13,7 @@ import redis.client
 import redis.exceptions
 
 from dynamoth_client.asyncio import _pubsub
-from dynamoth_client.machines.patterns.subscription import PatternMessage
+from dynamoth_client.machines.patterns.events import PatternMessage
 from dynamoth_client.redis_py.arguments import method_of
 from dynamoth_client.redis_py.errors import ClientClosed
 from dynamoth_client.runtime.cluster import Cluster

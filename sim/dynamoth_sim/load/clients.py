@@ -13,15 +13,15 @@ from dynamoth.plan.plan import Plan
 from dynamoth.protocol import stored_plan
 from dynamoth_client.machines import standalone
 from dynamoth_client.machines.local_plan import LocalPlan
-from dynamoth_client.machines.patterns.machine import (
-    PatternMachine,
+from dynamoth_client.machines.patterns.events import (
+    DeliverMatched,
+    PatternGapDetected,
     PatternOptions,
     SubscribePatterns,
     UnsubscribePatterns,
 )
-from dynamoth_client.machines.patterns.messages import DeliverMatched, PatternGapDetected
-from dynamoth_client.machines.publisher.machine import PublisherMachine
-from dynamoth_client.machines.publisher.publication import (
+from dynamoth_client.machines.patterns.machine import PatternMachine
+from dynamoth_client.machines.publisher.events import (
     Publish,
     PublishAll,
     Published,
@@ -29,6 +29,7 @@ from dynamoth_client.machines.publisher.publication import (
     PublisherOptions,
     PublishFailed,
 )
+from dynamoth_client.machines.publisher.machine import PublisherMachine
 from dynamoth_client.machines.subscriber.events import (
     Deliver,
     GapDetected,

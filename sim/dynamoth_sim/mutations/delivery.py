@@ -11,8 +11,9 @@ from dynamoth.plan.plan import Location
 from dynamoth.protocol.envelope import FORWARDED, Envelope
 from dynamoth_client.machines import sequences
 from dynamoth_client.machines.publisher.answers import Answers
+from dynamoth_client.machines.publisher.channels import PublishedChannel
 from dynamoth_client.machines.publisher.checks import Checks
-from dynamoth_client.machines.publisher.publication import CheckAt, PublishedChannel, PublisherServer, VersionCheck
+from dynamoth_client.machines.publisher.records import CheckAt, PublisherServer, VersionCheck
 from dynamoth_client.machines.publisher.unreachable import Elsewhere
 from dynamoth_client.machines.sequences import Gap, Stream
 from dynamoth_client.machines.subscriber.routing import Routing
@@ -24,10 +25,10 @@ def agents_are_trusted() -> AbstractContextManager[None]:
     """A publisher believes that an agent forwards what it has published in the wrong place."""
 
     def replied(self: Checks, at: CheckAt, link: str, value: Any, now: float) -> list[Any]:
-        self._routes.entry_read(at.check.channel, link, value, self._servers[link], now)  # pyright: ignore[reportPrivateUsage]
+        self._routes.on_entry(at.check.channel, link, value, self._servers[link], now)  # pyright: ignore[reportPrivateUsage]
         return self._confirm(at.check, now)  # pyright: ignore[reportPrivateUsage]
 
-    return replaced(Checks, replied=replied)
+    return replaced(Checks, on_entry=replied)
 
 
 def versions_are_not_read() -> AbstractContextManager[None]:
@@ -38,7 +39,7 @@ def versions_are_not_read() -> AbstractContextManager[None]:
         server.clear_until = asked.begun_at + self._options.observers_interval_s  # pyright: ignore[reportPrivateUsage]
         return self._confirm_all(asked, server, now)  # pyright: ignore[reportPrivateUsage]
 
-    return replaced(Checks, version_read=confirm)
+    return replaced(Checks, on_version=confirm)
 
 
 def versions_of_replicas_are_not_read() -> AbstractContextManager[None]:

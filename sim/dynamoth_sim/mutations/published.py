@@ -32,13 +32,14 @@ from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_client.machines.local_plan import LocalPlan
+from dynamoth_client.machines.patterns.events import PatternGapDetected, PatternMessage
 from dynamoth_client.machines.patterns.machine import PatternMachine
-from dynamoth_client.machines.patterns.messages import PatternGapDetected, PatternMessages
-from dynamoth_client.machines.patterns.subscription import MatchedChannel, PatternMessage
+from dynamoth_client.machines.patterns.messages import PatternMessages
+from dynamoth_client.machines.patterns.subscription import MatchedChannel
 from dynamoth_client.machines.publisher.answers import Answers
 from dynamoth_client.machines.publisher.machine import PublisherMachine
-from dynamoth_client.machines.publisher.publication import Waiting
 from dynamoth_client.machines.publisher.routes import PublisherRoutes
+from dynamoth_client.machines.publisher.waiting import Waiting
 from dynamoth_client.machines.sequences import Stream
 from dynamoth_client.machines.subscriber.routing import Routing
 from dynamoth_client.machines.subscriber.subscription import Place, Subscription
@@ -134,10 +135,10 @@ def no_markers() -> AbstractContextManager[None]:
 def no_verification() -> AbstractContextManager[None]:
     """Subscribers take a place for right, whatever the plan stored there says."""
 
-    def verified(self: Routing, subscription: Any, place: Any, reply: Any, now: float) -> list[Any]:
-        return self._right(subscription, place, subscription.route, Phase.ACTIVE, now)  # pyright: ignore[reportPrivateUsage]
+    def verify(self: Routing, subscription: Any, place: Any, reply: Any, now: float) -> list[Any]:
+        return [*self._verified(subscription, place, subscription.route, Phase.ACTIVE, now)]  # pyright: ignore[reportPrivateUsage]
 
-    return replaced(Routing, verified=verified)
+    return replaced(Routing, on_verification=verify)
 
 
 def no_acknowledgements() -> AbstractContextManager[None]:
@@ -173,7 +174,7 @@ def any_epoch() -> AbstractContextManager[None]:
         self._plan.learn(subscription.channel, route, now)  # pyright: ignore[reportPrivateUsage]
         return self._follow(subscription, route, now)  # pyright: ignore[reportPrivateUsage]
 
-    def told(self: PublisherRoutes, link: str, channel: bytes, route: Route, now: float) -> list[Any]:
+    def notice(self: PublisherRoutes, link: str, channel: bytes, route: Route, now: float) -> list[Any]:
         self._plan.learn(channel, route, now)  # pyright: ignore[reportPrivateUsage]
         return []
 
@@ -181,8 +182,8 @@ def any_epoch() -> AbstractContextManager[None]:
     def all_three() -> Generator[None]:
         with (
             replaced(LocalPlan, learn=learn),
-            replaced(Routing, _learned=learned),
-            replaced(PublisherRoutes, told=told),
+            replaced(Routing, _learn=learned),
+            replaced(PublisherRoutes, on_route_notice=notice),
         ):
             yield
 
@@ -427,7 +428,7 @@ def every_copy_for_patterns() -> AbstractContextManager[None]:
             delivered.append(PatternMessage(matched.pattern.pattern, matched.channel, envelope.payload))
         return []
 
-    return replaced(PatternMessages, _arrived=deliver)
+    return replaced(PatternMessages, _on_matched=deliver)
 
 
 def no_pattern_for_replicas() -> AbstractContextManager[None]:
@@ -441,13 +442,13 @@ def no_pattern_for_replicas() -> AbstractContextManager[None]:
 
 def lost_in_silence() -> AbstractContextManager[None]:
     """Subscribers to patterns subscribe again and say nothing."""
-    subscribed = PatternMachine._subscribed  # pyright: ignore[reportPrivateUsage]
+    subscribed = PatternMachine._on_subscribed  # pyright: ignore[reportPrivateUsage]
 
     def silent(self: PatternMachine, link: str, name: bytes, now: float) -> list[Any]:
         subscribed(self, link, name, now)
         return []
 
-    return replaced(PatternMachine, _subscribed=silent)
+    return replaced(PatternMachine, _on_subscribed=silent)
 
 
 def headers_read_once() -> AbstractContextManager[None]:

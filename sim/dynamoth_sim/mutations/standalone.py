@@ -45,7 +45,7 @@ def no_gap_for_the_alone() -> AbstractContextManager[None]:
     def leave(self: Routing, subscription: Any) -> list[Any]:
         return [Send(ALONE, (b"PING",), ("alone", subscription.channel))]
 
-    return replaced(Routing, _leave_alone=leave)
+    return replaced(Routing, _begin_to_leave_alone=leave)
 
 
 def alone_at_once() -> AbstractContextManager[None]:
@@ -91,7 +91,7 @@ def older_notices_are_ignored() -> AbstractContextManager[None]:
     def nothing(self: Routing, subscription: Subscription) -> list[Any]:
         return []
 
-    return replaced(Routing, look_whether_right=nothing)
+    return replaced(Routing, verify_all=nothing)
 
 
 def rivals_overlooked() -> AbstractContextManager[None]:

@@ -29,6 +29,7 @@ from dynamoth.machine.events import (
     Start,
     Tick,
 )
+from dynamoth_sim.world.checker import Checker
 from dynamoth_sim.world.network import Connection, End, Network, Packet, Pipe
 from dynamoth_sim.world.redis import COMMAND_BYTES, Greeting, Reply
 from dynamoth_sim.world.world import Timer, World
@@ -101,6 +102,7 @@ class Process:
         self._on_action = on_action
         #: None before the first start and after a crash.
         self.machine: Machine[Any, Any] | None = None
+        self._checker = Checker(None, 0)
         self._links: dict[str, _Link] = {}
         self._waiting: deque[Any] = deque()
         self._busy = False
@@ -132,6 +134,7 @@ class Process:
         """Start a new machine."""
         assert self.machine is None, f"{self.name} runs already"
         self.machine = self._make_machine(self._world.random.getrandbits(63))
+        self._checker = Checker(self.machine, self._world.check_every)
         self._note("fault" if self._world.now else "link", "starts")
         self.handle(Start())
 
@@ -228,8 +231,9 @@ class Process:
             return
         try:
             actions = machine.handle(event, self._world.now)
+            self._checker.after(event)
         except Exception as error:
-            raise MachineFailed(f"{self.name} raised {error!r} when told {event!r:.400}") from error
+            raise MachineFailed(f"{self.name} raised {error!r} for {event!r:.400}") from error
         for action in actions:
             if type(action) is Send:
                 self._send(action.link, action.args, action.tag)

@@ -42,12 +42,14 @@ class World:
 
     Args:
         seed: determines everything that happens.
+        check_every: after how many of its events the invariants of a machine are checked; 0: never.
         trace_records_max: how many of the latest records the trace keeps, for the story of a failure.
 
     """
 
-    def __init__(self, seed: int, trace_records_max: int = 400_000) -> None:
+    def __init__(self, seed: int, check_every: int = 0, trace_records_max: int = 400_000) -> None:
         self.seed = seed
+        self.check_every = check_every
         self.random = Random(seed)
         #: Seconds since the world began; never decreases.
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""What becomes of publications: from the answers of servers to what the application is told.
+"""Turns the answers of servers, or their absence, into the outcomes of messages.
 
 A message for one server has the outcome of its answer. One for several replicas ends when all have answered, or when
 the dispatcher of one that has it has been asked to forward it to the others; see the text of
@@ -19,29 +19,24 @@ from typing import Any
 from dynamoth.machine.events import ErrorReply
 from dynamoth.machine.outbox import Command
 from dynamoth.names import forward_channel, logical_channel
-from dynamoth.plan.plan import Location
 from dynamoth.protocol.control import ForwardRequest, pack_control
 from dynamoth.protocol.envelope import HEARTBEAT, open_envelope, rerouted, seal, whole_ms
-from dynamoth_client.machines.publisher.publication import (
+from dynamoth_client.machines.publisher.events import (
     PUBLISH_TIMEOUT_S_MAX,
-    CheckAt,
-    HandOver,
+    Outcome,
     Published,
     PublishedAll,
+    PublisherAction,
     PublisherOptions,
-    PublisherServer,
     PublishFailed,
     PublishRefused,
-    Together,
-    Token,
-    Unconfirmed,
-    VersionCheck,
-    Waiting,
 )
+from dynamoth_client.machines.publisher.records import CheckAt, PublisherServer, Token, VersionCheck
+from dynamoth_client.machines.publisher.waiting import HandOver, Together, Unconfirmed, Waiting
 
 
 class Answers:
-    """Finds the outcomes of one publisher's messages. All methods return the actions to execute."""
+    """Finds the outcomes of one publisher's messages. Most methods return the actions to execute."""
 
     def __init__(
         self,
@@ -55,101 +50,93 @@ class Answers:
         self._servers = servers
         self._options = options
         self._counters = counters
-        #: When messages are to be looked at, a number that orders those of one time, and a server that each waits for.
+        #: When messages are looked at, a number that orders those of one time, and a server that each waits for.
         self._timers: list[tuple[float, int, Waiting, str]] = []
         self._timer_numbers = count()
 
     def set_timer(self, waiting: Waiting, server_id: str, at: float) -> None:
-        """Look at a message at a time, in the place of an earlier timer of it. It waits for a server, among others."""
-        waiting.tell_at = min(at, waiting.expires_at)
-        heappush(self._timers, (waiting.tell_at, next(self._timer_numbers), waiting, server_id))
+        """Look at a message at a time, in the place of an earlier timer. It waits for ``server_id``, among others."""
+        waiting.wait_until(at)
+        heappush(self._timers, (waiting.due_at, next(self._timer_numbers), waiting, server_id))
 
     def deadline(self) -> float:
         """Return when the first timer ends; infinity when there is none."""
         timers = self._timers
-        while timers and (timers[0][2].done or timers[0][0] != timers[0][2].tell_at):
+        while timers and (timers[0][2].done or timers[0][0] != timers[0][2].due_at):
             heappop(timers)
         return timers[0][0] if timers else float("inf")
 
-    def due(self, now: float) -> list[Any]:
-        """See to the messages whose timers have ended."""
-        actions: list[Any] = []
+    def run_due(self, now: float) -> list[PublisherAction]:
+        """Look at the messages whose timers have ended."""
+        actions: list[PublisherAction] = []
         while self.deadline() <= now:
             _, _, waiting, server_id = heappop(self._timers)
-            actions += self.late(waiting, server_id, now)
+            actions += self.on_late(waiting, server_id, now)
         return actions
 
-    def answered(self, waiting: Waiting, link: str, value: Any, now: float) -> list[Any]:
-        """Take the answer of one server; tell the application when no other is worth waiting for."""
+    def on_answer(self, waiting: Waiting, link: str, value: Any, now: float) -> list[PublisherAction]:
+        """Handle the answer of one server; end the message when no other answer is worth waiting for."""
         if type(value) is int and not waiting.missing:  # nearly always
-            waiting.done = True
+            waiting.end()
             return [Published(waiting.token, (waiting.receivers or 0) + max(0, value - self._servers[link].observers))]
-        return self.answered_in_part(waiting, link, value, now)
+        return self.on_partial_answer(waiting, link, value, now)
 
-    def answered_in_part(self, waiting: Waiting, link: str, value: Any, now: float) -> list[Any]:
-        """Take the answer of one server of several, or to a message that waits for its confirmation besides."""
+    def on_partial_answer(self, waiting: Waiting, link: str, value: Any, now: float) -> list[PublisherAction]:
+        """Handle the answer of one server of several, or to a message that waits for its confirmation besides."""
+        is_replicated = bool(waiting.missing)
         if isinstance(value, ErrorReply):
-            waiting.refusal = str(value)
+            waiting.refuse(link, str(value))
         else:
-            waiting.receivers = (waiting.receivers or 0) + max(0, value - self._servers[link].observers)
-            if waiting.missing:
-                waiting.holders = (*waiting.holders, link)
-        if waiting.missing:
-            waiting.missing = tuple(server_id for server_id in waiting.missing if server_id != link)
+            waiting.answer(link, max(0, value - self._servers[link].observers))
+        if is_replicated:
             if not all(self._servers[server_id].avoided for server_id in waiting.missing):
-                if waiting.receivers is not None and now + self._options.straggler_s < waiting.tell_at:
+                if waiting.receivers is not None and now + self._options.straggler_s < waiting.due_at:
                     self.set_timer(waiting, link, now + self._options.straggler_s)
                 return []
             if waiting.missing:
                 return self.hand_over(waiting, now)
-        return self._answered_by_all(waiting)
+        return self._on_all_answered(waiting)
 
-    def _answered_by_all(self, waiting: Waiting) -> list[Any]:
-        """Tell the application, unless the message waits for its confirmation."""
-        if not isinstance(waiting, Unconfirmed) or waiting.confirmed:
-            return self.end(waiting)
-        waiting.answered = True
-        waiting.tell_at = waiting.expires_at
-        return []
+    def _on_all_answered(self, waiting: Waiting) -> list[PublisherAction]:
+        """End a message, unless it waits for its confirmation."""
+        if isinstance(waiting, Unconfirmed) and waiting.wait_for_confirmation():
+            return []
+        return self.end(waiting)
 
-    def confirmed(self, message: Waiting) -> list[Any]:
-        """Note that a message went where the stored plan says; tell the application if servers have answered."""
+    def confirm(self, message: Waiting) -> list[PublisherAction]:
+        """Note that a message went where the stored plan says; end it if servers have answered."""
         assert isinstance(message, Unconfirmed), "every message of a check is one"
-        message.confirmed = True
-        return self.end(message) if message.answered and not message.done else []
+        return self.end(message) if message.confirm() else []
 
-    def begin_again(self, message: Waiting, locations: Sequence[Location]) -> Unconfirmed:
-        """Wait for the answers of other servers to a message that is sent again; what was answered counts no more."""
-        message.done = True
-        again = Unconfirmed(message.token, message.expires_at, message.channel)
-        if len(locations) > 1:
-            again.missing = tuple(location.server for location in locations)
-        return again
+    @staticmethod
+    def begin_again(message: Waiting) -> Unconfirmed:
+        """Wait for the answers of other servers to a message that is sent again; earlier answers count no more."""
+        message.end()
+        return Unconfirmed(message.token, message.expires_at, message.channel)
 
-    def hand_over(self, waiting: Waiting, now: float) -> list[Any]:
-        """Ask the dispatcher of the next replica that has a message to see to those that have not answered; or end.
+    def hand_over(self, waiting: Waiting, now: float) -> list[PublisherAction]:
+        """Ask the dispatcher of the next replica that has a message to forward it to those that have not answered.
 
-        It is to forward the message where this client is not connected. A replica that is connected and slow has the
-        message on its way, and twice would make it slower still: its subscribers are only to be told of the number.
+        It forwards the message where this client is not connected. A replica that is connected and slow has the message
+        on its way, and a second copy would make it slower still: its subscribers only get the number. When all holders
+        were asked and one is to answer, that is waited for; without a request, the message ends.
         """
-        while waiting.missing and waiting.holders and waiting.sent is not None:
-            server_id, *others = waiting.holders
-            waiting.holders = tuple(others)
+        while (server_id := waiting.take_holder()) is not None:
             server = self._servers[server_id]
-            if not server.up or server.outbox.full:
+            if not server.up or server.outbox.full or waiting.sent is None:
                 continue
             self.set_timer(waiting, server_id, now + self._options.straggler_s)
-            waiting.requests += 1
+            waiting.request(1)
             physical, data = waiting.sent
             request = pack_control(self._request(waiting, data, now))
-            return server.outbox.put((b"PUBLISH", forward_channel(physical), request), HandOver(waiting))
+            return [*server.outbox.put((b"PUBLISH", forward_channel(physical), request), HandOver(waiting))]
         if waiting.missing and waiting.requests:
-            waiting.tell_at = waiting.expires_at
+            waiting.wait_until()
             return []
-        return self._answered_by_all(waiting)
+        return self._on_all_answered(waiting)
 
     def _request(self, waiting: Waiting, data: bytes, now: float) -> ForwardRequest:
-        """Return what each replica that has not answered is to be sent by somebody else."""
+        """Return the request for a dispatcher: what it sends to each replica that has not answered."""
         envelope = open_envelope(data)
         quiet_ms = whole_ms(now - waiting.expires_at + self._options.publish_timeout_s)
         heartbeat = seal(self._client_id, envelope.sequence, envelope.epoch, b"", HEARTBEAT, quiet_ms)
@@ -157,48 +144,47 @@ class Answers:
         servers = waiting.missing
         return ForwardRequest(tuple((id_, heartbeat if self._servers[id_].up else copy) for id_ in servers))
 
-    def handed_over(self, waiting: Waiting, value: Any, now: float) -> list[Any]:
-        """Tell the application, if a dispatcher was there to hear."""
-        waiting.requests -= 1
+    def on_hand_over(self, waiting: Waiting, value: Any, now: float) -> list[PublisherAction]:
+        """Handle the reply to a request: the message ends if a dispatcher has it, else the next one is asked."""
+        waiting.request(-1)
         if waiting.done:
             return []
         if isinstance(value, ErrorReply) or value == 0:
             self._counters["unheard_requests"] += 1
             return self.hand_over(waiting, now)
         self._counters["handed_over"] += 1
-        return self._answered_by_all(waiting)
+        return self._on_all_answered(waiting)
 
-    def late(self, waiting: Waiting | Together, server_id: str, now: float) -> list[Any]:
-        """See to messages that a server should have answered by now: somebody else is asked, or they have failed."""
+    def on_late(self, waiting: Waiting | Together, server_id: str, now: float) -> list[PublisherAction]:
+        """Handle messages that a server should have answered by now: ask a dispatcher, or fail them."""
         if isinstance(waiting, Together):
-            waiting.done = True
             reason, late = self._why_unanswered(server_id)
-            return [PublishFailed(token, reason, late) for token in waiting.tokens[waiting.answered :]]
+            return [PublishFailed(token, reason, late) for token in waiting.end()]
         if waiting.expires_at > now:
             return self.hand_over(waiting, now)
         if isinstance(waiting, Unconfirmed) and waiting.answered:
             return self._end_unconfirmed(waiting, server_id)
         return self.end(waiting, *self._why_unanswered(server_id, *waiting.also_at, *waiting.missing))
 
-    def _end_unconfirmed(self, waiting: Waiting, server_id: str) -> list[Any]:
+    def _end_unconfirmed(self, waiting: Waiting, server_id: str) -> list[PublisherAction]:
         """Fail a message that a server has taken without saying whether its channel is there."""
-        waiting.done = True
+        waiting.end()
         if waiting.receivers is None:
             return [PublishRefused(waiting.token, waiting.refusal)]
         reason = f"server {server_id} took the message and did not confirm that the channel is there"
         connected = self._servers[server_id].up
         return [PublishFailed(waiting.token, reason if connected else f"{reason}: it was lost", late=connected)]
 
-    def refused(self, server_id: str, now: float) -> list[Any]:
+    def on_untrusted(self, server_id: str, now: float) -> list[PublisherAction]:
         """Fail the messages that wait for a server that is not trusted, and for no other one."""
         server = self._servers[server_id]
-        actions: list[Any] = []
+        actions: list[PublisherAction] = []
         for waiting in server.waiting:
             assert isinstance(waiting, Waiting), "those that went out together were taken apart"
             others = (*waiting.also_at, *waiting.missing, *waiting.holders)
             if waiting.done or waiting.requests or not all(self._servers[id_].refused for id_ in others):
                 continue
-            waiting.expires_at = now
+            waiting.expire(now)
             server.note_refused(waiting.channel)
             actions += self.end(waiting, self.why_refused(server_id))
         server.waiting = deque(waiting for waiting in server.waiting if not waiting.done)
@@ -221,13 +207,13 @@ class Answers:
             True,
         )
 
-    def end(self, waiting: Waiting, reason: str = "", late: bool = False) -> list[Any]:
-        """Tell the application; ``reason`` is why no server has answered, and ``late`` as in ``PublishFailed``."""
-        waiting.done = True
+    def end(self, waiting: Waiting, reason: str = "", late: bool = False) -> list[PublisherAction]:
+        """End a message; ``reason`` is why no server has answered, and ``late`` as in ``PublishFailed``."""
+        waiting.end()
         return [self._outcome(waiting, reason, late)]
 
-    def _outcome(self, waiting: Waiting, reason: str, late: bool) -> Published | PublishRefused | PublishFailed:
-        """Return what the application is told: that it was published, if any server has it."""
+    def _outcome(self, waiting: Waiting, reason: str, late: bool) -> Outcome:
+        """Return the outcome of a message: it was published if any server has it."""
         if waiting.receivers is not None:
             self._counters["copies_refused"] += bool(waiting.refusal)
             return Published(waiting.token, waiting.receivers)
@@ -236,14 +222,11 @@ class Answers:
         return PublishFailed(waiting.token, reason, late)
 
 
-def answered_together(together: Together, values: Sequence[Any], observers: int) -> list[Any]:
-    """Take the answers to the next messages of those that went out together; return what the application is told."""
-    begin = together.answered
-    together.answered = end = begin + len(values)
-    if together.done:
+def answer_together(together: Together, values: Sequence[Any], observers: int) -> list[PublisherAction]:
+    """Return the outcomes of the next messages of those that went out together, given the answers to them."""
+    tokens = together.answer(len(values))
+    if not tokens:
         return []
-    together.done = end == len(together.tokens)
-    tokens = together.tokens[begin:end]
     if ErrorReply not in set(map(type, values)):
         if observers:
             values = [value - observers if value > observers else 0 for value in values]
@@ -257,7 +240,7 @@ def answered_together(together: Together, values: Sequence[Any], observers: int)
 
 
 def take_apart(server: PublisherServer) -> None:
-    """Wait for each message that went out with others by itself, as what becomes of them may be different now."""
+    """Make messages that went out together wait by themselves, as their outcomes may differ now."""
     parts: dict[int, list[Waiting]] = {}
 
     def part(args: Command, token: Any) -> Any:
@@ -265,9 +248,7 @@ def take_apart(server: PublisherServer) -> None:
             return token
         physical = args[1]
         assert isinstance(physical, bytes), "the channel of a PUBLISH"
-        waiting = Waiting(token.tokens[token.answered], token.expires_at, logical_channel(physical))
-        waiting.done = token.done
-        token.answered += 1
+        waiting = token.take_first(logical_channel(physical))
         parts.setdefault(id(token), []).append(waiting)
         return waiting
 
@@ -280,7 +261,7 @@ def take_apart(server: PublisherServer) -> None:
 
 
 def has_failed(token: Token, now: float) -> bool:
-    """Tell whether the application has been told that what a command is for has failed, or may have."""
+    """Return whether all messages that a command serves have failed, or may have, for the application."""
     if isinstance(token, (Together, HandOver)):
         return token.done if isinstance(token, Together) else token.message.done
     messages: list[Waiting | None]
@@ -292,12 +273,12 @@ def has_failed(token: Token, now: float) -> bool:
 
 
 def discard_failed(server: PublisherServer, now: float) -> None:
-    """Forget what has failed and is not under way: it would only be in the way of what has not."""
+    """Forget commands that are not under way and whose messages have failed: others are waiting behind them."""
 
     def is_useless(token: Token) -> bool:
         useless = has_failed(token, now) or (token is None and not server.up)
         if useless and isinstance(token, Together):
-            token.tokens.pop()  # their number tells which replies are its own
+            token.drop_last()  # the number of messages says which replies are theirs
         if useless and isinstance(token, CheckAt):
             token.check.done = True  # the next message of the channel is followed by another one
         if useless and isinstance(token, VersionCheck):
@@ -307,4 +288,4 @@ def discard_failed(server: PublisherServer, now: float) -> None:
         return useless
 
     if server.outbox.discard_while(is_useless):
-        server.owes_heartbeats = True
+        server.needs_heartbeats = True

@@ -1,4 +1,4 @@
-"""Confirms by the stored plan where messages were published, and sends those again that went elsewhere.
+"""Confirms by the stored plan where messages were published, and sends those again that went to a wrong place.
 
 Theory of operation
 -------------------
@@ -41,17 +41,12 @@ from dynamoth.plan.plan import Location
 from dynamoth.protocol import stored_plan
 from dynamoth.protocol.envelope import is_enveloped, rerouted
 from dynamoth_client.machines.publisher.answers import Answers
-from dynamoth_client.machines.publisher.publication import (
-    Check,
-    CheckAt,
-    PublishedChannel,
-    PublisherOptions,
-    PublisherServer,
-    VersionCheck,
-    Waiting,
-)
+from dynamoth_client.machines.publisher.channels import PublishedChannel
+from dynamoth_client.machines.publisher.events import PublisherAction, PublisherOptions
+from dynamoth_client.machines.publisher.records import Check, CheckAt, PublisherServer, VersionCheck
 from dynamoth_client.machines.publisher.routes import PublisherRoutes
 from dynamoth_client.machines.publisher.standalone import AloneServer
+from dynamoth_client.machines.publisher.waiting import Waiting
 from dynamoth_client.machines.standalone import ALONE
 
 READ_AGAIN_S = 0.05
@@ -67,7 +62,7 @@ class Checks:
         servers: Mapping[str, PublisherServer],
         routes: PublisherRoutes,
         answers: Answers,
-        connect: Callable[[str, float], list[Any]],
+        connect: Callable[[str, float], list[PublisherAction]],
         alone: AloneServer,
         options: PublisherOptions,
         counters: Counter[str],
@@ -90,9 +85,9 @@ class Checks:
         servers: Sequence[PublisherServer],
         now: float,
     ) -> tuple[Check | None, Sequence[PublisherServer]]:
-        """Return the check that the next message on a channel waits for, if any, and where its entry is to be read.
+        """Return the check that the next message on a channel waits for, if any, and where to read the entry.
 
-        It goes to ``servers``.
+        The message goes to ``servers``.
         """
         check = channel.check
         is_alone = locations[0].server == ALONE  # then each message needs a reading of its own
@@ -100,20 +95,21 @@ class Checks:
             return check, ()
         read_at = servers
         known: list[PublisherServer] = []
-        if not is_alone and check is None and channel.sequence != channel.floor:
+        if not is_alone and check is None and not channel.is_new:
             up = [server for server in servers if server.up]
             read_at = [server for server in up if _is_in_doubt(channel, name, server)]
             known = [server for server in up if server not in read_at]
             if not up or any(server.version_check is None and now < server.clear_until for server in known):
                 return None, ()
-        check = channel.check = Check(name, locations, now)
+        check = Check(name, locations, now)
+        channel.doubt(check)
         for server in known:
             server.version_check = server.version_check or VersionCheck(now)
             server.version_check.checks.append(check)
         return check, read_at
 
     @staticmethod
-    def put_version_check(server: PublisherServer) -> list[Any]:
+    def put_version_check(server: PublisherServer) -> list[PublisherAction]:
         """Read the version of the stored plan behind what was just published, if a check has begun."""
         asked = server.version_check
         if asked is None or asked.is_sent:
@@ -122,41 +118,41 @@ class Checks:
         return list(server.outbox.put_past_bound(stored_plan.READ_BELIEVED_VERSION, asked))
 
     @staticmethod
-    def put(check: Check, location: Location, server: PublisherServer) -> list[Any]:
+    def put(check: Check, location: Location, server: PublisherServer) -> list[PublisherAction]:
         """Read the stored plan behind what was just published at a location."""
         read = stored_plan.READ_HEADER if location.server == ALONE else stored_plan.read_entry(check.channel)
         return list(server.outbox.put_past_bound(read, CheckAt(check, location)))
 
-    def replied(self, at: CheckAt, link: str, value: Any, now: float) -> list[Any]:
-        """Take what a server stores of a channel: confirm the messages that wait for it, or send them again."""
+    def on_entry(self, at: CheckAt, link: str, value: Any, now: float) -> list[PublisherAction]:
+        """Handle the stored entry of a channel: confirm the messages that wait for it, or send them again."""
         check = at.check
         if isinstance(value, ErrorReply):
             self._counters["refused_commands"] += 1
             return self._confirm(check, now)
         server = self._servers[link]
         if link == ALONE:
-            return self._replied_alone(check, value, now)
-        told = self._routes.entry_read(check.channel, link, value, server, now)
+            return self._on_header_alone(check, value, now)
+        actions = self._routes.on_entry(check.channel, link, value, server, now)
         if server.has_plan:
             server.clear_until = max(server.clear_until, check.begun_at + self._options.observers_interval_s)
         locations, _ = self._routes.find(check.channel)
         if self._routes.waits_for_header(check.channel) and not at.is_again and not check.done:
             again = CheckAt(check, at.location, is_again=True)
-            return [*told, *server.outbox.put_past_bound(stored_plan.read_entry(check.channel), again)]
+            return [*actions, *server.outbox.put_past_bound(stored_plan.read_entry(check.channel), again)]
         if at.location in locations:
             if not server.has_plan and not check.done and self._reads_again(at, server, now):
-                return told
+                return actions
             server.confirmed.add(check.channel)
             if server.has_plan and check.channel in self._channels:
-                self._channels[check.channel].version = -1 if server.version is None else server.version
-            return [*told, *self._confirm(check, now)]
+                self._channels[check.channel].note_version(-1 if server.version is None else server.version)
+            return [*actions, *self._confirm(check, now)]
         if check.done:
-            return told
+            return actions
         check.done = True
-        return [*told, *self.send_again(check.channel, check.messages, now)]
+        return [*actions, *self.send_again(check.channel, check.messages, now)]
 
-    def version_read(self, asked: VersionCheck, link: str, value: Any, now: float) -> list[Any]:
-        """Take the version of the plan that a server stores: confirm what it has confirmed before, check the rest."""
+    def on_version(self, asked: VersionCheck, link: str, value: Any, now: float) -> list[PublisherAction]:
+        """Handle the version of a stored plan: confirm channels that it has confirmed before, check all others."""
         server = self._servers[link]
         if isinstance(value, ErrorReply):
             self._counters["refused_commands"] += 1
@@ -173,7 +169,7 @@ class Checks:
         self._routes.note_version(version, server)
         server.version_check = None
         server.clear_until = asked.begun_at + self._options.observers_interval_s
-        actions: list[Any] = []
+        actions: list[PublisherAction] = []
         for check in asked.checks:
             channel = self._channels.get(check.channel)
             if check.done:
@@ -186,13 +182,13 @@ class Checks:
                     actions += self.put(check, location, server)
         return actions
 
-    def _confirm_all(self, asked: VersionCheck, server: PublisherServer, now: float) -> list[Any]:
-        """Confirm what waits for a version that cannot be read; the next messages are followed by another reading."""
+    def _confirm_all(self, asked: VersionCheck, server: PublisherServer, now: float) -> list[PublisherAction]:
+        """Confirm the messages that wait for a version that cannot be read; the next ones cause another reading."""
         server.version_check = None
         return [action for check in asked.checks if not check.done for action in self._confirm(check, now)]
 
     def _reads_again(self, reading: CheckAt | VersionCheck, server: PublisherServer, now: float) -> bool:
-        """Note to repeat a reading that found no plan to be believed; False if that has lasted for too long."""
+        """Repeat a reading later that found no plan to be believed; False if that has lasted for too long."""
         server.missing_since = min(server.missing_since, now)
         if now - server.missing_since >= self._options.plan_missing_s:
             return False
@@ -200,11 +196,11 @@ class Checks:
         server.read_again_at = min(server.read_again_at, now + READ_AGAIN_S)
         return True
 
-    def read_again(self, server: PublisherServer) -> list[Any]:
+    def read_again(self, server: PublisherServer) -> list[PublisherAction]:
         """Repeat the readings that found no plan to be believed."""
         unread, server.unread = server.unread, []
         server.read_again_at = float("inf")
-        actions: list[Any] = []
+        actions: list[PublisherAction] = []
         for reading in unread:
             if isinstance(reading, VersionCheck):
                 actions += server.outbox.put_past_bound(stored_plan.READ_BELIEVED_VERSION, reading)
@@ -212,24 +208,22 @@ class Checks:
                 actions += self.put(reading.check, reading.location, server)
         return actions
 
-    def _replied_alone(self, check: Check, value: Any, now: float) -> list[Any]:
-        """Take the header of a plan, if there is one now, of the server that was alone when a message was published."""
+    def _on_header_alone(self, check: Check, value: Any, now: float) -> list[PublisherAction]:
+        """Handle a header that was read, behind a message, at the server that was alone."""
         if not self._alone.has_plan(value):
             return self._confirm(check, now)
         check.done = True
         return self.send_again(check.channel, check.messages, now)
 
-    def _confirm(self, check: Check, now: float) -> list[Any]:
+    def _confirm(self, check: Check, now: float) -> list[PublisherAction]:
         check.done = True
-        channel = self._channels.get(check.channel)
-        if channel is not None and channel.check is check:
-            channel.check = None
-            if len(check.locations) == 1 and not channel.plain and self._alone.is_over(now):
-                channel.direct_server = self._servers[check.locations[0].server]
+        if (channel := self._channels.get(check.channel)) is not None:
+            is_direct = len(check.locations) == 1 and not channel.plain and self._alone.is_over(now)
+            channel.confirm(check, self._servers[check.locations[0].server] if is_direct else None)
         messages, check.messages = check.messages, []
-        return [action for message, _ in messages for action in self._answers.confirmed(message)]
+        return [action for message, _ in messages for action in self._answers.confirm(message)]
 
-    def send_again(self, name: bytes, messages: Iterable[tuple[Waiting, bytes]], now: float) -> list[Any]:
+    def send_again(self, name: bytes, messages: Iterable[tuple[Waiting, bytes]], now: float) -> list[PublisherAction]:
         """Publish messages of one channel by the route that is known now, under their numbers, and check that."""
         locations, epoch = self._routes.find(name)
         actions = [action for location in locations for action in self._connect(location.server, now)]
@@ -237,10 +231,11 @@ class Checks:
         for message, data in messages:
             if message.done:  # it has failed
                 continue
-            again = self._answers.begin_again(message, locations)
+            again = self._answers.begin_again(message)
             copy = rerouted(data, epoch) if is_enveloped(data) else data
-            if again.missing:
-                again.sent = locations[0].physical, copy
+            servers = [location.server for location in locations]
+            if len(servers) > 1:
+                again.go_to_replicas(servers, (locations[0].physical, copy))
             check.messages.append((again, copy))
             self._answers.set_timer(again, locations[0].server, again.expires_at)
             for location in locations:
@@ -251,12 +246,13 @@ class Checks:
             actions += self.put(check, location, self._servers[location.server])
         if (channel := self._channels.get(name)) is not None:
             channel.follow(locations, epoch)
-            channel.check, channel.direct_server, channel.physical = check, None, locations[0].physical
+            channel.doubt(check)
+            channel.send_directly(None)
         return actions
 
 
 def _is_in_doubt(channel: PublishedChannel, name: bytes, server: PublisherServer) -> bool:
-    """Tell whether the plan stored at a server has changed since it confirmed a channel, or no agent is there."""
+    """Return whether the plan stored at a server has changed since it confirmed a channel, or no agent is there."""
     if server.version is not None and server.version != channel.version:
         return True
     return not server.observers and name not in server.confirmed

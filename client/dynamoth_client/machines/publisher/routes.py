@@ -1,4 +1,4 @@
-"""Where a publisher's messages go: by the local plan, and by what dispatchers tell and servers store of it."""
+"""Decides where a publisher's messages go: by the local plan, notices of dispatchers, and the stored plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from dynamoth.plan.compatibility import Compatibility
 from dynamoth.plan.plan import Location, Mode, Route
 from dynamoth.protocol import stored_plan
 from dynamoth_client.machines.local_plan import LocalPlan
-from dynamoth_client.machines.publisher.publication import PublisherOptions, PublisherServer
+from dynamoth_client.machines.publisher.events import PublisherAction, PublisherOptions
+from dynamoth_client.machines.publisher.records import PublisherServer
 from dynamoth_client.machines.standalone import ALONE
 
 
@@ -33,11 +34,11 @@ class PublisherRoutes:
         self._servers = servers
         self._counters = counters
         self._options = options
-        #: Routes to servers that the local plan did not list when it was told of them.
+        #: Channel to a newer route whose servers the local plan does not list. While there is one, a header is read.
         self._hints: dict[bytes, Route] = {}
-        #: Channels of which a server has told that the plan has another ring.
+        #: Channels whose stored entry came with another ring.
         self._of_other_ring: set[bytes] = set()
-        #: When the stored plan was read for a channel because nobody can tell this publisher.
+        #: Channel to the time of its latest regular reading: no dispatcher can notify a publisher of plain messages.
         self._read_at: dict[bytes, float] = {}
         #: Servers whose compatibility rules are being read.
         self._rules_asked: set[str] = set()
@@ -62,8 +63,8 @@ class PublisherRoutes:
         for channel in channels:
             self._read_at.pop(channel, None)
 
-    def read_regularly(self, channel: bytes, locations: tuple[Location, ...], now: float) -> list[Any]:
-        """Without envelopes no dispatcher can tell this publisher anything: read the stored plan now and then."""
+    def read_regularly(self, channel: bytes, locations: tuple[Location, ...], now: float) -> list[PublisherAction]:
+        """Read the stored plan now and then: without envelopes no dispatcher can notify this publisher."""
         if now - self._read_at.get(channel, float("-inf")) < self._options.route_change_window_s:
             return []
         server_id = next((place.server for place in locations if self._servers[place.server].up), None)
@@ -77,22 +78,22 @@ class PublisherRoutes:
     # Compatibility rules.
 
     def is_plain(self, name: bytes) -> bool:
-        """Tell whether messages on a channel go out without envelopes."""
+        """Return whether messages on a channel go out without envelopes."""
         return not self._options.envelope or self._plan.plain_route(name) is not None
 
-    def rules_changed(self, link: str, version: int) -> list[Any]:
-        """Read the rules that a server stores, as its dispatcher says that they are of this version."""
+    def on_rules_changed(self, link: str, version: int) -> list[PublisherAction]:
+        """Handle a dispatcher's notice: read the rules of its server if they are newer than the known ones."""
         return [] if version <= self._plan.rules_version else self.read_rules(link)
 
-    def read_rules(self, link: str) -> list[Any]:
+    def read_rules(self, link: str) -> list[PublisherAction]:
         """Read the rules that a server stores, once at a time."""
         if link in self._rules_asked:
             return []
         self._rules_asked.add(link)
         return [Send(link, stored_plan.READ_RULES, ("rules",))]
 
-    def rules_read(self, event: Replied, server: PublisherServer) -> list[Any]:
-        """Take the rules that a server stores."""
+    def on_rules(self, event: Replied, server: PublisherServer) -> list[PublisherAction]:
+        """Handle the rules that a server stores."""
         self._rules_asked.discard(event.link)
         try:
             rules = stored_plan.parse_rules(event.value, server.run_id)
@@ -101,27 +102,27 @@ class PublisherRoutes:
             return []
         return [] if rules is None else self._follow_rules(event.link, rules)
 
-    def _follow_rules(self, link: str, rules: Compatibility) -> list[Any]:
+    def _follow_rules(self, link: str, rules: Compatibility) -> list[PublisherAction]:
         if self._plan.follow_rules(rules) or self._hints:
             return []
         return [Send(link, stored_plan.READ_HEADER, ("header",))]
 
     def forget_asked(self, link: str) -> None:
-        """Forget what was asked over a link, and what waits for a header of the plan that may not come."""
+        """Forget the readings that a lost link will not answer, and the routes that wait for a header."""
         self._rules_asked.discard(link)
         self._hints.clear()
         self._of_other_ring.clear()
 
     # Routes.
 
-    def told(self, link: str, channel: bytes, route: Route, now: float) -> list[Any]:
-        """Take what a dispatcher tells of a channel that is published to."""
+    def on_route_notice(self, link: str, channel: bytes, route: Route, now: float) -> list[PublisherAction]:
+        """Handle a dispatcher's notice about a channel that is published to."""
         if route.epoch <= self._plan.epoch(channel):
             return self._doubt(link, channel, route)
-        return self._take(link, channel, route, now)
+        return self._learn(link, channel, route, now)
 
-    def _take(self, link: str, channel: bytes, route: Route, now: float) -> list[Any]:
-        """Follow a newer route: at once, or when the header of the plan has told of its servers."""
+    def _learn(self, link: str, channel: bytes, route: Route, now: float) -> list[PublisherAction]:
+        """Follow a newer route: at once, or when the header of the plan lists its servers."""
         if self._plan.reachable(route):
             self._plan.learn(channel, route, now)
             return []
@@ -129,27 +130,27 @@ class PublisherRoutes:
         self._hints[channel] = route
         return [] if is_asked else [Send(link, stored_plan.READ_HEADER, ("header",))]
 
-    def _doubt(self, link: str, channel: bytes, route: Route) -> list[Any]:
-        """A dispatcher says that our newer route is wrong: only if the plan was lost and begun anew. Look there."""
+    def _doubt(self, link: str, channel: bytes, route: Route) -> list[PublisherAction]:
+        """Read the entry at a server whose dispatcher notifies of an older route: the plan may have been lost."""
         if not self._contradicts(channel, link, route):
             return []
         return [Send(link, stored_plan.read_entry(channel), ("doubt", channel))]
 
-    def doubted(self, channel: bytes, event: Replied, server: PublisherServer) -> list[Any]:
+    def on_doubt(self, channel: bytes, event: Replied, server: PublisherServer) -> list[PublisherAction]:
         """Give up a route to a server whose own stored plan sends the channel elsewhere."""
-        told, actions = self._stored_route(channel, event.link, event.value, server)
-        if told is not None and self._contradicts(channel, event.link, told) and self._plan.reachable(told):
+        route, actions = self._stored_route(channel, event.link, event.value, server)
+        if route is not None and self._contradicts(channel, event.link, route) and self._plan.reachable(route):
             self._counters["distrusted_routes"] += 1
-            self._plan.distrust(channel, told)
+            self._plan.distrust(channel, route)
         return actions
 
     def _contradicts(self, channel: bytes, server_id: str, route: Route) -> bool:
-        """Tell whether our route leads to a server, and ``route`` to none of our locations."""
+        """Return whether our route leads to a server, and ``route`` to none of our locations."""
         ours = self.find(channel)[0]
         return any(place.server == server_id for place in ours) and set(ours).isdisjoint(route.locations(channel))
 
-    def header_read(self, event: Replied, server: PublisherServer, now: float) -> None:
-        """Take the list of servers, for which a route waited that leads to one that was not known."""
+    def on_header(self, event: Replied, server: PublisherServer, now: float) -> None:
+        """Handle the header of a stored plan: it lists servers that routes name."""
         try:
             header = stored_plan.parse_header(event.value, server.run_id)
         except MalformedMessage:
@@ -163,11 +164,13 @@ class PublisherRoutes:
         self._hints.clear()
         self._of_other_ring.clear()
 
-    def entry_read(self, channel: bytes, link: str, value: Any, server: PublisherServer, now: float) -> list[Any]:
-        """Take what a server stores of a channel, and the compatibility rules that came with it."""
-        told, actions = self._stored_route(channel, link, value, server)
-        if told is not None and told.epoch > self._plan.epoch(channel):
-            actions += self._take(link, channel, told, now)
+    def on_entry(
+        self, channel: bytes, link: str, value: Any, server: PublisherServer, now: float
+    ) -> list[PublisherAction]:
+        """Handle a channel's stored entry, and the compatibility rules that come with it."""
+        route, actions = self._stored_route(channel, link, value, server)
+        if route is not None and route.epoch > self._plan.epoch(channel):
+            actions += self._learn(link, channel, route, now)
         return actions
 
     def note_version(self, version: int, server: PublisherServer) -> None:
@@ -178,18 +181,18 @@ class PublisherRoutes:
         server.version = version
 
     def waits_for_header(self, channel: bytes) -> bool:
-        """Tell whether the header is to tell of the route: its server is not listed yet, or the ring is new."""
+        """Return whether the route is unknown until a header comes: its server is not listed, or the ring is new."""
         return channel in self._hints or channel in self._of_other_ring
 
     def _stored_route(
         self, channel: bytes, link: str, value: Any, server: PublisherServer
-    ) -> tuple[Route | None, list[Any]]:
-        """Return the route that clients are told by a stored plan, None if it cannot be read; and actions."""
+    ) -> tuple[Route | None, list[PublisherAction]]:
+        """Return the route that a stored plan has for clients, None if it cannot be read; and actions."""
         server.has_plan = True
         try:
             stored = stored_plan.parse_entry(value, server.run_id)
         except UnknownMode as error:
-            return None, list(self._plan.too_old(error))
+            return None, [*self._plan.too_old(error)]
         except MalformedMessage:
             self._counters["malformed_messages"] += 1
             return None, []

@@ -1,4 +1,4 @@
-"""What a publisher does besides while a server is alone, and when it has become one of a cluster; see ``alone.py``."""
+"""Publishes at a server that was alone also after it has become one of a cluster; see ``machines/standalone.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from dynamoth.errors import MalformedMessage
 from dynamoth.protocol import stored_plan
 from dynamoth_client.machines.local_plan import LocalPlan
-from dynamoth_client.machines.publisher.publication import PublisherServer
+from dynamoth_client.machines.publisher.events import PublisherAction
+from dynamoth_client.machines.publisher.records import PublisherServer
 from dynamoth_client.machines.standalone import ALONE, OVERLAP_S
 
 
@@ -21,24 +22,24 @@ class AloneServer:
         self._plan = plan
         self._servers = servers
         self._counters = counters
-        #: Until when messages go there as well. Infinite while there is no plan, and set when one was first seen.
+        #: Until when messages go there as well: infinite while there is no plan, set when one is first seen.
         self._until = float("inf") if plan.is_alone else float("-inf")
 
     def is_over(self, now: float) -> bool:
-        """Tell whether nobody needs messages there any more, so that nothing is to be decided about the next one."""
+        """Return whether nobody needs messages there any more."""
         if self._until == float("inf") and not self._plan.is_alone:
             self._until = now + OVERLAP_S
         return now >= self._until
 
-    def copy(self, channel: bytes, data: bytes, now: float) -> list[Any]:
-        """Send a message there that has gone to its server: subscribers may not know yet that there is a plan."""
+    def copy(self, channel: bytes, data: bytes, now: float) -> list[PublisherAction]:
+        """Send a copy of a message there: some subscribers may not know yet that there is a plan."""
         server = self._servers.get(ALONE)
         if server is None or self._plan.is_alone or self.is_over(now) or server.outbox.full:
             return []
-        return server.outbox.put((b"PUBLISH", channel, data))
+        return [*server.outbox.put((b"PUBLISH", channel, data))]
 
     def has_plan(self, reply: Any) -> bool:
-        """Follow the plan whose header was read behind a message; tell whether there is one."""
+        """Follow the plan whose header was read behind a message; return whether there is one."""
         try:
             header = stored_plan.parse_header(reply, self._servers[ALONE].run_id)
         except MalformedMessage:

@@ -3,17 +3,17 @@
 Theory of operation
 -------------------
 A route may lead to a server that is gone: the channel has moved away meanwhile, or its home is down and the plan names
-another place. Nobody can say so there. When a server has been unreachable for ``look_elsewhere_s``, the publisher reads
+another place. When a server has been unreachable for ``look_elsewhere_s``, the publisher reads
 the entries of the channels in question at another server, and again each ``look_again_s`` while messages wait. Only a
 newer epoch is believed. Then every message that the old server has not answered, or has answered and not confirmed, is
 sent by the new route with its number, in order. The old connection forgets it: so nothing goes two ways.
 
 A server that is connected counts as unreachable when it has left a message unanswered for ``silent_s``: a link takes
 seconds to find out that its server hangs. Commands that are under way to it stay in the outbox, as their replies may
-come. What they bring to the old place is dropped as a second copy.
+come. Subscribers drop the second copies.
 
-A channel that this client used there lately is looked up once, although no message waits: what was published there last
-may have been lost with the server and its agent. Where the channel is now, a heartbeat tells subscribers its number.
+A channel that this client used there lately is looked up once, although no message waits: its last messages may have
+been lost with the server and its agent. A heartbeat brings its number to where the channel is now.
 """
 
 from __future__ import annotations
@@ -27,17 +27,12 @@ from dynamoth.protocol import stored_plan
 from dynamoth.protocol.envelope import is_enveloped, open_envelope
 from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.publisher.answers import take_apart
+from dynamoth_client.machines.publisher.channels import PublishedChannel
 from dynamoth_client.machines.publisher.checks import Checks
-from dynamoth_client.machines.publisher.publication import (
-    LOOKED_UP_MAX,
-    CheckAt,
-    PublishedChannel,
-    PublisherOptions,
-    PublisherServer,
-    VersionCheck,
-    Waiting,
-)
+from dynamoth_client.machines.publisher.events import PublisherAction, PublisherOptions
+from dynamoth_client.machines.publisher.records import LOOKED_UP_MAX, CheckAt, PublisherServer, VersionCheck
 from dynamoth_client.machines.publisher.routes import PublisherRoutes
+from dynamoth_client.machines.publisher.waiting import Waiting
 
 NO_LINK_RETRY_S = 0.1
 """How soon it is tried again when no other server is connected yet."""
@@ -45,7 +40,7 @@ NO_LINK_RETRY_S = 0.1
 _NEVER = float("inf")
 
 RECENT_S = 60.0
-"""Channels that were used so long before their server was lost are looked up once, messages or not."""
+"""Channels that were used within this time before their server was lost are looked up once, messages or not."""
 
 
 class Elsewhere:
@@ -60,8 +55,8 @@ class Elsewhere:
         routes: PublisherRoutes,
         checks: Checks,
         options: PublisherOptions,
-        connect: Callable[[str, float], list[Any]],
-        heartbeat: Callable[[bytes, float], list[Any]],
+        connect: Callable[[str, float], list[PublisherAction]],
+        heartbeat: Callable[[bytes, float], list[PublisherAction]],
     ) -> None:
         """Share the publisher's state; ``connect`` opens a link to a server unless there is one."""
         self._after_s = options.look_elsewhere_s * (1 + client_id % 1024 / 2048)
@@ -87,7 +82,7 @@ class Elsewhere:
             return _NEVER
         return max(server.down_since + self._after_s, server.look_at)
 
-    def look(self, server_id: str, now: float) -> list[Any]:
+    def look(self, server_id: str, now: float) -> list[PublisherAction]:
         """Read at another server where the channels in question of an unreachable one are."""
         server = self._servers[server_id]
         others = [id_ for id_, candidate in self._servers.items() if candidate.up and id_ != server_id]
@@ -123,19 +118,19 @@ class Elsewhere:
                     break
         return list(names)
 
-    def found(self, name: bytes, gone: str, link: str, value: Any, now: float) -> list[Any]:
-        """Take what another server stores of a channel: if it is elsewhere, messages go there."""
+    def on_entry(self, name: bytes, gone: str, link: str, value: Any, now: float) -> list[PublisherAction]:
+        """Handle the entry that another server stores: if the channel is elsewhere, send its messages there."""
         if isinstance(value, ErrorReply):
             return []
-        told = self._routes.entry_read(name, link, value, self._servers[link], now)
+        actions = self._routes.on_entry(name, link, value, self._servers[link], now)
         server = self._servers[gone]
         locations, _ = self._routes.find(name)
         if any(location.server == gone for location in locations):
-            return told
+            return actions
         messages = self._take_back(name, server)
         if messages:
-            return [*told, *self._checks.send_again(name, messages, now)]
-        return told if server.up else [*told, *self._heartbeat(name, now)]
+            return [*actions, *self._checks.send_again(name, messages, now)]
+        return actions if server.up else [*actions, *self._heartbeat(name, now)]
 
     def _take_back(self, name: bytes, server: PublisherServer) -> list[tuple[Waiting, bytes]]:
         """Return the messages of a channel that a server has not answered or not confirmed, and forget them there."""

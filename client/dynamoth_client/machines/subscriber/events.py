@@ -1,8 +1,11 @@
-"""What a subscriber is told by the application, what it asks for besides Redis commands, and what it may choose."""
+"""The vocabulary of a subscriber: its events and actions besides those of every link, and its options."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from dynamoth.machine.events import LinkAction, LinkDown, LinkUp, Pushed, Replied, Start, Tick
+from dynamoth_client.machines.local_plan import NewerSoftware
 
 
 @dataclass(slots=True)
@@ -28,7 +31,10 @@ class SubscriptionConfirmed:
 
 @dataclass(slots=True)
 class SubscriptionEnded:
-    """Action: nothing of the channel is delivered any more: the servers have ended it, or were lost."""
+    """Action: nothing of the channel is delivered any more. All servers have ended it, or their connections were lost.
+
+    It comes once for each time that the channel was named in an :class:`Unsubscribe`.
+    """
 
     channel: bytes
 
@@ -58,6 +64,17 @@ class GapDetected:
     reason: str
 
 
+ListenerEvent = Start | LinkUp | LinkDown | Replied | Pushed | Tick
+"""What a driver reports to a machine that never sends a ``SendAll``."""
+
+SubscriberEvent = ListenerEvent | Subscribe | Unsubscribe
+
+RegisterAction = SubscriptionConfirmed | SubscriptionEnded | SubscriptionFailed
+"""What subscribers to channels and to patterns have in common."""
+
+SubscriberAction = LinkAction | RegisterAction | Deliver | GapDetected | NewerSoftware
+
+
 @dataclass(frozen=True, slots=True)
 class SubscriberOptions:
     """What a subscriber may choose."""
@@ -67,7 +84,7 @@ class SubscriberOptions:
     verify_retry_s: float = 0.1
     """How soon a place is verified again when the server held no plan, or one that is behind."""
     move_spread_s: float = 0.8
-    """A subscriber that is told of a move waits for up to so long, each another time, lest all move at once; 0: not."""
+    """Each subscriber delays a move by its own time up to this, so that not all move at once. 0: no delay."""
     join_moving_s: float = 0.1
     """How long the confirmation of a subscription waits while its channel is in transition; 0: not at all.
 
@@ -75,8 +92,8 @@ class SubscriberOptions:
     subscriber did. When that was published is known only to within the time that messages travel. After a longer
     wait, it was surely before the confirmation, and is no gap."""
     distrust_s: float = 5.0
-    """A route that came from a notice and is not confirmed by its server for so long is given up for the stored
-    plan's."""
+    """A route that came from a notice is given up for the stored plan's if its server does not confirm it in this
+    time."""
     failover_s: float = 5.0
     """How long one of several replicas may be away before the subscription goes on without it. Longer than a busy
     process takes to connect, as that is a gap."""
@@ -99,8 +116,8 @@ class SubscriberOptions:
     still, and forwards nothing to the place that is leaving. Longer than an agent takes on a busy machine.
     Infinity: it is not."""
     link_idle_s: float = 30.0
-    """A link on which nothing is listened to for so long is closed."""
+    """A link without subscriptions is closed after this time."""
     stream_idle_s: float = 600.0
-    """A publisher of which nothing came for so long (up to twice that) is forgotten."""
+    """A publisher is forgotten when nothing has come from it for this time, or for up to twice this."""
     ended_max: int = 1000
-    """Channels that were unsubscribed and whose numbers are remembered at most, for a new subscription."""
+    """Ended channels whose numbers are remembered at most, for a new subscription."""

@@ -6,17 +6,18 @@ There is a link to each server with a place, and to one without for ``link_idle_
 SUBSCRIBE and, right behind it, the HMGET that verifies it; to *leave* one is to forget it and to send UNSUBSCRIBE. On a
 link that is down nothing is sent: when it comes up, every place there is joined.
 
-Behind what an event makes the machine send, each server is told which places were joined and left there
-(:class:`Announcement`). The numbers of these are what markers answer: see ``moves.py``.
+Behind the commands of each event, the agent of each server gets an :class:`Announcement` of the places that were joined
+and left there. Markers answer its number: see ``routing.py``.
 
-Nothing is decided here about which places these are.
+Which places these are is decided by :class:`~dynamoth_client.machines.subscriber.routing.Routing`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 from dynamoth.machine.events import Connect, Disconnect, Send
 from dynamoth.machine.timers import Timers
@@ -25,26 +26,50 @@ from dynamoth.plan.plan import Location
 from dynamoth.protocol import stored_plan
 from dynamoth.protocol.control import Announcement, pack_control
 from dynamoth_client.machines.local_plan import LocalPlan
-from dynamoth_client.machines.subscriber.subscription import Place, SubscriberLink, Subscription
+from dynamoth_client.machines.register import acknowledge
+from dynamoth_client.machines.subscriber.events import SubscriberAction
+from dynamoth_client.machines.subscriber.subscription import Place, Subscription
 
 ASK_PREFIX = "ask:"
-"""Before the id of a server: the name of a link over which only questions are asked."""
+"""Before the id of a server: the name of a link that carries questions only."""
 
 ANNOUNCED_MAX = 1000
 """Channels of one announcement at most."""
 
 
+@dataclass(slots=True, eq=False)
+class SubscriberLink:
+    """A connection to one server."""
+
+    up: bool = False
+    #: When the connection was lost, or the first one asked for. Only of use while it is down.
+    down_since: float = 0.0
+    #: The connection was lost, or an attempt to make one has failed, since it was up. Only of use while it is down.
+    has_failed: bool = False
+    run_id: str | None = None
+    #: Whether the subscriber listens to its inbox there.
+    hears_inbox: bool = False
+    #: Physical channel to subscription, in the order of joining: the hot path's one look-up.
+    places: dict[bytes, Subscription] = field(default_factory=dict[bytes, Subscription])
+    #: Since when there has been no place; None while there is one.
+    idle_since: float | None = None
+    #: Physical channel to the number of UNSUBSCRIBEs that the server has not acknowledged. No value is 0.
+    unsubscribing: Counter[bytes] = field(default_factory=Counter[bytes])
+
+
 class Listening:
     """The links of one subscriber, and its places there."""
 
-    def __init__(self, client_id: int, local_plan: LocalPlan, timers: Timers[Any], link_idle_s: float) -> None:
+    def __init__(
+        self, client_id: int, local_plan: LocalPlan, timers: Timers[SubscriberAction], link_idle_s: float
+    ) -> None:
         """Begin without links.
 
         Args:
             client_id: that of the subscriber.
             local_plan: has the URLs of servers.
             timers: those of the machine.
-            link_idle_s: a link without a place for so long is closed.
+            link_idle_s: a link without a place is closed after this time.
 
         """
         self._client_id = client_id
@@ -60,14 +85,15 @@ class Listening:
         self._announcement_numbers = count(1)
 
     def is_up(self, server: str) -> bool:
-        """Tell whether there is a link, and it is up."""
+        """Return whether there is a link, and it is up."""
         link = self.links.get(server)
         return link is not None and link.up
 
-    def another_than(self, server: str, now: float) -> tuple[str | None, list[Any]]:
-        """Return a link to another server that is up; if there is none, None and what opens one to one more server.
+    def another_than(self, server: str, now: float) -> tuple[str | None, list[SubscriberAction]]:
+        """Return a link to another server that is up; if there is none, None and the action that opens one.
 
-        Such a link has a name of its own: nothing is subscribed to over it, and it says nothing of who can be reached.
+        Such a link has a name of its own: nothing is subscribed to over it, and its state does not say who can be
+        reached.
         """
         for name, link in self.links.items():
             if link.up and name != server:
@@ -83,11 +109,11 @@ class Listening:
 
     # Joining and leaving.
 
-    def join(self, subscription: Subscription, location: Location, now: float) -> list[Any]:
+    def join(self, subscription: Subscription, location: Location, now: float) -> list[SubscriberAction]:
         """Make a location a target of a subscription, and listen there when the link is up."""
-        place = subscription.targets[location] = Place(location)
+        place = subscription.join(location)
         link = self.links.get(location.server)
-        actions: list[Any] = []
+        actions: list[SubscriberAction] = []
         if link is None:
             link = self.links[location.server] = SubscriberLink(down_since=now)
             actions.append(Connect(location.server, self._plan.servers[location.server].url))
@@ -96,7 +122,7 @@ class Listening:
         self._to_announce(location.server)[0][location.physical] = None
         return [*actions, *self._listen(subscription, place)] if link.up else actions
 
-    def _listen(self, subscription: Subscription, place: Place) -> list[Any]:
+    def _listen(self, subscription: Subscription, place: Place) -> list[SubscriberAction]:
         """Subscribe and read the stored plan, in this order, on one connection."""
         return [self._subscribe(subscription, place.location), self.verify(subscription, place)]
 
@@ -105,12 +131,12 @@ class Listening:
 
     def verify(self, subscription: Subscription, place: Place) -> Send:
         """Read the plan stored at a target's server; the link is up."""
-        place.attempt = next(self._attempts)
+        place.ask(next(self._attempts))
         command = stored_plan.read_entry(subscription.channel)
         return Send(place.location.server, command, ("verify", subscription.channel, place.location, place.attempt))
 
-    def listen_again(self, subscription: Subscription, server: str) -> list[Any]:
-        """Join again what a subscription has at one server."""
+    def listen_again(self, subscription: Subscription, server: str) -> list[SubscriberAction]:
+        """Subscribe again to the places of a subscription at one server."""
         if not self.is_up(server):
             return []
         targets = [place for place in subscription.targets.values() if place.location.server == server]
@@ -118,22 +144,21 @@ class Listening:
         again = [self._subscribe(subscription, location) for location in leaving]
         return [*again, *(action for place in targets for action in self._listen(subscription, place))]
 
-    def leave(self, subscription: Subscription, place: Place, now: float) -> list[Any]:
-        """Listen no more at a place, whatever is on its way."""
+    def leave(self, subscription: Subscription, place: Place, now: float) -> list[SubscriberAction]:
+        """Leave a place at once; messages that are on their way are dropped."""
         self.forget(subscription, place, now)
         return self.unsubscribe(place.location) if self.links[place.location.server].up else []
 
-    def unsubscribe(self, location: Location) -> list[Any]:
-        """Send UNSUBSCRIBE; the link is up. What is on its way is still taken until the place is forgotten."""
+    def unsubscribe(self, location: Location) -> list[SubscriberAction]:
+        """Send UNSUBSCRIBE; the link is up. Messages are delivered until the place is forgotten."""
         self.links[location.server].unsubscribing[location.physical] += 1
         self._to_announce(location.server)[1].append(location.physical)
         return [Send(location.server, (b"UNSUBSCRIBE", location.physical), ("unsubscribe", location.physical))]
 
     def forget(self, subscription: Subscription, place: Place, now: float) -> None:
-        """Take nothing more that comes to a place."""
+        """Leave a place without UNSUBSCRIBE; messages that still come are dropped."""
         location = place.location
-        subscription.targets.pop(location, None)
-        subscription.leaving.pop(location, None)
+        subscription.leave(location)
         link = self.links[location.server]
         del link.places[location.physical]
         if not link.places:
@@ -142,13 +167,13 @@ class Listening:
 
     # Links.
 
-    def link_up(self, server: str, run_id: str | None) -> list[Any]:
+    def on_link_up(self, server: str, run_id: str | None) -> list[SubscriberAction]:
         """Join every place at a server."""
         link = self.links[server]
         link.up = True
         link.has_failed = False
         link.run_id = run_id
-        actions: list[Any] = []
+        actions: list[SubscriberAction] = []
         for physical, subscription in link.places.items():
             location = Location(server, physical)
             place = subscription.targets.get(location)
@@ -160,8 +185,8 @@ class Listening:
         self._to_announce(server)[0].update(dict.fromkeys(link.places))
         return actions
 
-    def link_down(self, server: str, now: float) -> list[tuple[Subscription, Location]]:
-        """Note that a link that was up is down; return what listens there."""
+    def on_link_down(self, server: str, now: float) -> list[tuple[Subscription, Location]]:
+        """Note that a link that was up is down; return who listens there, and where."""
         link = self.links[server]
         link.up = link.hears_inbox = False
         link.down_since = now
@@ -169,15 +194,20 @@ class Listening:
         link.unsubscribing.clear()
         return [(subscription, Location(server, physical)) for physical, subscription in link.places.items()]
 
-    def attempt_failed(self, server: str) -> list[tuple[Subscription, Location]]:
-        """Note that a link that is down could not be made; return what waits for it, after the first such attempt."""
+    def on_attempt_failed(self, server: str) -> list[tuple[Subscription, Location]]:
+        """Note a failed attempt to connect; return, after the first one, who waits for the link, and where."""
         link = self.links[server]
         if link.has_failed:
             return []
         link.has_failed = True
         return [(subscription, Location(server, physical)) for physical, subscription in link.places.items()]
 
-    def _close_idle(self, server: str, now: float) -> list[Any]:
+    def on_unsubscribed(self, server: str, physical: bytes) -> Subscription | None:
+        """Note that the server has done an UNSUBSCRIBE; return who listened there, unless it is under way again."""
+        link = self.links[server]
+        return link.places.get(physical) if acknowledge(link.unsubscribing, physical) else None
+
+    def _close_idle(self, server: str, now: float) -> list[SubscriberAction]:
         link = self.links.get(server)
         if link is None or link.idle_since is None or now - link.idle_since < self._link_idle_s:
             return []
@@ -186,11 +216,11 @@ class Listening:
 
     # The agents.
 
-    def ask_for_markers(self, subscription: Subscription) -> list[Any]:
-        """Announce the targets where it leaves other places, and listen to the inbox there, for the answers."""
+    def ask_for_markers(self, subscription: Subscription) -> list[SubscriberAction]:
+        """Announce the targets of a moving channel, and listen to the inbox at the places that it leaves."""
         if not subscription.leaving:
             return []
-        actions: list[Any] = []
+        actions: list[SubscriberAction] = []
         for server in dict.fromkeys(location.server for location in subscription.leaving):
             link = self.links[server]
             if link.up and not link.hears_inbox:
@@ -203,9 +233,9 @@ class Listening:
     def _to_announce(self, server: str) -> tuple[dict[bytes, None], list[bytes]]:
         return self.unannounced.setdefault(server, ({}, []))
 
-    def announce(self) -> list[Any]:
-        """Tell the agents what was joined and left during the present event."""
-        sends: list[Any] = []
+    def announce(self) -> list[SubscriberAction]:
+        """Announce to agents what was joined and left during the present event."""
+        sends: list[SubscriberAction] = []
         for server, (joined, left) in self.unannounced.items():
             if not self.is_up(server):
                 continue
@@ -226,6 +256,23 @@ class Listening:
             subscription = self.links[server].places.get(physical)
             if subscription is None or (target := subscription.targets.get(Location(server, physical))) is None:
                 continue
-            target.announced = target.announced or number
+            target.announce(number)
             leaving.update((location.server, None) for location in subscription.leaving)
         return tuple(leaving)
+
+    def check(self, subscriptions: Iterable[Subscription]) -> None:
+        """Assert what holds between events; ``subscriptions`` are all that are registered."""
+        assert not self.unannounced, f"not announced: {self.unannounced}"
+        listed = {Location(id_, name): whose for id_, link in self.links.items() for name, whose in link.places.items()}
+        for subscription in subscriptions:
+            for place in subscription.places:
+                whose = listed.pop(place.location, None)
+                assert whose is subscription, f"{place.location} of {subscription.channel!r} is listed for {whose}"
+                link = self.links[place.location.server]
+                assert link.up or not (place.verified or place.attempt or place.announced), f"link is down: {place}"
+                is_left = place.location in subscription.leaving
+                assert not (is_left and link.up) or link.hears_inbox, f"no marker can come to {place.location}"
+        assert not listed, f"links list places of nobody: {listed}"
+        for server, link in self.links.items():
+            assert (link.idle_since is None) == bool(link.places), f"link {server} idle since {link.idle_since}"
+            assert link.up or not (link.unsubscribing or link.hears_inbox), f"link {server} is down: {link}"

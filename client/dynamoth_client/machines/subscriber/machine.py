@@ -2,35 +2,36 @@
 
 Theory of operation
 -------------------
-For each channel there is a :class:`Subscription` (``subscription.py``) with a route that it follows and *places*, the
-locations where it listens. The machine has a part for each question about it, and the parts share its state:
+For each channel there is a :class:`Subscription` (``subscription.py`` has the table of its states), with the route that
+it follows and *places*, the locations where it listens. The parts of the machine share this state:
 
-* what the application has asked for and is owed: :class:`Register`;
-* which route it follows, whether that is right, and how it comes to a newer one: :class:`Routing`;
-* the links, and SUBSCRIBE and UNSUBSCRIBE on them: :class:`Listening`;
-* what is delivered of that which comes over the links: :class:`ChannelMessages`. A message is taken there, in ``take``,
-  and comes out as :class:`Deliver`.
+* :class:`Register`: what the application has subscribed to and ended, and the acknowledgements that it waits for;
+* :class:`Routing`: which route a subscription follows, and how it moves to a newer one;
+* :class:`Listening`: the links, and SUBSCRIBE and UNSUBSCRIBE on them;
+* :class:`ChannelMessages`: the messages that come over the links, and go out as :class:`Deliver`.
 
-Here is what begins and ends a subscription. It has ended when the servers of all its places have acknowledged
-UNSUBSCRIBE: what was on its way is delivered before.
+The machine itself begins and ends subscriptions. A subscription has ended when the servers of all its places have
+acknowledged UNSUBSCRIBE: messages that were on their way are delivered before.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, assert_never
 
 from dynamoth.machine.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, Start, Tick
 from dynamoth.machine.timers import Timers
 from dynamoth.names import is_own_channel
 from dynamoth.plan.plan import Location
 from dynamoth_client.machines.local_plan import LocalPlan
-from dynamoth_client.machines.register import Register
+from dynamoth_client.machines.register import Register, State
 from dynamoth_client.machines.sequences import Sequences
 from dynamoth_client.machines.subscriber.events import (
     GapDetected,
     Subscribe,
+    SubscriberAction,
+    SubscriberEvent,
     SubscriberOptions,
     SubscriptionEnded,
     SubscriptionFailed,
@@ -39,7 +40,7 @@ from dynamoth_client.machines.subscriber.events import (
 from dynamoth_client.machines.subscriber.listening import Listening
 from dynamoth_client.machines.subscriber.messages import ChannelMessages
 from dynamoth_client.machines.subscriber.routing import Routing
-from dynamoth_client.machines.subscriber.subscription import Subscription, acknowledged
+from dynamoth_client.machines.subscriber.subscription import Subscription
 
 
 class SubscriberMachine:
@@ -60,223 +61,239 @@ class SubscriberMachine:
         self.options = options or SubscriberOptions()
         self.counters: Counter[str] = Counter()
         self._plan = local_plan
-        self._timers: Timers[Any] = Timers()
-        #: Channel to subscription; remembers what was delivered.
+        self._timers: Timers[SubscriberAction] = Timers()
+        #: Channel to subscription; remembers the numbers of delivered messages.
         self._register: Register[Subscription, Sequences] = Register(self.options.ended_max)
+        #: Whether the timer runs that looks for a plan while a server is alone.
         self._looks_for_plan = False
         self._listening = Listening(client_id, local_plan, self._timers, self.options.link_idle_s)
         self._routing = Routing(
             client_id, local_plan, self.options, self.counters, self._register, self._listening, self._timers
         )
         self._messages = ChannelMessages(
-            local_plan, self.counters, self._register, self._listening, self._routing, self._timers, self._acknowledged
+            local_plan,
+            self.counters,
+            self._register,
+            self._listening,
+            self._routing,
+            self._timers,
+            self._on_acknowledgement,
         )
-        #: Takes the pushes of a link, from the first on, as long as there is nothing to be done but to deliver them, or
-        #: to drop copies; returns how many. The others are for ``handle``, which would have done the same with these.
+        #: The machine's :class:`~dynamoth.machine.events.DirectDelivery`.
         self.take_expected = self._messages.take_expected
 
-    def handle(self, event: Any, now: float) -> list[Any]:
-        """Take one event; return the actions to execute, in order."""
-        # Nearly all are messages.
-        actions = self._messages.take(event, now) if type(event) is Pushed else self._decide(event, now)
+    def handle(self, event: SubscriberEvent, now: float) -> list[SubscriberAction]:
+        """Handle one event; return the actions to execute, in order."""
+        actions = self._handle(event, now)
         if self._listening.unannounced:
             actions += self._listening.announce()
         return actions
 
-    def _decide(self, event: Any, now: float) -> list[Any]:
+    def _handle(self, event: SubscriberEvent, now: float) -> list[SubscriberAction]:
         match event:
+            case Pushed():
+                return self._messages.on_pushed(event, now)
             case Replied():
-                return self._replied(event, now)
+                return self._on_reply(event, now)
             case Subscribe():
                 return [action for channel in event.channels for action in self._subscribe(channel, now)]
             case Unsubscribe():
                 return [action for channel in event.channels for action in self._unsubscribe(channel, now)]
             case LinkUp():
-                return self._listening.link_up(event.link, event.run_id)
+                return self._listening.on_link_up(event.link, event.run_id)
             case LinkDown():
-                return self._link_down(event, now)
+                return self._on_link_down(event, now)
             case Tick():
                 return self._timers.run_due(now)
             case Start():
                 return self._forget_idle(now)
             case _:
-                raise AssertionError(f"not an event of a subscriber: {event!r}")
+                assert_never(event)
 
     def deadline(self) -> float | None:
-        """Return the time of the earliest wish."""
+        """Return the time of the earliest timer."""
         return self._timers.next_at
 
     # The application.
 
-    def _subscribe(self, channel: bytes, now: float) -> list[Any]:
-        if (told := self._register.subscribe(channel)) is not None:
-            return told
+    def _subscribe(self, channel: bytes, now: float) -> list[SubscriberAction]:
+        if (acks := self._register.subscribe(channel)) is not None:
+            return [*acks]
         if is_own_channel(channel):
             return [SubscriptionFailed(channel, "channels under this prefix are Dynamoth's own: choose another name")]
         sequences = self._register.recall(channel) or Sequences(self.options.hold_s_max)
-        subscription = Subscription(channel, self._plan.route(channel), sequences, followed_since=now)
-        subscription.begin_anew()
+        subscription = Subscription(channel, self._plan.route(channel), sequences, now)
+        subscription.start_over()
         self._register.add(channel, subscription)
         self._plan.pin(channel)
-        looks = self._begin_looking(now)
+        looks = self._begin_to_look(now)
         return [*looks, *self._routing.begin(subscription, now)]
 
-    def _begin_looking(self, now: float) -> list[Any]:
+    def _begin_to_look(self, now: float) -> list[SubscriberAction]:
         """While a server is alone, look for a plan from the first subscription on."""
         if not self._plan.is_alone or self._looks_for_plan:
             return []
         self._looks_for_plan = True
         return self._routing.look_for_plan(now)
 
-    def _unsubscribe(self, channel: bytes, now: float) -> list[Any]:
-        if (told := self._register.unsubscribe(channel)) is not None:
-            return told
+    def _unsubscribe(self, channel: bytes, now: float) -> list[SubscriberAction]:
+        if (acks := self._register.unsubscribe(channel)) is not None:
+            return [*acks]
         subscription = self._register.current[channel]
-        if not subscription.confirmed:
-            return [*self._drop(subscription, now), SubscriptionEnded(channel)]
-        self._remove(subscription, now)
-        actions = self._routing.tell_missed(subscription)
-        self._register.begin_to_end(channel, subscription)
-        subscription.ended_moving = bool(subscription.leaving)
-        for place in subscription.places():
+        if subscription.state is State.JOINING:
+            return [*self._end(subscription, now), SubscriptionEnded(channel)]
+        actions = self._routing.report_missed(subscription)
+        self._register.begin_to_end(channel, subscription.sequences)
+        self._plan.unpin(channel, now)
+        for place in subscription.places:
             if self._listening.is_up(place.location.server):
                 actions += self._listening.unsubscribe(place.location)
             else:
                 self._listening.forget(subscription, place, now)
-        return [*actions, *self._ended_if_gone(subscription, now)]
+        return [*actions, *self._end_if_left(subscription, now)]
 
-    def _drop(self, subscription: Subscription, now: float) -> list[Any]:
-        """End a subscription at once, whatever is on its way."""
-        self._remove(subscription, now)
-        return [action for place in subscription.places() for action in self._listening.leave(subscription, place, now)]
-
-    def _remove(self, subscription: Subscription, now: float) -> None:
-        self._register.remove(subscription.channel, subscription.sequences)
+    def _end(self, subscription: Subscription, now: float) -> list[SubscriberAction]:
+        """End a subscription at once; messages that are on their way are dropped."""
+        self._register.end(subscription.channel, subscription.sequences)
         self._plan.unpin(subscription.channel, now)
+        return [action for place in subscription.places for action in self._listening.leave(subscription, place, now)]
 
-    def _ended_if_gone(self, subscription: Subscription, now: float) -> list[Any]:
-        """Tell the application of the end when no place is left; begin anew if it has subscribed again."""
-        if subscription.places():
+    def _end_if_left(self, subscription: Subscription, now: float) -> list[SubscriberAction]:
+        """End an ending subscription when no place is left, and subscribe again if the application has."""
+        if subscription.places:
             return []
         channel = subscription.channel
-        ended, again = self._register.ended(channel)
-        return [*ended, *(action for _ in range(again) for action in self._subscribe(channel, now))]
+        acks, again = self._register.ended(channel)
+        return [*acks, *(action for _ in range(again) for action in self._subscribe(channel, now))]
 
-    # What servers answer.
+    # Replies of servers.
 
-    def _replied(self, event: Replied, now: float) -> list[Any]:
+    def _on_reply(self, event: Replied, now: float) -> list[SubscriberAction]:
         match event.tag:
             case ("verify", channel, location, attempt):
-                return self._verified(channel, location, attempt, event.value, now)
+                return self._on_verification(channel, location, attempt, event.value, now)
             case ("elsewhere", channel, location):
-                return self._found_elsewhere(channel, location, event, now)
+                return self._on_entry_elsewhere(channel, location, event, now)
             case ("subscribe", channel):
-                return self._subscribe_refused(channel, event, now)
+                return self._on_subscribe_refused(channel, event, now)
             case ("unsubscribe", physical):
                 self.counters["refused_commands"] += 1
-                return self._unsubscribed(event.link, physical, now)
+                return self._on_unsubscribed(event.link, physical, now)
             case ("alone", name):
-                return self._routing.left_alone(name, now)
+                return self._routing.on_alone_answer(name, now)
             case ("header",):
-                return self._routing.header_read(event.link, event.value, now)
+                return self._routing.on_header(event.link, event.value, now)
             case ("inbox",):
                 self.counters["refused_commands"] += 1
                 return []
             case _:
                 raise AssertionError(f"not a tag of a subscriber: {event.tag!r}")
 
-    def _verified(self, channel: bytes, location: Location, attempt: int, reply: Any, now: float) -> list[Any]:
-        """Let the plan that is stored at the server of a target be judged, if it could be read."""
+    def _on_verification(
+        self, channel: bytes, location: Location, attempt: int, reply: Any, now: float
+    ) -> list[SubscriberAction]:
+        """Handle the entry that the server of a target stores, if it could be read."""
         subscription = self._register.current.get(channel)
         place = subscription.targets.get(location) if subscription is not None else None
         if subscription is None or place is None or place.attempt != attempt:
             return []
-        place.attempt = 0
+        place.answer()
         if not isinstance(reply, ErrorReply):
-            return self._routing.verified(subscription, place, reply, now)
+            return self._routing.on_verification(subscription, place, reply, now)
         self.counters["refused_commands"] += 1
-        if reply.lacks_permission and not subscription.confirmed:
-            return self._failed(channel, f"the stored plan cannot be read: {reply}", now)
+        if reply.lacks_permission and subscription.state is State.JOINING:
+            return self._fail(channel, f"the stored plan cannot be read: {reply}", now)
         return self._routing.verify_later(subscription, place, now)
 
-    def _found_elsewhere(self, channel: bytes, location: Location, event: Replied, now: float) -> list[Any]:
-        """Let a route be judged that was read at another server, if the place in question is still out of reach."""
+    def _on_entry_elsewhere(
+        self, channel: bytes, location: Location, event: Replied, now: float
+    ) -> list[SubscriberAction]:
+        """Handle an entry that was read at another server, if the place in question is still out of reach."""
         subscription = self._register.current.get(channel)
         if subscription is None or location not in subscription.targets or self._listening.is_up(location.server):
             return []
         if isinstance(event.value, ErrorReply):
             self.counters["refused_commands"] += 1
             return []
-        return self._routing.found_elsewhere(subscription, event.link, event.value, now)
+        return self._routing.on_entry_elsewhere(subscription, event.link, event.value, now)
 
-    def _subscribe_refused(self, channel: bytes, event: Replied, now: float) -> list[Any]:
-        """SUBSCRIBE has no reply but an error: final where permission is missing, for a while where it is busy."""
+    def _on_subscribe_refused(self, channel: bytes, event: Replied, now: float) -> list[SubscriberAction]:
+        """Handle an error, SUBSCRIBE's only reply: final where permission is missing, else try again soon."""
         if event.value.lacks_permission:
-            return self._failed(channel, str(event.value), now)
+            return self._fail(channel, str(event.value), now)
         self.counters["refused_commands"] += 1
         self._timers.add(now + self.options.verify_retry_s, self._listen_again, channel, event.link)
         return []
 
-    def _failed(self, channel: bytes, reason: str, now: float) -> list[Any]:
+    def _fail(self, channel: bytes, reason: str, now: float) -> list[SubscriberAction]:
         subscription = self._register.current.get(channel)
-        return [] if subscription is None else [*self._drop(subscription, now), SubscriptionFailed(channel, reason)]
+        return [] if subscription is None else [*self._end(subscription, now), SubscriptionFailed(channel, reason)]
 
-    def _listen_again(self, channel: bytes, server: str, _: float) -> list[Any]:
+    def _listen_again(self, channel: bytes, server: str, _: float) -> list[SubscriberAction]:
         subscription = self._register.current.get(channel)
         return [] if subscription is None else self._listening.listen_again(subscription, server)
 
-    def _acknowledged(self, link: str, push: Sequence[Any], now: float) -> list[Any]:
+    def _on_acknowledgement(self, link: str, push: Sequence[Any], now: float) -> list[SubscriberAction]:
         if push[0] == b"subscribe":
-            return self._subscribed(link, push[1])
+            return self._on_subscribed(link, push[1])
         if push[0] == b"unsubscribe":
-            return self._unsubscribed(link, push[1], now)
+            return self._on_unsubscribed(link, push[1], now)
         return []
 
-    def _subscribed(self, link: str, physical: bytes) -> list[Any]:
-        """A subscription takes effect: what came before on its channel was of an earlier one, or before a gap."""
+    def _on_subscribed(self, link: str, physical: bytes) -> list[SubscriberAction]:
+        """A SUBSCRIBE has taken effect: earlier messages were of a former one, or before a gap."""
         subscription = self._listening.links[link].places.get(physical)
         if subscription is None:
             return []
-        if not subscription.confirmed:
-            subscription.begin_anew()
+        if subscription.state is State.JOINING:
+            subscription.start_over()
             return []
         place = subscription.targets.get(Location(link, physical))
-        if place is None or place.lost is None or subscription.unsubscribe_acks_pending:
-            return []
-        lost, place.lost = place.lost, None
-        return [GapDetected(subscription.channel, None, None, lost)]
+        lost = None if place is None else place.take_lost()
+        return [] if lost is None else [GapDetected(subscription.channel, None, None, lost)]
 
-    def _unsubscribed(self, link_name: str, physical: bytes, now: float) -> list[Any]:
-        """Note that the server has done an UNSUBSCRIBE, or refuses it: nothing more comes to what is ending."""
-        link = self._listening.links[link_name]
-        if not acknowledged(link.unsubscribing, physical):
+    def _on_unsubscribed(self, link: str, physical: bytes, now: float) -> list[SubscriberAction]:
+        """An UNSUBSCRIBE has taken effect, or was refused: nothing more comes to a place of an ending subscription."""
+        subscription = self._listening.on_unsubscribed(link, physical)
+        if subscription is None or subscription.state is not State.ENDING:
             return []
-        subscription = link.places.get(physical)
-        if subscription is None or not subscription.unsubscribe_acks_pending:
-            return []
-        self._listening.forget(subscription, subscription.place(Location(link_name, physical)), now)
-        return self._ended_if_gone(subscription, now)
+        return self._leave_ending(subscription, Location(link, physical), now)
 
-    def _link_down(self, event: LinkDown, now: float) -> list[Any]:
+    def _leave_ending(self, subscription: Subscription, location: Location, now: float) -> list[SubscriberAction]:
+        self._listening.forget(subscription, subscription.place(location), now)
+        return self._end_if_left(subscription, now)
+
+    def _on_link_down(self, event: LinkDown, now: float) -> list[SubscriberAction]:
         if not self._listening.is_up(event.link):  # one more attempt has failed
-            for subscription, location in self._listening.attempt_failed(event.link):
-                self._routing.unreachable(subscription, location, now)
+            for subscription, location in self._listening.on_attempt_failed(event.link):
+                self._routing.on_unreachable(subscription, location, now)
             return []
         self._routing.forget_hints()
         reason = f"the connection to server {event.link} was lost: {event.reason}"
-        actions: list[Any] = []
-        for subscription, location in self._listening.link_down(event.link, now):
-            if subscription.unsubscribe_acks_pending:  # nothing more comes from there
-                self._listening.forget(subscription, subscription.place(location), now)
-                actions += self._ended_if_gone(subscription, now)
+        actions: list[SubscriberAction] = []
+        for subscription, location in self._listening.on_link_down(event.link, now):
+            if subscription.state is State.ENDING:  # nothing more comes from there
+                actions += self._leave_ending(subscription, location, now)
             else:
-                actions += self._routing.disconnected(subscription, location, reason, now)
+                actions += self._routing.on_disconnect(subscription, subscription.place(location), reason, now)
         return actions
 
-    def _forget_idle(self, now: float) -> list[Any]:
-        """Forget, now and then, publishers of which nothing came for long; at the start there is none."""
+    def _forget_idle(self, now: float) -> list[SubscriberAction]:
+        """Forget, now and then, publishers that have been silent for long; at the start there is none."""
         for subscription in self._register.current.values():
             subscription.sequences.forget_idle()
         self._register.forget()
         self._timers.add(now + self.options.stream_idle_s, self._forget_idle)
         return []
+
+    # Invariants.
+
+    def check(self) -> None:
+        """Assert what holds between events: for tests and for the simulator."""
+        self._register.check()
+        self._listening.check([*self._register.current.values(), *self._register.ending.values()])
+        self._messages.check()
+        self._plan.check()
+        for subscription in self._register.current.values():
+            self._routing.check(subscription)
+            assert self._plan.is_pinned(subscription.channel), f"the route of {subscription.channel!r} may be forgotten"

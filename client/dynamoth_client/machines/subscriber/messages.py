@@ -1,13 +1,13 @@
-"""What comes to a subscriber: messages, each once and in the order of their publisher, and what dispatchers say.
+"""Delivers a subscriber's messages, each once and in the order of its publisher, and hands on control messages.
 
 Theory of operation
 -------------------
-The link and the physical channel of a push tell whose it is, and the number in its envelope whether it is to be
+The link and the physical channel of a push name its subscription. The number in its envelope says whether it is
 delivered, held or dropped: see :class:`Sequences`. It does not matter in how many places a message is seen, or by which
-road it came. Nearly every message is the expected one of a known publisher: ``take_expected`` knows no other.
+road it came. Nearly every message is the expected one of a known publisher: ``take_expected`` handles no other.
 
-What comes before the confirmation is kept and delivered behind it. Among the messages are those of dispatchers to
-subscribers, which go to :class:`Routing`; markers come to the inbox.
+Messages before the confirmation are kept and delivered behind it. Control messages of dispatchers come between the
+messages of a channel, and go to :class:`Routing`, as do the markers that come to the inbox.
 """
 
 from __future__ import annotations
@@ -37,24 +37,25 @@ from dynamoth.protocol.envelope import (
 )
 from dynamoth_client.machines.held_bytes import HeldMessages
 from dynamoth_client.machines.local_plan import LocalPlan
-from dynamoth_client.machines.register import Register
-from dynamoth_client.machines.sequences import Gap, Sequences
-from dynamoth_client.machines.subscriber.events import Deliver, GapDetected
+from dynamoth_client.machines.register import Register, State
+from dynamoth_client.machines.sequences import Gap, Outcome, Sequences
+from dynamoth_client.machines.subscriber.events import Deliver, GapDetected, SubscriberAction
 from dynamoth_client.machines.subscriber.listening import Listening
 from dynamoth_client.machines.subscriber.routing import Routing
 from dynamoth_client.machines.subscriber.subscription import Subscription
 
 _NUMBERED = frozenset(head_of(flags) for flags in range(256) if not flags & ~(FORWARDED | FIRST | ROUTE_CHANGED))
-"""How messages begin whose number alone says what is to be done with them."""
+"""The first bytes of the messages that ``take_expected`` handles by their numbers alone."""
 
 _NO_HEADER = (0, 0, 0)
+_JOINING = State.JOINING
 
 Message = tuple[bytes, bytes]
 """Channel and payload, as :class:`Deliver` has them."""
 
 
 class ChannelMessages:
-    """What comes over the links of one subscriber."""
+    """Handles the pushes of one subscriber's links."""
 
     def __init__(
         self,
@@ -63,19 +64,19 @@ class ChannelMessages:
         register: Register[Subscription, Sequences],
         listening: Listening,
         routing: Routing,
-        timers: Timers[Any],
-        acknowledged: Callable[[str, Sequence[Any], float], list[Any]],
+        timers: Timers[SubscriberAction],
+        on_acknowledgement: Callable[[str, Sequence[Any], float], list[SubscriberAction]],
     ) -> None:
-        """Begin. All but ``acknowledged`` are the machine's own.
+        """Begin. All but ``on_acknowledgement`` are the machine's own.
 
         Args:
             local_plan: notes routes that are not understood.
-            counters: of what is malformed.
+            counters: count malformed messages.
             register: has the subscriptions.
             listening: has the links.
-            routing: gets what dispatchers say of routes.
-            timers: for what is held.
-            acknowledged: takes, with its link and the time, a push that is no message.
+            routing: handles notices and markers.
+            timers: release held messages.
+            on_acknowledgement: handles a push that is no message; gets its link, the push and the time.
 
         """
         self._plan = local_plan
@@ -85,13 +86,13 @@ class ChannelMessages:
         self._inbox = listening.inbox
         self._routing = routing
         self._timers = timers
-        self._acknowledged = acknowledged
+        self._on_acknowledgement = on_acknowledgement
         self._held: HeldMessages[Subscription] = HeldMessages(counters)
 
-    def take(self, event: Pushed, now: float) -> list[Any]:
-        """Take what came over one link; return what is to be done, deliveries in their place."""
+    def on_pushed(self, event: Pushed, now: float) -> list[SubscriberAction]:
+        """Handle the pushes of one link; return the actions, with deliveries in their place."""
         link, pushes = event.link, event.messages
-        actions: list[Any] = []
+        actions: list[SubscriberAction] = []
         taken = 0
         while True:
             expected: list[Message] = []
@@ -100,23 +101,22 @@ class ChannelMessages:
                 actions.append(Deliver(expected))
             if taken == len(pushes):
                 return actions
-            actions += self._take_unexpected(link, pushes[taken], now)
+            actions += self._on_unexpected(link, pushes[taken], now)
             taken += 1
 
     def take_expected(
         self, link: str, pushes: Sequence[Sequence[Any]], deliver: Callable[[Message], object], begin: int = 0
     ) -> int:
-        """Take pushes from the one at ``begin`` on, as long as each is a message to be delivered at once, or a copy.
+        """Deliver expected messages: see :class:`dynamoth.machine.events.DirectDelivery`.
 
-        That is, on a confirmed subscription, the expected one of a known publisher, one that has come before, or a
-        plain one: nearly every one is. ``deliver`` is called with each to be delivered. Returns the index of the first
-        push that was not taken.
+        These are, on a confirmed subscription, the expected message of a known publisher, a copy, and a plain message
+        while none waits.
         """
         places = self._links[link].places
         for index in range(begin, len(pushes)):
             push = pushes[index]
             subscription = places.get(push[1]) if push[0] == b"message" else None
-            if subscription is None or not subscription.confirmed:
+            if subscription is None or subscription.state is _JOINING:
                 return index
             data: bytes = push[2]
             head, publisher, number = unpack_numbered(data) if len(data) >= HEADER_BYTES else _NO_HEADER
@@ -136,33 +136,32 @@ class ChannelMessages:
                 deliver((subscription.channel, data))
         return len(pushes)
 
-    def _take_unexpected(self, link: str, push: Sequence[Any], now: float) -> list[Any]:
-        """Take a push that ``take_expected`` has left."""
+    def _on_unexpected(self, link: str, push: Sequence[Any], now: float) -> list[SubscriberAction]:
+        """Handle a push that ``take_expected`` has left."""
         if push[0] != b"message":
-            return self._acknowledged(link, push, now)
+            return self._on_acknowledgement(link, push, now)
         physical: bytes = push[1]
         data: bytes = push[2]
         subscription = self._links[link].places.get(physical)
         if subscription is None:
-            return self._marked(link, data, now) if physical == self._inbox else []
+            return self._on_inbox(link, data, now) if physical == self._inbox else []
         try:
             envelope = open_envelope(data)
         except MalformedMessage:
             if is_enveloped(data):
                 self._counters["malformed_messages"] += 1
-            return self._outcomes(subscription, subscription.sequences.arrive_plain(data, now))
-        return self._unusual(subscription, link, physical, envelope, now)
-
-    def _unusual(
-        self, subscription: Subscription, link: str, physical: bytes, envelope: Envelope, now: float
-    ) -> list[Any]:
-        """Take a message that is not simply the expected one of a known publisher."""
+            return self._released(subscription, subscription.sequences.arrive_plain(data, now))
         if envelope.flags & CONTROL:
-            return self._controlled(subscription, link, envelope.payload, now)
+            return self._on_control(subscription, link, envelope.payload, now)
+        return self._on_numbered(subscription, link, physical, envelope, now)
+
+    def _on_numbered(
+        self, subscription: Subscription, link: str, physical: bytes, envelope: Envelope, now: float
+    ) -> list[SubscriberAction]:
+        """Handle a message that is not simply the expected one of a known publisher."""
         flags = envelope.flags
-        moving = subscription.leaving or subscription.ended_moving
-        if moving and Location(link, physical) in subscription.targets:
-            flags |= ROUTE_CHANGED  # what came here before this subscriber did is on its way to the place it is leaving
+        if subscription.is_moving and Location(link, physical) in subscription.targets:
+            flags |= ROUTE_CHANGED  # earlier messages of this place are on their way to the one that is being left
         outcomes = subscription.sequences.arrive(
             envelope.publisher,
             envelope.sequence,
@@ -173,27 +172,27 @@ class ChannelMessages:
             subscription.confirmed_at,
         )
         self._watch(subscription, envelope.publisher)
-        return [*self._outcomes(subscription, outcomes), *self._relieve(now)]
+        return [*self._released(subscription, outcomes), *self._relieve(now)]
 
-    def _relieve(self, now: float) -> list[Any]:
-        """Release held messages, as far as too many bytes are held."""
-        actions: list[Any] = []
+    def _relieve(self, now: float) -> list[SubscriberAction]:
+        """Release held messages while too many bytes are held."""
+        actions: list[SubscriberAction] = []
         while (over := self._held.over()) is not None:
             subscription, publisher = over
             outcomes = self._held.release(subscription, publisher, now)
-            if self._register.is_current(subscription.channel, subscription):
-                actions += self._outcomes(subscription, outcomes)
+            if subscription.is_current:
+                actions += self._released(subscription, outcomes)
         return actions
 
     def _watch(self, subscription: Subscription, publisher: int) -> None:
-        """Count the held messages of one stream, and see to it that they expire."""
+        """Count the held messages of one stream, and set the timer that releases them."""
         self._held.note(subscription, publisher)
         if (expiry := subscription.sequences.watch(publisher)) is not None:
             self._timers.add(expiry, self._expire, subscription, publisher)
 
-    def _expire(self, subscription: Subscription, publisher: int, now: float) -> list[Any]:
-        """Release what one stream has held for too long."""
-        if not self._register.is_current(subscription.channel, subscription):
+    def _expire(self, subscription: Subscription, publisher: int, now: float) -> list[SubscriberAction]:
+        """Release the messages that one stream has held for too long."""
+        if not subscription.is_current:
             successor = self._register.current.get(subscription.channel)
             if successor is None or successor.sequences is not subscription.sequences:
                 subscription.sequences.drop_held(publisher)
@@ -201,49 +200,50 @@ class ChannelMessages:
             return []
         outcomes = subscription.sequences.expire(publisher, now)
         self._watch(subscription, publisher)
-        return self._outcomes(subscription, outcomes)
+        return self._released(subscription, outcomes)
 
     @staticmethod
-    def _outcomes(subscription: Subscription, outcomes: Sequence[bytes | Gap]) -> list[Any]:
+    def _released(subscription: Subscription, outcomes: Sequence[Outcome]) -> list[SubscriberAction]:
+        """Deliver messages and report gaps; until the confirmation, messages are kept and a gap is none."""
         channel = subscription.channel
-        actions: list[Any] = []
+        actions: list[SubscriberAction] = []
         for outcome in outcomes:
-            if not subscription.confirmed:
-                if not isinstance(outcome, Gap):  # what is missing was owed to nobody
+            if subscription.state is _JOINING:
+                if not isinstance(outcome, Gap):
                     subscription.keep(outcome)
             elif isinstance(outcome, Gap):
                 actions.append(GapDetected(channel, outcome.publisher, outcome.count, outcome.reason))
-            elif actions and isinstance(actions[-1], Deliver):
-                actions[-1].messages.append((channel, outcome))
+            elif actions and isinstance(last := actions[-1], Deliver):
+                last.messages.append((channel, outcome))
             else:
                 actions.append(Deliver([(channel, outcome)]))
         return actions
 
-    # What dispatchers say.
+    # Control messages of dispatchers.
 
-    def _controlled(self, subscription: Subscription, link: str, payload: bytes, now: float) -> list[Any]:
-        """Take a message to the subscribers of a channel."""
+    def _on_control(self, subscription: Subscription, link: str, payload: bytes, now: float) -> list[SubscriberAction]:
+        """Handle a control message for the subscribers of a channel."""
         try:
             message = unpack_control(payload)
         except UnknownMode as error:
-            return list(self._plan.too_old(error))
+            return [*self._plan.too_old(error)]
         except MalformedMessage:
             self._counters["malformed_messages"] += 1
             return []
-        if subscription.unsubscribe_acks_pending:
+        if subscription.state is State.ENDING:
             return []
         match message:
             case RouteNotice(channel, route) if channel == subscription.channel:
-                return self._routing.noticed(subscription, link, route, now)
-            case LossNotice(channel, lost) if channel == subscription.channel and subscription.confirmed:
-                told = GapDetected(channel, None, lost, "the agent of a server could not forward messages")
-                return [told] if lost is not None else [told, *self._routing.look_whether_right(subscription)]
+                return self._routing.on_route_notice(subscription, link, route, now)
+            case LossNotice(channel, lost) if channel == subscription.channel and subscription.state is not _JOINING:
+                gap = GapDetected(channel, None, lost, "the agent of a server could not forward messages")
+                return [gap] if lost is not None else [gap, *self._routing.verify_all(subscription)]
             case _:
                 self._counters["unexpected_messages"] += 1
                 return []
 
-    def _marked(self, link: str, data: bytes, now: float) -> list[Any]:
-        """Take a message to the inbox."""
+    def _on_inbox(self, link: str, data: bytes, now: float) -> list[SubscriberAction]:
+        """Handle a message to the inbox: a marker."""
         try:
             message = unpack_control(open_envelope(data).payload)
         except MalformedMessage:
@@ -252,4 +252,8 @@ class ChannelMessages:
         if not isinstance(message, Marker):
             self._counters["unexpected_messages"] += 1
             return []
-        return self._routing.marked(link, message, now)
+        return self._routing.on_marker(link, message, now)
+
+    def check(self) -> None:
+        """Assert what holds between events."""
+        self._held.check()
