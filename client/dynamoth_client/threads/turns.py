@@ -378,8 +378,8 @@ class SharedLoop:
                     self._leave()
             self._end()
         except BaseException:
-            if self._loop.is_inherited:
-                return
+            if self._loop.is_inherited:  # cooperative schedulers fork greenlets, and cannot end one that was a thread
+                stop_daemon_thread()
             _logger.exception("the thread that keeps a client's connections has ended: this is a bug")
 
     def _await_turn(self) -> bool:
