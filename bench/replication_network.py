@@ -37,7 +37,7 @@ from typing import Any, Self
 
 from dynamoth.errors import ClusterUnavailable, DynamothError
 from dynamoth.settings.declare import to_text
-from dynamoth.settings.sections import declared_settings
+from dynamoth.settings.load import declared_settings
 from dynamoth_cli.access import Access
 from dynamoth_cli.admin import ask_balancer
 from dynamoth_cli.commands.status import read_status

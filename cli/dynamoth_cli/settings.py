@@ -11,14 +11,7 @@ from pathlib import Path
 from dynamoth.errors import ConfigError, PlanError
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
 from dynamoth.plan.plan import Server
-from dynamoth.settings.sections import (
-    ConfigText,
-    FlagValue,
-    LoadedConfig,
-    declared_settings,
-    format_config,
-    load_config,
-)
+from dynamoth.settings.load import ConfigText, FlagValue, LoadedConfig, declared_settings, format_config, load_config
 from dynamoth.settings.toml_lines import place_at
 from dynamoth_link.options import LinkOptions, TlsOptions
 from dynamoth_link.trust import Trust, parse_trusted_hosts, trust_in

@@ -1,4 +1,4 @@
-"""How a setting is declared, and how its value is read. The settings are in ``sections.py``."""
+"""Declares settings, and parses and checks their values. The settings themselves are in ``sections.py``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -59,6 +59,11 @@ def setting(default: _T, meaning: str, **options: Any) -> _T:
     """Declare a setting: a dataclass field with a :class:`Setting`, of which ``options`` are the fields."""
     declared: _T = field(default=default, metadata={"setting": Setting(meaning, **options)})
     return declared
+
+
+def required(meaning: str, **options: Any) -> Any:
+    """Declare a value without a default, for options that are no settings; see :func:`setting`."""
+    return field(metadata={"setting": Setting(meaning, **options)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,20 @@ class Declared:
         if value is None or not self.setting.admits(value):
             raise fault(self.key, "***" if self.setting.secret else raw, self.accepted, place)
         return value
+
+
+def check_ranges(options: Any) -> None:
+    """Check each field of a dataclass that :func:`setting` declares; None is accepted. Raises ConfigError."""
+    for item in fields(options):
+        value = getattr(options, item.name)
+        declared: Setting | None = item.metadata.get("setting")
+        if declared is not None and isinstance(value, int | float) and not declared.admits(value):
+            raise ConfigError(f"{item.name} must be a number {declared.bounds}, not {value}")
+
+
+def values_of(declaring: type[Any], settings: Any) -> dict[str, Any]:
+    """Return the values in ``settings`` of the fields that the dataclass ``declaring`` has, by name."""
+    return {item.name: getattr(settings, item.name) for item in fields(declaring)}
 
 
 def fault(key: str, found: object, accepted: str, place: str) -> ConfigError:

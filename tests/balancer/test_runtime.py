@@ -123,7 +123,7 @@ def test_a_channel_is_moved_and_the_successor_goes_on(
 ) -> None:
     caplog.set_level(logging.INFO, "dynamoth.balancer")
     rows = tmp_path / "metrics.jsonl"
-    config = cluster.config(http_port=free_port, metrics_file=rows)
+    config = cluster.config(http_port=free_port, metrics_file=str(rows))
 
     async def first() -> Plan:
         async with cluster.agents(), cluster.balancer(config):
@@ -220,7 +220,7 @@ def test_what_cannot_be_configured() -> None:
     with pytest.raises(ConfigError, match="http"):
         BalancerConfig(servers=(Server("s1", "http://somewhere"),))
     with pytest.raises(ConfigError, match="metrics_file"):
-        config = BalancerConfig(servers=(Server("s1", "redis://h"),), metrics_file=Path("/nowhere/at/all"))
+        config = BalancerConfig(servers=(Server("s1", "redis://h"),), metrics_file="/nowhere/at/all")
         asyncio.run(run_balancer(config))
 
 

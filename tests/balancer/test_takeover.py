@@ -402,7 +402,6 @@ def test_configurations_that_cannot_be() -> None:
             BalancerMachine(servers, 1)
     wrong: dict[str, Any]
     for wrong in (
-        {"load_ratio_safe": 0.9},
         {"wait_s": -1.0},
         {"averaging_s": 0.0},
         {"lease_s": 2.0},

@@ -1,17 +1,14 @@
-"""From a loaded configuration to what the daemons are told."""
+"""From a loaded configuration to the configurations of the daemons."""
 
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from pathlib import Path
 
 from dynamoth.plan.plan import Server
-from dynamoth.settings.sections import AgentSettings, BalancerSettings, ConfigText, load_config
-from dynamoth_agent.process.runtime import AgentConfig
-from dynamoth_balancer.options import BalancerOptions
-from dynamoth_balancer.process.runtime import BalancerConfig
+from dynamoth.settings.load import ConfigText, load_config
+from dynamoth.settings.sections import PlanningSettings
 from dynamoth_cli.commands.agent import agent_config
-from dynamoth_cli.commands.balancer import balancer_config, balancer_options
+from dynamoth_cli.commands.balancer import balancer_config
 from dynamoth_cli.settings import link_options
 
 FILE = """
@@ -63,9 +60,9 @@ def test_an_agent_gets_what_is_its_own() -> None:
 def test_the_balancer_gets_every_option_that_is_a_setting() -> None:
     config = balancer_config(LOADED)
     assert config.servers == (Server("s1", "redis://a"), Server("s2", "rediss://b"))
-    assert (config.http_host, config.http_port, config.metrics_file) == ("::1", 9001, Path("metrics.jsonl"))
+    assert (config.http_host, config.http_port, config.metrics_file) == ("::1", 9001, "metrics.jsonl")
     values = [0.7, 0.5, 1, 2, 3, 4, 5, 6, 7, 8]
-    names = [field.name for field in fields(BalancerSettings)][: len(values)]
+    names = [field.name for field in fields(PlanningSettings)][: len(values)]
     assert [getattr(config.options, name) for name in names] == values
 
 
@@ -84,19 +81,7 @@ def test_the_links_get_credentials_timeouts_and_tls() -> None:
     assert (defaults.username, defaults.password, defaults.tls.ca_file) == (None, None, None)
 
 
-def test_every_setting_of_a_daemon_is_used() -> None:
-    beyond_options = {"http_host", "http_port", "metrics_file"}
-    names = {field.name for field in fields(BalancerSettings)}
-    assert names <= {field.name for field in fields(BalancerOptions)} | beyond_options
-    assert beyond_options <= {field.name for field in fields(BalancerConfig)}
-    assert {field.name for field in fields(AgentSettings)} <= {field.name for field in fields(AgentConfig)}
-
-
-def test_defaults_are_the_same_in_settings_and_options() -> None:
-    assert balancer_options(BalancerSettings()) == BalancerOptions()
-    agent, config = AgentSettings(), {field.name: field.default for field in fields(AgentConfig)}
-    for name in ("http_host", "http_port", "report_interval_s", "channels_per_report_max"):
-        assert getattr(agent, name) == config[name]
+def test_links_have_the_same_defaults_as_their_settings() -> None:
     options = link_options(load_config())
     assert options.trust is not None, "a daemon trusts the servers of its configuration only, here none"
     assert not options.trust.hosts and not options.trust.everything

@@ -14,15 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.errors import ConfigError
-from dynamoth.settings.sections import (
-    Config,
-    ConfigText,
-    FlagValue,
-    LoadedConfig,
-    declared_settings,
-    format_config,
-    load_config,
-)
+from dynamoth.settings.load import ConfigText, FlagValue, LoadedConfig, declared_settings, format_config, load_config
+from dynamoth.settings.sections import Config
 
 SECTIONS = ("cluster", "link", "agent", "balancer", "log")
 NOTHING: Mapping[str, str] = MappingProxyType({})

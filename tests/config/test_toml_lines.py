@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.errors import ConfigError
-from dynamoth.settings.sections import ConfigText, load_config
+from dynamoth.settings.load import ConfigText, load_config
 from dynamoth.settings.toml_lines import lines_of
 
 DOCUMENT = '''# [agent] in a comment

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from dynamoth.errors import ConfigError
-from dynamoth.settings.sections import load_config
+from dynamoth.settings.load import load_config
 from dynamoth_link.credentials import Credentials
 from dynamoth_link.errors import ServerUntrusted
 from dynamoth_link.options import LinkOptions, TlsOptions

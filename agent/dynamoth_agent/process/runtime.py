@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamoth.machine.events import Connect, Start
+from dynamoth.settings.declare import values_of
+from dynamoth.settings.sections import AgentSettings, ReportSettings
 from dynamoth_agent.guard import LOCAL, AlreadyRunning, GuardRefused
 from dynamoth_agent.machine import AgentMachine, LinkChanged, ObservationRefused, PlanFollowed
 from dynamoth_agent.process.gathering import Gathering
@@ -42,39 +44,33 @@ some). With Python's own thresholds the collector looks at all of them several t
 _logger = logging.getLogger("dynamoth.agent")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentConfig:
-    """What an agent process is told. Raises ``ConfigError`` when something cannot be used.
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig(AgentSettings):
+    """The configuration of an agent process.
 
-    ``server``: id of its server. ``url``: where that is (``redis://``, ``rediss://``, ``unix://``).
-    ``outgoing_bytes_per_s_max``: what the server can send (T_i of eq. 1); from 1.
-    ``report_interval_s``, ``channels_per_report_max``: see ``LoadAnalyzerOptions``.
-    ``http_host``, ``http_port``: where /metrics, /healthz and /readyz are; port 0 for no HTTP.
+    ``url``: where its server is (``redis://``, ``rediss://``, ``unix://``).
+    ``outgoing_bytes_per_s_max``: what the server can send (T_i of Dynamoth, eq. 1); from 1.
     ``link``: credentials, TLS and timeouts of all links. ``dispatcher``: its bounds and periods.
+
+    Raises:
+        ConfigError: a value cannot be used.
+
     """
 
-    server: str
     url: str
     outgoing_bytes_per_s_max: int
-    report_interval_s: float = 1.0
-    channels_per_report_max: int = 1000
-    http_host: str = "127.0.0.1"
-    http_port: int = 0
     link: LinkOptions = field(default_factory=LinkOptions)
     dispatcher: DispatcherOptions = field(default_factory=DispatcherOptions)
 
     def __post_init__(self) -> None:
-        """Check now: a link to a URL that cannot be parsed would wait for ever."""
+        """Check now: a link to a URL that cannot be parsed would wait without end."""
         parse_server_url(self.url)
         self.load_analyzer_options()
 
     def load_analyzer_options(self) -> LoadAnalyzerOptions:
-        """Return the part that is the load analyzer's."""
-        return LoadAnalyzerOptions(
-            outgoing_bytes_per_s_max=self.outgoing_bytes_per_s_max,
-            report_interval_s=self.report_interval_s,
-            channels_per_report_max=self.channels_per_report_max,
-        )
+        """Return the part for the load analyzer."""
+        shared = values_of(ReportSettings, self)
+        return LoadAnalyzerOptions(**shared, outgoing_bytes_per_s_max=self.outgoing_bytes_per_s_max)
 
 
 async def run_agent(config: AgentConfig, stop: asyncio.Event | None = None) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.machine.events import Connect, Start
 from dynamoth.plan.plan import Mode, Plan, Server
+from dynamoth.settings.sections import BalancerProcessSettings
 from dynamoth_balancer.admin.changes import mode_name
 from dynamoth_balancer.decide.cluster import Decision
 from dynamoth_balancer.events import Decided, Note, PlanChanged, ReportReceived, Shutdown, Stopped
@@ -42,25 +43,24 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 _logger = logging.getLogger("dynamoth.balancer")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BalancerConfig:
-    """What a balancer process is told. Raises ``ConfigError`` when something cannot be used.
+@dataclass(frozen=True, kw_only=True)
+class BalancerConfig(BalancerProcessSettings):
+    """The configuration of a balancer process.
 
-    ``servers``: all servers of the cluster, at least one. ``options``: every threshold, interval and bound.
-    ``http_host``, ``http_port``: where /metrics, /healthz and /readyz are; port 0 for no HTTP.
+    ``servers``: all servers of the cluster, at least one. ``options``: those of the machine.
     ``link``: credentials, TLS and timeouts of all links.
-    ``metrics_file``: where each report is recorded as a line of JSON; None for nowhere.
+
+    Raises:
+        ConfigError: a value cannot be used.
+
     """
 
     servers: tuple[Server, ...]
     options: BalancerOptions = field(default_factory=BalancerOptions)
-    http_host: str = "127.0.0.1"
-    http_port: int = 0
     link: LinkOptions = field(default_factory=LinkOptions)
-    metrics_file: Path | None = None
 
     def __post_init__(self) -> None:
-        """Check now: a link to a URL that cannot be parsed would wait for ever."""
+        """Check now: a link to a URL that cannot be parsed would wait without end."""
         if not self.servers:
             raise ConfigError("a balancer needs at least one server")
         for server in self.servers:
@@ -100,7 +100,7 @@ class _BalancerProcess:
         self._exit_code = EXIT_STOPPED
         self._machine = BalancerMachine(config.servers, secrets.randbits(INCARNATION_BITS), config.options)
         self._log = DaemonLog(_logger, self._plan_version)
-        self._recorder = None if config.metrics_file is None else Recorder(config.metrics_file, self._log)
+        self._recorder = Recorder(Path(config.metrics_file), self._log) if config.metrics_file else None
 
     async def run(self) -> int:
         try:

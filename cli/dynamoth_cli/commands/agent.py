@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 
 from dynamoth.errors import ConfigError
-from dynamoth.settings.sections import LoadedConfig
+from dynamoth.settings.declare import values_of
+from dynamoth.settings.load import LoadedConfig
+from dynamoth.settings.sections import AgentSettings
 from dynamoth_agent.process.runtime import AgentConfig
 from dynamoth_agent.process.runtime import run as run_agent
 from dynamoth_cli.settings import add_settings, answer_questions, cluster_servers, link_options, load_settings
@@ -28,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def agent_config(loaded: LoadedConfig) -> AgentConfig:
-    """Return what the agent is told. Raises ConfigError."""
+    """Return the configuration of an agent. Raises ConfigError."""
     agent = loaded.config.agent
     servers = {server.id: server for server in cluster_servers(loaded)}
     if not agent.server:
@@ -37,12 +39,8 @@ def agent_config(loaded: LoadedConfig) -> AgentConfig:
         )
     own = next(server for server in loaded.config.cluster.servers if server.id == agent.server)
     return AgentConfig(
-        server=own.id,
+        **values_of(AgentSettings, agent),
         url=own.url,
         outgoing_bytes_per_s_max=own.outgoing_bytes_per_s_max,
-        report_interval_s=agent.report_interval_s,
-        channels_per_report_max=agent.channels_per_report_max,
-        http_host=agent.http_host,
-        http_port=agent.http_port,
         link=link_options(loaded),  # the agent gives its connection a name itself
     )

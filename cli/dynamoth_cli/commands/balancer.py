@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields, replace
-from pathlib import Path
 
-from dynamoth.settings.sections import BalancerSettings, LoadedConfig
+from dynamoth.settings.declare import values_of
+from dynamoth.settings.load import LoadedConfig
+from dynamoth.settings.sections import BalancerProcessSettings, PlanningSettings
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.process.runtime import BalancerConfig
 from dynamoth_balancer.process.runtime import run as run_balancer
@@ -39,20 +39,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def balancer_config(loaded: LoadedConfig) -> BalancerConfig:
-    """Return what the balancer is told. Raises ConfigError."""
+    """Return the configuration of a balancer. Raises ConfigError."""
     settings = loaded.config.balancer
-    draining = frozenset(server.id for server in loaded.config.cluster.servers if server.draining)
-    return BalancerConfig(
-        servers=cluster_servers(loaded),
-        options=replace(balancer_options(settings), draining=draining, compatibility=compatibility_rules(loaded)),
-        http_host=settings.http_host,
-        http_port=settings.http_port,
-        link=link_options(loaded, CLIENT_NAME),
-        metrics_file=Path(settings.metrics_file) if settings.metrics_file else None,
+    options = BalancerOptions(
+        **values_of(PlanningSettings, settings),
+        draining=frozenset(server.id for server in loaded.config.cluster.servers if server.draining),
+        compatibility=compatibility_rules(loaded),
     )
-
-
-def balancer_options(settings: BalancerSettings) -> BalancerOptions:
-    """Return the options that have the names of settings; the others keep their defaults. Raises ConfigError."""
-    given = {option.name for option in fields(BalancerOptions)} & {setting.name for setting in fields(settings)}
-    return BalancerOptions(**{name: getattr(settings, name) for name in given})
+    return BalancerConfig(
+        **values_of(BalancerProcessSettings, settings),
+        servers=cluster_servers(loaded),
+        options=options,
+        link=link_options(loaded, CLIENT_NAME),
+    )

@@ -24,7 +24,8 @@ from dynamoth.machine.events import CommandPart
 from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL
 from dynamoth.protocol.stored_plan import READ_HEADER, parse_header
 from dynamoth.settings.declare import to_text
-from dynamoth.settings.sections import GIGABIT_BYTES_PER_S, declared_settings
+from dynamoth.settings.load import declared_settings
+from dynamoth.settings.sections import GIGABIT_BYTES_PER_S
 from dynamoth_agent.stand_in import LIMIT_WANTED
 from dynamoth_cli.admin import ask_balancer
 from dynamoth_cli.local.child import Child, dynamoth_command
