@@ -28,7 +28,7 @@ from bench.workers import Worker
 from dynamoth.errors import DynamothError
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client.asyncio import GapInfo, Redis
-from dynamoth_daemon.daemon import run
+from dynamoth_daemon.event_loop import run
 from dynamoth_demo.latency import LatencyCounts
 from dynamoth_sim.guarantees import Audit
 

@@ -47,7 +47,7 @@ from dynamoth.protocol.envelope import open_envelope
 from dynamoth_cli.admin import ask_balancer, read_plan
 from dynamoth_cli.local.child import Child, interrupted_by_signals
 from dynamoth_cli.local.cluster import LocalCluster
-from dynamoth_daemon.daemon import run
+from dynamoth_daemon.event_loop import run
 from dynamoth_link.urls import parse_cluster_url
 
 SERVERS = 3

@@ -19,7 +19,7 @@ import redis.exceptions
 from bench import churn_journal as journal
 from bench.churn_journal import Journal, read_tag, tag
 from dynamoth_client.asyncio import PubSub, Redis, from_url
-from dynamoth_daemon.daemon import run
+from dynamoth_daemon.event_loop import run
 
 QUIET_S = 3.0
 """When nothing was delivered for this long after the last publish, nothing more is on its way ..."""

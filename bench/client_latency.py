@@ -23,7 +23,7 @@ from bench.awake import processors_awake
 from bench.client_throughput import store_plan
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_client.asyncio import from_url
-from dynamoth_daemon.daemon import run
+from dynamoth_daemon.event_loop import run
 
 PAYLOAD_BYTES = 64
 TURN_S = 0.1

@@ -40,7 +40,7 @@ from dynamoth.protocol import stored_plan
 from dynamoth.protocol.envelope import FIRST, seal
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_client.asyncio import from_url
-from dynamoth_daemon.daemon import run as run_fast
+from dynamoth_daemon.event_loop import run as run_fast
 from dynamoth_link.query import query
 
 CHANNEL = b"channel:1"

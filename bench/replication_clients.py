@@ -26,7 +26,7 @@ import redis.exceptions
 
 from bench.workers import Worker
 from dynamoth_client.asyncio import GapInfo, Redis
-from dynamoth_daemon.daemon import run
+from dynamoth_daemon.event_loop import run
 from dynamoth_demo.latency import LatencyCounts
 from dynamoth_sim.guarantees import Audit
 

@@ -1,14 +1,14 @@
-"""Two agents for one server: the later one stops.
+"""Makes sure that a server has one agent: of two, the later one stops.
 
 Theory of operation
 -------------------
-An agent names its connection, and subscribes to ``AGENT_CHANNEL`` as all agents do. So NUMSUB of that channel tells
-cheaply whether there can be another; only if it is not 1, the list of all subscribers is looked at. Of two agents the
-one with the higher connection id stops. Connection ids grow with each connection, so both come to the same conclusion.
+An agent names its connection, and subscribes to ``AGENT_CHANNEL`` as all agents do. So NUMSUB of that channel shows
+cheaply whether there can be another agent; only if it is not 1, the agent reads the list of all subscribers. Of two
+agents the one with the higher connection id stops. Connection ids grow, so both come to the same conclusion.
 
-The name holds the incarnation of the agent's process, so that it does not take an old connection of its own, which
-the server has not missed yet, for another agent. Two agents that start at the same time may each be alone when they
-look; so they look again now and then.
+The name holds the incarnation of the agent's process, so that the agent does not take an old connection of its own,
+which the server still holds, for another agent. Two agents that start at the same time may each be alone when they
+look, so they look again now and then.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from urllib.parse import quote, unquote
 
 from dynamoth.machine.events import ErrorReply, Replied, Send
 from dynamoth.names import AGENT_CHANNEL
-
-LOCAL = "local"
+from dynamoth_agent.events import AgentAction, AlreadyRunning, GuardRefused
+from dynamoth_dispatcher.events import LOCAL
 
 TAG = "guard"
 """The tags of the guard's commands are tuples that begin with this."""
@@ -30,28 +30,14 @@ CHECK_INTERVAL_S = 10.0
 """How often an agent looks for another one."""
 
 NAME_PREFIX = "dynamoth-agent:"
-"""How the names of agents' connections begin; the id of the server and the incarnation follow."""
+"""The beginning of the names of agents' connections; the id of the server and the incarnation follow."""
 
 _AGENT_LINE = re.compile(rf"^id=(\d+) addr=(\S+) (?:\S+ )*?name={NAME_PREFIX}(\S+):(\S+) age=(\d+) ", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class AlreadyRunning:
-    """Action: another agent is at work at this server, so this process shall end. ``reason`` says what to do."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class GuardRefused:
-    """Action: whether another agent is at work cannot be found out. ``reason`` says what to do. Said once."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Agent:
-    """An agent's connection, as CLIENT LIST shows it."""
+    """An agent's connection in CLIENT LIST."""
 
     id: int
     server: str
@@ -61,7 +47,7 @@ class _Agent:
 
 
 class AgentGuard:
-    """Finds out whether this agent is the one of its server."""
+    """Finds out whether another agent is at work at the same server."""
 
     def __init__(self, server: str, incarnation: int) -> None:
         self._server = server
@@ -69,32 +55,32 @@ class AgentGuard:
         #: When to look next; None while the link is down.
         self._check_at: float | None = None
         self._client_id: int | None = None
-        #: Whether it is known, of the present connection, that no other agent was there before.
+        #: Whether the server has shown, over the present connection, that no other agent was there before.
         self.is_clear = False
         self._refused = False
 
     @property
     def connection_name(self) -> str:
-        """The name that this agent gives to its connection: no spaces, whatever the id of the server."""
+        """The name of this agent's connection: without spaces, whatever the id of the server."""
         return f"{NAME_PREFIX}{quote(self._server, safe='')}:{self._incarnation}"
 
     def deadline(self) -> float | None:
         """Return when to look next."""
         return self._check_at
 
-    def introduce(self) -> list[Any]:
-        """Return what is sent first on a connection, before it is subscribed."""
+    def introduce(self) -> list[AgentAction]:
+        """Return the first commands on a connection, before it is subscribed."""
         return [
             Send(LOCAL, (b"CLIENT", b"SETNAME", self.connection_name), (TAG, "name")),
             Send(LOCAL, (b"CLIENT", b"ID"), (TAG, "id")),
         ]
 
-    def check(self, now: float) -> list[Any]:
-        """Return what finds out whether there can be another; the connection has been introduced and is subscribed."""
+    def check(self, now: float) -> list[AgentAction]:
+        """Ask whether there can be another agent; the connection has been introduced and is subscribed."""
         self._check_at = now + CHECK_INTERVAL_S
         return [Send(LOCAL, (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL), (TAG, "count"))]
 
-    def tick(self, now: float) -> list[Any]:
+    def tick(self, now: float) -> list[AgentAction]:
         """Look again, when it is time."""
         return self.check(now) if self._check_at is not None and now >= self._check_at else []
 
@@ -104,8 +90,8 @@ class AgentGuard:
         self._client_id = None
         self.is_clear = False
 
-    def replied(self, event: Replied) -> list[Any]:
-        """Take the reply to a command of the guard."""
+    def on_reply(self, event: Replied) -> list[AgentAction]:
+        """Handle the reply to a command of the guard."""
         value = event.value
         if isinstance(value, ErrorReply):
             return self._refuse(value)
@@ -122,7 +108,7 @@ class AgentGuard:
                 pass
         return []
 
-    def _refuse(self, error: ErrorReply) -> list[Any]:
+    def _refuse(self, error: ErrorReply) -> list[AgentAction]:
         self.is_clear = True
         if self._refused:
             return []
@@ -133,7 +119,7 @@ class AgentGuard:
         )
         return [GuardRefused(reason)]
 
-    def _compare(self, listed: Any) -> list[Any]:
+    def _compare(self, listed: Any) -> list[AgentAction]:
         if self._client_id is None or not isinstance(listed, bytes):
             return []
         for agent in _agents(listed.decode(errors="replace")):

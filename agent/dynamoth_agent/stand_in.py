@@ -1,71 +1,51 @@
-"""Speaks for an agent that does not see what is published: over a connection of its own, which observes nothing.
+"""Reports in place of a blind agent: over a second connection, which observes nothing.
 
 Theory of operation
 -------------------
 Redis disconnects a subscriber whose output buffer passes ``client-output-buffer-limit pubsub``. Under a flood that
-happens to the agent again and again, and its reports, which come behind everything that was published, never get
-through: the balancer would see a server that idles. So the agent has a second connection to its server. While no
-complete report has been made for ``PATIENCE_INTERVALS``, reports go over this one: what INFO says of the server, since
-when the agent is blind, and how often it was disconnected.
+happens to the agent again and again. Its reports come behind everything that was published, so they never get through,
+and the server would look idle to the balancer. So the agent has a second connection to its server. After
+``PATIENCE_INTERVALS`` without a complete report, reports go over this one: the figures of INFO, since when the agent is
+blind, and how often it was disconnected.
 
-The agent also asks there for the settings of the server that matter to it, once. Where its user may not read them, it
+The agent also asks there, once, for the settings of the server that matter to it. Where its user may not read them, it
 asks once on each connection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from dynamoth.machine.events import ErrorReply, Replied, Send
 from dynamoth.names import BALANCER_CHANNEL
 from dynamoth.protocol.reports import pack_report
+from dynamoth_agent.events import AgentAction, BlindnessChanged, ServerAdvice
 from dynamoth_lla.machine import LoadAnalyzer
 from dynamoth_lla.server_info import SECTIONS, Rates, ServerInfo, parse_info, rates
 
 REPORTS = "reports"
 """The link of this connection."""
 
-TAG = "watch"
+TAG = "stand-in"
 """The tags of its commands are tuples that begin with this."""
 
 PATIENCE_INTERVALS = 3.0
 PATIENCE_S_MIN = 1.5
-"""An agent is blind when no report was completed for so many intervals, or for this time if that is longer. The
-balancer gives up an agent that it does not hear for ``agent_stale_s`` (5 s)."""
+"""An agent is blind after this many intervals without a complete report, or after this time if that is longer. The
+balancer gives up an agent after ``agent_stale_s`` (5 s) of silence."""
 
 PUBSUB_HARD_BYTES_MIN = 256 * 1024 * 1024
-"""What ``client-output-buffer-limit pubsub`` should be at least, as a hard limit: some seconds of a saturated gigabit
-link. Redis' own default is 32 MB, which a flood fills within a second."""
+"""The recommended least hard limit of ``client-output-buffer-limit pubsub``: some seconds of a saturated gigabit link.
+Redis' own default is 32 MB, which a flood fills within a second."""
 
 LIMIT_WANTED = "client-output-buffer-limit pubsub 256mb 128mb 60"
 
 CONFIG_ASKED = (b"client-output-buffer-limit", b"maxmemory-policy")
 
 
-@dataclass(frozen=True, slots=True)
-class BlindnessChanged:
-    """Action, for people: the agent has become blind, or sees again."""
-
-    blind: bool
-    blind_s: float
-    interruptions: int
-
-
-@dataclass(frozen=True, slots=True)
-class ServerSettings:
-    """Action, for people: settings of the server that do harm, each with what to set. Once per process.
-
-    ``refused``: why they could not be asked for, which is said once; None when they could.
-    """
-
-    advice: tuple[str, ...]
-    refused: str | None
-
-
-class Watch:
-    """Looks whether the agent sees, and reports while it does not.
+class StandIn:
+    """Watches whether the agent sees, and reports while it does not.
 
     Args:
         analyzer: makes the reports.
@@ -85,32 +65,32 @@ class Watch:
         self.blind = False
         #: When to look next; None while the connection is down.
         self._look_at: float | None = None
-        #: Since when complete reports are missed: the latest one, or when the connection first came up.
+        #: Since when reports are overdue: the latest complete one, or when the connection first came up.
         self._since: float | None = None
         self._asked_at = 0.0
-        #: Whether a question is on its way.
+        #: Whether INFO is under way.
         self._asking = False
         self._fields: dict[str, str] = {}
         self._before: tuple[float, ServerInfo] | None = None
         self._settings: dict[bytes, str] = {}
-        #: Whether the server has refused to tell its settings.
+        #: Whether the server has refused to show its settings.
         self._settings_refused = False
-        #: What reports shall say of the settings: see ``Report.problems``.
+        #: Problems of the settings to report: see ``Report.problems``.
         self.problems: tuple[tuple[str, str], ...] = ()
 
     def deadline(self) -> float | None:
         """Return when to look next."""
         return self._look_at
 
-    def link_up(self, now: float) -> list[Any]:
-        """Begin with a new connection."""
+    def link_up(self, now: float) -> list[AgentAction]:
+        """Begin a connection: name it and ask for settings."""
         self._look_at = now + self._interval_s
         self._since = now if self._since is None else self._since
         self._asking = False
         self._before = None
         return [Send(REPORTS, (b"CLIENT", b"SETNAME", self._name)), *self._ask_settings()]
 
-    def _ask_settings(self) -> list[Any]:
+    def _ask_settings(self) -> list[AgentAction]:
         """Ask for the next setting: one by one, as each refusal is an entry in the ACL LOG of the server."""
         missing = [name for name in CONFIG_ASKED if name not in self._settings]
         return [Send(REPORTS, (b"CONFIG", b"GET", name), (TAG, "config", name)) for name in missing[:1]]
@@ -126,12 +106,12 @@ class Watch:
         known = [at for at in (latest, self._since) if at is not None]
         return now - max(known, default=now)
 
-    def tick(self, now: float) -> list[Any]:
-        """Look whether the agent sees, when it is time."""
+    def tick(self, now: float) -> list[AgentAction]:
+        """Judge whether the agent sees, when it is time, and ask for INFO while it does not."""
         if self._look_at is None or now < self._look_at:
             return []
         self._look_at = now + self._interval_s
-        actions = self._note(now)
+        actions = self._judge_sight(now)
         if self.blind and self.may_speak and not self._asking:
             self._asking = True
             self._asked_at = now
@@ -141,15 +121,15 @@ class Watch:
             self._before = None
         return actions
 
-    def _note(self, now: float) -> list[Any]:
+    def _judge_sight(self, now: float) -> list[AgentAction]:
         blind = self.blind_s(now) > self._patience_s
         if blind == self.blind:
             return []
         self.blind = blind
         return [BlindnessChanged(blind, self.blind_s(now), self._analyzer.counters["interruptions"])]
 
-    def replied(self, event: Replied, now: float) -> list[Any]:
-        """Take the reply to a command of this connection."""
+    def on_reply(self, event: Replied, now: float) -> list[AgentAction]:
+        """Handle the reply to a command of this connection."""
         _, what, name = event.tag
         if what == "config":
             return self._take_setting(name, event.value)
@@ -166,16 +146,16 @@ class Watch:
         report = self._analyzer.report_blind(info, measured, interval_s, self.blind_s(now))
         return [Send(REPORTS, (b"PUBLISH", BALANCER_CHANNEL, pack_report(report)))]
 
-    def _take_setting(self, name: bytes, value: Any) -> list[Any]:
+    def _take_setting(self, name: bytes, value: Any) -> list[AgentAction]:
         if isinstance(value, ErrorReply):
             said, self._settings_refused = self._settings_refused, True
-            return [] if said else [ServerSettings((), str(value))]
+            return [] if said else [ServerAdvice((), str(value))]
         self._settings[name] = _value(value, name)
         if missing := self._ask_settings():
             return missing
         found = advice(self._settings)
         self.problems = tuple((kind, text) for kind, text in found if kind == EVICTABLE)
-        return [ServerSettings(tuple(text for _, text in found), None)]
+        return [ServerAdvice(tuple(text for _, text in found), None)]
 
 
 def _value(reply: Any, name: bytes) -> str:
@@ -185,11 +165,12 @@ def _value(reply: Any, name: bytes) -> str:
 
 
 EVICTABLE = "plan_evictable"
-"""The one kind of advice that the status shows: the others do no harm until the agent is blind, and are only logged."""
+"""The one kind of advice that the status shows: the others are harmless until the agent is blind, and are only logged.
+"""
 
 
 def advice(settings: Mapping[bytes, str]) -> list[tuple[str, str]]:
-    """Return what should be set otherwise at a server with these settings: a kind, and a text with the reason."""
+    """Return a kind, and a text with value and reason, for each setting of a server that should be changed."""
     judged = ((kind, judge(settings.get(name, ""))) for name, (kind, judge) in _JUDGES.items())
     return [(kind, text) for kind, text in judged if text]
 

@@ -1,4 +1,4 @@
-"""What the balancer tells its surroundings, besides the commands that it sends; and what it is told by them."""
+"""The events and actions of a balancer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamoth.errors import DynamothError
+from dynamoth.machine.events import Connect, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
 from dynamoth.plan.plan import Plan
 from dynamoth.protocol.reports import Report
 from dynamoth_balancer.decide.cluster import Decision
@@ -14,12 +15,15 @@ from dynamoth_balancer.decide.cluster import Decision
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """Event: end in an orderly way. Answered by ``Stopped`` within a round trip, or with ``ShutdownExpired``."""
+    """Event: end in an orderly way. ``Stopped`` follows within a round trip, or after ``SHUTDOWN_S_MAX``."""
+
+
+BalancerEvent = Start | LinkUp | LinkDown | Replied | Pushed | Tick | Shutdown
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something that belongs in the log. ``level`` is a name of the module ``logging`` in small letters."""
+    """An entry for the log. ``level`` is a name of the module ``logging`` in small letters."""
 
     level: str
     message: str
@@ -36,20 +40,37 @@ class PlanChanged:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The balancer has made a decision of its own; it may be that nothing can be done."""
+    """The balancer has made a decision of its own, if only that nothing can be done."""
 
     decision: Decision
 
 
 @dataclass(frozen=True, slots=True)
 class ReportReceived:
-    """A report of an agent has gone into the model."""
+    """The model has got a report of an agent."""
 
     report: Report
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The balancer has ended, for good: because of ``error``, or as it was told to when that is None."""
+    """The balancer has ended: because of ``error``, or after :class:`Shutdown` if that is None."""
 
     error: DynamothError | None = None
+
+
+BalancerNews = Note | PlanChanged | Decided | ReportReceived | Stopped
+"""What a balancer tells its process. A driver may ignore all but ``Stopped``."""
+
+BalancerAction = Connect | Send | BalancerNews
+
+
+@dataclass(slots=True)
+class TransitionsSettled:
+    """From the installer to the rest of the balancer: these channels are where the plan has them."""
+
+    channels: tuple[bytes, ...]
+
+
+InnerAction = BalancerAction | TransitionsSettled
+"""What the parts of a balancer return; the machine keeps ``TransitionsSettled`` to itself."""

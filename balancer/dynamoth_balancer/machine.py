@@ -1,20 +1,18 @@
-"""The balancer machine: one process that decides which server carries which channel, and sees it through.
+"""The balancer machine: decides which server carries which channel, and installs its decisions.
 
 Theory of operation
 -------------------
 It is in one of these stages::
 
-    CONTENDING   without the lease: it hears agents and administrators, and changes nothing
-    RECOVERING   with the lease: reads what servers store, to go on where the predecessor ended
-    LEADING      makes decisions and installs plans
-    STOPPED      it does nothing any more
+    CONTENDING   without the lease: it listens to agents and administrators, and changes nothing RECOVERING   with the
+        lease: reads the stored plans, to continue where the predecessor ended LEADING      makes decisions and installs
+        plans STOPPED      the end
 
-Before each deed it looks whether the lease is still held; if not, it is CONTENDING again, and a later term begins with
-another recovery, as somebody else may have been at work in between.
+Before every action it checks that it still holds the lease. If not, it is CONTENDING again, and a later term begins
+with another recovery, as another balancer may have been at work in between.
 
-The parts: ``lease`` (who may change the plan), ``takeover`` (reading what is there), ``installer`` (phases,
-acknowledgements, stored copies), ``model``, ``goals`` and ``decider`` (decisions), ``admin``, ``changes`` and
-``status`` (people). They know as little of each other as they can; this module connects them.
+The parts: ``install`` (the lease, the takeover, and the phases of changes), ``decide`` (the load model and the goals),
+and ``admin`` (requests, status and problems). They know as little of each other as possible; this module connects them.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, assert_never
 
 from dynamoth.errors import AlreadyRunning, ConfigError, MalformedMessage, RequestRefused
 from dynamoth.machine.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick, earliest
@@ -40,12 +38,22 @@ from dynamoth_balancer.decide.drain import Drain
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.decide.relieve import Relieve
 from dynamoth_balancer.decide.replicate import Replicate
-from dynamoth_balancer.events import Decided, Note, PlanChanged, Shutdown, Stopped
+from dynamoth_balancer.events import (
+    BalancerAction,
+    BalancerEvent,
+    Decided,
+    InnerAction,
+    Note,
+    PlanChanged,
+    Shutdown,
+    Stopped,
+    TransitionsSettled,
+)
 from dynamoth_balancer.install import copies, lease, listeners, takeover
 from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.contention import Contention
 from dynamoth_balancer.install.hearing import Hearing
-from dynamoth_balancer.install.installer import Installer, TransitionsSettled
+from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.install.lease import Lease
 from dynamoth_balancer.install.listeners import Listeners
 from dynamoth_balancer.install.recovery import Conflict
@@ -66,7 +74,7 @@ SHUTDOWN_S_MAX = 1.0
 
 
 class Stage(enum.Enum):
-    """What the balancer is about."""
+    """How far the balancer is; the module's text has the table."""
 
     CONTENDING = "contending"
     RECOVERING = "recovering"
@@ -77,18 +85,13 @@ class Stage(enum.Enum):
 class BalancerMachine:
     """The balancer of a cluster.
 
-    Own events: :class:`~dynamoth_balancer.events.Shutdown`. Own actions: ``PlanChanged``, ``Decided``,
-    ``ReportReceived``, ``Note`` and ``Stopped``, all in ``dynamoth_balancer.events``; a driver that does not know
-    them may ignore all but the last.
-
     Args:
         servers: all servers of the cluster, at least one, each id once.
         incarnation: up to 63 bits, random, new with each start of the process.
         options: every threshold, interval and bound.
 
     Raises:
-        ConfigError: there is no server, or a server is named twice; or those that are being drained are not servers, or
-            all servers.
+        ConfigError: there is no server, or one is named twice; or the servers to drain are unknown, or all servers.
 
     """
 
@@ -108,7 +111,7 @@ class BalancerMachine:
         self._down_reasons: dict[str, str] = dict.fromkeys(ids, "not connected yet")
         #: Servers that refused the subscription; a dict, as it keeps its order.
         self._unsubscribed: dict[str, None] = {}
-        #: Their replies, until one takes it.
+        #: Their replies, until the subscription is accepted.
         self._refused: dict[str, str] = {}
         self._lease = Lease(ids, incarnation, self.options.lease_s, self.options.lease_renew_s)
         patience_s = self.options.lease_s + self.options.lease_renew_s
@@ -121,13 +124,13 @@ class BalancerMachine:
         self._listeners = Listeners(self._agents)
         self._hearing = Hearing(self._agents, self._model, self.counters)
         self._decider = Decider(self._model, (Replicate(), Relieve(), Drain()), self.options)
-        #: What is wrong, for people.
+        #: The problems of the cluster, for people.
         self.health = Health()
         #: Why the latest decision could not be carried out; empty when it could.
         self._decision_refused = ""
         self._admin = Admin(self, RuleRequests(self._leading_installer), self.options)
         self._changes = Changes(self.load_ratio, self._change)
-        #: Counts the times that this process got the lease; 0 before the first.
+        #: How often this process got the lease; 0 before the first time.
         self._term = 0
         #: Not None exactly while RECOVERING.
         self._takeover: Takeover | None = None
@@ -154,13 +157,13 @@ class BalancerMachine:
         return 0 if self._installer is None else len(self._installer.transitions)
 
     def transition_age_s(self, now: float) -> float:
-        """Return how long the oldest channel in transition has been so; 0 without any."""
+        """Return the age of the oldest transition; 0 without any."""
         if self._installer is None:
             return 0.0
         return now - min((transition.since for transition in self._installer.transitions.values()), default=now)
 
     def blind(self) -> dict[str, bool]:
-        """Tell of each server whether its agent does not see what is published there."""
+        """Return, by server, whether its agent is blind."""
         return {server: server in self._model.blind for server in self._servers}
 
     @property
@@ -183,7 +186,7 @@ class BalancerMachine:
         return {server: self.load_ratio(server, now) for server in self._servers}
 
     def channels_left(self, server: str, now: float) -> int | None:
-        """Return how many channels a server being drained still has, as agents tell; None where that is not known."""
+        """Return how many channels a server being drained still has, by its reports; None while unknown."""
         plan = self.plan
         if server not in self.options.draining or plan is None or self.load_ratio(server, now) is None:
             return None
@@ -215,30 +218,30 @@ class BalancerMachine:
 
     # Events.
 
-    def handle(self, event: Any, now: float) -> list[Any]:
-        """Take one event; return the actions to execute, in order."""
+    def handle(self, event: BalancerEvent, now: float) -> list[BalancerAction]:
+        """Handle one event; return the actions to execute, in order."""
         if self.stage is Stage.STOPPED:
             return []
         actions = self._follow_lease(now)
         match event:
             case Pushed(link, messages):
-                actions += self._pushed(link, messages, now)
+                actions += self._on_pushes(link, messages, now)
             case Replied(link, tag, value):
-                actions += self._replied(link, tag, value, now)
+                actions += self._on_reply(link, tag, value, now)
             case Tick():
-                actions += self._tick(now)
+                actions += self._on_tick(now)
             case LinkUp(link, run_id):
-                actions += self._link_up(link, run_id, now)
+                actions += self._on_link_up(link, run_id, now)
             case LinkDown(link, reason):
-                actions += self._link_down(link, reason, now)
+                actions += self._on_link_down(link, reason, now)
             case Start():
                 self._contention.begin(now)
                 self._tick_at = now + TICK_INTERVAL_S
                 actions += [Connect(server.id, server.url) for server in self._servers.values()]
             case Shutdown():
-                actions += self._shutdown(now)
+                actions += self._on_shutdown(now)
             case _:
-                raise AssertionError(f"not an event of a balancer: {event!r}")
+                assert_never(event)
         return self._absorb_settled(actions, now)
 
     def deadline(self) -> float | None:
@@ -248,26 +251,37 @@ class BalancerMachine:
         installer = self._at_work
         return earliest(self._tick_at, None if installer is None else installer.deadline())
 
+    def check(self) -> None:
+        """Assert what must hold between the parts after each event."""
+        assert (self._takeover is not None) == (self.stage is Stage.RECOVERING), f"{self.stage} with {self._takeover}"
+        assert self._installer is not None or self.stage is not Stage.LEADING, "a leader installs plans"
+        assert self._run_ids.keys().isdisjoint(self._down_reasons), "a server is up or down"
+        assert self._run_ids.keys() | self._down_reasons.keys() == self._servers.keys(), "each server is up or down"
+        if self._installer is not None:
+            self._installer.check()
+        self._model.check()
+        self._admin.check()
+
     @property
     def _at_work(self) -> Installer | None:
-        """The installer, when the balancer leads: then it surely holds the lease, as that was looked at first."""
+        """The installer while the balancer leads; the lease has just been checked then."""
         return self._installer if self.stage is Stage.LEADING else None
 
-    def _absorb_settled(self, actions: list[Any], now: float) -> list[Any]:
-        """Do what follows from settled transitions, and take what is no action of ours out of ``actions``."""
-        settled = [action for action in actions if isinstance(action, TransitionsSettled)]
-        if not settled:
-            return actions
-        for action in settled:
-            self._model.settled(action.channels, now)
-            self.counters["moves_settled"] += len(action.channels)
-        others = [action for action in actions if not isinstance(action, TransitionsSettled)]
-        return [*others, *self._admin.tick(now)]
+    def _absorb_settled(self, actions: list[InnerAction], now: float) -> list[BalancerAction]:
+        """Pass settled transitions on to the model and to waiting administrators; return the other actions."""
+        others: list[BalancerAction] = []
+        for action in actions:
+            if isinstance(action, TransitionsSettled):
+                self._model.on_settled(action.channels, now)
+                self.counters["moves_settled"] += len(action.channels)
+            else:
+                others.append(action)
+        return [*others, *self._admin.tick(now)] if len(others) < len(actions) else others
 
-    def _link_up(self, server: str, run_id: str | None, now: float) -> list[Any]:
+    def _on_link_up(self, server: str, run_id: str | None, now: float) -> list[InnerAction]:
         self._run_ids[server] = run_id
         self._down_reasons.pop(server, None)
-        actions: list[Any] = [
+        actions: list[InnerAction] = [
             Send(server, (b"SUBSCRIBE", BALANCER_CHANNEL, OPERATOR_CHANNEL), ("subscribe",)),
             Note("info", CONNECTED, {"server": server}),
         ]
@@ -278,7 +292,7 @@ class BalancerMachine:
             actions += self._at_work.link_up(server, run_id, now)
         return actions
 
-    def _link_down(self, server: str, reason: str, now: float) -> list[Any]:
+    def _on_link_down(self, server: str, reason: str, now: float) -> list[InnerAction]:
         was_up = server in self._run_ids
         self._run_ids.pop(server, None)
         self._refused.pop(server, None)
@@ -294,34 +308,34 @@ class BalancerMachine:
             return []
         return [Note("warning", "a server cannot be reached", {"server": server, "reason": reason})]
 
-    def _replied(self, server: str, tag: Any, value: Any, now: float) -> list[Any]:
+    def _on_reply(self, server: str, tag: Any, value: Any, now: float) -> list[InnerAction]:
         match tag[0]:
             case lease.TAG:
-                return [*self._lease.replied(server, tag[1], value, now), *self._follow_lease(now)]
+                return [*self._lease.on_reply(server, tag[1], value, now), *self._follow_lease(now)]
             case takeover.TAG:
                 if self._takeover is None:
                     return []
-                return [*self._takeover.replied(server, tag, value), *self._recover(now)]
+                return [*self._takeover.on_reply(server, tag, value), *self._recover(now)]
             case copies.TAG:
-                return [] if self._at_work is None else self._copy_replied(self._at_work, server, tag, value, now)
+                return [] if self._at_work is None else self._on_copy_reply(self._at_work, server, tag, value, now)
             case listeners.TAG:
-                self._listeners.replied(server, value, now)
+                self._listeners.on_reply(server, value, now)
                 return []
             case "subscribe":
-                return self._subscribed(server, value)
+                return self._on_subscribe_error(server, value)
             case _:
                 raise AssertionError(f"not a tag of a balancer: {tag!r}")
 
-    def _copy_replied(self, installer: Installer, server: str, tag: Any, value: Any, now: float) -> list[Any]:
-        """Take the reply to a command of a copy. Where the plan has gone, the lease has probably gone with it."""
+    def _on_copy_reply(self, installer: Installer, server: str, tag: Any, value: Any, now: float) -> list[InnerAction]:
+        """Handle the reply to a command of a copy. Where the plan is gone, the lease has probably gone with it."""
         copy = installer.copy(server)
         was_whole = copy.is_written_whole
-        actions = list(installer.replied(server, tag, value, now))
+        actions = list(installer.on_reply(server, tag, value, now))
         if copy.is_written_whole and not was_whole:
             actions += self._lease.look_again(server, now)
         return actions
 
-    def _subscribed(self, server: str, value: Any) -> list[Any]:
+    def _on_subscribe_error(self, server: str, value: Any) -> list[InnerAction]:
         assert isinstance(value, ErrorReply), f"SUBSCRIBE has no reply but an error: {value!r}"
         self._unsubscribed[server] = None
         self._refused[server] = f"it does not let us hear its agent: {value}"
@@ -329,8 +343,8 @@ class BalancerMachine:
 
     # The lease and the stages.
 
-    def _follow_lease(self, now: float) -> list[Any]:
-        """Go into the stage that the lease allows."""
+    def _follow_lease(self, now: float) -> list[InnerAction]:
+        """Enter the stage that the lease allows."""
         if self.stage is Stage.STOPPED:
             return []
         if self._shutdown_at is not None:
@@ -344,7 +358,7 @@ class BalancerMachine:
             return self._contend(now)
         return []
 
-    def _begin_term(self, now: float) -> list[Any]:
+    def _begin_term(self, now: float) -> list[InnerAction]:
         self._term += 1
         self.stage = Stage.RECOVERING
         deadline = now + self.options.recovery_s
@@ -353,30 +367,31 @@ class BalancerMachine:
             servers, self._term, deadline, self.options.virtual_nodes, self.plan, self.options.compatibility
         )
         details = {"incarnation": self.incarnation}
-        actions: list[Any] = [Note("info", "got the lease; reading the stored plans", details)]
+        actions: list[InnerAction] = [Note("info", "got the lease; reading the stored plans", details)]
         for server, run_id in self._run_ids.items():
             actions += self._takeover.link_up(server, run_id)
         return actions
 
-    def _end_term(self, now: float) -> list[Any]:
+    def _end_term(self, now: float) -> list[InnerAction]:
         self.stage = Stage.CONTENDING
         self._takeover = None
         self._contention.begin(now)
         details = {**self._contention.details(), "reason": self._why_not_leading()}
         return [Note("error", "lost the lease: no decisions and no changes until it is back", details)]
 
-    def _contend(self, now: float) -> list[Any]:
+    def _contend(self, now: float) -> list[InnerAction]:
         try:
             return list(self._contention.look(now))
         except AlreadyRunning as error:
             return self._stop(error)
 
-    def _stop(self, error: AlreadyRunning | ConfigError | None) -> list[Any]:
+    def _stop(self, error: AlreadyRunning | ConfigError | None) -> list[InnerAction]:
         self.stage = Stage.STOPPED
+        self._takeover = None
         return [Stopped(error)]
 
-    def _recover(self, now: float) -> list[Any]:
-        """Go on reading what is stored, and lead when that is done."""
+    def _recover(self, now: float) -> list[InnerAction]:
+        """Continue reading stored plans, and lead when that is done."""
         if self._takeover is None:
             return []
         sends = self._takeover.read(now)
@@ -400,7 +415,7 @@ class BalancerMachine:
             "transitions": len(installer.transitions),
             "not_read": missing,
         }
-        actions: list[Any] = [Note("warning" if missing else "info", "leading", details)]
+        actions: list[InnerAction] = [Note("warning" if missing else "info", "leading", details)]
         actions += self._note_conflicts(conflicts)
         actions.append(PlanChanged(book.plan, "recovered from the servers" if book.plan.version else "a new cluster"))
         for server, run_id in self._run_ids.items():
@@ -413,12 +428,12 @@ class BalancerMachine:
         text = "a stored plan cannot be ours: it is not used, and written over; see who may write the key"
         return [Note("error", text, {"server": each.server, "reason": each.reason}) for each in conflicts]
 
-    def _shutdown(self, now: float) -> list[Any]:
+    def _on_shutdown(self, now: float) -> list[InnerAction]:
         self._shutdown_at = now + SHUTDOWN_S_MAX
         return [*self._lease.release(now), *self._shut_down(now)]
 
-    def _shut_down(self, now: float) -> list[Any]:
-        """Stop, once the servers have taken the lease back."""
+    def _shut_down(self, now: float) -> list[InnerAction]:
+        """Stop, once the servers have confirmed that the lease is given back."""
         assert self._shutdown_at is not None
         if self.stage is Stage.STOPPED or (self._lease.is_releasing and now < self._shutdown_at):
             return []
@@ -426,8 +441,8 @@ class BalancerMachine:
 
     # Time.
 
-    def _tick(self, now: float) -> list[Any]:
-        actions: list[Any] = []
+    def _on_tick(self, now: float) -> list[InnerAction]:
+        actions: list[InnerAction] = []
         if self._tick_at is None or now >= self._tick_at:
             self._tick_at = now + TICK_INTERVAL_S
             actions += self._lease.tick(now)
@@ -444,8 +459,8 @@ class BalancerMachine:
             actions += installer.advance(now)
         return actions
 
-    def _look_after_health(self, now: float) -> list[Any]:
-        """Find out what is wrong; say what has begun, and what is over."""
+    def _look_after_health(self, now: float) -> list[InnerAction]:
+        """Find problems; report those that have begun and those that are over."""
         leads = self.stage is Stage.LEADING
         lease_problems = {id_: f"it refuses the lease: {reply}" for id_, reply in self._lease.problems().items()}
         view = View(
@@ -462,35 +477,35 @@ class BalancerMachine:
             unreached=self._decider.unreached if leads and not self.is_paused else (),
             decision_refused=self._decision_refused if leads else "",
         )
-        return self.health.report(find(view, now), now)
+        return [*self.health.report(find(view, now), now)]
 
     def _why_not_leading(self) -> str:
         reason = self._contention.reason()
         needed = f"the lease of {self._lease.majority} of {len(self._servers)} servers is needed"
         return f"it is {self.stage.value}, not leading: {needed}" + (f"; {reason}" if reason else "")
 
-    def _resubscribe(self) -> list[Any]:
+    def _resubscribe(self) -> list[InnerAction]:
         servers = [server for server in self._unsubscribed if server in self._run_ids]
         self._unsubscribed.clear()
         return [Send(server, (b"SUBSCRIBE", BALANCER_CHANNEL, OPERATOR_CHANNEL), ("subscribe",)) for server in servers]
 
     # What is heard.
 
-    def _pushed(self, server: str, messages: Sequence[Sequence[Any]], now: float) -> list[Any]:
-        actions: list[Any] = []
+    def _on_pushes(self, server: str, messages: Sequence[Sequence[Any]], now: float) -> list[InnerAction]:
+        actions: list[InnerAction] = []
         for message in messages:
             if message[0] == b"message" and message[1] == BALANCER_CHANNEL:
-                actions += self._hearing.heard(server, message[2], self._at_work, now)
+                actions += self._hearing.on_message(server, message[2], self._at_work, now)
             elif message[0] == b"message" and message[1] == OPERATOR_CHANNEL:
-                actions += self._asked(server, message[2], now)
+                actions += self._on_operator_message(server, message[2], now)
             elif message[0] == b"subscribe":
                 self._refused.pop(server, None)
         if (installer := self._at_work) is not None:
             actions += installer.advance(now)
         return actions
 
-    def _asked(self, server: str, data: bytes, now: float) -> list[Any]:
-        """Take a message from an operator."""
+    def _on_operator_message(self, server: str, data: bytes, now: float) -> list[InnerAction]:
+        """Handle a request of an operator."""
         try:
             message = unpack_control(data)
         except MalformedMessage:
@@ -505,7 +520,7 @@ class BalancerMachine:
 
     # Changes.
 
-    def _decide(self, installer: Installer, now: float) -> list[Any]:
+    def _decide(self, installer: Installer, now: float) -> list[InnerAction]:
         """Make a plan, if it is time and there is a reason."""
         decision = self._decider.look(installer, now)
         if decision is None:
@@ -521,23 +536,25 @@ class BalancerMachine:
             self._decision_refused = str(error)
             return [Decided(decision), Note("warning", "a decision cannot be carried out now", {"reason": str(error)})]
 
-    def _change(self, assignments: Mapping[bytes, Assignment], reason: str, now: float) -> list[Any]:
-        """Begin to bring channels to new assignments. Raises RequestRefused."""
+    def _change(self, assignments: Mapping[bytes, Assignment], reason: str, now: float) -> list[InnerAction]:
+        """Begin to change the assignments of channels. Raises RequestRefused."""
         installer = self._at_work
         assert installer is not None, "only a balancer that leads changes the plan"
         plan = installer.plan
         changes = {channel: (plan.entry(channel).route.assignment, after) for channel, after in assignments.items()}
         actions = installer.begin(assignments, reason, now)
-        self._model.moved(changes, now)
-        self._decider.moved(changes, now)
+        self._model.on_moves(changes, now)
+        self._decider.on_moves(changes, now)
         self.counters["moves_begun"] += len(changes)
         self.counters["replications_begun"] += sum(any(map(is_replicated, pair)) for pair in changes.values())
         return list(actions)
 
     # What administrators may have done: see ``admin.AdminApi``.
 
-    def begin_change(self, command: str, arguments: Mapping[str, Any], now: float) -> tuple[BegunChange, list[Any]]:
-        """Begin what an administrator asks for; see :mod:`dynamoth_balancer.admin.changes`."""
+    def begin_change(
+        self, command: str, arguments: Mapping[str, Any], now: float
+    ) -> tuple[BegunChange, list[InnerAction]]:
+        """Begin a change for an administrator; see :mod:`dynamoth_balancer.admin.changes`."""
         installer = self._leading_installer()
         change, actions = self._changes.begin(installer, command, arguments, now)
         if change.after.mode is not Mode.SINGLE:
@@ -556,7 +573,7 @@ class BalancerMachine:
         return self._changes.state(self._installer, change, now)
 
     def pause(self, paused: bool) -> None:
-        """Make decisions, or make none."""
+        """Begin or end the pause of the balancer's own decisions."""
         self._decider.paused = paused
 
     def version(self) -> int:
@@ -570,7 +587,7 @@ class BalancerMachine:
         return plan_page(self._installer.plan, arguments)
 
     def status(self, now: float) -> Mapping[str, Any]:
-        """Return how everything is."""
+        """Return the state of everything, for people."""
         return {
             "stage": self.stage.value,
             "incarnation": self.incarnation,

@@ -3,10 +3,8 @@
 Each subcommand is a module of its own, with ``configure(parser)`` and ``run(arguments) -> int``. Only the module of
 the command that was asked for is imported, so that ``dynamoth --help`` and a typo are answered at once.
 
-Exit codes: 0 it was done; 1 it failed, was refused, or a check found something; 2 the command line or the
-configuration is wrong, or the daemon must not run as another one is at work (nothing that starting it again would
-mend); 130 interrupted before it was done. ``agent``, ``balancer`` and ``up`` run until they are told to end, by SIGINT
-or SIGTERM, and then exit with 0.
+Exit codes are in ``dynamoth_daemon.exit_codes``. ``agent``, ``balancer`` and ``up`` run until SIGINT or SIGTERM, and
+then exit with 0.
 """
 
 from __future__ import annotations
@@ -21,16 +19,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Protocol, cast
 
-EXIT_DONE = 0
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
-"""128 + SIGINT, as shells have it."""
-
-EXIT_CODES = (
-    "exit codes: 0 done; 1 failed or refused; 2 wrong command line or configuration, or another daemon is at work"
-    " already; 130 interrupted"
-)
+from dynamoth_daemon.exit_codes import EXIT_CODES, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 
 
 class CommandModule(Protocol):
@@ -79,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         sys.stdout.write(_overview())
-        return EXIT_DONE if arguments else EXIT_USAGE
+        return EXIT_DONE if arguments else EXIT_REFUSED
     name = arguments[0]
     if name in ("-V", "--version"):
         sys.stdout.write(f"dynamoth {version('dynamoth')}\n")
@@ -87,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
-        return _fail(f"{name!r} is no command: {hint}", EXIT_USAGE)
+        return _fail(f"{name!r} is no command: {hint}", EXIT_REFUSED)
     return _run(name, arguments[1:])
 
 
@@ -99,7 +88,7 @@ def _run(name: str, rest: list[str]) -> int:
         extra = command.extra
         return _fail(
             f"`dynamoth {name}` needs {missing}: install the extra {extra!r} (pip install '.[{extra}]' in a checkout)",
-            EXIT_USAGE,
+            EXIT_REFUSED,
         )
     module = cast(CommandModule, import_module(command.module))
     parser = argparse.ArgumentParser(
@@ -112,7 +101,7 @@ def _run(name: str, rest: list[str]) -> int:
     try:
         return module.run(parser.parse_args(rest))
     except ConfigError as error:
-        return _fail(f"configuration: {error}", EXIT_USAGE)
+        return _fail(f"configuration: {error}", EXIT_REFUSED)
     except DynamothError as error:
         return _fail(str(error), EXIT_FAILED)
     except KeyboardInterrupt:

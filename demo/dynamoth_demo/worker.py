@@ -38,7 +38,7 @@ import redis.exceptions
 
 from dynamoth.errors import ClusterUnavailable
 from dynamoth_client.asyncio import GapInfo, PubSub, Redis
-from dynamoth_daemon.daemon import run
+from dynamoth_daemon.event_loop import run
 from dynamoth_demo.festival import Festival, Performer
 from dynamoth_demo.latency import LatencyCounts
 from dynamoth_sim.guarantees import Audit

@@ -1,7 +1,7 @@
-"""Where messages are forwarded that are published in the wrong place, or whose channel is in transition.
+"""Decides where stray messages go: those published in the wrong place, or on a channel in transition.
 
-That depends on the plan's entry of the channel, the location, and what the envelope says of who published by which
-epoch: not on the single message. So it is decided once for all messages that are alike, and remembered until the entry
+The decision depends on the plan's entry of the channel, on the location, and on the publisher and epoch in the
+envelope, not on the single message. So it is made once for all messages that are alike, and kept until the entry
 changes.
 """
 
@@ -15,17 +15,17 @@ from dynamoth.protocol.envelope import FORWARDED, Envelope
 
 
 def is_relayed(route: Route) -> bool:
-    """Tell whether several dispatchers see each message that is published by a route, and forward it to old ones."""
+    """Return whether several dispatchers see each message published by a route, and forward it to old locations."""
     return route.assignment.mode is Mode.ALL_PUBLISHERS and len(route.assignment.servers) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class Forwarding:
-    """What becomes of messages that are alike.
+    """The decision for messages that are alike.
 
-    ``forwarded`` are the locations that get a copy, ``relayed`` those whose dispatchers get one, and ``relayed_later``
-    those whose dispatchers will have got one by then, as a rule. Copies carry ``epoch``. ``stale`` tells that they were
-    published where clients are told not to be.
+    ``forwarded`` are the locations that get a copy; ``relayed`` those whose dispatchers get one at once;
+    ``relayed_later`` those whose dispatchers usually have it by then from another dispatcher. Copies carry ``epoch``.
+    ``stale``: the messages were published where clients should not publish.
     """
 
     forwarded: tuple[Location, ...]
@@ -36,7 +36,7 @@ class Forwarding:
 
 
 _Alike = tuple[int, int, int]
-"""Publisher, epoch, and FORWARDED if it is set; of a raw message the dispatcher's own id and -1."""
+"""Publisher, epoch, and FORWARDED if it is set; for a raw message the dispatcher's own id and -1."""
 
 
 _NO_FORWARDINGS: dict[_Alike, Forwarding] = {}
@@ -44,34 +44,33 @@ _NOTHING: dict[bytes, dict[_Alike, Forwarding]] = {}
 
 
 class ForwardingTable:
-    """The ways from the locations of one server."""
+    """The decisions for the locations of one server.
+
+    Args:
+        server: the id of the server.
+        publisher: the id under which the dispatcher numbers raw messages.
+        bound: most entries; about 400 bytes each without the names.
+        names_bytes_max: bytes of the names of their channels; past either bound the table is cleared.
+
+    """
 
     def __init__(self, server: str, publisher: int, bound: int, names_bytes_max: int) -> None:
-        """Begin without any.
-
-        Args:
-            server: the id of the server.
-            publisher: the id under which the dispatcher numbers raw messages.
-            bound: ways that are remembered at most; about 400 bytes each without the names.
-            names_bytes_max: bytes of the names of their channels; past either bound all are forgotten.
-
-        """
         self._server = server
         self._publisher = publisher
         self._bound = bound
         self._names_bytes_max = names_bytes_max
         self._count = 0
-        #: Bytes of the names of their channels, counted for each way: an upper bound.
+        #: Bytes of the names of their channels, counted for each entry: an upper bound.
         self._names_bytes = 0
         #: By logical and by physical channel.
         self._known: dict[bytes, dict[bytes, dict[_Alike, Forwarding]]] = {}
 
     def has(self, channel: bytes, physical: bytes) -> bool:
-        """Tell whether a way from this location of a channel is known: it is a user's channel then, and not at rest."""
+        """Return whether there is an entry for this location of a channel: a user's channel, and not at rest."""
         return physical in self._known.get(channel, _NOTHING)
 
     def find(self, channel: bytes, physical: bytes, entry: Entry, envelope: Envelope | None) -> Forwarding:
-        """Return the way of a message that has arrived here; ``envelope`` None for a raw one."""
+        """Return the decision for a message that has arrived here; ``envelope`` None for a raw one."""
         if envelope is None:
             alike = (self._publisher, -1, 0)
         else:
@@ -87,20 +86,29 @@ class ForwardingTable:
         return way
 
     def forget(self, channel: bytes) -> None:
-        """Forget the ways of a channel: the plan's entry of it has changed."""
+        """Remove the entries of a channel, as the plan's entry of it has changed."""
         self._count -= sum(map(len, self._known.pop(channel, _NOTHING).values()))
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all entries."""
         self._known.clear()
         self._count = self._names_bytes = 0
 
-    def _decide(self, here: Location, channel: bytes, entry: Entry, alike: _Alike) -> Forwarding:
-        """Find the way of messages that arrive ``here``.
+    def __len__(self) -> int:
+        """Return the number of entries."""
+        return self._count
 
-        Between old and new locations, messages are forwarded only by the dispatcher of the location where they arrived,
-        as only that keeps the order between them and its markers. A message that arrived elsewhere goes to where
-        clients are told to be, with an epoch that makes the dispatcher there forward it to the rest.
+    def check(self) -> None:
+        """Assert that the entries are counted."""
+        count = sum(len(alike) for places in self._known.values() for alike in places.values())
+        assert self._count == count, f"{count} entries are counted as {self._count}"
+
+    def _decide(self, here: Location, channel: bytes, entry: Entry, alike: _Alike) -> Forwarding:
+        """Decide where messages go that arrive ``here``.
+
+        Between old and new locations, only the dispatcher of the location where a message arrived forwards it: only
+        that keeps the order between messages and markers. A message that arrived elsewhere goes to where clients should
+        publish, with an epoch that makes the dispatcher there forward it to the rest.
         """
         publisher, epoch, is_copy = alike
         stale = here not in entry.client_route.locations(channel)
@@ -125,6 +133,6 @@ class ForwardingTable:
 
 
 def _relays_first(target: Location, new: Sequence[Location], publisher: int) -> str:
-    """Return the server whose dispatcher relays a publisher's messages to ``target`` at once: its own where it can."""
+    """Return the server that relays a publisher's messages to ``target`` at once: the target's own if it can."""
     servers = [place.server for place in new]
     return target.server if target.server in servers else servers[publisher % len(servers)]

@@ -2,32 +2,31 @@
 
 Theory of operation
 -------------------
-It observes everything that is published at its server (``observation``) and holds the whole plan. A publication for
-which nothing is to be done costs one look-up in ``_at_rest``. Any other is looked at: whoever sent it by an old route
-is told, and it is forwarded where ``missing`` says, in the order of observation, through one outbox per server.
+It observes everything that is published at its server (``observation``) and holds the whole plan (``followed_plan``).
+A publication that needs nothing costs one look-up in ``_at_rest``. Any other is looked at: the ``forwarding_table``
+says where it goes, the ``forwarder`` sends it there in the order of observation, through one outbox per server, and a
+publisher that used an old route gets a notice (``client_notices``).
 
-The plan comes from the copy stored at the server, whole when the link comes up, and in deltas behind each change that
-the balancer stores. What is observed before the plan has come waits for it.
+The plan comes from the copy stored at the server: whole when the link comes up, then in deltas behind each change that
+the balancer stores. Messages observed before the first plan wait for it (``tables``).
 
-For a channel in transition here it also tells the listeners of an old location, sends markers to who joins a new one,
-and reports an old location that nobody listens at any more (``transitions``).
+For a channel in transition here (``transitions``) the dispatcher also sends notices to the listeners of an old
+location, sends markers to those who join a new one (``client_requests``), and reports a vacated old location.
 
-What is published at all new locations (ALL_PUBLISHERS) is forwarded to the old ones by the dispatchers of all. They
-*relay* it: each gives it to the dispatcher of the old location, which publishes it once. One of them does so at once;
-the others, in case it cannot or has not got the message, a little later, many messages together.
+Messages published at all new locations (ALL_PUBLISHERS) are forwarded to the old ones by the dispatchers of all. They
+*relay* them: each gives its copy to the dispatcher of the old location, which publishes each message once. One of them
+does so at once; the others, in case it cannot or has not got the message, a little later, many messages together.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, assert_never
 
-from dynamoth.errors import MalformedMessage, PlanError
-from dynamoth.machine.bounded import ENTRY_BYTES, BoundedTable
+from dynamoth.errors import MalformedMessage
 from dynamoth.machine.events import (
     ErrorReply,
     LinkDown,
@@ -45,26 +44,17 @@ from dynamoth.names import (
     AGENT_CHANNEL,
     ANNOUNCE_CHANNEL,
     BALANCER_CHANNEL,
-    CLIENTS_CHANNEL,
     NOTIFICATION_PREFIXES,
     RELAY_PREFIX,
     forwarded_channel,
-    inbox,
     is_user_channel,
     logical_channel,
 )
-from dynamoth.plan.plan import Entry, Location, Phase, Plan, Route
-from dynamoth.protocol import stored_plan
+from dynamoth.plan.plan import Entry, Location, Phase, Plan
 from dynamoth.protocol.control import (
-    Announcement,
-    ForwardRequest,
     LossNotice,
-    Marker,
-    PlanAck,
     PlanChange,
     PlanQuery,
-    RouteNotice,
-    RulesChanged,
     Vacated,
     pack_control,
     seal_control,
@@ -84,108 +74,76 @@ from dynamoth.protocol.envelope import (
     seal,
 )
 from dynamoth_dispatcher import observation
-from dynamoth_dispatcher.forwarder import LOCAL, Forwarder, ForwarderOptions
+from dynamoth_dispatcher.client_notices import TAG_LISTENERS, ClientNotices, observation_gap
+from dynamoth_dispatcher.client_requests import ClientRequests
+from dynamoth_dispatcher.events import LOCAL, DispatcherAction, DispatcherEvent
+from dynamoth_dispatcher.followed_plan import TAG_PLAN, FollowedPlan
+from dynamoth_dispatcher.forwarder import Forwarder
 from dynamoth_dispatcher.forwarding_table import Forwarding, ForwardingTable, is_relayed
 from dynamoth_dispatcher.observation import Observation
+from dynamoth_dispatcher.options import DispatcherOptions
 from dynamoth_dispatcher.tables import Backlog, RawNumbers
-from dynamoth_dispatcher.transitions import Transition, TransitionOptions, Transitions
-
-DELTA_VERSIONS_MAX = 10_000
-"""A change of the plan that leaves out more versions is not believed: what the server stores is read instead. A new
-balancer leaves out 1000."""
-
+from dynamoth_dispatcher.transitions import TAG_NUMSUB, Transitions
 
 _physical_of = itemgetter(2)
 _ONLY_PMESSAGES = {4}
-"""The number of elements of a ``pmessage``; no other push has so many."""
+"""The number of elements of a ``pmessage``; no other push has as many."""
 
-QUIET_ENTRY_BYTES = 100
-"""About what a channel at rest takes besides its name."""
-
-
-@dataclass(frozen=True, slots=True)
-class DispatcherOptions:
-    """What a dispatcher may choose."""
-
-    transition: TransitionOptions = field(default_factory=TransitionOptions)
-    forwarder: ForwarderOptions = field(default_factory=ForwarderOptions)
-    backlog_max: int = 100_000
-    """Messages that wait for the plan at most, before it has been read; past it clients are told of the gap."""
-    quiet_max: int = 1_000_000
-    """Channels at rest that are remembered at most; about 100 bytes each."""
-    forwardings_max: int = 100_000
-    """ForwardingTable of messages that are forwarded, remembered at most; about 400 bytes each."""
-    names_bytes_max: int = 32 * 1024 * 1024
-    """Memory for each table of what was published here (raw channels, told publishers; the backlog and the ways twice
-    that much, and channels at rest four times), about."""
-    told_max: int = 100_000
-    """Publishers that are remembered as told at most."""
-    tell_again_s: float = 1.0
-    """A publisher that still uses an old route so long after it was told is told again."""
-    raw_channels_max: int = 100_000
-    """Channels at a wrong server whose raw messages are numbered at most."""
-    route_change_window_s: float = 5.0
-    """Forwarded copies say ROUTE_CHANGED for so long after the plan changed for their channel, or after the dispatcher
-    began to observe."""
-    plan_retry_s: float = 0.5
-    """How soon the stored plan is read again when there was none."""
-    observe_retry_s: float = 2.0
-    """How soon a server that does not let this dispatcher observe is asked again: its ACL may have been mended."""
+AT_REST_ENTRY_BYTES = 100
+"""Approximate memory of a channel at rest besides its name."""
 
 
 class DispatcherMachine:
-    """Dispatches at one server. See the module's text.
+    """Forwards and redirects at one server.
 
     Promises: every message observed while the plan is known is forwarded wherever a follower of any route may listen,
-    at least once and in the order of observation; what cannot be forwarded is told to subscribers (``LossNotice``),
-    and what was not observed to publishers (``ObservationGap``).
+    at least once and in the order of observation. Subscribers get a ``LossNotice`` for messages that cannot be
+    forwarded, publishers an ``ObservationGap`` for those that were not observed.
+
+    Args:
+        server: the id of its server.
+        incarnation: up to 63 bits, random, new with each start of the process.
+        options: its bounds and periods.
+
     """
 
     def __init__(self, server: str, incarnation: int, options: DispatcherOptions | None = None) -> None:
-        """Make a dispatcher.
-
-        Args:
-            server: the id of its server.
-            incarnation: up to 63 bits, random, new with each start of the process.
-            options: see :class:`DispatcherOptions`.
-
-        """
         self.server = server
         self.incarnation = incarnation
-        self.options = options or DispatcherOptions()
+        self.options = options = options or DispatcherOptions()
         self.counters: Counter[str] = Counter()
-        #: The plan that is acted upon; None before the first was read.
-        self.plan: Plan | None = None
-        self.transitions = Transitions(server, self.options.transition)
+        self.transitions = Transitions(server, options.transition, self.counters)
         self._publisher = zlib.crc32(server.encode()) << 32 | incarnation & 0xFFFFFFFF
-        #: Physical channels on which a message of today's routes needs nothing: the hot path's one look-up.
+        self._followed = FollowedPlan(server, incarnation, options.plan_retry_s, self.counters)
+        #: Physical channels whose messages need nothing while their route is the present one: the hot path's one
+        #: look-up.
         self._at_rest: set[bytes] = set()
         #: Bytes of their names; an upper bound.
         self._at_rest_bytes = 0
-        #: Where messages go of which that is not true.
+        #: Where messages on other channels go.
         self._forwarding = ForwardingTable(
-            server, self._publisher, self.options.forwardings_max, 2 * self.options.names_bytes_max
+            server, self._publisher, options.forwardings_max, 2 * options.names_bytes_max
         )
-        self._forwarder = Forwarder(server, self.options.forwarder, self.counters)
-        #: (publisher, channel) to (epoch, time) of the latest notice to a stale publisher.
-        self._told: BoundedTable[tuple[int, bytes], tuple[int, float]] = BoundedTable(
-            self.options.told_max, self.options.names_bytes_max, lambda key, _: len(key[1]) + ENTRY_BYTES
-        )
-        self._raw_numbers = RawNumbers(self.options.raw_channels_max, self.options.names_bytes_max, self.counters)
+        self._forwarder = Forwarder(server, options.forwarder, self.counters)
+        self._notices = ClientNotices(server, options, self.counters)
+        self._requests = ClientRequests(server, self.transitions, self._forwarder, self.counters)
+        self._raw_numbers = RawNumbers(options.raw_channels_max, options.names_bytes_max, self.counters)
         #: Channel to the time of its latest change of plan, for ROUTE_CHANGED.
         self._changed_at: dict[bytes, float] = {}
-        #: Observed before the plan was known.
-        self._backlog = Backlog(self.options.backlog_max, 2 * self.options.names_bytes_max)
-        #: What is subscribed to. Where the server does not allow it, no plan is acknowledged.
+        #: Messages observed before the plan was known.
+        self._backlog = Backlog(options.backlog_max, 2 * options.names_bytes_max)
+        #: The subscriptions. Where the server refuses them, no plan is acknowledged.
         self._observation = Observation()
         self._up = False
-        self._run_id: str | None = None
-        #: Whether something may have gone by unobserved of which the clients here have not been told.
+        #: Whether messages may have passed unobserved of which the clients here do not know yet.
         self._blind = True
         #: When this dispatcher last began to observe.
         self._sighted_at = float("-inf")
-        self._plan_asked = False
-        self._plan_retry_at: float | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is acted upon; None before the first was read."""
+        return self._followed.plan
 
     @property
     def why_blind(self) -> str | None:
@@ -207,174 +165,139 @@ class DispatcherMachine:
         """By server, what it answers to forwarded messages that it refuses: they are lost."""
         return self._forwarder.refusals
 
-    def handle(self, event: Any, now: float) -> list[Any]:
-        """Take one event; return the actions to execute, in order."""
+    def handle(self, event: DispatcherEvent, now: float) -> list[DispatcherAction]:
+        """Handle one event; return the actions to execute, in order."""
         match event:
             case Pushed():
-                return self._pushed(event, now)
+                return self._on_pushes(event, now)
             case Replied() | RepliedAll():
-                return self._replied(event, now)
+                return self._on_reply(event, now)
             case Tick():
-                return self._tick(now)
+                return self._on_tick(now)
             case LinkUp(link, run_id):
-                return self._local_up(run_id, now) if link == LOCAL else self._forwarder.link_up(link)
-            case LinkDown(link, _):
-                return self._link_down(link)
+                return self._on_local_up(run_id, now) if link == LOCAL else self._forwarder.link_up(link)
+            case LinkDown(link):
+                return self._on_link_down(link)
             case Start():
                 return []
             case _:
-                raise AssertionError(f"not an event of a dispatcher: {event!r}")
+                assert_never(event)
 
     def deadline(self) -> float | None:
         """Return when the next notice, poll or reading of the plan may be due."""
         if not self._up:
             return None
         return earliest(
-            self.transitions.deadline(), self._plan_retry_at, self._observation.retry_at, self._forwarder.deadline()
+            self.transitions.deadline(), self._followed.retry_at, self._observation.retry_at, self._forwarder.deadline()
         )
+
+    def check(self) -> None:
+        """Assert what must hold between the parts after each event."""
+        self.transitions.check(self.plan)
+        self._forwarder.check()
+        self._forwarding.check()
+        if self.plan is None:
+            assert not self._at_rest and not len(self._forwarding), "nothing is decided without a plan"
+        else:
+            assert not len(self._backlog), "messages wait for the first plan only"
+        for transition in self.transitions.all():
+            for location in (*transition.old_here, *transition.new_here):
+                assert location.physical not in self._at_rest, f"{location} is at rest and in transition"
+        if not self._up:
+            assert not self._followed.is_reading and self.why_blind is not None, "the link is down"
 
     # Links.
 
-    def _local_up(self, run_id: str | None, now: float) -> list[Any]:
+    def _on_local_up(self, run_id: str | None, now: float) -> list[DispatcherAction]:
         self._up = True
-        self._run_id = run_id
         self._blind = True
         self._sighted_at = now
-        # Observe first: what the balancer says must find an agent that sees what is published.
-        return [*self._observation.link_up(), *self._read_plan()]
+        # Observe first: when the balancer speaks, this agent must already see what is published.
+        return [*self._observation.link_up(), *self._followed.link_up(run_id)]
 
-    def _subscriptions_changed(self, push: Sequence[Any], now: float) -> list[Any]:
-        """Take the confirmation of a subscription; with the last one after a refusal, begin as after a reconnect."""
-        actions = self._observation.changed(push)
+    def _on_subscription(self, push: Sequence[Any], now: float) -> list[DispatcherAction]:
+        """Handle a confirmation; after a refusal, begin with the last one as after a reconnect."""
+        actions = self._observation.on_confirmation(push)
         if not self._observation.is_restored():
             return actions
         self._blind = True
         self._sighted_at = now
-        return [*actions, *self._read_plan()]
+        return [*actions, *self._followed.read()]
 
-    def _read_plan(self) -> list[Any]:
-        self._plan_retry_at = None
-        if self._plan_asked:
-            return []
-        self._plan_asked = True
-        return [Send(LOCAL, stored_plan.READ_WHOLE, ("plan",))]
-
-    def _link_down(self, link: str) -> list[Any]:
+    def _on_link_down(self, link: str) -> list[DispatcherAction]:
         if link != LOCAL:
             self._forwarder.link_down(link)
             return []
         self._up = False
         self._observation.link_down()
-        self._plan_asked = False
-        self._plan_retry_at = None
-        return self._forwarder.flush()  # nothing more comes that it could go together with
+        self._followed.link_down()
+        return self._forwarder.flush()  # nothing more comes for them to wait for
 
-    # The plan.
-
-    def _replied(self, event: Replied | RepliedAll, now: float) -> list[Any]:
+    def _on_reply(self, event: Replied | RepliedAll, now: float) -> list[DispatcherAction]:
         if isinstance(event.tag, Outbox):
             values = (event.value,) if isinstance(event, Replied) else event.values
-            return self._forwarder.replied(event.link, event.tag, values)
+            return self._forwarder.on_replies(event.link, event.tag, values)
         assert isinstance(event, Replied), "only copies are sent together"
         match event.tag:
             case (observation.TAG_OBSERVE,):
                 assert isinstance(event.value, ErrorReply), "subscriptions are confirmed by pushes"
                 self.counters["refused_commands"] += 1
-                self._observation.refused(str(event.value), now + self.options.observe_retry_s)
+                self._observation.on_refusal(str(event.value), now + self.options.observe_retry_s)
                 return []
             case (observation.TAG_LEAVE,):
                 self.counters["refused_commands"] += 1
-                self._observation.leave_refused(str(event.value))
+                self._observation.on_leave_refusal(str(event.value))
                 return []
-            case ("plan",):
-                self._plan_asked = False
-                return self._plan_read(event.value, now)
-            case ("numsub", channels):
-                return self._polled(channels, event.value, now)
-            case ("listeners",):
-                return self._tell_listeners(event.value)
+            case (tag,) if tag == TAG_PLAN:
+                return self._on_stored_plan(event.value, now)
+            case (tag, asked) if tag == TAG_NUMSUB:
+                return self._report_vacated(self.transitions.on_poll(asked, event.value, now))
+            case (tag,) if tag == TAG_LISTENERS:
+                assert self.plan is not None, "it is never given up"
+                return self._notices.on_listeners(event.value, self.plan)
             case _:
                 raise AssertionError(f"not a tag of a dispatcher: {event.tag!r}")
 
-    def _plan_read(self, reply: Any, now: float) -> list[Any]:
-        plan = None
-        try:
-            if isinstance(reply, ErrorReply):
-                self.counters["refused_commands"] += 1
-            else:
-                plan = stored_plan.parse_whole(reply, self._run_id)
-        except (MalformedMessage, PlanError):
-            self.counters["malformed_plans"] += 1
+    # The plan.
+
+    def _on_stored_plan(self, reply: Any, now: float) -> list[DispatcherAction]:
+        plan, known = self._followed.on_stored(reply, now), self.plan
         if plan is None:
-            self._plan_retry_at = now + self.options.plan_retry_s
-            return self._catch_up(now) if self.plan else []
-        told: list[Any] = []
-        if self.plan is None or plan.version >= self.plan.version:
-            known = self.plan
+            return self._catch_up(now) if known else []
+        actions: list[DispatcherAction] = []
+        if known is None or plan.version >= known.version:
             self._adopt(plan, now)
             if known is None or known.compatibility != plan.compatibility:
-                told = self._tell_rules()
+                actions += self._announce_rules(plan)
             if known is not None:
-                told += self._ask_for_listeners(known)
-        return [*told, *self.acknowledge(), *self._catch_up(now)]
+                actions += self._notices.ask_for_listeners(plan, known)
+        return [*actions, *self.acknowledge(), *self._catch_up(now)]
 
     def _adopt(self, plan: Plan, now: float) -> None:
         """Act on a whole plan."""
-        self.plan = plan
+        self._followed.plan = plan
         self._forwarder.servers = plan.servers
-        self._forget_quiet()
+        self._forget_at_rest()
         self._forwarding.clear()
         self.transitions.clear()
         for channel, entry in plan.entries.items():
             if entry.phase is not Phase.SETTLED:
                 self.transitions.update(channel, entry, now)
 
-    def _ask_for_listeners(self, known: Plan) -> list[Any]:
-        """Ask who listens here, if this plan does not continue the one that was known.
+    def _announce_rules(self, plan: Plan) -> list[DispatcherAction]:
+        """Make the publishers here read the compatibility rules, unless there never were any."""
+        return self._notices.change_of_rules(plan) if plan.compatibility.version else []
 
-        Balancers never take an entry away, nor change the ring. But all servers may have lost their copies while no
-        balancer was at work: then the next one begins a new plan, and nothing else would tell those who listen here.
-        """
-        assert self.plan is not None, "it was just taken"
-        same_homes = self.plan.ring_mark == known.ring_mark
-        if same_homes and not any(e.newer_than(self.plan.entries.get(channel)) for channel, e in known.entries.items()):
-            return []
-        return [Send(LOCAL, (b"PUBSUB", b"CHANNELS"), ("listeners",))]
-
-    def _tell_listeners(self, reply: Any) -> list[Any]:
-        """Have subscribers look again who listen where the plan does not send them."""
-        if isinstance(reply, ErrorReply):
-            self.counters["refused_commands"] += 1
-            return []
-        assert self.plan is not None, "it is never given up"
-        actions: list[Any] = []
-        for physical in filter(is_user_channel, reply):
-            channel = logical_channel(physical)
-            places = [place for route in self.plan.entry(channel).live_routes for place in route.locations(channel)]
-            if Location(self.server, physical) not in places:
-                notice = seal_control(LossNotice(channel, None))
-                actions.append(Send(LOCAL, (b"PUBLISH", physical, notice)))
-        return actions
-
-    def _tell_rules(self) -> list[Any]:
-        """Have the publishers here read the compatibility rules, which have changed, or may have."""
-        assert self.plan is not None, "it was just taken"
-        version = self.plan.compatibility.version
-        if not version:
-            return []
-        return [Send(LOCAL, (b"PUBLISH", CLIENTS_CHANNEL, pack_control(RulesChanged(version))))]
-
-    def _catch_up(self, now: float) -> list[Any]:
-        """With the plan known: tell clients if something was not observed, and handle what was, before."""
-        actions = self._tell_of_blindness() if self._blind else []
+    def _catch_up(self, now: float) -> list[DispatcherAction]:
+        """Tell clients of messages that were not observed, then handle those that waited for the plan."""
+        actions = self._report_blindness() if self._blind else []
         while self._backlog:
             actions += self._observed(*self._backlog.take(), now)
         return actions
 
-    def _tell_of_blindness(self) -> list[Any]:
-        actions: list[Any] = []
+    def _report_blindness(self) -> list[DispatcherAction]:
         self._blind = False
-        actions.append(self._forwarder.ask_publishers())
+        actions: list[DispatcherAction] = [observation_gap(self.server)]
         for transition in self.transitions.all():
             notice = seal_control(LossNotice(transition.channel, None))
             here = (*transition.old_here, *transition.new_here)
@@ -387,14 +310,11 @@ class DispatcherMachine:
         places = dict.fromkeys(place for route in entry.live_routes for place in route.locations(channel))
         return [place for place in places if place.server != self.server]
 
-    def acknowledge(self) -> list[Any]:
-        """Tell the balancer which version is acted upon."""
-        if self.plan is None or self.why_blind is not None:
-            return []
-        ack = PlanAck(self.server, self.incarnation, self.plan.version)
-        return [Send(LOCAL, (b"PUBLISH", BALANCER_CHANNEL, pack_control(ack)))]
+    def acknowledge(self) -> list[DispatcherAction]:
+        """Send the balancer the version of the plan, if this dispatcher observes its server."""
+        return self._followed.acknowledge() if self.why_blind is None else []
 
-    def _told_by_balancer(self, data: bytes, now: float) -> list[Any]:
+    def _on_balancer_message(self, data: bytes, now: float) -> list[DispatcherAction]:
         try:
             message = unpack_control(data)
         except MalformedMessage:
@@ -402,30 +322,25 @@ class DispatcherMachine:
             return []
         match message:
             case PlanChange(delta):
-                if self.plan is None or delta.version > self.plan.version:
-                    return self._changed(message, now)
-                return self.acknowledge()
+                is_newer = self.plan is None or delta.version > self.plan.version
+                return self._on_change(message, now) if is_newer else self.acknowledge()
             case PlanQuery(version):
-                return self.acknowledge() if self.plan and self.plan.version >= version else self._read_plan()
+                is_known = self.plan is not None and self.plan.version >= version
+                return self.acknowledge() if is_known else self._followed.read()
             case _:
                 self.counters["unexpected_messages"] += 1
                 return []
 
-    def _changed(self, change: PlanChange, now: float) -> list[Any]:
+    def _on_change(self, change: PlanChange, now: float) -> list[DispatcherAction]:
         delta = change.delta
-        if self.plan is None or delta.base != self.plan.version or delta.version - delta.base > DELTA_VERSIONS_MAX:
-            return self._read_plan()
-        try:
-            self.plan = self.plan.apply(change.delta)
-        except PlanError:
-            self.counters["malformed_plans"] += 1
-            return self._read_plan()
-        actions: list[Any] = []
-        if change.delta.compatibility is not None:
-            self._forget_quiet()
+        if not self._followed.apply(delta):
+            return self._followed.read()
+        actions: list[DispatcherAction] = []
+        if delta.compatibility is not None and self.plan is not None:
+            self._forget_at_rest()
             self._forwarding.clear()
-            actions += self._tell_rules()
-        for channel, entry in change.delta.entries.items():
+            actions += self._announce_rules(self.plan)
+        for channel, entry in delta.entries.items():
             places = {place for route in entry.live_routes for place in route.locations(channel)}
             self._at_rest.difference_update(place.physical for place in places)
             self._at_rest.discard(channel)
@@ -438,7 +353,7 @@ class DispatcherMachine:
         self._forget_changes(now)
         return [*actions, *self.acknowledge()]
 
-    def _open_links(self, channel: bytes, entry: Entry) -> list[Any]:
+    def _open_links(self, channel: bytes, entry: Entry) -> list[DispatcherAction]:
         """Connect before the first message is to be forwarded."""
         return [action for place in self._elsewhere(channel, entry) for action in self._forwarder.connect(place.server)]
 
@@ -449,33 +364,32 @@ class DispatcherMachine:
 
     # Observation.
 
-    def _pushed(self, event: Pushed, now: float) -> list[Any]:
-        quiet = self._at_rest
-        if set(map(len, event.messages)) == _ONLY_PMESSAGES and quiet.issuperset(map(_physical_of, event.messages)):
+    def _on_pushes(self, event: Pushed, now: float) -> list[DispatcherAction]:
+        at_rest = self._at_rest
+        if set(map(len, event.messages)) == _ONLY_PMESSAGES and at_rest.issuperset(map(_physical_of, event.messages)):
             return []  # nearly always, and nothing of this runs in Python
-        actions: list[Any] = []
+        actions: list[DispatcherAction] = []
         for push in event.messages:
             kind = push[0]
             if kind == b"pmessage":
-                if push[2] not in quiet and push[1] != self._observation.repeated:
+                if push[2] not in at_rest and push[1] != self._observation.repeated:
                     actions += self._observed(push[2], push[3], now)
             elif kind == b"message" and push[1] == AGENT_CHANNEL:
-                actions += self._told_by_balancer(push[2], now)
+                actions += self._on_balancer_message(push[2], now)
             elif kind in observation.SUBSCRIPTIONS:
-                actions += self._subscriptions_changed(push, now)
+                actions += self._on_subscription(push, now)
         return actions
 
-    def _observed(self, physical: bytes, data: bytes, now: float) -> list[Any]:
+    def _observed(self, physical: bytes, data: bytes, now: float) -> list[DispatcherAction]:
         channel = logical_channel(physical)
-        if self.plan is not None and self._forwarding.has(channel, physical):
-            return self._dispatch(physical, channel, self.plan.entry(channel), data, now)
+        plan = self._followed.plan
+        if plan is not None and self._forwarding.has(channel, physical):
+            return self._dispatch(physical, channel, plan.entry(channel), data, now)
         is_relay = physical.startswith(RELAY_PREFIX)
         asked_for = forwarded_channel(physical)
         if not is_relay and asked_for is None and not is_user_channel(physical):
-            if physical.startswith(NOTIFICATION_PREFIXES):
-                return self._observation.notified()
-            return self._announced(data, now) if physical == ANNOUNCE_CHANNEL and len(self.transitions) else []
-        if self.plan is None:
+            return self._on_own_channel(physical, data, now)
+        if plan is None:
             if dropped := self._backlog.put(physical, data):
                 self._blind = True
                 self.counters["backlog_dropped"] += dropped
@@ -483,77 +397,33 @@ class DispatcherMachine:
         if is_relay:
             return self._forwarder.publish_once(physical.removeprefix(RELAY_PREFIX), data)
         if asked_for is not None:
-            return self._requested(asked_for, data, now)
-        entry = self.plan.entry(channel)
+            return self._requests.on_forward_request(asked_for, data, plan.servers, now)
+        entry = plan.entry(channel)
         if entry.phase is Phase.SETTLED and Location(self.server, physical) in entry.route.locations(channel):
-            if is_enveloped(data) and self.plan.compatibility.is_plain(channel):
-                return self._tell_of_rules(data)
+            if is_enveloped(data) and plan.compatibility.is_plain(channel):
+                return self._correct_format(plan, data)
             self._remember_at_rest(physical)
             return []
         return self._dispatch(physical, channel, entry, data, now)
 
-    def _announced(self, data: bytes, now: float) -> list[Any]:
-        """Send markers to a subscriber that has joined new locations here, to where it listens to old ones.
-
-        Not while something may have gone by unobserved of which old locations have not been told: it asks again.
-        """
-        try:
-            message = unpack_control(data)
-        except MalformedMessage:
-            self.counters["malformed_messages"] += 1
-            return []
-        if not isinstance(message, Announcement) or self._blind:
-            return []
-        actions: list[Any] = []
-        to = inbox(message.client)
-        named = frozenset(message.leaving)
-        for physical in dict.fromkeys(message.joined):
-            transition = self.transitions.get(logical_channel(physical))
-            if transition is None or Location(self.server, physical) not in transition.new_here:
-                continue
-            marker = seal_control(Marker(transition.channel, self.server, message.number))
-            relayed = is_relayed(transition.entry.route)
-            for server in sorted(named & transition.old_servers):
-                actions += self._forwarder.mark(Location(server, to), marker, now, relayed=relayed)
-        return actions
-
-    def _requested(self, physical: bytes, data: bytes, now: float) -> list[Any]:
-        """Forward what a publisher cannot send itself. Its own copy may still arrive: subscribers know both as one.
-
-        A heartbeat waits, and is sent when the publisher has not asked for a later one in the meantime.
-        """
-        try:
-            request = unpack_control(data)
-        except MalformedMessage:
-            self.counters["malformed_messages"] += 1
-            return []
-        assert self.plan is not None
-        if not isinstance(request, ForwardRequest):
-            self.counters["unexpected_messages"] += 1
-            return []
-        actions: list[Any] = []
-        for server, copy in request.copies:
-            envelope = self._open(copy)
-            if envelope is None or server not in self.plan.servers or server == self.server:
-                self.counters["unexpected_messages"] += 1
-                continue
-            target = Location(server, physical)
-            if envelope.flags & HEARTBEAT:
-                actions += self._forwarder.heartbeat_later(target, envelope, now)
-            else:
-                self.counters["forwarded_messages"] += 1
-                actions += self._forwarder.forward(target, copy)
-        return actions
+    def _on_own_channel(self, physical: bytes, data: bytes, now: float) -> list[DispatcherAction]:
+        """Handle a message on a channel that is no application's."""
+        if physical.startswith(NOTIFICATION_PREFIXES):
+            return self._observation.on_notification()
+        # No markers while old locations may not know of unobserved messages: the subscriber announces itself again.
+        if physical == ANNOUNCE_CHANNEL and len(self.transitions) and not self._blind:
+            return self._requests.on_announcement(data, now)
+        return []
 
     def _remember_at_rest(self, physical: bytes) -> None:
-        self._at_rest_bytes += len(physical) + QUIET_ENTRY_BYTES
+        self._at_rest_bytes += len(physical) + AT_REST_ENTRY_BYTES
         if len(self._at_rest) >= self.options.quiet_max or self._at_rest_bytes > 4 * self.options.names_bytes_max:
             self.counters["quiet_evicted"] += len(self._at_rest)
-            self._forget_quiet()
-            self._at_rest_bytes = len(physical) + QUIET_ENTRY_BYTES
+            self._forget_at_rest()
+            self._at_rest_bytes = len(physical) + AT_REST_ENTRY_BYTES
         self._at_rest.add(physical)
 
-    def _forget_quiet(self) -> None:
+    def _forget_at_rest(self) -> None:
         self._at_rest.clear()
         self._at_rest_bytes = 0
 
@@ -569,26 +439,28 @@ class DispatcherMachine:
 
     # Forwarding.
 
-    def _dispatch(self, physical: bytes, channel: bytes, entry: Entry, data: bytes, now: float) -> list[Any]:
-        """Forward a message that is not simply in its place, and tell who should know."""
+    def _dispatch(
+        self, physical: bytes, channel: bytes, entry: Entry, data: bytes, now: float
+    ) -> list[DispatcherAction]:
+        """Forward a message that needs it, and send notices to its publisher and to listeners of its location."""
         envelope = self._open(data)
         if envelope is not None and envelope.flags & CONTROL:
             return []
         way = self._forwarding.find(channel, physical, entry, envelope)
         actions = self._forward_message(channel, way, envelope, data, now)
         if way.stale and envelope is not None and not envelope.flags & (FORWARDED | HEARTBEAT):
-            actions += self._tell_publisher(channel, entry.client_route, envelope.publisher, now)
+            actions += self._notices.redirect_publisher(channel, entry.client_route, envelope.publisher, now)
         transition = self.transitions.get(channel)
-        if transition is not None and not transition.told and entry.phase is Phase.ACTIVE:
+        if transition is not None and not transition.is_noticed and entry.phase is Phase.ACTIVE:
             here = Location(self.server, physical)
             if here in transition.old_here:
-                transition.told = True
-                actions.append(self._notice(transition, here))
+                transition.is_noticed = True
+                actions += self._notices.redirect_listeners(transition, (here,))
         return actions
 
     def _forward_message(
         self, channel: bytes, way: Forwarding, envelope: Envelope | None, data: bytes, now: float
-    ) -> list[Any]:
+    ) -> list[DispatcherAction]:
         copies = len(way.forwarded) + len(way.relayed) + len(way.relayed_later)
         if not copies:
             return []
@@ -598,7 +470,7 @@ class DispatcherMachine:
         else:
             copy = forwarded(data, way.epoch, ROUTE_CHANGED if self._in_doubt(channel, now) else 0)
         self.counters["forwarded_messages"] += copies
-        actions: list[Any] = []
+        actions: list[DispatcherAction] = []
         for target in way.forwarded:
             actions += self._forwarder.forward(target, copy)
         for target in way.relayed:
@@ -608,12 +480,12 @@ class DispatcherMachine:
         return actions
 
     def _is_plain(self, channel: bytes) -> bool:
-        """Tell whether plain clients listen: on no channel in transition, where raw copies would go to and fro."""
+        """Tell whether a copy stays raw: not in a transition, where raw copies would go to and fro."""
         at_rest = self.transitions.get(channel) is None
         return at_rest and self.plan is not None and self.plan.compatibility.is_plain(channel)
 
     def _in_doubt(self, channel: bytes, now: float) -> bool:
-        """Tell whether earlier messages may have taken another way than this one, or may not have been observed."""
+        """Tell whether earlier messages may have taken another route, or may not have been observed."""
         since = max(self._changed_at.get(channel, float("-inf")), self._sighted_at)
         return now - since <= self.options.route_change_window_s
 
@@ -622,70 +494,33 @@ class DispatcherMachine:
         flags = RAW | FORWARDED | (FIRST if is_first else 0)
         return seal(self._publisher, number, epoch, data, flags)
 
-    # Telling.
-
-    def _tell_publisher(self, channel: bytes, told: Route, publisher: int, now: float) -> list[Any]:
-        """Tell a publisher of the route that clients are to follow, unless it was told just now."""
-        key = (publisher, channel)
-        epoch, at = self._told.get(key) or (-1, 0.0)
-        if epoch == told.epoch and now - at < self.options.tell_again_s:
-            return []
-        self._told.put(key, (told.epoch, now))
-        self.counters["redirected_publishers"] += 1
-        notice = pack_control(RouteNotice(channel, told))
-        return [Send(LOCAL, (b"PUBLISH", inbox(publisher), notice))]
-
-    def _tell_of_rules(self, data: bytes) -> list[Any]:
-        """Tell a publisher that its envelopes cannot be read by all subscribers: the rules have changed."""
+    def _correct_format(self, plan: Plan, data: bytes) -> list[DispatcherAction]:
+        """Make a publisher read the rules: plain subscribers of this channel cannot read its envelopes."""
         envelope = self._open(data)
-        if envelope is None or envelope.flags & (CONTROL | FORWARDED) or self.plan is None:
+        if envelope is None or envelope.flags & (CONTROL | FORWARDED):
             return []
         self.counters["envelopes_on_plain_channels"] += 1
-        notice = pack_control(RulesChanged(self.plan.compatibility.version))
-        return [Send(LOCAL, (b"PUBLISH", inbox(envelope.publisher), notice))]
-
-    def _notice(self, transition: Transition, location: Location) -> Send:
-        self.counters["route_notices"] += 1
-        notice = RouteNotice(transition.channel, transition.entry.route)
-        return Send(LOCAL, (b"PUBLISH", location.physical, seal_control(notice)))
+        return self._notices.change_of_rules(plan, envelope.publisher)
 
     # Time.
 
-    def _tick(self, now: float) -> list[Any]:
-        actions: list[Any] = []
+    def _on_tick(self, now: float) -> list[DispatcherAction]:
+        actions: list[DispatcherAction] = []
         retry_at = self._observation.retry_at
         if retry_at is not None and retry_at <= now:
             actions += self._observation.subscribe()
-        if self._plan_retry_at is not None and self._plan_retry_at <= now:
-            actions += self._read_plan()
-        actions += self._forwarder.due(now)
+        if self._followed.retry_at is not None and self._followed.retry_at <= now:
+            actions += self._followed.read()
+        actions += self._forwarder.on_tick(now)
         notices, polls = self.transitions.due(now)
         for transition in notices:
-            transition.told = True
-            actions += [self._notice(transition, location) for location in transition.old_here]
-        return [*actions, *self._poll(polls)]
+            transition.is_noticed = True
+            actions += self._notices.redirect_listeners(transition, transition.old_here)
+        return [*actions, *self.transitions.poll(polls)]
 
-    def _poll(self, transitions: Iterable[Transition]) -> list[Any]:
-        asked = [(t.channel, t.entry.route.epoch, location.physical) for t in transitions for location in t.old_here]
-        if not asked:
+    def _report_vacated(self, channels: tuple[tuple[bytes, int], ...]) -> list[DispatcherAction]:
+        """Tell the balancer that nobody listens any more at the old locations of channels here."""
+        if not channels:
             return []
-        return [Send(LOCAL, (b"PUBSUB", b"NUMSUB", *(physical for _, _, physical in asked)), ("numsub", asked))]
-
-    def _polled(self, asked: list[tuple[bytes, int, bytes]], reply: Any, now: float) -> list[Any]:
-        """Report the channels at whose old locations here nobody listens."""
-        if isinstance(reply, ErrorReply):
-            self.counters["refused_commands"] += 1
-            return []
-        listened = {channel for (channel, _, _), listeners in zip(asked, reply[1::2], strict=True) if int(listeners)}
-        vacated: list[tuple[bytes, int]] = []
-        for channel, epoch, _ in asked:
-            transition = self.transitions.get(channel)
-            if transition is None or transition.entry.route.epoch != epoch or channel in listened:
-                continue
-            if now - transition.vacated_at >= self.options.transition.vacated_interval_s:
-                transition.vacated_at = now
-                vacated.append((channel, epoch))
-        if not vacated:
-            return []
-        message = pack_control(Vacated(self.server, tuple(dict.fromkeys(vacated)), self.incarnation))
+        message = pack_control(Vacated(self.server, channels, self.incarnation))
         return [Send(LOCAL, (b"PUBLISH", BALANCER_CHANNEL, message))]

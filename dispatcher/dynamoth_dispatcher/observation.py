@@ -1,15 +1,15 @@
-"""How a dispatcher sees what is published at its server: by which patterns, and whether the server lets it.
+"""Subscribes a dispatcher to everything that is published at its server, and knows whether the server lets it.
 
 Theory of operation
 -------------------
-It subscribes to ``*``. A server with ``notify-keyspace-events`` publishes a message for each change of a key, too. So
-with the first of these the dispatcher changes to ``QUIET_PATTERNS``, which match every other name, each name once: an
-agent is exactly one receiver of each message. (Not from the first, as so many patterns cost Redis time.)
+It subscribes to ``*``. A server with ``notify-keyspace-events`` also publishes a message for each change of a key. At
+the first of these the dispatcher changes to ``QUIET_PATTERNS``, which match every other name exactly once, so that an
+agent is exactly one receiver of each message. (Not from the start, as so many patterns cost Redis time.)
 
 First it asks whether it may unsubscribe, by leaving a pattern that it has not joined. Then both commands leave in one
-write: PSUBSCRIBE of the patterns, PUNSUBSCRIBE of ``*``. What is published between the two comes twice. The
-confirmations on the connection show where that begins and where it ends, so what ``*`` brings meanwhile is dropped.
-A later connection begins with the patterns.
+write: PSUBSCRIBE of the patterns, PUNSUBSCRIBE of ``*``. Messages published between the two come twice. The
+confirmations on the connection show where that begins and ends, and copies that ``*`` brings in between are dropped. A
+later connection begins with the patterns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from dynamoth.glob import patterns_without
 from dynamoth.machine.events import Send
 from dynamoth.names import AGENT_CHANNEL, NOTIFICATION_PREFIXES
-from dynamoth_dispatcher.forwarder import LOCAL
+from dynamoth_dispatcher.events import LOCAL, DispatcherAction
 
 EVERYTHING = b"*"
 
@@ -34,19 +34,19 @@ TAG_LEAVE = "leave"
 _NOT_JOINED = NOTIFICATION_PREFIXES[0] + b"*"
 
 SUBSCRIPTIONS = frozenset((b"psubscribe", b"subscribe", b"punsubscribe"))
-"""The kinds of pushes that :meth:`Observation.changed` takes."""
+"""The kinds of pushes for :meth:`Observation.on_confirmation`."""
 
 _OBSERVING = frozenset((b"psubscribe", b"subscribe"))
-"""What the server confirms to a dispatcher that observes it."""
+"""The confirmations that an observing dispatcher needs."""
 
 
 class Observation:
     """The subscriptions of one dispatcher at its server."""
 
     def __init__(self) -> None:
-        #: Why the server does not let this dispatcher observe; None where it does.
+        #: Why the server refuses observation; None where it does not.
         self.refusal: str | None = None
-        #: Why it does not let it unsubscribe from ``*``.
+        #: Why the server refuses to end the subscription to ``*``.
         self.leave_refusal: str | None = None
         #: When a refusal is retried.
         self.retry_at: float | None = None
@@ -54,9 +54,9 @@ class Observation:
         self.repeated: bytes | None = None
         #: The kinds of subscription that the server has confirmed over this connection.
         self._confirmed: set[bytes] = set()
-        #: What this connection subscribes to.
+        #: The patterns of this connection.
         self._patterns: tuple[bytes, ...] = (EVERYTHING,)
-        #: Whether there have been keyspace notifications, on this connection or an earlier one.
+        #: Whether there was a keyspace notification, on this connection or an earlier one.
         self._notified = False
         #: Whether this connection has asked if it may unsubscribe.
         self._asked = False
@@ -68,8 +68,8 @@ class Observation:
             return self.refusal
         return None if self._confirmed >= _OBSERVING else "the server has not confirmed PSUBSCRIBE yet"
 
-    def link_up(self) -> list[Any]:
-        """Begin a connection."""
+    def link_up(self) -> list[DispatcherAction]:
+        """Subscribe over a new connection."""
         self.refusal = None
         self.leave_refusal = None
         self.repeated = None
@@ -82,8 +82,8 @@ class Observation:
         self._confirmed.clear()
         self.retry_at = None
 
-    def subscribe(self) -> list[Any]:
-        """Subscribe; again after a refusal."""
+    def subscribe(self) -> list[DispatcherAction]:
+        """Subscribe, for the first time or after a refusal."""
         self._confirmed.clear()
         self.retry_at = None
         return [
@@ -91,33 +91,33 @@ class Observation:
             Send(LOCAL, (b"SUBSCRIBE", AGENT_CHANNEL), (TAG_OBSERVE,)),
         ]
 
-    def refused(self, reason: str, retry_at: float) -> None:
-        """Take the refusal of a subscription: nothing is taken for observed before all of them are confirmed anew."""
+    def on_refusal(self, reason: str, retry_at: float) -> None:
+        """Record a refused subscription; observation begins again when all are confirmed."""
         self._confirmed.clear()
         self.refusal = reason
         self.retry_at = retry_at
 
-    def leave_refused(self, reason: str) -> None:
-        """Take the refusal to unsubscribe: this connection goes on with what it has."""
+    def on_leave_refusal(self, reason: str) -> None:
+        """Record a refusal to unsubscribe: this connection keeps its patterns."""
         self.leave_refusal = reason
 
     def is_restored(self) -> bool:
-        """Tell whether everything is confirmed after a refusal; the refusal is forgotten then."""
+        """Return whether everything is confirmed after a refusal, and clear the refusal."""
         if self.refusal is None or not self._confirmed >= _OBSERVING:
             return False
         self.refusal = None
         return True
 
-    def notified(self) -> list[Any]:
-        """Take note of a keyspace notification."""
+    def on_notification(self) -> list[DispatcherAction]:
+        """Handle a keyspace notification: ask once whether unsubscribing is permitted."""
         self._notified = True
         if self._asked or self._patterns == QUIET_PATTERNS:
             return []
         self._asked = True
         return [Send(LOCAL, (b"PUNSUBSCRIBE", _NOT_JOINED), (TAG_LEAVE,))]
 
-    def changed(self, push: Sequence[Any]) -> list[Any]:
-        """Take the confirmation of a subscription, or of the end of one."""
+    def on_confirmation(self, push: Sequence[Any]) -> list[DispatcherAction]:
+        """Handle the confirmation that a subscription has begun or ended."""
         kind, name = push[0], push[1]
         if kind != b"punsubscribe":
             self._confirmed.add(kind)

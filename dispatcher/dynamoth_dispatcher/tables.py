@@ -1,4 +1,4 @@
-"""What a dispatcher keeps of messages that anybody may publish: bounded in entries and in bytes."""
+"""Bounded tables of a dispatcher for messages that anybody may publish: a backlog, and the numbers of raw messages."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dynamoth.machine.bounded import ENTRY_BYTES, BoundedTable
 
 
 class Backlog:
-    """Messages that wait for the plan, oldest first; past its bounds the oldest give way.
+    """Messages that wait for the first plan, oldest first; past its bounds the oldest are dropped.
 
     Args:
-        messages_max: messages at most.
-        bytes_max: bytes at most; one message is kept however large it is.
+        messages_max: most messages.
+        bytes_max: most bytes; one message is kept however large it is.
 
     """
 
@@ -28,7 +28,7 @@ class Backlog:
         return len(self._messages)
 
     def put(self, physical: bytes, data: bytes) -> int:
-        """Add a message; return how many others have given way."""
+        """Add a message; return how many others were dropped."""
         self._messages.append((physical, data))
         self.size_bytes += _message_bytes(physical, data)
         dropped = 0
@@ -49,11 +49,11 @@ def _message_bytes(physical: bytes, data: bytes) -> int:
 
 
 class RawNumbers:
-    """The numbers of raw messages, by channel. A channel that is forgotten goes on above its latest number.
+    """The numbers of raw messages, by channel. An evicted channel continues above its latest number.
 
     Args:
-        channels_max: channels at most.
-        bytes_max: memory for them, about.
+        channels_max: most channels.
+        bytes_max: approximate memory for them.
         counters: those of the dispatcher.
 
     """
@@ -63,11 +63,11 @@ class RawNumbers:
         self._latest: BoundedTable[bytes, int] = BoundedTable(
             channels_max, bytes_max, lambda channel, _: len(channel) + ENTRY_BYTES, self._forget
         )
-        #: Every forgotten channel ended at or below this number.
+        #: Every evicted channel ended at or below this number.
         self._floor = 0
 
     def next(self, channel: bytes) -> tuple[int, bool]:
-        """Return the number of the next raw message of a channel, and whether its numbers begin with it."""
+        """Return the number of the next raw message of a channel, and whether the numbers begin with it."""
         latest = self._latest.get(channel)
         number = (self._floor if latest is None else latest) + 1
         self._latest.put(channel, number)

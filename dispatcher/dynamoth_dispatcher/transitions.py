@@ -1,33 +1,18 @@
-"""The channels in transition at one server: whom to tell and when, and when an old location is vacated."""
+"""The channels in transition at one server: when their listeners get notices, and which old locations are vacated."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from dynamoth.plan.plan import Entry, Location, Phase
-from dynamoth.protocol.stored_plan import VERSION_READ_INTERVAL_S
+from dynamoth.machine.events import ErrorReply, Send
+from dynamoth.plan.plan import Entry, Location, Phase, Plan
+from dynamoth_dispatcher.events import LOCAL
+from dynamoth_dispatcher.options import TransitionOptions
 
-
-@dataclass(frozen=True, slots=True)
-class TransitionOptions:
-    """The pace of a transition. Every interval holds per channel; the bounds hold per tick and server."""
-
-    tick_interval_s: float = 0.02
-    """How often the transitions are looked at while there are any."""
-    trickle_delay_s: float = 0.1
-    """Subscribers of a channel on which nothing is published are told so long after the activation."""
-    notice_interval_s: float = 0.5
-    """How often those who still listen at an old location are told again."""
-    settle_after_s: float = VERSION_READ_INTERVAL_S + 0.25
-    """No old location counts as vacated for so long after the activation: every publisher has seen that the plan has
-    changed then. If this agent dies before, its successor still has the transition, and tells subscribers of a gap.
-    The quarter of a second is for messages that are on their way."""
-    poll_interval_s: float = 0.05
-    """How often NUMSUB is asked for an old location then."""
-    vacated_interval_s: float = 0.5
-    """How often the balancer is told again of a vacated location until it settles the channel."""
-    per_tick_max: int = 500
-    """Notices and polls of one tick at most, both together; the others have their turn next."""
+TAG_NUMSUB = "numsub"
 
 
 @dataclass(slots=True)
@@ -36,26 +21,27 @@ class Transition:
 
     channel: bytes
     entry: Entry
-    #: Old locations at this server: their listeners are told to move.
+    #: Old locations at this server: their listeners get notices to move.
     old_here: tuple[Location, ...]
-    #: New locations at this server: who joins them is sent markers.
+    #: New locations at this server: subscribers that join them get markers.
     new_here: tuple[Location, ...]
     #: The servers of old locations: where such a subscriber may still listen.
     old_servers: frozenset[str]
     notice_at: float
     poll_at: float
-    #: Whether a publication has triggered the first notice, or the trickle has sent it.
-    told: bool = False
+    #: Whether the first notice was sent: with a publication, or when it was due.
+    is_noticed: bool = False
+    #: When the balancer was last told that the old locations here are vacated.
     vacated_at: float = float("-inf")
 
 
 class Transitions:
-    """The transitions at one server. Pure book-keeping: says what is due and leaves the sending to the dispatcher."""
+    """The transitions at one server, and what is due for each."""
 
-    def __init__(self, server: str, options: TransitionOptions) -> None:
-        """Begin without any."""
+    def __init__(self, server: str, options: TransitionOptions, counters: Counter[str]) -> None:
         self._server = server
         self._options = options
+        self._counters = counters
         self._by_channel: dict[bytes, Transition] = {}
         self._next_tick_at: float | None = None
 
@@ -64,7 +50,7 @@ class Transitions:
         return len(self._by_channel)
 
     def all(self) -> list[Transition]:
-        """Return them."""
+        """Return all transitions."""
         return list(self._by_channel.values())
 
     def get(self, channel: bytes) -> Transition | None:
@@ -72,11 +58,11 @@ class Transitions:
         return self._by_channel.get(channel)
 
     def clear(self) -> None:
-        """Forget all, before a whole plan is loaded."""
+        """Remove all, before a whole plan is loaded."""
         self._by_channel.clear()
 
     def update(self, channel: bytes, entry: Entry, now: float) -> Transition | None:
-        """Take what the plan now says of ``channel``; return its transition if it is in one here."""
+        """Replace the entry of ``channel``; return its transition if it is in one here."""
         if entry.phase is Phase.SETTLED:
             self._by_channel.pop(channel, None)
             return None
@@ -108,7 +94,7 @@ class Transitions:
         return self._next_tick_at if self._by_channel else None
 
     def due(self, now: float) -> tuple[list[Transition], list[Transition]]:
-        """Return the transitions whose notice and poll are due, and plan the next ones. Bounded per tick."""
+        """Return the transitions whose notice is due, and those whose poll is; schedule the next ones."""
         notices: list[Transition] = []
         polls: list[Transition] = []
         if self._next_tick_at is None or now < self._next_tick_at:
@@ -133,3 +119,37 @@ class Transitions:
         for channel in served:  # to the end, so that every channel has its turn
             self._by_channel[channel] = self._by_channel.pop(channel)
         return notices, polls
+
+    def poll(self, transitions: Iterable[Transition]) -> list[Send]:
+        """Ask how many listen at the old locations here."""
+        asked = [(t.channel, t.entry.route.epoch, location.physical) for t in transitions for location in t.old_here]
+        if not asked:
+            return []
+        return [Send(LOCAL, (b"PUBSUB", b"NUMSUB", *(physical for _, _, physical in asked)), (TAG_NUMSUB, asked))]
+
+    def on_poll(self, asked: list[tuple[bytes, int, bytes]], reply: Any, now: float) -> tuple[tuple[bytes, int], ...]:
+        """Return the channels, with their epochs, to report as vacated: nobody listens at their old locations here."""
+        if isinstance(reply, ErrorReply):
+            self._counters["refused_commands"] += 1
+            return ()
+        listened = {channel for (channel, _, _), listeners in zip(asked, reply[1::2], strict=True) if int(listeners)}
+        vacated: dict[tuple[bytes, int], None] = {}
+        for channel, epoch, _ in asked:
+            transition = self._by_channel.get(channel)
+            if transition is None or transition.entry.route.epoch != epoch or channel in listened:
+                continue
+            if now - transition.vacated_at >= self._options.vacated_interval_s:
+                transition.vacated_at = now
+                vacated[channel, epoch] = None
+        return tuple(vacated)
+
+    def check(self, plan: Plan | None) -> None:
+        """Assert that these are exactly the transitions of the plan that concern this server."""
+        entries = {} if plan is None else plan.entries
+        for channel, transition in self._by_channel.items():
+            assert entries.get(channel) is transition.entry, f"the transition of {channel!r} is not the plan's"
+            assert transition.old_here or transition.new_here, f"the transition of {channel!r} is elsewhere"
+        for channel, entry in entries.items():
+            if entry.phase is not Phase.SETTLED and channel not in self._by_channel:
+                servers = {server for route in entry.live_routes for server in route.assignment.servers}
+                assert self._server not in servers, f"{channel!r} is in transition here, and not followed"

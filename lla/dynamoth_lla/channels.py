@@ -1,11 +1,11 @@
-"""What is known of the channels of a server from one interval to the next: who subscribes.
+"""The channels of a server that an analyzer follows from one interval to the next, and who subscribes to them.
 
-How many subscribe is asked of Redis (NUMSUB). Who subscribes, Redis does not tell: clients announce it. An
-announcement is believed as long as Redis counts enough subscribers; a client that is gone without a word is so
-forgotten when it must be one of those that are missing, the one that announced itself first being the first.
+Redis says how many subscribe (NUMSUB), but not who: clients announce that. An announcement is believed while Redis
+counts enough subscribers. So a client that is gone without a word is forgotten when the number is smaller than that of
+the announced clients; the earliest announcement goes first.
 
-A channel may have several physical names at one server: while it is in transition, those of old and new epochs. Their
-subscribers are added up; one that is moving is counted at both for a moment, by Redis as well.
+A channel may have several physical names at one server: those of old and new epochs while it is in transition. Their
+subscribers are added up; a client that is moving is counted at both for a moment, by Redis as well.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from dynamoth.names import is_user_channel, logical_channel
 from dynamoth.protocol.control import Announcement
 
 CHANNEL_BYTES_MAX = 1024
-"""Channels with longer names are measured in the sums only: what is kept and reported of a name must be bounded."""
+"""Channels with longer names are measured in the sums only: the memory and the report of a name must be bounded."""
 
 ANNOUNCED_MAX = 10_000
-"""Most channels of one announcement that are looked at; one that names more takes the agent too long."""
+"""Most channels of one announcement that are processed, so that no announcement takes the agent too long."""
 
 
 class Audience:
-    """Who has announced to be subscribed to a channel, under all physical names that it has at this server."""
+    """The announced subscribers of a channel, under all physical names that it has at this server."""
 
     __slots__ = ("clients", "subscribers", "tracks")
 
     def __init__(self) -> None:
-        #: Client ids, by the time of their announcement, the latest last; and the physical name that each has joined.
+        #: Client ids by the time of their announcement, the latest last, each with the physical name that it joined.
         self.clients: dict[int, bytes] = {}
-        #: How many subscribe, to all physical names, as far as it is known.
+        #: How many subscribe, to all physical names, as far as known.
         self.subscribers = 0
         #: How many physical names are followed; more than 0.
         self.tracks = 0
@@ -55,12 +55,12 @@ class Track:
 
 
 class TrackedChannels:
-    """The user channels of one server that are followed, and who subscribes to them.
+    """The followed user channels of one server, and their subscribers.
 
     Args:
-        channels_max: how many physical channels are followed at most.
-        clients_per_channel_max: how many announced clients are kept per channel; the earliest give way.
-        clients_max: how many are kept over all channels; then announcements are not kept.
+        channels_max: most physical channels.
+        clients_per_channel_max: most announced clients per channel; the earliest are dropped.
+        clients_max: most announced clients over all channels; past it announcements are dropped.
 
     """
 
@@ -68,7 +68,7 @@ class TrackedChannels:
         self._channels_max = channels_max
         self._clients_per_channel_max = clients_per_channel_max
         self._clients_max = clients_max
-        #: By physical name; those whose NUMSUB was asked the longest ago come first.
+        #: By physical name; those whose NUMSUB is the oldest come first.
         self._tracks: OrderedDict[bytes, Track] = OrderedDict()
         #: By logical name; each belongs to one track or more.
         self._audiences: dict[bytes, Audience] = {}
@@ -76,7 +76,7 @@ class TrackedChannels:
         self._clients = 0
         #: Sum of ``Track.subscribers``.
         self.subscribers = 0
-        #: Announcements of a client for a channel that there was no room for.
+        #: Announcements of a client for a channel that were dropped for lack of room.
         self.announcements_dropped = 0
 
     def __len__(self) -> int:
@@ -88,11 +88,11 @@ class TrackedChannels:
         return self._tracks.get(physical)
 
     def newest(self) -> Iterator[Track]:
-        """Go through all channels, those whose NUMSUB was asked last first."""
+        """Go through all channels, those with the newest NUMSUB first."""
         return reversed(self._tracks.values())
 
     def follow(self, physical: bytes) -> Track | None:
-        """Return the track of a user channel, a new one if need be; None for other channels, and without room."""
+        """Return the track of a user channel, made if need be; None for other channels, and where there is no room."""
         track = self._tracks.get(physical)
         if track is not None:
             return track
@@ -110,18 +110,18 @@ class TrackedChannels:
         return track
 
     def take_asked(self, tracks: Sequence[Track], now: float) -> None:
-        """Note that NUMSUB of these channels is being asked."""
+        """Record that NUMSUB of these channels is being asked."""
         for track in tracks:
             track.asked_at = now
             self._tracks.move_to_end(track.physical)
 
     def stale(self, asked_before: float, count_max: int) -> list[Track]:
-        """Return channels whose NUMSUB was last asked before some time, the longest ago first."""
+        """Return channels whose last NUMSUB is older than ``asked_before``, the oldest first."""
         oldest = islice(self._tracks.values(), count_max)
         return [track for track in oldest if track.asked_at < asked_before]
 
     def take_count(self, physical: bytes, subscribers: int) -> None:
-        """Take an answer of NUMSUB."""
+        """Record an answer of NUMSUB."""
         track = self._tracks.get(physical)
         if track is None:
             return
@@ -134,7 +134,7 @@ class TrackedChannels:
             self._clients -= 1
 
     def drop_deserted(self, tracks: Sequence[Track]) -> None:
-        """Follow those of these channels no more that have no subscribers."""
+        """Stop following those of these channels that have no subscribers."""
         for track in tracks:
             audience = track.audience
             # More clients than subscribers: some have joined since NUMSUB was answered, which forgets those in excess.
@@ -142,7 +142,7 @@ class TrackedChannels:
                 self._drop(track)
 
     def make_room(self) -> None:
-        """When nearly full, follow no more the channels that were asked for the longest ago: they are the idlest."""
+        """When nearly full, stop following the channels with the oldest NUMSUB: they are the idlest."""
         while len(self._tracks) > self._channels_max - self._channels_max // 10:
             self._drop(next(iter(self._tracks.values())))
 
@@ -157,14 +157,14 @@ class TrackedChannels:
             del self._audiences[track.logical]
 
     def discover(self, physicals: Sequence[bytes]) -> None:
-        """Follow those of these channels that are the users', as long as they leave room for others that are busy."""
+        """Follow the user channels among these, while that leaves room for busy ones."""
         for physical in physicals:
             if len(self._tracks) >= self._channels_max // 2:
                 break
             self.follow(physical)
 
     def take_announcement(self, announcement: Announcement) -> None:
-        """Take what a client says of itself."""
+        """Record the channels that a client says it has joined and left."""
         named = len(announcement.joined) + len(announcement.left)
         self.announcements_dropped += max(0, named - ANNOUNCED_MAX)
         for channel in announcement.left[:ANNOUNCED_MAX]:
@@ -191,8 +191,21 @@ class TrackedChannels:
         audience.clients[client] = track.physical
         self._clients += 1
 
+    def check(self) -> None:
+        """Assert that tracks, audiences and sums agree."""
+        tracks: dict[bytes, list[Track]] = {}
+        for track in self._tracks.values():
+            tracks.setdefault(track.logical, []).append(track)
+            assert self._audiences.get(track.logical) is track.audience, f"{track.physical!r} has another audience"
+        assert tracks.keys() == self._audiences.keys(), "each audience has a track"
+        for logical, audience in self._audiences.items():
+            subscribers = sum(track.subscribers for track in tracks[logical])
+            assert (audience.tracks, audience.subscribers) == (len(tracks[logical]), subscribers), f"{logical!r}"
+        assert self.subscribers == sum(audience.subscribers for audience in self._audiences.values())
+        assert self._clients == sum(len(audience.clients) for audience in self._audiences.values())
+
     def clear(self) -> None:
-        """Forget everything: the server's process is another one, which has no subscribers yet."""
+        """Remove everything: the server has restarted, and nobody is subscribed yet."""
         self._tracks.clear()
         self._audiences.clear()
         self._clients = 0

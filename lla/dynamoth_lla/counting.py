@@ -1,9 +1,9 @@
-"""Writing down what is observed: the hot loop of the agent, and what bounds its memory.
+"""Counts every message of an interval: the hot loop of the agent, and the bounds of its memory.
 
 The memory of a window is bounded in three ways. Past ``records_max`` records, those of some channels are counted by
 head instead, which is smaller where a publisher sends more than one message. Past ``heads_max`` heads, those of plain
-messages are folded into one, and then, if it must be, those of the publishers of the channels that have most. Past
-``channels_max`` channels, the messages of those that came last are only added up.
+messages are folded into one, then, if that is not enough, those of the publishers of the channels with most. Past
+``channels_max`` channels, the messages of the newest ones are only added up.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ PMESSAGE_BYTES = 40
 
 
 class Window:
-    """What was observed since the window was opened.
+    """The messages since the window was opened.
 
     Args:
-        channels_max: how many channels are told apart; the messages of others are added up. With more than
+        channels_max: most channels with figures of their own; the messages of others are added up. With more than
             ``records_max`` messages it may be half as many, as a channel may have both records and heads.
-        records_max: how many messages are kept as records, 16 bytes each.
-        heads_max: how many heads are counted apart, over all channels, of the messages beyond. About 200 bytes each.
-            Both may be exceeded by one batch of messages.
+        records_max: most messages that are kept as records, 16 bytes each.
+        heads_max: most heads, over all channels, for the messages beyond. About 200 bytes each. One batch of messages
+            may exceed both bounds.
 
     """
 
@@ -53,20 +53,20 @@ class Window:
         self._logs: defaultdict[bytes, bytearray] = defaultdict(bytearray)
         #: How many records there are, or a few more, as pushes of other kinds are counted too.
         self._logged = 0
-        #: What is counted by head, of channels that had to give way.
+        #: Counts by head of the channels whose records were dropped for room.
         self._heads: dict[bytes, Heads] = {}
-        #: How many heads that are.
+        #: The number of these heads.
         self._heads_counted = 0
-        #: Messages on user channels that there was no room for.
+        #: Messages on user channels beyond ``channels_max``.
         self.overflow_messages = 0
-        #: What the agent has read and ``traffic`` does not tell of: messages, and bytes on the wire.
+        #: Messages that the agent has read and ``traffic`` leaves out, and their bytes on the wire.
         self.uncounted_messages = 0
         self.uncounted_wire_bytes = 0
         #: Heads of publishers that were folded.
         self.publishers_uncounted = 0
 
     def observe(self, messages: Sequence[Sequence[Any]]) -> list[bytes]:
-        """Write down the ``pmessage`` pushes among ``messages``; return the announcements of clients among them."""
+        """Record the ``pmessage`` pushes among ``messages``; return the announcements of clients among them."""
         logs = self._logs
         record = RECORD.pack
         for message in messages:

@@ -1,4 +1,4 @@
-"""From what a window has counted to the channels of a report.
+"""Turns the counts of a window into the channels of a report.
 
 Both steps go through every channel of the interval. They are generators that yield now and then, so that the agent can
 forward messages in between however many channels there are.
@@ -23,13 +23,13 @@ MESSAGE_BYTES = 32
 """Size on the wire without channel and data, of a ``message`` push as of a PUBLISH: both have three elements."""
 
 WORK_PER_STEP = 1000
-"""Channels that are looked at in one step: some 3 ms."""
+"""Channels that one step processes: some 3 ms."""
 MESSAGES_PER_CHANNEL = 20
-"""So many messages of a channel take as much work again as the channel itself."""
+"""This many messages of a channel take as much work as the channel itself."""
 
 
 class Load:
-    """What one channel has carried within the interval; all zero for an idle one."""
+    """The traffic of one channel within the interval; all zero for an idle one."""
 
     __slots__ = ("_traffic", "bytes_in", "bytes_out", "messages_sent", "publications", "track", "weight")
 
@@ -45,7 +45,7 @@ class Load:
         self.weight = 0
 
     def measure(self) -> None:
-        """Find out what it all means, as the subscribers are known now."""
+        """Compute the figures with the present number of subscribers."""
         (traffic,) = self._traffic
         overhead = MESSAGE_BYTES + len(self.track.physical)
         subscribers = self.track.subscribers
@@ -78,13 +78,13 @@ class Load:
 
 @dataclass(slots=True)
 class Digest:
-    """A window that was gone through. Complete when the generator that fills it has ended."""
+    """A window that was gone through; complete when the generator that fills it has ended."""
 
     #: By physical channel.
     loads: list[Load] = field(default_factory=list[Load])
     #: Messages on user channels that are not followed.
     messages_untracked: int = 0
-    #: What the agent itself was sent, on all channels.
+    #: Messages to the agent itself, on all channels.
     agent_messages: int = 0
     agent_bytes: int = 0
 
@@ -124,7 +124,7 @@ class Composed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedBounds:
-    """How much a report tells by name: of how many channels, of how many of them who, and how many clients of each."""
+    """Bounds of what a report names: channels, those of them with client ids, and ids per channel."""
 
     channels_max: int
     who_channels_max: int
@@ -134,7 +134,7 @@ class NamedBounds:
 def compose(
     digested: Digest, channels: TrackedChannels, bounds: NamedBounds, publishers_uncounted: int, into: Composed
 ) -> Generator[None]:
-    """Sort the channels by what they cost and put the costliest into columns, the rest into sums.
+    """Put the costliest channels into columns and the rest into sums.
 
     Channels without messages are named where there is room.
     """

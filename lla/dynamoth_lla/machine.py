@@ -2,41 +2,42 @@
 
 Theory of operation
 -------------------
-It shares the agent's connection with the dispatcher, which has subscribed it to everything. Messages are written
-down as they come (``window``). Once per interval comes a *round*, in three stages::
+It shares the agent's connection with the dispatcher, which has subscribed it to everything. Messages are counted as
+they come (``counting``, or ``sampling`` at a busy server). Once per interval there is a round (``round``) in three
+stages::
 
     MEASURING   INFO was sent. Its last reply closes the window, so both describe the time between the same two
                 points of the connection. The window is gone through (``digest``).
     ASKING      NUMSUB was sent for the channels of the window: how many copies went out.
     COMPOSING   the report is put together, and published at this server for the balancer.
 
-The reply of INFO comes after everything that the server had sent before it. So the time it takes is the time by which
-the observation is late, without anything being published to find out.
+The reply of INFO comes after everything that the server had sent before it. So the time it takes is the delay of the
+observation; nothing is published to measure it.
 
-From the last report before the connection is lost until it is up again, the analyzer is blind. The next report says
-for how long. Redis drops an observer that is too slow; that is such an interruption.
+From the last report before the connection is lost until it is up again, the analyzer is blind. The next report says for
+how long. Redis drops an observer that is too slow; that is such an interruption.
 
-Channels without messages are found by asking for all channels now and then, unless there are so many that the
-question would hold up the server.
+Channels without messages are found by asking for all channels now and then, unless there are so many that the question
+would delay the server.
 """
 
 from __future__ import annotations
 
-import enum
 import math
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, assert_never
 
 from dynamoth.errors import MalformedMessage
-from dynamoth.machine.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Tick
+from dynamoth.machine.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
 from dynamoth.names import BALANCER_CHANNEL
 from dynamoth.protocol.control import Announcement, unpack_control
 from dynamoth.protocol.reports import Report, pack_report
-from dynamoth_lla.channels import Track, TrackedChannels
+from dynamoth_lla.channels import TrackedChannels
 from dynamoth_lla.counting import Window
 from dynamoth_lla.digest import Composed, Digest, NamedBounds, compose, digest
 from dynamoth_lla.options import LoadAnalyzerOptions
+from dynamoth_lla.round import LoadAnalyzerAction, Measurement, ObservationLate, Round, Sample, Stage, Work
 from dynamoth_lla.sampling import SampledWindow, large_from, stride_for
 from dynamoth_lla.server_info import SECTIONS, Rates, ServerInfo, parse_info, rates
 
@@ -53,42 +54,23 @@ REPLY_ITEM_BYTES = 12
 """About what a name or a number in a reply takes besides its text."""
 
 
-@dataclass(frozen=True, slots=True)
-class ObservationLate:
-    """Action: the observation has become late (an alarm), or is in time again."""
+LoadAnalyzerEvent = Start | Pushed | Tick | Replied | LinkUp | LinkDown
 
-    late: bool
-    lag_s: float
-
-
-class Stage(enum.Enum):
-    """How far a round has come."""
-
-    RESTING = "resting"
-    MEASURING = "measuring"
-    ASKING = "asking"
-    COMPOSING = "composing"
-
-
-@dataclass(slots=True)
-class _Sample:
-    """The server at the time at which it was asked."""
-
-    at: float
-    info: ServerInfo
-
-
-@dataclass(frozen=True, slots=True)
-class _Measurement:
-    """What one round has measured; only who subscribes is missing."""
-
-    digested: Digest
-    after: _Sample
-    interval_s: float
-    publishers_uncounted: int
-
-
-_Work = Generator[None, None, list[Any]]
+COUNTERS = (
+    "messages_observed",
+    "publications",
+    "messages_sent",
+    "messages_untracked",
+    "publishers_uncounted",
+    "announcements_malformed",
+    "announcements_dropped",
+    "replies_refused",
+    "intervals_late",
+    "interruptions",
+    "discoveries_left_out",
+    "reports_sent",
+    "reports_unheard",
+)
 
 
 class LoadAnalyzer:
@@ -105,54 +87,24 @@ class LoadAnalyzer:
         self._server = server
         self._incarnation = incarnation
         self._options = options
-        #: The version of the plan that the dispatcher beside acts upon. Set by the owner of both.
+        #: The version of the plan that the dispatcher acts upon. Set by the owner of both.
         self.plan_version: int | None = None
-        self.counters: dict[str, int] = {
-            "messages_observed": 0,
-            "publications": 0,
-            "messages_sent": 0,
-            "messages_untracked": 0,
-            "publishers_uncounted": 0,
-            "announcements_malformed": 0,
-            "announcements_dropped": 0,
-            "replies_refused": 0,
-            "intervals_late": 0,
-            "interruptions": 0,
-            "discoveries_left_out": 0,
-            "reports_sent": 0,
-            "reports_unheard": 0,
-        }
-        #: All the time that reports could not tell of.
+        self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        #: The time that no report has described.
         self.blind_s_total = 0.0
         #: The latest report that was sent.
         self.last_report: Report | None = None
-        #: What else reports shall say: see ``Report.problems``. Set by the owner.
+        #: Other problems to report: see ``Report.problems``. Set by the owner.
         self.problems: tuple[tuple[str, str], ...] = ()
         #: Whether the latest observation was later than ``lag_s_max``.
         self.late = False
         self._run_id: str | None = None
-        self._stage = Stage.RESTING
+        self._round = Round()
         #: When the next round begins; None while the link is down.
         self._round_at: float | None = None
-        #: When the present round began: when the server was asked. Meaningful unless RESTING.
-        self._asked_at = 0.0
-        #: When the question was sent whose answer is waited for.
-        self._waiting_since: float | None = None
-        #: Grows with each round and each connection: replies to older questions are dropped.
-        self._round = 0
-        #: What takes long and is done step by step; unless it is None, the deadline is now.
-        self._work: _Work | None = None
-        #: What INFO has answered in this round.
-        self._fields: dict[str, str] = {}
-        #: What the round has measured, while ASKING.
-        self._measurement: _Measurement | None = None
-        #: Replies of NUMSUB that are still to come; 0 unless ASKING.
-        self._missing = 0
-        #: Channels without messages whose subscribers are asked for; those that have none are not followed any more.
-        self._idle: list[Track] = []
-        #: Pushes since the window was opened, of whatever kind.
+        #: Pushes of any kind since the window was opened.
         self._pushes = 0
-        #: One of so many messages is looked at, and from which size on all of them; by what came before.
+        #: The sampling stride, and the size from which on messages are large, both from the interval before.
         self._stride = 1
         self._large_bytes = large_from(0, 0)
         self._window = self._new_window()
@@ -160,15 +112,15 @@ class LoadAnalyzer:
             options.channels_max, options.announced_per_channel_max, options.announced_clients_max
         )
         #: The measurement that the next one is compared with; None at the beginning of a connection.
-        self._before: _Sample | None = None
-        #: The latest that are known of this connection.
+        self._before: Sample | None = None
+        #: The latest known rates of this connection.
         self._rates = Rates(None, None, None)
-        #: What the replies to our own commands have taken since the latest measurement.
+        #: Bytes of the replies to our own commands since the latest measurement.
         self._reply_bytes = 0
         self._sequence = 0
         #: Whether the link was up before.
         self._was_up = False
-        #: Up to when reports have told what happened; None before the first.
+        #: The end of the time that reports have described; None before the first.
         self._reported_until: float | None = None
         self._blind_s = 0.0
         self._lag_s = 0.0
@@ -176,46 +128,58 @@ class LoadAnalyzer:
         #: The time of the latest event other than Pushed.
         self._now = 0.0
 
-    def handle(self, event: Any, now: float) -> list[Any]:
-        """Take one event; see :class:`dynamoth.machine.events.Machine`."""
-        if isinstance(event, Pushed):
-            if event.link == LOCAL:
-                self._pushes += len(event.messages)
-                announcements = self._window.observe(event.messages)
-                if announcements:
-                    self._take_announcements(announcements)
-            return []
-        self._now = now
-        if isinstance(event, Tick):
-            return self._tick()
-        if isinstance(event, Replied) and event.link == LOCAL and _is_mine(event.tag):
-            return self._take_reply(event)
-        if isinstance(event, LinkUp) and event.link == LOCAL:
-            return self._link_up(event.run_id)
-        if isinstance(event, LinkDown) and event.link == LOCAL:
-            self._link_down()
-        return []
+    def handle(self, event: LoadAnalyzerEvent, now: float) -> list[LoadAnalyzerAction]:
+        """Handle one event of the link ``local``, or a tick; return the actions to execute, in order."""
+        match event:
+            case Pushed(_, messages):
+                self._pushes += len(messages)
+                if announcements := self._window.observe(messages):
+                    self._on_announcements(announcements)
+                return []
+            case Tick():
+                self._now = now
+                return self._on_tick()
+            case Replied():
+                self._now = now
+                return self._on_reply(event)
+            case LinkUp(_, run_id):
+                self._now = now
+                return self._on_link_up(run_id)
+            case LinkDown():
+                self._now = now
+                self._on_link_down()
+                return []
+            case Start():
+                return []
+            case _:
+                assert_never(event)
 
     def deadline(self) -> float | None:
         """Return when the next round begins, or a time that is past while there is work left of the present one."""
-        if self._work is not None:
+        if self._round.work is not None:
             return self._now
-        return self._round_at if self._stage is Stage.RESTING else None
+        return self._round_at if self._round.stage is Stage.RESTING else None
+
+    def check(self) -> None:
+        """Assert what must hold between the records after each event."""
+        self._round.check()
+        self._channels.check()
+        assert self._round_at is not None or self._round.stage is Stage.RESTING, "a round needs a connection"
 
     def observation_lag_s(self, now: float) -> float:
-        """Return by how much the observation is late: as measured last, or as it must be by now."""
-        waiting_s = 0.0 if self._waiting_since is None else now - self._waiting_since
+        """Return how late the observation is: as measured last, or as it must be by now."""
+        waiting_s = 0.0 if self._round.waiting_since is None else now - self._round.waiting_since
         return max(self._lag_s, waiting_s)
 
     @property
     def reported_until(self) -> float | None:
-        """Up to when reports have said what happened; None before the first."""
+        """The end of the time that reports have described; None before the first."""
         return self._reported_until
 
     @property
     def stage(self) -> Stage:
         """How far the present round has come."""
-        return self._stage
+        return self._round.stage
 
     @property
     def channels_tracked(self) -> int:
@@ -224,7 +188,7 @@ class LoadAnalyzer:
 
     # The connection.
 
-    def _link_up(self, run_id: str | None) -> list[Any]:
+    def _on_link_up(self, run_id: str | None) -> list[LoadAnalyzerAction]:
         restarted = self._run_id is not None and run_id != self._run_id
         if restarted:
             self._channels.clear()
@@ -240,39 +204,32 @@ class LoadAnalyzer:
         self._round_at = self._now
         return self._begin_round()
 
-    def _link_down(self) -> None:
-        """What was counted since the last report is dropped, as nothing tells until when it is complete."""
-        self._stage = Stage.RESTING
+    def _on_link_down(self) -> None:
+        """Drop the counts since the last report, as nothing says until when they are complete."""
+        self._round.abandon()
         self._round_at = None
-        self._waiting_since = None
-        self._round += 1
-        self._missing = 0
-        self._work = None
 
     # The round.
 
-    def _tick(self) -> list[Any]:
-        if self._work is not None:
+    def _on_tick(self) -> list[LoadAnalyzerAction]:
+        if self._round.work is not None:
             return self._go_on()
-        if self._stage is Stage.RESTING and self._round_at is not None and self._now >= self._round_at:
+        if self._round.stage is Stage.RESTING and self._round_at is not None and self._now >= self._round_at:
             return self._begin_round()
         return []
 
-    def _begin_round(self) -> list[Any]:
-        """Ask the server how it is. Rounds keep to a grid, and one that took too long leaves out what it missed."""
+    def _begin_round(self) -> list[LoadAnalyzerAction]:
+        """Ask the server for INFO. Rounds keep to a grid; one that took too long skips those it missed."""
         interval_s = self._options.report_interval_s
         assert self._round_at is not None, "a round begins while the link is up"
         self._round_at += interval_s
         if self._round_at <= self._now:
             self._round_at = self._now + interval_s
-        self._stage = Stage.MEASURING
-        self._asked_at = self._waiting_since = self._now
-        self._round += 1
-        self._fields = {}
-        return [Send(LOCAL, (b"INFO", section), (TAG, self._round, section)) for section in SECTIONS]
+        self._round.begin(self._now)
+        return [Send(LOCAL, (b"INFO", section), (TAG, self._round.number, section)) for section in SECTIONS]
 
-    def _take_reply(self, event: Replied) -> list[Any]:
-        _, round_, subject = event.tag
+    def _on_reply(self, event: Replied) -> list[LoadAnalyzerAction]:
+        _, number, subject = event.tag
         value = event.value
         if isinstance(value, ErrorReply):
             self.counters["replies_refused"] += 1
@@ -280,33 +237,33 @@ class LoadAnalyzer:
             # One of the receivers is the agent itself.
             self.counters["reports_unheard"] += not isinstance(value, int) or value < 2
         elif subject == "channels":
-            self._take_channels(value)
-        elif round_ != self._round:
+            self._on_channels(value)
+        elif number != self._round.number:
             return []
         elif subject == "subscribers":
-            return self._take_subscribers(value)
+            return self._on_subscribers(value)
         else:
             self._reply_bytes += len(value) if isinstance(value, bytes) else 0
-            self._fields.update(parse_info(value))
+            self._round.fields.update(parse_info(value))
             if subject == SECTIONS[-1]:
                 return self._measured()
         return []
 
-    def _measured(self) -> list[Any]:
+    def _measured(self) -> list[LoadAnalyzerAction]:
         """Close the window: everything that the server had sent before it answered has been counted."""
-        self._lag_s = self._now - self._asked_at
-        self._waiting_since = None
-        before, self._before = self._before, _Sample(self._asked_at, ServerInfo.parse(self._fields))
+        self._lag_s = self._now - self._round.asked_at
+        self._round.waiting_since = None
+        before, self._before = self._before, Sample(self._round.asked_at, ServerInfo.parse(self._round.fields))
         if before is None:  # the beginning of a connection: there is nothing to compare with yet
             self._reply_bytes = 0
-            self._stage = Stage.RESTING
+            self._round.stage = Stage.RESTING
             return self._alarm()
         self._stride = stride_for(self._pushes)
         window, self._window = self._window, self._new_window()
-        self._work = self._digest(window, before, self._before)
+        self._round.work = self._digest(window, before, self._before)
         return self._alarm() + self._go_on()
 
-    def _alarm(self) -> list[Any]:
+    def _alarm(self) -> list[LoadAnalyzerAction]:
         late = self._lag_s > self._options.lag_s_max
         self.counters["intervals_late"] += int(late)
         if late == self.late:
@@ -314,20 +271,20 @@ class LoadAnalyzer:
         self.late = late
         return [ObservationLate(late, self._lag_s)]
 
-    def _go_on(self) -> list[Any]:
-        """Do one step of the work in hand; with the last one come actions."""
-        work = self._work
+    def _go_on(self) -> list[LoadAnalyzerAction]:
+        """Do one step of the present task; the last step returns actions."""
+        work = self._round.work
         assert work is not None, "there is work to go on with"
         try:
             next(work)
         except StopIteration as done:
-            if self._work is work:
-                self._work = None
-            actions: list[Any] = done.value
+            if self._round.work is work:
+                self._round.work = None
+            actions: list[LoadAnalyzerAction] = done.value
             return actions
         return []
 
-    def _digest(self, window: Window | SampledWindow, before: _Sample, after: _Sample) -> _Work:
+    def _digest(self, window: Window | SampledWindow, before: Sample, after: Sample) -> Work:
         digested = Digest()
         yield from digest(window, self._channels, digested)
         self._large_bytes = large_from(digested.agent_messages, digested.agent_bytes)
@@ -336,58 +293,61 @@ class LoadAnalyzer:
         self._reply_bytes = 0
         latest = rates(before.info, after.info, interval_s, agent_bytes)
         self._rates = latest.or_else(self._rates)
-        return self._ask(_Measurement(digested, after, interval_s, window.publishers_uncounted))
+        return self._ask(Measurement(digested, after, interval_s, window.publishers_uncounted))
 
-    def _ask(self, measured: _Measurement) -> list[Any]:
-        """Ask for the subscribers of the channels that messages came on, and of others whose turn it is."""
-        self._stage = Stage.ASKING
-        self._waiting_since = self._now
-        self._measurement = measured
-        now, limit = self._asked_at, self._options.numsub_per_round_max
+    def _ask(self, measured: Measurement) -> list[LoadAnalyzerAction]:
+        """Ask for the subscribers of the channels with messages, and of others whose turn it is."""
+        self._round.stage = Stage.ASKING
+        self._round.waiting_since = self._now
+        self._round.measurement = measured
+        now, limit = self._round.asked_at, self._options.numsub_per_round_max
         tracks = [load.track for load in measured.digested.loads]
         if len(tracks) > limit:
             turn_s = (math.ceil(len(tracks) / limit) - 0.5) * self._options.report_interval_s
             tracks = [track for track in tracks if track.asked_at < now - turn_s][:limit]
         self._channels.take_asked(tracks, now)
-        self._idle = self._channels.stale(now - self._options.discovery_interval_s, limit - len(tracks))
-        self._channels.take_asked(self._idle, now)
-        tracks += self._idle
+        self._round.idle = self._channels.stale(now - self._options.discovery_interval_s, limit - len(tracks))
+        self._channels.take_asked(self._round.idle, now)
+        tracks += self._round.idle
         actions = self._discover(now, measured.after.info)
-        tag = (TAG, self._round, "subscribers")
+        tag = (TAG, self._round.number, "subscribers")
         for start in range(0, len(tracks), NAMES_PER_NUMSUB):
             names = [track.physical for track in tracks[start : start + NAMES_PER_NUMSUB]]
             actions.append(Send(LOCAL, (b"PUBSUB", b"NUMSUB", *names), tag))
-            self._missing += 1
-        if self._missing:
+            self._round.missing += 1
+        if self._round.missing:
             return actions
-        self._waiting_since = None
+        self._round.waiting_since = None
         return actions + self._begin_composing(measured)
 
-    def _discover(self, now: float, info: ServerInfo) -> list[Any]:
-        """Ask for all channels, where that does not hold up the server."""
+    def _discover(self, now: float, info: ServerInfo) -> list[LoadAnalyzerAction]:
+        """Ask for all channels, unless that would delay the server."""
         if now < self._discover_at:
             return []
         self._discover_at = now + self._options.discovery_interval_s
-        if "pubsub_channels" not in self._fields or info.channels_subscribed > self._options.discovery_channels_max:
+        if (
+            "pubsub_channels" not in self._round.fields
+            or info.channels_subscribed > self._options.discovery_channels_max
+        ):
             self.counters["discoveries_left_out"] += 1
             return []
-        return [Send(LOCAL, (b"PUBSUB", b"CHANNELS"), (TAG, self._round, "channels"))]
+        return [Send(LOCAL, (b"PUBSUB", b"CHANNELS"), (TAG, self._round.number, "channels"))]
 
-    def _take_channels(self, reply: Any) -> None:
+    def _on_channels(self, reply: Any) -> None:
         names = [name for name in reply if isinstance(name, bytes)] if isinstance(reply, list) else []  # pyright: ignore[reportUnknownVariableType]
         self._reply_bytes += sum(map(len, names)) + REPLY_ITEM_BYTES * len(names)
         self._channels.discover(names)
 
-    def _take_subscribers(self, reply: Any) -> list[Any]:
+    def _on_subscribers(self, reply: Any) -> list[LoadAnalyzerAction]:
         if isinstance(reply, list):
             self._take_counts(reply[0::2], reply[1::2])  # pyright: ignore[reportUnknownArgumentType]
-        self._missing -= 1
-        if self._missing:
+        self._round.missing -= 1
+        if self._round.missing:
             return []
-        self._waiting_since = None
-        self._channels.drop_deserted(self._idle)
-        assert self._measurement is not None, "a round asks after it has measured"
-        return self._begin_composing(self._measurement)
+        self._round.waiting_since = None
+        self._channels.drop_deserted(self._round.idle)
+        assert self._round.measurement is not None, "a round asks after it has measured"
+        return self._begin_composing(self._round.measurement)
 
     def _take_counts(self, names: Sequence[Any], counts: Sequence[Any]) -> None:
         for name, count in zip(names, counts, strict=False):
@@ -395,13 +355,13 @@ class LoadAnalyzer:
                 self._channels.take_count(name, count)
                 self._reply_bytes += len(name) + 2 * REPLY_ITEM_BYTES
 
-    def _begin_composing(self, measured: _Measurement) -> list[Any]:
-        self._stage = Stage.COMPOSING
-        self._measurement = None
-        self._work = self._compose(measured)
+    def _begin_composing(self, measured: Measurement) -> list[LoadAnalyzerAction]:
+        self._round.stage = Stage.COMPOSING
+        self._round.measurement = None
+        self._round.work = self._compose(measured)
         return self._go_on()
 
-    def _compose(self, measured: _Measurement) -> _Work:
+    def _compose(self, measured: Measurement) -> Work:
         options = self._options
         composed = Composed()
         bounds = NamedBounds(
@@ -417,11 +377,11 @@ class LoadAnalyzer:
         self._sequence += 1
         self.blind_s_total += self._blind_s
         self._blind_s = 0.0
-        self._stage = Stage.RESTING
+        self._round.stage = Stage.RESTING
         self._count(measured, composed)
-        return [Send(LOCAL, (b"PUBLISH", BALANCER_CHANNEL, pack_report(report)), (TAG, self._round, "report"))]
+        return [Send(LOCAL, (b"PUBLISH", BALANCER_CHANNEL, pack_report(report)), (TAG, self._round.number, "report"))]
 
-    def _count(self, measured: _Measurement, composed: Composed) -> None:
+    def _count(self, measured: Measurement, composed: Composed) -> None:
         self.counters["reports_sent"] += 1
         self.counters["messages_observed"] += measured.digested.agent_messages
         self.counters["publications"] += composed.total.publications
@@ -430,9 +390,9 @@ class LoadAnalyzer:
         self.counters["publishers_uncounted"] += composed.rest.publishers_uncounted
 
     def report_blind(self, info: ServerInfo, measured: Rates, interval_s: float, blind_s: float) -> Report:
-        """Return a report of an agent that sees nothing at present: what INFO says of the server, and for how long.
+        """Return a report for an agent that sees nothing at present: the figures of INFO, and for how long.
 
-        Outgoing bytes include what the server sent to the agent, which is not known then.
+        Outgoing bytes include those that the server sent to the agent, which are not known then.
         """
         report = self._make_report(info, measured.or_else(Rates(0.0, 0.0, 0.0)), interval_s, observing=False)
         report = replace(report, observation_lag_s=max(self._lag_s, blind_s), blind_s=blind_s)
@@ -440,7 +400,7 @@ class LoadAnalyzer:
         self.counters["reports_sent"] += 1
         return report
 
-    def _report(self, measured: _Measurement, composed: Composed) -> Report:
+    def _report(self, measured: Measurement, composed: Composed) -> Report:
         interval_s = measured.interval_s
         estimate = Rates(composed.total.bytes_out / interval_s, composed.total.bytes_in / interval_s, 0.0)
         report = self._make_report(measured.after.info, self._rates.or_else(estimate), interval_s)
@@ -448,7 +408,7 @@ class LoadAnalyzer:
         return replace(report, outgoing_is_estimate=is_estimate, columns=composed.columns, rest=composed.rest)
 
     def _make_report(self, info: ServerInfo, measured: Rates, interval_s: float, *, observing: bool = True) -> Report:
-        """Return a report of the server alone."""
+        """Return a report of the server without channels."""
         return Report(
             server=self._server,
             incarnation=self._incarnation,
@@ -476,13 +436,13 @@ class LoadAnalyzer:
     # What is observed.
 
     def _new_window(self) -> Window | SampledWindow:
-        """Return a window for the next interval, which samples when the one before had many messages."""
+        """Return a window for the next interval; it samples if the interval before had many messages."""
         self._pushes = 0
         options = self._options
         bounds = options.channels_max, options.records_max, options.publishers_max
         return Window(*bounds) if self._stride == 1 else SampledWindow(*bounds, self._stride, self._large_bytes)
 
-    def _take_announcements(self, announcements: Sequence[bytes]) -> None:
+    def _on_announcements(self, announcements: Sequence[bytes]) -> None:
         for data in announcements:
             try:
                 message = unpack_control(data)
@@ -494,7 +454,3 @@ class LoadAnalyzer:
             else:
                 self.counters["announcements_malformed"] += 1
         self.counters["announcements_dropped"] = self._channels.announcements_dropped
-
-
-def _is_mine(tag: Any) -> bool:
-    return isinstance(tag, tuple) and tag[:1] == (TAG,)  # pyright: ignore[reportUnknownVariableType]

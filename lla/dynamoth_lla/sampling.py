@@ -1,16 +1,16 @@
-"""Counting a busy server's messages: each by channel, and a sample of them in full.
+"""Counts a busy server's messages: each by channel, and a sample of them in full.
 
 Theory of operation
 -------------------
-A busy agent cannot afford to look at every message by itself. A :class:`SampledWindow` counts what one read has brought
-with a few calls that run in C. These figures are exact: the messages of each channel, all messages, all bytes.
+A busy agent has no time to look at each message. A :class:`SampledWindow` counts the messages of one read with a few
+calls that run in C. These figures are exact: messages of each channel, all messages, all bytes.
 
-What takes Python's time for each message (its size by channel, its flags, its publisher) is looked at for two kinds
-only, which are written down as in an ordinary window:
+The rest needs Python for each message (its size by channel, its flags, its publisher). It is found for two kinds only,
+which are recorded as in an ordinary window:
 
-* each *large* message, as few of these make most of the bytes. What follows from them is exact.
+* each *large* message, as a few large messages make most of the bytes. The figures that follow from them are exact.
 * of all others a sample of one in ``stride``: from a random one on every ``stride``-th of a read. The figures of a
-  channel follow from its own sample, or, where that has none, from the sample as a whole.
+  channel follow from its own sample, or, where that is empty, from the sample as a whole.
 
 So the relative error of a channel's bytes is about the relative spread of its small messages' sizes, divided by the
 square root of their number in the sample: 4% with 100 messages of 40 to 200 bytes. The error of the share of copies
@@ -32,46 +32,46 @@ from dynamoth_lla.counting import PMESSAGE_BYTES, Window
 from dynamoth_lla.traffic import Traffic
 
 SAMPLE_MESSAGES = 10_000
-"""An interval with up to twice as many messages is looked at in full; of one with more, about as many are sampled."""
+"""An interval with up to twice as many messages is recorded in full; of one with more, about this many are sampled."""
 
 LARGE_RATIO = 8
-"""Messages of more than so many times the mean size are large: at most an eighth of all are."""
+"""Messages of more than this many times the mean size are large: at most an eighth of all are."""
 LARGE_BYTES_MIN = 1024
 
 STRIDES = (1, 2, 3, 5, 7, 11, 17, 23, 31, 43, 61, 83, 113, 163, 233, 331, 461)
-"""Prime, so that messages which come in turns by fives or tens are all met."""
+"""Primes, so that messages that come in turns by fives or tens are all met."""
 
 _physical_of = itemgetter(2)
 _data_of = itemgetter(3)
 _ALL_PMESSAGES = {4}
-"""The number of elements of a ``pmessage``; no other push has so many."""
+"""The number of elements of a ``pmessage``; no other push has as many."""
 _NOTHING: Traffic = Traffic(bytearray())
 
 
 def stride_for(messages: int) -> int:
-    """Return which part of the messages of an interval to look at, if it has as many as the one before."""
+    """Return the stride for an interval with as many messages as the one before."""
     wanted = messages // SAMPLE_MESSAGES
     return max((stride for stride in STRIDES if stride <= wanted), default=1)
 
 
 def large_from(messages: int, size: int) -> int:
-    """Return from which size on a message is large, by the messages and bytes of the interval before."""
+    """Return the size from which on a message is large, given the messages and bytes of the interval before."""
     return max(LARGE_BYTES_MIN, LARGE_RATIO * size // max(1, messages)) + 1
 
 
 def only_pmessages(messages: Sequence[Sequence[Any]]) -> bool:
-    """Tell whether all of these pushes are of the kind ``pmessage``."""
+    """Return whether all of these pushes are of the kind ``pmessage``."""
     return set(map(len, messages)) == _ALL_PMESSAGES
 
 
 class SampledWindow:
-    """What was observed since the window was opened, in part estimated. Has the public face of :class:`Window`.
+    """The messages since the window was opened, estimated in part. Has the public face of :class:`Window`.
 
     Args:
         channels_max: see :class:`Window`.
         records_max: see :class:`Window`; once for the sample and once for the large messages. So is ``heads_max``.
         heads_max: see there.
-        stride: one of so many small messages is looked at.
+        stride: one in this many small messages is sampled.
         large_bytes: messages from this size on are large.
 
     """
@@ -102,15 +102,15 @@ class SampledWindow:
         self._chance = stride
         #: The sum of the lengths of all messages.
         self.size = 0
-        #: Messages on user channels that there was no room for.
+        #: Messages on user channels beyond ``channels_max``.
         self.overflow_messages = 0
-        #: Messages that ``traffic`` leaves out, and their bytes on the wire, but for ``size``.
+        #: Messages that ``traffic`` leaves out, and their bytes on the wire besides ``size``.
         self.uncounted_messages = 0
         self.uncounted_wire_bytes = 0
 
     @property
     def publishers_uncounted(self) -> int:
-        """Publishers of the sample, and of large messages, that there was no room for."""
+        """Publishers of the sample, and of large messages, beyond ``heads_max``."""
         return self._sample.publishers_uncounted + self._large.publishers_uncounted
 
     def observe(self, messages: Sequence[Sequence[Any]]) -> list[bytes]:
@@ -163,7 +163,7 @@ class SampledWindow:
 
 
 class EstimatedTraffic:
-    """What one physical channel has carried, by its exact number of messages, and by some that were looked at.
+    """The traffic of one physical channel, from its exact number of messages and a sample of them.
 
     Has the public face of :class:`Traffic`.
 
@@ -171,7 +171,7 @@ class EstimatedTraffic:
         messages: all of them.
         sample: some of the small ones.
         large: all that are large.
-        mean_bytes: the mean size of small messages of all channels, for one whose sample is empty.
+        mean_bytes: the mean size of small messages of all channels, for a channel with an empty sample.
 
     """
 
@@ -188,7 +188,7 @@ class EstimatedTraffic:
         self.size = large.size + round(self._small * mean_bytes)
 
     def published(self) -> tuple[int, int]:
-        """Return messages and bytes that clients published, as far as the sample shows it."""
+        """Return messages and bytes that clients published, as far as the sample shows."""
         if not self._sample.messages:
             copies, copied_bytes = 0, 0
         else:
@@ -205,7 +205,7 @@ class EstimatedTraffic:
         )
 
     def count_publishers(self) -> int:
-        """Return about how many known publishers there are."""
+        """Return an estimate of the number of known publishers."""
         seen = self._sample.publishers()
         unseen = 0
         if self._sample.messages < self._small:
@@ -216,7 +216,7 @@ class EstimatedTraffic:
         return min(known + unseen, max(known, self.messages))
 
     def publishers(self) -> Counter[bytes]:
-        """Return about how many messages each publisher published that was seen, by its 8-byte id."""
+        """Return an estimate of the messages of each publisher in the sample, by its 8-byte id."""
         scale = self._small / self._sample.messages if self._sample.messages else 1.0
         found = Counter({id_: round(count * scale) for id_, count in self._sample.publishers().items()})
         found.update(self._large.publishers())

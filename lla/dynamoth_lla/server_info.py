@@ -1,4 +1,4 @@
-"""What a Redis server tells of itself: the replies of INFO, and what follows from two of them."""
+"""Parses the replies of INFO, and computes rates from two of them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 SECTIONS = (b"memory", b"clients", b"cpu", b"stats")
-"""The sections that are asked for, each by a command of its own (Redis 6.2 takes one only), the counters last."""
+"""The sections to ask for, each by a command of its own (Redis 6.2 takes one only), the counters last."""
 
 DIGITS_MAX = 19
-"""Redis counts in 64 bits; what is longer is no counter."""
+"""Redis counts in 64 bits; a longer number is no counter."""
 
 
 def parse_info(reply: Any) -> dict[str, str]:
@@ -25,12 +25,13 @@ def parse_info(reply: Any) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A server's counters and gauges at one time. Counters are None where the server does not tell them."""
+    """A server's counters and gauges at one time. Counters are None where the server does not show them."""
 
     #: Bytes since the start, or since CONFIG RESETSTAT.
     net_output_bytes: int | None
     net_input_bytes: int | None
-    #: CPU time since the start: of the main thread, which executes commands and can use one core, where it is told.
+    #: CPU time since the start: of the main thread, which executes commands and can use one core, if the server shows
+    #: it.
     cpu_s: float | None
     memory_bytes: int
     memory_bytes_max: int
@@ -42,7 +43,7 @@ class ServerInfo:
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> ServerInfo:
-        """Read the fields of all sections together; what is missing or no number counts as not told."""
+        """Read the fields of all sections together; missing fields and those without a number count as unknown."""
         of_main = _seconds(fields, "used_cpu_user_main_thread", "used_cpu_sys_main_thread")
         of_process = _seconds(fields, "used_cpu_user", "used_cpu_sys")
         return cls(
@@ -61,14 +62,14 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What two :class:`ServerInfo` of one process say of the time between; None where nothing can be said."""
+    """The rates between two :class:`ServerInfo` of one process; None where they are unknown."""
 
     outgoing_bytes_per_s: float | None
     incoming_bytes_per_s: float | None
     cpu_ratio: float | None
 
     def or_else(self, earlier: Rates) -> Rates:
-        """Return these rates, with earlier ones where nothing can be said."""
+        """Return these rates, with ``earlier`` ones for the unknown."""
         return Rates(
             _first(self.outgoing_bytes_per_s, earlier.outgoing_bytes_per_s),
             _first(self.incoming_bytes_per_s, earlier.incoming_bytes_per_s),
@@ -77,15 +78,13 @@ class Rates:
 
 
 def rates(before: ServerInfo, after: ServerInfo, interval_s: float, agent_bytes: int) -> Rates:
-    """Return the rates between two measurements.
-
-    Counters that went back (CONFIG RESETSTAT) say nothing.
+    """Return the rates between two measurements. Counters that went back (CONFIG RESETSTAT) make them unknown.
 
     Args:
         before: the earlier measurement.
         after: the later one, of the same process.
         interval_s: the time between, more than 0.
-        agent_bytes: what the server sent to the agent itself in this time; not counted as its output.
+        agent_bytes: bytes that the server sent to the agent itself in this time; not counted as its output.
 
     """
     out = _growth(before.net_output_bytes, after.net_output_bytes)

@@ -1,9 +1,9 @@
-"""What a channel has carried: written down message by message, understood once per interval.
+"""The traffic of one channel: recorded message by message, evaluated once per interval.
 
-The agent has little time for each message, so of each that it looks at (all, or a sample: ``sampling``) it only writes
-down a *record*: its first bytes, the *head*, and its length. The head is magic, flags and publisher id of an envelope.
-Records of one channel stand end to end, and nearly always all of them are of ordinary publications, which a few
-functions that run in C can tell and add up. If not, or if there are too many records, they are counted by head.
+The agent has little time for each message. Of each message that it looks at (all, or a sample: ``sampling``) it stores
+only a *record*: its length and its first bytes, the *head*: magic, flags and publisher id of an envelope. Records of
+one channel stand end to end. Nearly always all of them are of ordinary publications, which a few functions that run in
+C can recognise and add up. If not, or if there are too many records, they are counted by head.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HEAD_BYTES = 12
 """Magic, flags and publisher of an envelope."""
 
 RECORD = Struct(f"={HEAD_BYTES}sI")
-"""Head and length of a message. Shorter messages are filled up with zeros: they are no envelopes anyway."""
+"""Head and length of a message. Shorter messages are padded with zeros: they are no envelopes anyway."""
 
 _PUBLISHER = Struct("=4x8s4x")
 _first = itemgetter(0)
@@ -57,7 +57,7 @@ def fold_plain(heads: Heads) -> None:
 
 
 def fold_all(heads: Heads) -> int:
-    """Make more room: forget who published. Returns how many publishers' heads were forgotten."""
+    """Make more room: forget publishers. Returns how many publishers' heads were forgotten."""
     return _fold(heads, list(heads))
 
 
@@ -71,11 +71,11 @@ def _fold(heads: Heads, which: list[bytes]) -> int:
 
 
 class Traffic:
-    """What one physical channel has carried.
+    """The traffic of one physical channel.
 
     Args:
         records: one for each message; not copied.
-        heads: what was counted by head before; the records are added to it. None for nothing.
+        heads: earlier counts by head; the records are added to them. None for none.
 
     """
 
@@ -112,7 +112,7 @@ class Traffic:
     def published(self) -> tuple[int, int]:
         """Return messages and bytes that clients published: no forwarded copies, heartbeats or control messages.
 
-        Plain messages were published, as far as anyone can tell.
+        Plain messages count as published.
         """
         if self._is_ordinary:
             return self.messages, self.size

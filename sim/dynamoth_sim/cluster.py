@@ -11,7 +11,7 @@ from dynamoth.names import PLAN_KEY
 from dynamoth.plan.compatibility import CompatibilityRule
 from dynamoth.plan.plan import Assignment, Mode, Phase, Plan, Server
 from dynamoth.protocol import stored_plan
-from dynamoth_agent.guard import AlreadyRunning
+from dynamoth_agent.events import AlreadyRunning
 from dynamoth_agent.machine import AgentMachine
 from dynamoth_balancer.events import Decided, Note, PlanChanged, Stopped
 from dynamoth_balancer.machine import BalancerMachine
@@ -19,9 +19,7 @@ from dynamoth_balancer.options import BalancerOptions
 from dynamoth_client.machines.patterns.events import PatternOptions
 from dynamoth_client.machines.publisher.events import PublisherOptions
 from dynamoth_client.machines.subscriber.events import SubscriberOptions
-from dynamoth_dispatcher.forwarder import ForwarderOptions
-from dynamoth_dispatcher.machine import DispatcherOptions
-from dynamoth_dispatcher.transitions import TransitionOptions
+from dynamoth_dispatcher.options import DispatcherOptions, ForwarderOptions, TransitionOptions
 from dynamoth_lla.options import LoadAnalyzerOptions
 from dynamoth_sim.guarantees import Audit, Violation
 from dynamoth_sim.load.administrator import Administrator, Answered, Ask

@@ -6,7 +6,8 @@ import pytest
 
 from dynamoth.machine.events import ErrorReply, Replied, Send
 from dynamoth.names import AGENT_CHANNEL
-from dynamoth_agent.guard import CHECK_INTERVAL_S, AgentGuard, AlreadyRunning, GuardRefused
+from dynamoth_agent.events import AlreadyRunning, GuardRefused
+from dynamoth_agent.guard import CHECK_INTERVAL_S, AgentGuard
 
 
 def line(id_: int, name: str, age_s: int = 60) -> str:
@@ -40,7 +41,7 @@ class Bench:
                 assert action.link == "local"
                 args = tuple(action.args)
                 self.sent.append(args)
-                self.execute(self.guard.replied(Replied("local", action.tag, self.answer(args))))
+                self.execute(self.guard.on_reply(Replied("local", action.tag, self.answer(args))))
             else:
                 self.said.append(action)
 
@@ -169,5 +170,5 @@ def test_a_server_that_refuses_is_said_once(refused: bytes) -> None:
 @pytest.mark.parametrize("subject", ["name", "id", "count", "list"])
 def test_no_answer_makes_it_raise(subject: str, garbage: Any) -> None:
     guard = AgentGuard("s1", 1)
-    actions = guard.replied(Replied("local", ("guard", subject), garbage))
+    actions = guard.on_reply(Replied("local", ("guard", subject), garbage))
     assert all(isinstance(action, Send) for action in actions)

@@ -24,8 +24,9 @@ from dynamoth.plan.plan import Plan, Server
 from dynamoth.protocol.envelope import seal
 from dynamoth.protocol.reports import Report, unpack_report
 from dynamoth.protocol.stored_plan import write_whole
-from dynamoth_agent.process.runtime import EXIT_REFUSED, EXIT_STOPPED, AgentConfig, run_agent
+from dynamoth_agent.process.runtime import AgentConfig, run_agent
 from dynamoth_cli.local.embedded import EmbeddedRedis
+from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_REFUSED
 from dynamoth_link.link import Link
 from dynamoth_link.options import LinkOptions
 from tests.redis_servers import RedisServerFactory
@@ -381,7 +382,7 @@ def test_a_signal_ends_the_process_cleanly(redis_server: EmbeddedRedis, number: 
         wait_for(process, "connected")
         process.send_signal(number)
         _, rest = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == EXIT_STOPPED
+        assert process.returncode == EXIT_DONE
         entries = [json.loads(line) for line in rest.splitlines()]
         assert entries[-1]["message"] == "the agent has ended"
         assert not [entry for entry in entries if entry["level"] in ("error", "critical")]
@@ -398,7 +399,7 @@ def test_two_processes_for_one_server(redis_server: EmbeddedRedis) -> None:
         assert first.poll() is None
         first.terminate()
         first.communicate(timeout=PATIENCE_S)
-        assert first.returncode == EXIT_STOPPED
+        assert first.returncode == EXIT_DONE
 
 
 def test_an_agent_takes_over_from_one_that_was_killed(redis_server: EmbeddedRedis) -> None:
@@ -409,4 +410,4 @@ def test_an_agent_takes_over_from_one_that_was_killed(redis_server: EmbeddedRedi
         wait_for(second, "connected")
         second.terminate()
         second.communicate(timeout=PATIENCE_S)
-        assert second.returncode == EXIT_STOPPED
+        assert second.returncode == EXIT_DONE

@@ -75,13 +75,13 @@ def test_load_on_its_way_counts_at_the_new_server_and_forwarded_copies_do_not() 
         model.report(report("s1", {b"a": 500, b"b": 400}), now)
         model.report(report("s2", {b"z": 100}), now)
     assert (ratio(model, "s1", now), ratio(model, "s2", now)) == (0.9, 0.1)
-    model.moved({b"a": (single("s1"), single("s2"))}, now)
+    model.on_moves({b"a": (single("s1"), single("s2"))}, now)
     for second in range(5):
         assert (ratio(model, "s1", now), ratio(model, "s2", now)) == (0.4, 0.6), f"{second} s after the decision"
         now += 1  # forwarded in both directions: it is sent at both servers, and even more than before
         model.report(report("s1", {b"a": 500, b"b": 400}), now)
         model.report(report("s2", {b"z": 100, b"a": 700}), now)
-    model.settled([b"a"], now - 0.5)
+    model.on_settled([b"a"], now - 0.5)
     for second in range(15):
         assert (ratio(model, "s1", now), ratio(model, "s2", now)) == (0.4, 0.6), f"{second} s after it has settled"
         now += 1
@@ -102,8 +102,8 @@ def test_a_channel_that_is_moved_on_counts_at_its_latest_server_only() -> None:
         model.report(report("s3", {}), now)
     places = ["s1", "s2", "s3", "s1", "s2"]
     for source, target in pairwise(places):
-        model.moved({b"a": (single(source), single(target))}, now)
-        model.settled([b"a"], now)
+        model.on_moves({b"a": (single(source), single(target))}, now)
+        model.on_settled([b"a"], now)
         now += 1
         for server in ("s1", "s2", "s3"):
             model.report(report(server, {b"a": 500} if server == target else {}), now)
@@ -114,7 +114,7 @@ def test_a_channel_that_is_moved_on_counts_at_its_latest_server_only() -> None:
 def test_an_agent_that_has_restarted_begins_anew() -> None:
     model = ClusterModel(["s1"], averaging_s=10.0)
     model.report(report("s1", {b"a": 900}), 1.0)
-    model.agent_restarted("s1")
+    model.on_agent_restart("s1")
     model.report(report("s1", {b"a": 100}), 2.0)
     assert ratio(model, "s1", 2.0) == 0.1 and model.samples("s1") == 1
 
@@ -150,14 +150,14 @@ def test_the_load_of_the_cluster_is_neither_lost_nor_doubled(steps: list[tuple[i
     for channel_number, target_number, ticks, settles in steps:
         channel, target = b"c%d" % channel_number, servers[target_number]
         if channel not in on_the_way and places[channel] != target:
-            model.moved({channel: (single(places[channel]), single(target))}, now)
+            model.on_moves({channel: (single(places[channel]), single(target))}, now)
             on_the_way[channel] = target
         for _ in range(ticks):
             pass_time()
         if settles:
             for moved, to in on_the_way.items():
                 places[moved] = to
-            model.settled(list(on_the_way), now)
+            model.on_settled(list(on_the_way), now)
             on_the_way.clear()
         model.forget_proven(now)
         expected = dict.fromkeys(servers, 0)
@@ -229,8 +229,8 @@ def test_figures_are_not_known_while_reports_are_from_before_the_channel_settled
     servers = ["s1", "s2", "s3"]
     model = ClusterModel(servers, averaging_s=5.0)
     _seen(model, Route(0, before), servers, until=10.0)
-    model.moved({HOT: (before, after)}, 10.0)
-    model.settled([HOT], 12.5)
+    model.on_moves({HOT: (before, after)}, 10.0)
+    model.on_settled([HOT], 12.5)
     for now in range(11, 31):
         _seen_once(model, Route(1, after), servers, float(now))
         model.forget_proven(float(now))
@@ -267,5 +267,5 @@ def test_load_that_is_being_spread_counts_at_all_replicas() -> None:
         (three, two, (0.01, 0.46, 0.46)),
         (two, single("s2"), (0.01, 0.91, 0.01)),
     ):
-        model.moved({HOT: (before, after)}, 10.0)
+        model.on_moves({HOT: (before, after)}, 10.0)
         assert tuple(ratio(model, server, 10.0) for server in servers) == pytest.approx(expected, abs=0.002)

@@ -54,7 +54,7 @@ class Contender:
         for tag, value in [(send.tag, self._execute(server, send.args)) for send in sends]:
             if tag is not None:
                 assert tag[0] == TAG
-                self._take(self.lease.replied(server, tag[1], value, self._cluster.now))
+                self._take(self.lease.on_reply(server, tag[1], value, self._cluster.now))
 
     def _execute(self, server: str, args: Sequence[Any]) -> Any:
         if args[0] == b"PUBSUB":
@@ -134,7 +134,7 @@ def test_replies_to_a_plan_that_was_given_up_do_not_count_for_the_next_attempt()
 
     def reply(send: Any, value: Any) -> list[Any]:
         assert isinstance(send, Send)
-        return list(copy.replied(send.tag, value, book, now))
+        return list(copy.on_reply(send.tag, value, book, now))
 
     now = 10.0
     [header] = copy.sync(book, now)

@@ -21,11 +21,11 @@ from dynamoth.plan.plan import Phase, Plan, Server
 from dynamoth.protocol.stored_plan import READ_WHOLE, parse_whole
 from dynamoth_agent.process.runtime import AgentConfig, run_agent
 from dynamoth_balancer.options import BalancerOptions
-from dynamoth_balancer.process import runtime
 from dynamoth_balancer.process.recorder import Recorder, report_row
 from dynamoth_balancer.process.runtime import BalancerConfig, run_balancer
 from dynamoth_cli.admin import ask_balancer
 from dynamoth_cli.local.embedded import EmbeddedRedis
+from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_REFUSED
 from dynamoth_link.query import query
 from dynamoth_link.urls import ClusterAddress, parse_server_url
 from tests.balancer.cluster import SimCluster
@@ -82,7 +82,7 @@ class Cluster:
             yield task
         finally:
             stop.set()
-            assert await task == runtime.EXIT_STOPPED
+            assert await task == EXIT_DONE
 
     async def is_ready(self, config: BalancerConfig) -> bool:
         status = await ask_balancer(self.address, "status", timeout_s=TIMEOUT_S)
@@ -168,7 +168,7 @@ def test_a_second_balancer_ends_with_2(cluster: Cluster, caplog: pytest.LogCaptu
         async with cluster.agents(), cluster.balancer(cluster.config()):
             return await run_balancer(cluster.config())
 
-    assert asyncio.run(run()) == runtime.EXIT_REFUSED
+    assert asyncio.run(run()) == EXIT_REFUSED
     assert any("another balancer" in vars(record)["cause"] for record in caplog.records if record.levelname == "ERROR")
 
 
@@ -207,7 +207,7 @@ def test_it_is_not_ready_while_no_server_answers(redis_server: EmbeddedRedis, fr
         await until(listens)
         answer = await asyncio.to_thread(_get, f"{url}/readyz")
         stop.set()
-        assert await task == runtime.EXIT_STOPPED
+        assert await task == EXIT_DONE
         return answer
 
     status, text = asyncio.run(run())

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dynamoth.errors import AlreadyRunning, ConfigError
+from dynamoth.machine.events import Tick
 from dynamoth.names import BALANCER_CHANNEL, BALANCER_LEASE_KEY, PLAN_KEY
 from dynamoth.plan.plan import JOIN_S, Plan, single
 from dynamoth_balancer.events import Shutdown, Stopped
@@ -36,7 +37,7 @@ def test_a_second_balancer_ends_and_says_why() -> None:
     assert str(first.machine.incarnation) in str(second.stopped.error)
     assert "stop that one first" in str(second.stopped.error)
     assert _leads(first) and second.machine.plan is None
-    assert second.machine.deadline() is None and second.machine.handle(object(), cluster.now) == []
+    assert second.machine.deadline() is None and second.machine.handle(Tick(), cluster.now) == []
 
 
 def test_a_standby_waits_and_is_well_until_the_leader_is_gone() -> None:

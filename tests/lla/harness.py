@@ -13,6 +13,7 @@ from dynamoth.protocol.envelope import seal
 from dynamoth.protocol.reports import ChannelLoad, Report, unpack_report
 from dynamoth_lla.machine import LoadAnalyzer
 from dynamoth_lla.options import LoadAnalyzerOptions
+from tests.machines.checked import handle_checked
 
 OUTGOING_BYTES_PER_S_MAX = 1_000_000
 
@@ -77,7 +78,7 @@ class Bench:
         self.reports: list[Report] = []
 
     def tell(self, event: Any) -> None:
-        for action in self.analyzer.handle(event, self.now):
+        for action in handle_checked(self.analyzer, event, self.now):
             if not isinstance(action, Send):
                 self.other_actions.append(action)
                 continue

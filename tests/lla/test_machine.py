@@ -16,8 +16,9 @@ from dynamoth.protocol.envelope import CONTROL, FORWARDED, HEARTBEAT
 from dynamoth.protocol.reports import ChannelLoad, ChannelSums, Report, pack_ids, unpack_ids
 from dynamoth_lla.counting import PMESSAGE_BYTES
 from dynamoth_lla.digest import MESSAGE_BYTES
-from dynamoth_lla.machine import NAMES_PER_NUMSUB, LoadAnalyzer, ObservationLate, Stage
+from dynamoth_lla.machine import NAMES_PER_NUMSUB, LoadAnalyzer
 from dynamoth_lla.options import LoadAnalyzerOptions
+from dynamoth_lla.round import ObservationLate, Stage
 from tests.lla.harness import OUTGOING_BYTES_PER_S_MAX, Bench, FakeServer, publication, push, rows
 
 MESSAGE = publication(1)

@@ -11,8 +11,10 @@ from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, RELAY_PREFIX, inbox
 from dynamoth.plan.plan import Plan
 from dynamoth.protocol.control import Announcement, ControlMessage, Marker, PlanChange, pack_control, unpack_control
 from dynamoth.protocol.envelope import open_envelope
-from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions, forward_link
-from dynamoth_dispatcher.machine import DispatcherMachine, DispatcherOptions
+from dynamoth_dispatcher.events import LOCAL
+from dynamoth_dispatcher.forwarder import forward_link
+from dynamoth_dispatcher.machine import DispatcherMachine
+from dynamoth_dispatcher.options import DispatcherOptions, ForwarderOptions
 from tests.machines.helpers import RUN, C, Subject, commands, only, sends, whole_reply
 
 INCARNATION = 0x1234_5678_9ABC

@@ -14,8 +14,8 @@ from dynamoth.names import ANNOUNCE_CHANNEL, RELAY_PREFIX, forward_channel, rela
 from dynamoth.plan.plan import Plan, single
 from dynamoth.protocol.control import Announcement, ForwardRequest, pack_control
 from dynamoth.protocol.envelope import CONTROL, HEARTBEAT, seal
-from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions
-from dynamoth_dispatcher.machine import DispatcherOptions
+from dynamoth_dispatcher.events import LOCAL
+from dynamoth_dispatcher.options import DispatcherOptions, ForwarderOptions
 from dynamoth_dispatcher.tables import Backlog, RawNumbers
 from tests.machines.agent import Agent
 from tests.machines.helpers import ACTIVE, PLAN_0, C, only

@@ -22,8 +22,9 @@ from dynamoth.protocol.envelope import (
     forwarded,
     open_envelope,
 )
-from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions, forward_link
-from dynamoth_dispatcher.machine import DispatcherOptions
+from dynamoth_dispatcher.events import LOCAL
+from dynamoth_dispatcher.forwarder import forward_link
+from dynamoth_dispatcher.options import DispatcherOptions, ForwarderOptions
 from tests.machines.agent import Agent, copies
 from tests.machines.helpers import ACTIVE, PLAN_0, PREPARED, SETTLED, URLS, C, channel_at, message, only, published
 
@@ -340,6 +341,7 @@ def test_telling_of_many_lost_channels_costs_the_same_for_each() -> None:
 
     def cost_s(channels: int) -> float:
         dispatcher = agent("s3", PLAN_0, DispatcherOptions(forwarder=ForwarderOptions(forwards_max=1)))
+        dispatcher.is_checked = False
         names = [channel for channel in map(b"%d".__mod__, range(4 * channels)) if PLAN_0.ring.home(channel) == "s1"]
         for name in names[:channels]:
             dispatcher.observe(message(1), physical=name)

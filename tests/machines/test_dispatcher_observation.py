@@ -10,7 +10,7 @@ from dynamoth.machine.events import ErrorReply, Pushed, Replied, Send
 from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL
 from dynamoth.protocol.control import ObservationGap, pack_control
 from dynamoth.protocol.envelope import open_envelope
-from dynamoth_dispatcher.forwarder import LOCAL
+from dynamoth_dispatcher.events import LOCAL
 from dynamoth_dispatcher.observation import QUIET_PATTERNS
 from tests.machines.agent import Agent, copies
 from tests.machines.helpers import PLAN_0, SETTLED, C, commands, only, published

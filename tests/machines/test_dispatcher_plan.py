@@ -31,9 +31,9 @@ from dynamoth.protocol.control import (
 )
 from dynamoth.protocol.envelope import CONTROL, open_envelope
 from dynamoth.protocol.stored_plan import READ_WHOLE, VERSION_READ_INTERVAL_S
-from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions, forward_link
-from dynamoth_dispatcher.machine import DispatcherOptions
-from dynamoth_dispatcher.transitions import TransitionOptions
+from dynamoth_dispatcher.events import LOCAL
+from dynamoth_dispatcher.forwarder import forward_link
+from dynamoth_dispatcher.options import DispatcherOptions, ForwarderOptions, TransitionOptions
 from tests.machines.agent import INCARNATION, SUBSCRIBER, Agent, copies, marks
 from tests.machines.helpers import (
     ACTIVE,

@@ -45,9 +45,9 @@ from dynamoth.protocol.envelope import (
     open_envelope,
     seal,
 )
-from dynamoth_dispatcher.forwarder import LOCAL, ForwarderOptions, forward_link
-from dynamoth_dispatcher.machine import DispatcherOptions
-from dynamoth_dispatcher.transitions import TransitionOptions
+from dynamoth_dispatcher.events import LOCAL
+from dynamoth_dispatcher.forwarder import forward_link
+from dynamoth_dispatcher.options import DispatcherOptions, ForwarderOptions, TransitionOptions
 from tests.core import strategies
 from tests.machines.agent import INCARNATION, SUBSCRIBER, Agent, copies, marks
 from tests.machines.helpers import PLAN_0, C, commands, message, only, phases, published, sends, tagged

@@ -12,9 +12,9 @@ from dynamoth.machine.events import Send, SendAll
 from dynamoth.names import replica_channel
 from dynamoth.plan.plan import Assignment, Entry, Mode, Phase, Plan, single
 from dynamoth.protocol.envelope import FORWARDED, HEARTBEAT, ROUTE_CHANGED, seal
-from dynamoth_dispatcher.forwarder import LOCAL
+from dynamoth_dispatcher.events import LOCAL
 from dynamoth_dispatcher.forwarding_table import Forwarding, ForwardingTable
-from dynamoth_dispatcher.machine import DispatcherOptions
+from dynamoth_dispatcher.options import DispatcherOptions
 from tests.machines.agent import Agent
 from tests.machines.helpers import PLAN_0, C, channel_at
 

@@ -40,6 +40,7 @@ from dynamoth_lla.options import LoadAnalyzerOptions
 from tests.balancer.cluster import SimCluster
 from tests.balancer.test_installation import NO_DECISIONS
 from tests.core.hostile import corpus
+from tests.machines.checked import handle_checked
 from tests.machines.helpers import PLAN_0, C, channel_at, message, whole_reply
 from tests.machines.listener import INBOX as LISTENER_INBOX
 from tests.machines.listener import Listener, delivered
@@ -117,7 +118,7 @@ class Agent:
         self.tell(Replied("local", ("guard", "count"), [AGENT_CHANNEL, 1]))
 
     def tell(self, event: Any) -> list[Any]:
-        return self.machine.handle(event, self.now)
+        return handle_checked(self.machine, event, self.now)
 
     def up(self, plan: Plan = PLAN) -> Agent:
         self.tell(Replied("local", ("plan",), whole_reply(plan, "run")))

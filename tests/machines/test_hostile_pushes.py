@@ -13,7 +13,7 @@ from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, CLIENTS_CHANNEL, for
 from dynamoth.plan.plan import Plan
 from dynamoth.protocol.control import pack_control
 from dynamoth.protocol.envelope import CONTROL, MAGIC, SEQUENCE_MAX, seal
-from dynamoth_dispatcher.forwarder import LOCAL
+from dynamoth_dispatcher.events import LOCAL
 from tests.core.strategies import control_messages, lies_about_length, mutations, nests, well_formed_nonsense
 from tests.machines.agent import Agent
 from tests.machines.helpers import ACTIVE, PLAN_0, PREPARED, SETTLED, C

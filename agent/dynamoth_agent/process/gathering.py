@@ -1,12 +1,12 @@
-"""Lets what a busy server sends to its agent wait for some milliseconds, so that it is read in large pieces.
+"""Delays the reads of a busy agent by some milliseconds, so that it reads in large pieces.
 
 Theory of operation
 -------------------
-Each time an agent wakes up, it finds its data and code displaced from the processor's caches, and Redis spends time on
+Each time an agent wakes up, others' data has displaced its own from the processor's caches, and Redis spends time on
 waking it. With few messages at a time both cost more than the messages. So while there are many messages per second,
 the agent stops reading for ``GATHER_S`` after each read.
 
-What waits meanwhile fits into the socket's buffer. When a read brings most of what fits there, the agent is behind, and
+Messages wait in the socket's buffer meanwhile. When a read brings most of what fits there, the agent is behind, and
 reads on without a pause.
 
 The price: at a busy server a notice to a publisher with an old route, and the copy of its message, leave up to
@@ -26,17 +26,17 @@ from dynamoth_link.link import Link
 from dynamoth_link.resp import FEED_BYTES
 
 GATHER_S = 0.010
-"""How long messages wait. At 100,000 messages/s some 1,000 are read at once then. With half of it the agent needed 15%
+"""How long messages wait. At 100,000 messages/s some 1,000 are then read at once. With half of it the agent needed 15%
 more processor time per message."""
 
 BUSY_MESSAGES_PER_S = 5_000.0
-"""With fewer messages than this the agent does not wait: it has time for each."""
+"""With fewer messages the agent does not wait: it has time for each."""
 
 READS_JUDGED = 16
-"""The rate is judged over so many reads."""
+"""The number of reads over which the rate is measured."""
 
 RECEIVE_BUFFER_BYTES = 1024 * 1024
-"""What is asked for; Linux gives as much as ``net.core.rmem_max`` allows."""
+"""The requested size; Linux gives as much as ``net.core.rmem_max`` allows."""
 
 
 class Gathering:
@@ -46,7 +46,7 @@ class Gathering:
         loop: the event loop of the link.
         name: the link's name; other links are left alone.
         find_link: returns it; None when there is none.
-        may_wait: tells whether nothing that comes over it is urgent.
+        may_wait: returns whether no message of the link is urgent.
 
     """
 
@@ -61,9 +61,9 @@ class Gathering:
         self._name = name
         self._find_link = find_link
         self._may_wait = may_wait
-        #: Parts of at most ``FEED_BYTES`` that the read under way has brought; 0 between reads.
+        #: Parts of at most ``FEED_BYTES`` that the present read has brought; 0 between reads.
         self._parts = 0
-        #: A read of so many parts shows that the agent is behind.
+        #: A read of this many parts shows that the agent is behind.
         self._parts_max = 1
         self._is_busy = False
         #: Reads and messages since the rate was judged last, and when that was.

@@ -7,35 +7,36 @@ import gc
 import logging
 import secrets
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, assert_never
 
-from dynamoth.machine.events import Connect, Start
+from prometheus_client import CollectorRegistry
+
 from dynamoth.settings.declare import values_of
 from dynamoth.settings.sections import AgentSettings, ReportSettings
-from dynamoth_agent.guard import LOCAL, AlreadyRunning, GuardRefused
-from dynamoth_agent.machine import AgentMachine, LinkChanged, ObservationRefused, PlanFollowed
+from dynamoth_agent.events import (
+    AgentNews,
+    AlreadyRunning,
+    BlindnessChanged,
+    GuardRefused,
+    LinkChanged,
+    ObservationRefused,
+    PlanFollowed,
+    ServerAdvice,
+)
+from dynamoth_agent.machine import AgentMachine
 from dynamoth_agent.process.gathering import Gathering
 from dynamoth_agent.process.metrics import make_registry
-from dynamoth_agent.stand_in import LIMIT_WANTED, BlindnessChanged, ServerSettings
-from dynamoth_daemon import daemon
-from dynamoth_daemon.http import HttpServer
+from dynamoth_agent.stand_in import LIMIT_WANTED
+from dynamoth_daemon import event_loop
+from dynamoth_daemon.exit_codes import EXIT_REFUSED
 from dynamoth_daemon.logs import DaemonLog
-from dynamoth_dispatcher.machine import DispatcherOptions
-from dynamoth_link.driver import Driver
-from dynamoth_link.errors import MachineCrashed
+from dynamoth_daemon.process import INCARNATION_BITS, DaemonProcess
+from dynamoth_dispatcher.events import LOCAL
+from dynamoth_dispatcher.options import DispatcherOptions
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import parse_server_url
-from dynamoth_lla.machine import ObservationLate
 from dynamoth_lla.options import LoadAnalyzerOptions
-
-EXIT_STOPPED = 0
-"""Ended because it was told to."""
-EXIT_CRASHED = 1
-"""Ended because of a bug."""
-EXIT_REFUSED = 2
-"""Ended because it must not run: another agent is at work."""
-
-INCARNATION_BITS = 63
+from dynamoth_lla.round import ObservationLate
 
 GC_THRESHOLDS = (10_000, 10, 100)
 """An agent counts in some hundred thousand small objects and leaves hardly any garbage in cycles (a lost connection is
@@ -74,16 +75,16 @@ class AgentConfig(AgentSettings):
 
 
 async def run_agent(config: AgentConfig, stop: asyncio.Event | None = None) -> int:
-    """Run an agent until it is told to stop; return the exit code of the process.
+    """Run an agent until ``stop``, SIGTERM or SIGINT; return the exit code of the process.
 
-    While its server is down, it waits for it. ``stop``, SIGTERM and SIGINT end it with ``EXIT_STOPPED``. Another agent
-    at the same server ends it with ``EXIT_REFUSED``, a bug with ``EXIT_CRASHED``. The reason is logged.
+    While its server is down, it waits for it. Another agent at the same server ends it with ``EXIT_REFUSED``, a bug
+    with ``EXIT_FAILED``. The reason is logged.
 
     Raises:
         ConfigError: the HTTP port cannot be listened at.
 
     """
-    return await _Agent(config, stop or asyncio.Event()).run()
+    return await _AgentProcess(config, stop or asyncio.Event()).run()
 
 
 def run(config: AgentConfig) -> int:
@@ -93,17 +94,14 @@ def run(config: AgentConfig) -> int:
     """
     gc.set_threshold(*GC_THRESHOLDS)
     gc.freeze()
-    return daemon.run(run_agent(config))
+    return event_loop.run(run_agent(config))
 
 
-class _Agent:
-    """One agent process: machine, driver, HTTP and signals."""
+class _AgentProcess(DaemonProcess[AgentNews]):
+    """One agent process."""
 
     def __init__(self, config: AgentConfig, stop: asyncio.Event) -> None:
         self._config = config
-        self._loop = asyncio.get_running_loop()
-        self._stop = stop
-        self._exit_code = EXIT_STOPPED
         self._knows_plan = False
         self._machine = AgentMachine(
             config.server,
@@ -112,44 +110,24 @@ class _Agent:
             config.load_analyzer_options(),
             config.url,
         )
-        self._log = DaemonLog(_logger, lambda: self._machine.plan_version, server=config.server)
-
-    async def run(self) -> int:
-        registry = make_registry(self._machine, self._loop.time)
-        http = await daemon.serve_http(self._config.http_host, self._config.http_port, registry, self._why_not_ready)
-        driver = Driver(
-            self._machine,
-            on_action=self._execute,
-            link_options=self._link_options,
-            on_crash=self._crashed,
-            on_pushes=lambda name, messages: self._gathering.observed(name, messages),
-        )
-        self._gathering = Gathering(self._loop, LOCAL, lambda: driver.link(LOCAL), self._may_wait)
-        try:
-            with daemon.ended_by_signals(self._stop):
-                self._log_started(http)
-                driver.handle(Start())
-                await self._stop.wait()
-        finally:
-            if http is not None:
-                await http.close()
-            await driver.close()
-        self._log.write(logging.INFO, "the agent has ended", exit_code=self._exit_code)
-        return self._exit_code
-
-    def _end(self, exit_code: int) -> None:
-        self._exit_code = exit_code
-        self._stop.set()
-
-    def _link_options(self, action: Connect) -> LinkOptions:
-        return self._config.link
+        log = DaemonLog(_logger, lambda: self._machine.plan_version, server=config.server)
+        loop = asyncio.get_running_loop()
+        self._gathering = Gathering(loop, LOCAL, lambda: self._driver.link(LOCAL), self._may_wait)
+        super().__init__("agent", self._machine, log, config, config.link, stop, self._gathering.observed)
 
     def _may_wait(self) -> bool:
         return not self._machine.dispatcher.transitions
 
-    # What is reported.
+    def registry(self) -> CollectorRegistry:
+        """Return the metrics of the agent."""
+        return make_registry(self._machine, self._loop.time)
 
-    def _execute(self, action: Any) -> None:
+    def describe(self) -> dict[str, Any]:
+        """Return where the server is."""
+        return {"url": parse_server_url(self._config.url).redacted()}
+
+    def execute(self, action: AgentNews) -> None:
+        """Log what people want to know; end when another agent is at work."""
         write = self._log.write
         match action:
             case LinkChanged(link, None):
@@ -168,19 +146,19 @@ class _Agent:
                     write(logging.WARNING, "the observation is late", cause, lag_s=round(lag_s, 3))
                 else:
                     write(logging.INFO, "the observation is in time again", lag_s=round(lag_s, 3), limited=True)
-            case BlindnessChanged() | ServerSettings():
-                self._log_watch(action)
+            case BlindnessChanged() | ServerAdvice():
+                self._log_sight(action)
             case ObservationRefused(reason):
                 write(logging.ERROR, "the agent cannot observe its server", reason)
             case GuardRefused(reason):
                 write(logging.WARNING, "whether another agent is at work is not known", reason)
             case AlreadyRunning(reason):
                 write(logging.ERROR, "another agent is at work", reason)
-                self._end(EXIT_REFUSED)
+                self.end(EXIT_REFUSED)
             case _:
-                raise AssertionError(f"not an action of an agent: {action!r}")
+                assert_never(action)
 
-    def _log_watch(self, action: BlindnessChanged | ServerSettings) -> None:
+    def _log_sight(self, action: BlindnessChanged | ServerAdvice) -> None:
         write = self._log.write
         match action:
             case BlindnessChanged(True, blind_s, times):
@@ -189,34 +167,15 @@ class _Agent:
                 write(logging.ERROR, message, cause, blind_s=round(blind_s, 1), interruptions=times)
             case BlindnessChanged(interruptions=times):
                 write(logging.INFO, "the agent sees what is published again", interruptions=times, limited=True)
-            case ServerSettings(advice, None):
+            case ServerAdvice(advice, None):
                 for text in advice:
                     write(logging.WARNING, "a setting of the server does harm", text, limited=False)
-            case ServerSettings(refused=refused):
+            case ServerAdvice(refused=refused):
                 message = f"the server's settings are not known: see that {LIMIT_WANTED} is set, or allow +config|get"
                 write(logging.INFO, message, refused)
 
-    def _crashed(self, crash: MachineCrashed) -> None:
-        self._log.write(
-            logging.CRITICAL,
-            "the agent ends because of a bug: please report this line",
-            str(crash),
-            exception=crash.__cause__,
-        )
-        self._end(EXIT_CRASHED)
-
-    def _log_started(self, http: HttpServer | None) -> None:
-        extra: dict[str, Any] = {
-            "url": parse_server_url(self._config.url).redacted(),
-            "event_loop": type(self._loop).__module__.partition(".")[0],
-        }
-        if http is not None:
-            extra["http_port"] = http.port
-        self._log.write(logging.INFO, "the agent has started", **extra)
-
-    def _why_not_ready(self) -> str | None:
-        if self._stop.is_set():
-            return "the agent is ending"
+    def why_not_ready(self) -> str | None:
+        """Return why the agent does not do its work now."""
         if not self._machine.is_up:
             return f"no connection to the Redis server ({LOCAL} link)"
         if (problem := self._machine.problem) is not None:

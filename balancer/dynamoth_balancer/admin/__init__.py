@@ -1,1 +1,1 @@
-"""Answers operators: changes, compatibility rules, status and findings."""
+"""Answers operators: changes, compatibility rules, status and problems."""

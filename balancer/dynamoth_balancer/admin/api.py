@@ -49,6 +49,7 @@ from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control
 from dynamoth_balancer.admin import rules
 from dynamoth_balancer.admin.changes import BegunChange, ChangeState, mode_name
 from dynamoth_balancer.admin.rules import RuleRequests
+from dynamoth_balancer.events import InnerAction
 from dynamoth_balancer.options import BalancerOptions
 
 CHANGES_PENDING_MAX = 1000
@@ -62,18 +63,20 @@ CHANGES = ("move", "replicate", "unreplicate")
 
 
 class AdminApi(Protocol):
-    """What the balancer can do for administrators. All raise RequestRefused."""
+    """The functions of the balancer for administrators. All raise RequestRefused."""
 
     def status(self, now: float) -> Mapping[str, Any]:
-        """Return how everything is."""
+        """Return the state of everything."""
         ...
 
     def plan_page(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a part of the plan."""
         ...
 
-    def begin_change(self, command: str, arguments: Mapping[str, Any], now: float) -> tuple[BegunChange, list[Any]]:
-        """Begin what one of ``CHANGES`` asks for; return also the actions to execute."""
+    def begin_change(
+        self, command: str, arguments: Mapping[str, Any], now: float
+    ) -> tuple[BegunChange, list[InnerAction]]:
+        """Begin a command of ``CHANGES``; return also the actions to execute."""
         ...
 
     def change_state(self, change: BegunChange, now: float) -> tuple[ChangeState, str]:
@@ -81,7 +84,7 @@ class AdminApi(Protocol):
         ...
 
     def pause(self, paused: bool) -> None:
-        """Make decisions, or make none."""
+        """Begin or end the pause of the balancer's own decisions."""
         ...
 
     def version(self) -> int:
@@ -102,10 +105,10 @@ class _Pending:
 
 
 class Admin:
-    """Answers requests."""
+    """Answers the requests of administrators."""
 
-    def __init__(self, office: AdminApi, rule_requests: RuleRequests, options: BalancerOptions) -> None:
-        self._office = office
+    def __init__(self, balancer: AdminApi, rule_requests: RuleRequests, options: BalancerOptions) -> None:
+        self._balancer = balancer
         self._rules = rule_requests
         self._options = options
         self._pending: OrderedDict[int, _Pending] = OrderedDict()
@@ -113,14 +116,14 @@ class Admin:
         self._answered: OrderedDict[int, AdminReply] = OrderedDict()
         self.counters: Counter[str] = Counter()
         self._commands: dict[str, Callable[[Mapping[str, Any], float], Mapping[str, Any]]] = {
-            "status": lambda arguments, now: office.status(now),
-            "plan": lambda arguments, now: office.plan_page(arguments),
+            "status": lambda arguments, now: balancer.status(now),
+            "plan": lambda arguments, now: balancer.plan_page(arguments),
             "pause": lambda arguments, now: self._pause(True),
             "resume": lambda arguments, now: self._pause(False),
         }
 
-    def handle(self, server: str, request: AdminRequest, now: float) -> list[Any]:
-        """Take a request that came in at ``server``."""
+    def handle(self, server: str, request: AdminRequest, now: float) -> list[InnerAction]:
+        """Answer a request that came in at ``server``, now or when its change has settled."""
         if (pending := self._pending.get(request.request)) is not None:
             pending.server = server
             return []
@@ -145,14 +148,14 @@ class Admin:
             return [self._answer(server, AdminReply(request.request, {}, str(error)))]
 
     def _pause(self, paused: bool) -> Mapping[str, Any]:
-        self._office.pause(paused)
+        self._balancer.pause(paused)
         return {"paused": paused}
 
-    def _change(self, server: str, request: AdminRequest, now: float) -> list[Any]:
+    def _change(self, server: str, request: AdminRequest, now: float) -> list[InnerAction]:
         if len(self._pending) >= CHANGES_PENDING_MAX:
             raise RequestRefused(f"{CHANGES_PENDING_MAX} changes are waited for already; try again later")
         timeout_s = _timeout_s(request.arguments, self._options.move_timeout_s)
-        change, actions = self._office.begin_change(request.command, request.arguments, now)
+        change, actions = self._balancer.begin_change(request.command, request.arguments, now)
         self._pending[request.request] = _Pending(server, request.request, change, now, timeout_s)
         return [*actions, *self.tick(now)]
 
@@ -160,7 +163,7 @@ class Admin:
         """Answer the changes that have settled, and those that took too long."""
         sends = self._answer_rules(now)
         for pending in list(self._pending.values()):
-            state, waits = self._office.change_state(pending.change, now)
+            state, waits = self._balancer.change_state(pending.change, now)
             if state is ChangeState.SETTLED:
                 sends.append(self._settled(pending, now))
             elif state is ChangeState.SUPERSEDED:
@@ -172,6 +175,12 @@ class Admin:
                 sends.append(self._failed(pending, text))
         return sends
 
+    def check(self) -> None:
+        """Assert that a request is waited for or answered, and that both are bounded."""
+        assert self._pending.keys().isdisjoint(self._answered), "a request is answered once"
+        assert len(self._pending) <= CHANGES_PENDING_MAX, f"{len(self._pending)} changes are waited for"
+        assert len(self._answered) <= self._options.requests_max, f"{len(self._answered)} answers are kept"
+
     def _answer_rules(self, now: float) -> list[Send]:
         return [self._answer(server, reply) for server, reply in self._rules.answers(now)]
 
@@ -182,7 +191,7 @@ class Admin:
             "mode": mode_name(after.mode),
             "servers": list(after.servers),
             "epoch": pending.change.epoch,
-            "version": self._office.version(),
+            "version": self._balancer.version(),
             "duration_s": now - pending.since,
             "note": pending.change.note,
         }

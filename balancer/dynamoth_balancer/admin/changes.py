@@ -1,8 +1,8 @@
-"""What administrators may change: from a request to the assignment that it means, and how far that has come.
+"""Carries out the changes of administrators: from a request to an assignment, and how far that has come.
 
-A request names a channel and what shall become of it. What it does not name (which servers, which of the replicas) is
-chosen here: the least loaded servers, those that the channel is at already before others, as their clients are
-connected there. Whatever cannot be done is refused with the cause and the cure.
+A request names a channel and its new mode or place. The servers or replicas that it does not name are chosen here: the
+least loaded servers, those of the channel before others, as their clients are connected there. A refusal names cause
+and cure.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from dynamoth.errors import RequestRefused
 from dynamoth.names import in_quotes, is_user_channel, logical_channel
 from dynamoth.plan.plan import Assignment, Entry, Mode, Phase, single
 from dynamoth.protocol.wire import shortened
+from dynamoth_balancer.events import InnerAction
 from dynamoth_balancer.install.installer import Installer
 
 REPLICAS_MIN = 2
-"""A replica set of one would be a channel at one server, under another name."""
+"""A replica set of one would be a single server by another name."""
 
 PROBLEMS_TOLD_MAX = 5
-"""Bound of the servers of which an answer tells why they cannot take part."""
+"""Bound of the servers whose problems an answer lists."""
 
 MODES: Mapping[str, Mode] = MappingProxyType({mode.name.lower().replace("_", "-"): mode for mode in Mode})
-"""How modes are called in requests, and wherever people read them."""
+"""The names of modes in requests and for people."""
 
 ALREADY_THERE = "it was there already"
 """The note of a change that changed nothing."""
@@ -53,7 +54,7 @@ class ChangeState(enum.Enum):
     UNSETTLED = "unsettled"
     SETTLED = "settled"
     SUPERSEDED = "superseded"
-    """A later change of the channel has taken its place."""
+    """A later change of the channel has replaced it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +65,19 @@ class BegunChange:
     before: Assignment
     after: Assignment
     epoch: int
-    #: What the administrator should know of how the request was understood; empty for nothing.
+    #: How the request was understood, for the administrator; empty for nothing.
     note: str = ""
 
 
 LoadRatio = Callable[[str, float], float | None]
 """Returns the estimated load ratio of a server at a time, None where it is not known."""
 
-CarryOut = Callable[[Mapping[bytes, Assignment], str, float], list[Any]]
+CarryOut = Callable[[Mapping[bytes, Assignment], str, float], list[InnerAction]]
 """Begins the transition of channels, for a reason, at a time; returns the actions to execute. Raises RequestRefused."""
 
 
 class Changes:
-    """Begins what administrators ask for: ``move``, ``replicate`` and ``unreplicate``."""
+    """Begins the changes of administrators: ``move``, ``replicate`` and ``unreplicate``."""
 
     def __init__(self, load_ratio: LoadRatio, carry_out: CarryOut) -> None:
         self._load_ratio = load_ratio
@@ -85,10 +86,10 @@ class Changes:
 
     def begin(
         self, installer: Installer, command: str, arguments: Mapping[str, Any], now: float
-    ) -> tuple[BegunChange, list[Any]]:
+    ) -> tuple[BegunChange, list[InnerAction]]:
         """Begin a change; return also the actions to execute.
 
-        A change to the same that is under way is joined. One to where the channel is already has settled.
+        A request for the same change as one under way joins it. A change to where the channel is has settled.
 
         Raises:
             RequestRefused: the arguments make no sense, or it cannot be done now.
@@ -179,7 +180,7 @@ class Changes:
         return single(target), ""
 
     def _choose(self, installer: Installer, entry: Entry, count: int, now: float) -> tuple[tuple[str, ...], str]:
-        """Choose servers for a replicated channel; the note says when there are fewer than asked for."""
+        """Choose servers for a replicated channel; the note says when there are fewer than requested."""
         problems = {server: installer.why_not_to(server, now) for server in installer.plan.servers}
         able = [server for server, problem in problems.items() if problem is None]
         present = [server for server in able if server in entry.route.assignment.servers]
@@ -206,7 +207,7 @@ def _nonsense(command: str) -> RequestRefused:
 
 
 def _same(one: Assignment, other: Assignment) -> bool:
-    """Tell whether two assignments mean the same; the order of replicas means nothing to an administrator."""
+    """Return whether two assignments are equal; the order of replicas means nothing to an administrator."""
     return one.mode is other.mode and set(one.servers) == set(other.servers)
 
 

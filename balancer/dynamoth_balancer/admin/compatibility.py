@@ -1,7 +1,7 @@
-"""What administrators may do with compatibility rules, and what is refused as a message could be lost by it.
+"""Changes compatibility rules for administrators, and refuses changes by which a message could be lost.
 
-A change of rules takes effect everywhere within moments, but not at once. So it changes no channel's place: no home,
-and a rule becomes plain only where every channel that it concerns is at its server already.
+A change of rules takes effect everywhere within moments, but not at once. So it moves no channel: no home changes, and
+a rule becomes plain only where all its channels are at its server already.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _ARGUMENTS = "action (add, lift, remove or list), pattern (bytes), and for add: 
 def new_rules(plan: Plan, arguments: Mapping[str, Any]) -> tuple[CompatibilityRule, ...] | None:
     """Return the rules that a request asks for, None when it asks for no change.
 
-    ``add`` puts a rule before all others, or in the place of the one with the same pattern. ``lift`` takes ``plain``
-    away: from the rule with this pattern, or from a part of the channels of a wider one. ``remove`` removes a rule.
+    ``add`` puts a rule before all others, or replaces the one with the same pattern. ``lift`` takes ``plain`` away:
+    from the rule with this pattern, or from a part of the channels of a wider one. ``remove`` removes a rule.
 
     Raises:
         RequestRefused: the arguments make no sense, or a message could be lost.
@@ -58,12 +58,12 @@ def new_rules(plan: Plan, arguments: Mapping[str, Any]) -> tuple[CompatibilityRu
 
 
 def describe_rules(compatibility: Compatibility) -> list[dict[str, Any]]:
-    """Return rules as plain data, in the order in which they are looked at."""
+    """Return rules as plain data, in the order of their priority."""
     return [{"pattern": rule.pattern, "server": rule.server, "plain": rule.plain} for rule in compatibility.rules]
 
 
 def why_not_moved(plan: Plan, channel: bytes) -> str | None:
-    """Say why a channel cannot be moved or replicated because of the rules; None when it can."""
+    """Return why the rules forbid to move or replicate a channel; None when they do not."""
     rule = plan.compatibility.rule_of(channel)
     if rule is None or not rule.plain:
         return None
@@ -103,7 +103,7 @@ def _covering(rules: tuple[CompatibilityRule, ...], pattern: bytes) -> Compatibi
 
 
 def _check(plan: Plan, new: Compatibility) -> None:
-    """Refuse rules that would change a channel's place, or that are plain for channels at other servers."""
+    """Refuse rules that would move a channel, or that are plain for channels at other servers."""
     unknown = sorted(new.servers.difference(plan.servers))
     if unknown:
         raise RequestRefused(f"server {unknown[0]!r:.80} is not known; known are {', '.join(plan.servers)}")

@@ -1,10 +1,11 @@
-"""What is wrong in the cluster, as the balancer sees it: one list, from which everything that people see is derived.
+"""Finds the problems of the cluster: one list, from which everything that people see is derived.
 
 Theory of operation
 -------------------
-:func:`find` looks at the state of a balancer and yields what is stalled or refused. :class:`Health` remembers since
-when each of these has been so, and leaves out what has not lasted long enough to matter. The status (text, JSON and
-exit code), ``/readyz``, the metrics and the log are made of this list alone, so they cannot contradict each other.
+:func:`find` looks at the state of a balancer and yields everything that is stalled or refused. :class:`Health`
+remembers since when each problem has lasted, and leaves out those that have not lasted long enough to matter. The
+status (text, JSON and exit code), ``/readyz``, the metrics and the log are made of this list alone, so they cannot
+contradict each other.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ TRANSITION_SLOW_S = 10.0
 """A channel in transition for longer is stalled: a healthy one settles within a second or two."""
 
 BEHIND_S = 5.0
-"""Servers and agents take a new version of the plan within a round trip; those that need longer are stalled."""
+"""Servers and agents apply a new version of the plan within a round trip; those that need longer are stalled."""
 
 SEVERAL_S = 1.0
-"""An agent that connects again may be counted twice for a moment."""
+"""An agent that reconnects may be counted twice for a moment."""
 
 LATE_S = 1.0
 """An agent whose observation lags by more does not get the CPU that it needs."""
 
 UNANSWERED_S = 1.0
-"""A server for which answers have been late for so long hangs, or is too busy to serve anybody."""
+"""A server whose answers have been late for longer hangs, or is too busy to serve anybody."""
 
 UNANSWERED = "it does not answer: it hangs, or is busy with a command that takes long"
 
@@ -52,14 +53,14 @@ class Severity(enum.Enum):
     """How bad a problem is."""
 
     ERROR = "error"
-    """Something does not do its work: the balancer is not ready."""
+    """Something does not work: the balancer is not ready."""
     WARNING = "warning"
     """Work goes on, slower or only for now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong."""
+    """One problem of the cluster."""
 
     severity: Severity
     #: Stable, for scripts and metrics: ``server_unreachable``.
@@ -86,28 +87,28 @@ class Problem:
         return self.severity.value
 
     def details(self, now: float) -> dict[str, Any]:
-        """Return what the log says of it."""
+        """Return the fields of its log entry."""
         age_s = round(max(0.0, now - self.since), 1)
         return {"kind": self.kind, "subject": self.subject, "reason": self.reason, "age_s": age_s}
 
 
 LOGGED_ELSEWHERE = frozenset({"not_leading", "server_unreachable", "agent_silent"})
-"""Kinds whose beginning and end have lines of their own, such as "connected to a server"."""
+"""Kinds whose beginning and end have log entries of their own, such as "connected to a server"."""
 
 BEGIN_LOGGED_ELSEWHERE = frozenset({"plan_refused", "goal_unreached", "decision_refused"})
-"""Kinds whose beginning has a line of its own, and whose end has none."""
+"""Kinds whose beginning has a log entry of its own, and whose end has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A problem as :func:`find` sees it: ``since`` None where only its duration in the list tells how old it is."""
+    """A problem as :func:`find` sees it; ``since`` None where only its time in the list shows its age."""
 
     severity: Severity
     kind: str
     subject: str
     reason: str
     since: float | None = None
-    #: It is no problem before it has lasted this long.
+    #: It counts only after this time.
     after_s: float = 0.0
 
 
@@ -124,22 +125,22 @@ class View:
     down: Mapping[str, str]
     #: The servers that are being drained and at which the plan names no channel.
     emptied: Collection[str]
-    #: The servers that are connected and do not answer.
+    #: The connected servers that do not answer.
     unanswered: Collection[str]
-    #: The servers that refuse something to the balancer, and their replies.
+    #: The servers that refuse a command of the balancer, and their replies.
     refused: Mapping[str, str]
     #: None before the first term.
     installer: Installer | None
     agents: Agents
     model: ClusterModel
-    #: The goals that the latest decision could not reach.
+    #: The findings of the latest decision.
     unreached: Sequence[Finding]
     #: Why the latest decision could not be carried out; empty when it could.
     decision_refused: str
 
 
 def find(view: View, now: float) -> Iterator[Found]:
-    """Go through what is wrong."""
+    """Yield the problems of the cluster."""
     if view.why_not_leading is not None and not view.stands_by:
         yield Found(Severity.ERROR, "not_leading", "balancer", view.why_not_leading)
     leading = view.installer if view.why_not_leading is None else None
@@ -214,12 +215,12 @@ def _of_agent(server: str, view: View, leading: Installer | None, now: float) ->
 
 
 def no_agent(server: str) -> str:
-    """Say that nobody listens as the agent of a server."""
+    """Return the problem that nobody listens as the agent of a server."""
     return f"it has no agent: start 'dynamoth agent --server {server}'"
 
 
 def several_agents(number: int) -> str:
-    """Say that several connections listen as the agent of a server."""
+    """Return the problem that several connections listen as the agent of a server."""
     return f"{number} connections listen as its agent (one that was cut may be among them): stop all agents but one"
 
 
@@ -268,7 +269,7 @@ CURES = (
 
 
 def with_cure(reply: str) -> str:
-    """Return a refusal of Redis with what helps, where that is known."""
+    """Return a refusal of Redis with its cure, if that is known."""
     for code, cure in CURES:
         if reply.startswith(code) or f": {code} " in reply:
             return f"{reply} ({cure})"
@@ -284,12 +285,12 @@ def channel_text(channel: bytes) -> str:
 class Health:
     """Remembers since when problems have lasted."""
 
-    #: The problems at the latest look, those that have not lasted long enough left out; errors first.
+    #: The problems at the latest look that have lasted long enough; errors first.
     problems: list[Problem] = field(default_factory=list[Problem])
     _since: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
 
     def look(self, found: Iterable[Found], now: float) -> tuple[list[Problem], list[Problem]]:
-        """Take what is wrong now; return the problems that have begun, and those that are over."""
+        """Replace the problems; return those that have begun, and those that are over."""
         since: dict[tuple[str, str], float] = {}
         problems: dict[tuple[str, str], Problem] = {}
         for each in found:
@@ -306,14 +307,14 @@ class Health:
         return begun, over
 
     def report(self, found: Iterable[Found], now: float) -> list[Note]:
-        """Take what is wrong now; return what the log should say of the change."""
+        """Replace the problems; return log entries about the difference."""
         begun, over = self.look(found, now)
         notes = [Note(each.level, "a problem has begun", each.details(now)) for each in begun if each.begin_is_logged]
         return notes + [Note("info", "a problem is over", each.details(now)) for each in over if each.end_is_logged]
 
     @property
     def errors(self) -> list[Problem]:
-        """The problems that keep something from its work."""
+        """The problems that stop something from working."""
         return [problem for problem in self.problems if problem.severity is Severity.ERROR]
 
 
@@ -329,7 +330,7 @@ def describe_problem(problem: Problem, now: float) -> dict[str, Any]:
 
 
 class Presence:
-    """Says in the log which agents come and go."""
+    """Logs which agents come and go."""
 
     def __init__(self, servers: Iterable[str]) -> None:
         self._servers = tuple(servers)
@@ -337,7 +338,7 @@ class Presence:
         self._noted: set[str] = set()
 
     def look(self, agents: Agents, now: float) -> list[Note]:
-        """Return what has changed since the latest look."""
+        """Return log entries about changes since the latest look."""
         notes: list[Note] = []
         for server in self._servers:
             alive = agents.is_alive(server, now)

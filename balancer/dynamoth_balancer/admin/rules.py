@@ -1,4 +1,4 @@
-"""The requests of administrators about compatibility rules: carried out, and answered when the rules are in force."""
+"""Carries out requests for other compatibility rules, and answers when the rules are in force everywhere."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 from dynamoth.protocol.control import AdminReply, AdminRequest
 from dynamoth_balancer.admin.compatibility import describe_rules, new_rules
+from dynamoth_balancer.events import InnerAction
 from dynamoth_balancer.install.installer import Installer
 
 COMMAND = "compatibility"
 
 PATIENCE_S = 5.0
-"""Who changes rules is answered after this time, even if some agent has not acknowledged them."""
+"""A request is answered after this time even if some agent has not acknowledged the rules."""
 
 
 @dataclass(slots=True)
@@ -33,24 +34,24 @@ class RuleRequests:
         self._asked: dict[int, _Asked] = {}
 
     def repeated(self, server: str, request: int) -> bool:
-        """Note where a request was repeated; return whether it is known and unanswered."""
+        """Record where a request was repeated; return whether it is known and unanswered."""
         asked = self._asked.get(request)
         if asked is not None:
             asked.server = server
         return asked is not None
 
-    def begin(self, server: str, request: AdminRequest, now: float) -> list[Any]:
+    def begin(self, server: str, request: AdminRequest, now: float) -> list[InnerAction]:
         """Carry out a request; return the actions to execute. Raises RequestRefused."""
         installer = self._installer()
         rules = new_rules(installer.plan, request.arguments)
-        actions: list[Any] = []
+        actions: list[InnerAction] = []
         if rules is not None:
             actions += installer.change_rules(rules, "an administrator has changed the compatibility rules", now)
         self._asked[request.request] = _Asked(server, now)
         return actions
 
     def answers(self, now: float) -> list[tuple[str, AdminReply]]:
-        """Return the answers that are due, and where they go: who asked may count on the rules then."""
+        """Return the answers that are due, and the servers to send them to."""
         if not self._asked:
             return []
         installer = self._installer()

@@ -1,4 +1,4 @@
-"""What administrators see: how everything is, and what the plan says. Plain data that msgpack and JSON can hold."""
+"""Describes the cluster and the plan for administrators, as plain data that msgpack and JSON can hold."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def describe_transition(channel: bytes, transition: Transition, waits: list[str]
 def describe_server(
     server: str, agents: Agents, model: ClusterModel, installer: Installer | None, now: float
 ) -> dict[str, Any]:
-    """Return what is known of a server and its agent. Figures are left out while the agent is not heard."""
+    """Return the state of a server and its agent. Figures are left out while the agent is silent."""
     alive, acked = agents.is_alive(server, now), agents.acked(server, now)
     load = model.load(server, now) if alive else None
     blindness = model.blindness(server) if alive else None
@@ -124,7 +124,7 @@ def describe_server(
 
 
 def describe_report(report: Report | None) -> dict[str, Any]:
-    """Return what a server's latest report says of the whole server."""
+    """Return the figures of a server's latest report."""
     if report is None:
         return {}
     return {

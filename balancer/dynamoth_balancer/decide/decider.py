@@ -1,7 +1,7 @@
-"""When the balancer makes a plan of its own, and out of what: between the model and the goals.
+"""Decides when the balancer makes a plan of its own: asks the goals about the modelled cluster.
 
-There is at most one such plan per ``wait_s`` (T_wait of the paper), and none while an earlier change is being
-installed.
+There is at most one such plan per ``wait_s`` (T_wait of Dynamoth, section III-B), and none while an earlier change is
+being installed.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from dynamoth_balancer.options import BalancerOptions
 
 DECISIONS_KEPT_MAX = 20
 FINDING_REPEAT_S = 60.0
-"""A decision that nothing can be done is told again only when its findings are others, or after this time."""
+"""A decision without moves is repeated only when its findings change, or after this time."""
 
 BLIND_MARGIN_RATIO = 0.01
-"""A server whose agent is blind counts as this much above ``load_ratio_high``, at least."""
+"""A server with a blind agent counts as at least this much above ``load_ratio_high``."""
 
 FIRST_REPORTS_S = 10.0
-"""A server that can take part, and whose agent does not report in this time, is not waited for."""
+"""Decisions wait this long for the first reports of a server that can take part."""
 
 HELD_MAX = 10_000
-"""Bound of the channels that are left as administrators have replicated them; the longest ago are forgotten."""
+"""Bound of the channels that stay as administrators have replicated them; the oldest are forgotten."""
 
 _DECIMALS = re.compile(r"\d+\.\d+")
 
@@ -50,31 +50,32 @@ class Decider:
         self._model = model
         self._goals = goals
         self._options = options
-        #: No plans of the balancer's own; what administrators ask for is done.
+        #: Whether the balancer makes no plans of its own; requests of administrators are still carried out.
         self.paused = False
         #: The latest decisions with their numbers (from 1) and times, oldest first.
         self.decisions: deque[tuple[int, float, Decision]] = deque(maxlen=DECISIONS_KEPT_MAX)
         self._made = 0
-        #: What the goals could not reach when they were asked last.
+        #: The findings when the goals were last asked.
         self.unreached: Sequence[Finding] = ()
         #: Since when servers that can take part have not reported often enough; None while all have.
         self._unmeasured_since: float | None = None
         self._look_at = -math.inf
         self._plan_at = -math.inf
         self._findings_at = -math.inf
-        #: When each channel was moved last; those that have rested are forgotten.
+        #: When each channel was moved last; channels that have rested are forgotten.
         self._moved_at: dict[bytes, float] = {}
-        #: When each channel that is, or was, replicated will have rested; those that have are forgotten.
+        #: When the rest ends of each channel that is, or was, replicated; channels that have rested are forgotten.
         self._rested_at: dict[bytes, float] = {}
-        #: What administrators have made of channels that they have replicated, the longest ago first.
+        #: The assignments of channels that administrators have replicated, the oldest first.
         self._held: OrderedDict[bytes, Assignment] = OrderedDict()
         #: When the term began, if there was a plan before.
         self._began_at = -math.inf
-        #: Of the plan of this version: the replicated channels, and what it names at servers that are being drained.
+        #: For the plan of version ``_plan_version``: the replicated channels, and those it names at servers being
+        #: drained.
         self._replicated: Mapping[bytes, Assignment] = {}
         self._at_draining: Mapping[str, frozenset[bytes]] = {}
         self._plan_version = -1
-        #: Since when servers that cannot be reached are so.
+        #: Since when unreachable servers are so.
         self._away_since: dict[str, float] = {}
         #: Replicas that were dead for ``replica_dead_s`` while their channel was settled.
         self._unwanted: dict[bytes, frozenset[str]] = {}
@@ -92,8 +93,8 @@ class Decider:
         """Make no plan for ``wait_s``."""
         self._plan_at = now + self._options.wait_s
 
-    def moved(self, changes: Mapping[bytes, tuple[Assignment, Assignment]], now: float) -> None:
-        """Let channels whose assignment was changed, by whomever, rest."""
+    def on_moves(self, changes: Mapping[bytes, tuple[Assignment, Assignment]], now: float) -> None:
+        """Let channels rest whose assignment was changed, by anybody: no move for ``channel_rest_s``."""
         self._moved_at.update(dict.fromkeys(changes, now))
         for channel, assignments in changes.items():
             self._held.pop(channel, None)
@@ -102,7 +103,7 @@ class Decider:
                 self._rested_at[channel] = now + self._options.replication_rest_s
 
     def hold(self, channel: bytes, assignment: Assignment) -> None:
-        """Leave a channel as an administrator has replicated it, until somebody changes it; unless it must leave."""
+        """Leave a channel as an administrator has replicated it, until somebody changes it or it must leave."""
         if not self._options.draining.isdisjoint(assignment.servers):
             return  # begun before the balancer was restarted, and asked for again since
         self._held[channel] = assignment
@@ -110,7 +111,7 @@ class Decider:
             self._held.popitem(last=False)
 
     def look(self, installer: Installer, now: float) -> Decision | None:
-        """Return a decision, if it is time and there is something to decide or to be told."""
+        """Return a decision, if it is time and there are moves or new findings."""
         if now < self._look_at:
             return None
         self._look_at = now + self._options.decision_interval_s
@@ -135,7 +136,7 @@ class Decider:
         return decision
 
     def cluster(self, installer: Installer, now: float) -> Cluster:
-        """Return the servers that can take part in a plan, as the goals see them."""
+        """Return the servers that can take part in a plan, in the form for the goals."""
         options = self._options
         blind = self._model.blind.keys()
         loads = {
@@ -166,7 +167,7 @@ class Decider:
         return Cluster(loads, self._model.channels, movable, options, figures, dead, draining, blind)
 
     def _awaits_reports(self, installer: Installer, now: float) -> bool:
-        """Tell whether a server that can take part was not measured yet, as it or its agent has just begun."""
+        """Return whether a server that can take part is not measured yet, as it or its agent has just begun."""
         if not any(
             self._model.samples(server) < self._options.reports_min
             for server in installer.plan.servers
@@ -179,15 +180,15 @@ class Decider:
         return now - self._unmeasured_since < FIRST_REPORTS_S
 
     def _at_least_high(self, load: ServerLoad) -> ServerLoad:
-        """Return the load of a server whose agent is blind: overloaded, whatever was measured before."""
+        """Return the load of a server with a blind agent: overloaded, whatever was measured before."""
         high = self._options.load_ratio_high * (1 + BLIND_MARGIN_RATIO) * load.outgoing_bytes_per_s_max
         return replace(load, outgoing_bytes_per_s=max(load.outgoing_bytes_per_s, high))
 
     def left_at(self, server: str, plan: Plan) -> list[ChannelRate]:
-        """Return what is at a server that is being drained: channels that the plan names there, with traffic or none.
+        """Return the channels at a server being drained: those that the plan names there, with traffic or without.
 
-        Besides these, channels that are at home there and that the server's agent has reported lately by name, because
-        somebody subscribes or publishes. Those that are on their way from there are among them.
+        Also channels that are at home there and that the server's agent has reported lately by name, because somebody
+        subscribes or publishes. Channels on their way from there are among them.
         """
         self._read(plan)
         rates = self._model.channel_rates(server)
@@ -195,12 +196,12 @@ class Decider:
         return [ChannelRate(rates.get(channel, 0.0), channel) for channel in self._at_draining[server].union(measured)]
 
     def named_at(self, server: str, plan: Plan) -> int:
-        """Return how many channels the plan names at a server that is being drained, whether or not it can be asked."""
+        """Return how many channels the plan names at a server that is being drained, even if it cannot be reached."""
         self._read(plan)
         return len(self._at_draining[server])
 
     def channels_left(self, server: str, plan: Plan) -> int | None:
-        """Return how many channels are at a server that is being drained; None where nothing is measured there."""
+        """Return how many channels are at a server that is being drained; None without measurements."""
         latest = self._model.latest(server)
         if latest is None:
             return None
@@ -213,9 +214,9 @@ class Decider:
     def _figures(
         self, plan: Plan, loads: Mapping[str, ServerLoad], blind: Set[str], now: float
     ) -> list[ChannelFigures]:
-        """Return what is true of the channels whose replication may be changed now.
+        """Return the figures of the channels whose replication may be changed now.
 
-        Replicated channels with a replica at a server whose agent is blind are left alone.
+        Replicated channels with a replica at a server with a blind agent are left alone.
         """
         if now - self._began_at < self._options.averaging_s:
             return []  # what settled in the predecessor's time is not known to have done so before the reports
@@ -235,7 +236,7 @@ class Decider:
         ]
 
     def _busy(self, plan: Plan, loads: Mapping[str, ServerLoad]) -> list[bytes]:
-        """Return the channels at one server that are so busy that they may have to be spread."""
+        """Return the channels at one server that may be busy enough to be replicated."""
         if not loads:
             return []
         capacity = max(load.outgoing_bytes_per_s_max for load in loads.values())
@@ -267,7 +268,7 @@ class Decider:
         }
 
     def _watch_replicas(self, installer: Installer, now: float) -> None:
-        """Take note of servers that are dead, and of the channels that should leave them when they are back."""
+        """Record dead servers, and the channels that should leave them when they are back."""
         for server in installer.plan.servers:
             if installer.copy(server).is_up:
                 self._away_since.pop(server, None)
@@ -278,7 +279,7 @@ class Decider:
                 self._unwanted[channel] = self._unwanted.get(channel, frozenset()) | {server}
 
     def _dead_replicas(self, installer: Installer, now: float) -> dict[str, list[bytes]]:
-        """Return the servers that have been dead for long, each with the settled channels that it is a replica of."""
+        """Return the servers that have been dead for long, each with the settled channels that have a replica there."""
         long_ago = now - self._options.replica_dead_s
         dead: dict[str, list[bytes]] = {
             server: []
@@ -294,7 +295,7 @@ class Decider:
         return dead
 
     def _is_busy(self, installer: Installer, now: float) -> bool:
-        """Tell whether a change is still being installed; what has got stuck does not count."""
+        """Return whether a change is being installed; one that is stuck does not count."""
         patience = self._options.move_timeout_s
         return any(now - transition.since < patience for transition in installer.transitions.values())
 
@@ -311,15 +312,15 @@ class Decider:
 
 
 def is_replicated(assignment: Assignment) -> bool:
-    """Tell whether a channel with this assignment is spread over several servers."""
+    """Return whether a channel with this assignment has several servers."""
     return assignment.mode is not Mode.SINGLE
 
 
 def _follows(entry: Entry, server: str) -> bool:
-    """Tell whether somebody may use a server for a channel."""
+    """Return whether somebody may use a server for a channel."""
     return any(server in route.assignment.servers for route in entry.live_routes)
 
 
 def _summary(decision: Decision) -> set[tuple[str, bytes | None, str]]:
-    """Return what must differ for a decision to be news: figures always do."""
+    """Return the part of a decision that makes it news: without its figures, which always change."""
     return {(each.server, each.channel, _DECIMALS.sub("", each.reason)) for each in decision.findings}

@@ -1,8 +1,8 @@
-"""The goal that empties servers which an operator wants to stop.
+"""Empties servers that an operator wants to stop.
 
-It comes last, as a server that is overloaded is worse than one that is not empty yet, and a channel that is to be
-spread or folded back need not be moved before. That nothing is put at these servers is no matter of this goal: no move
-of any may (``Cluster.draining``). So it ends: each move makes fewer channels there, and none comes back.
+This goal comes last: an overloaded server is worse than one that is not empty yet, and a channel that is to be
+replicated or folded back need not be moved before. Other goals cannot put channels at these servers either:
+``Cluster.draining`` forbids it. So it ends: each move makes fewer channels there, and none comes back.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dynamoth_balancer.decide.replicate import Change
 
 
 class Drain:
-    """No channel is at a server that is being drained, and no replica.
+    """Moves every channel and replica away from servers that are being drained.
 
-    The busiest go first, each to the server with most room. One that would fill that too much, which ``Relieve`` does
-    not permit, stays, and smaller ones are tried.
+    The busiest go first, each to the server with most room. A channel that would fill that server too much, which
+    ``Relieve`` does not permit, stays, and smaller ones are tried.
     """
 
     def propose(self, cluster: Cluster) -> list[Move]:
-        """Propose moves away from servers that are being drained, and say what else must be done."""
+        """Propose moves away from servers that are being drained, and add findings for the channels that stay."""
         if not cluster.draining:
             return []
         moves = self._replicas(cluster)

@@ -1,17 +1,16 @@
-"""The model of the cluster: how loaded each server is, and by which channels, from the reports of the agents.
+"""The load model of the cluster: how loaded each server is, and by which channels, from the reports of the agents.
 
 Theory of operation
 -------------------
-Per server the model keeps the samples of the last ``averaging_s`` (one per report) and averages over them when asked.
+Per server the model keeps the samples of the last ``averaging_s`` (one per report) and averages over them on request.
 
-Load on its way counts as load. When the assignment of a channel changes, its average is *attributed* to the new
-servers at once, and taken out of what the old ones have reported. From then until the channel has settled, what
-reports say of it is ignored at all of them: it is sent at old and new ones, by forwarding, and would count twice.
-After it has settled, each report whose whole interval is younger takes over its share of the average from the
-attribution.
+Load on its way counts as load. When the assignment of a channel changes, its average is *attributed* to the new servers
+at once, and taken out of the samples of the old ones. From then until the channel has settled, reports about it are
+ignored at all of them: forwarding makes old and new servers send it, so it would count twice. After it has settled,
+each report whose whole interval is younger takes over its share of the average from the attribution.
 
-What a channel makes the cluster send is the same in every mode: each publication to each subscriber. With n replicas
-each sends about a part of n: under ALL_SUBSCRIBERS of the publications, under ALL_PUBLISHERS to the subscribers.
+The traffic of a channel in the cluster is the same in every mode: each publication to each subscriber. With n replicas
+each sends about one n-th: under ALL_SUBSCRIBERS of the publications, under ALL_PUBLISHERS to the subscribers.
 """
 
 from __future__ import annotations
@@ -29,14 +28,15 @@ from dynamoth_balancer.decide.cluster import ChannelFigures, ChannelRate, Server
 from dynamoth_balancer.options import INTERRUPTIONS_WINDOW_S
 
 SAMPLES_MAX = 200
-"""Bound of the samples per server: ``averaging_s`` of 10 s at 20 reports per second. Older ones go earlier then."""
+"""Bound of the samples per server: ``averaging_s`` of 10 s at 20 reports per second. With more, older ones go earlier.
+"""
 
 BUSY_MAX = 100
-"""Bound of the channels of a server that are looked at one by one. The next ones are, when these need it no more."""
+"""Bound of the channels per server that are judged one by one. The next ones follow when these are done."""
 
 BLINDING_INTERRUPTIONS = 2
-"""An agent that lost its observing connection so often within the window counts as blind. Once happens to anybody: the
-server restarts, or the network fails."""
+"""An agent that lost its observing connection this often within the window counts as blind. Once happens to any agent:
+the server restarts, or the network fails."""
 
 INTERRUPTIONS_MAX = 100
 """Bound of the interruptions that are remembered per server."""
@@ -44,27 +44,27 @@ INTERRUPTIONS_MAX = 100
 INTERVAL_S_MIN = 0.01
 INTERVAL_S_MAX = 3600.0
 BYTES_PER_S_MAX = 1e13
-"""A report beyond these was not measured by an agent of ours: 100 times the fastest networks."""
+"""A report beyond these is no measurement of an agent of ours: 100 times the fastest networks."""
 
 
 @dataclass(slots=True)
 class _Sample:
-    """One report, reduced to what is averaged: bytes sent in its interval."""
+    """One report, reduced to the averaged figures: bytes sent in its interval."""
 
     begins: float
     arrived: float
     interval_s: float
-    #: By the whole server, without the channels that are attributed.
+    #: Of the whole server, without the attributed channels.
     outgoing_bytes: float
     channels: tuple[bytes, ...]
-    #: By each channel; 0 where it is attributed.
+    #: Of each channel; 0 where it is attributed.
     channel_bytes: array[float]
     publications: array[float]
     publishers: array[float]
     subscribers: array[float]
 
     def strip(self, channels: Mapping[bytes, object]) -> None:
-        """Take some channels out."""
+        """Remove the load of some channels."""
         for index, channel in enumerate(self.channels):
             if channel in channels:
                 self.outgoing_bytes = max(0.0, self.outgoing_bytes - self.channel_bytes[index])
@@ -73,7 +73,7 @@ class _Sample:
 
 @dataclass(slots=True)
 class _Attribution:
-    """The load of a channel whose assignment has changed, where the plan has it."""
+    """The load of a channel with a changed assignment, at the servers where the plan has it."""
 
     before: tuple[str, ...]
     after: tuple[str, ...]
@@ -88,11 +88,11 @@ class _Attribution:
         return {*self.before, *self.after}
 
     def rate_at(self, server: str) -> float:
-        """Return what is attributed to one server."""
+        """Return the load that is attributed to one server."""
         return self.rate / len(self.after) if server in self.after else 0.0
 
     def covers(self, sample: _Sample) -> bool:
-        """Tell whether a sample says nothing of this channel that could be used."""
+        """Return whether the figures of a sample for this channel cannot be used."""
         return self.settled is None or sample.begins < self.settled
 
 
@@ -101,33 +101,33 @@ class Blindness:
     """The agent of a server does not see what is published there."""
 
     since: float
-    #: Why, how often, and what helps, in words.
+    #: Why, how often, and the cure, in words.
     reason: str
 
 
 @dataclass(slots=True)
 class _ServerModel:
-    """What is known of one server."""
+    """The records of one server."""
 
     capacity: float = 0.0
     latest: Report | None = None
     #: When ``latest`` arrived.
     latest_at: float = -math.inf
-    #: When its agent has lost the observing connection lately.
+    #: When its agent lost the observing connection, within the window.
     interrupted: deque[float] = field(default_factory=lambda: deque[float](maxlen=INTERRUPTIONS_MAX))
     #: Since when the agent is blind; None while it sees.
     blind_since: float | None = None
     samples: deque[_Sample] = field(default_factory=deque[_Sample])
-    #: The latest of them, also when it is too old for the average.
+    #: The latest sample, even if it is too old for the average.
     newest: _Sample | None = None
     #: Channels that are attributed to this server or away from it.
     attributed: dict[bytes, _Attribution] = field(default_factory=dict[bytes, _Attribution])
-    #: One object per channel name, shared by all samples. Names of the latest sample only.
+    #: One object per channel name, shared by all samples; names of the latest sample only.
     names: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
 
 
 class ClusterModel:
-    """Load ratios, busiest channels, and what is true of a channel wherever it is measured.
+    """Load ratios, busiest channels, and the figures of channels in the whole cluster.
 
     Memory: (servers * samples * channels per report) * 40 bytes, and the names.
     """
@@ -138,16 +138,16 @@ class ClusterModel:
         self._averaging_s = averaging_s
         self._interruptions_window_s = interruptions_window_s
         self._servers = {server: _ServerModel() for server in servers}
-        #: Moved channels whose load is not yet proven by reports; at most one attribution for each.
+        #: Moved channels whose load no report proves yet; at most one attribution for each.
         self._attributions: dict[bytes, _Attribution] = {}
-        #: When channels have settled, as long as it matters to averages.
+        #: When channels settled, while that matters to averages.
         self._settled_at: dict[bytes, float] = {}
         self.counters: Counter[str] = Counter()
         #: The servers whose agents are blind, and why. Only ever changed in place.
         self.blind: dict[str, str] = {}
 
     def report(self, report: Report, now: float) -> bool:
-        """Take a report; tell whether it can have been measured."""
+        """Add a report; return whether it is plausible."""
         if not _is_plausible(report):
             self.counters["reports_implausible"] += 1
             return False
@@ -164,7 +164,7 @@ class ClusterModel:
 
     @staticmethod
     def _take(model: _ServerModel, sample: _Sample) -> None:
-        """Let a sample count, but for channels that are attributed meanwhile."""
+        """Add a sample, without the channels that are attributed meanwhile."""
         uncovered = {channel: a for channel, a in model.attributed.items() if a.covers(sample)}
         if uncovered:
             sample.strip(uncovered)
@@ -222,15 +222,15 @@ class ClusterModel:
         while samples and (samples[0].arrived <= now - self._averaging_s or len(samples) > SAMPLES_MAX):
             samples.popleft()
 
-    def agent_restarted(self, server: str) -> None:
-        """Forget the averages of a server: what the agent measures from now on begins anew."""
+    def on_agent_restart(self, server: str) -> None:
+        """Forget the averages of a server: the agent begins new measurements."""
         self._servers[server].samples.clear()
         self._servers[server].newest = None
 
     # Channels on their way.
 
-    def moved(self, changes: Mapping[bytes, tuple[Assignment, Assignment]], now: float) -> None:
-        """Attribute channels, each changed from an assignment to another, to their new servers."""
+    def on_moves(self, changes: Mapping[bytes, tuple[Assignment, Assignment]], now: float) -> None:
+        """Attribute channels, each changed from one assignment to another, to their new servers."""
         sources = {server for before, _ in changes.values() for server in before.servers}
         for server in sources:
             self._forget_old(self._servers[server], now)
@@ -247,8 +247,8 @@ class ClusterModel:
             for sample in self._servers[server].samples:
                 sample.strip(changes)
 
-    def settled(self, channels: Iterable[bytes], now: float) -> None:
-        """From now on reports tell the truth about these channels."""
+    def on_settled(self, channels: Iterable[bytes], now: float) -> None:
+        """Believe reports about these channels again, from now on."""
         for channel in channels:
             self._settled_at[channel] = now
             if (attribution := self._attributions.get(channel)) is not None:
@@ -261,7 +261,7 @@ class ClusterModel:
                 self._servers[server].attributed.pop(channel, None)
 
     def forget_proven(self, now: float) -> None:
-        """Drop the attributions of which no sample in the average depends any more. To be called now and then."""
+        """Drop attributions on which no sample in the average depends any more. The owner calls this now and then."""
         proven = [
             channel
             for channel, attribution in self._attributions.items()
@@ -275,9 +275,21 @@ class ClusterModel:
         self._settled_at = {channel: at for channel, at in self._settled_at.items() if at >= horizon}
 
     def _is_proven(self, attribution: _Attribution, server: str) -> bool:
-        """Tell whether the average of a server rests on reports that know the channel."""
+        """Return whether the average of a server rests on reports that include the channel."""
         samples = self._servers[server].samples
         return bool(samples) and not any(attribution.covers(sample) for sample in samples)
+
+    def check(self) -> None:
+        """Assert that attributions and blindness are recorded alike everywhere."""
+        for server, model in self._servers.items():
+            assert (model.blind_since is not None) == (server in self.blind), (
+                f"{server} blind since {model.blind_since}"
+            )
+            for channel, attribution in model.attributed.items():
+                assert self._attributions.get(channel) is attribution, f"{channel!r} is attributed twice"
+        for channel, attribution in self._attributions.items():
+            for server in attribution.servers:
+                assert channel in self._servers[server].attributed, f"{channel!r} is not attributed at {server}"
 
     # Averages.
 
@@ -303,7 +315,7 @@ class ClusterModel:
         return self._servers[server].latest
 
     def channels(self, server: str) -> list[ChannelRate]:
-        """Return the estimated load of each channel that is known by name at a server, in no order."""
+        """Return the estimated load of each channel that is known by name at a server, in any order."""
         return [ChannelRate(rate, channel) for channel, rate in self.channel_rates(server).items() if rate > 0]
 
     def channel_rates(self, server: str) -> dict[bytes, float]:
@@ -323,7 +335,7 @@ class ClusterModel:
 
     @staticmethod
     def _share(attribution: _Attribution, model: _ServerModel, weight: float) -> float:
-        """Return which share of the average knows nothing of the attributed channel, from 0 to 1."""
+        """Return the share of the average that does not include the attributed channel, from 0 to 1."""
         if attribution.settled is None or not weight:
             return 1.0
         return sum(sample.interval_s for sample in model.samples if attribution.covers(sample)) / weight
@@ -331,7 +343,7 @@ class ClusterModel:
     # What is true of a channel.
 
     def busy(self, server: str, outgoing_bytes_per_s_min: float) -> list[bytes]:
-        """Return the channels that the latest report of a server names with at least so much load, the busiest."""
+        """Return the busiest channels in the latest report of a server, those with at least this load."""
         samples = self._servers[server].samples
         if not samples:
             return []
@@ -341,10 +353,9 @@ class ClusterModel:
         return [channel for channel, _ in islice(takewhile(lambda load: load[1] >= least, loads), BUSY_MAX)]
 
     def figures(self, assignments: Mapping[bytes, Assignment]) -> list[ChannelFigures]:
-        """Return what is true of settled channels, from what each server has measured of them.
+        """Return the figures of settled channels, from the reports of each server.
 
-        Left out are those of which a report in the average is from before they have settled, and those of which a
-        server has not reported.
+        Left out are channels for which the average has a report from before they settled, or a server has not reported.
         """
         wanted = {server: model.names.keys() & assignments.keys() for server, model in self._servers.items()}
         for channel, assignment in assignments.items():
@@ -362,7 +373,7 @@ class ClusterModel:
         ]
 
     def _knows(self, server: str, channel: bytes) -> bool:
-        """Tell whether the average of a server is younger than the latest change of a channel."""
+        """Return whether the average of a server is younger than the latest change of a channel."""
         samples = self._servers[server].samples
         settled_at = self._settled_at.get(channel)
         return bool(samples) and (settled_at is None or all(sample.begins >= settled_at for sample in samples))
@@ -370,7 +381,7 @@ class ClusterModel:
 
 @dataclass(slots=True)
 class _Row:
-    """One channel at one server, averaged; of the publishers, the most that one report has counted."""
+    """One channel at one server, averaged; publishers: the most of any report."""
 
     outgoing_bytes_per_s: float = 0.0
     publications_per_s: float = 0.0
@@ -400,11 +411,11 @@ def _rows(samples: Iterable[_Sample], wanted: Set[bytes]) -> dict[bytes, _Row]:
 
 
 def _merge(channel: bytes, assignment: Assignment, rows: Mapping[str, _Row]) -> ChannelFigures:
-    """Put together what is true of a channel.
+    """Merge the rows of all servers into the figures of a channel.
 
     Under ALL_SUBSCRIBERS each replica counts the same subscribers, under ALL_PUBLISHERS the same publications.
-    What was published at other servers, by those who do not know better, was forwarded from there:
-    forwarded copies are no publications, so it is added.
+    Publications at other servers, by clients with old routes, were forwarded from there. Forwarded copies do not count
+    as publications, so these are added.
     """
     here = {server: rows.get(server, _NOTHING) for server in assignment.servers}
     publications = [row.publications_per_s for row in here.values()]

@@ -1,22 +1,23 @@
-"""The goal that spreads channels over several servers, and folds them back: Algorithm 1 of the paper (section III-B.1).
+"""Replicates channels, and folds them back: Algorithm 1 of the paper (Dynamoth, section III-B.1).
 
 Theory of operation
 -------------------
 The paper compares two ratios with thresholds: publications/s per subscriber, for all-subscribers replication, and
 subscribers per publication/s, for all-publishers. Where both are many it takes all-subscribers. Its faults are mended:
 
-* The figures are those of the channel, not those that replicas add up to; so what a channel looks like does not depend
-  on its mode (case 7 of the published protocol). See ``model``.
-* A ratio is no load. A channel is spread only when it makes much of a server's load. Of the number of servers that the
-  ratio asks for, as many are taken as the load needs at least, and not so many that replicas have little to do.
-* Between the thresholds lie channels that overload their server all the same. One that alone makes a server overloaded
-  is spread, by publications or by subscribers, whichever there are more of.
-* Publications of one publisher all go to one replica, so no more replicas are of use than there are publishers.
-* What holds is kept as long as the figures are above ``replicate_keep_ratio`` of the thresholds: *strict* and *lax*
-  below. Strict conditions imply lax ones and ask for fewer servers. So under constant load no decision undoes
-  another: whatever was entered strictly is kept laxly, and a number of replicas between the two is left as it is.
+* The figures are those of the channel, not the sums over replicas; so they do not depend on its mode (case 7 of the
+  published protocol). See ``model``.
+* A ratio is no load. A channel is replicated only when it makes much of a server's load. Of the number of servers that
+  the ratio asks for, the load decides how many are taken: at least as many as it needs, and not so many that replicas
+  have little to do.
+* Between the thresholds lie channels that overload their server all the same. A channel that alone overloads a server
+  is replicated, by publications or by subscribers, whichever there are more of.
+* All publications of one publisher go to one replica, so more replicas than publishers are useless.
+* A replicated channel stays so while its figures are above ``replicate_keep_ratio`` of the thresholds: *strict* and
+  *lax* below. Strict conditions imply lax ones and ask for fewer servers. So under constant load no decision undoes
+  another: a mode that was entered strictly is kept laxly, and a number of replicas between the two stays.
 
-Everything here is data and arithmetic; nothing depends on time. Which channels may be changed now is decided before.
+Everything here is data and arithmetic; nothing depends on time. The ``decider`` chooses which channels may change now.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from dynamoth_balancer.options import BalancerOptions
 REPLICAS_MIN = 2
 
 PUBLICATIONS_PER_S_MIN = 1e-9
-"""Nothing is divided by fewer: a channel without publications has very many subscribers for each."""
+"""The smallest divisor: a channel without publications has very many subscribers for each."""
 
 CHANNELS_TOLD_MAX = 3
 """Bound of the channels that are named when a server is dead."""
 
 
 class Judgement:
-    """What Algorithm 1 says of a channel, with thresholds that are ``factor`` times those of the options.
+    """The conditions of Algorithm 1 for a channel, with thresholds that are ``factor`` times those of the options.
 
     Args:
-        figures: what is true of the channel.
+        figures: those of the channel.
         capacity: outgoing bytes/s of the largest server, more than 0. When a server of another size would do, the
-            channel is to be moved there, not spread.
+            channel is to be moved there, not replicated.
         options: the thresholds.
-        factor: 1 for what it takes to spread a channel, less for what it takes to keep it so.
+        factor: 1 for the conditions to replicate a channel, less for those to keep it so.
 
     """
 
@@ -57,7 +58,7 @@ class Judgement:
         self._factor = factor
         self._publishers = figures.publishers
         self._subscribers = subscribers
-        #: What load ratio the channel would make at one server.
+        #: The load ratio of the channel at one server.
         self.load_ratio = figures.outgoing_bytes_per_s_total / capacity
         #: How many times each threshold is reached.
         self._times = {
@@ -96,11 +97,11 @@ class Judgement:
         return next(iter([*by_ratio, *by_load]), Mode.SINGLE)
 
     def enters(self, mode: Mode) -> bool:
-        """Tell whether the conditions of a mode of Algorithm 1 hold, and there is something to spread."""
+        """Return whether the conditions of a mode hold, and replicas would have something to do."""
         return self.keeps(mode) and self._spreads(mode)
 
     def keeps(self, mode: Mode) -> bool:
-        """Tell whether the conditions of a mode of Algorithm 1 hold."""
+        """Return whether the conditions of a mode hold."""
         return self.all_subscribers if mode is Mode.ALL_SUBSCRIBERS else self.all_publishers
 
     def _spreads(self, mode: Mode) -> bool:
@@ -160,10 +161,10 @@ def _mode(present: Mode, strict: Judgement, lax: Judgement) -> Mode:
 
 
 class Replicate:
-    """Channels that one server is too small for are spread over as many as they need, and others are at one."""
+    """Replicates channels that are too large for one server, over as many as they need, and folds others back."""
 
     def propose(self, cluster: Cluster) -> list[Move]:
-        """Propose to spread, to fold back, to add and to free replicas, the busiest channels first."""
+        """Propose to replicate, to fold back, to add and to free replicas, the busiest channels first."""
         cluster.findings += [_dead(server, channels) for server, channels in cluster.dead.items() if channels]
         if cluster.options.replicas_max < REPLICAS_MIN or not cluster.targets:
             return []
@@ -193,22 +194,22 @@ def _dead(server: str, channels: Sequence[bytes]) -> Finding:
 
 
 class Change:
-    """One channel that is looked at: which servers, and whether they have room.
+    """Chooses the servers for one channel, with regard to their room.
 
-    There must be a server that channels may be put at; others are in no assignment that it makes.
+    The cluster must have at least one target; other servers are in no assignment that this makes.
     """
 
     def __init__(self, cluster: Cluster, figures: ChannelFigures) -> None:
         self._cluster = cluster
         self._figures = figures
         self._total = figures.outgoing_bytes_per_s_total
-        #: The servers that the channel may be put at, and those of its present ones that are among them.
+        #: The servers that may get the channel, and those of its present ones that are among them.
         self._targets = [server.id for server in cluster.targets]
         self._kept = [server for server in figures.assignment.servers if server in self._targets]
         self._capacity = max(server.outgoing_bytes_per_s_max for server in cluster.targets)
 
     def propose(self) -> Move | None:
-        """Return the change that Algorithm 1 wants, None when the channel may stay as it is or must."""
+        """Return the change that Algorithm 1 asks for, None when the channel stays as it is."""
         figures, present = self._figures, self._figures.assignment
         if figures.unwanted.intersection(present.servers):
             left = self._without_unwanted()
@@ -224,7 +225,7 @@ class Change:
         return self._spread(wanted)
 
     def _without_unwanted(self) -> Move | None:
-        """Leave replicas that were dead, unless the load needs as many as there are: the others did without them."""
+        """Leave replicas that were dead, unless the load needs all: the channel did without them."""
         figures, present = self._figures, self._figures.assignment
         strict = Judgement(figures, self._capacity, self._cluster.options)
         rest = [server for server in self._kept if server not in figures.unwanted]
@@ -236,7 +237,7 @@ class Change:
     def drained(self, reason: str) -> Move | None:
         """Return the change with which a replicated channel leaves servers that are being drained.
 
-        Others with room take their place, else there are fewer replicas; None when these would have too much then.
+        Servers with room replace them, else there are fewer replicas; None if those would be too full.
         """
         present = self._figures.assignment
         accept = self._cluster.options.accept_ratio
@@ -255,7 +256,7 @@ class Change:
         return self._cluster.servers[name]
 
     def _ratio_with(self, name: str, outgoing_bytes_per_s: float) -> float:
-        """Return the load ratio of a server if the channel made it send so much, instead of what it does now."""
+        """Return the load ratio of a server if the channel made it send this much instead of its present load."""
         now = self._figures.outgoing_bytes_per_s.get(name, 0.0)
         return self._server(name).load_ratio_with(outgoing_bytes_per_s - now)
 
@@ -265,14 +266,14 @@ class Change:
         return sorted(names, key=lambda name: (self._ratio_with(name, share), name not in present, name))
 
     def _has_room(self, name: str, share: float) -> bool:
-        """Tell whether a share may be added to a server: as for any move, see ``Relieve``."""
+        """Return whether a server has room for a share: as for any move, see ``Relieve``."""
         options = self._cluster.options
         busiest = max(self._server(server).load_ratio for server in self._figures.assignment.servers)
         after = self._ratio_with(name, share)
         return after <= options.accept_ratio or after <= busiest - options.much_better_ratio
 
     def _spread(self, wanted: _Wish) -> Move | None:
-        """Spread the channel over the wanted number of servers, or as many as there are that have room."""
+        """Replicate the channel over the wanted number of servers, or as many as have room."""
         present = self._figures.assignment
         grows = wanted.mode is present.mode
         least = len(present.servers) + 1 if grows else REPLICAS_MIN
@@ -286,14 +287,14 @@ class Change:
         return self._move(Assignment(wanted.mode, tuple(chosen)), self._reason(wanted.mode, len(chosen)))
 
     def _choose(self, count: int) -> list[str] | None:
-        """Return the servers that the channel would best be spread over; None when they have no room for it."""
+        """Return the best servers for the channel; None when they have no room for it."""
         share = self._total / count
         chosen = self._best(count)
         added = [name for name in chosen if name not in self._kept]
         return chosen if all(self._has_room(name, share) for name in added) else None
 
     def _best(self, count: int) -> list[str]:
-        """Return the servers that the channel would best be spread over, if they have room; replicas are kept."""
+        """Return the best servers for the channel regardless of room; present replicas are kept."""
         share = self._total / count
         if self._figures.assignment.mode is Mode.SINGLE:
             return self._least_loaded(self._targets, share)[:count]
@@ -313,7 +314,7 @@ class Change:
         return None
 
     def _fold(self, replicas: Iterable[str]) -> Move | None:
-        """Put the channel at the least loaded of these replicas, if there is one and that has room."""
+        """Put the channel at the least loaded of these replicas, if there is one with room."""
         target = next(iter(self._least_loaded(replicas, self._total)), None)
         if target is None or self._ratio_with(target, self._total) > self._cluster.options.accept_ratio:
             return None

@@ -1,1 +1,1 @@
-"""Installs plans at the servers: the lease, the takeover, the copies and the phases of each change."""
+"""Installs plans: who may lead (lease), how a leader begins (takeover), and the phases of each change (installer)."""

@@ -1,12 +1,12 @@
-"""What the balancer knows of the agents: which process each is, when it was heard, what it has acknowledged.
+"""The agents as the balancer knows them: their processes, when each was heard, and what it has acknowledged.
 
 Theory of operation
 -------------------
-Every process that speaks for a server is a *voice*, told apart by its incarnation. A server has one agent, so there is
-one voice, and another one after a restart. What a voice says counts only while it is the only one: when another one was
-heard within ``alone_s``, either the agent has just been restarted, which passes, or two processes speak for one server.
-That is a conflict: two agents, or somebody who forges reports. The balancer cannot know which one observes the server,
-so it believes neither until one has fallen silent.
+Every process that speaks for a server is a *voice*, identified by its incarnation. A server has one agent, so there is
+one voice, and another one after a restart. What a voice says counts only while it is the only one. If another one was
+heard within ``alone_s``, either the agent has just been restarted, which passes, or two processes speak for one server:
+two agents, or somebody who forges reports. The balancer cannot know which of them observes the server, so it believes
+neither until one has fallen silent.
 
 A voice that says that it cannot observe its server acknowledges nothing, whatever it says of versions.
 
@@ -20,14 +20,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 VOICES_MAX = 16
-"""How many processes of one agent are remembered: the one that was heard least recently goes first."""
+"""Remembered processes of one agent: the least recently heard one is dropped first."""
 
 GONE_S = 1.5
-"""An agent to which nobody listens any more is gone after this time without a word of it: longer than the interval of
-its reports, which one that does not see its server sends over another connection."""
+"""An agent without listeners is gone after this time of silence: longer than the interval of its reports, which a blind
+agent sends over another connection."""
 
 ALONE_RATIO = 0.5
-"""A voice is the only one when no other was heard in this part of ``stale_s``: more than two reports of the other."""
+"""A voice is the only one when no other was heard for this part of ``stale_s``: more than two reports of the other."""
 
 
 @dataclass(slots=True)
@@ -35,9 +35,9 @@ class Voice:
     """One process that speaks for a server."""
 
     heard_at: float
-    #: The newest version that this very process has acknowledged; -1 for none.
+    #: The newest version that this process has acknowledged; -1 for none.
     acked: int = -1
-    #: Why it cannot observe its server, as it says itself; empty if it can.
+    #: Why it cannot observe its server, in its own words; empty if it can.
     problem: str = ""
 
 
@@ -47,18 +47,18 @@ class Agent:
 
     #: By incarnation, the one heard last at the end.
     voices: dict[int, Voice] = field(default_factory=dict[int, Voice])
-    #: When it was last asked which version it holds.
+    #: When it was last asked for its version.
     asked_at: float = -math.inf
-    #: When a voice was last heard again, though another one had spoken meanwhile.
+    #: When a voice was last heard again after another one had spoken.
     conflict_at: float = -math.inf
-    #: How many connections listen as this agent; None while that is not known.
+    #: How many connections listen as this agent; None while unknown.
     listeners: int | None = None
-    #: Since when there is none; infinite while there is one, or that is not known.
+    #: Since when there are none; infinite while there are some, or while that is unknown.
     deserted_at: float = math.inf
 
 
 class Agents:
-    """All agents. An acknowledgement is worth as much as the process that gave it: a restarted agent has none."""
+    """All agents. An acknowledgement counts for the process that gave it: after a restart it is void."""
 
     def __init__(self, servers: Iterable[str], stale_s: float, blind: Mapping[str, str] | None = None) -> None:
         self._stale_s = stale_s
@@ -71,7 +71,7 @@ class Agents:
         return self._agents[server]
 
     def hear(self, server: str, incarnation: int, now: float) -> bool:
-        """Take note of a sign of life; tell whether the process was not known."""
+        """Record a sign of life; return whether the process is new."""
         agent = self._agents[server]
         latest = self.incarnation(server)
         voice = agent.voices.pop(incarnation, None)
@@ -92,26 +92,26 @@ class Agents:
         return next(reversed(self._agents[server].voices), None)
 
     def speaks_alone(self, server: str, incarnation: int, now: float) -> bool:
-        """Tell whether a process is the only one that speaks for its server."""
+        """Return whether a process is the only one that speaks for its server."""
         voices = self._agents[server].voices
         return incarnation in voices and all(
             own == incarnation or now - voice.heard_at >= self._alone_s for own, voice in voices.items()
         )
 
     def _voice(self, server: str, now: float) -> Voice | None:
-        """Return the only voice of a server; None when there is none, or more than one."""
+        """Return the only voice of a server; None when there are none or several."""
         incarnation = self.incarnation(server)
         if incarnation is None or not self.speaks_alone(server, incarnation, now):
             return None
         return self._agents[server].voices[incarnation]
 
     def acked(self, server: str, now: float) -> int:
-        """Return the newest version that the agent of a server acts on; -1 while that is not known."""
+        """Return the newest version that the agent of a server acts on; -1 while unknown."""
         voice = self._voice(server, now)
         return -1 if voice is None or voice.problem else voice.acked
 
     def acknowledge(self, server: str, incarnation: int, version: int) -> bool:
-        """Take an acknowledgement of a process that was heard; tell whether it says anything new."""
+        """Record an acknowledgement of a process that was heard; return whether it is news."""
         voice = self._agents[server].voices[incarnation]
         if version <= voice.acked:
             return False
@@ -119,7 +119,7 @@ class Agents:
         return True
 
     def cannot_observe(self, server: str, incarnation: int, problem: str) -> None:
-        """Note why a process cannot observe its server; empty: it can."""
+        """Record why a process cannot observe its server; empty: it can."""
         voice = self._agents[server].voices[incarnation]
         voice.problem = problem
         if problem:
@@ -130,28 +130,28 @@ class Agents:
         return self._agents[server].voices[incarnation].problem
 
     def forget_acknowledgements(self) -> None:
-        """Ask everybody again: versions before this may be those of another balancer."""
+        """Forget all acknowledgements: earlier versions may be those of another balancer."""
         for agent in self._agents.values():
             agent.asked_at = -math.inf
             for voice in agent.voices.values():
                 voice.acked = -1
 
     def heard_at(self, server: str) -> float:
-        """Return when an agent was heard last."""
+        """Return when an agent was last heard."""
         return max((voice.heard_at for voice in self._agents[server].voices.values()), default=-math.inf)
 
     def is_alive(self, server: str, now: float) -> bool:
-        """Tell whether an agent was heard lately, and listens as far as is known."""
+        """Return whether an agent was heard lately and, as far as known, listens."""
         return now - self.heard_at(server) < self._stale_s and not self.is_gone(server, now)
 
     def listen(self, server: str, listeners: int | None, now: float) -> None:
-        """Note how many connections listen as the agent of a server; None: that is not known."""
+        """Record how many connections listen as the agent of a server; None: unknown."""
         agent = self._agents[server]
         agent.listeners = listeners
         agent.deserted_at = min(agent.deserted_at, now) if listeners == 0 else math.inf
 
     def listeners(self, server: str) -> int | None:
-        """Return how many connections listen as the agent of a server; None while that is not known."""
+        """Return how many connections listen as the agent of a server; None while unknown."""
         return self._agents[server].listeners
 
     def deserted_at(self, server: str) -> float:
@@ -159,15 +159,15 @@ class Agents:
         return self._agents[server].deserted_at
 
     def is_gone(self, server: str, now: float) -> bool:
-        """Tell whether nobody listens as the agent of a server, and the agent says nothing."""
+        """Return whether nobody listens as the agent of a server, and the agent is silent."""
         return now - max(self.deserted_at(server), self.heard_at(server)) >= GONE_S
 
     def is_in_conflict(self, server: str, now: float) -> bool:
-        """Tell whether several processes speak for a server, and did so after each other's first word."""
+        """Return whether several processes speak for a server in turns."""
         return now - self._agents[server].conflict_at < self._stale_s
 
     def why_not(self, server: str, now: float) -> str | None:
-        """Say why nothing can be begun that needs the agent of a server; None when it can."""
+        """Return why no change can begin that needs the agent of a server; None when it can."""
         if not self.is_alive(server, now):
             return f"the agent of server {server} is not heard; start `dynamoth agent` for it"
         if self.is_in_conflict(server, now):
@@ -180,6 +180,6 @@ class Agents:
         return None
 
     def unobserved(self, server: str, now: float) -> str:
-        """Say why the agent of a server cannot observe it; empty when it can, or nothing is known."""
+        """Return why the agent of a server cannot observe it; empty when it can, or while unknown."""
         voice = self._voice(server, now)
         return "" if voice is None else voice.problem

@@ -1,4 +1,4 @@
-"""The plan that the balancer holds, and the latest changes of it: what brings an older copy up to date."""
+"""The plan of a balancer with its latest changes, to bring older copies up to date."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynamoth.protocol.control import PlanChange, pack_control
 from dynamoth.protocol.stored_plan import write_delta
 
 HISTORY_MAX = 64
-"""Versions that a server may be behind and still be sent what changed instead of everything."""
+"""A server that is more versions behind gets the whole plan instead of a change."""
 
 DELTA_ENTRIES_MAX = 10_000
 """A larger change is written as a whole plan, in commands that Redis executes in a millisecond each."""
@@ -22,11 +22,12 @@ DELTA_ENTRIES_MAX = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What brings a copy from one version to the present one."""
+    """The change from the version of a copy to the present one."""
 
     delta: PlanDelta
     #: The HSET, and how many new fields it makes when the copy is what it should be.
     command: Sequence[CommandPart]
+    #: How many fields it adds to a correct copy.
     new_fields: int
     #: The ``PlanChange`` for the agent.
     message: bytes
@@ -35,50 +36,49 @@ class Change:
 @dataclass(frozen=True, slots=True)
 class _Step:
     delta: PlanDelta
-    #: How many of its channels the plan did not name before.
+    #: How many of its channels are new in the plan.
     new_channels: int
 
 
 class PlanBook:
-    """The plan of one term of a balancer, the latest changes, and the versions whose content is known."""
+    """The plan of one term of a balancer, the latest changes, and the versions with known content."""
 
     def __init__(self, plan: Plan, known: Mapping[int, Plan], *, is_complete: bool = False) -> None:
         """Begin a term with ``plan``. ``known`` are the plans that it was made from, by version.
 
-        ``is_complete`` tells that all servers were read, and that one had what its predecessor wrote: then no version
-        above ``plan`` can have been issued.
+        ``is_complete``: all servers were read, and one had a copy that the predecessor wrote. Then no version above
+        ``plan`` can have been issued.
 
-        A known plan that differs from ``plan`` in nothing but the version can be brought to it by a change without
-        entries.
+        A change without entries brings a known plan to ``plan`` if the two differ only in their versions.
         """
         _ = plan.ring  # made here, once: later versions take it over
         self.plan = plan
         self.is_complete = is_complete
         self._first = plan.version
-        #: Versions of earlier balancers whose entries are all in our plan, or are older than ours.
+        #: Versions of earlier balancers whose entries are in our plan, or are older than ours.
         self._known = set(known)
         self._steps: deque[_Step] = deque(maxlen=HISTORY_MAX)
-        #: Changes to the present version, by the version that they begin with; made once for all servers.
+        #: Changes to the present version, by their first version; made once for all servers.
         self._changes: dict[int, Change | None] = {}
         for version, old in known.items():
             if version < plan.version and same_content(old, plan):
                 self._steps.append(_Step(PlanDelta(version, plan.version, MappingProxyType({})), 0))
 
     def knows(self, version: int) -> bool:
-        """Tell whether a copy of this version can hold nothing that our plan does not take into account."""
+        """Return whether our plan includes everything that a copy of this version can hold."""
         return version in self._known or self._first <= version <= self.plan.version
 
     def advance(self, plan: Plan, channels: Iterable[bytes]) -> None:
-        """Go on to the next version, in which the entries of ``channels``, and no others, are new."""
+        """Begin the next version, in which only the entries of ``channels`` are new."""
         changed = {channel: plan.entries[channel] for channel in channels}
         self._step(plan, changed)
 
     def change_rules(self, plan: Plan) -> None:
-        """Go on to the next version, in which the compatibility rules, and nothing else, are new."""
+        """Begin the next version, in which only the compatibility rules are new."""
         self._step(plan, {})
 
     def jump(self, version: int) -> None:
-        """Go on to a later version without any change."""
+        """Begin a later version without any change."""
         self._step(self.plan.with_entries({}, version), {})
 
     def _step(self, plan: Plan, changed: Mapping[bytes, Entry]) -> None:
@@ -89,12 +89,13 @@ class PlanBook:
         self._changes.clear()
 
     def take_in(self, stranger: Plan, version: int) -> dict[bytes, Entry]:
-        """Merge a copy that another balancer left; return what it has that is newer than ours.
+        """Merge a copy that another balancer left; return its entries that are newer than ours.
 
-        Then, or when it is a later version than ours, the plan goes on with ``version``, which must be above both.
+        If there are any, or if its version is not below ours, the plan continues with ``version``, which must be above
+        both.
 
         Raises:
-            PlanError: it names a server that the plan does not list; nothing is taken then.
+            PlanError: it names a server that the plan does not list; nothing is merged then.
 
         """
         mine = self.plan.entries
@@ -107,7 +108,7 @@ class PlanBook:
         return newer
 
     def change_from(self, version: int) -> Change | None:
-        """Return what brings a copy of ``version`` to the present plan; None when it must be written as a whole."""
+        """Return the change from ``version`` to the present plan; None when a copy must be written as a whole."""
         if version not in self._changes:
             self._changes[version] = self._change_from(version)
         return self._changes[version]
@@ -130,7 +131,7 @@ class PlanBook:
 
 
 def same_content(one: Plan, other: Plan) -> bool:
-    """Tell whether two plans differ in nothing but their versions."""
+    """Return whether two plans differ only in their versions."""
     return (
         one.base == other.base
         and one.virtual_nodes == other.virtual_nodes
@@ -141,6 +142,6 @@ def same_content(one: Plan, other: Plan) -> bool:
 
 
 def merge_entries(one: Mapping[bytes, Entry], other: Mapping[bytes, Entry]) -> Mapping[bytes, Entry]:
-    """Return the newest entry of each channel that either names."""
+    """Return the newest entry of each channel that either mapping names."""
     newer = {channel: entry for channel, entry in other.items() if entry.newer_than(one.get(channel))}
     return MappingProxyType({**one, **newer})

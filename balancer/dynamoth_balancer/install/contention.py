@@ -39,7 +39,7 @@ class Contention:
         self._noted: dict[str, Any] = {}
 
     def begin(self, now: float) -> None:
-        """Begin to wait."""
+        """Begin to wait for the lease."""
         self._since = now
         self._noted = {}
 

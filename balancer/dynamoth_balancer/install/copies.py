@@ -1,16 +1,16 @@
-"""The copy of the plan at one server: how it is read, written and watched.
+"""The copy of the plan at one server: reads, writes and audits it.
 
 Theory of operation
 -------------------
-One command (or one series of commands, for a whole plan) is on its way at a time, and what comes of it is known before
-the next: so a copy is never half written, and an agent is told of a change only after its server has stored it. Changes
-that come up meanwhile are sent together.
+One command (or one series of commands, for a whole plan) is under way at a time, and its result is known before the
+next. So a copy is never half written, and an agent learns of a change only after its server has stored it. Changes that
+come up meanwhile are sent together.
 
-Nothing is assumed of a server after a lost connection: the version of its copy is read, and if it was not written by
-us in this term, the copy itself, because it may hold what we do not know.
+Nothing is assumed of a server after a lost connection. The version of its copy is read, and if we have not written it
+in this term, the copy itself, because it may hold unknown entries.
 
-A copy that was written is read again, every ``verify_interval_s``: the header, the number of fields, and some of the
-entries, by turns. So what somebody else writes there is found also where it leaves the version as it was.
+A copy is read again every ``verify_interval_s``: the header, the number of fields, and some of the entries, in turn. So
+changes by others are found even if they leave the version as it was.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from dynamoth_balancer.install.recovery import Copy, same_header
 TAG = "copy"
 
 PROBE_INTERVAL_S = 0.1
-"""How often the balancer looks whether the plan is still there. FLUSHALL is common in tests, and new clients wait until
-the plan is written again: 46 to 82 ms (10 times, 3 servers). The cost is one command of 70 bytes per server each time:
-with 3 servers the balancer used 0.5% of a processor, and 0.4% without."""
+"""Time between two checks whether the plan is still stored. FLUSHALL is common in tests, and new clients wait until the
+plan is written again: 46 to 82 ms (10 times, 3 servers). The cost is one command of 70 bytes per server each time: with
+3 servers the balancer used 0.5% of a processor, and 0.4% without."""
 
 
 @dataclass(slots=True)
 class CopyFound:
-    """A server holds a copy that we did not write, and that may hold what we do not know."""
+    """A server holds a copy that we did not write, and that may hold unknown entries."""
 
     copy: Copy
 
@@ -65,49 +65,49 @@ CopyAction = Send | Note | CopyFound
 
 
 class PlanCopy:
-    """The copy at one server. Everything is done through :meth:`sync`, which is called as often as one likes."""
+    """The copy at one server. :meth:`sync` drives everything, and may be called at any time."""
 
     def __init__(
         self, server: str, term: int, retry_s: float, verify_interval_s: float, counters: Counter[str]
     ) -> None:
-        """Begin with a copy of which nothing is known. ``term`` tells our commands from those of earlier terms."""
+        """Begin with an unknown copy. ``term`` tells our commands from those of earlier terms."""
         self.server = server
         self._counters = counters
-        #: The version that is surely stored there; None while that is not known. Never above the plan's.
+        #: The version that is surely stored there; None while unknown. Never above the plan's.
         self.version: int | None = None
-        #: Why the copy cannot be kept, empty if all is well.
+        #: Why the server does not keep the copy; empty if it does.
         self.problem = ""
         self._term = term
         self._retry_s = retry_s
         self._verify_interval_s = verify_interval_s
         self._up = False
         self._run_id: str | None = None
-        #: What was sent and not answered; None when nothing is.
+        #: The outstanding command; None when there is none.
         self._sent: str | None = None
-        #: Counts what was given up: replies to that may still come.
+        #: Grows when an outstanding command is given up: its reply may still come.
         self._attempt = 0
         #: Whether the copy that is being read was written to this very Redis process.
         self._believed = False
-        #: What is being written: a change, or a whole plan.
+        #: The change or the whole plan that is being written.
         self._writing: Change | Plan | None = None
-        #: Replies to come before a whole plan may take its place, and whether all were good so far.
+        #: Outstanding replies before a whole plan can replace the old one.
         self._parts_left = 0
         self._retry_at = -math.inf
         self._verify_at = self._probe_at = -math.inf
-        #: Whether fields and entries are to be looked at, and the plan that they are compared with meanwhile.
+        #: Whether fields and entries are to be audited, and the plan to compare them with meanwhile.
         self._is_audit_due = False
         self._audited: Plan | None = None
         #: The index of the entry that the next audit begins with.
         self._audit_from = 0
 
     def link_up(self, run_id: str | None) -> None:
-        """Begin with a new connection."""
+        """Begin a new connection: the copy is unknown."""
         self._up = True
         self._run_id = run_id
         self._lose(-math.inf)
 
     def link_down(self) -> None:
-        """Nothing is known any more."""
+        """Forget the copy, as its server is away."""
         self._up = False
         self._lose(-math.inf)
 
@@ -118,8 +118,8 @@ class PlanCopy:
         self._writing = None
         self._retry_at = retry_at
 
-    def assume(self, version: int) -> None:
-        """Take for known what was read just now, on this connection, during recovery."""
+    def trust_version(self, version: int) -> None:
+        """Set the version that recovery has just read over this connection."""
         self.version = version
 
     @property
@@ -129,16 +129,16 @@ class PlanCopy:
 
     @property
     def is_written_whole(self) -> bool:
-        """Whether the whole plan is on its way to a server that stores none, or another one."""
+        """Whether the whole plan is being written to a server that stores none, or another one."""
         return isinstance(self._writing, Plan)
 
     @property
     def is_kept(self) -> bool:
-        """Whether the server takes what we write: its copy may be behind, but only for a moment."""
+        """Whether the server accepts our writes: its copy may be behind, but only for a moment."""
         return self._up and self.version is not None and not self.problem
 
     def sync(self, book: PlanBook, now: float) -> list[CopyAction]:
-        """Bring the copy to the present plan, or look whether it still is there, if it is time."""
+        """Bring the copy to the present plan, or check that it is still there, when it is time."""
         if not self._up or self._sent is not None or now < self._retry_at:
             return []
         if self.version is None:
@@ -154,13 +154,13 @@ class PlanCopy:
         return [self._send("change", change.command)]
 
     def _probe(self, now: float) -> list[CopyAction]:
-        """Look whether the plan is still there, if it is time."""
+        """Check that the plan is still stored, when it is time."""
         if now < self._probe_at:
             return []
         self._probe_at = now + PROBE_INTERVAL_S
         return [self._send("probe", READ_VERSION)]
 
-    def _probed(self, value: Any, book: PlanBook, now: float) -> list[CopyAction]:
+    def _on_probe(self, value: Any, book: PlanBook, now: float) -> list[CopyAction]:
         """Read the header where the version is not the one that we have written."""
         if isinstance(value, list) and value[:1] == [b"%d" % (self.version or 0)]:
             return self.sync(book, now)
@@ -171,20 +171,20 @@ class PlanCopy:
         return Send(self.server, command, (TAG, self._term, self._attempt, what))
 
     def _write_whole(self, plan: Plan) -> list[CopyAction]:
-        """Send all but the last command: the plan takes its place only when every part is stored."""
+        """Send all but the last command: the plan replaces the old one only when every part is stored."""
         self._writing = plan
         parts = write_whole(plan, self._run_id)[:-1]
         self._parts_left = len(parts)
         return [self._send("part", part) for part in parts]
 
-    def replied(self, tag: tuple[str, int, int, str], value: Any, book: PlanBook, now: float) -> list[CopyAction]:
-        """Take the reply to a command of ours."""
+    def on_reply(self, tag: tuple[str, int, int, str], value: Any, book: PlanBook, now: float) -> list[CopyAction]:
+        """Handle the reply to a command of ours."""
         _, term, attempt, what = tag
         if term != self._term or attempt != self._attempt:
             return []  # of an earlier term, or a further part of a plan that was given up
         assert what == self._sent, f"{self.server} answered {what}, not {self._sent}"
         if isinstance(value, ErrorReply):
-            return self._refused(str(value), book, now)
+            return self._on_refusal(str(value), book, now)
         if what == "part":
             self._parts_left -= 1
             if not self._parts_left:
@@ -193,19 +193,19 @@ class PlanCopy:
             return []
         self._sent = None
         if what == "probe":
-            return self._probed(value, book, now)
+            return self._on_probe(value, book, now)
         if what == "header":
-            return self._header_read(value, book, now)
+            return self._on_header(value, book, now)
         if what == "whole":
-            return self._whole_read(value, book, now)
+            return self._on_whole(value, book, now)
         if what == "length":
-            return self._length_read(value, book, now)
+            return self._on_length(value, book, now)
         if what == "entries":
-            return self._entries_read(value, book, now)
-        return self._written(value, book, now)
+            return self._on_entries(value, book, now)
+        return self._on_written(value, book, now)
 
-    def _refused(self, text: str, book: PlanBook, now: float) -> list[CopyAction]:
-        """Try again later; further replies to what was sent are ignored."""
+    def _on_refusal(self, text: str, book: PlanBook, now: float) -> list[CopyAction]:
+        """Try again later; further replies to this command are ignored."""
         what = self._sent
         self._lose(now + self._retry_s)
         if text.startswith("WRONGTYPE") and what in ("probe", "header", "whole", "length", "entries"):
@@ -217,7 +217,7 @@ class PlanCopy:
 
     # Reading.
 
-    def _header_read(self, value: Any, book: PlanBook, now: float) -> list[CopyAction]:
+    def _on_header(self, value: Any, book: PlanBook, now: float) -> list[CopyAction]:
         try:
             header = parse_header(value, self._run_id)
         except MalformedMessage as error:
@@ -242,7 +242,7 @@ class PlanCopy:
         return self._known(header.version, book, now)
 
     def _header_is_ours(self, header: StoredHeader, book: PlanBook) -> bool:
-        """Tell whether servers, ring and rules are right: always, of a version that was written in this term."""
+        """Return whether servers, ring and rules are right; always True for a version not written in this term."""
         if self.version is None:
             return True
         is_older = header.version != book.plan.version
@@ -257,7 +257,7 @@ class PlanCopy:
         self._verify_at = now + self._verify_interval_s
         return self.sync(book, now)
 
-    def _whole_read(self, value: Any, book: PlanBook, now: float) -> list[CopyAction]:
+    def _on_whole(self, value: Any, book: PlanBook, now: float) -> list[CopyAction]:
         try:
             plan = parse_whole(value, None)
         except MalformedMessage as error:
@@ -278,7 +278,7 @@ class PlanCopy:
         self._audited = plan
         return [self._send("length", READ_LENGTH)]
 
-    def _length_read(self, value: Any, book: PlanBook, now: float) -> list[CopyAction]:
+    def _on_length(self, value: Any, book: PlanBook, now: float) -> list[CopyAction]:
         assert self._audited is not None, "only asked for by an audit"
         entries = len(self._audited.entries)
         if value != entries + HEADER_FIELDS:
@@ -288,7 +288,7 @@ class PlanCopy:
         self._audit_from %= entries
         return [self._send("entries", read_entries(self._audited_entries()))]
 
-    def _entries_read(self, value: Any, book: PlanBook, now: float) -> list[CopyAction]:
+    def _on_entries(self, value: Any, book: PlanBook, now: float) -> list[CopyAction]:
         expected = self._audited_entries()
         try:
             stored = parse_entries(value)
@@ -302,12 +302,12 @@ class PlanCopy:
         return self.sync(book, now)
 
     def _audited_entries(self) -> dict[bytes, Entry]:
-        """Return those entries of the audited plan whose turn it is."""
+        """Return the entries of the audited plan whose turn it is."""
         assert self._audited is not None, "only asked for by an audit"
         return dict(islice(self._audited.entries.items(), self._audit_from, self._audit_from + ENTRIES_PER_COMMAND))
 
     def _repair(self, details: dict[str, Any], book: PlanBook) -> list[CopyAction]:
-        """Report what somebody else has written, and write over it."""
+        """Report a change by somebody else, and overwrite it."""
         self.version = None
         self._counters["copies_conflicting"] += 1
         return [self._changed(details), *self._write_whole(book.plan)]
@@ -318,23 +318,23 @@ class PlanCopy:
 
     # What another balancer has written.
 
-    def taken(self) -> None:
-        """Go on after ``CopyFound``: what the copy holds is part of the book now."""
+    def resume(self) -> None:
+        """Go on after ``CopyFound``: the book includes the copy now."""
         self._retry_at = -math.inf
 
     def overwrite(self, book: PlanBook) -> list[CopyAction]:
-        """Go on after ``CopyFound`` by writing over what was found."""
+        """Go on after ``CopyFound`` by overwriting the copy."""
         self._retry_at = -math.inf
         return self._write_whole(book.plan)
 
-    def conflicts(self, problem: str, now: float) -> None:
-        """Leave the copy alone: what it holds contradicts the book. It is looked at again after ``retry_s``."""
+    def leave_alone(self, problem: str, now: float) -> None:
+        """Leave a copy that contradicts the book. It is read again after ``retry_s``."""
         self.problem = problem
         self._retry_at = now + self._retry_s
 
     # Writing.
 
-    def _written(self, value: Any, book: PlanBook, now: float) -> list[CopyAction]:
+    def _on_written(self, value: Any, book: PlanBook, now: float) -> list[CopyAction]:
         writing, self._writing = self._writing, None
         if isinstance(writing, Plan):
             query = pack_control(PlanQuery(writing.version))
@@ -348,5 +348,5 @@ class PlanCopy:
 
 
 def write_whole_end(plan: Plan, run_id: str | None) -> tuple[CommandPart, ...]:
-    """Return the last command of a whole plan: it takes the place of what is stored."""
+    """Return the last command of a whole plan, which replaces the stored one."""
     return write_whole(Plan(plan.version, plan.servers, plan.base), run_id)[-1]

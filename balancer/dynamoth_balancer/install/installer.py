@@ -1,18 +1,17 @@
-"""Plan installation: changes go through their three phases, and every server stores what the plan is.
+"""Installs plans: takes each change through its three phases, and keeps every server's copy up to date.
 
 Theory of operation
 -------------------
-An installer works for one *term*: from when its balancer got the lease, and made its plan, until it loses the lease.
-The state of a transition is what the plan says of it, so whatever happens to the balancer, its successor goes on
-where it was::
+An installer works for one *term*: from when its balancer got the lease and made its plan until it loses the lease. The
+state of a transition is in the plan, so whatever happens to the balancer, its successor continues where it was::
 
     PREPARED -> ACTIVE    when every old and new server has stored the transition, and the *present* process of its
                           agent has acknowledged it
     ACTIVE -> SETTLED     when the agent of every old server has said that nobody listens at the old location there,
                           and every old and new server has stored that the transition is ACTIVE
 
-Nothing is assumed to arrive: agents that do not answer are asked again, and everything that they say may come twice,
-late, or from a process that is no more.
+Nothing is assumed to arrive: agents that do not answer are asked again, and their messages may come twice, late, or
+from a process that is gone.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
 from dynamoth.plan.plan import EPOCH_MAX, Assignment, Entry, Phase, Plan, Server
 from dynamoth.protocol.control import PlanQuery, Vacated, pack_control
 from dynamoth_balancer.admin.compatibility import why_not_moved
-from dynamoth_balancer.events import Note, PlanChanged
+from dynamoth_balancer.events import InnerAction, Note, PlanChanged, TransitionsSettled
 from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.book import PlanBook
 from dynamoth_balancer.install.copies import CopyAction, CopyFound, PlanCopy
@@ -47,24 +46,14 @@ from dynamoth_balancer.options import BalancerOptions
 
 
 @dataclass(slots=True)
-class TransitionsSettled:
-    """For the rest of the balancer: these channels are where the plan has them."""
-
-    channels: tuple[bytes, ...]
-
-
-InstallerAction = Send | Note | PlanChanged | TransitionsSettled
-
-
-@dataclass(slots=True)
 class Transition:
     """A channel whose change has not settled."""
 
     entry: Entry
-    #: The version of the plan in which it came into its present phase, or a later one.
+    #: The version of the plan that brought it into its present phase, or a later one.
     version: int
     since: float
-    #: Servers whose agents have said, since it came into its present phase, that nobody listens at an old location.
+    #: Servers whose agents have said, in its present phase, that nobody listens at an old location.
     vacated: set[str] = field(default_factory=set[str])
 
     @property
@@ -79,7 +68,7 @@ class Transition:
 
 
 class Installer:
-    """Installs plans for one term. The owner has checked, before each call, that the lease is still held."""
+    """Installs plans for one term. The owner checks before each call that it still holds the lease."""
 
     def __init__(
         self, book: PlanBook, servers: Sequence[Server], agents: Agents, options: BalancerOptions, term: int, now: float
@@ -95,18 +84,19 @@ class Installer:
         }
         #: Until when servers at which no channel is get none: clients with patterns may not listen there yet.
         unused = {server.id for server in servers} - servers_in_use(book.plan)
+        #: Until when servers without channels get none: clients with patterns may not listen there yet.
         self._joining = dict.fromkeys(unused, now + options.join_s)
         self._transitions: dict[bytes, Transition] = {}
         self._note_transitions(book.plan.entries, now)
-        #: Something has happened that may complete a phase.
+        #: Whether something has happened that may complete a phase.
         self._due = True
         self._advance_at = now
         self._began_at = now
-        #: When channels have settled that did so within ``plain_rest_s``.
+        #: When channels settled, for those within ``plain_rest_s``.
         self._settled_at: dict[bytes, float] = {}
-        #: When the compatibility rules were changed, or may have been.
+        #: When the compatibility rules changed, or may have changed.
         self._rules_changed_at = now if book.plan.compatibility.version else float("-inf")
-        #: A version that an agent holds and we have never heard of; the plan must be above it.
+        #: A version that an agent holds and that we do not know; the plan must get above it.
         self._jump_above = -1
         #: By server, the version that its agent claims to hold and that no balancer has issued.
         self.versions_refused: dict[str, int] = {}
@@ -126,12 +116,12 @@ class Installer:
         return self._copies[server]
 
     def deadline(self) -> float | None:
-        """Return when :meth:`advance` may have something to do; None when that depends on what is heard."""
+        """Return when :meth:`advance` may have something to do; None when that depends on messages."""
         return self._advance_at if self._due and self._transitions else None
 
     # Changes.
 
-    def begin(self, assignments: Mapping[bytes, Assignment], reason: str, now: float) -> list[InstallerAction]:
+    def begin(self, assignments: Mapping[bytes, Assignment], reason: str, now: float) -> list[InnerAction]:
         """Begin a transition for each channel, in one version of the plan.
 
         Raises:
@@ -153,11 +143,11 @@ class Installer:
             self._transitions[channel] = Transition(plan.entries[channel], plan.version, now)
         return self._changed(plan, assignments, reason, now)
 
-    def change_rules(self, rules: tuple[CompatibilityRule, ...], reason: str, now: float) -> list[InstallerAction]:
-        """Put other compatibility rules into force, by which no channel changes its place.
+    def change_rules(self, rules: tuple[CompatibilityRule, ...], reason: str, now: float) -> list[InnerAction]:
+        """Put other compatibility rules into force, by which no channel moves.
 
         Raises:
-            RequestRefused: some clients could not be told now.
+            RequestRefused: some clients would not learn of them now.
 
         """
         for problem in filter(None, (self.why_not(server, now) for server in self._copies)):
@@ -169,7 +159,7 @@ class Installer:
         return [PlanChanged(plan, reason), *self.sync(now)]
 
     def _check_rest(self, new: Compatibility, now: float) -> None:
-        """Refuse to make channels plain that have moved lately: numbered messages may be on their way, or held."""
+        """Refuse plain rules for channels that moved lately: numbered messages may be on their way, or held back."""
         is_plain = self.plan.compatibility.is_plain
         for channel in self.plan.entries:
             rest_s = self._settled_at.get(channel, self._began_at) + self._options.plain_rest_s - now
@@ -180,7 +170,7 @@ class Installer:
                 )
 
     def rules_wait_for(self, now: float) -> list[str]:
-        """Say which servers and agents the present compatibility rules have not reached, in words for people."""
+        """Return the servers and agents that the present compatibility rules have not reached, in words for people."""
         since = self.plan.compatibility.version
         unstored = [server for server, copy in self._copies.items() if copy.version is None or copy.version < since]
         unheard = [
@@ -194,7 +184,7 @@ class Installer:
         ]
 
     def rules_rest(self, now: float) -> float:
-        """Return how long no change begins yet, as publishers may not have heard of a change of rules."""
+        """Return for how long no change may begin, as publishers may not know changed rules yet."""
         return max(0.0, self._rules_changed_at + self._options.rules_rest_s - now)
 
     def _check(self, channel: bytes, assignment: Assignment, now: float) -> None:
@@ -215,7 +205,7 @@ class Installer:
             raise RequestRefused(problem)
 
     def why_not(self, server: str, now: float) -> str | None:
-        """Say why a server cannot take part in new transitions; None when it can."""
+        """Return why a server cannot take part in new transitions; None when it can."""
         if server not in self._copies:
             return f"server {server!r:.80} is not known; known are {', '.join(self._copies)}"
         copy = self._copies[server]
@@ -226,7 +216,7 @@ class Installer:
         return self._agents.why_not(server, now)
 
     def why_not_to(self, server: str, now: float) -> str | None:
-        """Say why a server cannot be in a new assignment, as one that channels only leave; None when it can."""
+        """Return why a server cannot get channels; None when it can."""
         if server in self._options.draining:
             return (
                 f"server {server} is being drained (draining = true in the configuration of the balancer) and takes no"
@@ -239,18 +229,18 @@ class Installer:
         return self.why_not(server, now)
 
     def joins_in(self, server: str, now: float) -> float:
-        """Return how long a new server gets no channel yet; 0 for most servers."""
+        """Return for how long a new server gets no channel yet; 0 for most servers."""
         return max(0.0, self._joining.get(server, now) - now)
 
     def is_dead(self, server: str, now: float) -> bool:
-        """Tell whether neither a server nor its agent can be reached: it may still serve clients elsewhere."""
+        """Return whether neither a server nor its agent can be reached: it may still serve clients elsewhere."""
         return not self._copies[server].is_up and not self._agents.is_alive(server, now)
 
-    def _changed(self, plan: Plan, channels: Iterable[bytes], reason: str, now: float) -> list[InstallerAction]:
+    def _changed(self, plan: Plan, channels: Iterable[bytes], reason: str, now: float) -> list[InnerAction]:
         self._book.advance(plan, channels)
         return [PlanChanged(plan, reason), *self.sync(now)]
 
-    def advance(self, now: float) -> list[InstallerAction]:
+    def advance(self, now: float) -> list[InnerAction]:
         """Bring transitions into their next phase, all that can in one version of the plan."""
         if not self._due or now < self._advance_at:
             return []
@@ -273,7 +263,7 @@ class Installer:
         return [*actions, TransitionsSettled(settled)] if settled else actions
 
     def waiting_for(self, transition: Transition, now: float) -> Iterator[str]:
-        """Go through what a transition waits for, in words for people."""
+        """Yield what a transition waits for, in words for people."""
         prepared = transition.entry.phase is Phase.PREPARED
         for server in sorted(transition.involved):
             stored = self._copies[server].version
@@ -286,7 +276,7 @@ class Installer:
                 yield f"subscribers to leave {server}"
 
     def _note_transitions(self, entries: Mapping[bytes, Entry], now: float, version: int | None = None) -> None:
-        """Keep the transitions in step with new entries."""
+        """Update the transitions to new entries."""
         for channel, entry in entries.items():
             known = self._transitions.pop(channel, None)
             if entry.phase is not Phase.SETTLED:
@@ -295,8 +285,8 @@ class Installer:
 
     # What agents say.
 
-    def acknowledged(self, server: str, incarnation: int, version: int, now: float) -> None:
-        """Take the acknowledgement of a process that speaks for a server."""
+    def on_acknowledgement(self, server: str, incarnation: int, version: int, now: float) -> None:
+        """Record the acknowledgement of a process that speaks for a server."""
         if version <= self.plan.version:
             self.versions_refused.pop(server, None)
             if self._agents.acknowledge(server, incarnation, version):
@@ -309,15 +299,15 @@ class Installer:
             self.versions_refused[server] = version
 
     def _may_exist(self, version: int) -> bool:
-        """Tell whether a predecessor may have issued a version that is stored nowhere.
+        """Return whether a predecessor may have issued a version that is stored nowhere.
 
-        Where all that it had stored was read, it may not: the takeover has left out more versions than it can have
-        written since. Else it may, up to a bound, so that a forged version does not use up all that there are.
+        Not where all its copies were read: the takeover has left out more versions than it can have written since. Else
+        it may, up to a bound, so that a forged version does not use up all versions.
         """
         return not self._book.is_complete and version - self.plan.version <= VERSIONS_LOST_MAX
 
-    def vacated(self, server: str, message: Vacated) -> None:
-        """Take the word of a server's agent that nobody listens at old locations."""
+    def on_vacated(self, server: str, message: Vacated) -> None:
+        """Record that nobody listens at old locations of a server, as its agent says."""
         for channel, epoch in message.channels:
             transition = self._transitions.get(channel)
             if transition is not None and transition.entry.route.epoch == epoch:
@@ -328,30 +318,30 @@ class Installer:
 
     # Links and time.
 
-    def link_up(self, server: str, run_id: str | None, now: float, found: int | None = None) -> list[InstallerAction]:
-        """Go on at a server. ``found`` is the version that is known to be stored there, if it is known."""
+    def link_up(self, server: str, run_id: str | None, now: float, found: int | None = None) -> list[InnerAction]:
+        """Continue at a server. ``found`` is the version that is stored there, if known."""
         copy = self._copies[server]
         copy.link_up(run_id)
         if found is not None:
-            copy.assume(found)
+            copy.trust_version(found)
         return self._carry_out(copy, copy.sync(self._book, now), now)
 
     def link_down(self, server: str) -> None:
-        """Stop at a server; transitions that concern it wait for it."""
+        """Stop at a server; transitions that involve it wait for it."""
         self._copies[server].link_down()
 
-    def replied(self, server: str, tag: tuple[str, int, int, str], value: Any, now: float) -> list[InstallerAction]:
-        """Take the reply to a command of a copy."""
+    def on_reply(self, server: str, tag: tuple[str, int, int, str], value: Any, now: float) -> list[InnerAction]:
+        """Handle the reply to a command of a copy."""
         copy = self._copies[server]
         before = copy.version
-        actions = self._carry_out(copy, copy.replied(tag, value, self._book, now), now)
+        actions = self._carry_out(copy, copy.on_reply(tag, value, self._book, now), now)
         if copy.version != before:
             self._due = True
             self._agents[server].asked_at = now  # it has just been told
         return [*actions, *self.advance(now)]
 
-    def _carry_out(self, copy: PlanCopy, actions: Iterable[CopyAction], now: float) -> list[InstallerAction]:
-        done: list[InstallerAction] = []
+    def _carry_out(self, copy: PlanCopy, actions: Iterable[CopyAction], now: float) -> list[InnerAction]:
+        done: list[InnerAction] = []
         for action in actions:
             if isinstance(action, CopyFound):
                 done += self._take_in(copy, action.copy, now)
@@ -359,8 +349,8 @@ class Installer:
                 done.append(action)
         return done
 
-    def _take_in(self, copy: PlanCopy, found: Copy, now: float) -> list[InstallerAction]:
-        """Merge what another balancer has left at a server that could not be read before."""
+    def _take_in(self, copy: PlanCopy, found: Copy, now: float) -> list[InnerAction]:
+        """Merge a copy that another balancer has left at a server that could not be read before."""
         details: dict[str, Any] = {"server": found.server, "version": found.plan.version}
         if not found.believed and not same_ring(found.plan, self.plan):
             note = Note("warning", "a server had loaded an old plan of another cluster; it is overwritten", details)
@@ -372,7 +362,7 @@ class Installer:
                 " (DEL __dynamoth__:plan) or correct the list of servers"
             )
             first = copy.problem != text
-            copy.conflicts(text, now)
+            copy.leave_alone(text, now)
             return [Note("error", text, details)] if first else []
         if reason is not None:
             self.counters["copies_conflicting"] += 1
@@ -383,14 +373,14 @@ class Installer:
             version = version_after(max(found.plan.version, self.plan.version))
         except ConfigError as error:
             first = copy.problem != str(error)
-            copy.conflicts(str(error), now)
+            copy.leave_alone(str(error), now)
             return [Note("error", str(error), details)] if first else []
         before = self.plan.version
         newer = self._book.take_in(found.plan, version)
         self._note_transitions(newer, now)
-        copy.taken()
+        copy.resume()
         details["entries_taken"] = len(newer)
-        actions: list[InstallerAction] = [Note("warning", "a server held a plan that was not known", details)]
+        actions: list[InnerAction] = [Note("warning", "a server held a plan that was not known", details)]
         if self.plan.version != before:
             actions.append(PlanChanged(self.plan, f"merged with the plan found at {found.server}"))
         if settled := tuple(channel for channel, entry in newer.items() if entry.phase is Phase.SETTLED):
@@ -398,22 +388,34 @@ class Installer:
         self._due = True
         return [*actions, *self.sync(now)]
 
-    def sync(self, now: float) -> list[InstallerAction]:
+    def sync(self, now: float) -> list[InnerAction]:
         """Bring every copy to the present plan, as far as that is possible now."""
-        actions: list[InstallerAction] = []
+        actions: list[InnerAction] = []
         for copy in self._copies.values():
             actions += self._carry_out(copy, copy.sync(self._book, now), now)
         return actions
 
-    def tick(self, now: float) -> list[InstallerAction]:
-        """Look after copies, ask agents that have not answered, and see whether transitions can go on."""
+    def check(self) -> None:
+        """Assert what must hold between the plan, its transitions and its copies."""
+        entries = self.plan.entries
+        for channel, transition in self._transitions.items():
+            assert transition.entry is entries.get(channel), f"the transition of {channel!r} is not the plan's"
+            assert transition.entry.phase is not Phase.SETTLED, f"{channel!r} has settled"
+            assert transition.version <= self.plan.version, f"{channel!r} changed in version {transition.version}"
+        unsettled = sum(entry.phase is not Phase.SETTLED for entry in entries.values())
+        assert unsettled == len(self._transitions), f"{unsettled} entries, {len(self._transitions)} transitions"
+        for copy in self._copies.values():
+            assert copy.version is None or copy.version <= self.plan.version, f"{copy.server} has {copy.version}"
+
+    def tick(self, now: float) -> list[InnerAction]:
+        """Sync copies, ask silent agents, and advance transitions."""
         actions = self._jump()
         actions += self.sync(now)
         actions += self._ask(now)
         self._due = True
         return [*actions, *self.advance(now)]
 
-    def _jump(self) -> list[InstallerAction]:
+    def _jump(self) -> list[InnerAction]:
         """Get above a version that an agent has from a plan that is stored nowhere."""
         above, self._jump_above = self._jump_above, -1
         if above <= self.plan.version:
@@ -426,7 +428,7 @@ class Installer:
         return [PlanChanged(self.plan, f"an agent holds version {above}, which no server stores")]
 
     def _ask(self, now: float) -> list[Send]:
-        """Ask agents that have not acknowledged, and those that say nothing, which version they hold."""
+        """Ask agents for their version that have not acknowledged, or are silent."""
         sends: list[Send] = []
         for server, copy in self._copies.items():
             stored = copy.version

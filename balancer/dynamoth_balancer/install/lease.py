@@ -1,24 +1,24 @@
-"""Which balancer is at work: a lease at the majority of the servers.
+"""Decides which balancer may lead: a lease at the majority of the servers.
 
 Theory of operation
 -------------------
-The lease is one key at each server that holds the balancer's incarnation and expires by itself. Who holds it at more
-than half of the *configured* servers may change the plan, so there is at most one.
+The lease is one key at each server that holds the balancer's incarnation and expires by itself. The balancer that holds
+it at more than half of the *configured* servers may change the plan, so there is at most one.
 
-Taking it is ``SET NX PX``, followed by ``GET``: what counts is what the server then says. Servers are taken in the
-order of the configuration, and without the majority kept only while all those before are ours or down: so of two
-balancers that hold half of the servers each, one lets its half expire. Renewing it is ``PEXPIRE``, then ``GET``:
-whatever key was there is still there when it is read, so "ours" means that it was ours when it was prolonged. A server
-that refuses writes (a full disk, missing replicas, a server that became a replica) refuses ``PEXPIRE`` and answers
-``GET``: then the lease there lasts no longer than the last renewal made it.
+Taking it is ``SET NX PX``, followed by ``GET``: the reply of ``GET`` decides. Servers are taken in the order of the
+configuration. Without the majority, a key is kept only while all servers before it are ours or down: so of two
+balancers that hold half of the servers each, one lets its half expire. Renewing is ``PEXPIRE``, then ``GET``: the key
+that is read is the one that was prolonged, so "ours" means that it was ours then. A server that refuses writes (a full
+disk, missing replicas, a server that became a replica) refuses ``PEXPIRE`` and answers ``GET``: then the lease there
+ends when the last renewal expires.
 
-A value that no balancer can have written (another type, no number) does not expire by itself. It is given the time of a
-lease, by PEXPIRE: a DEL could end the lease of another balancer that has just put things right; this only prolongs it.
+A value that no balancer can have written (another type, no number) does not expire. It gets the expiry of a lease, by
+PEXPIRE: a DEL could end the lease of another balancer that has just written a correct one; this only prolongs it.
 
-The lease counts from when a command was *sent*, shortened by what the two clocks may differ.
+The lease counts from when a command was *sent*, shortened by the possible difference of the two clocks.
 
-A key that is absent proves nothing: FLUSHALL deletes the lease of a balancer that is at work. So a balancer first asks
-how many balancers are connected. If there is another one, it takes the key only after the key has been absent for
+An absent key proves nothing: FLUSHALL deletes the lease of a balancer that is at work. So a balancer first asks how
+many balancers are connected. If there is another one, it takes the key only after the key has been absent for
 ``FREE_RENEWALS`` renewals, as a balancer at work takes it again at once. Then it keeps the key for a whole lease before
 the lease counts: until then the other one may believe that it still has it.
 """
@@ -37,7 +37,7 @@ CLOCK_DRIFT_RATIO = 0.1
 """How much faster than ours a server's clock may run: far more than any does, and a tenth of the lease is cheap."""
 
 FREE_RENEWALS = 2
-"""A key is free when it has been absent for so many renewals, if another balancer is connected."""
+"""With another balancer connected, a key is free after it has been absent for this many renewals."""
 
 TAG = "lease"
 
@@ -51,29 +51,29 @@ class _Term:
     held_until: float = -math.inf
     #: Whether the last reply said that it is ours (it may have expired since).
     ours: bool = False
-    #: Whether another balancer is connected, as of the last look; None before the first.
+    #: Whether another balancer is connected, by the last reply; None before the first.
     has_rival: bool | None = None
-    #: Since when nobody has held the lease here, as of the last reply.
+    #: Since when nobody holds the lease here, by the last reply.
     free_since: float = math.inf
     #: When our key begins to count: until then another balancer may believe that it holds the lease.
     counts_from: float = -math.inf
-    #: Who else holds it, as of the last reply.
+    #: The other holder, by the last reply.
     other: bytes | None = None
-    #: When the first reply came that named ``other``, and when the command of the last one was sent.
+    #: When the first reply named ``other``, and when the command of the last one was sent.
     other_since: float = -math.inf
     other_until: float = -math.inf
-    #: When a command was sent that is not answered; None when there is none.
+    #: When the outstanding command was sent; None when there is none.
     sent_at: float | None = None
     #: When the next command is due.
     next_at: float = -math.inf
-    #: When a value that is no lease was given a time to expire.
+    #: When a value that is no lease got an expiry.
     expires_at: float = -math.inf
-    #: What the server answered instead of what it should, empty if all is well.
+    #: The server's answer if it is an error, empty if all is well.
     problem: str = ""
 
 
 class Lease:
-    """Gets and keeps the lease. The owner executes the actions, and asks :meth:`is_held` before each of its deeds."""
+    """Gets and keeps the lease. The owner executes the actions, and checks :meth:`is_held` before each of its own."""
 
     def __init__(self, servers: Sequence[str], incarnation: int, lease_s: float, renew_s: float) -> None:
         """Make a lease for a balancer process. ``incarnation`` is new with each start."""
@@ -92,7 +92,7 @@ class Lease:
         return self._majority
 
     def is_held(self, now: float) -> bool:
-        """Tell whether the lease is surely held at the majority of the servers."""
+        """Return whether the lease is surely held at the majority of the servers."""
         if self._released:
             return False
         if now >= self._held_until:
@@ -109,9 +109,10 @@ class Lease:
         }
 
     def renewed_by_others(self, since: float, for_s: float) -> dict[str, str]:
-        """Return those of ``others`` that have held the lease for longer than ``for_s`` since a time, as replies tell.
+        """Return those of ``others`` that have surely held the lease for longer than ``for_s`` after ``since``.
 
-        Not how long ago a reply came: this process may have been stopped since, or the server may hang.
+        Their replies show it. The age of a reply does not count: this process may have been stopped since, or the
+        server may hang.
         """
         return {
             server: incarnation
@@ -120,7 +121,7 @@ class Lease:
         }
 
     def problems(self) -> dict[str, str]:
-        """Return, per server that refuses our commands, what it says."""
+        """Return the answers of the servers that refuse our commands."""
         return {server: term.problem for server, term in self._terms.items() if term.up and term.problem}
 
     def waits_for_rivals(self) -> list[str]:
@@ -132,13 +133,13 @@ class Lease:
         ]
 
     def link_up(self, server: str, now: float) -> list[Send]:
-        """Go on at a server."""
+        """Continue at a server."""
         self._terms[server].up = True
         self._terms[server].next_at = now
         return self.tick(now)
 
     def link_down(self, server: str) -> None:
-        """Stop at a server: what was granted there still counts until it expires."""
+        """Stop at a server: a granted lease still counts until it expires."""
         term = self._terms[server]
         term.up = False
         term.sent_at = None
@@ -148,12 +149,12 @@ class Lease:
         term.problem = ""
 
     def look_again(self, server: str, now: float) -> list[Send]:
-        """Renew the lease at a server where keys have been deleted."""
+        """Renew the lease at a server where keys were deleted."""
         self._terms[server].next_at = now
         return self.tick(now)
 
     def tick(self, now: float) -> list[Send]:
-        """Take and renew where it is time."""
+        """Take and renew the lease where it is time."""
         sends: list[Send] = []
         if self._released:
             return sends
@@ -187,12 +188,12 @@ class Lease:
         ]
 
     def _may_take(self, term: _Term, now: float) -> bool:
-        """Tell whether the key is free, as of the last look, or was deleted while it was ours."""
+        """Return whether the key is free, by the last reply, or was deleted while it was ours."""
         free_s = FREE_RENEWALS * self._renew_s if term.has_rival else 0.0
         return now < term.held_until or (term.has_rival is not None and now - term.free_since >= free_s)
 
-    def replied(self, server: str, what: str, value: Any, now: float) -> list[Send]:
-        """Take the reply to a command whose tag is ``(TAG, what)``."""
+    def on_reply(self, server: str, what: str, value: Any, now: float) -> list[Send]:
+        """Handle the reply to a command whose tag is ``(TAG, what)``."""
         term = self._terms[server]
         if what in ("set", "prolonged"):
             term.problem = str(value) if isinstance(value, Exception) else ""
@@ -219,7 +220,7 @@ class Lease:
         if isinstance(value, bytes) and not value.isdigit():
             term.problem = f"the key {BALANCER_LEASE_KEY.decode()} holds no lease: {value[:20]!r}"
         if value is None:
-            return self._absent(term, what, now)
+            return self._on_absence(term, what, now)
         term.free_since = math.inf
         if not term.ours:
             term.held_until = self._held_until = -math.inf
@@ -230,8 +231,8 @@ class Lease:
             term.held_until = sent_at + self._lease_s * (1 - CLOCK_DRIFT_RATIO)
         return self.tick(now)
 
-    def _absent(self, term: _Term, what: str, now: float) -> list[Send]:
-        """Go on where there is no key. What was granted counts until it would have expired."""
+    def _on_absence(self, term: _Term, what: str, now: float) -> list[Send]:
+        """Continue where there is no key. A granted lease counts until it would have expired."""
         if what != "looked":
             term.has_rival = None
         term.free_since = min(term.free_since, now)
@@ -240,7 +241,7 @@ class Lease:
         return self.tick(now)
 
     def _expire(self, server: str, term: _Term, value: Any, now: float) -> list[Send]:
-        """Let a value that is no lease of any balancer expire, if the key holds one."""
+        """Set an expiry for a value that is no lease of any balancer, if the key holds one."""
         is_text = isinstance(value, bytes) and not value.isdigit()
         is_other_type = isinstance(value, Exception) and str(value).startswith("WRONGTYPE")
         if not (is_text or is_other_type) or now < term.expires_at + self._lease_s:
@@ -249,7 +250,7 @@ class Lease:
         return [Send(server, (b"PEXPIRE", BALANCER_LEASE_KEY, round(self._lease_s * 1000)))]
 
     def release(self, now: float) -> list[Send]:
-        """Give the lease back wherever it is surely ours, for good; nothing is asked for after this."""
+        """Give the lease back wherever it is surely ours; no command follows after this."""
         sends = [
             Send(server, (b"DEL", BALANCER_LEASE_KEY), (TAG, "released"))
             for server, term in self._terms.items()
@@ -262,5 +263,5 @@ class Lease:
 
     @property
     def is_releasing(self) -> bool:
-        """Whether a server has not yet answered that it has given the lease back."""
+        """Whether a server has not answered yet that its lease is given back."""
         return any(term.up and term.sent_at is not None for term in self._terms.values())

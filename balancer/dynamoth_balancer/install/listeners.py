@@ -1,6 +1,6 @@
-"""Asks each server how many processes listen as its agent: a dead agent shows before its reports are missed.
+"""Asks each server how many processes listen as its agent, so that a dead agent shows before its reports are missed.
 
-The questions show as well that a server does not answer, before its connection is given up.
+The questions also show that a server does not answer, before its connection is given up.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Listeners:
     def __init__(self, agents: Agents) -> None:
         self._agents = agents
         self._questions: dict[str, _Question] = {}
-        #: The replies of servers that do not permit the question.
+        #: The replies of servers that refuse the question.
         self.refused: dict[str, str] = {}
 
     def tick(self, servers: Iterable[str], now: float) -> list[Send]:
-        """Ask the connected servers, if it is time."""
+        """Ask the connected servers, when it is time."""
         sends: list[Send] = []
         for server in servers:
             question = self._questions.get(server)
@@ -48,8 +48,8 @@ class Listeners:
                 sends.append(Send(server, (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL), (TAG,)))
         return sends
 
-    def replied(self, server: str, value: Any, now: float) -> None:
-        """Take the answer of a server."""
+    def on_reply(self, server: str, value: Any, now: float) -> None:
+        """Record the answer of a server."""
         self._questions[server].answered = True
         if isinstance(value, ErrorReply):
             self.refused[server] = f"it does not say whether it has an agent: {value}"
@@ -59,12 +59,12 @@ class Listeners:
             self._agents.listen(server, value[1], now)
 
     def link_down(self, server: str, now: float) -> None:
-        """Know nothing of a server any more."""
+        """Forget the answers of a server."""
         self._questions.pop(server, None)
         self.refused.pop(server, None)
         self._agents.listen(server, None, now)
 
     def is_unanswered(self, server: str, now: float) -> bool:
-        """Tell whether a connected server owes an answer for long."""
+        """Return whether the answer of a connected server is overdue."""
         question = self._questions.get(server)
         return question is not None and not question.answered and now - question.asked_at >= UNANSWERED_S

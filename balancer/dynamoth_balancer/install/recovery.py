@@ -1,15 +1,15 @@
-"""What a balancer that comes to work finds: copies of the plan, of which it makes the plan to go on with.
+"""Makes the plan of a new leader from the copies that it finds.
 
-Each copy is the plan as some balancer wrote it, at some time. For each channel the newest entry (by epoch, then
-phase) of all copies is right: every phase follows from what is stored, and a newer one was only begun because all
-that it needs had been stored.
+Each copy is the plan as some balancer wrote it, at some time. For each channel the newest entry (by epoch, then phase)
+of all copies is right: every phase follows from what is stored, and a newer one only began because everything it needs
+was stored.
 
-A copy that no balancer of ours can have written is reported, not used, and written over: its ring is not that of most
+A copy that no balancer of ours can have written is reported, not used, and overwritten: its ring is not that of most
 copies, or its channels are at servers that are not configured, or its version leaves no room for others. Servers that
 are only listed come from our configuration, whatever copies say.
 
-The new plan's version is far above those found: a predecessor may have written newer versions where we cannot read
-now, or its last writes may still be on their way. So no epoch means two things.
+The new plan's version is far above those found: a predecessor may have written newer versions where we cannot read now,
+or its last writes may still be on their way. So no epoch has two meanings.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from dynamoth.plan.ring import VIRTUAL_NODES
 from dynamoth_balancer.install.book import merge_entries
 
 TAKEOVER_VERSIONS = 1000
-"""Versions left out at each takeover: more than a balancer can write between two looks at its lease. 32 bits last for 4
-million takeovers."""
+"""Versions left out at each takeover: more than a balancer can write between two checks of its lease. 32 bits last for
+4 million takeovers."""
 
 VERSIONS_LOST_MAX = 2**24
-"""An agent that holds a version so far above all that is stored is not believed: more changes than years of work."""
+"""A version of an agent that is further above all stored ones is not believed: more changes than years of work."""
 
 NAMED_MAX = 5
-"""Servers that an error text names at most."""
+"""Most servers that an error text names."""
 
 VERSIONS_IN_RESERVE = 10_000
-"""No transition is begun and no copy merged when fewer versions are left: those in progress must be able to settle."""
+"""With fewer versions left, no transition begins and no copy is merged: those in progress must be able to settle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy of the plan that was found at a server; ``believed`` when it was written to this very Redis process."""
+    """A copy of the plan at a server; ``believed`` when it was written to this very Redis process."""
 
     server: str
     plan: Plan
@@ -49,7 +49,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """A copy, or a part of it, that no balancer of ours can have written: it is not used, and written over."""
+    """A copy, or a part of it, that no balancer of ours can have written: it is not used, and overwritten."""
 
     server: str
     reason: str
@@ -63,19 +63,18 @@ def recover(
     virtual_nodes: int = VIRTUAL_NODES,
     rules: tuple[CompatibilityRule, ...] = (),
 ) -> tuple[Plan, list[Copy], list[Conflict]]:
-    """Return the plan to go on with, the copies that it was made from, and what was left out of it.
+    """Return the plan to continue with, the copies that it was made from, and those left out.
 
     Args:
         configured: the servers of our configuration. One that no copy knows is listed in the plan, but is no part of
             the ring.
-        copies: what was found; none makes plan 0, with the ring over all configured servers.
+        copies: all copies found; none makes plan 0, with the ring over all configured servers.
         is_complete: False when some server could not be read.
         virtual_nodes: for the ring of plan 0.
-        rules: the compatibility rules of plan 0; a plan that is stored has its own.
+        rules: the compatibility rules of plan 0; a stored plan has its own.
 
     Raises:
-        ConfigError: the copies are of different clusters, or all that could be used need a server that is not
-            configured.
+        ConfigError: the copies are of different clusters, or all usable ones need a server that is not configured.
 
     """
     usable, conflicts = _of_one_cluster(configured, list(copies), virtual_nodes)
@@ -106,15 +105,15 @@ def version_after(version: int) -> int:
 
 
 def is_used_up(version: int) -> bool:
-    """Tell whether there is no version after a takeover."""
+    """Return whether there is no version left for after a takeover."""
     return version + TAKEOVER_VERSIONS > EPOCH_MAX - VERSIONS_IN_RESERVE
 
 
 def _without_strange_servers(configured: Sequence[Server], copies: list[Copy]) -> tuple[list[Copy], list[Conflict]]:
-    """Leave out copies that use servers which are not configured, if others do without.
+    """Leave out copies that use servers which are not configured, if others do not.
 
-    Where all of them do, a server in use was taken out of the configuration: that is refused. Servers that a copy
-    lists and does not use are left out of it.
+    If all do, a server in use was taken out of the configuration: that is refused. Servers that a copy lists and does
+    not use are left out of it.
     """
     known = {server.id for server in configured}
     strange = {id(copy): sorted(servers_in_use(copy.plan) - known) for copy in copies}
@@ -138,13 +137,13 @@ def _without_strange_servers(configured: Sequence[Server], copies: list[Copy]) -
 
 
 def _some(names: Sequence[str]) -> str:
-    """List names of anybody's choice in an error text."""
+    """List some names, which may be hostile, in an error text."""
     more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
     return ", ".join(f"{name:.64}" for name in names[:NAMED_MAX]) + more
 
 
 def why_not_ours(configured: Sequence[Server], plan: Plan, found: Plan) -> str | None:
-    """Say why a copy that was found later cannot be one that a balancer of ours has left; None when it can."""
+    """Return why a copy that was found later cannot be from a balancer of ours; None when it can."""
     known = {server.id for server in configured}
     if not same_ring(found, plan):
         return f"its ring is over {_some(found.base)}, ours over {_some(plan.base)}"
@@ -156,15 +155,15 @@ def why_not_ours(configured: Sequence[Server], plan: Plan, found: Plan) -> str |
 
 
 def is_of_another_cluster(found: Copy, plan: Plan) -> bool:
-    """Tell whether a copy has no server in common with us but the one that stores it.
+    """Return whether a copy has no server in common with us but the one that stores it.
 
-    Then our list of servers is probably wrong, and it is not ours to write over.
+    Then our list of servers is probably wrong, and the copy is not ours to overwrite.
     """
     return not (set(found.plan.base) - {found.server}) & set(plan.base)
 
 
 def servers_in_use(plan: Plan) -> set[str]:
-    """Return the servers that some channel may be at: those of the ring, of rules, and those that entries name."""
+    """Return the servers that may have channels: those of the ring, of rules, and of entries."""
     assignments = {route.assignment for entry in plan.entries.values() for route in (entry.route, *entry.previous)}
     return {
         *plan.base,
@@ -174,22 +173,21 @@ def servers_in_use(plan: Plan) -> set[str]:
 
 
 def same_ring(one: Plan, other: Plan) -> bool:
-    """Tell whether two plans put every channel that they do not name at the same server."""
+    """Return whether two plans give every channel that they do not name the same home."""
     return set(one.base) == set(other.base) and one.virtual_nodes == other.virtual_nodes
 
 
 def same_header(one: Plan, other: Plan) -> bool:
-    """Tell whether two plans list the same servers and have the same ring."""
+    """Return whether two plans list the same servers and have the same ring."""
     return dict(one.servers) == dict(other.servers) and same_ring(one, other)
 
 
 def _of_one_cluster(
     configured: Sequence[Server], copies: list[Copy], virtual_nodes: int
 ) -> tuple[list[Copy], list[Conflict]]:
-    """Choose the copies that have the right ring: that of most copies that a balancer has written.
+    """Choose the copies with the right ring: that of most copies that a balancer has written.
 
-    Others were loaded from an old disk, or somebody else has written them. Raises ConfigError where the right one
-    cannot be told.
+    Others were loaded from an old disk, or are forged. Raises ConfigError where the right one cannot be determined.
     """
     conflicts: list[Conflict] = []
     if any(not is_used_up(copy.plan.version) for copy in copies):

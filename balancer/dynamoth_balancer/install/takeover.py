@@ -1,4 +1,4 @@
-"""How a balancer that has got the lease reads what its predecessor left: one copy of each that is stored."""
+"""Reads the plans that a predecessor left, for a balancer that has got the lease: one copy of each that is stored."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class _Found:
 
 
 class Takeover:
-    """Reads the headers of all servers, waiting for those that do not answer until a deadline, then the copies.
+    """Reads the headers of all servers, waiting until a deadline for those that do not answer, then the copies.
 
-    Servers that store the same version and header store the same: only one of them is read as a whole.
+    Servers with the same version and header store the same plan: only one of them is read as a whole.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Takeover:
         own: Plan | None = None,
         rules: tuple[CompatibilityRule, ...] = (),
     ) -> None:
-        """Begin; ``link_up`` is to be called for each link that is up.
+        """Begin; the owner calls ``link_up`` for each link that is up.
 
         ``own`` is the plan of an earlier term of this process: the servers may have lost it since, it has not.
         ``rules`` are the compatibility rules of a new cluster.
@@ -74,25 +74,25 @@ class Takeover:
         self._found = {server.id: _Found() for server in servers}
         #: Copies read so far, one of each header.
         self._copies: list[Copy] = []
-        #: Servers whose copies have entries that cannot be read: copies of the same at other servers are read, too.
+        #: Servers with copies that have unreadable entries: copies of the same plan at other servers are read, too.
         self._damaged: set[str] = set()
-        #: What these entries are.
+        #: The unreadable entries.
         self._conflicts: list[Conflict] = []
 
     def link_up(self, server: str, run_id: str | None) -> list[Send]:
-        """Read the header."""
+        """Read the header over a new connection."""
         self._found[server] = _Found(_State.ASKED, run_id)
         return [self._send(server, "header")]
 
     def link_down(self, server: str) -> None:
-        """Forget what was read over this connection; a whole copy that was read counts."""
+        """Forget what this connection has shown; a whole copy that was read counts."""
         self._found[server] = _Found()
 
     def _send(self, server: str, what: str) -> Send:
         return Send(server, READ_HEADER if what == "header" else READ_WHOLE, (TAG, self._term, what))
 
-    def replied(self, server: str, tag: tuple[str, int, str], value: Any) -> list[Note]:
-        """Take the reply to a command of ours."""
+    def on_reply(self, server: str, tag: tuple[str, int, str], value: Any) -> list[Note]:
+        """Handle the reply to a command of ours."""
         _, term, what = tag
         if term != self._term:
             return []
@@ -125,11 +125,11 @@ class Takeover:
         self._copies.append(Copy(server, plan, believed))
 
     def missing(self) -> list[str]:
-        """Return the servers of which nothing is known yet."""
+        """Return the servers that are unknown so far."""
         return [name for name, found in self._found.items() if found.state in (_State.DOWN, _State.ASKED)]
 
     def read(self, now: float) -> list[Send] | None:
-        """Go on reading; None when everything is read that can be waited for."""
+        """Continue reading; None when everything is read that can be waited for."""
         if self.missing() and now < self._deadline:
             return []
         if any(found.state is _State.READING for found in self._found.values()):
@@ -147,11 +147,11 @@ class Takeover:
         return sends or None
 
     def _plans(self) -> list[Plan]:
-        """Return the plans of which a copy was read that is whole."""
+        """Return the undamaged plans of which a copy was read."""
         return [copy.plan for copy in self._copies if copy.server not in self._damaged]
 
     def finish(self) -> tuple[PlanBook, dict[str, int], list[Conflict]]:
-        """Return the plan to go on with, the version at each server whose copy can be built upon, and the conflicts.
+        """Return the plan to continue with, the versions of usable copies by server, and the conflicts.
 
         Raises:
             ConfigError: the copies are of different clusters, or a server that they use is not configured.
@@ -181,7 +181,7 @@ class Takeover:
         return book, versions, [*self._conflicts, *conflicts]
 
     def _judge(self, copy: Copy) -> Copy:
-        """A copy is believed when any server has it from a balancer, and not from its disk."""
+        """Return the copy, believed if any server has it from a balancer, and not from its disk."""
         believed = any(
             found.header is not None and found.header.believed and _same_copy(found.header.plan, copy.plan)
             for found in self._found.values()
@@ -197,5 +197,5 @@ def _damage(channels: Sequence[bytes]) -> str:
 
 
 def _same_copy(one: Plan, other: Plan) -> bool:
-    """Tell whether two headers are of the same plan, unless somebody else has written one of them."""
+    """Return whether two headers are of the same plan, unless somebody else has written one of them."""
     return one.version == other.version and same_header(one, other)

@@ -1,7 +1,7 @@
-"""Records what agents measure, one JSON object per line, for the analytics jobs.
+"""Records the reports of agents, one JSON object per line, for the analytics jobs.
 
-The balancer works whatever becomes of the file: a row that cannot be written is counted, and the log says when that
-begins and ends. The file is only ever appended to, so that ``logrotate`` can copy and truncate it; nothing here bounds
+The balancer works whatever happens to the file: a row that cannot be written is counted, and the log says when that
+begins and ends. Rows are only ever appended, so that ``logrotate`` can copy and truncate the file; nothing here bounds
 its size.
 """
 

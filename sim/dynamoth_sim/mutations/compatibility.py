@@ -63,10 +63,10 @@ def no_rest_after_rules() -> AbstractContextManager[None]:
 def rules_are_not_told() -> AbstractContextManager[None]:
     """Dispatchers do not tell publishers that rules have changed."""
 
-    def nothing(self: DispatcherMachine) -> list[Any]:
+    def nothing(self: DispatcherMachine, plan: Any) -> list[Any]:
         return []
 
-    return replaced(DispatcherMachine, _tell_rules=nothing)
+    return replaced(DispatcherMachine, _announce_rules=nothing)
 
 
 def rules_for_channels_elsewhere() -> AbstractContextManager[None]:

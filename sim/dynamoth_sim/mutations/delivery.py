@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,7 +18,8 @@ from dynamoth_client.machines.publisher.records import CheckAt, PublisherServer,
 from dynamoth_client.machines.publisher.unreachable import Elsewhere
 from dynamoth_client.machines.sequences import Gap, Stream
 from dynamoth_client.machines.subscriber.routing import Routing
-from dynamoth_dispatcher.transitions import TransitionOptions, Transitions
+from dynamoth_dispatcher.options import TransitionOptions
+from dynamoth_dispatcher.transitions import Transitions
 from dynamoth_sim.mutations.mutation import Check, replaced
 
 
@@ -70,8 +72,8 @@ def moves_settle_at_once() -> AbstractContextManager[None]:
     """A move settles when nobody listens at the old location, though publishers may not have seen that it was begun."""
     init = Transitions.__init__
 
-    def hasty(self: Transitions, server: str, options: TransitionOptions) -> None:
-        init(self, server, replace(options, settle_after_s=options.poll_interval_s))
+    def hasty(self: Transitions, server: str, options: TransitionOptions, counters: Counter[str]) -> None:
+        init(self, server, replace(options, settle_after_s=options.poll_interval_s), counters)
 
     return replaced(Transitions, __init__=hasty)
 

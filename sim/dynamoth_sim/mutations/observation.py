@@ -13,14 +13,14 @@ from dynamoth_sim.mutations.mutation import Check, replaced
 
 def observed_twice() -> AbstractContextManager[None]:
     """An agent takes what comes by two of its patterns for two messages."""
-    changed = Observation.changed
+    changed = Observation.on_confirmation
 
     def forget(self: Observation, push: Any) -> list[Any]:
         actions = changed(self, push)
         self.repeated = None
         return actions
 
-    return replaced(Observation, changed=forget)
+    return replaced(Observation, on_confirmation=forget)
 
 
 def notifications_are_kept() -> AbstractContextManager[None]:
@@ -29,7 +29,7 @@ def notifications_are_kept() -> AbstractContextManager[None]:
     def nothing(self: Observation) -> list[Any]:
         return []
 
-    return replaced(Observation, notified=nothing)
+    return replaced(Observation, on_notification=nothing)
 
 
 def blind_is_idle() -> AbstractContextManager[None]:

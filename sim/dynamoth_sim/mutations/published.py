@@ -45,6 +45,7 @@ from dynamoth_client.machines.subscriber.routing import Routing
 from dynamoth_client.machines.subscriber.subscription import Place, Subscription
 from dynamoth_client.runtime.backpressure import Blocking
 from dynamoth_client.runtime.queue import Dropped, Message
+from dynamoth_dispatcher.client_notices import ClientNotices
 from dynamoth_dispatcher.forwarding_table import Forwarding, ForwardingTable
 from dynamoth_dispatcher.machine import DispatcherMachine
 from dynamoth_dispatcher.transitions import Transitions
@@ -212,7 +213,7 @@ def settled_is_over() -> AbstractContextManager[None]:
 
     def transitions_only(self: DispatcherMachine, physical: bytes, data: bytes, now: float) -> list[Any]:
         settled = self.plan is not None and self.plan.entry(physical).phase is Phase.SETTLED
-        return [] if settled and is_user_channel(physical) else observed(self, physical, data, now)
+        return [] if settled and is_user_channel(physical) else [*observed(self, physical, data, now)]
 
     return replaced(DispatcherMachine, _observed=transitions_only)
 
@@ -272,14 +273,14 @@ def copies_count() -> AbstractContextManager[None]:
 
 
 def told_each_time() -> AbstractContextManager[None]:
-    """Dispatchers forget whom they have told."""
-    tell = DispatcherMachine._tell_publisher  # pyright: ignore[reportPrivateUsage]
+    """Dispatchers forget which publishers have got a notice."""
+    redirect = ClientNotices.redirect_publisher
 
-    def tell_again(self: DispatcherMachine, *arguments: Any) -> list[Any]:
-        self._told.clear()  # pyright: ignore[reportPrivateUsage]
-        return tell(self, *arguments)
+    def redirect_again(self: ClientNotices, *arguments: Any) -> list[Any]:
+        self._sent.clear()  # pyright: ignore[reportPrivateUsage]
+        return [*redirect(self, *arguments)]
 
-    return replaced(DispatcherMachine, _tell_publisher=tell_again)
+    return replaced(ClientNotices, redirect_publisher=redirect_again)
 
 
 def any_move() -> AbstractContextManager[None]:

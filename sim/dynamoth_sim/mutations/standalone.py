@@ -17,7 +17,7 @@ from dynamoth_client.machines.publisher.standalone import AloneServer
 from dynamoth_client.machines.standalone import ALONE
 from dynamoth_client.machines.subscriber.routing import Routing
 from dynamoth_client.machines.subscriber.subscription import Subscription
-from dynamoth_dispatcher.machine import DispatcherMachine
+from dynamoth_dispatcher.client_notices import ClientNotices
 from dynamoth_sim.mutations.mutation import Check, replaced
 
 
@@ -61,10 +61,10 @@ def seldom_looked() -> AbstractContextManager[None]:
 def lost_entries_not_told() -> AbstractContextManager[None]:
     """Agents follow a plan that has lost entries, and tell nobody."""
 
-    def nothing(self: DispatcherMachine, known: Any) -> list[Any]:
+    def nothing(self: ClientNotices, plan: Any, known: Any) -> list[Any]:
         return []
 
-    return replaced(DispatcherMachine, _ask_for_listeners=nothing)
+    return replaced(ClientNotices, ask_for_listeners=nothing)
 
 
 def ring_read_once() -> AbstractContextManager[None]:
@@ -96,12 +96,12 @@ def older_notices_are_ignored() -> AbstractContextManager[None]:
 
 def rivals_overlooked() -> AbstractContextManager[None]:
     """A balancer takes the lease as soon as the key is absent, whoever else is connected."""
-    looked = Lease.replied
+    looked = Lease.on_reply
 
     def no_rival(self: Lease, server: str, what: str, value: Any, now: float) -> list[Send]:
         return looked(self, server, what, [b"", 1] if what == "balancers" else value, now)
 
-    return replaced(Lease, replied=no_rival)
+    return replaced(Lease, on_reply=no_rival)
 
 
 CHECKS: tuple[Check, ...] = (

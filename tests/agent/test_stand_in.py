@@ -9,9 +9,11 @@ import pytest
 from dynamoth.machine.events import Connect, ErrorReply, LinkDown, LinkUp, Replied, Send, Start, Tick
 from dynamoth.names import BALANCER_CHANNEL
 from dynamoth.protocol.reports import Report, unpack_report
+from dynamoth_agent.events import BlindnessChanged, ServerAdvice
 from dynamoth_agent.machine import AgentMachine
-from dynamoth_agent.stand_in import CONFIG_ASKED, EVICTABLE, REPORTS, BlindnessChanged, ServerSettings, advice
+from dynamoth_agent.stand_in import CONFIG_ASKED, EVICTABLE, REPORTS, advice
 from dynamoth_lla.options import LoadAnalyzerOptions
+from tests.machines.checked import handle_checked
 
 DEFAULT_LIMIT = b"normal 0 0 0 slave 268435456 67108864 60 pubsub 33554432 8388608 60"
 GOOD = {"client-output-buffer-limit": DEFAULT_LIMIT.replace(b"pubsub 33554432 8388608 60", b"pubsub 0 0 0")}
@@ -32,7 +34,7 @@ class Agent:
         self.said: list[Any] = []
 
     def tell(self, event: Any) -> None:
-        for action in self.machine.handle(event, self.now):
+        for action in handle_checked(self.machine, event, self.now):
             if isinstance(action, Send):
                 self.sent.append(action)
                 silent = action.args[0] in (b"SUBSCRIBE", b"PSUBSCRIBE") or (self.floods and action.link == "local")
@@ -159,7 +161,7 @@ def test_settings_are_asked_for_once_and_what_does_harm_is_said() -> None:
     agent.tell(LinkDown(REPORTS, "gone"))
     agent.tell(LinkUp(REPORTS, "run1"))
     assert asked_settings(agent) == list(CONFIG_ASKED)
-    [said] = [said for said in agent.said if isinstance(said, ServerSettings)]
+    [said] = [said for said in agent.said if isinstance(said, ServerAdvice)]
     assert said.refused is None
     limit, policy = said.advice
     assert "33554432 8388608" in limit and "set client-output-buffer-limit pubsub 256mb 128mb 60" in limit
@@ -177,11 +179,11 @@ def test_settings_that_may_not_be_read_are_asked_for_once_per_connection_and_sai
         agent.tell(LinkDown(REPORTS, "gone"))
         agent.tell(LinkUp(REPORTS, "run1"))
     assert asked_settings(agent) == [CONFIG_ASKED[0]] * 3
-    assert [said for said in agent.said if isinstance(said, ServerSettings)] == [ServerSettings((), "NOPERM no")]
+    assert [said for said in agent.said if isinstance(said, ServerAdvice)] == [ServerAdvice((), "NOPERM no")]
     agent.settings = {"client-output-buffer-limit": DEFAULT_LIMIT}
     agent.tell(LinkDown(REPORTS, "gone"))
     agent.tell(LinkUp(REPORTS, "run1"))
-    assert len([said for said in agent.said if isinstance(said, ServerSettings)]) == 2, "its rights were mended"
+    assert len([said for said in agent.said if isinstance(said, ServerAdvice)]) == 2, "its rights were mended"
 
 
 @pytest.mark.parametrize(
