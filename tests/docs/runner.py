@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from dynamoth.settings.sections import ConfigText, load_config
+from dynamoth.settings.load import ConfigText, load_config
 from dynamoth_cli.local.child import Child, dynamoth_command
 from tests.docs.pages import Block
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import BENCHMARKS
-from dynamoth.settings.sections import OTHER_VARIABLES, declared_settings
+from dynamoth.settings.load import OTHER_VARIABLES, declared_settings
 from dynamoth_cli.main import COMMANDS, main
 from tests.docs.pages import LANGUAGES, ROOT, Block, blocks, prose
 from tests.docs.runner import BlockFailed, Runner

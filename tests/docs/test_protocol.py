@@ -26,8 +26,7 @@ from dynamoth_client.machines.publisher.checks import READ_AGAIN_S
 from dynamoth_client.machines.publisher.events import PublisherOptions
 from dynamoth_client.machines.standalone import FRESH_S
 from dynamoth_client.machines.subscriber.events import SubscriberOptions
-from dynamoth_dispatcher.machine import DispatcherOptions
-from dynamoth_dispatcher.transitions import TransitionOptions
+from dynamoth_dispatcher.options import DispatcherOptions, TransitionOptions
 from tests.core.strategies import PLAN_0, channels, control_messages, entries, plans, routes
 from tests.docs import second_client as second
 from tests.docs.pages import ROOT, blocks
