@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamoth.errors import MalformedMessage
-from dynamoth.machine.bounded import ENTRY_BYTES, BoundedTable
+from dynamoth.machine.bounded import CHECKED_MAX, ENTRY_BYTES, BoundedTable
 from dynamoth.machine.events import Connect, ErrorReply, Send, earliest
 from dynamoth.machine.outbox import Outbox
 from dynamoth.names import INBOX_PREFIX, is_user_channel, logical_channel, relay_channel
@@ -309,6 +309,8 @@ class Forwarder:
                 f"{self._bytes[server]} bytes in {len(outbox)} copies"
             )
             assert self._lost.get(server) != {}, f"{server} has lost nothing"
+        if sum(map(len, self._lost.values())) + len(self._heartbeats) > CHECKED_MAX:
+            return
         lost = [target for targets in self._lost.values() for target in targets]
         assert self._lost_bytes == sum(map(_location_bytes, lost)), f"{self._lost_bytes} bytes of lost locations"
         waiting = [target for target, _ in self._heartbeats]

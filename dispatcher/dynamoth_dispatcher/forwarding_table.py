@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dynamoth.machine.bounded import CHECKED_MAX
 from dynamoth.plan.plan import Entry, Location, Mode, Phase, Route, missing
 from dynamoth.protocol.envelope import FORWARDED, Envelope
 
@@ -100,6 +101,8 @@ class ForwardingTable:
 
     def check(self) -> None:
         """Assert that the entries are counted."""
+        if self._count > CHECKED_MAX:
+            return
         count = sum(len(alike) for places in self._known.values() for alike in places.values())
         assert self._count == count, f"{count} entries are counted as {self._count}"
 

@@ -12,6 +12,9 @@ V = TypeVar("V")
 ENTRY_BYTES = 200
 """About what an entry takes besides its name: the slot of the table, a tuple, a few numbers."""
 
+CHECKED_MAX = 1000
+"""``check`` of a machine runs after each event of tests and simulations: it leaves out tables with more entries."""
+
 
 def _nothing(key: object, value: object) -> None:
     """Do nothing about an entry that has given way."""

@@ -16,8 +16,7 @@ _recent: WeakKeyDictionary[Machine[Any, Any], deque[tuple[float, Any]]] = WeakKe
 def handle_checked(machine: Machine[Any, Any], event: Any, now: float) -> list[Any]:
     """Return the actions of one event. A broken invariant names the recent events of the machine.
 
-    Checking takes as long as the machine has records: a test that measures time, or that fills a table of thousands,
-    hands its events to the machine itself.
+    A test that measures time hands its events to the machine itself.
     """
     recent = _recent.setdefault(machine, deque(maxlen=RECENT_EVENTS))
     recent.append((now, event))
