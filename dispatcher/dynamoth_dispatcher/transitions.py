@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,7 +146,7 @@ class Transitions:
 
     def check(self, plan: Plan | None) -> None:
         """Assert that these are exactly the transitions of the plan that concern this server."""
-        entries = {} if plan is None else plan.entries
+        entries: Mapping[bytes, Entry] = {} if plan is None else plan.entries
         if len(entries) > CHECKED_MAX:
             return
         for channel, transition in self._by_channel.items():

@@ -16,7 +16,7 @@ from dynamoth_agent.guard import CHECK_INTERVAL_S
 from dynamoth_agent.machine import AgentMachine
 from dynamoth_lla.options import LoadAnalyzerOptions
 from dynamoth_lla.round import ObservationLate
-from tests.machines.checked import handle_checked
+from dynamoth_sim.world.checker import Checker
 
 PLAN = Plan.initial([Server("s1", "redis://h1"), Server("s2", "redis://h2")])
 
@@ -36,6 +36,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.machine = AgentMachine("s1", 5, None, LoadAnalyzerOptions(outgoing_bytes_per_s_max=1000), "redis://h1")
+        self._checker = Checker(self.machine, every=1)
         self.now = 50.0
         self.plan: Plan | None = PLAN
         self.agents = 1
@@ -44,7 +45,8 @@ class Bench:
         self.other: list[Any] = []
 
     def tell(self, event: Any, *, answer: bool = True) -> list[Any]:
-        actions = handle_checked(self.machine, event, self.now)
+        actions = self.machine.handle(event, self.now)
+        self._checker.after(event)
         for action in actions:
             if isinstance(action, Send):
                 self.sent.append(action)

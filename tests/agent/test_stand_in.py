@@ -13,7 +13,7 @@ from dynamoth_agent.events import BlindnessChanged, ServerAdvice
 from dynamoth_agent.machine import AgentMachine
 from dynamoth_agent.stand_in import CONFIG_ASKED, EVICTABLE, REPORTS, advice
 from dynamoth_lla.options import LoadAnalyzerOptions
-from tests.machines.checked import handle_checked
+from dynamoth_sim.world.checker import Checker
 
 DEFAULT_LIMIT = b"normal 0 0 0 slave 268435456 67108864 60 pubsub 33554432 8388608 60"
 GOOD = {"client-output-buffer-limit": DEFAULT_LIMIT.replace(b"pubsub 33554432 8388608 60", b"pubsub 0 0 0")}
@@ -25,6 +25,7 @@ class Agent:
     def __init__(self, *, others: int = 1, settings: dict[str, Any] | None = None) -> None:
         options = LoadAnalyzerOptions(outgoing_bytes_per_s_max=1000)
         self.machine = AgentMachine("s1", 5, None, options, "redis://h1")
+        self._checker = Checker(self.machine, every=1)
         self.now = 50.0
         self.floods = False
         self.others = others
@@ -34,7 +35,9 @@ class Agent:
         self.said: list[Any] = []
 
     def tell(self, event: Any) -> None:
-        for action in handle_checked(self.machine, event, self.now):
+        actions = self.machine.handle(event, self.now)
+        self._checker.after(event)
+        for action in actions:
             if isinstance(action, Send):
                 self.sent.append(action)
                 silent = action.args[0] in (b"SUBSCRIBE", b"PSUBSCRIBE") or (self.floods and action.link == "local")

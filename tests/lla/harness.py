@@ -13,7 +13,7 @@ from dynamoth.protocol.envelope import seal
 from dynamoth.protocol.reports import ChannelLoad, Report, unpack_report
 from dynamoth_lla.machine import LoadAnalyzer
 from dynamoth_lla.options import LoadAnalyzerOptions
-from tests.machines.checked import handle_checked
+from dynamoth_sim.world.checker import Checker
 
 OUTGOING_BYTES_PER_S_MAX = 1_000_000
 
@@ -70,6 +70,7 @@ class Bench:
         self.analyzer = LoadAnalyzer(
             "s1", 11, LoadAnalyzerOptions(outgoing_bytes_per_s_max=OUTGOING_BYTES_PER_S_MAX, **options)
         )
+        self._checker = Checker(self.analyzer, every=1)
         self.now = 100.0
         #: Commands that were not answered yet.
         self.unanswered: list[Send] = []
@@ -78,7 +79,9 @@ class Bench:
         self.reports: list[Report] = []
 
     def tell(self, event: Any) -> None:
-        for action in handle_checked(self.analyzer, event, self.now):
+        actions = self.analyzer.handle(event, self.now)
+        self._checker.after(event)
+        for action in actions:
             if not isinstance(action, Send):
                 self.other_actions.append(action)
                 continue

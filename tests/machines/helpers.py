@@ -52,9 +52,6 @@ def phases(plan: Plan, assignment: Assignment, channel: bytes = C) -> tuple[Plan
 class Subject:
     """A machine and its clock. Its invariants are checked after each event."""
 
-    #: Whether its invariants are checked after each event.
-    is_checked = True
-
     def __init__(self, machine: Machine[Any, Any], now: float = 100.0) -> None:
         self.machine = machine
         self.now = now

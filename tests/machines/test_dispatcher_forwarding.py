@@ -341,7 +341,6 @@ def test_telling_of_many_lost_channels_costs_the_same_for_each() -> None:
 
     def cost_s(channels: int) -> float:
         dispatcher = agent("s3", PLAN_0, DispatcherOptions(forwarder=ForwarderOptions(forwards_max=1)))
-        dispatcher.is_checked = False
         names = [channel for channel in map(b"%d".__mod__, range(4 * channels)) if PLAN_0.ring.home(channel) == "s1"]
         for name in names[:channels]:
             dispatcher.observe(message(1), physical=name)

@@ -37,10 +37,10 @@ from dynamoth_balancer.machine import Stage
 from dynamoth_cli.admin import AdminMachine, Answered
 from dynamoth_client.machines.subscriber.events import SubscriptionConfirmed
 from dynamoth_lla.options import LoadAnalyzerOptions
+from dynamoth_sim.world.checker import Checker
 from tests.balancer.cluster import SimCluster
 from tests.balancer.test_installation import NO_DECISIONS
 from tests.core.hostile import corpus
-from tests.machines.checked import handle_checked
 from tests.machines.helpers import PLAN_0, C, channel_at, message, whole_reply
 from tests.machines.listener import INBOX as LISTENER_INBOX
 from tests.machines.listener import Listener, delivered
@@ -112,13 +112,16 @@ class Agent:
 
     def __init__(self) -> None:
         self.machine = AgentMachine("s1", 5, None, LoadAnalyzerOptions(outgoing_bytes_per_s_max=1000), "redis://h1")
+        self._checker = Checker(self.machine, every=1)
         self.now = 50.0
         self.tell(Start())
         self.tell(LinkUp("local", "run"))
         self.tell(Replied("local", ("guard", "count"), [AGENT_CHANNEL, 1]))
 
     def tell(self, event: Any) -> list[Any]:
-        return handle_checked(self.machine, event, self.now)
+        actions = self.machine.handle(event, self.now)
+        self._checker.after(event)
+        return actions
 
     def up(self, plan: Plan = PLAN) -> Agent:
         self.tell(Replied("local", ("plan",), whole_reply(plan, "run")))
