@@ -139,7 +139,7 @@ class LoadAnalyzer:
             case Tick():
                 self._now = now
                 return self._on_tick()
-            case Replied():
+            case Replied(_, (owner, *_)) if owner == TAG:
                 self._now = now
                 return self._on_reply(event)
             case LinkUp(_, run_id):
@@ -149,7 +149,7 @@ class LoadAnalyzer:
                 self._now = now
                 self._on_link_down()
                 return []
-            case Start():
+            case Start() | Replied():
                 return []
             case _:
                 assert_never(event)
