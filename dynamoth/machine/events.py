@@ -10,12 +10,17 @@ The vocabulary of its I/O is Redis itself: a machine asks for named *links* to s
 gets their replies and the pushed messages as events (:data:`LinkAction`, :data:`LinkEvent`). Each machine adds events
 and actions of its own and names both unions, so that type checkers prove that it handles every event. One driver
 (``dynamoth_link.driver``) runs every machine against real servers, and one (``dynamoth_sim``) runs every machine
-against simulated ones. There is no logic in either that could differ.
+against simulated ones. ``tests/contract`` holds both to what this module says.
+
+An event that arises while the machine is at work, because an action caused it, waits until all actions of the present
+event have been executed. A machine that raises, or that connects a link twice, is broken: its driver stops it, closes
+its links and hands it no event any more.
 
 A link is one connection that speaks RESP3, so that commands and subscriptions share it. Its rules:
 
 * It is first in, first out: commands take effect, and replies and pushes come back, in the order of the connection.
-* After :class:`Connect` the driver keeps trying to hold it open, with backoff, until :class:`Disconnect`.
+* After :class:`Connect` the driver keeps trying to hold it open, with backoff, until :class:`Disconnect`. Then the
+  name is free at once.
 * :class:`LinkUp` begins a connection and :class:`LinkDown` ends it. A command that was not replied to before
   ``LinkDown`` may or may not have taken effect, and will never be replied to. Nothing is sent again by itself.
 * A command sent while the link is down is dropped by the driver; machines send between ``LinkUp`` and ``LinkDown``.
@@ -39,7 +44,10 @@ Tag = Any
 
 @dataclass(slots=True)
 class Connect:
-    """Open a link to the server at ``url`` and keep it open until ``Disconnect``."""
+    """Open a link to the server at ``url`` and keep it open until ``Disconnect``.
+
+    One ``LinkDown`` answers a URL that cannot be parsed, and there is no link.
+    """
 
     link: str
     url: str
@@ -47,7 +55,10 @@ class Connect:
 
 @dataclass(slots=True)
 class Disconnect:
-    """Close a link. No event of this link comes after it, not even ``LinkDown``."""
+    """Close a link. No event of this link comes after it, not even ``LinkDown``.
+
+    For a link that does not exist it does nothing: a machine cannot know whether the driver accepted its URL.
+    """
 
     link: str
 
@@ -145,7 +156,7 @@ class Pushed:
 
 @dataclass(slots=True)
 class Tick:
-    """The time of ``Machine.deadline`` has come (or passed)."""
+    """The time of ``Machine.deadline`` has come or passed. ``handle`` gets a time that is not before it."""
 
 
 LinkEvent = Start | LinkUp | LinkDown | Replied | RepliedAll | Pushed | Tick

@@ -1,4 +1,4 @@
-"""The driver: a machine with real links, its time, its re-entrancy, and its crash."""
+"""The driver of real links beyond the contract of all drivers (``tests/contract``): options, crashes, pushes, end."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ import pytest
 from dynamoth.machine.events import (
     Connect,
     Disconnect,
-    ErrorReply,
     LinkDown,
-    LinkUp,
     Pushed,
     Replied,
-    RepliedAll,
     Send,
-    SendAll,
     Tick,
 )
 from dynamoth_cli.local.embedded import EmbeddedRedis
-from dynamoth_link.driver import CLOCK_STEP_S, PUSHES_SHOWN, RECENT_EVENTS, Driver, OnPushes
+from dynamoth_link.driver import PUSHES_SHOWN, RECENT_EVENTS, Driver, OnPushes
 from dynamoth_link.errors import MachineCrashed
 from dynamoth_link.options import LinkOptions
 from tests.link.harness import HASTY, Recorder, Runner
@@ -93,87 +89,6 @@ class Stage:
         return self.calls.of("event")
 
 
-def test_a_machine_talks_to_a_server(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
-        stage = Stage()
-        stage.do(Send("a", ["ECHO", "dropped: no link"], tag=0), Connect("a", redis.url))
-        stage.do(Send("a", ["ECHO", "dropped: not up"], tag=0))
-        await stage.calls.count("event", 1)
-        stage.do(
-            Send("a", ["ECHO", 1], tag=("x", 1)),
-            Send("a", ["ECHO", 2]),
-            Send("a", ["SUBSCRIBE", "c"], tag="only an error"),
-            Send("a", ["NONSENSE"], tag=3),
-            Send("a", ["ECHO", 4], tag=0),
-            SendAll("a", [["ECHO", 5], ["ECHO", 6]], tag="both"),
-            SendAll("b", [["ECHO", "dropped: no link"]], tag=0),
-        )
-        await stage.calls.until(lambda: sum(len(e.values) for e in stage.events if isinstance(e, RepliedAll)) == 2)
-        together = [event for event in stage.events if isinstance(event, RepliedAll)]
-        assert [(event.link, event.tag) for event in together] == [("a", "both")] * len(together)
-        assert [value for event in together for value in event.values] == [b"5", b"6"]
-        up, first, pushed, error, last = stage.events[:5]
-        assert isinstance(up, LinkUp)
-        assert up.run_id is not None
-        assert first == Replied("a", ("x", 1), b"1")
-        assert pushed == Pushed("a", [[b"subscribe", b"c", 1]])
-        assert isinstance(error, Replied)
-        assert isinstance(error.value, ErrorReply)
-        assert last == Replied("a", 0, b"4")
-        assert stage.driver.link("a") is not None
-        stage.do(Disconnect("a"))
-        assert stage.driver.link("a") is None
-        await stage.driver.close()
-        assert len(stage.events) == 5 + len(together)
-
-    run_async(main)
-
-
-def test_links_come_and_go(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
-        stage = Stage()
-        stage.do(Connect("a", redis.url), Connect("b", redis.url))
-        await stage.calls.count("event", 2)
-        redis.restart()
-        await stage.calls.until(lambda: sum(isinstance(event, LinkUp) for event in stage.events) == 4)
-        for name in ("a", "b"):
-            of_link = [event for event in stage.events if event.link == name]
-            assert [type(event) for event in (of_link[0], of_link[1], of_link[-1])] == [LinkUp, LinkDown, LinkUp]
-            assert of_link[0].run_id != of_link[-1].run_id
-        # A name is free at once, and nothing of the old link is heard under it.
-        seen = len(stage.events)
-        stage.do(Send("a", ["ECHO", "old"], tag=1), Disconnect("a"), Connect("a", redis.url))
-        await stage.calls.count("event", seen + 1)
-        stage.do(Send("a", ["ECHO", "new"], tag=2))
-        await stage.calls.count("event", seen + 2)
-        assert isinstance(stage.events[seen], LinkUp)
-        assert stage.events[seen + 1 :] == [Replied("a", 2, b"new")]
-        await stage.driver.close()
-
-    run_async(main)
-
-
-def test_no_event_of_a_link_comes_after_its_disconnect(redis: EmbeddedRedis, run_async: Runner) -> None:
-    """Not even what the same read has brought."""
-
-    async def main() -> None:
-        stage = Stage()
-        stage.do(Connect("a", redis.url))
-        await stage.calls.count("event", 1)
-
-        def hear(event: Any) -> None:
-            stage.calls.record("event")(event)
-            stage.do(Disconnect("a"))
-
-        stage.puppet.heard = hear
-        stage.do(Send("a", ["ECHO", 1], tag=1), Send("a", ["SUBSCRIBE", "c"]), Send("a", ["ECHO", 2], tag=2))
-        await stage.calls.count("event", 2)
-        await stage.driver.close()
-        assert stage.events[1:] == [Replied("a", 1, b"1")]
-
-    run_async(main)
-
-
 def test_options_belong_to_the_link(redis: EmbeddedRedis, run_async: Runner) -> None:
     async def main() -> None:
         stage = Stage(link_options=lambda action: LinkOptions(client_name=f"link-{action.link}"))
@@ -202,26 +117,6 @@ def test_a_url_that_is_none_is_an_event(run_async: Runner) -> None:
     run_async(main)
 
 
-def test_other_actions_are_handed_on_in_order_and_events_wait(run_async: Runner) -> None:
-    async def main() -> None:
-        order: list[Any] = []
-
-        def act(action: Any) -> None:
-            order.append(action)
-            if action == 1:
-                stage.do(10, 11)
-                stage.do(20)
-            if action == 10:
-                stage.do(30)
-
-        stage = Stage(act)
-        stage.do(1, 2, 3)
-        assert order == [1, 2, 3, 10, 11, 20, 30]
-        await stage.driver.close()
-
-    run_async(main)
-
-
 def test_a_broken_on_action_is_reported_and_the_rest_is_done(run_async: Runner) -> None:
     async def main() -> None:
         done: list[int] = []
@@ -239,54 +134,6 @@ def test_a_broken_on_action_is_reported_and_the_rest_is_done(run_async: Runner) 
 
     reported = run_async(main, bugs=3)
     assert "on_action of Puppet" in reported[0]
-
-
-def test_ticks_come_at_the_deadline_and_never_before(run_async: Runner) -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        stage = Stage()
-        wanted: list[float] = []
-        stage.puppet.wants_tick_at = loop.time() + 0.0204
-        stage.driver.start()
-        for number in range(1, 10):
-            wanted.append(stage.puppet.wants_tick_at or 0)
-            await stage.calls.count("event", number)
-            stage.puppet.wants_tick_at = loop.time() + 0.0011 * number
-            stage.do()
-        ticked = stage.puppet.times[::2]
-        assert all(tick >= want for tick, want in zip(ticked, wanted, strict=False)), (ticked, wanted)
-        assert stage.puppet.times == sorted(stage.puppet.times)
-        await stage.driver.close()
-
-    run_async(main)
-
-
-def test_a_deadline_may_move(run_async: Runner) -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        stage = Stage()
-        began_at = loop.time()
-        stage.puppet.wants_tick_at = began_at + 0.03
-        stage.do()
-        stage.puppet.wants_tick_at = began_at + 0.09  # later
-        stage.do()
-        await stage.calls.count("event", 1)
-        assert stage.puppet.times[-1] >= began_at + 0.09
-        assert loop.time() >= began_at + 0.09 - CLOCK_STEP_S
-        stage.puppet.wants_tick_at = began_at + 100
-        stage.do()
-        stage.puppet.wants_tick_at = began_at  # earlier, and past
-        stage.do()
-        await stage.calls.count("event", 2)
-        stage.puppet.wants_tick_at = loop.time() + 0.02
-        stage.do()
-        stage.puppet.wants_tick_at = None  # no more
-        stage.do()
-        await asyncio.sleep(0.05)  # that nothing happens in it
-        assert stage.events == [Tick(), Tick()]
-        await stage.driver.close()
-
-    run_async(main)
 
 
 def test_a_crash_stops_the_driver_and_tells_how_it_came_about(redis: EmbeddedRedis, run_async: Runner) -> None:

@@ -1,4 +1,4 @@
-"""The simulated driver keeps the contract of ``dynamoth.machine.events``."""
+"""The simulated driver beyond the contract of all drivers (``tests/contract``): pauses, crashes, lateness."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamoth.machine.events import Disconnect, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
+from dynamoth.machine.events import Disconnect, LinkDown, LinkUp, Pushed, Tick
 from dynamoth_sim.world.network import CALM, Network
 from dynamoth_sim.world.process import TICK_LATENESS_S_MAX, MachineFailed, Process
 from dynamoth_sim.world.redis import RedisServer
@@ -35,75 +35,6 @@ class Place:
 
     def run(self, duration_s: float) -> None:
         self.world.run_until(self.world.now + duration_s)
-
-
-def test_a_link_comes_up_and_commands_are_answered_in_order() -> None:
-    place = Place()
-    _, machine = place.process((b"SUBSCRIBE", b"x"), (b"PING",), (b"PING", b"2"))
-    place.run(0.1)
-    assert machine.events[:2] == [Start(), LinkUp("server", place.server.run_id)]
-    assert machine.of(Pushed) == [Pushed("server", [[b"subscribe", b"x", 1]])]
-    assert [(reply.tag, reply.value) for reply in machine.of(Replied)] == [
-        ((b"PING",), b"PONG"),
-        ((b"PING", b"2"), b"2"),
-    ]
-    order = machine.kinds()
-    assert order.index(Pushed) < order.index(Replied), "the reply proves that SUBSCRIBE took effect"
-
-
-def test_own_actions_go_to_the_owner_in_order_and_events_from_there_wait() -> None:
-    place = Place()
-
-    def act(action: Any) -> None:
-        place.actions.append(action)
-        if action == "one":
-            process.handle("nested")
-
-    process, machine = place.process(on_action=act)
-    process.handle(Do(["one", "two"]))
-    assert place.actions == ["one", "two"]
-    assert machine.events[-2:] == [Do(["one", "two"]), "nested"]
-
-
-def test_a_lost_link_is_told_and_opened_again() -> None:
-    place = Place()
-    _, machine = place.process((b"PING",))
-    place.run(0.1)
-    (connection,) = place.network.connections("p")
-    place.network.break_connection(connection)
-    place.run(1.0)
-    kinds = machine.kinds()
-    assert kinds == [Start, LinkUp, Replied, LinkDown, LinkUp, Replied]
-
-
-def test_a_server_that_is_down_is_tried_again_and_again() -> None:
-    place = Place()
-    place.server.stop()
-    _, machine = place.process()
-    place.run(1.0)
-    assert len(machine.of(LinkDown)) > 5
-    place.server.start()
-    place.run(1.0)
-    assert machine.events[-1] == LinkUp("server", place.server.run_id)
-
-
-def test_what_is_sent_while_the_link_is_down_is_dropped() -> None:
-    place = Place()
-    process, machine = place.process()
-    process.handle(Do([Send("server", (b"PING",), "early"), Send("no such link", (b"PING",), "nowhere")]))
-    place.run(1.0)
-    assert machine.of(Replied) == []
-
-
-def test_after_a_disconnect_nothing_comes_from_a_link() -> None:
-    place = Place()
-    process, machine = place.process((b"SUBSCRIBE", b"x"))
-    place.run(0.1)
-    place.server.inject(b"x", b"in flight")
-    process.handle(Do([Disconnect("server")]))
-    place.run(1.0)
-    assert machine.of(LinkDown) == [] and len(machine.of(Pushed)) == 1
-    assert place.server.subscribers(b"x") == []
 
 
 def test_a_disconnect_while_connecting_leaves_no_connection_behind() -> None:
@@ -172,18 +103,6 @@ def test_ticks_come_at_the_deadline_or_a_little_later() -> None:
     place.run(0.25)
     assert len(machine.of(Tick)) > 0
     assert 0.3 <= machine.times[machine.events.index(Tick())] <= 0.3 + TICK_LATENESS_S_MAX
-
-
-def test_a_deadline_that_moved_later_brings_no_early_tick() -> None:
-    place = Place()
-    process, machine = place.process()
-    place.run(0.1)
-    machine.wish = 0.3
-    process.handle(Do([]))
-    machine.wish = 0.6
-    process.handle(Do([]))
-    place.run(0.4)
-    assert machine.of(Tick) == []
 
 
 def test_a_machine_that_does_not_move_its_deadline_is_found_out() -> None:

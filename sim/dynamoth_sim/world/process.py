@@ -221,6 +221,9 @@ class Process:
         try:
             while self._waiting:
                 self._step(self._waiting.popleft())
+        except MachineFailed:
+            self.crash("is broken")
+            raise
         finally:
             self._busy = False
         self._set_timer()
@@ -293,9 +296,7 @@ class Process:
 
     def _disconnect(self, action: Disconnect) -> None:
         link = self._links.pop(action.link, None)
-        if link is None:
-            raise MachineFailed(f"{self.name} disconnects link {action.link!r}, which it has not connected")
-        if link.connection is not None:
+        if link is not None and link.connection is not None:
             link.connection.to_server.end("closed by the client")
             link.connection.to_client.ended = True
 
