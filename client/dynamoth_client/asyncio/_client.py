@@ -32,7 +32,6 @@ from dynamoth_client.redis_py.construction import (
     url_arguments,
     warn_of_plain_payloads,
 )
-from dynamoth_client.redis_py.errors import OtherLoop
 from dynamoth_client.redis_py.pools import follow_renewals, trust_hosts
 from dynamoth_client.redis_py.settings import (
     connection_encoder,
@@ -189,29 +188,14 @@ class Redis(redis.asyncio.Redis):
         payload = message if type(message) is bytes else self._encode(message)
         if name[:2] == b"__" and is_server_local(name):
             return cast("int", await self._execute_here("PUBLISH", name, payload, **kwargs))
-        publishing = self._cluster.publishing
-        if publishing is None or publishing.is_stopped:
-            publishing = await self._cluster.open_publishing()
-        try:
-            outcome = publishing.publish(name, payload)
-        except OtherLoop:
-            outcome = (await self._cluster.open_publishing()).publish(name, payload)
-        return await outcome
+        return await self._cluster.publish(name, payload)
 
     async def spublish(self, shard_channel: Any, message: Any, **kwargs: Any) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Publish ``message`` on a sharded channel, as :meth:`publish` on a channel: only ``ssubscribe`` hears it.
 
         Raises as ``publish``.
         """
-        name, payload = sharded_channel(self._encode(shard_channel)), self._encode(message)
-        publishing = self._cluster.publishing
-        if publishing is None or publishing.is_stopped:
-            publishing = await self._cluster.open_publishing()
-        try:
-            outcome = publishing.publish(name, payload)
-        except OtherLoop:
-            outcome = (await self._cluster.open_publishing()).publish(name, payload)
-        return await outcome
+        return await self._cluster.publish(sharded_channel(self._encode(shard_channel)), self._encode(message))
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """Execute a command at the first server; but PUBLISH, SPUBLISH and PUBSUB as their methods here do."""

@@ -63,6 +63,23 @@ class Cluster:
         """Let the settings be read again, for what is opened from now on."""
         self._settings = None
 
+    def publish(self, channel: bytes, payload: bytes) -> asyncio.Future[int]:
+        """Publish a message; the future gets the number of receivers. Opens the publisher when needed.
+
+        Raises ``redis.exceptions.DataError`` as ``Publishing.publish``. The future fails as that, or as
+        ``open_publishing``.
+        """
+        publishing = self.publishing
+        if publishing is not None and not publishing.is_stopped:
+            try:
+                return publishing.publish(channel, payload)
+            except errors.OtherLoop:  # the loop of the publisher may be closed; if not, this is raised again
+                pass
+        return asyncio.ensure_future(self._open_and_publish(channel, payload))
+
+    async def _open_and_publish(self, channel: bytes, payload: bytes) -> int:
+        return await (await self.open_publishing()).publish(channel, payload)
+
     async def open_publishing(self) -> Publishing:
         """Return the publisher; bootstraps when needed. Raises as ``local_plan``, and ``MaxConnectionsError``."""
         local_plan = await self.local_plan()

@@ -264,7 +264,7 @@ class PatternMachine:
         name = Send(server, (b"UNSUBSCRIBE", PATTERN_PREFIX + pattern), ("name",))
         if not names:
             return [name]
-        self._links[server].unsubscribing.update(names)
+        self._links[server].unsubscribe(names)
         return [name, Send(server, (b"PUNSUBSCRIBE", *names), ("punsubscribe", names))]
 
     def _on_link_up(self, event: LinkUp, now: float) -> list[PatternAction]:

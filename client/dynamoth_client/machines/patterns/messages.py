@@ -88,15 +88,13 @@ class PatternMessages:
         """Deliver messages of a pattern from now on."""
         for name in subscription.names:
             known = self._names.setdefault(name, PatternName())
-            known.users[subscription] = None
-            known.forget_known()
+            known.add(subscription)
 
     def remove(self, subscription: PatternSubscription) -> None:
         """Deliver no message of a pattern any more."""
         for name in subscription.names:
             known = self._names[name]
-            del known.users[subscription]
-            known.forget_known()
+            known.remove(subscription)
             if not known.users:
                 del self._names[name]
 

@@ -237,6 +237,16 @@ class PatternName:
     #: Sum of the lengths of these names.
     known_bytes: int = 0
 
+    def add(self, subscription: PatternSubscription) -> None:
+        """Serve one more pattern."""
+        self.users[subscription] = None
+        self.forget_known()
+
+    def remove(self, subscription: PatternSubscription) -> None:
+        """Serve a pattern no more."""
+        del self.users[subscription]
+        self.forget_known()
+
     def know(self, physical: bytes, found: tuple[MatchedChannel, ...]) -> tuple[MatchedChannel, ...]:
         """Remember what a physical channel matches; return it."""
         self.known[physical] = found
@@ -273,6 +283,10 @@ class PatternLink:
         """Be down."""
         self.up, self.down_since = False, now
         self.unsubscribing.clear()
+
+    def unsubscribe(self, names: tuple[bytes, ...]) -> None:
+        """Count a PUNSUBSCRIBE of these names."""
+        self.unsubscribing.update(names)
 
     def note_read(self, asked_at: float) -> None:
         """Note that a header was read that was asked for at this time."""

@@ -280,11 +280,11 @@ def discard_failed(server: PublisherServer, now: float) -> None:
         if useless and isinstance(token, Together):
             token.drop_last()  # the number of messages says which replies are theirs
         if useless and isinstance(token, CheckAt):
-            token.check.done = True  # the next message of the channel is followed by another one
+            token.check.over = True  # the next message of the channel is followed by another one
         if useless and isinstance(token, VersionCheck):
             server.version_check = None
             for check in token.checks:
-                check.done = True
+                check.over = True
         return useless
 
     if server.outbox.discard_while(is_useless):

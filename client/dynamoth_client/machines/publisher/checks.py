@@ -91,7 +91,7 @@ class Checks:
         """
         check = channel.check
         is_alone = locations[0].server == ALONE  # then each message needs a reading of its own
-        if check is not None and not check.done and check.locations == locations and not is_alone:
+        if check is not None and not check.over and check.locations == locations and not is_alone:
             return check, ()
         read_at = servers
         known: list[PublisherServer] = []
@@ -136,19 +136,19 @@ class Checks:
         if server.has_plan:
             server.clear_until = max(server.clear_until, check.begun_at + self._options.observers_interval_s)
         locations, _ = self._routes.find(check.channel)
-        if self._routes.waits_for_header(check.channel) and not at.is_again and not check.done:
+        if self._routes.waits_for_header(check.channel) and not at.is_again and not check.over:
             again = CheckAt(check, at.location, is_again=True)
             return [*actions, *server.outbox.put_past_bound(stored_plan.read_entry(check.channel), again)]
         if at.location in locations:
-            if not server.has_plan and not check.done and self._reads_again(at, server, now):
+            if not server.has_plan and not check.over and self._reads_again(at, server, now):
                 return actions
             server.confirmed.add(check.channel)
             if server.has_plan and check.channel in self._channels:
                 self._channels[check.channel].note_version(-1 if server.version is None else server.version)
             return [*actions, *self._confirm(check, now)]
-        if check.done:
+        if check.over:
             return actions
-        check.done = True
+        check.over = True
         return [*actions, *self.send_again(check.channel, check.messages, now)]
 
     def on_version(self, asked: VersionCheck, link: str, value: Any, now: float) -> list[PublisherAction]:
@@ -172,7 +172,7 @@ class Checks:
         actions: list[PublisherAction] = []
         for check in asked.checks:
             channel = self._channels.get(check.channel)
-            if check.done:
+            if check.over:
                 continue
             if channel is None or channel.version == version:
                 actions += self._confirm(check, now)
@@ -185,7 +185,7 @@ class Checks:
     def _confirm_all(self, asked: VersionCheck, server: PublisherServer, now: float) -> list[PublisherAction]:
         """Confirm the messages that wait for a version that cannot be read; the next ones cause another reading."""
         server.version_check = None
-        return [action for check in asked.checks if not check.done for action in self._confirm(check, now)]
+        return [action for check in asked.checks if not check.over for action in self._confirm(check, now)]
 
     def _reads_again(self, reading: CheckAt | VersionCheck, server: PublisherServer, now: float) -> bool:
         """Repeat a reading later that found no plan to be believed; False if that has lasted for too long."""
@@ -204,7 +204,7 @@ class Checks:
         for reading in unread:
             if isinstance(reading, VersionCheck):
                 actions += server.outbox.put_past_bound(stored_plan.READ_BELIEVED_VERSION, reading)
-            elif not reading.check.done:
+            elif not reading.check.over:
                 actions += self.put(reading.check, reading.location, server)
         return actions
 
@@ -212,11 +212,11 @@ class Checks:
         """Handle a header that was read, behind a message, at the server that was alone."""
         if not self._alone.has_plan(value):
             return self._confirm(check, now)
-        check.done = True
+        check.over = True
         return self.send_again(check.channel, check.messages, now)
 
     def _confirm(self, check: Check, now: float) -> list[PublisherAction]:
-        check.done = True
+        check.over = True
         if (channel := self._channels.get(check.channel)) is not None:
             is_direct = len(check.locations) == 1 and not channel.plain and self._alone.is_over(now)
             channel.confirm(check, self._servers[check.locations[0].server] if is_direct else None)

@@ -29,7 +29,7 @@ class Check:
     #: They and their envelopes, in the order of their numbers.
     messages: list[tuple[Waiting, bytes]] = field(default_factory=list[tuple[Waiting, bytes]])
     #: No reply is waited for: the messages are confirmed, or were sent again.
-    done: bool = False
+    over: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -105,7 +105,7 @@ class Elsewhere:
             if isinstance(token, CheckAt):
                 names[token.check.channel] = None
             elif isinstance(token, VersionCheck):
-                names.update((check.channel, None) for check in token.checks if not check.done)
+                names.update((check.channel, None) for check in token.checks if not check.over)
             elif isinstance(token, Waiting) and not token.done:
                 names[token.channel] = None
             if len(names) >= LOOKED_UP_MAX:
@@ -136,7 +136,7 @@ class Elsewhere:
         """Return the messages of a channel that a server has not answered or not confirmed, and forget them there."""
         channel = self._channels.get(name)
         check = None if channel is None else channel.check
-        messages = [] if check is None or check.done else [*check.messages]
+        messages = [] if check is None or check.over else [*check.messages]
         known = {id(message) for message, _ in messages}
         for args, token in server.outbox.unanswered():
             if isinstance(token, Waiting) and token.channel == name and not token.done and id(token) not in known:
@@ -147,7 +147,7 @@ class Elsewhere:
             messages.sort(key=lambda item: open_envelope(item[1]).sequence)
         gone = {id(message) for message, _ in messages}
         if check is not None:
-            check.done = True
+            check.over = True
 
         def is_taken(token: Any) -> bool:
             return id(token) in gone or (isinstance(token, CheckAt) and token.check is check)
