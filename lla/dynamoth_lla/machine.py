@@ -131,7 +131,7 @@ class LoadAnalyzer:
     def handle(self, event: LoadAnalyzerEvent, now: float) -> list[LoadAnalyzerAction]:
         """Handle one event of the link ``local``, or a tick; return the actions to execute, in order."""
         match event:
-            case Pushed(_, messages):
+            case Pushed(link, messages) if link == LOCAL:
                 self._pushes += len(messages)
                 if announcements := self._window.observe(messages):
                     self._on_announcements(announcements)
@@ -139,18 +139,18 @@ class LoadAnalyzer:
             case Tick():
                 self._now = now
                 return self._on_tick()
-            case Replied(_, (owner, *_)) if owner == TAG:
+            case Replied(link, (owner, *_)) if link == LOCAL and owner == TAG:
                 self._now = now
                 return self._on_reply(event)
-            case LinkUp(_, run_id):
+            case LinkUp(link, run_id) if link == LOCAL:
                 self._now = now
                 return self._on_link_up(run_id)
-            case LinkDown():
+            case LinkDown(link) if link == LOCAL:
                 self._now = now
                 self._on_link_down()
                 return []
-            case Start() | Replied():
-                return []
+            case Start() | Pushed() | Replied() | LinkUp() | LinkDown():
+                return []  # of another link, or of another part of the agent
             case _:
                 assert_never(event)
 
