@@ -22,7 +22,7 @@ def _run(scheduler: str, scenario: str, url: str) -> None:
     command = [sys.executable, "-P", "-W", "error", "-m", "tests.client.patched", scheduler, scenario, url]
     path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False, env=path)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", ""), ended.stderr
 
 
 @pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
