@@ -1,4 +1,4 @@
-"""10,000 hostile inputs to every decoder: nothing but MalformedMessage may come out of them."""
+"""Thousands of hostile inputs to every decoder: nothing but MalformedMessage may come out of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.errors import MalformedMessage
@@ -26,6 +26,7 @@ from tests.core.strategies import (
     plans,
     well_formed_nonsense,
 )
+from tests.examples import examples
 
 VALID_HEADER = {b"@version": b"1", b"@run": b"", b"@header": b"\x93\x91\x92\xa2s1\xa2u1\x91\xa2s1\x08"}
 
@@ -64,31 +65,31 @@ VALID = st.one_of(
 )
 
 
-@settings(max_examples=3500)
+@examples(2000)
 @given(st.binary(max_size=200))
 def test_random_bytes(data: bytes) -> None:
     decode_everywhere(data)
 
 
-@settings(max_examples=3500)
+@examples(2000)
 @given(mutations(VALID))
 def test_mutated_messages(data: bytes) -> None:
     decode_everywhere(data)
 
 
-@settings(max_examples=2000)
+@examples(2000)
 @given(well_formed_nonsense)
 def test_well_formed_nonsense(data: bytes) -> None:
     decode_everywhere(data)
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(nests())
 def test_deep_nests(data: bytes) -> None:
     decode_everywhere(data)
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(lies_about_length())
 def test_lies_about_length(data: bytes) -> None:
     decode_everywhere(data)

@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.errors import ConfigError
@@ -19,6 +19,7 @@ from dynamoth_lla.digest import MESSAGE_BYTES
 from dynamoth_lla.machine import NAMES_PER_NUMSUB, LoadAnalyzer
 from dynamoth_lla.options import LoadAnalyzerOptions
 from dynamoth_lla.round import ObservationLate, Stage
+from tests.examples import examples
 from tests.lla.harness import OUTGOING_BYTES_PER_S_MAX, Bench, FakeServer, publication, push, rows
 
 MESSAGE = publication(1)
@@ -603,7 +604,7 @@ channels = st.sampled_from([b"a", b"b", AGENT_CHANNEL, ANNOUNCE_CHANNEL, replica
 )
 
 
-@settings(max_examples=1000)
+@examples(500)
 @given(st.data())
 def test_fuzz_no_input_makes_it_raise_and_it_goes_on_reporting(data: st.DataObject) -> None:
     bench = Bench(channels_max=6, records_max=9, publishers_max=20, numsub_per_round_max=4, discovery_interval_s=2.0)
@@ -630,7 +631,7 @@ def test_fuzz_no_input_makes_it_raise_and_it_goes_on_reporting(data: st.DataObje
     assert bench.reports
 
 
-@settings(max_examples=300)
+@examples(200)
 @given(
     st.lists(
         st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3), st.sampled_from([0, FORWARDED])), max_size=30),

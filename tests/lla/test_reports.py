@@ -6,7 +6,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.errors import MalformedMessage
@@ -22,6 +22,7 @@ from dynamoth.protocol.reports import (
     unpack_ids,
     unpack_report,
 )
+from tests.examples import examples
 
 COLUMNS = ChannelColumns(
     channels=(b"a", b"b"),
@@ -222,33 +223,12 @@ def only_malformed(data: bytes) -> None:
     assert report.load_ratio >= 0
 
 
-@settings(max_examples=3000)
-@given(st.binary(max_size=200))
-def test_fuzz_bytes(data: bytes) -> None:
-    only_malformed(data)
-
-
-@settings(max_examples=1000)
-@given(st.lists(anything, max_size=6))
-def test_fuzz_arrays(parts: list[Any]) -> None:
-    only_malformed(msgpack.packb([REPORT_CODE, *parts]))
-
-
-@settings(max_examples=3000)
+@examples(1000)
 @given(st.integers(1, 4), st.integers(0, 11), anything)
-def test_fuzz_one_element(part: int, index: int, value: Any) -> None:
+def test_a_report_with_one_element_changed_is_malformed_or_whole(part: int, index: int, value: Any) -> None:
     wire = msgpack.unpackb(pack_report(a_report()))
     wire[part][min(index, len(wire[part]) - 1)] = value
     only_malformed(msgpack.packb(wire))
-
-
-@settings(max_examples=3000)
-@given(st.data())
-def test_fuzz_flipped_bytes(data: st.DataObject) -> None:
-    wire = bytearray(pack_report(a_report()))
-    for _ in range(data.draw(st.integers(1, 4))):
-        wire[data.draw(st.integers(0, len(wire) - 1))] = data.draw(st.integers(0, 255))
-    only_malformed(bytes(wire))
 
 
 def test_load_ratio_is_measured_over_maximum() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from dynamoth.machine.events import ErrorReply, Pushed, Replied
@@ -15,6 +15,7 @@ from dynamoth.protocol.control import pack_control
 from dynamoth.protocol.envelope import CONTROL, MAGIC, SEQUENCE_MAX, seal
 from dynamoth_dispatcher.events import LOCAL
 from tests.core.strategies import control_messages, lies_about_length, mutations, nests, well_formed_nonsense
+from tests.examples import examples
 from tests.machines.agent import Agent
 from tests.machines.helpers import ACTIVE, PLAN_0, PREPARED, SETTLED, C
 from tests.machines.listener import Listener
@@ -72,7 +73,7 @@ def batches(draw: st.DrawFn, channels: tuple[bytes, ...], data: st.SearchStrateg
     return batch
 
 
-hostile = settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+hostile = examples(EXAMPLES, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 plans = st.sampled_from((PLAN_0, PREPARED, ACTIVE, SETTLED))
 replies = st.one_of(
     st.none(),
