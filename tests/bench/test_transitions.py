@@ -93,7 +93,7 @@ def test_the_rate_is_found_by_what_two_lower_ones_cost(
 
 
 def test_a_busy_channel_goes_through_assignments() -> None:
-    load = Load(subscribers=10, publishers=4, messages_per_s=100, changes=15, processes=1, rest_s=1.0)
+    load = Load(subscribers=10, publishers=4, messages_per_s=100, changes=10, processes=1, rest_s=0.5)
     result = go_through(load, SEED)
     assert result.clean, result
     assert result.published > 100

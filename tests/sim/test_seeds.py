@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from dynamoth_sim.run import main
+from tests.sim.seeds import first_seed
 
 COUNT = int(os.environ.get("DYNAMOTH_TEST_SEEDS", "400"))
 """``make soak`` runs more of them."""
 
 PARTS = 16
 """Tests that share the seeds, so that several workers run them."""
-
-
-def first_seed() -> int:
-    """Return where the seeds of this commit begin: they are drawn from its hash, and 0 without git."""
-    command = ["git", "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, check=True, capture_output=True, text=True)
-    except (OSError, subprocess.CalledProcessError):
-        return 0
-    return int(done.stdout[:7], 16)
 
 
 @pytest.mark.parametrize("part", range(PARTS))

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.busy_channel import Load
-from bench.moves import move_to_and_fro
 from dynamoth_cli.local.cluster import LocalCluster
 from tests.whole.harness import Traffic, channels_at, logged, move, until
 
 LOAD_RATIO_HIGH = 0.8
-
-
-def test_a_busy_channel_moves_to_and_fro() -> None:
-    load = Load(subscribers=20, publishers=5, messages_per_s=200, changes=15, processes=1, rest_s=1.0)
-    result = move_to_and_fro(load)
-    assert result.clean, result
-    assert result.published > 100
-    assert result.delivered == result.published * load.subscribers
-    assert result.changes == load.changes
-    assert result.settled_s_max < 10
 
 
 def test_plain_publishers_at_either_server_are_heard_while_channels_move() -> None:
