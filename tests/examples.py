@@ -9,4 +9,4 @@ from hypothesis import settings
 
 def examples(count: int, **options: Any) -> settings:
     """Return settings for more examples than usual, and for as many as all others have where those are more (soak)."""
-    return settings(max_examples=max(count, settings.default.max_examples), **options)
+    return settings(max_examples=max(count, settings().max_examples), **options)
