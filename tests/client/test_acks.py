@@ -159,13 +159,13 @@ def test_what_was_cut_is_to_be_asked_for_again_unless_that_is_under_way() -> Non
     acks.request("subscribe", b"coming")
     acks.request("subscribe", b"held")
     acks.confirmed(b"held")
-    assert acks.begin_anew() == [Subject(sharded), Subject(b"a"), Subject(b"b"), Subject(b"p", True)]
+    assert acks.start_over() == [Subject(sharded), Subject(b"a"), Subject(b"b"), Subject(b"p", True)]
     assert (acks.count, acks.sharded_count) == (0, 0)
     assert acks.ended(b"leaving") == [Ack("unsubscribe", b"leaving", 0)]
     acks.request("subscribe", b"a")
     assert acks.confirmed(b"coming") == [Ack("subscribe", b"coming", 1), Ack("subscribe", b"held", 2)]
     assert acks.confirmed(b"a") == [Ack("subscribe", b"a", 3)]
-    assert Acks().begin_anew() == []
+    assert Acks().start_over() == []
 
 
 def test_a_held_pattern_is_released_by_itself() -> None:

@@ -196,11 +196,11 @@ HOLD_S, LATE_S, AHEAD_MAX, NUMBER_MAX = 0.5, 20.0, 10_000, 2**44
 
 
 class Stream:
-    """One publisher's messages on one channel, for a subscription that was confirmed at ``owed_since``."""
+    """One publisher's messages on one channel, for a subscription that was confirmed at ``due_since``."""
 
-    def __init__(self, owed_since: float) -> None:
+    def __init__(self, due_since: float) -> None:
         self.expected: int | None = None
-        self.owed_since = owed_since
+        self.due_since = due_since
         self.held: dict[int, Held] = {}
         self.begun = 0
         self.begun_at = 0.0
@@ -225,7 +225,7 @@ class Stream:
         if number - self.expected <= AHEAD_MAX:
             if flags & FIRST:
                 return self._restart(number, message.payload, now)
-            if message.previous < self.owed_since and number <= min(self.held, default=number):
+            if message.previous < self.due_since and number <= min(self.held, default=number):
                 return self._begin_at(number, message.payload, now)
         elif flags & FIRST:
             message = message._replace(previous=float("-inf"))
@@ -233,7 +233,7 @@ class Stream:
         return self._bounded(now)
 
     def _arrive_unknown(self, number: int, flags: int, message: Held) -> list[Delivered]:
-        owed = message.previous >= self.owed_since
+        owed = message.previous >= self.due_since
         if message.payload is None:
             if owed:
                 self.held.setdefault(number, message)
@@ -264,7 +264,7 @@ class Stream:
             return [Gap(1)]
         skips_itself = first.payload is None
         count = None if self.expected is None else lowest - self.expected + skips_itself
-        owed = self._published_before(lowest) >= self.owed_since
+        owed = self._published_before(lowest) >= self.due_since
         if skips_itself:
             del self.held[lowest]
         self._expect(lowest + skips_itself, now)

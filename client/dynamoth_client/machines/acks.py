@@ -101,14 +101,14 @@ class Acks:
         self._open.setdefault(request.subject, deque()).append(request)
 
     def confirmed(self, name: bytes, *, is_pattern: bool = False) -> list[Ack]:
-        """Confirm the oldest open request of ``name``, which is to subscribe; return what is acknowledged now."""
+        """Confirm the oldest open request of ``name``, which is to subscribe; return the acks that are due."""
         subject = Subject(name, is_pattern)
         if subject not in self._open:
             return []
         return self._done(self._take_open(subject))
 
     def ended(self, name: bytes, *, is_pattern: bool = False) -> list[Ack]:
-        """Confirm the oldest request to unsubscribe, and those before it; return what is acknowledged now.
+        """Confirm the oldest request to unsubscribe, and those before it; return the acks that are due.
 
         A subscription that ends before it was confirmed is acknowledged all the same, as Redis does.
         """
@@ -122,14 +122,14 @@ class Acks:
         return acks
 
     def failed(self, name: bytes, *, is_pattern: bool = False) -> list[Ack]:
-        """Drop all open requests of what the server refuses; return what is acknowledged now."""
+        """Drop all open requests of a subscription that the server refuses; return the acks that are due."""
         subject = Subject(name, is_pattern)
         for request in self._open.pop(subject, ()):
             request.acknowledged = True
         self._subscribed_like(subject).discard(subject)
         return self._drain()
 
-    def begin_anew(self) -> list[Subject]:
+    def start_over(self) -> list[Subject]:
         """Forget all subscriptions, as every connection was cut; return those to be asked for again, sorted.
 
         What has requests under way is not among them: those are acknowledged all the same.
@@ -167,7 +167,7 @@ class Acks:
         return self._drain()
 
     def _drain(self) -> list[Ack]:
-        """Acknowledge what nothing holds up any more."""
+        """Acknowledge the requests that no other one holds up any more."""
         acks: list[Ack] = []
         order = self._order
         while order and (order[0].done or order[0].acknowledged):
@@ -178,7 +178,7 @@ class Acks:
         return acks
 
     def _unhold(self, request: _Request) -> None:
-        """Take the oldest held request of its subject, which is this one, as ``_order`` is older first."""
+        """Hold a request no more. It is the oldest held one of its subject, as ``_order`` is oldest first."""
         requests = self.held[request.subject]
         requests.remove(request)
         if not requests:

@@ -1,9 +1,9 @@
 """Bounds the bytes of the messages that one subscriber holds back, over all of its channels and publishers.
 
-Whoever may publish on a channel can send messages that wait for others which never come, under many ids. ``hold_s_max``
-bounds how long they wait, and ``HELD_MAX`` how many of one publisher; here their bytes are bounded. Past the bound the
-streams that have been holding the longest are released first, with their gaps, as if their time was over. So messages
-of honest publishers still wait for as long as the bound allows.
+A client may send messages, under many ids, that wait for others which never come. ``hold_s_max`` bounds how long they
+wait, and ``HELD_MAX`` how many of one publisher; here their bytes are bounded. Past the bound the streams that have
+been holding the longest are released first, with their gaps, as if their time was over. So messages of honest
+publishers still wait as long as the bound allows.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class HeldMessages(Generic[_Holder]):
         return holder, publisher
 
     def release(self, holder: _Holder, publisher: int, now: float) -> list[Outcome]:
-        """Release the earliest messages of a stream; return what is to be delivered now, in order."""
+        """Release the earliest messages of a stream; return the outcomes, in order."""
         self._counters["held_bytes_exceeded"] += 1
         outcomes = holder.sequences.give_up(publisher, now)
         self.note(holder, publisher)

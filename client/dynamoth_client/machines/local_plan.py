@@ -1,4 +1,4 @@
-"""The local plan: what one client knows of the plan, and no more than the channels that it uses (section II-C)."""
+"""The local plan: the part of the plan that one client knows, with the channels that it uses (section II-C)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynamoth_client.machines.standalone import ALONE
 
 @dataclass(frozen=True, slots=True)
 class NewerSoftware:
-    """Action, at most once per client: the plan says something that this software does not know; it is left aside."""
+    """Action, at most once per client: the plan has a part that this software does not understand and ignores."""
 
     text: str
 
@@ -24,7 +24,7 @@ ENTRIES_MAX = 100_000
 NAMES_BYTES_MAX = 32 * 2**20
 """Bytes of their names; past it, too, those in nobody's use go first."""
 ENTRY_IDLE_S = 300.0
-"""A route that nobody used for so long is forgotten (the paper's timer); the channel is at home again for this
+"""A route that nobody used for this time is forgotten (the paper's timer); the channel is at home again for this
 client."""
 
 
@@ -50,9 +50,9 @@ class LocalPlan:
 
         """
         self._header = header
-        #: Whether there is no plan, and one server stands for itself; see ``alone.py``. Never True again.
+        #: Whether there is no plan, and one server stands for itself; see ``standalone.py``. Never True again.
         self.is_alone = ALONE in header.servers
-        #: Grows whenever any route may have changed, so that users can keep what they have looked up.
+        #: Grows whenever any route may have changed: until then users keep the routes that they have looked up.
         self.generation = 0
         self._entry_idle_s = entry_idle_s
         self._entries_max = entries_max
@@ -77,7 +77,7 @@ class LocalPlan:
         return self._header.servers
 
     def update_header(self, header: Plan) -> None:
-        """Take the servers and the ring of a newer plan; an older one is ignored.
+        """Follow the servers and the ring of a newer plan; an older one is ignored.
 
         One with another ring is never older: all servers have lost their plan, and a balancer has begun a new one.
         Routes to servers that are not listed any more are forgotten.
@@ -94,12 +94,12 @@ class LocalPlan:
             self._forget(channel)
 
     def has_other_ring(self, stored: StoredEntry) -> bool:
-        """Tell whether a stored plan has another ring: a new one was begun, and its header is to be read."""
+        """Return whether a stored plan has another ring: it is a new one, and its header must be read."""
         known = self._header
         return stored.ring not in (None, known.ring_mark) and stored.version != known.version
 
     def follow_rules(self, rules: Compatibility) -> bool:
-        """Take compatibility rules that are newer; return False if they name a server that is not known yet."""
+        """Follow newer compatibility rules; return False if they name a server that is not known yet."""
         if rules.version <= self._header.compatibility.version:
             return True
         if not rules.servers <= self._header.servers.keys():
@@ -135,11 +135,11 @@ class LocalPlan:
         return 0 if route is None else route.epoch
 
     def reachable(self, route: Route) -> bool:
-        """Tell whether the plan lists every server of ``route``."""
+        """Return whether the plan lists every server of ``route``."""
         return all(server in self._header.servers for server in route.assignment.servers)
 
     def learn(self, channel: bytes, route: Route, now: float) -> bool:
-        """Take ``route`` if it is newer than what is known and its servers are listed; tell whether it was taken."""
+        """Keep ``route`` if it is newer than the known one and its servers are listed; return whether it was kept."""
         if route.epoch <= self.epoch(channel) or not self.reachable(route):
             return False
         self._keep(channel, route, now)
@@ -167,7 +167,7 @@ class LocalPlan:
             del self._used_at[channel]
 
     def touch(self) -> None:
-        """Let users look up again what they have looked up."""
+        """Make users of the plan look up their routes again."""
         self.generation += 1
 
     def use(self, channel: bytes, now: float) -> None:
@@ -176,7 +176,7 @@ class LocalPlan:
             self._used_at[channel] = now
 
     def too_old(self, error: UnknownMode) -> list[NewerSoftware]:
-        """Note that a route was not understood; return what the application is to be told, the first time only."""
+        """Note that a route was not understood; return the action for the application, the first time only."""
         if self._too_old:
             return []
         self._too_old = True
@@ -187,7 +187,7 @@ class LocalPlan:
         self._pins[channel] = self._pins.get(channel, 0) + 1
 
     def unpin(self, channel: bytes, now: float) -> None:
-        """Let the timer of the route run again."""
+        """Keep a route no more because of one subscription: the timer of its use counts again."""
         self.use(channel, now)
         if self._pins[channel] == 1:
             del self._pins[channel]

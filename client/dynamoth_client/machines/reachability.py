@@ -1,4 +1,4 @@
-"""A subscriber machine, and what its PubSub wants to know besides: whether any server can be reached, and PING.
+"""Adds to a subscriber machine what its PubSub needs besides: PING, and whether any server can be reached.
 
 Theory of operation
 -------------------
@@ -69,6 +69,10 @@ class Unreachable:
     reasons: dict[str, str]
 
 
+ReachabilityAction = Ponged | LinkOpened | LinkClosed | Unreachable
+"""What is added to the actions of the machine inside."""
+
+
 @dataclass(slots=True, frozen=True)
 class _PingTag:
     """The tag of our own command."""
@@ -84,7 +88,7 @@ class WatchedSubscriber:
     """Adds :class:`Ping` to the events of a subscriber machine, and the actions of this module to its actions."""
 
     def __init__(self, machine: Machine[Any, Any], unreachable_s: float) -> None:
-        """Watch ``machine``, which has not been told of anything yet."""
+        """Watch ``machine`` from its first event on."""
         self._machine = machine
         self._unreachable_s = unreachable_s
         #: Link to the reason why it is down; None while it is up.
@@ -95,7 +99,7 @@ class WatchedSubscriber:
         self._pings: list[Ping] = []
 
     def handle(self, event: Any, now: float) -> Sequence[Any]:
-        """Take one event; return the actions to execute, in order."""
+        """Handle one event; return the actions to execute, in order."""
         if type(event) is Pushed:  # nearly all of them
             return self._watched(self._machine.handle(event, now), now)
         kind = cast("type[object]", type(event))
@@ -130,9 +134,9 @@ class WatchedSubscriber:
         return actions
 
     def deadline(self) -> float | None:
-        """Return the earlier wish of the two."""
-        wish = self._machine.deadline()
-        return wish if self._alone_since is None else earliest(wish, self._alone_since + self._unreachable_s)
+        """Return the earlier deadline of the two."""
+        inner = self._machine.deadline()
+        return inner if self._alone_since is None else earliest(inner, self._alone_since + self._unreachable_s)
 
     def _ping(self, event: Ping) -> list[Any]:
         for link, reason in self._down.items():

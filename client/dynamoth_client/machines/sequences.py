@@ -1,8 +1,8 @@
-"""Order, duplicates and gaps of one channel: what the numbers in the envelopes are for.
+"""Keeps the order of one channel's messages, drops duplicates and finds gaps, by the numbers in the envelopes.
 
 Theory of operation
 -------------------
-Each (publisher, channel) is a stream of numbered messages. Message n is *owed* if it was published after the
+Each (publisher, channel) is a stream of numbered messages. Message n is *due* if it was published after the
 subscription was confirmed. The envelope of message n + 1 says how long before it message n was published, and a
 heartbeat how long ago, so that no clocks are compared: ``previous_at`` is the latest time at which that may have been.
 A stream is in one of two states:
@@ -10,24 +10,24 @@ A stream is in one of two states:
 ========== ==================================== =====================================================================
 state      what comes                           what is done
 ========== ==================================== =====================================================================
-opening    FIRST                                opens: no earlier number is owed
-           ROUTE_CHANGED, predecessor owed      held: the predecessor may be on its way by the old route
-           another, lower than all held         opens: every earlier number was seen, or is not owed
-           heartbeat, its number owed           held
-           heartbeat, its number not owed       opens behind it
-           nothing for ``hold_s_max``           opens at the lowest number held, with a gap if its predecessor is owed
+opening    FIRST                                opens: no earlier number is due
+           ROUTE_CHANGED, predecessor due       held: the predecessor may be on its way by the old route
+           another, lower than all held         opens: every earlier number was seen, or is not due
+           heartbeat, its number due            held
+           heartbeat, its number not due        opens behind it
+           nothing for ``hold_s_max``           opens at the lowest number held, with a gap if its predecessor is due
 open       the expected number                  delivered
-           a lower number                       dropped: it was delivered, reported, or is not owed
-           a higher number, or its heartbeat    held; opens there if its predecessor is not owed
+           a lower number                       dropped: it was delivered, reported, or is not due
+           a higher number, or its heartbeat    held; opens there if its predecessor is not due
            FIRST, higher                        the held ones and their gaps, then opens
-           nothing for ``hold_s_max``           opens at the lowest number held, with a gap if its predecessor is owed
+           nothing for ``hold_s_max``           opens at the lowest number held, with a gap if its predecessor is due
 ========== ==================================== =====================================================================
 
 A gap is reported in its place: behind what was delivered before the missing messages, before what follows them. No loss
 is silent, as a stream passes a number only in one of these ways, and ``previous_at`` is never too early: it is when the
 next message came, less the time that its publisher said, and a message comes after it was published. No gap is
 needless but for one reason: ``previous_at`` is later than the truth by the time that the next message was under way. A
-message published so shortly before the confirmation counts as owed. Of the messages held, those that follow each other
+message published so shortly before the confirmation counts as due. Of the messages held, those that follow each other
 tell of the same moment; the one that came fastest decides.
 
 Whoever may publish on a channel can copy a publisher's id and forge numbers. Nobody can tell a forged message from a
@@ -57,8 +57,8 @@ HELD_MAX = 10_000
 """Messages of one stream that are held back at most; past it the oldest gap is given up at once."""
 
 UNDER_WAY_S_MAX = QUIET_MS_MAX / 1000
-"""No message is waited for that was published so long before the next one: an envelope cannot say more, and none is
-under way for so long."""
+"""A message that was published this long before the next one is not waited for: an envelope cannot say more, and none
+is under way that long."""
 
 NUMBER_MAX = 2**44
 """No publisher has come so far: a million messages a second would take half a year."""
@@ -106,7 +106,7 @@ class Gap:
 
 
 Outcome = bytes | Gap
-"""What comes out, in the order of delivery."""
+"""A message or a gap, in the order of delivery."""
 
 
 class Held(NamedTuple):
@@ -143,7 +143,7 @@ class Stream:
     begun: int = 0
     _begun_at: float = 0.0
     #: When the subscription was confirmed, as of the latest message that was not simply the expected one.
-    _owed_since: float = 0.0
+    _due_since: float = 0.0
     #: Whether somebody has promised to call :meth:`expire` at ``waits_until``.
     watched: bool = False
     #: ``next`` at the latest sweep; a stream that has not moved between two sweeps is idle.
@@ -157,12 +157,12 @@ class Stream:
         payload: bytes,
         now: float,
         previous_at: float,
-        owed_since: float,
+        due_since: float,
     ) -> list[Outcome]:
-        """Take one message that is not simply the expected one; return what is to be delivered now, in order."""
+        """Handle one message that is not simply the expected one; return the outcomes, in order."""
         if sequence > NUMBER_MAX:
             return []
-        self._owed_since = owed_since
+        self._due_since = due_since
         if self.next is None:
             return self._arrive_opening(publisher, sequence, flags, Held(payload, now, previous_at))
         if flags & HEARTBEAT:
@@ -176,7 +176,7 @@ class Stream:
         if sequence - self.next <= HELD_MAX:
             if flags & FIRST:
                 return self._restart(publisher, sequence, payload, now)
-            if previous_at < owed_since and (not self.held or sequence <= self._lowest()):
+            if previous_at < due_since and (not self.held or sequence <= self._lowest()):
                 return self._open(sequence, payload, now)
         elif flags & FIRST:
             previous_at = _LONG_AGO
@@ -184,7 +184,7 @@ class Stream:
         return self._bounded(publisher, now)
 
     def expire(self, publisher: int, now: float, hold_s_max: float) -> list[Outcome]:
-        """Release what has been held for ``hold_s_max`` seconds; return what is to be delivered now, in order."""
+        """Release the messages that were held for ``hold_s_max`` seconds; return the outcomes, in order."""
         out: list[Outcome] = []
         while self.held and self.waits_until(hold_s_max) <= now:
             out += self._release(publisher, _LATE, now)
@@ -195,7 +195,7 @@ class Stream:
         return self.held[self._lowest()].at + hold_s_max
 
     def give_up(self, publisher: int, reason: str, now: float) -> list[Outcome]:
-        """Release the earliest held messages before their time; return what is to be delivered now, in order."""
+        """Release the earliest held messages before their time; return the outcomes, in order."""
         return self._release(publisher, reason, now) if self.held else []
 
     def drop_held(self) -> None:
@@ -206,7 +206,7 @@ class Stream:
         self.watched = False
 
     def resume(self) -> None:
-        """Be opening again: the subscription begins anew, and what was delivered already is not owed to it."""
+        """Be opening again for a new subscription. Messages that were delivered to the former one are not due to it."""
         self.floor = self.floor if self.next is None else self.next
         self.next = None
         self.drop_held()
@@ -214,9 +214,9 @@ class Stream:
     def _arrive_opening(self, publisher: int, sequence: int, flags: int, item: Held) -> list[Outcome]:
         if sequence < self.floor:
             return []
-        owed = item.previous_at >= self._owed_since
+        due = item.previous_at >= self._due_since
         if flags & HEARTBEAT:
-            if owed:
+            if due:
                 if sequence not in self.held:
                     self._hold(sequence, item._replace(payload=None))
                 return self._bounded(publisher, item.at)
@@ -226,8 +226,8 @@ class Stream:
         assert item.payload is not None, "only heartbeats have none"
         if flags & FIRST and self.held and self._lowest() < sequence:
             return self._restart(publisher, sequence, item.payload, item.at)
-        owed = owed and sequence != self.floor and item.at - item.previous_at < UNDER_WAY_S_MAX
-        if flags & FIRST or (not (flags & ROUTE_CHANGED and owed) and (not self.held or sequence <= self._lowest())):
+        due = due and sequence != self.floor and item.at - item.previous_at < UNDER_WAY_S_MAX
+        if flags & FIRST or (not (flags & ROUTE_CHANGED and due) and (not self.held or sequence <= self._lowest())):
             return self._open(sequence, item.payload, item.at)
         self._hold(sequence, item)
         return self._bounded(publisher, item.at)
@@ -255,7 +255,7 @@ class Stream:
         return [Gap(publisher, None, _OVERTAKEN)]
 
     def _restart(self, publisher: int, sequence: int, payload: bytes, now: float) -> list[Outcome]:
-        """Begin again where the publisher did; what was held from before is released with its gaps."""
+        """Begin again where the publisher did; earlier held messages are released with their gaps."""
         out: list[Outcome] = []
         while self.held and self._lowest() < sequence:
             out += self._release(publisher, "the publisher began a new sequence", now)
@@ -264,14 +264,14 @@ class Stream:
         return [*out, *self._open(sequence, payload, now)]
 
     def _release(self, publisher: int, reason: str, now: float) -> list[Outcome]:
-        """Wait no longer for what is missing before the lowest number held: report it, and go on with that."""
+        """Report the messages that are missing before the lowest held one as a gap, and go on with that."""
         lowest = self._lowest()
         if self.next is not None and self.held[lowest].expected < self.next < lowest - HELD_MAX:
             self._take(lowest)
             return [Gap(publisher, 1, _FAR_AHEAD)]
         is_heartbeat = self.held[lowest].payload is None
         count = None if self.next is None else lowest - self.next + is_heartbeat
-        is_gap = self._latest_before(lowest) >= self._owed_since
+        is_gap = self._latest_before(lowest) >= self._due_since
         if is_heartbeat:
             self._take(lowest)
         self._go_on(lowest + is_heartbeat, now)
@@ -292,7 +292,7 @@ class Stream:
             number += 1
         return latest
 
-    # What is held.
+    # Held messages.
 
     def _hold(self, sequence: int, item: Held) -> None:
         """Hold a message, unless it is held: the first copy says best when its predecessor was published."""
@@ -319,7 +319,7 @@ class Stream:
         return [] if len(self.held) <= HELD_MAX else self._release(publisher, "too many wait for it", now)
 
     def _run(self) -> list[Outcome]:
-        """Take the held messages that are now in order."""
+        """Release the held messages that are now in order."""
         out: list[Outcome] = []
         assert self.next is not None
         while self.held and (item := self.held.get(self.next)) is not None and item.payload is not None:
@@ -333,7 +333,7 @@ class Stream:
 
 @dataclass(slots=True)
 class _Rare:
-    """What few channels have at a time; a slot for each in every channel would take more memory than they do."""
+    """State that few channels have at a time; a slot for each in every channel would take more memory."""
 
     #: Dispatcher to the latest numbers of its raw messages.
     raw: dict[int, dict[int, None]] = field(default_factory=dict[int, dict[int, None]])
@@ -369,26 +369,26 @@ class Sequences:
         payload: bytes,
         now: float,
         previous_at: float,
-        owed_since: float,
+        due_since: float,
     ) -> list[Outcome]:
-        """Take one message; return what is to be delivered now, in order.
+        """Handle one message; return the outcomes, in order.
 
         Args:
             publisher: whose it is.
             sequence: its number.
             flags: of its envelope.
-            payload: what it carries.
+            payload: its payload.
             now: when it came.
             previous_at: the latest time at which the publisher's previous message (of a heartbeat: the one of its
                 number) may have been published.
-            owed_since: when the subscription was confirmed: what was published before is not owed.
+            due_since: when the subscription was confirmed: earlier messages are not due.
 
         """
         if flags & RAW:
             return self.arrive_plain(payload, now) if self._is_new_raw(publisher, sequence) else []
         stream = self.streams.get(publisher)
         if stream is not None:
-            outcomes = stream.arrive(publisher, sequence, flags, payload, now, previous_at, owed_since)
+            outcomes = stream.arrive(publisher, sequence, flags, payload, now, previous_at, due_since)
             return self._with_those_behind(outcomes, publisher, stream, now)
         released: list[Outcome] = []
         if not self.streams:
@@ -400,7 +400,7 @@ class Sequences:
                 released += evicted.give_up(oldest, _TOO_MANY_PUBLISHERS, now)
             released = self._with_those_behind(released, oldest, evicted, now)
         stream = self.streams[publisher] = Stream(None)
-        released += stream.arrive(publisher, sequence, flags, payload, now, previous_at, owed_since)
+        released += stream.arrive(publisher, sequence, flags, payload, now, previous_at, due_since)
         return self._with_those_behind(released, publisher, stream, now)
 
     @property
@@ -409,7 +409,7 @@ class Sequences:
         return self._rare is not None and bool(self._rare.holding)
 
     def arrive_plain(self, payload: bytes, now: float) -> list[Outcome]:
-        """Take a message without a number; return what is to be delivered now, in order.
+        """Handle a message without a number; return the outcomes, in order.
 
         Where a channel becomes plain, its publisher may have sent numbered messages before: if any wait, so does this.
         """
@@ -437,7 +437,7 @@ class Sequences:
         return released
 
     def _next_behind(self, rare: _Rare, now: float) -> list[Outcome]:
-        """Take out the messages that came before all that are held, or have waited for as long as those may."""
+        """Release the plain messages that came before all held ones, or have waited as long as these may."""
         waiting = rare.behind
         first = next(iter(rare.holding.values()), None)
         held_since = now + 1.0 if first is None else next(iter(first.held.values())).at
@@ -454,7 +454,7 @@ class Sequences:
         return ready
 
     def resume(self) -> None:
-        """Begin anew with a subscription to the same channel: what was delivered to the last one is not again."""
+        """Serve a new subscription to the same channel: messages that the former one got are not due to it."""
         if self._rare is not None:
             self._rare.holding.clear()
             self._rare.behind.clear()
@@ -479,7 +479,7 @@ class Sequences:
         return True
 
     def expire(self, publisher: int, now: float) -> list[Outcome]:
-        """Release what one stream has held for too long; return what is to be delivered now, in order."""
+        """Release the messages that one stream has held for too long; return the outcomes, in order."""
         stream = self.streams.get(publisher)
         if stream is None:
             return []

@@ -1,10 +1,10 @@
-"""A server alone: what a client does with one plain Redis, and nothing else of Dynamoth.
+"""A server alone: how a client works with one plain Redis, without agents and balancer.
 
 Theory of operation
 -------------------
-Where one server is all that an application names, and it stores no plan, a client makes one up: every channel is at
-home at that server (``plan_of``). To listen, and to publish, is then what it always is, and the absence of a stored
-plan takes the place of one that says so.
+Where an application names one server only, and that stores no plan, a client makes one up: every channel is at home at
+that server (``plan_of``). Listening and publishing work as they always do, and the absence of a stored plan confirms
+the routes.
 
 That must not happen by mistake, as such a client would talk to itself in a cluster whose plan is away for a moment.
 So nobody of Dynamoth may be at work at the server (``Look.is_occupied``), and the server must be up for ``FRESH_S``:
@@ -65,7 +65,7 @@ class Look:
         return self.agents is None or self.balancers is None or self.agents + self.balancers > 0
 
     def is_alone(self, watched_s: float) -> bool:
-        """Tell whether the server stands for itself; ``watched_s``: for how long nothing else was seen there."""
+        """Return whether the server stands for itself; ``watched_s``: for how long nothing else was seen there."""
         return not self.is_occupied and max(watched_s, self.uptime_s or 0.0) >= FRESH_S
 
 

@@ -1,4 +1,4 @@
-"""What becomes of messages for a reader that is too slow, with ``when_full="block"``.
+"""Bounds the messages of a reader that is too slow, with ``when_full="block"``.
 
 Theory of operation
 -------------------
@@ -23,7 +23,7 @@ from typing import Protocol
 from dynamoth_client.runtime.queue import Dropped, Failure, Item, Message, MessageQueue, Notice, subject_of
 
 PAUSE_S_MAX = 1.0
-"""How long servers are not read from. A channel with a blocked reader settles about so much later."""
+"""How long servers are not read from. A channel with a blocked reader settles about this much later."""
 
 SPILL_BYTES_MAX = 32 * 1024 * 1024
 """Bytes of messages that are kept behind a full queue. As many as Redis keeps by default for a subscriber that does not
@@ -33,8 +33,8 @@ MESSAGE_BYTES = 200
 """What a message takes besides its payload, about."""
 
 ROOM_RATIO = 8
-"""When their room seems to be used up, the spilled messages are counted anew. There is room if this part of all of it
-is free: so that they are not counted for each message."""
+"""When their room seems to be used up, the spilled messages are counted again. There is room only if this part of it is
+free, so that they are not counted for each message."""
 
 
 class Timer(Protocol):
@@ -46,13 +46,13 @@ class Timer(Protocol):
 
 
 class Blocking:
-    """Takes the messages for a queue while that is full.
+    """Keeps or skips the messages for a queue while that is full.
 
     Args:
-        queue: what is filled; its ``on_full`` and ``on_room`` are to be ``full`` and ``room``.
+        queue: gets the messages; its ``on_full`` and ``on_room`` are to be ``full`` and ``room``.
         pause: stops reading from servers.
         resume: reads from servers again.
-        later: makes a call after so many seconds.
+        later: makes a call after a number of seconds.
         pause_s_max: see ``PAUSE_S_MAX``.
         spill_bytes_max: see ``SPILL_BYTES_MAX``.
 
@@ -77,7 +77,7 @@ class Blocking:
         #: Whether servers are not read from.
         self.is_paused = False
         self._is_skipping = False
-        #: How many bytes may still be spilled before those that were are counted anew.
+        #: How many bytes may still be spilled before the spilled ones are counted again.
         self._room_bytes = 0
         self._timer: Timer | None = None
 
@@ -114,7 +114,7 @@ class Blocking:
         for message in messages:
             size = _size(message)
             if not self._is_skipping and size > self._room_bytes:
-                self._count_anew()
+                self._count_spilled()
                 self._is_skipping = size > self._room_bytes or self._room_bytes * ROOM_RATIO < self._spill_bytes_max
             if self._is_skipping:
                 skipped[subject_of(message)] += 1
@@ -124,8 +124,8 @@ class Blocking:
         self._queue.grown()
         return skipped
 
-    def _count_anew(self) -> None:
-        """Count what has been spilled and not been read."""
+    def _count_spilled(self) -> None:
+        """Count the spilled messages that were not read."""
         queue = self._queue
         spilled = list(queue.items)[queue.limit :]  # copied at once, as a thread may read meanwhile
         self._room_bytes = self._spill_bytes_max - sum(map(_size, spilled))

@@ -1,6 +1,6 @@
-"""Learning the plan's header, servers and ring, from the servers that the application named.
+"""Reads the plan's header, servers and ring, from the servers that the application named.
 
-One plain Redis, without anything of Dynamoth, does without a plan: see ``alone.py``.
+One plain Redis, without agents and balancer, needs no plan: see ``machines/standalone.py``.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _Answer = StoredHeader | _NoPlan | RedisError
 async def read_plan(settings: Settings, since: float) -> Plan:
     """Return the newest plan, without entries, that the seeds store; or the one that stands for a server alone.
 
-    A seed that is down does not matter as long as another one stores a plan. A single seed that stores none, and where
-    nobody of Dynamoth is at work, is a server alone; for that it must have been up for ``FRESH_S``. Where somebody is
-    at work, the plan is waited for, for ``RESTORED_S_MAX``. ``since`` is when the first attempt
-    began, on the clock of the event loop: all attempts together wait no longer.
+    A seed that is down does not matter as long as another one stores a plan. A single seed that stores none is a server
+    alone if no agent and no balancer is at work there, and it has been up for ``FRESH_S``. Where one is at work, this
+    waits for the plan, for ``RESTORED_S_MAX``. ``since`` is when the first attempt began, on the clock of the event
+    loop: all attempts together wait no longer.
 
     Raises:
         redis.exceptions.AuthenticationError: no seed gave a plan, and one refused the credentials.

@@ -1,4 +1,4 @@
-"""The subscriber machines of one PubSub at work: their links and acknowledgements, and the queue that they fill.
+"""Runs the subscriber machines of one PubSub: their links, their acknowledgements, and the queue that they fill.
 
 There is one machine for channels, and, from the first pattern on, one for patterns, with links of its own. The machines
 do not know of sharded channels: these are channels with a prefix, which is put on and taken off here. A feed knows
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, assert_never
 
 import redis.exceptions
 
@@ -30,10 +30,19 @@ from dynamoth_client.machines.patterns.events import (
     UnsubscribePatterns,
 )
 from dynamoth_client.machines.patterns.machine import PatternMachine
-from dynamoth_client.machines.reachability import LinkClosed, LinkOpened, Ping, Ponged, Unreachable, WatchedSubscriber
+from dynamoth_client.machines.reachability import (
+    LinkClosed,
+    LinkOpened,
+    Ping,
+    Ponged,
+    ReachabilityAction,
+    Unreachable,
+    WatchedSubscriber,
+)
 from dynamoth_client.machines.subscriber.events import (
     Deliver,
     GapDetected,
+    RegisterAction,
     Subscribe,
     SubscriptionConfirmed,
     SubscriptionEnded,
@@ -64,6 +73,11 @@ channel."""
 
 _SHARDED_KINDS = ("ssubscribe", "sunsubscribe")
 
+FeedAction = (
+    RegisterAction | Deliver | GapDetected | DeliverMatched | PatternGapDetected | NewerSoftware | ReachabilityAction
+)
+"""What the machines ask for, apart from what the driver executes."""
+
 _logger = logging.getLogger("dynamoth_client")
 
 
@@ -82,11 +96,11 @@ class Feed:
         """Begin without subscriptions and without links.
 
         Args:
-            queue: what is filled; this feed becomes its watcher.
+            queue: gets the messages; this feed becomes its watcher.
             local_plan: shared by the machines of one client.
             link_options: for every link.
             wants_gaps: whether gaps go into the queue; they are logged otherwise.
-            when_full: what becomes of a full queue.
+            when_full: how a full queue is treated; see ``WhenFull``.
 
         """
         self._queue = queue
@@ -95,7 +109,7 @@ class Feed:
         self._wants_gaps = wants_gaps
         self._loop = asyncio.get_running_loop()
         self._acks = Acks()
-        #: Done when requests have been confirmed, or when nobody should wait for that. Made by who waits.
+        #: Done when requests have been confirmed, or when nobody should wait for that. Waiters make it.
         self._news: asyncio.Future[None] | None = None
         #: Whether any message may be of a sharded channel.
         self._has_sharded = False
@@ -116,7 +130,7 @@ class Feed:
         )
         #: Made with the first pattern.
         self._patterns: _MachineRun | None = None
-        #: Takes what comes while the queue is full; None where messages do not wait.
+        #: Keeps messages while the queue is full; None where messages do not wait.
         self._blocking: Blocking | None = None
         if when_full == "block":
             self._blocking = Blocking(queue, pause=self._pause, resume=self._resume, later=self._loop.call_later)
@@ -199,13 +213,13 @@ class Feed:
             await asyncio.wait({self._news}, timeout=left_s)
 
     def _wake(self) -> None:
-        """Let those look again who wait for confirmations."""
+        """Make those who wait for confirmations look again."""
         news, self._news = self._news, None
         if news is not None:
             news.set_result(None)
 
     def _requested(self, kind: str, names: Iterable[bytes]) -> tuple[bytes, ...]:
-        """Note what the application asks for; an end of nothing is acknowledged at once, as Redis does."""
+        """Note the requests of the application; an end of nothing is acknowledged at once, as Redis does."""
         wanted = tuple(names)
         for name in wanted:
             self._acks.request(kind, name)
@@ -219,14 +233,14 @@ class Feed:
 
         Raises ``redis.exceptions.ConnectionError`` (or AuthenticationError) when every link was lost or refused.
         """
-        work = next((work for work in self._works() if work.links), None)
-        if work is None:
+        run = next((run for run in self._runs() if run.links), None)
+        if run is None:
             return False
-        links = work.opened()
+        links = run.opened()
         faults = [errors.from_link(link.fault) for link in links if link.fault is not None]
         if len(faults) == len(links):
             raise errors.joined(faults, "no server of the subscribed channels can be reached (still trying):")
-        work.driver.handle(Ping(message))
+        run.driver.handle(Ping(message))
         return True
 
     def pong(self, message: bytes) -> None:
@@ -242,8 +256,8 @@ class Feed:
     async def disconnect(self, nowait: bool = False) -> None:
         """Cut all links, as one does with redis-py's connection; they are made again at once.
 
-        Every subscription begins anew: it is acknowledged again, counted from 1, and what is promised begins again with
-        that. What is in the queue stays there. ``nowait`` has no meaning here: nothing is waited for.
+        Every subscription begins again: it is acknowledged again, counted from 1, and the promises hold from then on.
+        The queue keeps its messages. ``nowait`` has no meaning here: nothing is waited for.
         """
         if self.is_stopped:
             return
@@ -251,7 +265,7 @@ class Feed:
         for link in self._opened():
             link.cut()
         # The machines end a subscription at once where no link is up, and know its numbers when it comes again.
-        again = self._acks.begin_anew()
+        again = self._acks.start_over()
         channels = tuple(subject.name for subject in again if not subject.is_pattern)
         patterns = tuple(subject.name for subject in again if subject.is_pattern)
         self._channels.driver.handle(Unsubscribe(channels))
@@ -270,44 +284,44 @@ class Feed:
         self._cancel_timer()
         if self._blocking is not None:
             self._blocking.stop()
-        for work in self._works():
-            work.driver.stop()
+        for run in self._runs():
+            run.driver.stop()
 
     def abandon(self) -> list[int]:
-        """End as ``Driver.abandon``. What was acknowledged can still be asked for by ``succeed``."""
+        """End as ``Driver.abandon``. The next feed may still ask which subscriptions there were (``resume_from``)."""
         self._release_timer = None
         self._queue.forget_waiters()
-        return [number for work in self._works() for number in work.driver.abandon()]
+        return [number for run in self._runs() for number in run.driver.abandon()]
 
     def resume_from(self, other: Feed, reason: str) -> None:
-        """Go on where another feed ended, for ``reason``: what was acknowledged there may have missed something."""
+        """Go on where another feed ended: its acknowledged subscriptions get a gap for ``reason``."""
         self.gaps += other.gaps
-        for subject in other._acks.begin_anew():
+        for subject in other._acks.start_over():
             name, sharded = (subject.name, False) if subject.is_pattern else _users(subject.name)
             self._note_gap(GapInfo(name, None, None, reason, name if subject.is_pattern else None, sharded))
 
     def end(self, error: redis.exceptions.RedisError) -> None:
-        """Let ``error`` meet whoever reads the queue once it is empty, after ``abandon``."""
+        """Raise ``error`` in whoever reads the queue once it is empty, after ``abandon``."""
         self._queue.close(error)
 
     def fail(self, error: redis.exceptions.RedisError) -> None:
-        """Stop, and let ``error`` meet whoever reads the queue once it is empty."""
+        """Stop, and raise ``error`` in whoever reads the queue once it is empty."""
         self.stop()
         self._queue.close(error)
 
     async def close(self) -> None:
         """Stop, and wait until sockets and tasks are gone."""
         self.stop()
-        for work in self._works():
-            await work.driver.close()
+        for run in self._runs():
+            await run.driver.close()
 
-    def _works(self) -> list[_MachineRun]:
+    def _runs(self) -> list[_MachineRun]:
         return [self._channels] if self._patterns is None else [self._channels, self._patterns]
 
-    # What the machines ask for.
+    # Actions of the machines.
 
     def _take_expected(self, link: str, pushes: list[list[Any]]) -> int:
-        """Put messages into the queue as ``_execute`` would, as long as nothing else is to be done; return how many."""
+        """Put messages into the queue without ``handle`` of the machine, if the effect is the same; return how many."""
         queue = self._queue
         if self._acks.held or self._has_sharded or queue.is_full:
             return 0
@@ -315,44 +329,42 @@ class Feed:
         queue.grown()
         return taken
 
-    def _execute(self, work: _MachineRun, action: Any) -> None:
-        if type(action) is Deliver:
-            if self._acks.held:
-                self._release_for(action.messages)
-            self._put(map(_told_apart, action.messages) if self._has_sharded else action.messages)
-            return
-        kind = cast("type[object]", type(action))
-        is_pattern = work is not self._channels
-        if kind is DeliverMatched:
-            if self._acks.held:
-                self._release_for_matched(action.messages)
-            self._put(action.messages)
-        elif kind is SubscriptionConfirmed:
-            self._acknowledge(self._acks.confirmed(action.channel, is_pattern=is_pattern))
-        elif kind is SubscriptionEnded:
-            self._acknowledge(self._acks.ended(action.channel, is_pattern=is_pattern))
-        elif kind is SubscriptionFailed:
-            self._failed(action.channel, action.reason, is_pattern)
-        elif kind is GapDetected:
-            channel, sharded = _users(action.channel)
-            self._note_gap(GapInfo(channel, action.publisher, action.count, action.reason, sharded=sharded))
-        elif kind is PatternGapDetected:
-            channel = action.pattern if action.channel is None else action.channel
-            self._note_gap(GapInfo(channel, action.publisher, action.count, action.reason, action.pattern))
-        elif kind is LinkOpened:
-            work.links.add(action.link)
-            if self._blocking is not None and self._blocking.is_paused:
-                self._pause()
-        elif kind is LinkClosed:
-            work.links.discard(action.link)
-        elif kind is Ponged:
-            self._queue.put(Notice("pong", None, action.message))
-        elif kind is Unreachable:
-            self._unreachable(work, action.reasons)
-        elif kind is NewerSoftware:
-            _logger.warning("%s", action.text)
-        else:
-            raise AssertionError(f"not an action of a subscriber: {action!r}")
+    def _execute(self, run: _MachineRun, action: FeedAction) -> None:
+        is_pattern = run is not self._channels
+        match action:
+            case Deliver(messages):
+                if self._acks.held:
+                    self._release_for(messages)
+                self._put(map(_queued, messages) if self._has_sharded else messages)
+            case DeliverMatched(matched):
+                if self._acks.held:
+                    self._release_for_matched(matched)
+                self._put(matched)
+            case SubscriptionConfirmed(name):
+                self._acknowledge(self._acks.confirmed(name, is_pattern=is_pattern))
+            case SubscriptionEnded(name):
+                self._acknowledge(self._acks.ended(name, is_pattern=is_pattern))
+            case SubscriptionFailed(name, reason):
+                self._failed(name, reason, is_pattern)
+            case GapDetected(name, publisher, count, reason):
+                channel, sharded = _users(name)
+                self._note_gap(GapInfo(channel, publisher, count, reason, sharded=sharded))
+            case PatternGapDetected(pattern, matching, publisher, count, reason):
+                self._note_gap(GapInfo(pattern if matching is None else matching, publisher, count, reason, pattern))
+            case LinkOpened(link):
+                run.links.add(link)
+                if self._blocking is not None and self._blocking.is_paused:
+                    self._pause()
+            case LinkClosed(link):
+                run.links.discard(link)
+            case Ponged(message):
+                self._queue.put(Notice("pong", None, message))
+            case Unreachable(reasons):
+                self._unreachable(run, reasons)
+            case NewerSoftware(text):
+                _logger.warning("%s", text)
+            case _:
+                assert_never(action)
 
     def _put(self, messages: Iterable[Message]) -> None:
         if self._blocking is None or not self._queue.is_full:
@@ -361,12 +373,12 @@ class Feed:
             self._note_skipped(skipped)
 
     def _release_for(self, messages: list[tuple[bytes, bytes]]) -> None:
-        """Let no message come before the acknowledgement of its channel."""
+        """Put the held acknowledgements of channels before their messages."""
         for channel in {channel for channel, _ in messages if Subject(channel) in self._acks.held}:
             self._put_acks(self._acks.release(channel))
 
     def _release_for_matched(self, messages: list[PatternMessage]) -> None:
-        """Let no message come before the acknowledgement of its pattern."""
+        """Put the held acknowledgements of patterns before their messages."""
         for pattern in {message.pattern for message in messages}:
             self._put_acks(self._acks.release(pattern, is_pattern=True))
 
@@ -391,11 +403,11 @@ class Feed:
         name, sharded = (name, False) if is_pattern else _users(name)
         self._queue.put(Failure(errors.from_reply(reason), name, is_pattern, sharded))
 
-    def _unreachable(self, work: _MachineRun, reasons: dict[str, str]) -> None:
-        """Tell the reader, unless it has not read the last such news."""
+    def _unreachable(self, run: _MachineRun, reasons: dict[str, str]) -> None:
+        """Put an error into the queue, unless the latest one was not read."""
         if self._acks.is_idle or (self._queue.items and isinstance(self._queue.items[-1], Failure)):
             return
-        faults = [work.fault_of(link, reason) for link, reason in reasons.items()]
+        faults = [run.fault_of(link, reason) for link, reason in reasons.items()]
         self._queue.put(
             Failure(errors.joined(faults, "no server of the subscribed channels can be reached (still trying):"))
         )
@@ -463,7 +475,7 @@ class Feed:
             self._blocking.room()
 
     def _note_skipped(self, skipped: Counter[Dropped]) -> None:
-        """Report a gap in the place of messages, behind what has come: one for each subscription, with their number."""
+        """Report skipped messages behind the queue: one gap for each subscription, with their number."""
         reason = f"the application reads too slowly: more than {SPILL_BYTES_MAX} bytes waited (when_full, max_queue)"
         for subject, count in skipped.items():
             channel, pattern, sharded = subject
@@ -479,27 +491,27 @@ class Feed:
                 self._queue.put(notice)
 
     def _drop_oldest(self) -> None:
-        """Make room, and tell in the place of the messages what is missing."""
+        """Drop the oldest messages, and report a gap in their place for each subscription."""
         queue = self._queue
         if len(self._gaps_of_dropped) > 2 * self._gaps_not_read:
-            self._gaps_of_dropped = {of: told for of, told in self._gaps_of_dropped.items() if not told.is_read}
+            self._gaps_of_dropped = {of: gap for of, gap in self._gaps_of_dropped.items() if not gap.is_read}
             self._gaps_not_read = len(self._gaps_of_dropped)
         reason = "the application reads too slowly: its oldest messages were dropped (when_full, max_queue)"
         for subject, count in queue.drop_oldest().items():
             channel, pattern, sharded = subject
             self.gaps += 1
             gap = GapInfo(channel, None, count, reason, pattern, sharded)
-            told = self._gaps_of_dropped.get(subject)
+            earlier = self._gaps_of_dropped.get(subject)
             if not self._wants_gaps:
                 self._log_gap(gap)
-            elif told is not None and not told.is_read and isinstance(told.data, GapInfo):
-                told.data = replace(gap, count=count + (told.data.count or 0))
+            elif earlier is not None and not earlier.is_read and isinstance(earlier.data, GapInfo):
+                earlier.data = replace(gap, count=count + (earlier.data.count or 0))
             else:
                 notice = self._gaps_of_dropped[subject] = Notice("gap", channel, gap)
                 queue.put_dropped(notice)
 
     def _give_up(self) -> None:
-        """End, with an error for the reader behind what has come."""
+        """End, with an error behind the messages in the queue."""
         bound = self._queue.bound
         self.fail(
             redis.exceptions.ConnectionError(
@@ -509,7 +521,7 @@ class Feed:
         )
 
     def _opened(self) -> list[Link]:
-        return [link for work in self._works() for link in work.opened()]
+        return [link for run in self._runs() for link in run.opened()]
 
     def _cancel_timer(self) -> None:
         if self._release_timer is not None:
@@ -523,7 +535,7 @@ class _MachineRun:
     def __init__(
         self,
         machine: Machine[Any, Any],
-        execute: Callable[[_MachineRun, Any], None],
+        execute: Callable[[_MachineRun, FeedAction], None],
         crashed: Callable[[MachineCrashed], None],
         link_options: LinkOptions,
         on_pushes: OnPushes | None = None,
@@ -558,8 +570,8 @@ def _users(channel: bytes) -> tuple[bytes, bool]:
     return channel, False
 
 
-def _told_apart(message: tuple[bytes, bytes]) -> tuple[bytes, bytes] | ShardedMessage:
-    """Return a message as the queue has it."""
+def _queued(message: tuple[bytes, bytes]) -> tuple[bytes, bytes] | ShardedMessage:
+    """Return a message as the queue has it, where some are of sharded channels."""
     channel, payload = message
     if channel.startswith(SHARDED_PREFIX):
         return ShardedMessage(channel[len(SHARDED_PREFIX) :], payload)

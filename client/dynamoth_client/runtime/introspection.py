@@ -91,7 +91,7 @@ async def count_patterns(cluster: Cluster) -> int:
 
     Those of this library's clients are at every server, several for each, and channels there are named after them. What
     Redis counts besides, but for the agent's ``*``, is plain clients': Redis gives no names, so one that is at several
-    servers cannot be told from several, and the number of the server that has most is taken.
+    servers looks like several, and the number of the server that has most counts.
     """
     commands = [
         (b"PUBSUB", b"NUMPAT"),

@@ -1,13 +1,13 @@
-"""One publisher machine at work: futures in, outcomes out."""
+"""Runs the publisher machine of one client: each message gets a future for its outcome."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any, assert_never, cast
 
 import redis.exceptions
 
@@ -15,6 +15,7 @@ from dynamoth.machine.events import Start
 from dynamoth.protocol.envelope import HEADER_BYTES
 from dynamoth_client.machines.local_plan import LocalPlan, NewerSoftware
 from dynamoth_client.machines.publisher.events import (
+    Outcome,
     Publish,
     PublishAll,
     Published,
@@ -58,7 +59,7 @@ class Publishing:
         self.is_stopped = False
         #: Publications without an outcome. The machine bounds them in number and in time.
         self._unanswered: set[asyncio.Future[int]] = set()
-        #: Publications of this turn of the event loop that the machine will be told of at its end.
+        #: Publications of this turn of the event loop, for the machine at its end.
         self._collected: list[tuple[asyncio.Future[int], bytes, bytes]] = []
         self._hand_over_scheduled = False
         options = PublisherOptions(envelope=envelope, publish_timeout_s=publish_timeout_s)
@@ -112,13 +113,13 @@ class Publishing:
         self._driver.handle(PublishAll(collected))
 
     def stop(self) -> None:
-        """End at once; what has no outcome yet fails. What was sent still goes out."""
+        """End at once; messages without an outcome fail. Those that were sent still go out."""
         self.is_stopped = True
         self._fail_all(errors.ClientClosed())
         self._driver.stop()
 
     def abandon(self) -> list[int]:
-        """End as ``Driver.abandon``; what has no outcome yet gets none."""
+        """End as ``Driver.abandon``; messages without an outcome get none."""
         self.is_stopped = True
         self._unanswered.clear()
         self._collected.clear()
@@ -129,33 +130,37 @@ class Publishing:
         self.stop()
         await self._driver.close()
 
-    def _execute(self, action: Any) -> None:
-        kind = type(action)  # pyright: ignore[reportUnknownVariableType]
-        if kind is Published:
-            self._unanswered.discard(action.token)
-            if not action.token.done():
-                action.token.set_result(action.receivers)
-        elif kind is PublishedAll:
-            outcomes = cast("Sequence[asyncio.Future[int]]", action.tokens)
-            self._unanswered.difference_update(outcomes)
-            for outcome, receivers in zip(outcomes, action.receivers, strict=True):
-                try:
-                    outcome.set_result(receivers)
-                except asyncio.InvalidStateError:  # it was cancelled; to ask each whether it is done takes longer
-                    continue
-            # Right behind the tasks that have waited: what they publish now goes together in this very turn.
-            self._schedule_hand_over()
-        elif kind is PublishFailed:
-            error = redis.exceptions.TimeoutError if action.late else redis.exceptions.ConnectionError
-            self._fail(action.token, error(action.reason))
-        elif kind is PublishRefused:
-            self._fail(action.token, errors.from_reply(action.error))
-        elif kind is NewerSoftware:
-            _logger.warning("%s", action.text)
-        else:
-            raise AssertionError(f"not an action of a publisher: {action!r}")
+    def _execute(self, action: Outcome | NewerSoftware) -> None:
+        match action:
+            case Published():
+                token: Any = action.token
+                self._unanswered.discard(token)
+                if not token.done():
+                    token.set_result(action.receivers)
+            case PublishedAll():
+                self._published_all(cast("Sequence[asyncio.Future[int]]", action.tokens), action.receivers)
+            case PublishFailed():
+                error = redis.exceptions.TimeoutError if action.late else redis.exceptions.ConnectionError
+                self._fail(action.token, error(action.reason))
+            case PublishRefused():
+                self._fail(action.token, errors.from_reply(action.error))
+            case NewerSoftware():
+                _logger.warning("%s", action.text)
+            case _:
+                assert_never(action)
 
-    def _fail(self, outcome: asyncio.Future[int], error: redis.exceptions.RedisError) -> None:
+    def _published_all(self, outcomes: Sequence[asyncio.Future[int]], receivers: Sequence[int]) -> None:
+        self._unanswered.difference_update(outcomes)
+        for outcome, number in zip(outcomes, receivers, strict=True):
+            try:
+                outcome.set_result(number)
+            except asyncio.InvalidStateError:  # it was cancelled; to ask each whether it is done takes longer
+                continue
+        # Right behind the tasks that have waited: what they publish now goes together in this very turn.
+        self._schedule_hand_over()
+
+    def _fail(self, token: Hashable, error: redis.exceptions.RedisError) -> None:
+        outcome = cast("asyncio.Future[int]", token)
         self._unanswered.discard(outcome)
         if not outcome.done():
             outcome.set_exception(error)

@@ -1,4 +1,4 @@
-"""What waits for the application to read it: bounded, first in, first out, with waiters."""
+"""The queue of messages that the application has not read: bounded, first in, first out, with waiters."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ Item = Message | Notice | Failure
 
 
 WhenFull = Literal["block", "drop_oldest", "disconnect"]
-"""What becomes of messages for a full queue: they wait (see ``_blocking``), or the oldest are dropped, or the PubSub
-ends, with an error behind them."""
+"""How messages for a full queue are treated: they wait (see ``backpressure.py``), or the oldest are dropped, or the
+PubSub ends, with an error behind them."""
 
 WHEN_FULL: tuple[WhenFull, ...] = get_args(WhenFull)
 
 DROPPED_RATIO = 4
-"""One in so many of the messages of a full queue is dropped, besides those that are too many."""
+"""This part of the messages of a full queue is dropped (a quarter), besides those that are too many."""
 
 
 class MessageQueue:
@@ -114,13 +114,13 @@ class MessageQueue:
         if bound < 1:
             raise redis.exceptions.DataError(f"max_queue must be at least 1, not {bound}")
         self.bound = bound
-        #: Oldest first. Readers take from the left themselves, and call ``relieve`` while ``is_full``, and ``has_read``
-        #: for what is no message; who fills it with messages itself calls ``grown``.
+        #: Oldest first. Readers pop from the left themselves, and call ``relieve`` while ``is_full``, and ``has_read``
+        #: for a notice or an error. Whoever adds messages here itself calls ``grown``.
         self.items: deque[Item] = deque()
-        #: How many items make it full: ``bound``, and what is no message.
+        #: How many items make it full: ``bound``, and the notices and errors.
         self.limit = bound
-        #: What is no message and had messages around it that were dropped: the first one is in ``items``, or is being
-        #: read, those behind it wait here, so that they are not moved again each time. None behind without a first.
+        #: Notices and errors whose neighbouring messages were dropped: the first one is in ``items``, or is being
+        #: read; those behind it wait here, so that they are not moved again each time. None behind without a first.
         self._first: Notice | Failure | None = None
         self._behind: deque[Notice | Failure] = deque()
         #: Between ``on_full`` and ``on_room``.
@@ -128,13 +128,13 @@ class MessageQueue:
         #: Nothing comes any more; readers that wait get ``error``, if there is one.
         self.is_closed = False
         self.error: redis.exceptions.RedisError | None = None
-        #: Of those who wait, and of some who have been cancelled since the latest item.
+        #: Futures of those who wait, and of some who were cancelled since the latest item.
         self._waiters: list[asyncio.Future[None]] = []
         self._on_full: Callable[[], None] = _nothing
         self._on_room: Callable[[], None] = _nothing
 
     def watch(self, on_full: Callable[[], None], on_room: Callable[[], None]) -> None:
-        """Set who is told of full and of room."""
+        """Set the callbacks for a full queue and for room."""
         self._on_full = on_full
         self._on_room = on_room
 
@@ -155,7 +155,7 @@ class MessageQueue:
         self.grown()
 
     def grown(self) -> None:
-        """Do what is due when ``items`` has got more messages, perhaps."""
+        """Wake readers and apply the bound after ``items`` may have grown."""
         if self._waiters and self.items:
             self.wake()
         if len(self.items) >= self.limit and not self.is_full:
@@ -163,7 +163,7 @@ class MessageQueue:
             self._on_full()
 
     def has_read(self, item: Notice | Failure) -> None:
-        """Be told of what was taken from ``items`` and is no message."""
+        """Count a notice or an error that a reader has popped from ``items``."""
         if self.limit > self.bound:  # else it was of a queue that this one has replaced
             self.limit -= 1
         if item is self._first:
@@ -202,14 +202,14 @@ class MessageQueue:
         self.wake()
 
     def _next(self) -> None:
-        """Let the next of those behind the first be the first."""
+        """Move the next notice that waits behind the first one into ``items``."""
         self._first = self._behind.popleft() if self._behind else None
         if self._first is not None:
             self.items.appendleft(self._first)
             self.limit += 1
 
     def relieve(self) -> None:
-        """Let more come when half of the room is free."""
+        """Call ``on_room`` when half of the room is free."""
         if self.is_full and len(self.items) <= self.half:
             self.is_full = False
             self._on_room()
@@ -220,7 +220,7 @@ class MessageQueue:
         return self.limit - self.bound + self.bound // 2
 
     def settle(self) -> None:
-        """Set right what a reader has left who was interrupted between taking an item and ``has_read``."""
+        """Correct the counts after a reader was interrupted between popping an item and ``has_read``."""
         if not self.items:
             self.limit = self.bound
             self._next()
@@ -237,17 +237,17 @@ class MessageQueue:
         self.error = None
 
     def forget_waiters(self) -> None:
-        """Forget who waits, as the event loop of theirs is gone."""
+        """Forget the waiters, as their event loop is gone."""
         self._waiters.clear()
 
     def wake(self) -> None:
-        """Let all who wait look again."""
+        """Wake all waiters."""
         for waiter in self._waiters:
             _release(waiter)
         self._waiters.clear()
 
     def wakeup(self) -> asyncio.Future[None]:
-        """Return a future that is done when it is worth looking again: an item has come, or the end."""
+        """Return a future that is done when an item has come, or the end."""
         if self._waiters:
             self._waiters = [waiter for waiter in self._waiters if not waiter.done()]
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -285,7 +285,7 @@ class MessageQueue:
 
 
 def subject_of(message: Message) -> Dropped:
-    """Return what a message came for."""
+    """Return the subscription that a message is for."""
     if isinstance(message, tuple):
         return message[0], None, False
     if isinstance(message, ShardedMessage):
@@ -299,4 +299,4 @@ def _release(waiter: asyncio.Future[None]) -> None:
 
 
 def _nothing() -> None:
-    """Nobody is told."""
+    """Do nothing, before ``watch``."""

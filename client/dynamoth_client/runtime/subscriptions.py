@@ -1,4 +1,4 @@
-"""What a ``PubSub`` is subscribed to, and the feed that fills its queue: how these begin, change and end."""
+"""The subscriptions of a ``PubSub``, and the feed that fills its queue: how these begin, change and end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Channel = bytes | str | memoryview
 Handler = Callable[[dict[str, Any]], Any]
 GapHandler = Callable[[GapInfo], object]
 _Registry = tuple[dict[Channel, Handler | None], set[Channel]]
-"""What is subscribed to, confirmed or not, with handlers; and whose unsubscription was asked for and not read yet."""
+"""Names with handlers, confirmed or not; and those whose unsubscription was asked for and not read yet."""
 
 NOT_CONNECTED = "pubsub connection not set: did you forget to call subscribe() or psubscribe()?"
 
@@ -47,7 +47,7 @@ CLIENT_CLOSED = "the client was closed while the PubSub was subscribed, which wa
 
 
 class Subscriptions(redis.asyncio.client.PubSub):
-    """The base of ``PubSub``: everything but reading. See there for the arguments and for what is promised."""
+    """The base of ``PubSub``: everything but reading. See there for the arguments and the promises."""
 
     channels: dict[Channel, Handler | None]
     patterns: dict[Channel, Handler | None]
@@ -93,7 +93,7 @@ class Subscriptions(redis.asyncio.client.PubSub):
         self._feed: Feed | None = None
         #: The event loop that it was opened on; None in a forked child until it is opened there.
         self._loop: asyncio.AbstractEventLoop | None = None
-        #: The feed that is being opened, shared by all who wait for it.
+        #: The feed that is being opened; all who wait share it.
         self._opening: asyncio.Task[Feed] | None = None
         #: The feed whose subscriptions the next one takes over, and why that one ended.
         self._before: tuple[Feed, str] | None = None
@@ -127,7 +127,7 @@ class Subscriptions(redis.asyncio.client.PubSub):
             await asyncio.sleep(0)
 
     async def aclose(self) -> None:
-        """End all subscriptions; what has not been read is dropped. The PubSub can be used again.
+        """End all subscriptions; unread messages are dropped. The PubSub can be used again.
 
         Raises RuntimeError on another event loop than that of the subscriptions, unless that is closed.
         """
@@ -149,7 +149,7 @@ class Subscriptions(redis.asyncio.client.PubSub):
             await feed.close()
 
     def fork(self) -> None:
-        """Begin anew in a forked child, when this is used there: what waits to be read is the parent's."""
+        """Begin again in a forked child, when this is used there: the unread messages are the parent's."""
         error = self._queue.error
         self._queue = MessageQueue(self._max_queue)
         if error is not None:
@@ -191,7 +191,7 @@ class Subscriptions(redis.asyncio.client.PubSub):
     def unsubscribe(self, *args: Any) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Unsubscribe from channels, or from all; confirmed by messages of type ``unsubscribe``.
 
-        Raises ``redis.exceptions.DataError`` for what is a sharded channel inside: ``sunsubscribe`` is for these.
+        Raises ``redis.exceptions.DataError`` for the inner name of a sharded channel: use ``sunsubscribe``.
         """
         if args:
             args = (flat(args),)  # it may be an iterator, and is looked at twice
@@ -268,7 +268,7 @@ class Subscriptions(redis.asyncio.client.PubSub):
     # The feed.
 
     async def _request(self, request: Callable[[Feed], None], subscribed: Iterable[Subject] = ()) -> None:
-        """Let the feed do something, in the order of the calls; opens it when needed. Waits for what is subscribed."""
+        """Pass a request to the feed, in the order of the calls, and wait for confirmations; opens it when needed."""
         self._requests.append(request)
         feed = await self._opened()
         self._pass_requests(feed)
@@ -288,7 +288,7 @@ class Subscriptions(redis.asyncio.client.PubSub):
             self._queue.raise_error()
         if self._loop is not (loop := asyncio.get_running_loop()):
             if was_begun:
-                self._begin_anew()
+                self._subscribe_again()
             self._loop = loop
         if self._feed is not None:
             return self._feed
@@ -306,7 +306,7 @@ class Subscriptions(redis.asyncio.client.PubSub):
         try:
             self._feed = await self._cluster.open_feed(self._queue, wants_gaps=wants_gaps, when_full=self._when_full)
         except Exception as error:
-            if self._before is not None:  # what is subscribed stays so; the next use tries again, and who reads at once
+            if self._before is not None:  # subscriptions stay; the next use tries again, and readers at once
                 self._opening = self._loop = None
                 self._queue.close(ClientClosed())
                 raise
@@ -321,14 +321,14 @@ class Subscriptions(redis.asyncio.client.PubSub):
         return self._feed
 
     def _restart_after_close(self) -> None:
-        """Let the subscriptions begin anew, as the client was closed and this PubSub is used again."""
+        """Subscribe again, as the client was closed and this PubSub is used again."""
         if self._feed is not None:
             self._before = self._feed, CLIENT_CLOSED
         self._feed = self._loop = None
         self._queue.reopen()
 
-    def _begin_anew(self) -> None:
-        """Ask again for all that has been asked for.
+    def _subscribe_again(self) -> None:
+        """Subscribe again to everything.
 
         The event loop is gone where that was, or the client was closed, or this is a forked child.
 
@@ -348,17 +348,17 @@ class Subscriptions(redis.asyncio.client.PubSub):
         if self._before is not None:
             before, reason = self._before
             self._requests.append(lambda feed: feed.resume_from(before, reason))
-        for books, subscribe, unsubscribe in (
+        for registry, subscribe, unsubscribe in (
             (self._registry(), Feed.subscribe, Feed.unsubscribe),
             (self._registry(is_pattern=True), Feed.psubscribe, Feed.punsubscribe),
             (self._registry(is_sharded=True), Feed.ssubscribe, Feed.sunsubscribe),
         ):
-            for names, request in zip(books, (subscribe, unsubscribe), strict=True):
+            for names, request in zip(registry, (subscribe, unsubscribe), strict=True):
                 if names:
                     self._requests.append(partial(_ask, request, [self._encode(name) for name in names]))
 
     def _forget(self) -> None:
-        """Be as new."""
+        """Forget all subscriptions."""
         self._feed = self._opening = self._loop = self._before = None
         self.connection = None
         self._is_begun = False
@@ -370,10 +370,10 @@ class Subscriptions(redis.asyncio.client.PubSub):
         self.shard_channels = {}
         self.pending_unsubscribe_shard_channels = set()
 
-    # What is subscribed to, and its names.
+    # Names.
 
     def _registry(self, *, is_pattern: bool = False, is_sharded: bool = False) -> _Registry:
-        """Return what is kept of channels, of patterns or of sharded channels."""
+        """Return the names of channels, of patterns or of sharded channels, with their handlers."""
         if is_pattern:
             return self.patterns, self.pending_unsubscribe_patterns
         if is_sharded:
@@ -390,16 +390,16 @@ class Subscriptions(redis.asyncio.client.PubSub):
             raise redis.exceptions.ResponseError(f"wrong number of arguments for '{command}' command: name a {what}")
         return [(self._encode(name), handler) for name, handler in wanted.items()]
 
-    def _begin(self, wanted: Iterable[tuple[bytes, Handler | None]], books: _Registry) -> None:
-        """Note what is subscribed to, by the names that the application sees."""
-        subscribed, pending = books
+    def _begin(self, wanted: Iterable[tuple[bytes, Handler | None]], registry: _Registry) -> None:
+        """Note subscriptions, by the names that the application sees."""
+        subscribed, pending = registry
         named = {self._name(name): handler for name, handler in wanted}
         subscribed.update(named)
         pending.difference_update(named)
 
-    def _end(self, args: tuple[Any, ...], books: _Registry) -> list[bytes]:
-        """Return, and note, what is unsubscribed from: what is named, else all that is not pending."""
-        subscribed, pending = books
+    def _end(self, args: tuple[Any, ...], registry: _Registry) -> list[bytes]:
+        """Note unsubscriptions, of the given names, else of all that are not pending; return the encoded names."""
+        subscribed, pending = registry
         names = flat(args) if args else [name for name in subscribed if name not in pending]
         encoded = [self._encode(name) for name in names]
         pending.update(self._name(name) for name in encoded)

@@ -67,7 +67,7 @@ class PatternOptions:
     """How soon a server is asked again that held no plan, or refused for the moment."""
     failover_s: float = 5.0
     """How long a server may be away, or hold no plan, before a pattern is confirmed without it; and how long it may be
-    away before the application is told of the gap."""
+    away before the application gets the gap event."""
     join_s: float = JOIN_S
     """A server carries no channel until this time after the plan has listed it: who joins before has missed nothing."""
     link_idle_s: float = 30.0

@@ -43,7 +43,7 @@ class PatternPlace:
     attempt: int = NEVER
     #: On the present connection the header was read behind the subscription.
     verified: bool = False
-    #: The server cannot be reached for so long that the pattern is confirmed without it.
+    #: The server was away for ``failover_s``: the pattern is confirmed without it.
     excused: bool = False
     #: Why messages from here may have been missed, until the application gets the gap.
     lost: str | None = None

@@ -1,4 +1,4 @@
-"""Where a subscriber listens: its links, SUBSCRIBE and UNSUBSCRIBE on them, and what it announces to the agents.
+"""The links of a subscriber: SUBSCRIBE, UNSUBSCRIBE and verifications on them, and announcements to the agents.
 
 Theory of operation
 -------------------
