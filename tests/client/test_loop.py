@@ -361,7 +361,7 @@ def test_a_server_without_tls(loop: Loop, serve: Any, error: type[Exception], ce
 
 def test_a_certificate_that_is_not_trusted(loop: Loop, certificates: Certificates) -> None:
     with _server(_secured(certificates, _echo)) as (port, serving):
-        _run(loop, _failed(ssl.SSLCertVerificationError, _connect_securely(port, certificates.server)))
+        _run(loop, _failed(ssl.SSLCertVerificationError, _connect_securely(port, certificates.client)))
         with pytest.raises(ssl.SSLError, match="ALERT"):
             serving.result()
 
