@@ -29,6 +29,7 @@ def cluster(redis_server_factory: RedisServerFactory) -> StoredCluster:
     return cluster
 
 
+@pytest.mark.alone  # a publish may take 10 s at most, and 512 MB need most of that while others use the processors
 def test_the_largest_message_arrives(cluster: StoredCluster) -> None:
     """And the next one behind it, which was published meanwhile."""
 
@@ -48,6 +49,7 @@ def test_the_largest_message_arrives(cluster: StoredCluster) -> None:
     asyncio.run(test())
 
 
+@pytest.mark.alone  # a publish may take 10 s at most, and 512 MB need most of that while others use the processors
 def test_the_largest_message_arrives_synchronously(cluster: StoredCluster) -> None:
     with dynamoth_client.from_url(cluster.url) as client, client.pubsub() as pubsub:
         confirmed(pubsub, "c")
