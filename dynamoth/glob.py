@@ -1,6 +1,6 @@
-"""Redis' own glob patterns, as ``stringmatchlen`` of its ``util.c`` understands them, and what is made of them here.
+"""Redis' own glob patterns, as ``stringmatchlen`` of its ``util.c`` understands them.
 
-``*`` any bytes, ``?`` one byte, ``[abc]``, ``[a-z]``, ``[^a]`` one of a class, backslash the next byte as it is. Where
+``*`` any bytes, ``?`` one byte, ``[abc]``, ``[a-z]``, ``[^a]`` one of a class, backslash the next byte literally. Where
 Redis surprises, so does this: a pattern of stars does not match the empty name, ``]`` always ends a class, one that is
 not closed ends with the pattern, and ranges compare signed bytes (as on x86).
 """
@@ -21,7 +21,7 @@ _Token = frozenset[int] | None
 _Tokens = tuple[_Token, ...]
 
 SPLIT_MAX = 256
-"""Patterns that one is split into at most; one that would need more (many stars, as in ``*?*?*?*``) is not split."""
+"""Most patterns that one is split into; one that would need more (many stars, as in ``*?*?*?*``) is not split."""
 
 
 def compile_glob(pattern: bytes) -> re.Pattern[bytes]:
@@ -30,12 +30,12 @@ def compile_glob(pattern: bytes) -> re.Pattern[bytes]:
 
 
 def physical_patterns(pattern: bytes) -> tuple[bytes, ...]:
-    """Return the patterns to subscribe to at each server so that everything that ``pattern`` matches is seen.
+    """Return the patterns to subscribe to at each server so that every name that ``pattern`` matches is seen.
 
-    The last one is for replicated channels. The others match the names that
-    ``pattern`` matches apart from those under the reserved prefix: else the subscriber would be sent, and would be
-    counted as a receiver of, what agents and clients say to each other; who sends a control message learns from the
-    count whether anybody was there to hear it. A name may match several of these.
+    The last one is for replicated channels. The others match the names that ``pattern`` matches apart from those under
+    the reserved prefix. Otherwise the subscriber would get, and would count as a receiver of, the messages between
+    agents and clients; senders of control messages learn from the count whether anybody received them. A name may match
+    several of these.
     """
     tokens = _parse(pattern)
     split = list(islice(_outside(tokens, RESERVED_PREFIX), SPLIT_MAX + 1))
@@ -175,7 +175,7 @@ def _escaped(members: frozenset[int]) -> bytes:
 
 
 def _outside(tokens: _Tokens, prefix: bytes) -> Iterator[_Tokens]:
-    """Go through patterns that match, together, what ``tokens`` match and what does not begin with ``prefix``."""
+    """Yield patterns that together match the names that ``tokens`` match and that do not begin with ``prefix``."""
     if not prefix:
         return
     if not tokens:

@@ -185,7 +185,7 @@ def _judge_limit(value: str) -> str:
     if not limits or min(limits) >= PUBSUB_HARD_BYTES_MIN:
         return ""
     return (
-        f"client-output-buffer-limit pubsub is {hard} {soft}: Redis disconnects an agent that falls so many bytes"
+        f"client-output-buffer-limit pubsub is {hard} {soft}: Redis disconnects an agent that falls that many bytes"
         f" behind, which a burst does within a second; set {LIMIT_WANTED}"
     )
 

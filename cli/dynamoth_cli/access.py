@@ -1,9 +1,9 @@
-"""How a command reaches a cluster: which servers, and the credentials and TLS of its connections.
+"""The access of a command to a cluster: which servers, and the credentials and TLS of its connections.
 
-The commands of operators take the settings of the daemons (section ``[link]``, and the servers of ``[cluster]``) from
-the same file and environment variables. ``--url`` names the cluster where there is no such file. A password comes from
-the environment, the file, ``--password-file`` or ``DYNAMOTH_URL``: it need not be on a command line, where every user
-of the machine can read it.
+Commands of operators take the settings of the daemons (section ``[link]``, and the servers of ``[cluster]``) from the
+same file and environment variables. ``--url`` names the cluster where there is no such file. A password comes from the
+environment, the file, ``--password-file`` or ``DYNAMOTH_URL``: it need not be on a command line, where every user of
+the machine can read it.
 """
 
 from __future__ import annotations

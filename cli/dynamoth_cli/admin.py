@@ -1,11 +1,11 @@
-"""Speaking with a running cluster: what its servers store, and what its balancer answers.
+"""Reads the plan of a running cluster from its servers, and sends requests to its balancer.
 
 Theory of operation
 -------------------
-A request goes to the balancer through any server: it is published on the operators' channel there, and the answer
-comes to an inbox of the request's own, at the same server. So the inbox is subscribed first. A request that is not
-answered is sent again with the same number, over a new connection if need be: the balancer answers a repeated one
-alike, and one that was restarted in between gets it too.
+A request goes to the balancer through any server: it is published on the operators' channel there, and the answer comes
+to an inbox of the request's own, at the same server. So the inbox is subscribed first. An unanswered request is sent
+again with the same number, over a new connection if necessary: the balancer answers a repeated one alike, and a
+balancer that was restarted in between gets it, too.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class AdminMachine:
         self.fault: str | None = None
 
     def handle(self, event: Any, now: float) -> list[Any]:
-        """Take one event; return the actions to execute, in order."""
+        """Handle one event; return the actions to execute, in order."""
         match event:
             case Start():
                 return [Connect("server", self._url)]
@@ -162,7 +162,7 @@ async def ask_balancer(
     link: LinkOptions = _DEFAULTS,
     preferred: Callable[[Mapping[str, Any]], bool] = lambda _: True,
 ) -> Mapping[str, Any]:
-    """Have the balancer carry out a request; return its result.
+    """Send a request to the balancer; return its result.
 
     Args:
         cluster: its servers.

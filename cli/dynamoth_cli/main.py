@@ -30,7 +30,7 @@ class CommandModule(Protocol):
         ...
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Do it. Returns the exit code."""
+        """Execute the command. Returns the exit code."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Numbers on the command line, with an error that says what is wrong with the text; and in what it prints."""
+"""Parses numbers of the command line, with errors that show the text, and formats numbers for people."""
 
 from __future__ import annotations
 

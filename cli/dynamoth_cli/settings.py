@@ -1,4 +1,4 @@
-"""From flags, environment and TOML file to a configuration: for the commands that are daemons."""
+"""Loads the configuration of a command from its flags, the environment and the TOML file."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def load_settings(arguments: argparse.Namespace, environment: Mapping[str, str] 
 
 
 def answer_questions(arguments: argparse.Namespace, loaded: LoadedConfig) -> bool:
-    """Do what ``--print-config`` and ``--check`` ask for. Returns whether one of them was asked for."""
+    """Answer ``--print-config`` and ``--check``. Returns whether one of them was given."""
     if arguments.print_config:
         sys.stdout.write(format_config(loaded, arguments.sections))
     elif arguments.check:

@@ -1,1 +1,1 @@
-"""What the daemons share: their event loop, signals, logs and HTTP."""
+"""The shared parts of the daemons: process, HTTP, logs, metrics, event loop and exit codes."""

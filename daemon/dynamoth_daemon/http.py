@@ -1,7 +1,7 @@
-"""The small HTTP server of the daemons: /metrics, /healthz and /readyz, for those who watch over them.
+"""The small HTTP server of the daemons, for monitoring: /metrics, /healthz and /readyz.
 
 One request per connection, GET and HEAD only, no body. Size and time of a request and the number of connections are
-bounded, so that whoever reaches the port cannot hold up the daemon.
+bounded, so that nobody who reaches the port can hold up the daemon.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger("dynamoth.http")
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """What a path answers."""
+    """The answer of a path."""
 
     status: HTTPStatus
     body: bytes

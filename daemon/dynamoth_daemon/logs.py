@@ -27,11 +27,11 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 REPEAT_INTERVAL_S = 30.0
 BURST = 3
-"""So many entries of one kind are written at once; more within the interval are counted. With fewer, the log of a
+"""This many entries of one kind are written at once; more within the interval are counted. With fewer, the log of a
 connection that was lost twice would end with the wrong state."""
 
 KINDS_MAX = 1000
-"""Bound of the kinds that are remembered; the one that began longest ago is forgotten first."""
+"""Bound of the remembered kinds; the oldest is forgotten first."""
 
 IDENTITY_FIELDS = ("server", "link", "channel", "subject", "kind")
 """Entries that differ in one of these are of different kinds; other fields, and numbers in the text, do not count."""
@@ -43,9 +43,9 @@ class DaemonLog:
     """Writes the entries of a daemon, all in one form.
 
     Args:
-        logger: where to.
-        plan_version: returns the version of the plan that the daemon acts upon, None while it knows none.
-        fields: what every entry has besides: the server of an agent.
+        logger: the destination.
+        plan_version: returns the version of the plan that the daemon acts on, None while it has none.
+        fields: fields of every entry: the server of an agent.
 
     """
 
@@ -234,7 +234,7 @@ def _extra(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _flat(fields: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Go through fields; those of a mapping get its name as prefix."""
+    """Yield fields; those of a mapping get its name as prefix."""
     for name, value in fields.items():
         key = f"{prefix}{_readable(name)}"
         if isinstance(value, Mapping):

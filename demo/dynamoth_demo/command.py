@@ -64,7 +64,7 @@ CROWDING_RATIO_MAX = 0.25
 """So long, but at most for this share of the whole time, the balancer is paused: one shall see what it has to mend."""
 
 START_DELAY_S = 0.3
-"""Players begin this long after they are told to, so that all workers begin at the same time."""
+"""Players begin this long after the command to begin, so that all workers begin at the same time."""
 
 EVENTS_MAX = 10_000
 """Bound of events that wait to be looked at; workers wait then."""
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class _Worker:
-    """A worker's process, and what it has told."""
+    """A worker's process, and its events."""
 
     child: Child
     state: WorkerState
@@ -181,7 +181,7 @@ class Demo:
         state.stage = "done"
 
     def _hold_festival(self, festival: Festival, at: float) -> None:
-        """Let the performers play. The balancer is paused at first: it shall be seen what it has to mend."""
+        """Start the performers, with the balancer paused at first, so that the overload is seen."""
         self._cluster.ask_balancer("pause")
         self._until("a festival begins, the balancer is paused", at, at + festival.begins_s + festival.gathers_s)
         self._cluster.ask_balancer("resume")
@@ -190,7 +190,7 @@ class Demo:
     # Going on.
 
     def _until(self, stage: str, at: float, end: float) -> None:
-        """Let the players, who began at one time, play until another."""
+        """Wait while the players play, from one time until another."""
         self._state.stage = stage
         while (now := time.monotonic()) < end:
             self._state.elapsed_s = max(0.0, now - at)
@@ -206,7 +206,7 @@ class Demo:
             self._look(UPDATE_INTERVAL_S)
 
     def _look(self, duration_s: float) -> None:
-        """Take what has come, show it, and make sure that everybody is alive."""
+        """Handle new events, show them, and make sure that all processes are alive."""
         end = time.monotonic() + duration_s
         while (left_s := end - time.monotonic()) > 0:
             try:
@@ -256,7 +256,7 @@ class Demo:
             _write_line(worker.child, {"order": order, **fields})
 
     def _listen(self, worker: _Worker) -> None:
-        """Take the events of one worker, in a thread, until it closes its stdout."""
+        """Read the events of one worker, in a thread, until it closes its stdout."""
         try:
             for line in worker.child.stdout:
                 event: dict[str, Any] = json.loads(line)
@@ -321,7 +321,7 @@ def _world_as_json(scene: Scene) -> dict[str, Any]:
 
 
 def _write_line(child: Child, fields: dict[str, Any]) -> None:
-    """Tell a worker something. One that has ended is noticed by the next look."""
+    """Send a command to a worker. One that has ended is noticed by the next look."""
     try:
         child.stdin.write(json.dumps(fields).encode() + b"\n")
         child.stdin.flush()
@@ -330,7 +330,7 @@ def _write_line(child: Child, fields: dict[str, Any]) -> None:
 
 
 def _raise(error: Exception) -> None:
-    """Let a fault of another thread end the demo."""
+    """Raise a fault of another thread, which ends the demo."""
     raise error
 
 

@@ -1,6 +1,6 @@
 """The festival of the demo: one channel that for a while is too much for any single server.
 
-Some dozens of performers publish as fast as it takes, and nobody but the auditors listens: many publications, few
+Some dozens of performers publish as fast as they can, and nobody but the auditors listens: many publications, few
 subscribers. So the balancer spreads the channel over several servers at all of which the auditors then listen
 (all-subscribers, Algorithm 1 of the paper), and folds it back when the festival is over.
 
@@ -31,8 +31,8 @@ LOAD_RATIO_MIN = 0.4
 class Festival:
     """When, where and how much. All times are from the moment at which the players begin.
 
-    ``name``: of the channel. ``replicas``: over so many servers it shall be spread. ``messages_per_s``: of all
-    ``performers`` together. ``gathers_s``: so long after the begin the balancer is paused.
+    ``name``: of the channel. ``replicas``: how many servers it shall get. ``messages_per_s``: of all
+    ``performers`` together. ``gathers_s``: time after the begin for which the balancer is paused.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Performer:
         number: names it; nobody else in the demo has it.
         index: which of the performers it is, from 0: they take turns.
         festival: what it takes part in.
-        start_s: when the players began, in the time that :meth:`step` is told.
+        start_s: when the players began, in the time of :meth:`step`.
 
     """
 

@@ -32,7 +32,7 @@ AUDITED = ("lost", "covered_losses", "duplicated", "reordered", "gaps")
 
 @dataclass(slots=True)
 class WorkerState:
-    """What one worker has told."""
+    """The events of one worker, summed up."""
 
     role: str
     ready: bool = False
@@ -54,7 +54,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class HotChannel:
-    """A channel that is, or may come to be, at several servers, and where clients are told that it is."""
+    """A channel that is, or may come to be, at several servers, and where clients look for it."""
 
     name: str
     mode: str
@@ -101,7 +101,7 @@ class DemoState:
         self.folded_back = 0
         #: The most servers that a channel had at once.
         self.replicas_max = 1
-        #: What the balancer told last, and why it does not answer.
+        #: The latest status of the balancer, and why it does not answer.
         self.balancer: Mapping[str, Any] | None = None
         self.balancer_problem: str | None = None
         #: The number of the latest decision that was taken.
@@ -117,7 +117,7 @@ class DemoState:
     # What comes in.
 
     def take_event(self, worker: WorkerState, event: dict[str, Any]) -> None:
-        """Take an event of a worker."""
+        """Handle an event of a worker."""
         kind = event.pop("event")
         if kind == "ready":
             worker.ready = True
@@ -133,7 +133,7 @@ class DemoState:
             worker.result = event
 
     def take_plan(self, plan: Plan) -> None:
-        """Take the plan that a server stores."""
+        """Handle the plan that a server stores."""
         self.plan = plan
         for channel, entry in plan.entries.items():
             for route in reversed(entry.live_routes):
@@ -154,7 +154,7 @@ class DemoState:
         self.replicas_max = max(self.replicas_max, len(route.assignment.servers))
 
     def take_balancer(self, status: Mapping[str, Any]) -> None:
-        """Take the status of the balancer."""
+        """Handle the status of the balancer."""
         self.balancer, self.balancer_problem = status, None
         self.load_ratios = {id_: server["load_ratio"] for id_, server in status["servers"].items()}
         known = [ratio for ratio in self.load_ratios.values() if ratio is not None]
@@ -165,7 +165,7 @@ class DemoState:
             self._take_decision(decision)
 
     def take_problem(self, problem: str) -> None:
-        """Take the reason why plan or balancer do not answer."""
+        """Record why plan or balancer do not answer."""
         self.balancer_problem = problem
 
     def sample(self, now: float) -> None:
@@ -178,17 +178,17 @@ class DemoState:
             self._samples.popleft()
 
     def _take_decision(self, decision: Mapping[str, Any]) -> None:
-        if decision["number"] <= self._decision_seen:  # told anew each time
+        if decision["number"] <= self._decision_seen:  # each status repeats it
             return
         self._decision_seen = decision["number"]
         time = f"{max(0, round(self.elapsed_s - decision['age_s'])):3d} s"
         moves = decision["first_moves"]
-        told = [move for move in moves if _replicates(move)]
-        told += [move for move in moves if not _replicates(move)][:MOVES_TOLD_MAX]
-        for move in told:
+        shown = [move for move in moves if _replicates(move)]
+        shown += [move for move in moves if not _replicates(move)][:MOVES_TOLD_MAX]
+        for move in shown:
             self._tell(f"{time}  {channel_name(move['channel'])}  {_describe_move(move)}")
-        if decision["moves"] > len(told):
-            self._tell(f"{time}  and {decision['moves'] - len(told)} more moves")
+        if decision["moves"] > len(shown):
+            self._tell(f"{time}  and {decision['moves'] - len(shown)} more moves")
         for finding in decision["findings"]:
             self._tell(f"{time}  {finding['server']} at {finding['load_ratio']:.2f}: {finding['reason']}")
 

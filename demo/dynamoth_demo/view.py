@@ -41,7 +41,7 @@ class View:
         self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
         #: What the latest line of progress was about.
         self._said: tuple[str, int] | None = None
-        #: How many news have been told in lines.
+        #: How many news have been printed.
         self._news_told = 0
 
     def __enter__(self) -> View:
@@ -93,7 +93,7 @@ def _servers(state: DemoState) -> Table:
     tiles = state.channels_at()
     for id_ in state.servers:
         ratio = state.load_ratios.get(id_)
-        told: Mapping[str, Any] = state.balancer["servers"].get(id_, {}) if state.balancer else {}
+        figures: Mapping[str, Any] = state.balancer["servers"].get(id_, {}) if state.balancer else {}
         colour = _colour(ratio)
         shown = min(ratio or 0.0, BAR_LOAD_RATIO_MAX)
         bar = ProgressBar(BAR_LOAD_RATIO_MAX, shown, BAR_WIDTH, complete_style=colour, finished_style=colour)
@@ -102,8 +102,8 @@ def _servers(state: DemoState) -> Table:
             Text("-" if ratio is None else f"{ratio:.2f}", colour),
             bar,
             str(tiles[id_]),
-            f"{told.get('messages_per_s', 0):,.0f}",
-            f"{told.get('outgoing_bytes_per_s', 0) / 1e6:.2f}",
+            f"{figures.get('messages_per_s', 0):,.0f}",
+            f"{figures.get('outgoing_bytes_per_s', 0) / 1e6:.2f}",
         )
     return table
 

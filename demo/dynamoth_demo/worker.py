@@ -13,8 +13,8 @@ the worker is (:class:`WorkerOptions`). Then, for each order, there is an answer
 ends.
 
 Each of them is a client of its own, with its own connections. *Auditors* listen on every tile, and on the channel of
-the festival, from before the first update to the end, so everything that anybody publishes is owed to them. *Players*
-come and go, which is harder to do right while channels move: an update is owed to each player of the same process whose
+the festival, from before the first update to the end, so they must get everything that anybody publishes. *Players*
+come and go, which is harder to do right while channels move: an update must reach each player of the same process whose
 subscription was confirmed before it was published. Both are judged by the checker that the simulator uses
 (``dynamoth_sim.guarantees``). *Performers* only publish.
 """
@@ -50,22 +50,22 @@ LINE_BYTES_MAX = 64 * 1024 * 1024
 
 ARRIVAL_POLL_S = 0.1
 ARRIVAL_TIMEOUT_S = 15.0
-"""What has not arrived so long after the last update was published is lost."""
+"""An update that has not arrived this long after the last one was published is lost."""
 
 JOIN_DURATION_S = 2.0
-"""The players join one after the other over this time, lest all connect at once."""
+"""The players join one after the other over this time, so that not all connect at once."""
 
 CONFIRM_TIMEOUT_S = 30.0
 
 ERRORS_MAX = 100
-"""A worker gives up after so many failed calls of its clients. One is enough for an unclean audit."""
+"""A worker gives up after this many failed calls of its clients. One is enough for an unclean audit."""
 
 STORIES_MAX = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """What a worker is told first. ``first`` and ``count`` say which numbers its players, auditors or performers have.
+    """The first command of a worker. ``first`` and ``count`` number its players, auditors or performers.
 
     ``world`` and ``festival`` are the fields of ``GameWorld`` and ``Festival``; None where there is no festival.
     """
@@ -125,7 +125,7 @@ class Worker(ABC):
 
     @abstractmethod
     def owe(self, published: list[tuple[int, str, int]]) -> None:
-        """Take what everybody has published in the end."""
+        """Record the final number of each publisher's messages."""
 
     def stats(self) -> dict[str, Any]:
         """Return what has come since the last time (latencies), and since the beginning (all else)."""
@@ -138,7 +138,7 @@ class Worker(ABC):
         }
 
     async def finish(self) -> dict[str, Any]:
-        """Wait until everything that is owed has arrived, for a bounded time; judge."""
+        """Wait, for a bounded time, until every expected update has arrived; judge."""
         for _ in range(round(self.options.arrival_timeout_s / ARRIVAL_POLL_S)):
             if self._is_complete():
                 break
@@ -156,7 +156,7 @@ class Worker(ABC):
         return rehearsal.violations_count == self.audit.violations_count
 
     async def read(self, subscriber: int, pubsub: PubSub) -> None:
-        """Take the messages of one subscriber, for ever."""
+        """Handle the messages of one subscriber, without end."""
         while True:
             try:
                 message = await pubsub.get_message(timeout=None)
@@ -175,14 +175,14 @@ class Worker(ABC):
                 self.audit.ended(subscriber, channel, now)
 
     def take(self, subscriber: int, channel: bytes, payload: bytes, now: float) -> None:
-        """Take one message."""
+        """Handle one message."""
         update = read_update(payload)
         self.delivered += 1
         self.latencies.add(time.monotonic_ns() - update.sent_ns)
         self.judge(subscriber, channel, update.player, update.sequence, now)
 
     def confirmed(self, subscriber: int, channel: bytes, now: float) -> None:
-        """Take the confirmation of a subscription."""
+        """Handle the confirmation of a subscription."""
         self.audit.confirmed(subscriber, channel, now)
 
     @abstractmethod
@@ -203,7 +203,7 @@ class Worker(ABC):
             self.audit.publish_ended(*what, time.monotonic())
 
     def gap(self, subscriber: int, gap: GapInfo) -> None:
-        """Take a gap event. The audit knows publishers by their player's number, not by their client's id."""
+        """Handle a gap event. The audit knows publishers by their player's number, not by their client's id."""
         channel = gap.channel if isinstance(gap.channel, bytes) else gap.channel.encode()
         self.audit.gap(subscriber, channel, None, None, time.monotonic())
         self.tell_story(f"subscriber {subscriber}: gap on {channel!r}: {gap.reason}")
@@ -257,17 +257,17 @@ class Auditors(Worker):
             raise ClusterUnavailable(f"{text}: see the logs of the agents and the balancer") from error
 
     def confirmed(self, subscriber: int, channel: bytes, now: float) -> None:
-        """Take the confirmation of a subscription."""
+        """Handle the confirmation of a subscription."""
         super().confirmed(subscriber, channel, now)
         self._awaited.discard((subscriber, channel))
         if not self._awaited:
             self._all_confirmed.set()
 
     def start(self, at: float) -> None:
-        """Go on listening."""
+        """Keep listening."""
 
     async def stop(self) -> dict[str, Any]:
-        """Go on listening."""
+        """Keep listening."""
         return {}
 
     def owe(self, published: list[tuple[int, str, int]]) -> None:
@@ -276,7 +276,7 @@ class Auditors(Worker):
             self.audit.published_upto(player, channel.encode(), sequence)
 
     def judge(self, subscriber: int, channel: bytes, player: int, sequence: int, now: float) -> None:
-        """Every update is owed."""
+        """Every update is expected."""
         self.audit.delivered(subscriber, channel, player, sequence, now)
 
 
@@ -292,7 +292,7 @@ class Publishers(Worker):
         self._stopped = asyncio.Event()
 
     def begin(self, publishing: Coroutine[Any, Any, None]) -> None:
-        """Let one publisher publish, until it ends or is stopped."""
+        """Publish for one publisher until it ends or is stopped."""
         self._publishing += 1
         self.spawn(self._until_end(publishing))
 
@@ -303,7 +303,7 @@ class Publishers(Worker):
             self._stopped.set()
 
     async def stop(self) -> dict[str, Any]:
-        """Let every publisher finish its present message."""
+        """Wait until every publisher has finished its present message."""
         self._stopping.set()
         if self._publishing:
             await self._stopped.wait()
@@ -321,7 +321,7 @@ class Publishers(Worker):
         return self._stopping.is_set()
 
     def owe(self, published: list[tuple[int, str, int]]) -> None:
-        """Our own messages have been told to the audit when they were published."""
+        """Ignore our own messages: the audit knows them since they were published."""
 
     def judge(self, subscriber: int, channel: bytes, player: int, sequence: int, now: float) -> None:
         """Only of the publishers of this process do we know what was published before what."""
@@ -344,7 +344,7 @@ class Players(Publishers):
             self._clients[number] = client, await clients.enter_async_context(self.pubsub(number, client))
 
     def start(self, at: float) -> None:
-        """Let the players join, one after the other."""
+        """Make the players join, one after the other."""
         for index, number in enumerate(self.numbers):
             start_s = at + JOIN_DURATION_S * index / self.options.count
             random = Random(f"{self.options.seed}:{number}")
@@ -396,7 +396,7 @@ class Performers(Publishers):
             self._clients.append(await clients.enter_async_context(Redis.from_url(self.options.url)))
 
     def start(self, at: float) -> None:
-        """Let the performers wait for the festival."""
+        """Make the performers wait for the festival."""
         assert self.festival is not None, "there are performers where there is a festival"
         for index, (number, client) in enumerate(zip(self.numbers, self._clients, strict=True)):
             performer = Performer(number, index, self.festival, start_s=at)

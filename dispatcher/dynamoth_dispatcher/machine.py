@@ -290,7 +290,7 @@ class DispatcherMachine:
         return self._notices.change_of_rules(plan) if plan.compatibility.version else []
 
     def _catch_up(self, now: float) -> list[DispatcherAction]:
-        """Tell clients of messages that were not observed, then handle those that waited for the plan."""
+        """Report messages that were not observed to clients, then handle those that waited for the plan."""
         actions = self._report_blindness() if self._blind else []
         while self._backlog:
             actions += self._observed(*self._backlog.take(), now)
@@ -520,7 +520,7 @@ class DispatcherMachine:
         return [*actions, *self.transitions.poll(polls)]
 
     def _report_vacated(self, channels: tuple[tuple[bytes, int], ...]) -> list[DispatcherAction]:
-        """Tell the balancer that nobody listens any more at the old locations of channels here."""
+        """Report to the balancer that nobody listens any more at the old locations of channels here."""
         if not channels:
             return []
         message = pack_control(Vacated(self.server, channels, self.incarnation))

@@ -32,7 +32,7 @@ class Transition:
     poll_at: float
     #: Whether the first notice was sent: with a publication, or when it was due.
     is_noticed: bool = False
-    #: When the balancer was last told that the old locations here are vacated.
+    #: When the old locations here were last reported as vacated.
     vacated_at: float = float("-inf")
 
 

@@ -1,4 +1,4 @@
-"""A table that whoever fills it cannot make large: bounded in entries and in bytes, the oldest give way."""
+"""A table that stays small however much others put into it: bounded in entries and in bytes, the oldest are evicted."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 ENTRY_BYTES = 200
-"""About what an entry takes besides its name: the slot of the table, a tuple, a few numbers."""
+"""Approximate memory of an entry besides its name: the slot of the table, a tuple, a few numbers."""
 
 CHECKED_MAX = 1000
 """``check`` of a machine runs after each event of tests and simulations: it leaves out tables with more entries."""
 
 
 def _nothing(key: object, value: object) -> None:
-    """Do nothing about an entry that has given way."""
+    """Ignore an evicted entry."""
 
 
 class BoundedTable(Generic[K, V]):
-    """A mapping in which the entry that was put the longest ago gives way to new ones.
+    """A mapping that evicts the entries with the oldest ``put``.
 
     Args:
-        entries_max: entries at most.
-        bytes_max: bytes at most, as ``size`` counts them. An entry that is larger by itself is not kept.
-        size: the bytes of an entry, about.
-        on_evicted: called with each entry that gives way.
+        entries_max: most entries.
+        bytes_max: most bytes, as ``size`` counts them. A larger entry is not kept.
+        size: the approximate bytes of an entry.
+        on_evicted: called with each evicted entry.
 
     """
 
@@ -44,11 +44,11 @@ class BoundedTable(Generic[K, V]):
         self._sizes_max = bytes_max
         self._size = size
         self._on_evicted = on_evicted
-        #: The value and the size of each entry, by key; the one that was put last comes last.
+        #: The value and the size of each entry, by key; the latest ``put`` comes last.
         self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
         #: Sum of the sizes.
         self.size_bytes = 0
-        #: How many entries have given way.
+        #: How many entries were evicted.
         self.evicted = 0
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class BoundedTable(Generic[K, V]):
         return key in self._entries
 
     def __iter__(self) -> Iterator[K]:
-        """Go through the keys, the one that was put the longest ago first."""
+        """Yield the keys, the oldest ``put`` first."""
         return iter(self._entries)
 
     def get(self, key: K) -> V | None:
@@ -69,7 +69,7 @@ class BoundedTable(Generic[K, V]):
         return None if entry is None else entry[0]
 
     def put(self, key: K, value: V) -> None:
-        """Set the value of an entry, as the newest one, and let the oldest give way as far as need be."""
+        """Set the value of an entry, as the newest one, and evict the oldest until the bounds hold."""
         self.pop(key)
         size = self._size(key, value)
         self._entries[key] = value, size

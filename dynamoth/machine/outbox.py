@@ -21,9 +21,9 @@ Command = Sequence[bytes | str]
 """Its last part is the one that may be large."""
 
 UNDER_WAY_BYTES_MAX = 64 * 1024 * 1024
-"""Past so many unanswered bytes no more are sent until half of them are answered. More than a fast network holds, and
-so little that a link that bounds what waits to be written (256 MiB) does not end for it. A larger command goes too,
-when its turn has come."""
+"""With more unanswered bytes than this, nothing is sent until half of them are answered. More than a fast network
+holds, and little enough that a link does not end for it, which bounds its unwritten bytes (256 MiB). A larger command
+is sent, too, when its turn has come."""
 
 _last_part = itemgetter(-1)
 
@@ -62,7 +62,7 @@ class Outbox:
         self._count = 0
         #: How many of them, from the oldest, were sent over the present connection.
         self._sent = 0
-        #: Their bytes while something is held; else at least that, as what is answered stays counted until it matters.
+        #: Bytes in flight: exact while ``held``, otherwise an upper bound (answered bytes are subtracted lazily).
         self._sent_bytes = 0
         self._up = False
         #: Whether the link is up, and the rest waits because too many bytes are unanswered.

@@ -1,12 +1,12 @@
 """Compatibility rules: channels that plain Redis clients share with clients of Dynamoth, by pattern.
 
-A rule says of the channels that match its pattern and that the plan does not name: they are at one ``server``, the one
-that plain clients know, instead of where the ring puts them. And, if it is ``plain``, of all channels that match: their
-payloads carry no envelope, so that everybody can read them, and the balancer leaves them at that server. Of several
-rules that match, the first one holds.
+A rule gives the channels that match its pattern, and that the plan does not name, a home: the ``server`` that plain
+clients know, instead of the one that the ring gives. If it is ``plain``, the payloads of all matching channels carry no
+envelope, so that everybody can read them, and the balancer leaves these channels at that server. Of several rules that
+match, the first one holds.
 
-So place and format are two things. A fleet begins with plain rules; when all of its clients are upgraded, ``plain`` is
-taken away, and nothing changes its place by that. The balancer moves the channels later, one by one.
+So place and format are two things. A fleet begins with plain rules. When all of its clients are upgraded, ``plain`` is
+taken away, and no channel moves by that. The balancer moves the channels later, one by one.
 
 Channels under the reserved prefix, which sharded channels are, match no rule.
 """
@@ -33,14 +33,14 @@ _SPECIAL = frozenset(b"*?[\\")
 
 @dataclass(frozen=True, slots=True)
 class CompatibilityRule:
-    """Channels that match ``pattern`` are at home at ``server``; and with ``plain`` they have no envelopes."""
+    """Gives the channels that match ``pattern`` their home at ``server``; with ``plain``, they have no envelopes."""
 
     pattern: bytes
     server: str
     plain: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what no plan can carry."""
+        """Refuse a rule that no plan can carry."""
         if not 0 < len(self.pattern) <= PATTERN_BYTES_MAX:
             raise PlanError(f"the pattern of a compatibility rule has 1 to {PATTERN_BYTES_MAX} bytes")
         if not self.server:
@@ -54,7 +54,7 @@ class CompatibilityRule:
 
 @dataclass(frozen=True)
 class Compatibility:
-    """The rules of a plan, in the order in which they are looked at, since plan version ``version``; 0: from its birth.
+    """The rules of a plan, in the order of their priority, since plan version ``version``; 0: from its beginning.
 
     Raises:
         PlanError: there are too many rules, or two with the same pattern.
@@ -65,7 +65,7 @@ class Compatibility:
     rules: tuple[CompatibilityRule, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what no plan can carry."""
+        """Refuse rules that no plan can carry."""
         if len(self.rules) > RULES_MAX:
             raise PlanError(f"a plan has at most {RULES_MAX} compatibility rules, not {len(self.rules)}")
         if len({rule.pattern for rule in self.rules}) != len(self.rules):
@@ -97,10 +97,10 @@ NO_COMPATIBILITY = Compatibility()
 
 
 def proves(rules: Iterable[CompatibilityRule], base: tuple[str, ...], pattern: bytes, server: str) -> bool:
-    """Tell whether all channels that match ``pattern`` surely have their home at ``server``.
+    """Return whether all channels that match ``pattern`` surely have their home at ``server``.
 
-    ``rules`` hold, and else the ring over ``base``. False where that depends on the channel, and where it cannot be
-    told from the patterns alone.
+    ``rules`` hold, and where none matches the ring over ``base``. False where the answer depends on the channel, or
+    does not follow from the patterns alone.
     """
     for rule in rules:
         if rule.server != server:
@@ -113,7 +113,7 @@ def proves(rules: Iterable[CompatibilityRule], base: tuple[str, ...], pattern: b
 def homes(
     rules: tuple[CompatibilityRule, ...], base: tuple[str, ...], named: Iterable[bytes] = ()
 ) -> list[tuple[bytes, str]]:
-    """Return what the rules say of homes, without those that change none: equal lists give equal homes.
+    """Return the homes that the rules give, without rules that change none: equal lists give equal homes.
 
     ``named`` are channels that the plan names: their home does not matter.
     """

@@ -1,13 +1,13 @@
-"""The plan: which servers carry which channel, and what is changing.
+"""The plan: which servers carry which channel, and which changes are in progress.
 
-A plan is immutable and versioned. It names only the channels whose assignment differs from the ring, or ever did:
-an entry stays when its channel moves back home, so that epochs never go back.
+A plan is immutable and versioned. It names only the channels whose assignment differs from the ring, or ever did: an
+entry stays when its channel moves back home, so that epochs never go back.
 
 An entry goes through three phases, each step in a plan version of its own::
 
     PREPARED   the dispatchers of old and new servers forward in both directions; clients still follow the old route
-    ACTIVE     clients are told of the new route; dispatchers forward until nobody listens on an old one
-    SETTLED    nobody listens on an old route; stale publishers are still redirected, for ever
+    ACTIVE     clients learn the new route; dispatchers forward until nobody listens on an old one
+    SETTLED    nobody listens on an old route; stale publishers are still redirected, without end
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ EPOCH_MAX = 2**32 - 1
 """Epochs and versions have 32 bits."""
 
 JOIN_S = 10.0
-"""A server that was not in use carries no channel for so long after the plan has listed it. Whoever listens at every
-server, for patterns, gets there meanwhile."""
+"""A server that was not in use carries no channel for this time after the plan has listed it. Clients that listen at
+every server, for patterns, get there meanwhile."""
 
 
 class Mode(enum.IntEnum):
@@ -64,7 +64,7 @@ class Assignment:
     servers: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        """Refuse what no plan can mean."""
+        """Refuse an assignment that no plan can have."""
         if not self.servers:
             raise PlanError("an assignment needs at least one server")
         if len(set(self.servers)) != len(self.servers):
@@ -81,7 +81,7 @@ def single(server: str) -> Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a channel is found: a physical channel name at a server."""
+    """The place of a channel: a physical channel name at a server."""
 
     server: str
     physical: bytes
@@ -89,22 +89,22 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An assignment and the epoch since which it holds: what a client follows."""
+    """An assignment and its epoch: clients follow it."""
 
     epoch: int
     assignment: Assignment
 
     def locations(self, channel: bytes) -> tuple[Location, ...]:
-        """Return where ``channel`` is found by those who follow this route."""
+        """Return the places of ``channel`` for those who follow this route."""
         mode = self.assignment.mode
         physical = channel if mode is Mode.SINGLE else replica_channel(channel, self.epoch)
         return tuple(Location(server, physical) for server in self.assignment.servers)
 
     def published_at(self, publisher: int, channel: bytes) -> tuple[Location, ...]:
-        """Return where a publisher, or any forwarder for it, sends a message: all of ALL_PUBLISHERS, else one.
+        """Return where a publisher, or a forwarder for it, sends a message: all locations of ALL_PUBLISHERS, else one.
 
-        Under ALL_SUBSCRIBERS the one is the same for a publisher as long as the epoch lasts: another for each message
-        would break the order (G3).
+        Under ALL_SUBSCRIBERS a publisher uses the same one for the whole epoch: another for each message would break
+        the order (G3, docs/guarantees.md).
         """
         locations = self.locations(channel)
         if self.assignment.mode is Mode.ALL_SUBSCRIBERS:
@@ -112,7 +112,7 @@ class Route:
         return locations
 
     def listened_at(self, subscriber: int, channel: bytes) -> tuple[Location, ...]:
-        """Return where a subscriber listens: one of ALL_PUBLISHERS, the same as long as the epoch lasts, else all."""
+        """Return where a subscriber listens: one location of ALL_PUBLISHERS, the same for the whole epoch, else all."""
         locations = self.locations(channel)
         if self.assignment.mode is Mode.ALL_PUBLISHERS:
             return (locations[(subscriber ^ self.epoch) % len(locations)],)
@@ -121,7 +121,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a plan says of one channel.
+    """The state of one channel in a plan.
 
     ``route`` is the newest; ``previous`` holds the older routes, oldest first, that some subscriber may still follow.
     It is empty exactly when the entry is SETTLED.
@@ -134,7 +134,7 @@ class Entry:
     def __post_init__(self) -> None:
         """Refuse contradictions."""
         if (self.phase is Phase.SETTLED) != (not self.previous):
-            raise PlanError("an entry has previous routes exactly as long as it is not settled")
+            raise PlanError("an entry has previous routes exactly while it is not settled")
 
     @property
     def client_route(self) -> Route:
@@ -147,15 +147,15 @@ class Entry:
         return (self.route, *reversed(self.previous))
 
     def newer_than(self, other: Entry | None) -> bool:
-        """Tell whether this entry supersedes ``other``: by epoch, then by phase."""
+        """Return whether this entry supersedes ``other``: by epoch, then by phase."""
         return other is None or (self.route.epoch, self.phase) > (other.route.epoch, other.phase)
 
 
 def missing(channel: bytes, routes: Iterable[Route], reached: Set[Location], publisher: int) -> list[Location]:
     """Return where a message that has reached ``reached`` must still be forwarded, for followers of ``routes``.
 
-    For SINGLE its server; for ALL_SUBSCRIBERS any one of the servers, as every subscriber listens at all of them: the
-    one that its publisher uses or will use; for ALL_PUBLISHERS every one. Deterministic, without repetition.
+    For SINGLE its server. For ALL_SUBSCRIBERS any one of the servers, as every subscriber listens at all of them: the
+    one for its publisher. For ALL_PUBLISHERS every one. Deterministic, without repetition.
     """
     targets: dict[Location, None] = {}
     for route in routes:
@@ -170,7 +170,7 @@ def missing(channel: bytes, routes: Iterable[Route], reached: Set[Location], pub
 class Plan:
     """One version of the plan.
 
-    ``base`` are the ids of the servers of the ring; every one is in ``servers``. ``compatibility`` are the rules about
+    ``base`` are the ids of the servers of the ring; every one is in ``servers``. ``compatibility`` are the rules for
     channels that plain Redis clients use, too.
     """
 
@@ -216,7 +216,7 @@ class Plan:
 
     @cached_property
     def ring_mark(self) -> bytes:
-        """A few bytes that tell rings apart."""
+        """A few bytes that identify the ring."""
         return b"%08x" % zlib.crc32(repr((self.base, self.virtual_nodes)).encode())
 
     def home_route(self, channel: bytes) -> Route:
@@ -229,14 +229,14 @@ class Plan:
         return {server: Route(0, single(server)) for server in (*self.base, *self.compatibility.servers)}
 
     def entry(self, channel: bytes) -> Entry:
-        """Return what holds for ``channel``: its entry, or its home, settled, where the plan does not name it."""
+        """Return the entry of ``channel``, or its home, settled, where the plan does not name it."""
         return self.entries.get(channel) or Entry(self.home_route(channel), Phase.SETTLED)
 
     def with_entries(self, changed: Mapping[bytes, Entry], version: int | None = None) -> Plan:
-        """Return the next version (or ``version``), in which ``changed`` entries stand in the place of theirs.
+        """Return the next version (or ``version``) with the ``changed`` entries.
 
         Raises:
-            PlanError: when a route names a server that the plan does not list, or an epoch or phase would go back.
+            PlanError: a route names a server that the plan does not list, or an epoch or phase would go back.
 
         """
         for channel, entry in changed.items():
@@ -249,9 +249,9 @@ class Plan:
         return self._replaced(self.version + 1 if version is None else version, entries)
 
     def with_compatibility(self, rules: Iterable[CompatibilityRule]) -> Plan:
-        """Return the next version, with these compatibility rules.
+        """Return the next version, with these compatibility rules. Raises PlanError.
 
-        Whoever calls has made sure that no channel changes its place by that. Raises PlanError.
+        The caller has made sure that no channel moves by that.
         """
         version = self.version + 1
         return self._replaced(version, self.entries, Compatibility(version, tuple(rules)))
@@ -286,7 +286,7 @@ class Plan:
         """Return the next version, in which the ACTIVE transitions of ``channels`` are SETTLED.
 
         Raises:
-            PlanError: when one is not ACTIVE: subscribers were never told of the new route.
+            PlanError: one is not ACTIVE: subscribers have not learned the new route.
 
         """
         channels = list(channels)
@@ -305,7 +305,7 @@ class Plan:
         return new
 
     def diff(self, newer: Plan) -> PlanDelta:
-        """Return what turns this plan into ``newer``, a later version over the same servers."""
+        """Return the changes from this plan to ``newer``, a later version over the same servers."""
         mine = self.entries
         changed = {channel: entry for channel, entry in newer.entries.items() if mine.get(channel) != entry}
         rules = newer.compatibility if newer.compatibility != self.compatibility else None
@@ -326,7 +326,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class PlanDelta:
-    """What changed from plan version ``base`` to ``version``. ``compatibility`` is None when the rules did not."""
+    """The changes from plan version ``base`` to ``version``. ``compatibility`` is None when the rules stay."""
 
     base: int
     version: int

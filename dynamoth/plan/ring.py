@@ -18,7 +18,7 @@ VIRTUAL_NODES = 256
 VIRTUAL_NODES_MAX = 65_536
 """More would only cost memory."""
 RING_POINTS_MAX = 4_000_000
-"""Of all servers: a ring of so many takes seconds to make. More than 10,000 servers with ``VIRTUAL_NODES`` each."""
+"""Of all servers: a larger ring takes seconds to make. More than 10,000 servers with ``VIRTUAL_NODES`` each."""
 
 
 def _hash(data: bytes) -> int:

@@ -1,1 +1,1 @@
-"""What goes over the wire: names, envelopes, control messages, reports and the stored plan."""
+"""The wire format: envelopes, control messages, reports and the stored plan."""

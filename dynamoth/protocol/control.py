@@ -50,11 +50,11 @@ class RouteNotice:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """Dispatcher to a subscriber in transition: what was at ``server`` before your announcement came here before this.
+    """Dispatcher to a subscriber in transition: the end of what it had to be sent at its old locations.
 
-    Sent to the subscriber's inbox at every server with an old location, in one order with what is forwarded there. So
-    the subscriber has been sent, at the old location, everything that was published at the new one before its
-    subscription there took effect. ``number`` is that of the announcement.
+    Everything published at ``server`` before it saw your announcement has now been sent to you. A marker goes to the
+    subscriber's inbox at every server with an old location, in one order with the messages forwarded there. ``number``
+    is that of the announcement.
     """
 
     channel: bytes
@@ -75,10 +75,10 @@ class LossNotice:
 
 @dataclass(frozen=True, slots=True)
 class ObservationGap:
-    """Dispatcher to the clients of its server: I did not see what was published here for a while.
+    """Dispatcher to the clients of its server: for a while I did not see the messages published here.
 
-    Publishers that used this server in the meantime send heartbeats, so that subscribers elsewhere notice what was not
-    forwarded.
+    Publishers that used this server in the meantime send heartbeats, so that subscribers elsewhere notice messages that
+    were not forwarded.
     """
 
     server: str
@@ -86,9 +86,9 @@ class ObservationGap:
 
 @dataclass(frozen=True, slots=True)
 class RulesChanged:
-    """Dispatcher to publishers: the compatibility rules of the plan stored at your server are of this version: read.
+    """Dispatcher to publishers: read the compatibility rules stored at your server, which have this version.
 
-    To all clients of its server when they have changed, and to the inbox of a publisher that does not follow them.
+    To all clients of its server after a change, and to the inbox of a publisher that does not follow them.
     """
 
     version: int
@@ -98,10 +98,10 @@ class RulesChanged:
 class Announcement:
     """Subscriber to agent: I have joined and left these physical channels at your server.
 
-    Published behind the SUBSCRIBE of the channels, on the same connection. For each that is a new location of a channel
-    in transition the dispatcher answers with markers, at the servers ``leaving``: there the subscriber listens to old
-    locations, and to its inbox. It may announce again what it has joined, to have them sent again. ``number`` grows
-    with each announcement of the subscriber.
+    Published behind the SUBSCRIBE of the channels, on the same connection. For each new location of a channel in
+    transition the dispatcher answers with markers, at the servers ``leaving``, where the subscriber listens to old
+    locations and to its inbox. It may announce a channel again to get the markers again. ``number`` grows with each
+    announcement of the subscriber.
     """
 
     client: int
@@ -113,11 +113,11 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True)
 class ForwardRequest:
-    """Publisher to dispatcher: your server has a message of mine, and others have not answered: publish this there.
+    """Publisher to dispatcher: your server has a message of mine, and others have not answered: publish it there.
 
     The physical channel is that of the name on which the request is sent (``names.forward_channel``), so that only
-    those can ask who may publish on it. ``copies`` has pairs of a server and an envelope for the channel there: the
-    message, at once, or a heartbeat, after a while in which the message itself should arrive.
+    clients that may publish on the channel can ask. ``copies`` has pairs of a server and an envelope for the channel
+    there: the message, at once, or a heartbeat, after a while in which the message itself should arrive.
     """
 
     copies: tuple[tuple[str, bytes], ...]
@@ -132,7 +132,7 @@ class PlanChange:
 
 @dataclass(frozen=True, slots=True)
 class PlanQuery:
-    """Balancer to agent: say which version you hold; read the stored plan if it is not at least ``version``."""
+    """Balancer to agent: send your version; read the stored plan if yours is below ``version``."""
 
     version: int
 
@@ -216,7 +216,7 @@ def _version(value: Any) -> int:
 
 
 def _loss(value: Any) -> int | None:
-    """Read how many messages are lost: None, for unknown, where it is more than anybody counts."""
+    """Read the number of lost messages: None, for unknown, above ``LOSS_MAX``."""
     return None if value is None or _natural(value) > LOSS_MAX else int(value)
 
 

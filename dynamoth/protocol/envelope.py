@@ -29,10 +29,10 @@ QUIET_BITS = 16
 FORWARDED = 0x01
 """A dispatcher forwarded this copy; ``epoch`` is the newest the dispatcher knew, not the publisher's."""
 FIRST = 0x02
-"""The sequence begins (again) here: no earlier number of this publisher is owed to anybody."""
+"""The sequence begins (again) here: subscribers do not wait for earlier numbers of this publisher."""
 ROUTE_CHANGED = 0x04
-"""The publisher's previous messages on the channel took another route and may still be on their way, or not have been
-observed by a dispatcher. They are owed to subscribers that were confirmed before the previous one was published."""
+"""The publisher's previous messages on the channel took another route and may still be on their way, or no dispatcher
+may have observed them. Subscribers that were confirmed before the previous one was published must get them."""
 HEARTBEAT = 0x08
 """No payload: ``sequence`` is the number of the publisher's latest message, so that a lost tail is noticed."""
 CONTROL = 0x10

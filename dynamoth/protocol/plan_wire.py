@@ -74,13 +74,13 @@ def _rule_from_wire(pattern: Any, server: Any, plain: Any) -> CompatibilityRule:
 
 
 def pack_compatibility(compatibility: Compatibility) -> bytes:
-    """Serialise compatibility rules, as they are stored."""
+    """Serialise compatibility rules for the stored plan."""
     packed: bytes = msgpack.packb(compatibility_to_wire(compatibility))
     return packed
 
 
 def pack_entry(entry: Entry) -> bytes:
-    """Serialise an entry, as it is stored."""
+    """Serialise an entry for the stored plan."""
     packed: bytes = msgpack.packb(entry_to_wire(entry))
     return packed
 

@@ -1,11 +1,10 @@
-"""Reports: what the load analyzer of a server tells the balancer, once per time unit.
+"""The reports of load analyzers to the balancer, one per time unit.
 
-A report is columnar and bounded: the busiest channels by name, one column per metric, and the rest as sums. So its
-size does not depend on how many channels a server carries, and the balancer reads a column without touching the
-others. On the wire it is one msgpack array that begins with ``REPORT_CODE``; a reader ignores elements after those that
-it knows.
+A report is columnar and bounded: the busiest channels by name, one column per metric, and the rest as sums. So its size
+does not depend on how many channels a server carries, and the balancer reads a column without touching the others. On
+the wire it is one msgpack array that begins with ``REPORT_CODE``; a reader ignores elements after those that it knows.
 
-The metrics are those of the paper (Dynamoth, section III-A), and every other resource of the server that can run out.
+The metrics are those of Dynamoth, section III-A, and every other resource of the server that can run out.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class ChannelColumns:
         return len(self.channels)
 
     def rows(self) -> Iterator[ChannelLoad]:
-        """Go through the channels, the busiest first."""
+        """Yield the channels, the busiest first."""
         numbers = zip(
             self.publications,
             self.publishers,

@@ -68,7 +68,7 @@ def required(meaning: str, **options: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A setting with everything that is known of it."""
+    """A setting with its section, name and default."""
 
     section: str
     name: str
@@ -93,7 +93,7 @@ class Declared:
 
     @property
     def accepted(self) -> str:
-        """What it accepts, in words."""
+        """The accepted values, in words."""
         if self.setting.choices:
             return "one of " + ", ".join(self.setting.choices)
         if isinstance(self.default, bool):
@@ -109,7 +109,7 @@ class Declared:
 
     @property
     def help(self) -> str:
-        """Meaning, what is accepted, default and environment variable: for ``--help``."""
+        """Meaning, accepted values, default and environment variable: for ``--help``."""
         accepted = "" if self.accepted == "text" else f"; {self.accepted}"
         default = "" if self.default in ("", ()) else f"; default {to_text(self.default)}"
         return f"{self.setting.meaning}{accepted}{default} [{self.variable}]"
@@ -177,7 +177,7 @@ def _from_text(default: Any, text: str) -> Any:
 
 
 def _from_toml(default: Any, value: Any) -> Any:
-    """Take a TOML value that is not text; None when it has not the type of ``default``."""
+    """Return a TOML value that is not text; None when it has not the type of ``default``."""
     if isinstance(default, bool) or isinstance(value, bool):
         return value if isinstance(default, bool) and isinstance(value, bool) else None
     if isinstance(default, float) and isinstance(value, int | float):

@@ -1,7 +1,7 @@
-"""On which line of a TOML document each key stands: ``tomllib`` does not say.
+"""Finds the line of each key in a TOML document, which ``tomllib`` does not show.
 
-The document must be valid, which ``tomllib`` has found out before. So this reader looks at as little as it takes to
-tell keys from values: headers, dotted and quoted keys, strings of all four kinds, arrays and inline tables.
+``tomllib`` has checked before that the document is valid. So this reader parses only as much as it needs to tell keys
+from values: headers, dotted and quoted keys, strings of all four kinds, arrays and inline tables.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def lines_of(text: str) -> Mapping[Path, int]:
 
 
 class Place(str):
-    """Where the value of a key stands in a file, in words; :meth:`at` says it of a part of the value."""
+    """The place of a value in a file, in words; :meth:`at` gives the place of a part of the value."""
 
     _file: str
     _lines: Mapping[Path, int]
     _path: Path
 
     def __new__(cls, file: str, lines: Mapping[Path, int], *path: str | int) -> Place:
-        """Say it of the value at ``path``, or of the nearest one around it that has a line."""
+        """Describe the place of the value at ``path``, or of the nearest one around it that has a line."""
         known = next((path[:end] for end in range(len(path), 0, -1) if path[:end] in lines), ())
         line = f" line {lines[known]}" if known else ""
         section = f", section [{path[0]}]" if len(path) > 1 else ""

@@ -89,11 +89,11 @@ class TrackedChannels:
         return self._tracks.get(physical)
 
     def newest(self) -> Iterator[Track]:
-        """Go through all channels, those with the newest NUMSUB first."""
+        """Yield all channels, those with the newest NUMSUB first."""
         return reversed(self._tracks.values())
 
     def follow(self, physical: bytes) -> Track | None:
-        """Return the track of a user channel, made if need be; None for other channels, and where there is no room."""
+        """Return the track of a user channel, new if necessary; None for other channels, and without room."""
         track = self._tracks.get(physical)
         if track is not None:
             return track

@@ -82,7 +82,7 @@ class Window:
         return [message[3] for message in messages if len(message) == 4 and message[2] == ANNOUNCE_CHANNEL]
 
     def traffic(self) -> Iterator[tuple[bytes, Traffic]]:
-        """Go through the physical channels, Dynamoth's own among them, each once. The window must not change."""
+        """Yield the physical channels, Dynamoth's own among them, each once. The window must not change."""
         for channel, records in self._logs.items():
             yield channel, Traffic(records, self._heads.get(channel))
         for channel, heads in self._heads.items():

@@ -90,7 +90,7 @@ class Digest:
 
 
 def digest(window: Window | SampledWindow, channels: TrackedChannels, into: Digest) -> Generator[None]:
-    """Go through a window: follow its user channels, and sum up each."""
+    """Follow the user channels of a window, and sum up the traffic of each."""
     into.messages_untracked += window.overflow_messages
     into.agent_messages += window.uncounted_messages
     into.agent_bytes += window.uncounted_wire_bytes

@@ -139,7 +139,7 @@ class SampledWindow:
         return [message[3] for message in messages if message[2] == ANNOUNCE_CHANNEL]
 
     def traffic(self) -> Iterator[tuple[bytes, Traffic | EstimatedTraffic]]:
-        """Go through the physical channels, Dynamoth's own among them, each once. The window must not change."""
+        """Yield the physical channels, Dynamoth's own among them, each once. The window must not change."""
         sample = dict(self._sample.traffic())
         large = dict(self._large.traffic())
         sampled = sum([traffic.messages for traffic in sample.values()])

@@ -24,7 +24,7 @@ from dynamoth_balancer.decide.cluster import (
 )
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.decide.relieve import Relieve
-from dynamoth_balancer.decide.replicate import Judgement, Replicate, wish
+from dynamoth_balancer.decide.replicate import Judgement, Replicate, wanted_change
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.traffic import Traffic, columns
 
@@ -461,9 +461,9 @@ def test_what_was_decided_is_kept_when_figures_vary_a_little(
         return figures(publications_per_s * factor, subscribers, load_ratio * factor, assignment, publishers)
 
     before = single("s0") if mode is Mode.SINGLE else Assignment(mode, tuple(f"s{n}" for n in range(replicas)))
-    wanted = wish(seen(before, first), CAPACITY, OPTIONS)
+    wanted = wanted_change(seen(before, first), CAPACITY, OPTIONS)
     assume(wanted is not None)
     assert wanted is not None
     after = Assignment(wanted.mode, tuple(f"s{number}" for number in range(wanted.replicas)))
-    again = wish(seen(after, second), CAPACITY, OPTIONS)
+    again = wanted_change(seen(after, second), CAPACITY, OPTIONS)
     assert again is None or (again.mode, again.replicas) != (before.mode, len(before.servers))

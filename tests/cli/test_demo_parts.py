@@ -12,7 +12,7 @@ from rich.console import Console
 from dynamoth.plan.plan import Assignment, Mode, Plan, Server, single
 from dynamoth.plan.ring import Ring
 from dynamoth_balancer.decide.cluster import ChannelFigures
-from dynamoth_balancer.decide.replicate import wish
+from dynamoth_balancer.decide.replicate import wanted_change
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_demo.festival import Festival, Performer
 from dynamoth_demo.scene import Scene, expected_deliveries_per_s, make_scene
@@ -95,7 +95,7 @@ def test_the_festival_is_spread_over_as_many_servers_as_there_are_up_to_three(pl
     assert festival.payload_bytes >= 200
     assert ring.home(festival.channel) == ring.home(scene.world.hot_channels(0.0)[0]), "the others have room"
     for share in (0.76, 1.0, 1.08):
-        wanted = wish(figures_of(scene, festival, share), capacity, options)
+        wanted = wanted_change(figures_of(scene, festival, share), capacity, options)
         assert wanted is not None
         assert (wanted.mode, wanted.replicas) == (Mode.ALL_SUBSCRIBERS, min(3, servers))
 
@@ -107,7 +107,7 @@ def test_the_festival_is_folded_back_without_a_stop_on_the_way(servers: int) -> 
     festival, options = festival_of(scene), options_of(scene)
     spread = Assignment(Mode.ALL_SUBSCRIBERS, tuple(ids))
     wanted = [
-        wish(figures_of(scene, festival, percent / 100, spread), scene.outgoing_bytes_per_s_max, options)
+        wanted_change(figures_of(scene, festival, percent / 100, spread), scene.outgoing_bytes_per_s_max, options)
         for percent in range(103, -1, -1)
     ]
     kept = wanted.index(next(item for item in wanted if item is not None))
@@ -121,7 +121,7 @@ def test_no_tile_is_spread() -> None:
     players = 3 * 100 * world.hot_ratio / world.hot_tiles_per_side**2  # three times what a hot tile has on average
     bytes_per_s = players * 3 * (players + scene.auditors) * (scene.payload_bytes + 24 + 45)
     tile = ChannelFigures(b"t", single("s1"), players * 3, int(players), players + 2, {"s1": bytes_per_s})
-    assert wish(tile, scene.outgoing_bytes_per_s_max, options) is None
+    assert wanted_change(tile, scene.outgoing_bytes_per_s_max, options) is None
 
 
 def test_three_servers_have_room_for_the_festival_and_the_tiles() -> None:

@@ -94,7 +94,7 @@ class Decider:
         self._plan_at = now + self._options.wait_s
 
     def on_moves(self, changes: Mapping[bytes, tuple[Assignment, Assignment]], now: float) -> None:
-        """Let channels rest whose assignment was changed, by anybody: no move for ``channel_rest_s``."""
+        """Start the rest of channels whose assignment was changed, by anybody: no move for ``channel_rest_s``."""
         self._moved_at.update(dict.fromkeys(changes, now))
         for channel, assignments in changes.items():
             self._held.pop(channel, None)

@@ -1,4 +1,4 @@
-"""Relieves overloaded servers: Algorithm 2 of the paper (Dynamoth, section III-B), with its faults mended.
+"""Relieves overloaded servers: Algorithm 2 of the paper (Dynamoth, section III-B), with its faults corrected.
 
 It ends: it looks at each overloaded server once, and at each of its channels once. It does not move a channel to and
 fro: a move makes the larger load ratio of the two servers smaller. So the load ratios of all servers, sorted with the
@@ -71,7 +71,7 @@ class Relieve:
 
 
 def why_they_stay(cluster: Cluster, source: ServerLoad, stayed: Sequence[ChannelRate]) -> str:
-    """Say why the ``stayed`` channels (at least one) have not left an overloaded server, and what helps."""
+    """Return why the ``stayed`` channels (at least one) have not left an overloaded server, and the cure."""
     others = [server.id for server in cluster.targets if server is not source]
     if not others:
         return f"there is no other server that could take channels: {cluster.more_servers}"

@@ -3,7 +3,7 @@
 Theory of operation
 -------------------
 The paper compares two ratios with thresholds: publications/s per subscriber, for all-subscribers replication, and
-subscribers per publication/s, for all-publishers. Where both are many it takes all-subscribers. Its faults are mended:
+subscribers per publication/s, for all-publishers. Where both are many it takes all-subscribers. Its corrected faults:
 
 * The figures are those of the channel, not the sums over replicas; so they do not depend on its mode (case 7 of the
   published protocol). See ``model``.
@@ -123,28 +123,28 @@ class Judgement:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
-    """What Algorithm 1 wants of a channel."""
+class _Wanted:
+    """The mode and number of replicas that Algorithm 1 asks for."""
 
     mode: Mode
     #: 1 for a channel that shall be at one server.
     replicas: int
 
 
-def wish(figures: ChannelFigures, capacity: float, options: BalancerOptions) -> _Wish | None:
-    """Return what Algorithm 1 wants of a channel, in the mode that it has now; None when it may stay as it is."""
+def wanted_change(figures: ChannelFigures, capacity: float, options: BalancerOptions) -> _Wanted | None:
+    """Return the mode and replicas that Algorithm 1 asks for, given the present ones; None for no change."""
     strict = Judgement(figures, capacity, options)
     lax = Judgement(figures, capacity, options, options.replicate_keep_ratio)
     present, servers = figures.assignment.mode, figures.assignment.servers
     mode = _mode(present, strict, lax)
     if mode is Mode.SINGLE:
-        return None if present is Mode.SINGLE else _Wish(Mode.SINGLE, 1)
+        return None if present is Mode.SINGLE else _Wanted(Mode.SINGLE, 1)
     if mode is not present:
-        return _Wish(mode, strict.replicas(mode))
+        return _Wanted(mode, strict.replicas(mode))
     least, most = strict.replicas(mode), lax.replicas(mode)
     if least <= len(servers) <= most:
         return None
-    return _Wish(mode, least if least > len(servers) else most)
+    return _Wanted(mode, least if least > len(servers) else most)
 
 
 def _mode(present: Mode, strict: Judgement, lax: Judgement) -> Mode:
@@ -209,13 +209,13 @@ class Change:
         self._capacity = max(server.outgoing_bytes_per_s_max for server in cluster.targets)
 
     def propose(self) -> Move | None:
-        """Return the change that Algorithm 1 asks for, None when the channel stays as it is."""
+        """Return the change that Algorithm 1 asks for, None for no change."""
         figures, present = self._figures, self._figures.assignment
         if figures.unwanted.intersection(present.servers):
             left = self._without_unwanted()
             if left is not None:
                 return left
-        wanted = wish(figures, self._capacity, self._cluster.options)
+        wanted = wanted_change(figures, self._capacity, self._cluster.options)
         if wanted is None:
             return None
         if wanted.mode is Mode.SINGLE:
@@ -272,7 +272,7 @@ class Change:
         after = self._ratio_with(name, share)
         return after <= options.accept_ratio or after <= busiest - options.much_better_ratio
 
-    def _spread(self, wanted: _Wish) -> Move | None:
+    def _spread(self, wanted: _Wanted) -> Move | None:
         """Replicate the channel over the wanted number of servers, or as many as have room."""
         present = self._figures.assignment
         grows = wanted.mode is present.mode
@@ -320,7 +320,7 @@ class Change:
             return None
         return self._move(single(target), self._reason(Mode.SINGLE, 1))
 
-    # What is told.
+    # The proposals and their reasons.
 
     def _move(self, after: Assignment, reason: str) -> Move:
         figures = self._figures
@@ -341,7 +341,7 @@ class Change:
             f" {ratio:.2f}: {what}"
         )
 
-    def _find_too_few(self, wanted: _Wish, found: int) -> None:
+    def _find_too_few(self, wanted: _Wanted, found: int) -> None:
         options, names = self._cluster.options, self._figures.assignment.servers
         busiest = max(map(self._server, names), key=lambda server: server.load_ratio)
         if found >= options.replicas_max:

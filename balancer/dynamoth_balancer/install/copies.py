@@ -269,7 +269,7 @@ class PlanCopy:
 
     def _damaged(self, reason: str) -> Note:
         details = {"server": self.server, "reason": reason}
-        return Note("error", "what a server stores as the plan cannot be read; it is written anew", details)
+        return Note("error", "what a server stores as the plan cannot be read; it is written again", details)
 
     # Auditing: one reading after the other, so that nothing is written in between.
 
@@ -302,7 +302,7 @@ class PlanCopy:
         return self.sync(book, now)
 
     def _audited_entries(self) -> dict[bytes, Entry]:
-        """Return the entries of the audited plan whose turn it is."""
+        """Return the next part of the audited plan's entries."""
         assert self._audited is not None, "only asked for by an audit"
         return dict(islice(self._audited.entries.items(), self._audit_from, self._audit_from + ENTRIES_PER_COMMAND))
 
@@ -319,11 +319,11 @@ class PlanCopy:
     # What another balancer has written.
 
     def resume(self) -> None:
-        """Go on after ``CopyFound``: the book includes the copy now."""
+        """Continue after ``CopyFound``: the book includes the copy now."""
         self._retry_at = -math.inf
 
     def overwrite(self, book: PlanBook) -> list[CopyAction]:
-        """Go on after ``CopyFound`` by overwriting the copy."""
+        """Continue after ``CopyFound`` by overwriting the copy."""
         self._retry_at = -math.inf
         return self._write_whole(book.plan)
 

@@ -338,7 +338,7 @@ class Installer:
         actions = self._carry_out(copy, copy.on_reply(tag, value, self._book, now), now)
         if copy.version != before:
             self._due = True
-            self._agents[server].asked_at = now  # it has just been told
+            self._agents[server].asked_at = now  # it has just got the change
         return [*actions, *self.advance(now)]
 
     def _carry_out(self, copy: PlanCopy, actions: Iterable[CopyAction], now: float) -> list[InnerAction]:

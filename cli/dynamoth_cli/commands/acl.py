@@ -195,12 +195,12 @@ def _check(pattern: bytes) -> None:
     if any(map(matches_reserved, plain)):
         raise ConfigError(
             f"{shown} would allow channels of Dynamoth's own ({names.RESERVED_PREFIX.decode()}...), and has too many"
-            " stars for the others to be told apart: give several patterns that begin with plain letters"
+            " stars to exclude the others: give several patterns that begin with plain letters"
         )
 
 
 def _one_list(rights: Rights, commands: Iterable[str]) -> list[str]:
-    """Return the rules for Redis 6.2, where keys and channels are not told apart by what is done with them."""
+    """Return the rules for Redis 6.2, which does not distinguish reading and writing of keys and channels."""
     keys = [f"~{key.decode()}" for key in (*rights.keys_read, *rights.keys_written)]
     channels = _channels(rights, (*rights.both, *rights.listens, *rights.speaks))
     return [*keys, *channels, "-@all", *commands]

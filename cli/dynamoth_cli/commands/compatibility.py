@@ -50,7 +50,7 @@ def configure(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it. Raises RequestRefused where the balancer refuses."""
+    """Show or change the rules. Raises RequestRefused where the balancer refuses."""
     access = access_of(arguments)
     if arguments.compatibility == "list":
         plan: Plan = asyncio.run(read_header(access.cluster, access.link))

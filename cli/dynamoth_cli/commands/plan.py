@@ -96,7 +96,7 @@ def _add_change(commands: Any, name: str, summary: str, description: str) -> arg
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it."""
+    """Show or change the plan."""
     if arguments.action == "compatibility":
         return compatibility.run(arguments)
     access = access_of(arguments)

@@ -1,4 +1,4 @@
-"""``dynamoth sim``: worlds with faults, each from a seed; exits with 1, and tells why, when a guarantee breaks."""
+"""``dynamoth sim``: simulated worlds with faults, each from a seed; exits with 1 when a guarantee breaks."""
 
 from __future__ import annotations
 

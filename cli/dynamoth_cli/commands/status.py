@@ -69,8 +69,8 @@ async def read_status(access: Access) -> dict[str, Any]:
     servers, balancer = await asyncio.gather(_servers(addresses, link, problems), _balancer(cluster, link, problems))
     for id_, server in servers.items():
         server["load"] = balancer["servers"].get(id_, {}) if balancer else {}
-    told: list[Mapping[str, Any]] = balancer.get("problems", []) if balancer else []
-    return {"version": plan.version, "servers": servers, "balancer": balancer, "problems": merged(told, problems)}
+    known: list[Mapping[str, Any]] = balancer.get("problems", []) if balancer else []
+    return {"version": plan.version, "servers": servers, "balancer": balancer, "problems": merged(known, problems)}
 
 
 async def _balancer(
@@ -90,12 +90,12 @@ async def _balancer(
         return None
 
 
-def merged(told: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def merged(reported: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return what the balancer says, and what we have found ourselves and it has not (yet)."""
-    known = {(problem["kind"], problem["subject"]) for problem in told}
+    known = {(problem["kind"], problem["subject"]) for problem in reported}
     # Redis disconnects it again and again, and it reports that over another connection.
-    known |= {("agent_silent", problem["subject"]) for problem in told if problem["kind"] == "agent_blind"}
-    return [*told, *(problem for problem in found if (problem["kind"], problem["subject"]) not in known)]
+    known |= {("agent_silent", problem["subject"]) for problem in reported if problem["kind"] == "agent_blind"}
+    return [*reported, *(problem for problem in found if (problem["kind"], problem["subject"]) not in known)]
 
 
 def _problem(kind: str, subject: str, reason: str, severity: Severity = Severity.ERROR) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Child:
         name: what messages call it.
         command: the program and its arguments.
         environment: all of its variables.
-        on_line: told of each line that it writes to stderr, in a thread of its own.
+        on_line: called with each line that it writes to stderr, in a thread of its own.
         pipes: whether ``stdin`` and ``stdout`` are pipes, for a child that is spoken with. Otherwise it has neither.
     """
 

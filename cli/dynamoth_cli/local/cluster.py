@@ -72,7 +72,7 @@ class LocalCluster:
         users: name and password of the Redis user of each role (``acl.ROLES``); the default user stays for ``ask``. The
             servers know them by an aclfile of ``redis_options``. None for a role: the default user.
         redis_binary: the ``redis-server`` to run; None takes what ``find_redis_server`` finds.
-        on_line: told of each line that an agent or the balancer writes to its log: its name, the line. Called in
+        on_line: called with each line of the log of an agent or the balancer: its name, the line. Called in
             other threads.
     """
 
@@ -170,7 +170,7 @@ class LocalCluster:
     def stop(self) -> None:
         """End every process, and remove every file."""
         if self._balancer is not None:
-            self._balancer.stop()  # first, lest it takes the end of the agents for failures
+            self._balancer.stop()  # first, as it would take the end of the agents for failures
         for child in self.agents.values():
             child.ask_to_end()
         for child in self.agents.values():
@@ -259,7 +259,7 @@ class LocalCluster:
         return _run(query(address, *commands, timeout_s=ANSWER_TIMEOUT_S))
 
     def ask_balancer(self, command: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> Mapping[str, Any]:
-        """Have the balancer carry out a request; return its result. Raises as ``admin.ask_balancer``."""
+        """Send a request to the balancer; return its result. Raises as ``admin.ask_balancer``."""
         return _run(
             ask_balancer(parse_cluster_url(self.url_of("operator")), command, arguments, timeout_s=REQUEST_TIMEOUT_S)
         )
@@ -311,7 +311,7 @@ class LocalCluster:
         return "\n".join([*lines, ""])
 
     def _missing(self) -> Iterator[str]:
-        """Say what is not there yet."""
+        """Return what is not there yet, in words."""
         questions = (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL, BALANCER_CHANNEL), READ_HEADER, (b"INFO", b"server")
         for id_ in self.redis:
             try:

@@ -207,7 +207,7 @@ class EmbeddedRedis:
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let a paused server go on (SIGCONT)."""
+        """Resume a paused server (SIGCONT)."""
         os.kill(self.pid, signal.SIGCONT)
 
     def _new_port(self) -> int:
