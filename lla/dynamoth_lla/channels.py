@@ -204,8 +204,9 @@ class TrackedChannels:
         for logical, audience in self._audiences.items():
             subscribers = sum(track.subscribers for track in tracks[logical])
             assert (audience.tracks, audience.subscribers) == (len(tracks[logical]), subscribers), f"{logical!r}"
-        assert self.subscribers == sum(audience.subscribers for audience in self._audiences.values())
-        assert self._clients == sum(len(audience.clients) for audience in self._audiences.values())
+        audiences = self._audiences.values()
+        assert self.subscribers == sum(each.subscribers for each in audiences), f"{self.subscribers} subscribers"
+        assert self._clients == sum(len(each.clients) for each in audiences), f"{self._clients} clients"
 
     def clear(self) -> None:
         """Remove everything: the server has restarted, and nobody is subscribed yet."""

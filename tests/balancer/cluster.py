@@ -161,7 +161,7 @@ class SimCluster:
     """Servers ``s1`` ... with an agent each, and the balancers that a test starts."""
 
     def __init__(self, servers: int = 2) -> None:
-        self.world = World(1, trace_records_max=0)
+        self.world = World(1, trace_records_max=0, check_every=1)
         self.world.run_until(100.0)
         instant = Delays(0.0, 0.0)
         self.network = Network(self.world, lambda process, server: instant, silence_s_max=float("inf"))
