@@ -2,7 +2,7 @@
 
 Some dozens of performers publish as fast as they can, and nobody but the auditors listens: many publications, few
 subscribers. So the balancer spreads the channel over several servers at all of which the auditors then listen
-(all-subscribers, Algorithm 1 of the paper), and folds it back when the festival is over.
+(all-subscribers, Dynamoth, section III-B.1, Algorithm 1), and folds it back when the festival is over.
 
 It is bytes/s that make it too much, not messages/s: the demo plays on machines that have other things to do.
 """

@@ -1,7 +1,7 @@
 """Consistent hashing: the server of every channel that the plan does not name.
 
 The ring is over the *base* servers, a fixed list that every plan carries, so that clients, dispatchers and the balancer
-compute it over the same set whatever servers come and go (the paper's "plan 0", section II-C). Each server owns
+compute it over the same set whatever servers come and go (Dynamoth's "plan 0", section II-C). Each server owns
 ``virtual_nodes`` points on a circle of 64-bit hashes; a channel belongs to the owner of the first point at or after
 its own hash.
 """

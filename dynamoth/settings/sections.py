@@ -177,7 +177,7 @@ class PlanningSettings:
     replicate_subscribers_min: int = setting(
         100, "a channel needs more subscribers to be replicated because of them: one server is quick enough", minimum=0
     )
-    """Subscriber_threshold. In the paper's Experiment 1 one server and three were equally quick up to this number."""
+    """Subscriber_threshold. In Dynamoth's Experiment 1 one server and three were equally quick up to this number."""
     replicate_load_ratio_min: float = setting(
         0.5,
         "a channel is replicated only when it alone makes more than this load ratio: with less, a server has room for"

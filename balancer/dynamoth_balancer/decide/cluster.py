@@ -8,11 +8,11 @@ that breaks a bound, or that an earlier goal does not permit.
 
 The goals, in their order:
 
-1. ``replicate``: Algorithm 1 of the paper. First, because a channel that is too large for one server has no good place.
-2. ``relieve``: Algorithm 2 of the paper.
+1. ``replicate``: Algorithm 1. First, because a channel that is too large for one server has no good place.
+2. ``relieve``: Algorithm 2.
 3. ``drain``: empties servers that an operator wants to stop.
 
-The paper is Dynamoth, section III-B. Everything here is data and arithmetic; nothing depends on time.
+The algorithms are those of Dynamoth, section III-B. Everything here is data and arithmetic; nothing depends on time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Relieves overloaded servers: Algorithm 2 of the paper (Dynamoth, section III-B), with its faults corrected.
+"""Relieves overloaded servers: Dynamoth, section III-B, Algorithm 2, with its faults corrected.
 
 It ends: it looks at each overloaded server once, and at each of its channels once. It does not move a channel to and
 fro: a move makes the larger load ratio of the two servers smaller. So the load ratios of all servers, sorted with the

@@ -1,8 +1,8 @@
-"""Replicates channels, and folds them back: Algorithm 1 of the paper (Dynamoth, section III-B.1).
+"""Replicates channels, and folds them back: Dynamoth, section III-B.1, Algorithm 1.
 
 Theory of operation
 -------------------
-The paper compares two ratios with thresholds: publications/s per subscriber, for all-subscribers replication, and
+Dynamoth compares two ratios with thresholds: publications/s per subscriber, for all-subscribers replication, and
 subscribers per publication/s, for all-publishers. Where both are many it takes all-subscribers. Its corrected faults:
 
 * The figures are those of the channel, not the sums over replicas; so they do not depend on its mode (case 7 of the
