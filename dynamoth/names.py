@@ -21,7 +21,8 @@ BALANCER_LEASE_KEY = RESERVED_PREFIX + b"balancer"
 AGENT_CHANNEL = RESERVED_PREFIX + b"balancer:to-agent"
 """The balancer sends to the agent of a server: each agent subscribes to it, at its own server only.
 
-Its NUMSUB is the number of agents that observe the server: G7 (docs/guarantees.md) subtracts it from the reply of a PUBLISH.
+Its NUMSUB is the number of agents that observe the server. Clients subtract it from the reply of a PUBLISH: G7,
+docs/guarantees.md.
 """
 BALANCER_CHANNEL = RESERVED_PREFIX + b"agent:to-balancer"
 """Agents send reports and acknowledgements to the balancer, which subscribes to it at every server."""

@@ -141,12 +141,12 @@ class AgentMachine:
         assert self.is_up or not self._guard.is_clear, "without a connection another agent may be at work"
 
     def _route(self, event: AgentEvent, now: float) -> list[AgentAction]:
+        if isinstance(event, Pushed):  # nearly all of them, so without a match
+            actions: list[AgentAction] = [*self.dispatcher.handle(event, now)]
+            if event.link == LOCAL:
+                actions += self.load_analyzer.handle(event, now)
+            return actions
         match event:
-            case Pushed(link):
-                actions: list[AgentAction] = [*self.dispatcher.handle(event, now)]
-                if link == LOCAL:
-                    actions += self.load_analyzer.handle(event, now)
-                return actions
             case Replied():
                 return self._on_reply(event, now)
             case RepliedAll():

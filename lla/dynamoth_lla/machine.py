@@ -130,12 +130,13 @@ class LoadAnalyzer:
 
     def handle(self, event: LoadAnalyzerEvent, now: float) -> list[LoadAnalyzerAction]:
         """Handle one event of the link ``local``, or a tick; return the actions to execute, in order."""
-        match event:
-            case Pushed(link, messages) if link == LOCAL:
-                self._pushes += len(messages)
-                if announcements := self._window.observe(messages):
+        if isinstance(event, Pushed):  # nearly all of them, so without a match
+            if event.link == LOCAL:
+                self._pushes += len(event.messages)
+                if announcements := self._window.observe(event.messages):
                     self._on_announcements(announcements)
-                return []
+            return []
+        match event:
             case Tick():
                 self._now = now
                 return self._on_tick()
@@ -149,7 +150,7 @@ class LoadAnalyzer:
                 self._now = now
                 self._on_link_down()
                 return []
-            case Start() | Pushed() | Replied() | LinkUp() | LinkDown():
+            case Start() | Replied() | LinkUp() | LinkDown():
                 return []  # of another link, or of another part of the agent
             case _:
                 assert_never(event)
