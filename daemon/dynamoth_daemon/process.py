@@ -13,12 +13,12 @@ from typing import Any, Generic, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from dynamoth.machine.events import Machine, Start
+from dynamoth.machine.events import Machine, OnPushes, Start
 from dynamoth.settings.sections import HttpSettings
 from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_FAILED
 from dynamoth_daemon.http import HttpAnswer, HttpServer, health, readiness
 from dynamoth_daemon.logs import DaemonLog
-from dynamoth_link.driver import Driver, OnPushes
+from dynamoth_link.driver import Driver
 from dynamoth_link.errors import MachineCrashed
 from dynamoth_link.options import LinkOptions
 

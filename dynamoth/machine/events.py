@@ -222,3 +222,8 @@ class DirectDelivery(Protocol[_Message]):
         to ``handle``, which would have had the same effect for the pushes before it. The deadline stays as it is.
         """
         ...
+
+
+OnPushes = Callable[[str, list[list[Any]]], int]
+"""What both drivers offer the pushes of a link to while the machine is at rest: a function of its owner that calls
+``take_expected`` where it can. Returns how many of the pushes it has handled, from the first on."""

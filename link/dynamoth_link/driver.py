@@ -26,6 +26,7 @@ from dynamoth.machine.events import (
     LinkDown,
     LinkUp,
     Machine,
+    OnPushes,
     Pushed,
     Replied,
     RepliedAll,
@@ -50,10 +51,6 @@ CLOCK_STEP_S = 0.002
 """Timers may go off this much early: the clock of uvloop, and its timers, have steps of a millisecond."""
 
 _DEFAULTS = LinkOptions()
-
-OnPushes = Callable[[str, list[list[Any]]], int]
-"""Takes the name of a link and pushes that have come over it; returns for how many of them, from the first on, that was
-all that there is to do."""
 
 
 def _default_options(action: Connect) -> LinkOptions:
@@ -80,9 +77,7 @@ class Driver:
         link_options: gives the options for the link that a ``Connect`` asks for.
         on_crash: told once when the machine raises, or asks for the impossible, which is a bug: the driver
             has stopped then. Without it the loop's exception handler is told.
-        on_pushes: offered pushes that come while the machine is at rest; the machine is told of those that are left.
-            For an owner that can do so what the machine would ask for, at less cost: where messages come one by one,
-            what goes around the machine costs more than what it decides. If it raises, the machine has crashed.
+        on_pushes: see :data:`dynamoth.machine.events.OnPushes`. If it raises, the machine has crashed.
     """
 
     def __init__(

@@ -13,13 +13,14 @@ from dynamoth.machine.events import (
     Connect,
     Disconnect,
     LinkDown,
+    OnPushes,
     Pushed,
     Replied,
     Send,
     Tick,
 )
 from dynamoth_cli.local.embedded import EmbeddedRedis
-from dynamoth_link.driver import PUSHES_SHOWN, RECENT_EVENTS, Driver, OnPushes
+from dynamoth_link.driver import PUSHES_SHOWN, RECENT_EVENTS, Driver
 from dynamoth_link.errors import MachineCrashed
 from dynamoth_link.options import LinkOptions
 from tests.link.harness import HASTY, Recorder, Runner

@@ -18,7 +18,7 @@ from typing import Any, assert_never
 
 import redis.exceptions
 
-from dynamoth.machine.events import Machine, Start
+from dynamoth.machine.events import Machine, OnPushes, Start
 from dynamoth.names import SHARDED_PREFIX, sharded_channel
 from dynamoth_client.machines.acks import HOLD_S_MAX, Ack, Acks, Subject
 from dynamoth_client.machines.local_plan import LocalPlan, NewerSoftware
@@ -62,7 +62,7 @@ from dynamoth_client.runtime.queue import (
     ShardedMessage,
     WhenFull,
 )
-from dynamoth_link.driver import Driver, OnPushes
+from dynamoth_link.driver import Driver
 from dynamoth_link.errors import LinkError, MachineCrashed
 from dynamoth_link.link import Link
 from dynamoth_link.options import LinkOptions

@@ -331,12 +331,20 @@ class SubscriberApp:
         self._world = client.world
         self._audit = client.audit
         self._plan = plan
-        self.process = Process(client.world, client.network, name, self._machine, self._acted)
+        self.process = Process(
+            client.world, client.network, name, self._machine, self._acted, on_pushes=self._take_expected
+        )
         #: Where everything waits for the application, if that is slow.
         self._reader: SlowReader | None = None
 
     def _machine(self, incarnation: int) -> SubscriberMachine:
         return SubscriberMachine(incarnation, self._plan, self._client.options.subscriber)
+
+    def _take_expected(self, link: str, pushes: list[list[Any]]) -> int:
+        """Deliver expected messages without an event, as the client's feed does."""
+        machine = self.process.machine
+        assert isinstance(machine, SubscriberMachine), "it was made by _machine"
+        return machine.take_expected(link, pushes, lambda message: self._acted(Deliver([message])))
 
     def subscribe(self, channel: bytes) -> None:
         """Ask for a subscription."""

@@ -21,6 +21,7 @@ from dynamoth.machine.events import (
     LinkDown,
     LinkUp,
     Machine,
+    OnPushes,
     Pushed,
     Replied,
     RepliedAll,
@@ -84,6 +85,7 @@ class Process:
         name: for traces and for faults that choose this process.
         make_machine: makes the machine at each start; takes a random 63-bit incarnation, new for each.
         on_action: executes the machine's own actions. It may call :meth:`handle`.
+        on_pushes: see :data:`dynamoth.machine.events.OnPushes`.
 
     """
 
@@ -94,12 +96,14 @@ class Process:
         name: str,
         make_machine: Callable[[int], Machine[Any, Any]],
         on_action: Callable[[Any], None],
+        on_pushes: OnPushes | None = None,
     ) -> None:
         self._world = world
         self._network = network
         self.name = name
         self._make_machine = make_machine
         self._on_action = on_action
+        self._on_pushes = on_pushes
         #: None before the first start and after a crash.
         self.machine: Machine[Any, Any] | None = None
         self._checker = Checker(None, 0)
@@ -328,7 +332,10 @@ class Process:
         for push in pushes:
             if len(push) == 4 or push[0] == b"message":
                 world.trace.add((world.now, "gets", self.name, connection.server, push[-2], push[-1], None))
-        self.handle(Pushed(link.name, pushes))
+        if self._on_pushes is not None and self.machine is not None and not self._busy:
+            pushes = pushes[self._on_pushes(link.name, pushes) :]
+        if pushes:
+            self.handle(Pushed(link.name, pushes))
 
     def _told(self, connection: Connection, item: Any) -> None:
         link = self._link_of(connection)
