@@ -82,8 +82,16 @@ class Pipe:
         """Send one item; it is lost without notice when the pipe has ended."""
         if self.ended:
             return
-        world = self._world
-        arrival = world.now + self._delay(size)
+        world, delays = self._world, self.delays
+        draw = world.random.random()
+        if draw < delays.spike_ratio:
+            delay = delays.base_s + delays.spike_s * draw / delays.spike_ratio
+        else:
+            delay = delays.base_s + delays.jitter_s * draw
+        if delays.bytes_per_s:
+            self._free_at = max(world.now, self._free_at) + size / delays.bytes_per_s
+            delay += self._free_at - world.now
+        arrival = world.now + delay
         packets = self._packets
         if arrival <= self._last and len(packets) > self._due:
             packet = packets[-1]
@@ -93,19 +101,6 @@ class Pipe:
         self._last = arrival
         packets.append(Packet(arrival, item, size))
         world.at(arrival, self._arrive)
-
-    def _delay(self, size: int) -> float:
-        delays = self.delays
-        draw = self._world.random.random()
-        if draw < delays.spike_ratio:
-            delay = delays.base_s + delays.spike_s * draw / delays.spike_ratio
-        else:
-            delay = delays.base_s + delays.jitter_s * draw
-        if delays.bytes_per_s:
-            now = self._world.now
-            self._free_at = max(now, self._free_at) + size / delays.bytes_per_s
-            delay += self._free_at - now
-        return delay
 
     def _arrive(self) -> None:
         if self._holds:

@@ -313,6 +313,9 @@ class Process:
     def _receive(self, connection: Connection, packet: Packet) -> None:
         """Tell the machine what came in on a connection, in order; what is of one kind and consecutive as one event."""
         connection.unread_bytes -= packet.size
+        if len(packet.items) == 1 and type(packet.items[0]) is list:  # nearly always
+            self._pushed(connection, packet.items)
+            return
         for kind, items in groupby(packet.items, _kind):
             if kind is list:
                 self._pushed(connection, list(items))

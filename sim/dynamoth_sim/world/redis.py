@@ -89,6 +89,8 @@ class RedisServer:
         self._connections: dict[int, Connection] = {}
         self._channels: dict[bytes, dict[Connection, None]] = {}
         self._patterns: dict[bytes, dict[Connection, None]] = {}
+        #: The patterns that match a channel, in their order; emptied whenever there are other patterns.
+        self._matching: dict[bytes, list[bytes]] = {}
         self._keys = KeySpace(lambda: world.now, Snapshot())
         self._commands: dict[bytes, Callable[[Connection, list[bytes]], Any]] = {
             b"PUBSUB": self._pubsub,
@@ -184,6 +186,7 @@ class RedisServer:
             self._remove(self._channels, channel, connection)
         for pattern in connection.patterns:
             self._remove(self._patterns, pattern, connection)
+            self._matching.clear()
         connection.channels = {}
         connection.patterns = {}
 
@@ -260,10 +263,12 @@ class RedisServer:
     def _pushes(self, channel: bytes, data: bytes) -> list[tuple[Connection, list[Any]]]:
         message = [b"message", channel, data]
         pushes = [(connection, message) for connection in self._channels.get(channel, ())]
-        for pattern, subscribers in self._patterns.items():
-            if _matches(pattern, channel):
-                message = [b"pmessage", pattern, channel, data]
-                pushes += [(connection, message) for connection in subscribers]
+        matching = self._matching.get(channel)
+        if matching is None:
+            matching = self._matching[channel] = [each for each in self._patterns if _matches(each, channel)]
+        for pattern in matching:
+            message = [b"pmessage", pattern, channel, data]
+            pushes += [(connection, message) for connection in self._patterns[pattern]]
         return pushes
 
     def _trace_publish(
@@ -292,6 +297,8 @@ class RedisServer:
 
     def _subscribe(self, connection: Connection, command: bytes, names: list[bytes]) -> None:
         by_pattern = command.startswith(b"P")
+        if by_pattern:
+            self._matching.clear()
         table = self._patterns if by_pattern else self._channels
         joined = connection.patterns if by_pattern else connection.channels
         if b"UNSUBSCRIBE" in command:
