@@ -69,7 +69,7 @@ class ClusterOptions:
     delays: Delays = DEFAULT_DELAYS
     #: Each direction of each connection is slower, or quicker, by one of these factors.
     spread: tuple[float, ...] = (1.0,)
-    #: Whether a loss that is told to subscribers is in order.
+    #: Whether losses may happen that subscribers report as gaps.
     losses_allowed: bool = False
 
 
@@ -125,7 +125,7 @@ def short_options(
     """Return options with short intervals, so that much happens in a few seconds.
 
     ``replicas_max`` is how many servers the balancer itself spreads a channel over; 1 leaves it to the administrator.
-    ``draining`` are the servers that it is told to empty, ``compatibility`` the rules with which the cluster begins.
+    ``draining`` are the servers that it drains, ``compatibility`` the rules with which the cluster begins.
     """
     return ClusterOptions(
         client=_short_client_options(hold_s_max),

@@ -3,9 +3,9 @@
 Theory of operation
 -------------------
 Publishers number their messages themselves, inside of the payload, from 1 for each (publisher, channel); the numbers in
-envelopes are not looked at. The audit is told what applications see: when a publish begins and ends, when a
+envelopes are not looked at. The audit records what applications see: when a publish begins and ends, when a
 subscription is confirmed and ended, what is delivered, which gaps are reported. From the confirmation of a
-subscription on, every message whose publish begins is *owed* to it:
+subscription on, every message whose publish begins is *due* to it:
 
 * G1: a number that is skipped was lost. G5: unless a gap event *covers* it: one on this subscription that names
   the publisher covers as many messages as it counts, one that names nobody, or counts nothing, covers every
@@ -19,7 +19,7 @@ subscription on, every message whose publish begins is *owed* to it:
   all is quiet.
 
 Where publishers and subscribers are in different processes (``live=False``), nobody can tell what began before
-what. Then auditors subscribe before the first publish, everything is owed to them, :meth:`Audit.published_upto`
+what. Then auditors subscribe before the first publish, everything is due to them, :meth:`Audit.published_upto`
 tells in the end how much there was, and a gap event covers what is missing before the next delivery.
 
 A subscription to a pattern is one subscription to each channel that matches, known or not yet.
@@ -77,7 +77,7 @@ class _Stream:
     begun_at: float = float("-inf")
     #: Numbers whose publish has begun and not ended, with the time of its beginning.
     pending: dict[int, float] = field(default_factory=dict[int, float])
-    #: Numbers that are owed to nobody: their publish failed, or their publisher died.
+    #: Numbers that are due to nobody: their publish failed, or their publisher died.
     excused: set[int] = field(default_factory=set[int])
     #: From this number on no loss is in order, covered or not.
     calm_from: int = _FOR_EVER
@@ -85,7 +85,7 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Hole:
-    """Owed messages ``first`` to ``last`` that were skipped and that no gap event covers (yet)."""
+    """Due messages ``first`` to ``last`` that were skipped and that no gap event covers (yet)."""
 
     first: int
     last: int
@@ -95,7 +95,7 @@ class _Hole:
 class _View:
     """What one subscription has seen of one publisher."""
 
-    #: The number that is owed next; a lower one was delivered, or given up, or is owed to nobody.
+    #: The number that is due next; a lower one was delivered, or given up, or is due to nobody.
     next: int
     #: The highest number that was delivered; 0 before the first.
     latest: int = 0
@@ -107,7 +107,7 @@ class _View:
     #: A gap event named this publisher, and no missing message was found that it covers (yet).
     unused_gap: bool = False
     #: The publisher's latest message before the confirmation may have been under way then: nobody but the checker knows
-    #: that it was not owed.
+    #: that it was not due.
     just_before: bool = False
 
 
@@ -143,8 +143,8 @@ class Audit:
     Args:
         losses_allowed: whether a loss that a gap event covers is in order (G5) or breaks G1. True where servers,
             links, dispatchers or clients fail.
-        publish_s_max: every publish ends within so many seconds.
-        live: whether publishes are told at the moment at which they begin; see the module's text.
+        publish_s_max: bound of a publish, from its begin to its end.
+        live: whether publishes are recorded at the moment at which they begin; see the module's text.
         ordered: False for publishers whose messages are only counted (raw ones, for which no guarantee but G1 holds);
             asked with the publisher.
         story: adds the story to a violation, where there is a trace.
@@ -225,7 +225,7 @@ class Audit:
         return self._losses_allowed and number < stream.calm_from
 
     def publisher_died(self, publisher: Publisher) -> None:
-        """A publisher is gone: what it had not finished is owed to nobody."""
+        """A publisher is gone: what it had not finished is due to nobody."""
         for streams in self._streams.values():
             stream = streams.get(publisher)
             if stream is not None:
@@ -253,7 +253,7 @@ class Audit:
     # Subscribing.
 
     def confirmed(self, subscriber: Subscriber, channel: bytes, at: float) -> None:
-        """A subscription is confirmed: what begins from now on is owed. Harmless when it was before."""
+        """A subscription is confirmed: what begins from now on is due. Harmless when it was before."""
         key = subscriber, channel
         if key in self._open:
             return
@@ -265,7 +265,7 @@ class Audit:
                 view.just_before = at - stream.begun_at < UNDER_WAY_S
 
     def ending(self, subscriber: Subscriber, channel: bytes) -> None:
-        """The application asks for the end of a subscription: what was not delivered yet is not owed any more."""
+        """The application asks for the end of a subscription: what was not delivered yet is not due any more."""
         subscription = self._open.get((subscriber, channel))
         if subscription is not None:
             subscription.ending = True
@@ -289,7 +289,7 @@ class Audit:
                 self.ended(subscriber, channel, at)
 
     def excuse(self, channel: bytes, at: float) -> None:
-        """End the subscriptions to a channel that waits for a server: what was lost is told when the server is back."""
+        """End the subscriptions to a channel that waits for a server: losses are reported when the server is back."""
         for subscriber, open_channel in list(self._open):
             if open_channel == channel and subscriber not in self._patterns:
                 self._open[subscriber, channel].views.clear()
@@ -324,7 +324,7 @@ class Audit:
         self.subscriber_died(subscriber, at)
 
     def pattern_gap(self, subscriber: Subscriber, at: float) -> None:
-        """The subscriber is told that anything of any channel that matches may be missing."""
+        """A gap event says that anything of any channel that matches may be missing."""
         for channel in self._channels_of(subscriber):
             self.gap(subscriber, channel, None, None, at)
 
@@ -342,7 +342,7 @@ class Audit:
     def _view(self, subscription: _Subscription, key: tuple[Subscriber, bytes], publisher: Publisher) -> _View:
         """Return the view of a publisher that the subscription has not seen before.
 
-        The first number owed is the one that began first after the confirmation. As views are made for every publisher
+        The first due number is the one that began first after the confirmation. As views are made for every publisher
         of the channel at the confirmation, a publisher without one began its first message later.
         """
         view = subscription.views.get(publisher)
@@ -390,14 +390,14 @@ class Audit:
         """Count a gap event that named this publisher if the publisher's next message shows that nothing was missing.
 
         Where nothing failed, such an event is a violation; but for the time that a message is under way, as subscribers
-        compare no clocks: it counts as owed if it was published that shortly before the confirmation.
+        compare no clocks: it counts as due if it was published that shortly before the confirmation.
         """
         if not view.unused_gap:
             return
         view.unused_gap = False
         self.totals.needless_gaps += 1
         if not self._losses_allowed and not view.just_before:
-            what = f"{subscriber} is told that it missed messages of {publisher}, and it missed none"
+            what = f"{subscriber} gets a gap event for messages of {publisher}, and missed none"
             self._violation("gap", what, at, channel, subscriber, publisher)
 
     def _late(
@@ -441,7 +441,7 @@ class Audit:
         at: float,
         reason: str = "",
     ) -> None:
-        """The subscriber is told of a gap. None: of which publisher, or how many, is not known."""
+        """The subscriber gets a gap event. None: of which publisher, or how many, is not known."""
         self.totals.gaps += 1
         if reason in SUSPICIONS and not self.has_forger:
             self._violation("truth", f"{subscriber} suspects a forger: {reason}", at, channel, subscriber)
@@ -483,7 +483,7 @@ class Audit:
         self.totals.covered_losses += len(lost)
         wrong = [number for number in lost if not self._may_be_lost(stream, number)]
         if wrong:
-            what = f"{subscriber} is told that it missed {publisher}:{wrong[0]}{_more(wrong)}, though nothing failed"
+            what = f"{subscriber} gets a gap event for {publisher}:{wrong[0]}{_more(wrong)}, though nothing failed"
             self._violation("G1", what, at, channel, subscriber, publisher, wrong[0])
 
     def _judge_holes(
@@ -499,7 +499,7 @@ class Audit:
                 continue
             self.totals.lost += len(lost)
             guarantee = "G5" if self._may_be_lost(stream, lost[0]) else "G1"
-            what = f"{subscriber} never gets {publisher}:{lost[0]}{_more(lost)}, and is not told"
+            what = f"{subscriber} never gets {publisher}:{lost[0]}{_more(lost)}, nor a gap event"
             self._violation(guarantee, what, at, channel, subscriber, publisher, lost[0])
 
     # The end.

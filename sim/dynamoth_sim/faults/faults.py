@@ -86,7 +86,7 @@ class Chaos:
         #: What must be undone in the end, if it has not been by then.
         self._undo: dict[int, Callable[[], None]] = {}
         self._undo_number = 0
-        deeds: dict[str, Callable[[], None]] = {
+        faults: dict[str, Callable[[], None]] = {
             "pause agent": self._pause_agent,
             "pause balancer": self._pause_balancer,
             "pause client": self._pause_client,
@@ -118,18 +118,18 @@ class Chaos:
             "last words": self._last_words,
         }
         #: What may happen next; "meddle" happens all the time.
-        self._deeds = [deeds[name] for name in profile.faults if name != "meddle"]
-        self._once = [deeds[name] for name in profile.once]
+        self._faults = [faults[name] for name in profile.faults if name != "meddle"]
+        self._once = [faults[name] for name in profile.once]
 
     def start(self) -> None:
         """Begin."""
         if "meddle" in self._profile.faults:
             for server in self._cluster.servers.values():
                 server.meddle = self._meddle
-        if self._deeds:
+        if self._faults:
             self._later()
-        for deed in self._once:
-            self._world.after(self._random.random(), deed)
+        for fault in self._once:
+            self._world.after(self._random.random(), fault)
 
     def unfinished(self) -> list[str]:
         """Return, in words, what was begun and is not done."""
@@ -152,7 +152,7 @@ class Chaos:
     def _strike(self) -> None:
         if self._stopped:
             return
-        self._random.choice(self._deeds)()
+        self._random.choice(self._faults)()
         self._later()
 
     def _until(self, duration_s: float, undo: Callable[[], None]) -> None:
@@ -328,7 +328,7 @@ class Chaos:
             )
 
     def _end_with(self, client: Client, channel: bytes) -> None:
-        """Let a client publish once more on a channel, and end when it was told that it has."""
+        """Let a client publish once more on a channel, and end when the publish has ended."""
         app = client.publisher
         if self._stopped or app is None or not app.process.alive:
             return

@@ -2,7 +2,7 @@
 
 A profile says with that which guarantees hold strictly: delays, pauses, plan storms, a balancer that comes and goes and
 control messages that get lost or come twice must cost no message at all (G1-G4); where servers, links, agents or
-clients fail, every loss must be told (G5).
+clients fail, every loss must be reported (G5).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dynamoth_sim.load.workload import DEFAULT_WORKLOAD, WorkloadOptions
 from dynamoth_sim.world.network import DEFAULT_DELAYS, Delays
 
 SERVERS_MIN = 3
-"""A balancer needs more than half of the servers, so one of so many may be gone."""
+"""A balancer needs more than half of the servers, so one of three may be gone."""
 
 LEAVER = "s1"
 """The server that leaves, where one does."""
@@ -28,9 +28,9 @@ class Profile:
     """The faults of a run."""
 
     name: str
-    #: Whether losses may happen, as long as they are told.
+    #: Whether losses may happen, as long as subscribers report them.
     losses_allowed: bool
-    #: What goes wrong: names of deeds of :class:`faults.Chaos`, or "meddle".
+    #: What goes wrong: names of faults of :class:`faults.Chaos`, or "meddle".
     faults: tuple[str, ...] = ()
     #: The mean time between two faults.
     interval_s: float = 0.3
@@ -43,11 +43,11 @@ class Profile:
     outgoing_bytes_per_s_max: int = AMPLE_BYTES_PER_S
     #: How many servers the balancer itself spreads a channel over.
     replicas_max: int = 1
-    #: Servers that the balancer is told to empty.
+    #: Servers that the balancer drains.
     draining: frozenset[str] = frozenset()
     #: The compatibility rules with which the cluster begins.
     compatibility: tuple[CompatibilityRule, ...] = ()
-    #: Deeds that are done once each, early.
+    #: Faults that happen once each, early.
     once: tuple[str, ...] = ()
     #: How long applications work and things go wrong, in virtual time.
     work_s: float = 2.5

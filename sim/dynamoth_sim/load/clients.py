@@ -136,7 +136,7 @@ class ClientOptions:
     publisher: PublisherOptions
     subscriber: SubscriberOptions
     patterns: PatternOptions
-    #: After so long without use a client forgets where a channel is.
+    #: After this time without use a client forgets where a channel is.
     entry_idle_s: float
 
 

@@ -181,7 +181,7 @@ class Player:
         number: names it; all players of a game have different ones.
         world: the rules.
         random: its own source of randomness: seed it with the game's seed and the number.
-        start_s: when it enters, in the time that :meth:`step` is told.
+        start_s: when it enters, in the time that :meth:`step` gets.
         game_start_s: when the game started: the hot spot jumps in its time. None: at ``start_s``.
     """
 
@@ -195,7 +195,7 @@ class Player:
         self.skipped = 0
         self._world = world
         self._random = random
-        #: Seconds of the game at which this player's update 0 is due; spread, lest all publish at once.
+        #: Seconds of the game at which this player's update 0 is due; spread, so that not all publish at once.
         self._entered_s = start_s - (start_s if game_start_s is None else game_start_s)
         self._first_s = start_s + random.random() / world.updates_per_s
         #: How many updates were due so far, skipped ones included.

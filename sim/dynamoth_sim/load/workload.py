@@ -62,7 +62,7 @@ LATE_PATTERN = b"c*"
 """What is subscribed to in the end, where a server is gone."""
 
 NAMES_MAX = 50
-"""So many names are enough to choose channels from."""
+"""The number of names to choose channels from."""
 
 DEFAULT_WORKLOAD = WorkloadOptions()
 

@@ -124,8 +124,8 @@ def begun_without_a_gap() -> AbstractContextManager[None]:
     return replaced(Stream, _release=silent)
 
 
-def everything_is_owed() -> AbstractContextManager[None]:
-    """A subscriber takes every message for owed that was published before it heard of the publisher."""
+def everything_is_due() -> AbstractContextManager[None]:
+    """A subscriber expects every message that was published before it heard of the publisher."""
 
     def now_of(self: Envelope, now: float) -> float:
         return now
@@ -164,7 +164,7 @@ CHECKS: tuple[Check, ...] = (
     Check("34-first-message-agent-hangs", agents_are_trusted, "G1"),
     Check("35-first-message-agent-lags", agents_are_trusted, "expected"),
     Check("36-lost-before-it-was-known", begun_without_a_gap, "G5"),
-    Check("37-not-owed", everything_is_owed, "expected"),
+    Check("37-not-due", everything_is_due, "expected"),
     Check("47-stale-and-gone", versions_are_not_read, "G1"),
     Check("57-forwarded-late", late_is_suspicious, "truth"),
     Check("42-last-message-of-an-interval", moves_settle_at_once, "G5"),

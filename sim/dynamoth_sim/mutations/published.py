@@ -56,7 +56,7 @@ from dynamoth_sim.scenarios.replication import pairs
 _Alike = tuple[int, int, int]
 
 _NOWHERE = Forwarding((), (), (), 0, stale=False)
-"""No copy, and nobody is told."""
+"""No copy, and no report."""
 
 
 def moved_in_transition() -> AbstractContextManager[None]:
@@ -98,7 +98,7 @@ def never_forwarded_twice() -> AbstractContextManager[None]:
 
 
 def no_trickle() -> AbstractContextManager[None]:
-    """Those who listen at an old location are told only together with a message."""
+    """Subscribers at an old location get a marker only together with a message."""
     due = Transitions.due
 
     def no_notices(self: Transitions, now: float) -> Any:
@@ -109,7 +109,7 @@ def no_trickle() -> AbstractContextManager[None]:
 
 
 def break_before_make() -> AbstractContextManager[None]:
-    """Subscribers leave the old location as soon as they are told of a new one."""
+    """Subscribers leave the old location as soon as they know a new one."""
     follow = Routing._follow  # pyright: ignore[reportPrivateUsage]
 
     def follow_and_leave(self: Routing, subscription: Any, route: Route, now: float) -> list[Any]:
@@ -384,7 +384,7 @@ def blocked_for_ever() -> AbstractContextManager[None]:
 
 
 def skipped_in_silence() -> AbstractContextManager[None]:
-    """A reader is told nothing of messages that did not fit."""
+    """A reader gets no gap event for messages that did not fit."""
     put = Blocking.put
 
     def silent(self: Blocking, messages: Iterable[Message]) -> Counter[Dropped]:
@@ -410,7 +410,7 @@ def publishers_wait() -> AbstractContextManager[None]:
 
 
 def nothing_handed_over() -> AbstractContextManager[None]:
-    """A publisher that has told the application sends to the replicas that are away when they come back."""
+    """A publisher sends a confirmed message itself to the replicas that were away, when they are back."""
 
     def end(self: Answers, waiting: Waiting, now: float) -> list[Any]:
         return self.end(waiting)

@@ -60,7 +60,7 @@ def replica_gone(freezes: bool, stage: Stage) -> None:
     else:
         stage.cluster.servers["s3"].start()
     stage.run(1.0)
-    stage.expect("subscribers are told that something may be missing", stage.cluster.audit.totals.gaps > 0, channel)
+    stage.expect("subscribers report that something may be missing", stage.cluster.audit.totals.gaps > 0, channel)
     stage.cluster.audit.calm()
     stage.publish(publisher, channel)
     stage.close(channel)
@@ -133,7 +133,7 @@ FAILURES: dict[str, Callable[[Stage], None]] = {
     "40-replica-dies": partial(replica_gone, False),
     "41-blocked-reader-skips": partial(blocked_reader, 3 * (QUEUE_MAX + SPILLED_MAX)),
 }
-"""Those in which a server or a reader fails, so that losses are in order where they are told."""
+"""Those in which a server or a reader fails, so that losses may happen that subscribers report."""
 
 PLAYS: dict[str, Callable[[Stage], None]] = {
     "16-forward-link-dies": forward_link_dies,

@@ -61,7 +61,7 @@ def flooded_agent(stage: Stage) -> None:
     """Case 63. For seconds, more is published at s1 than its agent reads: Redis disconnects it, again and again.
 
     No report gets through on its observing connection. The balancer learns that the agent sees nothing, and relieves
-    the server. A publisher with the old route publishes while its messages may be lost there: subscribers are told.
+    the server. A publisher with the old route publishes while its messages may be lost there: subscribers report a gap.
     """
     stage.open()
     channel = stage.channel_at("s1")
@@ -88,4 +88,4 @@ PLAYS: dict[str, Callable[[Stage], None]] = {"62-keyspace-notifications": keyspa
 """In these nothing may be lost but what is lost with a connection of the agent, and nobody publishes then."""
 
 LOADS: dict[str, Callable[[Stage], None]] = {"63-flooded-agent": flooded_agent}
-"""In these losses are told, and servers send little, so that the balancer has reasons to move channels."""
+"""In these, subscribers report losses, and servers send little, so that the balancer has reasons to move channels."""

@@ -62,7 +62,7 @@ def pattern_replicated(stage: Stage) -> None:
 def pattern_cut_off(stage: Stage) -> None:
     """Case 29. T's connection to a server is lost, with the only message of a P that T has never heard of.
 
-    Numbers do not tell of it: T is told when the server has taken the subscription again.
+    Numbers do not show it: T gets a gap event when the server has taken the subscription again.
     """
     stage.open()
     channel = stage.channel_at("s2")
@@ -159,4 +159,4 @@ FAILURES: dict[str, Callable[[Stage], None]] = {
     "29-pattern-cut-off": pattern_cut_off,
     "33-pattern-server-dies": pattern_server_dies,
 }
-"""Those in which something fails, so that losses are in order where they are told."""
+"""Those in which something fails, so that losses may happen that subscribers report."""

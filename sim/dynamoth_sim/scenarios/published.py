@@ -88,7 +88,7 @@ def different_versions(stage: Stage) -> None:
 def quiet_channel(stage: Stage) -> None:
     """Case 4. Nothing is ever published at H0, so no message triggers the switch, and S stays for ever.
 
-    Those who listen at an old location are told now and then, messages or not.
+    Subscribers at an old location get a notice now and then, messages or not.
     """
     stage.open()
     channel = stage.channel_at("s1")
@@ -135,7 +135,7 @@ def left_before_the_forwarded(stage: Stage) -> None:
     with ExitStack() as later:
         with stage.held("S", "s1", to_server=False):  # S does not hear of the move yet
             stage.move(channel, "s2", Phase.ACTIVE)
-            stage.publish(publisher, channel)  # at H0: P is told
+            stage.publish(publisher, channel)  # at H0: P gets a route notice
             stage.run(0.1)
             later.enter_context(stage.held("agent-s2", "s1", to_server=True))
             stage.publish(publisher, channel)  # at H1, where S does not listen yet
@@ -169,7 +169,7 @@ def empty_too_early(stage: Stage) -> None:
 def late_plan(stage: Stage) -> None:
     """Case 11. One of the two dispatchers gets the plan later than the other, and does not forward.
 
-    Clients are told only when all old and new dispatchers have acknowledged.
+    Clients get the new route only when all old and new dispatchers have acknowledged.
     """
     stage.open()
     for number, deaf in enumerate(("s1", "s2")):
@@ -245,7 +245,7 @@ def stale_notice(stage: Stage) -> None:
         for record in stage.records("publishes", where="s1")
         if isinstance(control_in(record.data), RouteNotice) and record.data is not None and record.channel is not None
     ]
-    stage.expect("both were told of the first move", len(notices) >= 2)
+    stage.expect("both got a notice of the first move", len(notices) >= 2)
     since = stage.world.now
     for record in notices:
         assert record.data is not None and record.channel is not None
@@ -352,9 +352,9 @@ def overtaken(stage: Stage) -> None:
 
 
 def inflated_load(stage: Stage) -> None:
-    """Case 19. Forwarded copies inflate the load just after each plan, and stale publishers are told once per message.
+    """Case 19. Forwarded copies inflate the load after each plan, and stale publishers get a notice for each message.
 
-    Copies are no publications, and a publisher is told once per epoch.
+    Copies are no publications, and a publisher gets one notice per epoch.
     """
     stage.open()
     channel = stage.channel_at("s1")
@@ -374,7 +374,7 @@ def inflated_load(stage: Stage) -> None:
         for record in stage.records("publishes", since=since, where="s1")
         if record.channel is not None and record.channel.startswith(INBOX_PREFIX)
     ]
-    stage.expect(f"P is told once, not {len(notices)} times", len(notices) == 1, channel)
+    stage.expect(f"P gets one notice, not {len(notices)}", len(notices) == 1, channel)
     at_new, at_old = (_reported_publications(stage, channel, server, since) for server in ("s2", "s1"))
     stage.expect(f"50 publications are reported at s1, not {at_old}", at_old == 50)
     stage.expect(f"no publication is reported at s2, not {at_new}", at_new == 0)
@@ -457,7 +457,7 @@ def third_server(stage: Stage) -> None:
 def drained(stage: Stage) -> None:
     """Case 31. A server is to be stopped, and channels of all kinds are there: busy, idle, moved there, replicated.
 
-    The balancer is told so, moves all of them away under load, and lets nobody put one there.
+    The configuration says so; the balancer moves all of them away under load, and lets nobody put one there.
     """
     stage.open()
     busy, idle, moved = (stage.channel_at("s1", name) for name in ("busy", "idle", "moved"))

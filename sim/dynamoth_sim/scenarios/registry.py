@@ -29,7 +29,7 @@ class Scenario:
     servers: int = 3
     #: What each server can send.
     outgoing_bytes_per_s_max: int = AMPLE_BYTES_PER_S
-    #: Whether something fails in it, so that messages may be lost as long as it is told.
+    #: Whether something fails in it, so that messages may be lost if subscribers report it.
     losses_allowed: bool = False
     #: How many servers the balancer itself spreads a channel over.
     replicas_max: int = 1

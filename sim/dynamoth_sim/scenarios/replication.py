@@ -70,7 +70,7 @@ def changes(before: Assignment, after: Assignment, stage: Stage) -> None:
                 joining.enter_context(stage.held(subscriber.name, server, to_server=True))
             stage.cluster.change(channel, after)
             stage.wait("the change is active", partial(stage.holds, channel, after, Phase.ACTIVE))
-            stage.publish(fresh, channel)  # by the old route: N is told, and dispatchers connect
+            stage.publish(fresh, channel)  # by the old route: N gets a route notice, and dispatchers connect
             stage.run(0.2)
             for agent, server in product(servers, servers):
                 if stage.pipes(f"agent-{agent}", server, to_server=True):
@@ -184,7 +184,7 @@ def every_replica_forwards(stage: Stage) -> None:
                 joining.enter_context(stage.held(subscriber.name, server, to_server=True))
             stage.cluster.change(channel, replicas)
             stage.wait("the change is active", partial(stage.holds, channel, replicas, Phase.ACTIVE))
-            stage.publish(publisher, channel)  # by the old route: N is told, and dispatchers connect
+            stage.publish(publisher, channel)  # by the old route: N gets a route notice, and dispatchers connect
             stage.run(0.2)
             later.enter_context(stage.held("N", "s2", to_server=True))
             publisher.publish(channel)
@@ -195,7 +195,7 @@ def every_replica_forwards(stage: Stage) -> None:
 
 
 def replica_away(mode: Mode, stage: Stage) -> None:
-    """Case 23. A replica dies for some time: nobody waits for it, and everybody is told of what may be missing.
+    """Case 23. A replica dies for some time: nobody waits for it, and subscribers report what may be missing.
 
     Publishers and subscribers of ALL_SUBSCRIBERS do without it, subscribers of ALL_PUBLISHERS go to another one.
     """
@@ -223,7 +223,7 @@ def replica_away(mode: Mode, stage: Stage) -> None:
     stage.expect(f"newcomers are confirmed without s3: {confirmed}", all(confirmed), channel)
     dead.start()
     stage.run(RESUME_S_MAX)
-    stage.expect("subscribers are told that something may be missing", stage.cluster.audit.totals.gaps > 0, channel)
+    stage.expect("subscribers report that something may be missing", stage.cluster.audit.totals.gaps > 0, channel)
     stage.cluster.audit.calm()
     _publish_all(stage, publishers, channel)
     stage.expect("all are still subscribed", all(stage.cluster.audit.is_open(s.name, channel) for s in subscribers))
@@ -231,10 +231,10 @@ def replica_away(mode: Mode, stage: Stage) -> None:
 
 
 def dies_cut_off(noticed: bool, stage: Stage) -> None:
-    """Case 26. A publisher that cannot reach one of its replicas is told that it has published, and dies.
+    """Case 26. A publisher that cannot reach one of its replicas gets a confirmation, and dies.
 
     ALL_PUBLISHERS waits for no replica that is away; so a dispatcher must know what that may lack. If the publisher had
-    noticed that its connection was lost, the dispatcher forwards its messages; if not, subscribers are told.
+    noticed that its connection was lost, the dispatcher forwards its messages; if not, subscribers report a gap.
     """
     stage.open()
     channel = stage.channel_at("s1")
@@ -260,7 +260,7 @@ def dies_cut_off(noticed: bool, stage: Stage) -> None:
     client.crash()
     heal()
     if not noticed:
-        stage.wait("subscribers at s3 are told", lambda: stage.cluster.audit.totals.gaps > 0)
+        stage.wait("subscribers at s3 report a gap", lambda: stage.cluster.audit.totals.gaps > 0)
         stage.cluster.audit.calm()
     stage.close(channel)
 
@@ -301,4 +301,4 @@ FAILURES: dict[str, Callable[[Stage], None]] = {
     "23-all-publishers-replica-away": partial(replica_away, Mode.ALL_PUBLISHERS),
     "26-dies-cut-off-unnoticed": partial(dies_cut_off, False),
 }
-"""Those in which a server fails, so that losses are in order where they are told."""
+"""Those in which a server fails, so that losses may happen that subscribers report."""

@@ -21,7 +21,7 @@ from dynamoth_sim.world.trace import Record
 from dynamoth_sim.world.world import World
 
 STAGE_DELAYS = Delays(base_s=0.0005, jitter_s=0.0005)
-"""Quick and nearly constant: in a scenario nothing is slow but what is held."""
+"""Quick and nearly constant: in a scenario only held connections are slow."""
 
 PATIENCE_S = 10.0
 """How long a scenario waits for what must happen."""

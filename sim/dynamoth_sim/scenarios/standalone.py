@@ -19,7 +19,7 @@ from dynamoth_sim.world.process import Process
 PUBLISH_INTERVAL_S = 0.02
 
 LOOKED_S = 15.0
-"""A subscriber gives up a route within this after its agent has told it that the plan has lost it: the lease of the
+"""A subscriber gives up a route within this after its agent has reported that the plan has lost it: the lease of the
 balancer that was killed, and ``distrust_s``."""
 
 LEASE_LOST_S = 5.0
@@ -52,7 +52,7 @@ def grows(stage: Stage) -> None:
         listening = {id_ for id_, server in stage.cluster.servers.items() if server.subscribers(channel)}
         stage.expect(f"they listen at {home} only, not at {listening}", listening == {home}, channel)
     stage.expect("where nothing can be missing there is no gap", channels[0] not in _gaps(stage), channels[0])
-    stage.expect("the pattern is told of a gap", b"away*" in _gaps(stage))
+    stage.expect("the pattern gets a gap event", b"away*" in _gaps(stage))
     newcomer = stage.publisher("Q")
     for channel in channels:
         stage.publish(newcomer, channel)
@@ -132,7 +132,7 @@ def flushed_without_balancer(stage: Stage) -> None:
         server.flush()
     cluster.balancer.start()
     stage.run(LOOKED_S)
-    stage.expect("the subscriber is told of a gap", channel in _gaps(stage), channel)
+    stage.expect("the subscriber gets a gap event", channel in _gaps(stage), channel)
     newcomer = stage.publisher("Q")
     stage.publish(newcomer, channel)
     stage.run(0.5)
@@ -180,7 +180,7 @@ def flushed_and_older_plan(stage: Stage) -> None:
     for server in stage.cluster.servers.values():
         server.flush()
     stage.run(LOOKED_S)
-    stage.expect("the subscriber is told of a gap", channel in _gaps(stage), channel)
+    stage.expect("the subscriber gets a gap event", channel in _gaps(stage), channel)
     stage.move(channel, "s3")
     stage.publish(stage.publisher("P"), channel)
     stage.close(channel)
@@ -266,7 +266,7 @@ def _leads(process: Process) -> bool:
 
 
 def _gaps(stage: Stage) -> set[bytes | None]:
-    """Return the channels, and patterns, of which gaps were told."""
+    """Return the channels, and patterns, of which gaps were reported."""
     return {record.channel for record in stage.world.trace if "GAP of" in f"{record.kind} {record.note}"}
 
 
@@ -298,4 +298,4 @@ FAILURES: dict[str, Callable[[Stage], None]] = {
     "66-flushed-and-older-plan": flushed_and_older_plan,
     "67-plan-lost-and-moved": plan_lost_and_moved,
 }
-"""Losses are in order in these if subscribers are told."""
+"""Losses are in order in these if subscribers report them."""

@@ -120,7 +120,7 @@ class Pipe:
             self._receive(self._packets.popleft())
 
     def end(self, reason: str, notice_s: float = 0.0) -> None:
-        """End the pipe after what is in flight; the receiver is told ``notice_s`` later, in order."""
+        """End the pipe after what is in flight; the receiver sees the end ``notice_s`` later, in order."""
         if self.ended:
             return
         self.ended = True

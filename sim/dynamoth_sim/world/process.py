@@ -190,8 +190,8 @@ class Process:
             merged = Packet(self._world.now, None, sum(packet.size for packet in packets))
             merged.items = [item for packet in packets for item in packet.items]
             self._receive(connection, merged)
-        for deed in postponed:
-            deed()
+        for action in postponed:
+            action()
         self._set_timer()
 
     def pause_reading(self) -> None:

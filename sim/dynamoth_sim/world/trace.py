@@ -1,4 +1,4 @@
-"""What happened, kept in a ring, and told as a readable story when a message went wrong.
+"""What happened, kept in a ring, and shown as a readable story when a message went wrong.
 
 Recording must cost next to nothing: a record is a tuple of what is at hand, and is put into words only when a
 story is asked for.
@@ -81,9 +81,9 @@ class Trace:
             people: whose doings belong to the story (names of processes begin with them); faults of everybody do.
 
         """
-        told = [record for record in self if payload is not None and _is_message(record, channel, payload)]
-        begin = told[0].at - BEFORE_S if told else 0.0
-        end = told[-1].at + AFTER_S if told else float("inf")
+        mentions = [record for record in self if payload is not None and _is_message(record, channel, payload)]
+        begin = mentions[0].at - BEFORE_S if mentions else 0.0
+        end = mentions[-1].at + AFTER_S if mentions else float("inf")
         lines = [
             _in_words(record)
             for record in self
