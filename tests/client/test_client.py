@@ -11,45 +11,12 @@ import redis.asyncio
 import redis.exceptions
 
 from dynamoth.plan.plan import Mode
-from dynamoth.protocol.envelope import open_envelope
-from dynamoth_client.asyncio import ChannelPlan, GuaranteesOff, Redis, from_url
+from dynamoth_client.asyncio import ChannelPlan, Redis, from_url
 from dynamoth_client.runtime.publishing import PAYLOAD_BYTES_MAX
 from tests.client.conftest import ClusterFactory
 from tests.client.stored_cluster import StoredCluster, confirmed, on_both_loops, run
-from tests.client.versions import REDIS_PY
 
 pytestmark = on_both_loops
-
-
-async def test_what_is_published_arrives_whatever_server_the_channel_is_at(cluster: StoredCluster) -> None:
-    channels = [cluster.channel_at("s1"), cluster.channel_at("s2")]
-    async with from_url(cluster.url) as client:
-        pubsub = client.pubsub()
-        await confirmed(pubsub, *channels)
-        for channel in channels:
-            assert await client.publish(channel, "hello") == 1
-            message = await pubsub.get_message(timeout=None)
-            assert message == {"type": "message", "pattern": None, "channel": channel.encode(), "data": b"hello"}
-        for server, channel in zip(("s1", "s2"), channels, strict=True):
-            assert await cluster.ask(server, "PUBSUB", "NUMSUB", channel) == [channel.encode(), 1]
-
-
-async def test_messages_are_encoded_as_redis_py_does(cluster: StoredCluster) -> None:
-    sent: list[Any] = ["text", "é", b"\x00\xff", 7, 2.5, memoryview(b"view"), ""]
-    expected = [b"text", "é".encode(), b"\x00\xff", b"7", b"2.5", b"view", b""]
-    if REDIS_PY >= (8,):
-        sent.append(bytearray(b"array"))
-        expected.append(b"array")
-    async with from_url(cluster.url) as client:
-        pubsub = client.pubsub()
-        await confirmed(pubsub, "c")
-        for message in sent:
-            assert await client.publish("c", message) == 1
-        assert [(await pubsub.get_message(timeout=None) or {})["data"] for _ in sent] == expected
-        refused: list[Any] = [None, True, [], object()]
-        for message in refused:
-            with pytest.raises(redis.exceptions.DataError):
-                await client.publish("c", message)
 
 
 async def test_publish_tells_how_many_clients_got_it(cluster: StoredCluster) -> None:
@@ -84,43 +51,6 @@ async def test_sequential_publications_keep_their_order_and_so_do_200_tasks(clus
         assert all(numbers == list(range(20)) for numbers in seen.values())
 
 
-async def test_other_commands_go_to_the_first_server(cluster: StoredCluster) -> None:
-    async with from_url(cluster.url, decode_responses=True) as client:
-        await client.set("key", "value")
-        assert await client.get("key") == "value"
-        pipeline: Any = client.pipeline()
-        pipeline.incr("number").incr("number")
-        assert await pipeline.execute() == [1, 2]
-        assert await cluster.ask("s1", "GET", "key") == b"value"
-        assert await cluster.ask("s2", "GET", "key") is None
-
-
-async def test_publish_by_execute_command_is_routed(cluster: StoredCluster) -> None:
-    channel = cluster.channel_at("s2")
-    async with from_url(cluster.url) as client:
-        pubsub = client.pubsub()
-        await confirmed(pubsub, channel)
-        assert await client.execute_command("PUBLISH", channel, "hello") == 1
-
-
-async def test_channels_of_one_server_go_to_the_first(cluster: StoredCluster) -> None:
-    server: Any = redis.asyncio.Redis(port=cluster.servers["s1"].port)
-    plain = server.pubsub()
-    await plain.subscribe("__keyspace@0__:key")
-    await cluster.until_subscribed("s1", "__keyspace@0__:key")
-    async with from_url(cluster.url) as client:
-        assert await client.publish("__keyspace@0__:key", "set") == 1
-    await plain.aclose()
-    await server.aclose()
-
-
-async def test_dynamoth_s_own_channels_are_refused(cluster: StoredCluster) -> None:
-    async with from_url(cluster.url) as client:
-        with pytest.raises(redis.exceptions.DataError, match="choose another name"):
-            await client.publish("__dynamoth__:balancer:to-agent", "x")
-        assert await client.publish("__dynamo", "fine") == 0
-
-
 async def test_nothing_connects_before_it_is_needed(cluster: StoredCluster) -> None:
     client = from_url(cluster.url)
     client.pubsub()
@@ -151,12 +81,6 @@ async def test_concurrent_first_calls_share_one_bootstrap(cluster: StoredCluster
     await asyncio.gather(*(client.plan(f"c{number}") for number in range(50)))
     assert await _connections(cluster) == before + 2  # the bootstrap, and this question
     await client.aclose()
-
-
-async def test_plan_says_where_a_channel_is(cluster: StoredCluster) -> None:
-    channel = cluster.channel_at("s2")
-    async with from_url(cluster.url) as client:
-        assert await client.plan(channel) == ChannelPlan(Mode.SINGLE, ("s2",), 0)
 
 
 async def test_a_subscriber_learns_a_moved_channel_from_the_stored_plan(cluster: StoredCluster) -> None:
@@ -393,37 +317,6 @@ async def test_a_plain_publisher_is_understood(cluster: StoredCluster) -> None:
         data = [(await pubsub.get_message(timeout=None) or {})["data"] for _ in range(3)]
         assert data == [b"raw", b"sealed", b"of a pipeline"]
     await plain.aclose()
-
-
-@pytest.mark.filterwarnings("ignore::dynamoth_client.asyncio.GuaranteesOff")
-async def test_plain_payloads_for_plain_subscribers(cluster: StoredCluster) -> None:
-    channel = cluster.channel_at("s2")
-
-    async def read(envelope: bool) -> bytes:
-        plain: Any = redis.asyncio.Redis(port=cluster.servers["s2"].port)
-        async with from_url(cluster.url, envelope=envelope) as client, plain, plain.pubsub() as pubsub:
-            await pubsub.subscribe(channel)
-            await cluster.until_subscribed("s2", channel)
-            assert await client.publish(channel, "hello") == 1
-            messages = [await pubsub.get_message(timeout=None) for _ in range(2)]
-            assert messages[1] is not None
-            data: bytes = messages[1]["data"]
-            return data
-
-    assert await read(envelope=False) == b"hello"
-    assert open_envelope(await read(envelope=True)).payload == b"hello"
-
-
-async def test_plain_payloads_are_delivered_by_our_subscribers_too(cluster: StoredCluster) -> None:
-    with pytest.warns(GuaranteesOff):
-        plain = from_url(cluster.url, envelope=False)
-    async with plain, from_url(cluster.url) as client:
-        pubsub = client.pubsub()
-        await confirmed(pubsub, "c")
-        assert await plain.publish("c", "hello") == 1
-        message = await pubsub.get_message(timeout=None)
-        assert message is not None
-        assert message["data"] == b"hello"
 
 
 async def test_a_dropped_pubsub_closes_its_links(cluster: StoredCluster) -> None:

@@ -14,74 +14,15 @@ import redis as redis_py
 import redis.asyncio as redis_asyncio
 
 import dynamoth_client as redis
-from dynamoth.plan.plan import Mode
-from dynamoth.protocol.envelope import open_envelope
 from tests.client.conftest import ClusterFactory
 from tests.client.stored_cluster import StoredCluster
-from tests.client.sync_helpers import confirmed, keepers, message_of, next_of, until
-from tests.client.versions import REDIS_PY
+from tests.client.sync_helpers import confirmed, keepers, next_of, until
 
 
-def test_what_is_published_arrives_whatever_server_the_channel_is_at(cluster: StoredCluster) -> None:
-    channels = [cluster.channel_at("s1"), cluster.channel_at("s2")]
-    with redis.Redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
-        confirmed(pubsub, *channels)
-        for channel in channels:
-            assert client.publish(channel, "hello") == 1
-            assert next_of(pubsub) == message_of("message", channel.encode(), b"hello")
-        for server, channel in zip(("s1", "s2"), channels, strict=True):
-            assert asyncio.run(cluster.ask(server, "PUBSUB", "NUMSUB", channel)) == [channel.encode(), 1]
-
-
-def test_messages_are_encoded_as_redis_py_does(cluster: StoredCluster) -> None:
-    sent: list[Any] = ["text", "é", b"\x00\xff", 7, 2.5, memoryview(b"view"), ""]
-    expected = [b"text", "é".encode(), b"\x00\xff", b"7", b"2.5", b"view", b""]
-    if REDIS_PY >= (8,):
-        sent.append(bytearray(b"array"))
-        expected.append(b"array")
-    with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
-        confirmed(pubsub, "c")
-        for message in sent:
-            assert client.publish("c", message) == 1
-        assert [next_of(pubsub)["data"] for _ in sent] == expected
-        refused: list[Any] = [None, True, [], object()]
-        for message in refused:
-            with pytest.raises(redis.DataError):
-                client.publish("c", message)
-
-
-def test_other_commands_go_to_the_first_server(cluster: StoredCluster) -> None:
-    with redis.from_url(cluster.url, decode_responses=True) as client:
-        client.set("key", "value")
-        assert client.get("key") == "value"
-        pipeline = cast("Any", client).pipeline()
-        assert pipeline.incr("number").incr("number").execute() == [1, 2]
-        assert asyncio.run(cluster.ask("s1", "GET", "key")) == b"value"
-        assert asyncio.run(cluster.ask("s2", "GET", "key")) is None
-        assert keepers() == 0, "nothing of ours runs before it is needed"
-
-
-def test_publish_by_execute_command_is_routed(cluster: StoredCluster) -> None:
-    channel = cluster.channel_at("s2")
-    with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
-        confirmed(pubsub, channel)
-        assert client.execute_command("PUBLISH", channel, "hello") == 1
-
-
-def test_channels_of_one_server_go_to_the_first_and_ours_are_refused(cluster: StoredCluster) -> None:
-    plain: Any = redis_py.Redis(port=cluster.servers["s1"].port)
-    with plain, plain.pubsub() as pubsub, redis.from_url(cluster.url) as client:
-        pubsub.subscribe("__keyspace@0__:key")
-        assert pubsub.get_message(timeout=5)["type"] == "subscribe"
-        assert client.publish("__keyspace@0__:key", "set") == 1
-        with pytest.raises(redis.DataError, match="choose another name"):
-            client.publish("__dynamoth__:balancer:to-agent", "x")
-        assert client.publish("__dynamo", "fine") == 0
-
-
-def test_the_plan_that_a_client_knows(cluster: StoredCluster) -> None:
+def test_nothing_of_ours_runs_before_it_is_needed(cluster: StoredCluster) -> None:
     with redis.from_url(cluster.url) as client:
-        assert client.plan(cluster.channel_at("s2")) == redis.ChannelPlan(Mode.SINGLE, ("s2",), 0)
+        client.set("key", "value")
+        assert keepers() == 0
 
 
 def test_ways_to_make_a_client(cluster_factory: ClusterFactory) -> None:
@@ -110,22 +51,6 @@ def test_ways_to_make_a_client(cluster_factory: ClusterFactory) -> None:
         redis.Redis("127.0.0.1", servers=cluster.hosts)
     with pytest.raises(redis.DataError, match="host and port"):
         redis.Redis(host="127.0.0.1", port=1, servers=cluster.hosts)
-
-
-def test_envelopes_can_be_left_out(cluster: StoredCluster) -> None:
-    channel = cluster.channel_at("s1")
-    plain: Any = redis_py.Redis(port=cluster.servers["s1"].port)
-    with plain, plain.pubsub() as pubsub:
-        pubsub.subscribe(channel)
-        assert pubsub.get_message(timeout=5)["type"] == "subscribe"
-        with pytest.warns(redis.GuaranteesOff), redis.from_url(cluster.url, envelope=False) as client:
-            client.publish(channel, "plain")
-        with redis.from_url(cluster.url) as client:
-            client.publish(channel, "enveloped")
-        assert pubsub.get_message(timeout=5)["data"] == b"plain"
-        envelope = open_envelope(pubsub.get_message(timeout=5)["data"])
-        assert envelope is not None
-        assert envelope.payload == b"enveloped"
 
 
 def test_errors_are_those_of_redis_py(cluster_factory: ClusterFactory) -> None:

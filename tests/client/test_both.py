@@ -1,0 +1,104 @@
+"""What both clients do alike on real servers that store a plan: publish, subscribe, and everything else of redis-py."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import redis as redis_py
+
+from dynamoth.plan.plan import Mode
+from dynamoth.protocol.envelope import open_envelope
+from dynamoth_client import ChannelPlan, GuaranteesOff
+from tests.client.both_clients import Use, with_client
+from tests.client.stored_cluster import StoredCluster
+from tests.client.sync_helpers import confirmed, message_of, next_of
+from tests.client.versions import REDIS_PY
+
+__all__ = ["with_client"]
+
+
+def test_what_is_published_arrives_whatever_server_the_channel_is_at(cluster: StoredCluster, with_client: Use) -> None:
+    channels = {server: cluster.channel_at(server) for server in cluster.servers}
+
+    def use(client: Any) -> None:
+        pubsub = client.pubsub()
+        confirmed(pubsub, *channels.values())
+        for server, channel in channels.items():
+            assert client.publish(channel, "hello") == 1
+            assert next_of(pubsub) == message_of("message", channel.encode(), b"hello")
+            assert asyncio.run(cluster.ask(server, "PUBSUB", "NUMSUB", channel)) == [channel.encode(), 1]
+            assert client.plan(channel) == ChannelPlan(Mode.SINGLE, (server,), 0)
+
+    with_client(cluster.hosts, use)
+
+
+def test_messages_are_encoded_as_redis_py_does(cluster: StoredCluster, with_client: Use) -> None:
+    sent: list[Any] = ["text", "é", b"\x00\xff", 7, 2.5, memoryview(b"view"), ""]
+    expected = [b"text", "é".encode(), b"\x00\xff", b"7", b"2.5", b"view", b""]
+    if REDIS_PY >= (8,):
+        sent.append(bytearray(b"array"))
+        expected.append(b"array")
+    refused: list[Any] = [None, True, [], object()]
+
+    def use(client: Any) -> None:
+        pubsub = client.pubsub()
+        confirmed(pubsub, "c")
+        for message in sent:
+            assert client.publish("c", message) == 1
+        assert [next_of(pubsub)["data"] for _ in sent] == expected
+        for message in refused:
+            with pytest.raises(redis_py.DataError):
+                client.publish("c", message)
+
+    with_client(cluster.hosts, use)
+
+
+def test_other_commands_go_to_the_first_server(cluster: StoredCluster, with_client: Use) -> None:
+    def use(client: Any) -> None:
+        client.set("key", "value")
+        assert client.get("key") == "value"
+        pipeline = client.pipeline()
+        for _ in range(2):
+            pipeline.incr("number")
+        assert pipeline.execute() == [1, 2]
+        assert asyncio.run(cluster.ask("s1", "GET", "key")) == b"value"
+        assert asyncio.run(cluster.ask("s2", "GET", "key")) is None
+
+    with_client(cluster.hosts, use, decode_responses=True)
+
+
+def test_channels_of_one_server_go_to_the_first_and_ours_are_refused(cluster: StoredCluster, with_client: Use) -> None:
+    plain: Any = redis_py.Redis(port=cluster.servers["s1"].port)
+
+    def use(client: Any) -> None:
+        assert client.publish("__keyspace@0__:key", "set") == 1
+        with pytest.raises(redis_py.DataError, match="choose another name"):
+            client.publish("__dynamoth__:balancer:to-agent", "x")
+        assert client.publish("__dynamo", "fine") == 0
+
+    with plain, plain.pubsub() as pubsub:
+        pubsub.subscribe("__keyspace@0__:key")
+        assert pubsub.get_message(timeout=5)["type"] == "subscribe"
+        with_client(cluster.hosts, use)
+
+
+def test_envelopes_can_be_left_out(cluster: StoredCluster, with_client: Use) -> None:
+    channel = cluster.channel_at("s2")
+    plain: Any = redis_py.Redis(port=cluster.servers["s2"].port)
+
+    def use(client: Any) -> None:
+        ours = client.pubsub()
+        confirmed(ours, channel)
+        assert client.publish(channel, "hello") == 2
+        assert next_of(ours)["data"] == b"hello"
+
+    with plain, plain.pubsub() as pubsub:
+        pubsub.subscribe(channel)
+        assert pubsub.get_message(timeout=5)["type"] == "subscribe"
+        with pytest.warns(GuaranteesOff):
+            with_client(cluster.hosts, use, envelope=False)
+        with_client(cluster.hosts, use)
+        assert pubsub.get_message(timeout=5)["data"] == b"hello"
+        assert open_envelope(pubsub.get_message(timeout=5)["data"]).payload == b"hello"
