@@ -13,7 +13,7 @@ from dynamoth.protocol.envelope import open_envelope
 from dynamoth_client import ChannelPlan, GuaranteesOff
 from tests.client.both_clients import Use, with_client
 from tests.client.stored_cluster import StoredCluster
-from tests.client.sync_helpers import confirmed, message_of, next_of
+from tests.client.sync_helpers import PATIENCE_S, confirmed, message_of, next_of
 from tests.client.versions import REDIS_PY
 
 __all__ = ["with_client"]
@@ -102,3 +102,79 @@ def test_envelopes_can_be_left_out(cluster: StoredCluster, with_client: Use) -> 
         with_client(cluster.hosts, use)
         assert pubsub.get_message(timeout=5)["data"] == b"hello"
         assert open_envelope(pubsub.get_message(timeout=5)["data"]).payload == b"hello"
+
+
+# PubSubs.
+
+
+def test_acknowledgements_are_redis_py_s(cluster: StoredCluster, with_client: Use) -> None:
+    x, y, z = (cluster.channel_at(server, name) for server, name in (("s2", "x"), ("s1", "y"), ("s2", "z")))
+
+    def acknowledged(client: Any) -> list[Any]:
+        pubsub = client.pubsub()
+        pubsub.subscribe(x, y)
+        pubsub.subscribe(z, x)
+        pubsub.unsubscribe("never", x)
+        pubsub.unsubscribe(y)
+        pubsub.unsubscribe(z)
+        seen = [next_of(pubsub) for _ in range(7)]
+        assert pubsub.subscribed
+        seen.append(next_of(pubsub))
+        assert not pubsub.subscribed
+        return seen
+
+    with redis_py.Redis(port=cluster.servers["s1"].port) as plain:
+        expected = acknowledged(plain)
+
+    def use(client: Any) -> None:
+        assert acknowledged(client) == expected
+
+    with_client(cluster.hosts, use)
+
+
+def test_text_for_those_who_want_it(cluster: StoredCluster, with_client: Use) -> None:
+    handled: list[Any] = []
+
+    def use(client: Any) -> None:
+        pubsub = client.pubsub()
+        confirmed(pubsub, "dé", b"b", handled=handled.append)
+        assert set(pubsub.channels) == {"dé", "b", "handled"}
+        client.publish("dé", "é")
+        assert next_of(pubsub) == message_of("message", "dé", "é")
+        client.publish("handled", 1)
+        assert pubsub.get_message(timeout=PATIENCE_S) is None
+        assert handled.pop() == message_of("message", "handled", "1")
+        client.publish("b", b"\xff")
+        with pytest.raises(UnicodeDecodeError):
+            next_of(pubsub)
+        pubsub.unsubscribe("dé")
+        assert next_of(pubsub) == message_of("unsubscribe", "dé", 2)
+        assert set(pubsub.channels) == {"b", "handled"}
+
+    with_client(cluster.hosts, use, decode_responses=True)
+
+
+def test_what_cannot_be_subscribed_to_is_refused_with_words(cluster: StoredCluster, with_client: Use) -> None:
+    own = "__dynamoth__:balancer:to-agent"
+
+    def use(client: Any) -> None:
+        pubsub = client.pubsub()
+        refused: list[tuple[Any, tuple[str, ...], str]] = [
+            (pubsub.ssubscribe, (), "name a channel"),
+            (pubsub.subscribe, (), "name a channel"),
+            (pubsub.psubscribe, (), "name a pattern"),
+            (pubsub.subscribe, ("__dynamoth__:s:a",), "choose another name"),
+            (pubsub.subscribe, (own,), "choose another name"),
+            (pubsub.unsubscribe, ("a", "__dynamoth__:s:a"), "choose another name"),
+            (pubsub.psubscribe, ("__dynamoth__:s:*",), "choose another name"),
+            (pubsub.psubscribe, ("__dynamoth__:*",), "choose another name"),
+            (client.publish, ("__dynamoth__:s:a", "x"), "choose another name"),
+            (pubsub.subscribe, ("__keyspace@0__:a",), "belongs to one server"),
+            (pubsub.psubscribe, ("__keyspace@*",), "belongs to one server"),
+        ]
+        for call, names, words in refused:
+            with pytest.raises((redis_py.DataError, redis_py.ResponseError), match=words):
+                call(*names)
+        assert not pubsub.subscribed
+
+    with_client(cluster.hosts, use)

@@ -20,29 +20,6 @@ def _message(kind: str, channel: Any, data: Any) -> dict[str, Any]:
     return {"type": kind, "pattern": None, "channel": channel, "data": data}
 
 
-async def test_acknowledgements_are_redis_py_s(cluster: StoredCluster) -> None:
-    channels = [cluster.channel_at("s2", "x"), cluster.channel_at("s1", "y"), cluster.channel_at("s2", "z")]
-    async with from_url(cluster.url) as client, client.pubsub() as pubsub:
-        await pubsub.subscribe(*channels[:2])
-        await pubsub.subscribe(channels[2], channels[0])
-        for number, channel in enumerate(channels, 1):
-            assert await next_of(pubsub) == _message("subscribe", channel.encode(), number)
-        assert await next_of(pubsub) == _message("subscribe", channels[0].encode(), 3)
-        await pubsub.unsubscribe(channels[1])
-        assert await next_of(pubsub) == _message("unsubscribe", channels[1].encode(), 2)
-        assert pubsub.subscribed
-        await pubsub.unsubscribe("never", *channels[::2])
-        assert await next_of(pubsub) == _message("unsubscribe", b"never", 2)
-        assert await next_of(pubsub) == _message("unsubscribe", channels[0].encode(), 1)
-        assert pubsub.subscribed
-        assert await next_of(pubsub) == _message("unsubscribe", channels[2].encode(), 0)
-        assert not pubsub.subscribed
-        await pubsub.unsubscribe()
-        assert await next_of(pubsub) == _message("unsubscribe", None, 0)
-        await pubsub.punsubscribe()
-        assert await next_of(pubsub) == _message("punsubscribe", None, 0)
-
-
 @pytest.mark.parametrize(
     ("subscribe", "publish"), [("subscribe", "publish"), ("psubscribe", "publish"), ("ssubscribe", "spublish")]
 )
@@ -109,31 +86,6 @@ async def test_no_message_comes_before_the_acknowledgement_of_its_channel(
         while (message := await next_of(pubsub))["type"] == "message":
             assert message["channel"] == quick.encode()
         assert message == _message("subscribe", hanging.encode(), 2)
-
-
-async def test_redis_py_itself_acknowledges_so(cluster: StoredCluster) -> None:
-    """What the test above claims of redis-py."""
-    client: Any = redis.asyncio.Redis(port=cluster.servers["s1"].port)
-    async with client, client.pubsub() as pubsub:
-        await pubsub.subscribe("x", "y")
-        await pubsub.subscribe("z", "x")
-        await pubsub.unsubscribe("never", "x")
-        await pubsub.unsubscribe("y", "z")
-        await pubsub.unsubscribe()
-        await pubsub.punsubscribe()
-        seen = [await pubsub.get_message(timeout=None) for _ in range(10)]
-        assert [(m["type"], m["channel"], m["data"]) for m in seen if m] == [
-            ("subscribe", b"x", 1),
-            ("subscribe", b"y", 2),
-            ("subscribe", b"z", 3),
-            ("subscribe", b"x", 3),
-            ("unsubscribe", b"never", 3),
-            ("unsubscribe", b"x", 2),
-            ("unsubscribe", b"y", 1),
-            ("unsubscribe", b"z", 0),
-            ("unsubscribe", None, 0),
-            ("punsubscribe", None, 0),
-        ]
 
 
 async def test_is_subscribed_before_subscribe_first_yields(cluster: StoredCluster) -> None:
@@ -242,24 +194,6 @@ async def test_a_full_queue_does_not_starve_the_loop(cluster: StoredCluster) -> 
         counting.cancel()
         await asyncio.wait({counting})
         assert turns >= 5
-
-
-async def test_decode_responses(cluster: StoredCluster) -> None:
-    handled: list[Any] = []
-    async with from_url(cluster.url, decode_responses=True) as client, client.pubsub() as pubsub:
-        await confirmed(pubsub, "dé", b"b", **{"handled": handled.append})
-        assert set(pubsub.channels) == {"dé", "b", "handled"}
-        await client.publish("dé", "é")
-        assert await next_of(pubsub) == _message("message", "dé", "é")
-        await client.publish("handled", 1)
-        assert await pubsub.get_message(timeout=None) is None
-        assert handled == [_message("message", "handled", "1")]
-        await client.publish("b", b"\xff")
-        with pytest.raises(UnicodeDecodeError):
-            await next_of(pubsub)
-        await pubsub.unsubscribe("dé")
-        assert await next_of(pubsub) == _message("unsubscribe", "dé", 2)
-        assert set(pubsub.channels) == {"b", "handled"}
 
 
 async def test_handlers_sync_and_async(cluster: StoredCluster) -> None:
@@ -613,35 +547,6 @@ async def test_a_close_of_a_pubsub_that_is_cancelled(cluster: StoredCluster) -> 
             await pubsub.aclose()
 
 
-async def test_what_cannot_be_subscribed_to_is_refused_with_words(cluster: StoredCluster) -> None:
-    async with from_url(cluster.url) as client, client.pubsub() as pubsub:
-        with pytest.raises(redis.exceptions.ResponseError, match="name a channel"):
-            await pubsub.ssubscribe()
-        with pytest.raises(redis.exceptions.DataError, match="choose another name"):
-            await pubsub.subscribe("__dynamoth__:s:a")
-        with pytest.raises(redis.exceptions.DataError, match="choose another name"):
-            await pubsub.unsubscribe("a", "__dynamoth__:s:a")
-        with pytest.raises(redis.exceptions.DataError, match="choose another name"):
-            await pubsub.psubscribe("__dynamoth__:s:*")
-        with pytest.raises(redis.exceptions.DataError, match="choose another name"):
-            await client.publish("__dynamoth__:s:a", "x")
-        with pytest.raises(redis.exceptions.DataError, match="belongs to one server"):
-            await pubsub.subscribe("__keyspace@0__:a")
-        with pytest.raises(redis.exceptions.DataError, match="choose another name"):
-            await pubsub.subscribe("__dynamoth__:balancer:to-agent")
-        with pytest.raises(redis.exceptions.DataError, match="belongs to one server"):
-            await pubsub.psubscribe("__keyspace@*")
-        with pytest.raises(redis.exceptions.DataError, match="choose another name"):
-            await pubsub.psubscribe("__dynamoth__:*")
-        with pytest.raises(redis.exceptions.ResponseError, match="name a pattern"):
-            await pubsub.psubscribe()
-        with pytest.raises(redis.exceptions.ResponseError, match="name a channel"):
-            await pubsub.subscribe()
-        assert not pubsub.subscribed
-        with pytest.raises(redis.exceptions.DataError, match="push_handler_func"):
-            client.pubsub(push_handler_func=print)
-
-
 def test_it_is_redis_py_s_pubsub(cluster: StoredCluster) -> None:
     assert isinstance(from_url(cluster.url).pubsub(), redis.asyncio.client.PubSub)
 
@@ -686,3 +591,8 @@ async def test_two_clients_and_a_redis_by_keyword(cluster: StoredCluster) -> Non
         await confirmed(pubsub, "c")
         assert await one.publish("c", "x") == 1
         assert (await next_of(pubsub))["data"] == b"x"
+
+
+def test_push_handlers_are_refused(cluster: StoredCluster) -> None:
+    with pytest.raises(redis.exceptions.DataError, match="push_handler_func"):
+        from_url(cluster.url).pubsub(push_handler_func=print)

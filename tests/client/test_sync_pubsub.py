@@ -10,33 +10,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
-import redis as redis_py
 
 import dynamoth_client as redis
 from dynamoth_client import GapInfo, PubSub
 from tests.client.stored_cluster import StoredCluster
 from tests.client.sync_helpers import Running, confirmed, message_of, next_of, until
-
-
-def test_acknowledgements_are_redis_py_s(cluster: StoredCluster) -> None:
-    x, y, z = (cluster.channel_at(server, name) for server, name in (("s2", "x"), ("s1", "y"), ("s2", "z")))
-    plain: Any = redis_py.Redis(port=cluster.servers["s1"].port)
-    with plain, redis.from_url(cluster.url) as client:
-        seen: list[list[Any]] = []
-        for pubsub in (client.pubsub(), plain.pubsub()):
-            pubsub.subscribe(x, y)
-            pubsub.subscribe(z, x)
-            pubsub.unsubscribe("never", x)
-            messages = [pubsub.get_message(timeout=5) for _ in range(6)]
-            pubsub.unsubscribe()
-            messages += [pubsub.get_message(timeout=5) for _ in range(2)]
-            assert not pubsub.subscribed
-            seen.append(messages)
-            pubsub.close()
-        ours, theirs = seen
-        assert ours[:6] == theirs[:6]
-        assert {message["channel"] for message in ours[6:]} == {message["channel"] for message in theirs[6:]}
-        assert [message["data"] for message in ours[6:]] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -171,15 +149,6 @@ def test_names_and_payloads_of_any_bytes(cluster: StoredCluster, name: bytes) ->
         assert next_of(pubsub) == message_of("unsubscribe", name, 0)
 
 
-def test_text_for_those_who_want_it(cluster: StoredCluster) -> None:
-    with redis.from_url(cluster.url, decode_responses=True) as client, client.pubsub() as pubsub:
-        pubsub.subscribe("é")
-        assert next_of(pubsub) == message_of("subscribe", "é", 1)
-        client.publish("é", "ü")
-        assert next_of(pubsub) == message_of("message", "é", "ü")
-        assert list(pubsub.channels) == ["é"]
-
-
 def test_listen_ends_with_the_last_subscription(cluster: StoredCluster) -> None:
     with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
         pubsub.subscribe("a", "b")
@@ -236,18 +205,6 @@ def test_commands_by_name(cluster: StoredCluster) -> None:
         assert not pubsub.subscribed
         with pytest.raises(redis.PubSubError, match="give it to the client"):
             pubsub.execute_command("GET", "c")
-
-
-def test_what_cannot_be_subscribed_to_is_refused(cluster: StoredCluster) -> None:
-    with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
-        for channel in ("__keyspace@0__:key", "__dynamoth__:balancer:to-agent"):
-            with pytest.raises(redis.DataError):
-                pubsub.subscribe(channel)
-        with pytest.raises(redis.DataError):
-            pubsub.unsubscribe("__dynamoth__:s:c")
-        with pytest.raises(redis.DataError):
-            client.publish("__dynamoth__:s:c", "x")
-        assert not pubsub.subscribed
 
 
 def test_run_in_thread(cluster: StoredCluster) -> None:
