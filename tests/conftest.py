@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.redis_servers import free_port, redis_server, redis_server_factory
 
 __all__ = ["free_port", "redis_server", "redis_server_factory"]
 
-# No deadline: other work on the machine must not fail a test. In CI the same examples every time; many more
-# of them in `make soak`. A failure prints the blob that replays it.
-settings.register_profile("local", deadline=None, print_blob=True)
-settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, database=None)
-settings.register_profile("soak", deadline=None, print_blob=True, max_examples=5_000)
+# No deadline, and nothing is too slow: other work on the machine must not fail a test. In CI the same examples every
+# time; many more of them in `make soak`. A failure prints the blob that replays it.
+settings.register_profile(
+    "local", deadline=None, print_blob=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("ci", settings.get_profile("local"), derandomize=True, database=None)
+settings.register_profile("soak", settings.get_profile("local"), max_examples=5_000)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
