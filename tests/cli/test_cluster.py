@@ -6,7 +6,6 @@ import json
 import os
 import select
 import signal
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from dynamoth_cli.local.embedded import RedisServerFailed
 from dynamoth_cli.main import main
 from dynamoth_link.errors import ServerUnreachable
 from tests.processes import command_lines
+from tests.whole.harness import until
 
 CHANNEL = "some:channel"
 
@@ -27,7 +27,7 @@ CHANNEL = "some:channel"
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
     """One cluster for the tests that leave it as it was, but for moved channels."""
-    with LocalCluster(2, password="p@ss/word", settings={"balancer.wait_s": 1.5}) as running:
+    with LocalCluster(2, password="p@ss/word", settings={"balancer.wait_s": 1.5, "balancer.lease_s": 3.0}) as running:
         yield running
 
 
@@ -154,58 +154,58 @@ def test_no_server_at_all_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         assert "redis://127.0.0.1:2: connection refused: start the server" in message
 
 
-def test_each_part_can_be_stopped_killed_and_started_again(capsys: pytest.CaptureFixture[str]) -> None:
-    with LocalCluster(2, settings={"balancer.lease_s": 3.0}) as cluster:
-        cluster.agents["s1"].stop()
-        assert agents_at(cluster, "s1") == 0
+def test_each_part_can_be_stopped_killed_and_started_again(
+    cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.agents["s1"].stop()
+    assert agents_at(cluster, "s1") == 0
+    cluster.check()
+    with pytest.raises(ClusterNotReady, match=r"not ready after 0\.1 s: 0 agents observe server s1, not 1"):
+        cluster.wait_ready(timeout_s=0.1)
+    code, out, _ = command(cluster, capsys, "status")
+    assert code == 1
+    assert "s1: it has no agent: start 'dynamoth agent --server s1'" in " ".join(out.split())
+    cluster.agents["s1"].start()
+    cluster.wait_ready()
+
+    os.kill(cluster.agents["s1"].pid, signal.SIGKILL)
+    assert cluster.agents["s1"].wait(30)
+    with pytest.raises(ChildEnded, match=r"agent s1 \(process \d+\) was killed by SIGKILL(.|\n)*following the plan"):
         cluster.check()
+    cluster.agents["s1"].start()
+    cluster.wait_ready()
+
+    cluster.balancer.kill()
+    move_away = "plan", "move", "another:channel", "--to", other(home("another:channel"))
+    code, _, err = command(cluster, capsys, *move_away)
+    assert code == 1
+    assert "no balancer is running in this cluster" in err
+    assert "start 'dynamoth balancer'" in err
+    code, out, _ = command(cluster, capsys, "status")
+    assert code == 1
+    assert "no balancer is running" in " ".join(out.split())
+    cluster.balancer.start()
+    cluster.wait_ready()
+    assert cluster.ask_balancer("status")["stage"] == "leading"
+    code, _, err = command(cluster, capsys, *move_away)
+    assert code == 0, err
+
+    port = cluster.redis["s1"].port
+    cluster.redis["s1"].kill()
+    with pytest.raises(RedisServerFailed, match="the Redis server s1 has ended"):
+        cluster.check()
+    with pytest.raises(ServerUnreachable):
+        cluster.ask("s1", (b"PING",))
+    assert command(cluster, capsys, "plan", "show")[0] == 0
+
+    def refused() -> bool:
         code, out, _ = command(cluster, capsys, "status")
-        assert code == 1
-        assert "s1: it has no agent: start 'dynamoth agent --server s1'" in " ".join(out.split())
-        cluster.agents["s1"].start()
-        cluster.wait_ready()
+        return code == 1 and "connection refused" in " ".join(out.split())
 
-        cluster.balancer.kill()
-        code, _, err = command(cluster, capsys, "plan", "move", CHANNEL, "--to", other(home(CHANNEL)))
-        assert code == 1
-        assert "no balancer is running in this cluster" in err
-        assert "start 'dynamoth balancer'" in err
-        code, out, _ = command(cluster, capsys, "status")
-        assert code == 1
-        assert "no balancer is running" in " ".join(out.split())
-        cluster.balancer.start()
-        cluster.wait_ready()
-        assert cluster.ask_balancer("status")["stage"] == "leading"
-        code, _, err = command(cluster, capsys, "plan", "move", CHANNEL, "--to", other(home(CHANNEL)))
-        assert code == 0, err
-
-        port = cluster.redis["s2"].port
-        cluster.restart_redis("s2")
-        assert cluster.redis["s2"].port == port
-        cluster.wait_ready()
-
-
-def test_one_server_that_is_down_does_not_matter(capsys: pytest.CaptureFixture[str]) -> None:
-    with LocalCluster(2) as cluster:
-        url = cluster.url
-        cluster.redis["s1"].kill()
-        with pytest.raises(RedisServerFailed, match="the Redis server s1 has ended"):
-            cluster.check()
-        with pytest.raises(ServerUnreachable):
-            cluster.ask("s1", (b"PING",))
-        assert main(["plan", "show", "--url", url]) == 0
-        assert main(["status", "--url", url]) == 1
-        assert "connection refused" in " ".join(capsys.readouterr().out.split())
-
-
-def test_the_death_of_a_daemon_is_told_with_its_last_words() -> None:
-    with LocalCluster(1) as cluster:
-        os.kill(cluster.agents["s1"].pid, signal.SIGKILL)
-        assert cluster.agents["s1"].wait(30)
-        with pytest.raises(
-            ChildEnded, match=r"agent s1 \(process \d+\) was killed by SIGKILL(.|\n)*following the plan"
-        ):
-            cluster.check()
+    until(refused, "the balancer has tried to connect again")
+    cluster.restart_redis("s1")
+    assert cluster.redis["s1"].port == port
+    cluster.wait_ready()
 
 
 def test_settings_that_are_refused_end_the_start_with_the_reason() -> None:
@@ -216,30 +216,9 @@ def test_settings_that_are_refused_end_the_start_with_the_reason() -> None:
         pytest.fail("it became ready")
 
 
-def test_what_is_missing_is_named_when_a_cluster_does_not_become_ready() -> None:
-    with LocalCluster(1) as cluster:
-        cluster.agents["s1"].stop()
-        with pytest.raises(ClusterNotReady, match=r"not ready after 0\.1 s: 0 agents observe server s1, not 1"):
-            cluster.wait_ready(timeout_s=0.1)
-
-
-def test_the_logs_are_told_line_by_line() -> None:
-    lines: list[tuple[str, str]] = []
-    lock = threading.Lock()
-
-    def on_line(name: str, line: str) -> None:
-        with lock:
-            lines.append((name, line))
-
-    with LocalCluster(1, on_line=on_line):
-        pass
-    for name in ("agent s1", "balancer"):
-        messages = [json.loads(line)["message"] for told, line in lines if told == name]
-        assert messages, f"nothing was heard from the {name}"
-
-
-def test_every_process_and_file_is_gone_afterwards() -> None:
-    with LocalCluster(1) as cluster:
+def test_logs_are_told_line_by_line_and_every_process_and_file_is_gone_afterwards() -> None:
+    lines: list[tuple[str, str]] = []  # appended to by several threads
+    with LocalCluster(1, on_line=lambda name, line: lines.append((name, line))) as cluster:
         pids = [cluster.balancer.pid, cluster.agents["s1"].pid, cluster.redis["s1"].pid]
         descriptors = [os.pidfd_open(pid) for pid in pids]
         folder = cluster.config_file.parent
@@ -250,3 +229,6 @@ def test_every_process_and_file_is_gone_afterwards() -> None:
         for descriptor in descriptors:
             os.close(descriptor)
     assert not folder.exists()
+    for name in ("agent s1", "balancer"):
+        messages = [json.loads(line)["message"] for told, line in lines if told == name]
+        assert messages, f"nothing was heard from the {name}"
