@@ -1,3 +1,3 @@
-"""Pauses between retries: ``redis.backoff``; see ``_redis_modules.py``."""
+"""Pauses between retries: ``redis.backoff``; see ``redis_py/modules.py``."""
 
 from redis.backoff import *

@@ -1,4 +1,4 @@
-"""Clients, PubSubs and pipelines: ``redis.client``; see ``_redis_modules.py``."""
+"""Clients, PubSubs and pipelines: ``redis.client``; see ``redis_py/modules.py``."""
 
 from redis.client import EMPTY_RESPONSE as EMPTY_RESPONSE
 from redis.client import NEVER_DECODE as NEVER_DECODE

@@ -1,3 +1,3 @@
-"""Connections and pools: ``redis.connection``; see ``_redis_modules.py``."""
+"""Connections and pools: ``redis.connection``; see ``redis_py/modules.py``."""
 
 from redis.connection import *

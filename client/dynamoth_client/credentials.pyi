@@ -1,3 +1,3 @@
-"""Credential providers: ``redis.credentials``; see ``_redis_modules.py``."""
+"""Credential providers: ``redis.credentials``; see ``redis_py/modules.py``."""
 
 from redis.credentials import *

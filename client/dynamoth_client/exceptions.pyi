@@ -1,3 +1,3 @@
-"""Errors: ``redis.exceptions``; see ``_redis_modules.py``."""
+"""Errors: ``redis.exceptions``; see ``redis_py/modules.py``."""
 
 from redis.exceptions import *

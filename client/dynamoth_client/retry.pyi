@@ -1,3 +1,3 @@
-"""Retrying: ``redis.retry``; see ``_redis_modules.py``."""
+"""Retrying: ``redis.retry``; see ``redis_py/modules.py``."""
 
 from redis.retry import *

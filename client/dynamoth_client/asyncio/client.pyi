@@ -1,4 +1,4 @@
-"""Clients, PubSubs and pipelines: ``redis.asyncio.client``; see ``_redis_modules.py``."""
+"""Clients, PubSubs and pipelines: ``redis.asyncio.client``; see ``redis_py/modules.py``."""
 
 from redis.asyncio.client import Monitor as Monitor
 

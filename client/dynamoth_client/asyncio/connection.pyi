@@ -1,3 +1,3 @@
-"""Connections and pools: ``redis.asyncio.connection``; see ``_redis_modules.py``."""
+"""Connections and pools: ``redis.asyncio.connection``; see ``redis_py/modules.py``."""
 
 from redis.asyncio.connection import *

@@ -1,3 +1,3 @@
-"""Retrying: ``redis.asyncio.retry``; see ``_redis_modules.py``."""
+"""Retrying: ``redis.asyncio.retry``; see ``redis_py/modules.py``."""
 
 from redis.asyncio.retry import *

@@ -181,7 +181,7 @@ class Routing:
             if location in subscription.targets:
                 actions += self.verify_later(subscription, place, now)
             return actions
-        if now - subscription.folldue_since >= self._options.distrust_s and self._plan.reachable(route):
+        if now - subscription.followed_since >= self._options.distrust_s and self._plan.reachable(route):
             return self._distrust(subscription, route, now)
         return self.verify_later(subscription, place, now)
 

@@ -104,7 +104,7 @@ class Subscription(Registered):
     route: Route
     sequences: Sequences
     #: When the present route was taken; see ``distrust_s``.
-    folldue_since: float
+    followed_since: float
     targets: dict[Location, Place] = field(default_factory=dict[Location, Place])
     leaving: dict[Location, Place] = field(default_factory=lambda: _NOWHERE)
     #: It is not confirmed before this, as its channel is in transition; 0: at once.
@@ -160,7 +160,7 @@ class Subscription(Registered):
 
         Other targets are left from now on. While JOINING, nothing is to be waited for there: they are returned instead.
         """
-        self.route, self.folldue_since = route, now
+        self.route, self.followed_since = route, now
         for location in wanted:
             if location in self.leaving:
                 self.targets[location] = self.leaving.pop(location)
