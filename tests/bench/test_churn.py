@@ -86,7 +86,7 @@ def test_a_message_that_is_missing_is_a_silent_loss_and_its_story_says_where_it_
     judgement = run.judge(*without("p", 1))
     assert (judgement.violations, judgement.totals.lost) == (1, 1)
     [story] = judgement.stories
-    assert "r never gets p:1, and nor a gap event" in story
+    assert "r never gets p:1, nor a gap event on" in story
     assert "+0.000 seen 7 p 1 at s1" in story
 
 

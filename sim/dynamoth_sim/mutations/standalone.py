@@ -94,6 +94,16 @@ def older_notices_are_ignored() -> AbstractContextManager[None]:
     return replaced(Routing, verify_all=nothing)
 
 
+def left_when_settled() -> AbstractContextManager[None]:
+    """A subscriber that was alone leaves that connection only while its channel is at home."""
+    begin_to_leave = Routing._begin_to_leave_alone  # pyright: ignore[reportPrivateUsage]
+
+    def at_home(self: Routing, subscription: Subscription) -> list[Any]:
+        return [] if subscription.route.epoch else begin_to_leave(self, subscription)
+
+    return replaced(Routing, _begin_to_leave_alone=at_home)
+
+
 def rivals_overlooked() -> AbstractContextManager[None]:
     """A balancer takes the lease as soon as the key is absent, whoever else is connected."""
     looked = Lease.on_reply
@@ -108,6 +118,7 @@ CHECKS: tuple[Check, ...] = (
     Check("50-alone-grows", no_overlap, "G1"),
     Check("50-alone-grows", plan_not_looked_for, "expected"),
     Check("51-alone-overtaken", no_gap_for_the_alone, "G5"),
+    Check("69-alone-and-moved", left_when_settled, "expected"),
     Check("52-empty-member", alone_at_once, "expected"),
     Check("53-flushed", seldom_looked, "expected"),
     Check("56-flushed-beside-rival", rivals_overlooked, "expected"),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from dynamoth.names import BALANCER_CHANNEL, PLAN_KEY
-from dynamoth.plan.plan import Plan, Server, single
+from dynamoth.plan.plan import Phase, Plan, Server, single
 from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.machine import Stage as BalancerStage
 from dynamoth_client.machines.standalone import FRESH_S
@@ -77,6 +77,26 @@ def overtaken_by_newcomers(stage: Stage) -> None:
     gaps = _gaps(stage)
     stage.expect("there are gaps where something may be missing, and only there", gaps == set(channels[1:]))
     stage.close(*channels)
+
+
+def moved_before_it_is_seen(stage: Stage) -> None:
+    """Case 69. A plan appears, and a channel moves before a subscriber that was alone has seen the plan.
+
+    No marker comes to the connection that it had alone, so it leaves that one without, with a gap. Else it would wait
+    for the end of the move, and the move for it.
+    """
+    channel, *_ = _begin_alone(stage)
+    stage.subscriber("S", channel)
+    publisher = stage.publisher("P")
+    with stage.held("S", "s1", to_server=False):
+        stage.open()
+        stage.publish(publisher, channel)
+        stage.move(channel, "s3", Phase.ACTIVE)
+        stage.publish(publisher, channel)
+    stage.wait_settled(channel)
+    stage.publish(publisher, channel)
+    stage.expect("there is a gap where something may be missing", channel in _gaps(stage))
+    stage.close(channel)
 
 
 def empty_member(stage: Stage) -> None:
@@ -293,6 +313,7 @@ PLAYS: dict[str, Callable[[Stage], None]] = {
 
 FAILURES: dict[str, Callable[[Stage], None]] = {
     "51-alone-overtaken": overtaken_by_newcomers,
+    "69-alone-and-moved": moved_before_it_is_seen,
     "54-flushed-without-balancer": flushed_without_balancer,
     "55-plan-lost-and-larger": plan_lost_and_larger,
     "66-flushed-and-older-plan": flushed_and_older_plan,

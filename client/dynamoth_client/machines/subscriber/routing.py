@@ -216,7 +216,7 @@ class Routing:
         subscription.verify(place, route.epoch)
         if not subscription.is_verified:
             return actions
-        if phase is Phase.SETTLED and any(place.server == ALONE for place in subscription.leaving):
+        if any(place.server == ALONE for place in subscription.leaving):  # no marker comes there, whatever the phase
             actions += self._begin_to_leave_alone(subscription)
         elif phase is Phase.SETTLED and subscription.leaving:
             subscription.miss("the move ended while this client was away")
