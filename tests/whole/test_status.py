@@ -130,7 +130,11 @@ def test_a_server_that_has_become_a_replica(watched: Watched) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_agent_that_is_dead_or_hangs(watched: Watched, number: signal.Signals) -> None:
     agent = watched.cluster.agents["s2"]
-    assert json.loads(watched.status("--json").stdout)["servers"]["s2"]["load"]["connections"] > 0
+
+    def has_load() -> bool:
+        return json.loads(watched.status("--json").stdout)["servers"]["s2"]["load"].get("connections", 0) > 0
+
+    until(has_load, "its load is shown", every_s=0.1)
     if number is signal.SIGKILL:
         agent.kill()
     else:
