@@ -132,7 +132,8 @@ def test_an_agent_that_is_dead_or_hangs(watched: Watched, number: signal.Signals
     agent = watched.cluster.agents["s2"]
 
     def has_load() -> bool:
-        return json.loads(watched.status("--json").stdout)["servers"]["s2"]["load"].get("connections", 0) > 0
+        load: dict[str, float] = json.loads(watched.status("--json").stdout)["servers"]["s2"]["load"]
+        return load.get("connections", 0) > 0
 
     until(has_load, "its load is shown", every_s=0.1)
     if number is signal.SIGKILL:
