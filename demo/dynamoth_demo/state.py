@@ -18,7 +18,7 @@ NEWS_KEPT_MAX = 100
 MOVES_TOLD_MAX = 4
 STORIES_SHOWN_MAX = 10
 HOT_SHOWN_MAX = 3
-"""How much of it is kept, and shown. Of one decision so many moves are told besides changes of hot channels."""
+"""How much of it is kept, and shown. So many moves of one decision are shown besides changes of hot channels."""
 
 PUBLISHING = ("players", "performers")
 LISTENING = ("players", "auditors")

@@ -37,7 +37,7 @@ class Transition:
 
 
 class Transitions:
-    """The transitions at one server, and what is due for each."""
+    """The transitions at one server, with the next notice or question of each."""
 
     def __init__(self, server: str, options: TransitionOptions, counters: Counter[str]) -> None:
         self._server = server

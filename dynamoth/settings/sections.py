@@ -32,8 +32,8 @@ class ServerSettings:
     outgoing_bytes_per_s_max: int
     """What counts as load ratio 1. Left out: ``cluster.outgoing_bytes_per_s_max``."""
     draining: bool = False
-    """Whether the balancer puts no channel there and moves away what is there, so that it can be stopped. Only the
-    balancer looks at this: restart it after a change."""
+    """Whether the balancer moves all channels away from this server and puts none there, so that it can be stopped.
+    Only the balancer reads this: restart it after a change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,8 +75,8 @@ class Driver:
             actions of the current one have been executed. If it raises, that is reported to the loop's
             exception handler, and the next action follows.
         link_options: gives the options for the link that a ``Connect`` asks for.
-        on_crash: told once when the machine raises, or asks for the impossible, which is a bug: the driver
-            has stopped then. Without it the loop's exception handler is told.
+        on_crash: called once when the machine raises, or asks for the impossible, which is a bug: the driver
+            has stopped then. Without it the loop's exception handler gets the error.
         on_pushes: see :data:`dynamoth.machine.events.OnPushes`. If it raises, the machine has crashed.
     """
 
@@ -111,7 +111,7 @@ class Driver:
         self._stopped = False
         #: The latest events, the present one included. Pushes are cut off after they have been handled.
         self._recent: deque[Any] = deque(maxlen=RECENT_EVENTS)
-        #: The latest time the machine was told; never decreases.
+        #: The latest time that the machine was given; never decreases.
         self._now = self._loop.time()
         #: When the timer goes off; never later than the machine's deadline. None while there is no timer.
         self._timer_at: float | None = None

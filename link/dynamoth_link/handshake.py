@@ -137,8 +137,8 @@ def _hello(options: LinkOptions, login: Login | None) -> list[CommandPart]:
 
 
 def _library(options: LinkOptions) -> list[list[CommandPart]]:
-    told = (("LIB-NAME", options.library_name), ("LIB-VER", options.library_version))
-    return [["CLIENT", "SETINFO", name, value] for name, value in told if value]
+    names = (("LIB-NAME", options.library_name), ("LIB-VER", options.library_version))
+    return [["CLIENT", "SETINFO", name, value] for name, value in names if value]
 
 
 def _text(part: CommandPart) -> str:

@@ -22,7 +22,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode
 from dynamoth.errors import ConfigError
 
 DEFAULT_PORT = 6379
-"""The port every Redis server listens at unless told otherwise."""
+"""The port that every Redis server listens at by default."""
 
 _SERVER_SCHEMES = ("redis", "rediss", "unix")
 _CLUSTER_SCHEMES = ("dynamoth", "dynamoths")

@@ -233,9 +233,9 @@ class Stream:
         return self._bounded(now)
 
     def _arrive_unknown(self, number: int, flags: int, message: Held) -> list[Delivered]:
-        owed = message.previous >= self.due_since
+        is_due = message.previous >= self.due_since
         if message.payload is None:
-            if owed:
+            if is_due:
                 self.held.setdefault(number, message)
                 return self._bounded(message.at)
             if not self.held:
@@ -243,7 +243,7 @@ class Stream:
             return []
         if flags & FIRST:
             return self._restart(number, message.payload, message.at)
-        waits = flags & ROUTE_CHANGED and owed and message.at - message.previous < 65.535
+        waits = flags & ROUTE_CHANGED and is_due and message.at - message.previous < 65.535
         if not waits and number <= min(self.held, default=number):
             return self._begin_at(number, message.payload, message.at)
         self._hold(number, message)
@@ -264,11 +264,11 @@ class Stream:
             return [Gap(1)]
         skips_itself = first.payload is None
         count = None if self.expected is None else lowest - self.expected + skips_itself
-        owed = self._published_before(lowest) >= self.due_since
+        is_due = self._published_before(lowest) >= self.due_since
         if skips_itself:
             del self.held[lowest]
         self._expect(lowest + skips_itself, now)
-        return [*([Gap(count)] if owed else []), *self._run()]
+        return [*([Gap(count)] if is_due else []), *self._run()]
 
     def _published_before(self, lowest: int) -> float:
         """When the message before the lowest one held was published at the latest, by the quickest of its followers."""

@@ -71,7 +71,7 @@ _COUNTERS_OF_ANALYZER = {
 
 _COUNTERS_OF_DISPATCHER = {
     "forwarded_messages": "Copies of messages forwarded to other locations",
-    "redirected_publishers": "Publishers that were told of a newer route",
+    "redirected_publishers": "Publishers that were notified of a newer route",
     "route_notices": "Notices of a newer route sent to subscribers",
     "forwards_lost": "Copies that were not forwarded, as too many waited already",
     "forwards_refused": "Forwarded copies that the other server refused",

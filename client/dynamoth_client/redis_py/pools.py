@@ -147,7 +147,7 @@ def follow_renewals(pool: Pool, dispatcher: Any) -> None:
 
 
 class _Renewal:
-    """Stands beside a pool of redis-py, which is told of new credentials by this method."""
+    """Stands beside a pool of redis-py, which gives it new credentials by this method."""
 
     def __init__(self, state: PoolState) -> None:
         self._state = state

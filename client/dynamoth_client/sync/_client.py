@@ -83,7 +83,7 @@ class Redis(redis.Redis):
         if connection_pool is None:
             keep_arguments(pool, kwargs)
             sample_of(pool)
-        if not kwargs.get("single_connection_client"):  # redis-py has told the provider of that connection
+        if not kwargs.get("single_connection_client"):  # redis-py has registered that connection with the provider
             follow_renewals(pool, getattr(self, "_event_dispatcher", None))
         trust_hosts(self.connection_pool, trusted_hosts)
         self._seeds = seeds

@@ -137,7 +137,7 @@ class Loop(asyncio.AbstractEventLoop):
                 return
 
     def _turn(self) -> None:
-        """Wait, then call what is due. Written without functions of its own: this is most of what a publish takes."""
+        """Wait once for sockets and timers, then run what is ready. Inlined, as most of a publish is this."""
         _set_running_loop(self._outer)
         if self._starting:
             self._start_threads()
@@ -175,7 +175,7 @@ class Loop(asyncio.AbstractEventLoop):
                 _finish(future, None, error)
 
     def _collect_timers(self) -> None:
-        """Make ready what is due."""
+        """Move the timers that have expired to the ready callbacks."""
         timers, now = self._timers, self.time()
         while timers and timers[0][0] <= now:
             self._ready.append(heapq.heappop(timers)[2])

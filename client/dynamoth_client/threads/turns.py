@@ -210,7 +210,7 @@ class SharedLoop:
         self._send_keeper_away()
 
     def exit(self) -> None:
-        """End everything, as the interpreter exits. Daemon threads that use this are not told, and do not return."""
+        """End everything, as the interpreter exits. Daemon threads that use this do not return."""
         self._is_exiting = True
         self.close()
 

@@ -39,7 +39,7 @@ class Stage:
         servers: how many; they are called s1, s2 ...
         outgoing_bytes_per_s_max: what each can send.
         hold_s_max: how long subscribers hold messages back.
-        losses_allowed: whether a loss that is told to subscribers is in order.
+        losses_allowed: whether a loss is in order if subscribers get a gap event.
         replicas_max: how many servers the balancer itself spreads a channel over.
         compatibility: the rules with which the cluster begins.
 

@@ -195,7 +195,7 @@ class Listening:
         return [(subscription, Location(server, physical)) for physical, subscription in link.places.items()]
 
     def on_attempt_failed(self, server: str) -> list[tuple[Subscription, Location]]:
-        """Note a failed attempt to connect; return, after the first one, who waits for the link, and where."""
+        """Note a failed attempt to connect; return, after the first, the waiting subscriptions and their locations."""
         link = self.links[server]
         if link.has_failed:
             return []
