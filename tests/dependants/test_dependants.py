@@ -1,130 +1,114 @@
-"""Libraries that know redis-py only, unchanged, between processes on a cluster whose channels move."""
+"""Libraries that know redis-py only, unchanged, on a cluster whose channels move."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from threading import Thread
-from types import TracebackType
 from typing import Any, Self
 
-import pytest
-
-from dynamoth.plan.plan import Plan, Server
 from dynamoth_cli.local.child import Child
 from dynamoth_cli.local.cluster import HOST, LocalCluster
-from tests.whole.harness import move, until
+from tests.whole.harness import until
 
-SERVERS = 3
-MESSAGES_BETWEEN_CHANGES = 20
+MESSAGES_BETWEEN_CHANGES = 10
 
-APPLICATIONS = ["app_channels", "app_socketio", "app_socketio_sync", "app_broadcaster"]
+APPLICATIONS = ("app_channels", "app_socketio", "app_socketio_sync", "app_broadcaster")
 
+SERVERS = ["s1", "s2", "s3"]
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    """Three servers, kept for all tests here: each has channels of its own."""
-    with LocalCluster(SERVERS) as cluster:
-        yield cluster
+CHANGES: list[tuple[str, dict[str, Any]]] = [
+    *(("move", {"to": server}) for server in SERVERS),
+    ("replicate", {"mode": "all-subscribers", "servers": SERVERS}),
+    ("replicate", {"mode": "all-publishers", "servers": SERVERS}),
+    ("unreplicate", {}),
+]
+"""What happens to every channel; one of the moves is to where it is."""
 
 
 class Worker:
-    """A process of ``worker.py``, and what it has said."""
+    """A process of ``worker.py``, and what it has written."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, application: str, url: str) -> None:
         path = os.pathsep.join(os.path.abspath(each) for each in sys.path if each)
-        command = [sys.executable, "-P", "-m", "tests.dependants.worker", *arguments]
-        self._child = Child(" ".join(arguments[:2]), command, environment=os.environ | {"PYTHONPATH": path}, pipes=True)
-        self._reader = Thread(target=self._read, name=f"stdout of {self._child.name}")
-        self._said: list[list[Any]] = []
-        self._finished = False
+        command = [sys.executable, "-P", "-m", "tests.dependants.worker", application, url]
+        self._child = Child(application, command, environment=os.environ | {"PYTHONPATH": path}, pipes=True)
+        self._reader = Thread(target=self._read, name=f"stdout of {application}")
+        self._said: dict[str, Any] = {}
+        #: The numbers that have come, by road.
+        self.heard: dict[str, list[int]] = {}
 
     def __enter__(self) -> Self:
         self._child.start()
         self._reader.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            sys.stderr.write("".join(f"[{self._child.name}] {line}\n" for line in self._child.lines))
+    def __exit__(self, *exception: object) -> None:
         self._child.stop()
         self._reader.join()
 
-    def told(self, kind: str) -> list[list[Any]]:
-        """Return what it has said of a kind."""
-        if self._child.ended_by_itself and not self._finished:
-            raise self._child.failure()
-        return [words for word, *words in self._said if word == kind]
-
-    def first(self, kind: str) -> Any:
+    def says(self, kind: str) -> Any:
         """Wait until it has said something of a kind; return that."""
-        return until(lambda: self.told(kind), f"{self._child.name} says {kind!r}")[0][0]
+        until(lambda: self._is_alive() and kind in self._said, f"{self._child.name} says {kind!r}")
+        return self._said[kind]
 
-    def stop_publishing(self) -> int:
-        """Let a publisher come to an end; return how many numbers it has published by each road."""
-        self._child.stdin.write(b"\n")
-        self._child.stdin.flush()
-        count: int = self.first("published")
-        return count
+    def hears_more(self) -> None:
+        """Wait until more messages have come by every road."""
+        self._hears({road: self._latest(road) + MESSAGES_BETWEEN_CHANGES for road in self.says("channels")})
 
     def finish(self) -> None:
-        """Let it end by itself, having closed everything, and check that nothing went wrong."""
-        self._finished = True
+        """Let it publish no more, and check what has come and that it ends well."""
+        self._child.stdin.write(b"\n")
+        self._child.stdin.flush()
+        count: int = self.says("published")
+        self._hears(dict.fromkeys(self.says("channels"), count - 1))
         self._child.stdin.close()
         until(lambda: not self._child.running, f"{self._child.name} ends")
-        self._reader.join()
         assert self._child.stop() == 0, self._child.lines
+        for heard in self.heard.values():
+            assert heard == list(range(heard[0], count)), "each once and in order, since the subscription took effect"
+
+    def _latest(self, road: str) -> int:
+        return self.heard.get(road, [-1])[-1]
+
+    def _hears(self, wanted: dict[str, int]) -> None:
+        """Wait until these numbers, or later ones, have come by their roads."""
+        until(
+            lambda: self._is_alive() and all(self._latest(road) >= number for road, number in wanted.items()),
+            f"messages arrive: {self._child.name}",
+        )
+
+    def _is_alive(self) -> bool:
+        if self._child.ended_by_itself:
+            raise self._child.failure()
+        return True
 
     def _read(self) -> None:
         for line in self._child.stdout:
-            self._said.append(json.loads(line))
+            kind, *words = json.loads(line)
+            if kind == "heard":
+                self.heard.setdefault(words[0], []).append(words[1])
+            else:
+                [self._said[kind]] = words
 
 
-class Listener(Worker):
-    """One that listens."""
-
-    def heard(self, road: str) -> list[int]:
-        """Return the numbers that have come by a road, in their order."""
-        return [number for by, number in self.told("heard") if by == road]
-
-    def hears_more(self, roads: Sequence[str]) -> None:
-        """Wait until so many messages more have come by every road."""
-        wanted = {road: len(self.heard(road)) + MESSAGES_BETWEEN_CHANGES for road in roads}
-        until(lambda: all(len(self.heard(road)) >= count for road, count in wanted.items()), "messages arrive")
-
-
-@pytest.mark.parametrize("application", APPLICATIONS)
-def test_every_message_arrives_once_while_channels_move(cluster: LocalCluster, application: str) -> None:
-    url = f"redis://{HOST}:{cluster.redis['s1'].port}"
-    with ExitStack() as stack:
-        listener = stack.enter_context(Listener(application, "listen", url))
-        channels: dict[str, str] = listener.first("channels")
-        publisher = stack.enter_context(Worker(application, "publish", url, json.dumps(channels)))
-        listener.hears_more(list(channels))
-        for channel in dict.fromkeys(name.encode() for name in channels.values()):
-            home = _home(cluster, channel)
-            others = [server for server in cluster.server_ids if server != home]
-            for server in (*others, home):
-                move(cluster, channel, server)
-                listener.hears_more(list(channels))
-            for mode in ("all-subscribers", "all-publishers"):
-                cluster.ask_balancer("replicate", {"channel": channel, "mode": mode, "servers": cluster.server_ids})
-                listener.hears_more(list(channels))
-            cluster.ask_balancer("unreplicate", {"channel": channel})
-            listener.hears_more(list(channels))
-        count = publisher.stop_publishing()
-        until(lambda: all(listener.heard(road)[-1] == count - 1 for road in channels), "the last message arrives")
-        publisher.finish()
-        listener.finish()
-        for road in channels:
-            heard = listener.heard(road)
-            assert heard == list(range(heard[0], count)), "each once and in order, since the subscription took effect"
-
-
-def _home(cluster: LocalCluster, channel: bytes) -> str:
-    return Plan.initial(Server(id_, "redis://x") for id_ in cluster.server_ids).ring.home(channel)
+def test_every_message_arrives_once_while_channels_move() -> None:
+    with LocalCluster(len(SERVERS)) as cluster, ExitStack() as stack, ThreadPoolExecutor() as operators:
+        url = f"redis://{HOST}:{cluster.redis['s1'].port}"
+        workers = [stack.enter_context(Worker(application, url)) for application in APPLICATIONS]
+        channels = {channel.encode() for worker in workers for channel in worker.says("channels").values()}
+        for command, arguments in CHANGES:
+            for worker in workers:
+                worker.hears_more()
+            asked = [
+                operators.submit(cluster.ask_balancer, command, {"channel": channel, **arguments})
+                for channel in channels
+            ]
+            for answer in asked:
+                answer.result()
+        for worker in workers:
+            worker.hears_more()
+            worker.finish()

@@ -1,10 +1,8 @@
-"""One process of an application that publishes, or listens, through a library that knows redis-py only.
+"""One process of an application that listens and publishes through a library that knows redis-py only.
 
-Run as ``python -m tests.dependants.worker APPLICATION listen|publish URL NAME ...``. What it has to say it writes as
-JSON to stdout, line by line; it ends when its stdin is closed.
-
-A listener says where it listens, and then every number that it hears. A publisher publishes numbers, from 0 on, by
-every road of its application in turn, until it reads a line; then it says how many there were.
+Run as ``python -m tests.dependants.worker APPLICATION URL``. It writes lines of JSON to stdout: where it listens, and
+then every number that it hears. It publishes numbers, from 0 on, by every road of its application in turn, until it
+reads a line from stdin; then it writes how many there were. It ends when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -12,25 +10,25 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from importlib import import_module
 from typing import Any, Protocol
 
 import dynamoth_client
 
-INTERVAL_S = 0.003
-"""Between two numbers of a publisher."""
+INTERVAL_S = 0.01
+"""Between two numbers."""
 
 Hear = Callable[[str, int], None]
-"""Told of each message: by which road it came, its number."""
+"""Called with each message: by which road it came, its number."""
 
 Publish = Callable[[str, int], Awaitable[None]]
 """Publishes a number by a road."""
 
 
 class Application(Protocol):
-    """What a module of an application has. ``names`` are those that its listener found."""
+    """What a module of an application has. Both parts have connections of their own."""
 
     def listening(self, url: str, hear: Hear) -> AbstractAsyncContextManager[dict[str, str]]:
         """Listen while the context lasts, which is entered with the channels in Redis by road."""
@@ -41,15 +39,13 @@ class Application(Protocol):
         ...
 
 
-async def _listen(application: Application, url: str) -> None:
-    async with application.listening(url, lambda road, number: _say("heard", road, number)) as channels:
+async def _run(application: Application, url: str) -> None:
+    async with (
+        application.listening(url, lambda road, number: _say("heard", road, number)) as channels,
+        application.publishing(url, channels) as publish,
+    ):
         _say("channels", channels)
-        await asyncio.to_thread(sys.stdin.read)
-
-
-async def _publish(application: Application, url: str, channels: dict[str, str]) -> None:
-    stop = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
-    async with application.publishing(url, channels) as publish:
+        stop = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
         number = 0
         while not stop.done():
             for road in channels:
@@ -65,13 +61,12 @@ def _say(*words: Any) -> None:
     sys.stdout.flush()
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(name: str, url: str) -> None:
     """Run until stdin is closed."""
-    name, role, url, *rest = arguments
     application: Any = import_module(f"tests.dependants.{name}")
     dynamoth_client.replace_redis()  # the libraries have been imported; the URL of one server is enough for them
-    asyncio.run(_listen(application, url) if role == "listen" else _publish(application, url, json.loads(rest[0])))
+    asyncio.run(_run(application, url))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])
