@@ -71,7 +71,7 @@ class AgentMachine:
     def problem(self) -> str | None:
         """Why this agent cannot observe its server, and the cure; None when it can."""
         reason = self.dispatcher.why_blind
-        if reason is None or self.dispatcher.refusal is None:
+        if reason is None or self.dispatcher.observation.refusal is None:
             return reason
         return (
             f"the server refuses what an agent needs ({reason}): its user must have allchannels, +psubscribe and"
@@ -102,8 +102,8 @@ class AgentMachine:
         elif not was_clear:
             self._stand_in.may_speak = True
             actions += self.dispatcher.acknowledge()
-        if self.dispatcher.refusal != self._refusal:
-            self._refusal, problem = self.dispatcher.refusal, self.problem
+        if self.dispatcher.observation.refusal != self._refusal:
+            self._refusal, problem = self.dispatcher.observation.refusal, self.problem
             actions += [] if problem is None or self._refusal is None else [ObservationRefused(problem)]
         self.load_analyzer.problems = self._problems()
         version = self.plan_version
@@ -117,11 +117,11 @@ class AgentMachine:
         problems = list(self._stand_in.problems)
         if self._refusal is not None:
             problems.append((CANNOT_OBSERVE, (self.problem or "")[:REPORT_PROBLEM_CHARACTERS_MAX]))
-        if refused := self.dispatcher.forwards_refused:
+        if refused := self.dispatcher.forwarder.refusals:
             server, reply = next(iter(refused.items()))
             text = f"server {server} refuses forwarded messages, so they are lost: {reply}; give the agent its rights"
             problems.append(("forwards_refused", text[:REPORT_PROBLEM_CHARACTERS_MAX]))
-        if (refused_to_leave := self.dispatcher.leave_refusal) is not None:
+        if (refused_to_leave := self.dispatcher.observation.leave_refusal) is not None:
             text = f"the agent gets each keyspace notification ({refused_to_leave}): give its user +punsubscribe"
             problems.append(("keyspace_notifications", text[:REPORT_PROBLEM_CHARACTERS_MAX]))
         return tuple(problems)

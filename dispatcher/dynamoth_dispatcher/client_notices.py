@@ -1,52 +1,86 @@
-"""What a dispatcher tells the clients at its server: new routes, changed rules, and messages they may have missed."""
+"""Notices to the clients at a dispatcher's server, and the answers to their announcements and forward requests."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
+from dynamoth.errors import MalformedMessage
 from dynamoth.machine.bounded import ENTRY_BYTES, BoundedTable
 from dynamoth.machine.events import ErrorReply, Send
 from dynamoth.names import CLIENTS_CHANNEL, inbox, is_user_channel, logical_channel
 from dynamoth.plan.plan import Location, Plan, Route
 from dynamoth.protocol.control import (
+    Announcement,
+    ControlMessage,
+    ForwardRequest,
     LossNotice,
-    ObservationGap,
+    Marker,
     RouteNotice,
     RulesChanged,
     pack_control,
     seal_control,
+    unpack_control,
 )
+from dynamoth.protocol.envelope import HEARTBEAT, Envelope, is_enveloped, open_envelope
 from dynamoth_dispatcher.events import LOCAL, DispatcherAction
+from dynamoth_dispatcher.forwarder import Forwarder
+from dynamoth_dispatcher.forwarding_table import is_relayed
 from dynamoth_dispatcher.options import DispatcherOptions
-from dynamoth_dispatcher.transitions import Transition
+from dynamoth_dispatcher.transitions import Transition, Transitions
 
 TAG_LISTENERS = "listeners"
 
 
-def observation_gap(server: str) -> Send:
-    """Make the publishers at ``server`` send heartbeats: some of their messages may not have been forwarded."""
-    return Send(LOCAL, (b"PUBLISH", CLIENTS_CHANNEL, pack_control(ObservationGap(server))))
+def read_control(data: bytes, counters: Counter[str]) -> ControlMessage | None:
+    """Return a control message; None, and count it, where it cannot be read."""
+    try:
+        return unpack_control(data)
+    except MalformedMessage:
+        counters["malformed_messages"] += 1
+        return None
+
+
+def read_envelope(data: bytes, counters: Counter[str]) -> Envelope | None:
+    """Return the envelope of a message; None for a raw message, and, counted, for one that cannot be read."""
+    if not is_enveloped(data):
+        return None
+    try:
+        return open_envelope(data)
+    except MalformedMessage:
+        counters["malformed_messages"] += 1
+        return None
 
 
 class ClientNotices:
-    """Makes the notices of one dispatcher; remembers which publishers have got one lately."""
+    """Makes the notices of one dispatcher, and answers its clients; remembers which publishers have got a notice."""
 
-    def __init__(self, server: str, options: DispatcherOptions, counters: Counter[str]) -> None:
+    def __init__(
+        self,
+        server: str,
+        options: DispatcherOptions,
+        transitions: Transitions,
+        forwarder: Forwarder,
+        counters: Counter[str],
+    ) -> None:
         self._server = server
-        self._again_s = options.tell_again_s
+        self._renotify_s = options.renotify_s
+        self._transitions = transitions
+        self._forwarder = forwarder
         self._counters = counters
         #: (publisher, channel) to (epoch, time) of the latest notice.
         self._sent: BoundedTable[tuple[int, bytes], tuple[int, float]] = BoundedTable(
-            options.told_max, options.names_bytes_max, lambda key, _: len(key[1]) + ENTRY_BYTES
+            options.notified_max, options.names_bytes_max, lambda key, _: len(key[1]) + ENTRY_BYTES
         )
+
+    # New routes and changed rules.
 
     def redirect_publisher(self, channel: bytes, route: Route, publisher: int, now: float) -> list[DispatcherAction]:
         """Send a publisher the route to use, unless that was done just now."""
         key = (publisher, channel)
         epoch, at = self._sent.get(key) or (-1, 0.0)
-        if epoch == route.epoch and now - at < self._again_s:
+        if epoch == route.epoch and now - at < self._renotify_s:
             return []
         self._sent.put(key, (route.epoch, now))
         self._counters["redirected_publishers"] += 1
@@ -68,11 +102,13 @@ class ClientNotices:
         channel = CLIENTS_CHANNEL if publisher is None else inbox(publisher)
         return [Send(LOCAL, (b"PUBLISH", channel, pack_control(RulesChanged(version))))]
 
+    # Listeners after a new plan.
+
     def ask_for_listeners(self, plan: Plan, known: Plan) -> list[DispatcherAction]:
-        """Ask who listens here, if ``plan`` does not continue the one that was ``known``.
+        """Ask who listens here, if ``plan`` does not continue the ``known`` one.
 
         Balancers never remove an entry, nor change the ring. But all servers may have lost their copies while no
-        balancer was at work: then the next one begins a new plan, of which listeners here would not hear otherwise.
+        balancer was at work: then the next one begins a new plan, and nothing else would notify listeners here of it.
         """
         same_homes = plan.ring_mark == known.ring_mark
         if same_homes and not any(
@@ -92,4 +128,50 @@ class ClientNotices:
             places = [place for route in plan.entry(channel).live_routes for place in route.locations(channel)]
             if Location(self._server, physical) not in places:
                 actions.append(Send(LOCAL, (b"PUBLISH", physical, seal_control(LossNotice(channel, None)))))
+        return actions
+
+    # Requests of clients.
+
+    def on_announcement(self, data: bytes, now: float) -> list[DispatcherAction]:
+        """Send markers to a subscriber that has joined new locations here, at the servers of old ones."""
+        message = read_control(data, self._counters)
+        if not isinstance(message, Announcement):
+            return []
+        actions: list[DispatcherAction] = []
+        to = inbox(message.client)
+        named = frozenset(message.leaving)
+        for physical in dict.fromkeys(message.joined):
+            transition = self._transitions.get(logical_channel(physical))
+            if transition is None or Location(self._server, physical) not in transition.new_here:
+                continue
+            marker = seal_control(Marker(transition.channel, self._server, message.number))
+            relayed = is_relayed(transition.entry.route)
+            for server in sorted(named & transition.old_servers):
+                actions += self._forwarder.mark(Location(server, to), marker, now, relayed=relayed)
+        return actions
+
+    def on_forward_request(
+        self, physical: bytes, data: bytes, servers: Container[str], now: float
+    ) -> list[DispatcherAction]:
+        """Forward the copies that a publisher cannot send itself.
+
+        Its own copy may still arrive: subscribers recognise the two by their number. A heartbeat waits, and is sent if
+        the publisher does not request a later one in the meantime.
+        """
+        request = read_control(data, self._counters)
+        if not isinstance(request, ForwardRequest):
+            self._counters["unexpected_messages"] += request is not None
+            return []
+        actions: list[DispatcherAction] = []
+        for server, copy in request.copies:
+            envelope = read_envelope(copy, self._counters)
+            if envelope is None or server not in servers or server == self._server:
+                self._counters["unexpected_messages"] += 1
+                continue
+            target = Location(server, physical)
+            if envelope.flags & HEARTBEAT:
+                actions += self._forwarder.heartbeat_later(target, envelope, now)
+            else:
+                self._counters["forwarded_messages"] += 1
+                actions += self._forwarder.forward(target, copy)
         return actions

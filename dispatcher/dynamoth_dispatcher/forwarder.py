@@ -21,14 +21,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamoth.errors import MalformedMessage
-from dynamoth.machine.bounded import CHECKED_MAX, ENTRY_BYTES, BoundedTable
+from dynamoth.machine.bounded import ENTRY_BYTES, BoundedTable
 from dynamoth.machine.events import Connect, ErrorReply, Send, earliest
 from dynamoth.machine.outbox import Outbox
-from dynamoth.names import INBOX_PREFIX, is_user_channel, logical_channel, relay_channel
+from dynamoth.names import CLIENTS_CHANNEL, INBOX_PREFIX, is_user_channel, logical_channel, relay_channel
 from dynamoth.plan.plan import Location, Server
-from dynamoth.protocol.control import LossNotice, seal_control
+from dynamoth.protocol.control import LossNotice, ObservationGap, pack_control, seal_control
 from dynamoth.protocol.envelope import CONTROL, HEARTBEAT, QUIET_MS_MAX, Envelope, open_envelope, seal
-from dynamoth_dispatcher.client_notices import observation_gap
 from dynamoth_dispatcher.events import LOCAL, DispatcherAction
 from dynamoth_dispatcher.options import ForwarderOptions
 
@@ -38,6 +37,11 @@ _LINK_PREFIX = "to:"
 def forward_link(server: str) -> str:
     """Return the name of the link over which a dispatcher forwards to ``server``."""
     return _LINK_PREFIX + server
+
+
+def observation_gap(server: str) -> Send:
+    """Make the publishers at ``server`` send heartbeats: some of their messages may not have been forwarded."""
+    return Send(LOCAL, (b"PUBLISH", CLIENTS_CHANNEL, pack_control(ObservationGap(server))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +218,7 @@ class Forwarder:
         server = link.removeprefix(_LINK_PREFIX)
         self.refusals.pop(server, None)
         actions: list[DispatcherAction] = [*self._outboxes[server].link_up()]
-        return [*actions, *self._tell_lost(server)]
+        return [*actions, *self._report_lost(server)]
 
     def link_down(self, link: str) -> None:
         """Keep the copies for a server until its link is up again."""
@@ -232,7 +236,7 @@ class Forwarder:
                 self.refusals[server] = str(value)
             elif isinstance(relay, _Relay) and value == 0:  # its dispatcher is away
                 actions += self.forward(relay.target, relay.data)
-        return [*actions, *self._tell_lost(server)] if self._lost else actions
+        return [*actions, *self._report_lost(server)] if self._lost else actions
 
     # Losses.
 
@@ -250,7 +254,7 @@ class Forwarder:
         else:
             self._lost_unnamed = True
 
-    def _tell_lost(self, server: str) -> list[DispatcherAction]:
+    def _report_lost(self, server: str) -> list[DispatcherAction]:
         """Send loss notices to the subscribers at ``server``, now that its outbox has room again."""
         lost = self._lost.get(server)
         if lost is None:
@@ -309,8 +313,6 @@ class Forwarder:
                 f"{self._bytes[server]} bytes in {len(outbox)} copies"
             )
             assert self._lost.get(server) != {}, f"{server} has lost nothing"
-        if sum(map(len, self._lost.values())) + len(self._heartbeats) > CHECKED_MAX:
-            return
         lost = [target for targets in self._lost.values() for target in targets]
         assert self._lost_bytes == sum(map(_location_bytes, lost)), f"{self._lost_bytes} bytes of lost locations"
         waiting = [target for target, _ in self._heartbeats]

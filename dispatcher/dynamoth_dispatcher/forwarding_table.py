@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynamoth.machine.bounded import CHECKED_MAX
 from dynamoth.plan.plan import Entry, Location, Mode, Phase, Route, missing
 from dynamoth.protocol.envelope import FORWARDED, Envelope
 
@@ -76,15 +75,15 @@ class ForwardingTable:
             alike = (self._publisher, -1, 0)
         else:
             alike = (envelope.publisher, envelope.epoch, envelope.flags & FORWARDED)
-        way = self._known.get(channel, _NOTHING).get(physical, _NO_FORWARDINGS).get(alike)
-        if way is None:
+        forwarding = self._known.get(channel, _NOTHING).get(physical, _NO_FORWARDINGS).get(alike)
+        if forwarding is None:
             if self._count >= self._bound or self._names_bytes > self._names_bytes_max:
                 self.clear()
-            way = self._decide(Location(self._server, physical), channel, entry, alike)
-            self._known.setdefault(channel, {}).setdefault(physical, {})[alike] = way
+            forwarding = self._decide(Location(self._server, physical), channel, entry, alike)
+            self._known.setdefault(channel, {}).setdefault(physical, {})[alike] = forwarding
             self._count += 1
             self._names_bytes += len(channel) + len(physical)
-        return way
+        return forwarding
 
     def forget(self, channel: bytes) -> None:
         """Remove the entries of a channel, as the plan's entry of it has changed."""
@@ -101,8 +100,6 @@ class ForwardingTable:
 
     def check(self) -> None:
         """Assert that the entries are counted."""
-        if self._count > CHECKED_MAX:
-            return
         count = sum(len(alike) for places in self._known.values() for alike in places.values())
         assert self._count == count, f"{count} entries are counted as {self._count}"
 

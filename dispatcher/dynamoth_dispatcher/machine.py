@@ -3,19 +3,20 @@
 Theory of operation
 -------------------
 It observes everything that is published at its server (``observation``) and holds the whole plan (``followed_plan``).
-A publication that needs nothing costs one look-up in ``_at_rest``. Any other is looked at: the ``forwarding_table``
-says where it goes, the ``forwarder`` sends it there in the order of observation, through one outbox per server, and a
-publisher that used an old route gets a notice (``client_notices``).
+A publication that needs nothing costs one look-up in ``_at_rest``. For any other the ``forwarding_table`` says where
+it goes, the ``forwarder`` sends it there in the order of observation, through one outbox per server, and a publisher
+that used an old route gets a notice (``client_notices``).
 
 The plan comes from the copy stored at the server: whole when the link comes up, then in deltas behind each change that
 the balancer stores. Messages observed before the first plan wait for it (``tables``).
 
 For a channel in transition here (``transitions``) the dispatcher also sends notices to the listeners of an old
-location, sends markers to those who join a new one (``client_requests``), and reports a vacated old location.
+location, sends markers to those who join a new one, and reports a vacated old location.
 
 Messages published at all new locations (ALL_PUBLISHERS) are forwarded to the old ones by the dispatchers of all. They
 *relay* them: each gives its copy to the dispatcher of the old location, which publishes each message once. One of them
-does so at once; the others, in case it cannot or has not got the message, a little later, many messages together.
+does so at once. The others follow a little later, with many messages together, in case the first one cannot or has not
+got the message.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any, assert_never
 
-from dynamoth.errors import MalformedMessage
-from dynamoth.machine.bounded import CHECKED_MAX
 from dynamoth.machine.events import (
     ErrorReply,
     LinkDown,
@@ -59,7 +58,6 @@ from dynamoth.protocol.control import (
     Vacated,
     pack_control,
     seal_control,
-    unpack_control,
 )
 from dynamoth.protocol.envelope import (
     CONTROL,
@@ -71,15 +69,13 @@ from dynamoth.protocol.envelope import (
     Envelope,
     forwarded,
     is_enveloped,
-    open_envelope,
     seal,
 )
 from dynamoth_dispatcher import observation
-from dynamoth_dispatcher.client_notices import TAG_LISTENERS, ClientNotices, observation_gap
-from dynamoth_dispatcher.client_requests import ClientRequests
+from dynamoth_dispatcher.client_notices import TAG_LISTENERS, ClientNotices, read_control, read_envelope
 from dynamoth_dispatcher.events import LOCAL, DispatcherAction, DispatcherEvent
 from dynamoth_dispatcher.followed_plan import TAG_PLAN, FollowedPlan
-from dynamoth_dispatcher.forwarder import Forwarder
+from dynamoth_dispatcher.forwarder import Forwarder, observation_gap
 from dynamoth_dispatcher.forwarding_table import Forwarding, ForwardingTable, is_relayed
 from dynamoth_dispatcher.observation import Observation
 from dynamoth_dispatcher.options import DispatcherOptions
@@ -125,16 +121,15 @@ class DispatcherMachine:
         self._forwarding = ForwardingTable(
             server, self._publisher, options.forwardings_max, 2 * options.names_bytes_max
         )
-        self._forwarder = Forwarder(server, options.forwarder, self.counters)
-        self._notices = ClientNotices(server, options, self.counters)
-        self._requests = ClientRequests(server, self.transitions, self._forwarder, self.counters)
+        self.forwarder = Forwarder(server, options.forwarder, self.counters)
+        self._notices = ClientNotices(server, options, self.transitions, self.forwarder, self.counters)
         self._raw_numbers = RawNumbers(options.raw_channels_max, options.names_bytes_max, self.counters)
         #: Channel to the time of its latest change of plan, for ROUTE_CHANGED.
         self._changed_at: dict[bytes, float] = {}
         #: Messages observed before the plan was known.
         self._backlog = Backlog(options.backlog_max, 2 * options.names_bytes_max)
         #: The subscriptions. Where the server refuses them, no plan is acknowledged.
-        self._observation = Observation()
+        self.observation = Observation()
         self._up = False
         #: Whether messages may have passed unobserved of which the clients here do not know yet.
         self._blind = True
@@ -149,22 +144,7 @@ class DispatcherMachine:
     @property
     def why_blind(self) -> str | None:
         """Why this dispatcher does not observe its server now; None when it does."""
-        return self._observation.why_blind
-
-    @property
-    def refusal(self) -> str | None:
-        """Why the server does not let this dispatcher observe; None where it does."""
-        return self._observation.refusal
-
-    @property
-    def leave_refusal(self) -> str | None:
-        """Why keyspace notifications still come: the server does not let this dispatcher unsubscribe. Else None."""
-        return self._observation.leave_refusal
-
-    @property
-    def forwards_refused(self) -> dict[str, str]:
-        """By server, what it answers to forwarded messages that it refuses: they are lost."""
-        return self._forwarder.refusals
+        return self.observation.why_blind
 
     def handle(self, event: DispatcherEvent, now: float) -> list[DispatcherAction]:
         """Handle one event; return the actions to execute, in order."""
@@ -176,7 +156,7 @@ class DispatcherMachine:
             case Tick():
                 return self._on_tick(now)
             case LinkUp(link, run_id):
-                return self._on_local_up(run_id, now) if link == LOCAL else self._forwarder.link_up(link)
+                return self._on_local_up(run_id, now) if link == LOCAL else self.forwarder.link_up(link)
             case LinkDown(link):
                 return self._on_link_down(link)
             case Start():
@@ -189,19 +169,19 @@ class DispatcherMachine:
         if not self._up:
             return None
         return earliest(
-            self.transitions.deadline(), self._followed.retry_at, self._observation.retry_at, self._forwarder.deadline()
+            self.transitions.deadline(), self._followed.retry_at, self.observation.retry_at, self.forwarder.deadline()
         )
 
     def check(self) -> None:
         """Assert what must hold between the parts after each event."""
         self.transitions.check(self.plan)
-        self._forwarder.check()
+        self.forwarder.check()
         self._forwarding.check()
         if self.plan is None:
             assert not self._at_rest and not len(self._forwarding), "nothing is decided without a plan"
         else:
             assert not len(self._backlog), "messages wait for the first plan only"
-        for transition in self.transitions.all()[:CHECKED_MAX]:
+        for transition in self.transitions.all():
             for location in (*transition.old_here, *transition.new_here):
                 assert location.physical not in self._at_rest, f"{location} is at rest and in transition"
         if not self._up:
@@ -214,12 +194,12 @@ class DispatcherMachine:
         self._blind = True
         self._sighted_at = now
         # Observe first: when the balancer speaks, this agent must already see what is published.
-        return [*self._observation.link_up(), *self._followed.link_up(run_id)]
+        return [*self.observation.link_up(), *self._followed.link_up(run_id)]
 
     def _on_subscription(self, push: Sequence[Any], now: float) -> list[DispatcherAction]:
         """Handle a confirmation; after a refusal, begin with the last one as after a reconnect."""
-        actions = self._observation.on_confirmation(push)
-        if not self._observation.is_restored():
+        actions = self.observation.on_confirmation(push)
+        if not self.observation.is_restored():
             return actions
         self._blind = True
         self._sighted_at = now
@@ -227,27 +207,27 @@ class DispatcherMachine:
 
     def _on_link_down(self, link: str) -> list[DispatcherAction]:
         if link != LOCAL:
-            self._forwarder.link_down(link)
+            self.forwarder.link_down(link)
             return []
         self._up = False
-        self._observation.link_down()
+        self.observation.link_down()
         self._followed.link_down()
-        return self._forwarder.flush()  # nothing more comes for them to wait for
+        return self.forwarder.flush()  # nothing more comes for them to wait for
 
     def _on_reply(self, event: Replied | RepliedAll, now: float) -> list[DispatcherAction]:
         if isinstance(event.tag, Outbox):
             values = (event.value,) if isinstance(event, Replied) else event.values
-            return self._forwarder.on_replies(event.link, event.tag, values)
+            return self.forwarder.on_replies(event.link, event.tag, values)
         assert isinstance(event, Replied), "only copies are sent together"
         match event.tag:
             case (observation.TAG_OBSERVE,):
                 assert isinstance(event.value, ErrorReply), "subscriptions are confirmed by pushes"
                 self.counters["refused_commands"] += 1
-                self._observation.on_refusal(str(event.value), now + self.options.observe_retry_s)
+                self.observation.on_refusal(str(event.value), now + self.options.observe_retry_s)
                 return []
             case (observation.TAG_LEAVE,):
                 self.counters["refused_commands"] += 1
-                self._observation.on_leave_refusal(str(event.value))
+                self.observation.on_leave_refusal(str(event.value))
                 return []
             case (tag,) if tag == TAG_PLAN:
                 return self._on_stored_plan(event.value, now)
@@ -277,7 +257,7 @@ class DispatcherMachine:
     def _adopt(self, plan: Plan, now: float) -> None:
         """Act on a whole plan."""
         self._followed.plan = plan
-        self._forwarder.servers = plan.servers
+        self.forwarder.servers = plan.servers
         self._forget_at_rest()
         self._forwarding.clear()
         self.transitions.clear()
@@ -304,7 +284,7 @@ class DispatcherMachine:
             here = (*transition.old_here, *transition.new_here)
             forwarded_here = here if len(here) > 1 or is_relayed(transition.entry.route) else ()
             for location in (*self._elsewhere(transition.channel, transition.entry), *forwarded_here):
-                actions += self._forwarder.forward(location, notice)
+                actions += self.forwarder.forward(location, notice)
         return actions
 
     def _elsewhere(self, channel: bytes, entry: Entry) -> list[Location]:
@@ -316,18 +296,15 @@ class DispatcherMachine:
         return self._followed.acknowledge() if self.why_blind is None else []
 
     def _on_balancer_message(self, data: bytes, now: float) -> list[DispatcherAction]:
-        try:
-            message = unpack_control(data)
-        except MalformedMessage:
-            self.counters["malformed_messages"] += 1
-            return []
-        match message:
+        match message := read_control(data, self.counters):
             case PlanChange(delta):
                 is_newer = self.plan is None or delta.version > self.plan.version
                 return self._on_change(message, now) if is_newer else self.acknowledge()
             case PlanQuery(version):
                 is_known = self.plan is not None and self.plan.version >= version
                 return self.acknowledge() if is_known else self._followed.read()
+            case None:
+                return []
             case _:
                 self.counters["unexpected_messages"] += 1
                 return []
@@ -350,13 +327,13 @@ class DispatcherMachine:
             if self.transitions.update(channel, entry, now):
                 actions += self._open_links(channel, entry)
             for place in places:
-                self._forwarder.forget_relayed(place.physical)
+                self.forwarder.forget_relayed(place.physical)
         self._forget_changes(now)
         return [*actions, *self.acknowledge()]
 
     def _open_links(self, channel: bytes, entry: Entry) -> list[DispatcherAction]:
         """Connect before the first message is to be forwarded."""
-        return [action for place in self._elsewhere(channel, entry) for action in self._forwarder.connect(place.server)]
+        return [action for place in self._elsewhere(channel, entry) for action in self.forwarder.connect(place.server)]
 
     def _forget_changes(self, now: float) -> None:
         window = self.options.route_change_window_s
@@ -373,7 +350,7 @@ class DispatcherMachine:
         for push in event.messages:
             kind = push[0]
             if kind == b"pmessage":
-                if push[2] not in at_rest and push[1] != self._observation.repeated:
+                if push[2] not in at_rest and push[1] != self.observation.repeated:
                     actions += self._observed(push[2], push[3], now)
             elif kind == b"message" and push[1] == AGENT_CHANNEL:
                 actions += self._on_balancer_message(push[2], now)
@@ -396,9 +373,9 @@ class DispatcherMachine:
                 self.counters["backlog_dropped"] += dropped
             return []
         if is_relay:
-            return self._forwarder.publish_once(physical.removeprefix(RELAY_PREFIX), data)
+            return self.forwarder.publish_once(physical.removeprefix(RELAY_PREFIX), data)
         if asked_for is not None:
-            return self._requests.on_forward_request(asked_for, data, plan.servers, now)
+            return self._notices.on_forward_request(asked_for, data, plan.servers, now)
         entry = plan.entry(channel)
         if entry.phase is Phase.SETTLED and Location(self.server, physical) in entry.route.locations(channel):
             if is_enveloped(data) and plan.compatibility.is_plain(channel):
@@ -410,16 +387,16 @@ class DispatcherMachine:
     def _on_own_channel(self, physical: bytes, data: bytes, now: float) -> list[DispatcherAction]:
         """Handle a message on a channel that is no application's."""
         if physical.startswith(NOTIFICATION_PREFIXES):
-            return self._observation.on_notification()
+            return self.observation.on_notification()
         # No markers while old locations may not know of unobserved messages: the subscriber announces itself again.
         if physical == ANNOUNCE_CHANNEL and len(self.transitions) and not self._blind:
-            return self._requests.on_announcement(data, now)
+            return self._notices.on_announcement(data, now)
         return []
 
     def _remember_at_rest(self, physical: bytes) -> None:
         self._at_rest_bytes += len(physical) + AT_REST_ENTRY_BYTES
-        if len(self._at_rest) >= self.options.quiet_max or self._at_rest_bytes > 4 * self.options.names_bytes_max:
-            self.counters["quiet_evicted"] += len(self._at_rest)
+        if len(self._at_rest) >= self.options.at_rest_max or self._at_rest_bytes > 4 * self.options.names_bytes_max:
+            self.counters["at_rest_evicted"] += len(self._at_rest)
             self._forget_at_rest()
             self._at_rest_bytes = len(physical) + AT_REST_ENTRY_BYTES
         self._at_rest.add(physical)
@@ -428,28 +405,18 @@ class DispatcherMachine:
         self._at_rest.clear()
         self._at_rest_bytes = 0
 
-    def _open(self, data: bytes) -> Envelope | None:
-        """Return the envelope, or None for a raw message."""
-        if not is_enveloped(data):
-            return None
-        try:
-            return open_envelope(data)
-        except MalformedMessage:
-            self.counters["malformed_messages"] += 1
-            return None
-
     # Forwarding.
 
     def _dispatch(
         self, physical: bytes, channel: bytes, entry: Entry, data: bytes, now: float
     ) -> list[DispatcherAction]:
         """Forward a message that needs it, and send notices to its publisher and to listeners of its location."""
-        envelope = self._open(data)
+        envelope = read_envelope(data, self.counters)
         if envelope is not None and envelope.flags & CONTROL:
             return []
-        way = self._forwarding.find(channel, physical, entry, envelope)
-        actions = self._forward_message(channel, way, envelope, data, now)
-        if way.stale and envelope is not None and not envelope.flags & (FORWARDED | HEARTBEAT):
+        forwarding = self._forwarding.find(channel, physical, entry, envelope)
+        actions = self._forward_message(channel, forwarding, envelope, data, now)
+        if forwarding.stale and envelope is not None and not envelope.flags & (FORWARDED | HEARTBEAT):
             actions += self._notices.redirect_publisher(channel, entry.client_route, envelope.publisher, now)
         transition = self.transitions.get(channel)
         if transition is not None and not transition.is_noticed and entry.phase is Phase.ACTIVE:
@@ -460,24 +427,24 @@ class DispatcherMachine:
         return actions
 
     def _forward_message(
-        self, channel: bytes, way: Forwarding, envelope: Envelope | None, data: bytes, now: float
+        self, channel: bytes, forwarding: Forwarding, envelope: Envelope | None, data: bytes, now: float
     ) -> list[DispatcherAction]:
-        copies = len(way.forwarded) + len(way.relayed) + len(way.relayed_later)
+        copies = len(forwarding.forwarded) + len(forwarding.relayed) + len(forwarding.relayed_later)
         if not copies:
             return []
         if envelope is None:
             # Plain clients cannot read what this dispatcher has numbered.
-            copy = data if self._is_plain(channel) else self._number_raw(channel, way.epoch, data)
+            copy = data if self._is_plain(channel) else self._number_raw(channel, forwarding.epoch, data)
         else:
-            copy = forwarded(data, way.epoch, ROUTE_CHANGED if self._in_doubt(channel, now) else 0)
+            copy = forwarded(data, forwarding.epoch, ROUTE_CHANGED if self._in_doubt(channel, now) else 0)
         self.counters["forwarded_messages"] += copies
         actions: list[DispatcherAction] = []
-        for target in way.forwarded:
-            actions += self._forwarder.forward(target, copy)
-        for target in way.relayed:
-            actions += self._forwarder.relay(target, copy)
-        for target in way.relayed_later:
-            actions += self._forwarder.relay_later(target, copy, now)
+        for target in forwarding.forwarded:
+            actions += self.forwarder.forward(target, copy)
+        for target in forwarding.relayed:
+            actions += self.forwarder.relay(target, copy)
+        for target in forwarding.relayed_later:
+            actions += self.forwarder.relay_later(target, copy, now)
         return actions
 
     def _is_plain(self, channel: bytes) -> bool:
@@ -497,7 +464,7 @@ class DispatcherMachine:
 
     def _correct_format(self, plan: Plan, data: bytes) -> list[DispatcherAction]:
         """Make a publisher read the rules: plain subscribers of this channel cannot read its envelopes."""
-        envelope = self._open(data)
+        envelope = read_envelope(data, self.counters)
         if envelope is None or envelope.flags & (CONTROL | FORWARDED):
             return []
         self.counters["envelopes_on_plain_channels"] += 1
@@ -507,12 +474,12 @@ class DispatcherMachine:
 
     def _on_tick(self, now: float) -> list[DispatcherAction]:
         actions: list[DispatcherAction] = []
-        retry_at = self._observation.retry_at
+        retry_at = self.observation.retry_at
         if retry_at is not None and retry_at <= now:
-            actions += self._observation.subscribe()
+            actions += self.observation.subscribe()
         if self._followed.retry_at is not None and self._followed.retry_at <= now:
             actions += self._followed.read()
-        actions += self._forwarder.on_tick(now)
+        actions += self.forwarder.on_tick(now)
         notices, polls = self.transitions.due(now)
         for transition in notices:
             transition.is_noticed = True

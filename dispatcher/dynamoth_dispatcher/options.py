@@ -63,16 +63,16 @@ class DispatcherOptions:
     forwarder: ForwarderOptions = field(default_factory=ForwarderOptions)
     backlog_max: int = 100_000
     """Messages that wait for the first plan; past it the oldest are dropped, and clients learn of the gap."""
-    quiet_max: int = 1_000_000
+    at_rest_max: int = 1_000_000
     """Remembered channels at rest, about 100 bytes each."""
     forwardings_max: int = 100_000
     """Entries of the forwarding table, about 400 bytes each."""
     names_bytes_max: int = 32 * 1024 * 1024
     """Approximate memory of each table of published names (raw channels, notified publishers). The backlog and the
     forwarding table may have twice as much, and channels at rest four times."""
-    told_max: int = 100_000
+    notified_max: int = 100_000
     """Remembered notices to publishers."""
-    tell_again_s: float = 1.0
+    renotify_s: float = 1.0
     """A publisher that still uses an old route gets another notice after this time."""
     raw_channels_max: int = 100_000
     """Channels at a wrong server whose raw messages are numbered."""

@@ -12,9 +12,6 @@ V = TypeVar("V")
 ENTRY_BYTES = 200
 """Approximate memory of an entry besides its name: the slot of the table, a tuple, a few numbers."""
 
-CHECKED_MAX = 1000
-"""``check`` of a machine runs after each event of tests and simulations: it leaves out tables with more entries."""
-
 
 def _nothing(key: object, value: object) -> None:
     """Ignore an evicted entry."""

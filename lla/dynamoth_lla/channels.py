@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from dynamoth.machine.bounded import CHECKED_MAX
 from dynamoth.names import is_user_channel, logical_channel
 from dynamoth.protocol.control import Announcement
 
@@ -194,8 +193,6 @@ class TrackedChannels:
 
     def check(self) -> None:
         """Assert that tracks, audiences and sums agree."""
-        if len(self._tracks) > CHECKED_MAX:
-            return
         tracks: dict[bytes, list[Track]] = {}
         for track in self._tracks.values():
             tracks.setdefault(track.logical, []).append(track)

@@ -136,7 +136,7 @@ def short_options(
                 settle_after_s=VERSION_READ_INTERVAL_S + 0.15,
                 vacated_interval_s=0.2,
             ),
-            tell_again_s=0.3,
+            renotify_s=0.3,
             plan_retry_s=0.1,
             forwarder=ForwarderOptions(forwards_max=forwards_max, heartbeat_delay_s=1.5),
         ),

@@ -449,7 +449,7 @@ NUMBERS: list[tuple[str, tuple[float, ...]]] = [
         r"From (\S+) s after the activation, it asks NUMSUB .* every (\S+) s, and reports",
         (TRANSITION.settle_after_s, TRANSITION.poll_interval_s),
     ),
-    (r"again after (\S+) s\. Listeners", (DISPATCHER.tell_again_s,)),
+    (r"again after (\S+) s\. Listeners", (DISPATCHER.renotify_s,)),
     (r"NX PX (\d+)`", (BALANCER.lease_s * 1000,)),
     (r"Numbers above 2\^(\d+) are dropped", (math.log2(sequences.NUMBER_MAX),)),
 ]

@@ -66,7 +66,7 @@ def test_relay_names() -> None:
 def test_channels(what: str) -> None:
     agent = agent_at()
     data = b"raw" if what == "raw" else seal(7, 1, 0, b"x")
-    counter = {"quiet": "quiet_evicted", "raw": "raw_channels_evicted", "stale publishers": "redirected_publishers"}
+    counter = {"quiet": "at_rest_evicted", "raw": "raw_channels_evicted", "stale publishers": "redirected_publishers"}
     flood = names(b"flood")
     assert kept_bytes(lambda: observe_all(agent, ((name, data) for name in flood))) < 12 * MB
     assert agent.counters[counter[what]] > 1000

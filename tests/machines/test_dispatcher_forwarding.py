@@ -271,7 +271,7 @@ def test_a_publisher_is_told_once_per_channel_and_epoch() -> None:
 
 
 def test_a_publisher_that_did_not_hear_it_is_told_again_after_a_while() -> None:
-    dispatcher = agent("s1", SETTLED, DispatcherOptions(tell_again_s=1))
+    dispatcher = agent("s1", SETTLED, DispatcherOptions(renotify_s=1))
     assert notices(dispatcher.observe(message(1))) == TOLD
     dispatcher.pass_time(0.9)
     assert notices(dispatcher.observe(message(2))) == []
@@ -330,10 +330,10 @@ def test_refused_forwards_are_counted() -> None:
     dispatcher.observe(message(1))
     dispatcher.answer(dispatcher.connect("s2"), ErrorReply("NOPERM no"))
     assert dispatcher.counters["forwards_refused"] == 1
-    assert dispatcher.dispatcher.forwards_refused == {"s2": "NOPERM no"}
+    assert dispatcher.dispatcher.forwarder.refusals == {"s2": "NOPERM no"}
     dispatcher.down("to:s2")
     dispatcher.connect("s2")
-    assert dispatcher.dispatcher.forwards_refused == {}
+    assert dispatcher.dispatcher.forwarder.refusals == {}
 
 
 def test_telling_of_many_lost_channels_costs_the_same_for_each() -> None:

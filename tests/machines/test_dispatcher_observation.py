@@ -87,12 +87,12 @@ def test_a_server_that_does_not_let_it_unsubscribe_is_observed_as_before() -> No
     agent = Agent().holding(PLAN_0)
     [ask] = only(Send, notified(agent))
     assert agent.tell(Replied(LOCAL, ask.tag, ErrorReply("NOPERM punsubscribe"))) == []
-    assert agent.dispatcher.leave_refusal == "NOPERM punsubscribe"
+    assert agent.dispatcher.observation.leave_refusal == "NOPERM punsubscribe"
     assert agent.dispatcher.why_blind is None
     assert notified(agent) == [], "each refusal is an entry in the ACL LOG"
     agent.down(LOCAL)
     assert commands(agent.up(LOCAL), b"PSUBSCRIBE") == [QUIET_PATTERNS]
-    assert agent.dispatcher.leave_refusal is None
+    assert agent.dispatcher.observation.leave_refusal is None
 
 
 def test_a_refusal_in_between_is_asked_about_again_with_the_same_patterns() -> None:

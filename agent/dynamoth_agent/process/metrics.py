@@ -80,7 +80,7 @@ _COUNTERS_OF_DISPATCHER = {
     "relayed_evicted": "Channels of which relayed messages were remembered, and that gave way to others",
     "raw_channels_evicted": "Channels of which raw messages were numbered, and that gave way to others",
     "heartbeats_evicted": "Heartbeats that were sent early, as too many waited",
-    "quiet_evicted": "Channels at rest that were forgotten, as there were too many",
+    "at_rest_evicted": "Channels at rest that were forgotten, as there were too many",
     "refused_commands": "Commands of the dispatcher that Redis refused",
     "malformed_messages": "Envelopes and control messages that could not be read",
     "malformed_plans": "Stored plans and changes that could not be read",
@@ -105,7 +105,7 @@ def _collect(machine: AgentMachine, now: float) -> Iterator[Metric]:
     yield gauge("agent_observation_lag_seconds", "How late the agent sees what is published", lag_s)
     yield gauge("agent_channels_tracked", "Channels that the agent follows", analyzer.channels_tracked)
     yield gauge("agent_blind", "1 while the agent does not see what is published", machine.is_blind)
-    transitions = sum(1 for _ in machine.dispatcher.transitions.all())
+    transitions = len(machine.dispatcher.transitions)
     yield gauge("dispatcher_transitions", "Channels in transition at the server", transitions)
     yield from families.counters(_COUNTERS_OF_ANALYZER, analyzer.counters, "lla_")
     yield from families.counters(_COUNTERS_OF_DISPATCHER, machine.dispatcher.counters, "dispatcher_")

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
-from dynamoth.machine.bounded import CHECKED_MAX
 from dynamoth.plan.plan import Assignment, Mode
 from dynamoth.protocol.reports import Report
 from dynamoth_balancer.decide.cluster import ChannelFigures, ChannelRate, ServerLoad
@@ -282,8 +281,6 @@ class ClusterModel:
 
     def check(self) -> None:
         """Assert that attributions and blindness are recorded alike everywhere."""
-        if len(self._attributions) > CHECKED_MAX:
-            return
         for server, model in self._servers.items():
             assert (model.blind_since is not None) == (server in self.blind), (
                 f"{server} blind since {model.blind_since}"

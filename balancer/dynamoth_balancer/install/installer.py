@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dynamoth.errors import ConfigError, RequestRefused
-from dynamoth.machine.bounded import CHECKED_MAX
 from dynamoth.machine.events import Send
 from dynamoth.names import AGENT_CHANNEL, in_quotes
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
@@ -401,8 +400,6 @@ class Installer:
         entries = self.plan.entries
         for copy in self._copies.values():
             assert copy.version is None or copy.version <= self.plan.version, f"{copy.server} has {copy.version}"
-        if len(entries) > CHECKED_MAX:
-            return
         for channel, transition in self._transitions.items():
             assert transition.entry is entries.get(channel), f"the transition of {channel!r} is not the plan's"
             assert transition.entry.phase is not Phase.SETTLED, f"{channel!r} has settled"
