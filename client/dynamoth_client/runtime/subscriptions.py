@@ -99,8 +99,6 @@ class Subscriptions(redis.asyncio.client.PubSub):
         self._before: tuple[Feed, str] | None = None
         #: What was asked for while there was no feed, in order.
         self._requests: deque[Callable[[Feed], None]] = deque()
-        #: How many items were read since others had their turn.
-        self._turn = 0
         cluster.followers.add(self)
 
     def __del__(self) -> None:

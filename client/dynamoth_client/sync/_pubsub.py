@@ -12,26 +12,14 @@ import redis
 import redis.client
 import redis.exceptions
 
-from dynamoth_client.asyncio import _pubsub
-from dynamoth_client.machines.patterns.events import PatternMessage
 from dynamoth_client.redis_py.arguments import method_of
 from dynamoth_client.redis_py.errors import ClientClosed
 from dynamoth_client.runtime.cluster import Cluster
 from dynamoth_client.runtime.feed import Feed
-from dynamoth_client.runtime.queue import (
-    MAX_QUEUE,
-    Failure,
-    GapInfo,
-    Item,
-    Notice,
-    ShardedMessage,
-    WhenFull,
-)
-from dynamoth_client.runtime.subscriptions import NOT_CONNECTED
+from dynamoth_client.runtime.queue import MAX_QUEUE, Failure, Item, Notice, WhenFull
+from dynamoth_client.runtime.reader import Reader
+from dynamoth_client.runtime.subscriptions import NOT_CONNECTED, GapHandler, Handler
 from dynamoth_client.threads.cluster import SyncCluster
-
-Handler = Callable[[dict[str, Any]], Any]
-GapHandler = Callable[[GapInfo], object]
 
 _T = TypeVar("_T")
 
@@ -53,44 +41,28 @@ class _Inherited:
     shard_channels: dict[Any, Handler | None]
 
 
-class _Inner(_pubsub.PubSub):
-    """The asynchronous PubSub, whose items are taken by a thread. Handlers and gaps are left to that thread."""
-
-    message = _pubsub.PubSub._message  # pyright: ignore[reportPrivateUsage]
-    shown = _pubsub.PubSub._shown  # pyright: ignore[reportPrivateUsage]
-    notice = _pubsub.PubSub._notice  # pyright: ignore[reportPrivateUsage]
+class _Inner(Reader):
+    """The asynchronous half of a PubSub. A thread takes its items, and calls handlers and ``on_gap``."""
 
     _family = "redis"
+
+    def __init__(self, *args: Any, call_soon: Callable[[Callable[[], object]], None], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._call_soon = call_soon
 
     @property
     def cluster(self) -> Cluster:
         """The cluster that its feeds are of."""
         return self._cluster
 
-    def __init__(self, *args: Any, make_room: Callable[[Callable[[], object]], None], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._make_room = make_room
-
-    def pop(self) -> Item | None:
-        """Take the next item, from any thread; None when there is none."""
-        queue = self._queue
-        items = queue.items
-        try:
-            item = items.popleft()
-        except IndexError:
-            return None
-        if queue.is_full and len(items) == queue.half:
-            self._make_room(queue.relieve)  # it begins to read from sockets, which is for the event loop to do
-        return item
-
-    def put_back(self, item: Item) -> None:
-        """Let what was taken be the next item again."""
-        self._queue.items.appendleft(item)
+    def _make_room(self) -> None:
+        """Fill the queue again. That begins to read from sockets, which is for the event loop to do."""
+        self._call_soon(self._queue.relieve)
 
     async def until_item(self, timeout: float | None) -> None:
         """Wait until there is an item, or ``timeout`` seconds are over (None: never), or nothing is subscribed to.
 
-        Raises as ``get_message``, when there is no item and none will come.
+        Raises as ``get_message``, when there is no item and none will come; ClientClosed when the client is closed.
         """
         queue = self._queue
         queue.settle()
@@ -98,12 +70,8 @@ class _Inner(_pubsub.PubSub):
         if self._is_begun and (self.subscribed or queue.is_closed):
             await self._wait(timeout)
 
-    async def _until_item(self, timeout: float | None, *, reopen: bool = False) -> bool:
-        """Wait for an item. The event loop ends with the client, so the thread goes on, on another loop."""
-        return await self._wait_once(timeout, reopen=reopen)
-
     def inherit(self, inherited: _Inherited) -> None:
-        """Say what will be subscribed to soon."""
+        """Note what will be subscribed to soon."""
         self.channels.update(inherited.channels)
         self.patterns.update(inherited.patterns)
         self.shard_channels.update(inherited.shard_channels)
@@ -134,6 +102,11 @@ class Connection:
 
     def deregister_connect_callback(self, callback: Any) -> None:
         """Do nothing, as ``register_connect_callback``."""
+
+
+def _of_inner(name: str) -> Any:
+    """Return the property of a PubSub that is an attribute of its asynchronous half; it can be set, as redis-py's."""
+    return property(lambda self: getattr(self._inner, name), lambda self, value: setattr(self._inner, name, value))
 
 
 class PubSub(redis.client.PubSub):
@@ -185,7 +158,7 @@ class PubSub(redis.client.PubSub):
             when_full=when_full,
             push_handler_func=push_handler_func,
             encoder=encoder,
-            make_room=cluster.call_soon,
+            call_soon=cluster.call_soon,
         )
         self._inner = self._make_inner()
         #: What to subscribe to again in a forked child, until that has been done.
@@ -205,50 +178,18 @@ class PubSub(redis.client.PubSub):
 
     # What redis-py has as attributes.
 
-    @property
-    def channels(self) -> dict[Any, Any]:  # type: ignore[override]
-        """The channels that are subscribed to, confirmed or not, with their handlers."""
-        return self._inner.channels
-
-    @property
-    def patterns(self) -> dict[Any, Any]:  # type: ignore[override]
-        """The patterns that are subscribed to, confirmed or not, with their handlers."""
-        return self._inner.patterns
-
-    @property
-    def shard_channels(self) -> dict[Any, Any]:
-        """The sharded channels that are subscribed to, confirmed or not, with their handlers."""
-        return self._inner.shard_channels
-
-    @shard_channels.setter
-    def shard_channels(self, value: dict[Any, Any]) -> None:
-        """Replace the handlers, as redis-py lets one."""
-        self._inner.shard_channels = value
-
-    @property
-    def pending_unsubscribe_channels(self) -> set[Any]:  # type: ignore[override]
-        """Channels whose unsubscription has been asked for, and not been read."""
-        return self._inner.pending_unsubscribe_channels
-
-    @property
-    def pending_unsubscribe_patterns(self) -> set[Any]:  # type: ignore[override]
-        """Patterns whose unsubscription has been asked for, and not been read."""
-        return self._inner.pending_unsubscribe_patterns
-
-    @property
-    def pending_unsubscribe_shard_channels(self) -> set[Any]:  # type: ignore[override]
-        """Sharded channels whose unsubscription has been asked for, and not been read."""
-        return self._inner.pending_unsubscribe_shard_channels
-
-    @property
-    def connection(self) -> Any:
-        """A :class:`Connection`, or None before the first subscription."""
-        feed = self._inner.connection
-        return None if feed is None else Connection(feed, self._cluster)
-
-    @connection.setter
-    def connection(self, value: None) -> None:
-        """Take what redis-py's constructor sets."""
+    channels: dict[Any, Any] = _of_inner("channels")
+    """The channels that are subscribed to, confirmed or not, with their handlers."""
+    patterns: dict[Any, Any] = _of_inner("patterns")
+    """The patterns that are subscribed to, confirmed or not, with their handlers."""
+    shard_channels: dict[Any, Any] = _of_inner("shard_channels")
+    """The sharded channels that are subscribed to, confirmed or not, with their handlers."""
+    pending_unsubscribe_channels: set[Any] = _of_inner("pending_unsubscribe_channels")
+    """Channels whose unsubscription has been asked for, and not been read."""
+    pending_unsubscribe_patterns: set[Any] = _of_inner("pending_unsubscribe_patterns")
+    """Patterns whose unsubscription has been asked for, and not been read."""
+    pending_unsubscribe_shard_channels: set[Any] = _of_inner("pending_unsubscribe_shard_channels")
+    """Sharded channels whose unsubscription has been asked for, and not been read."""
 
     @property
     def subscribed(self) -> bool:
@@ -259,6 +200,16 @@ class PubSub(redis.client.PubSub):
     def gaps_detected(self) -> int:
         """How many gaps there have been since the last ``close``."""
         return self._inner.gaps_detected
+
+    @property
+    def connection(self) -> Any:
+        """A :class:`Connection`, or None before the first subscription."""
+        feed = self._inner.connection
+        return None if feed is None else Connection(feed, self._cluster)
+
+    @connection.setter
+    def connection(self, value: None) -> None:
+        """Take what redis-py's constructor sets."""
 
     # The life of a PubSub.
 
@@ -377,9 +328,7 @@ class PubSub(redis.client.PubSub):
         if item is None:
             self._wait(timeout)
             item = self._inner.pop()
-            if item is None:
-                return None
-        return self._read(item, ignore_subscribe_messages)
+        return self._read(item, ignored=ignore_subscribe_messages)
 
     get_sharded_message = get_message
 
@@ -389,17 +338,14 @@ class PubSub(redis.client.PubSub):
             item = inner.pop()
             if item is None:
                 self._wait(None)
-            elif type(item) is tuple:
-                message = inner.message(item)
-                handler = inner.channels.get(message["channel"])
+            elif type(item) is tuple:  # nearly always: as ``_read``, at less cost
+                message, handler = inner.shown(item)
                 if handler is None:
                     yield message
                 else:
                     handler(message)
-            else:
-                shown = self._read(item, False)
-                if shown is not None:
-                    yield shown
+            elif (shown := self._read(item, ignored=False)) is not None:
+                yield shown
 
     def batches(self) -> Generator[list[dict[str, Any]], None, None]:
         """Yield messages as ``listen``, in lists of those that have come: at least one, ``TURN_ITEMS_MAX`` at most.
@@ -407,47 +353,12 @@ class PubSub(redis.client.PubSub):
         A handler is called, and an error raised, when all messages before it have been yielded.
         """
         while (inner := self._inner).subscribed:
-            if batch := self._take(inner):
+            if batch := inner.take_batch():
                 yield batch
-
-    def _take(self, inner: _Inner) -> list[dict[str, Any]]:
-        """Take messages as long as there are some; wait when there is none.
-
-        What may raise begins a batch: nothing that was taken before is lost by it.
-        """
-        batch: list[dict[str, Any]] = []
-        while len(batch) < _pubsub.TURN_ITEMS_MAX:
-            item = inner.pop()
-            if item is None:
-                if not batch:
-                    self._wait(None)
-                break
-            try:
-                if type(item) is tuple:
-                    message = inner.message(item)
-                    handler = inner.channels.get(message["channel"])
-                elif not isinstance(item, (Notice, Failure)):
-                    message, handler = inner.shown(cast("PatternMessage | ShardedMessage", item))
-                elif batch:
-                    inner.put_back(item)
-                    break
-                else:
-                    notice = self._read(item, False)
-                    batch += [] if notice is None else [notice]
-                    continue
-            except UnicodeError:  # of a payload; that of a handler is another matter
-                if not batch:
-                    raise
-                inner.put_back(item)
-                break
-            if handler is None:
-                batch.append(message)
-            elif batch:
-                inner.put_back(item)
-                break
-            else:
-                handler(message)
-        return batch
+            elif (item := inner.pop()) is None:
+                self._wait(None)
+            elif (message := self._read(item, ignored=False)) is not None:
+                yield [message]
 
     def run(
         self, *, exception_handler: Callable[[BaseException, PubSub], object] | None = None, poll_timeout: float = 1.0
@@ -498,29 +409,27 @@ class PubSub(redis.client.PubSub):
                     raise
         return None
 
-    def _read(self, item: Item, ignored: bool) -> dict[str, Any] | None:
-        """Return what the application is to see of an item, unless a handler takes it."""
-        inner = self._inner
-        if isinstance(item, (Notice, Failure)):
-            message = self._go_on(lambda inner: self._note(inner, item, ignored))
-            if message is not None and message["type"] == "gap":
-                if self._on_gap is not None:
-                    self._on_gap(message["data"])
-                return message if self._gaps else None
-            return message
-        if isinstance(item, tuple):
-            message = inner.message(item)
-            handler = inner.channels.get(message["channel"])
-        else:
-            message, handler = inner.shown(item)
-        if handler is None:
-            return message
-        handler(message)
-        return None
+    def _read(self, item: Item | None, *, ignored: bool) -> dict[str, Any] | None:
+        """Return what the application is to see of an item, unless there is none or a handler takes it."""
+        if item is None:
+            return None
+        if not isinstance(item, (Notice, Failure)):
+            message, handler = self._inner.shown(item)
+            if handler is None:
+                return message
+            handler(message)
+            return None
+        ignored = ignored or self.ignore_subscribe_messages
+        noted = self._go_on(lambda inner: self._note(inner, item, ignored))
+        if noted is None or noted["type"] != "gap":
+            return noted
+        if self._on_gap is not None:
+            self._on_gap(noted["data"])
+        return noted if self._gaps else None
 
     async def _note(self, inner: _Inner, item: Notice | Failure, ignored: bool) -> dict[str, Any] | None:
         try:
-            return await inner.notice(item, ignored or self.ignore_subscribe_messages)
+            return inner.note(item, ignored=ignored)
         finally:
             if not self._inner.subscribed:
                 self.subscribed_event.clear()
