@@ -93,8 +93,8 @@ class Result:
     rest_ms_p99: float
     changing_ms_p50: float
     changing_ms_p99: float
-    kinds: Mapping[str, Mapping[str, float]]
-    """The changes by kind: how many, ``settled_s_max``, ``changing_ms_p99``."""
+    kinds: Mapping[str, Mapping[str, float | None]]
+    """The changes by kind: how many, ``settled_s_max``, and ``changing_ms_p99``: None if nothing was published meanwhile."""
 
     @property
     def clean(self) -> bool:
@@ -368,7 +368,7 @@ def _sum(
 
 def _by_kind(
     changes: Sequence[Change], settled_s: list[float], changing: list[LatencyCounts]
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, float | None]]:
     indices: dict[str, list[int]] = {}
     for index, change in enumerate(changes):
         indices.setdefault(change.kind, []).append(index)
@@ -376,7 +376,7 @@ def _by_kind(
         kind: {
             "changes": len(some),
             "settled_s_max": max(settled_s[index] for index in some),
-            "changing_ms_p99": _quantile_ms(_together([changing[index] for index in some]), 0.99),
+            "changing_ms_p99": _together([changing[index] for index in some]).quantile_ms(0.99),
         }
         for kind, some in sorted(indices.items())
     }
@@ -430,5 +430,5 @@ def show(result: Result, *, as_json: bool) -> None:
         if name != "kinds":
             sys.stdout.write(f"{name:16} {value:.3f}\n" if isinstance(value, float) else f"{name:16} {value}\n")
     for kind, figures in result.kinds.items():
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        shown = ", ".join(f"{name} {'unknown' if value is None else f'{value:.4g}'}" for name, value in figures.items())
         sys.stdout.write(f"{kind}: {shown}\n")

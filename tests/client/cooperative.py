@@ -244,6 +244,7 @@ def fork(url: str, scheduler: Scheduler) -> None:
                 sys.stderr.flush()
                 os._exit(status)
         assert os.waitpid(child, 0)[1] == 0
+        until(lambda: client.pubsub_numsub("c") == [(b"c", 1)], "Redis has noticed that the child is gone")
         assert client.publish("c", "after") == 1
         expected = [b"before", b"from the child", b"again", b"after"]
         assert [next_of(pubsub)["data"] for _ in expected] == expected
