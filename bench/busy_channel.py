@@ -94,7 +94,7 @@ class Result:
     changing_ms_p50: float
     changing_ms_p99: float
     kinds: Mapping[str, Mapping[str, float | None]]
-    """The changes by kind: how many, ``settled_s_max``, and ``changing_ms_p99``: None if nothing was published meanwhile."""
+    """The changes by kind: how many, ``settled_s_max``, ``changing_ms_p99`` (None if nothing was published)."""
 
     @property
     def clean(self) -> bool:
