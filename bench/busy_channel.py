@@ -120,7 +120,7 @@ class Subscribers:
         self._gaps: list[str] = []
 
     async def work(self, pipe: Connection) -> None:
-        """Subscribe, say ``ready``, receive until told what was published and when it changed, answer, end."""
+        """Subscribe, send ``ready``, receive until the pipe says what was published and when it changed, answer, end."""
         loop = asyncio.get_running_loop()
         async with Redis.from_url(self._url) as client:
             pubsubs = [client.pubsub(on_gap=self._on_gap) for _ in self._numbers]
@@ -189,7 +189,7 @@ def subscribe(pipe: Connection, url: str, numbers: range) -> None:
 
 
 async def publish_at_rate(pipe: Connection, url: str, load: Load) -> None:
-    """Publish, each publisher with a client of its own and one message after the other, until told to stop."""
+    """Publish, each publisher with a client of its own and one message after the other, until the pipe says stop."""
     stop = asyncio.Event()
 
     async def publish(publisher: int) -> int:

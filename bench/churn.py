@@ -8,7 +8,7 @@ balancers wait for the lease (``--rivals``). In the end everything recovers, and
 
 Processes of clients note how late their event loops are: a busy machine makes a publish last longer, too.
 
-Every message is judged by the checker that the simulator uses (``bench.churn_journal``): what was owed and neither
+Every message is judged by the checker that the simulator uses (``bench.churn_journal``): a message that was due and neither
 delivered nor covered by a gap event was lost silently. Exits with 1 on any violation of a guarantee.
 """
 
@@ -158,7 +158,7 @@ def _note_seen(written: Journal, server: str, physical: bytes, data: bytes) -> N
 def change_assignments(
     pipe: Connection, url: str, channels: list[bytes], servers: list[str], load: Load, file: Path
 ) -> None:
-    """Be the process that moves channels, some at once, until told to stop. Says how that went."""
+    """Be the process that moves channels, several at a time, until the pipe says stop. Answers with the outcomes."""
     written = Journal(file)
     cluster = parse_cluster_url(url)
     chance = random.Random(f"{load.seed} moves")

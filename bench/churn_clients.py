@@ -63,7 +63,7 @@ class Clients:
         self._numbers: dict[tuple[str, bytes], int] = {}
 
     async def work(self, pipe: Connection) -> None:
-        """Say ``ready`` and begin; stop when told; say how many clients have lived; end."""
+        """Send ``ready`` and begin; stop when the pipe says so, and answer how many clients there were."""
         loop = asyncio.get_running_loop()
         pipe.send("ready")
         async with asyncio.TaskGroup() as tasks:
@@ -87,7 +87,7 @@ class Clients:
 
     async def _slot(self, slot: int) -> None:
         lives = [*2 * [self._visit], *3 * [self._listen], self._idle, self._talk]
-        # A fifth of the listeners stay to the end: they are owed everything.
+        # A fifth of the listeners stay to the end: everything is due to them.
         stays = slot % 5 == 0
         await self._pause(self._chance.uniform(0.0, 2.0))
         while not self._stopping.is_set():

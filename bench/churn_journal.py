@@ -45,7 +45,7 @@ BATCH = 500
 STORIES_MAX = 10
 """Violations that are described with all that is known of their message."""
 STORY_S = 3.0
-"""A story tells what happened to the clients of a message within so many seconds before it, and after it."""
+"""A story covers this time before and after its message."""
 STORY_LINES_MAX = 60
 
 Event = tuple[Any, ...]

@@ -28,7 +28,7 @@ from dynamoth_daemon.event_loop import run
 PAYLOAD_BYTES = 64
 TURN_S = 0.1
 WARM_UP_RATIO = 10
-"""One in so many messages, the first ones, is not counted."""
+"""The first tenth of the messages is not counted."""
 
 
 async def measure(port: int, messages: int, messages_per_s: float) -> dict[str, list[float]]:
@@ -52,7 +52,7 @@ async def measure(port: int, messages: int, messages_per_s: float) -> dict[str, 
 
 
 async def listen(pubsub: Any, messages: int) -> list[float]:
-    """Return the latencies of so many messages, in milliseconds, in their order."""
+    """Return the latencies of ``messages`` messages, in milliseconds, in their order."""
     latencies_ms: list[float] = []
     async for message in pubsub.listen():
         latencies_ms.append((time.monotonic_ns() - int(message["data"].split(None, 1)[0])) / 1e6)

@@ -64,7 +64,7 @@ class Load:
     is_sync: bool = False
     #: Both runs are of our client.
     is_ours: bool = False
-    #: Our client is given so many times as many messages: its runs would be over at once.
+    #: Our client gets this many times as many messages, as its runs would be too short otherwise.
     ours_times: int = 1
 
 

@@ -5,7 +5,7 @@ a line per figure, then one line of JSON; ends with 1 when the target is missed.
 
 The cluster has one overloaded server in four, every channel is named in the plan already (so entries are looked up, and
 copied), and the model is filled with reports as agents send them. A plan, that is: averages of all servers, proposals
-for the overloaded ones, the plan's next version, the change as each server stores it and as each agent is told.
+for the overloaded ones, the plan's next version, the change as servers store it and as agents get it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Experiment 1 of the paper (Dynamoth, section V-C, Figure 4): what one server holds of a channel, and what three do.
+"""Experiment 1 of the Dynamoth paper (section V-C, Figure 4): how many clients of a channel one server and three hold.
 
 Run as root with ``python -m bench.replication``; ``--help`` tells the rest. It takes about five minutes. Real servers,
 each with its agent on a machine of its own as far as the network goes (``replication_network``), and real clients
@@ -101,7 +101,7 @@ EXPERIMENTS = (
 
 @dataclass(frozen=True)
 class Ladder:
-    """The steps of one experiment with so many servers, in order, and what was found."""
+    """The steps of one experiment with ``servers`` servers, in order, and what was found."""
 
     servers: int
     steps: dict[int, Step]

@@ -44,7 +44,7 @@ CONFIRMATION_TIMEOUT_S = 60.0
 DRAIN_S_MAX = 30.0
 """How long a step waits for what is under way."""
 QUIET_S = 2.0
-"""When nothing has come for so long, nothing will: a lost connection is made again within a second."""
+"""When nothing has come for this long, nothing will: a lost connection is made again within a second."""
 POLL_INTERVAL_S = 0.02
 
 GROW_AT_ONCE = 50
@@ -63,7 +63,7 @@ class Step:
     """Deliveries: what was published, times subscribers."""
     delivered: int
     lost_told: int
-    """Lost, and the subscriber was told of a gap, as with a lost connection."""
+    """Lost, and reported by a gap event, as with a lost connection."""
     lost_silently: int
     duplicated: int
     reordered: int
@@ -74,7 +74,7 @@ class Step:
 
     @property
     def delivered_ratio(self) -> float:
-        """How much of what was owed was delivered."""
+        """The share of the due deliveries that came."""
         return (self.delivered - self.duplicated) / self.owed
 
     def held(self, response_ms_max: float) -> bool:
@@ -113,7 +113,7 @@ class Clients:
             worker.stop()
 
     def grow(self, subscribers: int, publishers: int) -> None:
-        """Have so many of each; there are never fewer than before. Subscriptions are confirmed when it returns."""
+        """Add clients up to these numbers. Subscriptions are confirmed when it returns."""
         for kind, workers, wanted in (
             ("subscribers", self._subscribers, subscribers),
             ("publishers", self._publishers, publishers),

@@ -167,7 +167,7 @@ def _free_subnet() -> str:
 
 
 def _remove(kind: str, name: str) -> None:
-    """Remove a link or a namespace, if it is there. A failure is told and does not keep others from being removed."""
+    """Remove a link or a namespace, if it is there. A failure is printed, and others are removed all the same."""
     shown = _call("ip", "-o", kind, "show") if kind == "link" else _call("ip", "netns", "list")
     if name not in shown.replace(":", " ").replace("@", " ").split():
         return
@@ -182,7 +182,7 @@ def _ip(*arguments: str) -> str:
 
 
 def _call(tool: str, *arguments: str) -> str:
-    """Run a command to its end; return what it prints. In a group of its own: Ctrl-C shall not stop it half way."""
+    """Run a command to its end; return what it prints. In its own process group: Ctrl-C does not stop it half way."""
     done = subprocess.run(
         [_tool(tool), *arguments],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The picture of the benchmark of replication, drawn like Figure 4 of the paper.
+"""The picture of the benchmark of replication, drawn like Figure 4 of the Dynamoth paper.
 
 Needs matplotlib (the extra ``bench``). Also on its own, from what ``python -m bench.replication --json FILE`` wrote::
 

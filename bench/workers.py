@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 ANSWER_TIMEOUT_S = 120.0
-"""Nothing that a worker is asked takes longer; one that is silent for so long hangs."""
+"""A worker that is silent for longer than this hangs."""
 STOP_TIMEOUT_S = 5.0
 
 _spawn = multiprocessing.get_context("spawn")

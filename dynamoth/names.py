@@ -99,7 +99,7 @@ ANY_EPOCH = b"?" * _EPOCH_DIGITS + b":"
 
 
 def relay_channel(physical: bytes) -> bytes:
-    """Return the channel on which an agent is given what it shall publish on a physical channel at its server."""
+    """Return the channel on which an agent gets messages to publish on a physical channel at its server."""
     return RELAY_PREFIX + physical
 
 

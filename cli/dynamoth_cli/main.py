@@ -129,6 +129,6 @@ def _overview() -> str:
         "usage: dynamoth COMMAND [options]\n\n"
         "Several unmodified Redis servers as one very large publish/subscribe server.\n\n"
         f"commands:\n{commands}\n\n"
-        "'dynamoth COMMAND --help' tells its options. Settings of daemons come from the first of: flag, environment\n"
-        f"(DYNAMOTH_...), TOML file (--config), default.\n\n{EXIT_CODES}\n"
+        "'dynamoth COMMAND --help' lists the options of a command. Daemons take each setting from the first of: flag,\n"
+        f"environment (DYNAMOTH_...), TOML file (--config), default.\n\n{EXIT_CODES}\n"
     )

@@ -1,9 +1,9 @@
 """``dynamoth demo``: a crowd of players on a cluster of its own, whose channels move while an audit looks on.
 
-The demo starts a ``LocalCluster``, then workers with auditors, players and performers (``demo_worker``), watches the
+The demo starts a ``LocalCluster``, then workers with auditors, players and performers (``worker.py``), watches the
 plan and the balancer, and shows everything. The players overload one server, whose channels the balancer moves; then a
 festival is too much for any one server, and the balancer spreads its channel and folds it back. In the end the demo
-stops the players, has every worker judge what arrived, and tells.
+stops the players, has every worker judge what arrived, and prints the result.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ JUDGE_TIMEOUT_S = 60.0
 
 CROWDING_S = 8.0
 CROWDING_RATIO_MAX = 0.25
-"""So long, but at most for this share of the whole time, the balancer is paused: one shall see what it has to mend."""
+"""The balancer is paused this long, but at most for this share of the whole time: so people see the overload first."""
 
 START_DELAY_S = 0.3
 """Players begin this long after the command to begin, so that all workers begin at the same time."""
@@ -75,7 +75,7 @@ PERFORMER_NUMBERS_FROM = 2_000_000
 
 
 class DemoFailed(DynamothError):
-    """Raised when the demo does not get on: a worker that does not answer."""
+    """Raised when a worker of the demo does not answer in time."""
 
     code = "demo-failed"
 
@@ -94,7 +94,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=_seconds, default=SECONDS, metavar="S", help="how long the players play (default %(default)g)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    parser.add_argument("--seed", type=int, metavar="N", help="of the players' ways (default: another each time)")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the players' moves (default: random)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -16,22 +16,22 @@ from dataclasses import dataclass
 from dynamoth_sim.load.rgame import Update
 
 RATIO_THRESHOLDS_LESS = 0.25
-"""The festival reaches the threshold of Algorithm 1's ratio as many times as it shall have replicas, less this: so
-figures that vary by some percent do not ask for one more."""
+"""The festival exceeds the threshold of Algorithm 1's ratio by the wanted number of replicas, less this: so figures
+that vary by some percent do not ask for one replica more."""
 
 PUBLICATIONS_RATIO_MIN = 0.75
-"""The channel is spread when it has this share of the festival's publications/s, as a machine that is busy with other
-things may not manage all of them. When they get fewer, it is folded back before it could lose a replica."""
+"""The channel is spread at this share of the festival's publications/s, as a busy machine may not manage all of them.
+When they get fewer, it is folded back before it could lose a replica."""
 
 LOAD_RATIO_MIN = 0.4
-"""And when it makes this load ratio: some times what a tile makes, less than half of what the festival does."""
+"""The channel is spread from this load ratio on: several times that of a tile, less than half of the festival's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Festival:
     """When, where and how much. All times are from the moment at which the players begin.
 
-    ``name``: of the channel. ``replicas``: how many servers it shall get. ``messages_per_s``: of all
+    ``name``: of the channel. ``replicas``: over how many servers it is to be spread. ``messages_per_s``: of all
     ``performers`` together. ``gathers_s``: time after the begin for which the balancer is paused.
     """
 

@@ -1,7 +1,7 @@
 """The scene of the demo: a world whose crowd is where one server has to carry it, and what the servers can carry.
 
 The load is uneven on purpose. Most players stay in a hot spot, whose tiles have names that the ring puts on one
-server, above its capacity; the others are nearly idle. Then there is a festival (``demo_festival``). When it is over,
+server, above its capacity; the others are nearly idle. Then there is a festival (``festival.py``). When it is over,
 the crowd moves to another corner, whose tiles are all on the next server.
 """
 
@@ -33,8 +33,8 @@ PUSH_BYTES = 45
 
 HOT_LOAD_RATIO = 1.2
 MEAN_LOAD_RATIO_MAX = 0.5
-"""Servers can send so little that the one with the hot spot is above its capacity; but so much that, when the load is
-spread, all are below LR_safe (0.6)."""
+"""The capacity of servers is small enough that the one with the hot spot exceeds it, and large enough that all are below
+``load_ratio_safe`` (0.6) when the load is spread."""
 
 FESTIVAL_NAME = "rgame:festival"
 FESTIVAL_REPLICAS = 3

@@ -124,7 +124,7 @@ class Worker(ABC):
         """End publishing. Returns what ``stopped`` tells."""
 
     @abstractmethod
-    def owe(self, published: list[tuple[int, str, int]]) -> None:
+    def expect(self, published: list[tuple[int, str, int]]) -> None:
         """Record the final number of each publisher's messages."""
 
     def stats(self) -> dict[str, Any]:
@@ -270,7 +270,7 @@ class Auditors(Worker):
         """Keep listening."""
         return {}
 
-    def owe(self, published: list[tuple[int, str, int]]) -> None:
+    def expect(self, published: list[tuple[int, str, int]]) -> None:
         """Expect everything that was published."""
         for player, channel, sequence in published:
             self.audit.published_upto(player, channel.encode(), sequence)
@@ -320,7 +320,7 @@ class Publishers(Worker):
                 await self._stopping.wait()
         return self._stopping.is_set()
 
-    def owe(self, published: list[tuple[int, str, int]]) -> None:
+    def expect(self, published: list[tuple[int, str, int]]) -> None:
         """Ignore our own messages: the audit knows them since they were published."""
 
     def judge(self, subscriber: int, channel: bytes, player: int, sequence: int, now: float) -> None:
@@ -459,7 +459,7 @@ async def _obey(orders: Orders, worker: Worker) -> None:
             case "stop":
                 _tell("stopped", **await worker.stop())
             case "finish":
-                worker.owe(order["published"])
+                worker.expect(order["published"])
                 _tell("result", **await worker.finish())
             case unknown:
                 raise ValueError(f"the demo gives an order that its worker does not know: {unknown}")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from dynamoth.protocol.reports import REPORT_CHANNELS_MAX
 from dynamoth.settings.declare import setting
+from dynamoth.settings.link_defaults import CONNECT_TIMEOUT_S, PING_INTERVAL_S, PING_TIMEOUT_S
 
 GIGABIT_BYTES_PER_S = 125_000_000
 
@@ -82,9 +83,9 @@ class LinkSettings:
     tls_cert_file: str = setting("", "our own certificate (PEM), for tls-auth-clients; empty for none")
     tls_key_file: str = setting("", "the key of that certificate (PEM)")
     tls_verify: bool = setting(True, "whether certificates are checked; off for tests only")
-    connect_timeout_s: float = setting(5.0, "bound of one attempt to connect", unit="s", above=0)
-    ping_interval_s: float = setting(1.5, "silence before a PING; 0 for never", unit="s", minimum=0)
-    ping_timeout_s: float = setting(3.4, "more silence before the link is down", unit="s", above=0)
+    connect_timeout_s: float = setting(CONNECT_TIMEOUT_S, "bound of one attempt to connect", unit="s", above=0)
+    ping_interval_s: float = setting(PING_INTERVAL_S, "silence before a PING; 0 for never", unit="s", minimum=0)
+    ping_timeout_s: float = setting(PING_TIMEOUT_S, "more silence before the link is down", unit="s", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,7 @@ class PlanningSettings:
     load_ratio_safe: float = setting(
         0.6, "servers are relieved down to this load ratio, and no move fills one above it (LR_safe)", above=0
     )
-    wait_s: float = setting(20.0, "least time between two plans of the balancer itself (T_wait)", unit="s", minimum=0)
+    wait_s: float = setting(20.0, "the balancer waits this long between two plans of its own", unit="s", minimum=0)
     averaging_s: float = setting(10.0, "loads are averaged over this time", unit="s", above=0)
     channel_rest_s: float = setting(
         30.0, "the balancer does not move a channel again for this time after a move", unit="s", minimum=0

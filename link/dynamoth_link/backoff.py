@@ -18,11 +18,11 @@ class Backoff(Protocol):
     """What decides about the pauses. It has the methods of redis-py's backoffs, and may keep state as they do."""
 
     def reset(self) -> None:
-        """Begin anew: a connection has held."""
+        """Start again from the first failure: a connection has held."""
         ...
 
     def compute(self, failures: int) -> float:
-        """Return how many seconds to wait after so many failures in a row, at least one."""
+        """Return how many seconds to wait after ``failures`` in a row (from 1)."""
         ...
 
 
@@ -38,7 +38,7 @@ class Doubling:
         """Do nothing: it keeps no state."""
 
     def compute(self, failures: int) -> float:
-        """Return the bound of so many failures, less up to a half."""
+        """Return the bound after ``failures``, less up to a half."""
         delay_s = min(self._delay_s_max, self._delay_s_min * 2.0 ** (failures - 1))
         return delay_s * random.uniform(0.5, 1.0)
 
@@ -51,7 +51,7 @@ class Pauses:
         self._backoff = copy.deepcopy(backoff)
 
     def after(self, failures: int) -> float:
-        """Return how many seconds to wait after so many failures in a row, at least one. Raises what a backoff does."""
+        """Return how many seconds to wait after ``failures`` in a row (from 1). Raises what the backoff raises."""
         if failures == 1:
             self._backoff.reset()
         return max(PAUSE_S_MIN, self._backoff.compute(min(failures, FAILURES_MAX)))

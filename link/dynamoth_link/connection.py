@@ -19,7 +19,7 @@ from dynamoth.machine.events import CommandPart
 from dynamoth_link import errors
 from dynamoth_link.liveness import Liveness, Verdict, unacknowledged_bytes
 from dynamoth_link.options import LinkOptions
-from dynamoth_link.resp import FEED_BYTES, LARGE_BYTES, OnPushes, OnReplies, OnReply, Packed, Resp, Violation
+from dynamoth_link.resp import FEED_BYTES, LARGE_BYTES, OnPushBatch, OnReplies, OnReply, Packed, Resp, Violation
 from dynamoth_link.urls import ServerAddress
 
 
@@ -54,7 +54,7 @@ class Connection(asyncio.Protocol):
         "lost",
     )
 
-    def __init__(self, address: ServerAddress, options: LinkOptions, on_pushes: OnPushes) -> None:
+    def __init__(self, address: ServerAddress, options: LinkOptions, on_pushes: OnPushBatch) -> None:
         self._address = address
         self._options = options
         self._loop = asyncio.get_running_loop()
@@ -163,7 +163,7 @@ class Connection(asyncio.Protocol):
             raise self.lost.result() if self.lost.done() else errors.connection_lost(self._address)
         return replies
 
-    def hand_over(self, on_pushes: OnPushes) -> None:
+    def hand_over(self, on_pushes: OnPushBatch) -> None:
         """Give all further pushes to another owner."""
         self._resp.on_pushes = on_pushes
 

@@ -1,4 +1,4 @@
-"""Credentials that are not known beforehand: asked for anew at each connection, and renewed while it lives."""
+"""Credentials from a provider: asked for at each connection, and renewed while it is open."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dynamoth_link.connection import Connection
 
 ASK_S_MAX = 60.0
-"""Longer than any service that gives out credentials should take: one that hangs must not hold a link for ever."""
+"""Longer than a service that gives out credentials should take. One that hangs must not hold up a link."""
 
 DEFAULT_USER = "default"
 """The user that a password without a user name belongs to."""
@@ -66,7 +66,7 @@ class Credentials:
             self._connections.add(connection)
 
     def renew(self, user: CommandPart, password: CommandPart) -> None:
-        """Log in anew on all connections that are open, from any thread.
+        """Log in again on all connections that are open, from any thread.
 
         A server that refuses is logged; its connection stays what it was.
         """

@@ -14,7 +14,7 @@ from dynamoth_link import errors
 from dynamoth_link.connection import Connection
 from dynamoth_link.credentials import DEFAULT_USER, Login
 from dynamoth_link.options import LinkOptions
-from dynamoth_link.resp import OnPushes
+from dynamoth_link.resp import OnPushBatch
 from dynamoth_link.urls import ServerAddress
 
 VERSION_MIN = (6, 2)
@@ -22,7 +22,7 @@ VERSION_MIN = (6, 2)
 
 
 async def open_connection(
-    address: ServerAddress, options: LinkOptions, on_pushes: OnPushes, *, limit: asyncio.Timeout | None = None
+    address: ServerAddress, options: LinkOptions, on_pushes: OnPushBatch, *, limit: asyncio.Timeout | None = None
 ) -> tuple[Connection, str | None]:
     """Open a connection that is authenticated and speaks RESP3, or take a spare one; return it with the run id.
 

@@ -20,7 +20,7 @@ from dynamoth_link.backoff import Doubling, Pauses
 from dynamoth_link.connection import Connection, report_exception
 from dynamoth_link.handshake import open_connection
 from dynamoth_link.options import LinkOptions
-from dynamoth_link.resp import OnPushes, OnReplies, OnReply
+from dynamoth_link.resp import OnPushBatch, OnReplies, OnReply
 from dynamoth_link.urls import ServerAddress, parse_server_url
 
 _DEFAULTS = LinkOptions()
@@ -53,7 +53,7 @@ class Link:
         *,
         on_up: Callable[[str | None], None],
         on_down: Callable[[str], None],
-        on_pushes: OnPushes,
+        on_pushes: OnPushBatch,
         options: LinkOptions = _DEFAULTS,
     ) -> None:
         self.address = parse_server_url(address) if isinstance(address, str) else address

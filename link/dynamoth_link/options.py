@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from dynamoth.errors import ConfigError
+from dynamoth.settings.link_defaults import CONNECT_TIMEOUT_S, PING_INTERVAL_S, PING_TIMEOUT_S
 from dynamoth_link.backoff import Backoff
 from dynamoth_link.credentials import Credentials
 from dynamoth_link.spares import Spares
@@ -58,7 +59,7 @@ class LinkOptions:
     """The settings of a link. Raises ``ConfigError`` when one is out of range.
 
     ``username``, ``password``: used where the server's URL has no credentials of its own.
-    ``credentials``: used where there are none of these, and asked for anew at each connection. The time that takes
+    ``credentials``: used where there are none of these, and asked for at each connection. The time that takes
     does not count as connecting.
     ``trust``: which servers get any of these, or our certificate; no connection is made to others. None: all do. A
     server is connected to anyway where there is nothing to give.
@@ -96,9 +97,9 @@ class LinkOptions:
     library_version: str | None = None
     keepalive: Mapping[int, int | bytes] | None = None
     tls: TlsOptions = TlsOptions()
-    connect_timeout_s: float = 5.0
-    ping_interval_s: float = 1.5
-    ping_timeout_s: float = 3.4
+    connect_timeout_s: float = CONNECT_TIMEOUT_S
+    ping_interval_s: float = PING_INTERVAL_S
+    ping_timeout_s: float = PING_TIMEOUT_S
     backoff_s_min: float = 0.05
     backoff_s_max: float = 1.0
     backoff: Backoff | None = None

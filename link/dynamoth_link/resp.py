@@ -33,7 +33,7 @@ OnReply = Callable[[Any], None]
 OnReplies = Callable[[list[Any]], None]
 """Takes replies to consecutive commands, at least one, in order; an ``ErrorReply`` for each that was refused."""
 
-OnPushes = Callable[[list[list[Any]]], None]
+OnPushBatch = Callable[[list[list[Any]]], None]
 """Takes consecutive pushes, at least one, as RESP3 lists."""
 
 OnBug = Callable[[Exception, str], None]
@@ -110,7 +110,7 @@ class Resp:
 
     __slots__ = ("_gets", "_is_closed", "_on_bug", "_reader", "_subscribing", "on_pushes", "pending")
 
-    def __init__(self, on_pushes: OnPushes, on_bug: OnBug) -> None:
+    def __init__(self, on_pushes: OnPushBatch, on_bug: OnBug) -> None:
         self.on_pushes = on_pushes
         self._on_bug = on_bug
         self._reader = hiredis.Reader(replyError=ErrorReply, notEnoughData=_NOT_ENOUGH_DATA)

@@ -9,7 +9,7 @@ from dynamoth_link.urls import ServerAddress
 
 if TYPE_CHECKING:
     from dynamoth_link.connection import Connection
-    from dynamoth_link.resp import OnPushes
+    from dynamoth_link.resp import OnPushBatch
 
 SPARE_S = 1.0
 """How long a connection waits to be taken over. A client publishes or subscribes right after it has read the plan."""
@@ -28,7 +28,7 @@ class Spares:
         timer = connection.loop.call_later(SPARE_S, self._drop, address)
         self._spares[address] = connection, run_id, timer
 
-    def take(self, address: ServerAddress, on_pushes: OnPushes) -> tuple[Connection, str | None] | None:
+    def take(self, address: ServerAddress, on_pushes: OnPushBatch) -> tuple[Connection, str | None] | None:
         """Return a connection to the server, and the run id; None where there is none on the running event loop."""
         spare = self._spares.get(address)
         if spare is None or spare[0].loop is not asyncio.get_running_loop():

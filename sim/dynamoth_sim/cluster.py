@@ -57,20 +57,37 @@ RESTART_S = 0.2
 """How soon a process that has ended by itself is started again, as a supervisor would."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What differs from one simulated cluster to another."""
+
+    servers: int = 3
+    delays: Delays = DEFAULT_DELAYS
+    #: What each server can send: little makes the balancer move channels by itself.
+    outgoing_bytes_per_s_max: int = AMPLE_BYTES_PER_S
+    #: Whether something fails, so that messages may be lost if subscribers report it.
+    losses_allowed: bool = False
+    #: How many servers the balancer itself spreads a channel over; 1 leaves it to the administrator.
+    replicas_max: int = 1
+    #: How many copies for one server a dispatcher keeps; few make it lose some, and say so.
+    forwards_max: int = 1000
+    #: Servers that the balancer drains.
+    draining: frozenset[str] = frozenset()
+    #: The compatibility rules with which the cluster begins.
+    compatibility: tuple[CompatibilityRule, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
-    """What a simulated cluster is like."""
+    """A setting, and the options of every machine in it."""
 
+    setting: Setting
     client: ClientOptions
     dispatcher: DispatcherOptions
     load_analyzer: LoadAnalyzerOptions
     balancer: BalancerOptions
-    servers: int = 3
-    delays: Delays = DEFAULT_DELAYS
     #: Each direction of each connection is slower, or quicker, by one of these factors.
     spread: tuple[float, ...] = (1.0,)
-    #: Whether losses may happen that subscribers report as gaps.
-    losses_allowed: bool = False
 
 
 def _short_client_options(hold_s_max: float) -> ClientOptions:
@@ -109,25 +126,10 @@ def _short_client_options(hold_s_max: float) -> ClientOptions:
     )
 
 
-def short_options(
-    *,
-    hold_s_max: float,
-    delays: Delays = DEFAULT_DELAYS,
-    outgoing_bytes_per_s_max: int = AMPLE_BYTES_PER_S,
-    losses_allowed: bool = False,
-    servers: int = 3,
-    spread: tuple[float, ...] = (1.0,),
-    forwards_max: int = 1000,
-    replicas_max: int = 1,
-    draining: frozenset[str] = frozenset(),
-    compatibility: tuple[CompatibilityRule, ...] = (),
-) -> ClusterOptions:
-    """Return options with short intervals, so that much happens in a few seconds.
-
-    ``replicas_max`` is how many servers the balancer itself spreads a channel over; 1 leaves it to the administrator.
-    ``draining`` are the servers that it drains, ``compatibility`` the rules with which the cluster begins.
-    """
+def short_options(setting: Setting, *, hold_s_max: float, spread: tuple[float, ...] = (1.0,)) -> ClusterOptions:
+    """Return options with short intervals, so that much happens in a few seconds."""
     return ClusterOptions(
+        setting=setting,
         client=_short_client_options(hold_s_max),
         dispatcher=DispatcherOptions(
             transition=TransitionOptions(
@@ -138,10 +140,12 @@ def short_options(
             ),
             renotify_s=0.3,
             plan_retry_s=0.1,
-            forwarder=ForwarderOptions(forwards_max=forwards_max, heartbeat_delay_s=1.5),
+            forwarder=ForwarderOptions(forwards_max=setting.forwards_max, heartbeat_delay_s=1.5),
         ),
         load_analyzer=LoadAnalyzerOptions(
-            outgoing_bytes_per_s_max=outgoing_bytes_per_s_max, report_interval_s=0.25, discovery_interval_s=2.0
+            outgoing_bytes_per_s_max=setting.outgoing_bytes_per_s_max,
+            report_interval_s=0.25,
+            discovery_interval_s=2.0,
         ),
         balancer=BalancerOptions(
             wait_s=0.5,
@@ -163,20 +167,17 @@ def short_options(
             replicate_publications_per_s_min=40.0,
             replicate_subscribers_min=8,
             replicate_load_ratio_min=0.3,
-            replicas_max=replicas_max,
+            replicas_max=setting.replicas_max,
             replication_rest_s=0.5,
             replica_dead_s=1.0,
-            draining=draining,
+            draining=setting.draining,
             join_s=JOIN_S,
-            compatibility=compatibility,
+            compatibility=setting.compatibility,
             rules_rest_s=RULES_REST_S,
             plain_rest_s=PLAIN_REST_S,
             interruptions_window_s=1.0,
         ),
-        servers=servers,
-        delays=delays,
         spread=spread,
-        losses_allowed=losses_allowed,
     )
 
 
@@ -198,14 +199,14 @@ class Cluster:
         self.options = options
         self.network = Network(world, self._draw_delays)
         self.audit = Audit(
-            losses_allowed=options.losses_allowed,
+            losses_allowed=options.setting.losses_allowed,
             publish_s_max=PUBLISH_S_MAX,
             ordered=lambda publisher: not str(publisher).startswith("raw"),
             story=self._story,
         )
         self.servers: dict[str, RedisServer] = {}
         self.agents: dict[str, Process] = {}
-        for _ in range(options.servers):
+        for _ in range(options.setting.servers):
             self._make_server()
         #: Servers that were added later.
         self.added: list[str] = []
@@ -231,7 +232,7 @@ class Cluster:
         return [Server(server.id, server.url) for server in self.servers.values()]
 
     def _draw_delays(self, process: str, server: str) -> Delays:
-        delays, factor = self.options.delays, self.world.random.choice(self.options.spread)
+        delays, factor = self.options.setting.delays, self.world.random.choice(self.options.spread)
         return replace(delays, base_s=delays.base_s * factor, jitter_s=delays.jitter_s * factor)
 
     # The machines. Scenarios put others in their place.

@@ -110,18 +110,12 @@ def run_seed(seed: int, name: str | None = None) -> Outcome:
 def run_scenario(seed: int, name: str, check_every: int = 1) -> Outcome:
     """Play a scenario; the seed determines only what the script leaves open. ``check_every``: as for ``World``."""
     scenario = SCENARIOS[name]
-    world = World(seed, check_every)
-    stage = Stage(
-        world,
-        scenario.servers,
-        scenario.outgoing_bytes_per_s_max,
-        losses_allowed=scenario.losses_allowed,
-        replicas_max=scenario.replicas_max,
-        compatibility=scenario.compatibility,
-    )
+    stage = Stage(World(seed, check_every), scenario)
 
     def play() -> list[Violation]:
         with suppress(SceneFailed):  # which has been noted as a violation
+            if scenario.opened:
+                stage.open()
             scenario.play(stage)
         return stage.violations()
 
@@ -130,21 +124,7 @@ def run_scenario(seed: int, name: str, check_every: int = 1) -> Outcome:
 
 def _run_profile(world: World, profile: Profile) -> Outcome:
     """Run one world under a profile of faults, from start to audit."""
-    cluster = Cluster(
-        world,
-        short_options(
-            hold_s_max=HOLD_S_MAX,
-            delays=profile.delays,
-            outgoing_bytes_per_s_max=profile.outgoing_bytes_per_s_max,
-            losses_allowed=profile.losses_allowed,
-            servers=profile.servers,
-            spread=SPREAD,
-            forwards_max=profile.forwards_max,
-            replicas_max=profile.replicas_max,
-            draining=profile.draining,
-            compatibility=profile.compatibility,
-        ),
-    )
+    cluster = Cluster(world, short_options(profile, hold_s_max=HOLD_S_MAX, spread=SPREAD))
     return _outcome(profile.name, cluster, lambda: _live(cluster, profile))
 
 

@@ -11,9 +11,9 @@ import pytest
 from dynamoth_client.machines.sequences import Stream
 from dynamoth_sim.faults.profiles import PROFILES
 from dynamoth_sim.mutations.mutation import replaced
-from dynamoth_sim.mutations.published import (
+from dynamoth_sim.mutations.published_protocol import (
     absence_without_end,
-    empty_when_told,
+    empty_when_moves_begin,
     gone_in_silence,
     headers_read_once,
     no_markers,
@@ -75,7 +75,7 @@ def test_random_worlds_find_patterns_that_wait_for_a_server_that_is_gone(name: s
 
 
 def test_random_worlds_find_a_server_that_is_stopped_too_early() -> None:
-    with empty_when_told():
+    with empty_when_moves_begin():
         assert sum(not outcome.clean for outcome in run_seeds(range(8), "leaving")) > 4
 
 

@@ -1,9 +1,8 @@
 """``dynamoth acl``: prints Redis users with exactly the rights that agents, balancer, clients and operators need.
 
-The rights of a role are names (``dynamoth.names``): who may publish on a channel shows what may be said there.
-Redis 7 has selectors, which tell publishing from subscribing:
-there a client can listen to its inbox and not write to one.
-Redis 6.2 has one list of channels for both; ``docs/security.md`` says what that leaves possible.
+The rights of a role are names (``dynamoth.names``): a message is trusted because only some roles may publish on its channel.
+Redis 7 has selectors, which separate publishing from subscribing: there a client can read its inbox and write to none.
+Redis 6.2 has one list of channels for both; ``docs/security.md`` says what remains possible there.
 """
 
 from __future__ import annotations

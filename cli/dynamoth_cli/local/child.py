@@ -1,8 +1,8 @@
-"""A child process of our own: it never outlives us, and its last words are kept.
+"""Starts and stops child processes. A child never outlives this process, and its last lines of stderr are kept.
 
 On Linux the kernel kills a child when the *thread* that started it ends, however that happens; so start children from
-a thread that lives as long as they shall. A child has a process group of its own: Ctrl-C is for us, who stop our
-children in our own order.
+a thread that lives as long as they must. A child has its own process group: Ctrl-C reaches only this process, which
+stops its children in order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STOP_TIMEOUT_S = 10.0
 LINES_KEPT_MAX = 200
 LINE_CHARACTERS_MAX = 4000
 TAIL_LINES = 15
-"""What of a child's stderr is kept, and how much of it an error shows."""
+"""Bounds of the stderr that is kept, and of the part that an error shows."""
 
 # Becomes the child by exec, so that the process id stays. A program of its own does this, rather than a preexec_fn,
 # because Python code between fork and exec can deadlock when the parent has threads. If the parent dies before the
@@ -40,7 +40,7 @@ if os.getppid() == int(sys.argv[1]):
 
 
 class ChildEnded(DynamothError):
-    """Raised when a process that we started has ended and should not have; quotes its last lines."""
+    """Raised when a process that we started has ended unexpectedly; quotes its last lines."""
 
     code = "child-ended"
 
@@ -54,11 +54,11 @@ class Child:
     """One process, from start to end. It can be started again after it has ended.
 
     Args:
-        name: what messages call it.
+        name: its name in messages.
         command: the program and its arguments.
         environment: all of its variables.
         on_line: called with each line that it writes to stderr, in a thread of its own.
-        pipes: whether ``stdin`` and ``stdout`` are pipes, for a child that is spoken with. Otherwise it has neither.
+        pipes: whether ``stdin`` and ``stdout`` are pipes to this process; otherwise the child has neither.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Child:
 
     @property
     def ended_by_itself(self) -> bool:
-        """Whether it was started, has ended, and nobody asked it to."""
+        """Whether it has ended without being asked to."""
         return self._process is not None and self._process.poll() is not None and not self._asked_to_end
 
     @property
@@ -147,7 +147,7 @@ class Child:
             self._process.send_signal(signal.SIGCONT)
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int | None:
-        """End it in an orderly way, with SIGKILL after ``timeout_s``. Returns its status, None if it never ran."""
+        """Stop it with SIGTERM, and with SIGKILL after ``timeout_s``. Returns its status; None if it never ran."""
         if self._process is None:
             return None
         self.ask_to_end()
@@ -158,14 +158,14 @@ class Child:
         return self._release()
 
     def kill(self) -> None:
-        """End it as a crash does (SIGKILL) and wait until it is gone."""
+        """Kill it (SIGKILL), as a crash would, and wait until it has ended."""
         if self._process is not None:
             self._asked_to_end = True
             self._process.kill()
             self._release()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it ends by itself. Returns whether it has, within ``timeout_s``."""
+        """Wait up to ``timeout_s`` for its end. Returns whether it has ended."""
         assert self._process is not None, f"{self.name} was never started"
         try:
             self._process.wait(timeout_s)
@@ -174,7 +174,7 @@ class Child:
         return True
 
     def failure(self) -> ChildEnded:
-        """Return the error that tells how it ended, with its last lines."""
+        """Return an error that says how it ended, with its last lines."""
         assert self._process is not None, f"{self.name} was never started"
         status = self._release()
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
@@ -182,7 +182,7 @@ class Child:
         return ChildEnded(f"{self.name} (process {self.pid}) {how}; the last that it wrote:{tail}")
 
     def _release(self) -> int:
-        """Wait for the end of the process and of what it wrote; close the pipes. Returns its status."""
+        """Wait for the end of the process and of its stderr; close the pipes. Returns its status."""
         process = self._process
         if process is None:
             return 0
@@ -205,7 +205,7 @@ class Child:
 
 
 def _close(pipe: IO[bytes]) -> None:
-    with suppress(BrokenPipeError):  # what was not flushed cannot be read by anybody any more
+    with suppress(BrokenPipeError):  # nobody is left to read what was not flushed
         pipe.close()
 
 

@@ -60,7 +60,7 @@ class LocalCluster:
     """Redis servers ``s1``, ``s2`` ... with their agents, and a balancer.
 
     As a context manager it is ready on entry, and all of its processes have ended on exit. Use it from one thread,
-    which lives as long as the cluster shall: on Linux the kernel kills the processes when that thread ends.
+    which must live as long as the cluster: on Linux the kernel kills the processes when that thread ends.
 
     Args:
         servers: how many.

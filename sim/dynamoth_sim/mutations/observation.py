@@ -8,7 +8,7 @@ from typing import Any
 from dynamoth.protocol.reports import Report
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_dispatcher.observation import Observation
-from dynamoth_sim.mutations.mutation import Check, replaced
+from dynamoth_sim.mutations.mutation import Check, no_actions, nothing, replaced
 
 
 def observed_twice() -> AbstractContextManager[None]:
@@ -25,20 +25,12 @@ def observed_twice() -> AbstractContextManager[None]:
 
 def notifications_are_kept() -> AbstractContextManager[None]:
     """An agent observes keyspace notifications like everything else."""
-
-    def nothing(self: Observation) -> list[Any]:
-        return []
-
-    return replaced(Observation, on_notification=nothing)
+    return replaced(Observation, on_notification=no_actions)
 
 
 def blind_is_idle() -> AbstractContextManager[None]:
     """The balancer takes a server whose agent sees nothing for one that is idle."""
-
-    def watch(self: ClusterModel, model: Any, report: Report, now: float) -> None:
-        pass
-
-    return replaced(ClusterModel, _watch=watch)
+    return replaced(ClusterModel, _watch=nothing)
 
 
 def forgotten_before_it_shows() -> AbstractContextManager[None]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dynamoth_sim.mutations import compatibility, delivery, observation, published, rights, standalone
+from dynamoth_sim.mutations import compatibility, delivery, observation, published_protocol, rights, standalone
 from dynamoth_sim.mutations.mutation import Check
 
 CHECKS: tuple[Check, ...] = (
-    *published.CHECKS,
+    *published_protocol.CHECKS,
     *rights.CHECKS,
     *observation.CHECKS,
     *standalone.CHECKS,

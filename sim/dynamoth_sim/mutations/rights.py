@@ -5,25 +5,17 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 
-from dynamoth.plan.plan import Plan
 from dynamoth_balancer.install.agents import Agents
-from dynamoth_balancer.install.copies import CopyAction, PlanCopy
+from dynamoth_balancer.install.copies import PlanCopy
 from dynamoth_dispatcher.machine import DispatcherMachine
-from dynamoth_sim.mutations.mutation import Check, replaced
+from dynamoth_sim.mutations.mutation import Check, no_actions, nothing, replaced
 
 
-def blind_is_believed() -> AbstractContextManager[None]:
+@contextmanager
+def blind_is_believed() -> Generator[None]:
     """An agent that may not observe acknowledges all the same, and the balancer does not ask whether it observes."""
-
-    def note_nothing(self: Agents, server: str, incarnation: int, problem: str) -> None:
-        pass
-
-    @contextmanager
-    def both() -> Generator[None]:
-        with replaced(DispatcherMachine, why_blind=None), replaced(Agents, cannot_observe=note_nothing):
-            yield
-
-    return both()
+    with replaced(DispatcherMachine, why_blind=None), replaced(Agents, cannot_observe=nothing):
+        yield
 
 
 def any_voice_counts() -> AbstractContextManager[None]:
@@ -37,11 +29,7 @@ def any_voice_counts() -> AbstractContextManager[None]:
 
 def no_audit() -> AbstractContextManager[None]:
     """The balancer reads the header of a copy, and no entries."""
-
-    def audit_nothing(self: PlanCopy, plan: Plan) -> list[CopyAction]:
-        return []
-
-    return replaced(PlanCopy, _audit=audit_nothing)
+    return replaced(PlanCopy, _audit=no_actions)
 
 
 CHECKS: tuple[Check, ...] = (

@@ -18,25 +18,17 @@ from dynamoth_client.machines.standalone import ALONE
 from dynamoth_client.machines.subscriber.routing import Routing
 from dynamoth_client.machines.subscriber.subscription import Subscription
 from dynamoth_dispatcher.client_notices import ClientNotices
-from dynamoth_sim.mutations.mutation import Check, replaced
+from dynamoth_sim.mutations.mutation import Check, no_actions, replaced, returning
 
 
 def no_overlap() -> AbstractContextManager[None]:
     """Publishers leave a server that was alone as soon as they know the plan."""
-
-    def no_copy(self: AloneServer, channel: bytes, data: bytes, now: float) -> list[Any]:
-        return []
-
-    return replaced(AloneServer, copy=no_copy)
+    return replaced(AloneServer, copy=no_actions)
 
 
 def plan_not_looked_for() -> AbstractContextManager[None]:
     """Publishers do not look behind their messages whether a server is still alone."""
-
-    def nothing(self: AloneServer, reply: Any) -> bool:
-        return False
-
-    return replaced(AloneServer, has_plan=nothing)
+    return replaced(AloneServer, has_plan=returning(False))
 
 
 def no_gap_for_the_alone() -> AbstractContextManager[None]:
@@ -58,22 +50,14 @@ def seldom_looked() -> AbstractContextManager[None]:
     return replaced(dynamoth_balancer.install.copies, PROBE_INTERVAL_S=2.5)
 
 
-def lost_entries_not_told() -> AbstractContextManager[None]:
+def lost_entries_not_reported() -> AbstractContextManager[None]:
     """Agents follow a plan that has lost entries, and tell nobody."""
-
-    def nothing(self: ClientNotices, plan: Any, known: Any) -> list[Any]:
-        return []
-
-    return replaced(ClientNotices, ask_for_listeners=nothing)
+    return replaced(ClientNotices, ask_for_listeners=no_actions)
 
 
 def ring_read_once() -> AbstractContextManager[None]:
     """Clients follow the ring with which they began."""
-
-    def same(self: LocalPlan, stored: Any) -> bool:
-        return False
-
-    return replaced(LocalPlan, has_other_ring=same)
+    return replaced(LocalPlan, has_other_ring=returning(False))
 
 
 def own_plan_is_the_newest() -> AbstractContextManager[None]:
@@ -87,11 +71,7 @@ def own_plan_is_the_newest() -> AbstractContextManager[None]:
 
 def older_notices_are_ignored() -> AbstractContextManager[None]:
     """Subscribers take no notice of routes that are older than theirs."""
-
-    def nothing(self: Routing, subscription: Subscription) -> list[Any]:
-        return []
-
-    return replaced(Routing, verify_all=nothing)
+    return replaced(Routing, verify_all=no_actions)
 
 
 def left_when_settled() -> AbstractContextManager[None]:
@@ -122,9 +102,9 @@ CHECKS: tuple[Check, ...] = (
     Check("52-empty-member", alone_at_once, "expected"),
     Check("53-flushed", seldom_looked, "expected"),
     Check("56-flushed-beside-rival", rivals_overlooked, "expected"),
-    Check("54-flushed-without-balancer", lost_entries_not_told, "expected"),
+    Check("54-flushed-without-balancer", lost_entries_not_reported, "expected"),
     Check("55-plan-lost-and-larger", ring_read_once, "G5"),
-    Check("55-plan-lost-and-larger", lost_entries_not_told, "G5"),
+    Check("55-plan-lost-and-larger", lost_entries_not_reported, "G5"),
     Check("66-flushed-and-older-plan", own_plan_is_the_newest, "expected"),
     Check("67-plan-lost-and-moved", older_notices_are_ignored, "expected"),
 )

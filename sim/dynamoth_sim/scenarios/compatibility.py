@@ -6,7 +6,6 @@ L one that listens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 
 from dynamoth.plan.compatibility import CompatibilityRule
@@ -15,7 +14,7 @@ from dynamoth.protocol.envelope import is_enveloped
 from dynamoth_sim.cluster import PLAIN_REST_S
 from dynamoth_sim.load.plain import PlainSubscriberApp
 from dynamoth_sim.load.workload import RawPublisherApp
-from dynamoth_sim.scenarios.stage import SceneFailed, Stage
+from dynamoth_sim.scenarios.stage import Scenario, SceneFailed, Stage
 
 ALL_AT_S1 = (CompatibilityRule(b"*", "s1"),)
 
@@ -80,7 +79,6 @@ def plain_fleet(stage: Stage) -> None:
 
     Messages carry no envelopes, and an administrator cannot move the channel away, nor can a new balancer.
     """
-    stage.open()
     channel = _elsewhere(stage)
     _listener(stage, "L", channel)
     stage.subscriber("S", channel)
@@ -113,7 +111,6 @@ def plain_lifted(stage: Stage) -> None:
 
     P hears of it late, while the channel would move already: it publishes plain messages at H0.
     """
-    stage.open()
     channel = _elsewhere(stage)
     listener = _listener(stage, "L", channel)
     stage.subscriber("S", channel)
@@ -150,9 +147,7 @@ def plain_again(stage: Stage) -> None:
 
     Publishers follow at once, also Q, which knows only the old server; so L reads everything.
     """
-    stage.open()
-    channel = stage.channel_at("s2")
-    stage.subscriber("S", channel)
+    channel = stage.channel_with_subscriber("s2")
     publisher, sleeper = stage.publisher("P"), stage.publisher("Q")
     for app in (publisher, sleeper):
         stage.publish(app, channel)
@@ -179,13 +174,11 @@ def plain_behind_numbered(stage: Stage) -> None:
 
     P's plain messages come behind the numbered one that T holds.
     """
-    stage.open()
     channel = stage.channel_at("s1")
     for server in ("s2", "s1"):  # a rule is for what the plan names
         stage.move(channel, server)
     stage.run(PLAIN_REST_S)
-    publisher = stage.publisher("P")
-    stage.publish(publisher, channel)
+    publisher = stage.publisher("P", channel)
     with stage.held("P", "s1", to_server=False):
         _change(stage, "add", channel, "s1")
         publisher.publish(channel)
@@ -196,15 +189,14 @@ def plain_behind_numbered(stage: Stage) -> None:
             stage.run(0.3)
     stage.run(0.1)
     since = stage.world.now
-    for _ in range(MANY):
-        stage.publish(publisher, channel)
+    stage.publish(publisher, channel, times=MANY)
     stage.expect("messages have no envelopes", _are_enveloped(stage, channel, since) == {False}, channel)
     stage.close(channel)
 
 
-PLAYS: dict[str, tuple[Callable[[Stage], None], tuple[CompatibilityRule, ...]]] = {
-    "44-plain-fleet": (plain_fleet, ALL_AT_S1),
-    "45-plain-lifted": (plain_lifted, ALL_AT_S1),
-    "46-plain-again": (plain_again, ()),
-    "68-plain-behind-numbered": (plain_behind_numbered, ()),
+SCENARIOS: dict[str, Scenario] = {
+    "44-plain-fleet": Scenario(plain_fleet, compatibility=ALL_AT_S1),
+    "45-plain-lifted": Scenario(plain_lifted, compatibility=ALL_AT_S1),
+    "46-plain-again": Scenario(plain_again),
+    "68-plain-behind-numbered": Scenario(plain_behind_numbered),
 }

@@ -11,7 +11,7 @@ from functools import partial
 from dynamoth.plan.plan import Assignment, Mode, Phase, single
 from dynamoth_sim.load.clients import PublisherApp
 from dynamoth_sim.load.readers import QUEUE_MAX, SPILLED_MAX
-from dynamoth_sim.scenarios.stage import Stage
+from dynamoth_sim.scenarios.stage import Scenario, Stage
 from dynamoth_sim.world.network import SILENCE_S_MAX
 
 GO_ON_S_MAX = 0.2
@@ -33,12 +33,10 @@ def replica_gone(freezes: bool, stage: Stage) -> None:
     Its subscribers go on at another one as soon as they know that the connection is lost: at once when the server dies,
     after the silence that PINGs allow when it freezes. What they have missed is held for its usual time before.
     """
-    stage.open()
     channel = stage.channel_at("s1")
     stage.change(channel, Assignment(Mode.ALL_PUBLISHERS, ("s2", "s3")))
     subscribers = [stage.subscriber(f"S{number}", channel) for number in range(6)]
-    publisher = stage.publisher("P")
-    stage.publish(publisher, channel)
+    publisher = stage.publisher("P", channel)
     stage.run(0.1)
     heal: Callable[[], None] | None = None
     if freezes:
@@ -71,15 +69,12 @@ def blocked_reader(published: int, stage: Stage) -> None:
 
     Others are not disturbed. When it reads on, it gets what was kept, in order, and a gap in the place of the rest.
     """
-    stage.open()
     channel = stage.channel_at("s1")
     blocked, quick = stage.subscriber("S", channel), stage.subscriber("Q", channel)
-    publisher = stage.publisher("P")
-    stage.publish(publisher, channel)
+    publisher = stage.publisher("P", channel)
     stage.run(0.1)
     blocked.read_slowly(NEVER_S)
-    for _ in range(published):
-        stage.publish(publisher, channel)
+    stage.publish(publisher, channel, times=published)
     began_at = stage.world.now
     for server in ("s2", "s3"):
         stage.cluster.change(channel, single(server))
@@ -103,11 +98,8 @@ def forward_link_dies(stage: Stage) -> None:
 
     A forward is kept until it is answered, and sent again.
     """
-    stage.open()
-    channel = stage.channel_at("s1")
-    stage.subscriber("S", channel)
-    publisher = stage.trusting_publisher("P")
-    stage.publish(publisher, channel)
+    channel = stage.channel_with_subscriber("s1")
+    publisher = stage.trusting_publisher("P", channel)
     stage.move(channel, "s2")
     with stage.held("agent-s1", "s2", to_server=True):
         stage.publish(publisher, channel)
@@ -115,8 +107,7 @@ def forward_link_dies(stage: Stage) -> None:
         for connection in stage.cluster.network.connections("agent-s1", "s2"):
             stage.cluster.network.break_connection(connection, lose_all=True)
         stage.run(0.5)
-    for _ in range(3):
-        stage.publish(publisher, channel)
+    stage.publish(publisher, channel, times=3)
     stage.close(channel)
 
 
@@ -128,15 +119,10 @@ def _publish_for(stage: Stage, publisher: PublisherApp, channel: bytes, duration
         stage.run(PUBLISH_INTERVAL_S)
 
 
-FAILURES: dict[str, Callable[[Stage], None]] = {
-    "40-replica-freezes": partial(replica_gone, True),
-    "40-replica-dies": partial(replica_gone, False),
-    "41-blocked-reader-skips": partial(blocked_reader, 3 * (QUEUE_MAX + SPILLED_MAX)),
+SCENARIOS: dict[str, Scenario] = {
+    "16-forward-link-dies": Scenario(forward_link_dies),
+    "40-replica-freezes": Scenario(partial(replica_gone, True), losses_allowed=True),
+    "40-replica-dies": Scenario(partial(replica_gone, False), losses_allowed=True),
+    "41-blocked-reader": Scenario(partial(blocked_reader, QUEUE_MAX + SPILLED_MAX // 2)),
+    "41-blocked-reader-skips": Scenario(partial(blocked_reader, 3 * (QUEUE_MAX + SPILLED_MAX)), losses_allowed=True),
 }
-"""Those in which a server or a reader fails, so that losses may happen that subscribers report."""
-
-PLAYS: dict[str, Callable[[Stage], None]] = {
-    "16-forward-link-dies": forward_link_dies,
-    "41-blocked-reader": partial(blocked_reader, QUEUE_MAX + SPILLED_MAX // 2),
-}
-"""Those in which nothing may be lost."""

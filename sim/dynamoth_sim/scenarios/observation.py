@@ -5,7 +5,6 @@ See ``scenarios`` for the words; ``mutations`` has what must make each of them f
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from dynamoth.names import NOTIFICATION_PREFIXES
@@ -13,7 +12,7 @@ from dynamoth.plan.plan import Phase, single
 from dynamoth_dispatcher.observation import EVERYTHING, QUIET_PATTERNS
 from dynamoth_sim.load.flood import Flood
 from dynamoth_sim.load.workload import RawPublisherApp
-from dynamoth_sim.scenarios.stage import STAGE_DELAYS, Stage
+from dynamoth_sim.scenarios.stage import LITTLE_BYTES_PER_S, Scenario, Stage
 
 EVENT = NOTIFICATION_PREFIXES[0] + b"0__:key"
 
@@ -30,17 +29,15 @@ def keyspace_notifications(stage: Stage) -> None:
     What is published between the two commands is observed twice, and forwarded once: a plain publisher's messages have
     no number that would tell subscribers. A new connection of the agent begins without the notifications.
     """
-    stage.open()
     server = stage.cluster.servers["s1"]
-    channel = stage.channel_at("s1")
-    stage.subscriber("S", channel)
+    channel = stage.channel_with_subscriber("s1")
     stage.move(channel, "s2")
     plain = RawPublisherApp(stage.cluster, "R", server.url, channel)
     plain.process.start()
     stage.run(0.1)
     stage.expect("notifications reach the agent", server.inject(EVENT, b"set") == 1, channel)
     for pipe in stage.pipes("agent-s1", "s1", to_server=True):
-        pipe.delays = replace(STAGE_DELAYS, bytes_per_s=COMMANDS_BYTES_PER_S)
+        pipe.delays = replace(pipe.delays, bytes_per_s=COMMANDS_BYTES_PER_S)
     twice = 0
     for _ in range(MESSAGES):
         plain.publish()
@@ -63,9 +60,7 @@ def flooded_agent(stage: Stage) -> None:
     No report gets through on its observing connection. The balancer learns that the agent sees nothing, and relieves
     the server. A publisher with the old route publishes while its messages may be lost there: subscribers report a gap.
     """
-    stage.open()
-    channel = stage.channel_at("s1")
-    stage.subscriber("S", channel)
+    channel = stage.channel_with_subscriber("s1")
     publisher = stage.publisher("P")
     for _ in range(100):
         stage.publish(publisher, channel)
@@ -84,8 +79,7 @@ def flooded_agent(stage: Stage) -> None:
     stage.close(channel)
 
 
-PLAYS: dict[str, Callable[[Stage], None]] = {"62-keyspace-notifications": keyspace_notifications}
-"""In these nothing may be lost but what is lost with a connection of the agent, and nobody publishes then."""
-
-LOADS: dict[str, Callable[[Stage], None]] = {"63-flooded-agent": flooded_agent}
-"""In these, subscribers report losses, and servers send little, so that the balancer has reasons to move channels."""
+SCENARIOS: dict[str, Scenario] = {
+    "62-keyspace-notifications": Scenario(keyspace_notifications),
+    "63-flooded-agent": Scenario(flooded_agent, outgoing_bytes_per_s_max=LITTLE_BYTES_PER_S, losses_allowed=True),
+}

@@ -5,10 +5,8 @@ See ``scenarios`` for the words; ``mutations`` has what must make each of them f
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from dynamoth.plan.plan import Assignment, Mode, Phase
-from dynamoth_sim.scenarios.stage import Stage
+from dynamoth_sim.scenarios.stage import Scenario, Stage
 
 PATTERN = b"c*"
 """Matches the channels of these scripts."""
@@ -25,7 +23,6 @@ def pattern_moved(stage: Stage) -> None:
 
     Its next messages overtake the first one and the copy of it that D0 forwards; and both of these come.
     """
-    stage.open()
     channel, other = stage.channel_at("s1"), stage.channel_at("s2", "other")
     stage.pattern_subscriber("T", PATTERN)
     stage.subscriber("S", channel, other)  # who keeps the move from settling
@@ -45,7 +42,6 @@ def pattern_moved(stage: Stage) -> None:
 
 def pattern_replicated(stage: Stage) -> None:
     """Case 28. A channel is split, and has another name then: T knows that one, and gets no message n times."""
-    stage.open()
     channel = stage.channel_at("s1")
     stage.pattern_subscriber("T", PATTERN)
     publisher = stage.publisher("P")
@@ -64,7 +60,6 @@ def pattern_cut_off(stage: Stage) -> None:
 
     Numbers do not show it: T gets a gap event when the server has taken the subscription again.
     """
-    stage.open()
     channel = stage.channel_at("s2")
     app = stage.pattern_subscriber("T", PATTERN)
     publisher = stage.publisher("P")
@@ -77,26 +72,23 @@ def pattern_cut_off(stage: Stage) -> None:
     stage.cluster.clients[-1].crash()
     stage.run(RESUME_S_MAX)
     stage.cluster.audit.calm()
-    stage.publish(stage.publisher("Q"), channel)
+    stage.publisher("Q", channel)
     stage.expect("T is still subscribed", app.is_confirmed(PATTERN), channel)
     stage.close(channel)
 
 
 def pattern_finds_servers(stage: Stage) -> None:
     """Case 30. A server is added while T listens, and a channel moves there."""
-    stage.open()
     channel = stage.channel_at("s1")
     stage.pattern_subscriber("T", PATTERN)
-    publisher = stage.publisher("P")
-    stage.publish(publisher, channel)
+    publisher = stage.publisher("P", channel)
     added = stage.cluster.add_server()
     stage.cluster.balancer.crash()
     stage.cluster.balancer.start()
     stage.wait(f"{added} stores the plan", lambda: stage.cluster.stored_plan(added) is not None)
     stage.run(RESUME_S_MAX)
     stage.move(channel, added)
-    for _ in range(3):
-        stage.publish(publisher, channel)
+    stage.publish(publisher, channel, times=3)
     stage.close(channel)
 
 
@@ -105,7 +97,6 @@ def pattern_server_leaves(stage: Stage) -> None:
 
     A pattern that is subscribed to afterwards does not wait for it for long.
     """
-    stage.open()
     channel = stage.channel_at("s2")
     stage.pattern_subscriber("T", PATTERN)
     publisher = stage.publisher("P")
@@ -129,11 +120,9 @@ def pattern_server_leaves(stage: Stage) -> None:
 
 def pattern_server_dies(stage: Stage) -> None:
     """Case 33. A server dies for good, with a message that T was not sent any more, and nothing comes behind that."""
-    stage.open()
     channel, other = stage.channel_at("s1"), stage.channel_at("s2")
     app = stage.pattern_subscriber("T", PATTERN)
-    publisher = stage.publisher("P")
-    stage.publish(publisher, channel)
+    publisher = stage.publisher("P", channel)
     network = stage.cluster.network
     with stage.held("T", "s1", to_server=False):
         stage.publish(publisher, channel)
@@ -147,16 +136,11 @@ def pattern_server_dies(stage: Stage) -> None:
     stage.close(other)
 
 
-PLAYS: dict[str, Callable[[Stage], None]] = {
-    "27-pattern-moved": pattern_moved,
-    "28-pattern-replicated": pattern_replicated,
-    "30-pattern-finds-servers": pattern_finds_servers,
-    "32-pattern-server-leaves": pattern_server_leaves,
+SCENARIOS: dict[str, Scenario] = {
+    "27-pattern-moved": Scenario(pattern_moved),
+    "28-pattern-replicated": Scenario(pattern_replicated),
+    "29-pattern-cut-off": Scenario(pattern_cut_off, losses_allowed=True),
+    "30-pattern-finds-servers": Scenario(pattern_finds_servers),
+    "32-pattern-server-leaves": Scenario(pattern_server_leaves),
+    "33-pattern-server-dies": Scenario(pattern_server_dies, losses_allowed=True),
 }
-"""Every case in which nothing fails, by its name."""
-
-FAILURES: dict[str, Callable[[Stage], None]] = {
-    "29-pattern-cut-off": pattern_cut_off,
-    "33-pattern-server-dies": pattern_server_dies,
-}
-"""Those in which something fails, so that losses may happen that subscribers report."""

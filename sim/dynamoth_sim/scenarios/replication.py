@@ -5,14 +5,14 @@ See ``scenarios`` for the words; ``mutations`` has what must make each of them f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
 
 from dynamoth.plan.plan import Assignment, Mode, Phase, single
 from dynamoth_sim.load.clients import PublisherApp, SubscriberApp
-from dynamoth_sim.scenarios.stage import Stage
+from dynamoth_sim.scenarios.stage import LITTLE_BYTES_PER_S, Scenario, Stage
 
 SETTLE_S_MAX = 2.0
 """A change of which nothing is held up has settled within this."""
@@ -51,7 +51,6 @@ def changes(before: Assignment, after: Assignment, stage: Stage) -> None:
     N publishes where a channel will be, before anybody listens there; P, who has not heard of the change, where it was.
     Every subscriber stays where it was until the markers of all its new places have come round to it.
     """
-    stage.open()
     servers = list(stage.cluster.servers)
     others = [stage.channel_at(server, "other") for server in servers]  # so that everybody is connected everywhere
     channel = stage.channel_at("s1")
@@ -101,16 +100,12 @@ def never_empty(stage: Stage) -> None:
 
     Each epoch has a name of its own at a server, and NUMSUB answers for that.
     """
-    stage.open()
-    channel = stage.channel_at("s1")
-    stage.subscriber("S", channel)
-    publisher = stage.publisher("P")
-    stage.publish(publisher, channel)
+    channel = stage.channel_with_subscriber("s1")
+    publisher = stage.publisher("P", channel)
     both = Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2"))
     stage.cluster.change(channel, both)
     stage.wait("it settles", partial(stage.holds, channel, both, Phase.SETTLED), SETTLE_S_MAX)
-    for _ in range(3):
-        stage.publish(publisher, channel)
+    stage.publish(publisher, channel, times=3)
     stage.close(channel)
 
 
@@ -119,10 +114,8 @@ def some_server_has_it(stage: Stage) -> None:
 
     A message is forwarded to every replica that lacks it.
     """
-    stage.open()
     channel = stage.channel_at("s1")
-    publisher = stage.trusting_publisher("P")
-    stage.publish(publisher, channel)
+    publisher = stage.trusting_publisher("P", channel)
     replicas = Assignment(Mode.ALL_PUBLISHERS, ("s1", "s2", "s3"))
     with stage.held("P", "s1", to_server=False):  # P does not hear of it
         stage.change(channel, replicas)
@@ -140,7 +133,6 @@ def no_flapping(mode: Mode, stage: Stage) -> None:
     So the ratio that made the balancer replicate the channel now makes it fold it back, and so on. It must look at what
     is true of the channel, which does not depend on its mode.
     """
-    stage.open()
     channel = stage.channel_at("s1", "hot")
     few, many = (2, 6) if mode is Mode.ALL_SUBSCRIBERS else (10, 2)
     for number in range(few):
@@ -170,7 +162,6 @@ def every_replica_forwards(stage: Stage) -> None:
     dispatcher of the other one forwarded it to H0, the markers that S has waited for would not tell of it. There are
     eight such S, so that some are at each replica whatever their ids are.
     """
-    stage.open()
     channel = stage.channel_at("s1")
     others = [stage.channel_at(server, "other") for server in ("s2", "s3")]
     subscribers = [stage.subscriber(f"S{number}", channel, *others) for number in range(8)]
@@ -199,7 +190,6 @@ def replica_away(mode: Mode, stage: Stage) -> None:
 
     Publishers and subscribers of ALL_SUBSCRIBERS do without it, subscribers of ALL_PUBLISHERS go to another one.
     """
-    stage.open()
     channel = stage.channel_at("s1")
     replicas = Assignment(mode, ("s2", "s3"))
     stage.change(channel, replicas)
@@ -236,7 +226,6 @@ def dies_cut_off(noticed: bool, stage: Stage) -> None:
     ALL_PUBLISHERS waits for no replica that is away; so a dispatcher must know what that may lack. If the publisher had
     noticed that its connection was lost, the dispatcher forwards its messages; if not, subscribers report a gap.
     """
-    stage.open()
     channel = stage.channel_at("s1")
     stage.change(channel, Assignment(Mode.ALL_PUBLISHERS, ("s2", "s3")))
     _some_at(stage, channel, "s3")
@@ -253,8 +242,7 @@ def dies_cut_off(noticed: bool, stage: Stage) -> None:
         network.break_connection(connection, notice_s_max=0.0)
         stage.wait("P knows", lambda: not network.connections(process, "s3"))
     heal = network.part([process], ["s3"])
-    for _ in range(3):
-        stage.publish(publisher, channel)
+    stage.publish(publisher, channel, times=3)
     if not noticed:
         network.break_connection(connection, lose_all=True)
     client.crash()
@@ -281,24 +269,23 @@ def _publish_all(stage: Stage, publishers: Iterable[PublisherApp], channel: byte
         stage.publish(publisher, channel)
 
 
-PLAYS: dict[str, Callable[[Stage], None]] = {
-    "05-never-empty": never_empty,
-    "06-some-server-has-it": some_server_has_it,
-    "24-every-replica-forwards": every_replica_forwards,
-    "26-dies-cut-off": partial(dies_cut_off, True),
-    **{name: partial(changes, before, after) for name, before, after in pairs()},
-}
-"""Every case in which nothing fails, by its name."""
+_OF_MODE = {"all-subscribers": Mode.ALL_SUBSCRIBERS, "all-publishers": Mode.ALL_PUBLISHERS}
 
-LOADS: dict[str, Callable[[Stage], None]] = {
-    "07-all-subscribers-no-flapping": partial(no_flapping, Mode.ALL_SUBSCRIBERS),
-    "07-all-publishers-no-flapping": partial(no_flapping, Mode.ALL_PUBLISHERS),
+SCENARIOS: dict[str, Scenario] = {
+    "05-never-empty": Scenario(never_empty, servers=4),
+    "06-some-server-has-it": Scenario(some_server_has_it, servers=4),
+    **{
+        f"07-{name}-no-flapping": Scenario(
+            partial(no_flapping, mode), outgoing_bytes_per_s_max=LITTLE_BYTES_PER_S, replicas_max=3
+        )
+        for name, mode in _OF_MODE.items()
+    },
+    **{
+        f"23-{name}-replica-away": Scenario(partial(replica_away, mode), losses_allowed=True)
+        for name, mode in _OF_MODE.items()
+    },
+    "24-every-replica-forwards": Scenario(every_replica_forwards, servers=4),
+    "26-dies-cut-off": Scenario(partial(dies_cut_off, True), servers=4),
+    "26-dies-cut-off-unnoticed": Scenario(partial(dies_cut_off, False), losses_allowed=True),
+    **{name: Scenario(partial(changes, before, after), servers=4) for name, before, after in pairs()},
 }
-"""Those in which the balancer itself replicates."""
-
-FAILURES: dict[str, Callable[[Stage], None]] = {
-    "23-all-subscribers-replica-away": partial(replica_away, Mode.ALL_SUBSCRIBERS),
-    "23-all-publishers-replica-away": partial(replica_away, Mode.ALL_PUBLISHERS),
-    "26-dies-cut-off-unnoticed": partial(dies_cut_off, False),
-}
-"""Those in which a server fails, so that losses may happen that subscribers report."""

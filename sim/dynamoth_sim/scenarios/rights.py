@@ -5,14 +5,13 @@ See ``scenarios`` for the words; ``mutations`` has what must make each of them f
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from dynamoth.names import BALANCER_CHANNEL, PLAN_KEY
 from dynamoth.plan.plan import Phase, single
 from dynamoth.protocol.control import PlanAck, pack_control
 from dynamoth.protocol.plan_wire import pack_entry
-from dynamoth_sim.scenarios.stage import Stage
+from dynamoth_sim.scenarios.stage import Scenario, Stage
 
 FORGED = 99
 """The incarnation of a process that is no agent."""
@@ -27,16 +26,13 @@ def may_not_observe(stage: Stage) -> None:
     server = stage.cluster.servers["s2"]
     server.refuse = lambda _, words: "NOPERM no permissions to run it" if words[0] == b"PSUBSCRIBE" else None
     stage.open()
-    channel = stage.channel_at("s2")
-    stage.subscriber("S", channel)
-    publisher = stage.publisher("P")
-    stage.publish(publisher, channel)
+    channel = stage.channel_with_subscriber("s2")
+    publisher = stage.publisher("P", channel)
     stage.cluster.change(channel, single("s1"))
     stage.run(1.0)
     refused = [reason for reason in stage.cluster.moves.refused if "does not observe it" in reason]
     stage.expect("the move is refused, with the reason", len(refused) == 1, channel)
-    for _ in range(3):
-        stage.publish(publisher, channel)
+    stage.publish(publisher, channel, times=3)
     server.refuse = None
     stage.wait("the agent observes", lambda: server.observed)
     stage.run(0.5)
@@ -50,11 +46,8 @@ def forged_acknowledgement(stage: Stage) -> None:
 
     The agent's own reports show that two processes speak for the server, so neither is believed.
     """
-    stage.open()
-    channel = stage.channel_at("s1")
-    stage.subscriber("S", channel)
-    publisher = stage.publisher("P")
-    stage.publish(publisher, channel)
+    channel = stage.channel_with_subscriber("s1")
+    publisher = stage.publisher("P", channel)
     with stage.deaf_agent("s1"):
         stage.cluster.change(channel, single("s2"))
         for _ in range(40):
@@ -74,7 +67,6 @@ def forged_entry(stage: Stage) -> None:
 
     The balancer finds it, and writes the plan again: so a client that reads the plan there goes where others are.
     """
-    stage.open()
     channel = stage.channel_at("s1")
     stage.move(channel, "s2")
     plan = stage.cluster.stored_plan("s1")
@@ -84,12 +76,12 @@ def forged_entry(stage: Stage) -> None:
     stage.expect("the entry is forged", stage.entry(channel, "s1") == forged, channel)
     stage.wait("the entry is right", lambda: stage.is_at(channel, "s2", Phase.SETTLED))
     stage.subscriber("S", channel)
-    stage.publish(stage.publisher("P"), channel)
+    stage.publisher("P", channel)
     stage.close(channel)
 
 
-PLAYS: dict[str, Callable[[Stage], None]] = {
-    "60-may-not-observe": may_not_observe,
-    "61-forged-acknowledgement": forged_acknowledgement,
-    "64-forged-entry": forged_entry,
+SCENARIOS: dict[str, Scenario] = {
+    "60-may-not-observe": Scenario(may_not_observe, opened=False),
+    "61-forged-acknowledgement": Scenario(forged_acknowledgement),
+    "64-forged-entry": Scenario(forged_entry),
 }

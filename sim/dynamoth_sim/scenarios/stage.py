@@ -4,31 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dynamoth.errors import MalformedMessage
 from dynamoth.names import AGENT_CHANNEL
-from dynamoth.plan.compatibility import CompatibilityRule
 from dynamoth.plan.plan import Assignment, Entry, Phase, single
 from dynamoth.protocol.control import unpack_control
 from dynamoth.protocol.envelope import CONTROL, is_enveloped, open_envelope
-from dynamoth_sim.cluster import AMPLE_BYTES_PER_S, Cluster, short_options
+from dynamoth_sim.cluster import Cluster, Setting, short_options
 from dynamoth_sim.guarantees import Violation
 from dynamoth_sim.load.clients import Client, PatternSubscriberApp, PublisherApp, SubscriberApp
 from dynamoth_sim.world.network import Delays, Pipe
 from dynamoth_sim.world.trace import Record
 from dynamoth_sim.world.world import World
 
-STAGE_DELAYS = Delays(base_s=0.0005, jitter_s=0.0005)
-"""Quick and nearly constant: in a scenario only held connections are slow."""
-
 PATIENCE_S = 10.0
 """How long a scenario waits for what must happen."""
 
 
+HOLD_S_MAX = 1.0
+"""How long subscribers hold messages back."""
+
+LITTLE_BYTES_PER_S = 120_000
+"""The capacity of servers in scenarios where the balancer has reasons to move channels."""
+
+
 class SceneFailed(Exception):
     """Raised when a scenario cannot go on, as something that must happen did not; it has been noted as a violation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario(Setting):
+    """A script, and the cluster that it is written for."""
+
+    play: Callable[[Stage], None]
+    #: Quick and nearly constant: in a scenario only held connections are slow.
+    delays: Delays = field(default=Delays(base_s=0.0005, jitter_s=0.0005), kw_only=True)
+    #: Whether the cluster runs when the script begins; otherwise the script calls :meth:`Stage.open`.
+    opened: bool = True
 
 
 class Stage:
@@ -36,38 +50,14 @@ class Stage:
 
     Args:
         world: time and chance.
-        servers: how many; they are called s1, s2 ...
-        outgoing_bytes_per_s_max: what each can send.
-        hold_s_max: how long subscribers hold messages back.
-        losses_allowed: whether a loss is in order if subscribers get a gap event.
-        replicas_max: how many servers the balancer itself spreads a channel over.
-        compatibility: the rules with which the cluster begins.
+        setting: what the cluster is like.
 
     """
 
-    def __init__(
-        self,
-        world: World,
-        servers: int = 3,
-        outgoing_bytes_per_s_max: int = AMPLE_BYTES_PER_S,
-        hold_s_max: float = 1.0,
-        losses_allowed: bool = False,
-        replicas_max: int = 1,
-        compatibility: tuple[CompatibilityRule, ...] = (),
-    ) -> None:
+    def __init__(self, world: World, setting: Setting) -> None:
         self.world = world
-        options = short_options(
-            hold_s_max=hold_s_max,
-            delays=STAGE_DELAYS,
-            outgoing_bytes_per_s_max=outgoing_bytes_per_s_max,
-            servers=servers,
-            losses_allowed=losses_allowed,
-            replicas_max=replicas_max,
-            compatibility=compatibility,
-        )
-        self.cluster = Cluster(world, options)
+        self.cluster = Cluster(world, short_options(setting, hold_s_max=HOLD_S_MAX))
         self._problems: list[Violation] = []
-        self._clients = 0
 
     # Time.
 
@@ -88,6 +78,11 @@ class Stage:
         if not holds:
             story = [] if channel is None else self.world.trace.story(channel, None)
             self._problems.append(Violation("expected", what, self.world.now, channel, story=story))
+
+    def expect_gaps(self, count: int, channel: bytes) -> None:
+        """Note a failure unless subscribers have reported ``count`` gaps so far."""
+        gaps = self.cluster.audit.totals.gaps
+        self.expect(f"subscribers report {count} gaps, not {gaps}", gaps == count, channel)
 
     def close(self, *channels: bytes) -> None:
         """Let everything come to rest, publish once more everywhere, and hear what everybody got."""
@@ -120,22 +115,27 @@ class Stage:
         self.wait(f"{name} reads the plan", lambda: client.ready)
         return client
 
-    def publisher(self, name: str) -> PublisherApp:
-        """Start a publisher that knows nothing of the plan but the ring."""
+    def publisher(self, name: str, *channels: bytes) -> PublisherApp:
+        """Start a publisher that knows nothing of the plan but the ring. It publishes once on each channel."""
         app = self.client(name, 0).publisher
         assert app is not None
+        for channel in channels:
+            self.publish(app, channel)
         return app
 
-    def trusting_publisher(self, name: str, for_s: float = 60.0, silent_s: float = 60.0) -> PublisherApp:
-        """Start a publisher that does not look for so long whether the plan has changed; real ones do each second.
+    def trusting_publisher(
+        self, name: str, *channels: bytes, for_s: float = 60.0, silent_s: float = 60.0
+    ) -> PublisherApp:
+        """Start a publisher that looks only every ``for_s`` whether the plan has changed; real ones do each second.
 
-        Nor does it ask another server where channels are when one has not answered for ``silent_s``.
+        It asks another server where channels are when one has not answered for ``silent_s``. It publishes once on each
+        of ``channels``.
         """
         cluster = self.cluster
         options = cluster.options
         rare = replace(options.client.publisher, observers_interval_s=for_s, silent_s=silent_s)
         cluster.options = replace(options, client=replace(options.client, publisher=rare))
-        publisher = self.publisher(name)
+        publisher = self.publisher(name, *channels)
         cluster.options = options
         return publisher
 
@@ -162,11 +162,11 @@ class Stage:
         app.subscribe(channel)
         self.wait(f"{app.name} is confirmed", lambda: self.cluster.audit.is_open(app.name, channel))
 
-    def publish(self, app: PublisherApp, channel: bytes) -> int:
+    def publish(self, app: PublisherApp, channel: bytes, times: int = 1) -> None:
         """Publish, and wait until the publish has ended."""
-        number = app.publish(channel)
-        self.wait(f"{app.name} publishes", lambda: not app.pending(channel))
-        return number
+        for _ in range(times):
+            app.publish(channel)
+            self.wait(f"{app.name} publishes", lambda: not app.pending(channel))
 
     def channel_at(self, server: str, name: str = "c") -> bytes:
         """Return a channel whose home is ``server``."""
@@ -177,6 +177,12 @@ class Stage:
             for channel in (f"{name}{number}".encode() for number in range(10_000))
             if plan.ring.home(channel) == server
         )
+
+    def channel_with_subscriber(self, server: str) -> bytes:
+        """Return a channel whose home is ``server``, and to which a new subscriber, S, is subscribed."""
+        channel = self.channel_at(server)
+        self.subscriber("S", channel)
+        return channel
 
     # Moves.
 

@@ -1,4 +1,4 @@
-"""Connections: two pipes each, first in first out, slow and quick as the random numbers have it, and breakable.
+"""Connections between processes and servers: two pipes each, with random delays, that can be held up and broken.
 
 Messages keep their order within a pipe and nothing else: any two connections, and the two directions of one, reorder
 freely against each other.
@@ -338,7 +338,7 @@ class Network:
             connection.to_client.delays = CALM
 
     def slow_down(self, process: str, server: str, bytes_per_s: float) -> Callable[[], None]:
-        """Let a process read so much, on each of its connections, until the function that is returned is called."""
+        """Limit what a process reads on each of its connections. Returns a function that ends this."""
         self._slow_readers[process, server] = bytes_per_s
 
         def apply() -> None:
@@ -357,11 +357,11 @@ class Network:
         connection.to_client.delays = replace(connection.to_client.delays, bytes_per_s=rate)
 
     def part(self, processes: Iterable[str], servers: Iterable[str]) -> Callable[[], None]:
-        """Let no byte pass between ``processes`` and ``servers`` until the function that is returned is called."""
+        """Let no byte pass between ``processes`` and ``servers``. Returns a function that ends this."""
         return self._part(_Partition(dict.fromkeys((process, server) for process in processes for server in servers)))
 
     def freeze(self, server: str) -> Callable[[], None]:
-        """Let a server stand still, with all of its connections, until the function that is returned is called."""
+        """Freeze a server and all of its connections. Returns a function that ends this."""
         return self._part(_Partition({(None, server): None}))
 
     def _part(self, partition: _Partition) -> Callable[[], None]:

@@ -80,7 +80,7 @@ class RedisServer:
         self.up = True
         self.run_id = self._new_run_id()
         self.output_buffer_bytes_max = OUTPUT_BUFFER_BYTES_MAX
-        #: Asked how often a control message shall be delivered: 0 loses it, 2 repeats it. None leaves all alone.
+        #: Returns how often a message is delivered: 0 loses it, 2 repeats it. None: each is delivered once.
         self.meddle: Callable[[str, bytes, bytes], int] | None = None
         #: A message to its own publisher comes before the reply to PUBLISH up to Redis 7.0, and behind it since 7.2.
         self.reply_before_own_push = world.random.random() < 0.5

@@ -19,11 +19,11 @@ from typing import Any
 from dynamoth_sim.world.trace import Trace
 
 SAME_MOMENT_CALLBACKS_MAX = 200_000
-"""More callbacks than this without progress of the clock mean that something schedules itself for ever."""
+"""More callbacks than this at one moment mean that something schedules itself without end."""
 
 
 class Timer:
-    """A scheduled callback; :meth:`cancel` makes that it will not run."""
+    """A scheduled callback, which can be cancelled."""
 
     __slots__ = ("arguments", "callback")
 

@@ -1,7 +1,7 @@
-"""For each scenario, the production code with exactly its remedy switched off: then the scenario must fail.
+"""Mutations: each switches off one remedy in the production code, so that the scenario for it must fail.
 
-A scenario that stays green without its remedy checks nothing. Each mutation replaces one method, function or
-constant while it is entered.
+A scenario that passes without its remedy checks nothing. A mutation replaces methods, functions or constants while it
+is entered.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from dynamoth.names import is_user_channel, replica_pattern
 from dynamoth.plan.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, missing
 from dynamoth.plan.ring import Ring
 from dynamoth.protocol.envelope import CONTROL, HEARTBEAT, open_envelope
-from dynamoth_balancer.decide.cluster import ChannelFigures, Cluster, Move
+from dynamoth_balancer.decide.cluster import ChannelFigures
 from dynamoth_balancer.decide.drain import Drain
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.install.installer import Installer
-from dynamoth_balancer.options import BalancerOptions
 from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.patterns.events import PatternGapDetected, PatternMessage
 from dynamoth_client.machines.patterns.machine import PatternMachine
@@ -50,7 +49,7 @@ from dynamoth_dispatcher.forwarding_table import Forwarding, ForwardingTable
 from dynamoth_dispatcher.machine import DispatcherMachine
 from dynamoth_dispatcher.transitions import Transitions
 from dynamoth_sim.mutations import delivery
-from dynamoth_sim.mutations.mutation import Check, replaced
+from dynamoth_sim.mutations.mutation import Check, no_actions, nothing, replaced, returning
 from dynamoth_sim.scenarios.replication import pairs
 
 _Alike = tuple[int, int, int]
@@ -59,7 +58,8 @@ _NOWHERE = Forwarding((), (), (), 0, stale=False)
 """No copy, and no report."""
 
 
-def moved_in_transition() -> AbstractContextManager[None]:
+@contextmanager
+def moved_in_transition() -> Generator[None]:
     """A channel is moved although it is in transition, and the route before the last is forgotten."""
 
     def begin(plan: Plan, assignments: Mapping[bytes, Assignment]) -> Plan:
@@ -70,18 +70,11 @@ def moved_in_transition() -> AbstractContextManager[None]:
         }
         return plan.with_entries(changed)
 
-    def check(self: Installer, channel: bytes, assignment: Assignment, now: float) -> None:
-        pass
-
-    @contextmanager
-    def both() -> Generator[None]:
-        with replaced(Plan, begin=begin), replaced(Installer, _check=check):
-            yield
-
-    return both()
+    with replaced(Plan, begin=begin), replaced(Installer, _check=nothing):
+        yield
 
 
-def forwarded_for_ever() -> AbstractContextManager[None]:
+def forwarded_without_end() -> AbstractContextManager[None]:
     """Dispatchers do not see that a message is a forwarded copy."""
     return replaced(dynamoth_dispatcher.forwarding_table, FORWARDED=0)
 
@@ -163,7 +156,8 @@ def no_recovery() -> AbstractContextManager[None]:
     return replaced(dynamoth_balancer.install.takeover, recover=forget)
 
 
-def any_epoch() -> AbstractContextManager[None]:
+@contextmanager
+def any_epoch() -> Generator[None]:
     """Clients believe every notice, old or new."""
 
     def learn(self: LocalPlan, channel: bytes, route: Route, now: float) -> bool:
@@ -179,16 +173,12 @@ def any_epoch() -> AbstractContextManager[None]:
         self._plan.learn(channel, route, now)  # pyright: ignore[reportPrivateUsage]
         return []
 
-    @contextmanager
-    def all_three() -> Generator[None]:
-        with (
-            replaced(LocalPlan, learn=learn),
-            replaced(Routing, _learn=learned),
-            replaced(PublisherRoutes, on_route_notice=notice),
-        ):
-            yield
-
-    return all_three()
+    with (
+        replaced(LocalPlan, learn=learn),
+        replaced(Routing, _learn=learned),
+        replaced(PublisherRoutes, on_route_notice=notice),
+    ):
+        yield
 
 
 def ring_over_all_servers() -> AbstractContextManager[None]:
@@ -272,7 +262,7 @@ def copies_count() -> AbstractContextManager[None]:
     return replaced(dynamoth_lla.traffic, _PUBLISHED_PREFIXES=published, _COPY_PREFIXES=frozenset())
 
 
-def told_each_time() -> AbstractContextManager[None]:
+def noticed_each_time() -> AbstractContextManager[None]:
     """Dispatchers forget which publishers have got a notice."""
     redirect = ClientNotices.redirect_publisher
 
@@ -285,11 +275,7 @@ def told_each_time() -> AbstractContextManager[None]:
 
 def any_move() -> AbstractContextManager[None]:
     """The balancer takes every move for an improvement."""
-
-    def improves(move: Any, options: BalancerOptions) -> bool:
-        return True
-
-    return replaced(dynamoth_balancer.decide.relieve, _improves=improves)
+    return replaced(dynamoth_balancer.decide.relieve, _improves=returning(True))
 
 
 def everybody_forwards() -> AbstractContextManager[None]:
@@ -309,11 +295,7 @@ def everybody_forwards() -> AbstractContextManager[None]:
 
 def one_name_for_all_epochs() -> AbstractContextManager[None]:
     """A replicated channel has the name of the channel at every server, whatever the epoch."""
-
-    def plain(channel: bytes, epoch: int) -> bytes:
-        return channel
-
-    return replaced(dynamoth.plan.plan, replica_channel=plain)
+    return replaced(dynamoth.plan.plan, replica_channel=lambda channel, epoch: channel)
 
 
 def any_replica_will_do() -> AbstractContextManager[None]:
@@ -358,11 +340,7 @@ def added_up() -> AbstractContextManager[None]:
 
 def no_failover() -> AbstractContextManager[None]:
     """Subscribers wait for a replica that is away, however long that takes."""
-
-    def wait(*_: Any) -> list[Any]:
-        return []
-
-    return replaced(Routing, _fail_over=wait)
+    return replaced(Routing, _fail_over=no_actions)
 
 
 def slow_replacement() -> AbstractContextManager[None]:
@@ -374,12 +352,8 @@ def slow_replacement() -> AbstractContextManager[None]:
     return replaced(Routing, _away_s_max=patient)
 
 
-def blocked_for_ever() -> AbstractContextManager[None]:
+def blocked_without_end() -> AbstractContextManager[None]:
     """Servers are not read from until a reader has made room."""
-
-    def nothing(self: Blocking) -> None:
-        pass
-
     return replaced(Blocking, _read_on=nothing)
 
 
@@ -394,19 +368,16 @@ def skipped_in_silence() -> AbstractContextManager[None]:
     return replaced(Blocking, put=silent)
 
 
-def publishers_wait() -> AbstractContextManager[None]:
+@contextmanager
+def publishers_wait() -> Generator[None]:
     """Publishers wait for a replica that is away, however long that takes."""
 
     def wait(self: PublisherMachine, server_id: str, now: float) -> list[Any]:
         self._servers[server_id].avoided = True  # pyright: ignore[reportPrivateUsage]  # so that it is not asked again
         return []
 
-    @contextmanager
-    def both() -> Generator[None]:
-        with replaced(PublisherMachine, _fail_over=wait), delivery.nobody_is_asked_for_publishers():
-            yield
-
-    return both()
+    with replaced(PublisherMachine, _fail_over=wait), delivery.nobody_is_asked_for_publishers():
+        yield
 
 
 def nothing_handed_over() -> AbstractContextManager[None]:
@@ -454,20 +425,12 @@ def lost_in_silence() -> AbstractContextManager[None]:
 
 def headers_read_once() -> AbstractContextManager[None]:
     """Subscribers to patterns do not look for servers that come later."""
-
-    def nothing(self: PatternMachine, now: float) -> list[Any]:
-        return []
-
-    return replaced(PatternMachine, _read_again=nothing)
+    return replaced(PatternMachine, _read_again=no_actions)
 
 
 def absence_without_end() -> AbstractContextManager[None]:
     """Subscribers to patterns wait for a server that is away, however long that takes."""
-
-    def wait(self: PatternMachine, server: str, now: float) -> list[Any]:
-        return []
-
-    return replaced(PatternMachine, _fail_over=wait)
+    return replaced(PatternMachine, _fail_over=no_actions)
 
 
 def gone_in_silence() -> AbstractContextManager[None]:
@@ -480,7 +443,7 @@ def gone_in_silence() -> AbstractContextManager[None]:
     return replaced(PatternMachine, _fail_over=silent)
 
 
-def empty_when_told() -> AbstractContextManager[None]:
+def empty_when_moves_begin() -> AbstractContextManager[None]:
     """The balancer takes a server for empty when channels have begun to leave it."""
 
     def follows(entry: Entry, server: str) -> bool:
@@ -491,11 +454,7 @@ def empty_when_told() -> AbstractContextManager[None]:
 
 def nothing_leaves() -> AbstractContextManager[None]:
     """The balancer moves nothing away from servers that are being drained."""
-
-    def nothing(self: Drain, cluster: Cluster) -> list[Move]:
-        return []
-
-    return replaced(Drain, propose=nothing)
+    return replaced(Drain, propose=no_actions)
 
 
 def anything_may_come() -> AbstractContextManager[None]:
@@ -505,7 +464,7 @@ def anything_may_come() -> AbstractContextManager[None]:
 
 CHECKS: tuple[Check, ...] = (
     Check("01-moved-twice", moved_in_transition, "G1"),
-    Check("02-forwarding-loop", forwarded_for_ever, "expected"),
+    Check("02-forwarding-loop", forwarded_without_end, "expected"),
     Check("03-different-versions", never_forwarded_twice, "G1"),
     Check("04-quiet-channel", no_trickle, "expected"),
     Check("08-left-too-early", break_before_make, "G1"),
@@ -520,7 +479,7 @@ CHECKS: tuple[Check, ...] = (
     Check("17-two-copies", no_duplicate_check, "G2"),
     Check("18-overtaken", no_hold, "G1"),
     Check("19-inflated-load", copies_count, "expected"),
-    Check("19-inflated-load", told_each_time, "expected"),
+    Check("19-inflated-load", noticed_each_time, "expected"),
     Check("20-hot-channel", any_move, "expected"),
     Check("21-unknown-publisher", trusting_newcomer, "G1"),
     Check("22-third-server", everybody_forwards, "G1"),
@@ -547,11 +506,11 @@ CHECKS: tuple[Check, ...] = (
     Check("33-pattern-server-dies", absence_without_end, "expected"),
     Check("40-replica-freezes", slow_replacement, "expected"),
     Check("40-replica-dies", slow_replacement, "expected"),
-    Check("41-blocked-reader", blocked_for_ever, "expected"),
-    Check("41-blocked-reader-skips", blocked_for_ever, "expected"),
+    Check("41-blocked-reader", blocked_without_end, "expected"),
+    Check("41-blocked-reader-skips", blocked_without_end, "expected"),
     Check("41-blocked-reader-skips", skipped_in_silence, "G5"),
     Check("31-drained", nothing_leaves, "expected"),
     Check("31-drained", break_before_make, "G1"),
     Check("31-drained", anything_may_come, "expected"),
 )
-"""Each scenario with what must make it fail."""
+"""Each scenario with the mutations under which it must fail."""

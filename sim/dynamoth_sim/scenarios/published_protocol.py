@@ -1,10 +1,9 @@
-"""How the published protocol fails, as scripts: each provokes one fault and finds that nothing comes of it.
+"""Scenarios for the faults of the protocol that the Dynamoth paper describes: each provokes one, and expects no harm.
 
-The numbers are those of the cases that were collected from the paper's protocol. Those about replicated channels are in
-``replica_scenarios``, those about patterns in ``pattern_scenarios``, and those about clients whose route is wrong while
-an agent or a server fails in ``delivery_scenarios``. In all of them H0 is the old server of a channel and H1 the new
-one, S a subscriber, P a publisher, D a dispatcher. ``mutations`` switches off what remedies each, and then the scenario
-must fail.
+Cases 1 to 22 are numbered as they were found in that protocol; those about replicated channels are in
+``scenarios/replication.py``. In all scenarios H0 is the old server of a channel and H1 the new one, S a subscriber, P a
+publisher, D0 the dispatcher of H0. Each scenario must fail under its mutation (``mutations``), which switches off the
+remedy.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from dynamoth.plan.plan import Assignment, Mode, Phase, single
 from dynamoth.protocol.control import Marker, RouteNotice
 from dynamoth.protocol.reports import Report, unpack_report
 from dynamoth_balancer.machine import BalancerMachine
-from dynamoth_sim.scenarios.stage import Stage, control_in
+from dynamoth_sim.scenarios.stage import LITTLE_BYTES_PER_S, Scenario, Stage, control_in
 
 SETTLE_S_MAX = 2.0
-"""A move of which nothing is held up has settled within this."""
+"""A move that nothing holds up settles within this."""
 
 
 def moved_twice(stage: Stage) -> None:
@@ -29,7 +28,6 @@ def moved_twice(stage: Stage) -> None:
 
     A channel in transition is not moved again until S has followed.
     """
-    stage.open()
     channel = stage.channel_at("s1")
     subscriber = stage.subscriber("S", channel)
     with stage.held("S", "s1", to_server=False):
@@ -40,20 +38,17 @@ def moved_twice(stage: Stage) -> None:
     if not stage.is_at(channel, "s3", Phase.ACTIVE):
         stage.move(channel, "s3")
     publisher = stage.publisher("P")
-    for _ in range(3):
-        stage.publish(publisher, channel)
+    stage.publish(publisher, channel, times=3)
     stage.expect("S still listens", stage.cluster.audit.is_open(subscriber.name, channel))
     stage.close(channel)
 
 
 def forwarding_loop(stage: Stage) -> None:
-    """Case 2. D0 forwards to H1, D1 forwards to H0, for ever.
+    """Case 2. D0 forwards to H1, D1 forwards to H0, without end.
 
     A forwarded copy is marked, and a dispatcher that knows no newer epoch does not forward it again.
     """
-    stage.open()
-    channel = stage.channel_at("s1")
-    stage.subscriber("S", channel)
+    channel = stage.channel_with_subscriber("s1")
     publisher = stage.publisher("P")
     stage.publish(publisher, channel)  # a first message would be sent again by P itself
     with stage.held("S", "s1", to_server=False):
@@ -70,37 +65,30 @@ def different_versions(stage: Stage) -> None:
 
     A copy carries the epoch of its forwarder; who knows a newer one forwards it again.
     """
-    stage.open()
-    channel = stage.channel_at("s1")
-    stage.subscriber("S", channel)
-    publisher = stage.trusting_publisher("P")
-    stage.publish(publisher, channel)
+    channel = stage.channel_with_subscriber("s1")
+    publisher = stage.trusting_publisher("P", channel)
     stage.move(channel, "s2")
     with stage.deaf_agent("s1"):
         stage.move(channel, "s3", Phase.ACTIVE)
         stage.wait("S listens at s3 only", lambda: _listen_only(stage, channel, "s3"))
-        for _ in range(3):
-            stage.publish(publisher, channel)
+        stage.publish(publisher, channel, times=3)
         stage.run(0.2)
     stage.close(channel)
 
 
 def quiet_channel(stage: Stage) -> None:
-    """Case 4. Nothing is ever published at H0, so no message triggers the switch, and S stays for ever.
+    """Case 4. Nothing is ever published at H0, so no message triggers the switch, and S never leaves.
 
     Subscribers at an old location get a notice now and then, messages or not.
     """
-    stage.open()
-    channel = stage.channel_at("s1")
-    stage.subscriber("S", channel)
+    channel = stage.channel_with_subscriber("s1")
     stage.cluster.change(channel, single("s2"))
     stage.wait(
         "the quiet channel has settled at s2",
         lambda: stage.is_at(channel, "s2", Phase.SETTLED),
         patience_s=SETTLE_S_MAX,
     )
-    publisher = stage.publisher("P")
-    stage.publish(publisher, channel)
+    stage.publisher("P", channel)
     stage.close(channel)
 
 
@@ -109,7 +97,6 @@ def left_too_early(stage: Stage) -> None:
 
     S joins before it leaves.
     """
-    stage.open()
     channel, other = stage.channel_at("s1"), stage.channel_at("s2", "other")
     subscriber = stage.subscriber("S", channel, other)
     publisher = stage.publisher("P")
@@ -127,11 +114,9 @@ def left_before_the_forwarded(stage: Stage) -> None:
 
     S leaves only after D1's marker, forwarded behind that message, has come to its inbox at H0.
     """
-    stage.open()
     channel, other = stage.channel_at("s1"), stage.channel_at("s2", "other")
     stage.subscriber("S", channel, other)
-    publisher = stage.publisher("P")
-    stage.publish(publisher, channel)
+    publisher = stage.publisher("P", channel)
     with ExitStack() as later:
         with stage.held("S", "s1", to_server=False):  # S does not hear of the move yet
             stage.move(channel, "s2", Phase.ACTIVE)
@@ -150,7 +135,6 @@ def empty_too_early(stage: Stage) -> None:
 
     Its verification, which comes behind it, reads the stored plan, and S goes to H1 before it is confirmed.
     """
-    stage.open()
     channel, other = stage.channel_at("s1"), stage.channel_at("s1", "other")
     subscriber = stage.subscriber("S", other)
     publisher = stage.publisher("P")
@@ -161,8 +145,7 @@ def empty_too_early(stage: Stage) -> None:
         stage.publish(publisher, channel)
         stage.publish(publisher, channel)
     stage.wait("S is confirmed", lambda: stage.cluster.audit.is_open(subscriber.name, channel))
-    for _ in range(3):
-        stage.publish(publisher, channel)
+    stage.publish(publisher, channel, times=3)
     stage.close(channel)
 
 
@@ -171,12 +154,10 @@ def late_plan(stage: Stage) -> None:
 
     Clients get the new route only when all old and new dispatchers have acknowledged.
     """
-    stage.open()
     for number, deaf in enumerate(("s1", "s2")):
         channel = stage.channel_at("s1", f"deaf{deaf}x")
         stage.subscriber(f"S{number}", channel)
-        stale = stage.trusting_publisher(f"P{number}")
-        stage.publish(stale, channel)
+        stale = stage.trusting_publisher(f"P{number}", channel)
         with stage.deaf_agent(deaf):
             stage.cluster.change(channel, single("s2"))
             stage.run(0.4)
@@ -195,7 +176,6 @@ def balancer_dies(stage: Stage) -> None:
 
     Its successor reads what servers store, and goes on.
     """
-    stage.open()
     moved, moving = stage.channel_at("s1", "moved"), stage.channel_at("s1", "moving")
     stage.subscriber("S", moved, moving)
     publisher = stage.publisher("P")
@@ -221,7 +201,7 @@ def balancer_dies(stage: Stage) -> None:
     for number, channel in enumerate((moved, moving)):
         stage.subscriber(f"T{number}", channel)
         stage.publish(publisher, channel)
-        stage.publish(stage.publisher(f"M{number}"), channel)
+        stage.publisher(f"M{number}", channel)
     stage.close(moved, moving)
 
 
@@ -230,7 +210,6 @@ def stale_notice(stage: Stage) -> None:
 
     Epochs only grow.
     """
-    stage.open()
     channel = stage.channel_at("s1")
     subscriber = stage.subscriber("S", channel)
     publisher = stage.trusting_publisher("P")
@@ -251,8 +230,7 @@ def stale_notice(stage: Stage) -> None:
         assert record.data is not None and record.channel is not None
         stage.cluster.servers["s3"].inject(record.channel, record.data)
     stage.run(0.2)
-    for _ in range(3):
-        stage.publish(publisher, channel)
+    stage.publish(publisher, channel, times=3)
     back = stage.records("subscribe", since=since, who=subscriber.name)
     stage.expect("S does not go back", not back, channel)
     places = {record.where for record in stage.records("publishes", since=since, who=publisher.process.name)}
@@ -265,7 +243,6 @@ def different_rings(stage: Stage) -> None:
 
     Every plan carries the servers of the ring, apart from those that have come since.
     """
-    stage.open()
     stage.cluster.add_server()
     stage.cluster.balancer.crash()
     stage.cluster.balancer.start()
@@ -286,17 +263,13 @@ def different_rings(stage: Stage) -> None:
 def very_late_publisher(stage: Stage) -> None:
     """Case 15. P keeps its stale entry alive, and D0 has stopped listening.
 
-    A dispatcher observes everything and has the whole plan: it redirects and forwards for ever.
+    A dispatcher observes everything and has the whole plan: it redirects and forwards without a time limit.
     """
-    stage.open()
-    channel = stage.channel_at("s1")
-    stage.subscriber("S", channel)
-    publisher = stage.trusting_publisher("P")
-    stage.publish(publisher, channel)
+    channel = stage.channel_with_subscriber("s1")
+    publisher = stage.trusting_publisher("P", channel)
     stage.move(channel, "s2")
     stage.run(20.0)
-    for _ in range(3):
-        stage.publish(publisher, channel)
+    stage.publish(publisher, channel, times=3)
     last = stage.records("publishes", who=publisher.process.name, channel=channel)[-1]
     stage.expect(f"P has been redirected to s2, not {last.where}", last.where == "s2", channel)
     stage.close(channel)
@@ -307,11 +280,8 @@ def two_copies(stage: Stage) -> None:
 
     One machine sees both, and numbers tell.
     """
-    stage.open()
-    channel = stage.channel_at("s1")
-    stage.subscriber("S", channel)
-    publisher = stage.publisher("P")
-    stage.publish(publisher, channel)
+    channel = stage.channel_with_subscriber("s1")
+    publisher = stage.publisher("P", channel)
     with stage.losing("s1", lambda _, data: isinstance(control_in(data), Marker)):  # so S cannot leave s1
         stage.move(channel, "s2", Phase.ACTIVE)
         both = [stage.cluster.servers[server] for server in ("s1", "s2")]
@@ -330,9 +300,7 @@ def overtaken(stage: Stage) -> None:
 
     S holds m2 until m1 has come, also if it has never heard of P before.
     """
-    stage.open()
-    channel = stage.channel_at("s1")
-    stage.subscriber("S", channel)
+    channel = stage.channel_with_subscriber("s1")
     known, unknown = stage.trusting_publisher("P"), stage.trusting_publisher("Q")
     stage.publish(known, channel)
     stage.publish(unknown, channel)
@@ -356,11 +324,8 @@ def inflated_load(stage: Stage) -> None:
 
     Copies are no publications, and a publisher gets one notice per epoch.
     """
-    stage.open()
-    channel = stage.channel_at("s1")
-    stage.subscriber("S", channel)
-    publisher = stage.trusting_publisher("P")
-    stage.publish(publisher, channel)
+    channel = stage.channel_with_subscriber("s1")
+    publisher = stage.trusting_publisher("P", channel)
     stage.move(channel, "s2")
     stage.run(0.6)  # until what was published so far has been reported
     since = stage.world.now
@@ -386,7 +351,6 @@ def hot_channel(stage: Stage) -> None:
 
     A move must make the larger load ratio of its two servers smaller.
     """
-    stage.open()
     hot, small = stage.channel_at("s1", "hot"), stage.channel_at("s1", "small")
     stage.subscriber("S", hot, small)
     publisher = stage.publisher("P")
@@ -412,10 +376,8 @@ def unknown_publisher(stage: Stage) -> None:
     The first comes round by H0, after the second, which came directly and says nothing of another route, as P always
     published at H1. S must not begin with the second.
     """
-    stage.open()
     channel, other = stage.channel_at("s2"), stage.channel_at("s2", "other")
-    publisher = stage.publisher("P")
-    stage.publish(publisher, channel)
+    publisher = stage.publisher("P", channel)
     stage.move(channel, "s1")  # P does not hear of it: it publishes nothing
     stage.subscriber("S", channel, other)
     with ExitStack() as later:
@@ -435,17 +397,15 @@ def third_server(stage: Stage) -> None:
 
     Its dispatcher's copy reaches H1 before S has joined there, and H0 after S has left: D1's markers do not tell of it.
     """
-    stage.open()
     channel, other = stage.channel_at("s2"), stage.channel_at("s1", "other")
-    publisher = stage.trusting_publisher("P")
-    stage.publish(publisher, channel)
+    publisher = stage.trusting_publisher("P", channel)
     stage.subscriber("S", channel, other)
     stage.move(channel, "s3")  # P does not hear of it: it publishes nothing
     with ExitStack() as later:
         with stage.held("S", "s1", to_server=True):  # S cannot join yet
             stage.move(channel, "s1", Phase.ACTIVE)
             stage.run(0.2)
-            stage.publish(stage.publisher("Q"), channel)  # lets D2 connect to both
+            stage.publisher("Q", channel)  # lets D2 connect to both
             later.enter_context(stage.held("agent-s2", "s3", to_server=True))
             stage.publish(publisher, channel)
             stage.run(0.1)
@@ -459,7 +419,6 @@ def drained(stage: Stage) -> None:
 
     The configuration says so; the balancer moves all of them away under load, and lets nobody put one there.
     """
-    stage.open()
     busy, idle, moved = (stage.channel_at("s1", name) for name in ("busy", "idle", "moved"))
     replicated = {
         stage.channel_at("s1", "two"): Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2")),
@@ -514,22 +473,24 @@ def _report(data: bytes | None) -> Report | None:
         return None
 
 
-PLAYS = {
-    "01-moved-twice": moved_twice,
-    "02-forwarding-loop": forwarding_loop,
-    "03-different-versions": different_versions,
-    "04-quiet-channel": quiet_channel,
-    "08-left-too-early": left_too_early,
-    "09-left-before-the-forwarded": left_before_the_forwarded,
-    "10-empty-too-early": empty_too_early,
-    "11-late-plan": late_plan,
-    "12-balancer-dies": balancer_dies,
-    "13-stale-notice": stale_notice,
-    "15-very-late-publisher": very_late_publisher,
-    "17-two-copies": two_copies,
-    "18-overtaken": overtaken,
-    "19-inflated-load": inflated_load,
-    "21-unknown-publisher": unknown_publisher,
-    "22-third-server": third_server,
-    "31-drained": drained,
+SCENARIOS: dict[str, Scenario] = {
+    "01-moved-twice": Scenario(moved_twice),
+    "02-forwarding-loop": Scenario(forwarding_loop),
+    "03-different-versions": Scenario(different_versions),
+    "04-quiet-channel": Scenario(quiet_channel),
+    "08-left-too-early": Scenario(left_too_early),
+    "09-left-before-the-forwarded": Scenario(left_before_the_forwarded),
+    "10-empty-too-early": Scenario(empty_too_early),
+    "11-late-plan": Scenario(late_plan),
+    "12-balancer-dies": Scenario(balancer_dies),
+    "13-stale-notice": Scenario(stale_notice),
+    "14-different-rings": Scenario(different_rings, servers=2),
+    "15-very-late-publisher": Scenario(very_late_publisher),
+    "17-two-copies": Scenario(two_copies),
+    "18-overtaken": Scenario(overtaken),
+    "19-inflated-load": Scenario(inflated_load),
+    "20-hot-channel": Scenario(hot_channel, outgoing_bytes_per_s_max=LITTLE_BYTES_PER_S),
+    "21-unknown-publisher": Scenario(unknown_publisher),
+    "22-third-server": Scenario(third_server),
+    "31-drained": Scenario(drained),
 }
