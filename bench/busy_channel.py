@@ -120,7 +120,7 @@ class Subscribers:
         self._gaps: list[str] = []
 
     async def work(self, pipe: Connection) -> None:
-        """Subscribe, send ``ready``, receive until the pipe says what was published and when it changed, answer, end."""
+        """Subscribe, send ``ready``, receive until the pipe says what was published and when it changed, answer."""
         loop = asyncio.get_running_loop()
         async with Redis.from_url(self._url) as client:
             pubsubs = [client.pubsub(on_gap=self._on_gap) for _ in self._numbers]

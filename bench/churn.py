@@ -8,8 +8,8 @@ balancers wait for the lease (``--rivals``). In the end everything recovers, and
 
 Processes of clients note how late their event loops are: a busy machine makes a publish last longer, too.
 
-Every message is judged by the checker that the simulator uses (``bench.churn_journal``): a message that was due and neither
-delivered nor covered by a gap event was lost silently. Exits with 1 on any violation of a guarantee.
+Every message is judged by the checker that the simulator uses (``bench.churn_journal``): a message that was due, and
+neither delivered nor covered by a gap event, was lost silently. Exits with 1 on any violation of a guarantee.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ PUSH_BYTES = 45
 
 HOT_LOAD_RATIO = 1.2
 MEAN_LOAD_RATIO_MAX = 0.5
-"""The capacity of servers is small enough that the one with the hot spot exceeds it, and large enough that all are below
-``load_ratio_safe`` (0.6) when the load is spread."""
+"""The capacity of servers is small enough that the one with the hot spot exceeds it, and large enough that all are
+below ``load_ratio_safe`` (0.6) when the load is spread."""
 
 FESTIVAL_NAME = "rgame:festival"
 FESTIVAL_REPLICAS = 3

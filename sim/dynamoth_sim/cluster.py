@@ -69,6 +69,8 @@ class Setting:
     losses_allowed: bool = False
     #: How many servers the balancer itself spreads a channel over; 1 leaves it to the administrator.
     replicas_max: int = 1
+    #: How often agents report. Rarely, as reports are most of what an idle cluster does.
+    report_interval_s: float = 0.4
     #: How many copies for one server a dispatcher keeps; few make it lose some, and say so.
     forwards_max: int = 1000
     #: Servers that the balancer drains.
@@ -144,7 +146,7 @@ def short_options(setting: Setting, *, hold_s_max: float, spread: tuple[float, .
         ),
         load_analyzer=LoadAnalyzerOptions(
             outgoing_bytes_per_s_max=setting.outgoing_bytes_per_s_max,
-            report_interval_s=0.25,
+            report_interval_s=setting.report_interval_s,
             discovery_interval_s=2.0,
         ),
         balancer=BalancerOptions(
@@ -159,7 +161,7 @@ def short_options(setting: Setting, *, hold_s_max: float, spread: tuple[float, .
             retry_s=0.1,
             verify_interval_s=0.5,
             lease_s=0.9,
-            lease_renew_s=0.2,
+            lease_renew_s=0.3,
             move_timeout_s=5.0,
             virtual_nodes=VIRTUAL_NODES,
             all_subscribers_ratio_min=20.0,
@@ -225,6 +227,8 @@ class Cluster:
         #: What administrators were answered, by the number of the request: None, or why not.
         self.answers: dict[int, str | None] = {}
         self._names: dict[int, str] = {}
+        #: The latest parsed plan of each server, and its fields: plans are asked for far more often than they change.
+        self._parsed: dict[str, tuple[dict[bytes, bytes], Plan | None]] = {}
 
     @property
     def server_list(self) -> list[Server]:
@@ -380,7 +384,12 @@ class Cluster:
 
     def stored_plan(self, server: str) -> Plan | None:
         """Return the plan stored at a server, believed or not."""
-        return stored_plan.parse_whole(self.servers[server].hash(PLAN_KEY), None)
+        fields = self.servers[server].hash(PLAN_KEY)
+        known, plan = self._parsed.get(server, (None, None))
+        if fields != known:
+            plan = stored_plan.parse_whole(fields, None)
+            self._parsed[server] = dict(fields), plan
+        return plan
 
     @property
     def present(self) -> list[str]:

@@ -122,6 +122,15 @@ async def up(url: str, options: LinkOptions = HASTY) -> AsyncGenerator[tuple[Lin
         yield link, recorder
 
 
+@asynccontextmanager
+async def subscribed(url: str) -> AsyncGenerator[tuple[Link, Recorder], None]:
+    """A link that is up and subscribed to the channel ``c``; its recorder has the acknowledgement."""
+    async with up(url) as (link, recorder):
+        link.send(["SUBSCRIBE", "c"])
+        await recorder.until(lambda: recorder.pushes)
+        yield link, recorder
+
+
 Answer = Callable[[list[bytes]], bytes]
 
 

@@ -93,18 +93,14 @@ def _link(calls: Recorder, options: LinkOptions) -> Link:
     return Link(NOBODY, options=options, on_up=record("up"), on_down=record("down"), on_pushes=record("pushes"))
 
 
-def test_a_link_waits_as_its_backoff_says(run_async: Runner) -> None:
+async def test_a_link_waits_as_its_backoff_says() -> None:
     asked: list[int | str] = []
-
-    async def main() -> None:
-        calls = Recorder()
-        link = _link(calls, LinkOptions(backoff=Recording(0.001, asked)))
-        link.start()
-        await calls.count("down", 4)
-        await link.close()
-        assert asked[:4] == ["reset", 1, 2, 3]
-
-    run_async(main)
+    calls = Recorder()
+    link = _link(calls, LinkOptions(backoff=Recording(0.001, asked)))
+    link.start()
+    await calls.count("down", 4)
+    await link.close()
+    assert asked[:4] == ["reset", 1, 2, 3]
 
 
 def test_a_backoff_that_raises_is_reported_and_the_link_goes_on(run_async: Runner) -> None:

@@ -59,115 +59,90 @@ def test_what_is_given_wrongly_is_said_and_not_shown(given: Any) -> None:
     assert "secret" not in str(error.value)
 
 
-def test_they_are_asked_for_anew_at_each_connection(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
-        await query(redis.url, ["ACL", "SETUSER", "u", "on", ">old", "~*", "&*", "+@all"])
-        given = ["old"]
+async def test_they_are_asked_for_anew_at_each_connection(redis: EmbeddedRedis) -> None:
+    await query(redis.url, ["ACL", "SETUSER", "u", "on", ">old", "~*", "&*", "+@all"])
+    given = ["old"]
 
-        async def ask() -> object:
-            return "u", given[0]
+    async def ask() -> object:
+        return "u", given[0]
 
-        options = hasty(Credentials(ask))
-        async with up(redis.url, options) as (link, calls):
-            assert await query(redis.url, ["ACL", "WHOAMI"], options=options) == [b"u"]
-            await query(redis.url, ["ACL", "SETUSER", "u", ">new", "<old"])
-            link.cut()
-            await calls.until(lambda: any("wrong password for user 'u'" in reason for reason in calls.of("down")))
-            given[0] = "new"
-            await calls.count("up", 2)
-            link.send(["ACL", "WHOAMI"], calls.record("reply"))
-            assert await calls.count("reply", 1) == [b"u"]
-
-    run_async(main)
+    options = hasty(Credentials(ask))
+    async with up(redis.url, options) as (link, calls):
+        assert await query(redis.url, ["ACL", "WHOAMI"], options=options) == [b"u"]
+        await query(redis.url, ["ACL", "SETUSER", "u", ">new", "<old"])
+        link.cut()
+        await calls.until(lambda: any("wrong password for user 'u'" in reason for reason in calls.of("down")))
+        given[0] = "new"
+        await calls.count("up", 2)
+        link.send(["ACL", "WHOAMI"], calls.record("reply"))
+        assert await calls.count("reply", 1) == [b"u"]
 
 
-def test_a_provider_that_fails_is_named_and_asked_again(redis: EmbeddedRedis, run_async: Runner) -> None:
+async def test_a_provider_that_fails_is_named_and_asked_again(redis: EmbeddedRedis) -> None:
     faults = [ValueError("no token today"), TimeoutError("too late"), asyncio.CancelledError(), RuntimeError(), "text"]
-
-    async def main() -> None:
-        async with up(redis.url, hasty(Credentials(giving(*faults, ())))) as (_, calls):
-            says = ["raised ValueError: no token today", "raised TimeoutError: too late", "was cancelled"]
-            says += ["raised RuntimeError: ", "gave something that is neither"]
-            for reason, words in zip(calls.of("down"), says, strict=True):
-                assert words in reason
-                assert "it is asked again" in reason
-
-    run_async(main)
+    async with up(redis.url, hasty(Credentials(giving(*faults, ())))) as (_, calls):
+        says = ["raised ValueError: no token today", "raised TimeoutError: too late", "was cancelled"]
+        says += ["raised RuntimeError: ", "gave something that is neither"]
+        for reason, words in zip(calls.of("down"), says, strict=True):
+            assert words in reason
+            assert "it is asked again" in reason
 
 
-def test_one_that_hangs_is_given_up(redis: EmbeddedRedis, run_async: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_hangs_is_given_up(redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ASK_S_MAX", 0.05)
-
-    async def main() -> None:
-        with pytest.raises(CredentialsUnavailable, match=r"gave nothing within 0\.05 s"):
-            await query(redis.url, ["PING"], options=LinkOptions(credentials=Credentials(asyncio.Event().wait)))
-
-    run_async(main)
+    with pytest.raises(CredentialsUnavailable, match=r"gave nothing within 0\.05 s"):
+        await query(redis.url, ["PING"], options=LinkOptions(credentials=Credentials(asyncio.Event().wait)))
 
 
-def test_the_time_it_takes_does_not_count_as_connecting(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
-        async def ask() -> object:
-            await asyncio.sleep(0.7)  # longer than the bounds below: that is what is tested
-            return ()
+async def test_the_time_it_takes_does_not_count_as_connecting(redis: EmbeddedRedis) -> None:
+    async def ask() -> object:
+        await asyncio.sleep(0.7)  # longer than the bounds below: that is what is tested
+        return ()
 
-        options = LinkOptions(credentials=Credentials(ask), connect_timeout_s=0.5)
-        assert await query(redis.url, ["PING"], options=options, timeout_s=0.5) == [b"PONG"]
-
-    run_async(main)
+    options = LinkOptions(credentials=Credentials(ask), connect_timeout_s=0.5)
+    assert await query(redis.url, ["PING"], options=options, timeout_s=0.5) == [b"PONG"]
 
 
-def test_what_comes_behind_it_is_bounded_again(run_async: Runner) -> None:
-    async def main() -> None:
-        async with (
-            fake_server(lambda _: b"") as url,
-            opened(url, hasty(_instant(), connect_timeout_s=0.05)) as (_, calls),
-        ):
-            assert "no answer within 0.05 s" in (await calls.count("down", 1))[0]
-
-    run_async(main)
+async def test_what_comes_behind_it_is_bounded_again() -> None:
+    async with (
+        fake_server(lambda _: b"") as url,
+        opened(url, hasty(_instant(), connect_timeout_s=0.05)) as (_, calls),
+    ):
+        assert "no answer within 0.05 s" in (await calls.count("down", 1))[0]
 
 
 def _instant() -> Credentials:
     return Credentials(giving(("u", "p")))
 
 
-def test_credentials_of_the_url_come_first(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
-        await query(redis.url, ["ACL", "SETUSER", "u", "on", ">p", "~*", "&*", "+@all"])
-        url = redis.url.replace("://", "://u:p@")
-        options = LinkOptions(credentials=Credentials(giving(AssertionError("not to be asked"))))
-        assert await query(url, ["ACL", "WHOAMI"], options=options) == [b"u"]
-        with pytest.raises(AuthenticationFailed, match="wrong password for user 'nobody'"):
-            await query(redis.url, ["PING"], options=LinkOptions(credentials=Credentials(giving(("nobody", "p")))))
-
-    run_async(main)
+async def test_credentials_of_the_url_come_first(redis: EmbeddedRedis) -> None:
+    await query(redis.url, ["ACL", "SETUSER", "u", "on", ">p", "~*", "&*", "+@all"])
+    url = redis.url.replace("://", "://u:p@")
+    options = LinkOptions(credentials=Credentials(giving(AssertionError("not to be asked"))))
+    assert await query(url, ["ACL", "WHOAMI"], options=options) == [b"u"]
+    with pytest.raises(AuthenticationFailed, match="wrong password for user 'nobody'"):
+        await query(redis.url, ["PING"], options=LinkOptions(credentials=Credentials(giving(("nobody", "p")))))
 
 
-def test_open_connections_log_in_anew(
-    redis: EmbeddedRedis, run_async: Runner, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def main() -> None:
-        for user in ("first", "second"):
-            await query(redis.url, ["ACL", "SETUSER", user, "on", ">p", "~*", "&*", "+@all"])
-        credentials = Credentials(giving(("first", "p")))
-        async with up(redis.url, hasty(credentials)) as (one, calls), up(redis.url, hasty(credentials)) as (two, _):
-            await asyncio.to_thread(credentials.renew, "second", b"p")  # a provider has threads of its own
-            for link in (one, two):
-                link.send(["ACL", "WHOAMI"], calls.record("reply"))
-            assert await calls.count("reply", 2) == [b"second"] * 2
-            with caplog.at_level(logging.WARNING, "dynamoth.link"):
-                credentials.renew("second", "wrong")
-                while not caplog.messages:  # noqa: ASYNC110  # nobody tells of a line in a log
-                    await asyncio.sleep(0.001)
-            assert "refused renewed credentials" in caplog.messages[0]
-            assert "wrong" not in caplog.messages[0].lower().replace("wrongpass", "")
-            one.send(["ACL", "WHOAMI"], calls.record("reply"))
-            assert await calls.count("reply", 3) == [b"second"] * 3
-            assert not calls.of("down")
-        credentials.renew("second", "p")  # nobody is there any more
-
-    run_async(main)
+async def test_open_connections_log_in_anew(redis: EmbeddedRedis, caplog: pytest.LogCaptureFixture) -> None:
+    for user in ("first", "second"):
+        await query(redis.url, ["ACL", "SETUSER", user, "on", ">p", "~*", "&*", "+@all"])
+    credentials = Credentials(giving(("first", "p")))
+    async with up(redis.url, hasty(credentials)) as (one, calls), up(redis.url, hasty(credentials)) as (two, _):
+        await asyncio.to_thread(credentials.renew, "second", b"p")  # a provider has threads of its own
+        for link in (one, two):
+            link.send(["ACL", "WHOAMI"], calls.record("reply"))
+        assert await calls.count("reply", 2) == [b"second"] * 2
+        with caplog.at_level(logging.WARNING, "dynamoth.link"):
+            credentials.renew("second", "wrong")
+            while not caplog.messages:  # noqa: ASYNC110  # nobody tells of a line in a log
+                await asyncio.sleep(0.001)
+        assert "refused renewed credentials" in caplog.messages[0]
+        assert "wrong" not in caplog.messages[0].lower().replace("wrongpass", "")
+        one.send(["ACL", "WHOAMI"], calls.record("reply"))
+        assert await calls.count("reply", 3) == [b"second"] * 3
+        assert not calls.of("down")
+    credentials.renew("second", "p")  # nobody is there any more
 
 
 def test_what_is_said_of_the_library(run_async: Runner) -> None:

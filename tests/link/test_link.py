@@ -16,313 +16,246 @@ from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.link import Link
 from dynamoth_link.options import LinkOptions, TlsOptions
 from dynamoth_link.query import query
-from tests.link.harness import HASTY, Recorder, Runner, opened, up
+from tests.link.harness import HASTY, Recorder, Runner, opened, subscribed, up
 from tests.redis_servers import RedisServerFactory
 from tests.tls import Certificates, make_certificates, tls_in_front_of
 
 
-def test_replies_come_in_the_order_of_the_commands(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
-        async with up(redis.url) as (link, calls):
-            for number in range(1000):
-                assert link.send(["ECHO", number], calls.record("reply"))
-            link.send(["NONSENSE"], calls.record("reply"))
-            link.send([b"INCRBYFLOAT", "x", 1.5])  # a reply that nobody wants
-            link.send(["ECHO", "é"], calls.record("reply"))
-            replies = await calls.count("reply", 1002)
-            assert replies[:1000] == [b"%d" % number for number in range(1000)]
-            assert isinstance(replies[1000], ErrorReply)
-            assert "NONSENSE" in str(replies[1000])
-            assert replies[1001] == "é".encode()
-
-    run_async(main)
+async def test_replies_come_in_the_order_of_the_commands(redis: EmbeddedRedis) -> None:
+    async with up(redis.url) as (link, calls):
+        for number in range(1000):
+            assert link.send(["ECHO", number], calls.record("reply"))
+        link.send(["NONSENSE"], calls.record("reply"))
+        link.send([b"INCRBYFLOAT", "x", 1.5])  # a reply that nobody wants
+        link.send(["ECHO", "é"], calls.record("reply"))
+        replies = await calls.count("reply", 1002)
+        assert replies[:1000] == [b"%d" % number for number in range(1000)]
+        assert isinstance(replies[1000], ErrorReply)
+        assert "NONSENSE" in str(replies[1000])
+        assert replies[1001] == "é".encode()
 
 
-def test_up_tells_the_run_id(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
-        async with up(redis.url) as (_, calls):
-            ((run_id,), info) = (calls.of("up"), await query(redis.url, ["INFO", "server"]))
-            assert f"run_id:{run_id}\r\n".encode() in info[0]
-
-    run_async(main)
+async def test_up_tells_the_run_id(redis: EmbeddedRedis) -> None:
+    async with up(redis.url) as (_, calls):
+        ((run_id,), info) = (calls.of("up"), await query(redis.url, ["INFO", "server"]))
+        assert f"run_id:{run_id}\r\n".encode() in info[0]
 
 
-def test_a_server_that_hides_its_run_id(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
-        await query(redis.url, ["ACL", "SETUSER", "u", "on", ">p", "~*", "&*", "+@all", "-info", "-ping"])
-        async with up(redis.url.replace("://", "://u:p@")) as (_, calls):
-            assert calls.of("up") == [None]
-
-    run_async(main)
+async def test_a_server_that_hides_its_run_id(redis: EmbeddedRedis) -> None:
+    await query(redis.url, ["ACL", "SETUSER", "u", "on", ">p", "~*", "&*", "+@all", "-info", "-ping"])
+    async with up(redis.url.replace("://", "://u:p@")) as (_, calls):
+        assert calls.of("up") == [None]
 
 
-def test_subscriptions_do_not_take_the_replies_of_commands(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
-        async with up(redis.url) as (link, calls):
-            link.send(["ECHO", 1], calls.record("reply"))
-            link.send([b"SUBSCRIBE", b"a", "b", b"a"], calls.record("refused"))
-            link.send(["ECHO", 2], calls.record("reply"))
-            link.send(["psubscribe", b"x*"], calls.record("refused"))
-            link.send([b"PUBLISH", b"a", b"hello"], calls.record("reply"))
-            link.send([b"UNSUBSCRIBE", b"a", b"never"], calls.record("refused"))
-            link.send(["PUNSUBSCRIBE", "x*"], calls.record("refused"))
-            link.send(["ECHO", 3], calls.record("reply"))
-            assert await calls.count("reply", 4) == [b"1", b"2", 1, b"3"]
-            assert calls.of("refused") == []
-            assert calls.pushes == [
-                [b"subscribe", b"a", 1],
-                [b"subscribe", b"b", 2],
-                [b"subscribe", b"a", 2],
-                [b"psubscribe", b"x*", 3],
-                [b"message", b"a", b"hello"],
-                [b"unsubscribe", b"a", 2],
-                [b"unsubscribe", b"never", 2],
-                [b"punsubscribe", b"x*", 1],
-            ]
-
-    run_async(main)
+async def test_subscriptions_do_not_take_the_replies_of_commands(redis: EmbeddedRedis) -> None:
+    async with up(redis.url) as (link, calls):
+        link.send(["ECHO", 1], calls.record("reply"))
+        link.send([b"SUBSCRIBE", b"a", "b", b"a"], calls.record("refused"))
+        link.send(["ECHO", 2], calls.record("reply"))
+        link.send(["psubscribe", b"x*"], calls.record("refused"))
+        link.send([b"PUBLISH", b"a", b"hello"], calls.record("reply"))
+        link.send([b"UNSUBSCRIBE", b"a", b"never"], calls.record("refused"))
+        link.send(["PUNSUBSCRIBE", "x*"], calls.record("refused"))
+        link.send(["ECHO", 3], calls.record("reply"))
+        assert await calls.count("reply", 4) == [b"1", b"2", 1, b"3"]
+        assert calls.of("refused") == []
+        assert calls.pushes == [
+            [b"subscribe", b"a", 1],
+            [b"subscribe", b"b", 2],
+            [b"subscribe", b"a", 2],
+            [b"psubscribe", b"x*", 3],
+            [b"message", b"a", b"hello"],
+            [b"unsubscribe", b"a", 2],
+            [b"unsubscribe", b"never", 2],
+            [b"punsubscribe", b"x*", 1],
+        ]
 
 
-def test_an_error_goes_to_the_subscription_that_was_refused(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
-        await query(redis.url, ["ACL", "SETUSER", "u", "on", ">p", "~*", "resetchannels", "&ok*", "+@all"])
-        async with up(redis.url.replace("://", "://u:p@")) as (link, calls):
-            link.send(["SUBSCRIBE", "ok1", "ok2"], calls.record("first"))
-            link.send(["SUBSCRIBE", "ok3", "secret"], calls.record("second"))
-            link.send(["SUBSCRIBE", "ok4"], calls.record("third"))
-            link.send(["PSUBSCRIBE", "*"])
-            link.send(["PING"], calls.record("ping"))
-            assert await calls.count("ping", 1) == [b"PONG"]
-            assert calls.of("first") == []
-            assert calls.of("third") == []
-            (refusal,) = calls.of("second")
-            assert isinstance(refusal, ErrorReply)
-            assert str(refusal).startswith("NOPERM")
-            assert [push[1] for push in calls.pushes] == [b"ok1", b"ok2", b"ok4"]
-            await query(redis.url, ["PUBLISH", "ok4", "x"])  # a push while nothing is pending
-            await calls.until(lambda: len(calls.pushes) == 4)
-
-    run_async(main)
+async def test_an_error_goes_to_the_subscription_that_was_refused(redis: EmbeddedRedis) -> None:
+    await query(redis.url, ["ACL", "SETUSER", "u", "on", ">p", "~*", "resetchannels", "&ok*", "+@all"])
+    async with up(redis.url.replace("://", "://u:p@")) as (link, calls):
+        link.send(["SUBSCRIBE", "ok1", "ok2"], calls.record("first"))
+        link.send(["SUBSCRIBE", "ok3", "secret"], calls.record("second"))
+        link.send(["SUBSCRIBE", "ok4"], calls.record("third"))
+        link.send(["PSUBSCRIBE", "*"])
+        link.send(["PING"], calls.record("ping"))
+        assert await calls.count("ping", 1) == [b"PONG"]
+        assert calls.of("first") == []
+        assert calls.of("third") == []
+        (refusal,) = calls.of("second")
+        assert isinstance(refusal, ErrorReply)
+        assert str(refusal).startswith("NOPERM")
+        assert [push[1] for push in calls.pushes] == [b"ok1", b"ok2", b"ok4"]
+        await query(redis.url, ["PUBLISH", "ok4", "x"])  # a push while nothing is pending
+        await calls.until(lambda: len(calls.pushes) == 4)
 
 
-def test_pushes_and_replies_keep_the_order_of_the_connection(redis: EmbeddedRedis, run_async: Runner) -> None:
+async def test_pushes_and_replies_keep_the_order_of_the_connection(redis: EmbeddedRedis) -> None:
     """GET is answered with what the publication before it has set, so the order is known."""
-
-    async def main() -> None:
-        async with up(redis.url) as (link, calls), up(redis.url) as (publisher, _):
-            link.send(["SUBSCRIBE", "c"])
-            await calls.until(lambda: calls.pushes)
-            for number in range(500):
-                script = "redis.call('SET', 'n', ARGV[1]); return redis.call('PUBLISH', 'c', ARGV[1])"
-                publisher.send(["EVAL", script, 0, number])
-                if number % 7 == 0:
-                    link.send(["GET", "n"], calls.record("reply"))
-                    await asyncio.sleep(0)
-            await calls.until(lambda: len(calls.pushes) == 501)
-            await calls.count("reply", 72)
-            latest = -1
-            for name, value in calls.calls:
-                if name == "pushes" and value[0][0] == b"message":
-                    numbers = [int(push[2]) for push in value]
-                    assert numbers == list(range(latest + 1, latest + 1 + len(numbers)))
-                    latest = numbers[-1]
-                elif name == "reply":
-                    assert int(value or -1) == latest
-
-    run_async(main)
+    async with subscribed(redis.url) as (link, calls), up(redis.url) as (publisher, _):
+        for number in range(500):
+            script = "redis.call('SET', 'n', ARGV[1]); return redis.call('PUBLISH', 'c', ARGV[1])"
+            publisher.send(["EVAL", script, 0, number])
+            if number % 7 == 0:
+                link.send(["GET", "n"], calls.record("reply"))
+                await asyncio.sleep(0)
+        await calls.until(lambda: len(calls.pushes) == 501)
+        await calls.count("reply", 72)
+        latest = -1
+        for name, value in calls.calls:
+            if name == "pushes" and value[0][0] == b"message":
+                numbers = [int(push[2]) for push in value]
+                assert numbers == list(range(latest + 1, latest + 1 + len(numbers)))
+                latest = numbers[-1]
+            elif name == "reply":
+                assert int(value or -1) == latest
 
 
-def test_commands_that_are_sent_together_are_answered_in_order(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
-        async with up(redis.url) as (link, calls):
-            link.send(["ECHO", "before"], calls.record("reply"))
-            assert link.send_all([[b"ECHO", b"%d" % n] for n in range(998)] + [["ECHO", "é"], ["NONSENSE"]], calls.many)
-            link.send(["ECHO", "behind"], calls.record("reply"))
-            replies = await calls.count("reply", 1002)
-            assert replies[:999] == [b"before", *(b"%d" % number for number in range(998))]
-            assert (replies[999], type(replies[1000]), replies[1001]) == ("é".encode(), ErrorReply, b"behind")
-            assert len(calls.of("replies")) < 100, "many at once"
-
-    run_async(main)
+async def test_commands_that_are_sent_together_are_answered_in_order(redis: EmbeddedRedis) -> None:
+    async with up(redis.url) as (link, calls):
+        link.send(["ECHO", "before"], calls.record("reply"))
+        assert link.send_all([[b"ECHO", b"%d" % n] for n in range(998)] + [["ECHO", "é"], ["NONSENSE"]], calls.many)
+        link.send(["ECHO", "behind"], calls.record("reply"))
+        replies = await calls.count("reply", 1002)
+        assert replies[:999] == [b"before", *(b"%d" % number for number in range(998))]
+        assert (replies[999], type(replies[1000]), replies[1001]) == ("é".encode(), ErrorReply, b"behind")
+        assert len(calls.of("replies")) < 100, "many at once"
 
 
-def test_pushes_between_replies_to_commands_sent_together_keep_their_place(
-    redis: EmbeddedRedis, run_async: Runner
-) -> None:
-    async def main() -> None:
-        async with up(redis.url) as (link, calls):
-            link.send(["SUBSCRIBE", "c"])
-            await calls.until(lambda: calls.pushes)
-            link.send_all([(b"PUBLISH", b"c", b"%d" % number) for number in range(500)], calls.many)
-            await calls.count("reply", 500)
-            await calls.until(lambda: len(calls.pushes) == 501)
-            order: list[int] = []
-            for name, value in calls.calls[2:]:
-                order += [int(push[2]) for push in value] if name == "pushes" else [-1] * (name == "reply")
-            # A message to its own publisher comes before the reply to PUBLISH, and since Redis 7.2 behind it.
-            message_first = [each for number in range(500) for each in (number, -1)]
-            assert order in (message_first, [each for number in range(500) for each in (-1, number)])
-
-    run_async(main)
+async def test_pushes_between_replies_to_commands_sent_together_keep_their_place(redis: EmbeddedRedis) -> None:
+    async with subscribed(redis.url) as (link, calls):
+        link.send_all([(b"PUBLISH", b"c", b"%d" % number) for number in range(500)], calls.many)
+        await calls.count("reply", 500)
+        await calls.until(lambda: len(calls.pushes) == 501)
+        order: list[int] = []
+        for name, value in calls.calls[2:]:
+            order += [int(push[2]) for push in value] if name == "pushes" else [-1] * (name == "reply")
+        # A message to its own publisher comes before the reply to PUBLISH, and since Redis 7.2 behind it.
+        message_first = [each for number in range(500) for each in (number, -1)]
+        assert order in (message_first, [each for number in range(500) for each in (-1, number)])
 
 
-def test_a_link_that_is_stopped_between_two_replies_calls_no_more(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
-        async with up(redis.url) as (link, calls):
-            link.send(["SUBSCRIBE", "c"])
-            await calls.until(lambda: calls.pushes)
+async def test_a_link_that_is_stopped_between_two_replies_calls_no_more(redis: EmbeddedRedis) -> None:
+    async with subscribed(redis.url) as (link, calls):
 
-            def stop(values: list[Any]) -> None:
-                calls.many(values)
-                link.stop()
+        def stop(values: list[Any]) -> None:
+            calls.many(values)
+            link.stop()
 
-            link.send_all([(b"ECHO", b"1"), (b"PUBLISH", b"c", b"2"), (b"ECHO", b"3")], stop)
-            await calls.count("reply", 1)
-            await link.close()
-            [replies] = calls.of("replies")
-            assert replies in ([b"1"], [b"1", 1]), "the message comes before the reply to PUBLISH, or behind it"
-            assert len(calls.pushes) == 1
-
-    run_async(main)
+        link.send_all([(b"ECHO", b"1"), (b"PUBLISH", b"c", b"2"), (b"ECHO", b"3")], stop)
+        await calls.count("reply", 1)
+        await link.close()
+        [replies] = calls.of("replies")
+        assert replies in ([b"1"], [b"1", 1]), "the message comes before the reply to PUBLISH, or behind it"
+        assert len(calls.pushes) == 1
 
 
-def test_a_read_is_handed_on_as_one_batch(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
-        async with up(redis.url) as (link, calls), up(redis.url) as (publisher, _):
-            link.send(["SUBSCRIBE", "c"])
-            await calls.until(lambda: calls.pushes)
-            link.pause_reading()
-            for _number in range(1000):
-                publisher.send(["PUBLISH", "c", b"x" * 16], calls.record("published"))
-            await calls.count("published", 1000)
-            link.resume_reading()
-            await calls.until(lambda: len(calls.pushes) == 1001)
-            assert len(calls.of("pushes")) < 10
-
-    run_async(main)
+async def test_a_read_is_handed_on_as_one_batch(redis: EmbeddedRedis) -> None:
+    async with subscribed(redis.url) as (link, calls), up(redis.url) as (publisher, _):
+        link.pause_reading()
+        for _number in range(1000):
+            publisher.send(["PUBLISH", "c", b"x" * 16], calls.record("published"))
+        await calls.count("published", 1000)
+        link.resume_reading()
+        await calls.until(lambda: len(calls.pushes) == 1001)
+        assert len(calls.of("pushes")) < 10
 
 
-def test_a_pause_holds_the_pushes_back(redis: EmbeddedRedis, run_async: Runner) -> None:
+async def test_a_pause_holds_the_pushes_back(redis: EmbeddedRedis) -> None:
     """And liveness keeps quiet: the pause is longer than interval and timeout together."""
-
-    async def main() -> None:
-        async with up(redis.url) as (link, calls):
-            link.send(["SUBSCRIBE", "c"])
-            await calls.until(lambda: calls.pushes)
-            link.pause_reading()
-            await query(redis.url, ["PUBLISH", "c", "1"])
-            await asyncio.sleep(2 * (HASTY.ping_interval_s + HASTY.ping_timeout_s))  # that nothing happens in it
-            assert len(calls.pushes) == 1
-            link.resume_reading()
-            await calls.until(lambda: len(calls.pushes) == 2)
-            assert calls.of("down") == []
-
-    run_async(main)
+    async with subscribed(redis.url) as (link, calls):
+        link.pause_reading()
+        await query(redis.url, ["PUBLISH", "c", "1"])
+        await asyncio.sleep(2 * (HASTY.ping_interval_s + HASTY.ping_timeout_s))  # that nothing happens in it
+        assert len(calls.pushes) == 1
+        link.resume_reading()
+        await calls.until(lambda: len(calls.pushes) == 2)
+        assert calls.of("down") == []
 
 
-def test_a_pause_outlives_the_connection(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
-        async with opened(redis.url) as (link, calls):
-            link.pause_reading()
-            await calls.count("up", 1)
-            assert link.send(["PING"], calls.record("reply"))
-            await query(redis.url, ["PING"])
-            assert calls.of("reply") == []
-            link.resume_reading()
-            await calls.count("reply", 1)
-
-    run_async(main)
+async def test_a_pause_outlives_the_connection(redis: EmbeddedRedis) -> None:
+    async with opened(redis.url) as (link, calls):
+        link.pause_reading()
+        await calls.count("up", 1)
+        assert link.send(["PING"], calls.record("reply"))
+        await query(redis.url, ["PING"])
+        assert calls.of("reply") == []
+        link.resume_reading()
+        await calls.count("reply", 1)
 
 
-def test_a_killed_server_comes_back_as_another_one(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
-        async with up(redis.url) as (link, calls):
-            await asyncio.to_thread(redis.kill)
-            (reason,) = (await calls.count("down", 1))[:1]
-            assert "closed by the server" in reason
-            assert not link.is_up
-            assert not link.send(["ECHO", "lost"], calls.record("reply"))
-            assert link.write_buffer_size == 0
-            await calls.count("down", 3)
-            assert "connection refused: start the server" in calls.of("down")[-1]
-            assert str(link.fault) == calls.of("down")[-1]
-            # Not in a thread: the server dies with the thread that started it.
-            redis.restart()
-            first, second = await calls.count("up", 2)
-            assert first != second
-            link.send(["ECHO", "back"], calls.record("reply"))
-            assert await calls.count("reply", 1) == [b"back"]
-
-    run_async(main)
+async def test_a_killed_server_comes_back_as_another_one(redis: EmbeddedRedis) -> None:
+    async with up(redis.url) as (link, calls):
+        await asyncio.to_thread(redis.kill)
+        (reason,) = (await calls.count("down", 1))[:1]
+        assert "closed by the server" in reason
+        assert not link.is_up
+        assert not link.send(["ECHO", "lost"], calls.record("reply"))
+        assert link.write_buffer_size == 0
+        await calls.count("down", 3)
+        assert "connection refused: start the server" in calls.of("down")[-1]
+        assert str(link.fault) == calls.of("down")[-1]
+        # Not in a thread: the server dies with the thread that started it.
+        redis.restart()
+        first, second = await calls.count("up", 2)
+        assert first != second
+        link.send(["ECHO", "back"], calls.record("reply"))
+        assert await calls.count("reply", 1) == [b"back"]
 
 
-def test_a_reply_that_was_lost_with_the_connection_never_comes(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
-        async with up(redis.url) as (link, calls):
-            redis.pause()
-            link.send(["ECHO", "lost"], calls.record("reply"))
-            link.send(["SUBSCRIBE", "c"], calls.record("reply"))
-            reason = (await calls.count("down", 1))[0]
-            assert "not even the answer to a PING" in reason
-            redis.resume()
-            await calls.count("up", 2)
-            link.send(["ECHO", "new"], calls.record("reply"))
-            assert await calls.count("reply", 1) == [b"new"]
-            assert calls.pushes == []
-
-    run_async(main)
+async def test_a_reply_that_was_lost_with_the_connection_never_comes(redis: EmbeddedRedis) -> None:
+    async with up(redis.url) as (link, calls):
+        redis.pause()
+        link.send(["ECHO", "lost"], calls.record("reply"))
+        link.send(["SUBSCRIBE", "c"], calls.record("reply"))
+        reason = (await calls.count("down", 1))[0]
+        assert "not even the answer to a PING" in reason
+        redis.resume()
+        await calls.count("up", 2)
+        link.send(["ECHO", "new"], calls.record("reply"))
+        assert await calls.count("reply", 1) == [b"new"]
+        assert calls.pushes == []
 
 
-def test_wrong_passwords_are_named(redis_server_factory: RedisServerFactory, run_async: Runner) -> None:
+async def test_wrong_passwords_are_named(redis_server_factory: RedisServerFactory) -> None:
     server = redis_server_factory(password="right")
     place = f"127.0.0.1:{server.port}"
-
-    async def main() -> None:
-        for url, says in [
-            (f"redis://{place}", "asks for a password and none was given"),
-            (f"redis://{place}", "from DYNAMOTH_LINK_PASSWORD"),  # a URL with one is refused in their configuration
-            (f"redis://:wrong@{place}", "wrong password for the default user"),
-            (f"redis://nobody:wrong@{place}", "wrong password for user 'nobody'"),
-        ]:
-            async with opened(url) as (_, calls):
-                first, second = (await calls.count("down", 2))[:2]
-                assert says in first
-                assert "wrong@" not in first
-                assert first == second
-                assert calls.of("up") == []
-        async with up(server.url):
-            pass
-        async with up(f"redis://{place}", LinkOptions(password="right")):
-            pass
-
-    run_async(main)
+    for url, says in [
+        (f"redis://{place}", "asks for a password and none was given"),
+        (f"redis://{place}", "from DYNAMOTH_LINK_PASSWORD"),  # a URL with one is refused in their configuration
+        (f"redis://:wrong@{place}", "wrong password for the default user"),
+        (f"redis://nobody:wrong@{place}", "wrong password for user 'nobody'"),
+    ]:
+        async with opened(url) as (_, calls):
+            first, second = (await calls.count("down", 2))[:2]
+            assert says in first
+            assert "wrong@" not in first
+            assert first == second
+            assert calls.of("up") == []
+    async with up(server.url):
+        pass
+    async with up(f"redis://{place}", LinkOptions(password="right")):
+        pass
 
 
-def test_name_and_database(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
-        async with up(redis.url + "/3", LinkOptions(client_name="me")) as (link, calls):
-            link.send(["CLIENT", "LIST"], calls.record("reply"))
-            (clients,) = await calls.count("reply", 1)
-            assert b" name=me " in clients
-            assert b" db=3 " in clients
-        async with opened(redis.url + "/999") as (_, calls):
-            assert "no such database" in (await calls.count("down", 1))[0]
-
-    run_async(main)
+async def test_name_and_database(redis: EmbeddedRedis) -> None:
+    async with up(redis.url + "/3", LinkOptions(client_name="me")) as (link, calls):
+        link.send(["CLIENT", "LIST"], calls.record("reply"))
+        (clients,) = await calls.count("reply", 1)
+        assert b" name=me " in clients
+        assert b" db=3 " in clients
+    async with opened(redis.url + "/999") as (_, calls):
+        assert "no such database" in (await calls.count("down", 1))[0]
 
 
-def test_unix_socket(redis_server_factory: RedisServerFactory, tmp_path: Path, run_async: Runner) -> None:
+async def test_unix_socket(redis_server_factory: RedisServerFactory, tmp_path: Path) -> None:
     path = tmp_path / "redis.sock"
     redis_server_factory(options={"unixsocket": str(path)})
-
-    async def main() -> None:
-        async with up(f"unix://{path}") as (link, calls):
-            link.send(["PING"], calls.record("reply"))
-            assert await calls.count("reply", 1) == [b"PONG"]
-        async with opened(f"unix://{path}x") as (_, calls):
-            assert "there is no such socket" in (await calls.count("down", 1))[0]
-
-    run_async(main)
+    async with up(f"unix://{path}") as (link, calls):
+        link.send(["PING"], calls.record("reply"))
+        assert await calls.count("reply", 1) == [b"PONG"]
+    async with opened(f"unix://{path}x") as (_, calls):
+        assert "there is no such socket" in (await calls.count("down", 1))[0]
 
 
 @pytest.fixture(scope="module")
@@ -371,14 +304,11 @@ def test_tls(redis_server_factory: RedisServerFactory, certificates: Certificate
         run_async(lambda: main(port))
 
 
-def test_tls_to_a_port_without_it(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
-        # Redis takes the greeting of TLS for the beginning of a command, and waits for the rest.
-        options = LinkOptions(connect_timeout_s=0.1)
-        async with opened(redis.url.replace("redis:", "rediss:"), options) as (_, calls):
-            assert "rediss://" in (await calls.count("down", 1))[0]
-
-    run_async(main)
+async def test_tls_to_a_port_without_it(redis: EmbeddedRedis) -> None:
+    # Redis takes the greeting of TLS for the beginning of a command, and waits for the rest.
+    options = LinkOptions(connect_timeout_s=0.1)
+    async with opened(redis.url.replace("redis:", "rediss:"), options) as (_, calls):
+        assert "rediss://" in (await calls.count("down", 1))[0]
 
 
 def test_exceptions_in_callbacks_are_reported_and_survived(redis: EmbeddedRedis, run_async: Runner) -> None:
@@ -411,142 +341,116 @@ def test_exceptions_in_callbacks_are_reported_and_survived(redis: EmbeddedRedis,
     assert all("bug in" in report for report in reported)
 
 
-def test_a_link_that_is_cut_says_so_at_once_and_comes_back_without_a_wait(
-    redis: EmbeddedRedis, run_async: Runner
-) -> None:
-    async def main() -> None:
-        async with up(redis.url, LinkOptions(backoff_s_min=1000.0, backoff_s_max=1000.0)) as (link, calls):
-            for number in (1, 2):
-                link.send(["ECHO", number], calls.record("lost"))
-                link.cut()
-                assert not link.is_up
-                assert calls.of("down")[number - 1 :] == [str(link.fault)]
-                assert "cut by the application" in str(link.fault)
-                link.cut()  # nothing to cut
-                await calls.count("up", number + 1)
-                assert link.fault is None
-            link.send(["ECHO", 3], calls.record("reply"))
-            assert await calls.count("reply", 1) == [b"3"]
-            assert len(calls.of("down")) == 2
-            link.cut()  # and it is closed while it is cut
-        assert calls.of("lost") == []
-
-    run_async(main)
+async def test_a_link_that_is_cut_says_so_at_once_and_comes_back_without_a_wait(redis: EmbeddedRedis) -> None:
+    async with up(redis.url, LinkOptions(backoff_s_min=1000.0, backoff_s_max=1000.0)) as (link, calls):
+        for number in (1, 2):
+            link.send(["ECHO", number], calls.record("lost"))
+            link.cut()
+            assert not link.is_up
+            assert calls.of("down")[number - 1 :] == [str(link.fault)]
+            assert "cut by the application" in str(link.fault)
+            link.cut()  # nothing to cut
+            await calls.count("up", number + 1)
+            assert link.fault is None
+        link.send(["ECHO", 3], calls.record("reply"))
+        assert await calls.count("reply", 1) == [b"3"]
+        assert len(calls.of("down")) == 2
+        link.cut()  # and it is closed while it is cut
+    assert calls.of("lost") == []
 
 
-def test_a_command_that_cannot_be_sent_harms_no_other(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
+async def test_a_command_that_cannot_be_sent_harms_no_other(redis: EmbeddedRedis) -> None:
+    async with up(redis.url) as (link, calls):
+        wrong: list[tuple[Any, type[Exception]]] = [
+            ([], ValueError),
+            (["SUBSCRIBE"], ValueError),
+            (["UNSUBSCRIBE"], ValueError),
+            (["ECHO", None], TypeError),
+            (["SUBSCRIBE", None], TypeError),
+        ]
+        for args, error in wrong:
+            with pytest.raises(error):
+                link.send(args, calls.record("wrong"))
+        unsendable: Any = ("ECHO", None)
+        with pytest.raises(TypeError):
+            link.send_all([("ECHO", 1), unsendable], calls.record("wrong"))
+        assert link.write_buffer_size == 0
+        link.send(["ECHO", 1], calls.record("reply"))
+        assert await calls.count("reply", 1) == [b"1"]
+        assert calls.of("wrong") == []
+
+
+async def test_what_was_sent_before_close_goes_out(redis: EmbeddedRedis) -> None:
+    async with subscribed(redis.url) as (_, seen):
         async with up(redis.url) as (link, calls):
-            wrong: list[tuple[Any, type[Exception]]] = [
-                ([], ValueError),
-                (["SUBSCRIBE"], ValueError),
-                (["UNSUBSCRIBE"], ValueError),
-                (["ECHO", None], TypeError),
-                (["SUBSCRIBE", None], TypeError),
-            ]
-            for args, error in wrong:
-                with pytest.raises(error):
-                    link.send(args, calls.record("wrong"))
-            unsendable: Any = ("ECHO", None)
-            with pytest.raises(TypeError):
-                link.send_all([("ECHO", 1), unsendable], calls.record("wrong"))
-            assert link.write_buffer_size == 0
-            link.send(["ECHO", 1], calls.record("reply"))
-            assert await calls.count("reply", 1) == [b"1"]
-            assert calls.of("wrong") == []
-
-    run_async(main)
+            link.send(["PUBLISH", "c", b"x" * 5_000_000], calls.record("reply"))
+        assert calls.of("reply") == []
+        await seen.until(lambda: len(seen.pushes) == 2)
 
 
-def test_what_was_sent_before_close_goes_out(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
-        async with up(redis.url) as (watcher, seen):
-            watcher.send(["SUBSCRIBE", "c"])
-            await seen.until(lambda: seen.pushes)
-            async with up(redis.url) as (link, calls):
-                link.send(["PUBLISH", "c", b"x" * 5_000_000], calls.record("reply"))
-            assert calls.of("reply") == []
-            await seen.until(lambda: len(seen.pushes) == 2)
-
-    run_async(main)
-
-
-def test_close_at_any_moment_leaves_nothing_behind(redis: EmbeddedRedis, run_async: Runner) -> None:
+async def test_close_at_any_moment_leaves_nothing_behind(redis: EmbeddedRedis) -> None:
     """The runner looks for tasks; the server's own count is what tells of sockets."""
-
-    async def main() -> None:
-        for turns in range(60):
-            calls = Recorder()
-            link = Link(
-                redis.url,
-                on_up=calls.record("up"),
-                on_down=calls.record("down"),
-                on_pushes=calls.record("pushes"),
-            )
-            link.start()
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            if turns % 2:
-                link.stop()
-                count = len(calls.calls)
-                await link.close()
-                assert len(calls.calls) == count
-            else:
-                closing = asyncio.ensure_future(link.close())
-                await asyncio.sleep(0)
-                closing.cancel()
-                await asyncio.wait({closing})
-        async with asyncio.timeout(10):
-            while b"connected_clients:1\r\n" not in (await query(redis.url, ["INFO", "clients"]))[0]:
-                pass  # the server sees a moment later that a socket was closed
-
-    run_async(main)
-
-
-def test_stop_from_a_callback_is_the_last_one(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
+    for turns in range(60):
         calls = Recorder()
-
-        def stop(value: Any) -> None:
-            calls.record("stopped")(value)
-            link.stop()
-
-        link = Link(redis.url, on_up=stop, on_down=calls.record("down"), on_pushes=calls.record("pushes"))
+        link = Link(
+            redis.url,
+            on_up=calls.record("up"),
+            on_down=calls.record("down"),
+            on_pushes=calls.record("pushes"),
+        )
         link.start()
-        await calls.count("stopped", 1)
-        assert not link.send(["PING"])
-        await link.close()
-
-        async with up(redis.url) as (link, calls):
-            link.send(["SUBSCRIBE", "c"])
-            link.send(["ECHO", 1], stop)
-            link.send(["SUBSCRIBE", "d"])
-            link.send(["ECHO", 2], calls.record("reply"))
-            await calls.count("stopped", 1)
-            assert len(calls.of("pushes")) == 1
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if turns % 2:
+            link.stop()
+            count = len(calls.calls)
             await link.close()
-            assert [name for name, _ in calls.calls] == ["up", "pushes", "stopped"]
+            assert len(calls.calls) == count
+        else:
+            closing = asyncio.ensure_future(link.close())
+            await asyncio.sleep(0)
+            closing.cancel()
+            await asyncio.wait({closing})
+    async with asyncio.timeout(10):
+        while b"connected_clients:1\r\n" not in (await query(redis.url, ["INFO", "clients"]))[0]:
+            pass  # the server sees a moment later that a socket was closed
 
-    run_async(main)
+
+async def test_stop_from_a_callback_is_the_last_one(redis: EmbeddedRedis) -> None:
+    calls = Recorder()
+
+    def stop(value: Any) -> None:
+        calls.record("stopped")(value)
+        link.stop()
+
+    link = Link(redis.url, on_up=stop, on_down=calls.record("down"), on_pushes=calls.record("pushes"))
+    link.start()
+    await calls.count("stopped", 1)
+    assert not link.send(["PING"])
+    await link.close()
+
+    async with up(redis.url) as (link, calls):
+        link.send(["SUBSCRIBE", "c"])
+        link.send(["ECHO", 1], stop)
+        link.send(["SUBSCRIBE", "d"])
+        link.send(["ECHO", 2], calls.record("reply"))
+        await calls.count("stopped", 1)
+        assert len(calls.of("pushes")) == 1
+        await link.close()
+        assert [name for name, _ in calls.calls] == ["up", "pushes", "stopped"]
 
 
 @pytest.mark.parametrize("options", [{}, {socket.TCP_KEEPIDLE: 17, socket.TCP_KEEPINTVL: 3}, None])
-def test_sockets_are_kept_alive(redis: EmbeddedRedis, run_async: Runner, options: dict[int, int] | None) -> None:
-    async def main() -> None:
-        async with up(redis.url, LinkOptions(keepalive=options)) as (link, _):
-            connection: Any = link._connection  # pyright: ignore[reportPrivateUsage]  # no other way to see it
-            sock = connection._transport.get_extra_info("socket")
-            assert bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)) == (options is not None)
-            for option, value in (options or {}).items():
-                assert sock.getsockopt(socket.IPPROTO_TCP, option) == value
-
-    run_async(main)
+async def test_sockets_are_kept_alive(redis: EmbeddedRedis, options: dict[int, int] | None) -> None:
+    async with up(redis.url, LinkOptions(keepalive=options)) as (link, _):
+        connection: Any = link._connection  # pyright: ignore[reportPrivateUsage]  # no other way to see it
+        sock = connection._transport.get_extra_info("socket")
+        assert bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)) == (options is not None)
+        for option, value in (options or {}).items():
+            assert sock.getsockopt(socket.IPPROTO_TCP, option) == value
 
 
 @pytest.mark.parametrize("options", [{9999: 1}, {socket.TCP_KEEPIDLE: "soon"}, {"TCP_KEEPIDLE": 1}])
-def test_options_of_keepalive_that_cannot_be_set(redis: EmbeddedRedis, run_async: Runner, options: Any) -> None:
-    async def main() -> None:
-        async with opened(redis.url, LinkOptions(keepalive=options)) as (_, calls):
-            assert "the keepalive options cannot be set" in (await calls.count("down", 1))[0]
-
-    run_async(main)
+async def test_options_of_keepalive_that_cannot_be_set(redis: EmbeddedRedis, options: Any) -> None:
+    async with opened(redis.url, LinkOptions(keepalive=options)) as (_, calls):
+        assert "the keepalive options cannot be set" in (await calls.count("down", 1))[0]

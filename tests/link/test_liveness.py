@@ -10,7 +10,7 @@ import pytest
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.liveness import ANSWER_GRACE_S, LOOKS_PER_TIMEOUT, Liveness, Verdict
 from dynamoth_link.options import LinkOptions
-from tests.link.harness import HASTY, Runner, up
+from tests.link.harness import HASTY, up
 from tests.tcp_proxy import proxied
 
 INTERVAL_S, TIMEOUT_S = 10.0, 20.0
@@ -87,99 +87,78 @@ def test_the_defaults_find_a_cut_within_5_s_and_outlive_a_command_of_3_s() -> No
 
 
 @pytest.mark.parametrize("command", [None, ["PUBLISH", "c", "unanswered"], ["PUBLISH", "c", b"x" * 3_000_000]])
-def test_a_cut_connection_is_lost_in_time(
-    command: list[str | bytes] | None, redis: EmbeddedRedis, run_async: Runner
-) -> None:
+async def test_a_cut_connection_is_lost_in_time(command: list[str | bytes] | None, redis: EmbeddedRedis) -> None:
     """Whether commands wait for an answer or not, and whether they have left or not."""
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        options = replace(HASTY, ping_interval_s=0.2, ping_timeout_s=0.4)
-        async with proxied(redis.port) as proxy, up(f"redis://127.0.0.1:{proxy.port}", options) as (link, calls):
-            proxy.cut()
-            cut_at = loop.time()
-            if command is not None:
-                link.send(command, calls.record("reply"))
-            assert "not even the answer to a PING" in (await calls.count("down", 1))[0]
-            silent_s = loop.time() - cut_at
-            assert calls.of("reply") == []
-            # The proxy takes what its buffers hold, which is progress when it is seen at the first look.
-            late_s = 0.0 if command is None or len(command[2]) < 1000 else 0.4 / LOOKS_PER_TIMEOUT
-            assert silent_s < 0.2 + 0.4 + ANSWER_GRACE_S + late_s + 0.2  # 0.2 s for a machine that is busy
-            proxy.mend()
-            await calls.count("up", 2)
-
-    run_async(main)
+    loop = asyncio.get_running_loop()
+    options = replace(HASTY, ping_interval_s=0.2, ping_timeout_s=0.4)
+    async with proxied(redis.port) as proxy, up(f"redis://127.0.0.1:{proxy.port}", options) as (link, calls):
+        proxy.cut()
+        cut_at = loop.time()
+        if command is not None:
+            link.send(command, calls.record("reply"))
+        assert "not even the answer to a PING" in (await calls.count("down", 1))[0]
+        silent_s = loop.time() - cut_at
+        assert calls.of("reply") == []
+        # The proxy takes what its buffers hold, which is progress when it is seen at the first look.
+        late_s = 0.0 if command is None or len(command[2]) < 1000 else 0.4 / LOOKS_PER_TIMEOUT
+        assert silent_s < 0.2 + 0.4 + ANSWER_GRACE_S + late_s + 0.2  # 0.2 s for a machine that is busy
+        proxy.mend()
+        await calls.count("up", 2)
 
 
-def test_a_publisher_that_goes_on_loses_a_cut_connection_in_time(redis: EmbeddedRedis, run_async: Runner) -> None:
+async def test_a_publisher_that_goes_on_loses_a_cut_connection_in_time(redis: EmbeddedRedis) -> None:
     """Commands that are sent behind the PING are no sign of life."""
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        options = replace(HASTY, ping_interval_s=0.2, ping_timeout_s=0.4)
-        async with proxied(redis.port) as proxy, up(f"redis://127.0.0.1:{proxy.port}", options) as (link, calls):
-            proxy.cut()
-            cut_at = loop.time()
-            while not calls.of("down"):
-                link.send(["PUBLISH", "c", b"x" * 1000])
-                await asyncio.sleep(0.005)
-                assert loop.time() - cut_at < 0.2 + 0.4 + ANSWER_GRACE_S + 0.4 / LOOKS_PER_TIMEOUT + 0.3
-
-    run_async(main)
+    loop = asyncio.get_running_loop()
+    options = replace(HASTY, ping_interval_s=0.2, ping_timeout_s=0.4)
+    async with proxied(redis.port) as proxy, up(f"redis://127.0.0.1:{proxy.port}", options) as (link, calls):
+        proxy.cut()
+        cut_at = loop.time()
+        while not calls.of("down"):
+            link.send(["PUBLISH", "c", b"x" * 1000])
+            await asyncio.sleep(0.005)
+            assert loop.time() - cut_at < 0.2 + 0.4 + ANSWER_GRACE_S + 0.4 / LOOKS_PER_TIMEOUT + 0.3
 
 
-def test_a_large_message_under_way_is_no_silence(redis: EmbeddedRedis, run_async: Runner) -> None:
+async def test_a_large_message_under_way_is_no_silence(redis: EmbeddedRedis) -> None:
     """It takes several times as long as interval and timeout, most of it in buffers of the operating system."""
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        options = replace(HASTY, ping_interval_s=0.1, ping_timeout_s=0.2)
-        async with (
-            proxied(redis.port, bytes_per_s=1_500_000) as proxy,
-            up(f"redis://127.0.0.1:{proxy.port}", options) as (link, calls),
-        ):
-            began_at = loop.time()
-            link.send(["PUBLISH", "c", b"x" * 2_000_000], calls.record("reply"))
-            while not calls.of("reply"):
-                link.send(["PING"])  # so that more waits with each look
-                await asyncio.sleep(0.01)
-                assert calls.of("down") == []
-                assert loop.time() - began_at < 20
-            assert loop.time() - began_at > 2 * (0.1 + 0.2), "quick enough to prove nothing"
-
-    run_async(main)
-
-
-def test_a_large_message_that_comes_is_no_silence(redis: EmbeddedRedis, run_async: Runner) -> None:
-    async def main() -> None:
-        options = replace(HASTY, ping_interval_s=0.1, ping_timeout_s=0.2)
-        async with (
-            up(redis.url) as (direct, replies),
-            proxied(redis.port, bytes_per_s=1_500_000) as proxy,
-            up(f"redis://127.0.0.1:{proxy.port}", options) as (link, calls),
-        ):
-            link.send(["SUBSCRIBE", "c"])
-            await calls.count("pushes", 1)
-            direct.send(["PUBLISH", "c", b"x" * 2_000_000], replies.record("reply"))
-            await calls.count("pushes", 2)
+    loop = asyncio.get_running_loop()
+    options = replace(HASTY, ping_interval_s=0.1, ping_timeout_s=0.2)
+    async with (
+        proxied(redis.port, bytes_per_s=1_500_000) as proxy,
+        up(f"redis://127.0.0.1:{proxy.port}", options) as (link, calls),
+    ):
+        began_at = loop.time()
+        link.send(["PUBLISH", "c", b"x" * 2_000_000], calls.record("reply"))
+        while not calls.of("reply"):
+            link.send(["PING"])  # so that more waits with each look
+            await asyncio.sleep(0.01)
             assert calls.of("down") == []
+            assert loop.time() - began_at < 20
+        assert loop.time() - began_at > 2 * (0.1 + 0.2), "quick enough to prove nothing"
 
-    run_async(main)
+
+async def test_a_large_message_that_comes_is_no_silence(redis: EmbeddedRedis) -> None:
+    options = replace(HASTY, ping_interval_s=0.1, ping_timeout_s=0.2)
+    async with (
+        up(redis.url) as (direct, replies),
+        proxied(redis.port, bytes_per_s=1_500_000) as proxy,
+        up(f"redis://127.0.0.1:{proxy.port}", options) as (link, calls),
+    ):
+        link.send(["SUBSCRIBE", "c"])
+        await calls.count("pushes", 1)
+        direct.send(["PUBLISH", "c", b"x" * 2_000_000], replies.record("reply"))
+        await calls.count("pushes", 2)
+        assert calls.of("down") == []
 
 
-def test_a_server_that_is_busy_for_less_than_the_timeout_is_not_lost(redis: EmbeddedRedis, run_async: Runner) -> None:
+async def test_a_server_that_is_busy_for_less_than_the_timeout_is_not_lost(redis: EmbeddedRedis) -> None:
     """It answers nothing meanwhile; the kernel of its machine takes what is sent."""
-
-    async def main() -> None:
-        options = replace(HASTY, ping_interval_s=0.1, ping_timeout_s=0.8)
-        async with up(redis.url, options) as (link, calls), up(redis.url) as (other, _):
-            other.send(["DEBUG", "SLEEP", "0.6"])
-            await asyncio.sleep(0)
-            for _ in range(5):
-                link.send(["PUBLISH", "c", b"x" * 1000], calls.record("reply"))
-                await asyncio.sleep(0.05)
-            await calls.count("reply", 5)
-            assert calls.of("down") == []
-
-    run_async(main)
+    options = replace(HASTY, ping_interval_s=0.1, ping_timeout_s=0.8)
+    async with up(redis.url, options) as (link, calls), up(redis.url) as (other, _):
+        other.send(["DEBUG", "SLEEP", "0.6"])
+        await asyncio.sleep(0)
+        for _ in range(5):
+            link.send(["PUBLISH", "c", b"x" * 1000], calls.record("reply"))
+            await asyncio.sleep(0.05)
+        await calls.count("reply", 5)
+        assert calls.of("down") == []

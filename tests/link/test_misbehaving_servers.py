@@ -45,47 +45,38 @@ def answering(name: bytes, reply: bytes) -> Answer:
         (answering(b"HELLO", b"HTTP/1.1 400 Bad Request\r\n\r\n"), ProtocolViolation, "is a Redis server"),
     ],
 )
-def test_handshakes_that_fail(answer: Answer, error: type[LinkError], says: str, run_async: Runner) -> None:
-    async def main() -> None:
-        async with fake_server(answer) as url, opened(url) as (link, calls):
-            first, second = (await calls.count("down", 2))[:2]
-            assert says in first
-            assert first == second
-            assert type(link.fault) is error
-            assert calls.of("up") == []
-
-    run_async(main)
+async def test_handshakes_that_fail(answer: Answer, error: type[LinkError], says: str) -> None:
+    async with fake_server(answer) as url, opened(url) as (link, calls):
+        first, second = (await calls.count("down", 2))[:2]
+        assert says in first
+        assert first == second
+        assert type(link.fault) is error
+        assert calls.of("up") == []
 
 
-def test_a_version_that_cannot_be_read_is_left_in_peace(run_async: Runner) -> None:
-    async def main() -> None:
-        answer = answering(b"HELLO", b"%1\r\n+version\r\n+unstable\r\n")
-        async with fake_server(answer) as url, up(url) as (_, calls):
-            assert calls.of("up") == ["abcdef"]
-
-    run_async(main)
+async def test_a_version_that_cannot_be_read_is_left_in_peace() -> None:
+    answer = answering(b"HELLO", b"%1\r\n+version\r\n+unstable\r\n")
+    async with fake_server(answer) as url, up(url) as (_, calls):
+        assert calls.of("up") == ["abcdef"]
 
 
-def test_a_server_that_accepts_and_never_answers(run_async: Runner) -> None:
-    async def main() -> None:
-        cut = asyncio.Event()
+async def test_a_server_that_accepts_and_never_answers() -> None:
+    cut = asyncio.Event()
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.read()  # to the end: the link cuts the connection
-            cut.set()
-            writer.close()
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()  # to the end: the link cuts the connection
+        cut.set()
+        writer.close()
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        options = LinkOptions(connect_timeout_s=0.05, backoff_s_min=1000, backoff_s_max=1000)
-        async with opened(url, options) as (link, calls):
-            assert "no answer within 0.05 s" in (await calls.count("down", 1))[0]
-            assert isinstance(link.fault, ServerUnreachable)
-            async with asyncio.timeout(10):
-                await cut.wait()
-        server.close()
-
-    run_async(main)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    options = LinkOptions(connect_timeout_s=0.05, backoff_s_min=1000, backoff_s_max=1000)
+    async with opened(url, options) as (link, calls):
+        assert "no answer within 0.05 s" in (await calls.count("down", 1))[0]
+        assert isinstance(link.fault, ServerUnreachable)
+        async with asyncio.timeout(10):
+            await cut.wait()
+    server.close()
 
 
 def test_a_server_that_is_half_open(run_async: Runner) -> None:
@@ -109,7 +100,7 @@ def test_a_server_that_is_half_open(run_async: Runner) -> None:
     run_async(main)
 
 
-def test_pings_keep_a_silent_link_up(run_async: Runner) -> None:
+async def test_pings_keep_a_silent_link_up() -> None:
     pings = 0
     enough = asyncio.Event()
 
@@ -120,16 +111,13 @@ def test_pings_keep_a_silent_link_up(run_async: Runner) -> None:
             enough.set()
         return polite(command)
 
-    async def main() -> None:
-        async with fake_server(answer) as url, up(url) as (_, calls):
-            async with asyncio.timeout(10):
-                await enough.wait()
-            assert calls.of("down") == []
-
-    run_async(main)
+    async with fake_server(answer) as url, up(url) as (_, calls):
+        async with asyncio.timeout(10):
+            await enough.wait()
+        assert calls.of("down") == []
 
 
-def test_no_pings_when_they_are_off(run_async: Runner) -> None:
+async def test_no_pings_when_they_are_off() -> None:
     pings = 0
 
     def answer(command: list[bytes]) -> bytes:
@@ -137,13 +125,10 @@ def test_no_pings_when_they_are_off(run_async: Runner) -> None:
         pings += command[0] == b"PING"
         return polite(command)
 
-    async def main() -> None:
-        options = LinkOptions(ping_interval_s=0, ping_timeout_s=0.01)
-        async with fake_server(answer) as url, up(url, options), up(url, HASTY):
-            await asyncio.sleep(0.2)  # that nothing happens in it
-        assert 1 + 1 < pings < 10  # those of the two handshakes, and those of the hasty link
-
-    run_async(main)
+    options = LinkOptions(ping_interval_s=0, ping_timeout_s=0.01)
+    async with fake_server(answer) as url, up(url, options), up(url, HASTY):
+        await asyncio.sleep(0.2)  # that nothing happens in it
+    assert 1 + 1 < pings < 10  # those of the two handshakes, and those of the hasty link
 
 
 @pytest.mark.parametrize(
@@ -155,29 +140,23 @@ def test_no_pings_when_they_are_off(run_async: Runner) -> None:
         (b">2\r\n+message\r\n:1\r\n@\r\n", "protocol error"),
     ],
 )
-def test_garbage_ends_the_connection_and_not_the_link(bytes_: bytes, says: str, run_async: Runner) -> None:
-    async def main() -> None:
-        async with fake_server(answering(b"ECHO", bytes_)) as url, up(url) as (link, calls):
-            link.send(["ECHO", "x"])
-            assert says in (await calls.count("down", 1))[0]
-            assert isinstance(link.fault, ProtocolViolation) or link.is_up
-            await calls.count("up", 2)
-            assert len(calls.pushes) == bytes_.count(b">")
-
-    run_async(main)
+async def test_garbage_ends_the_connection_and_not_the_link(bytes_: bytes, says: str) -> None:
+    async with fake_server(answering(b"ECHO", bytes_)) as url, up(url) as (link, calls):
+        link.send(["ECHO", "x"])
+        assert says in (await calls.count("down", 1))[0]
+        assert isinstance(link.fault, ProtocolViolation) or link.is_up
+        await calls.count("up", 2)
+        assert len(calls.pushes) == bytes_.count(b">")
 
 
-def test_a_reply_to_a_subscription_is_garbage(run_async: Runner) -> None:
-    async def main() -> None:
-        async with fake_server(answering(b"SUBSCRIBE", b"+OK\r\n")) as url, up(url) as (link, calls):
-            link.send(["SUBSCRIBE", "c"], calls.record("reply"))
-            assert "subscribe was answered with" in (await calls.count("down", 1))[0]
-            assert calls.of("reply") == []
-
-    run_async(main)
+async def test_a_reply_to_a_subscription_is_garbage() -> None:
+    async with fake_server(answering(b"SUBSCRIBE", b"+OK\r\n")) as url, up(url) as (link, calls):
+        link.send(["SUBSCRIBE", "c"], calls.record("reply"))
+        assert "subscribe was answered with" in (await calls.count("down", 1))[0]
+        assert calls.of("reply") == []
 
 
-def test_an_acknowledgement_nobody_waits_for_takes_no_reply(run_async: Runner) -> None:
+async def test_an_acknowledgement_nobody_waits_for_takes_no_reply() -> None:
     """A server may unsubscribe by itself (a slot that moved away); that answers no command."""
     forced = b">3\r\n+unsubscribe\r\n+c\r\n:0\r\n"
     acknowledged = b">3\r\n+subscribe\r\n+c\r\n:1\r\n"
@@ -189,141 +168,121 @@ def test_an_acknowledgement_nobody_waits_for_takes_no_reply(run_async: Runner) -
             return forced + b"-NOPERM\r\n"
         return forced + acknowledged if command[0] == b"SUBSCRIBE" else polite(command)
 
-    async def main() -> None:
-        async with fake_server(answer) as url, up(url) as (link, calls):
-            link.send(["ECHO", "1"], calls.record("reply"))
-            link.send(["SUBSCRIBE", "c"], calls.record("accepted"))
-            link.send(["SUBSCRIBE", "secret"], calls.record("refused"))
-            link.send(["ECHO", "2"], calls.record("reply"))
-            assert await calls.count("reply", 2) == [b"1", b"2"]
-            assert calls.of("accepted") == []
-            assert calls.of("refused") == [ErrorReply("NOPERM")]
-            assert len(calls.pushes) == 5
-
-    run_async(main)
+    async with fake_server(answer) as url, up(url) as (link, calls):
+        link.send(["ECHO", "1"], calls.record("reply"))
+        link.send(["SUBSCRIBE", "c"], calls.record("accepted"))
+        link.send(["SUBSCRIBE", "secret"], calls.record("refused"))
+        link.send(["ECHO", "2"], calls.record("reply"))
+        assert await calls.count("reply", 2) == [b"1", b"2"]
+        assert calls.of("accepted") == []
+        assert calls.of("refused") == [ErrorReply("NOPERM")]
+        assert len(calls.pushes) == 5
 
 
-def test_replies_cut_at_every_byte(run_async: Runner) -> None:
+async def test_replies_cut_at_every_byte() -> None:
     """Whatever the network does to the stream, the order and the values stay."""
     stream = (
         b"+one\r\n>3\r\n+message\r\n$1\r\nc\r\n$4\r\n\r\n\r\n\r\n-ERR no\r\n>2\r\n+m\r\n:5\r\n*1\r\n-ERR in\r\n_\r\n"
     )
-
-    async def main() -> None:
-        listener = await asyncio.get_running_loop().run_in_executor(None, socket.create_server, ("127.0.0.1", 0))
-        listener.setblocking(False)
-        loop = asyncio.get_running_loop()
-        async with opened(f"redis://127.0.0.1:{listener.getsockname()[1]}", LinkOptions()) as (link, calls):
-            server, _ = await loop.sock_accept(listener)
-            server.setblocking(False)
-            server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            received = b""
-            while b"INFO" not in received:
-                received += await loop.sock_recv(server, 65536)
-            await loop.sock_sendall(server, polite([b"HELLO"]) + b"+PONG\r\n" + polite([b"INFO"]))
-            await calls.count("up", 1)
-            for _number in range(4):
-                link.send(["X"], calls.record("reply"))
-            for index in range(len(stream)):
-                await loop.sock_sendall(server, stream[index : index + 1])
-                await asyncio.sleep(0)
-            await calls.count("reply", 4)
-            assert calls.calls[1:] == [
-                ("reply", b"one"),
-                ("pushes", [[b"message", b"c", b"\r\n\r\n"]]),
-                ("reply", ErrorReply("ERR no")),
-                ("pushes", [[b"m", 5]]),
-                ("reply", [ErrorReply("ERR in")]),
-                ("reply", None),
-            ]
-            server.close()
-        listener.close()
-
-    run_async(main)
-
-
-def test_a_server_that_does_not_read(run_async: Runner) -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        blocked = asyncio.Event()
-        handlers: set[asyncio.Future[Any]] = set()
-
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            handlers.update(filter(None, [asyncio.current_task()]))
-            await reader.readuntil(b"INFO")
-            writer.write(polite([b"HELLO"]) + b"+PONG\r\n" + polite([b"INFO"]))
-            await blocked.wait()
-            writer.close()
-
-        server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1024)
-        url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        options = LinkOptions(write_buffer_bytes_max=1_000_000, ping_interval_s=0, close_timeout_s=0.1)
-        async with up(url, options) as (link, calls):
-            began_at = loop.time()
-            while not calls.of("down") and loop.time() < began_at + 10:
-                link.send(["PUBLISH", "c", b"x" * 500_000])
-                await asyncio.sleep(0)
-            assert "more than 1000000 bytes wait to be sent" in calls.of("down")[0]
-        async with up(url, LinkOptions(ping_interval_s=0, close_timeout_s=0.1)) as (link, calls):
-            link.send(["PUBLISH", "c", b"x" * 50_000_000])
-            assert link.write_buffer_size > 25_000_000  # the operating system takes some at once
-            began_at = loop.time()
-            await link.close()
-            assert 0.09 < loop.time() - began_at < 5
-        blocked.set()
+    listener = await asyncio.get_running_loop().run_in_executor(None, socket.create_server, ("127.0.0.1", 0))
+    listener.setblocking(False)
+    loop = asyncio.get_running_loop()
+    async with opened(f"redis://127.0.0.1:{listener.getsockname()[1]}", LinkOptions()) as (link, calls):
+        server, _ = await loop.sock_accept(listener)
+        server.setblocking(False)
+        server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        received = b""
+        while b"INFO" not in received:
+            received += await loop.sock_recv(server, 65536)
+        await loop.sock_sendall(server, polite([b"HELLO"]) + b"+PONG\r\n" + polite([b"INFO"]))
+        await calls.count("up", 1)
+        for _number in range(4):
+            link.send(["X"], calls.record("reply"))
+        for index in range(len(stream)):
+            await loop.sock_sendall(server, stream[index : index + 1])
+            await asyncio.sleep(0)
+        await calls.count("reply", 4)
+        assert calls.calls[1:] == [
+            ("reply", b"one"),
+            ("pushes", [[b"message", b"c", b"\r\n\r\n"]]),
+            ("reply", ErrorReply("ERR no")),
+            ("pushes", [[b"m", 5]]),
+            ("reply", [ErrorReply("ERR in")]),
+            ("reply", None),
+        ]
         server.close()
-        await server.wait_closed()
-        await asyncio.wait(handlers)
-
-    run_async(main)
+    listener.close()
 
 
-def test_a_connection_that_is_made_after_it_was_given_up_is_cut(run_async: Runner) -> None:
+async def test_a_server_that_does_not_read() -> None:
+    loop = asyncio.get_running_loop()
+    blocked = asyncio.Event()
+    handlers: set[asyncio.Future[Any]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handlers.update(filter(None, [asyncio.current_task()]))
+        await reader.readuntil(b"INFO")
+        writer.write(polite([b"HELLO"]) + b"+PONG\r\n" + polite([b"INFO"]))
+        await blocked.wait()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1024)
+    url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    options = LinkOptions(write_buffer_bytes_max=1_000_000, ping_interval_s=0, close_timeout_s=0.1)
+    async with up(url, options) as (link, calls):
+        began_at = loop.time()
+        while not calls.of("down") and loop.time() < began_at + 10:
+            link.send(["PUBLISH", "c", b"x" * 500_000])
+            await asyncio.sleep(0)
+        assert "more than 1000000 bytes wait to be sent" in calls.of("down")[0]
+    async with up(url, LinkOptions(ping_interval_s=0, close_timeout_s=0.1)) as (link, calls):
+        link.send(["PUBLISH", "c", b"x" * 50_000_000])
+        assert link.write_buffer_size > 25_000_000  # the operating system takes some at once
+        began_at = loop.time()
+        await link.close()
+        assert 0.09 < loop.time() - began_at < 5
+    blocked.set()
+    server.close()
+    await server.wait_closed()
+    await asyncio.wait(handlers)
+
+
+async def test_a_connection_that_is_made_after_it_was_given_up_is_cut() -> None:
     class Transport(asyncio.Transport):
         aborted = False
 
         def abort(self) -> None:
             self.aborted = True
 
-    async def main() -> None:
-        connection = Connection(ServerAddress(), HASTY, Recorder().record("pushes"))
-        connection.abort()
-        transport = Transport()
-        connection.connection_made(transport)
-        assert transport.aborted
-        assert not connection.is_open
-        connection.connection_lost(None)
-        assert not connection.lost.done()
-
-    run_async(main)
+    connection = Connection(ServerAddress(), HASTY, Recorder().record("pushes"))
+    connection.abort()
+    transport = Transport()
+    connection.connection_made(transport)
+    assert transport.aborted
+    assert not connection.is_open
+    connection.connection_lost(None)
+    assert not connection.lost.done()
 
 
-def test_attempts_are_spaced_by_the_backoff(run_async: Runner) -> None:
+async def test_attempts_are_spaced_by_the_backoff() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         url = f"redis://127.0.0.1:{probe.getsockname()[1]}"
+    loop = asyncio.get_running_loop()
+    options = LinkOptions(backoff_s_min=0.02, backoff_s_max=0.08)
+    began_at = loop.time()
+    async with opened(url, options) as (_, calls):
+        await calls.count("down", 6)  # after waits of 0.02, 0.04, 0.08, 0.08, 0.08 s, halved at most
+        assert loop.time() - began_at >= 0.15 - 0.01
 
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        options = LinkOptions(backoff_s_min=0.02, backoff_s_max=0.08)
+
+async def test_a_server_that_drops_us_at_once_is_not_hammered() -> None:
+    loop = asyncio.get_running_loop()
+    options = LinkOptions(backoff_s_min=0.02, backoff_s_max=0.08, ping_interval_s=0)
+    async with fake_server(answering(b"INFO", polite([b"INFO"]) + b"+unasked\r\n")) as url:
         began_at = loop.time()
         async with opened(url, options) as (_, calls):
-            await calls.count("down", 6)  # after waits of 0.02, 0.04, 0.08, 0.08, 0.08 s, halved at most
+            await calls.count("down", 6)
             assert loop.time() - began_at >= 0.15 - 0.01
-
-    run_async(main)
-
-
-def test_a_server_that_drops_us_at_once_is_not_hammered(run_async: Runner) -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        options = LinkOptions(backoff_s_min=0.02, backoff_s_max=0.08, ping_interval_s=0)
-        async with fake_server(answering(b"INFO", polite([b"INFO"]) + b"+unasked\r\n")) as url:
-            began_at = loop.time()
-            async with opened(url, options) as (_, calls):
-                await calls.count("down", 6)
-                assert loop.time() - began_at >= 0.15 - 0.01
-
-    run_async(main)
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,7 @@ LOSSY = (
         interval_s=0.8,
         delays=DEFAULT_DELAYS,
         outgoing_bytes_per_s_max=LITTLE_BYTES_PER_S,
+        report_interval_s=0.25,
         work_s=4.0,
     ),
     Profile("clients", ("crash client", "part client", "overflow", "pause client"), delays=DEFAULT_DELAYS),

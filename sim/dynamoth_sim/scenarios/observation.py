@@ -81,5 +81,7 @@ def flooded_agent(stage: Stage) -> None:
 
 SCENARIOS: dict[str, Scenario] = {
     "62-keyspace-notifications": Scenario(keyspace_notifications),
-    "63-flooded-agent": Scenario(flooded_agent, outgoing_bytes_per_s_max=LITTLE_BYTES_PER_S, losses_allowed=True),
+    "63-flooded-agent": Scenario(
+        flooded_agent, outgoing_bytes_per_s_max=LITTLE_BYTES_PER_S, report_interval_s=0.25, losses_allowed=True
+    ),
 }

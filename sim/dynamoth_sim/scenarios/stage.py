@@ -94,7 +94,7 @@ class Stage:
                     if self.cluster.is_stuck(channel):
                         continue
                     client.publisher.publish(channel)
-        self.run(self.cluster.options.client.subscriber.hold_s_max + 1.0)
+        self.run(self.cluster.options.client.subscriber.hold_s_max + 0.5)
 
     def violations(self) -> list[Violation]:
         """Return everything that went wrong."""
