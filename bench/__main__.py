@@ -75,45 +75,34 @@ def at_least(bound: float) -> Callable[[float], bool]:
     return lambda value: value >= bound
 
 
+def _busy_channel(changes: str, where: str) -> tuple[Figure, ...]:
+    """Return the figures of a busy channel that goes through ``changes``."""
+    return (
+        Figure(
+            f"{changes}: lost + duplicated + reordered messages, gaps: 0",
+            _sum("lost", "duplicated", "reordered", "gaps"),
+            at_most(0),
+        ),
+        Figure(
+            f"{changes}{where}: p99 at most 20 ms above rest",
+            lambda results: results["changing_ms_p99"] - results["rest_ms_p99"],
+            at_most(20),
+        ),
+        Figure(f"{changes}: the slowest settled within 2 s", _sum("settled_s_max"), at_most(2)),
+    )
+
+
 BENCHMARKS: Mapping[str, Benchmark] = {
     "plan": Benchmark(
         "bench.plan_cost",
         (),
         (Figure("new plan, 100,000 channels on 100 servers: under 0.5 s", _sum("plan_s"), at_most(0.5)),),
     ),
-    "moves": Benchmark(
-        "bench.moves",
-        ("--json",),
-        (
-            Figure(
-                "100 moves: lost + duplicated + reordered messages, gaps: 0",
-                _sum("lost", "duplicated", "reordered", "gaps"),
-                at_most(0),
-            ),
-            Figure(
-                "100 moves: p99 at most 20 ms above rest",
-                lambda r: r["changing_ms_p99"] - r["rest_ms_p99"],
-                at_most(20),
-            ),
-            Figure("100 moves: the slowest settled within 2 s", _sum("settled_s_max"), at_most(2)),
-        ),
-    ),
+    "moves": Benchmark("bench.moves", ("--json",), _busy_channel("100 moves", "")),
     "transitions": Benchmark(
         "bench.transitions",
         ("--json",),
-        (
-            Figure(
-                "100 transitions between all modes: lost + duplicated + reordered messages, gaps: 0",
-                _sum("lost", "duplicated", "reordered", "gaps"),
-                at_most(0),
-            ),
-            Figure(
-                "100 transitions on a machine that is a third idle: p99 at most 20 ms above rest",
-                lambda r: r["changing_ms_p99"] - r["rest_ms_p99"],
-                at_most(20),
-            ),
-            Figure("100 transitions: the slowest settled within 2 s", _sum("settled_s_max"), at_most(2)),
-        ),
+        _busy_channel("100 transitions between all modes", ", on a machine that is a third idle"),
     ),
     "churn": Benchmark(
         "bench.churn",

@@ -34,14 +34,11 @@ from dataclasses import asdict, dataclass
 from multiprocessing.sharedctypes import SynchronizedArray
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import cast
 
 import hiredis
 
-from dynamoth.machine.events import CommandPart
-from dynamoth.plan.plan import Plan, Server
+from bench.servers import pack, store_plan, unlimited_redis
 from dynamoth.protocol.envelope import seal
-from dynamoth.protocol.stored_plan import write_whole
 from dynamoth_agent.process.runtime import AgentConfig, run
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_daemon.logs import configure_logging
@@ -62,8 +59,6 @@ UNREAD_BYTES_MAX = 1_000_000
 CPU_ROUND_S = 1.0
 THROUGHPUT_ROUND_S = 1.0
 WAIT_S_MAX = 30.0
-
-pack = cast("Callable[[tuple[CommandPart, ...]], bytes]", hiredis.pack_command)  # its own types are wrong
 
 _spawn = multiprocessing.get_context("spawn")
 
@@ -252,14 +247,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def store_plan(server: EmbeddedRedis) -> None:
-    """Do what the balancer does first."""
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        for command in write_whole(Plan.initial([Server("s1", server.url)]), None):
-            connection.sendall(pack(command))
-            connection.recv(1024)
-
-
 @contextmanager
 def agent(url: str) -> Generator[tuple[int, int]]:
     """Run an agent; give its process id and HTTP port when it is ready."""
@@ -276,7 +263,7 @@ def agent(url: str) -> Generator[tuple[int, int]]:
 
 
 @contextmanager
-def subscribers(port: int, channels: int, count: int) -> Generator[SynchronizedArray[int]]:
+def all_subscribed(port: int, channels: int, count: int) -> Generator[SynchronizedArray[int]]:
     ready = _spawn.Event()
     received: SynchronizedArray[int] = _spawn.Array("q", count)
     process = _spawn.Process(target=subscribers_process, args=(port, channels, received, ready), daemon=True)
@@ -345,7 +332,7 @@ def measure_throughput(
     """Return what Redis does without an agent, and with one."""
     alone: list[Throughput] = []
     observed: list[Throughput] = []
-    with subscribers(server.port, channels, subscriber_count) as received:
+    with all_subscribed(server.port, channels, subscriber_count) as received:
         publisher = Publisher(server.port, channels, received)
         publisher.saturate(1.0)
         for _ in range(rounds):
@@ -355,17 +342,11 @@ def measure_throughput(
     return best(alone), best(observed)
 
 
-def measure(
-    *,
-    channels: int = 1000,
-    rate_per_s: float = 100_000,
-    subscriber_count: int = 10,
-    rounds: int = 5,
-) -> Result:
-    with EmbeddedRedis(options={"client-output-buffer-limit": "pubsub 0 0 0"}) as server:
+def measure(*, channels: int, rate_per_s: float, subscribers: int, rounds: int) -> Result:
+    with unlimited_redis() as server:
         store_plan(server)
         cost = measure_cpu(server, channels, rate_per_s, rounds)
-        alone, observed = measure_throughput(server, channels, subscriber_count, rounds)
+        alone, observed = measure_throughput(server, channels, subscribers, rounds)
     return Result(
         cpu_us_per_message=cost.us_per_message,
         messages_per_s=cost.messages_per_s,
@@ -385,12 +366,7 @@ def main() -> None:
     parser.add_argument("--subscribers", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    result = measure(
-        channels=arguments.channels,
-        rate_per_s=arguments.rate_per_s,
-        subscriber_count=arguments.subscribers,
-        rounds=arguments.rounds,
-    )
+    result = measure(**vars(arguments))
     sys.stdout.write(
         f"agent: {result.cpu_us_per_message:.2f} us CPU per observed message, at {result.messages_per_s:,.0f}/s"
         f" on {arguments.channels} channels; {result.observation_lag_s * 1e3:.1f} ms late\n"

@@ -19,11 +19,11 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 from struct import Struct
 from typing import Any
 
+from bench.processors import BusyMeter
 from bench.workers import Worker
 from dynamoth.errors import DynamothError
 from dynamoth_cli.local.cluster import LocalCluster
@@ -252,30 +252,6 @@ def measure(load: Load, cluster: LocalCluster, changes: Sequence[Change]) -> Res
             worker.send((published, times))
         answers = [worker.receive() for worker in subscribers]
     return _sum(load, busy_ratio, published, changes, times, answers)
-
-
-class BusyMeter:
-    """Measures how busy the whole machine is, all of its processors together, from its making on."""
-
-    def __init__(self) -> None:
-        self._began = self._ticks()
-
-    def ratio(self) -> float | None:
-        """Return the share of the processors' time that was used; None where the system does not say (not Linux)."""
-        now = self._ticks()
-        if self._began is None or now is None:
-            return None
-        idle, total = (after - before for before, after in zip(self._began, now, strict=True))
-        return 1.0 - idle / max(1, total)
-
-    @staticmethod
-    def _ticks() -> tuple[int, int] | None:
-        try:
-            line = Path("/proc/stat").read_text().partition("\n")[0]
-        except OSError:
-            return None
-        user, nice, system, idle, waiting, *others = map(int, line.split()[1:9])
-        return idle + waiting, user + nice + system + idle + waiting + sum(others)
 
 
 def find_rate(load: Load, cluster: LocalCluster, busy_ratio: float) -> float:

@@ -19,8 +19,8 @@ from typing import Any
 
 import redis.asyncio
 
-from bench.awake import processors_awake
-from bench.client_throughput import store_plan
+from bench.processors import processors_awake
+from bench.servers import store_plan
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_client.asyncio import from_url
 from dynamoth_daemon.event_loop import run
@@ -75,14 +75,14 @@ def main() -> None:
     parser.add_argument("--messages", type=int, default=8000, help="per run and client")
     parser.add_argument("--messages-per-s", type=float, default=1000.0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--keep-awake", action="store_true", help="let no processor sleep; see bench/awake.py")
+    parser.add_argument("--keep-awake", action="store_true", help="let no processor sleep; see bench/processors.py")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     quantiles = {"p50": 0.5, "p99": 0.99}
     found: dict[str, dict[str, list[float]]] = {name: {"redis_py": [], "dynamoth": []} for name in quantiles}
     awake = processors_awake() if arguments.keep_awake else nullcontext()
     with awake, EmbeddedRedis() as server:
-        asyncio.run(store_plan(server))
+        store_plan(server)
         for _ in range(arguments.rounds):
             gc.collect()
             measured = run(measure(server.port, arguments.messages, arguments.messages_per_s))

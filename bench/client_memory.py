@@ -14,7 +14,7 @@ import resource
 import sys
 from pathlib import Path
 
-from bench.client_throughput import store_plan
+from bench.servers import store_plan
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_client.asyncio import PubSub, from_url
 
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--channels", type=int, default=100_000)
     arguments = parser.parse_args()
     with EmbeddedRedis() as server:
-        asyncio.run(store_plan(server))
+        store_plan(server)
         bytes_per_channel = asyncio.run(measure(server.url, arguments.channels))
     sys.stdout.write(f"{arguments.channels:,} channels: {bytes_per_channel:,.0f} bytes each\n")
     sys.stdout.write(json.dumps({"bytes_per_channel": bytes_per_channel}) + "\n")

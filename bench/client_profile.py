@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FrameType
 
 from bench import client_throughput
-from bench.client_throughput import CHANNEL, TASKS, Load, measure, store_plan
-from dynamoth_cli.local.embedded import EmbeddedRedis
+from bench.client_throughput import CHANNEL, TASKS, Load, measure
+from bench.servers import store_plan, unlimited_redis
 
 INTERVAL_S = 0.001
 LINES_SHOWN = 5
@@ -89,8 +89,8 @@ def main() -> None:
         Load("batches", client_throughput.batches, arguments.messages, payload),
     ]
     results: dict[str, dict[str, float]] = {}
-    with EmbeddedRedis(options={"client-output-buffer-limit": "pubsub 0 0 0"}) as server:
-        asyncio.run(store_plan(server))
+    with unlimited_redis() as server:
+        store_plan(server)
         for load in loads:
             result = profile(server.port, load)
             results[load.name] = result.shares()

@@ -18,8 +18,6 @@ import asyncio
 import gc
 import json
 import multiprocessing
-import re
-import socket
 import statistics
 import sys
 import time
@@ -29,19 +27,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import hiredis
 import redis
 import redis.asyncio
 
 import dynamoth_client
-from bench.awake import processors_awake
-from dynamoth.plan.plan import Plan, Server
-from dynamoth.protocol import stored_plan
+from bench.processors import processors_awake
+from bench.servers import pack, send_packed, store_plan, unlimited_redis
 from dynamoth.protocol.envelope import FIRST, seal
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_client.asyncio import from_url
 from dynamoth_daemon.event_loop import run as run_fast
-from dynamoth_link.query import query
 
 CHANNEL = b"channel:1"
 TASKS = 200
@@ -187,18 +182,9 @@ def publish_raw(port: int, messages: int, payload: bytes, enveloped: bool) -> No
     """Publish as fast as the server takes it. Everything is packed before it begins."""
     numbered = range(1, messages + 1)
     data = [seal(PUBLISHER_ID, n, 0, payload, FIRST if n == 1 else 0) if enveloped else payload for n in numbered]
-    pack = cast("Callable[[tuple[bytes, ...]], bytes]", hiredis.pack_command)
     packed = [pack((b"PUBLISH", CHANNEL, one)) for one in data]
     batches = [b"".join(packed[i : i + PUBLISHER_BATCH]) for i in range(0, messages, PUBLISHER_BATCH)]
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        reader = hiredis.Reader(notEnoughData=None)
-        for batch in batches:
-            connection.sendall(batch)
-            replies = 0
-            while replies < PUBLISHER_BATCH:
-                reader.feed(connection.recv(65536))
-                while reader.gets() is not None:
-                    replies += 1
+    send_packed(port, batches, PUBLISHER_BATCH)
 
 
 async def measure(port: int, load: Load, *, ours: bool) -> float:
@@ -218,14 +204,6 @@ def measure_sync(port: int, load: Load, *, ours: bool) -> float:
     client: Any = dynamoth_client.from_url(url) if ours else redis.Redis(port=port)
     with client:
         return load.messages / cast("float", load.run(client, port, load, ours))
-
-
-async def store_plan(server: EmbeddedRedis) -> None:
-    """Make the server a cluster of one."""
-    (info,) = await query(server.url, ("INFO", "server"))
-    run_id = re.search(rb"run_id:(\w+)", info)
-    plan = Plan.initial([Server("s1", server.url)])
-    await query(server.url, *stored_plan.write_whole(plan, run_id[1].decode() if run_id else None))
 
 
 def compare(server: EmbeddedRedis, load: Load, rounds: int, *, own_loop: bool) -> dict[str, float]:
@@ -255,7 +233,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--asyncio", action="store_true", help="on asyncio's own loop, although uvloop is installed")
     parser.add_argument("--only", default="", help="measure only what has this in its name")
-    parser.add_argument("--keep-awake", action="store_true", help="let no processor sleep; see bench/awake.py")
+    parser.add_argument("--keep-awake", action="store_true", help="let no processor sleep; see bench/processors.py")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
     arguments = parser.parse_args()
     smallest = 5 * TASKS * TURNS
@@ -272,8 +250,8 @@ def main() -> None:
     ]
     results: dict[str, dict[str, float]] = {}
     awake = processors_awake() if arguments.keep_awake else nullcontext()
-    with awake, EmbeddedRedis(options={"client-output-buffer-limit": "pubsub 0 0 0"}) as server:
-        asyncio.run(store_plan(server))
+    with awake, unlimited_redis() as server:
+        store_plan(server)
         for load in (load for load in loads if arguments.only in load.name):
             result = results[load.name] = compare(server, load, arguments.rounds, own_loop=arguments.asyncio)
             sys.stdout.write(

@@ -9,17 +9,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
-import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from typing import Any, TypeAlias
 
-import hiredis
-
+from bench.servers import pack, send_packed, unlimited_redis
 from dynamoth.machine.events import Connect, LinkUp, Pushed, Replied, Send
-from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.driver import Driver
 from dynamoth_link.link import Link
 
@@ -74,12 +73,7 @@ async def receive(url: str, messages: int, payload: bytes) -> Result:
     def subscribe(_: str | None) -> None:
         link.send((b"SUBSCRIBE", CHANNEL))
 
-    link = Link(
-        url,
-        on_up=subscribe,
-        on_down=fail,
-        on_pushes=on_pushes,
-    )
+    link = Link(url, on_up=subscribe, on_down=fail, on_pushes=on_pushes)
     link.start()
     await subscribed
     with Publisher(url, messages, payload):
@@ -175,14 +169,6 @@ async def run_machine(url: str, messages: int, payload: bytes, *, publishes: boo
     return result
 
 
-async def receive_by_machine(url: str, messages: int, payload: bytes) -> Result:
-    return await run_machine(url, messages, payload, publishes=False)
-
-
-async def publish_by_machine(url: str, messages: int, payload: bytes) -> Result:
-    return await run_machine(url, messages, payload, publishes=True)
-
-
 class Publisher:
     """A process that publishes as fast as the server takes it."""
 
@@ -199,17 +185,8 @@ class Publisher:
 
 
 def publish_raw(port: int, messages: int, payload: bytes) -> None:
-    parts = (b"PUBLISH", CHANNEL, payload)
-    batch = b"".join([b"*3\r\n", *(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)]) * PUBLISHER_BATCH
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        reader = hiredis.Reader(notEnoughData=None)
-        for _ in range(messages // PUBLISHER_BATCH):
-            connection.sendall(batch)
-            replies = 0
-            while replies < PUBLISHER_BATCH:
-                reader.feed(connection.recv(65536))
-                while reader.gets() is not None:
-                    replies += 1
+    batch = pack((b"PUBLISH", CHANNEL, payload)) * PUBLISHER_BATCH
+    send_packed(port, repeat(batch, messages // PUBLISHER_BATCH), PUBLISHER_BATCH)
 
 
 def void(_: object) -> None:
@@ -241,12 +218,11 @@ def main() -> None:
     measurements: dict[str, Measurement] = {
         "receive, link": receive,
         "publish, link": publish,
-        "receive, driver": receive_by_machine,
-        "publish, driver": publish_by_machine,
+        "receive, driver": partial(run_machine, publishes=False),
+        "publish, driver": partial(run_machine, publishes=True),
     }
     loops = ["uvloop", "asyncio"] if arguments.loop == "both" else [arguments.loop]
-    options = {"client-output-buffer-limit": "pubsub 0 0 0"}
-    with EmbeddedRedis(options=options) as server:
+    with unlimited_redis() as server:
         for loop_name in loops:
             for name, measurement in measurements.items():
                 result = run(measurement, loop_name, server.url, messages, payload)

@@ -214,7 +214,7 @@ def in_words(step: Step) -> str:
     """Return a step for people who wait."""
     held = "held" if step.held(RESPONSE_MS_MAX) else "not held"
     p50, p99, delivered = _cells(step)
-    return f"p50 {p50}, p99 {p99}, {delivered} delivered, processors {step.busy_ratio:.0%} busy: {held}"
+    return f"p50 {p50}, p99 {p99}, {delivered} delivered, processors {step.busy_ratio or 0:.0%} busy: {held}"
 
 
 def _cells(step: Step | None) -> tuple[str, str, str]:

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from struct import Struct
 from typing import Any
 
 import redis.exceptions
 
+from bench.processors import BusyMeter
 from bench.workers import Worker
 from dynamoth_client.asyncio import GapInfo, Redis
 from dynamoth_daemon.event_loop import run
@@ -59,27 +59,27 @@ class Step:
     publishers: int
     published: int
     publish_failed: int
-    owed: int
+    due: int
     """Deliveries: what was published, times subscribers."""
     delivered: int
-    lost_told: int
+    lost_reported: int
     """Lost, and reported by a gap event, as with a lost connection."""
     lost_silently: int
     duplicated: int
     reordered: int
     response_ms_p50: float | None
     response_ms_p99: float | None
-    busy_ratio: float
-    """How much of all processors' time went to processes of normal priority."""
+    busy_ratio: float | None
+    """As of ``BusyMeter``."""
 
     @property
     def delivered_ratio(self) -> float:
         """The share of the due deliveries that came."""
-        return (self.delivered - self.duplicated) / self.owed
+        return (self.delivered - self.duplicated) / self.due
 
     def held(self, response_ms_max: float) -> bool:
         """Tell whether all was delivered, as it should be, and p99 of the response time is in order."""
-        clean = self.delivered == self.owed and not (self.duplicated or self.reordered or self.publish_failed)
+        clean = self.delivered == self.due and not (self.duplicated or self.reordered or self.publish_failed)
         return clean and self.response_ms_p99 is not None and self.response_ms_p99 <= response_ms_max
 
 
@@ -131,18 +131,20 @@ class Clients:
             worker.send(("begin", self._step))
         for worker in self._subscribers:
             worker.receive()
-        busy = _Busy()
+        meter = BusyMeter()
         for worker in self._publishers:
             worker.send(("publish", self._step, duration_s))
         sent: list[_Sent] = [worker.receive() for worker in self._publishers]
-        busy_ratio = busy.ratio()
+        busy_ratio = meter.ratio()
         published = {publisher: count for part in sent for publisher, count in part.published.items()}
         for worker in self._subscribers:
             worker.send(("end", published))
         answers: list[_Received] = [worker.receive() for worker in self._subscribers]
         return self._sum(published, sum(part.failed for part in sent), answers, busy_ratio)
 
-    def _sum(self, published: dict[int, int], failed: int, answers: Sequence[_Received], busy_ratio: float) -> Step:
+    def _sum(
+        self, published: dict[int, int], failed: int, answers: Sequence[_Received], busy_ratio: float | None
+    ) -> Step:
         latencies = LatencyCounts()
         for answer in answers:
             latencies.merge(answer.latencies)
@@ -156,9 +158,9 @@ class Clients:
             publishers=self._counts["publishers"],
             published=count,
             publish_failed=failed,
-            owed=count * self._counts["subscribers"],
+            due=count * self._counts["subscribers"],
             delivered=total("delivered"),
-            lost_told=total("covered_losses"),
+            lost_reported=total("covered_losses"),
             lost_silently=total("lost"),
             duplicated=total("duplicated"),
             reordered=total("reordered"),
@@ -166,25 +168,6 @@ class Clients:
             response_ms_p99=latencies.quantile_ms(0.99),
             busy_ratio=busy_ratio,
         )
-
-
-class _Busy:
-    """Reads how busy the processors are, from when it is made. Low priority (nice) does not count: it gives way."""
-
-    def __init__(self) -> None:
-        self._before = self._read()
-
-    def ratio(self) -> float:
-        """Return how much of the processors' time since then was used."""
-        used, total = (now - before for now, before in zip(self._read(), self._before, strict=True))
-        return used / total if total else 0.0
-
-    def _read(self) -> tuple[int, int]:
-        """Return what was used, and all: in ticks since the start of the machine."""
-        first_line = Path("/proc/stat").read_text().split("\n", 1)[0]
-        times = [int(word) for word in first_line.split()[1:9]]
-        user, _, system, _, _, interrupts, soft_interrupts, stolen = times  # not: nice, idle, waiting for I/O
-        return user + system + interrupts + soft_interrupts + stolen, sum(times)
 
 
 # Subscribers.
@@ -246,10 +229,10 @@ class Subscribers:
 
     async def _end(self, published: dict[int, int]) -> _Received:
         """Wait until everything has come, or nothing does any more; judge it."""
-        owed = sum(published.values()) * len(self._numbers)
+        due = sum(published.values()) * len(self._numbers)
         self._latest_ns = max(self._latest_ns, time.monotonic_ns())
         deadline = time.monotonic() + DRAIN_S_MAX
-        while self._audit.totals.delivered < owed and time.monotonic() < deadline:
+        while self._audit.totals.delivered < due and time.monotonic() < deadline:
             if time.monotonic_ns() - self._latest_ns > QUIET_S * 1e9:
                 break
             self._check()

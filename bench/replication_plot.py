@@ -43,7 +43,7 @@ def _draw_one(axes: Any, mode: str, outcome: Mapping[str, Any], response_ms_max:
         for quantile, style in (("p99", "-"), ("p50", ":")):
             times_ms = [step[f"response_ms_{quantile}"] for step in steps]
             axes.plot(clients, times_ms, style, marker=".", color=colour, label=f"{label}, {quantile}")
-        lossy = [step for step in steps if step["delivered"] - step["duplicated"] < step["owed"]]
+        lossy = [step for step in steps if step["delivered"] - step["duplicated"] < step["due"]]
         if lossy:
             times_ms = [step["response_ms_p99"] for step in lossy]
             axes.plot([step["clients"] for step in lossy], times_ms, "x", color=colour, label=f"{label}, messages lost")

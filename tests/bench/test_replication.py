@@ -19,9 +19,9 @@ GOOD = Step(
     publishers=1,
     published=40,
     publish_failed=0,
-    owed=4000,
+    due=4000,
     delivered=4000,
-    lost_told=0,
+    lost_reported=0,
     lost_silently=0,
     duplicated=0,
     reordered=0,
@@ -41,8 +41,8 @@ def ladder(servers: int, *held: tuple[int, bool]) -> Ladder:
     [
         replace(GOOD, response_ms_p99=151.0),
         replace(GOOD, delivered=3999, lost_silently=1),
-        replace(GOOD, delivered=3999, lost_told=1),
-        replace(GOOD, delivered=4000, lost_told=1, duplicated=1),
+        replace(GOOD, delivered=3999, lost_reported=1),
+        replace(GOOD, delivered=4000, lost_reported=1, duplicated=1),
         replace(GOOD, reordered=1),
         replace(GOOD, publish_failed=1),
         replace(GOOD, delivered=0, response_ms_p50=None, response_ms_p99=None),
@@ -92,7 +92,7 @@ def test_a_limited_server_holds_so_much_and_leaves_nothing(network: Network) -> 
         clients.grow(20, 1)
         step = clients.step(1.0)
         assert step.held(1000.0), step
-        assert step.owed == 200  # 10 messages, 20 subscribers
+        assert step.due == 200  # 10 messages, 20 subscribers
         clients.grow(20, 30)
         step = clients.step(1.0)  # 6 MB in a second
         assert not step.held(1000.0), step

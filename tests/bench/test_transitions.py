@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 
 from bench import busy_channel
-from bench.busy_channel import BusyMeter, Load, find_rate
+from bench.busy_channel import Load, find_rate
+from bench.processors import BusyMeter
 from bench.transitions import SEED, all_assignments, change_between, go_through, walk
 from dynamoth.plan.plan import Assignment, Mode, single
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from bench.awake import processors_awake
+from bench.processors import processors_awake
 from tests.processes import command_lines
 
 
