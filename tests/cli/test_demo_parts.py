@@ -52,11 +52,22 @@ def test_the_load_fits_on_two_cores_and_overloads_one_server() -> None:
     assert total * scene.world.hot_ratio > 0.8 * scene.outgoing_bytes_per_s_max, "but not at one server"
 
 
+@pytest.fixture
+def state() -> DemoState:
+    return DemoState(SERVERS, CHANNELS, 50.0)
+
+
+@pytest.fixture
+def hot() -> DemoState:
+    """A demo with a festival."""
+    return DemoState(SERVERS, CHANNELS, 50.0, FESTIVAL)
+
+
 AT_ONE = single("s1")
 
 
 def options_of(scene: Scene) -> BalancerOptions:
-    """Return what the balancer of the demo is told."""
+    """Return the options of the demo's balancer."""
     section = "balancer."
     given: dict[str, Any] = {
         key.removeprefix(section): value for key, value in scene.settings.items() if key.startswith(section)
@@ -198,47 +209,40 @@ def played(players: dict[str, int], auditors: dict[str, int], violations: int = 
 
 def test_a_clean_run() -> None:
     summary = played({"published": 10, "delivered": 30}, {"delivered": 20}).summary()
-    assert summary["clean"] is True
-    assert summary["faults"] == []
     for name, value in {"published": 10, "delivered": 50, "audited": 20, "lost": 0, "skipped": 2}.items():
         assert summary[name] == value
+    assert (summary["clean"], summary["faults"]) == (True, [])
 
 
-@pytest.mark.parametrize("found", ["lost", "duplicated", "reordered", "gaps"])
-@pytest.mark.parametrize("by", ["players", "auditors"])
-def test_whatever_is_found_by_whomever_makes_it_unclean(found: str, by: str) -> None:
-    players, auditors = {"published": 10, "delivered": 30}, {"delivered": 20}
-    (players if by == "players" else auditors)[found] = 3
-    summary = played(players, auditors).summary()
-    assert summary["clean"] is False
-    assert summary[found] == 3
-    assert summary["faults"] == [f"3 {found}"]
+@pytest.mark.parametrize(
+    ("players", "auditors", "faults"),
+    [
+        *(({name: 3}, {"delivered": 20}, [f"3 {name}"]) for name in ("lost", "duplicated", "reordered", "gaps")),
+        *(({}, {"delivered": 20, name: 3}, [f"3 {name}"]) for name in ("lost", "duplicated", "reordered", "gaps")),
+        ({}, {"delivered": 1, "covered_losses": 2}, ["2 lost"]),  # a loss that was reported is a loss
+        ({"errors": 4}, {"delivered": 1}, ["4 errors of clients"]),
+        ({"delivered": 30}, {}, ["the auditors have seen nothing, so nothing was checked"]),
+    ],
+)
+def test_any_fault_that_anybody_finds_makes_the_audit_unclean(
+    players: dict[str, int], auditors: dict[str, int], faults: list[str]
+) -> None:
+    summary = played({"published": 10, **players}, auditors).summary()
+    assert (summary["clean"], summary["faults"]) == (False, faults)
+    for name in ("lost", "duplicated", "reordered", "gaps"):
+        assert summary[name] == sum(int(fault.split()[0]) for fault in faults if fault.endswith(f" {name}"))
 
 
-def test_a_loss_that_was_reported_is_a_loss() -> None:
-    summary = played({"published": 1, "delivered": 1}, {"delivered": 1, "covered_losses": 2}).summary()
-    assert summary["lost"] == 2
-    assert summary["clean"] is False
-
-
-def test_other_violations_and_errors_are_not_overlooked() -> None:
+def test_other_violations_errors_of_performers_and_workers_without_a_result_are_faults(state: DemoState) -> None:
     assert played({"published": 1}, {"delivered": 1}, violations=1).faults() == ["2 violations"]
-    assert played({"published": 1, "errors": 4}, {"delivered": 1}).faults() == ["4 errors of clients"]
-
-
-def test_nothing_measured_is_a_failure() -> None:
-    assert played({"published": 10, "delivered": 30}, {}).faults() == [
-        "the auditors have seen nothing, so nothing was checked"
-    ]
-    state = DemoState(SERVERS, CHANNELS, 50.0)
     assert "not every worker has judged" in state.faults()
     assert state.summary()["clean"] is False
-
-
-def test_a_worker_that_has_not_judged_is_a_failure() -> None:
     state = played({"published": 10}, {"delivered": 20})
-    state.workers.append(WorkerState("players"))
+    performers = WorkerState("performers")
+    state.workers.append(performers)
     assert state.faults() == ["not every worker has judged"]
+    state.take_event(performers, {"event": "result", "violations": 0, "stories": [], **stats(errors=2)})
+    assert state.faults() == ["2 errors of clients"]
 
 
 def test_latencies_of_all_workers_are_taken() -> None:
@@ -267,8 +271,7 @@ def moves(state: DemoState) -> tuple[int, int]:
     return state.migrations, state.in_transition
 
 
-def test_moves_are_counted_by_their_epochs() -> None:
-    state = DemoState(SERVERS, CHANNELS, 50.0)
+def test_moves_are_counted_by_their_epochs(state: DemoState) -> None:
     for plan in plans():
         state.take_plan(plan)
         state.take_plan(plan)
@@ -298,8 +301,13 @@ MOVE = {
 }
 
 
-def test_load_ratios_before_are_those_of_the_time_before_the_first_move() -> None:
-    state = DemoState(SERVERS, CHANNELS, 50.0)
+def decide(state: DemoState, *moves: dict[str, Any]) -> None:
+    """Let the balancer say that it has decided these moves."""
+    decision = {"number": 1, "age_s": 0.0, "moves": len(moves), "first_moves": [*moves], "findings": []}
+    state.take_balancer(status((0.5, 0.5, 0.5), [decision]))
+
+
+def test_load_ratios_before_are_those_of_the_time_before_the_first_move(state: DemoState) -> None:
     state.take_balancer(status((0.5, None, 0.1), []))
     assert state.summary()["load_ratios_before"] is None, "not all are known yet"
     state.take_balancer(status((1.2, 0.1, 0.1), []))
@@ -310,8 +318,7 @@ def test_load_ratios_before_are_those_of_the_time_before_the_first_move() -> Non
     assert state.load_ratio_peak == 1.2
 
 
-def test_each_decision_is_news_once() -> None:
-    state = DemoState(SERVERS, CHANNELS, 50.0)
+def test_each_decision_is_news_once(state: DemoState) -> None:
     finding = {"server": "s3", "load_ratio": 0.95, "reason": "one channel is all of it"}
     for elapsed_s in (10.0, 10.6, 11.4):
         state.elapsed_s = elapsed_s
@@ -332,23 +339,21 @@ def replication(before: str, after: str, servers: tuple[str, str]) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("move", "told"),
+    ("move", "shown_as"),
     [
         (replication("single", "all-subscribers", ("s1", "s1,s2")), "split: s1 -> s1,s2 all-subscribers"),
         (replication("all-publishers", "all-publishers", ("s1,s2", "s1,s3")), "changed: s1,s2 -> s1,s3 all-publishers"),
         (replication("all-subscribers", "single", ("s1,s2", "s2")), "folded back: s1,s2 -> s2"),
     ],
 )
-def test_what_becomes_of_a_hot_channel_is_news_with_all_load_ratios(move: dict[str, Any], told: str) -> None:
-    state = DemoState(SERVERS, CHANNELS, 50.0)
-    state.take_balancer(
-        status((0.5, 0.5, 0.5), [{"number": 1, "age_s": 0.0, "moves": 1, "first_moves": [move], "findings": []}])
-    )
-    assert list(state.news) == [f"  0 s  a  {told}  (s1: 1.40 -> 0.70, s2: 0.30 -> 0.65)  it is hot"]
+def test_changes_of_a_hot_channel_are_news_with_all_load_ratios(
+    state: DemoState, move: dict[str, Any], shown_as: str
+) -> None:
+    decide(state, move)
+    assert list(state.news) == [f"  0 s  a  {shown_as}  (s1: 1.40 -> 0.70, s2: 0.30 -> 0.65)  it is hot"]
 
 
-def test_many_moves_do_not_hide_what_becomes_of_a_hot_channel() -> None:
-    state = DemoState(SERVERS, CHANNELS, 50.0)
+def test_many_moves_do_not_hide_changes_of_a_hot_channel(state: DemoState) -> None:
     split = replication("single", "all-subscribers", ("s1", "s1,s2"))
     finding = {"server": "s3", "load_ratio": 0.95, "reason": "it is full"}
     decision = {"number": 1, "age_s": 0.0, "moves": 21, "first_moves": [*[MOVE] * 19, split], "findings": [finding] * 3}
@@ -374,36 +379,33 @@ def replications(state: DemoState) -> tuple[int, int, int, int]:
     return state.replicated, state.replicas_changed, state.folded_back, state.replicas_max
 
 
-def test_splits_are_counted_by_their_epochs_and_are_no_moves() -> None:
-    state = DemoState(SERVERS, CHANNELS, 50.0, FESTIVAL)
+def test_splits_are_counted_by_their_epochs_and_are_no_moves(hot: DemoState) -> None:
     seen: list[tuple[int, int, int, int]] = []
     for plan in replicated_plans():
-        state.take_plan(plan)
-        state.take_plan(plan)
-        seen.append(replications(state))
+        hot.take_plan(plan)
+        hot.take_plan(plan)
+        seen.append(replications(hot))
     assert seen == [(0, 0, 0, 1), *[(1, 0, 0, 2)] * 3, *[(1, 1, 0, 3)] * 3, *[(1, 1, 1, 3)] * 3]
-    assert state.migrations == 0
-    summary = state.summary()
+    assert hot.migrations == 0
+    summary = hot.summary()
     assert [summary[name] for name in ("replicated", "folded_back", "replicas_max")] == [1, 1, 3]
 
 
-def test_a_split_that_was_seen_only_in_transition_counts() -> None:
-    state = DemoState(SERVERS, CHANNELS, 50.0, FESTIVAL)
-    state.take_plan(replicated_plans()[7])
-    assert replications(state) == (1, 0, 1, 3), "what it comes from is in the plan as well"
+def test_a_split_that_was_seen_only_in_transition_counts(hot: DemoState) -> None:
+    hot.take_plan(replicated_plans()[7])
+    assert replications(hot) == (1, 0, 1, 3), "what it comes from is in the plan as well"
 
 
-def test_where_clients_are_told_that_the_hot_channel_is() -> None:
-    state = DemoState(SERVERS, CHANNELS, 50.0, FESTIVAL)
-    assert state.hot_channels() == []
-    told: list[tuple[str, tuple[str, ...], bool]] = []
+def test_the_hot_channel_is_where_clients_look_for_it(hot: DemoState) -> None:
+    assert hot.hot_channels() == []
+    seen: list[tuple[str, tuple[str, ...], bool]] = []
     for plan in replicated_plans()[:4]:
-        state.take_plan(plan)
-        [hot] = state.hot_channels()
-        assert hot.name == "f"
-        told.append((hot.mode, hot.servers, hot.is_changing))
+        hot.take_plan(plan)
+        [channel] = hot.hot_channels()
+        assert channel.name == "f"
+        seen.append((channel.mode, channel.servers, channel.is_changing))
     home = Ring(SERVERS).home(b"f")
-    assert told == [
+    assert seen == [
         ("single", (home,), False),
         ("single", (home,), True),
         ("all-subscribers", ("s1", "s2"), True),
@@ -429,14 +431,6 @@ def test_the_rate_of_the_festival_is_that_of_its_performers() -> None:
         state.sample(float(second))
     assert state.performed_per_s() == 300.0
     assert state.rates() == (400.0, 0.0)
-
-
-def test_errors_of_performers_make_it_unclean() -> None:
-    state = played({"published": 1}, {"delivered": 1})
-    performers = WorkerState("performers")
-    state.workers.append(performers)
-    state.take_event(performers, {"event": "result", "violations": 0, "stories": [], **stats(errors=2)})
-    assert state.faults() == ["2 errors of clients"]
 
 
 def shown(state: DemoState, *, terminal: bool) -> str:
@@ -469,7 +463,7 @@ def test_everything_can_be_shown_at_any_time(terminal: bool) -> None:
         assert "no balancer is running" in shown(state, terminal=terminal)
 
 
-def test_without_a_terminal_each_line_is_said_once() -> None:
+def test_without_a_terminal_each_line_is_printed_once() -> None:
     text = shown(played({"published": 10}, {"delivered": 20}), terminal=False)
     assert text.count("starting: load") == 1
     assert "audit: clean" in text
@@ -480,40 +474,35 @@ def lines(state: DemoState) -> str:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_hot_channel_is_shown_with_its_mode_and_servers(terminal: bool) -> None:
-    state = DemoState(SERVERS, CHANNELS, 50.0, FESTIVAL)
-    state.elapsed_s = 25.0
-    state.take_plan(replicated_plans()[3])
-    text = shown(state, terminal=terminal)
+def test_the_hot_channel_is_shown_with_its_mode_and_servers(hot: DemoState, terminal: bool) -> None:
+    hot.elapsed_s = 25.0
+    hot.take_plan(replicated_plans()[3])
+    text = shown(hot, terminal=terminal)
     assert re.search("all-subscribers at s1, ?s2", text)
     assert "split: 1, over up to 2 servers; folded back: 0, as the demo was over too soon" in text
     for plan in replicated_plans()[4:]:
-        state.take_plan(plan)
-    assert "split: 1, over up to 3 servers (changed meanwhile: 1); folded back: 1\n" in shown(state, terminal=terminal)
+        hot.take_plan(plan)
+    assert "split: 1, over up to 3 servers (changed meanwhile: 1); folded back: 1\n" in shown(hot, terminal=terminal)
 
 
 @pytest.mark.parametrize(
-    ("elapsed_s", "told"),
+    ("elapsed_s", "text"),
     [(5.0, "quiet until the festival begins, at 20 s"), (25.0, "0 publications/s"), (35.0, "the festival is over")],
 )
-def test_it_is_said_how_the_festival_goes(elapsed_s: float, told: str) -> None:
-    state = DemoState(SERVERS, CHANNELS, 50.0, FESTIVAL)
-    state.take_plan(replicated_plans()[0])
-    state.elapsed_s = elapsed_s
-    assert told in shown(state, terminal=True)
+def test_the_state_of_the_festival_is_shown(hot: DemoState, elapsed_s: float, text: str) -> None:
+    hot.take_plan(replicated_plans()[0])
+    hot.elapsed_s = elapsed_s
+    assert text in shown(hot, terminal=True)
 
 
-def test_it_is_said_in_words_when_nothing_was_split() -> None:
+def test_the_summary_says_when_nothing_was_split() -> None:
     assert "split: none; f was too short" in lines(DemoState(SERVERS, CHANNELS, 50.0, FESTIVAL))
     assert "split: none; with one server there is nothing to spread" in lines(DemoState(["s1"], CHANNELS, 50.0))
 
 
-def test_without_a_terminal_news_are_lines_told_once() -> None:
-    state = DemoState(SERVERS, CHANNELS, 50.0, FESTIVAL)
+def test_without_a_terminal_each_news_is_one_line(hot: DemoState) -> None:
     split = replication("single", "all-subscribers", ("s1", "s1,s2"))
-    state.take_balancer(
-        status((0.5, 0.5, 0.5), [{"number": 1, "age_s": 0.0, "moves": 2, "first_moves": [split, MOVE], "findings": []}])
-    )
-    text = lines(state)
+    decide(hot, split, MOVE)
+    text = lines(hot)
     assert text.count("split: s1 -> s1,s2 all-subscribers  (s1: 1.40 -> 0.70, s2: 0.30 -> 0.65)  it is hot") == 1
     assert text.count("a  s1 -> s2") == 1

@@ -16,14 +16,14 @@ class Do:
 
 
 class Recorder:
-    """Connects to one server, sends what it is told at each connection, and keeps every event with its time."""
+    """Connects to one server, sends the same commands at each connection, and keeps every event with its time."""
 
     def __init__(self, url: str, *commands: tuple[bytes, ...]) -> None:
         self._url = url
         self._commands = commands
         self.events: list[Any] = []
         self.times: list[float] = []
-        self.wish: float | None = None
+        self.deadline_at: float | None = None
 
     def handle(self, event: Any, now: float) -> list[Any]:
         self.events.append(event)
@@ -39,7 +39,7 @@ class Recorder:
                 return []
 
     def deadline(self) -> float | None:
-        return self.wish
+        return self.deadline_at
 
     def kinds(self) -> list[type[object]]:
         """Return the kinds of all events, in their order."""

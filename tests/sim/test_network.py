@@ -36,6 +36,16 @@ class Sink:
                 self.times.append(self._world.now)
 
 
+@pytest.fixture
+def world() -> World:
+    return World(1)
+
+
+@pytest.fixture
+def sink(world: World) -> Sink:
+    return Sink(world)
+
+
 @given(st.integers(0, 10_000))
 def test_a_pipe_keeps_its_order_and_delays_everything(seed: int) -> None:
     world = World(seed)
@@ -66,9 +76,7 @@ def test_two_pipes_overtake_each_other() -> None:
     assert "aa" in "".join(arrivals) and "bb" in "".join(arrivals)
 
 
-def test_a_slow_line_takes_its_time() -> None:
-    world = World(1)
-    sink = Sink(world)
+def test_a_slow_line_takes_its_time(world: World, sink: Sink) -> None:
     pipe = Pipe(world, Delays(base_s=0.1, jitter_s=0.0, bytes_per_s=1000.0), sink)
     for number in range(3):
         pipe.send(number, 500)
@@ -76,9 +84,7 @@ def test_a_slow_line_takes_its_time() -> None:
     assert sink.times == pytest.approx([0.6, 1.1, 1.6])
 
 
-def test_a_held_pipe_delivers_what_is_due_when_it_is_released() -> None:
-    world = World(1)
-    sink = Sink(world)
+def test_a_held_pipe_delivers_what_is_due_when_it_is_released(world: World, sink: Sink) -> None:
     pipe = Pipe(world, CALM, sink)
     pipe.hold()
     pipe.hold()
@@ -93,9 +99,7 @@ def test_a_held_pipe_delivers_what_is_due_when_it_is_released() -> None:
     assert sink.items == [1, 2]
 
 
-def test_the_end_comes_after_what_is_in_flight() -> None:
-    world = World(1)
-    sink = Sink(world)
+def test_the_end_comes_after_what_is_in_flight(world: World, sink: Sink) -> None:
     pipe = Pipe(world, WILD, sink)
     for number in range(10):
         pipe.send(number, 1)

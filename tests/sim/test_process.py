@@ -37,8 +37,12 @@ class Place:
         self.world.run_until(self.world.now + duration_s)
 
 
-def test_a_disconnect_while_connecting_leaves_no_connection_behind() -> None:
-    place = Place()
+@pytest.fixture
+def place() -> Place:
+    return Place()
+
+
+def test_a_disconnect_while_connecting_leaves_no_connection_behind(place: Place) -> None:
     process, machine = place.process()
     process.handle(Do([Disconnect("server")]))
     place.run(1.0)
@@ -46,8 +50,7 @@ def test_a_disconnect_while_connecting_leaves_no_connection_behind() -> None:
     assert place.network.connections("p") == []
 
 
-def test_pushes_that_arrive_together_are_one_event() -> None:
-    place = Place()
+def test_pushes_that_arrive_together_are_one_event(place: Place) -> None:
     process, machine = place.process((b"SUBSCRIBE", b"x"))
     place.run(0.1)
     process.pause(0.5)
@@ -60,8 +63,7 @@ def test_pushes_that_arrive_together_are_one_event() -> None:
     assert len(machine.of(Pushed)) == 2
 
 
-def test_a_pause_keeps_the_order_of_everything_on_a_link() -> None:
-    place = Place()
+def test_a_pause_keeps_the_order_of_everything_on_a_link(place: Place) -> None:
     process, machine = place.process((b"SUBSCRIBE", b"x"))
     place.run(0.1)
     process.pause(1.0)
@@ -80,8 +82,7 @@ def test_a_pause_keeps_the_order_of_everything_on_a_link() -> None:
     assert "from the application" in machine.events
 
 
-def test_a_pause_without_a_duration_lasts_until_it_is_ended() -> None:
-    place = Place()
+def test_a_pause_without_a_duration_lasts_until_it_is_ended(place: Place) -> None:
     process, machine = place.process((b"SUBSCRIBE", b"x"))
     place.run(0.1)
     process.pause()
@@ -92,30 +93,27 @@ def test_a_pause_without_a_duration_lasts_until_it_is_ended() -> None:
     assert len(machine.of(Pushed)) == 2
 
 
-def test_ticks_come_at_the_deadline_or_a_little_later() -> None:
-    place = Place()
+def test_ticks_come_at_the_deadline_or_a_little_later(place: Place) -> None:
     process, machine = place.process()
     place.run(0.1)
-    machine.wish = 0.5
+    machine.deadline_at = 0.5
     process.handle(Do([]))
-    machine.wish = 0.3
+    machine.deadline_at = 0.3
     process.handle(Do([]))
     place.run(0.25)
     assert len(machine.of(Tick)) > 0
     assert 0.3 <= machine.times[machine.events.index(Tick())] <= 0.3 + TICK_LATENESS_S_MAX
 
 
-def test_a_machine_that_does_not_move_its_deadline_is_found_out() -> None:
-    place = Place()
+def test_a_machine_that_does_not_move_its_deadline_is_found_out(place: Place) -> None:
     process, machine = place.process()
-    machine.wish = 0.1
+    machine.deadline_at = 0.1
     process.handle(Do([]))
     with pytest.raises(MachineFailed, match="does not move its deadline"):
         place.run(5.0)
 
 
-def test_a_crash_ends_everything_and_a_restart_begins_anew() -> None:
-    place = Place()
+def test_a_crash_ends_everything_and_a_restart_makes_a_new_machine(place: Place) -> None:
     incarnations: list[int] = []
 
     def make(incarnation: int) -> Recorder:

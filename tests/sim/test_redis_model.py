@@ -58,18 +58,26 @@ class Place:
         self.server = RedisServer(self.world, "s1", "redis://s1")
         self.network.add_server(self.server.url, self.server)
 
-    def peer(self, name: str) -> Peer:
-        return Peer(self.world, self.network, self.server, name)
+    def peer(self, name: str, *channels: bytes) -> Peer:
+        """Return a client that is subscribed to these channels, and has read the acknowledgements."""
+        peer = Peer(self.world, self.network, self.server, name)
+        if channels:
+            peer.send(b"SUBSCRIBE", *channels)
+            peer.pushed()
+        return peer
 
 
-def test_the_greeting_tells_the_run_id() -> None:
-    place = Place()
+@pytest.fixture
+def place() -> Place:
+    return Place()
+
+
+def test_the_greeting_tells_the_run_id(place: Place) -> None:
     (greeting,) = place.peer("a").items
     assert isinstance(greeting, Greeting) and greeting.run_id == place.server.run_id
 
 
-def test_publish_reaches_subscribers_and_patterns_and_counts_both() -> None:
-    place = Place()
+def test_publish_reaches_subscribers_and_patterns_and_counts_both(place: Place) -> None:
     a, b, agent = place.peer("a"), place.peer("b"), place.peer("agent")
     a.send(b"SUBSCRIBE", b"x", b"y")
     b.send("subscribe", "x")
@@ -89,11 +97,8 @@ def test_publish_reaches_subscribers_and_patterns_and_counts_both() -> None:
     ]
 
 
-def test_unsubscribing_from_some_or_all() -> None:
-    place = Place()
-    a = place.peer("a")
-    a.send(b"SUBSCRIBE", b"x", b"y", b"z")
-    a.pushed()
+def test_unsubscribing_from_some_or_all(place: Place) -> None:
+    a = place.peer("a", b"x", b"y", b"z")
     a.send(b"UNSUBSCRIBE", b"y")
     a.send(b"UNSUBSCRIBE")
     a.send(b"UNSUBSCRIBE")
@@ -106,8 +111,7 @@ def test_unsubscribing_from_some_or_all() -> None:
     assert a.ask(b"PUBLISH", b"x", b"") == 0
 
 
-def test_pubsub_questions() -> None:
-    place = Place()
+def test_pubsub_questions(place: Place) -> None:
     a, b = place.peer("a"), place.peer("b")
     for peer in (a, b):
         peer.send(b"SUBSCRIBE", b"x")
@@ -123,29 +127,21 @@ def test_pubsub_questions() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_push_to_the_publisher_itself_comes_before_or_after_the_reply(seed: int) -> None:
     place = Place(seed)
-    a = place.peer("a")
-    a.send(b"SUBSCRIBE", b"x")
-    a.pushed()
+    a = place.peer("a", b"x")
     assert a.ask(b"PUBLISH", b"x", b"1") == 1
     reply_first = isinstance(a.items[-2], Reply)
     assert reply_first == place.server.reply_before_own_push
 
 
-def test_subscriptions_end_with_their_connection() -> None:
-    place = Place()
-    a, b = place.peer("a"), place.peer("b")
-    a.send(b"SUBSCRIBE", b"x")
-    a.pushed()
+def test_subscriptions_end_with_their_connection(place: Place) -> None:
+    a, b = place.peer("a", b"x"), place.peer("b")
     assert a.connection is not None
     a.connection.to_server.end("closed")
     assert b.ask(b"PUBSUB", b"NUMSUB", b"x") == [b"x", 0]
 
 
-def test_a_broken_connection_counts_until_the_server_notices() -> None:
-    place = Place()
-    a, b = place.peer("a"), place.peer("b")
-    a.send(b"SUBSCRIBE", b"x")
-    a.pushed()
+def test_a_broken_connection_counts_until_the_server_notices(place: Place) -> None:
+    a, b = place.peer("a", b"x"), place.peer("b")
     assert a.connection is not None
     a.connection.to_server.cut("broken", notice_s=1.0)
     a.connection.to_client.cut("broken", notice_s=0.0)
@@ -155,11 +151,8 @@ def test_a_broken_connection_counts_until_the_server_notices() -> None:
     assert [type(item) for item in a.items] == [Greeting, End]
 
 
-def test_who_does_not_read_is_thrown_out() -> None:
-    place = Place()
-    a, b = place.peer("a"), place.peer("b")
-    a.send(b"SUBSCRIBE", b"x")
-    a.pushed()
+def test_who_does_not_read_is_thrown_out(place: Place) -> None:
+    a, b = place.peer("a", b"x"), place.peer("b")
     place.server.output_buffer_bytes_max = 10_000
     for _ in range(20):
         b.send(b"PUBLISH", b"x", bytes(1000))
@@ -169,8 +162,7 @@ def test_who_does_not_read_is_thrown_out() -> None:
     assert b.ask(b"PUBSUB", b"NUMSUB", b"x") == [b"x", 0]
 
 
-def test_hashes() -> None:
-    place = Place()
+def test_hashes(place: Place) -> None:
     a = place.peer("a")
     assert a.ask(b"HSET", b"h", b"f", b"1", "g", 2) == 2
     assert a.ask(b"HSET", b"h", b"f", b"3", b"i", b"4") == 1
@@ -185,8 +177,7 @@ def test_hashes() -> None:
     assert a.ask(b"HGETALL", b"k") == {}
 
 
-def test_a_command_on_a_hash_refuses_a_string() -> None:
-    place = Place()
+def test_a_command_on_a_hash_refuses_a_string(place: Place) -> None:
     peer = place.peer("a")
     peer.ask(b"SET", b"k", b"text")
     for command in ((b"HMGET", b"k", b"f"), (b"HGETALL", b"k"), (b"HLEN", b"k"), (b"HSET", b"k", b"f", b"1")):
@@ -196,8 +187,7 @@ def test_a_command_on_a_hash_refuses_a_string() -> None:
 @pytest.mark.parametrize(
     ("refuse", "refused"), [(out_of_memory, {b"SET", b"HSET"}), (read_only, {b"SET", b"HSET", b"DEL"})]
 )
-def test_writes_are_refused_until_the_next_start(refuse: Refusal, refused: set[bytes]) -> None:
-    place = Place()
+def test_writes_are_refused_until_the_next_start(place: Place, refuse: Refusal, refused: set[bytes]) -> None:
     peer = place.peer("a")
     place.server.refuse = refuse
     commands = [b"SET k 1", b"HSET h f 1", b"DEL k", b"GET k", b"PUBLISH c x"]
@@ -208,8 +198,7 @@ def test_writes_are_refused_until_the_next_start(refuse: Refusal, refused: set[b
     assert place.peer("b").ask(b"SET", b"k", b"1") == b"OK"
 
 
-def test_strings_that_expire() -> None:
-    place = Place()
+def test_strings_that_expire(place: Place) -> None:
     a = place.peer("a")
     assert a.ask(b"SET", b"k", b"1", b"NX", b"PX", 1000) == b"OK"
     assert a.ask(b"SET", b"k", b"2", b"NX", b"PX", 1000) is None
@@ -224,8 +213,7 @@ def test_strings_that_expire() -> None:
     assert a.ask(b"PTTL", b"k") == -1
 
 
-def test_a_restart_forgets_everything_but_what_was_saved() -> None:
-    place = Place()
+def test_a_restart_forgets_everything_but_what_was_saved(place: Place) -> None:
     a = place.peer("a")
     a.ask(b"HSET", PLAN_KEY, b"f", b"old")
     a.ask(b"SET", b"lease", b"x", b"PX", 1000)
@@ -248,19 +236,15 @@ def test_a_restart_forgets_everything_but_what_was_saved() -> None:
     assert place.peer("c").ask(b"HGET", PLAN_KEY, b"f") is None
 
 
-def test_control_messages_can_get_lost_or_come_twice() -> None:
-    place = Place()
-    a, b = place.peer("a"), place.peer("b")
-    a.send(b"SUBSCRIBE", b"x")
-    a.pushed()
+def test_control_messages_can_get_lost_or_come_twice(place: Place) -> None:
+    a, b = place.peer("a", b"x"), place.peer("b")
     place.server.meddle = lambda server, channel, data: int(data)
     for copies in (0, 1, 2):
         assert b.ask(b"PUBLISH", b"x", copies) == 1
     assert [push[2] for push in a.pushed()] == [b"1", b"2", b"2"]
 
 
-def test_the_server_tells_about_itself() -> None:
-    place = Place()
+def test_the_server_tells_about_itself(place: Place) -> None:
     a = place.peer("a")
     assert a.ask(b"PING") == b"PONG"
     assert a.ask(b"CLIENT", b"SETNAME", b"me") == b"OK"
@@ -273,8 +257,7 @@ def test_the_server_tells_about_itself() -> None:
     assert b"total_net_output_bytes:" in before
 
 
-def test_what_the_model_does_not_know_fails_loudly() -> None:
-    place = Place()
+def test_what_the_model_does_not_know_fails_loudly(place: Place) -> None:
     a = place.peer("a")
     a.send(b"EVAL", b"return 1", 0)
     with pytest.raises(UnknownCommand, match="EVAL"):

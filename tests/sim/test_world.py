@@ -8,8 +8,12 @@ from dynamoth_sim.world import world as world_module
 from dynamoth_sim.world.world import World
 
 
-def test_callbacks_run_in_the_order_of_time_and_then_of_scheduling() -> None:
-    world = World(1)
+@pytest.fixture
+def world() -> World:
+    return World(1)
+
+
+def test_callbacks_run_in_the_order_of_time_and_then_of_scheduling(world: World) -> None:
     order: list[str] = []
     world.after(2.0, order.append, "c")
     world.after(1.0, order.append, "a")
@@ -20,8 +24,7 @@ def test_callbacks_run_in_the_order_of_time_and_then_of_scheduling() -> None:
     assert world.now == 2.0
 
 
-def test_what_is_after_the_end_waits() -> None:
-    world = World(1)
+def test_what_is_after_the_end_waits(world: World) -> None:
     order: list[str] = []
     world.after(1.0, order.append, "late")
     world.run_until(0.9)
@@ -30,16 +33,14 @@ def test_what_is_after_the_end_waits() -> None:
     assert order == ["late"]
 
 
-def test_a_cancelled_callback_does_not_run() -> None:
-    world = World(1)
+def test_a_cancelled_callback_does_not_run(world: World) -> None:
     order: list[str] = []
     world.after(1.0, order.append, "x").cancel()
     world.run_until(2.0)
     assert order == []
 
 
-def test_a_condition_is_waited_for_and_no_longer() -> None:
-    world = World(1)
+def test_a_condition_is_waited_for_and_no_longer(world: World) -> None:
     done: list[bool] = []
     world.after(0.33, done.append, True)
     assert world.run_until_true(lambda: bool(done), 2.0, poll_s=0.1)
@@ -59,9 +60,8 @@ def test_the_digest_tells_runs_apart() -> None:
     assert run(0.5) != run(0.25)
 
 
-def test_time_that_stands_still_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_that_stands_still_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world_module, "SAME_MOMENT_CALLBACKS_MAX", 100)
-    world = World(1)
 
     def again() -> None:
         world.after(0.0, again)
