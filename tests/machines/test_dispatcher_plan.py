@@ -289,6 +289,7 @@ def test_listeners_are_told_with_the_first_publication_after_the_activation() ->
     assert said(agent.observe(message(1))) == []
     agent.change(PREPARED, ACTIVE)
     assert said(agent.observe(message(2), message(3))) == [NOTICE]
+    assert agent.counters["route_notices"] == 1
 
 
 def test_listeners_of_a_quiet_channel_are_told_by_a_trickle() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dynamoth.machine.events import Connect, Disconnect, ErrorReply, Pushed, Replied, Send, Start
-from dynamoth.names import PATTERN_PREFIX, replica_channel, replica_pattern
+from dynamoth.names import PATTERN_PREFIX, inbox, replica_channel, replica_pattern
 from dynamoth.plan.plan import JOIN_S, Plan, Server
 from dynamoth.protocol.control import LossNotice
 from dynamoth.protocol.envelope import FIRST, FORWARDED, HEARTBEAT, QUIET_MS_MAX, RAW, ROUTE_CHANGED, seal
@@ -234,7 +234,8 @@ def test_a_server_that_is_busy_is_asked_again() -> None:
     subscribe, header = essential(matcher.up("s3"))
     assert matcher.tell(Replied("s3", subscribe.tag, ErrorReply("BUSY running a script"))) == []
     assert matcher.answer_one(header) == []
-    assert matcher.answer(matcher.pass_time(OPTIONS.retry_s)) == [SubscriptionConfirmed(P)]
+    assert matcher.pass_time(OPTIONS.retry_s - 0.01) == []
+    assert matcher.answer(matcher.pass_time(0.01)) == [SubscriptionConfirmed(P)]
 
 
 def test_a_reserved_pattern_is_refused() -> None:
@@ -309,9 +310,11 @@ def test_raw_messages_are_delivered_where_they_were_published() -> None:
     assert matcher.matched("s1", message(1, b"raw", flags=RAW | FORWARDED, publisher=99)) == []
 
 
-def test_control_messages_are_not_for_patterns() -> None:
+def test_neither_control_messages_nor_reserved_channels_are_for_patterns() -> None:
     matcher = Matcher().confirmed()
     assert matcher.matched("s1", control(LossNotice(NEWS, 3))) == []
+    for reserved in (inbox(7), b"__keyspace@0__:news.x"):
+        assert matcher.matched("s1", b"raw", channel=reserved) == []
 
 
 def test_a_heartbeat_reveals_a_lost_tail_of_a_known_publisher_only() -> None:
@@ -338,6 +341,7 @@ def test_a_message_that_matches_two_names_of_a_pattern_comes_once() -> None:
     names = [b"x*", b"[^\\_]*x*"]
     told = matcher.tell(Pushed("s1", [[b"pmessage", name, b"xx", b"raw"] for name in names]))
     assert delivered(told) == [b"raw"]
+    assert delivered(matcher.matched("s1", b"the second only", channel=b"yx", pattern=names[1])) == [b"the second only"]
 
 
 def test_two_patterns_may_share_a_name() -> None:
@@ -454,6 +458,15 @@ def test_a_server_that_leaves_the_plan_is_left_and_is_no_gap() -> None:
     told = matcher.answer([matcher.pass_time(3.0)[0]], replace(shrunk, version=5))
     assert told == [Disconnect("s3")]
     matcher.matched("s1", message(1, flags=FIRST))
+
+
+def test_a_server_whose_own_header_does_not_list_it_is_left_and_not_waited_for() -> None:
+    shrunk = replace(Plan.initial(SERVERS[:2], virtual_nodes=8), version=5)
+    matcher = Matcher()
+    matcher.subscribe()
+    matcher.answer(matcher.up("s1"))
+    matcher.answer(matcher.up("s2"))
+    assert matcher.answer(matcher.up("s3"), shrunk) == [Disconnect("s3"), SubscriptionConfirmed(P)]
 
 
 def test_a_server_that_leaves_while_it_is_away_is_a_gap() -> None:

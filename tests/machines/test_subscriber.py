@@ -587,12 +587,16 @@ def test_never_goes_to_a_server_that_no_plan_lists() -> None:
     assert delivered(listener.push("s1", C, message(1))) == [b"m1"]
 
 
-@pytest.mark.parametrize("failure", [ErrorReply("LOADING"), [b"1", None, b"\xc1"], [None, None, None]])
-def test_asks_again_after_a_header_that_could_not_be_read(failure: Any) -> None:
+@pytest.mark.parametrize(
+    ("failure", "refused", "malformed"),
+    [(ErrorReply("LOADING"), 1, 0), ([b"1", None, b"\xc1"], 0, 1), ([None, None, None], 0, 0)],
+)
+def test_asks_again_after_a_header_that_could_not_be_read(failure: Any, refused: int, malformed: int) -> None:
     listener = Listener().confirmed()
     [read] = listener.told(TO_S4)
     assert listener.tell(reply(read, failure)) == []
     assert listener.told(TO_S4) == [read]
+    assert (listener.counters["refused_commands"], listener.counters["malformed_plans"]) == (refused, malformed)
 
 
 def test_a_forged_notice_is_distrusted_after_a_while_and_nothing_is_lost() -> None:
