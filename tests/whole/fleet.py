@@ -1,32 +1,35 @@
-"""A fleet of applications, each a process of its own (``migrating_app``), and the judgement of what they got."""
+"""A fleet of applications that publish and listen without a pause, and the judgement of what they got.
+
+An application is the same with plain redis-py and with the client of Dynamoth. All run on one loop, each with
+connections of its own.
+"""
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
+import asyncio
+import re
+import time
 from collections.abc import Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from dynamoth_cli.local.child import Child
-from tests.whole.harness import until
+from dynamoth_client.asyncio import GapInfo, Redis
+from tests.whole.harness import LoopThread, until
 
-ROOT = Path(__file__).parents[2]
+INTERVAL_S = 0.05
+"""Between two messages of an application on a channel."""
+
+SUBSCRIPTIONS = ("subscribe", "psubscribe")
 
 
 class App:
-    """One application that runs, and all that it has written."""
+    """One application: it publishes numbered messages on each channel, and listens to all, or to a pattern."""
 
     def __init__(
-        self, kind: str, url: str, name: str, channels: Sequence[str], *, pattern: str = "", payload_bytes: int = 0
+        self, client: Any, name: str, channels: Sequence[str], *, pattern: str = "", payload_bytes: int = 0
     ) -> None:
-        self.kind, self.name, self.channels, self.pattern = kind, name, channels, pattern
-        options = ["--payload-bytes", str(payload_bytes), *(["--pattern", pattern] if pattern else [])]
-        command = [sys.executable, "-m", "tests.whole.migrating_app", kind, url, name, *channels, *options]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        self._child = Child(f"app {name}", command, environment=environment, pipes=True)
+        self.name, self.channels, self.pattern = name, channels, pattern
+        self._client = client
+        self._payload_bytes = payload_bytes
         #: When each message began to be published, by channel; the number is the index + 1.
         self.begun: dict[str, list[float]] = {channel: [] for channel in channels}
         #: How many receivers the latest message had, by channel.
@@ -35,101 +38,89 @@ class App:
         self.got: dict[tuple[str, str], list[int]] = {}
         #: Channel, or pattern, to the time of the confirmation.
         self.confirmed: dict[str, float] = {}
-        #: Bytes that are no message, and gaps.
-        self.strange: list[str] = []
-        self.gaps: list[str] = []
-        self.quiet = False
-        self._fault: Exception | None = None
+        self.gaps: list[GapInfo] = []
+        self._pubsub = client.pubsub(on_gap=self.gaps.append) if isinstance(client, Redis) else client.pubsub()
+        self.is_quiet = False
         self.ended_at = float("inf")
+        self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self) -> None:
-        """Start it."""
-        self._child.start()
-        threading.Thread(target=self._read, name=self._child.name, daemon=True).start()
+    async def start(self) -> None:
+        """Subscribe, and begin to publish and to listen."""
+        pubsub = self._pubsub
+        await (pubsub.psubscribe(self.pattern) if self.pattern else pubsub.subscribe(*self.channels))
+        self._tasks = [asyncio.create_task(self._publish(channel)) for channel in self.channels]
+        self._tasks.append(asyncio.create_task(self._listen()))
 
-    def _read(self) -> None:
-        try:
-            for line in self._child.stdout:
-                self._take(line.decode().split(maxsplit=3))
-        except Exception as error:
-            self._fault = error
+    async def hush(self) -> None:
+        """Publish no more, and go on listening."""
+        self.is_quiet = True
+        await asyncio.gather(*self._tasks[:-1])
 
-    def _take(self, words: list[str]) -> None:
-        match words:
-            case ["gets", channel, "?", data]:
-                self.strange.append(f"{channel}: {data}")
-            case ["gets", channel, publisher, number]:
-                self.got.setdefault((channel, publisher), []).append(int(number))
-            case ["begins", channel, _, at]:
-                self.begun[channel].append(float(at))
-            case ["published", channel, _, receivers]:
-                self.receivers[channel] = int(receivers)
-            case ["confirmed", channel, at]:
-                self.confirmed[channel] = float(at)
-            case ["gap", *what]:
-                self.gaps.append(" ".join(what))
-            case ["quiet"]:
-                self.quiet = True
-            case ["ends", at]:
-                self.ended_at = float(at)
-            case _:
-                assert words[0] == "hushed", words
+    async def stop(self) -> None:
+        """End it, whatever it is doing."""
+        self.ended_at = time.monotonic()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._pubsub.aclose()
+        await self._client.aclose()
 
-    def ask(self, command: str) -> None:
-        """Give it a command."""
-        self._child.stdin.write(f"{command}\n".encode())
-        self._child.stdin.flush()
+    async def _publish(self, channel: str) -> None:
+        begun = self.begun[channel]
+        while not self.is_quiet:
+            begun.append(time.monotonic())
+            payload = f"{self.name}:{len(begun)}:".ljust(self._payload_bytes, ".")
+            self.receivers[channel] = await self._client.publish(channel, payload)
+            await asyncio.sleep(INTERVAL_S)
+
+    async def _listen(self) -> None:
+        async for message in self._pubsub.listen():
+            channel, data = message["channel"].decode(), message["data"]
+            if message["type"] in SUBSCRIPTIONS:
+                self.confirmed[channel] = time.monotonic()
+                continue
+            found = re.fullmatch(rb"([\w-]+):(\d+):\.*", data)
+            assert found is not None, f"{self.name} got what is no message: {data!r}"
+            self.got.setdefault((channel, found[1].decode()), []).append(int(found[2]))
 
     def check(self) -> None:
-        """Raise if it has ended by itself, or has written what cannot be read."""
-        if self._fault is not None:
-            raise self._fault
-        if self._child.ended_by_itself:
-            raise self._child.failure()
-
-    def stop(self) -> None:
-        """End it, whatever it is doing."""
-        self._child.stop()
+        """Raise what ended one of its tasks before its time."""
+        for task in self._tasks:
+            if task.done() and not (self.is_quiet or task.cancelled()):
+                task.result()
 
     def is_listening(self) -> bool:
         """Tell whether all of its subscriptions are confirmed."""
         self.check()
-        return (self.confirmed.keys() >= {self.pattern}) if self.pattern else len(self.confirmed) == len(self.channels)
-
-    def confirmed_at(self, channel: str) -> float:
-        """Return when its subscription to a channel was confirmed."""
-        return self.confirmed[self.pattern or channel]
+        return len(self.confirmed) == (1 if self.pattern else len(self.channels))
 
     def has(self, other: App, channel: str, number: int) -> bool:
         """Tell whether the message of another application has come, or a later one."""
-        return self.latest(other, channel) >= number
-
-    def latest(self, other: App, channel: str) -> int:
-        """Return the number of the latest message of another application that has come, 0 for none."""
-        return (self.got.get((channel, other.name)) or [0])[-1]
+        self.check()
+        return self.got.get((channel, other.name), [0])[-1] >= number
 
 
 class Fleet:
     """The applications, those that were replaced included. All end on exit."""
 
     def __init__(self) -> None:
+        self._loop = LoopThread("fleet")
         self.apps: list[App] = []
         self.running: list[App] = []
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for app in self.apps:
-            app.stop()
+    def __exit__(self, *exception: object) -> None:
+        for app in self.running:
+            self._loop.call(app.stop())
+        self._loop.close()
 
     def add(self, app: App) -> App:
         """Start an application, and wait until it listens."""
         self.apps.append(app)
         self.running.append(app)
-        app.start()
+        self._loop.call(app.start())
         until(app.is_listening, f"{app.name} listens")
         return app
 
@@ -137,65 +128,41 @@ class Fleet:
         """Upgrade an application as a rolling deployment does: the new one works before the old one ends."""
         self.add(new)
         self.flows()
-        self.retire(old)
-        return new
-
-    def retire(self, app: App) -> None:
-        """End an application when everybody has got what it published."""
-        app.ask("hush")
-        until(lambda: app.quiet, f"{app.name} publishes no more")
+        self._loop.call(old.hush())
         self.flows()
-        app.ask("quit")
-        until(lambda: app.ended_at < float("inf"), f"{app.name} ends")
-        self.running.remove(app)
+        self._loop.call(old.stop())
+        self.running.remove(old)
+        return new
 
     def flows(self) -> None:
         """Wait until everybody who runs has got the latest message of everybody, and some more."""
         wanted = [
-            (app, channel, len(app.begun[channel]) + (0 if app.quiet else 3))
+            (app, channel, len(app.begun[channel]) + (0 if app.is_quiet else 3))
             for app in self.running
             for channel in app.channels
         ]
-
-        def arrived() -> bool:
-            for app in self.running:
-                app.check()
-            return all(other.has(*want) for other in self.running for want in wanted)
-
-        try:
-            until(arrived, "messages flow from everybody to everybody")
-        except AssertionError as error:
-            late = [
-                f"{other.name} has not got {app.name}:{number} on {channel}, but {other.latest(app, channel)}"
-                for other in self.running
-                for app, channel, number in wanted
-                if not other.has(app, channel, number)
-            ]
-            raise AssertionError(f"{error}: {late[:5]}") from error
+        until(lambda: all(app.has(*want) for app in self.running for want in wanted), "messages flow to everybody")
 
     def finish(self) -> int:
         """Let everybody hush and get all, and judge; return how many messages were delivered."""
         for app in self.running:
-            app.ask("hush")
-        until(lambda: all(app.quiet for app in self.running), "all are quiet")
+            self._loop.call(app.hush())
         self.flows()
-        return sum(self._judge(listener, app, channel) for listener in self.apps for app, channel in self._streams())
-
-    def _streams(self) -> list[tuple[App, str]]:
-        return [(app, channel) for app in self.apps for channel in app.channels]
+        return sum(
+            self._judge(listener, app, channel)
+            for listener in self.apps
+            for app in self.apps
+            for channel in app.channels
+        )
 
     @staticmethod
     def _judge(listener: App, publisher: App, channel: str) -> int:
         """Each message that began after the confirmation has come, once and in order, and nothing else has."""
         got = listener.got.get((channel, publisher.name), [])
-        begun, since = publisher.begun[channel], listener.confirmed_at(channel)
-        owed = [number for number, at in enumerate(begun, 1) if since < at and at < listener.ended_at - 1.0]
-        what = f"{listener.name} ({listener.kind}) of {publisher.name} ({publisher.kind}) on {channel}"
-        assert got == list(range(got[0], got[-1] + 1)) if got else True, f"{what}: not each once and in order: {got}"
-        if owed:
-            assert got, f"{what}: got nothing"
-            assert got[0] <= owed[0], f"{what}: the first that came was {got[0]}, and {owed[0]} was owed"
-            assert got[-1] >= owed[-1], f"{what}: the last that came was {got[-1]}, and {owed[-1]} was owed"
-        assert not listener.strange, f"{listener.name} got what is no message: {listener.strange[:3]}"
-        assert not listener.gaps, f"{listener.name} was told of gaps: {listener.gaps[:3]}"
+        since, end = listener.confirmed[listener.pattern or channel], listener.ended_at - 1.0
+        expected = [number for number, at in enumerate(publisher.begun[channel], 1) if since < at < end]
+        what = f"{listener.name} of {publisher.name} on {channel}"
+        assert not got or got == list(range(got[0], got[-1] + 1)), f"{what}: not each once and in order: {got}"
+        assert set(expected) <= set(got), f"{what}: lost {sorted({*expected} - {*got})}"
+        assert not listener.gaps, f"{listener.name}: {listener.gaps}"
         return len(got)

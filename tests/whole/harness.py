@@ -125,6 +125,25 @@ class PlainListener:
         self._client.close()
 
 
+class LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine there, and return its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(2 * PATIENCE_S)
+
+    def close(self) -> None:
+        """End the loop and its thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
 class Traffic:
     """Publishers and subscribers of the drop-in client, each with connections of its own, audited all the time.
 
@@ -173,17 +192,15 @@ class Traffic:
         #: The number of the latest message begun, by publisher and channel; and delivered, by subscriber besides.
         self._begun: dict[tuple[str, bytes], int] = {}
         self._latest: dict[tuple[str, str, bytes], int] = {}
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="traffic", daemon=True)
+        self._loop = LoopThread("traffic")
         self._stopping = asyncio.Event()
         self._clients: list[Any] = []
         self._publishing: list[asyncio.Task[None]] = []
         self._reading: list[asyncio.Task[None]] = []
 
     def __enter__(self) -> Self:
-        self._thread.start()
         try:
-            self._call(self._start())
+            self._loop.call(self._start())
             self.flows()
         except BaseException:
             self._close()
@@ -212,7 +229,7 @@ class Traffic:
 
     def add_publisher(self, name: str) -> None:
         """Let one more publisher begin. Its client knows nothing yet: it follows the ring until it is told better."""
-        self._call(self._add(name))
+        self._loop.call(self._add(name))
 
     def calm(self) -> None:
         """From now on nothing fails any more: nothing may be lost."""
@@ -220,11 +237,11 @@ class Traffic:
         async def calm() -> None:
             self._audit.calm()
 
-        self._call(calm())
+        self._loop.call(calm())
 
     def finish(self) -> Totals:
         """Stop publishing, wait for what is under way, and judge. Raises AssertionError when a guarantee was broken."""
-        violations = self._call(self._finish())
+        violations = self._loop.call(self._finish())
         told = "".join(f"\n  {name}: gap on {gap.channel!r}: {gap.reason}" for name, gap in self.gaps[:10])
         assert not violations, "\n".join(map(str, violations[:10])) + told
         totals = self._audit.totals
@@ -232,9 +249,6 @@ class Traffic:
         return totals
 
     # In the thread of the traffic.
-
-    def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(2 * PATIENCE_S)
 
     async def _start(self) -> None:
         for name in self._subscribers:
@@ -328,8 +342,6 @@ class Traffic:
 
     def _close(self) -> None:
         try:
-            self._call(self._end())
+            self._loop.call(self._end())
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
             self._loop.close()

@@ -1,4 +1,4 @@
-"""The way of docs/migrating.md, from one Redis to a cluster, with a fleet of processes that never falls silent."""
+"""The way of docs/migrating.md, from one Redis to a cluster, with a fleet of applications that never falls silent."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import random
 from typing import Any
 
 import pytest
+import redis.asyncio
 
 from dynamoth.errors import RequestRefused
 from dynamoth.plan.plan import Phase
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.main import main
+from dynamoth_client.asyncio import from_url
 from tests.whole.fleet import App, Fleet
 from tests.whole.harness import move, stored_entry, until
 
@@ -23,10 +25,10 @@ clients say to each other."""
 
 SETTINGS: dict[str, Any] = {
     "cluster.compatibility": "*=s1",
-    "balancer.wait_s": 2.0,
-    "balancer.averaging_s": 3.0,
-    "balancer.channel_rest_s": 5.0,
+    "balancer.wait_s": 1.0,
+    "balancer.averaging_s": 2.0,
     "balancer.lease_s": 3.0,
+    "agent.report_interval_s": 0.3,
 }
 
 PAYLOAD_BYTES = 300
@@ -40,11 +42,14 @@ def test_a_fleet_is_upgraded_in_any_order_and_then_spread(capsys: pytest.Capture
     cluster = LocalCluster(1, settings=SETTINGS, outgoing_bytes_per_s_max=CAPACITY_BYTES_PER_S)
     server = cluster.redis["s1"]
     server.start()
-    plain_url = f"redis://127.0.0.1:{server.port}"
 
-    def app(kind: str, name: str, pattern: str = "") -> App:
-        url = plain_url if kind == "plain" else cluster.url
-        return App(kind, url, name, CHANNELS, pattern=pattern, payload_bytes=PAYLOAD_BYTES)
+    def plain(name: str, pattern: str = "") -> App:
+        client: Any = redis.asyncio.Redis(port=server.port)
+        return App(client, name, CHANNELS, pattern=pattern, payload_bytes=PAYLOAD_BYTES)
+
+    def upgraded(old: App) -> App:
+        name = old.name.replace("plain", "new")
+        return App(from_url(cluster.url), name, CHANNELS, pattern=old.pattern, payload_bytes=PAYLOAD_BYTES)
 
     def rules(*arguments: str) -> dict[str, bool]:
         assert main(["plan", "compatibility", *arguments, "--json", "--url", cluster.url]) == 0
@@ -54,8 +59,8 @@ def test_a_fleet_is_upgraded_in_any_order_and_then_spread(capsys: pytest.Capture
     try:
         with Fleet() as fleet:
             # One Redis, and applications that know nothing else.
-            old = [fleet.add(app("plain", f"plain{number}")) for number in range(3)]
-            old.append(fleet.add(app("plain", "plain-pattern", PATTERN)))
+            old = [fleet.add(plain(f"plain{number}")) for number in range(3)]
+            old.append(fleet.add(plain("plain-pattern", PATTERN)))
             fleet.flows()
             # An agent and a balancer beside it.
             with cluster:
@@ -65,7 +70,7 @@ def test_a_fleet_is_upgraded_in_any_order_and_then_spread(capsys: pytest.Capture
                 random.Random(7).shuffle(old)
                 new: list[App] = []
                 for each in old:
-                    new.append(fleet.replace(each, app("dynamoth", each.name.replace("plain", "new"), each.pattern)))
+                    new.append(fleet.replace(each, upgraded(each)))
                     until(
                         lambda: {app.receivers[channel] for app in new for channel in CHANNELS} == {len(old)},
                         "a client of Dynamoth counts each application once, and no agent (G7)",
