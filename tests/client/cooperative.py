@@ -1,6 +1,6 @@
 """What applications do with the synchronous client, under a cooperative scheduler.
 
-``patched.py`` runs one of ``SCENARIOS`` in a process in which the standard library is the scheduler's.
+``patched.py`` runs ``SCENARIOS`` in a process in which the standard library is the scheduler's.
 """
 
 from __future__ import annotations

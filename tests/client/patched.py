@@ -1,7 +1,7 @@
-"""A program: one of the scenarios of ``cooperative.py`` under gevent or eventlet.
+"""A program: scenarios of ``cooperative.py`` under gevent or eventlet, one after the other.
 
-Run by ``test_cooperative.py`` as ``python -m tests.client.patched SCHEDULER SCENARIO URL``. It fails unless all goes
-well, and prints nothing.
+Run by ``test_cooperative.py`` as ``python -m tests.client.patched SCHEDULER SCENARIO URL SCENARIO URL ...``. It fails
+unless all goes well, and prints nothing.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ def patch(scheduler: str) -> Any:
     return eventlet
 
 
-def main(scheduler: str, name: str, url: str) -> None:
-    """Run a scenario, and wait until the threads that it began have ended."""
+def main(scheduler: str, *arguments: str) -> None:
+    """Run scenarios; wait after each until the threads that it began have ended."""
     module = patch(scheduler)
     import threading
 
     from tests.client.cooperative import SCENARIOS, end_at_exit
     from tests.client.sync_helpers import until
 
+    scenarios = {scenario.__name__: scenario for scenario in SCENARIOS}
     threads = threading.active_count()
-    (scenario,) = (scenario for scenario in SCENARIOS if scenario.__name__ == name)
-    scenario(url, module)
-    if scenario is not end_at_exit:
-        until(lambda: threading.active_count() == threads, f"threads have ended: {threading.enumerate()}")
+    for name, url in zip(arguments[::2], arguments[1::2], strict=True):
+        scenarios[name](url, module)
+        if scenarios[name] is not end_at_exit:
+            until(lambda: threading.active_count() == threads, f"threads have ended: {threading.enumerate()}")
 
 
 if __name__ == "__main__":
