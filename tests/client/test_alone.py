@@ -15,18 +15,16 @@ import dynamoth_client
 from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL
 from dynamoth.plan.plan import Plan, Server
 from dynamoth_cli.local.cluster import HOST, LocalCluster
+from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_client.machines.standalone import FRESH_S
 from tests.client.both_clients import Use, with_client
 from tests.client.conftest import ClusterFactory
 from tests.client.sync_helpers import Running, confirmed, next_of, until
-from tests.redis_servers import RedisServerFactory
 
 __all__ = ["with_client"]
 
 
-def test_everything_works_with_one_plain_redis(redis_server_factory: RedisServerFactory, with_client: Use) -> None:
-    server = redis_server_factory()
-
+def test_everything_works_with_one_plain_redis(redis_server: EmbeddedRedis, with_client: Use) -> None:
     def use(client: Any) -> None:
         pubsub = client.pubsub()
         confirmed(pubsub, "c")
@@ -44,45 +42,34 @@ def test_everything_works_with_one_plain_redis(redis_server_factory: RedisServer
             assert client.publish("only here", number) == 0
         pubsub.unsubscribe("c")
         assert next_of(pubsub)["type"] == "unsubscribe"
-        server.restart()  # subscriptions come back, as nobody else is there
+        redis_server.restart()  # subscriptions come back, as nobody else is there
         while client.publish("s", "x") or not client.spublish("s", "again"):
             time.sleep(0.05)
         (getattr(pubsub, "aclose", None) or pubsub.close)()
 
-    with_client([f"redis://{HOST}:{server.port}"], use)
+    with_client([redis_server.url], use)
 
 
 # When it is not believed.
 
 
-@pytest.mark.parametrize(
-    ("channel", "text"), [(AGENT_CHANNEL, "an agent is at work there"), (BALANCER_CHANNEL, "the balancer is at work")]
-)
-def test_where_somebody_of_dynamoth_is_at_work_the_plan_is_waited_for(
-    redis_server_factory: RedisServerFactory, with_client: Use, channel: bytes, text: str
-) -> None:
-    server = redis_server_factory()
-    until(lambda: _uptime_s(server.port) >= FRESH_S, "the server is not fresh")
-    plain: Any = redis_py.Redis(port=server.port)
-    with plain, plain.pubsub() as somebody:
-        somebody.subscribe(channel)
-        assert next_of(somebody)["type"] == "subscribe"
-
-        def use(client: Any) -> None:
+def test_where_somebody_of_dynamoth_is_at_work_the_plan_is_waited_for(redis_server: EmbeddedRedis) -> None:
+    plain: Any = redis_py.Redis(port=redis_server.port)
+    until(lambda: plain.info("server")["uptime_in_seconds"] >= FRESH_S, "the server is not fresh")
+    with plain, plain.pubsub() as somebody, dynamoth_client.from_url(redis_server.url, retry=None) as client:
+        for channel, text in ((AGENT_CHANNEL, "an agent is at work"), (BALANCER_CHANNEL, "the balancer is at work")):
+            somebody.subscribe(channel)
+            assert next_of(somebody)["type"] == "subscribe"
             with pytest.raises(redis_py.ConnectionError, match=text):
                 client.publish("c", "x")
 
-        with_client([f"redis://{HOST}:{server.port}"], use)
 
-
-def test_several_servers_without_a_plan_are_not_alone(cluster_factory: ClusterFactory, with_client: Use) -> None:
-    cluster = cluster_factory(stored=False)
-
-    def use(client: Any) -> None:
-        with pytest.raises(redis_py.ConnectionError, match="must be the only one named"):
-            client.publish("c", "x")
-
-    with_client(cluster.hosts, use)
+def test_several_servers_without_a_plan_are_not_alone(cluster_factory: ClusterFactory) -> None:
+    with (
+        dynamoth_client.Redis(servers=cluster_factory(stored=False).hosts, retry=None) as client,
+        pytest.raises(redis_py.ConnectionError, match="must be the only one named"),
+    ):
+        client.publish("c", "x")
 
 
 def test_a_server_that_has_just_started_is_watched_first(cluster_factory: ClusterFactory) -> None:
@@ -162,9 +149,3 @@ def servers_only(cluster: LocalCluster) -> Generator[None]:
 
 def _listening(cluster: LocalCluster, channel: str) -> list[str]:
     return [id_ for id_ in cluster.redis if cluster.ask(id_, ("PUBSUB", "NUMSUB", channel))[0][1]]
-
-
-def _uptime_s(port: int) -> int:
-    plain: Any = redis_py.Redis(port=port)
-    with plain:
-        return int(plain.info("server")["uptime_in_seconds"])

@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any
 
 import pytest
-import redis as redis_py
 
-from dynamoth_cli.local.cluster import HOST, LocalCluster
+import dynamoth_client as redis
+from dynamoth_cli.local.cluster import LocalCluster
 from tests.client.both_clients import Use, with_client
 from tests.client.sync_helpers import confirmed, next_of
 
@@ -56,17 +56,12 @@ def test_a_plan_that_was_flushed_is_there_again(cluster: LocalCluster, with_clie
     assert median_s((command,)) < usual_s + RESTORED_S + BUSY_S
 
 
-def test_the_text_of_the_error_says_what_happened(cluster: LocalCluster, with_client: Use) -> None:
-    plain: Any = redis_py.Redis(port=cluster.redis["s1"].port)
-    with plain:
-        os.kill(cluster.balancer.pid, signal.SIGSTOP)
-        try:
-            plain.flushall()
-
-            def use(client: Any) -> None:
-                with pytest.raises(redis_py.ConnectionError, match=r"is gone \(FLUSHALL"):
-                    client.publish("c", "x")
-
-            with_client([f"redis://{HOST}:{cluster.redis['s1'].port}"], use)
-        finally:
-            os.kill(cluster.balancer.pid, signal.SIGCONT)
+def test_the_text_of_the_error_says_what_happened(cluster: LocalCluster) -> None:
+    os.kill(cluster.balancer.pid, signal.SIGSTOP)
+    try:
+        with redis.from_url(cluster.redis["s1"].url, retry=None) as client:
+            client.execute_command("FLUSHALL")
+            with pytest.raises(redis.ConnectionError, match=r"is gone \(FLUSHALL"):
+                client.publish("c", "x")
+    finally:
+        os.kill(cluster.balancer.pid, signal.SIGCONT)

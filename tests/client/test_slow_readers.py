@@ -341,7 +341,7 @@ def test_an_unknown_policy_is_refused(cluster: StoredCluster) -> None:
 
 @pytest.mark.parametrize(
     ("when_full", "count", "bound"),
-    [("block", 5000, 1000), ("disconnect", 5000, 1000), ("drop_oldest", 5000, 8), ("drop_oldest", 100_000, 65_536)],
+    [("block", 5000, 1000), ("disconnect", 5000, 1000), ("drop_oldest", 5000, 8)],
 )
 async def test_acknowledgements_do_not_fill_the_queue(
     cluster: StoredCluster, when_full: str, count: int, bound: int
@@ -369,7 +369,7 @@ async def test_acknowledgements_do_not_fill_the_queue(
 
 
 def test_many_subscriptions_of_the_synchronous_client(cluster: StoredCluster) -> None:
-    channels = [f"c{number}" for number in range(20_000)]
+    channels = [f"c{number}" for number in range(5000)]
     with dynamoth_client.from_url(cluster.url) as client:
         pubsub = pubsub_of(client, when_full="drop_oldest", max_queue=100)
         confirmed_sync(pubsub, *channels)

@@ -66,16 +66,6 @@ def test_errors_are_those_of_redis_py(cluster_factory: ClusterFactory) -> None:
         client.publish("c", "x")
 
 
-def test_a_server_that_dies_fails_the_publications_there(cluster: StoredCluster) -> None:
-    gone, alive = cluster.channel_at("s2"), cluster.channel_at("s1")
-    with redis.from_url(cluster.url) as client:
-        assert client.publish(gone, "x") == 0
-        cluster.servers["s2"].kill()
-        with pytest.raises(redis.ConnectionError):
-            client.publish(gone, "x")
-        assert client.publish(alive, "x") == 0
-
-
 def test_a_closed_client_can_be_used_again(cluster: StoredCluster) -> None:
     client = redis.from_url(cluster.url)
     for _ in range(3):

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -98,7 +97,7 @@ def test_one_poll_finds_what_has_arrived(cluster: StoredCluster) -> None:
         confirmed(pubsub, "c")
         for number in range(20):
             assert other.publish("c", number) == 1
-            time.sleep(0.002 * (number % 2) + 0.001)  # the way to the socket; the keeper is awake now and then
+            other.publish("nobody", "x")  # when this is answered, the server has written the message before
             message = pubsub.get_message()
             assert message is not None
             assert message["data"] == b"%d" % number
@@ -194,19 +193,6 @@ def test_ping(cluster: StoredCluster) -> None:
         pubsub.check_health()
 
 
-def test_commands_by_name(cluster: StoredCluster) -> None:
-    with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
-        pubsub.execute_command("SUBSCRIBE", "c")
-        assert pubsub.parse_response() == [b"subscribe", b"c", 1]
-        handle: Callable[[Any], Any] = cast("Any", pubsub).handle_message
-        assert handle([b"message", b"c", b"x"]) == message_of("message", b"c", b"x")
-        pubsub.execute_command(b"UNSUBSCRIBE", "c")
-        assert handle(pubsub.parse_response()) == message_of("unsubscribe", b"c", 0)
-        assert not pubsub.subscribed
-        with pytest.raises(redis.PubSubError, match="give it to the client"):
-            pubsub.execute_command("GET", "c")
-
-
 def test_run_in_thread(cluster: StoredCluster) -> None:
     taken: list[Any] = []
     with redis.from_url(cluster.url) as client:
@@ -248,21 +234,6 @@ def test_run_in_thread_has_a_handler_for_exceptions(cluster: StoredCluster) -> N
         assert errors == [(ZeroDivisionError, pubsub)]
 
 
-def test_run(cluster: StoredCluster) -> None:
-    taken: list[Any] = []
-
-    def take(message: dict[str, Any]) -> None:
-        taken.append(message["data"])
-        pubsub.unsubscribe()
-
-    with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
-        pubsub.subscribe(c=take)
-        running = Running(pubsub.run)
-        until(lambda: client.publish("c", "x") == 1, "it is subscribed")
-        running.result()
-        assert taken == [b"x"]
-
-
 def test_gaps_are_told_by_the_reader(cluster: StoredCluster) -> None:
     told: list[tuple[redis.GapInfo, threading.Thread]] = []
 
@@ -296,42 +267,6 @@ def test_a_full_queue_is_taken_from_and_filled_again(cluster: StoredCluster) -> 
             assert publishing.result() == [1] * 2000
     with redis.from_url(cluster.url) as client, pytest.raises(redis.DataError):
         client.pubsub(max_queue=0)
-
-
-def test_without_servers_a_reader_is_told(cluster: StoredCluster) -> None:
-    with redis.from_url(cluster.url + "?socket_connect_timeout=0.1") as client, client.pubsub() as pubsub:
-        confirmed(pubsub, "c")
-        for server in cluster.servers.values():
-            server.kill()
-        for _ in range(2):
-            with pytest.raises(redis.ConnectionError, match="still trying"):
-                while True:
-                    pubsub.get_message(timeout=20)
-
-
-def test_a_reader_goes_on_after_a_close_of_the_client(cluster: StoredCluster) -> None:
-    """As with redis-py: it has subscribed again. ``PubSub.close`` ends it."""
-    client = redis.from_url(cluster.url)
-    gaps: list[GapInfo] = []
-    pubsub = client.pubsub(on_gap=gaps.append)
-    confirmed(pubsub, "c")
-    read: list[Any] = []
-
-    reading = Running(lambda: read.extend((message["type"], message["data"]) for message in pubsub.listen()))
-    for _ in range(3):
-        read.clear()
-        gaps.clear()
-        reading.join(0.03)
-        client.close()
-        until(lambda: read == [("subscribe", 1)], "it has subscribed again")
-        assert client.publish("c", "x") == 1
-        until(lambda: read == [("subscribe", 1), ("message", b"x")], "and hears")
-        assert len(gaps) == 1
-    client.close()
-    pubsub.close()
-    reading.result()
-    assert not pubsub.subscribed
-    client.close()
 
 
 @pytest.mark.parametrize("read", ["get_message", "listen", "batches", "parse_response"])
@@ -418,14 +353,3 @@ def test_unsubscribing_elsewhere_ends_a_listener(cluster: StoredCluster) -> None
         listening.join(0.02)
         pubsub.unsubscribe("c")
         assert listening.result() == ["unsubscribe"]
-
-
-def test_a_subscription_that_fails(cluster: StoredCluster) -> None:
-    for server in cluster.servers.values():
-        server.kill()
-    with redis.from_url(cluster.url) as client:
-        pubsub = client.pubsub()
-        with pytest.raises(redis.ConnectionError):
-            pubsub.subscribe("c")
-        assert not pubsub.subscribed
-        pubsub.close()
