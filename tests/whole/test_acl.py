@@ -17,6 +17,8 @@ from tests.whole.harness import logged, until
 
 PATIENCE_S = 30.0
 
+CHANNELS = (b"news.a", b"raw1", b"__dynamoth__:s:news.s")
+
 
 @pytest.fixture(scope="module", params=all_rules(), ids=str)
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
@@ -38,8 +40,13 @@ async def _subscribed(pubsub: PubSub, count: int) -> None:
         assert message["type"] in ("subscribe", "psubscribe", "ssubscribe"), message
 
 
-async def _ask(cluster: LocalCluster, command: str, channel: bytes, **arguments: Any) -> None:
-    await asyncio.to_thread(cluster.ask_balancer, command, {"channel": channel, **arguments})
+CHANGES: list[tuple[str, dict[str, Any]]] = [
+    ("move", {"to": "s1"}),
+    ("move", {"to": "s2"}),
+    ("replicate", {"mode": "all-publishers", "servers": ["s1", "s2"]}),
+    ("replicate", {"mode": "all-subscribers", "servers": ["s1", "s2"]}),
+    ("unreplicate", {"to": "s1"}),
+]
 
 
 def test_everything_works_under_the_rules(cluster: LocalCluster) -> None:
@@ -68,16 +75,10 @@ def test_everything_works_under_the_rules(cluster: LocalCluster) -> None:
                 await client.spublish(channel, data)
 
             await flows()
-            for channel in (b"news.a", b"raw1", b"__dynamoth__:s:news.s"):
-                for command, arguments in (
-                    ("move", {"to": "s1"}),
-                    ("move", {"to": "s2"}),
-                    ("replicate", {"mode": "all-publishers", "servers": ["s1", "s2"]}),
-                    ("replicate", {"mode": "all-subscribers", "servers": ["s1", "s2"]}),
-                    ("unreplicate", {"to": "s1"}),
-                ):
-                    await _ask(cluster, command, channel, **arguments)
-                    await flows()
+            for command, arguments in CHANGES:
+                requests = [{"channel": channel, **arguments} for channel in CHANNELS]
+                await asyncio.gather(*(asyncio.to_thread(cluster.ask_balancer, command, each) for each in requests))
+                await flows()
             assert await client.pubsub_numsub("news.a") == [(b"news.a", 1)]
             assert await client.pubsub_numpat() == 1
             assert b"news.a" in await client.pubsub_channels()

@@ -13,8 +13,8 @@ LOAD_RATIO_HIGH = 0.8
 def test_plain_publishers_at_either_server_are_heard_while_channels_move() -> None:
     [channel] = channels_at("s1", 1)
     with LocalCluster(2) as cluster, Traffic(cluster, [channel], publishers=1, plain=["s1", "s2"]) as traffic:
-        for number in range(6):
-            move(cluster, channel, "s1" if number % 2 else "s2")
+        for server in ("s2", "s1"):
+            move(cluster, channel, server)
             traffic.flows()
         totals = traffic.finish()
         assert totals.gaps == 0, traffic.gaps
@@ -23,7 +23,12 @@ def test_plain_publishers_at_either_server_are_heard_while_channels_move() -> No
 
 def test_the_balancer_moves_channels_away_from_an_overloaded_server_by_itself() -> None:
     channels = channels_at("s1", 12, servers=3)
-    settings: dict[str, Any] = {"balancer.wait_s": 2.0, "balancer.averaging_s": 3.0, "balancer.channel_rest_s": 5.0}
+    settings: dict[str, Any] = {
+        "agent.report_interval_s": 0.3,
+        "balancer.wait_s": 1.0,
+        "balancer.averaging_s": 2.0,
+        "balancer.channel_rest_s": 5.0,
+    }
     # 12 channels, 20 messages per second, 2 subscribers, 600 bytes: about 290 KB/s, all of it at s1 at first.
     with (
         LocalCluster(3, outgoing_bytes_per_s_max=200_000, settings=settings) as cluster,
