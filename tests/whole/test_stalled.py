@@ -115,10 +115,6 @@ def test_a_publisher_whose_old_server_hangs_finds_its_channel_before_that_is_kno
     """It asks another server when a message has had no answer for a second and a half."""
     [channel] = channels_at("s1", 1)
 
-    def go_on() -> bool:
-        """Tell whether all that were at s2 have had messages behind their gap."""
-        return gaps.keys() >= at_s2 and all(arrivals[number][-1] > gaps[number] for number in at_s2)
-
     async def test(cluster: LocalCluster) -> float:
         async with from_url(cluster.url) as publisher, from_url(cluster.url) as client, client.pubsub() as pubsub:
             await publisher.publish(channel, b"before")
