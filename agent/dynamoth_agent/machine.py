@@ -205,7 +205,7 @@ class AgentMachine:
 
 
 def _speaks_to_balancer(action: AgentAction) -> bool:
-    """Tell whether the balancer would believe this: an agent that may not be the only one must not send it."""
+    """Return whether the balancer would believe this: an agent that may not be the only one must not send it."""
     if not isinstance(action, Send) or action.link != LOCAL:
         return False
     return action.args[0] == b"PUBLISH" and action.args[1] == BALANCER_CHANNEL

@@ -4,9 +4,10 @@ Theory of operation
 -------------------
 It is in one of these stages::
 
-    CONTENDING   without the lease: it listens to agents and administrators, and changes nothing RECOVERING   with the
-        lease: reads the stored plans, to continue where the predecessor ended LEADING      makes decisions and installs
-        plans STOPPED      the end
+    CONTENDING   has no lease: it listens to agents and administrators, and changes nothing
+    RECOVERING   has the lease: it reads the stored plans, to continue where its predecessor ended
+    LEADING      makes decisions and installs plans
+    STOPPED      has ended
 
 Before every action it checks that it still holds the lease. If not, it is CONTENDING again, and a later term begins
 with another recovery, as another balancer may have been at work in between.
@@ -25,13 +26,12 @@ from typing import Any, assert_never
 from dynamoth.errors import AlreadyRunning, ConfigError, MalformedMessage, RequestRefused
 from dynamoth.machine.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick, earliest
 from dynamoth.names import BALANCER_CHANNEL, OPERATOR_CHANNEL
-from dynamoth.plan.plan import Assignment, Mode, Plan, Server
+from dynamoth.plan.plan import Assignment, Plan, Server
 from dynamoth.protocol.control import AdminRequest, unpack_control
 from dynamoth_balancer.admin.api import Admin
-from dynamoth_balancer.admin.changes import BegunChange, Changes, ChangeState
+from dynamoth_balancer.admin.changes import Changes
 from dynamoth_balancer.admin.compatibility import describe_rules
-from dynamoth_balancer.admin.health import Health, Presence, View, describe_problem, find
-from dynamoth_balancer.admin.rules import RuleRequests
+from dynamoth_balancer.admin.health import Health, Presence, View, find
 from dynamoth_balancer.admin.status import describe_channels, describe_decisions, describe_server, plan_page
 from dynamoth_balancer.decide.decider import Decider, is_replicated
 from dynamoth_balancer.decide.drain import Drain
@@ -128,8 +128,17 @@ class BalancerMachine:
         self.health = Health()
         #: Why the latest decision could not be carried out; empty when it could.
         self._decision_refused = ""
-        self._admin = Admin(self, RuleRequests(self._leading_installer), self.options)
-        self._changes = Changes(self.load_ratio, self._change)
+        self._admin = Admin(
+            {
+                "status": lambda _, now: self.status(now),
+                "plan": lambda arguments, _: plan_page(self._latest_installer().plan, arguments),
+                "pause": lambda arguments, now: self._pause(paused=True),
+                "resume": lambda arguments, now: self._pause(paused=False),
+            },
+            Changes(self.load_ratio, self._change, self._decider.hold),
+            self._latest_installer,
+            self.options,
+        )
         #: How often this process got the lease; 0 before the first time.
         self._term = 0
         #: Not None exactly while RECOVERING.
@@ -139,7 +148,7 @@ class BalancerMachine:
         self._tick_at: float | None = None
         self._shutdown_at: float | None = None
 
-    # What others may look at.
+    # What others may read.
 
     @property
     def plan(self) -> Plan | None:
@@ -156,34 +165,10 @@ class BalancerMachine:
         """How many channels are in transition."""
         return 0 if self._installer is None else len(self._installer.transitions)
 
-    def transition_age_s(self, now: float) -> float:
-        """Return the age of the oldest transition; 0 without any."""
-        if self._installer is None:
-            return 0.0
-        return now - min((transition.since for transition in self._installer.transitions.values()), default=now)
-
-    def blind(self) -> dict[str, bool]:
-        """Return, by server, whether its agent is blind."""
-        return {server: server in self._model.blind for server in self._servers}
-
-    @property
-    def replicated(self) -> int:
-        """How many channels are replicated."""
-        return 0 if self.plan is None else len(self._decider.replicated(self.plan))
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether administrators have paused the balancer's own decisions."""
-        return self._decider.paused
-
     def load_ratio(self, server: str, now: float) -> float | None:
         """Return the estimated load ratio of a server, None where it is not known."""
         load = self._model.load(server, now)
         return None if load is None else load.load_ratio
-
-    def load_ratios(self, now: float) -> dict[str, float | None]:
-        """Return the estimated load ratio of each server."""
-        return {server: self.load_ratio(server, now) for server in self._servers}
 
     def channels_left(self, server: str, now: float) -> int | None:
         """Return how many channels a server being drained still has, by its reports; None while unknown."""
@@ -192,22 +177,10 @@ class BalancerMachine:
             return None
         return self._decider.channels_left(server, plan)
 
-    def channels_named(self, server: str) -> int | None:
+    def _channels_named(self, server: str) -> int | None:
         """Return how many channels the plan names at a server being drained; None for others, and without a plan."""
         plan = self.plan
         return self._decider.named_at(server, plan) if server in self.options.draining and plan is not None else None
-
-    def links_up(self) -> int:
-        """Return how many servers are connected."""
-        return len(self._run_ids)
-
-    def agents_alive(self, now: float) -> int:
-        """Return how many agents are heard."""
-        return sum(self._agents.is_alive(server, now) for server in self._servers)
-
-    def agents_in_conflict(self, now: float) -> int:
-        """Return for how many servers several processes speak."""
-        return sum(self._agents.is_in_conflict(server, now) for server in self._servers)
 
     def all_counters(self) -> Counter[str]:
         """Return the counters of all parts."""
@@ -468,13 +441,13 @@ class BalancerMachine:
             stands_by=self.stands_by,
             servers=tuple(self._servers),
             down=self._down_reasons,
-            emptied=[server for server in self.options.draining if self.channels_named(server) == 0],
+            emptied=[server for server in self.options.draining if self._channels_named(server) == 0],
             unanswered=[server for server in self._run_ids if self._listeners.is_unanswered(server, now)],
             refused={**self._listeners.refused, **lease_problems, **self._refused},
             installer=self._installer,
             agents=self._agents,
             model=self._model,
-            unreached=self._decider.unreached if leads and not self.is_paused else (),
+            unreached=self._decider.unreached if leads and not self._decider.paused else (),
             decision_refused=self._decision_refused if leads else "",
         )
         return [*self.health.report(find(view, now), now)]
@@ -515,7 +488,7 @@ class BalancerMachine:
             self.counters["unexpected"] += 1
             return []
         if self._at_work is None and message.command != "status":
-            return []  # whoever asks repeats it: perhaps we lead by then, or another balancer does
+            return []  # the administrator repeats it: perhaps we lead by then, or another balancer does
         return self._admin.handle(server, message, now)
 
     # Changes.
@@ -549,52 +522,28 @@ class BalancerMachine:
         self.counters["replications_begun"] += sum(any(map(is_replicated, pair)) for pair in changes.values())
         return list(actions)
 
-    # What administrators may have done: see ``admin.AdminApi``.
+    # For administrators.
 
-    def begin_change(
-        self, command: str, arguments: Mapping[str, Any], now: float
-    ) -> tuple[BegunChange, list[InnerAction]]:
-        """Begin a change for an administrator; see :mod:`dynamoth_balancer.admin.changes`."""
-        installer = self._leading_installer()
-        change, actions = self._changes.begin(installer, command, arguments, now)
-        if change.after.mode is not Mode.SINGLE:
-            self._decider.hold(change.channel, change.after)
-        return change, actions
+    def _latest_installer(self) -> Installer:
+        assert self._installer is not None, "a balancer that has never led takes no request that needs it"
+        return self._installer
 
-    def _leading_installer(self) -> Installer:
-        installer = self._at_work
-        if installer is None:
-            raise RequestRefused(f"the balancer cannot do that now: {self._why_not_leading()}")
-        return installer
-
-    def change_state(self, change: BegunChange, now: float) -> tuple[ChangeState, str]:
-        """Return how far a change is, and what it waits for."""
-        assert self._installer is not None
-        return self._changes.state(self._installer, change, now)
-
-    def pause(self, paused: bool) -> None:
-        """Begin or end the pause of the balancer's own decisions."""
+    def _pause(self, *, paused: bool) -> Mapping[str, Any]:
         self._decider.paused = paused
-
-    def version(self) -> int:
-        """Return the version of the plan."""
-        return -1 if self._installer is None else self._installer.plan.version
-
-    def plan_page(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a part of the plan."""
-        if self._installer is None:
-            raise RequestRefused("the balancer has not read the plan yet")
-        return plan_page(self._installer.plan, arguments)
+        return {"paused": paused}
 
     def status(self, now: float) -> Mapping[str, Any]:
         """Return the state of everything, for people."""
         return {
             "stage": self.stage.value,
             "incarnation": self.incarnation,
-            "version": self.version(),
-            "paused": self.is_paused,
+            "version": -1 if self.plan is None else self.plan.version,
+            "paused": self._decider.paused,
             "compatibility": [] if self.plan is None else describe_rules(self.plan.compatibility),
-            "problems": [describe_problem(problem, now) for problem in self.health.problems[:PROBLEMS_SHOWN_MAX]],
+            "problems": [
+                {"severity": problem.severity.value, **problem.details(now)}
+                for problem in self.health.problems[:PROBLEMS_SHOWN_MAX]
+            ],
             "servers": {server: self._server_status(server, now) for server in self._servers},
             **describe_channels(self._installer, now),
             "moves_begun": self.counters["moves_begun"],
@@ -609,6 +558,6 @@ class BalancerMachine:
             "link_problem": self._down_reasons.get(server, ""),
             "draining": server in self.options.draining,
             "channels_left": self.channels_left(server, now),
-            "channels_named": self.channels_named(server),
+            "channels_named": self._channels_named(server),
             **describe_server(server, self._agents, self._model, self._installer, now),
         }

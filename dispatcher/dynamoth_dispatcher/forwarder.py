@@ -87,13 +87,19 @@ class Forwarder:
         )
         #: Server to the bytes of the unanswered commands of its outbox.
         self._bytes: dict[str, int] = {}
-        #: Bytes of the names in ``_lost``, and in ``_heartbeats``.
+        #: Bytes of the names in ``_lost``.
         self._lost_bytes = 0
-        self._heartbeats_bytes = 0
         #: When delayed copies are sent; None while there are none.
         self._flush_at: float | None = None
         #: (location, publisher) to the latest heartbeat that the publisher requested, and when; the latest last.
-        self._heartbeats: OrderedDict[tuple[Location, int], tuple[Envelope, float]] = OrderedDict()
+        self._heartbeats: BoundedTable[tuple[Location, int], tuple[Envelope, float]] = BoundedTable(
+            options.heartbeats_max,
+            options.names_bytes_max,
+            lambda key, _: _location_bytes(key[0]),
+            lambda key, waiting: self._heartbeats_evicted.append((key, waiting)),
+        )
+        #: Heartbeats that there is no room for: they are sent at once.
+        self._heartbeats_evicted: list[tuple[tuple[Location, int], tuple[Envelope, float]]] = []
 
     # Copies.
 
@@ -195,7 +201,10 @@ class Forwarder:
         """Send the delayed copies and heartbeats that are due."""
         actions: list[DispatcherAction] = []
         while (heartbeat_at := self._heartbeat_at()) is not None and heartbeat_at <= now:
-            actions += self._send_heartbeat(now)
+            key = next(iter(self._heartbeats))
+            waiting = self._heartbeats.pop(key)
+            assert waiting is not None
+            actions += self._send_heartbeat(key, waiting, now)
         return [*actions, *self.flush()] if self._flush_at is not None and self._flush_at <= now else actions
 
     def flush(self) -> list[DispatcherAction]:
@@ -276,31 +285,21 @@ class Forwarder:
 
     def _heartbeat_at(self) -> float | None:
         """Return when the next heartbeat is due."""
-        if not self._heartbeats:
-            return None
-        _, asked_at = next(iter(self._heartbeats.values()))
-        return asked_at + self._options.heartbeat_delay_s
+        first = next(iter(self._heartbeats), None)
+        waiting = None if first is None else self._heartbeats.get(first)
+        return None if waiting is None else waiting[1] + self._options.heartbeat_delay_s
 
     def heartbeat_later(self, target: Location, heartbeat: Envelope, now: float) -> list[DispatcherAction]:
         """Send a heartbeat once its publisher has requested no later one for ``target`` for a while."""
-        key = target, heartbeat.publisher
-        if key not in self._heartbeats:
-            self._heartbeats_bytes += _location_bytes(target)
-        self._heartbeats[key] = heartbeat._replace(payload=b""), now
-        self._heartbeats.move_to_end(key)
-        actions: list[DispatcherAction] = []
-        while self._heartbeats and self._are_heartbeats_too_many():
-            self._counters["heartbeats_evicted"] += 1
-            actions += self._send_heartbeat(now)
-        return actions
+        self._heartbeats.put((target, heartbeat.publisher), (heartbeat._replace(payload=b""), now))
+        evicted, self._heartbeats_evicted = self._heartbeats_evicted, []
+        self._counters["heartbeats_evicted"] += len(evicted)
+        return [action for key, waiting in evicted for action in self._send_heartbeat(key, waiting, now)]
 
-    def _are_heartbeats_too_many(self) -> bool:
-        too_large = self._heartbeats_bytes > self._options.names_bytes_max
-        return too_large or len(self._heartbeats) > self._options.heartbeats_max
-
-    def _send_heartbeat(self, now: float) -> list[DispatcherAction]:
-        (target, publisher), (heartbeat, asked_at) = self._heartbeats.popitem(last=False)
-        self._heartbeats_bytes -= _location_bytes(target)
+    def _send_heartbeat(
+        self, key: tuple[Location, int], waiting: tuple[Envelope, float], now: float
+    ) -> list[DispatcherAction]:
+        (target, publisher), (heartbeat, asked_at) = key, waiting
         if target.server not in self.servers:
             return []
         quiet_ms = min(heartbeat.quiet_ms + int((now - asked_at) * 1000), QUIET_MS_MAX)
@@ -315,8 +314,6 @@ class Forwarder:
             assert self._lost.get(server) != {}, f"{server} has lost nothing"
         lost = [target for targets in self._lost.values() for target in targets]
         assert self._lost_bytes == sum(map(_location_bytes, lost)), f"{self._lost_bytes} bytes of lost locations"
-        waiting = [target for target, _ in self._heartbeats]
-        assert self._heartbeats_bytes == sum(map(_location_bytes, waiting)), f"{self._heartbeats_bytes} of heartbeats"
 
 
 def _location_bytes(target: Location) -> int:

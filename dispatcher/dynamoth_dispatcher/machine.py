@@ -448,12 +448,12 @@ class DispatcherMachine:
         return actions
 
     def _is_plain(self, channel: bytes) -> bool:
-        """Tell whether a copy stays raw: not in a transition, where raw copies would go to and fro."""
+        """Return whether a copy stays raw: not in a transition, where raw copies would be forwarded back and forth."""
         at_rest = self.transitions.get(channel) is None
         return at_rest and self.plan is not None and self.plan.compatibility.is_plain(channel)
 
     def _in_doubt(self, channel: bytes, now: float) -> bool:
-        """Tell whether earlier messages may have taken another route, or may not have been observed."""
+        """Return whether earlier messages may have taken another route, or may not have been observed."""
         since = max(self._changed_at.get(channel, float("-inf")), self._sighted_at)
         return now - since <= self.options.route_change_window_s
 

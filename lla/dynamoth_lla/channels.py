@@ -1,8 +1,8 @@
 """The channels of a server that an analyzer follows from one interval to the next, and who subscribes to them.
 
-Redis says how many subscribe (NUMSUB), but not who: clients announce that. An announcement is believed while Redis
-counts enough subscribers. So a client that is gone without a word is forgotten when the number is smaller than that of
-the announced clients; the earliest announcement goes first.
+Redis says how many clients subscribe (NUMSUB), but not which: clients announce that. An announcement is believed while
+Redis counts enough subscribers. When Redis counts fewer than have announced themselves, some have left without a word:
+then the earliest announcements are forgotten.
 
 A channel may have several physical names at one server: those of old and new epochs while it is in transition. Their
 subscribers are added up; a client that is moving is counted at both for a moment, by Redis as well.

@@ -1,14 +1,14 @@
 """Turns the counts of a window into the channels of a report.
 
 Both steps go through every channel of the interval. They are generators that yield now and then, so that the agent can
-forward messages in between however many channels there are.
+forward messages in between, however many channels there are.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from heapq import nlargest
 from operator import attrgetter
 
@@ -157,11 +157,13 @@ def compose(
             yield
     into.columns = _columns(named, publisher_counts, bounds)
     yield
-    unknown = ChannelSums(messages_untracked=digested.messages_untracked, publishers_uncounted=publishers_uncounted)
-    into.total = _sum_up(loads, len(channels), channels.subscribers, unknown)
+    into.total = _sum_up(loads, len(channels), channels.subscribers)
     tracks = sum([load.track.audience.tracks for load in named])
     subscribers = sum([load.track.audience.subscribers for load in named])
-    into.rest = _difference(into.total, _sum_up(named, tracks, subscribers, ChannelSums()))
+    summed = _sum_up(named, tracks, subscribers)
+    differences = {name: count - getattr(summed, name) for name, count in asdict(into.total).items()}
+    differences |= {"messages_untracked": digested.messages_untracked, "publishers_uncounted": publishers_uncounted}
+    into.rest = ChannelSums(**differences)
 
 
 def _by_channel(loads: list[Load]) -> list[Load]:
@@ -215,7 +217,7 @@ def _latest(clients: Iterable[int], count_max: int) -> bytes:
     return pack_ids(list(clients)[: -count_max - 1 : -1])
 
 
-def _sum_up(loads: list[Load], channels: int, subscribers: int, unknown: ChannelSums) -> ChannelSums:
+def _sum_up(loads: list[Load], channels: int, subscribers: int) -> ChannelSums:
     return ChannelSums(
         channels=channels,
         publications=sum([load.publications for load in loads]),
@@ -223,19 +225,4 @@ def _sum_up(loads: list[Load], channels: int, subscribers: int, unknown: Channel
         messages_sent=sum([load.messages_sent for load in loads]),
         bytes_in=sum([load.bytes_in for load in loads]),
         bytes_out=sum([load.bytes_out for load in loads]),
-        messages_untracked=unknown.messages_untracked,
-        publishers_uncounted=unknown.publishers_uncounted,
-    )
-
-
-def _difference(total: ChannelSums, named: ChannelSums) -> ChannelSums:
-    return ChannelSums(
-        channels=total.channels - named.channels,
-        publications=total.publications - named.publications,
-        subscribers=total.subscribers - named.subscribers,
-        messages_sent=total.messages_sent - named.messages_sent,
-        bytes_in=total.bytes_in - named.bytes_in,
-        bytes_out=total.bytes_out - named.bytes_out,
-        messages_untracked=total.messages_untracked,
-        publishers_uncounted=total.publishers_uncounted,
     )

@@ -7,23 +7,24 @@ they come (``counting``, or ``sampling`` at a busy server). Once per interval th
 stages::
 
     MEASURING   INFO was sent. Its last reply closes the window, so both describe the time between the same two
-                points of the connection. The window is gone through (``digest``).
+                points of the connection. The messages of the window are added up by channel (``digest``).
     ASKING      NUMSUB was sent for the channels of the window: how many copies went out.
     COMPOSING   the report is put together, and published at this server for the balancer.
 
-The reply of INFO comes after everything that the server had sent before it. So the time it takes is the delay of the
-observation; nothing is published to measure it.
+The reply of INFO comes after everything that the server had sent before it. So the time that the reply takes is the
+delay of the observation; nothing is published to measure it.
 
-From the last report before the connection is lost until it is up again, the analyzer is blind. The next report says for
-how long. Redis drops an observer that is too slow; that is such an interruption.
+The analyzer is blind from the last report before the connection is lost until it is up again. The next report says for
+how long. Redis disconnects an observer that is too slow, which is such an interruption.
 
-Channels without messages are found by asking for all channels now and then, unless there are so many that the question
+To find channels without messages, it asks for all channels now and then, unless there are so many that the question
 would delay the server.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, assert_never
@@ -56,22 +57,6 @@ REPLY_ITEM_BYTES = 12
 
 LoadAnalyzerEvent = Start | Pushed | Tick | Replied | LinkUp | LinkDown
 
-COUNTERS = (
-    "messages_observed",
-    "publications",
-    "messages_sent",
-    "messages_untracked",
-    "publishers_uncounted",
-    "announcements_malformed",
-    "announcements_dropped",
-    "replies_refused",
-    "intervals_late",
-    "interruptions",
-    "discoveries_left_out",
-    "reports_sent",
-    "reports_unheard",
-)
-
 
 class LoadAnalyzer:
     """Measures one server. Asks for :class:`Send` on the link ``local`` only, and for :class:`ObservationLate`.
@@ -89,7 +74,7 @@ class LoadAnalyzer:
         self._options = options
         #: The version of the plan that the dispatcher acts upon. Set by the owner of both.
         self.plan_version: int | None = None
-        self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        self.counters: Counter[str] = Counter()
         #: The time that no report has described.
         self.blind_s_total = 0.0
         #: The latest report that was sent.
@@ -121,7 +106,7 @@ class LoadAnalyzer:
         #: Whether the link was up before.
         self._was_up = False
         #: The end of the time that reports have described; None before the first.
-        self._reported_until: float | None = None
+        self.reported_until: float | None = None
         self._blind_s = 0.0
         self._lag_s = 0.0
         self._discover_at = 0.0
@@ -173,11 +158,6 @@ class LoadAnalyzer:
         return max(self._lag_s, waiting_s)
 
     @property
-    def reported_until(self) -> float | None:
-        """The end of the time that reports have described; None before the first."""
-        return self._reported_until
-
-    @property
     def stage(self) -> Stage:
         """How far the present round has come."""
         return self._round.stage
@@ -200,8 +180,8 @@ class LoadAnalyzer:
         self._window = self._new_window()
         self.counters["interruptions"] += self._was_up and not restarted  # a restart says nothing about the agent
         self._was_up = True
-        if self._reported_until is not None:
-            self._blind_s = self._now - self._reported_until
+        if self.reported_until is not None:
+            self._blind_s = self._now - self.reported_until
         self._round_at = self._now
         return self._begin_round()
 
@@ -374,7 +354,7 @@ class LoadAnalyzer:
         self._channels.make_room()
         report = self._report(measured, composed)
         self.last_report = report
-        self._reported_until = measured.after.at
+        self.reported_until = measured.after.at
         self._sequence += 1
         self.blind_s_total += self._blind_s
         self._blind_s = 0.0
@@ -383,12 +363,15 @@ class LoadAnalyzer:
         return [Send(LOCAL, (b"PUBLISH", BALANCER_CHANNEL, pack_report(report)), (TAG, self._round.number, "report"))]
 
     def _count(self, measured: Measurement, composed: Composed) -> None:
-        self.counters["reports_sent"] += 1
-        self.counters["messages_observed"] += measured.digested.agent_messages
-        self.counters["publications"] += composed.total.publications
-        self.counters["messages_sent"] += composed.total.messages_sent
-        self.counters["messages_untracked"] += composed.rest.messages_untracked
-        self.counters["publishers_uncounted"] += composed.rest.publishers_uncounted
+        rest, total = composed.rest, composed.total
+        self.counters += Counter(
+            reports_sent=1,
+            messages_observed=measured.digested.agent_messages,
+            publications=total.publications,
+            messages_sent=total.messages_sent,
+            messages_untracked=rest.messages_untracked,
+            publishers_uncounted=rest.publishers_uncounted,
+        )
 
     def report_blind(self, info: ServerInfo, measured: Rates, interval_s: float, blind_s: float) -> Report:
         """Return a report for an agent that sees nothing at present: the figures of INFO, and for how long.

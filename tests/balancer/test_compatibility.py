@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dynamoth.plan.compatibility import CompatibilityRule
+from dynamoth_balancer.machine import Stage
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.cluster import SimCluster
 
@@ -129,3 +130,18 @@ def test_requests_that_make_no_sense_are_refused(arguments: dict[str, Any], mess
     error = cluster.ask("compatibility", arguments).error
     assert error is not None
     assert re.search(message, error), error
+
+
+def test_a_balancer_that_loses_the_lease_answers_a_change_of_rules_all_the_same() -> None:
+    cluster = SimCluster(2)
+    balancer = cluster.started(ALL_AT_S1)
+    cluster.agents["s2"].mute = True
+    cluster.admin("s1", "compatibility", {"action": "lift", "pattern": b"*"})
+    cluster.run()
+    balancer.process.pause()
+    cluster.run(4.8)
+    balancer.process.resume()
+    cluster.run(0.05)
+    assert balancer.machine.stage is Stage.CONTENDING and not cluster.servers["s1"].replies
+    cluster.run_until(lambda: bool(cluster.servers["s1"].replies))
+    assert "they wait for the agent of s2" in (cluster.servers["s1"].replies[0].error or "")

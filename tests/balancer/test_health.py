@@ -97,7 +97,6 @@ def test_an_agent_that_is_gone_is_shown_before_its_reports_are_missed() -> None:
     problem = kinds(balancer)["agent_silent", "s1"]
     assert problem.reason == "it has no agent: start 'dynamoth agent --server s1'"
     assert died <= problem.since <= died + 0.6
-    assert balancer.machine.agents_alive(cluster.now) == 1
     assert cluster.ask("status", server="s2").result["servers"]["s1"]["agent"] == "silent"
     cluster.run(10)
     assert list(kinds(balancer)) == [("agent_silent", "s1")]

@@ -312,7 +312,7 @@ def test_a_server_that_is_down_is_not_chosen_and_a_transition_waits_for_it() -> 
     reply = cluster.ask("move", {"channel": CHANNEL, "to": target}, server=source)
     assert reply.error is not None and f"server {target} is not connected" in reply.error
     cluster.heal(balancer, target)
-    cluster.run_until(lambda: balancer.machine.links_up() == 2)
+    cluster.run_until(lambda: balancer.machine.status(cluster.now)["servers"][target]["link"] == "up")
     begin(cluster, balancer, listened=True)
     cluster.run_until(lambda: phase_of(balancer) is Phase.ACTIVE)
     cluster.cut(balancer, target)

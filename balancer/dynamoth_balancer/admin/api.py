@@ -1,15 +1,15 @@
-"""What administrators ask of the balancer, and what they are answered.
+"""Answers the requests of administrators.
 
-Requests come as ``AdminRequest`` (``control.py``) on the operators' channel at any server, and are answered
-in ``operator_inbox(request)`` at that server, once for each time that they were asked: a repeated request, as its
-answer may have been lost, is not carried out again.
+Requests come as ``AdminRequest`` (``control.py``) on the operators' channel at any server. The answer goes to
+``operator_inbox(request)`` at that server. A repeated request, whose answer may have been lost, is answered again and
+not carried out again.
 
 ===========  ==============================  ================================================================
 command      arguments                       result
 ===========  ==============================  ================================================================
 status                                       see :mod:`dynamoth_balancer.admin.status`
-plan         after: bytes, limit: 1..1000,   version, servers, base, entries (by channel name), and next: what
-             all optional                    to give as ``after`` for the following ones, None at the end
+plan         after: bytes, limit: 1..1000,   version, servers, base, entries (by channel name), and next: the
+             all optional                    ``after`` of the next page, None at the end
 plan         channel: bytes                  version, and entries with the one of the channel, also at home
 move         channel: bytes, to: str         when it has settled: channel, mode, servers, epoch, version,
                                              duration_s, note; from and to
@@ -25,13 +25,15 @@ pause                                        paused: True. No decisions of the b
 resume                                       paused: False
 ===========  ==============================  ================================================================
 
-The three changes also take ``timeout_s`` (a number above 0, at most ``CHANGE_TIMEOUT_S_MAX``): a change that has not
-settled by then is answered with what it waits for, and goes on. Without it, ``BalancerOptions.move_timeout_s`` applies.
-A change to where the channel is already succeeds at once, and the note says so.
+The three changes also take ``timeout_s`` (a number above 0, at most ``CHANGE_TIMEOUT_S_MAX``): for a change that has
+not settled by then, the answer says what it waits for, and the change goes on. Without ``timeout_s``,
+``BalancerOptions.move_timeout_s`` applies. A change to where the channel is already succeeds at once, and the note says
+so.
 
-The modes are "all-subscribers" and "all-publishers", and "single" in results. A server that is being drained is refused
-where one is named, and not chosen where none is; then the note says why there are fewer than ``count``. What an
-administrator has replicated, the balancer leaves as it is, as long as its process lives; its successor decides by load.
+The modes are "all-subscribers" and "all-publishers", and "single" in results. A request that names a server being
+drained is refused. Where the balancer chooses, it does not choose such a server; then the note says why there are fewer
+than ``count``. The balancer leaves a channel as an administrator has replicated it, as long as its process lives; its
+successor decides by load.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from dynamoth.errors import RequestRefused
 from dynamoth.machine.events import Send
@@ -47,9 +49,10 @@ from dynamoth.names import operator_inbox
 from dynamoth.plan.plan import Mode
 from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control
 from dynamoth_balancer.admin import rules
-from dynamoth_balancer.admin.changes import BegunChange, ChangeState, mode_name
+from dynamoth_balancer.admin.changes import BegunChange, Changes, ChangeState, mode_name
 from dynamoth_balancer.admin.rules import RuleRequests
 from dynamoth_balancer.events import InnerAction
+from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.options import BalancerOptions
 
 CHANGES_PENDING_MAX = 1000
@@ -59,37 +62,10 @@ CHANGE_TIMEOUT_S_MAX = 86_400.0
 """Longest ``timeout_s`` of a change, so that those who have gone do not fill ``CHANGES_PENDING_MAX`` for long."""
 
 CHANGES = ("move", "replicate", "unreplicate")
-"""The commands that are answered when what they have begun has settled."""
+"""The commands that are answered when their change has settled."""
 
-
-class AdminApi(Protocol):
-    """The functions of the balancer for administrators. All raise RequestRefused."""
-
-    def status(self, now: float) -> Mapping[str, Any]:
-        """Return the state of everything."""
-        ...
-
-    def plan_page(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a part of the plan."""
-        ...
-
-    def begin_change(
-        self, command: str, arguments: Mapping[str, Any], now: float
-    ) -> tuple[BegunChange, list[InnerAction]]:
-        """Begin a command of ``CHANGES``; return also the actions to execute."""
-        ...
-
-    def change_state(self, change: BegunChange, now: float) -> tuple[ChangeState, str]:
-        """Return how far a change is, and what it waits for."""
-        ...
-
-    def pause(self, paused: bool) -> None:
-        """Begin or end the pause of the balancer's own decisions."""
-        ...
-
-    def version(self) -> int:
-        """Return the version of the plan."""
-        ...
+Command = Callable[[Mapping[str, Any], float], Mapping[str, Any]]
+"""Carries out a command at once, with its arguments, at a time; returns the result. Raises RequestRefused."""
 
 
 @dataclass(slots=True)
@@ -105,22 +81,33 @@ class _Pending:
 
 
 class Admin:
-    """Answers the requests of administrators."""
+    """Answers the requests of administrators.
 
-    def __init__(self, balancer: AdminApi, rule_requests: RuleRequests, options: BalancerOptions) -> None:
-        self._balancer = balancer
-        self._rules = rule_requests
+    Args:
+        commands: those that are answered at once, by name.
+        changes: begins ``CHANGES``.
+        installer: returns that of the present or latest term. All commands but ``status`` come only while the balancer
+            leads; their answers may be due when it has lost the lease.
+        options: those of the balancer.
+
+    """
+
+    def __init__(
+        self,
+        commands: Mapping[str, Command],
+        changes: Changes,
+        installer: Callable[[], Installer],
+        options: BalancerOptions,
+    ) -> None:
+        self._commands = commands
+        self._changes = changes
+        self._installer = installer
+        self._rules = RuleRequests(installer)
         self._options = options
         self._pending: OrderedDict[int, _Pending] = OrderedDict()
         #: The latest answers, oldest first, at most ``requests_max``.
         self._answered: OrderedDict[int, AdminReply] = OrderedDict()
         self.counters: Counter[str] = Counter()
-        self._commands: dict[str, Callable[[Mapping[str, Any], float], Mapping[str, Any]]] = {
-            "status": lambda arguments, now: balancer.status(now),
-            "plan": lambda arguments, now: balancer.plan_page(arguments),
-            "pause": lambda arguments, now: self._pause(True),
-            "resume": lambda arguments, now: self._pause(False),
-        }
 
     def handle(self, server: str, request: AdminRequest, now: float) -> list[InnerAction]:
         """Answer a request that came in at ``server``, now or when its change has settled."""
@@ -147,15 +134,11 @@ class Admin:
             self.counters["requests_refused"] += 1
             return [self._answer(server, AdminReply(request.request, {}, str(error)))]
 
-    def _pause(self, paused: bool) -> Mapping[str, Any]:
-        self._balancer.pause(paused)
-        return {"paused": paused}
-
     def _change(self, server: str, request: AdminRequest, now: float) -> list[InnerAction]:
         if len(self._pending) >= CHANGES_PENDING_MAX:
-            raise RequestRefused(f"{CHANGES_PENDING_MAX} changes are waited for already; try again later")
+            raise RequestRefused(f"{CHANGES_PENDING_MAX} changes are under way already; try again later")
         timeout_s = _timeout_s(request.arguments, self._options.move_timeout_s)
-        change, actions = self._balancer.begin_change(request.command, request.arguments, now)
+        change, actions = self._changes.begin(self._installer(), request.command, request.arguments, now)
         self._pending[request.request] = _Pending(server, request.request, change, now, timeout_s)
         return [*actions, *self.tick(now)]
 
@@ -163,13 +146,12 @@ class Admin:
         """Answer the changes that have settled, and those that took too long."""
         sends = self._answer_rules(now)
         for pending in list(self._pending.values()):
-            state, waits = self._balancer.change_state(pending.change, now)
+            state, waits = self._changes.state(self._installer(), pending.change, now)
             if state is ChangeState.SETTLED:
                 sends.append(self._settled(pending, now))
             elif state is ChangeState.SUPERSEDED:
-                sends.append(
-                    self._failed(pending, "another balancer has moved or replicated the channel in another way")
-                )
+                text = "another balancer has moved or replicated the channel in another way"
+                sends.append(self._failed(pending, text))
             elif now - pending.since >= pending.timeout_s:
                 text = f"not settled after {pending.timeout_s:g} s, but it goes on: it waits for {waits}"
                 sends.append(self._failed(pending, text))
@@ -191,7 +173,7 @@ class Admin:
             "mode": mode_name(after.mode),
             "servers": list(after.servers),
             "epoch": pending.change.epoch,
-            "version": self._balancer.version(),
+            "version": self._installer().plan.version,
             "duration_s": now - pending.since,
             "note": pending.change.note,
         }

@@ -1,8 +1,8 @@
-"""Carries out the changes of administrators: from a request to an assignment, and how far that has come.
+"""Carries out the changes of administrators: turns a request into an assignment, and says how far the change is.
 
-A request names a channel and its new mode or place. The servers or replicas that it does not name are chosen here: the
-least loaded servers, those of the channel before others, as their clients are connected there. A refusal names cause
-and cure.
+A request names a channel and its new mode or place. Where it does not name the servers, they are chosen here: the least
+loaded ones, and those that the channel has before others, as its clients are connected there. A refusal names cause and
+cure.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dynamoth_balancer.install.installer import Installer
 REPLICAS_MIN = 2
 """A replica set of one would be a single server by another name."""
 
-PROBLEMS_TOLD_MAX = 5
-"""Bound of the servers whose problems an answer lists."""
+PROBLEMS_NAMED_MAX = 5
+"""Most servers whose problems an answer lists."""
 
 MODES: Mapping[str, Mode] = MappingProxyType({mode.name.lower().replace("_", "-"): mode for mode in Mode})
 """The names of modes in requests and for people."""
@@ -76,12 +76,17 @@ CarryOut = Callable[[Mapping[bytes, Assignment], str, float], list[InnerAction]]
 """Begins the transition of channels, for a reason, at a time; returns the actions to execute. Raises RequestRefused."""
 
 
+Hold = Callable[[bytes, Assignment], None]
+"""Makes the balancer leave a channel as it has been replicated."""
+
+
 class Changes:
     """Begins the changes of administrators: ``move``, ``replicate`` and ``unreplicate``."""
 
-    def __init__(self, load_ratio: LoadRatio, carry_out: CarryOut) -> None:
+    def __init__(self, load_ratio: LoadRatio, carry_out: CarryOut, hold: Hold) -> None:
         self._load_ratio = load_ratio
         self._carry_out = carry_out
+        self._hold = hold
         self._resolve = {"move": self._move, "replicate": self._replicate, "unreplicate": self._unreplicate}
 
     def begin(
@@ -105,17 +110,18 @@ class Changes:
                 f"channel {in_quotes(channel)} is not an application's: it cannot be moved or replicated"
             )
         entry = installer.plan.entry(channel)
+        route, before, actions = entry.route, entry.route.assignment, list[InnerAction]()
         after, note = self._resolve[command](installer, channel, entry, arguments, now)
-        if entry.phase is not Phase.SETTLED and _same(entry.route.assignment, after):
-            begun = BegunChange(channel, entry.previous[-1].assignment, entry.route.assignment, entry.route.epoch, note)
-            return begun, []
-        if entry.phase is Phase.SETTLED and _same(entry.route.assignment, after):
-            route = entry.route
-            note = f"it was there already; {note}" if note else ALREADY_THERE
-            return BegunChange(channel, route.assignment, route.assignment, route.epoch, note), []
-        actions = self._carry_out({channel: after}, f"an administrator's {command}", now)
-        begun = BegunChange(channel, entry.route.assignment, after, installer.plan.entries[channel].route.epoch, note)
-        return begun, actions
+        if not _same(route.assignment, after):
+            actions = self._carry_out({channel: after}, f"an administrator's {command}", now)
+            route = installer.plan.entries[channel].route
+        elif entry.phase is Phase.SETTLED:
+            note = f"{ALREADY_THERE}; {note}" if note else ALREADY_THERE
+        else:
+            before = entry.previous[-1].assignment
+        if route.assignment.mode is not Mode.SINGLE:
+            self._hold(channel, route.assignment)
+        return BegunChange(channel, before, route.assignment, route.epoch, note), actions
 
     def state(self, installer: Installer, change: BegunChange, now: float) -> tuple[ChangeState, str]:
         """Return how far a change is, and what it waits for."""
@@ -188,7 +194,7 @@ class Changes:
         chosen = (*self._by_load(present, now), *self._by_load(others, now))[:count]
         if len(chosen) == count:
             return chosen, ""
-        reasons = [problem for problem in problems.values() if problem is not None][:PROBLEMS_TOLD_MAX]
+        reasons = [problem for problem in problems.values() if problem is not None][:PROBLEMS_NAMED_MAX]
         why = "; ".join(reasons) or "add servers"
         if len(chosen) < REPLICAS_MIN:
             raise RequestRefused(

@@ -71,23 +71,8 @@ class Problem:
     reason: str
     since: float
 
-    @property
-    def begin_is_logged(self) -> bool:
-        """Whether the log has no line of its own for its beginning."""
-        return self.kind not in LOGGED_ELSEWHERE and self.kind not in BEGIN_LOGGED_ELSEWHERE
-
-    @property
-    def end_is_logged(self) -> bool:
-        """Whether the log has no line of its own for its end."""
-        return self.kind not in LOGGED_ELSEWHERE
-
-    @property
-    def level(self) -> str:
-        """Its level in the log."""
-        return self.severity.value
-
     def details(self, now: float) -> dict[str, Any]:
-        """Return the fields of its log entry."""
+        """Return it as data, for the log and the status."""
         age_s = round(max(0.0, now - self.since), 1)
         return {"kind": self.kind, "subject": self.subject, "reason": self.reason, "age_s": age_s}
 
@@ -184,7 +169,7 @@ def _of_copy(server: str, installer: Installer) -> Iterator[Found]:
 def _of_agent(server: str, view: View, leading: Installer | None, now: float) -> Iterator[Found]:
     agents = view.agents
     if agents.is_gone(server, now):
-        yield Found(Severity.ERROR, "agent_silent", server, no_agent(server), agents.deserted_at(server))
+        yield Found(Severity.ERROR, "agent_silent", server, no_agent(server), agents[server].deserted_at)
         return
     if not agents.is_alive(server, now):
         known = agents.incarnation(server) is not None
@@ -194,7 +179,7 @@ def _of_agent(server: str, view: View, leading: Installer | None, now: float) ->
         return
     if agents.is_in_conflict(server, now):
         yield Found(Severity.ERROR, "agents_in_conflict", server, agents.why_not(server, now) or "")
-    elif (listeners := agents.listeners(server) or 0) > 1:
+    elif (listeners := agents[server].listeners or 0) > 1:
         yield Found(Severity.WARNING, "agents_in_conflict", server, several_agents(listeners), after_s=SEVERAL_S)
     elif problem := agents.unobserved(server, now):
         yield Found(Severity.ERROR, CANNOT_OBSERVE, server, problem)
@@ -309,24 +294,18 @@ class Health:
     def report(self, found: Iterable[Found], now: float) -> list[Note]:
         """Replace the problems; return log entries about the difference."""
         begun, over = self.look(found, now)
-        notes = [Note(each.level, "a problem has begun", each.details(now)) for each in begun if each.begin_is_logged]
-        return notes + [Note("info", "a problem is over", each.details(now)) for each in over if each.end_is_logged]
+        notes = [
+            Note(each.severity.value, "a problem has begun", each.details(now))
+            for each in begun
+            if each.kind not in LOGGED_ELSEWHERE | BEGIN_LOGGED_ELSEWHERE
+        ]
+        ended = [each for each in over if each.kind not in LOGGED_ELSEWHERE]
+        return notes + [Note("info", "a problem is over", each.details(now)) for each in ended]
 
     @property
     def errors(self) -> list[Problem]:
         """The problems that stop something from working."""
         return [problem for problem in self.problems if problem.severity is Severity.ERROR]
-
-
-def describe_problem(problem: Problem, now: float) -> dict[str, Any]:
-    """Return a problem as data, for the status."""
-    return {
-        "severity": problem.severity.value,
-        "kind": problem.kind,
-        "subject": problem.subject,
-        "reason": problem.reason,
-        "age_s": max(0.0, now - problem.since),
-    }
 
 
 class Presence:

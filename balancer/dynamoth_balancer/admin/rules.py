@@ -19,17 +19,22 @@ PATIENCE_S = 5.0
 
 @dataclass(slots=True)
 class _Asked:
-    """An unanswered request: where it came in last, and when first."""
+    """An unanswered request: the server where it came in last, and when it came in first."""
 
     server: str
     since: float
 
 
 class RuleRequests:
-    """Changes the rules through the installer of a balancer that leads."""
+    """Changes the rules through the installer of a balancer.
+
+    Args:
+        installer: returns that of the present or latest term. Requests come only while the balancer leads; their
+            answers may be due when it has lost the lease.
+
+    """
 
     def __init__(self, installer: Callable[[], Installer]) -> None:
-        """``installer`` returns that of the present term, or raises RequestRefused."""
         self._installer = installer
         self._asked: dict[int, _Asked] = {}
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
 from dynamoth.errors import RequestRefused
-from dynamoth.plan.plan import Entry, Mode, Phase, Plan
+from dynamoth.plan.plan import Entry, Mode, Phase, Plan, Route
 from dynamoth.protocol.reports import Report
 from dynamoth_balancer.admin.changes import mode_name
 from dynamoth_balancer.decide.cluster import Decision, Move
@@ -23,29 +24,21 @@ ENTRIES_PER_PAGE_MAX = 1000
 """Bounds of what one reply holds: about 100 KB."""
 
 
-def describe_decision(decision: Decision) -> dict[str, Any]:
-    """Return a decision as data."""
-    return {
-        "moves": len(decision.moves),
-        "first_moves": [describe_move(move) for move in decision.moves[:MOVES_SHOWN_MAX]],
-        "findings": [
-            {
-                "server": finding.server,
-                "load_ratio": finding.load_ratio,
-                "reason": finding.reason,
-                "channel": finding.channel,
-            }
-            for finding in decision.findings[:MOVES_SHOWN_MAX]
-        ],
-    }
-
-
 def describe_decisions(decisions: Iterable[tuple[int, float, Decision]], now: float) -> list[dict[str, Any]]:
     """Return decisions, each with its number and time, as data."""
-    return [{"number": number, "age_s": now - at, **describe_decision(each)} for number, at, each in decisions]
+    return [
+        {
+            "number": number,
+            "age_s": now - at,
+            "moves": len(decision.moves),
+            "first_moves": [_describe_move(move) for move in decision.moves[:MOVES_SHOWN_MAX]],
+            "findings": [asdict(finding) for finding in decision.findings[:MOVES_SHOWN_MAX]],
+        }
+        for number, at, decision in decisions
+    ]
 
 
-def describe_move(move: Move) -> dict[str, Any]:
+def _describe_move(move: Move) -> dict[str, Any]:
     """Return a move as data. The load ratios ``from`` and ``to`` are those of the busiest old and new server."""
     source, target = move.ratios[move.source], move.ratios[move.target]
     return {
@@ -78,26 +71,20 @@ def describe_channels(installer: Installer | None, now: float) -> dict[str, Any]
             for channel in heapq.nsmallest(REPLICATED_SHOWN_MAX, replicated)
         ],
         "in_transition": len(transitions),
+        "transition_age_s": now - min((transition.since for transition in transitions.values()), default=now),
         "transitions": [
-            describe_transition(channel, transition, list(installer.waiting_for(transition, now)), now)
+            {
+                "channel": channel,
+                "phase": transition.entry.phase.name.lower(),
+                **_describe_route(transition.entry.route),
+                "from": sorted(transition.old),
+                "to": list(transition.entry.route.assignment.servers),
+                "age_s": now - transition.since,
+                "waiting_for": list(installer.waiting_for(transition, now)),
+            }
             for channel, transition in islice(transitions.items(), TRANSITIONS_SHOWN_MAX)
             if installer is not None
         ],
-    }
-
-
-def describe_transition(channel: bytes, transition: Transition, waits: list[str], now: float) -> dict[str, Any]:
-    """Return a transition as data."""
-    entry = transition.entry
-    return {
-        "channel": channel,
-        "phase": entry.phase.name.lower(),
-        "epoch": entry.route.epoch,
-        "mode": mode_name(entry.route.assignment.mode),
-        "from": sorted(transition.old),
-        "to": list(entry.route.assignment.servers),
-        "age_s": now - transition.since,
-        "waiting_for": waits,
     }
 
 
@@ -112,6 +99,7 @@ def describe_server(
     return {
         "agent": "alive" if alive else "silent",
         "agent_incarnation": agents.incarnation(server),
+        "agent_in_conflict": agents.is_in_conflict(server, now),
         "acknowledged_version": acked if acked >= 0 else None,
         "stored_version": None if copy is None else copy.version,
         "problem": "" if copy is None else copy.problem,
@@ -119,11 +107,11 @@ def describe_server(
         "load_ratio": None if load is None else load.load_ratio,
         "outgoing_bytes_per_s_estimated": None if load is None else load.outgoing_bytes_per_s,
         "report_age_s": model.report_age_s(server, now),
-        **describe_report(model.latest(server) if alive else None),
+        **_describe_report(model.latest(server) if alive else None),
     }
 
 
-def describe_report(report: Report | None) -> dict[str, Any]:
+def _describe_report(report: Report | None) -> dict[str, Any]:
     """Return the figures of a server's latest report."""
     if report is None:
         return {}
@@ -173,16 +161,15 @@ def _describe_entry(channel: bytes, entry: Entry) -> dict[str, Any]:
     return {
         "channel": channel,
         "phase": entry.phase.name.lower(),
-        "epoch": entry.route.epoch,
-        "mode": mode_name(entry.route.assignment.mode),
-        "servers": list(entry.route.assignment.servers),
-        "previous": [
-            {
-                "epoch": route.epoch,
-                "mode": mode_name(route.assignment.mode),
-                "servers": list(route.assignment.servers),
-            }
-            for route in entry.previous
-        ],
+        **_describe_route(entry.route),
+        "previous": [_describe_route(route) for route in entry.previous],
         "settled": entry.phase is Phase.SETTLED,
+    }
+
+
+def _describe_route(route: Route) -> dict[str, Any]:
+    return {
+        "epoch": route.epoch,
+        "mode": mode_name(route.assignment.mode),
+        "servers": list(route.assignment.servers),
     }

@@ -17,7 +17,6 @@ The algorithms are those of Dynamoth, section III-B. Everything here is data and
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -145,8 +144,8 @@ class ServerLoad:
 class Cluster:
     """The working copy that goals see.
 
-    ``channels`` returns the measured channels of a server, in any order; ``movable`` tells whether a channel is at this
-    server alone and may be moved. Both are called only where a goal looks.
+    ``channels`` returns the measured channels of a server, in any order. ``movable`` returns whether a channel is at
+    this server alone and may be moved.
 
     ``figures`` has the channels whose replication may be changed now: all replicated ones, and those that make much of
     a server's load. ``dead`` maps each server that has been away for long to the replicated channels with a replica
@@ -214,6 +213,14 @@ class Cluster:
         closed = self.draining.keys() | self.blind
         return [server for server in self.servers.values() if server.id not in closed]
 
+    def roomiest(self, besides: str) -> ServerLoad | None:
+        """Return the server with most room, in bytes/s below the accepted load ratio; None when none takes channels."""
+        open_servers = [each for each in self.targets if each.id != besides and not self.has_taken(each.id)]
+        return min(open_servers, key=lambda each: (-self._room(each), each.id), default=None)
+
+    def _room(self, server: ServerLoad) -> float:
+        return self.options.accept_ratio * server.outgoing_bytes_per_s_max - server.outgoing_bytes_per_s
+
     @property
     def more_servers(self) -> str:
         """Advice, in words, for a cluster with too few servers."""
@@ -226,11 +233,11 @@ class Cluster:
         return len(self.moves) >= self.options.moves_per_plan_max
 
     def has_given(self, server: str) -> bool:
-        """Tell whether this plan may move no more channels away from a server."""
+        """Return whether this plan may move no more channels away from a server."""
         return self._away[server] >= self.options.moves_per_server_max
 
     def has_taken(self, server: str) -> bool:
-        """Tell whether this plan may move no more channels to a server."""
+        """Return whether this plan may move no more channels to a server."""
         return self._here[server] >= self.options.moves_per_server_max
 
     def check(self) -> None:
@@ -259,7 +266,7 @@ class Goal(Protocol):
         ...
 
     def permits(self, cluster: Cluster, move: Move) -> bool:
-        """Tell whether a move of a later goal does no harm to this one."""
+        """Return whether a move of a later goal does no harm to this one."""
         ...
 
 
@@ -273,46 +280,6 @@ def decide(goals: Iterable[Goal], cluster: Cluster) -> Decision:
     return Decision(tuple(moves), tuple(cluster.findings))
 
 
-def busiest_first(loads: Iterable[ChannelRate]) -> Iterable[ChannelRate]:
-    """Yield loads in descending order; sorts only as many as the caller takes."""
-    heap = [(-load.outgoing_bytes_per_s, load.channel) for load in loads]
-    heapq.heapify(heap)
-    while heap:
-        negative, channel = heapq.heappop(heap)
-        yield ChannelRate(-negative, channel)
-
-
-class Room:
-    """Finds the server with most room, in bytes/s below the accepted load ratio; O(log servers) each time."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        #: (minus room, server id), with outdated items between; bounded by servers + 2 * moves.
-        self._heap = [(-self._room(server), server.id) for server in cluster.servers.values()]
-        heapq.heapify(self._heap)
-
-    def _room(self, server: ServerLoad) -> float:
-        accept = self._cluster.options.accept_ratio * server.outgoing_bytes_per_s_max
-        return accept - server.outgoing_bytes_per_s
-
-    def note(self, server: ServerLoad) -> None:
-        """Record the new load of a server."""
-        heapq.heappush(self._heap, (-self._room(server), server.id))
-
-    def most(self, besides: str) -> ServerLoad | None:
-        """Return the server with most room that may still take channels, None when there is none."""
-        closed = self._cluster.draining.keys() | self._cluster.blind
-        aside: tuple[float, str] | None = None
-        found: ServerLoad | None = None
-        while self._heap and found is None:
-            negative, name = self._heap[0]
-            server = self._cluster.servers[name]
-            if -negative != self._room(server) or self._cluster.has_taken(name) or name in closed:
-                heapq.heappop(self._heap)
-            elif name == besides:
-                aside = heapq.heappop(self._heap)
-            else:
-                found = server
-        if aside is not None:
-            heapq.heappush(self._heap, aside)
-        return found
+def busiest_first(loads: Iterable[ChannelRate]) -> list[ChannelRate]:
+    """Return loads in descending order."""
+    return sorted(loads, key=lambda load: (-load.outgoing_bytes_per_s, load.channel))

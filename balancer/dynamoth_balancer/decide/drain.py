@@ -1,14 +1,14 @@
 """Empties servers that an operator wants to stop.
 
 This goal comes last: an overloaded server is worse than one that is not empty yet, and a channel that is to be
-replicated or folded back need not be moved before. Other goals cannot put channels at these servers either:
-``Cluster.draining`` forbids it. So it ends: each move makes fewer channels there, and none comes back.
+replicated or folded back need not be moved first. Other goals cannot put channels at these servers either:
+``Cluster.draining`` forbids it. So draining ends: each move leaves fewer channels there, and none comes back.
 """
 
 from __future__ import annotations
 
 from dynamoth.plan.plan import Mode
-from dynamoth_balancer.decide.cluster import Cluster, Finding, Move, Room, ServerLoad, busiest_first
+from dynamoth_balancer.decide.cluster import Cluster, Finding, Move, ServerLoad, busiest_first
 from dynamoth_balancer.decide.relieve import why_they_stay
 from dynamoth_balancer.decide.replicate import Change
 
@@ -22,13 +22,10 @@ class Drain:
 
     def propose(self, cluster: Cluster) -> list[Move]:
         """Propose moves away from servers that are being drained, and add findings for the channels that stay."""
-        if not cluster.draining:
-            return []
         moves = self._replicas(cluster)
-        room = Room(cluster)
         for name in sorted(cluster.draining):
             if name in cluster.servers:
-                moves += self._channels(cluster, cluster.servers[name], room)
+                moves += self._channels(cluster, cluster.servers[name])
             self._find(cluster, name)
         return moves
 
@@ -46,16 +43,15 @@ class Drain:
                     moves.append(move)
         return moves
 
-    def _channels(self, cluster: Cluster, source: ServerLoad, room: Room) -> list[Move]:
+    def _channels(self, cluster: Cluster, source: ServerLoad) -> list[Move]:
         moves: list[Move] = []
         for load in busiest_first(cluster.draining[source.id]):
-            target = room.most(source.id)
+            target = cluster.roomiest(source.id)
             if target is None or cluster.is_full or cluster.has_given(source.id):
                 break
             move = cluster.move(load, source, target, _reason(source.id))
             if cluster.take(move):
                 moves.append(move)
-                room.note(target)
         return moves
 
     def _find(self, cluster: Cluster, name: str) -> None:

@@ -1,8 +1,9 @@
 """Relieves overloaded servers: Dynamoth, section III-B, Algorithm 2, with its faults corrected.
 
-It ends: it looks at each overloaded server once, and at each of its channels once. It does not move a channel to and
-fro: a move makes the larger load ratio of the two servers smaller. So the load ratios of all servers, sorted with the
-largest first, get smaller with each move (in lexicographic order), and under constant load no earlier state comes back.
+It always ends, as it looks at each overloaded server once, and at each of its channels once. It does not move a channel
+back and forth, as each move makes the larger load ratio of the two servers smaller. So the load ratios of all servers,
+sorted with the largest first, get smaller with each move (in lexicographic order), and under constant load no earlier
+state comes back.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dynamoth.names import in_quotes
-from dynamoth_balancer.decide.cluster import ChannelRate, Cluster, Finding, Move, Room, ServerLoad, busiest_first
+from dynamoth_balancer.decide.cluster import ChannelRate, Cluster, Finding, Move, ServerLoad, busiest_first
 from dynamoth_balancer.options import BalancerOptions
 
 NO_FIGURES = "its agent has not seen which channels make the load: CLIENT LIST of the server shows who publishes"
@@ -21,7 +22,7 @@ class Relieve:
     """Moves channels away from servers above ``load_ratio_high``, while others have room (Algorithm 2).
 
     As published: the busiest channels of the most loaded server go to the least loaded one until ``load_ratio_safe`` is
-    reached. Mended: a channel that no other server could carry better stays, and smaller ones are tried; the least
+    reached. Corrected: a channel that no other server could carry better stays, and smaller ones are tried; the least
     loaded server is the one with most room in bytes, as capacities differ.
     """
 
@@ -29,13 +30,10 @@ class Relieve:
         """Propose moves away from overloaded servers, the most loaded first."""
         high = cluster.options.load_ratio_high
         overloaded = [server for server in cluster.servers.values() if server.load_ratio > high]
-        if not overloaded:
-            return []
         overloaded.sort(key=lambda server: (-server.load_ratio, server.id))
-        room = Room(cluster)
         moves: list[Move] = []
         for server in overloaded:
-            moves += self._relieve(cluster, server, room)
+            moves += self._relieve(cluster, server)
         return moves
 
     def permits(self, cluster: Cluster, move: Move) -> bool:
@@ -43,7 +41,7 @@ class Relieve:
         accept = cluster.options.accept_ratio
         return all(move.ratios[server].after <= accept for server in move.joined)
 
-    def _relieve(self, cluster: Cluster, source: ServerLoad, room: Room) -> list[Move]:
+    def _relieve(self, cluster: Cluster, source: ServerLoad) -> list[Move]:
         options = cluster.options
         reason = f"{source.id} has load ratio {source.load_ratio:.2f}, above {options.load_ratio_high:.2f}"
         if source.id in cluster.blind:
@@ -54,14 +52,12 @@ class Relieve:
             done = source.load_ratio <= options.load_ratio_safe or load.outgoing_bytes_per_s < smallest
             if done or cluster.is_full or cluster.has_given(source.id):
                 break
-            target = room.most(source.id)
+            target = cluster.roomiest(source.id)
             if target is None:
                 break
             move = cluster.move(load, source, target, reason)
             if _improves(move, options) and cluster.take(move):
                 moves.append(move)
-                room.note(source)
-                room.note(target)
         if source.load_ratio > options.load_ratio_high:
             stayed = [load for load in cluster.channels(source.id) if load.channel not in cluster.moves]
             unknown = NO_FIGURES if source.id in cluster.blind else "its load is not that of channels"
@@ -86,7 +82,7 @@ def why_they_stay(cluster: Cluster, source: ServerLoad, stayed: Sequence[Channel
 
 
 def _improves(move: Move, options: BalancerOptions) -> bool:
-    """Tell whether a move is worth it: the one score for both the source and the target."""
+    """Return whether a move is worth it: the one score for both the source and the target."""
     source, target = move.ratios[move.source], move.ratios[move.target]
     accepted = target.after <= options.accept_ratio
     much_better = target.after <= source.before - options.much_better_ratio

@@ -7,11 +7,11 @@ subscribers per publication/s, for all-publishers. Where both are many it takes 
 
 * The figures are those of the channel, not the sums over replicas; so they do not depend on its mode (case 7 of the
   published protocol). See ``model``.
-* A ratio is no load. A channel is replicated only when it makes much of a server's load. Of the number of servers that
-  the ratio asks for, the load decides how many are taken: at least as many as it needs, and not so many that replicas
+* A ratio is not a load. A channel is replicated only when it makes much of a server's load. The ratio asks for a number
+  of servers; the load decides how many of them are taken: at least as many as it needs, and not so many that replicas
   have little to do.
-* Between the thresholds lie channels that overload their server all the same. A channel that alone overloads a server
-  is replicated, by publications or by subscribers, whichever there are more of.
+* A channel between the thresholds may overload its server all the same. If it does so alone, it is replicated, by
+  publications or by subscribers, whichever there are more of.
 * All publications of one publisher go to one replica, so more replicas than publishers are useless.
 * A replicated channel stays so while its figures are above ``replicate_keep_ratio`` of the thresholds: *strict* and
   *lax* below. Strict conditions imply lax ones and ask for fewer servers. So under constant load no decision undoes
@@ -36,8 +36,8 @@ REPLICAS_MIN = 2
 PUBLICATIONS_PER_S_MIN = 1e-9
 """The smallest divisor: a channel without publications has very many subscribers for each."""
 
-CHANNELS_TOLD_MAX = 3
-"""Bound of the channels that are named when a server is dead."""
+CHANNELS_NAMED_MAX = 3
+"""Most channels that are named when a server is dead."""
 
 
 class Judgement:
@@ -182,8 +182,8 @@ class Replicate:
 
 
 def _dead(server: str, channels: Sequence[bytes]) -> Finding:
-    named = ", ".join(f"{in_quotes(channel)}" for channel in channels[:CHANNELS_TOLD_MAX])
-    more = f" and {len(channels) - CHANNELS_TOLD_MAX} more" if len(channels) > CHANNELS_TOLD_MAX else ""
+    named = ", ".join(map(in_quotes, channels[:CHANNELS_NAMED_MAX]))
+    more = f" and {len(channels) - CHANNELS_NAMED_MAX} more" if len(channels) > CHANNELS_NAMED_MAX else ""
     return Finding(
         server,
         0.0,

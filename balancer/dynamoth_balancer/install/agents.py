@@ -3,14 +3,15 @@
 Theory of operation
 -------------------
 Every process that speaks for a server is a *voice*, identified by its incarnation. A server has one agent, so there is
-one voice, and another one after a restart. What a voice says counts only while it is the only one. If another one was
-heard within ``alone_s``, either the agent has just been restarted, which passes, or two processes speak for one server:
-two agents, or somebody who forges reports. The balancer cannot know which of them observes the server, so it believes
-neither until one has fallen silent.
+one voice, and another one after a restart. The messages of a voice count only while it is the only one. If another one
+was heard within ``alone_s``, either the agent has just been restarted, which passes, or two processes speak for one
+server: two agents, or somebody who forges reports. The balancer cannot know which of them observes the server, so it
+believes neither until one has fallen silent.
 
-A voice that says that it cannot observe its server acknowledges nothing, whatever it says of versions.
+A voice that cannot observe its server, by its own words, acknowledges nothing, whatever versions it names.
 
-A server knows how many connections listen as its agent. Where there is none, the agent is gone before it is missed.
+A server knows how many connections listen as its agent. If there are none, the agent is gone, which shows before its
+reports are overdue.
 """
 
 from __future__ import annotations
@@ -125,10 +126,6 @@ class Agents:
         if problem:
             voice.acked = -1  # what it has acknowledged, it may have missed since
 
-    def problem(self, server: str, incarnation: int) -> str:
-        """Return why a process cannot observe its server; empty if it can."""
-        return self._agents[server].voices[incarnation].problem
-
     def forget_acknowledgements(self) -> None:
         """Forget all acknowledgements: earlier versions may be those of another balancer."""
         for agent in self._agents.values():
@@ -150,17 +147,9 @@ class Agents:
         agent.listeners = listeners
         agent.deserted_at = min(agent.deserted_at, now) if listeners == 0 else math.inf
 
-    def listeners(self, server: str) -> int | None:
-        """Return how many connections listen as the agent of a server; None while unknown."""
-        return self._agents[server].listeners
-
-    def deserted_at(self, server: str) -> float:
-        """Return since when nobody listens as the agent of a server; infinite while somebody does."""
-        return self._agents[server].deserted_at
-
     def is_gone(self, server: str, now: float) -> bool:
         """Return whether nobody listens as the agent of a server, and the agent is silent."""
-        return now - max(self.deserted_at(server), self.heard_at(server)) >= GONE_S
+        return now - max(self._agents[server].deserted_at, self.heard_at(server)) >= GONE_S
 
     def is_in_conflict(self, server: str, now: float) -> bool:
         """Return whether several processes speak for a server in turns."""

@@ -69,19 +69,8 @@ class PlanBook:
         return version in self._known or self._first <= version <= self.plan.version
 
     def advance(self, plan: Plan, channels: Iterable[bytes]) -> None:
-        """Begin the next version, in which only the entries of ``channels`` are new."""
+        """Begin the next version, in which only the entries of ``channels`` are new, and perhaps the rules."""
         changed = {channel: plan.entries[channel] for channel in channels}
-        self._step(plan, changed)
-
-    def change_rules(self, plan: Plan) -> None:
-        """Begin the next version, in which only the compatibility rules are new."""
-        self._step(plan, {})
-
-    def jump(self, version: int) -> None:
-        """Begin a later version without any change."""
-        self._step(self.plan.with_entries({}, version), {})
-
-    def _step(self, plan: Plan, changed: Mapping[bytes, Entry]) -> None:
         old, self.plan = self.plan, plan
         new_channels = sum(channel not in old.entries for channel in changed)
         rules = plan.compatibility if plan.compatibility != old.compatibility else None
@@ -103,7 +92,7 @@ class PlanBook:
         newer_rules = stranger.compatibility.version > self.plan.compatibility.version
         if newer or newer_rules or stranger.version >= self.plan.version:
             plan = self.plan.with_entries(newer, version)
-            self._step(plan.following(stranger.compatibility) if newer_rules else plan, newer)
+            self.advance(plan.following(stranger.compatibility) if newer_rules else plan, newer)
         self._known.add(stranger.version)
         return newer
 

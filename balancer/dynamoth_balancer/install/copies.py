@@ -3,11 +3,11 @@
 Theory of operation
 -------------------
 One command (or one series of commands, for a whole plan) is under way at a time, and its result is known before the
-next. So a copy is never half written, and an agent learns of a change only after its server has stored it. Changes that
-come up meanwhile are sent together.
+next one is sent. So a copy is never half written, and an agent learns of a change only after its server has stored it.
+Changes that come up meanwhile are sent together.
 
-Nothing is assumed of a server after a lost connection. The version of its copy is read, and if we have not written it
-in this term, the copy itself, because it may hold unknown entries.
+Nothing is assumed of a server after a lost connection: the version of its copy is read. If we have not written that
+version in this term, the copy itself is read, too, because it may hold unknown entries.
 
 A copy is read again every ``verify_interval_s``: the header, the number of fields, and some of the entries, in turn. So
 changes by others are found even if they leave the version as it was.
@@ -192,17 +192,14 @@ class PlanCopy:
                 return [self._send("place", write_whole_end(self._writing, self._run_id))]
             return []
         self._sent = None
-        if what == "probe":
-            return self._on_probe(value, book, now)
-        if what == "header":
-            return self._on_header(value, book, now)
-        if what == "whole":
-            return self._on_whole(value, book, now)
-        if what == "length":
-            return self._on_length(value, book, now)
-        if what == "entries":
-            return self._on_entries(value, book, now)
-        return self._on_written(value, book, now)
+        handlers = {
+            "probe": self._on_probe,
+            "header": self._on_header,
+            "whole": self._on_whole,
+            "length": self._on_length,
+            "entries": self._on_entries,
+        }
+        return handlers.get(what, self._on_written)(value, book, now)
 
     def _on_refusal(self, text: str, book: PlanBook, now: float) -> list[CopyAction]:
         """Try again later; further replies to this command are ignored."""
@@ -264,7 +261,7 @@ class PlanCopy:
             return [self._damaged(str(error)), *self._write_whole(book.plan)]
         if plan is None:
             return self._write_whole(book.plan)
-        self._retry_at = now + self._retry_s  # should the owner not take it: it is read again then
+        self._retry_at = now + self._retry_s  # if the owner does not take it, it is read again then
         return [CopyFound(Copy(self.server, plan, self._believed))]
 
     def _damaged(self, reason: str) -> Note:

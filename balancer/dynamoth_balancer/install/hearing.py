@@ -70,7 +70,7 @@ class Hearing:
                 installer.on_vacated(server, message)
             return actions
         version = _acted_upon(message)
-        if version is not None and not self._agents.problem(server, incarnation):
+        if version is not None and not self._agents[server].voices[incarnation].problem:
             installer.on_acknowledgement(server, incarnation, version, now)
         return actions
 

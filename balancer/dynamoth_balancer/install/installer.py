@@ -82,7 +82,6 @@ class Installer:
             server.id: PlanCopy(server.id, term, options.retry_s, options.verify_interval_s, self.counters)
             for server in servers
         }
-        #: Until when servers at which no channel is get none: clients with patterns may not listen there yet.
         unused = {server.id for server in servers} - servers_in_use(book.plan)
         #: Until when servers without channels get none: clients with patterns may not listen there yet.
         self._joining = dict.fromkeys(unused, now + options.join_s)
@@ -154,9 +153,7 @@ class Installer:
             raise RequestRefused(f"all servers and agents must hear of it: {problem}")
         self._check_rest(Compatibility(self.plan.version + 1, rules), now)
         self._rules_changed_at = now
-        plan = self.plan.with_compatibility(rules)
-        self._book.change_rules(plan)
-        return [PlanChanged(plan, reason), *self.sync(now)]
+        return self._changed(self.plan.with_compatibility(rules), (), reason, now)
 
     def _check_rest(self, new: Compatibility, now: float) -> None:
         """Refuse plain rules for channels that moved lately: numbered messages may be on their way, or held back."""
@@ -421,7 +418,7 @@ class Installer:
         if above <= self.plan.version:
             return []
         try:
-            self._book.jump(version_after(above))
+            self._book.advance(self.plan.with_entries({}, version_after(above)), ())
         except ConfigError as error:
             details = {"version": above, "reason": str(error)}
             return [Note("error", "an agent holds an impossible version of the plan: restart it", details)]

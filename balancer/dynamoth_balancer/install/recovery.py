@@ -15,7 +15,7 @@ or its last writes may still be on their way. So no epoch has two meanings.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from dynamoth.errors import ConfigError
@@ -220,8 +220,3 @@ def _of_one_cluster(
 
 def _ring(plan: Plan) -> tuple[frozenset[str], int]:
     return frozenset(plan.base), plan.virtual_nodes
-
-
-def known_plans(copies: Iterable[Copy]) -> Mapping[int, Plan]:
-    """Return the plans of copies by version."""
-    return {copy.plan.version: copy.plan for copy in copies}

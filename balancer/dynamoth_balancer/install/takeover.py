@@ -15,7 +15,7 @@ from dynamoth.plan.plan import Plan, Server
 from dynamoth.protocol.stored_plan import READ_HEADER, READ_WHOLE, StoredHeader, parse_header, parse_whole
 from dynamoth_balancer.events import Note
 from dynamoth_balancer.install.book import PlanBook
-from dynamoth_balancer.install.recovery import Conflict, Copy, known_plans, recover, same_header
+from dynamoth_balancer.install.recovery import Conflict, Copy, recover, same_header
 
 TAG = "takeover"
 
@@ -166,7 +166,7 @@ class Takeover:
         )
         stored = [copy for copy in usable if copy.plan is not self._own]  # another may have led since our own term
         is_complete = complete and not self._damaged and any(copy.believed for copy in stored)
-        known = known_plans(copy for copy in usable if copy.server not in self._damaged)
+        known = {copy.plan.version: copy.plan for copy in usable if copy.server not in self._damaged}
         book = PlanBook(plan, known, is_complete=is_complete)
         fresh = {
             server: found.header.version
@@ -190,10 +190,8 @@ class Takeover:
 
 
 def _damage(channels: Sequence[bytes]) -> str:
-    names = ", ".join(f"{in_quotes(channel)}" for channel in channels[:3])
-    return (
-        f"what it says of {len(channels)} channels cannot be read ({names}): they are where other copies say, or home"
-    )
+    names = ", ".join(map(in_quotes, channels[:3]))
+    return f"its entries of {len(channels)} channels cannot be read ({names}): they are where other copies say, or home"
 
 
 def _same_copy(one: Plan, other: Plan) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -45,46 +46,45 @@ def make_registry(
 
 
 def _collect(machine: BalancerMachine, now: float, recorder: Recorder | None) -> Iterator[Metric]:
-    gauge = _FAMILIES.gauge
+    gauge, status = _FAMILIES.gauge, machine.status(now)
+    servers: Mapping[str, Mapping[str, Any]] = status["servers"]
+
+    def by_server(name: str, text: str, key: str) -> Metric:
+        known = {server: each[key] for server, each in servers.items() if each[key] is not None}
+        return _FAMILIES.gauge_by("server", name, text, known)
+
+    def servers_with(key: str, value: object) -> int:
+        return sum(each[key] == value for each in servers.values())
+
     yield gauge("leading", "1 while this balancer holds the lease and decides", machine.stage is Stage.LEADING)
     yield gauge("standing_by", "1 while another balancer leads and this one waits to replace it", machine.stands_by)
-    yield gauge("paused", "1 while administrators have paused its decisions", machine.is_paused)
-    yield gauge("links_up", "Servers that the balancer is connected to", machine.links_up())
-    yield gauge("agents_alive", "Agents that the balancer hears", machine.agents_alive(now))
-    conflicts = machine.agents_in_conflict(now)
+    yield gauge("paused", "1 while administrators have paused its decisions", status["paused"])
+    yield gauge("links_up", "Servers that the balancer is connected to", servers_with("link", "up"))
+    yield gauge("agents_alive", "Agents that the balancer hears", servers_with("agent", "alive"))
+    conflicts = servers_with("agent_in_conflict", True)
     yield gauge("agents_in_conflict", "Servers for which several processes speak as agents", conflicts)
-    yield gauge("transitions", "Channels in transition", machine.transitions)
+    yield gauge("transitions", "Channels in transition", status["in_transition"])
     if machine.plan is not None:
-        yield gauge("plan_version", "Version of the plan", machine.plan.version)
-        yield gauge("plan_entries", "Channels that the plan names", len(machine.plan.entries))
-        yield gauge("replicated_channels", "Channels that are spread over several servers", machine.replicated)
-    yield _FAMILIES.gauge_by(
-        "server",
-        "load_ratio",
-        "Averaged load over capacity, as decisions see it: load on its way is counted where it goes",
-        {server: ratio for server, ratio in machine.load_ratios(now).items() if ratio is not None},
-    )
-    left = {server: machine.channels_left(server, now) for server in sorted(machine.options.draining)}
-    yield _FAMILIES.gauge_by(
-        "server",
-        "channels_left",
-        "Channels that are still at a server that is being drained, as far as its agent can tell",
-        {server: count for server, count in left.items() if count is not None},
-    )
-    yield from _of_problems(machine, now)
-    yield gauge("transition_age_seconds", "Age of the oldest transition; 0 without any", machine.transition_age_s(now))
-    text = "1 while the agent does not see what is published"
-    yield _FAMILIES.gauge_by("server", "agent_blind", text, machine.blind())
-    yield from _FAMILIES.counters(_COUNTERS, machine.all_counters())
+        yield gauge("plan_version", "Version of the plan", status["version"])
+        yield gauge("plan_entries", "Channels that the plan names", status["entries"])
+        yield gauge("replicated_channels", "Channels that are spread over several servers", status["replicated"])
+    text = "Averaged load over capacity, as decisions see it: load on its way is counted where it goes"
+    yield by_server("load_ratio", text, "load_ratio")
+    text = "Channels that are still at a server that is being drained, as far as its agent can tell"
+    yield by_server("channels_left", text, "channels_left")
+    yield from _of_problems(machine, servers.keys(), now)
+    yield gauge("transition_age_seconds", "Age of the oldest transition; 0 without any", status["transition_age_s"])
+    blind = {server: each["blind_s"] is not None for server, each in servers.items()}
+    yield _FAMILIES.gauge_by("server", "agent_blind", "1 while the agent does not see what is published", blind)
+    yield from _FAMILIES.counters(_COUNTERS, status["counters"])
     if recorder is not None:
         counter = _FAMILIES.counter
         yield counter("rows_written", "Rows written to the metrics file", recorder.rows_written)
         yield counter("rows_lost", "Rows that could not be written to the metrics file", recorder.rows_lost)
 
 
-def _of_problems(machine: BalancerMachine, now: float) -> Iterator[Metric]:
+def _of_problems(machine: BalancerMachine, servers: Collection[str], now: float) -> Iterator[Metric]:
     """Count the problems by kind, and by server where a server is their subject; channels are never a label."""
-    servers = machine.blind()
     ages: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)
     for problem in machine.health.problems:
         server = problem.subject if problem.subject in servers else ""
