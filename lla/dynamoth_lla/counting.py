@@ -31,20 +31,6 @@ class Window:
 
     """
 
-    __slots__ = (
-        "_channels_max",
-        "_heads",
-        "_heads_counted",
-        "_heads_max",
-        "_logged",
-        "_logs",
-        "_records_max",
-        "overflow_messages",
-        "publishers_uncounted",
-        "uncounted_messages",
-        "uncounted_wire_bytes",
-    )
-
     def __init__(self, channels_max: int, records_max: int, heads_max: int) -> None:
         self._channels_max = channels_max
         self._records_max = records_max

@@ -76,20 +76,6 @@ class SampledWindow:
 
     """
 
-    __slots__ = (
-        "_chance",
-        "_channels_max",
-        "_counts",
-        "_large",
-        "_large_bytes",
-        "_sample",
-        "_stride",
-        "overflow_messages",
-        "size",
-        "uncounted_messages",
-        "uncounted_wire_bytes",
-    )
-
     def __init__(self, channels_max: int, records_max: int, heads_max: int, stride: int, large_bytes: int) -> None:
         self._channels_max = channels_max
         self._stride = stride

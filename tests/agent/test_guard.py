@@ -87,26 +87,19 @@ def test_the_later_of_two_agents_ends_and_says_what_to_do() -> None:
         assert part in said.reason
 
 
-def test_the_earlier_of_two_agents_stays() -> None:
+@pytest.mark.parametrize(
+    "others",
+    [
+        line(30, name_of("s1", 6)),  # a later agent
+        line(10, name_of("s1", 7)),  # an old connection of the same process
+        line(1, "") + line(2, "dynamoth-agent") + line(3, "xdynamoth-agent:s1:1") + line(4, "name=dynamoth"),
+    ],
+    ids=["later", "own", "no agents"],
+)
+def test_an_agent_stays_beside_all_but_an_earlier_agent(others: str) -> None:
     bench = Bench(client_id=20)
     bench.agents = 2
-    bench.list = line(20, name_of("s1", 7)) + line(30, name_of("s1", 6))
-    bench.connect()
-    assert bench.said == []
-
-
-def test_an_old_connection_of_the_same_process_is_no_other_agent() -> None:
-    bench = Bench(client_id=20)
-    bench.agents = 2
-    bench.list = line(10, name_of("s1", 7)) + line(20, name_of("s1", 7))
-    bench.connect()
-    assert bench.said == []
-
-
-def test_subscribers_that_are_no_agents_are_passed_by() -> None:
-    bench = Bench(client_id=20)
-    bench.agents = 2
-    bench.list = line(1, "") + line(2, "dynamoth-agent") + line(3, "xdynamoth-agent:s1:1") + line(4, "name=dynamoth")
+    bench.list = others + line(20, name_of("s1", 7))
     bench.connect()
     assert bench.said == []
 

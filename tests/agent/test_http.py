@@ -39,10 +39,12 @@ async def serving() -> AsyncGenerator[HttpServer]:
         await server.close()
 
 
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def serve(main: Callable[[HttpServer], Coroutine[Any, Any, None]]) -> None:
+    """Run ``main`` beside a server."""
+
     async def bounded() -> None:
-        async with asyncio.timeout(4 * PATIENCE_S):
-            await main()
+        async with asyncio.timeout(4 * PATIENCE_S), serving() as server:
+            await main(server)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, f"tasks left behind: {left}"
 
@@ -83,100 +85,93 @@ def get(path: str, method: str = "GET") -> bytes:
     ],
 )
 def test_requests(request_bytes: bytes, status: int, body: bytes) -> None:
-    async def main() -> None:
-        async with serving() as server:
-            found_status, _, found_body = await ask(server, request_bytes)
-            assert (found_status, found_body) == (status, body)
+    async def main(server: HttpServer) -> None:
+        found_status, _, found_body = await ask(server, request_bytes)
+        assert (found_status, found_body) == (status, body)
 
-    run(main)
+    serve(main)
 
 
 def test_the_length_is_told_and_the_connection_closed() -> None:
-    async def main() -> None:
-        async with serving() as server:
-            _, head, _ = await ask(server, get("/fine", "HEAD"))
-            assert b"Content-Length: 5" in head and b"Connection: close" in head
+    async def main(server: HttpServer) -> None:
+        _, head, _ = await ask(server, get("/fine", "HEAD"))
+        assert b"Content-Length: 5" in head and b"Connection: close" in head
 
-    run(main)
+    serve(main)
 
 
 def test_a_handler_with_a_bug_is_logged_and_answers_500(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        async with serving() as server:
-            assert (await ask(server, get("/bug")))[0] == 500
-            assert (await ask(server, get("/fine")))[0] == 200
+    async def main(server: HttpServer) -> None:
+        assert (await ask(server, get("/bug")))[0] == 500
+        assert (await ask(server, get("/fine")))[0] == 200
 
     with caplog.at_level(logging.ERROR, "dynamoth.http"):
-        run(main)
+        serve(main)
     assert "/bug" in caplog.text and "a bug" in caplog.text
 
 
 def test_a_request_that_does_not_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "REQUEST_TIMEOUT_S", 0.05)
 
-    async def main() -> None:
-        async with serving() as server:
-            assert (await ask(server, b"GET /fine HTTP/1.1\r\n"))[0] == 408
+    async def main(server: HttpServer) -> None:
+        assert (await ask(server, b"GET /fine HTTP/1.1\r\n"))[0] == 408
 
-    run(main)
+    serve(main)
 
 
 def test_a_client_that_leaves_in_the_middle_does_no_harm() -> None:
-    async def main() -> None:
-        async with serving() as server:
-            _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(b"GET /fi")
-            writer.transport.abort()
-            assert (await ask(server, get("/fine")))[0] == 200
+    async def main(server: HttpServer) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET /fi")
+        writer.transport.abort()
+        assert (await ask(server, get("/fine")))[0] == 200
 
-    run(main)
+    serve(main)
 
 
 def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "CONNECTIONS_MAX", 2)
 
-    async def main() -> None:
-        async with serving() as server:
-            waiting = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]
-            # Connections are accepted in their order: both were, when the third one is.
-            reader, refused = await asyncio.open_connection("127.0.0.1", server.port)
-            refused.write(get("/fine"))
-            with suppress(ConnectionResetError):
-                async with asyncio.timeout(PATIENCE_S):
-                    assert await reader.read() == b""
-            refused.close()
-            for reader, writer in waiting:
-                writer.write(get("/fine"))
-                async with asyncio.timeout(PATIENCE_S):
-                    assert (await reader.read()).endswith(b"fine\n")
-                writer.close()
-            assert (await ask(server, get("/fine")))[0] == 200
+    async def main(server: HttpServer) -> None:
+        waiting = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]
+        # Connections are accepted in their order: both were, when the third one is.
+        reader, refused = await asyncio.open_connection("127.0.0.1", server.port)
+        refused.write(get("/fine"))
+        with suppress(ConnectionResetError):
+            async with asyncio.timeout(PATIENCE_S):
+                assert await reader.read() == b""
+        refused.close()
+        for reader, writer in waiting:
+            writer.write(get("/fine"))
+            async with asyncio.timeout(PATIENCE_S):
+                assert (await reader.read()).endswith(b"fine\n")
+            writer.close()
+        assert (await ask(server, get("/fine")))[0] == 200
 
-    run(main)
+    serve(main)
 
 
 def test_closing_cuts_what_is_under_way() -> None:
-    async def main() -> None:
-        async with serving() as server:
-            assert (await ask(server, get("/fine")))[0] == 200
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(b"GET")
+    async def main(server: HttpServer) -> None:
+        assert (await ask(server, get("/fine")))[0] == 200
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET")
+        await server.close()
         async with asyncio.timeout(PATIENCE_S):
             with suppress(ConnectionResetError):
                 assert await reader.read() == b""
         writer.close()
 
-    run(main)
+    serve(main)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no.such.host.invalid"])
 def test_an_address_that_cannot_be_listened_at_is_a_configuration_error(host: str) -> None:
-    async def main() -> None:
-        async with serving() as server:
-            with pytest.raises(ConfigError, match="http_port"):
-                await HttpServer.start(host, server.port, {})
+    async def main(server: HttpServer) -> None:
+        with pytest.raises(ConfigError, match="http_port"):
+            await HttpServer.start(host, server.port, {})
 
-    run(main)
+    serve(main)
 
 
 def test_readiness() -> None:

@@ -209,14 +209,6 @@ def test_http_tells_whether_it_is_ready(redis_server: EmbeddedRedis, free_port: 
     run(main)
 
 
-def test_a_port_that_is_taken_is_a_configuration_error(redis_server: EmbeddedRedis) -> None:
-    async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="http_port"):
-            await run_agent(config(redis_server, http_port=taken.getsockname()[1]))
-
-    run(main)
-
-
 def text_of(record: logging.LogRecord) -> str:
     return f"{record.getMessage()}: {vars(record)['cause']}"
 
@@ -277,19 +269,6 @@ def test_a_lost_connection_is_blind_time_too_and_no_second_agent(redis_server: E
             assert agents(redis_server) == 1
 
     run(main)
-
-
-def test_the_second_agent_of_a_server_ends(redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        async with running(config(redis_server)) as first:
-            await until(lambda: agents(redis_server) == 1)
-            assert await run_agent(config(redis_server)) == EXIT_REFUSED
-            await until(lambda: agents(redis_server) == 1)
-            assert not first.done()
-
-    run(main)
-    (error,) = [text_of(record) for record in caplog.records if record.levelno == logging.ERROR]
-    assert "another agent of server 's1' is at work already" in error
 
 
 def test_without_permission_to_list_clients_it_works_and_says_so(
@@ -400,14 +379,3 @@ def test_two_processes_for_one_server(redis_server: EmbeddedRedis) -> None:
         first.terminate()
         first.communicate(timeout=PATIENCE_S)
         assert first.returncode == EXIT_DONE
-
-
-def test_an_agent_takes_over_from_one_that_was_killed(redis_server: EmbeddedRedis) -> None:
-    with agent_process(redis_server) as first:
-        wait_for(first, "connected")
-        first.kill()
-    with agent_process(redis_server) as second:
-        wait_for(second, "connected")
-        second.terminate()
-        second.communicate(timeout=PATIENCE_S)
-        assert second.returncode == EXIT_DONE

@@ -2,94 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from dynamoth.machine.events import Connect, ErrorReply, LinkDown, LinkUp, Replied, Send, Start, Tick
-from dynamoth.names import BALANCER_CHANNEL
-from dynamoth.protocol.reports import Report, unpack_report
+from dynamoth.machine.events import ErrorReply, LinkDown, LinkUp
 from dynamoth_agent.events import BlindnessChanged, ServerAdvice
-from dynamoth_agent.machine import AgentMachine
 from dynamoth_agent.stand_in import CONFIG_ASKED, EVICTABLE, REPORTS, advice
-from dynamoth_lla.options import LoadAnalyzerOptions
-from dynamoth_sim.world.checker import Checker
-
-DEFAULT_LIMIT = b"normal 0 0 0 slave 268435456 67108864 60 pubsub 33554432 8388608 60"
-GOOD = {"client-output-buffer-limit": DEFAULT_LIMIT.replace(b"pubsub 33554432 8388608 60", b"pubsub 0 0 0")}
-
-
-class Agent:
-    """An agent, and a server that answers it. ``floods``: what it asks over the observing link is never answered."""
-
-    def __init__(self, *, others: int = 1, settings: dict[str, Any] | None = None) -> None:
-        options = LoadAnalyzerOptions(outgoing_bytes_per_s_max=1000)
-        self.machine = AgentMachine("s1", 5, None, options, "redis://h1")
-        self._checker = Checker(self.machine, every=1)
-        self.now = 50.0
-        self.floods = False
-        self.others = others
-        self.settings: dict[str, Any] = GOOD if settings is None else settings
-        self.output_bytes = 0
-        self.sent: list[Send] = []
-        self.said: list[Any] = []
-
-    def tell(self, event: Any) -> None:
-        actions = self.machine.handle(event, self.now)
-        self._checker.after(event)
-        for action in actions:
-            if isinstance(action, Send):
-                self.sent.append(action)
-                silent = action.args[0] in (b"SUBSCRIBE", b"PSUBSCRIBE") or (self.floods and action.link == "local")
-                if action.tag is not None and not silent:
-                    self.tell(Replied(action.link, action.tag, self.answer(tuple(action.args))))
-            elif not isinstance(action, Connect):
-                self.said.append(action)
-
-    def answer(self, args: tuple[Any, ...]) -> Any:
-        match args:
-            case (b"CONFIG", b"GET", name):
-                value = self.settings.get(name.decode(), b"")
-                return value if isinstance(value, ErrorReply) else {name: value}
-            case (b"INFO", _):
-                return b"total_net_output_bytes:%d\r\npubsub_channels:0\r\nused_memory:7\r\n" % self.output_bytes
-            case (b"HGETALL", _):
-                return {}
-            case (b"CLIENT", b"LIST", *_):
-                line = "id=3 addr=a:1 name=dynamoth-agent:s1:abc age=9 flags=P\n"
-                return line.encode()
-            case (b"CLIENT", b"ID"):
-                return 9
-            case (b"PUBSUB", b"NUMSUB", *names):
-                return [part for name in names for part in (name, self.others)]
-            case (b"PUBSUB", b"CHANNELS"):
-                return []
-            case (b"PUBLISH", *_):
-                return 2
-            case _:
-                return b"OK"
-
-    def up(self) -> None:
-        self.tell(Start())
-        self.tell(LinkUp("local", "run1"))
-        self.tell(LinkUp(REPORTS, "run1"))
-
-    def run(self, duration_s: float) -> None:
-        end = self.now + duration_s
-        while (at := self.machine.deadline()) is not None and at <= end:
-            self.now = max(self.now, at)
-            self.output_bytes += 50
-            self.tell(Tick())
-        self.now = end
-
-    def reports(self, link: str) -> list[Report]:
-        published = [send for send in self.sent if send.link == link and send.args[0] == b"PUBLISH"]
-        return [unpack_report(bytes(send.args[2])) for send in published if send.args[1] == BALANCER_CHANNEL]  # type: ignore[arg-type]
+from tests.agent.bench import DEFAULT_LIMIT, Bench
 
 
 def test_an_agent_that_sees_reports_over_its_observing_link_only() -> None:
-    agent = Agent()
-    agent.up()
+    agent = Bench()
+    agent.up(REPORTS)
     agent.run(20)
     assert len(agent.reports("local")) >= 18
     assert agent.reports(REPORTS) == [] and not agent.machine.is_blind
@@ -97,14 +20,14 @@ def test_an_agent_that_sees_reports_over_its_observing_link_only() -> None:
 
 
 def test_an_agent_whose_replies_do_not_come_through_reports_that_it_is_blind() -> None:
-    agent = Agent()
-    agent.up()
+    agent = Bench()
+    agent.up(REPORTS)
     agent.run(5)
     agent.floods = True
     agent.run(3)
     assert agent.reports(REPORTS) == [], "not before three intervals"
     agent.run(7)
-    [change] = [said for said in agent.said if isinstance(said, BlindnessChanged)]
+    [change] = agent.said(BlindnessChanged)
     assert change.blind and agent.machine.is_blind
     reports = agent.reports(REPORTS)
     assert len(reports) >= 4
@@ -116,8 +39,8 @@ def test_an_agent_whose_replies_do_not_come_through_reports_that_it_is_blind() -
 
 
 def test_an_agent_that_is_disconnected_again_and_again_says_how_often() -> None:
-    agent = Agent()
-    agent.up()
+    agent = Bench()
+    agent.up(REPORTS)
     agent.run(5)
     agent.floods = True
     for _ in range(8):
@@ -137,16 +60,16 @@ def test_an_agent_that_is_disconnected_again_and_again_says_how_often() -> None:
 
 
 def test_an_agent_that_may_not_be_the_only_one_keeps_silent() -> None:
-    agent = Agent(others=2)
-    agent.up()
+    agent = Bench(agents=2)
+    agent.up(REPORTS)
     agent.floods = True
     agent.run(20)
     assert agent.machine.is_blind and agent.reports(REPORTS) == []
 
 
 def test_while_that_link_is_down_nothing_is_sent_over_it() -> None:
-    agent = Agent()
-    agent.up()
+    agent = Bench()
+    agent.up(REPORTS)
     agent.tell(LinkDown("local", "gone"))
     agent.tell(LinkDown(REPORTS, "gone"))
     count = len(agent.sent)
@@ -154,17 +77,17 @@ def test_while_that_link_is_down_nothing_is_sent_over_it() -> None:
     assert agent.sent[count:] == []
 
 
-def asked_settings(agent: Agent) -> list[bytes]:
+def asked_settings(agent: Bench) -> list[bytes]:
     return [bytes(send.args[2]) for send in agent.sent if send.args[0] == b"CONFIG"]  # type: ignore[arg-type]
 
 
 def test_settings_are_asked_for_once_and_what_does_harm_is_said() -> None:
-    agent = Agent(settings={"client-output-buffer-limit": DEFAULT_LIMIT, "maxmemory-policy": b"allkeys-lru"})
-    agent.up()
+    agent = Bench(settings={"client-output-buffer-limit": DEFAULT_LIMIT, "maxmemory-policy": b"allkeys-lru"})
+    agent.up(REPORTS)
     agent.tell(LinkDown(REPORTS, "gone"))
     agent.tell(LinkUp(REPORTS, "run1"))
     assert asked_settings(agent) == list(CONFIG_ASKED)
-    [said] = [said for said in agent.said if isinstance(said, ServerAdvice)]
+    [said] = agent.said(ServerAdvice)
     assert said.refused is None
     limit, policy = said.advice
     assert "33554432 8388608" in limit and "set client-output-buffer-limit pubsub 256mb 128mb 60" in limit
@@ -174,19 +97,19 @@ def test_settings_are_asked_for_once_and_what_does_harm_is_said() -> None:
 
 
 def test_settings_that_may_not_be_read_are_asked_for_once_per_connection_and_said_once() -> None:
-    agent = Agent(settings={"client-output-buffer-limit": ErrorReply("NOPERM no")})
-    agent.up()
+    agent = Bench(settings={"client-output-buffer-limit": ErrorReply("NOPERM no")})
+    agent.up(REPORTS)
     agent.run(10)
     assert asked_settings(agent) == [CONFIG_ASKED[0]], "each refusal is an entry in the ACL LOG"
     for _ in range(2):
         agent.tell(LinkDown(REPORTS, "gone"))
         agent.tell(LinkUp(REPORTS, "run1"))
     assert asked_settings(agent) == [CONFIG_ASKED[0]] * 3
-    assert [said for said in agent.said if isinstance(said, ServerAdvice)] == [ServerAdvice((), "NOPERM no")]
+    assert agent.said(ServerAdvice) == [ServerAdvice((), "NOPERM no")]
     agent.settings = {"client-output-buffer-limit": DEFAULT_LIMIT}
     agent.tell(LinkDown(REPORTS, "gone"))
     agent.tell(LinkUp(REPORTS, "run1"))
-    assert len([said for said in agent.said if isinstance(said, ServerAdvice)]) == 2, "its rights were mended"
+    assert len(agent.said(ServerAdvice)) == 2, "its rights were mended"
 
 
 @pytest.mark.parametrize(

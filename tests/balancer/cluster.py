@@ -6,7 +6,7 @@ Messages take no time, so that ``run()`` delivers everything; ``run(duration_s)`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 from dynamoth.errors import MalformedMessage
@@ -33,6 +33,10 @@ from tests.balancer.traffic import Row, Traffic
 
 BALANCER = "balancer"
 POLL_S = 0.02
+
+NO_DECISIONS = BalancerOptions(load_ratio_high=1000.0)
+"""The balancer moves nothing by itself."""
+
 _numbers = count(1000)
 
 
@@ -156,6 +160,15 @@ class Balancer:
     def plans(self) -> list[Plan]:
         return [action.plan for action in self.taken(PlanChanged)]
 
+    def home(self, channel: bytes) -> str:
+        """Return the first server of a channel."""
+        return self.plan.entry(channel).route.assignment.servers[0]
+
+    def at_home(self, server: str, count: int = 1, prefix: bytes = b"c") -> list[bytes]:
+        """Return channels whose home is a server."""
+        names = (b"%s-%d" % (prefix, number) for number in range(10_000))
+        return list(islice((name for name in names if self.plan.ring.home(name) == server), count))
+
 
 class SimCluster:
     """Servers ``s1`` ... with an agent each, and the balancers that a test starts."""
@@ -242,6 +255,16 @@ class SimCluster:
         self.run_until(lambda: any(reply.request == request for reply in replies))
         return next(reply for reply in replies if reply.request == request)
 
+    def refusal(self, command: str, arguments: Mapping[str, Any] | None = None, server: str = "s1") -> str:
+        """Ask for something, and return why it is refused."""
+        error = self.ask(command, arguments, server).error
+        assert error is not None, f"{command} {arguments} was carried out"
+        return error
+
+    def others(self, *servers: str) -> list[str]:
+        """Return the ids of all other servers."""
+        return [id_ for id_ in self.servers if id_ not in servers]
+
     def say(self, server: str, message: Any) -> None:
         """Publish a control message, or bytes, on the balancer's channel at a server."""
         data = message if isinstance(message, bytes) else pack_control(message)
@@ -304,3 +327,9 @@ class SimCluster:
             if entry.phase is Phase.SETTLED:
                 for id_ in old_servers(old):
                     assert channel not in self.agents[id_].listened, f"{channel!r} settled with subscribers at {id_}"
+
+
+def started(servers: int = 2, options: BalancerOptions = NO_DECISIONS) -> tuple[SimCluster, Balancer]:
+    """Return a cluster, and a balancer that leads it: see ``SimCluster.started``."""
+    cluster = SimCluster(servers)
+    return cluster, cluster.started(options)

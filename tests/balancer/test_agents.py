@@ -10,8 +10,8 @@ from dynamoth.plan.plan import Phase
 from dynamoth.protocol.control import PlanAck, Vacated
 from dynamoth.protocol.reports import CANNOT_OBSERVE, pack_report
 from dynamoth_balancer.install.agents import VOICES_MAX, Agents
-from tests.balancer.cluster import Balancer, SimCluster
-from tests.balancer.test_installation import CHANNEL, NO_DECISIONS, begin, is_settled, phase_of, places
+from tests.balancer.cluster import NO_DECISIONS, Balancer, started
+from tests.balancer.test_installation import CHANNEL, begin, is_settled, phase_of, places
 
 FORGED = 99
 
@@ -22,8 +22,7 @@ def kinds(balancer: Balancer, server: str) -> set[str]:
 
 
 def test_a_forged_acknowledgement_does_not_stand_in_for_a_live_agent_s() -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started()
     source, target = places(cluster, balancer)
     cluster.agents[target].lose = lambda message: isinstance(message, PlanAck)
     begin(cluster, balancer)
@@ -41,20 +40,19 @@ def test_a_forged_acknowledgement_does_not_stand_in_for_a_live_agent_s() -> None
 
 
 def test_nothing_begins_where_two_processes_speak_for_one_server() -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started()
     for _ in range(4):
         cluster.say("s1", pack_report(replace(cluster.agents["s1"].report(), incarnation=FORGED)))
         cluster.run(1)
     channel = next(b"%d" % n for n in range(100) if balancer.plan.ring.home(b"%d" % n) == "s2")
-    reply = cluster.ask("move", {"channel": channel, "to": "s1"})
-    assert reply.error is not None and "several processes speak as the agent of server s1" in reply.error
+    assert "several processes speak as the agent of server s1" in cluster.refusal(
+        "move", {"channel": channel, "to": "s1"}
+    )
     assert balancer.machine.load_ratio("s1", cluster.now) is None or kinds(balancer, "s1")
 
 
 def test_the_load_of_a_server_for_which_two_processes_speak_is_not_believed() -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started()
     cluster.run(3)
     forged = replace(cluster.agents["s1"].report(), incarnation=FORGED, outgoing_bytes_per_s=1e9)
     for _ in range(4):
@@ -64,8 +62,7 @@ def test_the_load_of_a_server_for_which_two_processes_speak_is_not_believed() ->
 
 
 def test_a_forged_vacated_does_not_settle_a_transition() -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started()
     source, _ = begin(cluster, balancer, listened=True)
     cluster.run_until(lambda: phase_of(balancer) is Phase.ACTIVE)
     epoch = balancer.plan.entry(CHANNEL).route.epoch
@@ -76,8 +73,7 @@ def test_a_forged_vacated_does_not_settle_a_transition() -> None:
 
 
 def test_a_restarted_agent_is_believed_soon() -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started()
     cluster.run(2)
     cluster.agents["s1"].restart()
     restarted_at = cluster.now
@@ -89,8 +85,7 @@ def test_a_restarted_agent_is_believed_soon() -> None:
 
 def test_an_agent_that_cannot_observe_acknowledges_nothing_by_any_path() -> None:
     """Its reports name the version of the plan, and it may even send acknowledgements: it does not act on the plan."""
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started()
     source, target = places(cluster, balancer)
     cluster.agents[target].lose = lambda message: isinstance(message, PlanAck)
     begin(cluster, balancer)
@@ -103,16 +98,14 @@ def test_an_agent_that_cannot_observe_acknowledges_nothing_by_any_path() -> None
         cluster.run(1)
         assert phase_of(balancer) is Phase.PREPARED
     assert kinds(balancer, target) == {CANNOT_OBSERVE} and not kinds(balancer, source)
-    reply = cluster.ask("move", {"channel": b"another", "to": target})
-    assert reply.error is not None and "does not observe it: NOPERM" in reply.error
+    assert "does not observe it: NOPERM" in cluster.refusal("move", {"channel": b"another", "to": target})
     agent.reports = True
     cluster.agents[target].lose = lambda message: False
     cluster.run_until(lambda: is_settled(cluster, balancer, target))
 
 
 def test_a_report_of_an_agent_that_sees_nothing_now_is_no_acknowledgement() -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started()
     _, target = places(cluster, balancer)
     cluster.agents[target].lose = lambda message: isinstance(message, PlanAck)
     begin(cluster, balancer)
@@ -127,8 +120,7 @@ def test_a_report_of_an_agent_that_sees_nothing_now_is_no_acknowledgement() -> N
 @pytest.mark.parametrize("version", [10**6, 2**31, 2**32 - 1])
 def test_a_forged_version_does_not_use_up_the_versions_there_are(version: int) -> None:
     """All servers were read at the takeover, so that no balancer can have issued it."""
-    cluster = SimCluster(2)
-    first = cluster.started(NO_DECISIONS)
+    cluster, first = started()
     _, target = begin(cluster, first)
     cluster.run_until(lambda: is_settled(cluster, first, target))
     cluster.kill(first)
@@ -145,8 +137,7 @@ def test_a_forged_version_does_not_use_up_the_versions_there_are(version: int) -
 
 def test_after_a_loss_of_all_plans_a_version_is_believed_up_to_a_bound() -> None:
     """No server stored a plan, so agents may hold a newer one: the plan gets above it, unless that is absurd."""
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started()
     agent = cluster.agents["s1"].incarnation
     cluster.say("s1", PlanAck("s1", agent, 2**31))
     cluster.run(2)

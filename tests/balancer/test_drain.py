@@ -21,7 +21,7 @@ from dynamoth_balancer.decide.replicate import Replicate
 from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.process.metrics import make_registry
-from tests.balancer.cluster import Balancer, SimCluster
+from tests.balancer.cluster import SimCluster, started
 from tests.balancer.traffic import CAPACITY, Traffic
 
 SUBS, PUBS = Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS
@@ -355,21 +355,15 @@ DRAINED = "s1"
 OPTIONS = BalancerOptions(wait_s=4.0, averaging_s=3.0, channel_rest_s=5.0, draining=frozenset({DRAINED}))
 
 
-def _home(balancer: Balancer, server: str, prefix: bytes, count: int = 1) -> list[bytes]:
-    names = (b"%s-%d" % (prefix, number) for number in range(10_000))
-    return [name for name, _ in zip((n for n in names if balancer.plan.ring.home(n) == server), range(count))]  # noqa: B905
-
-
 def _left(cluster: SimCluster) -> tuple[bool, int | None]:
     status = cluster.ask("status", server="s2").result["servers"][DRAINED]
     return status["draining"], status["channels_left"]
 
 
 def test_a_server_is_drained_by_a_balancer_that_is_told_so() -> None:
-    cluster = SimCluster(3)
-    before = cluster.started(replace(OPTIONS, draining=frozenset()))
-    busy, hot, named = _home(before, DRAINED, b"busy", 3), b"hot", _home(before, "s2", b"named")[0]
-    [subscribed, published] = _home(before, DRAINED, b"idle", 2)
+    cluster, before = started(3, replace(OPTIONS, draining=frozenset()))
+    busy, hot, named = before.at_home(DRAINED, 3, b"busy"), b"hot", before.at_home("s2", 1, b"named")[0]
+    [subscribed, published] = before.at_home(DRAINED, 2, b"idle")
     cluster.follow.update(dict.fromkeys(busy, round(0.1 * CAPACITY)))
     cluster.traffic |= {subscribed: Traffic(0, 3), published: Traffic(5, 0)}
     assert cluster.ask("move", {"channel": named, "to": DRAINED}).error is None, "nobody uses it"
@@ -393,9 +387,8 @@ def test_a_server_is_drained_by_a_balancer_that_is_told_so() -> None:
 
 
 def test_a_server_that_is_empty_may_be_stopped_for_good() -> None:
-    cluster = SimCluster(3)
-    before = cluster.started(replace(OPTIONS, draining=frozenset()))
-    [channel] = _home(before, "s2", b"named")
+    cluster, before = started(3, replace(OPTIONS, draining=frozenset()))
+    [channel] = before.at_home("s2", 1, b"named")
     assert cluster.ask("move", {"channel": channel, "to": DRAINED}).error is None
     cluster.kill(before)
     cluster.run(6)
@@ -419,11 +412,10 @@ def test_a_server_that_is_empty_may_be_stopped_for_good() -> None:
 
 def test_a_channel_that_is_used_for_the_first_time_begins_at_home_and_leaves() -> None:
     """The ring is not changed: it tells clients where a channel is that the plan does not name."""
-    cluster = SimCluster(2)
-    balancer = cluster.started(OPTIONS)
+    cluster, balancer = started(options=OPTIONS)
     cluster.run(10)
     assert _left(cluster) == (True, 0) and not balancer.decided
-    [channel], [elsewhere] = _home(balancer, DRAINED, b"new"), _home(balancer, "s2", b"other")
+    [channel], [elsewhere] = balancer.at_home(DRAINED, 1, b"new"), balancer.at_home("s2", 1, b"other")
     cluster.follow[channel] = 1000
     cluster.agents[DRAINED].loads[elsewhere] = 1000  # by a publisher that does not know better
     cluster.agents[DRAINED].listened.add(channel)
@@ -436,9 +428,8 @@ def test_a_channel_that_is_used_for_the_first_time_begins_at_home_and_leaves() -
 
 
 def test_what_was_on_its_way_there_arrives_and_leaves_again() -> None:
-    cluster = SimCluster(2)
-    before = cluster.started(replace(OPTIONS, draining=frozenset()))
-    [channel] = _home(before, "s2", b"late")
+    cluster, before = started(options=replace(OPTIONS, draining=frozenset()))
+    [channel] = before.at_home("s2", 1, b"late")
     cluster.agents["s2"].listened.add(channel)
     cluster.admin("s2", "move", {"channel": channel, "to": DRAINED})
     cluster.run(1)
@@ -453,8 +444,7 @@ def test_what_was_on_its_way_there_arrives_and_leaves_again() -> None:
 
 
 def test_a_replication_that_an_administrator_still_waits_for_is_no_reason_to_stay() -> None:
-    cluster = SimCluster(3)
-    before = cluster.started(replace(OPTIONS, draining=frozenset()))
+    cluster, before = started(3, replace(OPTIONS, draining=frozenset()))
     wanted = {"channel": b"hot", "mode": "all-subscribers", "servers": [DRAINED, "s2"]}
     home = before.plan.ring.home(b"hot")
     cluster.agents[home].listened.add(b"hot")
@@ -473,8 +463,7 @@ def test_a_replication_that_an_administrator_still_waits_for_is_no_reason_to_sta
 
 
 def test_channels_that_reports_do_not_name_count_too() -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(OPTIONS)
+    cluster, balancer = started(options=OPTIONS)
     cluster.run(5)
     report = cluster.agents[DRAINED].report()
     for users, left in (({"subscribers": 7}, 5), ({"publications": 3}, 5), ({}, 0)):
@@ -485,8 +474,7 @@ def test_channels_that_reports_do_not_name_count_too() -> None:
 
 
 def test_what_is_left_is_not_known_while_the_agent_is_silent() -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(OPTIONS)
+    cluster, balancer = started(options=OPTIONS)
     cluster.run(5)
     registry = make_registry(balancer.machine, lambda: cluster.now)
     metric = ("dynamoth_balancer_channels_left", {"server": DRAINED})
@@ -521,12 +509,12 @@ def _by_hand(servers: int = 4) -> tuple[SimCluster, bytes]:
     """Return a cluster in which s1 is being drained, and a channel whose home it is."""
     cluster = SimCluster(servers)
     balancer = cluster.started(BY_HAND)
-    return cluster, _home(balancer, DRAINED, b"news")[0]
+    return cluster, balancer.at_home(DRAINED, 1, b"news")[0]
 
 
 def test_nothing_is_moved_replicated_or_folded_back_to_a_server_that_is_being_drained() -> None:
     cluster, at_home = _by_hand()
-    [elsewhere] = _home(cluster.balancers[0], "s2", b"other")
+    [elsewhere] = cluster.balancers[0].at_home("s2", 1, b"other")
     assert cluster.ask("move", {"channel": elsewhere, "to": DRAINED}).error == REFUSAL
     arguments = {"channel": at_home, "mode": "all-publishers"}
     assert cluster.ask("replicate", {**arguments, "servers": [DRAINED, "s2"]}).error == REFUSAL

@@ -12,17 +12,15 @@ from dynamoth.protocol.control import PlanAck, PlanChange, PlanQuery, Vacated
 from dynamoth.protocol.stored_plan import VERSION_FIELD
 from dynamoth_balancer.machine import Stage
 from dynamoth_balancer.options import BalancerOptions
-from tests.balancer.cluster import Balancer, SimCluster, refusing
+from tests.balancer.cluster import NO_DECISIONS, Balancer, SimCluster, refusing, started
 
 CHANNEL = b"news"
-
-NO_DECISIONS = BalancerOptions(load_ratio_high=1000.0)
 
 
 def places(cluster: SimCluster, balancer: Balancer) -> tuple[str, str]:
     """Return where the channel is, and another server."""
-    source = balancer.plan.entry(CHANNEL).route.assignment.servers[0]
-    return source, next(id_ for id_ in cluster.servers if id_ != source)
+    source = balancer.home(CHANNEL)
+    return source, cluster.others(source)[0]
 
 
 def phase_of(balancer: Balancer) -> Phase:
@@ -44,16 +42,14 @@ def is_settled(cluster: SimCluster, balancer: Balancer, target: str) -> bool:
 
 
 def test_a_new_cluster_gets_plan_0_at_every_server() -> None:
-    cluster = SimCluster(3)
-    balancer = cluster.started()
+    cluster, balancer = started(3, BalancerOptions())
     assert balancer.plan.version == 0
     assert balancer.plan.base == ("s1", "s2", "s3")
     assert [server.plan_or_fail().version for server in cluster.servers.values()] == [0, 0, 0]
 
 
 def test_a_move_goes_through_all_phases_and_is_stored_everywhere() -> None:
-    cluster = SimCluster(3)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started(3)
     _, target = begin(cluster, balancer)
     cluster.run_until(lambda: is_settled(cluster, balancer, target))
     assert [plan.entries[CHANNEL].phase for plan in balancer.plans()[1:]] == list(Phase)
@@ -62,43 +58,23 @@ def test_a_move_goes_through_all_phases_and_is_stored_everywhere() -> None:
 
 
 def test_an_agent_hears_of_a_phase_only_after_its_server_has_stored_it() -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
-
-    def check(message: Any) -> bool:
-        if isinstance(message, PlanChange | PlanQuery):
-            version = message.delta.version if isinstance(message, PlanChange) else message.version
-            assert any(server.plan_or_fail().version >= version for server in cluster.servers.values())
-        return False
+    cluster, balancer = started()
 
     for id_, agent in cluster.agents.items():
 
         def stored_here(message: Any, id_: str = id_) -> bool:
             if isinstance(message, PlanChange):
                 assert cluster.servers[id_].plan_or_fail().version >= message.delta.version
-            return check(message)
+            return False
 
         agent.lose = stored_here
     _, target = begin(cluster, balancer)
     cluster.run_until(lambda: is_settled(cluster, balancer, target))
 
 
-def test_nothing_is_activated_before_both_agents_have_acknowledged() -> None:
-    cluster = SimCluster(3)
-    balancer = cluster.started(NO_DECISIONS)
-    _, target = places(cluster, balancer)
-    cluster.agents[target].lose = lambda message: isinstance(message, PlanAck)
-    begin(cluster, balancer)
-    cluster.run(20)
-    assert phase_of(balancer) is Phase.PREPARED
-    cluster.agents[target].lose = lambda message: False
-    cluster.run_until(lambda: is_settled(cluster, balancer, target))
-
-
 @pytest.mark.parametrize("lost", [PlanChange, PlanAck, PlanQuery, Vacated])
 def test_any_control_message_may_get_lost(lost: type[Any]) -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started()
     # An agent is asked only when something else was lost.
     losses = dict.fromkeys(cluster.servers, 2 if lost is PlanQuery else 1)
 
@@ -118,8 +94,7 @@ def test_any_control_message_may_get_lost(lost: type[Any]) -> None:
 
 
 def test_a_report_tells_what_a_lost_acknowledgement_told() -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started()
     for agent in cluster.agents.values():
         agent.lose = lambda message: isinstance(message, PlanAck)
         agent.reports_version = True
@@ -128,8 +103,7 @@ def test_a_report_tells_what_a_lost_acknowledgement_told() -> None:
 
 
 def test_agents_that_send_no_reports_are_asked_for_a_sign_of_life() -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started()
     for agent in cluster.agents.values():
         agent.reports = False
     cluster.run(60)
@@ -138,8 +112,7 @@ def test_agents_that_send_no_reports_are_asked_for_a_sign_of_life() -> None:
 
 
 def test_repeated_and_old_messages_change_nothing() -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started()
     source, target = begin(cluster, balancer, listened=True)
     cluster.run_until(lambda: phase_of(balancer) is Phase.ACTIVE)
     epoch = balancer.plan.entry(CHANNEL).route.epoch
@@ -169,8 +142,7 @@ def test_repeated_and_old_messages_change_nothing() -> None:
 
 
 def test_vacated_counts_only_once_the_transition_is_active() -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started()
     source, target = places(cluster, balancer)
     cluster.agents[target].lose = lambda message: isinstance(message, PlanAck)
     begin(cluster, balancer, listened=True)
@@ -186,8 +158,7 @@ def test_vacated_counts_only_once_the_transition_is_active() -> None:
 
 
 def test_an_agent_that_restarts_before_activation_must_acknowledge_again() -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started()
     source, target = places(cluster, balancer)
     agent = cluster.agents[source]
     cluster.agents[target].lose = lambda message: isinstance(message, PlanAck)
@@ -208,8 +179,7 @@ def test_an_agent_that_restarts_before_activation_must_acknowledge_again() -> No
 
 
 def test_an_agent_that_died_after_its_acknowledgement_is_waited_for() -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started()
     source, target = places(cluster, balancer)
     cluster.agents[target].lose = lambda message: isinstance(message, PlanAck)
     begin(cluster, balancer)
@@ -224,8 +194,7 @@ def test_an_agent_that_died_after_its_acknowledgement_is_waited_for() -> None:
 
 
 def test_a_superseded_agent_is_believed_again_when_the_later_one_is_gone() -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started()
     first = cluster.agents["s1"].incarnation
     cluster.say("s1", PlanAck("s1", 5, 0))  # a second agent, which ends at once
     cluster.run(20)
@@ -236,8 +205,7 @@ def test_a_superseded_agent_is_believed_again_when_the_later_one_is_gone() -> No
 
 @pytest.mark.parametrize("phase", [Phase.PREPARED, Phase.ACTIVE, Phase.SETTLED])
 def test_a_successor_goes_on_in_every_phase(phase: Phase) -> None:
-    cluster = SimCluster(3)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started(3)
     source, target = places(cluster, balancer)
     if phase is Phase.PREPARED:
         cluster.agents[target].lose = lambda message: isinstance(message, PlanAck)
@@ -259,10 +227,9 @@ def test_a_successor_goes_on_in_every_phase(phase: Phase) -> None:
 
 
 def test_a_successor_that_finds_only_some_servers_changed_takes_the_newest_of_each_channel() -> None:
-    cluster = SimCluster(3)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started(3)
     source, target = places(cluster, balancer)
-    other = next(id_ for id_ in cluster.servers if id_ not in (source, target))
+    [other] = cluster.others(source, target)
     cluster.cut(balancer, other)  # it is never told of the change
     begin(cluster, balancer, listened=True)
     cluster.run_until(lambda: phase_of(balancer) is Phase.ACTIVE)
@@ -278,12 +245,11 @@ def test_a_successor_that_finds_only_some_servers_changed_takes_the_newest_of_ea
 
 
 def test_what_an_unreadable_server_holds_is_taken_in_later_and_its_epochs_are_never_given_again() -> None:
-    cluster = SimCluster(3)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started(3)
     _, target = places(cluster, balancer)
     server = cluster.servers[target]
     # The predecessor's last change has reached one server only, which is down when the successor comes.
-    stray = balancer.plan.begin({b"stray": single(_elsewhere(cluster, balancer.plan, b"stray"))})
+    stray = balancer.plan.begin({b"stray": single(cluster.others(balancer.home(b"stray"))[0])})
     server.put_plan(stray)
     cluster.kill(balancer)
     successor = cluster.start(NO_DECISIONS)
@@ -297,20 +263,15 @@ def test_what_an_unreadable_server_holds_is_taken_in_later_and_its_epochs_are_ne
     assert [plan.entries[b"stray"].phase for plan in successor.plans() if b"stray" in plan.entries] == list(Phase)
 
 
-def _elsewhere(cluster: SimCluster, plan: Plan, channel: bytes) -> str:
-    home = plan.entry(channel).route.assignment.servers[0]
-    return next(id_ for id_ in cluster.servers if id_ != home)
-
-
 def test_a_server_that_is_down_is_not_chosen_and_a_transition_waits_for_it() -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started()
     source, target = places(cluster, balancer)
     cluster.cut(balancer, target)
     cluster.run()
     # The lease needs both of two servers; it still holds for a while.
-    reply = cluster.ask("move", {"channel": CHANNEL, "to": target}, server=source)
-    assert reply.error is not None and f"server {target} is not connected" in reply.error
+    assert f"server {target} is not connected" in cluster.refusal(
+        "move", {"channel": CHANNEL, "to": target}, server=source
+    )
     cluster.heal(balancer, target)
     cluster.run_until(lambda: balancer.machine.status(cluster.now)["servers"][target]["link"] == "up")
     begin(cluster, balancer, listened=True)
@@ -324,8 +285,7 @@ def test_a_server_that_is_down_is_not_chosen_and_a_transition_waits_for_it() -> 
 
 
 def test_a_restarted_server_gets_the_whole_plan_and_its_old_one_is_not_trusted() -> None:
-    cluster = SimCluster(3)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started(3)
     _, target = begin(cluster, balancer)
     cluster.run_until(lambda: is_settled(cluster, balancer, target))
     for snapshot in (None, cluster.servers["s2"].snapshot()):
@@ -342,8 +302,7 @@ def test_a_restarted_server_gets_the_whole_plan_and_its_old_one_is_not_trusted()
 
 @pytest.mark.parametrize("version", [b"0", b"77", b"4294967295", b"9999999999"])
 def test_a_server_with_an_unexpected_version_is_written_as_a_whole(version: bytes) -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started()
     _, target = begin(cluster, balancer)
     cluster.run_until(lambda: is_settled(cluster, balancer, target))
     cluster.servers["s1"].put(PLAN_KEY, {VERSION_FIELD: version}, keep=True)
@@ -359,34 +318,21 @@ def test_a_server_with_an_unexpected_version_is_written_as_a_whole(version: byte
     assert notes
 
 
-def test_a_wiped_server_is_noticed_at_the_next_change() -> None:
-    cluster = SimCluster(2)
-    options = BalancerOptions(load_ratio_high=1000.0, verify_interval_s=1000.0)
-    balancer = cluster.started(options)
-    _, target = begin(cluster, balancer)
-    cluster.run_until(lambda: is_settled(cluster, balancer, target))
-    cluster.servers["s1"].delete(PLAN_KEY)
-    cluster.ask("move", {"channel": CHANNEL, "to": places(cluster, balancer)[1]})
-    assert cluster.servers["s1"].plan == balancer.plan
-
-
 def test_a_wiped_server_is_noticed_without_a_change() -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started()
     cluster.servers["s1"].delete(PLAN_KEY)
     cluster.run(6)
     assert cluster.servers["s1"].plan == balancer.plan
 
 
 def test_a_server_that_misses_changes_is_sent_them_together() -> None:
-    cluster = SimCluster(3)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started(3)
     source, target = places(cluster, balancer)
-    other = next(id_ for id_ in cluster.servers if id_ not in (source, target))
+    [other] = cluster.others(source, target)
     cluster.cut(balancer, other)
     begin(cluster, balancer)
     cluster.run_until(lambda: phase_of(balancer) is Phase.SETTLED and balancer.plan.version == 3)
-    second = next(c for c in (b"a", b"b", b"c", b"d", b"e", b"f") if balancer.plan.ring.home(c) == source)
+    [second] = balancer.at_home(source)
     cluster.admin(source, "move", {"channel": second, "to": target}, request=8)
     cluster.run_until(lambda: balancer.plan.version == 6)
     cluster.servers[other].executed.clear()
@@ -399,8 +345,7 @@ def test_a_server_that_misses_changes_is_sent_them_together() -> None:
 
 @pytest.mark.parametrize("command", [b"HSET", b"RENAME", b"HMGET"])
 def test_a_server_that_refuses_is_told_of_and_tried_again(command: bytes) -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started()
     source, target = places(cluster, balancer)
     server = cluster.servers[target]
     server.refuse = refusing("OOM command not allowed", command)
@@ -445,11 +390,10 @@ def test_an_agent_that_holds_a_version_that_is_stored_nowhere_is_overtaken() -> 
 
 
 def test_many_channels_share_versions() -> None:
-    cluster = SimCluster(2)
-    balancer = cluster.started(NO_DECISIONS)
+    cluster, balancer = started()
     channels = [b"c%d" % number for number in range(50)]
     for number, channel in enumerate(channels):
-        target = next(id_ for id_ in cluster.servers if id_ != balancer.plan.entry(channel).route.assignment.servers[0])
+        [target] = cluster.others(balancer.home(channel))
         cluster.admin("s1", "move", {"channel": channel, "to": target}, request=number)
     cluster.run_until(lambda: len(cluster.servers["s1"].replies) == len(channels))
     assert all(reply.error is None for reply in cluster.servers["s1"].replies)

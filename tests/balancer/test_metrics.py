@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry
 
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.process.metrics import make_registry
-from tests.balancer.cluster import SimCluster
+from tests.balancer.cluster import started
 from tests.compose.metric_series import hostile_channels, series_of
 
 CHANNELS = 1000
@@ -13,8 +13,7 @@ CHANNELS = 1000
 
 def test_the_number_of_series_depends_on_servers_and_not_on_channels() -> None:
     """100,000 channels of hostile names are reported; moves of some of them are stalled, and each is a problem."""
-    cluster = SimCluster(2)
-    balancer = cluster.started(BalancerOptions(load_ratio_high=1000.0))
+    cluster, balancer = started(options=BalancerOptions(load_ratio_high=1000.0))
     cluster.run(6)
     registry: CollectorRegistry = make_registry(balancer.machine, lambda: cluster.now)
     before = series_of(registry)

@@ -153,7 +153,7 @@ def test_deserted_channels_are_followed_no_more_unless_somebody_has_just_joined(
     assert channels.get(b"c") is None
 
 
-def test_stale_channels_come_the_longest_unasked_first() -> None:
+def test_new_channels_come_before_those_that_were_asked_and_these_in_their_order() -> None:
     channels = tracked()
     a, b, c = (channels.follow(name) for name in (b"a", b"b", b"c"))
     assert a and b and c
@@ -162,28 +162,5 @@ def test_stale_channels_come_the_longest_unasked_first() -> None:
     assert [track.physical for track in channels.stale(2.0, 10)] == [b"c", b"b"]
     assert [track.physical for track in channels.stale(2.0, 1)] == [b"c"]
     assert [track.physical for track in channels.newest()] == [b"a", b"b", b"c"]
-
-
-def test_new_channels_come_before_those_that_were_asked_and_these_in_their_order() -> None:
-    channels = tracked()
-    a, b = channels.follow(b"a"), channels.follow(b"b")
-    assert a and b
-    channels.take_asked([b], 1.0)
-    assert [track.physical for track in channels.stale(5.0, 1)] == [b"a"]
-    channels.take_asked([a], 2.0)
-    channels.follow(b"c")
-    assert [track.physical for track in channels.stale(5.0, 10)] == [b"c", b"b", b"a"]
-
-
-def test_an_answer_for_a_channel_that_is_not_followed_is_nothing() -> None:
-    channels = tracked()
-    channels.take_count(b"a", 5)
-    assert channels.subscribers == 0 and len(channels) == 0
-
-
-def test_clear() -> None:
-    channels = tracked()
-    announce(channels, 1, [b"a"])
-    channels.take_count(b"a", 1)
-    channels.clear()
-    assert (len(channels), channels.subscribers, clients(channels, b"a")) == (0, 0, [])
+    channels.follow(b"d")
+    assert [track.physical for track in channels.stale(5.0, 10)] == [b"d", b"c", b"b", b"a"]

@@ -13,7 +13,7 @@ from dynamoth.machine.events import ErrorReply, LinkDown, LinkUp, Pushed, Replie
 from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, replica_channel
 from dynamoth.protocol.control import PlanQuery, pack_control
 from dynamoth.protocol.envelope import CONTROL, FORWARDED, HEARTBEAT
-from dynamoth.protocol.reports import ChannelLoad, ChannelSums, Report, pack_ids, unpack_ids
+from dynamoth.protocol.reports import ChannelLoad, ChannelSums, pack_ids, unpack_ids
 from dynamoth_lla.counting import PMESSAGE_BYTES
 from dynamoth_lla.digest import MESSAGE_BYTES
 from dynamoth_lla.machine import NAMES_PER_NUMSUB, LoadAnalyzer
@@ -116,25 +116,6 @@ def test_copies_are_sent_but_not_published() -> None:
     assert (row.messages_sent, row.bytes_out) == (8, 8 * wire)
 
 
-def test_plain_messages_have_no_publisher() -> None:
-    bench = a_bench()
-    bench.server.subscribers[b"a"] = 1
-    bench.observe(push(b"a", b"plain"))
-    report = bench.next_report()
-    row = rows(report)[b"a"]
-    assert (row.publications, row.publishers, row.messages_sent) == (1, 0, 1)
-    assert report.columns.publisher_ids == (b"",)
-
-
-def test_replicas_are_one_channel() -> None:
-    bench = a_bench()
-    replica = replica_channel(b"a", 5)
-    bench.server.subscribers.update({b"a": 1, replica: 2})
-    bench.observe(push(b"a", publication(1)), push(replica, publication(1)), push(replica, publication(2)))
-    row = rows(bench.next_report())[b"a"]
-    assert (row.publications, row.publishers, row.subscribers, row.messages_sent) == (3, 2, 3, 1 + 2 * 2)
-
-
 def test_while_it_is_in_transition_a_channel_is_one_row_and_copies_are_no_publications() -> None:
     """Plain name, an old epoch and a new one at once, as when the server is in each of the assignments."""
     bench = a_bench()
@@ -179,34 +160,22 @@ def test_the_busiest_channels_are_named_and_the_rest_are_sums() -> None:
     )
 
 
-def test_who_is_told_of_the_busiest_channels_only_and_the_busiest_publishers_first() -> None:
-    bench = a_bench(who_channels_max=1, who_per_channel_max=2)
+@pytest.mark.parametrize(
+    ("who_per_channel_max", "publishers", "subscribers"),
+    [(2, (pack_ids([3, 2]), b""), (pack_ids([23, 22]), b"")), (0, (b"", b""), (b"", b""))],
+)
+def test_who_is_told_of_the_busiest_channels_only_and_the_busiest_publishers_first(
+    who_per_channel_max: int, publishers: tuple[bytes, ...], subscribers: tuple[bytes, ...]
+) -> None:
+    bench = a_bench(who_channels_max=1, who_per_channel_max=who_per_channel_max)
     bench.server.subscribers.update({b"a": 5, b"b": 1})
     for client in (21, 22, 23):
         bench.announce(client, [b"a", b"b"])
     for publisher in (1, 2, 3):
         bench.observe(*[push(b"a", publication(publisher))] * publisher, push(b"b", MESSAGE))
-    report = bench.next_report()
-    assert report.columns.channels == (b"a", b"b")
-    assert report.columns.publishers == (3, 1)
-    assert report.columns.publisher_ids == (pack_ids([3, 2]), b"")
-    assert report.columns.subscriber_ids == (pack_ids([23, 22]), b"")
-
-
-def test_no_who_at_all() -> None:
-    bench = a_bench(who_channels_max=5, who_per_channel_max=0)
-    bench.server.subscribers[b"a"] = 1
-    bench.announce(7, [b"a"])
-    bench.observe(push(b"a", MESSAGE))
-    report = bench.next_report()
-    assert (report.columns.publisher_ids, report.columns.subscriber_ids) == ((b"",), (b"",))
-
-
-def test_the_plan_version_is_the_dispatchers() -> None:
-    bench = a_bench()
-    assert bench.next_report().plan_version is None
-    bench.analyzer.plan_version = 5
-    assert bench.next_report().plan_version == 5
+    columns = bench.next_report().columns
+    assert (columns.channels, columns.publishers) == ((b"a", b"b"), (3, 1))
+    assert (columns.publisher_ids, columns.subscriber_ids) == (publishers, subscribers)
 
 
 def test_a_report_that_nobody_hears_is_counted() -> None:
@@ -242,15 +211,6 @@ def test_idle_channels_are_in_the_sums_where_there_is_none() -> None:
     report = bench.next_report()
     assert report.columns.channels == (b"busy",)
     assert (report.rest.channels, report.rest.subscribers) == (1, 4)
-
-
-def test_an_announced_channel_is_followed() -> None:
-    bench = a_bench(discovery_channels_max=0)
-    bench.server.subscribers[b"quiet"] = 1
-    bench.announce(9, [b"quiet"])
-    report = bench.next_report()
-    assert rows(report)[b"quiet"].subscribers == 1
-    assert unpack_ids(report.columns.subscriber_ids[0]) == (9,)
 
 
 def test_idle_channels_are_asked_for_now_and_then_only() -> None:
@@ -314,21 +274,14 @@ def test_with_too_many_channels_for_one_round_each_has_its_turn() -> None:
     assert len(columns) == 35
 
 
-def test_messages_of_channels_that_are_not_followed_are_counted() -> None:
+def test_messages_of_channels_that_are_not_followed_are_counted_until_there_is_room() -> None:
     bench = a_bench(channels_max=10)
-    bench.observe(*[push(b"%d" % number, MESSAGE) for number in range(15)])
-    report = bench.next_report()
-    assert report.rest.messages_untracked == 5
-    assert bench.analyzer.counters["messages_untracked"] == 5
-    assert bench.analyzer.counters["messages_observed"] == 15
-
-
-def test_a_full_table_makes_room_for_channels_that_are_busy_now() -> None:
-    bench = a_bench(channels_max=10)
-    names = [b"%d" % number for number in range(10)]
+    names = [b"%d" % number for number in range(15)]
     bench.server.subscribers.update(dict.fromkeys([*names, b"new"], 1))
     bench.observe(*[push(name, MESSAGE) for name in names])
-    bench.next_report()
+    assert bench.next_report().rest.messages_untracked == 5
+    assert bench.analyzer.counters["messages_untracked"] == 5
+    assert bench.analyzer.counters["messages_observed"] == 15
     bench.observe(push(b"new", MESSAGE))
     report = bench.next_report()
     assert report.columns.channels[0] == b"new" and report.rest.messages_untracked == 0
@@ -396,13 +349,6 @@ def test_rounds_keep_to_their_grid() -> None:
     assert deadline - began == pytest.approx(6.0)
 
 
-def test_a_tick_before_time_begins_nothing() -> None:
-    bench = a_bench()
-    bench.now += 0.5
-    bench.tell(Tick())
-    assert bench.unanswered == []
-
-
 def test_only_one_round_is_under_way() -> None:
     bench = a_bench()
     bench.next_deadline()
@@ -414,21 +360,23 @@ def test_only_one_round_is_under_way() -> None:
     assert len(bench.unanswered) == sent
 
 
-def test_an_interruption_is_reported_from_the_last_report_to_the_new_connection() -> None:
+@pytest.mark.parametrize("interruptions", [1, 3])
+def test_an_interruption_is_reported_from_the_last_report_to_the_new_connection(interruptions: int) -> None:
     bench = a_bench()
     bench.next_report()
-    bench.now += 0.4
-    bench.observe(push(b"a", MESSAGE))
-    bench.down()
-    assert bench.analyzer.deadline() is None
-    bench.now += 5.0
-    bench.up()
+    for _ in range(interruptions):
+        bench.now += 0.4
+        bench.observe(push(b"a", MESSAGE))
+        bench.down()
+        assert bench.analyzer.deadline() is None
+        bench.now += 5.0
+        bench.up()
     report = bench.next_report()
-    assert report.blind_s == pytest.approx(5.4)
+    assert report.blind_s == pytest.approx(5.4 * interruptions)
     assert report.interval_s == 1.0
-    assert len(report.columns) == 0  # what was seen before belongs to the blind time
-    assert bench.analyzer.counters["interruptions"] == 1
-    assert bench.analyzer.blind_s_total == pytest.approx(5.4)
+    assert len(report.columns) == 0, "what was seen before belongs to the blind time"
+    assert bench.analyzer.counters["interruptions"] == interruptions
+    assert bench.analyzer.blind_s_total == pytest.approx(5.4 * interruptions)
     assert bench.next_report().blind_s == 0
 
 
@@ -442,19 +390,6 @@ def test_a_restart_of_the_server_is_no_interruption_by_it() -> None:
         bench.up(run_id)
         report = bench.next_report()
         assert (report.interruptions, report.blind_s > 1.0) == (interruptions, True)
-
-
-def test_interruptions_in_a_row_are_one_blind_time() -> None:
-    bench = a_bench()
-    bench.next_report()
-    last = bench.now
-    for _ in range(3):
-        bench.now += 1.0
-        bench.down()
-        bench.now += 1.0
-        bench.up()
-    came_up = bench.now
-    assert bench.next_report().blind_s == pytest.approx(came_up - last)
 
 
 def test_failed_attempts_to_connect_are_nothing() -> None:
@@ -604,7 +539,7 @@ channels = st.sampled_from([b"a", b"b", AGENT_CHANNEL, ANNOUNCE_CHANNEL, replica
 )
 
 
-@examples(500)
+@examples(200)
 @given(st.data())
 def test_fuzz_no_input_makes_it_raise_and_it_goes_on_reporting(data: st.DataObject) -> None:
     bench = Bench(channels_max=6, records_max=9, publishers_max=20, numsub_per_round_max=4, discovery_interval_s=2.0)
@@ -661,12 +596,7 @@ def test_named_and_rest_add_up_to_what_happened(
         assert len(report.columns) <= named_max
         for name, row in rows(report).items():
             assert row.publications == published[int(name)]
-        assert_sane(report)
-
-
-def assert_sane(report: Report) -> None:
-    for field in dataclasses.fields(ChannelSums):
-        assert getattr(report.rest, field.name) >= 0, field.name
+        assert min(dataclasses.astuple(report.rest)) >= 0
 
 
 # Options.

@@ -38,8 +38,7 @@ from dynamoth_cli.admin import AdminMachine, Answered
 from dynamoth_client.machines.subscriber.events import SubscriptionConfirmed
 from dynamoth_lla.options import LoadAnalyzerOptions
 from dynamoth_sim.world.checker import Checker
-from tests.balancer.cluster import SimCluster
-from tests.balancer.test_installation import NO_DECISIONS
+from tests.balancer.cluster import NO_DECISIONS, SimCluster
 from tests.core.hostile import corpus
 from tests.machines.helpers import PLAN_0, C, channel_at, message, whole_reply
 from tests.machines.listener import INBOX as LISTENER_INBOX

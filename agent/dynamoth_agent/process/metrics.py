@@ -3,55 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
-from dynamoth.protocol.reports import Report
 from dynamoth_agent.machine import AgentMachine
 from dynamoth_daemon import metrics
 
-
-@dataclass(frozen=True, slots=True)
-class _Gauge:
-    name: str
-    help: str
-    read: Callable[[Report], float]
-
-
-_OF_REPORT: tuple[_Gauge, ...] = (
-    _Gauge("server_load_ratio", "Measured over maximum outgoing bytes per second", lambda r: r.load_ratio),
-    _Gauge("server_tightest_ratio", "How full the tightest resource of the server is", lambda r: r.tightest_ratio),
-    _Gauge(
-        "server_outgoing_bytes_per_second",
-        "What the Redis server sends, without what its agent reads",
-        lambda r: r.outgoing_bytes_per_s,
-    ),
-    _Gauge(
-        "server_outgoing_max_bytes_per_second",
-        "What the server can send, as configured",
-        lambda r: r.outgoing_bytes_per_s_max,
-    ),
-    _Gauge("server_incoming_bytes_per_second", "What the Redis server receives", lambda r: r.incoming_bytes_per_s),
-    _Gauge("server_cpu_ratio", "CPU use of the thread of Redis that executes commands", lambda r: r.cpu_ratio),
-    _Gauge("server_memory_bytes", "Memory that Redis uses", lambda r: r.memory_bytes),
-    _Gauge("server_memory_max_bytes", "maxmemory of Redis; 0 for none", lambda r: r.memory_bytes_max),
-    _Gauge("server_connections", "Clients that are connected to Redis", lambda r: r.connections),
-    _Gauge("server_connections_max", "maxclients of Redis", lambda r: r.connections_max),
-    _Gauge(
-        "server_output_buffer_max_bytes",
-        "Largest output buffer of any client lately",
-        lambda r: r.output_buffer_bytes_max,
-    ),
-    _Gauge("server_client_buffers_bytes", "Memory of all clients' buffers", lambda r: r.client_buffers_bytes),
-    _Gauge("server_channels_subscribed", "Channels that have a subscriber", lambda r: r.channels_subscribed),
-    _Gauge(
+_OF_REPORT = (
+    ("server_load_ratio", "Measured over maximum outgoing bytes per second", "load_ratio"),
+    ("server_tightest_ratio", "How full the tightest resource of the server is", "tightest_ratio"),
+    ("server_outgoing_bytes_per_second", "What Redis sends, without what its agent reads", "outgoing_bytes_per_s"),
+    ("server_outgoing_max_bytes_per_second", "What the server can send, as configured", "outgoing_bytes_per_s_max"),
+    ("server_incoming_bytes_per_second", "What the Redis server receives", "incoming_bytes_per_s"),
+    ("server_cpu_ratio", "CPU use of the thread of Redis that executes commands", "cpu_ratio"),
+    ("server_memory_bytes", "Memory that Redis uses", "memory_bytes"),
+    ("server_memory_max_bytes", "maxmemory of Redis; 0 for none", "memory_bytes_max"),
+    ("server_connections", "Clients that are connected to Redis", "connections"),
+    ("server_connections_max", "maxclients of Redis", "connections_max"),
+    ("server_output_buffer_max_bytes", "Largest output buffer of any client lately", "output_buffer_bytes_max"),
+    ("server_client_buffers_bytes", "Memory of all clients' buffers", "client_buffers_bytes"),
+    ("server_channels_subscribed", "Channels that have a subscriber", "channels_subscribed"),
+    (
         "agent_report_estimated",
-        "1 while Redis does not permit INFO and the outgoing bytes are an estimate",
-        lambda r: r.outgoing_is_estimate,
+        "1 while Redis refuses INFO, and outgoing bytes are estimated",
+        "outgoing_is_estimate",
     ),
 )
+"""Name, help, and the attribute of the latest report."""
 
 _COUNTERS_OF_ANALYZER = {
     "messages_observed": "Messages that the agent has seen, on all channels",
@@ -112,5 +91,5 @@ def _collect(machine: AgentMachine, now: float) -> Iterator[Metric]:
     blind_s = analyzer.blind_s_total
     yield families.counter("lla_blind_seconds", "Time in which the agent was not connected and saw nothing", blind_s)
     if analyzer.last_report is not None:
-        for each in _OF_REPORT:
-            yield gauge(each.name, each.help, each.read(analyzer.last_report))
+        for name, text, attribute in _OF_REPORT:
+            yield gauge(name, text, getattr(analyzer.last_report, attribute))

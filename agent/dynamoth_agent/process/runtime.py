@@ -146,21 +146,6 @@ class _AgentProcess(DaemonProcess[AgentNews]):
                     write(logging.WARNING, "the observation is late", cause, lag_s=round(lag_s, 3))
                 else:
                     write(logging.INFO, "the observation is in time again", lag_s=round(lag_s, 3), limited=True)
-            case BlindnessChanged() | ServerAdvice():
-                self._log_sight(action)
-            case ObservationRefused(reason):
-                write(logging.ERROR, "the agent cannot observe its server", reason)
-            case GuardRefused(reason):
-                write(logging.WARNING, "whether another agent is at work is not known", reason)
-            case AlreadyRunning(reason):
-                write(logging.ERROR, "another agent is at work", reason)
-                self.end(EXIT_REFUSED)
-            case _:
-                assert_never(action)
-
-    def _log_sight(self, action: BlindnessChanged | ServerAdvice) -> None:
-        write = self._log.write
-        match action:
             case BlindnessChanged(True, blind_s, times):
                 cause = "its connection was down, it reads too slowly, or Redis disconnects it for that"
                 message = "the agent does not see what is published"
@@ -173,6 +158,15 @@ class _AgentProcess(DaemonProcess[AgentNews]):
             case ServerAdvice(refused=refused):
                 message = f"the server's settings are not known: see that {LIMIT_WANTED} is set, or allow +config|get"
                 write(logging.INFO, message, refused)
+            case ObservationRefused(reason):
+                write(logging.ERROR, "the agent cannot observe its server", reason)
+            case GuardRefused(reason):
+                write(logging.WARNING, "whether another agent is at work is not known", reason)
+            case AlreadyRunning(reason):
+                write(logging.ERROR, "another agent is at work", reason)
+                self.end(EXIT_REFUSED)
+            case _:
+                assert_never(action)
 
     def why_not_ready(self) -> str | None:
         """Return why the agent does not do its work now."""

@@ -48,9 +48,8 @@ from dynamoth.machine.events import Send
 from dynamoth.names import operator_inbox
 from dynamoth.plan.plan import Mode
 from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control
-from dynamoth_balancer.admin import rules
 from dynamoth_balancer.admin.changes import BegunChange, Changes, ChangeState, mode_name
-from dynamoth_balancer.admin.rules import RuleRequests
+from dynamoth_balancer.admin.compatibility import describe_rules, new_rules
 from dynamoth_balancer.events import InnerAction
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.options import BalancerOptions
@@ -64,20 +63,24 @@ CHANGE_TIMEOUT_S_MAX = 86_400.0
 CHANGES = ("move", "replicate", "unreplicate")
 """The commands that are answered when their change has settled."""
 
+COMPATIBILITY = "compatibility"
+"""The command that is answered when all agents have acknowledged the compatibility rules."""
+
+RULES_TIMEOUT_S = 5.0
+"""Such a request is answered after this time even if some agent has not acknowledged the rules."""
+
 Command = Callable[[Mapping[str, Any], float], Mapping[str, Any]]
 """Carries out a command at once, with its arguments, at a time; returns the result. Raises RequestRefused."""
 
 
 @dataclass(slots=True)
 class _Pending:
-    """An unanswered request for a change."""
+    """An unanswered request."""
 
+    #: Where it came in last.
     server: str
-    request: int
-    change: BegunChange
-    since: float
-    #: How long the administrator waits.
-    timeout_s: float
+    #: Returns the reply at a time; None while it is not due.
+    reply: Callable[[float], AdminReply | None]
 
 
 class Admin:
@@ -102,7 +105,6 @@ class Admin:
         self._commands = commands
         self._changes = changes
         self._installer = installer
-        self._rules = RuleRequests(installer)
         self._options = options
         self._pending: OrderedDict[int, _Pending] = OrderedDict()
         #: The latest answers, oldest first, at most ``requests_max``.
@@ -114,47 +116,46 @@ class Admin:
         if (pending := self._pending.get(request.request)) is not None:
             pending.server = server
             return []
-        if self._rules.repeated(server, request.request):
-            return []
         if (answered := self._answered.get(request.request)) is not None:
             self.counters["requests_repeated"] += 1
             return [_send(server, answered)]
         self.counters["requests"] += 1
         try:
-            if request.command in CHANGES:
-                return self._change(server, request, now)
-            if request.command == rules.COMMAND:
-                return [*self._rules.begin(server, request, now), *self._answer_rules(now)]
+            if request.command in (*CHANGES, COMPATIBILITY):
+                return [*self._begin(server, request, now), *self.tick(now)]
             command = self._commands.get(request.command)
             if command is None:
-                known = ", ".join(sorted([*self._commands, *CHANGES, rules.COMMAND]))
+                known = ", ".join(sorted([*self._commands, *CHANGES, COMPATIBILITY]))
                 raise RequestRefused(f"command {request.command!r:.60} is not known; known are {known}")
             return [self._answer(server, AdminReply(request.request, command(request.arguments, now)))]
         except RequestRefused as error:
             self.counters["requests_refused"] += 1
             return [self._answer(server, AdminReply(request.request, {}, str(error)))]
 
-    def _change(self, server: str, request: AdminRequest, now: float) -> list[InnerAction]:
+    def _begin(self, server: str, request: AdminRequest, now: float) -> list[InnerAction]:
+        """Begin a change that is answered later."""
         if len(self._pending) >= CHANGES_PENDING_MAX:
             raise RequestRefused(f"{CHANGES_PENDING_MAX} changes are under way already; try again later")
-        timeout_s = _timeout_s(request.arguments, self._options.move_timeout_s)
-        change, actions = self._changes.begin(self._installer(), request.command, request.arguments, now)
-        self._pending[request.request] = _Pending(server, request.request, change, now, timeout_s)
-        return [*actions, *self.tick(now)]
+        installer, number = self._installer(), request.request
+        if request.command == COMPATIBILITY:
+            rules = new_rules(installer.plan, request.arguments)
+            reason = "an administrator has changed the compatibility rules"
+            actions = [] if rules is None else installer.change_rules(rules, reason, now)
+            self._pending[number] = _Pending(server, lambda at: self._rules_reply(number, now, at))
+        else:
+            timeout_s = _timeout_s(request.arguments, self._options.move_timeout_s)
+            change, actions = self._changes.begin(installer, request.command, request.arguments, now)
+            self._pending[number] = _Pending(server, lambda at: self._change_reply(number, change, now, timeout_s, at))
+        return actions
 
     def tick(self, now: float) -> list[Send]:
-        """Answer the changes that have settled, and those that took too long."""
-        sends = self._answer_rules(now)
-        for pending in list(self._pending.values()):
-            state, waits = self._changes.state(self._installer(), pending.change, now)
-            if state is ChangeState.SETTLED:
-                sends.append(self._settled(pending, now))
-            elif state is ChangeState.SUPERSEDED:
-                text = "another balancer has moved or replicated the channel in another way"
-                sends.append(self._failed(pending, text))
-            elif now - pending.since >= pending.timeout_s:
-                text = f"not settled after {pending.timeout_s:g} s, but it goes on: it waits for {waits}"
-                sends.append(self._failed(pending, text))
+        """Answer the changes that are in force everywhere, and those that took too long."""
+        sends: list[Send] = []
+        for number, pending in list(self._pending.items()):
+            if (reply := pending.reply(now)) is not None:
+                del self._pending[number]
+                self.counters["requests_refused"] += reply.error is not None
+                sends.append(self._answer(pending.server, reply))
         return sends
 
     def check(self) -> None:
@@ -163,31 +164,42 @@ class Admin:
         assert len(self._pending) <= CHANGES_PENDING_MAX, f"{len(self._pending)} changes are waited for"
         assert len(self._answered) <= self._options.requests_max, f"{len(self._answered)} answers are kept"
 
-    def _answer_rules(self, now: float) -> list[Send]:
-        return [self._answer(server, reply) for server, reply in self._rules.answers(now)]
+    def _rules_reply(self, number: int, since: float, now: float) -> AdminReply | None:
+        """Return the reply to a request for other rules; None while some agent has not acknowledged them."""
+        installer = self._installer()
+        if (waits := installer.rules_wait_for(now)) and now - since < RULES_TIMEOUT_S:
+            return None
+        text = f"the rules are stored, but not in force everywhere yet: they wait for {', '.join(waits)}"
+        plan = installer.plan
+        result: Mapping[str, Any] = {"version": plan.version, "rules": describe_rules(plan.compatibility)}
+        return AdminReply(number, result, text if waits else None)
 
-    def _settled(self, pending: _Pending, now: float) -> Send:
-        before, after = pending.change.before, pending.change.after
+    def _change_reply(
+        self, number: int, change: BegunChange, since: float, timeout_s: float, now: float
+    ) -> AdminReply | None:
+        """Return the reply to a request for a change; None while it has not settled."""
+        state, waits = self._changes.state(self._installer(), change, now)
+        if state is ChangeState.SUPERSEDED:
+            return AdminReply(number, {}, "another balancer has moved or replicated the channel in another way")
+        if state is ChangeState.UNSETTLED and now - since < timeout_s:
+            return None
+        if state is ChangeState.UNSETTLED:
+            return AdminReply(number, {}, f"not settled after {timeout_s:g} s, but it goes on: it waits for {waits}")
+        before, after = change.before, change.after
         result: dict[str, Any] = {
-            "channel": pending.change.channel,
+            "channel": change.channel,
             "mode": mode_name(after.mode),
             "servers": list(after.servers),
-            "epoch": pending.change.epoch,
+            "epoch": change.epoch,
             "version": self._installer().plan.version,
-            "duration_s": now - pending.since,
-            "note": pending.change.note,
+            "duration_s": now - since,
+            "note": change.note,
         }
         if before.mode is Mode.SINGLE:
             result["from"] = before.servers[0]
         if after.mode is Mode.SINGLE:
             result["to"] = after.servers[0]
-        del self._pending[pending.request]
-        return self._answer(pending.server, AdminReply(pending.request, result))
-
-    def _failed(self, pending: _Pending, error: str) -> Send:
-        del self._pending[pending.request]
-        self.counters["requests_refused"] += 1
-        return self._answer(pending.server, AdminReply(pending.request, {}, error))
+        return AdminReply(number, result)
 
     def _answer(self, server: str, reply: AdminReply) -> Send:
         self._answered[reply.request] = reply

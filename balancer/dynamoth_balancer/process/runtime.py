@@ -12,8 +12,8 @@ from typing import Any, assert_never
 
 from prometheus_client import CollectorRegistry
 
-from dynamoth.errors import ConfigError, DynamothError
-from dynamoth.plan.plan import Mode, Plan, Server
+from dynamoth.errors import ConfigError
+from dynamoth.plan.plan import Mode, Server
 from dynamoth.settings.sections import BalancerProcessSettings
 from dynamoth_balancer.admin.changes import mode_name
 from dynamoth_balancer.decide.cluster import Decision
@@ -118,36 +118,28 @@ class _BalancerProcess(DaemonProcess[BalancerNews]):
 
     def execute(self, action: BalancerNews) -> None:
         """Record reports, log all else, and end with the machine."""
+        write = self._log.write
         match action:
             case ReportReceived(report):
                 if self._recorder is not None:
                     ratio = self._machine.load_ratio(report.server, self._loop.time())
                     self._recorder.write(report_row(report, time.time(), ratio))
             case Note(level, message, details):
-                self._note(_LEVELS[level], message, dict(details))
+                fields = dict(details)
+                cause = fields.pop("reason", None) or fields.get("reply")
+                # Connections that come and go are repeated, too.
+                write(_LEVELS[level], message, cause, limited=True if message == CONNECTED else None, **fields)
             case PlanChanged(plan, reason):
-                self._log_plan(plan, reason)
+                message, in_transition = "the plan has a new version", self._machine.transitions
+                write(logging.INFO, message, reason, plan_version=plan.version, in_transition=in_transition)
             case Decided(decision):
                 _log_decision(self._log, decision)
             case Stopped(error):
-                self._stopped(error)
+                if error is not None:
+                    write(logging.ERROR, "the balancer must not run", str(error), code=error.code)
+                self.end(EXIT_DONE if error is None else EXIT_REFUSED)
             case _:
                 assert_never(action)
-
-    def _note(self, level: int, message: str, details: dict[str, Any]) -> None:
-        cause = details.pop("reason", None) or details.get("reply")
-        # Connections that come and go are repeated, too.
-        self._log.write(level, message, cause, limited=True if message == CONNECTED else None, **details)
-
-    def _log_plan(self, plan: Plan, reason: str) -> None:
-        in_transition = self._machine.transitions
-        message = "the plan has a new version"
-        self._log.write(logging.INFO, message, reason, plan_version=plan.version, in_transition=in_transition)
-
-    def _stopped(self, error: DynamothError | None) -> None:
-        if error is not None:
-            self._log.write(logging.ERROR, "the balancer must not run", str(error), code=error.code)
-        self.end(EXIT_DONE if error is None else EXIT_REFUSED)
 
     def why_not_ready(self) -> str | None:
         """Return the errors of the cluster, or why the balancer does not lead."""
