@@ -92,17 +92,6 @@ def test_no_channel_goes_to_a_server_whose_agent_is_blind() -> None:
     assert any(target == "s1" for _, target in moved(balancer)), "it takes part again"
 
 
-def test_a_channel_that_must_be_spread_is_not_spread_to_it() -> None:
-    cluster, balancer, agent = started(servers=3)
-    [channel] = balancer.at_home("s2", 1)
-    agent.blind_since = cluster.now
-    cluster.follow.clear()
-    cluster.run(1)
-    reply = cluster.ask("replicate", {"channel": channel, "mode": "all-publishers", "count": 3}, server="s2")
-    assert reply.error is None and "2 servers instead of 3" in reply.result["note"]
-    assert set(balancer.plan.entries[channel].route.assignment.servers) == {"s2", "s3"}
-
-
 def test_an_agent_that_is_disconnected_again_and_again_is_blind_though_its_reports_come() -> None:
     cluster, balancer, agent = started()
     agent.interruptions += 1
@@ -151,16 +140,3 @@ def test_interruptions_before_the_balancer_started_are_no_news() -> None:
     assert model.blindness("s1") is None
     model.report(replace(agent.report(), interruptions=50 + BLINDING_INTERRUPTIONS), 11.0)
     assert model.blindness("s1") is not None
-
-
-def test_what_the_average_has_forgotten_before_the_blindness_shows_is_known_again() -> None:
-    """An agent says that it is blind after some intervals, which may be longer than the average."""
-    cluster, balancer, agent = started()
-    cluster.agents["s1"].reports = False
-    cluster.run(QUICK.averaging_s + 1)
-    cluster.ask("status")  # which shows averages, and has no others by now
-    assert not moved(balancer)
-    agent.blind_since = cluster.now - QUICK.averaging_s
-    cluster.agents["s1"].reports = True
-    cluster.run(20)
-    assert moved(balancer) and {source for source, _ in moved(balancer)} == {"s1"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from dynamoth.errors import ConfigError
 from dynamoth.plan.plan import Assignment, Mode, Phase, Server, single
 from dynamoth.protocol.reports import pack_report
 from dynamoth_balancer.admin.health import Severity
-from dynamoth_balancer.decide.cluster import ChannelFigures, ChannelRate, Cluster, Decision, Move, ServerLoad, decide
+from dynamoth_balancer.decide.cluster import Decision, Move
 from dynamoth_balancer.decide.drain import Drain
 from dynamoth_balancer.decide.relieve import Relieve
 from dynamoth_balancer.decide.replicate import Replicate
@@ -22,6 +22,7 @@ from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.process.metrics import make_registry
 from tests.balancer.cluster import SimCluster, started
+from tests.balancer.planning import World, fill, replicated
 from tests.balancer.traffic import CAPACITY, Traffic
 
 SUBS, PUBS = Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS
@@ -30,90 +31,26 @@ SUBS, PUBS = Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS
 # The goal.
 
 
-@dataclass
-class World:
-    """Where channels are, and what load ratio each makes, evenly spread over its servers. All servers are alike."""
-
-    servers: Sequence[str]
-    draining: frozenset[str]
-    places: dict[bytes, Assignment]
-    ratios: dict[bytes, float]
-    #: Load of a server that is no channel's.
-    rest: Mapping[str, float] = field(default_factory=dict[str, float])
-    fixed: set[bytes] = field(default_factory=set[bytes])
-    down: frozenset[str] = frozenset()
-    #: Channels with so many publications that they are spread at half of a server's load.
-    hot: frozenset[bytes] = frozenset()
-    options: BalancerOptions = field(default_factory=BalancerOptions)
-
-    def share(self, channel: bytes, server: str) -> float:
-        servers = self.places[channel].servers
-        return self.ratios[channel] * CAPACITY / len(servers) if server in servers else 0.0
-
-    def load(self, server: str) -> float:
-        return self.rest.get(server, 0.0) * CAPACITY + sum(self.share(channel, server) for channel in self.places)
-
-    def at(self, server: str) -> list[bytes]:
-        return [channel for channel, place in self.places.items() if server in place.servers]
-
-    def cluster(self) -> Cluster:
-        up = [server for server in self.servers if server not in self.down]
-
-        def channels(server: str) -> list[ChannelRate]:
-            rates = [ChannelRate(self.share(channel, server), channel) for channel in self.at(server)]
-            return [rate for rate in rates if rate.outgoing_bytes_per_s]
-
-        def movable(channel: bytes, server: str) -> bool:
-            return channel not in self.fixed and self.places[channel] == single(server)
-
-        figures = [
-            ChannelFigures(
-                channel,
-                place,
-                3000 if channel in self.hot else 3,
-                100,
-                10,
-                {server: self.share(channel, server) for server in place.servers},
-            )
-            for channel, place in self.places.items()
-            if channel not in self.fixed and self.down.isdisjoint(place.servers)
-        ]
-        return Cluster(
-            {server: ServerLoad(server, self.load(server), CAPACITY) for server in up},
-            channels,
-            movable,
-            self.options,
-            figures,
-            draining={
-                server: [ChannelRate(self.share(channel, server), channel) for channel in self.at(server)]
-                for server in self.draining
-            },
-        )
-
-    def decide(self) -> Decision:
-        return decide((Replicate(), Relieve(), Drain()), self.cluster())
-
-    def carry_out(self, decision: Decision) -> None:
-        for move in decision.moves:
-            assert self.places[move.channel] == move.before
-            self.places[move.channel] = move.after
-
-
 def world(
     places: Mapping[str, tuple[Assignment, float]],
     servers: int = 3,
     draining: Sequence[str] = ("s1",),
+    rest: Mapping[str, float] | None = None,
     **others: Any,
 ) -> World:
-    """Make a world out of assignment and load ratio by channel."""
-    names = [f"s{number}" for number in range(1, servers + 1)]
-    where = {channel.encode(): place for channel, (place, _) in places.items()}
-    ratios = {channel.encode(): ratio for channel, (_, ratio) in places.items()}
-    return World(names, frozenset(draining), where, ratios, **others)
+    """Make a world of alike servers, out of assignment and load ratio by channel, and other load ratios by server."""
+    return World(
+        {f"s{number}": CAPACITY for number in range(1, servers + 1)},
+        {channel.encode(): place for channel, (place, _) in places.items()},
+        {channel.encode(): ratio * CAPACITY for channel, (_, ratio) in places.items()},
+        {server: ratio * CAPACITY for server, ratio in (rest or {}).items()},
+        draining=frozenset(draining),
+        **others,
+    )
 
 
-def replicated(mode: Mode, *numbers: int) -> Assignment:
-    return Assignment(mode, tuple(f"s{number}" for number in numbers))
+def planned(cluster: World) -> Decision:
+    return cluster.decide(Replicate(), Relieve(), Drain())
 
 
 def after(decision: Decision) -> dict[bytes, Assignment]:
@@ -124,7 +61,7 @@ def test_channels_leave_the_busiest_first_for_the_servers_with_most_room_idle_on
     cluster = world(
         {"a": (single("s1"), 0.3), "b": (single("s1"), 0.2), "idle": (single("s1"), 0.0), "c": (single("s2"), 0.1)}
     )
-    decision = cluster.decide()
+    decision = planned(cluster)
     assert [(move.channel, move.after) for move in decision.moves] == [
         (b"a", single("s3")),
         (b"b", single("s2")),
@@ -136,12 +73,12 @@ def test_channels_leave_the_busiest_first_for_the_servers_with_most_room_idle_on
 
 
 def test_nothing_happens_without_a_server_to_drain() -> None:
-    assert world({"a": (single("s1"), 0.3)}, draining=()).decide() == Decision()
+    assert planned(world({"a": (single("s1"), 0.3)}, draining=())) == Decision()
 
 
 def test_a_channel_that_fits_nowhere_stays_and_smaller_ones_leave() -> None:
     cluster = world({"large": (single("s1"), 0.5), "small": (single("s1"), 0.1)}, rest={"s2": 0.3, "s3": 0.4})
-    decision = cluster.decide()
+    decision = planned(cluster)
     assert after(decision) == {b"small": single("s2")}
     [finding] = decision.findings
     assert finding.server == "s1" and finding.load_ratio == pytest.approx(0.5)
@@ -149,12 +86,12 @@ def test_a_channel_that_fits_nowhere_stays_and_smaller_ones_leave() -> None:
 
 
 def test_what_does_not_fit_into_one_server_is_told_of_by_name() -> None:
-    [finding] = world({"huge": (single("s1"), 0.75)}).decide().findings
+    [finding] = planned(world({"huge": (single("s1"), 0.75)})).findings
     assert "channel 'huge' alone makes load ratio 0.75 here" in finding.reason
 
 
 def test_resting_channels_wait() -> None:
-    decision = world({"a": (single("s1"), 0.3)}, fixed={b"a"}).decide()
+    decision = planned(world({"a": (single("s1"), 0.3)}, fixed={b"a"}))
     assert not decision.moves and "its channels rest" in decision.findings[0].reason
 
 
@@ -164,7 +101,7 @@ def test_without_another_server_nothing_leaves_and_the_cure_is_told() -> None:
         world(channels, servers=2, draining=("s1", "s2")),  # the third is down, or the balancer would refuse that
         world(channels, servers=3, draining=("s1", "s2"), down=frozenset({"s3"})),
     ):
-        decision = cluster.decide()
+        decision = planned(cluster)
         assert not decision.moves and [finding.server for finding in decision.findings] == ["s1", "s2"]
         assert decision.findings[0].reason == (
             "it is not drained yet: there is no other server that could take channels: add servers, or see why their"
@@ -174,25 +111,25 @@ def test_without_another_server_nothing_leaves_and_the_cure_is_told() -> None:
 
 def test_a_server_that_is_down_is_told_of_as_long_as_something_is_there() -> None:
     cluster = world({"a": (single("s1"), 0.3)}, down=frozenset({"s1"}))
-    [finding] = cluster.decide().findings
+    [finding] = planned(cluster).findings
     assert "cannot take part in changes: see whether the server and its agent are up" in finding.reason
-    assert world({}, down=frozenset({"s1"})).decide() == Decision()
+    assert planned(world({}, down=frozenset({"s1"}))) == Decision()
 
 
 def test_bounds_of_a_plan_and_of_a_server_hold_and_are_told() -> None:
     channels = {f"c{number}": (single("s1"), 0.001) for number in range(30)}
     for options in (BalancerOptions(moves_per_plan_max=5), BalancerOptions(moves_per_server_max=5)):
-        decision = world(channels, options=options).decide()
+        decision = planned(world(channels, options=options))
         assert len(decision.moves) == 5 and "the next goes on" in decision.findings[0].reason
     two = {**channels, **{f"d{number}": (single("s2"), 0.001) for number in range(30)}}
     one_target = world(two, draining=("s1", "s2"), options=BalancerOptions(moves_per_server_max=5))
-    decision = one_target.decide()
+    decision = planned(one_target)
     assert len(decision.moves) == 5 and "the next goes on" in decision.findings[1].reason, "s3 has taken five"
 
 
 def test_replicas_are_replaced_by_the_least_loaded_server_with_room() -> None:
     rest = {"s3": 0.3, "s4": 0.2}
-    decision = world({"hot": (replicated(SUBS, 1, 2), 0.7)}, 4, rest=rest, hot=frozenset({b"hot"})).decide()
+    decision = planned(world({"hot": (replicated(SUBS, 1, 2), 0.7)}, 4, rest=rest, hot=frozenset({b"hot"})))
     [move] = decision.moves
     assert move.after == replicated(SUBS, 2, 4) and move.reason == "s1 is being drained"
     assert move.ratios["s1"] == pytest.approx((0.35, 0.0)) and move.ratios["s4"] == pytest.approx((0.2, 0.55))
@@ -208,23 +145,23 @@ def test_without_another_server_with_room_there_are_fewer_replicas() -> None:
 
 def test_of_two_replicas_the_other_one_is_left_if_it_has_room() -> None:
     cluster = world({"hot": (replicated(SUBS, 1, 2), 0.58)}, 2, hot=frozenset({b"hot"}))
-    assert after(cluster.decide()) == {b"hot": single("s2")}
+    assert after(planned(cluster)) == {b"hot": single("s2")}
     full = world({"hot": (replicated(SUBS, 1, 2), 0.9)}, 2, hot=frozenset({b"hot"}))
-    decision = full.decide()
+    decision = planned(full)
     assert not decision.moves and decision.findings[-1].reason.startswith("it is not drained yet: its channels rest")
 
 
 def test_all_replicas_are_replaced_when_all_their_servers_are_being_drained() -> None:
     cluster = world({"hot": (replicated(SUBS, 1, 2), 0.9)}, 4, draining=("s1", "s2"), hot=frozenset({b"hot"}))
-    [move] = cluster.decide().moves
+    [move] = planned(cluster).moves
     assert move.after == replicated(SUBS, 3, 4) and move.reason == "s1, s2 are being drained"
     one = world({"hot": (replicated(SUBS, 1, 2), 0.5)}, 3, draining=("s1", "s2"), hot=frozenset({b"hot"}))
-    assert after(one.decide()) == {b"hot": single("s3")}
+    assert after(planned(one)) == {b"hot": single("s3")}
 
 
 def test_replicas_leave_also_where_the_balancer_does_not_spread_by_itself() -> None:
     cluster = world({"hot": (replicated(SUBS, 1, 2), 0.4)}, options=BalancerOptions(replicas_max=1))
-    assert after(cluster.decide()) == {b"hot": replicated(SUBS, 2, 3)}
+    assert after(planned(cluster)) == {b"hot": replicated(SUBS, 2, 3)}
 
 
 def _drained(cluster: World) -> list[Move]:
@@ -237,15 +174,15 @@ def _drained(cluster: World) -> list[Move]:
 
 def test_no_overloaded_server_is_relieved_to_one_that_is_being_drained() -> None:
     channels = {f"c{number}": (single("s2"), 0.3) for number in range(3)}
-    decision = world(channels, draining=("s1",), rest={"s3": 0.2}).decide()
+    decision = planned(world(channels, draining=("s1",), rest={"s3": 0.2}))
     assert after(decision) == {b"c0": single("s3")}
-    [finding] = world(channels, 2).decide().findings
+    [finding] = planned(world(channels, 2)).findings
     assert finding.reason.endswith("add servers, or see why their agents are down, or end the draining of s1")
 
 
 def test_an_overloaded_server_is_emptied_in_the_same_plan() -> None:
     channels = {f"c{number}": (single("s1"), 0.3) for number in range(3)}
-    decision = world(channels, 4, draining=("s1",)).decide()
+    decision = planned(world(channels, 4, draining=("s1",)))
     assert {move.channel for move in decision.moves} == {b"c0", b"c1", b"c2"}
     assert "above 0.80" in decision.moves[0].reason and decision.moves[-1].reason == "s1 is being drained"
 
@@ -253,48 +190,36 @@ def test_an_overloaded_server_is_emptied_in_the_same_plan() -> None:
 def test_a_channel_is_spread_over_others() -> None:
     hot = frozenset({b"hot"})
     cluster = world({"hot": (single("s1"), 0.7)}, 4, hot=hot)
-    assert after(cluster.decide()) == {b"hot": replicated(SUBS, 2, 3)}
+    assert after(planned(cluster)) == {b"hot": replicated(SUBS, 2, 3)}
     grown = world({"hot": (replicated(SUBS, 1, 2), 1.3)}, 4, hot=hot)
-    assert after(grown.decide()) == {b"hot": replicated(SUBS, 2, 3, 4)}
-    few = world({"hot": (single("s2"), 0.9)}, 2, hot=hot).decide()
+    assert after(planned(grown)) == {b"hot": replicated(SUBS, 2, 3, 4)}
+    few = planned(world({"hot": (single("s2"), 0.9)}, 2, hot=hot))
     assert not few.moves and "no more can take part: add servers" in few.findings[0].reason
     assert few.findings[0].reason.endswith("or end the draining of s1")
 
 
 def test_a_channel_is_folded_back_and_shrunk_to_what_is_kept() -> None:
-    assert after(world({"cold": (replicated(SUBS, 1, 2, 3), 0.2)}, rest={"s2": 0.3, "s3": 0.1}).decide()) == {
+    assert after(planned(world({"cold": (replicated(SUBS, 1, 2, 3), 0.2)}, rest={"s2": 0.3, "s3": 0.1}))) == {
         b"cold": single("s3")
     }
     some = world({"hot": (replicated(SUBS, 1, 2, 3, 4, 5), 0.7)}, 5, draining=("s2",), hot=frozenset({b"hot"}))
-    [move] = some.decide().moves
+    [move] = planned(some).moves
     assert "s2" not in move.after.servers and "publications/s" in move.reason
 
 
 def test_what_no_replica_can_keep_is_replaced_first() -> None:
     """Nothing is folded back to a server that is being drained."""
     cluster = world({"cold": (replicated(SUBS, 1, 2), 0.2)}, 4, draining=("s1", "s2"))
-    first = cluster.decide()
+    first = planned(cluster)
     assert after(first) == {b"cold": replicated(SUBS, 3, 4)}
     cluster.carry_out(first)
-    assert cluster.decide().moves[0].after.mode is Mode.SINGLE
-
-
-class _Fill:
-    """A later goal that wants everything at one server."""
-
-    def propose(self, cluster: Cluster) -> list[Move]:
-        source, target = cluster.servers["s2"], cluster.servers["s1"]
-        moves = [cluster.move(load, source, target, "test") for load in cluster.channels("s2")]
-        return [move for move in moves if cluster.take(move)]
-
-    def permits(self, cluster: Cluster, move: Move) -> bool:
-        return True
+    assert planned(cluster).moves[0].after.mode is Mode.SINGLE
 
 
 def test_no_goal_at_all_can_put_a_channel_there() -> None:
     channels = {"a": (single("s2"), 0.1)}
-    assert not decide((_Fill(),), world(channels).cluster()).moves
-    assert decide((_Fill(),), world(channels, draining=()).cluster()).moves, "the goal itself would"
+    assert not world(channels).decide(fill("s1")).moves
+    assert world(channels, draining=()).decide(fill("s1")).moves, "the goal itself would"
 
 
 @st.composite
@@ -307,21 +232,21 @@ def worlds(draw: st.DrawFn) -> World:
         servers = draw(st.lists(st.sampled_from(names), min_size=1, max_size=3, unique=True))
         mode = Mode.SINGLE if len(servers) == 1 else draw(st.sampled_from((SUBS, PUBS)))
         places[b"c%d" % number] = Assignment(mode, tuple(servers))
-    ratios = {channel: draw(st.floats(0.0, 0.2) | st.floats(0.0, 1.5)) for channel in places}
+    loads = {channel: draw(st.floats(0.0, 0.2) | st.floats(0.0, 1.5)) * CAPACITY for channel in places}
     options = BalancerOptions(
         moves_per_plan_max=draw(st.integers(1, 20)),
         moves_per_server_max=draw(st.integers(1, 20)),
         replicas_max=draw(st.sampled_from((1, 16))),
     )
     return World(
-        names,
-        frozenset(draining),
+        dict.fromkeys(names, CAPACITY),
         places,
-        ratios,
-        rest={name: draw(st.sampled_from((0.0, 0.0, 0.3, 0.9))) for name in names},
-        fixed={channel for channel in places if draw(st.integers(0, 9)) == 0},
+        loads,
+        {name: draw(st.sampled_from((0.0, 0.0, 0.3, 0.9))) * CAPACITY for name in names},
+        {channel for channel in places if draw(st.integers(0, 9)) == 0},
+        options,
+        frozenset(draining),
         hot=frozenset(channel for channel in places if draw(st.booleans())),
-        options=options,
     )
 
 
@@ -330,20 +255,20 @@ def test_any_plan_puts_nothing_there_keeps_its_bounds_and_there_is_an_end(cluste
     """Under constant load: what could leave has left, or there is a finding that says why it has not."""
     options = cluster.options
     for _ in range(200):
-        decision = cluster.decide()
+        decision = planned(cluster)
         assert len(decision.moves) <= options.moves_per_plan_max
         for move in decision.moves:
             assert cluster.draining.isdisjoint(move.after.servers)
             if "being drained" in move.reason:
                 joined = set(move.after.servers).difference(move.before.servers)
                 assert all(move.ratios[server].after <= options.accept_ratio + 1e-9 for server in joined)
-        for server in cluster.servers:
+        for server in cluster.capacities:
             left = [move for move in decision.moves if server in {*move.before.servers} - {*move.after.servers}]
             joined_here = [move for move in decision.moves if server in {*move.after.servers} - {*move.before.servers}]
             assert max(len(left), len(joined_here)) <= options.moves_per_server_max
         cluster.carry_out(decision)
         told = {finding.server for finding in decision.findings if "not drained yet" in finding.reason}
-        assert told == {server for server in cluster.draining if cluster.at(server)}
+        assert told == {server for server in cluster.draining if cluster.rates(server)}
         if not decision.moves:
             return
     raise AssertionError("200 plans under constant load")

@@ -26,6 +26,7 @@ from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.decide.relieve import Relieve
 from dynamoth_balancer.decide.replicate import Judgement, Replicate, wanted_change
 from dynamoth_balancer.options import BalancerOptions
+from tests.balancer.planning import Push, replicated
 from tests.balancer.traffic import Traffic, columns
 
 CAPACITY = 1_000_000.0
@@ -55,10 +56,6 @@ def figures(
     share = load_ratio * CAPACITY / len(assignment.servers)
     loads = dict.fromkeys(assignment.servers, share)
     return ChannelFigures(CHANNEL, assignment, publications_per_s, publishers, subscribers, loads, frozenset(unwanted))
-
-
-def replicated(mode: Mode, *numbers: int) -> Assignment:
-    return Assignment(mode, tuple(f"s{number}" for number in numbers))
 
 
 def decided(
@@ -274,21 +271,15 @@ def test_the_bound_of_replicas_is_told_and_one_switches_it_off() -> None:
 # Other goals.
 
 
-class _Scatter:
-    """A later goal that would have every channel at one server, another one."""
-
-    def propose(self, cluster: Cluster) -> list[Move]:
-        moves: list[Move] = []
-        for each in cluster.figures:
-            loads = {name: -load for name, load in each.outgoing_bytes_per_s.items()}
-            target = next(name for name in cluster.servers if name not in loads)
-            loads[target] = each.outgoing_bytes_per_s_total
-            move = cluster.change(each.channel, each.assignment, single(target), loads, "test")
-            moves += [move] if cluster.take(move) else []
-        return moves
-
-    def permits(self, cluster: Cluster, move: Move) -> bool:
-        return True
+def _scattered(cluster: Cluster) -> list[Move]:
+    """Return moves of every channel to one server, another one."""
+    moves: list[Move] = []
+    for each in cluster.figures:
+        loads = {name: -load for name, load in each.outgoing_bytes_per_s.items()}
+        target = next(name for name in cluster.servers if name not in loads)
+        loads[target] = each.outgoing_bytes_per_s_total
+        moves.append(cluster.change(each.channel, each.assignment, single(target), loads, "test"))
+    return moves
 
 
 def test_no_later_goal_moves_replicated_channels() -> None:
@@ -298,8 +289,8 @@ def test_no_later_goal_moves_replicated_channels() -> None:
     def cluster() -> Cluster:
         return Cluster(servers, lambda server: [], lambda channel, server: True, OPTIONS, [some])
 
-    assert not decide((Replicate(), _Scatter()), cluster()).moves
-    assert decide((_Scatter(),), cluster()).moves, "the goal itself would"
+    assert not decide((Replicate(), Push(_scattered)), cluster()).moves
+    assert decide((Push(_scattered),), cluster()).moves, "the goal itself would"
 
 
 def test_a_server_is_relieved_of_what_is_not_replicated() -> None:
