@@ -1,4 +1,4 @@
-"""The one checker of the guarantees (``docs/guarantees.md``): for the simulator, tests on real servers, and the demo.
+"""Checks the guarantees (``docs/guarantees.md``) in the simulator, in tests on real servers, and in the demo.
 
 Theory of operation
 -------------------
@@ -24,8 +24,8 @@ tells in the end how much there was, and a gap event covers what is missing befo
 
 A subscription to a pattern is one subscription to each channel that matches, known or not yet.
 
-What was not delivered in the end is looked for by :meth:`Audit.finish`. Memory: one small record per
-(subscription, publisher), and two numbers per (publisher, channel); so a run may last as long as it likes.
+:meth:`Audit.finish` looks for what was not delivered in the end. Memory: one small record per (subscription,
+publisher), and two numbers per (publisher, channel); so it does not grow with the length of a run.
 """
 
 from __future__ import annotations
@@ -95,6 +95,9 @@ class _Hole:
 class _View:
     """What one subscription has seen of one publisher."""
 
+    subscriber: Subscriber
+    channel: bytes
+    publisher: Publisher
     #: The number that is due next; a lower one was delivered, or given up, or is due to nobody.
     next: int
     #: The highest number that was delivered; 0 before the first.
@@ -278,7 +281,7 @@ class Audit:
         past = self._past.setdefault((subscriber, channel), {})
         for publisher, view in subscription.views.items():
             if self._ordered(publisher) or not subscription.ending:  # without order, what is skipped may yet come
-                self._judge_holes(subscriber, channel, publisher, view, at)
+                self._judge_holes(view, at)
             past[publisher] = max(past.get(publisher, 0), view.latest)
 
     def subscriber_died(self, subscriber: Subscriber, at: float) -> None:
@@ -348,7 +351,7 @@ class Audit:
         view = subscription.views.get(publisher)
         if view is None:
             latest = self._past.get(key, {}).get(publisher, 0)
-            view = subscription.views[publisher] = _View(1, latest)
+            view = subscription.views[publisher] = _View(*key, publisher, 1, latest)
         return view
 
     # Delivery.
@@ -376,17 +379,17 @@ class Audit:
             return
         view = self._view(subscription, (subscriber, channel), publisher)
         if number <= view.latest or _within(view.skipped, number):
-            self._late(view, subscriber, channel, publisher, number, at)
+            self._late(view, number, at)
             return
         if number > view.next:
-            self._skipped(view, subscriber, channel, publisher, _Hole(view.next, number - 1), at)
+            self._skipped(view, _Hole(view.next, number - 1), at)
         view.next = max(view.next, number + 1)
         view.latest = number
         if not self._live:
             view.covered_to = min(view.covered_to, number)
-        self._judge_gap(view, subscriber, channel, publisher, at)
+        self._judge_gap(view, at)
 
-    def _judge_gap(self, view: _View, subscriber: Subscriber, channel: bytes, publisher: Publisher, at: float) -> None:
+    def _judge_gap(self, view: _View, at: float) -> None:
         """Count a gap event that named this publisher if the publisher's next message shows that nothing was missing.
 
         Where nothing failed, such an event is a violation; but for the time that a message is under way, as subscribers
@@ -397,33 +400,30 @@ class Audit:
         view.unused_gap = False
         self.totals.needless_gaps += 1
         if not self._losses_allowed and not view.just_before:
-            what = f"{subscriber} gets a gap event for messages of {publisher}, and missed none"
-            self._violation("gap", what, at, channel, subscriber, publisher)
+            what = f"{view.subscriber} gets a gap event for messages of {view.publisher}, and missed none"
+            self._violation_of(view, "gap", what, at)
 
-    def _late(
-        self, view: _View, subscriber: Subscriber, channel: bytes, publisher: Publisher, number: int, at: float
-    ) -> None:
-        if _take(view.holes, number) or _take(view.skipped, number):
-            if self._ordered(publisher):
-                self.totals.reordered += 1
-                what = f"{subscriber} gets {publisher}:{number} after {publisher}:{view.latest}"
-                self._violation("G3", what, at, channel, subscriber, publisher, number)
-        elif self._ordered(publisher):
+    def _late(self, view: _View, number: int, at: float) -> None:
+        was_missing = _take(view.holes, number) or _take(view.skipped, number)
+        if not self._ordered(view.publisher):
+            return
+        message = f"{view.subscriber} gets {view.publisher}:{number}"
+        if was_missing:
+            self.totals.reordered += 1
+            self._violation_of(view, "G3", f"{message} after {view.publisher}:{view.latest}", at, number)
+        else:
             self.totals.duplicated += 1
-            what = f"{subscriber} gets {publisher}:{number} again (the latest was {view.latest})"
-            self._violation("G2", what, at, channel, subscriber, publisher, number)
+            self._violation_of(view, "G2", f"{message} again (the latest was {view.latest})", at, number)
 
-    def _skipped(
-        self, view: _View, subscriber: Subscriber, channel: bytes, publisher: Publisher, hole: _Hole, at: float
-    ) -> None:
+    def _skipped(self, view: _View, hole: _Hole, at: float) -> None:
         covered = _Hole(hole.first, min(hole.last, view.covered_to))
         if covered.first <= covered.last:
-            self._cover(view, subscriber, channel, publisher, covered, at)
+            self._cover(view, covered, at)
         open_hole = _Hole(max(hole.first, view.covered_to + 1), hole.last)
         if open_hole.first <= open_hole.last:
             view.holes.append(open_hole)
             if len(view.holes) > HOLES_MAX:
-                self._judge_holes(subscriber, channel, publisher, view, at)
+                self._judge_holes(view, at)
 
     def unreadable(self, subscriber: Subscriber, channel: bytes, at: float) -> None:
         """A plain Redis client gets bytes that are no message of an application."""
@@ -453,45 +453,40 @@ class Audit:
             begun = self._stream(name, channel).begun if self._live else _FOR_EVER
             view = self._view(subscription, (subscriber, channel), name)
             view.unused_gap = self._live and publisher is not None
-            left = self._cover_holes(view, subscriber, channel, name, None if publisher is None else count, at)
+            left = self._cover_holes(view, None if publisher is None else count, at)
             upto = begun if left is None else min(begun, max(view.next - 1, view.covered_to) + left)
             view.covered_to = max(view.covered_to, upto)
 
-    def _cover_holes(
-        self, view: _View, subscriber: Subscriber, channel: bytes, publisher: Publisher, count: int | None, at: float
-    ) -> int | None:
+    def _cover_holes(self, view: _View, count: int | None, at: float) -> int | None:
         """Let a gap event cover the holes, oldest first. Return how many messages it may cover besides; None: any."""
         while view.holes and (count is None or count > 0):
             hole = view.holes[0]
             size = hole.last - hole.first + 1
             taken = size if count is None else min(size, count)
-            self._cover(view, subscriber, channel, publisher, _Hole(hole.first, hole.first + taken - 1), at)
+            self._cover(view, _Hole(hole.first, hole.first + taken - 1), at)
             hole.first += taken
             if hole.first > hole.last:
                 view.holes.pop(0)
             count = None if count is None else count - taken
         return count
 
-    def _cover(
-        self, view: _View, subscriber: Subscriber, channel: bytes, publisher: Publisher, hole: _Hole, at: float
-    ) -> None:
+    def _cover(self, view: _View, hole: _Hole, at: float) -> None:
         view.unused_gap = False
         view.skipped.append(hole)
         del view.skipped[:-HOLES_MAX]
-        stream = self._stream(publisher, channel)
+        stream = self._stream(view.publisher, view.channel)
         lost = [number for number in range(hole.first, hole.last + 1) if number not in stream.excused]
         self.totals.covered_losses += len(lost)
         wrong = [number for number in lost if not self._may_be_lost(stream, number)]
         if wrong:
-            what = f"{subscriber} gets a gap event for {publisher}:{wrong[0]}{_more(wrong)}, though nothing failed"
-            self._violation("G1", what, at, channel, subscriber, publisher, wrong[0])
+            first = f"{view.publisher}:{wrong[0]}{_more(wrong)}"
+            what = f"{view.subscriber} gets a gap event for {first}, though nothing failed"
+            self._violation_of(view, "G1", what, at, wrong[0])
 
-    def _judge_holes(
-        self, subscriber: Subscriber, channel: bytes, publisher: Publisher, view: _View, at: float
-    ) -> None:
-        """What is still not covered was lost silently."""
+    def _judge_holes(self, view: _View, at: float) -> None:
+        """Report the messages that no gap event covers: they were lost silently."""
         holes, view.holes = view.holes, []
-        stream = self._stream(publisher, channel)
+        stream = self._stream(view.publisher, view.channel)
         for hole in holes:
             numbers = range(hole.first, hole.last + 1)
             lost = [number for number in numbers if number not in stream.excused and number not in stream.pending]
@@ -499,8 +494,8 @@ class Audit:
                 continue
             self.totals.lost += len(lost)
             guarantee = "G5" if self._may_be_lost(stream, lost[0]) else "G1"
-            what = f"{subscriber} never gets {publisher}:{lost[0]}{_more(lost)}, nor a gap event"
-            self._violation(guarantee, what, at, channel, subscriber, publisher, lost[0])
+            what = f"{view.subscriber} never gets {view.publisher}:{lost[0]}{_more(lost)}, nor a gap event"
+            self._violation_of(view, guarantee, what, at, lost[0])
 
     # The end.
 
@@ -510,10 +505,10 @@ class Audit:
             for publisher, stream in self._streams.get(channel, {}).items():
                 view = self._view(subscription, (subscriber, channel), publisher)
                 if stream.begun >= view.next and not subscription.ending:
-                    self._skipped(view, subscriber, channel, publisher, _Hole(view.next, stream.begun), at)
+                    self._skipped(view, _Hole(view.next, stream.begun), at)
                     view.next = stream.begun + 1
-                self._judge_holes(subscriber, channel, publisher, view, at)
-                self._judge_gap(view, subscriber, channel, publisher, at)
+                self._judge_holes(view, at)
+                self._judge_gap(view, at)
         for channel, streams in self._streams.items():
             for publisher, stream in streams.items():
                 for number, began in stream.pending.items():
@@ -528,6 +523,9 @@ class Audit:
         streams = [stream for channel in self._streams.values() for stream in channel.values()]
         kept = sum(1 + len(view.holes) + len(view.skipped) for view in views)
         return kept + sum(1 + len(stream.pending) + len(stream.excused) for stream in streams)
+
+    def _violation_of(self, view: _View, guarantee: str, text: str, at: float, number: int | None = None) -> None:
+        self._violation(guarantee, text, at, view.channel, view.subscriber, view.publisher, number)
 
     def _violation(
         self,

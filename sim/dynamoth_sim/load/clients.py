@@ -158,12 +158,12 @@ class Client:
         subscribers: int = 1,
         pattern_subscribers: int = 0,
     ) -> None:
-        self._world = world
-        self._network = network
-        self._audit = audit
+        self.world = world
+        self.network = network
+        self.audit = audit
         self.name = name
         self._seed_urls = seed_urls
-        self._options = options
+        self.options = options
         self._subscribers_count = subscribers
         self._pattern_subscribers_count = pattern_subscribers
         self._generation = 0
@@ -194,9 +194,9 @@ class Client:
     def start(self) -> None:
         """Begin by reading the plan."""
         self._generation += 1
-        url = self._world.random.choice(self._seed_urls)
+        url = self.world.random.choice(self._seed_urls)
         self._reader = Process(
-            self._world, self._network, f"{self.name}.reader", lambda _: HeaderReader(url), self._header_read
+            self.world, self.network, f"{self.name}.reader", lambda _: HeaderReader(url), self._header_read
         )
         self._reader.start()
 
@@ -204,7 +204,7 @@ class Client:
         assert self._reader is not None
         reader, self._reader = self._reader, None
         reader.crash("has read the plan")
-        plan = self.local_plan = LocalPlan(action.plan, self._options.entry_idle_s)
+        plan = self.local_plan = LocalPlan(action.plan, self.options.entry_idle_s)
         name = self.name if self._generation == 1 else f"{self.name}_{self._generation}"
         self.publisher = PublisherApp(self, name, plan)
         self.subscribers = [SubscriberApp(self, f"{name}.s{i}", plan) for i in range(self._subscribers_count)]
@@ -224,37 +224,15 @@ class Client:
         for process in self.processes:
             process.crash("crashes", connections_linger)
         if self.publisher is not None:
-            self._audit.publisher_died(self.publisher.name)
+            self.audit.publisher_died(self.publisher.name)
         for subscriber in self.subscribers:
-            self._audit.subscriber_died(subscriber.name, self._world.now)
+            self.audit.subscriber_died(subscriber.name, self.world.now)
         for app in self.pattern_subscribers:
             for pattern in app.patterns:
-                self._audit.subscriber_died(app.audited(pattern), self._world.now)
+                self.audit.subscriber_died(app.audited(pattern), self.world.now)
         self._reader = self.publisher = self.local_plan = None
         self.subscribers = []
         self.pattern_subscribers = []
-
-    # What the applications use.
-
-    @property
-    def world(self) -> World:
-        """The world it lives in."""
-        return self._world
-
-    @property
-    def network(self) -> Network:
-        """The network it uses."""
-        return self._network
-
-    @property
-    def audit(self) -> Audit:
-        """The audit that it reports to."""
-        return self._audit
-
-    @property
-    def options(self) -> ClientOptions:
-        """The options of its machines."""
-        return self._options
 
 
 class PublisherApp:

@@ -1,39 +1,76 @@
-"""A simulated subscriber that is a plain Redis client: it knows one server, and nothing of plans and envelopes."""
+"""Simulated plain Redis clients, which know one server, and nothing of plans and envelopes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from dynamoth.machine.events import Connect, LinkUp, Pushed, Send, Start
+from dynamoth.machine.events import Connect, LinkDown, LinkUp, Pushed, Replied, Send, Start
 from dynamoth.protocol.envelope import is_enveloped
 from dynamoth_sim.cluster import Cluster
-from dynamoth_sim.load.clients import read_payload
+from dynamoth_sim.load.clients import make_payload, read_payload
 from dynamoth_sim.world.process import Process
 
 
-class PlainSubscriber:
-    """Subscribes at one server, and hands on what comes."""
+class PlainClient:
+    """Subscribes and publishes at one server; hands on what it gets."""
 
-    def __init__(self, url: str, channels: Iterable[bytes]) -> None:
+    def __init__(self, url: str, channels: tuple[bytes, ...] = ()) -> None:
         self._url = url
-        self._channels = tuple(channels)
+        self._channels = channels
 
     def handle(self, event: Any, now: float) -> list[Any]:
-        """Take one event; return the actions to execute, in order."""
+        """Handle one event; return the actions to execute, in order."""
         match event:
             case Start():
                 return [Connect("server", self._url)]
             case LinkUp():
-                return [Send("server", (b"SUBSCRIBE", *self._channels))]
-            case Pushed():
-                return list(event.messages)
+                subscribe = [Send("server", (b"SUBSCRIBE", *self._channels))] if self._channels else []
+                return [*subscribe, event]
+            case LinkDown() | Replied():
+                return [event]
+            case Pushed(_, messages):
+                return list(messages)
+            case (channel, number, payload):
+                return [Send("server", (b"PUBLISH", channel, payload), (channel, number))]
             case _:
-                return []
+                raise AssertionError(f"not an event of a plain client: {event!r}")
 
     def deadline(self) -> float | None:
         """Return None: it wants no ticks."""
         return None
+
+
+class RawPublisherApp:
+    """Publishes numbered messages without envelopes, one after the other."""
+
+    def __init__(self, cluster: Cluster, name: str, url: str, channel: bytes) -> None:
+        self.name = name
+        self._world = cluster.world
+        self._audit = cluster.audit
+        self._channel = channel
+        self._number = 0
+        self.process = Process(cluster.world, cluster.network, name, lambda _: PlainClient(url), self._acted)
+        #: Called when it may publish (again).
+        self.on_ended: Callable[[], Any] = lambda: None
+
+    def publish(self) -> None:
+        """Publish the next message."""
+        self._number += 1
+        self._audit.published(self.name, self._channel, self._number, self._world.now)
+        self.process.handle((self._channel, self._number, make_payload(self.name, self._number)))
+
+    def _acted(self, action: Any) -> None:
+        match action:
+            case LinkUp():
+                self.on_ended()
+            case LinkDown():
+                self._audit.publisher_died(self.name)
+            case Replied(_, (channel, number), _):
+                self._audit.publish_ended(self.name, channel, number, self._world.now)
+                self.on_ended()
+            case _:
+                raise AssertionError(f"not an action of a raw publisher: {action!r}")
 
 
 class PlainSubscriberApp:
@@ -46,7 +83,7 @@ class PlainSubscriberApp:
         self._audit = cluster.audit
         url = cluster.servers[server].url
         self.process = Process(
-            cluster.world, cluster.network, name, lambda _: PlainSubscriber(url, self.channels), self._acted
+            cluster.world, cluster.network, name, lambda _: PlainClient(url, self.channels), self._acted
         )
 
     def start(self) -> None:
@@ -65,7 +102,9 @@ class PlainSubscriberApp:
         self.process.crash("is upgraded")
 
     def _acted(self, action: Any) -> None:
-        kind, channel, data = action[0], action[1], action[2]
+        if isinstance(action, LinkUp | LinkDown):
+            return
+        kind, channel, data = action
         now = self._world.now
         if kind == b"subscribe":
             self._audit.confirmed(self.name, channel, now)

@@ -8,13 +8,12 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from dynamoth.machine.events import Connect, LinkDown, LinkUp, Replied, Send, Start
 from dynamoth.plan.plan import Assignment, Mode, Plan, single
 from dynamoth_sim.cluster import VIRTUAL_NODES, Cluster
-from dynamoth_sim.load.clients import Client, PatternSubscriberApp, PublisherApp, SubscriberApp, make_payload
+from dynamoth_sim.load.clients import Client, PatternSubscriberApp, PublisherApp, SubscriberApp
+from dynamoth_sim.load.plain import RawPublisherApp
 from dynamoth_sim.load.rgame import GameWorld, Join, Leave, Player
 from dynamoth_sim.load.upgrade import Upgrade
-from dynamoth_sim.world.process import Process
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,61 +64,6 @@ NAMES_MAX = 50
 """The number of names to choose channels from."""
 
 DEFAULT_WORKLOAD = WorkloadOptions()
-
-
-class RawPublisher:
-    """A plain Redis client that publishes at one server, wherever the channel may be."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    def handle(self, event: Any, now: float) -> list[Any]:
-        """Take one event; return the actions to execute, in order."""
-        match event:
-            case Start():
-                return [Connect("server", self._url)]
-            case LinkUp() | LinkDown() | Replied():
-                return [event]
-            case (channel, number, payload):
-                return [Send("server", (b"PUBLISH", channel, payload), (channel, number))]
-            case _:
-                raise AssertionError(f"not an event of a raw publisher: {event!r}")
-
-    def deadline(self) -> float | None:
-        """Return None: it wants no ticks."""
-        return None
-
-
-class RawPublisherApp:
-    """Publishes numbered messages without envelopes, one after the other."""
-
-    def __init__(self, cluster: Cluster, name: str, url: str, channel: bytes) -> None:
-        self.name = name
-        self._world = cluster.world
-        self._audit = cluster.audit
-        self._channel = channel
-        self._number = 0
-        self.process = Process(cluster.world, cluster.network, name, lambda _: RawPublisher(url), self._acted)
-        #: Called when it may publish (again).
-        self.on_ended: Callable[[], Any] = lambda: None
-
-    def publish(self) -> None:
-        """Publish the next message."""
-        self._number += 1
-        self._audit.published(self.name, self._channel, self._number, self._world.now)
-        self.process.handle((self._channel, self._number, make_payload(self.name, self._number)))
-
-    def _acted(self, action: Any) -> None:
-        match action:
-            case LinkUp():
-                self.on_ended()
-            case LinkDown():
-                self._audit.publisher_died(self.name)
-            case Replied(_, (channel, number), _):
-                self._audit.publish_ended(self.name, channel, number, self._world.now)
-                self.on_ended()
-            case _:
-                raise AssertionError(f"not an action of a raw publisher: {action!r}")
 
 
 @dataclass(slots=True)

@@ -12,8 +12,7 @@ from dynamoth.plan.compatibility import CompatibilityRule
 from dynamoth.plan.plan import Phase, Plan, single
 from dynamoth.protocol.envelope import is_enveloped
 from dynamoth_sim.cluster import PLAIN_REST_S
-from dynamoth_sim.load.plain import PlainSubscriberApp
-from dynamoth_sim.load.workload import RawPublisherApp
+from dynamoth_sim.load.plain import PlainSubscriberApp, RawPublisherApp
 from dynamoth_sim.scenarios.stage import Scenario, SceneFailed, Stage
 
 ALL_AT_S1 = (CompatibilityRule(b"*", "s1"),)

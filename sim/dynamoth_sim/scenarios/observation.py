@@ -11,7 +11,7 @@ from dynamoth.names import NOTIFICATION_PREFIXES
 from dynamoth.plan.plan import Phase, single
 from dynamoth_dispatcher.observation import EVERYTHING, QUIET_PATTERNS
 from dynamoth_sim.load.flood import Flood
-from dynamoth_sim.load.workload import RawPublisherApp
+from dynamoth_sim.load.plain import RawPublisherApp
 from dynamoth_sim.scenarios.stage import LITTLE_BYTES_PER_S, Scenario, Stage
 
 EVENT = NOTIFICATION_PREFIXES[0] + b"0__:key"
