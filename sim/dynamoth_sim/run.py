@@ -117,6 +117,7 @@ def run_scenario(seed: int, name: str, check_every: int = 1) -> Outcome:
             if scenario.opened:
                 stage.open()
             scenario.play(stage)
+            stage.close()
         return stage.violations()
 
     return _outcome(name, stage.cluster, play)

@@ -102,7 +102,6 @@ def plain_fleet(stage: Stage) -> None:
             stage.run(1.0)
     stage.expect("no message has an envelope", _are_enveloped(stage, channel, since) == {False}, channel)
     stage.run(0.2)
-    stage.close(channel)
 
 
 def plain_lifted(stage: Stage) -> None:
@@ -138,7 +137,6 @@ def plain_lifted(stage: Stage) -> None:
         stage.publish(publisher, channel)
         plain.publish()
         stage.run(0.05)
-    stage.close(channel)
 
 
 def plain_again(stage: Stage) -> None:
@@ -165,7 +163,6 @@ def plain_again(stage: Stage) -> None:
         stage.publish(publisher, channel)
         stage.publish(sleeper, channel)
     stage.expect("messages have no envelopes", _are_enveloped(stage, channel, since) == {False}, channel)
-    stage.close(channel)
 
 
 def plain_behind_numbered(stage: Stage) -> None:
@@ -190,7 +187,6 @@ def plain_behind_numbered(stage: Stage) -> None:
     since = stage.world.now
     stage.publish(publisher, channel, times=MANY)
     stage.expect("messages have no envelopes", _are_enveloped(stage, channel, since) == {False}, channel)
-    stage.close(channel)
 
 
 SCENARIOS: dict[str, Scenario] = {

@@ -62,7 +62,6 @@ def first_message_agent_hangs(stage: Stage) -> None:
     stage.cluster.agents["s1"].pause(HANGS_S)
     _first_messages(stage, channel, "P")
     _die_together(stage, "s1")
-    stage.close(channel)
 
 
 def first_message_agent_lags(stage: Stage) -> None:
@@ -74,7 +73,6 @@ def first_message_agent_lags(stage: Stage) -> None:
     stage.run(HANGS_S)
     stage.publish(publisher, channel)
     stage.expect_gaps(0, channel)
-    stage.close(channel)
 
 
 def stale_and_gone(stage: Stage) -> None:
@@ -95,7 +93,6 @@ def stale_and_gone(stage: Stage) -> None:
     stale.publish_all([channel, other, channel])
     stage.wait("P publishes", lambda: not (stale.pending(channel) or stale.pending(other)))
     _die_together(stage, "s1")
-    stage.close(channel, other)
 
 
 def stale_and_gone_replicated(stage: Stage) -> None:
@@ -111,7 +108,6 @@ def stale_and_gone_replicated(stage: Stage) -> None:
         stage.cluster.agents[server].pause(HANGS_S)
     stage.publish(stale, channel)
     _die_together(stage, "s1", "s2")
-    stage.close(channel)
 
 
 def replica_hangs(stage: Stage) -> None:
@@ -127,7 +123,6 @@ def replica_hangs(stage: Stage) -> None:
         publisher.publish(channel)
         stage.wait("P publishes", lambda: not publisher.pending(channel), patience_s=straggler_s + 0.05)
     heal()
-    stage.close(channel)
 
 
 def last_message_of_an_interval(stage: Stage) -> None:
@@ -153,7 +148,6 @@ def last_message_of_an_interval(stage: Stage) -> None:
     agent.start()
     stage.run(1.0)
     stage.expect_gaps(1, channel)
-    stage.close(channel)
 
 
 def sent_again_late(stage: Stage) -> None:
@@ -169,7 +163,6 @@ def sent_again_late(stage: Stage) -> None:
             stage.run(PUBLISH_TIMEOUT_S - 1.0)
             stale.publish(other)
         stage.wait("P's publish fails", lambda: not stale.pending(channel), patience_s=1.1)
-    stage.close(channel, other)
 
 
 def lost_before_it_was_known(stage: Stage) -> None:
@@ -193,7 +186,6 @@ def lost_before_it_was_known(stage: Stage) -> None:
     agent.start()
     stage.run(1.0)
     stage.expect_gaps(1, channel)
-    stage.close(channel)
 
 
 def not_due(stage: Stage) -> None:
@@ -214,7 +206,6 @@ def not_due(stage: Stage) -> None:
     delivered = stage.records("DELIVERS", who=subscriber.name)
     stage.expect(f"S has both messages at once, not {len(delivered)}", len(delivered) == 2, channel)
     stage.expect_gaps(0, channel)
-    stage.close(channel)
 
 
 def old_server_dies(stage: Stage) -> None:
@@ -233,7 +224,6 @@ def old_server_dies(stage: Stage) -> None:
     stage.expect(f"S reports that a message is missing: {totals.gaps} gap events", totals.gaps > 0, channel)
     stage.cluster.audit.calm()
     _works_at_once(stage, stale, channel)
-    stage.close(channel)
 
 
 def old_server_hangs(stage: Stage) -> None:
@@ -247,7 +237,6 @@ def old_server_hangs(stage: Stage) -> None:
     stale.publish_all([channel] * 3)
     stage.wait("P publishes", lambda: not stale.pending(channel), patience_s=SILENCE_S_MAX - 0.1)
     heal()
-    stage.close(channel)
 
 
 def home_is_down(stage: Stage) -> None:
@@ -263,7 +252,6 @@ def home_is_down(stage: Stage) -> None:
     stage.wait(
         "M is confirmed", lambda: stage.cluster.audit.is_open(listener.name, channel), patience_s=ELSEWHERE_S_MAX
     )
-    stage.close(channel)
 
 
 def new_agent_is_gone(stage: Stage) -> None:
@@ -285,7 +273,6 @@ def new_agent_is_gone(stage: Stage) -> None:
     stage.expect_gaps(1, channel)
     stage.cluster.agents["s2"].start()
     stage.wait_settled(channel)
-    stage.close(channel)
 
 
 def copied_id(stage: Stage) -> None:
@@ -308,7 +295,6 @@ def copied_id(stage: Stage) -> None:
     totals = stage.cluster.audit.totals
     stage.expect(f"S has every message of P, not {totals.delivered} of 4", totals.delivered == 4, channel)
     stage.expect_gaps(1, channel)
-    stage.close(channel)
 
 
 def forwarded_late(stage: Stage) -> None:
@@ -329,7 +315,6 @@ def forwarded_late(stage: Stage) -> None:
     late = [r for r in stage.records("gets", who=subscriber.name, channel=channel) if r.data and _is_forwarded(r.data)]
     stage.expect("a message of P comes late", bool(late), channel)
     stage.expect_gaps(0, channel)
-    stage.close(channel)
 
 
 def _is_forwarded(data: bytes) -> bool:

@@ -61,7 +61,6 @@ def replica_gone(freezes: bool, stage: Stage) -> None:
     stage.expect("subscribers report that something may be missing", stage.cluster.audit.totals.gaps > 0, channel)
     stage.cluster.audit.calm()
     stage.publish(publisher, channel)
-    stage.close(channel)
 
 
 def blocked_reader(published: int, stage: Stage) -> None:
@@ -90,7 +89,6 @@ def blocked_reader(published: int, stage: Stage) -> None:
         stage.expect(f"the reader gets one gap in the place of what was skipped, not {gaps}", gaps == 1, channel)
     stage.cluster.audit.calm()
     stage.publish(publisher, channel)
-    stage.close(channel)
 
 
 def forward_link_dies(stage: Stage) -> None:
@@ -108,7 +106,6 @@ def forward_link_dies(stage: Stage) -> None:
             stage.cluster.network.break_connection(connection, lose_all=True)
         stage.run(0.5)
     stage.publish(publisher, channel, times=3)
-    stage.close(channel)
 
 
 def _publish_for(stage: Stage, publisher: PublisherApp, channel: bytes, duration_s: float) -> None:

@@ -51,7 +51,6 @@ def keyspace_notifications(stage: Stage) -> None:
     stage.cluster.network.break_connection(connection)
     stage.wait("the agent observes again", lambda: server.inject(channel, b"raw:0.") == 1)
     stage.expect("it begins without the notifications", server.inject(EVENT, b"set") == 0, channel)
-    stage.close(channel)
 
 
 def flooded_agent(stage: Stage) -> None:
@@ -76,7 +75,6 @@ def flooded_agent(stage: Stage) -> None:
     stage.run(2.0)
     stage.cluster.audit.calm()
     stage.publish(publisher, channel)
-    stage.close(channel)
 
 
 SCENARIOS: dict[str, Scenario] = {

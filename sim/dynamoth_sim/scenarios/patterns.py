@@ -37,7 +37,6 @@ def pattern_moved(stage: Stage) -> None:
                 stage.run(0.1)
     where = [record.where for record in stage.records("publishes", channel=channel, who="P.p")]
     stage.expect(f"P has been redirected in between: {where}", where[0] == "s1" and where[-1] == "s2", channel)
-    stage.close(channel)
 
 
 def pattern_replicated(stage: Stage) -> None:
@@ -52,7 +51,6 @@ def pattern_replicated(stage: Stage) -> None:
             stage.publish(publisher, channel)
             stage.run(0.05)
         stage.wait_settled(channel)
-    stage.close(channel)
 
 
 def pattern_cut_off(stage: Stage) -> None:
@@ -74,7 +72,6 @@ def pattern_cut_off(stage: Stage) -> None:
     stage.cluster.audit.calm()
     stage.publisher("Q", channel)
     stage.expect("T is still subscribed", app.is_confirmed(PATTERN), channel)
-    stage.close(channel)
 
 
 def pattern_finds_servers(stage: Stage) -> None:
@@ -89,7 +86,6 @@ def pattern_finds_servers(stage: Stage) -> None:
     stage.run(RESUME_S_MAX)
     stage.move(channel, added)
     stage.publish(publisher, channel, times=3)
-    stage.close(channel)
 
 
 def pattern_server_leaves(stage: Stage) -> None:
@@ -115,7 +111,6 @@ def pattern_server_leaves(stage: Stage) -> None:
     stage.pattern_subscriber("U", PATTERN)
     waited = stage.world.now - began
     stage.expect(f"U is confirmed soon, not after {waited:.1f} s", waited < CONFIRMED_S_MAX)
-    stage.close(channel)
 
 
 def pattern_server_dies(stage: Stage) -> None:
@@ -133,7 +128,6 @@ def pattern_server_dies(stage: Stage) -> None:
     stage.cluster.audit.calm()
     stage.publish(publisher, other)
     stage.pattern_subscriber("U", PATTERN)
-    stage.close(other)
 
 
 SCENARIOS: dict[str, Scenario] = {

@@ -40,7 +40,6 @@ def moved_twice(stage: Stage) -> None:
     publisher = stage.publisher("P")
     stage.publish(publisher, channel, times=3)
     stage.expect("S still listens", stage.cluster.audit.is_open(subscriber.name, channel))
-    stage.close(channel)
 
 
 def forwarding_loop(stage: Stage) -> None:
@@ -57,7 +56,6 @@ def forwarding_loop(stage: Stage) -> None:
         stage.run(0.5)
     copies = [r for r in stage.records("publishes", channel=channel) if r.data is not None and b"P:2." in r.data]
     stage.expect(f"the message is published twice, not {len(copies)} times", len(copies) == 2, channel)
-    stage.close(channel)
 
 
 def different_versions(stage: Stage) -> None:
@@ -73,7 +71,6 @@ def different_versions(stage: Stage) -> None:
         stage.wait("S listens at s3 only", lambda: _listen_only(stage, channel, "s3"))
         stage.publish(publisher, channel, times=3)
         stage.run(0.2)
-    stage.close(channel)
 
 
 def quiet_channel(stage: Stage) -> None:
@@ -89,7 +86,6 @@ def quiet_channel(stage: Stage) -> None:
         patience_s=SETTLE_S_MAX,
     )
     stage.publisher("P", channel)
-    stage.close(channel)
 
 
 def left_too_early(stage: Stage) -> None:
@@ -106,7 +102,6 @@ def left_too_early(stage: Stage) -> None:
             stage.publish(publisher, channel)
             stage.run(0.05)
     stage.expect("S still listens", stage.cluster.audit.is_open(subscriber.name, channel))
-    stage.close(channel)
 
 
 def left_before_the_forwarded(stage: Stage) -> None:
@@ -127,7 +122,6 @@ def left_before_the_forwarded(stage: Stage) -> None:
             stage.run(0.1)
         stage.wait("S listens at s2", lambda: "S.s0" in stage.cluster.servers["s2"].subscribers(channel))
         stage.run(0.3)
-    stage.close(channel)
 
 
 def empty_too_early(stage: Stage) -> None:
@@ -146,7 +140,6 @@ def empty_too_early(stage: Stage) -> None:
         stage.publish(publisher, channel)
     stage.wait("S is confirmed", lambda: stage.cluster.audit.is_open(subscriber.name, channel))
     stage.publish(publisher, channel, times=3)
-    stage.close(channel)
 
 
 def late_plan(stage: Stage) -> None:
@@ -168,7 +161,7 @@ def late_plan(stage: Stage) -> None:
                 stage.publish(stale, channel)
                 stage.run(0.05)
         stage.wait("the move goes on", partial(stage.is_at, channel, "s2", Phase.SETTLED))
-        stage.close(channel)
+        stage.close()
 
 
 def balancer_dies(stage: Stage) -> None:
@@ -202,7 +195,6 @@ def balancer_dies(stage: Stage) -> None:
         stage.subscriber(f"T{number}", channel)
         stage.publish(publisher, channel)
         stage.publisher(f"M{number}", channel)
-    stage.close(moved, moving)
 
 
 def stale_notice(stage: Stage) -> None:
@@ -235,7 +227,6 @@ def stale_notice(stage: Stage) -> None:
     stage.expect("S does not go back", not back, channel)
     places = {record.where for record in stage.records("publishes", since=since, who=publisher.process.name)}
     stage.expect(f"P publishes at s3, not at {sorted(map(str, places))}", places == {"s3"}, channel)
-    stage.close(channel)
 
 
 def different_rings(stage: Stage) -> None:
@@ -257,7 +248,6 @@ def different_rings(stage: Stage) -> None:
     stage.run(0.2)
     here = {record.where for record in stage.records("publishes") if record.channel in channels}
     stage.expect(f"nothing is published at s3: {sorted(map(str, here))}", "s3" not in here, channels[0])
-    stage.close(*channels)
 
 
 def very_late_publisher(stage: Stage) -> None:
@@ -272,7 +262,6 @@ def very_late_publisher(stage: Stage) -> None:
     stage.publish(publisher, channel, times=3)
     last = stage.records("publishes", who=publisher.process.name, channel=channel)[-1]
     stage.expect(f"P has been redirected to s2, not {last.where}", last.where == "s2", channel)
-    stage.close(channel)
 
 
 def two_copies(stage: Stage) -> None:
@@ -292,7 +281,6 @@ def two_copies(stage: Stage) -> None:
                 stage.publish(publisher, channel)
                 stage.publish(late, channel)
                 stage.run(0.1)
-    stage.close(channel)
 
 
 def overtaken(stage: Stage) -> None:
@@ -316,7 +304,6 @@ def overtaken(stage: Stage) -> None:
         stage.run(0.1)
     where = [r.where for r in stage.records("publishes", channel=channel, who="P.p")]
     stage.expect(f"P has been redirected in between: {where}", where[-2:] == ["s1", "s2"], channel)
-    stage.close(channel)
 
 
 def inflated_load(stage: Stage) -> None:
@@ -343,7 +330,6 @@ def inflated_load(stage: Stage) -> None:
     at_new, at_old = (_reported_publications(stage, channel, server, since) for server in ("s2", "s1"))
     stage.expect(f"50 publications are reported at s1, not {at_old}", at_old == 50)
     stage.expect(f"no publication is reported at s2, not {at_new}", at_new == 0)
-    stage.close(channel)
 
 
 def hot_channel(stage: Stage) -> None:
@@ -367,7 +353,6 @@ def hot_channel(stage: Stage) -> None:
     }
     stage.expect(f"the hot channel is moved at most once, not {len(epochs)} times", len(epochs) <= 1)
     stage.expect("the balancer sees the load", bool(stage.records("decides")))
-    stage.close(hot, small)
 
 
 def unknown_publisher(stage: Stage) -> None:
@@ -389,7 +374,6 @@ def unknown_publisher(stage: Stage) -> None:
         stage.wait("S listens at s2", lambda: "S.s0" in stage.cluster.servers["s2"].subscribers(channel))
         stage.publish(publisher, channel)
         stage.run(0.2)
-    stage.close(channel)
 
 
 def third_server(stage: Stage) -> None:
@@ -411,7 +395,6 @@ def third_server(stage: Stage) -> None:
             stage.run(0.1)
         stage.wait("S has joined s1", lambda: "S.s0" in stage.cluster.servers["s1"].subscribers(channel))
         stage.run(0.3)
-    stage.close(channel)
 
 
 def drained(stage: Stage) -> None:
@@ -450,7 +433,6 @@ def drained(stage: Stage) -> None:
     stage.wait("the balancer answers", stage.cluster.settled)
     refused = [reason for reason in stage.cluster.moves.refused if "is being drained" in reason]
     stage.expect("nobody can move a channel to s1", len(refused) == 1, busy)
-    stage.close(*channels, idle)
 
 
 def _listen_only(stage: Stage, channel: bytes, server: str) -> bool:

@@ -82,7 +82,6 @@ def changes(before: Assignment, after: Assignment, stage: Stage) -> None:
             stage.publish(publisher, channel)
         stage.run(0.3)
     stage.wait("it settles", partial(stage.holds, channel, after, Phase.SETTLED), SETTLE_S_MAX)
-    stage.close(channel)
 
 
 def _listens_as(stage: Stage, channel: bytes, assignment: Assignment, app: SubscriberApp) -> bool:
@@ -106,7 +105,6 @@ def never_empty(stage: Stage) -> None:
     stage.cluster.change(channel, both)
     stage.wait("it settles", partial(stage.holds, channel, both, Phase.SETTLED), SETTLE_S_MAX)
     stage.publish(publisher, channel, times=3)
-    stage.close(channel)
 
 
 def some_server_has_it(stage: Stage) -> None:
@@ -124,7 +122,6 @@ def some_server_has_it(stage: Stage) -> None:
         for _ in range(3):
             publisher.publish(channel)
         stage.run(0.2)
-    stage.close(channel)
 
 
 def no_flapping(mode: Mode, stage: Stage) -> None:
@@ -152,7 +149,6 @@ def no_flapping(mode: Mode, stage: Stage) -> None:
     replicas = [len(assignment.servers) for assignment in found]
     only_grows = {assignment.mode for assignment in found} == {mode} and replicas == sorted(replicas)
     stage.expect(f"the channel is spread, perhaps once more, and that is it, not {found}", only_grows, channel)
-    stage.close(channel)
 
 
 def every_replica_forwards(stage: Stage) -> None:
@@ -182,7 +178,6 @@ def every_replica_forwards(stage: Stage) -> None:
             stage.run(0.1)
         stage.wait("nobody listens at s1", lambda: not stage.cluster.servers["s1"].subscribers(channel))
         stage.run(0.3)
-    stage.close(channel)
 
 
 def replica_away(mode: Mode, stage: Stage) -> None:
@@ -217,7 +212,6 @@ def replica_away(mode: Mode, stage: Stage) -> None:
     stage.cluster.audit.calm()
     _publish_all(stage, publishers, channel)
     stage.expect("all are still subscribed", all(stage.cluster.audit.is_open(s.name, channel) for s in subscribers))
-    stage.close(channel)
 
 
 def dies_cut_off(noticed: bool, stage: Stage) -> None:
@@ -250,7 +244,6 @@ def dies_cut_off(noticed: bool, stage: Stage) -> None:
     if not noticed:
         stage.wait("subscribers at s3 report a gap", lambda: stage.cluster.audit.totals.gaps > 0)
         stage.cluster.audit.calm()
-    stage.close(channel)
 
 
 def _some_at(stage: Stage, channel: bytes, server: str) -> list[SubscriberApp]:

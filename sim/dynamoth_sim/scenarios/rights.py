@@ -38,7 +38,6 @@ def may_not_observe(stage: Stage) -> None:
     stage.run(0.5)
     stage.move(channel, "s1")
     stage.publish(publisher, channel)
-    stage.close(channel)
 
 
 def forged_acknowledgement(stage: Stage) -> None:
@@ -59,7 +58,6 @@ def forged_acknowledgement(stage: Stage) -> None:
         stage.expect("the move waits for the agent itself", stage.entry(channel).phase is Phase.PREPARED, channel)
     stage.wait_settled(channel)
     stage.publish(publisher, channel)
-    stage.close(channel)
 
 
 def forged_entry(stage: Stage) -> None:
@@ -77,7 +75,6 @@ def forged_entry(stage: Stage) -> None:
     stage.wait("the entry is right", lambda: stage.is_at(channel, "s2", Phase.SETTLED))
     stage.subscriber("S", channel)
     stage.publisher("P", channel)
-    stage.close(channel)
 
 
 SCENARIOS: dict[str, Scenario] = {

@@ -84,16 +84,15 @@ class Stage:
         gaps = self.cluster.audit.totals.gaps
         self.expect(f"subscribers report {count} gaps, not {gaps}", gaps == count, channel)
 
-    def close(self, *channels: bytes) -> None:
-        """Let everything come to rest, publish once more everywhere, and hear what everybody got."""
-        self.wait_settled(*channels)
+    def close(self) -> None:
+        """Let everything come to rest, publish once more everywhere, and wait until everybody has it."""
+        publishers = [client.publisher for client in self.cluster.clients if client.publisher is not None]
+        used = [(publisher, channel) for publisher in publishers for channel in publisher.channels]
+        self.wait_settled(*(channel for _, channel in used))
         self.run(0.3)
-        for client in self.cluster.clients:
-            if client.publisher is not None:
-                for channel in client.publisher.channels:
-                    if self.cluster.is_stuck(channel):
-                        continue
-                    client.publisher.publish(channel)
+        for publisher, channel in used:
+            if not self.cluster.is_stuck(channel):
+                publisher.publish(channel)
         self.run(self.cluster.options.client.subscriber.hold_s_max + 0.5)
 
     def violations(self) -> list[Violation]:

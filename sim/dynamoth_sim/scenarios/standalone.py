@@ -59,7 +59,6 @@ def grows(stage: Stage) -> None:
     for app in subscribers:
         heard = [record.data for record in stage.records("DELIVERS", who=app.name) if record.data is not None]
         stage.expect("they hear newcomers", sum(data.startswith(b"Q:") for data in heard) == len(channels))
-    stage.close(*channels)
 
 
 def overtaken_by_newcomers(stage: Stage) -> None:
@@ -75,7 +74,6 @@ def overtaken_by_newcomers(stage: Stage) -> None:
     stage.run(2.0)
     gaps = _gaps(stage)
     stage.expect("there are gaps where something may be missing, and only there", gaps == set(channels[1:]))
-    stage.close(*channels)
 
 
 def moved_before_it_is_seen(stage: Stage) -> None:
@@ -95,7 +93,6 @@ def moved_before_it_is_seen(stage: Stage) -> None:
     stage.wait_settled(channel)
     stage.publish(publisher, channel)
     stage.expect("there is a gap where something may be missing", channel in _gaps(stage))
-    stage.close(channel)
 
 
 def empty_member(stage: Stage) -> None:
@@ -180,7 +177,6 @@ def plan_lost_and_larger(stage: Stage) -> None:
     stage.publisher("Q", channel)
     stage.run(0.5)
     stage.expect("S hears both", len(stage.records("DELIVERS", who=subscriber.name)) == heard + 2, channel)
-    stage.close(channel)
 
 
 def flushed_and_older_plan(stage: Stage) -> None:
@@ -196,7 +192,6 @@ def flushed_and_older_plan(stage: Stage) -> None:
     stage.expect("the subscriber gets a gap event", channel in _gaps(stage), channel)
     stage.move(channel, "s3")
     stage.publisher("P", channel)
-    stage.close(channel)
 
 
 def plan_lost_and_moved(stage: Stage) -> None:
@@ -221,7 +216,6 @@ def plan_lost_and_moved(stage: Stage) -> None:
     stage.wait_settled(channel)
     stage.run(LOOKED_S)
     stage.publisher("P", channel)
-    stage.close(channel)
 
 
 def _led_by_rival(stage: Stage) -> bytes:
@@ -267,7 +261,6 @@ def flushed_beside_rival(stage: Stage) -> None:
         leaders = [one for one in (cluster.balancer, cluster.rival) if _leads(one)]
         stage.expect("the first balancer leads, and no other", leaders == [cluster.balancer])
     stage.expect("nobody has a gap", channel not in _gaps(stage), channel)
-    stage.close(channel)
 
 
 def _leads(process: Process) -> bool:
