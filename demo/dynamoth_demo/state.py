@@ -48,7 +48,7 @@ class Sample:
     at: float
     published: int
     delivered: int
-    #: Of what was published, what was so at the festival.
+    #: Published at the festival.
     performed: int
 
 
@@ -239,20 +239,12 @@ class DemoState:
                     counts[server] += 1
         return counts
 
-    def rates(self) -> tuple[float, float]:
-        """Return messages published and delivered per second, over the last seconds."""
-        if len(self._samples) < 2:
-            return 0.0, 0.0
-        first, last = self._samples[0], self._samples[-1]
-        duration_s = max(last.at - first.at, 1e-9)
-        return (last.published - first.published) / duration_s, (last.delivered - first.delivered) / duration_s
-
-    def performed_per_s(self) -> float:
-        """Return messages published at the festival per second, over the last seconds."""
+    def rate(self, name: str) -> float:
+        """Return how many messages were published, delivered or performed per second, over the last seconds."""
         if len(self._samples) < 2:
             return 0.0
         first, last = self._samples[0], self._samples[-1]
-        return (last.performed - first.performed) / max(last.at - first.at, 1e-9)
+        return float(getattr(last, name) - getattr(first, name)) / max(last.at - first.at, 1e-9)
 
     def hot_channels(self) -> list[HotChannel]:
         """Return the channel of the festival, and the first of any others that are at several servers."""

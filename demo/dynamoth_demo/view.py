@@ -131,12 +131,12 @@ def _festival_now(state: DemoState, festival: Festival) -> str:
     if state.elapsed_s < festival.begins_s:
         return f"quiet until the festival begins, at {festival.begins_s:.0f} s"
     if state.elapsed_s < festival.ends_s:
-        return f"{state.performed_per_s():,.0f} publications/s"
+        return f"{state.rate('performed'):,.0f} publications/s"
     return "quiet, the festival is over"
 
 
 def _numbers(state: DemoState) -> Text:
-    published, delivered = state.rates()
+    published, delivered = state.rate("published"), state.rate("delivered")
     p50, p99 = (_ms(state.latencies_now.quantile_ms(ratio)) for ratio in (0.5, 0.99))
     version = "-" if state.plan is None else state.plan.version
     found = "  ".join(f"[bold {'red' if count else 'green'}]{count}[/] {name}" for name, count in state.audit().items())
@@ -165,7 +165,7 @@ def progress_line(state: DemoState) -> str:
         f"{id_}={'-' if ratio is None else format(ratio, '.2f')}" for id_, ratio in state.load_ratios.items()
     )
     audit = " ".join(f"{name}={count}" for name, count in state.audit().items())
-    published, delivered = state.rates()
+    published, delivered = state.rate("published"), state.rate("delivered")
     p99 = _ms(state.latencies_now.quantile_ms(0.99))
     hot = "".join(
         f" {each.name} {each.mode} at {','.join(each.servers)};"

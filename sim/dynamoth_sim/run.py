@@ -306,47 +306,36 @@ def parse_seeds(text: str) -> range:
     return seeds
 
 
-def main(
-    seeds: str, scenario: str | None = None, jobs: int | None = None, write: Callable[[str], Any] = sys.stdout.write
-) -> int:
-    """Run seeds as ``dynamoth sim`` does, and tell of what goes wrong.
+def run_and_report(
+    seeds: range, scenario: str | None = None, jobs: int | None = None, write: Callable[[str], Any] = sys.stdout.write
+) -> bool:
+    """Run seeds as ``dynamoth sim`` does, and describe every violation.
 
     Args:
-        seeds: ``A-B``, both included.
+        seeds: which.
         scenario: name of a scenario or of a profile of faults; None draws a profile for each seed.
         jobs: processes; None for one per core.
         write: where the text goes.
 
-    Returns:
-        The exit status: 0 when every guarantee held, 1 when one was broken, 2 when the arguments make no sense.
-
+    Returns whether every guarantee held.
     """
-    try:
-        listed = parse_seeds(seeds)
-    except ValueError as error:
-        write(f"{error}\n")
-        return 2
-    if scenario is not None and scenario not in SCENARIOS and scenario not in PROFILES:
-        known = ", ".join([*SCENARIOS, *PROFILES])
-        write(f"there is no scenario {scenario!r}; there are {known}\n")
-        return 2
     began = time.monotonic()
     broken: list[Outcome] = []
     totals: Counter[str] = Counter()
-    for outcome in run_seeds(listed, scenario, min(len(listed), jobs or os.cpu_count() or 1)):
+    for outcome in run_seeds(seeds, scenario, min(len(seeds), jobs or os.cpu_count() or 1)):
         totals += Counter(asdict(outcome.totals))
         if not outcome.clean:
             broken.append(outcome)
-            _tell(outcome, scenario, write)
+            _describe(outcome, scenario, write)
     sums = ", ".join(f"{name} {totals[name]}" for name in ("published", "delivered", "gaps", "needless_gaps"))
     duration = time.monotonic() - began
-    write(f"{len(listed)} seeds, {len(broken)} broken, in {duration:.1f} s; {sums}\n")
+    write(f"{len(seeds)} seeds, {len(broken)} broken, in {duration:.1f} s; {sums}\n")
     if broken:
         write(f"broken seeds: {', '.join(str(outcome.seed) for outcome in broken)}\n")
-    return 1 if broken else 0
+    return not broken
 
 
-def _tell(outcome: Outcome, scenario: str | None, write: Callable[[str], Any]) -> None:
+def _describe(outcome: Outcome, scenario: str | None, write: Callable[[str], Any]) -> None:
     write(f"{outcome}\n")
     for violation in outcome.violations[1:]:
         write(f"{violation.guarantee} at {violation.at:.6f}: {violation.text}\n")

@@ -418,7 +418,7 @@ def test_rates_are_over_the_last_seconds() -> None:
     for second in range(10):
         state.take_event(state.workers[0], {"event": "stats", **stats(published=second * 100, delivered=second * 500)})
         state.sample(float(second))
-    assert state.rates() == (100.0, 500.0)
+    assert (state.rate("published"), state.rate("delivered")) == (100.0, 500.0)
 
 
 def test_the_rate_of_the_festival_is_that_of_its_performers() -> None:
@@ -429,8 +429,8 @@ def test_the_rate_of_the_festival_is_that_of_its_performers() -> None:
         state.take_event(state.workers[0], {"event": "stats", **stats(published=second * 100)})
         state.take_event(performers, {"event": "stats", **stats(published=second * 300)})
         state.sample(float(second))
-    assert state.performed_per_s() == 300.0
-    assert state.rates() == (400.0, 0.0)
+    assert state.rate("performed") == 300.0
+    assert (state.rate("published"), state.rate("delivered")) == (400.0, 0.0)
 
 
 def shown(state: DemoState, *, terminal: bool) -> str:

@@ -1,4 +1,4 @@
-"""Runs: the same seed is the same world in every process, and what goes wrong is told."""
+"""Runs: the same seed is the same world in every process, and a violation comes with its story."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dynamoth_sim.mutations.published_protocol import (
     no_markers,
     no_verification,
 )
-from dynamoth_sim.run import main, parse_seeds, run_seed, run_seeds
+from dynamoth_sim.run import parse_seeds, run_and_report, run_seed, run_seeds
 
 SEED = 11
 
@@ -87,7 +87,7 @@ def test_random_worlds_find_patterns_that_lose_messages_in_silence_with_a_server
 def test_the_story_tells_what_happened_to_the_message() -> None:
     written: list[str] = []
     with no_verification():
-        assert main("1-1", "10-empty-too-early", jobs=1, write=written.append) == 1
+        assert not run_and_report(range(1, 2), "10-empty-too-early", jobs=1, write=written.append)
     text = "".join(written)
     assert "seed 1 (10-empty-too-early)" in text
     assert "S.s0 never gets P:" in text
@@ -105,26 +105,6 @@ def test_a_machine_that_raises_is_a_violation_with_its_traceback() -> None:
         outcome = run_seed(SEED, "storm")
     (violation,) = outcome.violations
     assert violation.guarantee == "machine" and "RuntimeError" in violation.text and "mutant" in violation.text
-
-
-def test_clean_runs_exit_with_zero() -> None:
-    written: list[str] = []
-    assert main("3-4", "calm", jobs=1, write=written.append) == 0
-    assert "2 seeds, 0 broken" in "".join(written)
-
-
-@pytest.mark.parametrize(
-    ("seeds", "scenario", "says"),
-    [
-        ("x", None, "A-B"),
-        ("5-4", None, "no seed"),
-        ("1", "no-such", "01-moved-twice"),
-    ],
-)
-def test_arguments_that_make_no_sense_exit_with_two(seeds: str, scenario: str | None, says: str) -> None:
-    written: list[str] = []
-    assert main(seeds, scenario, jobs=1, write=written.append) == 2
-    assert says in "".join(written)
 
 
 def test_seeds_are_read() -> None:

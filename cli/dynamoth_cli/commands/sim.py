@@ -7,8 +7,7 @@ import sys
 
 from dynamoth_cli.numbers import whole_number
 from dynamoth_sim.faults.profiles import PROFILES
-from dynamoth_sim.run import main as run_simulator
-from dynamoth_sim.run import parse_seeds
+from dynamoth_sim.run import parse_seeds, run_and_report
 from dynamoth_sim.scenarios.registry import SCENARIOS
 
 JOBS_MAX = 1024
@@ -29,15 +28,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the seeds."""
-    return run_simulator(arguments.seeds, arguments.scenario, arguments.jobs, sys.stdout.write)
+    return 0 if run_and_report(arguments.seeds, arguments.scenario, arguments.jobs, sys.stdout.write) else 1
 
 
-def _seeds(text: str) -> str:
+def _seeds(text: str) -> range:
     try:
-        parse_seeds(text)
+        return parse_seeds(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    return text
 
 
 def _jobs(text: str) -> int:
