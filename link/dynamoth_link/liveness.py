@@ -86,7 +86,8 @@ class Liveness:
             self._pinged_at = self._progress_at = now
             self._ahead_bytes, self._taken_bytes = sent_bytes, taken_bytes
             self._grace_given = False
-            return Verdict.PING, self._step_s(self._timeout_s)
+            # After the interval at the latest: when the answer has come, the next PING may be due then.
+            return Verdict.PING, min(self._interval_s, self._step_s(self._timeout_s))
         if self._taken_bytes < min(taken_bytes, self._ahead_bytes):
             self._progress_at = now
             self._grace_given = False

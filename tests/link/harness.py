@@ -26,6 +26,32 @@ HASTY = LinkOptions(
 )
 
 
+class Lag:
+    """How long the event loop has stood still, in all: a busy machine must not fail a test that measures times."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+
+    async def watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + 0.01
+            await asyncio.sleep(0.01)
+            self.total_s += loop.time() - due
+
+
+@asynccontextmanager
+async def measured_lag() -> AsyncGenerator[Lag, None]:
+    """Measure the lag of the event loop meanwhile."""
+    lag = Lag()
+    watching = asyncio.create_task(lag.watch())
+    try:
+        yield lag
+    finally:
+        watching.cancel()
+        await asyncio.wait({watching})
+
+
 class Runner(Protocol):
     def __call__(self, main: Callable[[], Coroutine[Any, Any, None]], *, bugs: int = 0) -> list[str]: ...
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from dynamoth_link.errors import (
 )
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import ServerAddress
-from tests.link.harness import HASTY, Answer, Recorder, Runner, fake_server, opened, polite, up
+from tests.link.harness import HASTY, PATIENCE_S, Answer, Recorder, Runner, fake_server, opened, polite, up
 
 
 def answering(name: bytes, reply: bytes) -> Answer:
@@ -100,35 +102,31 @@ def test_a_server_that_is_half_open(run_async: Runner) -> None:
     run_async(main)
 
 
-async def test_pings_keep_a_silent_link_up() -> None:
-    pings = 0
+async def test_pings_keep_a_silent_link_up_unless_they_are_off() -> None:
+    pings: Counter[str] = Counter()
     enough = asyncio.Event()
 
-    def answer(command: list[bytes]) -> bytes:
-        nonlocal pings
-        pings += command[0] == b"PING"
-        if pings == 5:
-            enough.set()
-        return polite(command)
+    def counting(name: str) -> Answer:
+        def answer(command: list[bytes]) -> bytes:
+            pings[name] += command[0] == b"PING"
+            if pings["on"] == 5:
+                enough.set()
+            return polite(command)
 
-    async with fake_server(answer) as url, up(url) as (_, calls):
-        async with asyncio.timeout(10):
+        return answer
+
+    off = LinkOptions(ping_interval_s=0, ping_timeout_s=0.01)
+    on = replace(HASTY, ping_timeout_s=5.0)
+    async with (
+        fake_server(counting("on")) as pinged,
+        fake_server(counting("off")) as other,
+        up(other, off) as (_, other_calls),
+        up(pinged, on) as (_, calls),
+    ):
+        async with asyncio.timeout(PATIENCE_S):
             await enough.wait()
-        assert calls.of("down") == []
-
-
-async def test_no_pings_when_they_are_off() -> None:
-    pings = 0
-
-    def answer(command: list[bytes]) -> bytes:
-        nonlocal pings
-        pings += command[0] == b"PING"
-        return polite(command)
-
-    options = LinkOptions(ping_interval_s=0, ping_timeout_s=0.01)
-    async with fake_server(answer) as url, up(url, options), up(url, HASTY):
-        await asyncio.sleep(0.2)  # that nothing happens in it
-    assert 1 + 1 < pings < 10  # those of the two handshakes, and those of the hasty link
+        assert pings["off"] == 1, "that of the handshake"
+        assert calls.of("down") == other_calls.of("down") == []
 
 
 @pytest.mark.parametrize(
