@@ -33,6 +33,11 @@ from dynamoth_cli.commands.status import (
 BASE = Plan.initial(Server(id_, f"redis://{id_}") for id_ in ("s1", "s2", "s3"))
 
 
+def moved(entries: dict[bytes, Entry]) -> Plan:
+    """Return version 9 of a plan, with these entries."""
+    return Plan(9, BASE.servers, BASE.base, MappingProxyType(entries))
+
+
 def parsed(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     plan.configure(parser)
@@ -55,31 +60,36 @@ def parsed(*arguments: str) -> argparse.Namespace:
         (("unreplicate", "c", "--to", "s2"), {"channel": b"c", "to": "s2"}),
     ],
 )
-def test_what_is_given_is_what_the_balancer_is_asked(arguments: tuple[str, ...], wanted: dict[str, Any]) -> None:
+def test_the_balancer_gets_the_arguments(arguments: tuple[str, ...], wanted: dict[str, Any]) -> None:
     assert change_arguments(parsed(*arguments, "--timeout", "45")) == {"timeout_s": 45.0, **wanted}
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "problem"),
     [
-        ("replicate", "c", "--mode", "all-publishers"),
-        ("replicate", "c", "--servers", "s1,s2"),
-        ("replicate", "c", "--mode", "single", "--count", "2"),
-        ("replicate", "c", "--mode", "all-publishers", "--servers", "s1,s2", "--count", "2"),
-        ("replicate", "c", "--mode", "all-publishers", "--count", "many"),
-        ("unreplicate",),
-        ("move", "", "--to", "s1"),
-        ("show", ""),
-        ("move", "c", "--to", "s1", "--timeout", "1e9"),
+        (("replicate", "c", "--mode", "all-publishers"), "one of the arguments --servers --count is required"),
+        (("replicate", "c", "--servers", "s1,s2"), "required: --mode"),
+        (("replicate", "c", "--mode", "single", "--count", "2"), "invalid choice: 'single'"),
+        (("replicate", "c", "--mode", "all-publishers", "--servers", "s1,s2", "--count", "2"), "not allowed with"),
+        (("replicate", "c", "--mode", "all-publishers", "--count", "many"), "invalid int value: 'many'"),
+        (("unreplicate",), "required: CHANNEL"),
+        (("move", "", "--to", "s1"), "the name of a channel expected, not nothing"),
+        (("show", ""), "the name of a channel expected, not nothing"),
+        (("move", "c", "--to", "s1", "--timeout", "1e9"), "more than 0 s expected, at most"),
+        (("move", "c", "--to", "s1", "--timeout", "soon"), "--timeout: a number expected, not 'soon'"),
+        (("compatibility",), "required: {list,add,lift,remove}"),
     ],
 )
-def test_wrong_arguments_exit_with_2(arguments: tuple[str, ...]) -> None:
+def test_wrong_arguments_exit_with_2_and_are_named(
+    arguments: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         parsed(*arguments)
     assert caught.value.code == 2
+    assert problem in capsys.readouterr().err
 
 
-def test_the_result_tells_where_the_channel_is_and_the_note() -> None:
+def test_the_result_names_the_servers_and_the_note() -> None:
     result = {"mode": "single", "servers": ["s1"], "version": 7, "note": ""}
     assert describe_result("c", result) == "c is at s1, settled (plan version 7)\n"
     result = {"mode": "all-publishers", "servers": ["s1", "s2"], "version": 7, "note": "2 servers instead of 3"}
@@ -91,12 +101,13 @@ def test_the_result_tells_where_the_channel_is_and_the_note() -> None:
 def test_the_plan_shows_mode_and_all_servers_also_of_what_is_in_transition() -> None:
     subscribers = Route(5, Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2", "s3")))
     publishers = Route(9, Assignment(Mode.ALL_PUBLISHERS, ("s3", "s1")))
-    entries = {
-        b"hot": Entry(subscribers, Phase.SETTLED),
-        b"moved": Entry(Route(2, single("s2")), Phase.SETTLED),
-        b"turning": Entry(publishers, Phase.ACTIVE, (Route(2, single("s2")), subscribers)),
-    }
-    shown = Plan(9, BASE.servers, BASE.base, MappingProxyType(entries))
+    shown = moved(
+        {
+            b"hot": Entry(subscribers, Phase.SETTLED),
+            b"moved": Entry(Route(2, single("s2")), Phase.SETTLED),
+            b"turning": Entry(publishers, Phase.ACTIVE, (Route(2, single("s2")), subscribers)),
+        }
+    )
     text = plan_as_text(shown)
     assert "3 channels were moved or replicated, 2 of them are replicated now" in text
     assert "  hot      s1,s2,s3  all-subscribers  settled  since version 5\n" in text
@@ -112,8 +123,7 @@ def test_the_plan_shows_mode_and_all_servers_also_of_what_is_in_transition() -> 
 
 def test_one_channel_shows_where_it_is_and_under_which_names() -> None:
     publishers = Route(9, Assignment(Mode.ALL_PUBLISHERS, ("s3", "s1")))
-    entries = {b"turning": Entry(publishers, Phase.ACTIVE, (Route(2, single("s2")),))}
-    shown = Plan(9, BASE.servers, BASE.base, MappingProxyType(entries))
+    shown = moved({b"turning": Entry(publishers, Phase.ACTIVE, (Route(2, single("s2")),))})
     [home] = shown.home_route(b"turning").assignment.servers
     assert channel_as_text(shown, b"turning") == (
         f"turning  s3,s1  all-publishers  active  from s2 single  since version 9  not at its home {home}\n"
@@ -121,11 +131,11 @@ def test_one_channel_shows_where_it_is_and_under_which_names() -> None:
         "  at s1 as __dynamoth__:r:00000009:turning\n"
         "  at s2 as turning\n"
     )
-    told = channel_as_json(shown, b"turning")
-    assert (told["version"], told["home"], told["moved"], told["phase"]) == (9, home, True, "ACTIVE")
-    assert (told["mode"], told["servers"], told["epoch"]) == ("ALL_PUBLISHERS", ["s3", "s1"], 9)
-    assert told["previous"] == [{"mode": "SINGLE", "servers": ["s2"], "epoch": 2}]
-    assert told["locations"][0] == {"server": "s3", "name": "__dynamoth__:r:00000009:turning"}
+    shown_as = channel_as_json(shown, b"turning")
+    assert (shown_as["version"], shown_as["home"], shown_as["moved"], shown_as["phase"]) == (9, home, True, "ACTIVE")
+    assert (shown_as["mode"], shown_as["servers"], shown_as["epoch"]) == ("ALL_PUBLISHERS", ["s3", "s1"], 9)
+    assert shown_as["previous"] == [{"mode": "SINGLE", "servers": ["s2"], "epoch": 2}]
+    assert shown_as["locations"][0] == {"server": "s3", "name": "__dynamoth__:r:00000009:turning"}
     [at] = shown.home_route(b"other").assignment.servers
     assert (
         channel_as_text(shown, b"other")
@@ -240,25 +250,6 @@ def test_the_status_is_printed_without_cutting_at_80_columns(capsys: pytest.Capt
 
 
 def test_a_long_channel_name_does_not_widen_the_table() -> None:
-    entries = {
-        b"a" * 70: Entry(Route(5, single("s1")), Phase.SETTLED),
-        b"b": Entry(Route(6, single("s2")), Phase.SETTLED),
-    }
-    text = plan_as_text(Plan(9, BASE.servers, BASE.base, MappingProxyType(entries)))
+    text = plan_as_text(moved({b"a" * 70: Entry(Route(5, single("s1")), Phase.SETTLED)}))
     assert max(map(len, text.splitlines())) <= 80
     assert "  " + "a" * 70 + "\n" + " " * 26 + "  s1  single  settled  since version 5\n" in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (("move", "c", "--to", "s1", "--timeout", "soon"), "--timeout: a number expected, not 'soon'"),
-        (("compatibility",), "required: {list,add,lift,remove}"),
-    ],
-)
-def test_errors_name_what_people_wrote(
-    arguments: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        parsed(*arguments)
-    assert problem in capsys.readouterr().err

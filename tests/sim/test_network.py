@@ -128,57 +128,63 @@ def test_a_cut_pipe_loses_everything_from_one_point_on(seed: int, lose_all: bool
         assert len(sink.items) == arrived
 
 
-def network(seed: int = 1) -> tuple[World, Network, RedisServer]:
-    world = World(seed)
-    it = Network(world, lambda process, server: CALM)
-    server = RedisServer(world, "s1", "redis://s1")
-    it.add_server(server.url, server)
-    return world, it, server
+class Place:
+    """A network with one server, and a process that connects to it."""
+
+    def __init__(self) -> None:
+        self.world = World(1)
+        self.network = Network(self.world, lambda process, server: CALM)
+        self.server = RedisServer(self.world, "s1", "redis://s1")
+        self.network.add_server(self.server.url, self.server)
+        self.got: list[Any] = []
+        self.failures: list[str] = []
+
+    def connect(self) -> None:
+        """Let ``p`` open a connection; what it gets goes to ``got``."""
+        self.network.open("p", self.server.url, lambda _, packet: self.got.extend(packet.items), self.failures.append)
 
 
-def test_connecting_takes_time_and_may_fail() -> None:
-    world, it, server = network()
-    got: list[Any] = []
-    failures: list[str] = []
-    it.open("p", server.url, lambda connection, packet: got.extend(packet.items), failures.append)
-    assert got == []
-    world.run_until(0.1)
-    assert len(got) == 1 and len(it.connections("p", "s1")) == 1
-    server.stop()
-    it.open("p", server.url, lambda connection, packet: None, failures.append)
-    world.run_until(0.2)
-    assert failures == ["connection refused"]
-    assert it.connections("p", "s1") == []
+@pytest.fixture
+def place() -> Place:
+    return Place()
 
 
-def test_a_server_that_is_parted_can_neither_be_reached_nor_heard() -> None:
-    world, it, server = network()
-    got: list[Any] = []
-    failures: list[str] = []
-    it.open("p", server.url, lambda connection, packet: got.extend(packet.items), failures.append)
-    world.run_until(0.1)
-    (connection,) = it.connections("p")
-    heal = it.part(["p"], ["s1"])
+def test_connecting_takes_time_and_may_fail(place: Place) -> None:
+    place.connect()
+    assert place.got == []
+    place.world.run_until(0.1)
+    assert len(place.got) == 1 and len(place.network.connections("p", "s1")) == 1
+    place.server.stop()
+    place.connect()
+    place.world.run_until(0.2)
+    assert place.failures == ["connection refused"]
+    assert place.network.connections("p", "s1") == []
+
+
+def test_a_server_that_is_parted_can_neither_be_reached_nor_heard(place: Place) -> None:
+    place.connect()
+    place.world.run_until(0.1)
+    (connection,) = place.network.connections("p")
+    heal = place.network.part(["p"], ["s1"])
     connection.to_server.send(((b"PING",), "tag"), 10)
-    it.open("p", server.url, lambda connection, packet: None, failures.append)
-    world.run_until(0.1 + 0.9 * SILENCE_S_MAX)
-    assert (len(got), failures) == (1, [])
+    place.connect()
+    place.world.run_until(0.1 + 0.9 * SILENCE_S_MAX)
+    assert (len(place.got), place.failures) == (1, [])
     heal()
-    world.run_until(3.0)
-    assert (len(got), failures) == (2, ["timed out"])
+    place.world.run_until(3.0)
+    assert (len(place.got), place.failures) == (2, ["timed out"])
 
 
-def test_a_connection_that_is_held_for_long_is_given_up_and_the_server_learns_of_it_later() -> None:
+def test_a_connection_that_is_held_for_long_is_given_up_and_the_server_learns_of_it_later(place: Place) -> None:
     """What was sent before takes effect when the server goes on; what it answered is lost."""
-    world, it, server = network()
-    got: list[Any] = []
-    it.open("p", server.url, lambda connection, packet: got.extend(packet.items), got.append)
+    world, got = place.world, place.got
+    place.connect()
     world.run_until(0.1)
-    (connection,) = it.connections("p")
+    (connection,) = place.network.connections("p")
     connection.to_server.send(((b"SUBSCRIBE", b"c"), "tag"), 10)
     world.run_until(0.2)
-    server.inject(b"c", b"lost")
-    go_on = it.freeze("s1")
+    place.server.inject(b"c", b"lost")
+    go_on = place.network.freeze("s1")
     world.run_until(0.2 + 0.9 * SILENCE_S_MAX)
     assert End not in map(type, got)
     world.run_until(0.2 + 1.1 * SILENCE_S_MAX)
@@ -186,23 +192,21 @@ def test_a_connection_that_is_held_for_long_is_given_up_and_the_server_learns_of
     seen = len(got)
     connection.to_server.send(((b"PUBLISH", b"c", b"late"), "tag"), 10)
     connection.to_server.end("closed by the client")
-    assert server.subscribers(b"c"), "it has not heard of that"
+    assert place.server.subscribers(b"c"), "it has not heard of that"
     go_on()
     world.run_until(3.0)
-    assert not server.subscribers(b"c")
+    assert not place.server.subscribers(b"c")
     assert len(got) == seen
 
 
-def test_a_connection_that_is_made_while_parted_works_when_that_is_over() -> None:
-    world, it, server = network()
-    got: list[Any] = []
-    it.open("p", server.url, lambda connection, packet: got.extend(packet.items), got.append)
-    first, second = it.part(["p"], ["s1"]), it.part(["p", "q"], ["s1"])
-    world.run_until(0.9 * SILENCE_S_MAX)
-    assert got == [] and len(it.connections("p")) == 1
+def test_a_connection_that_is_made_while_parted_works_when_that_is_over(place: Place) -> None:
+    place.connect()
+    first, second = place.network.part(["p"], ["s1"]), place.network.part(["p", "q"], ["s1"])
+    place.world.run_until(0.9 * SILENCE_S_MAX)
+    assert place.got == [] and len(place.network.connections("p")) == 1
     first()
-    assert got == []
-    it.break_connection(it.connections("p")[0], lose_all=True)
-    world.run_until(2.0)
+    assert place.got == []
+    place.network.break_connection(place.network.connections("p")[0], lose_all=True)
+    place.world.run_until(2.0)
     second()
-    assert [type(item) for item in got] == [End]
+    assert [type(item) for item in place.got] == [End]
