@@ -18,18 +18,6 @@ def sent(sends: list[Send]) -> list[object]:
     return [send.args[0] for send in sends]
 
 
-def test_sends_at_once_while_the_link_is_up() -> None:
-    outbox = Outbox("to:s2", 3)
-    assert outbox.link_up() == []
-    assert outbox.put((b"1",)) == [Send("to:s2", (b"1",), outbox)]
-
-
-def test_waits_for_the_link() -> None:
-    outbox = Outbox("to:s2", 3)
-    assert outbox.put((b"1",)) == outbox.put((b"2",)) == []
-    assert sent(outbox.link_up()) == [b"1", b"2"]
-
-
 def test_sends_again_in_order_what_was_not_answered() -> None:
     outbox = Outbox("to:s2", 5)
     outbox.link_up()

@@ -8,17 +8,15 @@ from typing import Any
 import pytest
 
 from dynamoth.machine.events import Connect, ErrorReply, Pushed, Send
-from dynamoth.names import AGENT_CHANNEL, inbox, relay_channel, replica_channel
-from dynamoth.plan.plan import Assignment, Mode, Plan, Route, single
+from dynamoth.names import AGENT_CHANNEL, inbox
+from dynamoth.plan.plan import Plan, Route, single
 from dynamoth.protocol.control import LossNotice, PlanChange, RouteNotice, pack_control, unpack_control
 from dynamoth.protocol.envelope import (
     CONTROL,
-    FIRST,
     FORWARDED,
     HEARTBEAT,
     RAW,
     ROUTE_CHANGED,
-    Envelope,
     forwarded,
     open_envelope,
 )
@@ -97,29 +95,6 @@ def test_a_copy_goes_on_only_from_a_dispatcher_that_knows_more(plan: Plan, epoch
     assert targets(agent("s1", plan), forwarded(message(1), epoch)) == expected
 
 
-def test_a_copy_of_an_older_plan_goes_on_from_where_the_channel_was() -> None:
-    """D1 knows of the first move only; D2 knows of the second."""
-    first = agent("s1", SETTLED)
-    [copy] = copies([*first.observe(message(1)), *first.connect("s2")], "s2")
-    assert open_envelope(copy).epoch == 1
-    assert targets(agent("s2", FAR_SETTLED), copy) == ["s3"]
-    assert targets(agent("s2", SETTLED), copy) == []
-
-
-def test_a_copy_is_marked_and_carries_the_newest_epoch() -> None:
-    dispatcher = agent("s1", ACTIVE)
-    [copy] = copies([*dispatcher.observe(message(5, b"x", flags=FIRST)), *dispatcher.connect("s2")], "s2")
-    envelope = open_envelope(copy)
-    assert envelope == Envelope(FIRST | FORWARDED | envelope.flags & ROUTE_CHANGED, 7, 5, 1, b"x")
-
-
-def test_copies_keep_the_order_of_observation() -> None:
-    dispatcher = agent("s1", ACTIVE)
-    dispatcher.observe(message(1), message(2))
-    actions = [*dispatcher.connect("s2"), *dispatcher.observe(message(3))]
-    assert [open_envelope(copy).sequence for copy in copies(actions, "s2")] == [1, 2, 3]
-
-
 def test_what_was_not_answered_is_forwarded_again() -> None:
     """Case 16: the link dies after PUBLISH went out."""
     dispatcher = agent("s1", ACTIVE)
@@ -131,23 +106,6 @@ def test_what_was_not_answered_is_forwarded_again() -> None:
     again = copies(dispatcher.connect("s2"), "s2")
     assert again[0] == copies(lost, "s2")[0]
     assert [open_envelope(copy).sequence for copy in again] == [2, 3]
-
-
-def test_a_replicated_channel_is_reached_under_its_physical_name() -> None:
-    replicated = PLAN_0.begin({C: Assignment(Mode.ALL_PUBLISHERS, ("s2", "s3"))}).activate([C])
-    physical = replica_channel(C, 1)
-    dispatcher = agent("s1", replicated)
-    actions = [*dispatcher.observe(message(1)), *dispatcher.connect("s2"), *dispatcher.connect("s3")]
-    assert len(copies(actions, "s2", physical)) == len(copies(actions, "s3", physical)) == 1
-    at_replica = agent("s2", replicated)
-    actions = [*at_replica.observe(message(1), physical=physical), *at_replica.connect("s1"), *at_replica.connect("s3")]
-    assert len(copies(actions, "s1", relay_channel(C))) == len(copies(actions, "s3", physical)) == 1
-
-
-def test_a_replica_on_the_same_server_is_reached_without_a_link() -> None:
-    replicated = PLAN_0.begin({C: Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2"))}).activate([C])
-    [copy] = published(agent("s1", replicated).observe(message(1)), replica_channel(C, 1), LOCAL)
-    assert open_envelope(copy).flags & FORWARDED
 
 
 @pytest.mark.parametrize("physical", [AGENT_CHANNEL, inbox(7), b"__keyspace@0__:x"])
@@ -162,15 +120,6 @@ def test_a_channel_at_rest_becomes_restless_with_the_plan() -> None:
     assert dispatcher.observe(message(1)) == []
     dispatcher.change(PLAN_0, PREPARED)
     assert copies([*dispatcher.observe(message(2)), *dispatcher.connect("s2")], "s2")
-
-
-def test_a_replica_at_rest_becomes_restless_with_the_plan() -> None:
-    replicated = PLAN_0.begin({C: Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s3"))}).activate([C]).settle([C])
-    physical = replica_channel(C, 1)
-    dispatcher = agent("s1", replicated)
-    assert dispatcher.observe(message(1), physical=physical) == []
-    dispatcher.change(replicated, replicated.begin({C: single("s2")}))
-    assert copies([*dispatcher.observe(message(2), physical=physical), *dispatcher.connect("s2")], "s2")
 
 
 def test_copies_say_that_the_route_changed_for_a_while() -> None:
@@ -211,10 +160,6 @@ def test_raw_messages_at_a_wrong_server_are_numbered_and_wrapped() -> None:
     assert first.flags & (RAW | FORWARDED) == RAW | FORWARDED
     assert first.epoch == 1
     assert only(Send, [action for action in actions if published([action], inbox(first.publisher))]) == []
-
-
-def test_raw_messages_at_the_right_server_are_left_alone() -> None:
-    assert agent("s2", SETTLED).observe(b"one") == []
 
 
 def test_dispatchers_number_raw_messages_as_publishers_of_their_own() -> None:

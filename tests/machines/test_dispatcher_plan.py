@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamoth.machine.events import Connect, ErrorReply, Pushed, Replied, Send
+from dynamoth.machine.events import ErrorReply, Pushed, Replied, Send
 from dynamoth.names import (
     AGENT_CHANNEL,
     ANNOUNCE_CHANNEL,
@@ -455,13 +455,6 @@ def test_every_channel_has_its_turn_however_many_there_are() -> None:
     agent = Agent(options=DispatcherOptions(TransitionOptions(per_tick_max=1))).holding(plan)
     questions = tagged(agent.pass_time(5), "numsub")
     assert {name for send in questions for name in send.args[2:]} == set(names)
-
-
-def test_opens_links_for_a_transition_that_was_read_whole() -> None:
-    """The restarted agent of an old server: the first message would otherwise wait for the connection."""
-    agent = Agent()
-    agent.up(LOCAL)
-    assert Connect(forward_link("s2"), "redis://s2:6379") in agent.read(PREPARED)
 
 
 def test_acknowledges_nothing_before_the_server_has_confirmed_that_it_observes() -> None:

@@ -130,12 +130,6 @@ def test_siblings_lack_what_somebody_else_sent(data: bytes) -> None:
         assert destinations(GROWN[1], place, data) == everywhere - {place}
 
 
-def test_siblings_lack_what_a_publisher_sent_by_an_older_route() -> None:
-    """It did not know that there are siblings, or who they are."""
-    assert destinations(GROWN[1], at("s1", 1), message(1, epoch=0)) >= {at("s2", 1)}
-    assert destinations(GROWN[1], at("s2", 4), message(1, epoch=1)) >= {at("s1", 4), at("s3", 4)}
-
-
 @pytest.mark.parametrize("phase", [0, 1])
 def test_a_copy_of_today_goes_nowhere(phase: int) -> None:
     for place in (at("s1", 1), at("s2", 1), at("s1", 4), at("s2", 4), at("s3", 4)):
@@ -147,24 +141,6 @@ def test_at_rest_nothing_is_forwarded(mode: Mode) -> None:
     plan = phases(PLAN_0, replicas(mode, "s1", "s2"))[2]
     for data in (message(1, epoch=1), forwarded(message(1), 0), b"raw"):
         assert destinations(plan, at("s1", 1), data) == set()
-
-
-def test_one_replica_has_it_for_all_subscribers() -> None:
-    """Whichever it is: a publisher whose own one is away sends to another."""
-    plan = phases(phases(PLAN_0, replicas(ALL_SUBSCRIBERS, "s1", "s2"))[2], single("s3"))[1]
-    for server in ("s1", "s2"):
-        assert destinations(plan, at(server, 1), message(1, epoch=1)) == {plain("s3")}
-
-
-@pytest.mark.parametrize("publisher", range(6))
-def test_for_all_subscribers_a_copy_goes_where_its_publisher_will_send(publisher: int) -> None:
-    """What comes next comes the same way, and does not overtake it."""
-    plan = phases(PLAN_0, replicas(ALL_SUBSCRIBERS, "s1", "s2", "s3"))[1]
-    route = plan.entry(C).route
-    assert destinations(plan, plain("s1"), message(1, publisher=publisher)) == {*route.published_at(publisher, C)}
-    assert destinations(plan.settle([C]), plain("s2"), message(1, publisher=publisher)) == {
-        *route.published_at(publisher, C)
-    }
 
 
 def test_copies_say_whose_and_how_new_they_are() -> None:
@@ -199,24 +175,6 @@ def test_at_no_location_of_its_servers_a_message_goes_where_clients_are_told_to_
         assert all(envelope.flags & FORWARDED for _, envelope in out)
 
 
-def test_where_clients_are_told_to_be_such_a_copy_goes_on_to_all_the_others() -> None:
-    prepared, active, _ = BETWEEN
-    [(target, envelope)] = arrive(prepared, plain("s1"), message(1))
-    assert target in {at("s1", 1), at("s2", 1)}
-    copy = forwarded(message(1), envelope.epoch)
-    assert destinations(prepared, target, copy) == {at("s1", 4), at("s3", 4)}
-    for target, envelope in arrive(active, plain("s2"), message(1)):
-        others = destinations(active, target, forwarded(message(1), envelope.epoch))
-        assert len(others) == 2
-        assert {at("s1", 4), at("s3", 4)} - {target} <= others
-
-
-def test_once_it_is_settled_a_message_at_an_old_location_goes_to_the_new_ones_only() -> None:
-    settled = BETWEEN[2]
-    for place in (plain("s1"), plain("s2"), at("s1", 1), at("s2", 1), at("s3", 7)):
-        assert destinations(settled, place, message(1, epoch=1)) == {at("s1", 4), at("s3", 4)}
-
-
 # Raw messages.
 
 
@@ -234,16 +192,6 @@ def test_raw_messages_under_the_plain_name_are_numbered_for_the_replicas(mode: M
         assert all(envelope.flags & (RAW | FORWARDED) == RAW | FORWARDED for _, envelope in some)
 
 
-def test_every_raw_message_of_a_server_takes_the_same_replica() -> None:
-    plan = phases(PLAN_0, replicas(ALL_SUBSCRIBERS, "s1", "s2", "s3"))[2]
-    assert len({target for target, _ in arrive(plan, plain("s2"), *(b"%d" % number for number in range(9)))}) == 1
-
-
-def test_raw_messages_at_an_old_location_reach_the_replicas() -> None:
-    plan = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s1", "s2"))[1]
-    assert destinations(plan, plain("s1"), b"raw") == {at("s1", 1), at("s2", 1)}
-
-
 # Two locations at one server.
 
 
@@ -256,14 +204,6 @@ def test_between_names_at_one_server_the_order_of_observation_is_kept() -> None:
     copies = [open_envelope(data) for data in published(actions, replica_channel(C, 1), LOCAL)]
     assert [copy.sequence for copy in copies] == [1, 2, 3, 4, 5]
     assert only(Connect, actions) == []
-
-
-def test_a_copy_at_the_same_server_is_not_forwarded_again() -> None:
-    plan = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s1", "s2"))[1]
-    agent = Agent().holding(plan, "s2")
-    copies = published(agent.observe(message(1)), replica_channel(C, 1), LOCAL)
-    assert len(copies) == 1
-    assert sent("s1", agent.observe(*copies, physical=replica_channel(C, 1))) == []
 
 
 def test_a_name_at_rest_becomes_restless_when_only_the_epoch_changes() -> None:
@@ -297,17 +237,6 @@ def test_subscribers_at_its_only_location_have_missed_nothing_by_its_blindness()
     assert {place for place, _ in controls("s2", actions)} == {plain("s1"), at("s3", 1)}
 
 
-def test_what_a_full_outbox_has_cost_is_told_at_each_location() -> None:
-    plan = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
-    agent = Agent(options=DispatcherOptions(forwarder=ForwarderOptions(forwards_max=2)))
-    agent.up(LOCAL)
-    agent.read(plan)
-    agent.answer(agent.connect_all())
-    forwards = agent.observe(*map(message, range(1, 6)))
-    told = controls("s1", agent.answer(forwards))
-    assert sorted(told, key=repr) == [(at("s2", 1), LossNotice(C, 3)), (at("s3", 1), LossNotice(C, 3))]
-
-
 # Relaying: what is published at all of several new locations.
 
 
@@ -337,14 +266,6 @@ def test_what_several_relay_is_published_once_and_markers_each_time() -> None:
     assert relayed(agent, first, second, marker, second, first, marker) == [first, second, marker, marker]
     assert relayed(agent, forwarded(message(1, publisher=8), 1)) == [forwarded(message(1, publisher=8), 1)]
     assert relayed(agent, b"raw") == []
-
-
-def test_what_is_relayed_at_the_same_server_is_published_once_too() -> None:
-    spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s1", "s2"))[1]
-    agent = Agent("s1").holding(spread, "s2")
-    copies = published(agent.observe(message(1, epoch=1), physical=replica_channel(C, 1)), C, LOCAL)
-    assert [open_envelope(copy).sequence for copy in copies] == [1]
-    assert relayed(agent, *copies) == []
 
 
 def test_when_its_dispatcher_is_away_the_copy_goes_to_the_location_itself() -> None:
@@ -485,14 +406,6 @@ def test_subscribers_are_told_that_what_was_relayed_may_be_lost() -> None:
 
 
 # Markers.
-
-
-@pytest.mark.parametrize("server", ["s1", "s3"])
-def test_the_markers_of_each_new_location_go_to_the_servers_of_all_old_ones(server: str) -> None:
-    agent = Agent(server).holding(BETWEEN[1])
-    links = {"s1": LOCAL if server == "s1" else "to:s1", "s2": "to:s2"}
-    told = marks([*agent.announce(replica_channel(C, 4)), *agent.connect_all(), *agent.send_later()])
-    assert told == [(links[old], Marker(C, server, 1)) for old in ("s1", "s2")]
 
 
 def test_an_old_location_sends_no_marker() -> None:

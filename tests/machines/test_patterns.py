@@ -116,13 +116,6 @@ def test_a_pattern_is_subscribed_to_at_every_server_and_the_header_is_read_behin
     assert matcher.answer(matcher.up("s3")) == [SubscriptionConfirmed(P)]
 
 
-def test_each_time_that_it_is_named_it_is_confirmed() -> None:
-    matcher = Matcher()
-    matcher.subscribe(P, P)
-    assert matcher.all_up() == [SubscriptionConfirmed(P)] * 2
-    assert matcher.subscribe() == [SubscriptionConfirmed(P)]
-
-
 def test_an_acknowledgement_alone_or_a_header_alone_does_not_confirm() -> None:
     matcher = Matcher()
     matcher.subscribe()

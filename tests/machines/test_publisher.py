@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import dynamoth.machine.outbox
-from dynamoth.machine.events import Connect, Disconnect, ErrorReply, LinkUp, Replied, RepliedAll, Send, Start, Tick
+from dynamoth.machine.events import Connect, Disconnect, ErrorReply, LinkUp, Replied, RepliedAll, Send, Start
 from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
 from dynamoth.plan.plan import Plan, Route, Server, single
 from dynamoth.protocol.control import Marker, ObservationGap, RouteNotice, pack_control
@@ -32,7 +32,6 @@ from tests.machines.helpers import (
     ACTIVE,
     PLAN_0,
     RUN,
-    SERVERS,
     SETTLED,
     URLS,
     C,
@@ -135,12 +134,6 @@ def test_tells_how_long_it_has_been_quiet() -> None:
         assert abs(open_envelope(data).quiet_ms - quiet_ms) <= 1
 
 
-def test_one_link_per_server() -> None:
-    publisher = Publisher()
-    actions = [*publisher.publish(C), *publisher.publish(channel_at("s1", 1)), *publisher.publish(channel_at("s2"))]
-    assert actions == [Connect("s1", URLS["s1"]), Connect("s2", URLS["s2"])]
-
-
 # Answers.
 
 
@@ -178,13 +171,6 @@ def test_an_outcome_comes_within_the_timeout_and_only_once() -> None:
     assert "socket_timeout" in failed.reason
     assert publisher.answer(sent) == []
     assert publisher.machine.deadline() is None
-
-
-def test_a_failure_names_the_reason_of_the_link() -> None:
-    publisher = Publisher(PublisherOptions(publish_timeout_s=1))
-    publisher.publish(token=1)
-    publisher.down("s1")
-    assert publisher.pass_time(1) == [PublishFailed(1, "server s1 did not answer for 1 s: reset by peer")]
 
 
 def test_messages_that_went_out_together_are_late_or_have_no_connection() -> None:
@@ -321,15 +307,6 @@ def test_a_message_that_the_wrong_server_refuses_is_published_at_the_right_one()
     assert publisher.answer(again, observers=1, receivers=2) == [Published("t", 2)]
 
 
-def test_while_there_is_no_agent_each_channel_is_checked_once() -> None:
-    """No channel is moved away from a server without an agent."""
-    publisher = Publisher().connected()
-    first = publisher.publish()
-    assert len(commands(first, b"HMGET")) == 1
-    publisher.answer(first, observers=0)
-    assert commands(publisher.publish(), b"HMGET") == []
-
-
 def test_when_the_agent_is_gone_each_channel_is_checked_again() -> None:
     publisher = Publisher().connected()
     publisher.answer(publisher.publish())
@@ -369,24 +346,6 @@ def test_sends_again_with_the_same_numbers_what_was_not_answered() -> None:
     assert publisher.answer(again) == [Published(2, 1), Published(3, 1), Published(4, 1)]
 
 
-def test_order_and_outcomes_survive_several_losses() -> None:
-    publisher = Publisher().connected()
-    publisher.publish(token=1)
-    for _ in range(3):
-        publisher.down("s1")
-        assert numbers(publisher.up("s1")) == [1, 1]  # the message and a heartbeat
-    publisher.down("s1")
-    assert publisher.answer(publisher.up("s1")) == [Published(1, 1)]
-
-
-def test_a_publisher_that_was_away_says_what_it_had_sent() -> None:
-    """The ObservationGap of the dispatcher may have been told while this client was not connected (G5)."""
-    publisher = Publisher().connected()
-    publisher.answer(publisher.publish())
-    publisher.down("s1")
-    assert Envelope(HEARTBEAT, ID, 1, 0, b"") in envelopes(publisher.up("s1"))
-
-
 # Routes.
 
 
@@ -423,15 +382,6 @@ def test_the_first_message_announces_no_change() -> None:
     assert envelopes(publisher.publish()) == [Envelope(FIRST, ID, 1, 1, b"x")]
 
 
-def test_stale_notices_are_ignored() -> None:
-    publisher = Publisher().connected("s1", "s2")
-    publisher.publish()
-    publisher.told(Route(5, single("s2")))
-    assert publisher.told(Route(4, single("s3"))) == []
-    assert publisher.told(Route(5, single("s3"))) == []
-    assert [envelope.epoch for envelope in envelopes(publisher.publish(), link="s2")] == [5]
-
-
 def test_notices_of_channels_that_are_not_published_to_are_ignored() -> None:
     publisher = Publisher().connected()
     assert publisher.told(TO_S2) == []
@@ -442,15 +392,6 @@ def test_notices_of_channels_that_are_not_published_to_are_ignored() -> None:
 
 GROWN = Plan(3, {**PLAN_0.servers, "s4": Server("s4", "redis://s4:6379")}, PLAN_0.base, virtual_nodes=8)
 TO_S4 = Route(3, single("s4"))
-
-
-def test_reads_the_header_before_it_goes_to_an_unknown_server() -> None:
-    publisher = Publisher().connected()
-    publisher.publish()
-    assert publisher.told(TO_S4) == [Send("s1", READ_HEADER, ("header",))]
-    assert envelopes(publisher.publish(), link="s1")[0].epoch == 0
-    assert publisher.tell(Replied("s1", ("header",), header_reply(GROWN))) == []
-    assert only(Connect, publisher.publish()) == [Connect("s4", "redis://s4:6379")]
 
 
 def test_channels_that_have_all_gone_to_an_unknown_server_are_learned_with_one_reading() -> None:
@@ -482,15 +423,6 @@ def test_asks_again_after_a_header_that_could_not_be_read() -> None:
         assert publisher.told(TO_S4) == [Send("s1", READ_HEADER, ("header",))], failure
 
 
-def test_a_server_that_leaves_the_plan_is_not_published_to() -> None:
-    publisher = Publisher().connected()
-    publisher.publish()
-    publisher.told(Route(1, single("s3")))
-    publisher.plan.update_header(Plan(9, {server.id: server for server in SERVERS[:2]}, ("s1", "s2"), virtual_nodes=8))
-    connects = only(Connect, publisher.publish())
-    assert all(connect.link in ("s1", "s2") for connect in connects)
-
-
 # A dispatcher that was blind.
 
 
@@ -518,14 +450,6 @@ def test_heartbeats_tell_of_channels_that_have_left_that_server() -> None:
     sent = publisher.push("s1", CLIENTS_CHANNEL, gap("s1"))
     assert published(sent, C) == [seal(ID, 2, 1, b"", HEARTBEAT)]
     assert published(publisher.push("s2", CLIENTS_CHANNEL, gap("s3")), C) == []
-
-
-def test_heartbeats_take_todays_route() -> None:
-    publisher = Publisher().connected("s1")
-    publisher.answer(publisher.publish())
-    publisher.told(TO_S2)
-    assert Connect("s2", URLS["s2"]) in publisher.push("s1", CLIENTS_CHANNEL, gap("s1"))
-    assert Envelope(HEARTBEAT, ID, 1, 1, b"") in envelopes(publisher.up("s2"), link="s2")
 
 
 # Plain payloads.
@@ -629,15 +553,6 @@ def test_a_message_that_has_failed_is_not_sent_again() -> None:
     assert [(envelope.payload, envelope.flags) for envelope in envelopes(actions)] == [(b"next", 0), (b"", HEARTBEAT)]
     assert publisher.publisher.deadline() is not None
     assert only(Published, publisher.answer(actions)) == [Published("t", 1)]
-
-
-def test_a_message_that_fails_while_the_link_is_down_is_not_sent_again() -> None:
-    publisher = Publisher(PublisherOptions(publish_timeout_s=1)).connected()
-    publisher.publish(payload=b"large")
-    publisher.down("s1")
-    publisher.now += 1.1
-    assert only(PublishFailed, publisher.tell(Tick()))
-    assert [envelope.payload for envelope in envelopes(publisher.up("s1"))] == [b""], "only a heartbeat"
 
 
 def test_a_reading_of_the_plan_goes_with_its_message() -> None:

@@ -14,20 +14,16 @@ from dynamoth.plan.plan import Assignment, Mode, Plan, Route, single
 from dynamoth.protocol.control import ForwardRequest, ObservationGap, pack_control, unpack_control
 from dynamoth.protocol.envelope import FIRST, HEARTBEAT, ROUTE_CHANGED, Envelope, open_envelope
 from dynamoth.protocol.stored_plan import READ_BELIEVED_VERSION, read_entry
-from dynamoth_client.machines.local_plan import LocalPlan, NewerSoftware
+from dynamoth_client.machines.local_plan import NewerSoftware
 from dynamoth_client.machines.publisher.events import (
-    Publish,
     Published,
     PublisherOptions,
     PublishFailed,
     PublishRefused,
 )
-from dynamoth_client.machines.publisher.machine import PublisherMachine
-from tests.machines.agent import Agent, copies
 from tests.machines.helpers import (
     PLAN_0,
     C,
-    Subject,
     channel_at,
     commands,
     entry_reply,
@@ -101,13 +97,6 @@ def test_one_copy_goes_to_each_replica_under_one_number() -> None:
         assert [envelopes(sent, REPLICA, server) for server in ALL] == [[Envelope(0, ID, number, 1, b"x")]] * 3
 
 
-def test_it_connects_to_every_replica_at_once() -> None:
-    publisher = following(TO_ALL)
-    assert [connect.link for connect in only(Connect, publisher.publish())] == list(ALL)
-    for server in ALL:
-        assert envelopes(publisher.up(server), REPLICA) == [Envelope(FIRST, ID, 1, 1, b"x")]
-
-
 def test_the_outcome_is_one_and_sums_the_receivers_without_the_agents_of_each_server() -> None:
     publisher = following(TO_ALL, *ALL, observers={"s1": 1, "s2": 2, "s3": 0})
     sent = publisher.publish(token=1)
@@ -146,16 +135,6 @@ def test_before_any_answer_nothing_is_told() -> None:
     assert publisher.pass_time(DEFAULTS.publish_timeout_s - 0.1) == []
     assert replies(publisher, "s2", sent) == []
     assert publisher.pass_time(0.11) == [Published(2, 0)]  # the time-out is the earlier of the two
-
-
-def test_a_replica_that_was_slow_once_is_not_slow_for_ever() -> None:
-    publisher = begun(TO_ALL, *ALL)
-    slow = publisher.publish(token=2)
-    replies(publisher, "s1", slow)
-    replies(publisher, "s2", slow)
-    publisher.answer(publisher.pass_time(DEFAULTS.straggler_s))
-    replies(publisher, "s3", slow)
-    assert publisher.answer(publisher.publish(token=3)) == [Published(3, 0)]
 
 
 def test_a_dead_replica_does_not_stop_the_others() -> None:
@@ -393,22 +372,6 @@ def test_who_refuses_is_no_reason_to_give_up_on_those_who_may_not() -> None:
     assert [*replies(publisher, "s2", sent, 3), *replies(publisher, "s3", sent, 3)] == [Published(2, 4)]
 
 
-def test_an_outcome_is_in_time_behind_one_that_failed_over() -> None:
-    """What another replica has answered in its place still lies before the later ones of its server."""
-    publisher = begun(TO_ONE_OF_ALL, *ALL)
-    both, alone = channel_at(CHOSEN, 1), channel_at(NEXT, 1)
-    publisher.plan.learn(both, Route(2, Assignment(Mode.ALL_PUBLISHERS, (CHOSEN, NEXT))), publisher.now)
-    publisher.answer(publisher.publish(both), observers=1)
-    publisher.publish(token=2)
-    publisher.down(CHOSEN)
-    publisher.answer(publisher.pass_time(DEFAULTS.failover_s))
-    replies(publisher, CHOSEN, publisher.up(CHOSEN))
-    publisher.publish(alone, token="slow")
-    sent = publisher.publish(both, token="both")
-    replies(publisher, CHOSEN, sent)
-    assert replies(publisher, CHOSEN, publisher.pass_time(DEFAULTS.straggler_s)) == [Published("both", 0)]
-
-
 def test_an_outcome_is_in_time_behind_newer_messages_of_the_replica_that_is_asked() -> None:
     publisher = begun(to_replicas(Mode.ALL_PUBLISHERS, "s1", "s2"), "s1", "s2")
     sent = publisher.publish(token="both")
@@ -445,16 +408,6 @@ def test_the_first_message_after_a_change_says_so_at_every_new_location(old: Ass
         assert len(commands(sent, b"PUBLISH")) == len(route.published_at(ID, C))
 
 
-def test_what_was_published_by_the_old_route_is_sent_again_there() -> None:
-    """Its dispatchers forward it; numbers and epoch are those of its time."""
-    publisher = begun(TO_ALL, *ALL)
-    publisher.publish()
-    publisher.down("s2")
-    publisher.told(Route(2, single("s1")))
-    publisher.publish()
-    assert Envelope(0, ID, 2, 1, b"x") in envelopes(publisher.up("s2"), REPLICA, "s2")
-
-
 # Heartbeats.
 
 
@@ -463,13 +416,6 @@ def test_heartbeats_go_to_every_replica_whichever_was_blind() -> None:
     for server in ALL:
         told = publisher.push("s1", CLIENTS_CHANNEL, pack_control(ObservationGap(server)))
         assert [envelopes(told, REPLICA, to) for to in ALL] == [[Envelope(HEARTBEAT, ID, 1, 1, b"")]] * 3
-
-
-def test_after_a_reconnection_heartbeats_go_to_every_replica() -> None:
-    publisher = begun(TO_ALL, *ALL)
-    publisher.down("s2")
-    sent = publisher.up("s2")
-    assert [envelopes(sent, REPLICA, to) for to in ALL] == [[Envelope(HEARTBEAT, ID, 1, 1, b"")]] * 3
 
 
 def test_under_all_subscribers_a_heartbeat_goes_where_messages_go() -> None:
@@ -582,30 +528,6 @@ def test_what_nobody_could_forward_is_sent_again_to_all_that_need_it(mode: Mode)
 # ALL_SUBSCRIBERS: one replica.
 
 
-def test_a_publisher_keeps_to_one_replica_as_long_as_the_epoch_lasts() -> None:
-    publisher = begun(TO_ONE_OF_ALL, *ALL)
-    for _ in range(10):
-        publisher.now += 1
-        sent = publisher.publish()
-        assert replicas_of(sent) == [CHOSEN]
-        publisher.answer(sent, observers=1)
-
-
-def test_publishers_are_spread_over_the_replicas() -> None:
-    chosen: list[str] = []
-    for client in range(300):
-        plan = LocalPlan(PLAN_0)
-        plan.learn(C, TO_ONE_OF_ALL, 0.0)
-        [connect] = Subject(PublisherMachine(client, plan)).tell(Publish("t", C, b"x"))
-        chosen.append(connect.link)
-    assert all(90 <= chosen.count(server) <= 110 for server in ALL)
-
-
-def test_the_receivers_are_those_of_the_one_replica() -> None:
-    publisher = begun(TO_ONE_OF_ALL, *ALL)
-    assert publisher.answer(publisher.publish(token=2), receivers=8) == [Published(2, 7)]
-
-
 # ALL_SUBSCRIBERS: failover.
 
 
@@ -652,44 +574,12 @@ def test_the_first_message_of_all_stays_the_first() -> None:
     assert (envelope.sequence, envelope.flags & FIRST) == (1, FIRST)
 
 
-@pytest.mark.parametrize("old", [single("s1"), Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2"))])
-def test_what_goes_to_the_next_reaches_the_followers_of_an_old_route_too(old: Assignment) -> None:
-    """The replica that is away may never have had it, so that only the dispatcher of the next one can forward it."""
-    before = phases(PLAN_0, old)[2] if old != PLAN_0.entry(C).route.assignment else PLAN_0
-    active = phases(before, TO_ONE_OF_ALL.assignment)[1]
-    route = active.entry(C).route
-    publisher = begun(route, *ALL)
-    publisher.publish()
-    chosen = route.published_at(ID, C)[0].server
-    [(physical, copy)] = commands(away(publisher, chosen), b"PUBLISH")
-    dispatcher = Agent(ALL[(ALL.index(chosen) + 1) % 3]).holding(active)
-    actions = [*dispatcher.observe(copy, physical=physical), *dispatcher.connect_all()]
-    previous = active.entry(C).previous[0]
-    reached = [
-        place
-        for place in previous.locations(C)
-        if copies(actions, place.server, place.physical) or published(actions, place.physical, "local")
-    ]
-    assert reached == list(previous.published_at(ID, C))
-
-
 def test_new_messages_follow_to_the_next_and_the_first_says_so() -> None:
     publisher = begun(TO_ONE_OF_ALL, *ALL)
     publisher.publish()
     away(publisher, CHOSEN)
     for number, flags in ((3, ROUTE_CHANGED), (4, 0)):
         assert envelopes(publisher.publish(), REPLICA, NEXT) == [Envelope(flags, ID, number, 1, b"x")]
-
-
-def test_an_outcome_is_told_once_whoever_answers_in_the_end() -> None:
-    publisher = begun(TO_ONE_OF_ALL, *ALL)
-    publisher.publish(token=2)
-    sent = away(publisher, CHOSEN)
-    late = publisher.up(CHOSEN)
-    assert numbers(late, REPLICA)[0] == 2
-    assert replies(publisher, CHOSEN, late) == [Published(2, 0)]
-    assert replies(publisher, NEXT, sent) == []
-    assert publisher.pass_time(60) == []
 
 
 def test_the_time_out_runs_from_the_beginning() -> None:
@@ -739,15 +629,6 @@ def test_the_next_is_the_one_behind_its_own() -> None:
     assert every_choice == set(ALL)
 
 
-def test_short_absences_change_nothing() -> None:
-    publisher = begun(TO_ONE_OF_ALL, *ALL)
-    for _ in range(5):
-        publisher.publish()
-        publisher.down(CHOSEN)
-        assert replicas_of(publisher.pass_time(DEFAULTS.failover_s - 0.1)) == []
-        assert replicas_of(publisher.up(CHOSEN)) == [CHOSEN]
-
-
 def test_an_absence_is_measured_from_its_beginning_however_often_it_fails_to_connect() -> None:
     publisher = begun(TO_ONE_OF_ALL, *ALL)
     publisher.publish()
@@ -794,19 +675,6 @@ def test_when_the_next_is_away_too_the_one_after_it_takes_over() -> None:
     assert numbers(over(LAST, sent), REPLICA) == [2]
     assert replicas_of(publisher.publish()) == [LAST]
     assert replies(publisher, LAST, sent) == [Published(2, 0)]
-
-
-def test_when_all_are_away_it_stays_and_waits() -> None:
-    publisher = begun(TO_ONE_OF_ALL, *ALL)
-    publisher.publish(token=2)
-    for server in ALL:
-        publisher.down(server)
-    publisher.pass_time(DEFAULTS.failover_s)
-    assert publisher.publish(token=3) == []
-    again = publisher.up(CHOSEN)
-    assert set(numbers(again, REPLICA)) == {2, 3}
-    assert publisher.answer(again, observers=1) == [Published(2, 0), Published(3, 0)]
-    assert replicas_of(publisher.publish()) == [CHOSEN]
 
 
 def test_when_all_are_away_whichever_returns_gets_the_messages() -> None:
@@ -885,18 +753,6 @@ def test_a_notice_of_an_unknown_mode_changes_nothing_and_is_told_once() -> None:
     assert envelopes(publisher.publish(), C, "s1") == [Envelope(0, ID, 2, 0, b"x")]
     publisher.told(Route(5, single("s2")))
     assert envelopes(publisher.publish(), C, "s2") == [Envelope(ROUTE_CHANGED, ID, 3, 5, b"x")]
-
-
-def test_a_stored_entry_of_an_unknown_mode_changes_nothing_and_is_told_once() -> None:
-    publisher = following(Route(0, single("s1")), "s1", observers={"s1": 0})
-    sent = publisher.publish(token=1)
-    told = [
-        action
-        for send in sent
-        for action in publisher.tell(reply(send, unknown_entry() if send.args[0] == b"HMGET" else 1))
-    ]
-    assert [type(action) for action in told] == [NewerSoftware, Published]
-    assert envelopes(publisher.publish(), C, "s1") == [Envelope(0, ID, 2, 0, b"x")]
 
 
 @pytest.mark.parametrize("tag", ["entry", "doubt"])

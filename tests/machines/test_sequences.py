@@ -59,12 +59,58 @@ def payloads(*numbers: int) -> list[bytes]:
     return [b"%d" % number for number in numbers]
 
 
-def test_delivers_in_order() -> None:
-    assert Channel().arrive(5, 6, 7) == payloads(5, 6, 7)
+def missed(count: int | None, reason: str = "not arrived in time") -> Gap:
+    return Gap(P, count, reason)
 
 
-def test_drops_duplicates() -> None:
-    assert Channel().arrive(5, 5, 6, 5, 6, 7) == payloads(5, 6, 7)
+RESTARTED = "the publisher began a new sequence"
+FAR = HELD_MAX + 100
+"""Further ahead than a live publisher can be."""
+
+STORIES: dict[str, tuple[list[float | tuple[int, ...]], list[int | Gap]]] = {
+    "what comes after its gap is not delivered": ([(0, 1, 3), HOLD_S, (0, 2, 4)], [1, missed(1), 3, 4]),
+    "duplicates are no gap, however late": ([(0, 1, 2, 3), LATE_S + 0.1, (0, 1, 2, 3)], [1, 2, 3]),
+    "the largest numbers": ([(0, NUMBER_MAX - 1, NUMBER_MAX), (HEARTBEAT, NUMBER_MAX)], [NUMBER_MAX - 1, NUMBER_MAX]),
+    # A stream whose beginning is in doubt.
+    "a past that does not come": ([(ROUTE_CHANGED, 5), (0, 6, 7), HOLD_S, (0, 8)], [missed(None), 5, 6, 7, 8]),
+    "a past that comes too late": ([(ROUTE_CHANGED, 5), HOLD_S, (0, 4, 5)], [missed(None), 5]),
+    "the first message of all needs no past": ([(FIRST | ROUTE_CHANGED, 5)], [5]),
+    "a restart while opening loses nothing silently": (
+        [(ROUTE_CHANGED, 5, 7), (FIRST, 9)],
+        [missed(None, RESTARTED), 5, missed(1, RESTARTED), 7, 9],
+    ),
+    # Restarts of a publisher's numbering.
+    "FIRST begins again without a gap": ([(0, 1, 2), (FIRST, 100), (0, 101, 2, 100)], [1, 2, 100, 101]),
+    "FIRST releases what was held, with its gap": (
+        [(0, 1, 3, 110), (FIRST, 100), (0, *range(101, 110))],
+        [1, missed(1, RESTARTED), 3, *range(100, 111)],
+    ),
+    "a duplicate FIRST restarts nothing": ([(FIRST, 1), (0, 2, 3), (FIRST, 1), (0, 4)], [1, 2, 3, 4]),
+    "FIRST far ahead of a silent publisher": ([(0, 1), (FIRST, FAR), HOLD_S], [1, FAR]),
+    # Heartbeats.
+    "a heartbeat without news": ([(0, 1, 2), (HEARTBEAT, 2), HOLD_S, (0, 3)], [1, 2, 3]),
+    "a heartbeat reveals a lost tail": ([(0, 1, 2), (HEARTBEAT, 4), HOLD_S, (0, 5)], [1, 2, missed(2), 5]),
+    "a tail that comes after its heartbeat": ([(0, 1), (HEARTBEAT, 3), (0, 2, 3), HOLD_S, (0, 4)], [1, 2, 3, 4]),
+    "a heartbeat of an unknown publisher": ([(HEARTBEAT, 4), HOLD_S, (0, 5)], [missed(None), 5]),
+    "a heartbeat and its message open the stream": ([(HEARTBEAT, 4), (0, 4), HOLD_S], [4]),
+    "the lost tail of a stream that opens": (
+        [(ROUTE_CHANGED, 3), (HEARTBEAT, 4), (0, 2), HOLD_S],
+        [2, 3, missed(1)],
+    ),
+    "a heartbeat and a held message count once": ([(0, 1, 3), (HEARTBEAT, 5), HOLD_S], [1, missed(1), 3, missed(2)]),
+}
+"""What happens: numbers that arrive (behind their flags), or seconds that pass; and what comes out."""
+
+
+@pytest.mark.parametrize(("steps", "expected"), STORIES.values(), ids=STORIES)
+def test_what_comes_out_of_a_stream(steps: list[float | tuple[int, ...]], expected: list[int | Gap]) -> None:
+    channel = Channel()
+    for step in steps:
+        if isinstance(step, tuple):
+            channel.arrive(*step[1:], flags=step[0])
+        else:
+            channel.wait(step)
+    assert channel.out == [b"%d" % each if isinstance(each, int) else each for each in expected]
 
 
 def test_publishers_do_not_concern_each_other() -> None:
@@ -74,13 +120,6 @@ def test_publishers_do_not_concern_each_other() -> None:
     assert channel.arrive(6) == payloads(6)
 
 
-def test_holds_what_came_too_early() -> None:
-    channel = Channel()
-    assert channel.arrive(1, 3, 5, 4) == payloads(1)
-    assert channel.arrive(2) == payloads(2, 3, 4, 5)
-    assert channel.sequences.watch(P) is None
-
-
 def test_reports_a_gap_when_the_wait_is_over() -> None:
     channel = Channel()
     channel.arrive(1, 4, 5)
@@ -88,13 +127,6 @@ def test_reports_a_gap_when_the_wait_is_over() -> None:
     assert channel.wait(HOLD_S - 0.01) == []
     assert channel.wait(0.01) == [Gap(P, 2, "not arrived in time"), *payloads(4, 5)]
     assert channel.arrive(6) == payloads(6)
-
-
-def test_what_comes_after_its_gap_was_reported_is_not_delivered() -> None:
-    channel = Channel()
-    channel.arrive(1, 3)
-    channel.wait(HOLD_S)
-    assert channel.arrive(2, 4) == payloads(4)
 
 
 def test_a_message_without_a_number_comes_behind_what_waits() -> None:
@@ -146,28 +178,6 @@ def test_every_gap_waits_for_its_own_time() -> None:
 
 
 # A stream whose beginning is in doubt.
-
-
-def test_a_stream_that_begins_with_a_route_change_waits_for_its_past() -> None:
-    channel = Channel()
-    assert channel.arrive(5, flags=ROUTE_CHANGED) == []
-    assert channel.arrive(6) == []
-    assert channel.arrive(4) == payloads(4, 5, 6)
-
-
-def test_it_may_have_changed_route_several_times() -> None:
-    channel = Channel()
-    assert channel.arrive(5, flags=ROUTE_CHANGED) == []
-    assert channel.arrive(4, flags=ROUTE_CHANGED) == []
-    assert channel.arrive(3) == payloads(3, 4, 5)
-
-
-def test_an_owed_past_that_does_not_come_is_a_gap_in_its_place() -> None:
-    channel = Channel()
-    channel.arrive(5, flags=ROUTE_CHANGED)
-    channel.arrive(6, 7)
-    assert channel.wait(HOLD_S) == [Gap(P, None, "not arrived in time"), *payloads(5, 6, 7)]
-    assert channel.arrive(8) == payloads(8)
 
 
 def test_what_comes_faster_shows_that_the_past_is_not_owed() -> None:
@@ -225,118 +235,6 @@ def test_nothing_comes_again_in_the_next_subscription() -> None:
     channel.sequences.resume()
     assert channel.arrive(1, 2) == []
     assert channel.arrive(4, 5, owed=False) == payloads(4, 5)
-
-
-def test_a_past_that_comes_too_late_is_dropped_as_its_gap_was_reported() -> None:
-    channel = Channel()
-    channel.arrive(5, flags=ROUTE_CHANGED)
-    channel.wait(HOLD_S)
-    assert channel.arrive(4, 5) == []
-    assert channel.out == [Gap(P, None, "not arrived in time"), b"5"]
-
-
-def test_the_first_message_of_all_needs_no_past() -> None:
-    assert Channel().arrive(5, flags=FIRST | ROUTE_CHANGED) == payloads(5)
-
-
-def test_first_opens_an_opening_stream() -> None:
-    channel = Channel()
-    channel.arrive(5, flags=ROUTE_CHANGED)
-    assert channel.arrive(4, flags=FIRST | FORWARDED) == payloads(4, 5)
-
-
-def test_a_restart_while_opening_loses_nothing_silently() -> None:
-    """What was held from before the restart comes out, and what is missing is reported in its place."""
-    channel = Channel()
-    channel.arrive(5, 7, flags=ROUTE_CHANGED)
-    reason = "the publisher began a new sequence"
-    assert channel.arrive(9, flags=FIRST) == [Gap(P, None, reason), b"5", Gap(P, 1, reason), b"7", b"9"]
-
-
-# Restarts of a publisher's numbering.
-
-
-def test_first_begins_again_without_a_gap() -> None:
-    channel = Channel()
-    channel.arrive(1, 2)
-    assert channel.arrive(100, flags=FIRST) == payloads(100)
-    assert channel.arrive(101, 2, 100) == payloads(101)
-
-
-def test_first_releases_what_was_held_from_before_with_its_gap() -> None:
-    channel = Channel()
-    channel.arrive(1, 3, 110)
-    reason = "the publisher began a new sequence"
-    assert channel.arrive(100, flags=FIRST) == [Gap(P, 1, reason), *payloads(3, 100)]
-    channel.arrive(*range(101, 110))
-    assert channel.out[-1] == b"110"
-
-
-def test_first_that_is_a_duplicate_restarts_nothing() -> None:
-    channel = Channel()
-    channel.arrive(1, flags=FIRST)
-    channel.arrive(2, 3)
-    assert channel.arrive(1, flags=FIRST) == []
-    assert channel.arrive(4) == payloads(4)
-
-
-# Heartbeats.
-
-
-def test_a_heartbeat_that_tells_nothing_new_is_ignored() -> None:
-    channel = Channel()
-    channel.arrive(1, 2)
-    channel.arrive(2, flags=HEARTBEAT)
-    assert channel.sequences.watch(P) is None
-    assert channel.arrive(3) == payloads(3)
-
-
-def test_a_heartbeat_reveals_a_lost_tail() -> None:
-    channel = Channel()
-    channel.arrive(1, 2)
-    assert channel.arrive(4, flags=HEARTBEAT) == []
-    assert channel.wait(HOLD_S) == [Gap(P, 2, "not arrived in time")]
-    assert channel.arrive(5) == payloads(5)
-
-
-def test_a_tail_that_comes_after_its_heartbeat_is_delivered() -> None:
-    channel = Channel()
-    channel.arrive(1)
-    channel.arrive(3, flags=HEARTBEAT)
-    assert channel.arrive(2, 3) == payloads(2, 3)
-    assert channel.wait(HOLD_S) == []
-    assert channel.arrive(4) == payloads(4)
-
-
-def test_a_heartbeat_of_an_unknown_publisher_is_a_gap_of_unknown_size() -> None:
-    channel = Channel()
-    assert channel.arrive(4, flags=HEARTBEAT) == []
-    assert channel.wait(HOLD_S) == [Gap(P, None, "not arrived in time")]
-    assert channel.arrive(5) == payloads(5)
-
-
-def test_a_heartbeat_waits_for_its_message_also_while_the_stream_opens() -> None:
-    channel = Channel()
-    assert channel.arrive(4, flags=HEARTBEAT) == []
-    assert channel.arrive(4) == payloads(4)
-    assert channel.wait(HOLD_S) == []
-
-
-def test_a_heartbeat_reveals_the_lost_tail_of_a_stream_that_opens() -> None:
-    channel = Channel()
-    channel.arrive(3, flags=ROUTE_CHANGED)
-    channel.arrive(4, flags=HEARTBEAT)
-    channel.arrive(2)
-    assert channel.wait(HOLD_S) == [Gap(P, 1, "not arrived in time")]
-    assert channel.out[:2] == payloads(2, 3)
-
-
-def test_a_heartbeat_and_a_held_message_count_once() -> None:
-    channel = Channel()
-    channel.arrive(1, 3)
-    channel.arrive(5, flags=HEARTBEAT)
-    channel.wait(HOLD_S)
-    assert channel.out == [b"1", Gap(P, 1, "not arrived in time"), b"3", Gap(P, 2, "not arrived in time")]
 
 
 # Bounds.
@@ -424,15 +322,7 @@ def test_does_not_forget_a_publisher_that_moves_on_or_is_waited_for() -> None:
     assert channel.arrive(3) == payloads(3, 4)
 
 
-def test_the_largest_numbers() -> None:
-    channel = Channel()
-    assert channel.arrive(NUMBER_MAX - 1, NUMBER_MAX, NUMBER_MAX) == payloads(NUMBER_MAX - 1, NUMBER_MAX)
-    assert channel.arrive(NUMBER_MAX, flags=HEARTBEAT) == []
-
-
 # Numbers that somebody forges in the name of a publisher.
-
-FAR = HELD_MAX + 100
 
 
 @pytest.mark.parametrize("flags", [0, FIRST, ROUTE_CHANGED, HEARTBEAT])
@@ -473,14 +363,6 @@ def test_a_jump_far_ahead_of_a_silent_publisher_is_reported_and_so_is_what_comes
     assert len(channel.arrive(6)) == 1, "again, as long as it goes on"
 
 
-def test_a_first_message_far_ahead_is_believed_without_a_gap_when_its_publisher_was_silent() -> None:
-    """So the numbers of a channel go on that a publisher had forgotten, and which has become its busiest meanwhile."""
-    channel = Channel()
-    channel.arrive(1)
-    assert channel.arrive(FAR, flags=FIRST) == []
-    assert channel.wait(HOLD_S) == payloads(FAR)
-
-
 @pytest.mark.parametrize("begins", ["late", "behind a gap"])
 def test_what_an_agent_forwards_late_is_no_gap(begins: str) -> None:
     """It hung, or a flood delayed it: nobody has forged anything."""
@@ -493,13 +375,6 @@ def test_what_an_agent_forwards_late_is_no_gap(begins: str) -> None:
     channel.wait(LATE_S + 0.1)
     assert channel.arrive(1, 2, 3, 4, flags=FORWARDED) == []
     assert channel.arrive(6) == payloads(6)
-
-
-def test_duplicates_are_no_gap_however_late() -> None:
-    channel = Channel()
-    channel.arrive(1, 2, 3)
-    channel.wait(LATE_S + 0.1)
-    assert channel.arrive(1, 2, 3) == []
 
 
 # Any interleaving.

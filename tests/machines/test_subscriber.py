@@ -26,7 +26,6 @@ from tests.machines.helpers import (
     ACTIVE,
     PLAN_0,
     PREPARED,
-    SERVERS,
     SETTLED,
     URLS,
     C,
@@ -184,22 +183,6 @@ def test_a_server_that_loads_its_data_is_asked_again() -> None:
     assert gaps(listener.verify(listener.pass_time(1), PLAN_0))
 
 
-def test_a_second_subscription_is_confirmed_when_the_first_is() -> None:
-    listener = Listener()
-    listener.subscribe(C, C)
-    sent = listener.up("s1")
-    assert listener.verify(sent, PLAN_0) == [SubscriptionConfirmed(C), SubscriptionConfirmed(C)]
-    assert listener.subscribe() == [SubscriptionConfirmed(C)]
-
-
-def test_channels_of_one_server_share_a_link() -> None:
-    listener = Listener()
-    other = channel_at("s1", 1)
-    assert listener.subscribe(C, other) == [Connect("s1", URLS["s1"])]
-    actions = listener.up("s1")
-    assert commands(actions, b"SUBSCRIBE") == [(C,), (other,)]
-
-
 def test_tells_the_load_analyzer_each_channel_once() -> None:
     listener = Listener()
     listener.subscribe()
@@ -217,13 +200,6 @@ def test_unsubscribing_delivers_what_was_on_its_way_before_it_ends() -> None:
     push = [b"message", C, message(2)]
     actions = listener.tell(Pushed("s1", [push, [b"unsubscribe", C, 0], [b"message", C, message(3)]]))
     assert actions == [Deliver([(C, b"m2")]), SubscriptionEnded(C)]
-
-
-def test_unsubscribing_twice_ends_twice_when_the_server_has() -> None:
-    listener = Listener().confirmed()
-    listener.unsubscribe()
-    assert listener.unsubscribe() == []
-    assert listener.acknowledged(b"unsubscribe") == [SubscriptionEnded(C), SubscriptionEnded(C)]
 
 
 def test_a_server_that_refuses_to_unsubscribe_ends_it_too() -> None:
@@ -257,14 +233,6 @@ def test_subscribing_again_waits_for_the_end() -> None:
     assert ended == SubscriptionEnded(C)
     assert commands(sent, b"SUBSCRIBE") == [(C,)]
     assert listener.verify(sent, PLAN_0) == [SubscriptionConfirmed(C), SubscriptionConfirmed(C)]
-
-
-def test_subscribing_again_and_thinking_better_of_it() -> None:
-    listener = Listener().confirmed()
-    listener.unsubscribe()
-    listener.subscribe()
-    assert listener.unsubscribe() == []
-    assert listener.acknowledged(b"unsubscribe") == [SubscriptionEnded(C), SubscriptionEnded(C)]
 
 
 def test_the_end_of_an_earlier_stay_is_not_the_end_of_this_one() -> None:
@@ -324,10 +292,6 @@ def test_unsubscribing_while_disconnected_tells_of_what_may_have_been_missed() -
     assert commands(listener.up("s1"), b"SUBSCRIBE") == []
 
 
-def test_unsubscribing_what_is_not_subscribed_ends_at_once() -> None:
-    assert Listener().unsubscribe() == [SubscriptionEnded(C)]
-
-
 def test_resubscribing_is_confirmed_by_a_verification_of_its_own() -> None:
     listener = Listener()
     listener.subscribe()
@@ -373,11 +337,6 @@ def test_announces_behind_the_subscription_so_that_the_answer_tells_of_it() -> N
     listener.told(TO_S2)
     names = [send.args[0] for send in only(Send, listener.up("s2"))]
     assert names == [b"SUBSCRIBE", b"HMGET", b"PUBLISH"]
-
-
-def test_a_marker_at_another_server_than_the_old_places_proves_nothing() -> None:
-    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
-    assert listener.mark("s2") == []
 
 
 def test_markers_for_any_announcement_since_it_joined_count() -> None:
@@ -487,15 +446,6 @@ def test_an_old_place_that_was_away_needs_its_markers_anew() -> None:
     assert listener.mark("s1")[0] == LEAVE_S1
 
 
-def test_listens_to_its_inbox_once_per_connection() -> None:
-    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
-    listener.mark("s1")
-    listener.told(Route(4, single("s3")), "s2")
-    back = listener.told(Route(7, single("s1")), "s2")
-    assert commands(back, b"SUBSCRIBE", "s2") == []
-    assert (INBOX,) not in commands(back, b"SUBSCRIBE", "s1")
-
-
 def test_a_refused_inbox_costs_the_subscription_nothing() -> None:
     """It stays at both places until the move is over."""
     listener = Listener().confirmed()
@@ -510,17 +460,6 @@ def test_junk_in_the_inbox_is_counted() -> None:
     notice = control(RouteNotice(C, TO_S2))
     assert listener.push("s1", INBOX, b"", control(Marker(b"other", "s2", 9)), notice) == []
     assert (listener.counters["malformed_messages"], listener.counters["unexpected_messages"]) == (1, 1)
-
-
-def test_a_replicated_target_needs_a_marker_of_every_server() -> None:
-    assignment = Assignment(Mode.ALL_SUBSCRIBERS, ("s2", "s3"))
-    active = PLAN_0.begin({C: assignment}).activate([C])
-    listener = Listener().confirmed()
-    listener.told(Route(1, assignment))
-    listener.verify(listener.up("s2"), active)
-    listener.verify(listener.up("s3"), active)
-    assert listener.mark("s1", "s2") == []
-    assert LEAVE_S1 in listener.mark("s1", "s3")
 
 
 def test_stale_notices_are_ignored() -> None:
@@ -658,13 +597,6 @@ def test_a_newer_route_to_the_same_place_is_taken() -> None:
     assert listener.verify(looks, back) == [] and listener.plan.epoch(C) == 4
 
 
-def test_a_server_that_leaves_the_plan_is_not_looked_for() -> None:
-    listener = Listener()
-    listener.plan.learn(C, Route(1, single("s3")), 0.0)
-    listener.plan.update_header(Plan(9, {server.id: server for server in SERVERS[:2]}, ("s1", "s2"), virtual_nodes=8))
-    assert all(connect.link in ("s1", "s2") for connect in only(Connect, listener.subscribe()))
-
-
 def test_reserved_names_of_an_application_do_not_confuse_it() -> None:
     """An application may subscribe to the physical name of a replica that another subscription listens at."""
     listener = Listener(header=PLAN_0)
@@ -688,22 +620,6 @@ def test_after_a_lost_connection_it_joins_verifies_and_reports_a_gap() -> None:
     verified = listener.verify(actions, PLAN_0)
     assert verified == [GapDetected(C, None, None, "the connection to server s1 was lost: reset by peer")]
     assert delivered(listener.push("s1", C, message(1))) == [b"m1"]
-
-
-def test_one_gap_for_several_losses_in_a_row() -> None:
-    listener = Listener().confirmed()
-    for _ in range(2):
-        listener.down("s1")
-        listener.up("s1")
-    listener.down("s1")
-    assert len(gaps(listener.verify(listener.up("s1"), PLAN_0))) == 1
-
-
-def test_a_failed_attempt_to_connect_is_no_gap() -> None:
-    listener = Listener()
-    listener.subscribe()
-    assert listener.down("s1") == []
-    assert listener.verify(listener.up("s1"), PLAN_0) == [SubscriptionConfirmed(C)]
 
 
 def test_a_loss_before_the_confirmation_is_no_gap() -> None:
@@ -795,18 +711,6 @@ def test_what_was_seen_before_the_confirmation_causes_no_gap_after_it() -> None:
     listener.push("s1", C, message(1))
     listener.down("s1")
     listener.verify(listener.up("s1"), PLAN_0)
-    assert delivered(listener.push("s1", C, message(5))) == [b"m5"]
-    assert gaps(listener.pass_time(1)) == []
-
-
-def test_what_a_former_subscription_had_seen_causes_no_gap_in_the_next() -> None:
-    listener = Listener().confirmed()
-    listener.push("s1", C, message(1))
-    listener.unsubscribe()
-    listener.subscribe()
-    sent = listener.acknowledged(b"unsubscribe")
-    listener.acknowledged(b"subscribe")
-    listener.verify(sent, PLAN_0)
     assert delivered(listener.push("s1", C, message(5))) == [b"m5"]
     assert gaps(listener.pass_time(1)) == []
 

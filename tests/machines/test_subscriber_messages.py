@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dynamoth.machine.events import Pushed
 from dynamoth.plan.plan import Route, single
 from dynamoth.protocol.control import LossNotice, ObservationGap
-from dynamoth.protocol.envelope import CONTROL, FIRST, FORWARDED, HEARTBEAT, MAGIC, RAW, ROUTE_CHANGED, seal
+from dynamoth.protocol.envelope import CONTROL, FIRST, FORWARDED, MAGIC, RAW, ROUTE_CHANGED, seal
 from dynamoth_client.machines.sequences import STREAMS_MAX
 from dynamoth_client.machines.subscriber.events import Deliver, GapDetected
 from tests.machines.helpers import ACTIVE, PLAN_0, C, channel_at, control, message, only
@@ -50,22 +50,6 @@ def test_before_the_confirmation_messages_are_tracked_and_not_delivered() -> Non
     assert delivered(listener.push("s1", C, message(2), message(3))) == [b"m3"]
 
 
-def test_a_message_seen_in_two_places_is_delivered_once() -> None:
-    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
-    assert delivered(listener.push("s1", C, message(1))) == [b"m1"]
-    assert listener.push("s2", C, message(1, flags=COPY)) == []
-    assert delivered(listener.push("s2", C, message(2))) == [b"m2"]
-    assert listener.push("s1", C, message(2, flags=COPY)) == []
-
-
-def test_a_later_message_waits_for_the_forwarded_copy_of_an_earlier_one() -> None:
-    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
-    listener.push("s1", C, message(1))
-    assert listener.push("s2", C, message(3)) == []
-    assert listener.machine.deadline() is not None
-    assert delivered(listener.push("s1", C, message(2))) == [b"m2", b"m3"]
-
-
 def test_a_gap_is_reported_when_nothing_comes() -> None:
     listener = Listener().confirmed()
     listener.push("s1", C, message(1), message(4))
@@ -79,13 +63,6 @@ def test_deliveries_and_gaps_keep_their_order_within_a_batch() -> None:
     actions = listener.push("s1", C, message(1), loss, message(2))
     assert [type(action) for action in actions] == [Deliver, GapDetected, Deliver]
     assert actions[1] == GapDetected(C, None, 3, "the agent of a server could not forward messages")
-
-
-def test_a_heartbeat_reveals_a_lost_tail() -> None:
-    listener = Listener().confirmed()
-    listener.push("s1", C, message(1))
-    assert listener.push("s1", C, message(3, b"", flags=HEARTBEAT)) == []
-    assert listener.pass_time(1) == [GapDetected(C, 7, 2, "not arrived in time")]
 
 
 # A publisher of which the subscriber has not heard yet, during a move (G1).

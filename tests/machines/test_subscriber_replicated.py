@@ -10,19 +10,17 @@ from dynamoth.machine.events import Connect, Disconnect, Pushed
 from dynamoth.names import CLIENTS_CHANNEL, replica_channel
 from dynamoth.plan.plan import Assignment, Location, Mode, Plan, Route, single
 from dynamoth.protocol.control import RouteNotice
-from dynamoth.protocol.envelope import FIRST, FORWARDED, ROUTE_CHANGED
-from dynamoth_client.machines.local_plan import LocalPlan, NewerSoftware
+from dynamoth.protocol.envelope import FORWARDED, ROUTE_CHANGED
+from dynamoth_client.machines.local_plan import NewerSoftware
 from dynamoth_client.machines.publisher.events import Publish
 from dynamoth_client.machines.publisher.machine import PublisherMachine
 from dynamoth_client.machines.subscriber.events import (
     Deliver,
     GapDetected,
-    Subscribe,
     SubscriberOptions,
     SubscriptionConfirmed,
     SubscriptionEnded,
 )
-from dynamoth_client.machines.subscriber.machine import SubscriberMachine
 from tests.machines.helpers import (
     PLAN_0,
     SETTLED,
@@ -153,30 +151,6 @@ def test_what_comes_before_the_confirmation_at_any_replica_is_delivered_behind_i
     ]
 
 
-def test_publishers_at_different_replicas_have_nothing_to_do_with_each_other() -> None:
-    listener = listening(AT_EVERY, *ALL)
-    for number in (1, 2, 3):
-        for publisher, server in enumerate(ALL):
-            assert delivered(listener.push(server, REPLICA, message(number, publisher=publisher))) == [b"m%d" % number]
-
-
-def test_a_duplicate_at_another_replica_is_dropped() -> None:
-    """A publisher that failed over sends again what it has no answer for."""
-    listener = listening(AT_EVERY, *ALL)
-    assert delivered(listener.push("s1", REPLICA, message(1, flags=FIRST), message(2))) == [b"m1", b"m2"]
-    again = listener.push("s2", REPLICA, message(2, flags=ROUTE_CHANGED), message(3, flags=ROUTE_CHANGED), message(4))
-    assert delivered(again) == [b"m3", b"m4"]
-    assert listener.push("s1", REPLICA, message(3), message(4)) == []
-    assert gaps(listener.pass_time(5)) == []
-
-
-def test_what_overtakes_another_message_at_another_replica_waits_for_it() -> None:
-    listener = listening(AT_EVERY, *ALL)
-    listener.push("s1", REPLICA, message(1))
-    assert listener.push("s2", REPLICA, message(3, flags=ROUTE_CHANGED)) == []
-    assert delivered(listener.push("s1", REPLICA, message(2))) == [b"m2", b"m3"]
-
-
 def test_unsubscribing_ends_when_every_replica_has_acknowledged() -> None:
     listener = listening(AT_EVERY, *ALL)
     assert left(listener.unsubscribe()) == at(*ALL)
@@ -197,26 +171,6 @@ def test_listens_at_one_replica_and_is_confirmed_there() -> None:
     assert joined(sent) == at(CHOSEN)
     assert listener.verify(sent, AT_ANY) == [SubscriptionConfirmed(C)]
     assert delivered(listener.push(CHOSEN, REPLICA, message(1))) == [b"m1"]
-
-
-def test_the_choice_lasts_as_long_as_the_epoch() -> None:
-    listener = listening(AT_ANY, CHOSEN)
-    for _ in range(5):
-        listener.unsubscribe()
-        listener.tell(Pushed(CHOSEN, [[b"unsubscribe", REPLICA, 0]]))
-        sent = listener.subscribe()
-        assert joined(sent) == at(CHOSEN)
-        assert listener.verify(sent, AT_ANY) == [SubscriptionConfirmed(C)]
-
-
-def test_subscribers_are_spread_over_the_replicas() -> None:
-    chosen: list[str] = []
-    for client in range(300):
-        plan = LocalPlan(PLAN_0)
-        plan.learn(C, AT_ANY.entry(C).route, 0.0)
-        [connect] = only(Connect, Subject(SubscriberMachine(client, plan)).tell(Subscribe((C,))))
-        chosen.append(connect.link)
-    assert all(90 <= chosen.count(server) <= 110 for server in ALL)
 
 
 # Routing.
