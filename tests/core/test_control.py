@@ -19,7 +19,6 @@ from dynamoth.protocol.control import (
     Marker,
     ObservationGap,
     RouteNotice,
-    Vacated,
     pack_control,
     seal_control,
     unpack_control,
@@ -122,8 +121,3 @@ def test_refuses_what_is_no_message(value: Any) -> None:
 def test_refuses_trailing_bytes() -> None:
     with pytest.raises(MalformedMessage):
         unpack_control(pack_control(ObservationGap("s1")) + b"\x00")
-
-
-def test_vacated_names_channel_and_epoch() -> None:
-    message = Vacated("s1", ((b"c", 5), (b"d", 6)), 7)
-    assert unpack_control(pack_control(message)) == message
