@@ -37,6 +37,10 @@ PREPARED = PLAN_0.begin({C: single("s2")})
 ACTIVE = PREPARED.activate([C])
 SETTLED = ACTIVE.settle([C])
 
+GROWN = Plan(3, {**PLAN_0.servers, "s4": Server("s4", "redis://s4:6379")}, PLAN_0.base, virtual_nodes=8)
+"""A plan that lists one more server, and a route to it."""
+TO_S4 = Route(3, single("s4"))
+
 
 def to_replicas(mode: Mode, *servers: str, epoch: int = 1) -> Route:
     return Route(epoch, Assignment(mode, servers or tuple(server.id for server in SERVERS)))

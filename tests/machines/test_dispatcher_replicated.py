@@ -268,13 +268,6 @@ def test_what_several_relay_is_published_once_and_markers_each_time() -> None:
     assert relayed(agent, b"raw") == []
 
 
-def test_when_its_dispatcher_is_away_the_copy_goes_to_the_location_itself() -> None:
-    spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
-    agent = Agent("s3").holding(spread, "s1", "s2")
-    [relay] = only(Send, agent.observe(message(1, epoch=1), physical=replica_channel(C, 1)))
-    assert agent.tell(Replied(relay.link, relay.tag, 0)) == [Send("to:s1", (b"PUBLISH", C, relay.args[2]), relay.tag)]
-
-
 def test_one_dispatcher_relays_at_once_and_the_others_later_and_together() -> None:
     """Publisher 7 is s3's among s2 and s3; where the old location is at a new server, every publisher is that one's."""
     spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
@@ -302,14 +295,6 @@ def test_what_is_sent_later_goes_before_what_is_sent_at_once() -> None:
     assert [open_envelope(data).publisher for _, data in commands([together], b"PUBLISH")] == [7, 8]
 
 
-def test_what_is_to_be_sent_later_is_sent_when_the_server_here_goes_away() -> None:
-    spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
-    agent = Agent("s2").holding(spread, "s1", "s3")
-    agent.observe(message(1, epoch=1), physical=replica_channel(C, 1))
-    [together] = agent.down(LOCAL)
-    assert order("s2", plain("s1"), [together]) == [1]
-
-
 def test_what_waits_to_be_sent_later_survives_its_link() -> None:
     spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
     agent = Agent("s2").holding(spread, "s1", "s3")
@@ -331,15 +316,6 @@ def heartbeat(number: int, quiet_ms: int = 200) -> bytes:
 
 def heartbeats(actions: list[Any], server: str) -> list[Envelope]:
     return [open_envelope(data) for data in copies(actions, server, replica_channel(C, 1))]
-
-
-def test_what_a_publisher_cannot_send_itself_is_forwarded_as_it_is() -> None:
-    agent, copy = Agent("s1").holding(AT_ALL), message(5, epoch=1)
-    assert asked(agent, ("s2", copy)) == [Connect("to:s2", PLAN_0.servers["s2"].url)]
-    [forward] = agent.connect("s2")
-    assert (forward.link, forward.args) == ("to:s2", (b"PUBLISH", replica_channel(C, 1), copy))
-    agent.down("to:s2")
-    assert agent.connect("s2") == [forward]
 
 
 def test_a_request_to_forward_waits_for_the_plan() -> None:
@@ -482,10 +458,6 @@ def test_only_the_old_names_are_counted_at_a_server_that_stays() -> None:
     assert count(agent, actions, {replica_channel(C, 1): 0}) == [Vacated("s1", ((C, 4),), INCARNATION)]
 
 
-def test_a_new_location_is_not_asked_about() -> None:
-    assert tagged(polled(Agent("s3").holding(BETWEEN[1])), "numsub") == []
-
-
 def both_old_here() -> Plan:
     """Return a plan where two older routes of C had a location at s1 and may still be followed."""
     older = (Route(0, single("s1")), Route(1, replicas(ALL_SUBSCRIBERS, "s1", "s2")))
@@ -506,18 +478,6 @@ def test_it_is_vacated_once_when_nobody_listens_at_any() -> None:
 
 
 # Telling clients.
-
-
-def test_listeners_are_told_at_every_old_name_here_and_at_no_new_one() -> None:
-    agent = Agent("s1").holding(both_old_here())
-    told = {place for place, each in controls("s1", agent.pass_time(1)) if isinstance(each, RouteNotice)}
-    assert told == {plain("s1"), at("s1", 1)}
-    told = {
-        place
-        for place, each in controls("s1", Agent("s1").holding(BETWEEN[1]).pass_time(1))
-        if isinstance(each, RouteNotice)
-    }
-    assert told == {at("s1", 1)}
 
 
 @pytest.mark.parametrize("mode", REPLICATED)

@@ -116,17 +116,6 @@ def test_a_pattern_is_subscribed_to_at_every_server_and_the_header_is_read_behin
     assert matcher.answer(matcher.up("s3")) == [SubscriptionConfirmed(P)]
 
 
-def test_an_acknowledgement_alone_or_a_header_alone_does_not_confirm() -> None:
-    matcher = Matcher()
-    matcher.subscribe()
-    matcher.answer(matcher.up("s1"))
-    matcher.answer(matcher.up("s2"))
-    subscribe, header = essential(matcher.up("s3"))
-    assert matcher.answer_one(header) == []
-    assert matcher.answer_one(subscribe) == []
-    assert matcher.tell(Pushed("s3", [])) == []
-
-
 def test_a_header_that_was_asked_for_before_the_subscription_does_not_confirm() -> None:
     matcher = Matcher(replace(OPTIONS, header_interval_s=1.0)).confirmed(b"other")
     earlier = only(Send, matcher.pass_time(1.0))
@@ -137,16 +126,6 @@ def test_a_header_that_was_asked_for_before_the_subscription_does_not_confirm() 
     assert [matcher.answer_one(send) for send in earlier] == [[], [], []]
     headers = [send for send in asked if send.args[0] == b"HMGET"]
     assert matcher.answer(headers) == [SubscriptionConfirmed(P)]
-
-
-def test_a_server_that_only_a_header_names_is_joined_first() -> None:
-    grown = replace(PLAN_0, version=5, servers={**PLAN_0.servers, "s4": Server("s4", "redis://s4:6379")})
-    matcher = Matcher()
-    matcher.subscribe()
-    matcher.answer(matcher.up("s1"))
-    assert matcher.answer(matcher.up("s2"), grown) == [Connect("s4", "redis://s4:6379")]
-    assert matcher.answer(matcher.up("s3")) == []
-    assert matcher.answer(matcher.up("s4"), grown) == [SubscriptionConfirmed(P)]
 
 
 def test_a_server_without_a_plan_is_asked_again_and_after_a_while_it_will_do() -> None:
@@ -180,17 +159,6 @@ def test_a_server_that_is_away_for_long_is_done_without_and_that_is_told() -> No
     assert matcher.pass_time(0.1) == [SubscriptionConfirmed(P), PatternGapDetected(P, None, None, None, reason)]
     back = PatternGapDetected(P, None, None, None, "server s3 could not be reached")
     assert matcher.answer(matcher.up("s3")) == [back]
-
-
-def test_the_next_pattern_does_not_wait_for_it_again() -> None:
-    matcher = Matcher()
-    matcher.subscribe()
-    matcher.answer(matcher.up("s1"))
-    matcher.answer(matcher.up("s2"))
-    matcher.pass_time(OPTIONS.failover_s)
-    told = matcher.answer(matcher.subscribe(b"other"))
-    assert only(SubscriptionConfirmed, told) == [SubscriptionConfirmed(b"other")]
-    assert len(only(PatternGapDetected, told)) == 1
 
 
 def test_without_any_server_nothing_is_confirmed() -> None:
@@ -396,14 +364,6 @@ def test_a_server_that_may_be_gone_for_good_is_a_gap_after_a_while_and_another_w
     assert matcher.answer(matcher.up("s1")) == [gap]
 
 
-def test_a_server_that_is_back_in_time_is_one_gap() -> None:
-    matcher = Matcher().confirmed()
-    matcher.down("s1")
-    matcher.pass_time(OPTIONS.failover_s - 0.1)
-    assert len(matcher.answer(matcher.up("s1"))) == 1
-    assert matcher.pass_time(10 * OPTIONS.failover_s) == []
-
-
 def test_a_connection_lost_before_the_confirmation_is_no_gap() -> None:
     matcher = Matcher()
     matcher.subscribe()
@@ -471,13 +431,6 @@ def test_a_server_that_leaves_while_it_is_away_is_a_gap() -> None:
     assert told == [Disconnect("s3"), PatternGapDetected(P, None, None, None, reason)]
 
 
-def test_a_server_that_has_another_address_is_connected_there() -> None:
-    moved = replace(PLAN_0, version=5, servers={**PLAN_0.servers, "s3": Server("s3", "redis://new:6379")})
-    matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed()
-    told = matcher.answer([matcher.pass_time(3.0)[0]], moved)
-    assert told == [Disconnect("s3"), Connect("s3", "redis://new:6379")]
-
-
 def test_servers_that_leave_may_be_the_last_that_an_ending_pattern_waits_for() -> None:
     shrunk = replace(Plan.initial(SERVERS[:1], virtual_nodes=8), version=5)
     matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed(P, b"other")
@@ -502,13 +455,6 @@ def test_a_pattern_has_ended_when_every_server_has_said_so() -> None:
     assert matcher.answer(ends[:2]) == []
     assert matcher.answer(ends[2:]) == [SubscriptionEnded(P)]
     assert matcher.matched("s3", message(2)) == []
-
-
-def test_a_server_that_is_lost_says_nothing_more() -> None:
-    matcher = Matcher().confirmed()
-    ends = essential(matcher.unsubscribe())
-    matcher.answer(ends[:2])
-    assert matcher.down("s3") == [SubscriptionEnded(P)]
 
 
 def test_the_end_of_a_pattern_leaves_another_one_its_names() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from dynamoth.machine.events import Connect, Disconnect, ErrorReply, Pushed, Send
 from dynamoth.names import ANNOUNCE_CHANNEL, replica_channel
-from dynamoth.plan.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, Server, single
+from dynamoth.plan.plan import Assignment, Entry, Location, Mode, Phase, Plan, Route, single
 from dynamoth.protocol.control import Announcement, LossNotice, Marker, RouteNotice, pack_control
 from dynamoth.protocol.envelope import FIRST
 from dynamoth.protocol.stored_plan import READ_HEADER, read_entry
@@ -24,9 +24,11 @@ from dynamoth_client.machines.subscriber.events import (
 from dynamoth_client.machines.subscriber.subscription import EARLY_BYTES_MAX, EARLY_MAX
 from tests.machines.helpers import (
     ACTIVE,
+    GROWN,
     PLAN_0,
     PREPARED,
     SETTLED,
+    TO_S4,
     URLS,
     C,
     channel_at,
@@ -183,13 +185,6 @@ def test_a_server_that_loads_its_data_is_asked_again() -> None:
     assert gaps(listener.verify(listener.pass_time(1), PLAN_0))
 
 
-def test_tells_the_load_analyzer_each_channel_once() -> None:
-    listener = Listener()
-    listener.subscribe()
-    assert commands(listener.up("s1"), b"PUBLISH") == [announcement("s1", (C,), (), 1).args[1:]]
-    assert commands(listener.unsubscribe(), b"PUBLISH") == [announcement("s1", (), (C,), 2).args[1:]]
-
-
 # Unsubscribing.
 
 
@@ -216,13 +211,6 @@ def test_a_subscription_that_is_ending_follows_nobody() -> None:
     assert listener.told(TO_S2) == []
     assert listener.mark("s1", "s1") == []
     assert listener.pass_time(1) == []
-
-
-def test_a_lost_connection_ends_a_subscription_that_is_ending() -> None:
-    listener = Listener().confirmed()
-    listener.unsubscribe()
-    assert listener.down("s1") == [SubscriptionEnded(C)]
-    assert commands(listener.up("s1"), b"SUBSCRIBE") == []
 
 
 def test_subscribing_again_waits_for_the_end() -> None:
@@ -312,15 +300,6 @@ def test_an_unused_link_is_closed_after_a_while() -> None:
     assert listener.subscribe() == [Connect("s1", URLS["s1"])]
 
 
-def test_a_link_that_is_used_again_stays() -> None:
-    listener = Listener().confirmed()
-    listener.unsubscribe()
-    listener.acknowledged(b"unsubscribe")
-    listener.pass_time(OPTIONS.link_idle_s - 1)
-    listener.subscribe()
-    assert only(Disconnect, listener.pass_time(100)) == []
-
-
 # Make before break.
 
 
@@ -399,27 +378,12 @@ def test_subscribers_that_are_told_of_a_move_do_not_move_all_at_once() -> None:
     assert commands(listener.up("s2"), b"SUBSCRIBE") == [(C,)]
 
 
-def test_a_marker_of_another_server_proves_nothing() -> None:
-    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
-    assert listener.mark("s1", "s3", 100) == []
-    assert listener.mark("s1")[0] == LEAVE_S1
-
-
 def test_a_marker_counts_only_once_the_new_place_is_verified() -> None:
     listener = Listener().confirmed()
     listener.told(TO_S2)
     sent = listener.up("s2")
     assert listener.mark("s1") == []
     assert listener.verify(sent, ACTIVE)[0] == LEAVE_S1
-
-
-def test_a_marker_for_an_announcement_before_a_reconnection_proves_nothing_after_it() -> None:
-    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
-    before = listener.announced["s2"]
-    listener.down("s2")
-    listener.verify(listener.up("s2"), ACTIVE)
-    assert listener.mark("s1", number=before) == []
-    assert listener.mark("s1")[0] == LEAVE_S1
 
 
 def test_a_marker_that_came_before_a_reconnection_does_not_count_after_it() -> None:
@@ -505,9 +469,6 @@ def test_looks_again_once_per_interval_however_often_it_was_told() -> None:
 
 
 # Servers and routes that may not be true.
-
-GROWN = Plan(3, {**PLAN_0.servers, "s4": Server("s4", "redis://s4:6379")}, PLAN_0.base, virtual_nodes=8)
-TO_S4 = Route(3, single("s4"))
 
 
 def test_reads_the_header_before_it_goes_to_an_unknown_server() -> None:
@@ -656,13 +617,6 @@ def test_losing_the_old_place_before_the_new_one_is_verified_is_a_gap_later() ->
     assert gaps(listener.down("s1")) == []
     assert commands(listener.up("s1"), b"SUBSCRIBE") == [(C,), (INBOX,)]
     assert len(gaps(listener.verify(listener.up("s2"), ACTIVE))) == 1
-
-
-def test_losing_the_new_place_keeps_the_old_one() -> None:
-    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
-    assert commands(listener.down("s2"), b"UNSUBSCRIBE") == []
-    assert delivered(listener.push("s1", C, message(1))) == [b"m1"]
-    assert listener.mark("s1") == []
 
 
 def test_every_channel_of_a_lost_link_gets_its_gap() -> None:

@@ -76,26 +76,27 @@ def newcomer(*arrivals: tuple[str, bytes]) -> tuple[list[bytes], list[GapDetecte
     return delivered(actions), only(GapDetected, actions)
 
 
-def test_what_was_published_at_the_new_place_before_it_joined_is_not_lost() -> None:
-    """m2 was published at s2 before the SUBSCRIBE there, and its copy comes to s1 after m3 came to s2."""
-    out = newcomer(("s2", message(3)), ("s1", message(2, flags=FORWARDED)), ("s1", message(3, flags=FORWARDED)))
-    assert out == ([b"m2", b"m3"], [])
+NEWCOMERS: dict[str, list[tuple[str, bytes]]] = {
+    # m2 was published at s2 before the SUBSCRIBE there, and its copy comes to s1 after m3 came to s2.
+    "before it joined": [
+        ("s2", message(3)),
+        ("s1", message(2, flags=FORWARDED)),
+        ("s1", message(3, flags=FORWARDED)),
+    ],
+    "the first of all": [("s2", message(3)), ("s1", message(2, flags=COPY | FIRST))],
+    "before a change of route": [("s2", message(3, flags=ROUTE_CHANGED)), ("s1", message(2))],
+}
 
 
-def test_that_it_is_lost_is_reported_in_its_place() -> None:
+@pytest.mark.parametrize("arrivals", NEWCOMERS.values(), ids=NEWCOMERS)
+def test_what_was_published_at_another_place_is_not_lost(arrivals: list[tuple[str, bytes]]) -> None:
+    assert newcomer(*arrivals) == ([b"m2", b"m3"], [])
+
+
+def test_what_is_lost_is_reported_in_its_place() -> None:
     """m2 was published after the confirmation, and the agent that was to forward it died."""
     out = newcomer(("s2", message(3)), ("s2", message(4)))
     assert out == ([b"m3", b"m4"], [GapDetected(C, 7, None, "not arrived in time")])
-
-
-def test_not_even_the_first_message_of_a_new_publisher() -> None:
-    out = newcomer(("s2", message(2)), ("s1", message(1, flags=COPY | FIRST)))
-    assert out == ([b"m1", b"m2"], [])
-
-
-def test_nor_the_last_one_before_a_publisher_changed_its_route() -> None:
-    out = newcomer(("s2", message(2, flags=ROUTE_CHANGED)), ("s1", message(1)))
-    assert out == ([b"m1", b"m2"], [])
 
 
 @given(st.integers(1, 8), st.integers(0, 8), st.randoms(use_true_random=False))

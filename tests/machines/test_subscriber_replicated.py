@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dynamoth.machine.events import Connect, Disconnect, Pushed
+from dynamoth.machine.events import Connect, Pushed
 from dynamoth.names import CLIENTS_CHANNEL, replica_channel
 from dynamoth.plan.plan import Assignment, Location, Mode, Plan, Route, single
 from dynamoth.protocol.control import RouteNotice
@@ -30,7 +30,6 @@ from tests.machines.helpers import (
     control,
     message,
     only,
-    over,
     phases,
     published,
     reply,
@@ -128,29 +127,6 @@ def test_listens_at_every_replica_and_is_confirmed_when_the_last_is_verified() -
     assert [listener.verify(sent[server], AT_EVERY) for server in ALL] == [[], [], [SubscriptionConfirmed(C)]]
 
 
-def test_finds_the_replicas_from_its_home() -> None:
-    listener = Listener()
-    listener.subscribe()
-    actions = listener.verify(listener.up("s1"), AT_EVERY)
-    assert joined(actions) == at("s1")
-    assert left(actions) == {Location("s1", C)}
-    confirmed = settle_in(listener, actions, AT_EVERY)
-    assert only(SubscriptionConfirmed, confirmed) == [SubscriptionConfirmed(C)]
-    assert joined(confirmed) == at(*ALL)
-
-
-def test_what_comes_before_the_confirmation_at_any_replica_is_delivered_behind_it() -> None:
-    listener = listening(AT_EVERY, "s1", "s2")
-    sent = listener.up("s3")
-    listener.tell(Pushed("s3", [[b"subscribe", REPLICA, 1]]))
-    for number, server in enumerate(ALL):
-        assert listener.push(server, REPLICA, message(1, b"from " + server.encode(), publisher=number)) == []
-    assert listener.verify(sent, AT_EVERY) == [
-        SubscriptionConfirmed(C),
-        Deliver([(C, b"from s1"), (C, b"from s2"), (C, b"from s3")]),
-    ]
-
-
 def test_unsubscribing_ends_when_every_replica_has_acknowledged() -> None:
     listener = listening(AT_EVERY, *ALL)
     assert left(listener.unsubscribe()) == at(*ALL)
@@ -231,28 +207,12 @@ def test_moves_between_routes_that_share_servers(old: Assignment, new: Assignmen
     assert left(listener.unsubscribe()) == new_places
 
 
-def test_before_the_confirmation_old_replicas_are_left_at_once() -> None:
-    listener = listening(AT_EVERY, "s1")
-    active = phases(AT_EVERY, single("s2"))[1]
-    actions = listener.verify(listener.up("s3"), active)
-    assert left(actions) == at("s1", "s3")
-    assert settle_in(listener, [*actions, *listener.up("s2")], active)[-1] == SubscriptionConfirmed(C)
-
-
 def test_a_notice_from_every_replica_moves_it_once() -> None:
     listener = listening(AT_EVERY, *ALL, options=SubscriberOptions(move_spread_s=0.1))
     route = phases(AT_EVERY, single("s2"))[1].entry(C).route
     for server in ALL:
         assert notified(listener, route, Location(server, REPLICA)) == []
     assert joined(listener.pass_time(0.1)) == {Location("s2", C)}
-
-
-def test_while_it_leaves_a_replica_set_it_looks_again_at_every_target() -> None:
-    listener, active, _ = moving(replicated(Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2"))), EVERY)
-    again = tagged(listener.pass_time(OPTIONS.look_again_s_max), "verify")
-    assert sorted(send.link for send in again) == list(ALL)
-    settled = active.settle([C])
-    assert left(listener.verify(over("s1", again), settled)) == at("s1", "s2")
 
 
 # A replica that is away: ALL_PUBLISHERS.
@@ -282,13 +242,6 @@ def test_goes_to_the_next_replica_and_reports_the_gap() -> None:
     assert joined(listener.up(CHOSEN)) == set()
 
 
-def test_goes_to_the_next_replica_before_the_first_confirmation_too() -> None:
-    listener = listening(AT_ANY)
-    assert only(Connect, listener.pass_time(OPTIONS.failover_s)) == [Connect(NEXT, PLAN_0.servers[NEXT].url)]
-    assert listener.verify(listener.up(NEXT), AT_ANY) == [SubscriptionConfirmed(C)]
-    assert joined(listener.up(CHOSEN)) == set()
-
-
 def test_goes_to_the_next_replica_soon_when_the_first_cannot_be_connected_to() -> None:
     """Only a replica of which nothing is known yet is waited for: the network, or this process, may be slow."""
     listener = listening(AT_ANY)
@@ -300,17 +253,6 @@ def test_goes_to_the_next_replica_soon_when_the_first_cannot_be_connected_to() -
         assert listener.down(NEXT) == []
     assert only(Connect, listener.pass_time(OPTIONS.replace_s)) == [Connect(LAST, PLAN_0.servers[LAST].url)]
     assert listener.counters["failovers"] == 2
-
-
-def test_goes_round_until_a_replica_is_there() -> None:
-    listener = listening(AT_ANY)
-    asked = [connect.link for connect in only(Connect, listener.pass_time(6 * OPTIONS.failover_s))]
-    assert asked == [NEXT, LAST]
-    for _ in range(3):
-        assert listener.pass_time(OPTIONS.failover_s) == []
-    sent = [action for server in ALL for action in listener.up(server)]
-    assert len(joined(sent)) == 1
-    assert listener.verify(sent, AT_ANY) == [SubscriptionConfirmed(C)]
 
 
 def test_goes_on_to_the_one_after_when_the_next_is_lost() -> None:
@@ -425,15 +367,6 @@ def test_with_every_replica_away_it_waits_for_the_first() -> None:
     assert "s1, s3" in gap.reason
 
 
-def test_with_every_replica_lost_the_gap_is_told_when_the_first_is_back() -> None:
-    listener = listening(AT_EVERY, *ALL)
-    for server in ALL:
-        assert listener.down(server) == []
-    assert listener.pass_time(10 * OPTIONS.failover_s) == []
-    assert len(gaps(listener.verify(listener.up("s3"), AT_EVERY))) == 1
-    assert len(gaps(listener.verify(listener.up("s1"), AT_EVERY))) == 1
-
-
 def test_a_replica_that_is_up_and_holds_no_plan_is_not_away() -> None:
     """Nobody may be confirmed where the route cannot be verified."""
     listener = listening(AT_EVERY, "s1", "s3")
@@ -442,18 +375,6 @@ def test_a_replica_that_is_up_and_holds_no_plan_is_not_away() -> None:
         retry = listener.verify([*retry, *listener.pass_time(OPTIONS.failover_s / 10)], None)
         assert only(SubscriptionConfirmed, retry) == []
     assert listener.verify(listener.pass_time(1), AT_EVERY) == [SubscriptionConfirmed(C)]
-
-
-def test_ending_without_a_replica_that_is_away() -> None:
-    listener = listening(AT_EVERY, *ALL)
-    listener.down("s2")
-    listener.pass_time(OPTIONS.failover_s)
-    actions = listener.unsubscribe()
-    assert left(actions) == at("s1", "s3")
-    assert gaps(actions) == []  # it was told when the replica was given up
-    assert listener.tell(Pushed("s1", [[b"unsubscribe", REPLICA, 0]])) == []
-    assert listener.tell(Pushed("s3", [[b"unsubscribe", REPLICA, 0]])) == [SubscriptionEnded(C)]
-    assert joined(listener.up("s2")) == set()
 
 
 def test_ending_before_a_lost_replica_is_given_up_tells_the_gap() -> None:
@@ -465,26 +386,6 @@ def test_ending_before_a_lost_replica_is_given_up_tells_the_gap() -> None:
     assert listener.pass_time(OPTIONS.failover_s) == []
     assert listener.tell(Pushed("s1", [[b"unsubscribe", REPLICA, 0]])) == []
     assert listener.tell(Pushed("s3", [[b"unsubscribe", REPLICA, 0]])) == [SubscriptionEnded(C)]
-
-
-def test_ending_while_replicas_are_lost_one_by_one() -> None:
-    listener = listening(AT_EVERY, *ALL)
-    listener.unsubscribe()
-    assert listener.down("s1") == listener.down("s2") == []
-    assert listener.down("s3") == [SubscriptionEnded(C)]
-    assert [each for each in listener.pass_time(60) if not isinstance(each, Disconnect)] == []
-
-
-def test_subscribing_again_while_a_replica_is_away() -> None:
-    listener = listening(AT_EVERY, "s1", "s3")
-    listener.pass_time(OPTIONS.failover_s)
-    listener.unsubscribe()
-    acknowledged = [Pushed(server, [[b"unsubscribe", REPLICA, 0]]) for server in ("s1", "s3")]
-    assert listener.tell(*acknowledged) == [SubscriptionEnded(C)]
-    sent = listener.subscribe()
-    assert joined(sent) == at("s1", "s3")
-    assert listener.verify(sent, AT_EVERY) == []
-    assert SubscriptionConfirmed(C) in listener.pass_time(OPTIONS.failover_s)
 
 
 def test_a_move_to_replicas_of_which_one_is_away_keeps_the_old_place() -> None:
@@ -514,17 +415,6 @@ def test_a_move_away_from_a_replica_that_is_away_ends_when_it_is_back() -> None:
         assert left(mark(listener, "s2", Location(server, REPLICA))) == at(server)
     assert joined(listener.up("s3")) == at("s3")
     assert left(mark(listener, "s2", Location("s3", REPLICA))) == at("s3")
-
-
-def test_a_move_away_from_a_replica_that_is_away_ends_when_it_is_settled() -> None:
-    listener = listening(AT_EVERY, *ALL)
-    listener.down("s3")
-    listener.pass_time(OPTIONS.failover_s)
-    _, active, settled = phases(AT_EVERY, single("s2"))
-    settle_in(listener, notified(listener, active.entry(C).route, Location("s1", REPLICA)), active)
-    listener.verify(listener.pass_time(OPTIONS.look_again_s_max), settled)
-    assert joined(listener.up("s3")) == set()
-    assert delivered(listener.push("s2", C, message(1))) == [b"m1"]
 
 
 def test_a_single_server_has_no_substitute() -> None:

@@ -152,12 +152,6 @@ def test_what_a_server_answers_late_has_had_its_outcome() -> None:
     assert only(Published, publisher.answer(sent)) == [Published("other", 1)], "the others wait for s2"
 
 
-def test_a_silent_server_is_left_alone_where_the_plan_says_nothing_newer() -> None:
-    publisher, asked, _ = silent()
-    assert publisher.answer(asked) == []
-    assert len(tagged(publisher.pass_time(PublisherOptions().look_again_s), "elsewhere")) == 2
-
-
 class Listener(Subject):
     def __init__(self) -> None:
         super().__init__(
