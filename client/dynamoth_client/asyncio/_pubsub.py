@@ -53,6 +53,9 @@ class PubSub(Reader):
       refused with an error. ``Redis.keyspace_notifications`` is redis-py's own, at the first server.
     """
 
+    #: How many items were read since others had their turn.
+    _turn = 0
+
     # Reading.
 
     async def get_message(
@@ -67,16 +70,26 @@ class PubSub(Reader):
             redis.exceptions.ConnectionError: no server can be reached, see the class; or the client was closed.
 
         """
-        must_wait = self._turn >= TURN_ITEMS_MAX or not self._queue.items
-        if must_wait and not await self._wait(timeout):
-            return None
-        return await self._read(self.pop(), ignored=ignore_subscribe_messages)
+        if self._turn >= TURN_ITEMS_MAX or not self._queue.items:
+            self._turn = 0
+            if not await self._wait(timeout):
+                return None
+        self._turn += 1
+        item = self.pop()
+        if type(item) is not tuple:
+            return await self._read(item, ignored=ignore_subscribe_messages)
+        message, handler = self.shown(item)  # nearly always: as ``_read``, at less cost
+        if handler is None:
+            return message
+        await _call(handler, message)
+        return None
 
     async def listen(self) -> AsyncIterator[dict[str, Any]]:
         """Yield messages until the last unsubscription has been read. Raises as ``get_message``."""
         while self.channels or self.patterns or self.shard_channels:
             if self._turn >= TURN_ITEMS_MAX or not self._queue.items:
                 await self._wait_long()
+            self._turn += 1
             item = self.pop()
             if type(item) is tuple:  # nearly always: as ``_read``, at less cost
                 message, handler = self.shown(item)
@@ -96,7 +109,9 @@ class PubSub(Reader):
         while self.subscribed:
             await self._wait(None)
             batch: list[dict[str, Any]] = []
-            while not batch and self._queue.items and self._turn < TURN_ITEMS_MAX:
+            for _ in range(TURN_ITEMS_MAX):
+                if batch or not self._queue.items:
+                    break
                 batch = self.take_batch()
                 if not batch and (message := await self._read(self.pop(), ignored=False)) is not None:
                     batch = [message]
@@ -122,11 +137,11 @@ class PubSub(Reader):
 
     def _wait_long(self) -> Awaitable[object]:
         """Wait as ``_wait`` does, without end and at less cost; perhaps until there is no item yet."""
+        self._turn = 0
         queue = self._queue
         elsewhere = self._loop is not asyncio.get_running_loop()
         if elsewhere or queue.items or queue.is_closed or not self._is_begun:
             return self._wait(None)
-        self._turn = 0
         return queue.wakeup()
 
     async def _until_item(self, timeout: float | None, *, reopen: bool) -> bool:

@@ -25,15 +25,11 @@ class Reader(Subscriptions):
     Handlers and ``on_gap`` are called by the PubSub itself, which awaits them or does not.
     """
 
-    #: How many items were read since others had their turn.
-    _turn = 0
-
     # Taking items.
 
     def pop(self) -> Item | None:
         """Take the next item; None when there is none."""
         queue = self._queue
-        self._turn += 1
         try:
             item = queue.items.popleft()
         except IndexError:
@@ -157,7 +153,6 @@ class Reader(Subscriptions):
         """Wait for an item, with a turn for others; False when there is none in time, or this PubSub was closed."""
         if not self._is_begun:
             raise RuntimeError(NOT_CONNECTED)
-        self._turn = 0
         queue = self._queue
         if queue.is_closed:
             reopen = isinstance(queue.error, ClientClosed) and not queue.items
