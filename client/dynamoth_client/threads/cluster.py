@@ -70,7 +70,10 @@ class SyncCluster:
         loop = self._loop
         if loop is None or loop.is_broken:
             loop = self._open()
-        return loop.run(self._publish, channel, payload)
+        try:
+            return loop.run(self.cluster.publish, channel, payload)
+        except errors.OtherLoop as error:  # closed, and used again, since this call has taken its loop
+            raise errors.ClientClosed from error
 
     def call(self, function: Callable[..., Coroutine[Any, Any, _T]], *args: Any) -> _T:
         """Run an asynchronous function where the machines are, and return or raise its outcome."""
@@ -116,21 +119,6 @@ class SyncCluster:
                 return self._loop
         stop_daemon_thread()
         raise errors.ClientClosed
-
-    def _publish(self, channel: bytes, payload: bytes) -> asyncio.Future[int]:
-        publishing = self.cluster.publishing
-        if publishing is None or publishing.is_stopped:
-            return asyncio.ensure_future(self._publish_first(channel, payload))
-        try:
-            return publishing.publish(channel, payload)
-        except errors.OtherLoop as error:  # closed, and used again, since this call has taken its loop
-            raise errors.ClientClosed from error
-
-    async def _publish_first(self, channel: bytes, payload: bytes) -> int:
-        try:
-            return await (await self.cluster.open_publishing()).publish(channel, payload)
-        except errors.OtherLoop as error:
-            raise errors.ClientClosed from error
 
 
 def _begin(function: Callable[..., Coroutine[Any, Any, _T]], args: tuple[Any, ...]) -> asyncio.Future[_T]:

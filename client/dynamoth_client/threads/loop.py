@@ -137,34 +137,44 @@ class Loop(asyncio.AbstractEventLoop):
                 return
 
     def _turn(self) -> None:
-        """Wait once for sockets and timers, then run what is ready. Inlined, as most of a publish is this."""
+        """Collect timers, wait once for sockets, then run what is ready. Inlined, as most of a publish is this.
+
+        A callback that raises ends the turn. The next one does the rest: sockets are reported until they were read.
+        """
+        ready, timers = self._ready, self._timers
+        timeout_s = WAIT_S_MAX
+        if timers:
+            now = self.time()
+            while timers and timers[0][0] <= now:
+                ready.append(heapq.heappop(timers)[2])
+            if timers:
+                timeout_s = min(timeout_s, timers[0][0] - now)
         _set_running_loop(self._outer)
         if self._starting:
             self._start_threads()
         self.is_waiting = True
-        timeout_s = WAIT_S_MAX
-        if self._ready:
-            timeout_s = 0.0
-        elif self._timers:
-            timeout_s = max(0.0, min(timeout_s, self._timers[0][0] - self.time()))
-        sockets = self._wait(timeout_s, SOCKETS_MAX)
+        sockets = self._wait(0.0 if ready else timeout_s, SOCKETS_MAX)
         self.is_waiting = False
         self._outer = _get_running_loop()
         _set_running_loop(self)
         if self.is_inherited:
             raise RuntimeError("a forked child drives the event loop of its parent")
-        for fd, mask in sockets:
-            # One that was called before may have removed the next.
-            if mask & self._readable and fd in self._readers:
-                self._call(self._readers[fd])
-            if mask & self._writable and fd in self._writers:
-                self._call(self._writers[fd])
-        if self._timers:
-            self._collect_timers()
-        for _ in range(len(self._ready)):
-            call = self._ready.popleft()
-            if call.function is not None:
-                self._call(call.context.run, call.function, *call.args)
+        function: Callable[..., object] | None = None
+        try:
+            for fd, mask in sockets:
+                # One that was called before may have removed the next.
+                if mask & self._readable and (function := self._readers.get(fd)) is not None:
+                    function()
+                if mask & self._writable and (function := self._writers.get(fd)) is not None:
+                    function()
+            for _ in range(len(ready)):
+                call = ready.popleft()
+                if (function := call.function) is not None:
+                    call.context.run(function, *call.args)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            self.call_exception_handler({"message": f"exception in {function!r}", "exception": error})
 
     def _start_threads(self) -> None:
         while self._starting:
@@ -173,20 +183,6 @@ class Loop(asyncio.AbstractEventLoop):
                 thread.start()
             except RuntimeError as error:  # the interpreter exits
                 _finish(future, None, error)
-
-    def _collect_timers(self) -> None:
-        """Move the timers that have expired to the ready callbacks."""
-        timers, now = self._timers, self.time()
-        while timers and timers[0][0] <= now:
-            self._ready.append(heapq.heappop(timers)[2])
-
-    def _call(self, function: Callable[..., object], *args: Any) -> None:
-        try:
-            function(*args)
-        except (SystemExit, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            self.call_exception_handler({"message": f"exception in {function!r}", "exception": error})
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """Log an exception that nobody else gets; one that was raised in the main thread ends ``drive``."""
@@ -252,7 +248,7 @@ class Loop(asyncio.AbstractEventLoop):
             raise RuntimeError("Event loop is closed")
         call = _Call(callback, args, context)
         if len(self._timers) >= self._timers_max:
-            self._timers = [timer for timer in self._timers if timer[2].function is not None]
+            self._timers[:] = [timer for timer in self._timers if timer[2].function is not None]
             heapq.heapify(self._timers)
             self._timers_max = max(TIMERS_MIN, 2 * len(self._timers))
         heapq.heappush(self._timers, (when, next(self._timer_numbers), call))
@@ -320,7 +316,7 @@ class Loop(asyncio.AbstractEventLoop):
 
     def add_reader(self, fd: Any, callback: Callable[[*_Args], Any], *args: *_Args) -> None:
         """Call whenever ``fd``, a descriptor or what has one, can be read."""
-        self._watch(self._readers, fd, partial(callback, *args))
+        self._watch(self._readers, fd, partial(callback, *args) if args else callback)
 
     def remove_reader(self, fd: Any) -> bool:
         """Undo ``add_reader``; False where there is nothing to be undone."""
@@ -328,7 +324,7 @@ class Loop(asyncio.AbstractEventLoop):
 
     def add_writer(self, fd: Any, callback: Callable[[*_Args], Any], *args: *_Args) -> None:
         """Call whenever ``fd``, a descriptor or what has one, can be written."""
-        self._watch(self._writers, fd, partial(callback, *args))
+        self._watch(self._writers, fd, partial(callback, *args) if args else callback)
 
     def remove_writer(self, fd: Any) -> bool:
         """Undo ``add_writer``; False where there is nothing to be undone."""

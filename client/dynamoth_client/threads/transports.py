@@ -11,6 +11,7 @@ import contextlib
 import socket
 import ssl
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class SocketTransport(asyncio.Transport):
         self._socket = sock
         self._fd = sock.fileno()
         self._protocol = protocol
+        #: Gets the bytes of each read.
+        self._received: Callable[[bytes], None] = protocol.data_received
         #: What waits for the operating system, in order; ``_waiting_bytes`` in all.
         self._waiting: deque[memoryview] = deque()
         self._waiting_bytes = 0
@@ -91,9 +94,6 @@ class SocketTransport(asyncio.Transport):
 
     def _begin(self) -> None:
         self._protocol.connection_made(self)
-
-    def _received(self, data: bytes) -> None:
-        self._protocol.data_received(data)
 
     def _read(self) -> None:
         try:
@@ -165,6 +165,7 @@ class TlsTransport(SocketTransport):
         #: Done when both sides have agreed; fails with ``ssl.SSLError`` or ConnectionError.
         self.secured: asyncio.Future[None] = loop.create_future()
         super().__init__(loop, sock, protocol)
+        self._received = self._decrypt
 
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
         """Encrypt, and write behind what was written before. Nothing happens after the end has begun."""
@@ -198,7 +199,7 @@ class TlsTransport(SocketTransport):
             super()._begin()
             self.secured.set_result(None)
 
-    def _received(self, data: bytes) -> None:
+    def _decrypt(self, data: bytes) -> None:
         self._incoming.write(data)
         if not self.secured.done():
             self._begin()
@@ -218,7 +219,7 @@ class TlsTransport(SocketTransport):
                 is_end = not chunk
                 chunks.append(chunk)
         if plain := b"".join(chunks):
-            super()._received(plain)
+            self._protocol.data_received(plain)
         if is_end:
             self._finish(error)
 
