@@ -44,8 +44,8 @@ class Cluster:
         self._local_plan: LocalPlan | None = None
         #: Connections of the bootstrap, for the links of the publisher and of feeds to take over.
         self._spares: Spares | None = None
-        #: The publisher; ``open_publishing`` makes it, also in the place of one that has stopped.
-        self.publishing: Publishing | None = None
+        #: The publisher; ``_open_publishing`` makes it, also in the place of one that has stopped.
+        self._publishing: Publishing | None = None
         #: Feeds that are at work, or were stopped without ``close``.
         self._feeds: set[Feed] = set()
         #: PubSubs, which have to begin anew in a forked child.
@@ -66,10 +66,10 @@ class Cluster:
     def publish(self, channel: bytes, payload: bytes) -> asyncio.Future[int]:
         """Publish a message; the future gets the number of receivers. Opens the publisher when needed.
 
-        Raises ``redis.exceptions.DataError`` as ``Publishing.publish``. The future fails as that, or as
-        ``open_publishing``.
+        Raises ``redis.exceptions.DataError`` as ``Publishing.publish``. The future fails as that, as ``local_plan``, or
+        with ``MaxConnectionsError``.
         """
-        publishing = self.publishing
+        publishing = self._publishing
         if publishing is not None and not publishing.is_stopped:
             try:
                 return publishing.publish(channel, payload)
@@ -78,14 +78,14 @@ class Cluster:
         return asyncio.ensure_future(self._open_and_publish(channel, payload))
 
     async def _open_and_publish(self, channel: bytes, payload: bytes) -> int:
-        return await (await self.open_publishing()).publish(channel, payload)
+        return await (await self._open_publishing()).publish(channel, payload)
 
-    async def open_publishing(self) -> Publishing:
-        """Return the publisher; bootstraps when needed. Raises as ``local_plan``, and ``MaxConnectionsError``."""
+    async def _open_publishing(self) -> Publishing:
+        """Return the publisher; bootstraps when needed."""
         local_plan = await self.local_plan()
-        if self.publishing is None or self.publishing.is_stopped:
+        if self._publishing is None or self._publishing.is_stopped:
             settings = self.settings
-            self.publishing = settings.connections.admit(
+            self._publishing = settings.connections.admit(
                 lambda: Publishing(
                     local_plan,
                     settings.link_options,
@@ -93,10 +93,10 @@ class Cluster:
                     publish_timeout_s=settings.publish_timeout_s,
                 )
             )
-        return self.publishing
+        return self._publishing
 
     async def open_feed(self, queue: MessageQueue, *, wants_gaps: bool, when_full: WhenFull = "block") -> Feed:
-        """Make the feed of a PubSub; bootstraps when needed. Raises as ``open_publishing``."""
+        """Make the feed of a PubSub; bootstraps when needed. Raises as ``local_plan``, and ``MaxConnectionsError``."""
         local_plan = await self.local_plan()
         settings = self.settings
         feed = settings.connections.admit(
@@ -150,8 +150,8 @@ class Cluster:
                 feed.end(errors.ClientClosed())
             return
         self.bind()
-        bootstrap, publishing, feeds, spares = self._bootstrap, self.publishing, self._feeds, self._spares
-        self._loop = self._bootstrap = self._local_plan = self.publishing = None
+        bootstrap, publishing, feeds, spares = self._bootstrap, self._publishing, self._feeds, self._spares
+        self._loop = self._bootstrap = self._local_plan = self._publishing = None
         self._feeds = set()
         if bootstrap is not None:
             bootstrap.cancel()
@@ -215,15 +215,15 @@ class Cluster:
         """Begin anew in a forked child; what is inherited of connections is left alone, and the parent's go on."""
         if self._loop is None:
             return
-        _inherited.append((self._loop, self._bootstrap, self.publishing, self._feeds))
+        _inherited.append((self._loop, self._bootstrap, self._publishing, self._feeds))
         point_to_nowhere(self._abandon())
         for follower in list(self.followers):
             follower.fork()
 
     def _abandon(self) -> list[int]:
         """Forget what ran on a loop that is closed, or the parent process's; return the descriptors of its sockets."""
-        publishing, feeds = self.publishing, self._feeds
-        self._loop = self._bootstrap = self._local_plan = self.publishing = None
+        publishing, feeds = self._publishing, self._feeds
+        self._loop = self._bootstrap = self._local_plan = self._publishing = None
         self._feeds = set()
         numbers = [] if publishing is None else publishing.abandon()
         if self._spares is not None:

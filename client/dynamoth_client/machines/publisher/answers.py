@@ -10,8 +10,8 @@ have timers, and so has a message that is looked at before it expires.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any
@@ -27,29 +27,20 @@ from dynamoth_client.machines.publisher.events import (
     Published,
     PublishedAll,
     PublisherAction,
-    PublisherOptions,
     PublishFailed,
     PublishRefused,
 )
+from dynamoth_client.machines.publisher.part import Part, Shared
 from dynamoth_client.machines.publisher.records import CheckAt, PublisherServer, Token, VersionCheck
 from dynamoth_client.machines.publisher.waiting import HandOver, Together, Unconfirmed, Waiting
 
 
-class Answers:
-    """Finds the outcomes of one publisher's messages. Most methods return the actions to execute."""
+class Answers(Part):
+    """Finds the outcomes of one publisher's messages."""
 
-    def __init__(
-        self,
-        client_id: int,
-        servers: Mapping[str, PublisherServer],
-        options: PublisherOptions,
-        counters: Counter[str],
-    ) -> None:
-        """Share the servers and the counters with the publisher."""
-        self._client_id = client_id
-        self._servers = servers
-        self._options = options
-        self._counters = counters
+    def __init__(self, shared: Shared) -> None:
+        """Begin without timers."""
+        super().__init__(shared)
         #: When messages are looked at, a number that orders those of one time, and a server that each waits for.
         self._timers: list[tuple[float, int, Waiting, str]] = []
         self._timer_numbers = count()

@@ -31,8 +31,7 @@ number of receivers is that of the right place, and a ``publish`` that returned 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dynamoth.errors import MalformedMessage
@@ -42,7 +41,8 @@ from dynamoth.protocol import stored_plan
 from dynamoth.protocol.envelope import is_enveloped, rerouted
 from dynamoth_client.machines.publisher.answers import Answers
 from dynamoth_client.machines.publisher.channels import PublishedChannel
-from dynamoth_client.machines.publisher.events import PublisherAction, PublisherOptions
+from dynamoth_client.machines.publisher.events import PublisherAction
+from dynamoth_client.machines.publisher.part import Part, Shared
 from dynamoth_client.machines.publisher.records import Check, CheckAt, PublisherServer, VersionCheck
 from dynamoth_client.machines.publisher.routes import PublisherRoutes
 from dynamoth_client.machines.publisher.standalone import AloneServer
@@ -53,29 +53,15 @@ READ_AGAIN_S = 0.05
 """How soon a plan that is missing is read again; the balancer writes it within 0.2 s."""
 
 
-class Checks:
-    """The unconfirmed messages of one publisher. All methods return the actions to execute."""
+class Checks(Part):
+    """The unconfirmed messages of one publisher."""
 
-    def __init__(
-        self,
-        channels: Mapping[bytes, PublishedChannel],
-        servers: Mapping[str, PublisherServer],
-        routes: PublisherRoutes,
-        answers: Answers,
-        connect: Callable[[str, float], list[PublisherAction]],
-        alone: AloneServer,
-        options: PublisherOptions,
-        counters: Counter[str],
-    ) -> None:
-        """Share the publisher's state; ``connect`` opens a link to a server unless there is one."""
-        self._alone = alone
-        self._options = options
-        self._channels = channels
-        self._servers = servers
+    def __init__(self, shared: Shared, routes: PublisherRoutes, answers: Answers, alone: AloneServer) -> None:
+        """Begin without any."""
+        super().__init__(shared)
         self._routes = routes
         self._answers = answers
-        self._connect = connect
-        self._counters = counters
+        self._alone = alone
 
     @staticmethod
     def begin(
@@ -143,8 +129,8 @@ class Checks:
             if not server.has_plan and not check.over and self._reads_again(at, server, now):
                 return actions
             server.confirmed.add(check.channel)
-            if server.has_plan and check.channel in self._channels:
-                self._channels[check.channel].note_version(-1 if server.version is None else server.version)
+            if server.has_plan and check.channel in self._by_name:
+                self._by_name[check.channel].note_version(-1 if server.version is None else server.version)
             return [*actions, *self._confirm(check, now)]
         if check.over:
             return actions
@@ -171,7 +157,7 @@ class Checks:
         server.clear_until = asked.begun_at + self._options.observers_interval_s
         actions: list[PublisherAction] = []
         for check in asked.checks:
-            channel = self._channels.get(check.channel)
+            channel = self._by_name.get(check.channel)
             if check.over:
                 continue
             if channel is None or channel.version == version:
@@ -217,7 +203,7 @@ class Checks:
 
     def _confirm(self, check: Check, now: float) -> list[PublisherAction]:
         check.over = True
-        if (channel := self._channels.get(check.channel)) is not None:
+        if (channel := self._by_name.get(check.channel)) is not None:
             is_direct = len(check.locations) == 1 and not channel.plain and self._alone.is_over(now)
             channel.confirm(check, self._servers[check.locations[0].server] if is_direct else None)
         messages, check.messages = check.messages, []
@@ -226,7 +212,7 @@ class Checks:
     def send_again(self, name: bytes, messages: Iterable[tuple[Waiting, bytes]], now: float) -> list[PublisherAction]:
         """Publish messages of one channel by the route that is known now, under their numbers, and check that."""
         locations, epoch = self._routes.find(name)
-        actions = [action for location in locations for action in self._connect(location.server, now)]
+        actions = [action for location in locations for action in self._servers.open(location.server, now)[1]]
         check = Check(name, locations, now)
         for message, data in messages:
             if message.done:  # it has failed
@@ -244,7 +230,7 @@ class Checks:
                 actions += server.outbox.put_past_bound((b"PUBLISH", location.physical, copy), again)
         for location in locations:
             actions += self.put(check, location, self._servers[location.server])
-        if (channel := self._channels.get(name)) is not None:
+        if (channel := self._by_name.get(name)) is not None:
             channel.follow(locations, epoch)
             channel.doubt(check)
             channel.send_directly(None)

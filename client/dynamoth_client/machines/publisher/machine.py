@@ -63,6 +63,7 @@ from dynamoth_client.machines.publisher.events import (
     PublisherEvent,
     PublisherOptions,
 )
+from dynamoth_client.machines.publisher.part import Shared
 from dynamoth_client.machines.publisher.records import CheckAt, PublisherServer, Servers, Token, VersionCheck
 from dynamoth_client.machines.publisher.routes import PublisherRoutes
 from dynamoth_client.machines.publisher.sending import Sending
@@ -93,46 +94,15 @@ class PublisherMachine:
         self.options = options or PublisherOptions()
         self.counters: Counter[str] = Counter()
         self._plan = local_plan
-        self._channels = channels = Channels(self.options)
-        servers = Servers(local_plan, self.options)
-        self._servers = servers.by_id
-        self._all_servers = servers
-        self._answers = Answers(client_id, self._servers, self.options, self.counters)
-        self._routes = PublisherRoutes(client_id, local_plan, self._servers, self.options, self.counters)
-        alone = AloneServer(local_plan, self._servers, self.counters)
-        self._checks = Checks(
-            channels.by_name,
-            self._servers,
-            self._routes,
-            self._answers,
-            servers.connect,
-            alone,
-            self.options,
-            self.counters,
-        )
-        self._sending = Sending(
-            client_id,
-            local_plan,
-            channels,
-            servers,
-            self._routes,
-            self._answers,
-            self._checks,
-            alone,
-            self.options,
-            self.counters,
-        )
-        self._elsewhere = Elsewhere(
-            client_id,
-            local_plan,
-            channels.by_name,
-            self._servers,
-            self._routes,
-            self._checks,
-            self.options,
-            servers.connect,
-            self._sending.heartbeat,
-        )
+        self._channels = Channels(self.options)
+        self._servers = Servers(local_plan, self.options)
+        shared = Shared(client_id, local_plan, self.options, self.counters, self._channels, self._servers)
+        alone = AloneServer(shared)
+        self._answers = Answers(shared)
+        self._routes = PublisherRoutes(shared)
+        self._checks = Checks(shared, self._routes, self._answers, alone)
+        self._sending = Sending(shared, self._routes, self._answers, self._checks, alone)
+        self._elsewhere = Elsewhere(shared, self._routes, self._checks, self._sending)
 
     def handle(self, event: PublisherEvent, now: float) -> Sequence[PublisherAction]:
         """Handle one event; return the actions to execute, in order."""
@@ -240,7 +210,7 @@ class PublisherMachine:
             [location], epoch = self._routes.find(token.channel)
             if location.server == server_id:
                 continue
-            other, connect = self._all_servers.get(location.server, now)
+            other, connect = self._servers.open(location.server, now)
             actions += connect
             if other.outbox.full or not token.go_elsewhere(location.server):
                 continue
@@ -391,4 +361,4 @@ class PublisherMachine:
         """Assert what holds between events: for tests and for the simulator."""
         self._plan.check()
         self._channels.check()
-        self._all_servers.check()
+        self._servers.check()

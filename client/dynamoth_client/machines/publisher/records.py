@@ -140,29 +140,25 @@ class PublisherServer:
                 waiting.check()
 
 
-class Servers:
-    """The servers of one publisher, each with one link."""
+class Servers(dict[str, PublisherServer]):
+    """The servers of one publisher by id, each with one link."""
 
     def __init__(self, plan: LocalPlan, options: PublisherOptions) -> None:
         """Begin without servers."""
+        super().__init__()
         self._plan = plan
         self._unanswered_max = options.unanswered_max
-        self.by_id: dict[str, PublisherServer] = {}
 
-    def get(self, server_id: str, now: float) -> tuple[PublisherServer, list[PublisherAction]]:
+    def open(self, server_id: str, now: float) -> tuple[PublisherServer, list[PublisherAction]]:
         """Return a server, and the action that opens the link to it if there is none."""
-        server = self.by_id.get(server_id)
+        server = self.get(server_id)
         if server is not None:
             return server, []
         outbox = Outbox(server_id, self._unanswered_max)
-        server = self.by_id[server_id] = PublisherServer(server_id, outbox, down_since=now)
+        server = self[server_id] = PublisherServer(server_id, outbox, down_since=now)
         return server, [Connect(server_id, self._plan.servers[server_id].url)]
-
-    def connect(self, server_id: str, now: float) -> list[PublisherAction]:
-        """Open a link to a server unless there is one."""
-        return self.get(server_id, now)[1]
 
     def check(self) -> None:
         """Assert what holds between events."""
-        for server in self.by_id.values():
+        for server in self.values():
             server.check()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from dynamoth.errors import MalformedMessage, UnknownMode
@@ -11,29 +10,18 @@ from dynamoth.machine.events import Replied, Send
 from dynamoth.plan.compatibility import Compatibility
 from dynamoth.plan.plan import Location, Mode, Route
 from dynamoth.protocol import stored_plan
-from dynamoth_client.machines.local_plan import LocalPlan
-from dynamoth_client.machines.publisher.events import PublisherAction, PublisherOptions
+from dynamoth_client.machines.publisher.events import PublisherAction
+from dynamoth_client.machines.publisher.part import Part, Shared
 from dynamoth_client.machines.publisher.records import PublisherServer
 from dynamoth_client.machines.standalone import ALONE
 
 
-class PublisherRoutes:
+class PublisherRoutes(Part):
     """The routes of one publisher's channels."""
 
-    def __init__(
-        self,
-        client_id: int,
-        plan: LocalPlan,
-        servers: Mapping[str, PublisherServer],
-        options: PublisherOptions,
-        counters: Counter[str],
-    ) -> None:
-        """Share the local plan, the servers and the counters with the publisher."""
-        self._client_id = client_id
-        self._plan = plan
-        self._servers = servers
-        self._counters = counters
-        self._options = options
+    def __init__(self, shared: Shared) -> None:
+        """Begin with the routes of the local plan."""
+        super().__init__(shared)
         #: Channel to a newer route whose servers the local plan does not list. While there is one, a header is read.
         self._hints: dict[bytes, Route] = {}
         #: Channels whose stored entry came with another ring.

@@ -14,7 +14,6 @@ That both roads have the same effect is a property test (``tests/machines/test_p
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from itertools import groupby
 
@@ -29,46 +28,30 @@ from dynamoth.protocol.envelope import (
     seal,
     whole_ms,
 )
-from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.publisher.answers import Answers
-from dynamoth_client.machines.publisher.channels import Channels, PublishedChannel
+from dynamoth_client.machines.publisher.channels import PublishedChannel
 from dynamoth_client.machines.publisher.checks import Checks
-from dynamoth_client.machines.publisher.events import PublisherAction, PublisherOptions, PublishFailed
-from dynamoth_client.machines.publisher.records import Check, PublisherServer, Servers
+from dynamoth_client.machines.publisher.events import PublisherAction, PublishFailed
+from dynamoth_client.machines.publisher.part import Part, Shared
+from dynamoth_client.machines.publisher.records import Check, PublisherServer
 from dynamoth_client.machines.publisher.routes import PublisherRoutes
 from dynamoth_client.machines.publisher.standalone import AloneServer
 from dynamoth_client.machines.publisher.waiting import Together, Unconfirmed, Waiting
 
 
-class Sending:
-    """Sends the messages of one publisher. Methods return the actions to execute."""
+class Sending(Part):
+    """Sends the messages of one publisher."""
 
     def __init__(
-        self,
-        client_id: int,
-        plan: LocalPlan,
-        channels: Channels,
-        servers: Servers,
-        routes: PublisherRoutes,
-        answers: Answers,
-        checks: Checks,
-        alone: AloneServer,
-        options: PublisherOptions,
-        counters: Counter[str],
+        self, shared: Shared, routes: PublisherRoutes, answers: Answers, checks: Checks, alone: AloneServer
     ) -> None:
-        """Share the publisher's state."""
-        self._client_id = client_id
-        self._plain_head = plain_head(client_id)
-        self._plan = plan
-        self._channels = channels
-        self._by_name = channels.by_name
-        self._servers = servers
+        """Begin without messages."""
+        super().__init__(shared)
+        self._plain_head = plain_head(shared.client_id)
         self._routes = routes
         self._answers = answers
         self._checks = checks
         self._alone = alone
-        self._options = options
-        self._counters = counters
 
     # Messages.
 
@@ -190,7 +173,7 @@ class Sending:
         targets: Sequence[tuple[Location, PublisherServer]],
     ) -> str | None:
         """Return why a message cannot be sent to any of its locations, in words; None where it can."""
-        server = self._servers.by_id[locations[0].server]
+        server = self._servers[locations[0].server]
         if len(targets) == 1 == len(locations) and server.refused:
             server.note_refused(name)
             return self._answers.why_refused(server.id)
@@ -210,7 +193,7 @@ class Sending:
         """Wait for all replicas but those whose outbox is full; ``data`` is the envelope, if there is one."""
         has_room = [location.server for location, _ in targets]
         replicas = [location.server for location in locations]
-        awaited = [id_ for id_ in replicas if id_ in has_room or not self._servers.by_id[id_].up]
+        awaited = [id_ for id_ in replicas if id_ in has_room or not self._servers[id_].up]
         waiting.go_to_replicas(awaited, None if data is None else (locations[0].physical, data))
 
     def _targets(
@@ -220,7 +203,7 @@ class Sending:
         targets: list[tuple[Location, PublisherServer]] = []
         actions: list[PublisherAction] = []
         for location in locations:
-            server, connect = self._servers.get(location.server, now)
+            server, connect = self._servers.open(location.server, now)
             actions += connect
             if not server.outbox.full:
                 targets.append((location, server))
@@ -232,7 +215,7 @@ class Sending:
     def _add_channel(self, name: bytes, now: float) -> PublishedChannel:
         idle = self._channels.sweep(now)
         self._routes.forget(idle)
-        for server in self._servers.by_id.values():
+        for server in self._servers.values():
             server.confirmed.difference_update(idle)
         locations, epoch = self._routes.find(name)
         plain = self._routes.is_plain(name)
@@ -256,7 +239,7 @@ class Sending:
         targets, actions = self._targets(locations, now)
         self._counters["heartbeats_dropped"] += len(locations) - len(targets)
         if not targets:
-            self._servers.by_id[locations[0].server].needs_heartbeats = True
+            self._servers[locations[0].server].needs_heartbeats = True
         quiet_ms = whole_ms(now - channel.used_at)
         data = seal(self._client_id, channel.sequence, epoch, b"", HEARTBEAT, quiet_ms)
         for location, server in targets:

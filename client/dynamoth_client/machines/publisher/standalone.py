@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 from dynamoth.errors import MalformedMessage
 from dynamoth.protocol import stored_plan
-from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.publisher.events import PublisherAction
-from dynamoth_client.machines.publisher.records import PublisherServer
+from dynamoth_client.machines.publisher.part import Part, Shared
 from dynamoth_client.machines.standalone import ALONE, OVERLAP_S
 
 
-class AloneServer:
+class AloneServer(Part):
     """The server that was alone, for one publisher."""
 
-    def __init__(self, plan: LocalPlan, servers: Mapping[str, PublisherServer], counters: Counter[str]) -> None:
-        """Share the local plan, the servers and the counters with the publisher."""
-        self._plan = plan
-        self._servers = servers
-        self._counters = counters
+    def __init__(self, shared: Shared) -> None:
+        """Begin with one if the local plan does."""
+        super().__init__(shared)
         #: Until when messages go there as well: infinite while there is no plan, set when one is first seen.
-        self._until = float("inf") if plan.is_alone else float("-inf")
+        self._until = float("inf") if self._plan.is_alone else float("-inf")
 
     def is_over(self, now: float) -> bool:
         """Return whether nobody needs messages there any more."""

@@ -19,19 +19,18 @@ been lost with the server and its agent. A heartbeat brings its number to where 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from dynamoth.machine.events import ErrorReply, Send
 from dynamoth.protocol import stored_plan
 from dynamoth.protocol.envelope import is_enveloped, open_envelope
-from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.publisher.answers import take_apart
-from dynamoth_client.machines.publisher.channels import PublishedChannel
 from dynamoth_client.machines.publisher.checks import Checks
-from dynamoth_client.machines.publisher.events import PublisherAction, PublisherOptions
+from dynamoth_client.machines.publisher.events import PublisherAction
+from dynamoth_client.machines.publisher.part import Part, Shared
 from dynamoth_client.machines.publisher.records import LOOKED_UP_MAX, CheckAt, PublisherServer, VersionCheck
 from dynamoth_client.machines.publisher.routes import PublisherRoutes
+from dynamoth_client.machines.publisher.sending import Sending
 from dynamoth_client.machines.publisher.waiting import Waiting
 
 NO_LINK_RETRY_S = 0.1
@@ -43,33 +42,19 @@ RECENT_S = 60.0
 """Channels that were used within this time before their server was lost are looked up once, messages or not."""
 
 
-class Elsewhere:
-    """Looks up the channels of unreachable servers, for one publisher. Methods return the actions to execute."""
+class Elsewhere(Part):
+    """Looks up the channels of unreachable servers, for one publisher."""
 
-    def __init__(
-        self,
-        client_id: int,
-        plan: LocalPlan,
-        channels: Mapping[bytes, PublishedChannel],
-        servers: Mapping[str, PublisherServer],
-        routes: PublisherRoutes,
-        checks: Checks,
-        options: PublisherOptions,
-        connect: Callable[[str, float], list[PublisherAction]],
-        heartbeat: Callable[[bytes, float], list[PublisherAction]],
-    ) -> None:
-        """Share the publisher's state; ``connect`` opens a link to a server unless there is one."""
-        self._after_s = options.look_elsewhere_s * (1 + client_id % 1024 / 2048)
+    def __init__(self, shared: Shared, routes: PublisherRoutes, checks: Checks, sending: Sending) -> None:
+        """Begin without knowing any."""
+        super().__init__(shared)
+        options = shared.options
+        self._after_s = options.look_elsewhere_s * (1 + shared.client_id % 1024 / 2048)
         #: How long before it expires the oldest message of a server that is up is looked up.
         self._before_expiry_s = options.publish_timeout_s - options.silent_s - self._after_s
-        self._plan = plan
-        self._channels = channels
-        self._servers = servers
         self._routes = routes
         self._checks = checks
-        self._options = options
-        self._connect = connect
-        self._heartbeat = heartbeat
+        self._sending = sending
 
     def deadline(self, server: PublisherServer) -> float:
         """Return when channels of a server are to be looked up; infinity if nothing is in question."""
@@ -90,7 +75,7 @@ class Elsewhere:
             unknown = next((id_ for id_ in self._plan.servers if id_ not in self._servers), None)
             is_trying = len(self._servers) > 1 or unknown is not None
             server.look_at = now + (NO_LINK_RETRY_S if is_trying else self._options.look_again_s)
-            return [] if unknown is None else self._connect(unknown, now)
+            return [] if unknown is None else self._servers.open(unknown, now)[1]
         server.look_at = now + self._options.look_again_s
         other = others[server.looks % len(others)]
         server.looks += 1
@@ -111,7 +96,7 @@ class Elsewhere:
             if len(names) >= LOOKED_UP_MAX:
                 return list(names)
         if server.lost_at is not None:
-            for name, channel in self._channels.items():
+            for name, channel in self._by_name.items():
                 if server.lost_at - channel.used_at <= RECENT_S and channel.uses(server_id):
                     names[name] = None
                 if len(names) >= LOOKED_UP_MAX:
@@ -130,11 +115,11 @@ class Elsewhere:
         messages = self._take_back(name, server)
         if messages:
             return [*actions, *self._checks.send_again(name, messages, now)]
-        return actions if server.up else [*actions, *self._heartbeat(name, now)]
+        return actions if server.up else [*actions, *self._sending.heartbeat(name, now)]
 
     def _take_back(self, name: bytes, server: PublisherServer) -> list[tuple[Waiting, bytes]]:
         """Return the messages of a channel that a server has not answered or not confirmed, and forget them there."""
-        channel = self._channels.get(name)
+        channel = self._by_name.get(name)
         check = None if channel is None else channel.check
         messages = [] if check is None or check.over else [*check.messages]
         known = {id(message) for message, _ in messages}
