@@ -316,7 +316,7 @@ class Loop(asyncio.AbstractEventLoop):
 
     def add_reader(self, fd: Any, callback: Callable[[*_Args], Any], *args: *_Args) -> None:
         """Call whenever ``fd``, a descriptor or what has one, can be read."""
-        self._watch(self._readers, fd, partial(callback, *args) if args else callback)
+        self._watch(self._readers, fd, callback, *args)
 
     def remove_reader(self, fd: Any) -> bool:
         """Undo ``add_reader``; False where there is nothing to be undone."""
@@ -324,18 +324,20 @@ class Loop(asyncio.AbstractEventLoop):
 
     def add_writer(self, fd: Any, callback: Callable[[*_Args], Any], *args: *_Args) -> None:
         """Call whenever ``fd``, a descriptor or what has one, can be written."""
-        self._watch(self._writers, fd, partial(callback, *args) if args else callback)
+        self._watch(self._writers, fd, callback, *args)
 
     def remove_writer(self, fd: Any) -> bool:
         """Undo ``add_writer``; False where there is nothing to be undone."""
         return self._watch(self._writers, fd, None)
 
-    def _watch(self, callbacks: dict[int, Callable[[], Any]], fd: Any, callback: Callable[[], Any] | None) -> bool:
+    def _watch(
+        self, callbacks: dict[int, Callable[[], Any]], fd: Any, callback: Callable[..., Any] | None, *args: Any
+    ) -> bool:
         """Set or remove what is called for a descriptor; return whether there was something."""
         number: int = fd if isinstance(fd, int) else fd.fileno()
         before = callbacks.pop(number, None)
         if callback is not None:
-            callbacks[number] = callback
+            callbacks[number] = partial(callback, *args) if args else callback
         if (before is None) != (callback is None):
             self._poller.watch(number, reads=number in self._readers, writes=number in self._writers)
         return before is not None
