@@ -36,6 +36,11 @@ class Subject(NamedTuple):
         """Whether this is a sharded channel."""
         return not self.is_pattern and self.name.startswith(SHARDED_PREFIX)
 
+    @property
+    def command(self) -> str:
+        """The command that subscribes to this."""
+        return "psubscribe" if self.is_pattern else "ssubscribe" if self.is_sharded else "subscribe"
+
 
 @dataclass(slots=True, frozen=True)
 class Ack:

@@ -71,7 +71,7 @@ GAP_LOG_INTERVAL_S = 1.0
 """Gaps that the application does not ask for are logged at most this often: a lost server means one for each
 channel."""
 
-_SHARDED_KINDS = ("ssubscribe", "sunsubscribe")
+_SHARDED_COMMANDS = ("ssubscribe", "sunsubscribe")
 
 FeedAction = (
     RegisterAction | Deliver | GapDetected | DeliverMatched | PatternGapDetected | NewerSoftware | ReachabilityAction
@@ -124,7 +124,6 @@ class Feed:
         #: How many gaps there have been.
         self.gaps = 0
         self._subscriber = SubscriberMachine(secrets.randbits(64), local_plan)
-        self.counters = self._subscriber.counters
         self._channels = _MachineRun(
             self._subscriber, self._execute, self._crashed, link_options, on_pushes=self._take_expected
         )
@@ -162,45 +161,40 @@ class Feed:
         """The event loop that the feed belongs to."""
         return self._loop
 
-    def subscribe(self, channels: Iterable[bytes]) -> None:
-        """Subscribe; the acknowledgements come through the queue."""
-        self._channels.driver.handle(Subscribe(self._requested("subscribe", channels)))
+    def request(self, command: str, names: Iterable[bytes]) -> None:
+        """Subscribe or unsubscribe, as the ``command`` says; the acknowledgements come through the queue.
 
-    def unsubscribe(self, channels: Iterable[bytes]) -> None:
-        """Unsubscribe; the acknowledgements come through the queue, one for no channel at all."""
-        self._channels.driver.handle(Unsubscribe(self._requested("unsubscribe", channels)))
+        An end of nothing is acknowledged at once, as Redis does.
+        """
+        wanted = tuple(_inner_name(command, name) for name in names)
+        for name in wanted:
+            self._acks.request(command, name)
+        if not wanted:
+            count = self._acks.sharded_count if command in _SHARDED_COMMANDS else self._acks.count
+            self._queue.put(Notice(command, None, count))
+        if command == "psubscribe":
+            if self._patterns is None:
+                machine = PatternMachine(self._local_plan)
+                self._patterns = _MachineRun(machine, self._execute, self._crashed, self._link_options)
+            self._patterns.driver.handle(SubscribePatterns(wanted))
+        elif command == "punsubscribe":
+            if self._patterns is not None:
+                self._patterns.driver.handle(UnsubscribePatterns(wanted))
+                return
+            for pattern in wanted:
+                self._acknowledge(self._acks.ended(pattern, is_pattern=True))
+        elif command.endswith("unsubscribe"):
+            self._channels.driver.handle(Unsubscribe(wanted))
+        else:
+            self._has_sharded = self._has_sharded or command == "ssubscribe"
+            self._channels.driver.handle(Subscribe(wanted))
 
-    def ssubscribe(self, channels: Iterable[bytes]) -> None:
-        """Subscribe to sharded channels, as ``subscribe``."""
-        self._has_sharded = True
-        self._channels.driver.handle(Subscribe(self._requested("ssubscribe", map(sharded_channel, channels))))
-
-    def sunsubscribe(self, channels: Iterable[bytes]) -> None:
-        """Unsubscribe from sharded channels, as ``unsubscribe``."""
-        self._channels.driver.handle(Unsubscribe(self._requested("sunsubscribe", map(sharded_channel, channels))))
-
-    def psubscribe(self, patterns: Iterable[bytes]) -> None:
-        """Subscribe to patterns, as ``subscribe``."""
-        if self._patterns is None:
-            machine = PatternMachine(self._local_plan)
-            self._patterns = _MachineRun(machine, self._execute, self._crashed, self._link_options)
-        self._patterns.driver.handle(SubscribePatterns(self._requested("psubscribe", patterns)))
-
-    def punsubscribe(self, patterns: Iterable[bytes]) -> None:
-        """Unsubscribe from patterns, as ``unsubscribe``."""
-        wanted = self._requested("punsubscribe", patterns)
-        if self._patterns is not None:
-            self._patterns.driver.handle(UnsubscribePatterns(wanted))
-            return
-        for pattern in wanted:
-            self._acknowledge(self._acks.ended(pattern, is_pattern=True))
-
-    async def until_confirmed(self, subjects: Iterable[Subject]) -> None:
-        """Wait until the subscriptions are confirmed, or have ended or failed.
+    async def until_confirmed(self, command: str, names: Iterable[bytes]) -> None:
+        """Wait until the subscriptions that were requested are confirmed, or have ended or failed.
 
         As long as connecting may take, at most; and not while the queue is full, as nothing is read then.
         """
-        missing = list(subjects)
+        missing = [Subject(_inner_name(command, name), command == "psubscribe") for name in names]
         ends_at = self._loop.time() + self._link_options.connect_timeout_s
         while not self.is_stopped and not self._queue.is_full:
             while missing and not self._acks.is_open(missing[-1]):
@@ -217,16 +211,6 @@ class Feed:
         news, self._news = self._news, None
         if news is not None:
             news.set_result(None)
-
-    def _requested(self, kind: str, names: Iterable[bytes]) -> tuple[bytes, ...]:
-        """Note the requests of the application; an end of nothing is acknowledged at once, as Redis does."""
-        wanted = tuple(names)
-        for name in wanted:
-            self._acks.request(kind, name)
-        if not wanted:
-            count = self._acks.sharded_count if kind == "sunsubscribe" else self._acks.count
-            self._queue.put(Notice(kind, None, count))
-        return wanted
 
     def ping(self, message: bytes | None) -> bool:
         """Send a PING over a link; the pong comes through the queue. False when there is no link at all.
@@ -272,8 +256,7 @@ class Feed:
         if self._patterns is not None:
             self._patterns.driver.handle(UnsubscribePatterns(patterns))
         for subject in again:
-            kind = "psubscribe" if subject.is_pattern else "ssubscribe" if subject.is_sharded else "subscribe"
-            self._acks.request(kind, subject.name)
+            self._acks.request(subject.command, subject.name)
         self._channels.driver.handle(Subscribe(channels))
         if self._patterns is not None:
             self._patterns.driver.handle(SubscribePatterns(patterns))
@@ -395,13 +378,14 @@ class Feed:
 
     def _put_acks(self, acks: Iterable[Ack]) -> None:
         for ack in acks:
-            channel = ack.channel.removeprefix(SHARDED_PREFIX) if ack.kind in _SHARDED_KINDS else ack.channel
+            channel = ack.channel.removeprefix(SHARDED_PREFIX) if ack.kind in _SHARDED_COMMANDS else ack.channel
             self._queue.put(Notice(ack.kind, channel, ack.count))
 
     def _failed(self, name: bytes, reason: str, is_pattern: bool) -> None:
         self._acknowledge(self._acks.failed(name, is_pattern=is_pattern))
-        name, sharded = (name, False) if is_pattern else _users(name)
-        self._queue.put(Failure(errors.from_reply(reason), name, is_pattern, sharded))
+        subject = Subject(name, is_pattern)
+        name = name if is_pattern else _users(name)[0]
+        self._queue.put(Failure(errors.from_reply(reason), name, subject.command))
 
     def _unreachable(self, run: _MachineRun, reasons: dict[str, str]) -> None:
         """Put an error into the queue, unless the latest one was not read."""
@@ -561,6 +545,11 @@ class _MachineRun:
         link = self.driver.link(name)
         fault: LinkError | None = link.fault if link is not None else None
         return redis.exceptions.ConnectionError(reason) if fault is None else errors.from_link(fault)
+
+
+def _inner_name(command: str, name: bytes) -> bytes:
+    """Return the machines' name of a channel or pattern that a command of the application names."""
+    return sharded_channel(name) if command in _SHARDED_COMMANDS else name
 
 
 def _users(channel: bytes) -> tuple[bytes, bool]:

@@ -64,7 +64,6 @@ class Publishing:
         self._hand_over_scheduled = False
         options = PublisherOptions(envelope=envelope, publish_timeout_s=publish_timeout_s)
         machine = PublisherMachine(secrets.randbits(64), local_plan, options)
-        self.counters = machine.counters
         self._driver = Driver(
             machine, on_action=self._execute, link_options=lambda _: link_options, on_crash=self._crashed
         )

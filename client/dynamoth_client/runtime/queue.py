@@ -59,12 +59,14 @@ class Notice:
 
 @dataclass(slots=True)
 class Failure:
-    """An error for whoever reads next. ``channel``, or the pattern, is that of a subscription that is gone, if any."""
+    """An error for whoever reads next. ``channel``, or the pattern, is that of a subscription that is gone, if any.
+
+    ``command`` is what had begun the subscription, such as ``psubscribe``.
+    """
 
     error: redis.exceptions.RedisError
     channel: bytes | None = None
-    is_pattern: bool = False
-    is_sharded: bool = False
+    command: str = "subscribe"
 
 
 Dropped = tuple[bytes, bytes | None, bool]

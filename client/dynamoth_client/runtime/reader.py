@@ -102,7 +102,7 @@ class Reader(Subscriptions):
         if kind in ("gap", "pong"):
             return message
         if kind.endswith("unsubscribe"):
-            subscribed, pending = self._registry(is_pattern=kind == "punsubscribe", is_sharded=kind == "sunsubscribe")
+            subscribed, pending = self._registry(kind)
             if name in pending:
                 pending.remove(name)
                 subscribed.pop(name, None)
@@ -132,7 +132,7 @@ class Reader(Subscriptions):
             return item
         if item.channel is not None:
             name = self._name(item.channel)
-            subscribed, pending = self._registry(is_pattern=item.is_pattern, is_sharded=item.is_sharded)
+            subscribed, pending = self._registry(item.command)
             subscribed.pop(name, None)
             pending.discard(name)
         raise item.error

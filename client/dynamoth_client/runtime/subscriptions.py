@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping
+from operator import methodcaller
 from typing import Any, cast
 
 import redis.asyncio
 import redis.asyncio.client
 import redis.exceptions
 
-from dynamoth.names import SHARDED_PREFIX, sharded_channel
-from dynamoth_client.machines.acks import Subject
+from dynamoth.names import SHARDED_PREFIX
 from dynamoth_client.redis_py.arguments import (
     flat,
     method_of,
@@ -36,6 +35,9 @@ from dynamoth_client.runtime.queue import (
 Channel = bytes | str | memoryview
 Handler = Callable[[dict[str, Any]], Any]
 GapHandler = Callable[[GapInfo], object]
+COMMANDS = (("subscribe", "unsubscribe"), ("psubscribe", "punsubscribe"), ("ssubscribe", "sunsubscribe"))
+"""For channels, patterns and sharded channels."""
+
 _Registry = tuple[dict[Channel, Handler | None], set[Channel]]
 """Names with handlers, confirmed or not; and those whose unsubscription was asked for and not read yet."""
 
@@ -179,12 +181,7 @@ class Subscriptions(redis.asyncio.client.PubSub):
             redis.exceptions.DataError: a channel that cannot be subscribed to here.
 
         """
-        wanted = self._wanted("subscribe", args, kwargs)
-        encoded = [channel for channel, _ in wanted]
-        for channel in encoded:
-            refuse_unroutable(channel, self._family)
-        self._begin(wanted, self._registry())
-        await self._request(lambda feed: feed.subscribe(encoded), map(Subject, encoded))
+        await self._request("subscribe", self._begin("subscribe", args, kwargs))
 
     def unsubscribe(self, *args: Any) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Unsubscribe from channels, or from all; confirmed by messages of type ``unsubscribe``.
@@ -196,8 +193,7 @@ class Subscriptions(redis.asyncio.client.PubSub):
         for name in flat(args):
             if (encoded_name := self._encode(name)).startswith(SHARDED_PREFIX):
                 refuse_unroutable(encoded_name, self._family)
-        encoded = self._end(args, self._registry())
-        return self._request(lambda feed: feed.unsubscribe(encoded))
+        return self._request("unsubscribe", self._end("unsubscribe", args))
 
     async def psubscribe(self, *args: Any, **kwargs: Handler) -> None:
         """Subscribe to all channels that match patterns, as ``subscribe`` does to channels.
@@ -210,12 +206,7 @@ class Subscriptions(redis.asyncio.client.PubSub):
             redis.exceptions.DataError: a pattern that can match nothing here.
 
         """
-        wanted = self._wanted("psubscribe", args, kwargs)
-        encoded = [pattern for pattern, _ in wanted]
-        for pattern in encoded:
-            refuse_unroutable_pattern(pattern, self._family)
-        self._begin(wanted, self._registry(is_pattern=True))
-        await self._request(lambda feed: feed.psubscribe(encoded), [Subject(pattern, True) for pattern in encoded])
+        await self._request("psubscribe", self._begin("psubscribe", args, kwargs))
 
     async def ssubscribe(self, *args: Any, target_node: Any = None, **kwargs: Handler) -> None:
         """Subscribe to sharded channels, which have names of their own, as ``subscribe`` does to channels.
@@ -227,20 +218,15 @@ class Subscriptions(redis.asyncio.client.PubSub):
             redis.exceptions.ConnectionError: the plan cannot be read from any server; nothing is subscribed.
 
         """
-        wanted = self._wanted("ssubscribe", args, kwargs)
-        encoded = [channel for channel, _ in wanted]
-        self._begin(wanted, self._registry(is_sharded=True))
-        await self._request(lambda feed: feed.ssubscribe(encoded), map(Subject, map(sharded_channel, encoded)))
+        await self._request("ssubscribe", self._begin("ssubscribe", args, kwargs))
 
     def punsubscribe(self, *args: Any) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Unsubscribe from patterns, or from all; confirmed by messages of type ``punsubscribe``."""
-        encoded = self._end(args, self._registry(is_pattern=True))
-        return self._request(lambda feed: feed.punsubscribe(encoded))
+        return self._request("punsubscribe", self._end("punsubscribe", args))
 
     def sunsubscribe(self, *args: Any, target_node: Any = None) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Unsubscribe from sharded channels, or from all; confirmed by messages of type ``sunsubscribe``."""
-        encoded = self._end(args, self._registry(is_sharded=True))
-        return self._request(lambda feed: feed.sunsubscribe(encoded))
+        return self._request("sunsubscribe", self._end("sunsubscribe", args))
 
     async def ping(self, message: Any = None) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Ask a server for a sign of life: one that is subscribed at, else one that the client was given.
@@ -265,12 +251,15 @@ class Subscriptions(redis.asyncio.client.PubSub):
 
     # The feed.
 
-    async def _request(self, request: Callable[[Feed], None], subscribed: Iterable[Subject] = ()) -> None:
-        """Pass a request to the feed, in the order of the calls, and wait for confirmations; opens it when needed."""
-        self._requests.append(request)
+    async def _request(self, command: str, names: list[bytes]) -> None:
+        """Pass a request to the feed, in the order of the calls, and wait until subscriptions are confirmed.
+
+        Opens the feed when needed.
+        """
+        self._requests.append(lambda feed: feed.request(command, names))
         feed = await self._opened()
         self._pass_requests(feed)
-        await feed.until_confirmed(subscribed)
+        await feed.until_confirmed(command, () if command.endswith("unsubscribe") else names)
 
     def _pass_requests(self, feed: Feed) -> None:
         while self._requests:
@@ -346,14 +335,11 @@ class Subscriptions(redis.asyncio.client.PubSub):
         if self._before is not None:
             before, reason = self._before
             self._requests.append(lambda feed: feed.resume_from(before, reason))
-        for registry, subscribe, unsubscribe in (
-            (self._registry(), Feed.subscribe, Feed.unsubscribe),
-            (self._registry(is_pattern=True), Feed.psubscribe, Feed.punsubscribe),
-            (self._registry(is_sharded=True), Feed.ssubscribe, Feed.sunsubscribe),
-        ):
-            for names, request in zip(registry, (subscribe, unsubscribe), strict=True):
+        for commands in COMMANDS:
+            for command, names in zip(commands, self._registry(commands[0]), strict=True):
                 if names:
-                    self._requests.append(partial(_ask, request, [self._encode(name) for name in names]))
+                    request = methodcaller("request", command, [self._encode(name) for name in names])
+                    self._requests.append(request)
 
     def _forget(self) -> None:
         """Forget all subscriptions."""
@@ -370,34 +356,38 @@ class Subscriptions(redis.asyncio.client.PubSub):
 
     # Names.
 
-    def _registry(self, *, is_pattern: bool = False, is_sharded: bool = False) -> _Registry:
-        """Return the names of channels, of patterns or of sharded channels, with their handlers."""
-        if is_pattern:
+    def _registry(self, command: str) -> _Registry:
+        """Return the names that a command to subscribe or to unsubscribe is about, with their handlers."""
+        if command.startswith("p"):
             return self.patterns, self.pending_unsubscribe_patterns
-        if is_sharded:
+        if command in ("ssubscribe", "sunsubscribe"):
             return self.shard_channels, self.pending_unsubscribe_shard_channels
         return self.channels, self.pending_unsubscribe_channels
 
-    def _wanted(
-        self, command: str, args: tuple[Any, ...], kwargs: Mapping[str, Handler]
-    ) -> list[tuple[bytes, Handler | None]]:
-        """Return what to subscribe to, with handlers. Raises ``redis.exceptions.ResponseError`` if that is nothing."""
+    def _begin(self, command: str, args: tuple[Any, ...], kwargs: Mapping[str, Handler]) -> list[bytes]:
+        """Note subscriptions, by the names that the application sees; return the encoded names.
+
+        Raises ``redis.exceptions.ResponseError`` if there are none, and DataError for one that cannot be subscribed to.
+        """
         wanted = with_handlers(args, kwargs)
         if not wanted:
             what = "pattern" if command == "psubscribe" else "channel"
             raise redis.exceptions.ResponseError(f"wrong number of arguments for '{command}' command: name a {what}")
-        return [(self._encode(name), handler) for name, handler in wanted.items()]
-
-    def _begin(self, wanted: Iterable[tuple[bytes, Handler | None]], registry: _Registry) -> None:
-        """Note subscriptions, by the names that the application sees."""
-        subscribed, pending = registry
-        named = {self._name(name): handler for name, handler in wanted}
+        encoded = [self._encode(name) for name in wanted]
+        for name in encoded:
+            if command == "subscribe":
+                refuse_unroutable(name, self._family)
+            elif command == "psubscribe":
+                refuse_unroutable_pattern(name, self._family)
+        subscribed, pending = self._registry(command)
+        named = dict(zip(map(self._name, encoded), wanted.values(), strict=True))
         subscribed.update(named)
         pending.difference_update(named)
+        return encoded
 
-    def _end(self, args: tuple[Any, ...], registry: _Registry) -> list[bytes]:
+    def _end(self, command: str, args: tuple[Any, ...]) -> list[bytes]:
         """Note unsubscriptions, of the given names, else of all that are not pending; return the encoded names."""
-        subscribed, pending = registry
+        subscribed, pending = self._registry(command)
         names = flat(args) if args else [name for name in subscribed if name not in pending]
         encoded = [self._encode(name) for name in names]
         pending.update(self._name(name) for name in encoded)
@@ -409,10 +399,6 @@ class Subscriptions(redis.asyncio.client.PubSub):
     def _name(self, value: bytes) -> Any:
         """Return a name, or a payload, as the application sees it."""
         return self._encoder.decode(value)
-
-
-def _ask(request: Callable[[Feed, Iterable[bytes]], None], names: list[bytes], feed: Feed) -> None:
-    request(feed, names)
 
 
 def _retrieve(task: asyncio.Task[Feed]) -> None:

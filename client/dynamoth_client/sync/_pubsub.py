@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar, cast
 
@@ -18,7 +18,7 @@ from dynamoth_client.runtime.cluster import Cluster
 from dynamoth_client.runtime.feed import Feed
 from dynamoth_client.runtime.queue import MAX_QUEUE, Failure, Item, Notice, WhenFull
 from dynamoth_client.runtime.reader import Reader
-from dynamoth_client.runtime.subscriptions import NOT_CONNECTED, GapHandler, Handler
+from dynamoth_client.runtime.subscriptions import COMMANDS, NOT_CONNECTED, GapHandler, Handler
 from dynamoth_client.threads.cluster import SyncCluster
 
 _T = TypeVar("_T")
@@ -32,13 +32,8 @@ class _Subscription:
     handler: Handler | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Inherited:
-    """What the parent of a forked child had subscribed to, with the handlers."""
-
-    channels: dict[Any, Handler | None]
-    patterns: dict[Any, Handler | None]
-    shard_channels: dict[Any, Handler | None]
+_Inherited = dict[str, dict[Any, Handler | None]]
+"""What the parent of a forked child had subscribed to, with the handlers, by the commands to subscribe."""
 
 
 class _Inner(Reader):
@@ -70,11 +65,18 @@ class _Inner(Reader):
         if self._is_begun and (self.subscribed or queue.is_closed):
             await self._wait(timeout)
 
+    def heritage(self) -> _Inherited:
+        """Return the subscriptions that are not to end."""
+        registries = {subscribe: self._registry(subscribe) for subscribe, _ in COMMANDS}
+        return {
+            command: {name: handler for name, handler in subscribed.items() if name not in pending}
+            for command, (subscribed, pending) in registries.items()
+        }
+
     def inherit(self, inherited: _Inherited) -> None:
         """Note what will be subscribed to soon."""
-        self.channels.update(inherited.channels)
-        self.patterns.update(inherited.patterns)
-        self.shard_channels.update(inherited.shard_channels)
+        for command, names in inherited.items():
+            self._registry(command)[0].update(names)
 
 
 class Connection:
@@ -236,15 +238,11 @@ class PubSub(redis.client.PubSub):
         self._call(self._inner.connect)
 
     def fork(self) -> None:
-        """Begin anew in a forked child."""
+        """Begin again in a forked child."""
         inner, self._inner = self._inner, self._make_inner()
         self.subscribed_event = threading.Event()
         self._lock = threading.RLock()
-        inherited = _Inherited(
-            _kept(inner.channels, inner.pending_unsubscribe_channels),
-            _kept(inner.patterns, inner.pending_unsubscribe_patterns),
-            _kept(inner.shard_channels, inner.pending_unsubscribe_shard_channels),
-        )
+        inherited = inner.heritage()
         self._inner.inherit(inherited)
         if self._inner.subscribed:
             self._inherited = inherited
@@ -456,18 +454,10 @@ class PubSub(redis.client.PubSub):
         inherited, self._inherited = self._inherited, None
         inner = self._inner
         try:
-            for subscribe, names in (
-                (inner.subscribe, inherited.channels),
-                (inner.psubscribe, inherited.patterns),
-                (inner.ssubscribe, inherited.shard_channels),
-            ):
+            for command, names in inherited.items():
                 if names:
-                    self._call(subscribe, *(_Subscription(*each) for each in names.items()))
+                    self._call(getattr(inner, command), *(_Subscription(*each) for each in names.items()))
         except BaseException:
             self._inner.inherit(inherited)
             self._inherited = inherited
             raise
-
-
-def _kept(subscribed: Mapping[Any, Handler | None], ending: set[Any]) -> dict[Any, Handler | None]:
-    return {name: handler for name, handler in subscribed.items() if name not in ending}
