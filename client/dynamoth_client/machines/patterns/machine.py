@@ -93,9 +93,7 @@ class PatternMachine:
         self._idle_since: float | None = None
         #: Whether the timer runs that reads headers again.
         self._reads_headers = False
-        self._messages = PatternMessages(
-            self.options.hold_s_max, self.options.channels_max, self.counters, self._timers
-        )
+        self._messages = PatternMessages(self.options, self.counters, self._timers)
 
     def handle(self, event: PatternEvent, now: float) -> list[PatternAction]:
         """Handle one event; return the actions to execute, in order."""

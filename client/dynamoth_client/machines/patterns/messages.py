@@ -37,6 +37,7 @@ from dynamoth_client.machines.patterns.events import (
     PatternAction,
     PatternGapDetected,
     PatternMessage,
+    PatternOptions,
 )
 from dynamoth_client.machines.patterns.subscription import MatchedChannel, PatternName, PatternSubscription
 from dynamoth_client.machines.register import State
@@ -58,27 +59,12 @@ NAMES_BYTES_MAX = 32 * 2**20
 class PatternMessages:
     """Handles the messages for the patterns of one PubSub."""
 
-    def __init__(
-        self,
-        hold_s_max: float,
-        channels_max: int,
-        counters: Counter[str],
-        timers: Timers[PatternAction],
-    ) -> None:
-        """Begin without patterns.
-
-        Args:
-            hold_s_max: how long a message waits for an earlier one of its publisher.
-            channels_max: channels per pattern that are remembered.
-            counters: those of the machine.
-            timers: those of the machine; they release held messages.
-
-        """
-        self._hold_s_max = hold_s_max
-        self._channels_max = channels_max
+    def __init__(self, options: PatternOptions, counters: Counter[str], timers: Timers[PatternAction]) -> None:
+        """Begin without patterns; all arguments are the machine's own."""
+        self._hold_s_max = options.hold_s_max
+        self._channels_max = options.channels_max
         self._counters = counters
-        self._timers = timers
-        self._held: HeldMessages[MatchedChannel] = HeldMessages(counters)
+        self._held: HeldMessages[MatchedChannel, PatternAction] = HeldMessages(counters, timers, self._released)
         #: The names of all patterns, also of ending ones: the hot path's first look-up.
         self._names: dict[bytes, PatternName] = {}
 
@@ -220,24 +206,8 @@ class PatternMessages:
             envelope.previous_at(now),
             since,
         )
-        self._watch(matched, envelope.publisher)
-        return [*self._released(matched, outcomes), *self._relieve(now)]
-
-    def _relieve(self, now: float) -> list[PatternAction]:
-        """Release held messages while too many bytes are held."""
-        actions: list[PatternAction] = []
-        while (over := self._held.over()) is not None:
-            matched, publisher = over
-            outcomes = self._held.release(matched, publisher, now)
-            if matched.pattern.is_current:
-                actions += self._released(matched, outcomes)
-        return actions
-
-    def _watch(self, matched: MatchedChannel, publisher: int) -> None:
-        """Count the held messages of one stream, and set the timer that releases them."""
-        self._held.note(matched, publisher)
-        if (expiry := matched.sequences.watch(publisher)) is not None:
-            self._timers.add(expiry, self._expire, matched, publisher)
+        self._held.watch(matched, envelope.publisher)
+        return [*self._released(matched, outcomes), *self._held.relieve(now)]
 
     @staticmethod
     def _released(matched: MatchedChannel, outcomes: Sequence[Outcome]) -> list[PatternAction]:
@@ -259,16 +229,6 @@ class PatternMessages:
             else:
                 actions.append(DeliverMatched([message]))
         return actions
-
-    def _expire(self, matched: MatchedChannel, publisher: int, now: float) -> list[PatternAction]:
-        """Release the messages that one stream has held for too long."""
-        if not matched.pattern.is_current:
-            matched.sequences.drop_held(publisher)
-            self._held.note(matched, publisher)
-            return []
-        outcomes = matched.sequences.expire(publisher, now)
-        self._watch(matched, publisher)
-        return self._released(matched, outcomes)
 
     def check(self, subscriptions: Collection[PatternSubscription]) -> None:
         """Assert what holds between events; ``subscriptions`` are all that are registered."""

@@ -32,6 +32,11 @@ class MatchedChannel:
     #: When a message of it came last. The hot path sets it.
     seen_at: float = 0.0
 
+    @property
+    def is_current(self) -> bool:
+        """Whether its pattern is current."""
+        return self.pattern.is_current
+
 
 @dataclass(slots=True, eq=False)
 class PatternPlace:

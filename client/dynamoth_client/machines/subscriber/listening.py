@@ -20,14 +20,13 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from dynamoth.machine.events import Connect, Disconnect, Send
-from dynamoth.machine.timers import Timers
 from dynamoth.names import ANNOUNCE_CHANNEL, inbox
 from dynamoth.plan.plan import Location
 from dynamoth.protocol import stored_plan
 from dynamoth.protocol.control import Announcement, pack_control
-from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.register import acknowledge
 from dynamoth_client.machines.subscriber.events import SubscriberAction
+from dynamoth_client.machines.subscriber.part import Part, Shared
 from dynamoth_client.machines.subscriber.subscription import Place, Subscription
 
 ASK_PREFIX = "ask:"
@@ -57,26 +56,13 @@ class SubscriberLink:
     unsubscribing: Counter[bytes] = field(default_factory=Counter[bytes])
 
 
-class Listening:
+class Listening(Part):
     """The links of one subscriber, and its places there."""
 
-    def __init__(
-        self, client_id: int, local_plan: LocalPlan, timers: Timers[SubscriberAction], link_idle_s: float
-    ) -> None:
-        """Begin without links.
-
-        Args:
-            client_id: that of the subscriber.
-            local_plan: has the URLs of servers.
-            timers: those of the machine.
-            link_idle_s: a link without a place is closed after this time.
-
-        """
-        self._client_id = client_id
-        self._plan = local_plan
-        self._timers = timers
-        self._link_idle_s = link_idle_s
-        self.inbox = inbox(client_id)
+    def __init__(self, shared: Shared) -> None:
+        """Begin without links."""
+        super().__init__(shared)
+        self.inbox = inbox(shared.client_id)
         #: Server to link.
         self.links: dict[str, SubscriberLink] = {}
         #: Server to physical channels joined and left during the present event, for the agent there.
@@ -104,7 +90,7 @@ class Listening:
             return None, []
         asking = ASK_PREFIX + unknown
         self.links[asking] = SubscriberLink(down_since=now, idle_since=now)
-        self._timers.add(now + self._link_idle_s, self._close_idle, asking)
+        self._timers.add(now + self._options.link_idle_s, self._close_idle, asking)
         return None, [Connect(asking, self._plan.servers[unknown].url)]
 
     # Joining and leaving.
@@ -163,7 +149,7 @@ class Listening:
         del link.places[location.physical]
         if not link.places:
             link.idle_since = now
-            self._timers.add(now + self._link_idle_s, self._close_idle, location.server)
+            self._timers.add(now + self._options.link_idle_s, self._close_idle, location.server)
 
     # Links.
 
@@ -209,7 +195,7 @@ class Listening:
 
     def _close_idle(self, server: str, now: float) -> list[SubscriberAction]:
         link = self.links.get(server)
-        if link is None or link.idle_since is None or now - link.idle_since < self._link_idle_s:
+        if link is None or link.idle_since is None or now - link.idle_since < self._options.link_idle_s:
             return []
         del self.links[server]
         return [Disconnect(server)]

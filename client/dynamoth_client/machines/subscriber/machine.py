@@ -39,6 +39,7 @@ from dynamoth_client.machines.subscriber.events import (
 )
 from dynamoth_client.machines.subscriber.listening import Listening
 from dynamoth_client.machines.subscriber.messages import ChannelMessages
+from dynamoth_client.machines.subscriber.part import Shared
 from dynamoth_client.machines.subscriber.routing import Routing
 from dynamoth_client.machines.subscriber.subscription import Subscription
 
@@ -66,19 +67,10 @@ class SubscriberMachine:
         self._register: Register[Subscription, Sequences] = Register(self.options.ended_max)
         #: Whether the timer runs that looks for a plan while a server is alone.
         self._looks_for_plan = False
-        self._listening = Listening(client_id, local_plan, self._timers, self.options.link_idle_s)
-        self._routing = Routing(
-            client_id, local_plan, self.options, self.counters, self._register, self._listening, self._timers
-        )
-        self._messages = ChannelMessages(
-            local_plan,
-            self.counters,
-            self._register,
-            self._listening,
-            self._routing,
-            self._timers,
-            self._on_acknowledgement,
-        )
+        shared = Shared(client_id, local_plan, self.options, self.counters, self._register, self._timers)
+        self._listening = Listening(shared)
+        self._routing = Routing(shared, self._listening)
+        self._messages = ChannelMessages(shared, self._listening, self._routing, self._on_acknowledgement)
         #: The machine's :class:`~dynamoth.machine.events.DirectDelivery`.
         self.take_expected = self._messages.take_expected
 

@@ -12,13 +12,11 @@ messages of a channel, and go to :class:`Routing`, as do the markers that come t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from dynamoth.errors import MalformedMessage, UnknownMode
 from dynamoth.machine.events import Pushed
-from dynamoth.machine.timers import Timers
 from dynamoth.plan.plan import Location
 from dynamoth.protocol.control import LossNotice, Marker, RouteNotice, unpack_control
 from dynamoth.protocol.envelope import (
@@ -36,11 +34,11 @@ from dynamoth.protocol.envelope import (
     unpack_numbered,
 )
 from dynamoth_client.machines.held_bytes import HeldMessages
-from dynamoth_client.machines.local_plan import LocalPlan
-from dynamoth_client.machines.register import Register, State
-from dynamoth_client.machines.sequences import Gap, Outcome, Sequences
+from dynamoth_client.machines.register import State
+from dynamoth_client.machines.sequences import Gap, Outcome
 from dynamoth_client.machines.subscriber.events import Deliver, GapDetected, SubscriberAction
 from dynamoth_client.machines.subscriber.listening import Listening
+from dynamoth_client.machines.subscriber.part import Part, Shared
 from dynamoth_client.machines.subscriber.routing import Routing
 from dynamoth_client.machines.subscriber.subscription import Subscription
 
@@ -54,40 +52,25 @@ Message = tuple[bytes, bytes]
 """Channel and payload, as :class:`Deliver` has them."""
 
 
-class ChannelMessages:
+class ChannelMessages(Part):
     """Handles the pushes of one subscriber's links."""
 
     def __init__(
         self,
-        local_plan: LocalPlan,
-        counters: Counter[str],
-        register: Register[Subscription, Sequences],
+        shared: Shared,
         listening: Listening,
         routing: Routing,
-        timers: Timers[SubscriberAction],
         on_acknowledgement: Callable[[str, Sequence[Any], float], list[SubscriberAction]],
     ) -> None:
-        """Begin. All but ``on_acknowledgement`` are the machine's own.
-
-        Args:
-            local_plan: notes routes that are not understood.
-            counters: count malformed messages.
-            register: has the subscriptions.
-            listening: has the links.
-            routing: handles notices and markers.
-            timers: release held messages.
-            on_acknowledgement: handles a push that is no message; gets its link, the push and the time.
-
-        """
-        self._plan = local_plan
-        self._counters = counters
-        self._register = register
+        """Begin. ``on_acknowledgement`` handles a push that is no message; gets its link, the push and the time."""
+        super().__init__(shared)
         self._links = listening.links
         self._inbox = listening.inbox
         self._routing = routing
-        self._timers = timers
         self._on_acknowledgement = on_acknowledgement
-        self._held: HeldMessages[Subscription] = HeldMessages(counters)
+        self._held: HeldMessages[Subscription, SubscriberAction] = HeldMessages(
+            self._counters, self._timers, self._released, self._has_successor
+        )
 
     def on_pushed(self, event: Pushed, now: float) -> list[SubscriberAction]:
         """Handle the pushes of one link; return the actions, with deliveries in their place."""
@@ -171,36 +154,13 @@ class ChannelMessages:
             envelope.previous_at(now),
             subscription.confirmed_at,
         )
-        self._watch(subscription, envelope.publisher)
-        return [*self._released(subscription, outcomes), *self._relieve(now)]
+        self._held.watch(subscription, envelope.publisher)
+        return [*self._released(subscription, outcomes), *self._held.relieve(now)]
 
-    def _relieve(self, now: float) -> list[SubscriberAction]:
-        """Release held messages while too many bytes are held."""
-        actions: list[SubscriberAction] = []
-        while (over := self._held.over()) is not None:
-            subscription, publisher = over
-            outcomes = self._held.release(subscription, publisher, now)
-            if subscription.is_current:
-                actions += self._released(subscription, outcomes)
-        return actions
-
-    def _watch(self, subscription: Subscription, publisher: int) -> None:
-        """Count the held messages of one stream, and set the timer that releases them."""
-        self._held.note(subscription, publisher)
-        if (expiry := subscription.sequences.watch(publisher)) is not None:
-            self._timers.add(expiry, self._expire, subscription, publisher)
-
-    def _expire(self, subscription: Subscription, publisher: int, now: float) -> list[SubscriberAction]:
-        """Release the messages that one stream has held for too long."""
-        if not subscription.is_current:
-            successor = self._register.current.get(subscription.channel)
-            if successor is None or successor.sequences is not subscription.sequences:
-                subscription.sequences.drop_held(publisher)
-            self._held.forget(subscription, publisher)
-            return []
-        outcomes = subscription.sequences.expire(publisher, now)
-        self._watch(subscription, publisher)
-        return self._released(subscription, outcomes)
+    def _has_successor(self, subscription: Subscription) -> bool:
+        """Return whether a subscription that has ended has left its numbers to the next one to its channel."""
+        successor = self._register.current.get(subscription.channel)
+        return successor is not None and successor.sequences is subscription.sequences
 
     @staticmethod
     def _released(subscription: Subscription, outcomes: Sequence[Outcome]) -> list[SubscriberAction]:

@@ -19,49 +19,32 @@ stays away is replaced by another one, or done without.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from dynamoth.errors import MalformedMessage, UnknownMode
 from dynamoth.machine.events import ErrorReply, Send
-from dynamoth.machine.timers import Timers
 from dynamoth.plan.plan import Location, Mode, Phase, Route
 from dynamoth.protocol import stored_plan
 from dynamoth.protocol.control import Marker
-from dynamoth_client.machines.local_plan import LocalPlan
-from dynamoth_client.machines.register import Register, State
-from dynamoth_client.machines.sequences import Sequences
+from dynamoth_client.machines.register import State
 from dynamoth_client.machines.standalone import ALONE, LOOK_INTERVAL_S
-from dynamoth_client.machines.subscriber.events import Deliver, GapDetected, SubscriberAction, SubscriberOptions
+from dynamoth_client.machines.subscriber.events import Deliver, GapDetected, SubscriberAction
 from dynamoth_client.machines.subscriber.listening import Listening
+from dynamoth_client.machines.subscriber.part import Part, Shared
 from dynamoth_client.machines.subscriber.subscription import Place, Subscription
 
 _SPREAD_STEPS = 1024
 _NEVER = float("inf")
 
 
-class Routing:
+class Routing(Part):
     """The routes of one subscriber's subscriptions."""
 
-    def __init__(
-        self,
-        client_id: int,
-        local_plan: LocalPlan,
-        options: SubscriberOptions,
-        counters: Counter[str],
-        register: Register[Subscription, Sequences],
-        listening: Listening,
-        timers: Timers[SubscriberAction],
-    ) -> None:
-        """Begin with the routes of the local plan. All arguments are the machine's own."""
-        self._client_id = client_id
-        self._plan = local_plan
-        self._options = options
-        self._counters = counters
-        self._register = register
+    def __init__(self, shared: Shared, listening: Listening) -> None:
+        """Begin with the routes of the local plan."""
+        super().__init__(shared)
         self._listening = listening
-        self._timers = timers
         #: Channel to a newer route whose servers the local plan does not list. While there is one, a header is read.
         self._hints: dict[bytes, Route] = {}
 
