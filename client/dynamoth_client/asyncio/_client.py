@@ -89,8 +89,9 @@ class Redis(redis.asyncio.Redis):
     * ``redis_connect_func``, and OCSP (``ssl_validate_ocsp``), are for other commands: ``publish`` and ``subscribe``
       raise DataError with them; before redis-py 7 with ``ssl_password`` and ``ssl_ca_path``, too. They do not use a
       ``connection_class`` of one's own, and warn of that (OptionIgnored).
-    * ``db``, ``protocol``, ``legacy_responses``, ``single_connection_client``, ``socket_read_size``, client-side caches
-      and notifications of maintenance are for other commands. Publish and subscribe know no databases and speak RESP3.
+    * ``db``, ``protocol``, ``legacy_responses``, ``single_connection_client``, ``socket_read_size``, ``parser_class``,
+      a pool's ``timeout``, client-side caches and notifications of maintenance are for other commands. Publish and
+      subscribe know no databases and speak RESP3.
     """
 
     def __init__(
@@ -270,8 +271,7 @@ class Redis(redis.asyncio.Redis):
 
     async def plan(self, channel: Any) -> ChannelPlan:
         """Return where this client believes ``channel`` to be. Bootstraps when needed; raises as ``publish``."""
-        route = (await self._cluster.local_plan()).route(self._encode(channel))
-        return ChannelPlan(route.assignment.mode, route.assignment.servers, route.epoch)
+        return await introspection.plan(self._cluster, self._encode(channel))
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         """Close all connections and, as in redis-py, the pool. What still waits fails with ConnectionError.

@@ -25,7 +25,7 @@ class PubSub(Reader):
         gaps: True gives messages of type ``gap`` as well, whose ``data`` is the :class:`GapInfo`. With neither,
             gaps are logged as warnings (logger ``dynamoth_client``).
         max_queue: how many messages wait for the application at most; acknowledgements and gaps do not count.
-        when_full: what happens when so many wait. ``"block"``: reading from the servers stops for 1 s, then up to 32 MB
+        when_full: what happens at that number. ``"block"``: reading from the servers stops for 1 s, then up to 32 MB
             wait in this process, so that channels can be moved meanwhile. Further messages are dropped, and a gap in
             their place says how many of which channel or pattern. All is normal again when half of the messages have
             been taken. ``"drop_oldest"``: the oldest quarter is dropped, and a gap in its place says the same.

@@ -1,4 +1,4 @@
-"""Adds to a subscriber machine what its PubSub needs besides: PING, and whether any server can be reached.
+"""Adds PING to a subscriber machine for its PubSub, and reports when no server can be reached.
 
 Theory of operation
 -------------------

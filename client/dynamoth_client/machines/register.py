@@ -60,7 +60,7 @@ class Registered:
         return self.state is State.JOINING or self.state is State.LISTENING
 
     def confirm(self, now: float) -> int:
-        """Be confirmed, for the first time or again; return how many confirmations the application waits for."""
+        """Note a confirmation, the first or a later one; return how many confirmations the application waits for."""
         pending, self.subscribe_acks_pending = self.subscribe_acks_pending, 0
         if self.state is State.JOINING:
             self.state = State.LISTENING
@@ -72,7 +72,7 @@ class Registered:
         self.subscribe_acks_pending += 1
 
     def begin_to_end(self) -> None:
-        """Be ENDING."""
+        """Become ENDING."""
         self.state = State.ENDING
         self.unsubscribe_acks_pending = 1
 
@@ -82,7 +82,7 @@ class Registered:
         self.unsubscribe_acks_pending += 1
 
     def end(self) -> None:
-        """Be ENDED."""
+        """Become ENDED."""
         self.state = State.ENDED
 
     def check(self) -> None:

@@ -84,7 +84,7 @@ BEHIND_BYTES_MAX = 4 * 2**20
 """Messages without numbers on one channel that wait at most, and their bytes; past it the first is delivered."""
 
 HELD_ENTRY_BYTES = 200
-"""About what a held message takes besides its payload."""
+"""About how many bytes a held message takes in addition to its payload."""
 
 _LATE = "not arrived in time"
 _TOO_LARGE = "too many bytes wait for it"
@@ -206,7 +206,7 @@ class Stream:
         self.watched = False
 
     def resume(self) -> None:
-        """Be opening again for a new subscription. Messages that were delivered to the former one are not due to it."""
+        """Open again for a new subscription. Messages that were delivered to the former one are not due to it."""
         self.floor = self.floor if self.next is None else self.next
         self.next = None
         self.drop_held()

@@ -41,8 +41,8 @@ LOOK_INTERVAL_S = 0.2
 """How often a subscriber, whose server was alone, looks for a plan."""
 
 OVERLAP_S = 2.0
-"""How long a publisher goes on where the server was alone, besides the right place: ten times what subscribers take to
-see that there is a plan."""
+"""How long a publisher goes on at the server that was alone, in addition to the right place: ten times what subscribers
+take to see that there is a plan."""
 
 READ_PRESENCE: tuple[CommandPart, ...] = (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL, BALANCER_CHANNEL)
 

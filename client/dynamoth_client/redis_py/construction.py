@@ -133,7 +133,7 @@ def parse_servers(servers: Iterable[str | ServerAddress], tls: bool) -> tuple[Se
 
 
 def warn_of_plain_payloads() -> None:
-    """Say what is lost with ``envelope=False``. Called by a constructor."""
+    """Warn of what is lost with ``envelope=False``. Called by a constructor."""
     warnings.warn(
         "envelope=False: messages of this client are not numbered, so they can be lost, repeated or reordered while"
         " channels move; use it only until all subscribers use dynamoth_client",

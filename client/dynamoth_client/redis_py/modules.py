@@ -75,7 +75,7 @@ class _StandIn(ModuleType):
 
 
 def install(replacements: Sequence[tuple[object, object]]) -> None:
-    """Let redis-py's modules be imported under our names, with the second of each pair in place of the first."""
+    """Make redis-py's modules importable under our names, with the second of each pair in place of the first."""
     sys.meta_path.append(_Modules({id(theirs): ours for theirs, ours in replacements}))
 
 

@@ -64,7 +64,7 @@ class ConnectionLimit:
             self._users.add(user)
             return user
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Forget the users: in a forked child they are the parent's."""
         self._lock = threading.Lock()
         self._users = weakref.WeakSet()
@@ -96,13 +96,13 @@ def state_of(pool: Pool) -> PoolState:
 
 
 def name_limit(pool: Pool, arguments: Mapping[str, Any]) -> None:
-    """Take ``max_connections`` as a limit, redis-py's default too, if the arguments that a pool was made of name it."""
+    """Limit the connections of a pool if its arguments name ``max_connections``, be it redis-py's default."""
     if arguments.get("max_connections"):  # what is nothing stands for the default, there as here
         state_of(pool).connections = ConnectionLimit(cast("Any", pool).max_connections)
 
 
 def trust_hosts(pool: Pool, hosts: Iterable[str]) -> None:
-    """Let ``hosts`` get the credentials of a pool, too. Raises ``redis.exceptions.DataError`` for what is no host."""
+    """Trust hosts with the credentials of a pool, too. Raises ``redis.exceptions.DataError`` for what is no host."""
     items = parse_trusted_hosts(hosts) if isinstance(hosts, str) else tuple(hosts)
     try:
         trust_in((), items)
@@ -112,10 +112,10 @@ def trust_hosts(pool: Pool, hosts: Iterable[str]) -> None:
     state.trusted_hosts = tuple(dict.fromkeys((*state.trusted_hosts, *items)))
 
 
-def begin_anew() -> None:
-    """Be as new in a forked child, but for what the application has said."""
+def start_over() -> None:
+    """Forget users and credentials in a forked child; the application's settings stay."""
     for pool, state in list(_states.items()):
-        state.connections.begin_anew()
+        state.connections.start_over()
         state.credentials = _credentials_of(pool)
 
 
@@ -130,7 +130,7 @@ def is_asynchronous(pool: Pool) -> bool:
 
 
 def follow_renewals(pool: Pool, dispatcher: Any) -> None:
-    """Let links log in anew, too, whenever a provider that streams credentials has new ones for the pool's connections.
+    """Make links log in again, too, whenever a provider that streams credentials has new ones for the connections.
 
     ``dispatcher`` is the one of the client of redis-py; None before 5.3, where no provider streams.
     """
@@ -153,7 +153,7 @@ class _Renewal:
         self._state = state
 
     def re_auth_callback(self, token: Any) -> None:
-        """Take new credentials."""
+        """Use new credentials from now on."""
         if self._state.credentials is not None:
             self._state.credentials.renew(token.try_get("oid"), token.get_value())
 
@@ -165,7 +165,7 @@ class _AsyncRenewal:
         self._renewal = _Renewal(state)
 
     async def re_auth_callback(self, token: Any) -> None:
-        """Take new credentials."""
+        """Use new credentials from now on."""
         self._renewal.re_auth_callback(token)
 
 

@@ -57,7 +57,7 @@ class Replacement:
         sys.meta_path.insert(0, self._finder)
 
     def __enter__(self) -> Self:
-        """Be undone at the end."""
+        """Return this; the end of the block undoes it."""
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -134,7 +134,7 @@ class _Loader(Loader):
 
 
 def replace_redis(*modules: str) -> Replacement:
-    """Let libraries that make their own Redis clients make clients of Dynamoth.
+    """Make libraries that create Redis clients themselves create clients of Dynamoth.
 
     Once, at the start of a program. Known to work are broadcaster, channels_redis (its ``pubsub`` layer), FastStream,
     flask-sse and python-socketio, with asyncio and without. It does not matter whether they were imported before, but

@@ -1,4 +1,4 @@
-"""redis-py's ``Retry`` for what this client asks servers for, besides publishing and subscribing."""
+"""redis-py's ``Retry`` for what this client asks servers for, apart from publishing and subscribing."""
 
 from __future__ import annotations
 
@@ -18,17 +18,12 @@ def is_retry(value: object) -> bool:
     return isinstance(value, (redis.retry.Retry, redis.asyncio.retry.Retry))
 
 
-def backoff_of(retry: Any) -> Any:
-    """Return the backoff of a ``Retry``."""
-    return retry._backoff
-
-
 class Retrying:
     """Tries again as a ``Retry`` of redis-py says: after which errors, how often, and when."""
 
     def __init__(self, retry: Any) -> None:
         """Read a ``Retry``, of either kind."""
-        self._backoff = retry._backoff
+        self.backoff = retry._backoff
         self._retries: int = retry._retries
         self._supported_errors: tuple[type[Exception], ...] = retry._supported_errors
 
@@ -39,7 +34,7 @@ class Retrying:
         """
         if self._retries < 0:  # for ever
             return bound_s
-        backoff = copy.deepcopy(self._backoff)
+        backoff = copy.deepcopy(self.backoff)
         backoff.reset()
         cap_s: float | None = getattr(backoff, "_cap", None)
         longest_s = (self._retries + 1) * attempt_s
@@ -55,7 +50,7 @@ class Retrying:
         What redis-py tries again as well, but cannot get better so, is raised at once: refused credentials.
         """
         retry = redis.asyncio.retry.Retry(
-            copy.deepcopy(self._backoff), self._retries, cast("Any", self._supported_errors)
+            copy.deepcopy(self.backoff), self._retries, cast("Any", self._supported_errors)
         )
 
         async def guarded() -> _T | redis.exceptions.AuthenticationError:

@@ -2,28 +2,9 @@
 
 redis-py's connection pool is the one place where a client's settings are kept. To read them, a connection of the pool
 is made and not connected: so an option has redis-py's default, and what redis-py refuses is refused with its exception.
-What becomes of each option:
 
-=========================================================  =========================================================
-``host``, ``port``, ``unix_socket_path``                   the first server, and the seed where ``servers`` has none
-``username``, ``password``, ``credential_provider``        every server whose URL has no credentials of its own
-``ssl``, ``ssl_*``                                         every ``rediss://`` server; OCSP is refused
-``client_name``, ``lib_name``, ``lib_version``,            every connection
-``driver_info``, ``socket_keepalive(_options)``
-``socket_connect_timeout``                                 bound of each attempt; None: ``socket_timeout``, or 5 s
-``socket_timeout``                                         how long the answer to a PING may take; None, and redis-py's
-                                                           default (5 s since 8.0): 3.4 s. Both, and ``retry``: see
-                                                           ``publish_timeout_s`` of ``Settings``
-``health_check_interval``                                  silence after which a PING is sent; 0: 1.5 s
-``retry``, ``retry_on_error``, ``retry_on_timeout``        see ``Settings.retrying``; the backoff is that of every link
-``max_connections``                                        see ``ConnectionLimit``
-``encoding``, ``encoding_errors``, ``decode_responses``    names and messages, by redis-py's own encoder
-``redis_connect_func``                                     refused: it would log in by its own ways
-``db``, ``protocol``, ``legacy_responses``, ``cache*``,    other commands only. Publish and subscribe know no databases
-``single_connection_client``, ``socket_read_size``,        and always speak RESP3; links need no notice of maintenance,
-``maint_notifications_config``, ``event_dispatcher``,      as they come back by themselves; each client has one
-``parser_class``, ``socket_type``, a pool's ``timeout``    connection to a server to publish with, whatever happens
-=========================================================  =========================================================
+:class:`dynamoth_client.asyncio.Redis` says what becomes of each option. One that it does not name holds for every link,
+where links have such a thing. ``Settings.publish_timeout_s`` and ``Settings.retrying`` have the details of timeouts.
 """
 
 from __future__ import annotations
@@ -47,7 +28,7 @@ from dynamoth.errors import ConfigError
 from dynamoth_client.machines.publisher.events import PUBLISH_TIMEOUT_S_MAX, PUBLISH_TIMEOUT_S_MIN
 from dynamoth_client.redis_py.errors import BadOption
 from dynamoth_client.redis_py.pools import ConnectionLimit, Pool, is_asynchronous, name_limit, options_of, state_of
-from dynamoth_client.redis_py.retrying import Retrying, backoff_of, is_retry
+from dynamoth_client.redis_py.retrying import Retrying, is_retry
 from dynamoth_link.options import LinkOptions, TlsOptions
 from dynamoth_link.spares import Spares
 from dynamoth_link.trust import TRUSTED_HOSTS_VARIABLE, Trust, parse_trusted_hosts, trust_in
@@ -191,6 +172,7 @@ def read_settings(pool: Pool, seeds: Iterable[ServerAddress] | None) -> Settings
     # First: redis-py may use it as the connect timeout as well, and an error must name the option that was given.
     socket_timeout_s = _seconds(sample, "socket_timeout", _SOCKET_TIMEOUT_DEFAULT)
     library_name, library_version = _library_of(sample)
+    retrying = Retrying(sample.retry)
     keeps_alive = getattr(sample, "socket_keepalive", False)
     try:
         link_options = LinkOptions(
@@ -207,11 +189,10 @@ def read_settings(pool: Pool, seeds: Iterable[ServerAddress] | None) -> Settings
             ping_interval_s=_seconds(sample, "health_check_interval", 0) or _DEFAULTS.ping_interval_s,
             ping_timeout_s=socket_timeout_s or _DEFAULTS.ping_timeout_s,
             spares=Spares(),
-            backoff=None if options.get("retry") is None else backoff_of(sample.retry),
+            backoff=None if options.get("retry") is None else retrying.backoff,
         )
     except ConfigError as error:
         raise BadOption(str(error)) from error
-    retrying = Retrying(sample.retry)
     return Settings(
         tuple(replace(server, db=0) for server in servers),
         link_options,

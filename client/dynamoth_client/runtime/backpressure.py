@@ -30,7 +30,7 @@ SPILL_BYTES_MAX = 32 * 1024 * 1024
 read, before it drops the connection (``client-output-buffer-limit pubsub``): it would have lost the rest as well."""
 
 MESSAGE_BYTES = 200
-"""What a message takes besides its payload, about."""
+"""About how many bytes a message takes in addition to its payload."""
 
 ROOM_RATIO = 8
 """When their room seems to be used up, the spilled messages are counted again. There is room only if this part of it is

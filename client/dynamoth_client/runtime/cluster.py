@@ -24,7 +24,7 @@ from dynamoth_link.spares import Spares
 class Cluster:
     """One client's view of the cluster. Nothing happens before the first use; after ``close`` it can be used again.
 
-    It belongs to the event loop of its first use, until either is closed. In a forked child it begins anew.
+    It belongs to the event loop of its first use, until either is closed. In a forked child it begins again.
     """
 
     def __init__(self, settings: Callable[[], Settings], *, envelope: bool) -> None:
@@ -48,7 +48,7 @@ class Cluster:
         self._publishing: Publishing | None = None
         #: Feeds that are at work, or were stopped without ``close``.
         self._feeds: set[Feed] = set()
-        #: PubSubs, which have to begin anew in a forked child.
+        #: PubSubs, which have to begin again in a forked child.
         self.followers: weakref.WeakSet[Any] = weakref.WeakSet()
         _all.add(self)
 
@@ -60,7 +60,7 @@ class Cluster:
         return self._settings
 
     def forget_settings(self) -> None:
-        """Let the settings be read again, for what is opened from now on."""
+        """Read the settings again for connections that are opened from now on."""
         self._settings = None
 
     def publish(self, channel: bytes, payload: bytes) -> asyncio.Future[int]:
@@ -136,7 +136,7 @@ class Cluster:
         await self.settings.retrying.call(self._ping)
 
     async def close(self) -> None:
-        """End everything that runs. The next use begins anew, on whichever loop it is.
+        """End everything that runs. The next use begins again, on any loop.
 
         A PubSub that is being read is used at once: it subscribes again. All has ended, and all other calls have
         failed, before anything is awaited: a close that is cancelled only does not wait until sockets are gone.
@@ -198,7 +198,7 @@ class Cluster:
         return local_plan is self._local_plan
 
     def bind(self) -> None:
-        """Belong to the running event loop, and begin anew there if that of the first use is closed.
+        """Belong to the running event loop, and begin again there if that of the first use is closed.
 
         Raises:
             RuntimeError: the client belongs to another event loop, which is not closed.
@@ -212,7 +212,7 @@ class Cluster:
         self._loop = loop
 
     def fork(self) -> None:
-        """Begin anew in a forked child; what is inherited of connections is left alone, and the parent's go on."""
+        """Begin again in a forked child; inherited connections are left alone, and go on in the parent."""
         if self._loop is None:
             return
         _inherited.append((self._loop, self._bootstrap, self._publishing, self._feeds))

@@ -284,11 +284,11 @@ class Feed:
             self._note_gap(GapInfo(name, None, None, reason, name if subject.is_pattern else None, sharded))
 
     def end(self, error: redis.exceptions.RedisError) -> None:
-        """Raise ``error`` in whoever reads the queue once it is empty, after ``abandon``."""
+        """Close the queue after ``abandon``: readers get ``error`` once it is empty."""
         self._queue.close(error)
 
     def fail(self, error: redis.exceptions.RedisError) -> None:
-        """Stop, and raise ``error`` in whoever reads the queue once it is empty."""
+        """Stop, and close the queue: readers get ``error`` once it is empty."""
         self.stop()
         self._queue.close(error)
 
@@ -461,18 +461,10 @@ class Feed:
     def _note_skipped(self, skipped: Counter[Dropped]) -> None:
         """Report skipped messages behind the queue: one gap for each subscription, with their number."""
         reason = f"the application reads too slowly: more than {SPILL_BYTES_MAX} bytes waited (when_full, max_queue)"
+        gaps = self._gaps_of_skipped
         for subject, count in skipped.items():
-            channel, pattern, sharded = subject
-            self.gaps += subject not in self._gaps_of_skipped
-            notice = self._gaps_of_skipped.setdefault(subject)
-            gap = GapInfo(channel, None, count, reason, pattern, sharded)
-            if not self._wants_gaps:
-                self._log_gap(gap)
-            elif notice is not None and not notice.is_read and isinstance(notice.data, GapInfo):
-                notice.data = replace(gap, count=count + (notice.data.count or 0))
-            else:
-                notice = self._gaps_of_skipped[subject] = Notice("gap", channel, gap)
-                self._queue.put(notice)
+            self.gaps += subject not in gaps
+            gaps[subject] = self._report_dropped(subject, count, reason, gaps.get(subject), self._queue.put)
 
     def _drop_oldest(self) -> None:
         """Drop the oldest messages, and report a gap in their place for each subscription."""
@@ -482,17 +474,26 @@ class Feed:
             self._gaps_not_read = len(self._gaps_of_dropped)
         reason = "the application reads too slowly: its oldest messages were dropped (when_full, max_queue)"
         for subject, count in queue.drop_oldest().items():
-            channel, pattern, sharded = subject
             self.gaps += 1
-            gap = GapInfo(channel, None, count, reason, pattern, sharded)
             earlier = self._gaps_of_dropped.get(subject)
-            if not self._wants_gaps:
-                self._log_gap(gap)
-            elif earlier is not None and not earlier.is_read and isinstance(earlier.data, GapInfo):
-                earlier.data = replace(gap, count=count + (earlier.data.count or 0))
-            else:
-                notice = self._gaps_of_dropped[subject] = Notice("gap", channel, gap)
-                queue.put_dropped(notice)
+            if (notice := self._report_dropped(subject, count, reason, earlier, queue.put_dropped)) is not None:
+                self._gaps_of_dropped[subject] = notice
+
+    def _report_dropped(
+        self, subject: Dropped, count: int, reason: str, earlier: Notice | None, put: Callable[[Notice], None]
+    ) -> Notice | None:
+        """Add dropped messages to an ``earlier`` gap that was not read, or put another; None where gaps are logged."""
+        channel, pattern, sharded = subject
+        gap = GapInfo(channel, None, count, reason, pattern, sharded)
+        if not self._wants_gaps:
+            self._log_gap(gap)
+            return None
+        if earlier is not None and not earlier.is_read and isinstance(earlier.data, GapInfo):
+            earlier.data = replace(gap, count=count + (earlier.data.count or 0))
+            return earlier
+        notice = Notice("gap", channel, gap)
+        put(notice)
+        return notice
 
     def _give_up(self) -> None:
         """End, with an error behind the messages in the queue."""

@@ -31,6 +31,7 @@ from dynamoth.names import (
 from dynamoth.plan.plan import Entry, Location, Mode, Route, Server
 from dynamoth.protocol.stored_plan import parse_entry, read_entry
 from dynamoth_client.redis_py import errors
+from dynamoth_client.redis_py.construction import ChannelPlan
 from dynamoth_client.runtime.cluster import Cluster
 from dynamoth_link.errors import LinkError
 from dynamoth_link.options import LinkOptions
@@ -106,6 +107,12 @@ async def count_patterns(cluster: Cluster) -> int:
         others = max(others, number - len(physical) - (agents > 0))
         ours |= patterns
     return len(ours) + others
+
+
+async def plan(cluster: Cluster, channel: bytes) -> ChannelPlan:
+    """Return where this client believes a channel to be. Raises as ``Cluster.local_plan``."""
+    route = (await cluster.local_plan()).route(channel)
+    return ChannelPlan(route.assignment.mode, route.assignment.servers, route.epoch)
 
 
 # Merging.

@@ -59,7 +59,7 @@ class Notice:
 
 @dataclass(slots=True)
 class Failure:
-    """An error for whoever reads next. ``channel``, or the pattern, is that of a subscription that is gone, if any.
+    """An error for the next reader. ``channel``, or the pattern, is that of a subscription that is gone, if any.
 
     ``command`` is what had begun the subscription, such as ``psubscribe``.
     """
@@ -86,7 +86,7 @@ PubSub ends, with an error behind them."""
 WHEN_FULL: tuple[WhenFull, ...] = get_args(WhenFull)
 
 DROPPED_RATIO = 4
-"""This part of the messages of a full queue is dropped (a quarter), besides those that are too many."""
+"""This part of the messages of a full queue is dropped (a quarter), in addition to those above the bound."""
 
 
 class MessageQueue:
@@ -234,7 +234,7 @@ class MessageQueue:
         self.wake()
 
     def reopen(self) -> None:
-        """Be filled again, after ``close``."""
+        """Undo ``close``: the queue can be filled again."""
         self.is_closed = False
         self.error = None
 

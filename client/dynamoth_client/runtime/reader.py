@@ -28,7 +28,7 @@ class Reader(Subscriptions):
     # Taking items.
 
     def pop(self) -> Item | None:
-        """Take the next item; None when there is none."""
+        """Remove the next item from the queue and return it; None when there is none."""
         queue = self._queue
         try:
             item = queue.items.popleft()
@@ -39,7 +39,7 @@ class Reader(Subscriptions):
         return item
 
     def take_batch(self) -> list[dict[str, Any]]:
-        """Take the next messages, up to ``TURN_ITEMS_MAX``, as far as nothing but a list is to be done with them.
+        """Remove the next messages without handlers from the queue and return them, up to ``TURN_ITEMS_MAX``.
 
         Empty if the next item has a handler, is a notice or an error, or cannot be decoded: ``pop`` it.
         """

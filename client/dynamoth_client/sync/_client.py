@@ -34,7 +34,6 @@ from dynamoth_client.redis_py.construction import (
 from dynamoth_client.redis_py.pools import follow_renewals, trust_hosts
 from dynamoth_client.redis_py.settings import connection_encoder, keep_arguments, read_settings, sample_of
 from dynamoth_client.runtime import introspection
-from dynamoth_client.runtime.cluster import Cluster
 from dynamoth_client.sync._pubsub import PubSub
 from dynamoth_client.threads.cluster import SyncCluster
 from dynamoth_link.urls import ServerAddress
@@ -69,12 +68,10 @@ class Redis(redis.Redis):
                 commands. None: the one that ``host`` and ``port`` (or ``connection_pool``) name.
             envelope: as for :class:`dynamoth_client.asyncio.Redis`.
             trusted_hosts: as for :class:`dynamoth_client.asyncio.Redis`.
-            connection_pool: as in redis-py; its settings serve publish and subscribe too.
+            connection_pool: as for :class:`dynamoth_client.asyncio.Redis`.
             **kwargs: redis-py's, see :class:`dynamoth_client.asyncio.Redis`.
 
-        Raises:
-            redis.exceptions.DataError: ``servers`` is empty, or comes with ``host``, ``port`` or ``unix_socket_path``.
-            TypeError, ValueError: a URL that cannot be read, or an argument that redis-py refuses.
+        Raises as that class.
 
         """
         seeds, arguments = constructor_arguments(servers, connection_pool, args, kwargs)
@@ -101,12 +98,7 @@ class Redis(redis.Redis):
     def from_url(cls, url: str, **kwargs: Any) -> Redis:
         """Make a client from ``dynamoth://[user:password@]host:port,host:port[/db][?option=value&...]``.
 
-        As :meth:`dynamoth_client.asyncio.Redis.from_url`.
-
-        Raises:
-            ValueError: the URL, or an option in it, cannot be read; the text says why and never shows the password.
-            TypeError, redis.exceptions.RedisError: an option that redis-py refuses; as it does, but at once.
-
+        As :meth:`dynamoth_client.asyncio.Redis.from_url`, which also says what it raises.
         """
         single_connection_client = kwargs.pop("single_connection_client", False)
         make_pool = cast("Callable[..., redis.ConnectionPool]", redis.ConnectionPool.from_url)
@@ -124,23 +116,14 @@ class Redis(redis.Redis):
         )
 
     def __enter__(self) -> Self:
-        """Be closed at the end."""
+        """Return this; the end of the block closes it."""
         return self
 
     def publish(self, channel: Any, message: Any, **kwargs: Any) -> int:
         """Publish ``message`` on ``channel``; return the number of client subscribers at the server it went to.
 
-        Both are encoded as redis-py does (str, bytes, memoryview, int, float). Messages that one thread publishes one
-        after the other through one client are delivered in that order; several clients are different publishers.
-
-        Raises:
-            redis.exceptions.TimeoutError: the channel's server is connected and did not answer in time: the message may
-                have been delivered. How long that is, is said at :class:`dynamoth_client.asyncio.Redis`.
-            redis.exceptions.ConnectionError: no server gave a plan, or there was no connection to the channel's server
-                in time; a message that had been sent before it was lost may have been delivered.
-            redis.exceptions.ResponseError: the server refused it.
-            redis.exceptions.DataError: the message or the channel cannot be sent.
-
+        Messages that one thread publishes one after the other through one client are delivered in that order; several
+        clients are different publishers. Encodes and raises as :meth:`dynamoth_client.asyncio.Redis.publish`.
         """
         encode = self._encoder.encode
         name = encoded(encode, channel)
@@ -221,7 +204,7 @@ class Redis(redis.Redis):
 
     def plan(self, channel: Any) -> ChannelPlan:
         """Return where this client believes ``channel`` to be. Bootstraps when needed; raises as ``publish``."""
-        return self._cluster.call(_plan, self._cluster.cluster, self._encode(channel))
+        return self._cluster.call(introspection.plan, self._cluster.cluster, self._encode(channel))
 
     def close(self) -> None:
         """Close the PubSubs, the links and, as in redis-py, the pool. What still waits fails with ConnectionError.
@@ -295,8 +278,3 @@ StrictRedis = Redis
 def from_url(url: str, **kwargs: Any) -> Redis:
     """Make a client from a URL; see :meth:`Redis.from_url`."""
     return Redis.from_url(url, **kwargs)
-
-
-async def _plan(cluster: Cluster, channel: bytes) -> ChannelPlan:
-    route = (await cluster.local_plan()).route(channel)
-    return ChannelPlan(route.assignment.mode, route.assignment.servers, route.epoch)

@@ -123,7 +123,7 @@ class PubSub(redis.client.PubSub):
         gaps: True gives messages of type ``gap`` as well, whose ``data`` is the :class:`GapInfo`. With neither,
             gaps are logged as warnings (logger ``dynamoth_client``).
         max_queue: how many messages wait for the application at most; acknowledgements and gaps do not count.
-        when_full: what happens when so many wait: ``"block"``, ``"drop_oldest"`` or ``"disconnect"``, as in
+        when_full: what happens at that number: ``"block"``, ``"drop_oldest"`` or ``"disconnect"``, as in
             :class:`dynamoth_client.asyncio.PubSub`.
 
     One thread may read at a time; any thread may subscribe, unsubscribe and ``close`` meanwhile. ``close`` lets a
@@ -171,7 +171,7 @@ class PubSub(redis.client.PubSub):
         """Leave it to the asynchronous PubSub, which goes with this one, to end its feed."""
 
     def __enter__(self) -> Self:
-        """Be closed at the end."""
+        """Return this; the end of the block closes it."""
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -211,7 +211,7 @@ class PubSub(redis.client.PubSub):
 
     @connection.setter
     def connection(self, value: None) -> None:
-        """Take what redis-py's constructor sets."""
+        """Ignore what redis-py's constructor sets."""
 
     # The life of a PubSub.
 
@@ -252,14 +252,7 @@ class PubSub(redis.client.PubSub):
     def subscribe(self, *args: Any, **kwargs: Handler) -> None:
         """Subscribe to channels: names, or names as keywords with a handler that is called with each message.
 
-        Returns when all are confirmed: what anybody publishes afterwards arrives. (Sooner when a server cannot be
-        reached for ``socket_connect_timeout``, 5 s if None, or while the queue is full; the subscription comes about
-        all the same.) The message of type ``subscribe`` is the confirmation, as in redis-py.
-
-        Raises:
-            redis.exceptions.ConnectionError: the plan cannot be read from any server; nothing is subscribed.
-            redis.exceptions.DataError: a channel that cannot be subscribed to here.
-
+        Returns when all are confirmed, and raises, as :meth:`dynamoth_client.asyncio.PubSub.subscribe`.
         """
         self._call(self._inner.subscribe, *args, **kwargs)
 
@@ -387,12 +380,12 @@ class PubSub(redis.client.PubSub):
         return self._go_on(parse)
 
     def _wait(self, timeout: float | None) -> None:
-        """Let the machines work until there is an item, or ``timeout`` is over."""
+        """Wait until there is an item, or ``timeout`` is over; the machines go on meanwhile."""
         ends_at = None if timeout is None else time.monotonic() + timeout
         self._go_on(lambda inner: inner.until_item(None if ends_at is None else max(0.0, ends_at - time.monotonic())))
 
     def _go_on(self, function: Callable[[_Inner], Coroutine[Any, Any, _T]]) -> _T | None:
-        """Let the asynchronous PubSub do what a reader needs, again each time the client is closed meanwhile.
+        """Run a function of the asynchronous half, again each time the client is closed meanwhile.
 
         None when this PubSub is closed meanwhile.
         """

@@ -44,7 +44,7 @@ class SyncCluster:
         self._loop: SharedLoop | None = None
         #: The interpreter exits: nothing begins again.
         self._is_exiting = False
-        #: PubSubs, which have to begin anew in a forked child.
+        #: PubSubs, which have to begin again in a forked child.
         self.followers: weakref.WeakSet[Any] = weakref.WeakSet()
         _all.add(self)
 
@@ -85,7 +85,7 @@ class SyncCluster:
             loop.call_soon(function)
 
     def close(self) -> None:
-        """End everything that runs. What waits fails. The next use begins anew."""
+        """End everything that runs. What waits fails. The next use begins again."""
         with self._lock:
             loop, self._loop = self._loop, None
             if loop is not None:
@@ -98,7 +98,7 @@ class SyncCluster:
             loop.exit()
 
     def fork(self) -> None:
-        """Begin anew in a forked child: new connections, new client ids."""
+        """Begin again in a forked child: new connections, new client ids."""
         self._lock = threading.Lock()
         self.cluster = self._make_cluster()
         loop, self._loop = self._loop, None
@@ -133,7 +133,7 @@ As many as the parents had clients."""
 
 
 def _after_fork() -> None:
-    pools.begin_anew()
+    pools.start_over()
     for cluster in list(_all):
         cluster.fork()
 

@@ -195,7 +195,7 @@ class Loop(asyncio.AbstractEventLoop):
             self._fault = error
 
     def _look_at(self, task: asyncio.Task[Any]) -> None:
-        """See whether a signal's handler has interrupted a task, which keeps the exception to itself."""
+        """Look whether a signal's handler has interrupted a task, which keeps the exception to itself."""
         if self._is_driven_in_main_thread() and not task.cancelled():
             error = task.exception()
             if error is not None and not isinstance(error, redis.exceptions.RedisError):
@@ -519,4 +519,4 @@ def _finish(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 
 
 def _nothing() -> None:
-    """Let the loop not wait for sockets."""
+    """Do nothing: a callback keeps the loop from waiting for sockets."""

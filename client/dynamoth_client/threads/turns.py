@@ -14,7 +14,7 @@ finalizers, which run at any point of any thread, and takes no lock.
 
 In the main thread, handlers of signals run between any two steps of what it does, and may raise. While it waits for
 sockets, that ends the wait and nothing else. In the midst of what the machines do, anything may be left half done: then
-the loop is *broken*; what runs on it is ended, and its owner makes another. For that, an exception must not be lost
+the loop is *broken*; its machines are ended, and its owner makes another. For that, an exception must not be lost
 where callbacks and tasks keep it to themselves (``Loop.drive`` raises it), nor the turn: what gives it back can be done
 twice, and uses no lock that is written in Python, which an exception may leave locked.
 """
@@ -67,7 +67,7 @@ class _Waiter:
         return self._is_done
 
     def finish(self) -> None:
-        """Let the thread go; the turn may be its own."""
+        """Wake the thread: its request is done."""
         self._is_done = True
         self.wake.ring()
 
@@ -90,7 +90,7 @@ class _Bell:
         self.lock.acquire()
 
     def ring(self) -> None:
-        """Let the thread go, or not wait when it comes."""
+        """Wake the thread; if it does not wait yet, its next wait ends at once."""
         with contextlib.suppress(RuntimeError):
             self.lock.release()
 
@@ -226,7 +226,7 @@ class SharedLoop:
     # Turns.
 
     def _take_turn_or_wait(self, may_drive: bool) -> _Waiter | None:
-        """Take the turn, or queue for it. With the mutex."""
+        """Take the turn and return None, or queue for it. The caller holds the mutex."""
         if may_drive and self._driver is None:
             self._driver = threading.get_ident()
             return None
@@ -253,7 +253,7 @@ class SharedLoop:
                 future.cancel()
 
     def _interrupted(self) -> None:
-        """See to what an exception has interrupted while we drove."""
+        """Note that an exception has interrupted the driver: the loop is broken unless it waited for sockets."""
         if not self._loop.is_waiting:
             self.is_broken = self._is_ending = True
             self._rouse_keeper()
@@ -291,7 +291,7 @@ class SharedLoop:
             self._close()
 
     def _follow(self, waiter: _Waiter, begin: Callable[..., asyncio.Future[_T]], args: tuple[Any, ...]) -> _T:
-        """Let whoever has the turn begin a request; wait until it is done, or the turn is ours."""
+        """Submit a request to the thread that drives; wait until it is done, or the turn is ours."""
 
         def submit() -> None:
             try:
@@ -326,7 +326,7 @@ class SharedLoop:
         return cast("_T", waiter.result())
 
     def _make_way(self, waiter: _Waiter) -> None:
-        """See to it that somebody drives, and that the keeper does not for longer than it must."""
+        """Wake the keeper where nobody else may drive; else make it leave the turn."""
         if not waiter.may_drive:
             self._keeper_wake.ring()
         elif self._keeper_drives:
@@ -363,7 +363,7 @@ class SharedLoop:
         self._send_keeper_away()
 
     def _send_keeper_away(self) -> None:
-        """See to it that the keeper leaves the turn, if it has it."""
+        """Make the keeper leave the turn, if it has it."""
         self._keeper_leaving.is_wanted = True
         self.call_soon(_nothing)  # it waits for sockets, perhaps
 
@@ -383,7 +383,7 @@ class SharedLoop:
             _logger.exception("the thread that keeps a client's connections has ended: this is a bug")
 
     def _await_turn(self) -> bool:
-        """Take the turn when callers have been idle; False when it is time to end."""
+        """Wait until callers have been idle, and take the turn; False when it is time to end."""
         seen = -1
         timeout_s: float | None = KEEPER_IDLE_S
         while True:
@@ -440,7 +440,7 @@ class SharedLoop:
             self._finish(waiter)
 
     def _take_last_turn(self) -> bool:
-        """Take the turn for ever; False when a thread does not leave it: then that one closes the loop."""
+        """Take the last turn; False when a thread does not leave it: then that one closes the loop."""
         with self._mutex:
             waiter = self._take_turn_or_wait(may_drive=True)
         if waiter is None:
@@ -488,7 +488,7 @@ def _outcome(future: asyncio.Future[_T]) -> _T:
 
 
 def _nothing() -> None:
-    """Let the loop have a turn."""
+    """Do nothing: a callback makes the loop take a turn."""
 
 
 def _cancel(waiter: _Waiter) -> None:

@@ -136,11 +136,11 @@ class PatternSubscription(Registered):
     # Places.
 
     def join(self, server: str, *, excused: bool, join_until: float = float("inf")) -> None:
-        """Have a place at a server, for the link that there is to it now."""
+        """Add a place at a server, for the present link to it."""
         self.places[server] = PatternPlace(set(self.names), excused=excused, join_until=join_until)
 
     def leave(self, server: str) -> PatternPlace | None:
-        """Have no place at a server any more; return the one that there was."""
+        """Remove the place at a server and return it; None where there is none."""
         return self.places.pop(server, None)
 
     # Messages.
@@ -173,7 +173,7 @@ class PatternSubscription(Registered):
     # Channels.
 
     def add(self, channel: bytes, sequences: Sequences) -> MatchedChannel:
-        """Have one more channel that matches."""
+        """Add a channel that matches."""
         matched = self.channels[channel] = MatchedChannel(self, channel, sequences)
         self.names_bytes += len(channel)
         return matched
@@ -281,11 +281,11 @@ class PatternLink:
     unsubscribing: Counter[bytes] = field(default_factory=Counter[bytes])
 
     def connect(self, run_id: str | None, now: float) -> None:
-        """Be up."""
+        """Note that the connection was made."""
         self.up, self.up_since, self.run_id = True, now, run_id
 
     def disconnect(self, now: float) -> None:
-        """Be down."""
+        """Note that the connection was lost."""
         self.up, self.down_since = False, now
         self.unsubscribing.clear()
 

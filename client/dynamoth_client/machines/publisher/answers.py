@@ -73,7 +73,7 @@ class Answers(Part):
         return self.on_partial_answer(waiting, link, value, now)
 
     def on_partial_answer(self, waiting: Waiting, link: str, value: Any, now: float) -> list[PublisherAction]:
-        """Handle the answer of one server of several, or to a message that waits for its confirmation besides."""
+        """Handle the answer of one server of several, or to a message that also waits for its confirmation."""
         is_replicated = bool(waiting.missing)
         if isinstance(value, ErrorReply):
             waiting.refuse(link, str(value))

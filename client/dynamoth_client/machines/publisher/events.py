@@ -1,4 +1,4 @@
-"""The vocabulary of a publisher: its events and actions besides those of every link, and its options."""
+"""The vocabulary of a publisher: its own events and actions, and its options."""
 
 from __future__ import annotations
 

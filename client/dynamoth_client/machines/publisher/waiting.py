@@ -79,7 +79,7 @@ class Waiting:
         self.requests += number
 
     def wait_until(self, at: float | None = None) -> None:
-        """Be looked at next at this time, or when it expires."""
+        """Set when the message is looked at next: at this time, or when it expires."""
         self.due_at = self.expires_at if at is None else min(at, self.expires_at)
 
     def expire(self, now: float) -> None:
@@ -87,7 +87,7 @@ class Waiting:
         self.expires_at = now
 
     def end(self) -> None:
-        """Have an outcome."""
+        """Note that the application has the outcome."""
         self.done = True
 
     def check(self) -> None:
@@ -152,7 +152,7 @@ class Together:
         return self.tokens[self.answered :]
 
     def take_first(self, channel: bytes) -> Waiting:
-        """Take out the first message that was not answered, to wait by itself."""
+        """Remove the first message that was not answered and return it, to wait by itself."""
         single = Waiting(self.tokens[self.answered], self.expires_at, channel)
         self.answered += 1
         if self.done:

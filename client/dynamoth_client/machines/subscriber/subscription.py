@@ -202,7 +202,7 @@ class Subscription(Registered):
         self.miss(place.lost)
 
     def begin_to_end(self) -> None:
-        """Be ENDING."""
+        """Become ENDING."""
         Registered.begin_to_end(self)
         self.ended_moving = bool(self.leaving)
 
