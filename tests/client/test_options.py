@@ -469,7 +469,7 @@ def test_a_limit_counts_who_is_there_and_at_work() -> None:
         limit.admit(_User)
     del two
     three = limit.admit(_User)
-    limit.begin_anew()
+    limit.start_over()
     assert [limit.admit(_User), limit.admit(_User), one, three]
     assert [ConnectionLimit(None).admit(_User) for _ in range(1000)]
 
