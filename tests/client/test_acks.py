@@ -12,15 +12,6 @@ def _subscribed(acks: Acks, *channels: bytes) -> None:
         acks.request("subscribe", channel)
 
 
-def test_acknowledgements_come_in_the_order_of_the_requests() -> None:
-    acks = Acks()
-    _subscribed(acks, b"a", b"b", b"c")
-    assert acks.confirmed(b"b") == []
-    assert acks.confirmed(b"a") == [Ack("subscribe", b"a", 1), Ack("subscribe", b"b", 2)]
-    assert acks.confirmed(b"c") == [Ack("subscribe", b"c", 3)]
-    assert not acks.held
-
-
 def test_a_channel_that_is_named_twice_is_acknowledged_twice_and_counted_once() -> None:
     acks = Acks()
     _subscribed(acks, b"a", b"a")
@@ -47,14 +38,6 @@ def test_after_release_all_nobody_waits_for_the_late_one() -> None:
     _subscribed(acks, b"b")
     assert acks.confirmed(b"b") == [Ack("subscribe", b"b", 2)]
     assert acks.confirmed(b"dead") == [Ack("subscribe", b"dead", 3)]
-
-
-def test_an_unsubscription_acknowledges_what_was_not_confirmed_before_it() -> None:
-    acks = Acks()
-    _subscribed(acks, b"a")
-    acks.request("unsubscribe", b"a")
-    assert acks.ended(b"a") == [Ack("subscribe", b"a", 1), Ack("unsubscribe", b"a", 0)]
-    assert acks.is_idle
 
 
 def test_a_new_subscription_is_not_confirmed_by_an_end() -> None:

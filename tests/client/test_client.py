@@ -7,7 +7,6 @@ import gc
 from typing import Any
 
 import pytest
-import redis.asyncio
 import redis.exceptions
 
 from dynamoth.plan.plan import Mode
@@ -17,19 +16,6 @@ from tests.client.conftest import ClusterFactory
 from tests.client.stored_cluster import StoredCluster, confirmed, on_both_loops, run
 
 pytestmark = on_both_loops
-
-
-async def test_publish_tells_how_many_clients_got_it(cluster: StoredCluster) -> None:
-    async with from_url(cluster.url) as client:
-        assert await client.publish("c", "nobody") == 0
-        first, second = client.pubsub(), client.pubsub()
-        await confirmed(first, "c")
-        await confirmed(second, "c")
-        assert await client.publish("c", "both") == 2
-        for pubsub in (first, second):
-            message = await pubsub.get_message(timeout=None)
-            assert message is not None
-            assert message["data"] == b"both"
 
 
 async def test_sequential_publications_keep_their_order_and_so_do_200_tasks(cluster: StoredCluster) -> None:
@@ -91,16 +77,6 @@ async def test_a_subscriber_learns_a_moved_channel_from_the_stored_plan(cluster:
         await confirmed(pubsub, channel)
         assert await cluster.ask("s2", "PUBSUB", "NUMSUB", channel) == [channel.encode(), 1]
         assert await client.plan(channel) == ChannelPlan(Mode.SINGLE, ("s2",), 1)
-        assert await client.publish(channel, "hello") == 1
-
-
-async def test_a_seed_that_is_down_does_not_matter(cluster: StoredCluster) -> None:
-    channel = cluster.channel_at("s2")
-    port = cluster.servers["s1"].port
-    cluster.servers["s1"].kill()
-    async with Redis(servers=[f"127.0.0.1:{port}", cluster.hosts[1]]) as client:
-        pubsub = client.pubsub()
-        await confirmed(pubsub, channel)
         assert await client.publish(channel, "hello") == 1
 
 
@@ -303,22 +279,6 @@ def test_another_event_loop(cluster: StoredCluster) -> None:
         loop.close()
 
 
-async def test_a_plain_publisher_is_understood(cluster: StoredCluster) -> None:
-    channel = cluster.channel_at("s1")
-    plain: Any = redis.asyncio.Redis(port=cluster.servers["s1"].port)
-    async with from_url(cluster.url) as client:
-        pubsub = client.pubsub()
-        await confirmed(pubsub, channel)
-        await plain.publish(channel, "raw")
-        await client.publish(channel, "sealed")
-        pipeline: Any = client.pipeline()
-        pipeline.publish(channel, "of a pipeline")
-        await pipeline.execute()
-        data = [(await pubsub.get_message(timeout=None) or {})["data"] for _ in range(3)]
-        assert data == [b"raw", b"sealed", b"of a pipeline"]
-    await plain.aclose()
-
-
 async def test_a_dropped_pubsub_closes_its_links(cluster: StoredCluster) -> None:
     channel = cluster.channel_at("s1")
     async with from_url(cluster.url) as client:
@@ -327,14 +287,6 @@ async def test_a_dropped_pubsub_closes_its_links(cluster: StoredCluster) -> None
         del pubsub
         gc.collect()
         await cluster.until_subscribed("s1", channel, 0)
-
-
-async def test_links_carry_the_client_s_name(cluster: StoredCluster) -> None:
-    async with from_url(cluster.url, client_name="tester") as client:
-        pubsub = client.pubsub()
-        await confirmed(pubsub, cluster.channel_at("s1"))
-        listing: bytes = await cluster.ask("s1", "CLIENT", "LIST")
-        assert b"name=tester" in listing
 
 
 async def test_payloads_of_any_size_up_to_redis_own_limit(cluster: StoredCluster) -> None:

@@ -25,7 +25,12 @@ def test_commands_by_name(cluster: StoredCluster, with_client: Use) -> None:
     def use(client: Any) -> None:
         pubsub = client.pubsub()
         pubsub.execute_command("SUBSCRIBE", "c")
-        assert next_of(pubsub) == message_of("subscribe", b"c", 1)
+        assert pubsub.parse_response() == [b"subscribe", b"c", 1]
+        client.publish("c", "x")
+        response = pubsub.parse_response()
+        assert response == [b"message", b"c", b"x"]
+        assert pubsub.handle_message(response) == message_of("message", b"c", b"x")
+        assert pubsub.parse_response(block=False, timeout=0.01) is None
         pubsub.execute_command(b"psubscribe", "p*", "q*")
         assert [next_of(pubsub)["data"] for _ in range(2)] == [2, 3]
         pubsub.execute_command("Unsubscribe")

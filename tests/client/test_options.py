@@ -11,21 +11,18 @@ from typing import Any
 
 import pytest
 import redis
-import redis.asyncio.client
 import redis.asyncio.retry
 import redis.backoff
-import redis.client
 import redis.credentials
 import redis.exceptions
 import redis.retry
 
 import dynamoth_client
-import dynamoth_client.asyncio
 from dynamoth_client.machines.publisher.events import PUBLISH_TIMEOUT_S_MIN
 from dynamoth_client.redis_py.pools import ConnectionLimit
 from tests.client.both_clients import Use, with_client
 from tests.client.conftest import ClusterFactory
-from tests.client.stored_cluster import StoredCluster, run
+from tests.client.stored_cluster import StoredCluster
 from tests.client.sync_helpers import PATIENCE_S, Running, confirmed, next_of, until
 
 __all__ = ["with_client"]
@@ -252,17 +249,6 @@ BUSY_S = 3.0
 """How much longer everything may take on a machine that does other work."""
 
 
-def test_without_retries_a_cluster_that_is_down_is_told_at_once(cluster: StoredCluster, with_client: Use) -> None:
-    for server in cluster.servers.values():
-        server.stop()
-
-    def use(client: Any) -> None:
-        for _ in range(2):
-            assert _raised_by(redis.exceptions.ConnectionError, "connection refused", client, "c") < BUSY_S
-
-    with_client(cluster.hosts, use, retry=None)
-
-
 def test_a_server_that_does_not_answer_is_waited_for_as_the_options_say(
     cluster: StoredCluster, with_client: Use
 ) -> None:
@@ -412,24 +398,6 @@ def test_publishers_and_pubsubs_are_as_many_as_max_connections(cluster: StoredCl
     with_client(cluster.hosts, use, max_connections=3, client_name="limited")
 
 
-def test_a_limit_that_is_redis_py_s_default_is_one_where_it_is_named(cluster: StoredCluster, with_client: Use) -> None:
-    channel = cluster.channel_at("s1")
-
-    def use(client: Any) -> None:
-        pubsubs = [client.pubsub() for _ in range(100)]
-        for pubsub in pubsubs:
-            pubsub.subscribe(channel)
-        with pytest.raises(redis.exceptions.MaxConnectionsError, match="max_connections=100 "):
-            client.pubsub().subscribe(channel)
-        with pytest.raises(redis.exceptions.MaxConnectionsError, match="max_connections=100 "):
-            client.publish(channel, "x")
-        (getattr(pubsubs[0], "aclose", None) or pubsubs[0].close)()
-        # On a busy machine the server may see the end of a connection after what was sent later on another one.
-        until(lambda: client.publish(channel, "x") <= 99, "the server has seen the end")
-
-    with_client(cluster.hosts, use, max_connections=100)
-
-
 def test_clients_of_one_pool_share_its_limit(cluster: StoredCluster) -> None:
     pool = redis.ConnectionPool(port=cluster.servers["s1"].port, max_connections=2)
     with dynamoth_client.Redis(connection_pool=pool) as one, dynamoth_client.Redis(connection_pool=pool) as two:
@@ -439,19 +407,6 @@ def test_clients_of_one_pool_share_its_limit(cluster: StoredCluster) -> None:
         one.close()
         confirmed(two.pubsub(), "c")
     pool.close()
-
-
-def test_redis_py_s_default_is_no_limit(cluster: StoredCluster) -> None:
-    """Here one connection per PubSub is not too many; redis-py's default is about commands."""
-
-    async def test() -> None:
-        async with dynamoth_client.asyncio.from_url(cluster.url) as client:
-            pubsubs = [client.pubsub() for _ in range(101)]
-            for pubsub in pubsubs:
-                await pubsub.subscribe("c")
-            await cluster.until_subscribed(cluster.plan.ring.home(b"c"), "c", 101)
-
-    run(test())
 
 
 class _User:
@@ -472,39 +427,3 @@ def test_a_limit_counts_who_is_there_and_at_work() -> None:
     limit.start_over()
     assert [limit.admit(_User), limit.admit(_User), one, three]
     assert [ConnectionLimit(None).admit(_User) for _ in range(1000)]
-
-
-# Pipelines.
-
-
-def test_sharded_messages_of_a_pipeline_are_sent_by_their_name(cluster: StoredCluster) -> None:
-    """Without agents, to a channel of the first server; ``test_sharded`` has others, with agents."""
-    name = cluster.channel_at("s1", "__dynamoth__:s:c").removeprefix("__dynamoth__:s:")
-    with dynamoth_client.from_url(cluster.url) as client, client.pubsub() as pubsub:
-        pubsub.ssubscribe(name)
-        assert next_of(pubsub)["type"] == "ssubscribe"
-        for transaction in (True, False):
-            pipeline: Any = client.pipeline(transaction)
-            assert isinstance(client.pipeline(), redis.client.Pipeline)
-            assert pipeline.set("key", 1).spublish(name, "1").execute_command("spublish", name, 2).execute()
-            assert [next_of(pubsub) for _ in range(2)] == [
-                {"type": "smessage", "pattern": None, "channel": name.encode(), "data": data} for data in (b"1", b"2")
-            ]
-        pipeline = client.pipeline()
-        pipeline.watch("key")
-        assert pipeline.spublish(name, "at once") == 1
-        assert next_of(pubsub)["data"] == b"at once"
-        pipeline.reset()
-        with pytest.raises(redis.exceptions.DataError, match="choose another name"):
-            pipeline.publish("__dynamoth__:balancer:to-agent", "x")
-
-    async def test() -> None:
-        async with dynamoth_client.asyncio.from_url(cluster.url) as client, client.pubsub() as pubsub:
-            await pubsub.ssubscribe(name)
-            assert (await pubsub.get_message(timeout=None) or {})["type"] == "ssubscribe"
-            pipeline: Any = client.pipeline()
-            assert isinstance(client.pipeline(), redis.asyncio.client.Pipeline)
-            assert await pipeline.incr("number").spublish(name, "x").execute() == [1, 1]
-            assert (await pubsub.get_message(timeout=None) or {})["data"] == b"x"
-
-    run(test())

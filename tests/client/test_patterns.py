@@ -164,17 +164,6 @@ async def test_a_pattern_that_the_servers_refuse_is_an_error_for_the_reader(clus
         await _confirmed(pubsub, "allowed*")  # Redis compares patterns with those of the rules literally
 
 
-async def test_a_reader_that_is_slow_stops_the_servers_and_loses_nothing(cluster: StoredCluster) -> None:
-    channels = [cluster.channel_at(server, "slow") for server in cluster.servers]
-    payload = b"x" * 1000
-    async with from_url(cluster.url) as client, client.pubsub(max_queue=10, gaps=True) as pubsub:
-        await _confirmed(pubsub, "slow-*")
-        for _ in range(20):
-            await asyncio.gather(*(client.publish(channel, payload) for channel in channels for _ in range(20)))
-        seen = [await next_of(pubsub) for _ in range(800)]
-        assert {message["type"] for message in seen} == {"pmessage"}
-
-
 async def test_a_pubsub_that_is_closed_can_be_used_again(cluster: StoredCluster) -> None:
     async with from_url(cluster.url) as client, client.pubsub() as pubsub:
         await _confirmed(pubsub, "a*")

@@ -148,7 +148,9 @@ async def test_subscribing_does_not_wait_for_a_slow_reader(cluster: StoredCluste
         assert [m["channel"] for m in seen if m["type"] == "subscribe"] == [b"d"]
 
 
-async def test_gaps_do_not_fill_a_full_queue_without_end(cluster: StoredCluster) -> None:
+@pytest.mark.parametrize("pattern", [None, b"c*"])
+async def test_gaps_are_one_in_a_full_queue(cluster: StoredCluster, pattern: bytes | None) -> None:
+    """Those of a channel, or those of all channels of a pattern."""
     channel = cluster.channel_at("s1")
     async with from_url(cluster.url) as client, client.pubsub(max_queue=1, gaps=True) as pubsub:
         await confirmed(pubsub, channel)
@@ -159,31 +161,13 @@ async def test_gaps_do_not_fill_a_full_queue_without_end(cluster: StoredCluster)
         while not queue.is_full:  # noqa: ASYNC110  # the message comes by itself
             await asyncio.sleep(0)
         for number in range(3):
-            feed._note_gap(GapInfo(channel.encode(), 7, 1, f"gap {number}"))  # pyright: ignore[reportPrivateUsage]
-        assert len(queue.items) == 2
-        await next_of(pubsub)
-        gap = (await next_of(pubsub))["data"]
-        assert (gap.publisher, gap.count) == (None, None)
-        assert "gap 2" in gap.reason
-        assert pubsub.gaps_detected == 3
-
-
-async def test_gaps_of_the_channels_of_a_pattern_are_one_in_a_full_queue(cluster: StoredCluster) -> None:
-    channel = cluster.channel_at("s1")
-    async with from_url(cluster.url) as client, client.pubsub(max_queue=1, gaps=True) as pubsub:
-        await confirmed(pubsub, channel)
-        await client.publish(channel, "fills it")
-        queue = pubsub._queue  # pyright: ignore[reportPrivateUsage]
-        feed = pubsub._feed  # pyright: ignore[reportPrivateUsage]
-        assert feed is not None
-        while not queue.is_full:  # noqa: ASYNC110  # the message comes by itself
-            await asyncio.sleep(0)
-        for number in range(3):
-            gap = GapInfo(b"c%d" % number, 7, 1, f"gap {number}", b"c*")
+            gap = GapInfo(channel.encode() if pattern is None else b"c%d" % number, 7, 1, f"gap {number}", pattern)
             feed._note_gap(gap)  # pyright: ignore[reportPrivateUsage]
         assert len(queue.items) == 2
         await next_of(pubsub)
         message = await next_of(pubsub)
-        assert (message["channel"], message["data"].channel, message["data"].pattern) == (b"c*", b"c*", b"c*")
-        assert (message["data"].publisher, message["data"].count) == (None, None)
-        assert "gap 2" in message["data"].reason
+        gap = message["data"]
+        assert message["channel"] == gap.channel == (pattern or channel.encode())
+        assert (gap.pattern, gap.publisher, gap.count) == (pattern, None, None)
+        assert "gap 2" in gap.reason
+        assert pubsub.gaps_detected == 3

@@ -262,23 +262,6 @@ async def test_dropping_the_oldest_keeps_the_newest_and_tells_how_many_are_missi
         assert pubsub.gaps_detected >= 1
 
 
-async def test_what_a_pattern_had_is_one_gap_however_many_channels(cluster: StoredCluster) -> None:
-    options: Any = {"max_queue": 4, "when_full": "drop_oldest", "gaps": True}
-    async with from_url(cluster.url) as client, pubsub_of(client, **options) as pubsub:
-        await pubsub.psubscribe("c*")
-        assert (await pubsub.get_message(timeout=None))["type"] == "psubscribe"
-        for number in range(9):
-            await client.publish(f"c{number % 2}", b"%d" % number)
-        count = 0
-        while count < 9:  # the last one may come before others: its channel may be at another server
-            message = await pubsub.get_message(timeout=None)
-            gap = message["data"]
-            if message["type"] == "gap":
-                assert (gap.pattern, gap.channel, message["channel"]) == (b"c*", b"c*", b"c*")
-            count += gap.count if message["type"] == "gap" else 1
-        assert count == 9
-
-
 async def test_a_reader_that_has_stopped_costs_no_more_with_time(cluster: StoredCluster) -> None:
     """However many channels a pattern matches, and however often messages are dropped."""
     options: Any = {"max_queue": 8, "when_full": "drop_oldest", "gaps": True}
@@ -368,17 +351,6 @@ async def test_acknowledgements_do_not_fill_the_queue(
         assert pubsub.gaps_detected == 0
 
 
-def test_many_subscriptions_of_the_synchronous_client(cluster: StoredCluster) -> None:
-    channels = [f"c{number}" for number in range(5000)]
-    with dynamoth_client.from_url(cluster.url) as client:
-        pubsub = pubsub_of(client, when_full="drop_oldest", max_queue=100)
-        confirmed_sync(pubsub, *channels)
-        for channel in (channels[0], channels[-1]):
-            assert client.publish(channel, "x") == 1
-            message = next_sync(pubsub)
-            assert (message["channel"], message["data"]) == (channel.encode(), b"x")
-
-
 async def test_messages_among_acknowledgements_that_nobody_reads_are_dropped(cluster: StoredCluster) -> None:
     """What is kept is in its order, and the gap is where the messages were."""
     channels = [f"c{number}" for number in range(1000)]
@@ -396,52 +368,6 @@ async def test_messages_among_acknowledgements_that_nobody_reads_are_dropped(clu
         assert seen[1000]["type"] == "gap"
         dropped = sum(message["data"].count for message in seen if message["type"] == "gap")
         assert dropped + len([message for message in seen if message["type"] == "message"]) == COUNT + 1
-
-
-# The synchronous client.
-
-
-def test_the_synchronous_client_disconnects_a_reader_that_is_too_slow(cluster: StoredCluster) -> None:
-    with dynamoth_client.from_url(cluster.url) as client:
-        pubsub = pubsub_of(client, max_queue=10, when_full="disconnect")
-        confirmed_sync(pubsub, "c")
-        for number in range(100):
-            client.publish("c", number)
-        got: list[int] = []
-        with pytest.raises(redis.exceptions.ConnectionError, match="max_queue"):
-            while True:
-                got.append(int(next_sync(pubsub)["data"]))
-        assert got == list(range(len(got))) and 10 <= len(got) < 100
-        with pytest.raises(redis.exceptions.ConnectionError, match="subscribe again"):
-            pubsub.subscribe("d")
-        pubsub.close()
-        confirmed_sync(pubsub, "c")
-        client.publish("c", "again")
-        assert next_sync(pubsub)["data"] == b"again"
-
-
-def test_the_synchronous_client_has_batches_and_policies_too(cluster: StoredCluster) -> None:
-    with dynamoth_client.from_url(cluster.url) as client:
-        pubsub = pubsub_of(client)
-        confirmed_sync(pubsub, "c")
-        for number in range(COUNT):
-            client.publish("c", b"%d" % number)
-        got: list[int] = []
-        for batch in pubsub.batches():
-            got += [int(message["data"]) for message in batch]
-            if len(got) == COUNT:
-                break
-        assert got == list(range(COUNT))
-        dropping = pubsub_of(client, max_queue=40, when_full="drop_oldest", gaps=True)
-        confirmed_sync(dropping, "d")
-        for number in range(COUNT):
-            client.publish("d", b"%d" % number)
-        client.publish("d", b"last")
-        read: list[dict[str, Any]] = []
-        while not read or read[-1]["data"] != b"last":
-            read.append(dropping.get_message(timeout=None))
-        gaps = [message["data"] for message in read if message["type"] == "gap"]
-        assert sum(gap.count for gap in gaps) + len(read) - len(gaps) == COUNT + 1
 
 
 # A reader that has stopped, with when_full="block".

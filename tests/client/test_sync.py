@@ -93,17 +93,6 @@ def test_a_dropped_client_leaves_nothing(cluster: StoredCluster) -> None:
         until(lambda s=server: b"sub=1" not in asyncio.run(cluster.ask(s, "CLIENT", "LIST")), "nobody is subscribed")  # type: ignore[misc]
 
 
-def test_a_dropped_pubsub_leaves_no_subscription(cluster: StoredCluster) -> None:
-    channel = cluster.channel_at("s1")
-    with redis.from_url(cluster.url) as client:
-        pubsub = client.pubsub()
-        confirmed(pubsub, channel)
-        assert client.publish(channel, "x") == 1
-        del pubsub
-        gc.collect()
-        until(lambda: client.publish(channel, "x") == 0, "nobody is subscribed")
-
-
 def test_in_a_thread_that_runs_an_event_loop(cluster: StoredCluster) -> None:
     async def test() -> None:
         with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:

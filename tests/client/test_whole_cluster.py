@@ -11,7 +11,7 @@ import redis.asyncio
 
 import dynamoth_client
 from dynamoth_cli.local.cluster import LocalCluster
-from dynamoth_client.asyncio import PubSub, Redis, from_url
+from dynamoth_client.asyncio import from_url
 from tests.client.both_clients import Use, close, with_client
 from tests.client.stored_cluster import confirmed, next_of
 from tests.client.sync_helpers import PATIENCE_S, Running
@@ -58,74 +58,6 @@ def test_agents_are_not_counted_as_receivers(whole_cluster: LocalCluster, with_c
     with_client(_urls(whole_cluster), use)
 
 
-class Counted:
-    """Numbered messages of several publishers, as one reader gets them."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, list[int]] = {name: [] for name in range(PUBLISHERS)}
-        self._ends = 0
-
-    def take(self, message: dict[str, Any]) -> int | None:
-        """Note a message; return its publisher's name, None when that publisher ends."""
-        assert message["type"] == "message", message
-        if message["data"] == b"end":
-            self._ends += 1
-            return None
-        name, number = map(int, message["data"].split())
-        self.seen[name].append(number)
-        return name
-
-    @property
-    def ended(self) -> bool:
-        return self._ends == PUBLISHERS
-
-    def check(self, counts: list[int]) -> None:
-        assert self.seen == {name: list(range(count)) for name, count in enumerate(counts)}
-        assert min(counts) > 10
-
-
-async def test_moves_lose_repeat_and_reorder_nothing(whole_cluster: LocalCluster) -> None:
-    channel = _channel_at("s1", 0)
-
-    async def publish(client: Redis, name: int, stop: asyncio.Event) -> int:
-        number = 0
-        while not stop.is_set():
-            await client.publish(channel, f"{name} {number}")
-            number += 1
-            await asyncio.sleep(0.002)
-        return number
-
-    async def read(pubsub: PubSub) -> Counted:
-        counted = Counted()
-        async for message in pubsub.listen():
-            counted.take(message)
-            if counted.ended:
-                break
-        return counted
-
-    publishers = [from_url(whole_cluster.url) for _ in range(PUBLISHERS)]
-    async with from_url(whole_cluster.url) as client:
-        pubsubs = [client.pubsub(gaps=True) for _ in range(READERS)]
-        for pubsub in pubsubs:
-            await confirmed(pubsub, channel)
-        readers = [asyncio.create_task(read(pubsub)) for pubsub in pubsubs]
-        stop = asyncio.Event()
-        publishing = [asyncio.create_task(publish(one, name, stop)) for name, one in enumerate(publishers)]
-        for number in range(MOVES):
-            await asyncio.to_thread(move, whole_cluster, channel.encode(), "s1" if number % 2 else "s2")
-        stop.set()
-        counts = await asyncio.gather(*publishing)
-        for one in publishers:
-            await one.publish(channel, "end")
-            assert (await one.plan(channel)).epoch > 0
-        for counted in await asyncio.gather(*readers):
-            counted.check(counts)
-        for pubsub in pubsubs:
-            await pubsub.aclose()
-    for one in publishers:
-        await one.aclose()
-
-
 def test_moves_lose_repeat_and_reorder_nothing_of_the_synchronous_client(whole_cluster: LocalCluster) -> None:
     channel = _channel_at("s1", 1)
     stop: list[None] = []
@@ -138,15 +70,20 @@ def test_moves_lose_repeat_and_reorder_nothing_of_the_synchronous_client(whole_c
             number += 1
         return number
 
-    def read(pubsub: dynamoth_client.PubSub, reader: int) -> Counted:
-        counted = Counted()
-        for message in pubsub.listen():
-            name = counted.take(message)
-            if name is not None:
-                room[name][reader].release()
-            elif counted.ended:
-                break
-        return counted
+    def read(pubsub: dynamoth_client.PubSub, reader: int) -> list[list[int]]:
+        """Return the numbers of each publisher's messages, until each has ended."""
+        seen: list[list[int]] = [[] for _ in range(PUBLISHERS)]
+        ends = 0
+        while ends < PUBLISHERS:
+            message = next_sync(pubsub)
+            assert message["type"] == "message", message
+            if message["data"] == b"end":
+                ends += 1
+                continue
+            name, number = map(int, message["data"].split())
+            seen[name].append(number)
+            room[name][reader].release()
+        return seen
 
     clients = [dynamoth_client.from_url(whole_cluster.url) for _ in range(PUBLISHERS)]
     with dynamoth_client.from_url(whole_cluster.url) as client:
@@ -163,7 +100,8 @@ def test_moves_lose_repeat_and_reorder_nothing_of_the_synchronous_client(whole_c
             one.publish(channel, "end")
             assert one.plan(channel).epoch > 0
         for each in reading:
-            each.result().check(counts)
+            assert each.result() == [list(range(count)) for count in counts]
+        assert min(counts) > 10
     for one in clients:
         one.close()
 

@@ -80,6 +80,11 @@ def move(cluster: LocalCluster, channel: bytes, to: str) -> None:
     assert cluster.ask_balancer("move", {"channel": channel, "to": to})["to"] == to
 
 
+def until_heard(cluster: LocalCluster, server: str) -> None:
+    """Wait until the balancer hears the agent of a server: before, it refuses to move channels there."""
+    until(lambda: cluster.ask_balancer("status")["servers"][server]["agent"] == "alive", f"the agent of {server}", 0.05)
+
+
 def begin_move(cluster: LocalCluster, channel: bytes, to: str, request: int) -> None:
     """Ask for a move once, and do not wait for the answer."""
     message = pack_control(AdminRequest(request, "move", {"channel": channel, "to": to}))

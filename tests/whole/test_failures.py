@@ -24,6 +24,7 @@ from tests.whole.harness import (
     move,
     stored_entry,
     until,
+    until_heard,
     until_phase,
     waits,
 )
@@ -197,7 +198,7 @@ def test_without_a_balancer_and_without_a_dispatcher_everything_at_rest_goes_on(
     at_s1, at_s2 = channels_at("s1", 4), channels_at("s2", 3)
     busy, new, moved = [at_s1[0], at_s2[0]], [at_s1[1], at_s2[1]], at_s1[2]
     with (
-        LocalCluster(2, settings={**QUICK, "balancer.agent_stale_s": 2.0}) as cluster,
+        LocalCluster(2, settings={**QUICK, "agent.report_interval_s": 0.2, "balancer.agent_stale_s": 2.0}) as cluster,
         Traffic(cluster, [*busy, moved]) as traffic,
     ):
         move(cluster, moved, "s2")
@@ -218,6 +219,7 @@ def test_without_a_balancer_and_without_a_dispatcher_everything_at_rest_goes_on(
         traffic.flows()
         cluster.agents["s1"].start()
         cluster.wait_ready()
+        until_heard(cluster, "s1")
         move(cluster, at_s1[0], "s2")
         traffic.flows()
         assert traffic.finish().gaps == 0, traffic.gaps
