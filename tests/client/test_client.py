@@ -86,7 +86,7 @@ async def test_a_seed_that_hangs_does_not_hold_the_others_up(cluster: StoredClus
     async with from_url(cluster.url) as client:
         began_at = asyncio.get_running_loop().time()
         await client.publish(channel, "hello")
-        assert asyncio.get_running_loop().time() - began_at < 2.0
+        assert asyncio.get_running_loop().time() - began_at < 4.0, "connecting to the other takes 5 s"
 
 
 async def test_all_seeds_down(cluster: StoredCluster) -> None:

@@ -12,7 +12,7 @@ from tests.tcp_proxy import proxied
 NOTICED_S = 5.0
 """A silent cut is noticed within this by default."""
 
-SLACK_S = 1.5
+SLACK_S = 3.0
 """To connect again, and for a busy machine."""
 
 

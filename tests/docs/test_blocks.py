@@ -9,8 +9,9 @@ import shlex
 import socket
 import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -56,42 +57,47 @@ def free_ports() -> tuple[int, int]:
 # Pages.
 
 
-@pytest.mark.parametrize("page", [README, DOCS / "client.md"], ids=["README", "client"])
-def test_a_cluster_on_this_machine(page: Path, tmp_path: Path) -> None:
-    first, second = free_ports()
-    with Runner(tmp_path, {"7001": str(first), "7002": str(second)}) as runner:
-        wrote = runner.run(runnable(page))
-    assert "b'hello'" in wrote
+@dataclass(frozen=True)
+class Setup:
+    """What a page needs, and what its programs write."""
+
+    #: Hosts of the page, for which real servers are started.
+    servers: tuple[str, ...] = ()
+    #: Ports of the page, for which free ones are taken.
+    ports: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
+    #: Files that its programs leave, and a part of each.
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def test_operating(redis_server_factory: RedisServerFactory, tmp_path: Path) -> None:
-    servers = [redis_server_factory(options=PUBSUB_LIMIT) for _ in range(2)]
-    instead = {f"10.0.0.{index}:6379": f"127.0.0.1:{server.port}" for index, server in enumerate(servers, 1)}
+RUN = {
+    README: Setup(ports=("7001", "7002"), written=("b'hello'",)),
+    DOCS / "client.md": Setup(ports=("7001", "7002"), written=("b'hello'",)),
+    DOCS / "operating.md": Setup(servers=("10.0.0.1:6379", "10.0.0.2:6379"), written=("all-publishers",)),
+    DOCS / "migrating.md": Setup(
+        servers=("redis-1:6379",),
+        written=("compatibility: * at s1, plain", "compatibility: * at s1, with envelopes"),
+    ),
+    DOCS / "security.md": Setup(
+        files={"users.txt": "ACL SETUSER dynamoth-client", "users.acl": "user dynamoth-client"}
+    ),
+}
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+def test_the_blocks_of_a_page_run(page: Path, redis_server_factory: RedisServerFactory, tmp_path: Path) -> None:
+    setup = RUN[page]
+    instead = dict(zip(setup.ports, map(str, free_ports()), strict=False))
+    instead |= {host: f"127.0.0.1:{redis_server_factory(options=PUBSUB_LIMIT).port}" for host in setup.servers}
     with Runner(tmp_path, instead) as runner:
-        wrote = runner.run(runnable(DOCS / "operating.md"))
-    assert "all-publishers" in wrote
-
-
-def test_migrating(redis_server_factory: RedisServerFactory, tmp_path: Path) -> None:
-    server = redis_server_factory(options=PUBSUB_LIMIT)
-    with Runner(tmp_path, {"redis-1:6379": f"127.0.0.1:{server.port}"}) as runner:
-        wrote = runner.run(runnable(DOCS / "migrating.md"))
-    assert "compatibility: * at s1, plain" in wrote
-    assert "compatibility: * at s1, with envelopes" in wrote
-
-
-def test_security(tmp_path: Path) -> None:
-    with Runner(tmp_path, {}) as runner:
-        runner.run(runnable(DOCS / "security.md"))
-    assert "ACL SETUSER dynamoth-client" in (tmp_path / "users.txt").read_text()
-    assert "user dynamoth-client" in (tmp_path / "users.acl").read_text()
-
-
-RUN_HERE = {README, *(DOCS / f"{name}.md" for name in ("client", "operating", "migrating", "security"))}
+        wrote = runner.run(runnable(page))
+    assert [each for each in setup.written if each not in wrote] == []
+    for name, part in setup.files.items():
+        assert part in (tmp_path / name).read_text()
 
 
 def test_every_page_with_blocks_is_run() -> None:
-    assert {page for page in OURS if runnable(page)} == RUN_HERE
+    assert {page for page in OURS if runnable(page)} == RUN.keys()
 
 
 @pytest.mark.parametrize("page", OURS, ids=[str(page.relative_to(ROOT)) for page in OURS])

@@ -162,11 +162,6 @@ def test_vectors_of_the_ring() -> None:
         assert second.ring_home(servers.split(), int(points), name) == home
 
 
-@given(st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=5, unique=True), st.integers(1, 40), channels)
-def test_the_ring_is_that_of_the_page(servers: list[str], points: int, channel: bytes) -> None:
-    assert second.ring_home(servers, points, channel) == Ring(servers, points).home(channel)
-
-
 @given(routes, channels, ids, st.booleans())
 def test_routes_lead_where_the_page_says(route: Route, channel: bytes, client: int, sharded: bool) -> None:
     name = names.sharded_channel(channel) if sharded else channel
