@@ -173,10 +173,7 @@ def publish(cluster: LocalCluster, *sequences: int) -> None:
     ("sequences", "last", "found"),
     [
         ((1, 2, 3), 3, {"lost": 0, "duplicated": 0, "reordered": 0, "violations": 0}),
-        ((1, 3), 3, {"lost": 2, "duplicated": 0, "reordered": 0}),
-        ((2, 3), 3, {"lost": 2, "duplicated": 0, "reordered": 0}),
-        ((1, 2, 2, 3), 3, {"lost": 0, "duplicated": 2, "reordered": 0}),
-        ((1, 3, 2), 3, {"lost": 0, "duplicated": 0, "reordered": 2}),
+        ((1, 2, 2, 5, 4), 6, {"lost": 4, "duplicated": 2, "reordered": 2}),
     ],
 )
 def test_auditors_find_what_is_wrong(
@@ -212,7 +209,7 @@ def test_players_judge_what_their_own_process_publishes(cluster: LocalCluster) -
 
 
 @pytest.mark.parametrize(("concealed", "lost"), [(0, 0), (1, 2)])
-def test_what_performers_publish_is_owed_to_the_auditors(cluster: LocalCluster, concealed: int, lost: int) -> None:
+def test_the_auditors_must_get_what_performers_publish(cluster: LocalCluster, concealed: int, lost: int) -> None:
     auditors = Worker(cluster, "auditors", 2, FESTIVAL)
     performers = Worker(cluster, "performers", FESTIVAL.performers, FESTIVAL)
     performers.tell({"order": "start", "at": time.monotonic()})

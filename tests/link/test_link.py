@@ -90,27 +90,6 @@ async def test_an_error_goes_to_the_subscription_that_was_refused(redis: Embedde
         await calls.until(lambda: len(calls.pushes) == 4)
 
 
-async def test_pushes_and_replies_keep_the_order_of_the_connection(redis: EmbeddedRedis) -> None:
-    """GET is answered with what the publication before it has set, so the order is known."""
-    async with subscribed(redis.url) as (link, calls), up(redis.url) as (publisher, _):
-        for number in range(500):
-            script = "redis.call('SET', 'n', ARGV[1]); return redis.call('PUBLISH', 'c', ARGV[1])"
-            publisher.send(["EVAL", script, 0, number])
-            if number % 7 == 0:
-                link.send(["GET", "n"], calls.record("reply"))
-                await asyncio.sleep(0)
-        await calls.until(lambda: len(calls.pushes) == 501)
-        await calls.count("reply", 72)
-        latest = -1
-        for name, value in calls.calls:
-            if name == "pushes" and value[0][0] == b"message":
-                numbers = [int(push[2]) for push in value]
-                assert numbers == list(range(latest + 1, latest + 1 + len(numbers)))
-                latest = numbers[-1]
-            elif name == "reply":
-                assert int(value or -1) == latest
-
-
 async def test_commands_that_are_sent_together_are_answered_in_order(redis: EmbeddedRedis) -> None:
     async with up(redis.url) as (link, calls):
         link.send(["ECHO", "before"], calls.record("reply"))
@@ -120,34 +99,6 @@ async def test_commands_that_are_sent_together_are_answered_in_order(redis: Embe
         assert replies[:999] == [b"before", *(b"%d" % number for number in range(998))]
         assert (replies[999], type(replies[1000]), replies[1001]) == ("é".encode(), ErrorReply, b"behind")
         assert len(calls.of("replies")) < 100, "many at once"
-
-
-async def test_pushes_between_replies_to_commands_sent_together_keep_their_place(redis: EmbeddedRedis) -> None:
-    async with subscribed(redis.url) as (link, calls):
-        link.send_all([(b"PUBLISH", b"c", b"%d" % number) for number in range(500)], calls.many)
-        await calls.count("reply", 500)
-        await calls.until(lambda: len(calls.pushes) == 501)
-        order: list[int] = []
-        for name, value in calls.calls[2:]:
-            order += [int(push[2]) for push in value] if name == "pushes" else [-1] * (name == "reply")
-        # A message to its own publisher comes before the reply to PUBLISH, and since Redis 7.2 behind it.
-        message_first = [each for number in range(500) for each in (number, -1)]
-        assert order in (message_first, [each for number in range(500) for each in (-1, number)])
-
-
-async def test_a_link_that_is_stopped_between_two_replies_calls_no_more(redis: EmbeddedRedis) -> None:
-    async with subscribed(redis.url) as (link, calls):
-
-        def stop(values: list[Any]) -> None:
-            calls.many(values)
-            link.stop()
-
-        link.send_all([(b"ECHO", b"1"), (b"PUBLISH", b"c", b"2"), (b"ECHO", b"3")], stop)
-        await calls.count("reply", 1)
-        await link.close()
-        [replies] = calls.of("replies")
-        assert replies in ([b"1"], [b"1", 1]), "the message comes before the reply to PUBLISH, or behind it"
-        assert len(calls.pushes) == 1
 
 
 async def test_a_read_is_handed_on_as_one_batch(redis: EmbeddedRedis) -> None:

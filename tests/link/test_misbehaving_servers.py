@@ -177,41 +177,6 @@ async def test_an_acknowledgement_nobody_waits_for_takes_no_reply() -> None:
         assert len(calls.pushes) == 5
 
 
-async def test_replies_cut_at_every_byte() -> None:
-    """Whatever the network does to the stream, the order and the values stay."""
-    stream = (
-        b"+one\r\n>3\r\n+message\r\n$1\r\nc\r\n$4\r\n\r\n\r\n\r\n-ERR no\r\n>2\r\n+m\r\n:5\r\n*1\r\n-ERR in\r\n_\r\n"
-    )
-    listener = await asyncio.get_running_loop().run_in_executor(None, socket.create_server, ("127.0.0.1", 0))
-    listener.setblocking(False)
-    loop = asyncio.get_running_loop()
-    async with opened(f"redis://127.0.0.1:{listener.getsockname()[1]}", LinkOptions()) as (link, calls):
-        server, _ = await loop.sock_accept(listener)
-        server.setblocking(False)
-        server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        received = b""
-        while b"INFO" not in received:
-            received += await loop.sock_recv(server, 65536)
-        await loop.sock_sendall(server, polite([b"HELLO"]) + b"+PONG\r\n" + polite([b"INFO"]))
-        await calls.count("up", 1)
-        for _number in range(4):
-            link.send(["X"], calls.record("reply"))
-        for index in range(len(stream)):
-            await loop.sock_sendall(server, stream[index : index + 1])
-            await asyncio.sleep(0)
-        await calls.count("reply", 4)
-        assert calls.calls[1:] == [
-            ("reply", b"one"),
-            ("pushes", [[b"message", b"c", b"\r\n\r\n"]]),
-            ("reply", ErrorReply("ERR no")),
-            ("pushes", [[b"m", 5]]),
-            ("reply", [ErrorReply("ERR in")]),
-            ("reply", None),
-        ]
-        server.close()
-    listener.close()
-
-
 async def test_a_server_that_does_not_read() -> None:
     loop = asyncio.get_running_loop()
     blocked = asyncio.Event()

@@ -66,6 +66,20 @@ def test_everything_is_handed_on_once_and_in_order(
     assert seen == expected
 
 
+def test_replies_of_every_type_may_be_cut_at_every_byte() -> None:
+    stream = (
+        b"+one\r\n>3\r\n+message\r\n$1\r\nc\r\n$4\r\n\r\n\r\n\r\n-ERR no\r\n>2\r\n+m\r\n:5\r\n*1\r\n-ERR in\r\n_\r\n"
+    )
+    seen: list[Any] = []
+    resp = Resp(seen.append, _no_bug)
+    for _ in range(4):
+        resp.pack(("X",), seen.append)
+    for index in range(len(stream)):
+        resp.feed(stream[index : index + 1])
+    pushes: list[list[list[Any]]] = [[[b"message", b"c", b"\r\n\r\n"]], [[b"m", 5]]]
+    assert seen == [b"one", pushes[0], ErrorReply("ERR no"), pushes[1], [ErrorReply("ERR in")], None]
+
+
 def test_what_came_before_a_fault_is_handed_on() -> None:
     seen: list[Any] = []
     resp = Resp(seen.extend, _no_bug)

@@ -134,14 +134,3 @@ def test_a_crash_ends_everything_and_a_restart_makes_a_new_machine(place: Place)
     place.run(0.1)
     assert process.machine is not first and place.server.subscribers(b"x") == ["p"]
     assert len(set(incarnations)) == 2
-
-
-def test_a_machine_that_raises_fails_the_run() -> None:
-    class Broken(Recorder):
-        def handle(self, event: Any, now: float) -> list[Any]:
-            raise ValueError("broken")
-
-    place = Place()
-    process = Process(place.world, place.network, "p", lambda _: Broken("redis://s1"), place.actions.append)
-    with pytest.raises(MachineFailed, match="p raised ValueError"):
-        process.start()
