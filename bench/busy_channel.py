@@ -17,7 +17,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from multiprocessing.connection import Connection
 from statistics import median
 from struct import Struct
@@ -387,14 +387,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, changes: str, pause_s: flo
 
 def load_of(arguments: argparse.Namespace) -> Load:
     """Return the load that the arguments say."""
-    return Load(
-        subscribers=arguments.subscribers,
-        publishers=arguments.publishers,
-        messages_per_s=arguments.messages_per_s,
-        changes=arguments.changes,
-        processes=arguments.processes,
-        pause_s=arguments.pause_s,
-    )
+    given = {field.name: getattr(arguments, field.name) for field in fields(Load) if field.name in arguments}
+    return Load(**given)
 
 
 def show(result: Result, *, as_json: bool) -> None:

@@ -82,18 +82,20 @@ class DemoFailed(DynamothError):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("--players", type=_players, default=PLAYERS, metavar="N", help="(default %(default)s)")
+    parser.add_argument(
+        "--players", type=_players, default=PLAYERS, metavar="N", help="number of players (default %(default)s)"
+    )
     parser.add_argument(
         "--servers",
         type=server_count,
         default=SERVERS,
         metavar="M",
-        help=f"(default %(default)s); a channel can be spread from {FESTIVAL_SERVERS_MIN} on",
+        help=f"number of Redis servers (default %(default)s); a channel can be spread from {FESTIVAL_SERVERS_MIN} on",
     )
     parser.add_argument(
         "--seconds", type=_seconds, default=SECONDS, metavar="S", help="how long the players play (default %(default)g)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the players' moves (default: random)")
 
 

@@ -28,7 +28,7 @@ import resource
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
 from random import Random
@@ -420,24 +420,12 @@ class Performers(Publishers):
                 await self.publish(client, message, payload_bytes)
 
 
-class Orders:
-    """What the demo tells us, line by line."""
-
-    def __init__(self, reader: asyncio.StreamReader) -> None:
-        self._reader = reader
-
-    @classmethod
-    async def from_stdin(cls) -> Orders:
-        """Read from stdin."""
-        reader = asyncio.StreamReader(LINE_BYTES_MAX)
-        loop = asyncio.get_running_loop()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        return cls(reader)
-
-    async def next(self) -> dict[str, Any] | None:
-        """Return the next order; None when there will be none."""
-        line = await self._reader.readline()
-        return json.loads(line) if line else None
+async def read_orders() -> AsyncGenerator[dict[str, Any]]:
+    """Give the orders of the demo, which come line by line from stdin."""
+    reader = asyncio.StreamReader(LINE_BYTES_MAX)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        yield json.loads(line)
 
 
 def _tell(event: str, **fields: Any) -> None:
@@ -451,8 +439,8 @@ async def _report(worker: Worker) -> None:
         _tell("stats", **worker.stats())
 
 
-async def _obey(orders: Orders, worker: Worker) -> None:
-    while (order := await orders.next()) is not None:
+async def _obey(orders: AsyncGenerator[dict[str, Any]], worker: Worker) -> None:
+    async for order in orders:
         match order["order"]:
             case "start":
                 worker.start(order["at"])
@@ -467,8 +455,8 @@ async def _obey(orders: Orders, worker: Worker) -> None:
 
 async def work() -> None:
     """Be a worker, from the first line to the end of stdin."""
-    orders = await Orders.from_stdin()
-    first = await orders.next()
+    orders = read_orders()
+    first = await anext(orders, None)
     if first is None:
         return
     options = WorkerOptions(**first)

@@ -79,13 +79,15 @@ class LinkSettings:
     username: str = setting("", "Redis user; empty for the default user")
     password: str = setting("", "its password; empty for none", secret=True)
     password_file: str = setting("", "a file whose first line is the password, instead of password; empty for none")
-    tls_ca_file: str = setting("", "whom to trust at rediss:// servers (PEM); empty for the system's")
-    tls_cert_file: str = setting("", "our own certificate (PEM), for tls-auth-clients; empty for none")
+    tls_ca_file: str = setting("", "CA certificates (PEM) for rediss:// servers; empty for those of the system")
+    tls_cert_file: str = setting("", "client certificate (PEM), for servers with tls-auth-clients; empty for none")
     tls_key_file: str = setting("", "the key of that certificate (PEM)")
     tls_verify: bool = setting(True, "whether certificates are checked; off for tests only")
-    connect_timeout_s: float = setting(CONNECT_TIMEOUT_S, "bound of one attempt to connect", unit="s", above=0)
-    ping_interval_s: float = setting(PING_INTERVAL_S, "silence before a PING; 0 for never", unit="s", minimum=0)
-    ping_timeout_s: float = setting(PING_TIMEOUT_S, "more silence before the link is down", unit="s", above=0)
+    connect_timeout_s: float = setting(CONNECT_TIMEOUT_S, "longest time for one attempt to connect", unit="s", above=0)
+    ping_interval_s: float = setting(
+        PING_INTERVAL_S, "a PING is sent after this much silence; 0 for never", unit="s", minimum=0
+    )
+    ping_timeout_s: float = setting(PING_TIMEOUT_S, "the link is down after this much more silence", unit="s", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,7 @@ def test_the_ratio_is_of_what_is_held() -> None:
     assert any("100 and 300, 3.00x" in line for line in table(outcome))
 
 
-def test_who_is_not_root_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_users_other_than_root_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     try:
         check_possible()

@@ -63,14 +63,14 @@ def test_it_asks_again_over_a_new_connection(asked: AdminMachine) -> None:
     assert asked.handle(SUBSCRIBED, 3.1) == [ASK]
 
 
-def test_a_refusal_by_the_server_is_told(machine: AdminMachine) -> None:
+def test_a_refusal_by_the_server_is_reported(machine: AdminMachine) -> None:
     machine.handle(LinkUp("server"), 1.0)
     refusal = Replied("server", "subscribe", ErrorReply("NOPERM no channels"))
     assert machine.handle(refusal, 1.1) == [Refused("NOPERM no channels")]
 
 
 @pytest.mark.parametrize("foreign", [b"", b"\xc1", b"\x93\x0b", AdminReply(78, {}), PlanQuery(3)])
-def test_what_is_no_answer_is_counted_and_ignored(asked: AdminMachine, foreign: AdminReply | PlanQuery | bytes) -> None:
+def test_foreign_messages_are_counted_and_ignored(asked: AdminMachine, foreign: AdminReply | PlanQuery | bytes) -> None:
     assert asked.handle(answer(foreign), 2.1) == []
     assert asked.ignored == 1
     assert asked.deadline() == 2.0 + REPEAT_INTERVAL_S

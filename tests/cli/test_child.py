@@ -1,4 +1,4 @@
-"""Child processes: they end when they shall, their last words are kept, and they never outlive us."""
+"""Child processes: they end when they should, their last lines are kept, and they never outlive their parent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from dynamoth_cli.local.child import LINES_KEPT_MAX, Child, interrupted_by_signals
 
 WAITS = "import sys; print('ready', flush=True); sys.stdin.read()"
-WAITS_FOR_EVER = "import signal\nprint('ready', flush=True)\nwhile True: signal.pause()"
+WAITS_WITHOUT_END = "import signal\nprint('ready', flush=True)\nwhile True: signal.pause()"
 IGNORES_SIGTERM = (
     "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); sys.stdin.read()"
 )
@@ -62,7 +62,7 @@ def test_one_that_hangs_in_sigstop_can_be_stopped(children: list[Child]) -> None
     assert child.stop() == -signal.SIGTERM
 
 
-def test_its_end_is_told_with_its_last_words(children: list[Child]) -> None:
+def test_its_end_is_reported_with_its_last_lines(children: list[Child]) -> None:
     child = python("import sys; sys.stderr.write('no such\\nthing\\n'); sys.exit(3)", children, "agent s1")
     assert child.wait(30)
     assert child.ended_by_itself
@@ -92,16 +92,16 @@ def test_it_can_be_started_again(children: list[Child]) -> None:
     assert child.lines == ["once"]
 
 
-def test_each_line_is_told_and_only_the_last_are_kept(children: list[Child]) -> None:
-    told: list[str] = []
+def test_each_line_is_handed_on_and_only_the_last_are_kept(children: list[Child]) -> None:
+    seen: list[str] = []
     program = f"import sys\nfor i in range({LINES_KEPT_MAX + 50}): sys.stderr.write(f'{{i}}\\n')"
-    child = Child("c", [sys.executable, "-c", program], environment=os.environ, on_line=told.append)
+    child = Child("c", [sys.executable, "-c", program], environment=os.environ, on_line=seen.append)
     children.append(child)
     child.start()
     assert child.wait(30)
     child.stop()
-    assert told == [str(number) for number in range(LINES_KEPT_MAX + 50)]
-    assert child.lines == told[-LINES_KEPT_MAX:]
+    assert seen == [str(number) for number in range(LINES_KEPT_MAX + 50)]
+    assert child.lines == seen[-LINES_KEPT_MAX:]
 
 
 def test_a_keyboard_interrupt_of_the_terminal_does_not_reach_it(children: list[Child]) -> None:
@@ -115,7 +115,7 @@ def test_it_dies_with_its_parent() -> None:
     program = (
         "import os, sys\n"
         "from dynamoth_cli.local.child import Child\n"
-        f"child = Child('c', [sys.executable, '-c', {WAITS_FOR_EVER!r}], environment=os.environ, pipes=True)\n"
+        f"child = Child('c', [sys.executable, '-c', {WAITS_WITHOUT_END!r}], environment=os.environ, pipes=True)\n"
         "child.start()\n"
         "child.stdout.readline()\n"
         "print(child.pid, flush=True)\n"

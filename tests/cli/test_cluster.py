@@ -6,7 +6,7 @@ import json
 import os
 import select
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -40,14 +40,22 @@ def other(server: str) -> str:
     return {"s1": "s2", "s2": "s1"}[server]
 
 
-def command(cluster: LocalCluster, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = main([*arguments, "--url", cluster.url])
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
+Run = Callable[..., tuple[int, str, str]]
+"""Runs a command on the cluster; returns its exit code, and what it printed to stdout and stderr."""
 
 
-def stored_plan(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    code, out, _ = command(cluster, capsys, "plan", "show", "--json")
+@pytest.fixture
+def run(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> Run:
+    def run_command(*arguments: str) -> tuple[int, str, str]:
+        code = main([*arguments, "--url", cluster.url])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run_command
+
+
+def stored_plan(run: Run) -> dict[str, Any]:
+    code, out, _ = run("plan", "show", "--json")
     assert code == 0
     return json.loads(out)  # type: ignore[no-any-return]
 
@@ -75,8 +83,8 @@ def test_the_url_holds_the_password_and_the_files_do_not(cluster: LocalCluster) 
     assert "p@ss" not in arguments
 
 
-def test_status_shows_servers_and_agents(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = command(cluster, capsys, "status", "--json")
+def test_status_shows_servers_and_agents(run: Run) -> None:
+    code, out, _ = run("status", "--json")
     status = json.loads(out)
     assert code == 0, out
     assert set(status["servers"]) == {"s1", "s2"}
@@ -85,55 +93,49 @@ def test_status_shows_servers_and_agents(cluster: LocalCluster, capsys: pytest.C
         assert "p@ss" not in server["url"]
     assert status["balancer"]["stage"] == "leading"
     assert status["problems"] == []
-    code, out, _ = command(cluster, capsys, "status")
+    code, out, _ = run("status")
     assert code == 0
     assert "s1" in out
     assert "leading" in out
 
 
-def test_a_channel_is_moved_and_shown(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
-    before = stored_plan(cluster, capsys)
+def test_a_channel_is_moved_and_shown(run: Run) -> None:
+    before = stored_plan(run)
     assert CHANNEL not in [entry["channel"] for entry in before["channels"]]
     target = other(home(CHANNEL))
-    code, out, err = command(cluster, capsys, "plan", "move", CHANNEL, "--to", target)
+    code, out, err = run("plan", "move", CHANNEL, "--to", target)
     assert code == 0, err
     assert f"{CHANNEL} is at {target}, settled" in out
-    after = stored_plan(cluster, capsys)
+    after = stored_plan(run)
     assert after["version"] > before["version"]
     [entry] = [entry for entry in after["channels"] if entry["channel"] == CHANNEL]
     assert (entry["servers"], entry["phase"], entry["previous"]) == ([target], Phase.SETTLED.name, [])
-    code, out, _ = command(cluster, capsys, "plan", "show")
+    code, out, _ = run("plan", "show")
     assert f"{CHANNEL}  {target}  single  settled" in out
 
 
-def test_a_move_that_is_refused_exits_with_1_and_the_reason(
-    cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, _, err = command(cluster, capsys, "plan", "move", "a:channel", "--to", "s9")
+def test_a_move_that_is_refused_exits_with_1_and_the_reason(run: Run) -> None:
+    code, _, err = run("plan", "move", "a:channel", "--to", "s9")
     assert code == 1
     assert "s9" in err
 
 
-def test_a_channel_is_replicated_shown_and_folded_back(
-    cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_channel_is_replicated_shown_and_folded_back(run: Run) -> None:
     channel = "a:hot:channel"
-    code, out, err = command(cluster, capsys, "plan", "replicate", channel, "--mode", "all-publishers", "--count", "3")
+    code, out, err = run("plan", "replicate", channel, "--mode", "all-publishers", "--count", "3")
     assert code == 0, err
     servers = out.partition(" is at ")[2].partition(", all-publishers, settled")[0].split(", ")
     assert sorted(servers) == ["s1", "s2"]
     assert "note: 2 servers instead of 3, as no more can take part: add servers" in out
-    code, out, _ = command(cluster, capsys, "plan", "show")
+    code, out, _ = run("plan", "show")
     assert f"{channel}  {','.join(servers)}  all-publishers  settled" in out
-    code, out, _ = command(cluster, capsys, "status")
+    code, out, _ = run("status")
     assert code == 0 and f"replicated: {channel} at {', '.join(servers)}, all-publishers" in out
-    code, _, err = command(cluster, capsys, "plan", "move", channel, "--to", "s1")
+    code, _, err = run("plan", "move", channel, "--to", "s1")
     assert code == 1 and "unreplicate CHANNEL --to SERVER" in err
-    code, out, err = command(
-        cluster, capsys, "plan", "replicate", channel, "--mode", "all-subscribers", "--servers", "s2,s1"
-    )
+    code, out, err = run("plan", "replicate", channel, "--mode", "all-subscribers", "--servers", "s2,s1")
     assert code == 0 and f"{channel} is at s2, s1, all-subscribers, settled" in out, err
-    code, out, err = command(cluster, capsys, "plan", "unreplicate", channel, "--to", "s2")
+    code, out, err = run("plan", "unreplicate", channel, "--to", "s2")
     assert code == 0 and f"{channel} is at s2, settled" in out, err
 
 
@@ -154,15 +156,13 @@ def test_no_server_at_all_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         assert "redis://127.0.0.1:2: connection refused: start the server" in message
 
 
-def test_each_part_can_be_stopped_killed_and_started_again(
-    cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_part_can_be_stopped_killed_and_started_again(cluster: LocalCluster, run: Run) -> None:
     cluster.agents["s1"].stop()
     assert agents_at(cluster, "s1") == 0
     cluster.check()
     with pytest.raises(ClusterNotReady, match=r"not ready after 0\.1 s: 0 agents observe server s1, not 1"):
         cluster.wait_ready(timeout_s=0.1)
-    code, out, _ = command(cluster, capsys, "status")
+    code, out, _ = run("status")
     assert code == 1
     assert "s1: it has no agent: start 'dynamoth agent --server s1'" in " ".join(out.split())
     cluster.agents["s1"].start()
@@ -177,17 +177,17 @@ def test_each_part_can_be_stopped_killed_and_started_again(
 
     cluster.balancer.kill()
     move_away = "plan", "move", "another:channel", "--to", other(home("another:channel"))
-    code, _, err = command(cluster, capsys, *move_away)
+    code, _, err = run(*move_away)
     assert code == 1
     assert "no balancer is running in this cluster" in err
     assert "start 'dynamoth balancer'" in err
-    code, out, _ = command(cluster, capsys, "status")
+    code, out, _ = run("status")
     assert code == 1
     assert "no balancer is running" in " ".join(out.split())
     cluster.balancer.start()
     cluster.wait_ready()
     assert cluster.ask_balancer("status")["stage"] == "leading"
-    code, _, err = command(cluster, capsys, *move_away)
+    code, _, err = run(*move_away)
     assert code == 0, err
 
     port = cluster.redis["s1"].port
@@ -196,10 +196,10 @@ def test_each_part_can_be_stopped_killed_and_started_again(
         cluster.check()
     with pytest.raises(ServerUnreachable):
         cluster.ask("s1", (b"PING",))
-    assert command(cluster, capsys, "plan", "show")[0] == 0
+    assert run("plan", "show")[0] == 0
 
     def refused() -> bool:
-        code, out, _ = command(cluster, capsys, "status")
+        code, out, _ = run("status")
         return code == 1 and "connection refused" in " ".join(out.split())
 
     until(refused, "the balancer has tried to connect again")
@@ -216,7 +216,7 @@ def test_settings_that_are_refused_end_the_start_with_the_reason() -> None:
         pytest.fail("it became ready")
 
 
-def test_logs_are_told_line_by_line_and_every_process_and_file_is_gone_afterwards() -> None:
+def test_logs_come_line_by_line_and_every_process_and_file_is_gone_afterwards() -> None:
     lines: list[tuple[str, str]] = []  # appended to by several threads
     with LocalCluster(1, on_line=lambda name, line: lines.append((name, line))) as cluster:
         pids = [cluster.balancer.pid, cluster.agents["s1"].pid, cluster.redis["s1"].pid]
@@ -230,5 +230,5 @@ def test_logs_are_told_line_by_line_and_every_process_and_file_is_gone_afterward
             os.close(descriptor)
     assert not folder.exists()
     for name in ("agent s1", "balancer"):
-        messages = [json.loads(line)["message"] for told, line in lines if told == name]
+        messages = [json.loads(line)["message"] for daemon, line in lines if daemon == name]
         assert messages, f"nothing was heard from the {name}"

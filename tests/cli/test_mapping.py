@@ -66,7 +66,7 @@ def test_the_balancer_gets_every_option_that_is_a_setting() -> None:
     assert [getattr(config.options, name) for name in names] == values
 
 
-def test_the_balancer_is_told_which_servers_are_being_drained() -> None:
+def test_the_balancer_gets_the_servers_that_are_being_drained() -> None:
     assert balancer_config(LOADED).options.draining == frozenset()
     drained = FILE.replace('url = "redis://a"', 'url = "redis://a"\ndraining = true')
     assert balancer_config(load_config(file=ConfigText("x", drained))).options.draining == {"s1"}

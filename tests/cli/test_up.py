@@ -97,7 +97,7 @@ def test_nothing_outlives_it_even_if_it_is_killed(cleanup: ExitStack, tmp_path: 
         assert select.select([descriptor], [], [], 10)[0], "a process outlived it"
 
 
-def test_a_part_that_dies_ends_everything_with_its_last_words(cleanup: ExitStack, tmp_path: Path) -> None:
+def test_a_part_that_dies_ends_everything_with_its_last_lines(cleanup: ExitStack, tmp_path: Path) -> None:
     up = start(cleanup, tmp_path, "--servers", "1")
     children = up.descendants()
     descriptors = watch(cleanup, children)
@@ -109,7 +109,7 @@ def test_a_part_that_dies_ends_everything_with_its_last_words(cleanup: ExitStack
     assert len(select.select(descriptors, [], [], 0)[0]) == len(children), "a process was left behind"
 
 
-def test_a_port_that_is_taken_is_told() -> None:
+def test_a_port_that_is_taken_is_reported() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -18,7 +18,7 @@ NOBODY = "redis://127.0.0.1:1"
 
 
 class Recording:
-    """A backoff that notes what it is asked, also by its copies, and answers as it is told."""
+    """A backoff that notes what it is asked, also by its copies, and gives a fixed answer."""
 
     def __init__(self, answer: Any, asked: list[int | str]) -> None:
         self.answer = answer
@@ -56,7 +56,7 @@ def test_the_default_doubles_up_to_its_bound_less_up_to_a_half() -> None:
         redis.backoff.ExponentialWithJitterBackoff(cap=10, base=0.1),
     ],
 )
-def test_backoffs_of_redis_py_serve_as_they_are_for_ever(backoff: Any) -> None:
+def test_backoffs_of_redis_py_serve_as_they_are_without_end(backoff: Any) -> None:
     """redis-py's own raise OverflowError after a thousand failures, which redis-py never has."""
     pauses = Pauses(backoff)
     assert all(PAUSE_S_MIN <= pauses.after(failures) <= 10 for failures in range(1, 2000))

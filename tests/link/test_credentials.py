@@ -22,7 +22,7 @@ PLACE = ServerAddress("example", 1)
 
 
 def giving(*answers: Any) -> Callable[[], Awaitable[object]]:
-    """Give one answer after the other; the last one for ever. An exception is raised."""
+    """Give one answer after the other; the last one without end. An exception is raised."""
     left = list(answers)
 
     async def ask() -> object:
@@ -59,7 +59,7 @@ def test_what_is_given_wrongly_is_said_and_not_shown(given: Any) -> None:
     assert "secret" not in str(error.value)
 
 
-async def test_they_are_asked_for_anew_at_each_connection(redis: EmbeddedRedis) -> None:
+async def test_they_are_asked_for_at_each_connection(redis: EmbeddedRedis) -> None:
     await query(redis.url, ["ACL", "SETUSER", "u", "on", ">old", "~*", "&*", "+@all"])
     given = ["old"]
 
@@ -124,7 +124,7 @@ async def test_credentials_of_the_url_come_first(redis: EmbeddedRedis) -> None:
         await query(redis.url, ["PING"], options=LinkOptions(credentials=Credentials(giving(("nobody", "p")))))
 
 
-async def test_open_connections_log_in_anew(redis: EmbeddedRedis, caplog: pytest.LogCaptureFixture) -> None:
+async def test_open_connections_log_in_again(redis: EmbeddedRedis, caplog: pytest.LogCaptureFixture) -> None:
     for user in ("first", "second"):
         await query(redis.url, ["ACL", "SETUSER", user, "on", ">p", "~*", "&*", "+@all"])
     credentials = Credentials(giving(("first", "p")))

@@ -35,7 +35,7 @@ class Do:
 
 @dataclass
 class Puppet:
-    """A machine that does what it is told, and notes what else it hears."""
+    """A machine that returns the actions of a `Do` event, and records all other events."""
 
     heard: Callable[[Any], None]
     wants_tick_at: float | None = None
@@ -201,7 +201,7 @@ async def test_close_in_the_midst_of_everything(redis: EmbeddedRedis) -> None:
     assert len(stage.events) == heard
 
 
-async def test_pushes_are_offered_and_the_machine_is_told_of_those_that_are_left(redis: EmbeddedRedis) -> None:
+async def test_pushes_are_offered_and_the_machine_gets_those_that_are_left(redis: EmbeddedRedis) -> None:
     offered: list[list[bytes]] = []
 
     def take_until_x(link: str, pushes: list[list[Any]]) -> int:
@@ -217,10 +217,10 @@ async def test_pushes_are_offered_and_the_machine_is_told_of_those_that_are_left
     texts = [b"1", b"x", b"2", b"3"]
     stage.do(*(Send("a", [b"PUBLISH", b"c", text]) for text in texts), Send("a", [b"PING"], tag="behind"))
     await stage.calls.until(lambda: any(isinstance(event, Replied) for event in stage.events))
-    told = [push[2] for event in stage.events if isinstance(event, Pushed) for push in event.messages]
+    rest = [push[2] for event in stage.events if isinstance(event, Pushed) for push in event.messages]
     assert [text for batch in offered for text in batch][1:] == texts, "the first is the acknowledgement"
     begin = next(index for index, batch in enumerate(offered) if b"x" in batch)
-    assert told == offered[begin][offered[begin].index(b"x") :]
+    assert rest == offered[begin][offered[begin].index(b"x") :]
     await stage.driver.close()
 
 

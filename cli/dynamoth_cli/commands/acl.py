@@ -87,7 +87,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         " 7 on, clients have fewer rights",
     )
     parser.add_argument("--aclfile", action="store_true", help="print lines for an aclfile, not ACL SETUSER commands")
-    parser.add_argument("--prefix", default="dynamoth-", help="of the users' names (default %(default)s)")
+    parser.add_argument("--prefix", default="dynamoth-", help="prefix of the users' names (default %(default)s)")
     parser.add_argument(
         "--role", choices=ROLES, nargs="+", default=list(ROLES), help="print only these (default: all four)"
     )

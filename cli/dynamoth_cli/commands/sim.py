@@ -15,15 +15,17 @@ JOBS_MAX = 1024
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("--seeds", type=_seeds, required=True, metavar="A-B", help="from A to B, both included; or one")
-    known = ", ".join([*SCENARIOS, *PROFILES])
+    parser.add_argument(
+        "--seeds", type=_seeds, required=True, metavar="A-B", help="seeds from A to B, both included, or one seed"
+    )
     parser.add_argument(
         "--scenario",
         choices=[*SCENARIOS, *PROFILES],
         metavar="NAME",
-        help=f"a script, or a profile of faults (default: a profile drawn from each seed): {known}",
+        help=f"a scenario, or a profile of faults: {', '.join(PROFILES)} (default: a profile drawn from each seed). An"
+        " unknown name lists all scenarios",
     )
-    parser.add_argument("--jobs", type=_jobs, metavar="N", help="processes (default: one for each core)")
+    parser.add_argument("--jobs", type=_jobs, metavar="N", help="number of processes (default: one for each core)")
 
 
 def run(arguments: argparse.Namespace) -> int:

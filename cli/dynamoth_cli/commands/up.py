@@ -22,7 +22,7 @@ SERVERS_MAX = 64
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
-        "--servers", type=server_count, default=3, metavar="M", help="Redis servers (default %(default)s)"
+        "--servers", type=server_count, default=3, metavar="M", help="number of Redis servers (default %(default)s)"
     )
     parser.add_argument(
         "--port-base", type=_port, metavar="P", help="port of the first server, the others follow (default: free ports)"
@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=GIGABIT_BYTES_PER_S,
         metavar="N",
-        help="what counts as load ratio 1 of each server (default %(default)s)",
+        help="capacity of each server, which is load ratio 1 (default %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print the URLs of the cluster and its servers as JSON")
     parser.add_argument("--verbose", action="store_true", help="show the logs of agents and balancer")

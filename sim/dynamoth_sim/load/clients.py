@@ -235,8 +235,8 @@ class Client:
         self.pattern_subscribers = []
 
 
-class PublisherApp:
-    """Publishes numbered messages."""
+class _App:
+    """What the applications of a client have in common."""
 
     def __init__(self, client: Client, name: str, plan: LocalPlan) -> None:
         self.name = name
@@ -244,6 +244,13 @@ class PublisherApp:
         self._world = client.world
         self._audit = client.audit
         self._plan = plan
+
+
+class PublisherApp(_App):
+    """Publishes numbered messages."""
+
+    def __init__(self, client: Client, name: str, plan: LocalPlan) -> None:
+        super().__init__(client, name, plan)
         self._numbers: dict[bytes, int] = {}
         self._unended: dict[tuple[bytes, int], None] = {}
         #: Called with channel, number and receivers (None: it failed) when a publish has ended.
@@ -300,15 +307,11 @@ class PublisherApp:
         self.on_ended(channel, number, receivers)
 
 
-class SubscriberApp:
+class SubscriberApp(_App):
     """One PubSub: subscribes, and listens."""
 
     def __init__(self, client: Client, name: str, plan: LocalPlan) -> None:
-        self.name = name
-        self._client = client
-        self._world = client.world
-        self._audit = client.audit
-        self._plan = plan
+        super().__init__(client, name, plan)
         self.process = Process(
             client.world, client.network, name, self._machine, self._acted, on_pushes=self._take_expected
         )
@@ -380,17 +383,13 @@ class SubscriberApp:
         self._world.trace.add((self._world.now, kind, self.name, None, channel, None, None))
 
 
-class PatternSubscriberApp:
+class PatternSubscriberApp(_App):
     """One PubSub that subscribes to patterns."""
 
     def __init__(self, client: Client, name: str, plan: LocalPlan) -> None:
-        self.name = name
+        super().__init__(client, name, plan)
         #: The patterns that it has ever asked for.
         self.patterns: dict[bytes, None] = {}
-        self._client = client
-        self._world = client.world
-        self._audit = client.audit
-        self._plan = plan
         self.process = Process(client.world, client.network, name, self._machine, self._acted)
 
     def _machine(self, _: int) -> PatternMachine:

@@ -12,7 +12,7 @@ from dynamoth.plan.compatibility import CompatibilityRule
 from dynamoth.plan.plan import Phase, Plan, single
 from dynamoth.protocol.envelope import is_enveloped
 from dynamoth_sim.cluster import PLAIN_REST_S
-from dynamoth_sim.load.plain import PlainSubscriberApp, RawPublisherApp
+from dynamoth_sim.load.plain import PlainSubscriberApp
 from dynamoth_sim.scenarios.stage import Scenario, SceneFailed, Stage
 
 ALL_AT_S1 = (CompatibilityRule(b"*", "s1"),)
@@ -30,14 +30,6 @@ def _listener(stage: Stage, name: str, *channels: bytes) -> PlainSubscriberApp:
     app = PlainSubscriberApp(stage.cluster, name, "s1", channels)
     app.start()
     stage.wait(f"{name} listens", app.is_confirmed)
-    return app
-
-
-def _raw(stage: Stage, name: str, server: str, channel: bytes) -> RawPublisherApp:
-    """Start a plain publisher. A name that begins with "raw" promises no order."""
-    app = RawPublisherApp(stage.cluster, name, stage.cluster.servers[server].url, channel)
-    app.process.start()
-    stage.run(0.1)
     return app
 
 
@@ -83,8 +75,8 @@ def plain_fleet(stage: Stage) -> None:
     stage.subscriber("S", channel)
     stage.pattern_subscriber("T", b"c*")
     publisher = stage.publisher("P")
-    plain = _raw(stage, "R", "s1", channel)
-    lost = _raw(stage, "raw2", "s2", channel)  # it knows the wrong server
+    plain = stage.raw_publisher("R", "s1", channel)
+    lost = stage.raw_publisher("raw2", "s2", channel)  # it knows the wrong server
     since = stage.world.now
     for number in range(MANY):
         stage.publish(publisher, channel)
@@ -113,7 +105,7 @@ def plain_lifted(stage: Stage) -> None:
     listener = _listener(stage, "L", channel)
     stage.subscriber("S", channel)
     publisher = stage.trusting_publisher("P")
-    plain = _raw(stage, "raw1", "s1", channel)
+    plain = stage.raw_publisher("raw1", "s1", channel)
     for _ in range(MANY):
         stage.publish(publisher, channel)
         plain.publish()

@@ -11,7 +11,6 @@ from dynamoth.names import NOTIFICATION_PREFIXES
 from dynamoth.plan.plan import Phase, single
 from dynamoth_dispatcher.observation import EVERYTHING, QUIET_PATTERNS
 from dynamoth_sim.load.flood import Flood
-from dynamoth_sim.load.plain import RawPublisherApp
 from dynamoth_sim.scenarios.stage import LITTLE_BYTES_PER_S, Scenario, Stage
 
 EVENT = NOTIFICATION_PREFIXES[0] + b"0__:key"
@@ -32,9 +31,7 @@ def keyspace_notifications(stage: Stage) -> None:
     server = stage.cluster.servers["s1"]
     channel = stage.channel_with_subscriber("s1")
     stage.move(channel, "s2")
-    plain = RawPublisherApp(stage.cluster, "R", server.url, channel)
-    plain.process.start()
-    stage.run(0.1)
+    plain = stage.raw_publisher("R", "s1", channel)
     stage.expect("notifications reach the agent", server.inject(EVENT, b"set") == 1, channel)
     for pipe in stage.pipes("agent-s1", "s1", to_server=True):
         pipe.delays = replace(pipe.delays, bytes_per_s=COMMANDS_BYTES_PER_S)

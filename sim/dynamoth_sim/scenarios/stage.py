@@ -15,6 +15,7 @@ from dynamoth.protocol.envelope import CONTROL, is_enveloped, open_envelope
 from dynamoth_sim.cluster import Cluster, Setting, short_options
 from dynamoth_sim.guarantees import Violation
 from dynamoth_sim.load.clients import Client, PatternSubscriberApp, PublisherApp, SubscriberApp
+from dynamoth_sim.load.plain import RawPublisherApp
 from dynamoth_sim.world.network import Delays, Pipe
 from dynamoth_sim.world.trace import Record
 from dynamoth_sim.world.world import World
@@ -107,9 +108,9 @@ class Stage:
         self.wait("every server stores a plan", lambda: all(self.cluster.stored_plan(s) for s in self.cluster.servers))
         self.run(0.5)
 
-    def client(self, name: str, subscribers: int) -> Client:
+    def client(self, name: str, subscribers: int, pattern_subscribers: int = 0) -> Client:
         """Start a client, and wait until it can work."""
-        client = self.cluster.add_client(name, subscribers)
+        client = self.cluster.add_client(name, subscribers, pattern_subscribers)
         client.start()
         self.wait(f"{name} reads the plan", lambda: client.ready)
         return client
@@ -147,13 +148,17 @@ class Stage:
 
     def pattern_subscriber(self, name: str, *patterns: bytes) -> PatternSubscriberApp:
         """Start a subscriber to patterns, and wait until its subscriptions are confirmed."""
-        client = self.cluster.add_client(name, 0, 1)
-        client.start()
-        self.wait(f"{name} reads the plan", lambda: client.ready)
-        [app] = client.pattern_subscribers
+        [app] = self.client(name, 0, 1).pattern_subscribers
         for pattern in patterns:
             app.subscribe(pattern)
         self.wait(f"{name} is confirmed", lambda: all(map(app.is_confirmed, patterns)))
+        return app
+
+    def raw_publisher(self, name: str, server: str, channel: bytes) -> RawPublisherApp:
+        """Start a plain Redis client that publishes at a server. A name that begins with "raw" promises no order."""
+        app = RawPublisherApp(self.cluster, name, self.cluster.servers[server].url, channel)
+        app.process.start()
+        self.run(0.1)
         return app
 
     def join(self, app: SubscriberApp, channel: bytes) -> None:
@@ -216,6 +221,11 @@ class Stage:
             self.expect("; ".join(self.cluster.unsettled()), False, channels[0] if channels else None)
 
     # Trouble.
+
+    def flush_all(self) -> None:
+        """Delete all keys of all servers."""
+        for server in self.cluster.servers.values():
+            server.flush()
 
     def pipes(self, process: str, server: str, to_server: bool) -> list[Pipe]:
         """Return one direction of the connections between a process (or all whose names begin so) and a server."""

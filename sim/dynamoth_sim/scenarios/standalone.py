@@ -106,9 +106,7 @@ def empty_member(stage: Stage) -> None:
     server.start()
     stage.expect("the server stores no plan", not server.hash(PLAN_KEY))
     cluster.begin_at("s1")
-    client = cluster.add_client("C", 1)
-    client.start()
-    stage.wait("the client reads the plan", lambda: client.ready)
+    client = stage.client("C", 1)
     assert client.publisher is not None
     stage.publish(client.publisher, b"c")
     stage.expect("it follows the plan", client.local_plan is not None and not client.local_plan.is_alone)
@@ -141,8 +139,7 @@ def flushed_without_balancer(stage: Stage) -> None:
     stage.move(channel, "s2")
     stage.run(1.0)
     cluster.balancer.crash()
-    for server in cluster.servers.values():
-        server.flush()
+    stage.flush_all()
     cluster.balancer.start()
     stage.run(LOOKED_S)
     stage.expect("the subscriber gets a gap event", channel in _gaps(stage), channel)
@@ -166,8 +163,7 @@ def plan_lost_and_larger(stage: Stage) -> None:
     publisher = stage.publisher("P", channel)
     stage.move(stage.channel_at("s1", "moved"), "s2")
     cluster.balancer.crash()
-    for server in cluster.servers.values():
-        server.flush()
+    stage.flush_all()
     cluster.add_server()
     cluster.balancer.start()
     stage.run(LOOKED_S)
@@ -186,8 +182,7 @@ def flushed_and_older_plan(stage: Stage) -> None:
     """
     channel = _led_by_rival(stage)
     stage.cluster.rival.crash()
-    for server in stage.cluster.servers.values():
-        server.flush()
+    stage.flush_all()
     stage.run(LOOKED_S)
     stage.expect("the subscriber gets a gap event", channel in _gaps(stage), channel)
     stage.move(channel, "s3")
@@ -251,8 +246,7 @@ def flushed_beside_rival(stage: Stage) -> None:
         if not cluster.rival.alive:
             cluster.rival.start()
         stage.run(0.2 + 0.037 * (number % 20))
-        for server in cluster.servers.values():
-            server.flush()
+        stage.flush_all()
         stage.run(0.1)
         stage.subscriber(f"N{number}", channel)
         for _ in range(5):
