@@ -37,11 +37,11 @@ from typing import Any, Self
 
 from dynamoth.errors import ClusterUnavailable, DynamothError
 from dynamoth.settings.declare import to_text
-from dynamoth.settings.load import declared_settings
 from dynamoth_cli.access import Access
 from dynamoth_cli.admin import ask_balancer
 from dynamoth_cli.commands.status import read_status
 from dynamoth_cli.local.child import Child, dynamoth_command
+from dynamoth_cli.local.cluster import environment_without_settings
 from dynamoth_cli.local.embedded import find_redis_server
 from dynamoth_link.errors import LinkError
 from dynamoth_link.query import query
@@ -272,9 +272,7 @@ class LimitedCluster:
         self.ask_balancer("pause", {})
 
     def _run(self, name: str, command: list[str]) -> None:
-        settings = {declared.variable for declared in declared_settings().values()}
-        environment = {variable: value for variable, value in os.environ.items() if variable not in settings}
-        child = Child(name, command, environment=environment)
+        child = Child(name, command, environment=environment_without_settings())
         self._undo.callback(child.stop)
         self._children.append(child)
         child.start()

@@ -162,8 +162,8 @@ class LocalCluster:
                 server.start()
         self._folder = Path(tempfile.mkdtemp(prefix="dynamoth-cluster-"))
         self.config_file.write_text(self._configuration())
-        self.agents = {id_: self._daemon(f"agent {id_}", "agent", "agent", "--server", id_) for id_ in self.redis}
-        self._balancer = self._daemon("balancer", "balancer", "balancer")
+        self.agents = {id_: self._agent(id_) for id_ in self.redis}
+        self._balancer = self._daemon("balancer", "balancer")
         for child in self._daemons():
             child.start()
 
@@ -226,7 +226,7 @@ class LocalCluster:
         self.capacities.append(self.capacities[-1])
         self.config_file.write_text(self._configuration())
         self.balancer.stop()
-        self.agents[id_] = self._daemon(f"agent {id_}", "agent", "agent", "--server", id_)
+        self.agents[id_] = self._agent(id_)
         self.agents[id_].start()
         self.balancer.start()
         return id_
@@ -236,11 +236,11 @@ class LocalCluster:
         self._users = dict(users)
         for id_, agent in self.agents.items():
             agent.stop()
-            self.agents[id_] = self._daemon(f"agent {id_}", "agent", "agent", "--server", id_)
+            self.agents[id_] = self._agent(id_)
             self.agents[id_].start()
             self.wait_ready()
         self.balancer.stop()
-        self._balancer = self._daemon("balancer", "balancer", "balancer")
+        self._balancer = self._daemon("balancer", "balancer")
         self._balancer.start()
         self.wait_ready()
 
@@ -266,26 +266,27 @@ class LocalCluster:
 
     def another_balancer(self, name: str) -> Child:
         """Return a further balancer, for the caller to start and to stop."""
-        return self._daemon(name, "balancer", "balancer")
+        return self._daemon(name, "balancer")
 
     def _daemons(self) -> Iterator[Child]:
         yield from self.agents.values()
         if self._balancer is not None:
             yield self._balancer
 
-    def _daemon(self, name: str, role: str, command: str, *arguments: str) -> Child:
+    def _agent(self, server: str) -> Child:
+        return self._daemon(f"agent {server}", "agent", "--server", server)
+
+    def _daemon(self, name: str, role: str, *arguments: str) -> Child:
         on_line = self._on_line
         return Child(
             name,
-            dynamoth_command(command, "--config", str(self.config_file), *arguments),
+            dynamoth_command(role, "--config", str(self.config_file), *arguments),
             environment=self._environment(role),
             on_line=None if on_line is None else lambda line: on_line(name, line),
         )
 
     def _environment(self, role: str) -> dict[str, str]:
-        """Ours, without the settings that may be in it: the daemons have a file."""
-        settings = {declared.variable for declared in declared_settings().values()}
-        environment = {name: value for name, value in os.environ.items() if name not in settings}
+        environment = environment_without_settings()
         if role in self._users:
             environment["DYNAMOTH_LINK_USERNAME"], environment["DYNAMOTH_LINK_PASSWORD"] = self._users[role]
         elif self.password is not None:
@@ -340,6 +341,12 @@ class LocalCluster:
             name, password = self._users[role]
             return f"{quote(name, safe='')}:{quote(password, safe='')}@"
         return "" if self.password is None else f":{quote(self.password, safe='')}@"
+
+
+def environment_without_settings() -> dict[str, str]:
+    """Return our environment without any setting of Dynamoth, for daemons that have a configuration file."""
+    settings = {declared.variable for declared in declared_settings().values()}
+    return {name: value for name, value in os.environ.items() if name not in settings}
 
 
 def _run(question: Coroutine[Any, Any, _T]) -> _T:
