@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -62,7 +63,7 @@ class LocalPlan:
         #: Sum of the lengths of these names.
         self._names_bytes = 0
         #: Channel to the number of subscriptions that need its route.
-        self._pins: dict[bytes, int] = {}
+        self._pins: Counter[bytes] = Counter()
         self._swept_at = 0.0
         self._too_old = False
 
@@ -184,15 +185,14 @@ class LocalPlan:
 
     def pin(self, channel: bytes) -> None:
         """Keep the route of a channel that is subscribed."""
-        self._pins[channel] = self._pins.get(channel, 0) + 1
+        self._pins[channel] += 1
 
     def unpin(self, channel: bytes, now: float) -> None:
         """Keep a route no more because of one subscription: the timer of its use counts again."""
         self.use(channel, now)
-        if self._pins[channel] == 1:
+        self._pins[channel] -= 1
+        if not self._pins[channel]:
             del self._pins[channel]
-        else:
-            self._pins[channel] -= 1
 
     def is_pinned(self, channel: bytes) -> bool:
         """Return whether the route of a channel is kept, as it is subscribed to."""

@@ -123,7 +123,7 @@ class Cluster:
             return self._local_plan
         if self._bootstrap is None:
             self._bootstrap = asyncio.create_task(self._read_plan(self.settings), name="read the Dynamoth plan")
-            self._bootstrap.add_done_callback(_retrieve)
+            self._bootstrap.add_done_callback(retrieve)
         task = self._bootstrap
         await asyncio.wait({task})
         if task.cancelled() or not self._is_of_today(local_plan := task.result()):
@@ -245,7 +245,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _retrieve(task: asyncio.Task[LocalPlan]) -> None:
-    """Mark the error of a bootstrap as seen: everybody who waited for it may have been cancelled."""
+def retrieve(task: asyncio.Task[Any]) -> None:
+    """Mark the error of a shared task as seen: everybody who waited for it may have been cancelled."""
     if not task.cancelled():
         task.exception()

@@ -22,7 +22,7 @@ from dynamoth_client.redis_py.arguments import (
 )
 from dynamoth_client.redis_py.errors import ClientClosed, OtherLoop
 from dynamoth_client.redis_py.settings import Encoder
-from dynamoth_client.runtime.cluster import Cluster
+from dynamoth_client.runtime.cluster import Cluster, retrieve
 from dynamoth_client.runtime.feed import Feed
 from dynamoth_client.runtime.queue import (
     MAX_QUEUE,
@@ -281,7 +281,7 @@ class Subscriptions(redis.asyncio.client.PubSub):
             return self._feed
         if self._opening is None:
             self._opening = asyncio.create_task(self._open(), name="open a Dynamoth PubSub")
-            self._opening.add_done_callback(_retrieve)
+            self._opening.add_done_callback(retrieve)
         task = self._opening
         await asyncio.wait({task})
         if task.cancelled():
@@ -399,9 +399,3 @@ class Subscriptions(redis.asyncio.client.PubSub):
     def _name(self, value: bytes) -> Any:
         """Return a name, or a payload, as the application sees it."""
         return self._encoder.decode(value)
-
-
-def _retrieve(task: asyncio.Task[Feed]) -> None:
-    """Mark the error of an opening as seen: everybody who waited for it may have been cancelled."""
-    if not task.cancelled():
-        task.exception()

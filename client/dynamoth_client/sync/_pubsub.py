@@ -114,17 +114,8 @@ def _of_inner(name: str) -> Any:
 class PubSub(redis.client.PubSub):
     """Subscriptions, read with redis-py's methods; the servers and the moves of channels between them do not show.
 
-    What is promised, and the differences from redis-py, are those of :class:`dynamoth_client.asyncio.PubSub`. The
-    thread that reads calls ``on_gap`` and handlers. Besides redis-py's arguments:
-
-    Args:
-        on_gap: called with a :class:`GapInfo` where messages were lost or may have been, in its place among the
-            messages.
-        gaps: True gives messages of type ``gap`` as well, whose ``data`` is the :class:`GapInfo`. With neither,
-            gaps are logged as warnings (logger ``dynamoth_client``).
-        max_queue: how many messages wait for the application at most; acknowledgements and gaps do not count.
-        when_full: what happens at that number: ``"block"``, ``"drop_oldest"`` or ``"disconnect"``, as in
-            :class:`dynamoth_client.asyncio.PubSub`.
+    The promises, the arguments and the differences from redis-py are those of :class:`dynamoth_client.asyncio.PubSub`.
+    The thread that reads calls ``on_gap`` and handlers.
 
     One thread may read at a time; any thread may subscribe, unsubscribe and ``close`` meanwhile. ``close`` lets a
     thread that waits in ``get_message`` or ``listen`` return. In a forked child a PubSub subscribes again to all that

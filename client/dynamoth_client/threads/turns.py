@@ -467,10 +467,6 @@ def stop_daemon_thread() -> None:
         threading.Event().wait()
 
 
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
 def _outcome(future: asyncio.Future[_T]) -> _T:
     """Return or raise what has become of a request; raise what crashed its machine, if that did.
 
@@ -482,7 +478,8 @@ def _outcome(future: asyncio.Future[_T]) -> _T:
         return future.result()
     except redis.exceptions.RedisError as error:
         crash = error.__cause__
-        if isinstance(crash, MachineCrashed) and crash.__cause__ is not None and _in_main_thread():
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if isinstance(crash, MachineCrashed) and crash.__cause__ is not None and in_main_thread:
             raise crash.__cause__ from None
         raise
 
