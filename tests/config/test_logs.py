@@ -27,7 +27,10 @@ def _logging_as_before() -> Iterator[None]:  # pyright: ignore[reportUnusedFunct
 
 @pytest.fixture
 def stream() -> io.StringIO:
-    return io.StringIO()
+    """The log, as JSON from level info on."""
+    stream = io.StringIO()
+    configure_logging("info", "json", stream)
+    return stream
 
 
 def logged(stream: io.StringIO) -> list[dict[str, Any]]:
@@ -35,7 +38,6 @@ def logged(stream: io.StringIO) -> list[dict[str, Any]]:
 
 
 def test_a_record_is_one_json_object(stream: io.StringIO) -> None:
-    configure_logging("info", "json", stream)
     logging.getLogger("dynamoth.agent").info("moved %s", "a\nb", extra={"channel": b"c\xff", "plan": 3, "of": {1}})
     [record] = logged(stream)
     assert record.pop("time").endswith("+00:00")
@@ -50,7 +52,6 @@ def test_a_record_is_one_json_object(stream: io.StringIO) -> None:
 
 
 def test_an_exception_stays_on_its_line(stream: io.StringIO) -> None:
-    configure_logging("info", "json", stream)
     try:
         raise ValueError("why\nso")
     except ValueError:
@@ -68,7 +69,6 @@ def test_the_level_counts_and_a_second_call_replaces_the_first(stream: io.String
 
 
 def test_warnings_are_logged(stream: io.StringIO) -> None:
-    configure_logging("info", "json", stream)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.warn("careful", stacklevel=1)
@@ -89,7 +89,6 @@ def test_unknown_values_are_refused() -> None:
 
 
 def test_fields_are_flat(stream: io.StringIO) -> None:
-    configure_logging("info", "json", stream)
     refused = {"s1": "NOPERM", b"s2": {"deep": [1, 2]}, "none": {}}
     logging.getLogger("x").info("m", extra={"refused": refused, "held": 2})
     [record] = logged(stream)
@@ -99,7 +98,6 @@ def test_fields_are_flat(stream: io.StringIO) -> None:
 
 
 def test_every_entry_of_a_daemon_has_cause_and_plan_version(stream: io.StringIO) -> None:
-    configure_logging("info", "json", stream)
     versions = iter([None, 7, 8])
     log = DaemonLog(logging.getLogger("dynamoth.agent"), lambda: next(versions), server="s1")
     log.write(logging.INFO, "started")
@@ -115,8 +113,7 @@ def test_every_entry_of_a_daemon_has_cause_and_plan_version(stream: io.StringIO)
 class Clock:
     """Writes records that say when they were made."""
 
-    def __init__(self, stream: io.StringIO) -> None:
-        configure_logging("info", "json", stream)
+    def __init__(self) -> None:
         [handler] = logging.getLogger().handlers
         assert isinstance(handler, LimitedHandler)
         self.handler = handler
@@ -127,8 +124,13 @@ class Clock:
         self.handler.handle(record)
 
 
-def test_a_repeated_warning_is_written_at_once_and_then_counted_at_intervals(stream: io.StringIO) -> None:
-    clock = Clock(stream)
+@pytest.fixture
+def clock(stream: io.StringIO) -> Clock:
+    assert stream.getvalue() == "", "nothing is logged yet"
+    return Clock()
+
+
+def test_a_repeated_warning_is_written_at_once_and_then_counted_at_intervals(clock: Clock, stream: io.StringIO) -> None:
     for number in range(200):
         clock.at(1000 + number / 4, f"{number} reports from nobody", server="s2", seen=number)
     shown = [(line["seen"], line.get("repeated")) for line in logged(stream)]
@@ -144,8 +146,7 @@ def test_a_repeated_warning_is_written_at_once_and_then_counted_at_intervals(str
     assert sum(1 + line.get("repeated", 0) for line in logged(stream)) == 200
 
 
-def test_a_count_is_written_when_the_kind_has_ended(stream: io.StringIO) -> None:
-    clock = Clock(stream)
+def test_a_count_is_written_when_the_kind_has_ended(clock: Clock, stream: io.StringIO) -> None:
     for _ in range(BURST + 5):
         clock.at(1000.0, "again")
     clock.at(1000.0 + REPEAT_INTERVAL_S - 1, "something else", logging.INFO)
@@ -160,16 +161,14 @@ def test_a_count_is_written_when_the_kind_has_ended(stream: io.StringIO) -> None
 
 
 @pytest.mark.parametrize("field", ["server", "link", "channel", "subject", "kind"])
-def test_what_is_about_another_thing_is_another_kind(field: str, stream: io.StringIO) -> None:
-    clock = Clock(stream)
+def test_what_is_about_another_thing_is_another_kind(field: str, clock: Clock, stream: io.StringIO) -> None:
     for number in range(20):
         extra: dict[str, Any] = {field: f"s{number}"}
         clock.at(1000.0, "again", **extra)
     assert len(logged(stream)) == 20
 
 
-def test_other_levels_are_limited_where_they_ask_for_it(stream: io.StringIO) -> None:
-    clock = Clock(stream)
+def test_other_levels_are_limited_where_they_ask_for_it(clock: Clock, stream: io.StringIO) -> None:
     for _ in range(20):
         clock.at(1000.0, "moved", logging.INFO)
         clock.at(1000.0, "connected", logging.INFO, limited=True)
@@ -179,8 +178,7 @@ def test_other_levels_are_limited_where_they_ask_for_it(stream: io.StringIO) -> 
     assert not any("limited" in line for line in logged(stream))
 
 
-def test_kinds_are_bounded_and_no_count_is_lost(stream: io.StringIO) -> None:
-    clock = Clock(stream)
+def test_kinds_are_bounded_and_no_count_is_lost(clock: Clock, stream: io.StringIO) -> None:
     for _ in range(BURST + 2):
         clock.at(1000.0, "first")
     for number in range(3 * KINDS_MAX):
