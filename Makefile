@@ -68,12 +68,10 @@ pyright: $(DEV)
 imports: $(DEV)
 	$(BIN)/lint-imports
 
-# Two workers, each of which takes tests from the other when it has none left; then the tests that must run alone.
-TESTS := $(BIN)/python -m pytest
-PARALLEL := $(TESTS) --numprocesses=$(JOBS) --dist=worksteal
+# Two workers, each of which takes tests from the other when it has none left.
+PARALLEL := $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=worksteal
 test: $(DEV)
-	$(PARALLEL) -m "not alone" --durations=10
-	$(TESTS) -m alone $(shell grep -rl "mark\.alone" tests --include=test_*.py)
+	$(PARALLEL) --durations=10
 
 # More of what is drawn at random: seeds of the simulator, examples of properties, minutes of churn.
 soak: $(DEV)

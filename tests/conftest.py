@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.redis_servers import free_port, redis_server, redis_server_factory
@@ -18,3 +20,11 @@ settings.register_profile(
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, database=None)
 settings.register_profile("soak", settings.get_profile("local"), max_examples=5_000)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+LONG = ("whole", "bench", "cli", "dependants", "docs")
+"""Folders of tests that run processes, some for half a minute."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put long tests first, so that no worker begins with one when the others have none left."""
+    items.sort(key=lambda item: item.path.relative_to(Path(__file__).parent).parts[0] not in LONG)
