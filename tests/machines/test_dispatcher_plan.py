@@ -84,16 +84,6 @@ def test_observes_first_and_reads_the_plan_behind() -> None:
     assert actions[-1] == READ
 
 
-def test_acknowledges_the_plan_that_it_read_and_tells_that_it_was_blind() -> None:
-    agent = Agent()
-    agent.up(LOCAL)
-    actions = agent.read(ACTIVE)
-    assert told_balancer(actions) == [ack(2)]
-    gap = pack_control(ObservationGap("s1"))
-    assert published(actions, CLIENTS_CHANNEL, LOCAL) == [gap]
-    assert agent.dispatcher.plan == ACTIVE
-
-
 def test_tells_subscribers_elsewhere_that_it_was_blind_during_a_transition() -> None:
     agent = Agent()
     agent.up(LOCAL)
@@ -299,11 +289,6 @@ def test_nobody_is_told_before_the_activation_or_after_the_end(plan: Plan) -> No
     assert said(Agent().holding(plan).pass_time(3)) == []
 
 
-def test_only_the_old_location_is_told() -> None:
-    assert said(Agent("s2").holding(ACTIVE).pass_time(1)) == []
-    assert said(Agent("s3").holding(ACTIVE).pass_time(1)) == []
-
-
 # Transitions: markers.
 
 
@@ -410,11 +395,6 @@ def moved(plan: Plan, server: str) -> tuple[Plan, Plan, Plan]:
     prepared = plan.begin({C: single(server)})
     active = prepared.activate([C])
     return prepared, active, active.settle([C])
-
-
-@pytest.mark.parametrize("plan", [PREPARED, SETTLED])
-def test_nothing_is_asked_before_the_activation_or_after_the_end(plan: Plan) -> None:
-    assert tagged(Agent().holding(plan).pass_time(5), "numsub") == []
 
 
 def test_a_refused_question_is_counted() -> None:

@@ -384,10 +384,12 @@ def test_subscribers_are_told_that_what_was_relayed_may_be_lost() -> None:
 # Markers.
 
 
-def test_an_old_location_sends_no_marker() -> None:
-    agent = Agent("s2").holding(BETWEEN[1])
-    assert marks(agent.announce(C, replica_channel(C, 1), replica_channel(C, 4))) == []
-    assert {type(each) for _, each in controls("s2", agent.pass_time(1))} == {RouteNotice}
+@pytest.mark.parametrize("server", ["s1", "s3"])
+def test_the_markers_of_each_new_location_go_to_the_servers_of_all_old_ones(server: str) -> None:
+    agent = Agent(server).holding(BETWEEN[1])
+    links = {"s1": LOCAL if server == "s1" else "to:s1", "s2": "to:s2"}
+    told = marks([*agent.announce(replica_channel(C, 4)), *agent.connect_all(), *agent.send_later()])
+    assert told == [(links[old], Marker(C, server, 1)) for old in ("s1", "s2")]
 
 
 @given(strategies.assignments(), strategies.assignments(), strategies.naturals)

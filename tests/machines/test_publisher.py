@@ -368,6 +368,15 @@ def test_channels_that_have_all_gone_to_an_unknown_server_are_learned_with_one_r
     assert [publisher.plan.route(channel) for channel in (C, other)] == [TO_S4, TO_S4]
 
 
+def test_stale_notices_are_ignored() -> None:
+    publisher = Publisher().connected("s1", "s2")
+    publisher.publish()
+    publisher.told(Route(5, single("s2")))
+    assert publisher.told(Route(4, single("s3"))) == []
+    assert publisher.told(Route(5, single("s3"))) == []
+    assert [envelope.epoch for envelope in envelopes(publisher.publish(), link="s2")] == [5]
+
+
 def test_never_goes_to_a_server_that_no_plan_lists() -> None:
     publisher = Publisher().connected()
     publisher.publish()

@@ -105,14 +105,6 @@ def test_the_outcome_is_one_and_sums_the_receivers_without_the_agents_of_each_se
     assert publisher.answer(over("s3", sent), receivers=4) == [Published(1, 3 + 2 + 4)]
 
 
-def test_outcomes_come_in_the_order_of_the_last_answers() -> None:
-    publisher = begun(TO_ALL, *ALL)
-    sent = [*publisher.publish(token=2), *publisher.publish(token=3)]
-    assert replies(publisher, "s3", sent) == replies(publisher, "s1", sent) == []
-    assert replies(publisher, "s2", sent) == [Published(2, 0), Published(3, 0)]
-    assert publisher.pass_time(60) == []
-
-
 # ALL_PUBLISHERS: a replica that is slow, dead, full or that refuses.
 
 
@@ -127,14 +119,6 @@ def test_a_slow_replica_does_not_keep_the_application_waiting() -> None:
     assert replies(publisher, "s1", publisher.pass_time(0.02)) == [Published(2, 2 + 5)]
     assert replies(publisher, "s3", sent) == []
     assert publisher.pass_time(60) == []
-
-
-def test_before_any_answer_nothing_is_told() -> None:
-    publisher = begun(TO_ALL, *ALL)
-    sent = publisher.publish(token=2)
-    assert publisher.pass_time(DEFAULTS.publish_timeout_s - 0.1) == []
-    assert replies(publisher, "s2", sent) == []
-    assert publisher.pass_time(0.11) == [Published(2, 0)]  # the time-out is the earlier of the two
 
 
 def test_a_dead_replica_does_not_stop_the_others() -> None:
@@ -462,17 +446,6 @@ def idle_publisher() -> tuple[Publisher, list[Any]]:
     return publisher, publisher.publish(token=2)
 
 
-def test_the_version_is_read_at_each_replica_and_any_unchanged_one_confirms() -> None:
-    publisher, sent = idle_publisher()
-    reads = [send for send in sends(sent) if send.args == READ_BELIEVED_VERSION]
-    assert [read.link for read in reads] == [*ALL]
-    for server in ALL:
-        for send in published_over(server, sent):
-            assert publisher.tell(reply(send, 1)) == [], "the outcome waits for a version"
-    assert readings(publisher, reads[1:2], STORED) == [Published(2, 0)]
-    assert commands(publisher.publish(token=3), b"HMGET") == [], "once a second"
-
-
 @pytest.mark.parametrize("stored", [STORED, OTHERWISE], ids=["same", "newer"])
 def test_a_replica_that_hangs_does_not_hold_up_what_another_confirms(stored: Plan) -> None:
     publisher, sent = idle_publisher()
@@ -614,15 +587,6 @@ def test_it_goes_to_the_next_and_returns_when_its_replica_does_and_says_so() -> 
         sent = publisher.publish()
         assert envelopes(sent, REPLICA) == envelopes(sent, REPLICA, server) == [Envelope(flags, ID, number, 1, b"x")]
         publisher.answer(sent)
-
-
-def test_a_replica_that_returns_is_told_what_it_has_missed() -> None:
-    """Its dispatcher may not have observed what came just before (G5)."""
-    publisher = begun(TO_ONE_OF_ALL, *ALL)
-    publisher.publish()
-    publisher.answer(away(publisher, CHOSEN))
-    publisher.answer(publisher.publish())
-    assert Envelope(HEARTBEAT, ID, 3, 1, b"") in envelopes(publisher.up(CHOSEN), REPLICA, CHOSEN)
 
 
 def test_when_the_next_is_away_too_the_one_after_it_takes_over() -> None:

@@ -70,12 +70,14 @@ def test_subscribes_and_reads_the_stored_plan_on_one_connection() -> None:
     assert listener.up("s1") == [*JOIN_S1, announcement("s1", (C,), (), 1)]
 
 
-def test_confirms_only_when_the_stored_plan_says_so() -> None:
+@pytest.mark.parametrize("plan", [PLAN_0, PREPARED])
+def test_confirms_only_when_the_stored_plan_says_so(plan: Plan) -> None:
+    """The old location is right until the change is active."""
     listener = Listener()
     listener.subscribe()
     sent = listener.up("s1")
     assert listener.push("s1", C, message(1)) == []
-    assert listener.verify(sent, PLAN_0) == [SubscriptionConfirmed(C), Deliver([(C, b"m1")])]
+    assert listener.verify(sent, plan) == [SubscriptionConfirmed(C), Deliver([(C, b"m1")])]
 
 
 def test_of_too_many_messages_before_the_confirmation_the_newest_are_kept() -> None:
@@ -110,13 +112,6 @@ def test_what_came_at_a_place_that_was_given_up_before_the_confirmation_is_not_d
     listener.acknowledged(b"subscribe", link="s2")
     listener.push("s2", C, message(3))
     assert listener.verify(sent, ACTIVE) == [SubscriptionConfirmed(C), Deliver([(C, b"m3")])]
-
-
-@pytest.mark.parametrize("plan", [PLAN_0, PREPARED])
-def test_the_old_location_is_right_until_the_change_is_active(plan: Plan) -> None:
-    listener = Listener()
-    listener.subscribe()
-    assert listener.verify(listener.up("s1"), plan) == [SubscriptionConfirmed(C)]
 
 
 def test_without_a_plan_it_asks_again() -> None:
@@ -185,6 +180,14 @@ def test_a_server_that_loads_its_data_is_asked_again() -> None:
     assert gaps(listener.verify(listener.pass_time(1), PLAN_0))
 
 
+def test_a_second_subscription_is_confirmed_when_the_first_is() -> None:
+    listener = Listener()
+    listener.subscribe(C, C)
+    sent = listener.up("s1")
+    assert listener.verify(sent, PLAN_0) == [SubscriptionConfirmed(C), SubscriptionConfirmed(C)]
+    assert listener.subscribe() == [SubscriptionConfirmed(C)]
+
+
 # Unsubscribing.
 
 
@@ -236,13 +239,6 @@ def test_the_end_of_an_earlier_stay_is_not_the_end_of_this_one() -> None:
     assert listener.acknowledged(b"unsubscribe") == [SubscriptionEnded(C)]
 
 
-def test_unsubscribing_before_the_link_is_up_sends_nothing() -> None:
-    listener = Listener()
-    listener.subscribe()
-    assert listener.unsubscribe() == [SubscriptionEnded(C)]
-    assert commands(listener.up("s1"), b"SUBSCRIBE") == []
-
-
 def test_unsubscribing_before_the_confirmation_confirms_nothing() -> None:
     listener = Listener()
     listener.subscribe()
@@ -291,13 +287,18 @@ def test_resubscribing_is_confirmed_by_a_verification_of_its_own() -> None:
     assert listener.verify(fresh, PLAN_0) == [SubscriptionConfirmed(C)]
 
 
-def test_an_unused_link_is_closed_after_a_while() -> None:
+@pytest.mark.parametrize("is_used_again", [False, True])
+def test_an_unused_link_is_closed_after_a_while(is_used_again: bool) -> None:
     listener = Listener().confirmed()
     listener.unsubscribe()
     listener.acknowledged(b"unsubscribe")
     assert listener.pass_time(OPTIONS.link_idle_s - 1) == []
-    assert listener.pass_time(1) == [Disconnect("s1")]
-    assert listener.subscribe() == [Connect("s1", URLS["s1"])]
+    if is_used_again:
+        listener.subscribe()
+        assert only(Disconnect, listener.pass_time(100)) == []
+    else:
+        assert listener.pass_time(1) == [Disconnect("s1")]
+        assert listener.subscribe() == [Connect("s1", URLS["s1"])]
 
 
 # Make before break.

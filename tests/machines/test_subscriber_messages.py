@@ -114,13 +114,6 @@ def test_a_whole_and_a_late_copy_of_a_stream_in_any_interleaving(length: int, mi
 # Plain messages.
 
 
-def test_raw_messages_are_delivered_as_they_are() -> None:
-    listener = Listener().confirmed()
-    assert listener.push("s1", C, b"", b"plain", b"\xd7\x0d\x02") == [
-        Deliver([(C, b""), (C, b"plain"), (C, b"\xd7\x0d\x02")])
-    ]
-
-
 def raw_copy(server: str, number: int, payload: bytes) -> bytes:
     """The copy that the dispatcher of ``server`` makes of a raw message (see ``DispatcherMachine``)."""
     publisher = zlib.crc32(server.encode()) << 32 | 5
@@ -159,10 +152,6 @@ def test_malformed_and_unexpected_messages_are_counted(data: bytes, counter: str
     listener = Listener().confirmed()
     assert only(GapDetected, listener.push("s1", C, data)) == []
     assert listener.counters[counter] == 1
-
-
-def test_a_channel_that_is_not_subscribed_is_ignored() -> None:
-    assert Listener().confirmed().push("s1", b"other", message(1), b"raw") == []
 
 
 def test_messages_that_wait_leave_no_wish_behind_each() -> None:

@@ -127,15 +127,6 @@ def test_listens_at_every_replica_and_is_confirmed_when_the_last_is_verified() -
     assert [listener.verify(sent[server], AT_EVERY) for server in ALL] == [[], [], [SubscriptionConfirmed(C)]]
 
 
-def test_unsubscribing_ends_when_every_replica_has_acknowledged() -> None:
-    listener = listening(AT_EVERY, *ALL)
-    assert left(listener.unsubscribe()) == at(*ALL)
-    for server in ("s1", "s2"):
-        assert listener.tell(Pushed(server, [[b"unsubscribe", REPLICA, 0]])) == []
-    assert delivered(listener.push("s3", REPLICA, message(1))) == [b"m1"]
-    assert listener.tell(Pushed("s3", [[b"unsubscribe", REPLICA, 0]])) == [SubscriptionEnded(C)]
-
-
 # ALL_PUBLISHERS.
 
 
@@ -403,18 +394,6 @@ def test_a_move_to_replicas_of_which_one_is_away_keeps_the_old_place() -> None:
     assert delivered(listener.push("s1", C, message(1))) == [b"m1"]
     listener.verify(listener.up("s3"), active)
     assert left(mark(listener, "s3", home)) == {home}
-
-
-def test_a_move_away_from_a_replica_that_is_away_ends_when_it_is_back() -> None:
-    listener = listening(AT_EVERY, *ALL)
-    listener.down("s3")
-    listener.pass_time(OPTIONS.failover_s)
-    active = phases(AT_EVERY, single("s2"))[1]
-    settle_in(listener, notified(listener, active.entry(C).route, Location("s1", REPLICA)), active)
-    for server in ("s1", "s2"):
-        assert left(mark(listener, "s2", Location(server, REPLICA))) == at(server)
-    assert joined(listener.up("s3")) == at("s3")
-    assert left(mark(listener, "s2", Location("s3", REPLICA))) == at("s3")
 
 
 def test_a_single_server_has_no_substitute() -> None:

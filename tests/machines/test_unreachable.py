@@ -99,14 +99,6 @@ def test_what_was_answered_and_not_confirmed_goes_there_too() -> None:
     assert only(Published, publisher.answer(again, SETTLED)) == [Published("first", 1)]
 
 
-def test_a_plan_that_says_nothing_newer_changes_nothing_and_is_read_again() -> None:
-    publisher = lost()
-    publisher.publish()
-    assert publisher.answer(publisher.pass_time(LOOKS_S)) == []
-    assert len(tagged(publisher.pass_time(PublisherOptions().look_again_s), "elsewhere")) == 1
-    assert numbers(publisher.tell(LinkUp("s1", RUN)), "s1")[:1] == [2]
-
-
 def test_who_has_no_other_connection_opens_one() -> None:
     publisher = Publisher()
     publisher.publish()
