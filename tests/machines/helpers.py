@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import tracemalloc
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import msgpack
@@ -181,3 +182,13 @@ def message(number: int, payload: bytes | None = None, *, flags: int = 0, publis
 
 def control(told: ControlMessage) -> bytes:
     return seal_control(told)
+
+
+def kept_bytes(flood: Callable[[], object]) -> int:
+    """Return how much more memory is in use after a flood than before."""
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    flood()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return after - before

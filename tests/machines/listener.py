@@ -82,6 +82,13 @@ class Listener(Subject):
         return self.push(link, INBOX, control(Marker(C, server, answered)))
 
 
+def joining() -> tuple[Listener, list[Any]]:
+    """Return a subscriber that has asked for C and is connected to s1, and what it sends there."""
+    listener = Listener()
+    listener.subscribe()
+    return listener, listener.up("s1")
+
+
 def delivered(actions: Iterable[Any]) -> list[bytes]:
     """Return the payloads handed to the application."""
     return [payload for action in only(Deliver, actions) for _, payload in action.messages]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tracemalloc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from dynamoth_dispatcher.events import LOCAL
 from dynamoth_dispatcher.options import DispatcherOptions, ForwarderOptions
 from dynamoth_dispatcher.tables import Backlog, RawNumbers
 from tests.machines.agent import Agent
-from tests.machines.helpers import ACTIVE, PLAN_0, C, only
+from tests.machines.helpers import ACTIVE, PLAN_0, C, kept_bytes, only
 
 MB = 1024 * 1024
 NAME_BYTES = 2000
@@ -33,16 +32,6 @@ SMALL = DispatcherOptions(
 
 def names(prefix: bytes = b"") -> Iterable[bytes]:
     return (prefix + b"%d:" % number + b"x" * NAME_BYTES for number in range(FLOOD))
-
-
-def kept_bytes(flood: Callable[[], object]) -> int:
-    """Return how much more memory is in use after a flood than before."""
-    tracemalloc.start()
-    before, _ = tracemalloc.get_traced_memory()
-    flood()
-    after, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return after - before
 
 
 def observe_all(agent: Agent, messages: Iterable[tuple[bytes, bytes]]) -> None:

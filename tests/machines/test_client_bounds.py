@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +16,7 @@ from dynamoth.protocol.envelope import FIRST, ROUTE_CHANGED
 from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.patterns.events import PatternGapDetected
 from dynamoth_client.machines.subscriber.events import GapDetected
-from tests.machines.helpers import PLAN_0, C, message, only
+from tests.machines.helpers import PLAN_0, C, kept_bytes, message, only
 from tests.machines.listener import Listener
 from tests.machines.listener import delivered as delivered_to_listener
 from tests.machines.test_patterns import OPTIONS, Matcher, delivered
@@ -29,16 +27,6 @@ ROUNDS = 1000
 """Messages of ``LARGE`` each: ten times the bounds that the tests set."""
 
 HONEST = 1
-
-
-def kept_bytes(flood: Callable[[], object]) -> int:
-    """Return how much more memory is in use after a flood than before."""
-    tracemalloc.start()
-    before, _ = tracemalloc.get_traced_memory()
-    flood()
-    after, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return after - before
 
 
 @pytest.fixture(autouse=True)

@@ -87,6 +87,15 @@ class Matcher(Subject):
         return self.tell(Pushed(link, [[b"pmessage", pattern, channel, data] for data in datas]))
 
 
+def joining(*servers: str, options: PatternOptions = OPTIONS) -> Matcher:
+    """Return a subscriber that has asked for the pattern, and has the answers of some servers."""
+    matcher = Matcher(options)
+    matcher.subscribe()
+    for server in servers:
+        matcher.answer(matcher.up(server))
+    return matcher
+
+
 def delivered(actions: Iterable[Any]) -> list[bytes]:
     return [each.payload for action in only(DeliverMatched, actions) for each in action.messages]
 
@@ -129,10 +138,7 @@ def test_a_header_that_was_asked_for_before_the_subscription_does_not_confirm() 
 
 
 def test_a_server_without_a_plan_is_asked_again_and_after_a_while_it_will_do() -> None:
-    matcher = Matcher(replace(OPTIONS, retry_s=0.5, failover_s=2.0))
-    matcher.subscribe()
-    matcher.answer(matcher.up("s1"))
-    matcher.answer(matcher.up("s2"))
+    matcher = joining("s1", "s2", options=replace(OPTIONS, retry_s=0.5, failover_s=2.0))
     assert matcher.answer(matcher.up("s3"), None) == []
     for _ in range(3):
         assert matcher.answer(matcher.pass_time(0.5), None) == []
@@ -141,19 +147,13 @@ def test_a_server_without_a_plan_is_asked_again_and_after_a_while_it_will_do() -
 
 
 def test_a_plan_of_an_earlier_process_is_not_believed() -> None:
-    matcher = Matcher()
-    matcher.subscribe()
-    matcher.answer(matcher.up("s1"))
-    matcher.answer(matcher.up("s2"))
+    matcher = joining("s1", "s2")
     assert matcher.answer(matcher.up("s3", run_id="another than " + RUN)) == []
     assert matcher.patterns.counters["no_plan_at_server"] == 1
 
 
 def test_a_server_that_is_away_for_long_is_done_without_and_that_is_told() -> None:
-    matcher = Matcher()
-    matcher.subscribe()
-    matcher.answer(matcher.up("s1"))
-    matcher.answer(matcher.up("s2"))
+    matcher = joining("s1", "s2")
     assert matcher.pass_time(OPTIONS.failover_s - 0.1) == []
     reason = "subscribed without what is published at s3, which cannot be reached"
     assert matcher.pass_time(0.1) == [SubscriptionConfirmed(P), PatternGapDetected(P, None, None, None, reason)]
@@ -162,14 +162,12 @@ def test_a_server_that_is_away_for_long_is_done_without_and_that_is_told() -> No
 
 
 def test_without_any_server_nothing_is_confirmed() -> None:
-    matcher = Matcher()
-    matcher.subscribe()
+    matcher = joining()
     assert matcher.pass_time(10 * OPTIONS.failover_s) == []
 
 
 def test_a_pattern_that_the_server_refuses_is_gone() -> None:
-    matcher = Matcher()
-    matcher.subscribe()
+    matcher = joining()
     [subscribe, header] = essential(matcher.up("s1"))
     refusal = ErrorReply("NOPERM this user has no permissions to access one of the channels used as arguments")
     told = matcher.tell(Replied("s1", subscribe.tag, refusal))
@@ -179,8 +177,7 @@ def test_a_pattern_that_the_server_refuses_is_gone() -> None:
 
 
 def test_a_plan_that_may_not_be_read_fails_the_pattern() -> None:
-    matcher = Matcher()
-    matcher.subscribe()
+    matcher = joining()
     subscribe, header = essential(matcher.up("s1"))
     matcher.answer_one(subscribe)
     told = matcher.tell(Replied("s1", header.tag, ErrorReply("NOPERM no access")))
@@ -188,10 +185,7 @@ def test_a_plan_that_may_not_be_read_fails_the_pattern() -> None:
 
 
 def test_a_server_that_is_busy_is_asked_again() -> None:
-    matcher = Matcher()
-    matcher.subscribe()
-    matcher.answer(matcher.up("s1"))
-    matcher.answer(matcher.up("s2"))
+    matcher = joining("s1", "s2")
     subscribe, header = essential(matcher.up("s3"))
     assert matcher.tell(Replied("s3", subscribe.tag, ErrorReply("BUSY running a script"))) == []
     assert matcher.answer_one(header) == []
@@ -314,8 +308,7 @@ def test_two_patterns_may_share_a_name() -> None:
 
 
 def test_what_comes_before_the_confirmation_is_delivered_behind_it() -> None:
-    matcher = Matcher()
-    matcher.subscribe()
+    matcher = joining()
     for server in ("s1", "s2"):
         matcher.answer(matcher.up(server))
     assert matcher.matched("s1", message(1, flags=FIRST)) == []
@@ -365,10 +358,7 @@ def test_a_server_that_may_be_gone_for_good_is_a_gap_after_a_while_and_another_w
 
 
 def test_a_connection_lost_before_the_confirmation_is_no_gap() -> None:
-    matcher = Matcher()
-    matcher.subscribe()
-    matcher.answer(matcher.up("s1"))
-    matcher.answer(matcher.up("s2"))
+    matcher = joining("s1", "s2")
     matcher.down("s1")
     assert matcher.answer(matcher.up("s3")) == []
     assert matcher.answer(matcher.up("s1")) == [SubscriptionConfirmed(P)]
@@ -415,10 +405,7 @@ def test_a_server_that_leaves_the_plan_is_left_and_is_no_gap() -> None:
 
 def test_a_server_whose_own_header_does_not_list_it_is_left_and_not_waited_for() -> None:
     shrunk = replace(Plan.initial(SERVERS[:2], virtual_nodes=8), version=5)
-    matcher = Matcher()
-    matcher.subscribe()
-    matcher.answer(matcher.up("s1"))
-    matcher.answer(matcher.up("s2"))
+    matcher = joining("s1", "s2")
     assert matcher.answer(matcher.up("s3"), shrunk) == [Disconnect("s3"), SubscriptionConfirmed(P)]
 
 

@@ -41,7 +41,7 @@ from tests.machines.helpers import (
     reply,
     tagged,
 )
-from tests.machines.listener import ID, INBOX, OPTIONS, Listener, delivered
+from tests.machines.listener import ID, INBOX, OPTIONS, Listener, delivered, joining
 
 TO_S2 = Route(1, single("s2"))
 JOIN_S1 = [
@@ -73,17 +73,13 @@ def test_subscribes_and_reads_the_stored_plan_on_one_connection() -> None:
 @pytest.mark.parametrize("plan", [PLAN_0, PREPARED])
 def test_confirms_only_when_the_stored_plan_says_so(plan: Plan) -> None:
     """The old location is right until the change is active."""
-    listener = Listener()
-    listener.subscribe()
-    sent = listener.up("s1")
+    listener, sent = joining()
     assert listener.push("s1", C, message(1)) == []
     assert listener.verify(sent, plan) == [SubscriptionConfirmed(C), Deliver([(C, b"m1")])]
 
 
 def test_of_too_many_messages_before_the_confirmation_the_newest_are_kept() -> None:
-    listener = Listener()
-    listener.subscribe()
-    sent = listener.up("s1")
+    listener, sent = joining()
     for number in range(1, EARLY_MAX + 3):
         listener.push("s1", C, message(number))
     payloads = delivered(listener.verify(sent, PLAN_0))
@@ -103,9 +99,7 @@ def test_large_messages_before_the_confirmation_are_bounded_in_bytes() -> None:
 
 def test_what_came_at_a_place_that_was_given_up_before_the_confirmation_is_not_delivered() -> None:
     """What lies between the two places is missing; a gap before the subscription has begun would only confuse."""
-    listener = Listener()
-    listener.subscribe()
-    sent = listener.up("s1")
+    listener, sent = joining()
     listener.push("s1", C, message(1))
     listener.verify(sent, ACTIVE)
     sent = listener.up("s2")
@@ -115,9 +109,8 @@ def test_what_came_at_a_place_that_was_given_up_before_the_confirmation_is_not_d
 
 
 def test_without_a_plan_it_asks_again() -> None:
-    listener = Listener()
-    listener.subscribe()
-    assert listener.verify(listener.up("s1"), None) == []
+    listener, sent = joining()
+    assert listener.verify(sent, None) == []
     assert listener.counters["no_plan_at_server"] == 1
     assert listener.pass_time(OPTIONS.verify_retry_s - 0.01) == []
     again = listener.pass_time(0.02)
@@ -134,9 +127,8 @@ def test_a_plan_of_an_earlier_process_confirms_nothing() -> None:
 
 
 def test_a_malformed_plan_is_counted_and_asked_for_again() -> None:
-    listener = Listener()
-    listener.subscribe()
-    [verify] = tagged(listener.up("s1"), "verify")
+    listener, sent = joining()
+    [verify] = tagged(sent, "verify")
     assert listener.tell(reply(verify, [b"1", b"", b"\xc1"])) == []
     assert listener.counters["malformed_plans"] == 1
     assert listener.verify(listener.pass_time(1), PLAN_0) == [SubscriptionConfirmed(C)]
@@ -144,17 +136,15 @@ def test_a_malformed_plan_is_counted_and_asked_for_again() -> None:
 
 @pytest.mark.parametrize("plan", [ACTIVE, SETTLED])
 def test_in_the_wrong_place_it_follows_before_it_confirms(plan: Plan) -> None:
-    listener = Listener()
-    listener.subscribe()
-    actions = listener.verify(listener.up("s1"), plan)
+    listener, sent = joining()
+    actions = listener.verify(sent, plan)
     assert actions == [Connect("s2", URLS["s2"]), LEAVE_S1, announcement("s1", (), (C,), 2)]
     assert listener.verify(listener.up("s2"), plan) == [SubscriptionConfirmed(C)]
 
 
 def test_a_refused_subscription_fails_and_is_gone() -> None:
-    listener = Listener()
-    listener.subscribe()
-    subscribe, _verify, *_ = listener.up("s1")
+    listener, sent = joining()
+    subscribe, _verify, *_ = sent
     actions = listener.tell(reply(subscribe, ErrorReply("NOPERM no")))
     assert SubscriptionFailed(C, "NOPERM no") in actions
     assert only(SubscriptionEnded, actions) == []
@@ -162,9 +152,8 @@ def test_a_refused_subscription_fails_and_is_gone() -> None:
 
 
 def test_a_plan_that_may_not_be_read_fails_the_subscription() -> None:
-    listener = Listener()
-    listener.subscribe()
-    [verify] = tagged(listener.up("s1"), "verify")
+    listener, sent = joining()
+    [verify] = tagged(sent, "verify")
     [failed] = only(SubscriptionFailed, listener.tell(reply(verify, ErrorReply("NOPERM no"))))
     assert "NOPERM" in failed.reason
 
@@ -240,9 +229,7 @@ def test_the_end_of_an_earlier_stay_is_not_the_end_of_this_one() -> None:
 
 
 def test_unsubscribing_before_the_confirmation_confirms_nothing() -> None:
-    listener = Listener()
-    listener.subscribe()
-    sent = listener.up("s1")
+    listener, sent = joining()
     assert listener.unsubscribe()[:2] == [LEAVE_S1, SubscriptionEnded(C)]
     assert listener.verify(sent, PLAN_0) == []
 
@@ -277,9 +264,7 @@ def test_unsubscribing_while_disconnected_tells_of_what_may_have_been_missed() -
 
 
 def test_resubscribing_is_confirmed_by_a_verification_of_its_own() -> None:
-    listener = Listener()
-    listener.subscribe()
-    stale = listener.up("s1")
+    listener, stale = joining()
     listener.unsubscribe()
     fresh = listener.subscribe()
     assert commands(fresh, b"SUBSCRIBE") == [(C,)]
@@ -518,9 +503,8 @@ def test_a_forged_notice_is_distrusted_after_a_while_and_nothing_is_lost() -> No
 
 
 def test_a_route_that_the_plan_has_lost_is_given_up_when_an_agent_tells_of_it() -> None:
-    listener = Listener()
-    listener.subscribe()
-    listener.verify(listener.up("s1"), SETTLED)
+    listener, sent = joining()
+    listener.verify(sent, SETTLED)
     listener.verify(listener.up("s2"), SETTLED)
     listener.pass_time(OPTIONS.distrust_s)
     look = listener.push("s2", C, control(LossNotice(C, None)))
@@ -550,9 +534,8 @@ def test_a_forged_epoch_does_not_make_it_deaf_to_true_notices() -> None:
 
 def test_a_newer_route_to_the_same_place_is_taken() -> None:
     back = SETTLED.begin({C: single("s1")}).activate([C]).settle([C])
-    listener = Listener()
-    listener.subscribe()
-    assert SubscriptionConfirmed(C) in listener.verify(listener.up("s1"), back)
+    listener, sent = joining()
+    assert SubscriptionConfirmed(C) in listener.verify(sent, back)
     assert listener.plan.epoch(C) == 4
     looks = listener.told(TO_S2)
     assert [send.args for send in only(Send, looks)] == [read_entry(C)], "an older notice is a reason to look"
@@ -585,9 +568,7 @@ def test_after_a_lost_connection_it_joins_verifies_and_reports_a_gap() -> None:
 
 
 def test_a_loss_before_the_confirmation_is_no_gap() -> None:
-    listener = Listener()
-    listener.subscribe()
-    stale = listener.up("s1")
+    listener, stale = joining()
     listener.down("s1")
     fresh = listener.up("s1")
     assert listener.verify(stale, PLAN_0) == []
@@ -660,9 +641,7 @@ def test_another_gap_is_told_when_the_place_was_not_right_any_more() -> None:
 
 def test_what_was_seen_before_the_confirmation_causes_no_gap_after_it() -> None:
     """What was published while an unconfirmed subscription was away is owed to nobody."""
-    listener = Listener()
-    listener.subscribe()
-    listener.up("s1")
+    listener, _ = joining()
     listener.push("s1", C, message(1))
     listener.down("s1")
     listener.verify(listener.up("s1"), PLAN_0)

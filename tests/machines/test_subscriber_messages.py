@@ -16,7 +16,7 @@ from dynamoth.protocol.envelope import CONTROL, FIRST, FORWARDED, MAGIC, RAW, RO
 from dynamoth_client.machines.sequences import STREAMS_MAX
 from dynamoth_client.machines.subscriber.events import Deliver, GapDetected
 from tests.machines.helpers import ACTIVE, PLAN_0, C, channel_at, control, message, only
-from tests.machines.listener import OPTIONS, Listener, delivered
+from tests.machines.listener import OPTIONS, Listener, delivered, joining
 
 TO_S2 = Route(1, single("s2"))
 COPY = FORWARDED | ROUTE_CHANGED
@@ -42,9 +42,7 @@ def test_a_batch_may_hold_several_channels() -> None:
 
 
 def test_before_the_confirmation_messages_are_tracked_and_not_delivered() -> None:
-    listener = Listener()
-    listener.subscribe()
-    sent = listener.up("s1")
+    listener, sent = joining()
     assert listener.push("s1", C, message(1), message(2), b"raw") == []
     listener.verify(sent, PLAN_0)
     assert delivered(listener.push("s1", C, message(2), message(3))) == [b"m3"]

@@ -37,7 +37,7 @@ from tests.machines.helpers import (
     unknown_entry,
     unknown_notice,
 )
-from tests.machines.listener import ID, INBOX, OPTIONS, Listener, delivered
+from tests.machines.listener import ID, INBOX, OPTIONS, Listener, delivered, joining
 
 ALL = ("s1", "s2", "s3")
 EVERY = Assignment(Mode.ALL_SUBSCRIBERS, ALL)
@@ -430,9 +430,8 @@ def test_a_notice_of_an_unknown_mode_changes_nothing_and_is_told_once_per_client
 
 def test_a_subscription_waits_while_the_stored_mode_is_unknown() -> None:
     """Confirmed, it would promise what nobody knows how to keep."""
-    listener = Listener()
-    listener.subscribe()
-    [verify] = tagged(listener.up("s1"), "verify")
+    listener, sent = joining()
+    [verify] = tagged(sent, "verify")
     [told] = listener.tell(reply(verify, unknown_entry()))
     assert isinstance(told, NewerSoftware)
     [verify] = tagged(listener.pass_time(OPTIONS.look_again_s_max), "verify")
