@@ -40,7 +40,7 @@ class AlreadyRunning:
 
 @dataclass(frozen=True, slots=True)
 class GuardRefused:
-    """Whether another agent is at work cannot be found out. ``reason`` says what to do. Once per process."""
+    """The server does not show whether another agent is at work. ``reason`` says what to do. Once per process."""
 
     reason: str
 
@@ -77,6 +77,6 @@ AgentNews = (
     | ServerAdvice
     | ObservationLate
 )
-"""What an agent tells its process, for the log. A driver may ignore all but ``AlreadyRunning``."""
+"""The reports of an agent to its process, for the log. A driver may ignore all but ``AlreadyRunning``."""
 
 AgentAction = DispatcherAction | AgentNews

@@ -137,7 +137,7 @@ class AgentGuard:
             )
         return (
             f"another agent of server {self._server!r} is at work already ({where}): one is enough, so this one ends;"
-            f" stop the other first if this one shall replace it, or, if its host is dead, CLIENT KILL ID {other.id}"
+            f" stop the other first if this one is to replace it; if its host is dead, CLIENT KILL ID {other.id}"
         )
 
 

@@ -53,7 +53,7 @@ class AgentMachine:
         self.load_analyzer = LoadAnalyzer(server, incarnation, lla_options)
         self._guard = AgentGuard(server, incarnation)
         name = f"dynamoth-agent-reports:{quote(server, safe='')}"
-        self._stand_in = StandIn(self.load_analyzer, lla_options.report_interval_s, name)
+        self.stand_in = StandIn(self.load_analyzer, lla_options.report_interval_s, name)
         self._url = url
         #: Whether the link ``local`` is up.
         self.is_up = False
@@ -79,15 +79,6 @@ class AgentMachine:
         )
 
     @property
-    def is_blind(self) -> bool:
-        """Whether the agent sees nothing of what is published, or only long after."""
-        return self._stand_in.blind
-
-    def blind_s(self, now: float) -> float:
-        """Return for how long reports have been missing."""
-        return self._stand_in.blind_s(now)
-
-    @property
     def plan_version(self) -> int | None:
         """The version of the plan that is acted upon; None while none is known."""
         plan = self.dispatcher.plan
@@ -100,7 +91,7 @@ class AgentMachine:
         if not self._guard.is_clear:
             actions = [action for action in actions if not _speaks_to_balancer(action)]
         elif not was_clear:
-            self._stand_in.may_speak = True
+            self.stand_in.may_speak = True
             actions += self.dispatcher.acknowledge()
         if self.dispatcher.observation.refusal != self._refusal:
             self._refusal, problem = self.dispatcher.observation.refusal, self.problem
@@ -114,7 +105,7 @@ class AgentMachine:
 
     def _problems(self) -> tuple[tuple[str, str], ...]:
         """Return the problems to report besides the figures."""
-        problems = list(self._stand_in.problems)
+        problems = list(self.stand_in.problems)
         if self._refusal is not None:
             problems.append((CANNOT_OBSERVE, (self.problem or "")[:REPORT_PROBLEM_CHARACTERS_MAX]))
         if refused := self.dispatcher.forwarder.refusals:
@@ -129,7 +120,7 @@ class AgentMachine:
     def deadline(self) -> float | None:
         """Return the earliest deadline of the parts."""
         return earliest(
-            self.dispatcher.deadline(), self.load_analyzer.deadline(), self._guard.deadline(), self._stand_in.deadline()
+            self.dispatcher.deadline(), self.load_analyzer.deadline(), self._guard.deadline(), self.stand_in.deadline()
         )
 
     def check(self) -> None:
@@ -137,7 +128,7 @@ class AgentMachine:
         self.dispatcher.check()
         self.load_analyzer.check()
         assert self.load_analyzer.plan_version == self.plan_version, "reports name the plan that is acted upon"
-        assert self._stand_in.may_speak or not self._guard.is_clear, "the only agent may speak"
+        assert self.stand_in.may_speak or not self._guard.is_clear, "the only agent may speak"
         assert self.is_up or not self._guard.is_clear, "without a connection another agent may be at work"
 
     def _route(self, event: AgentEvent, now: float) -> list[AgentAction]:
@@ -153,11 +144,11 @@ class AgentMachine:
                 return [*self.dispatcher.handle(event, now)]
             case Tick():
                 parts = (self.dispatcher.handle(event, now), self.load_analyzer.handle(event, now))
-                return [*parts[0], *parts[1], *self._guard.tick(now), *self._stand_in.tick(now)]
+                return [*parts[0], *parts[1], *self._guard.tick(now), *self.stand_in.tick(now)]
             case LinkUp(link) if link == REPORTS:
-                return self._stand_in.link_up(now)
+                return self.stand_in.link_up(now)
             case LinkDown(link) if link == REPORTS:
-                self._stand_in.link_down()
+                self.stand_in.link_down()
                 return []
             case LinkUp(link):
                 went_up = self._local_up(event, now) if link == LOCAL else self.dispatcher.handle(event, now)
@@ -172,7 +163,7 @@ class AgentMachine:
 
     def _on_reply(self, event: Replied, now: float) -> list[AgentAction]:
         if event.link == REPORTS:
-            return self._stand_in.on_reply(event, now)
+            return self.stand_in.on_reply(event, now)
         tag = event.tag
         owner: Any = tag[0] if isinstance(tag, tuple) else None  # pyright: ignore[reportUnknownVariableType]
         if event.link == LOCAL and owner == LLA_TAG:

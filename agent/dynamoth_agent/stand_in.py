@@ -61,7 +61,7 @@ class StandIn:
         self._name = name
         #: Whether this agent is known to be the only one of its server. Set by the owner; never unset.
         self.may_speak = False
-        #: Whether the agent sees nothing of what is published, or only long after.
+        #: Whether the agent does not see published messages, or sees them only long after.
         self.blind = False
         #: When to look next; None while the connection is down.
         self._look_at: float | None = None

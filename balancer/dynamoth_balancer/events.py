@@ -60,7 +60,7 @@ class Stopped:
 
 
 BalancerNews = Note | PlanChanged | Decided | ReportReceived | Stopped
-"""What a balancer tells its process. A driver may ignore all but ``Stopped``."""
+"""The reports of a balancer to its process. A driver may ignore all but ``Stopped``."""
 
 BalancerAction = Connect | Send | BalancerNews
 
@@ -73,4 +73,4 @@ class TransitionsSettled:
 
 
 InnerAction = BalancerAction | TransitionsSettled
-"""What the parts of a balancer return; the machine keeps ``TransitionsSettled`` to itself."""
+"""The actions of the parts of a balancer; the machine handles ``TransitionsSettled`` itself."""

@@ -61,7 +61,7 @@ from dynamoth_balancer.install.takeover import Takeover
 from dynamoth_balancer.options import BalancerOptions
 
 TICK_INTERVAL_S = 0.1
-"""How often everything that waits is looked at: a fifth of the shortest default timeout, and as often as copies of the
+"""How often everything that waits is checked: a fifth of the shortest default timeout, and as often as copies of the
 plan are (``PROBE_INTERVAL_S``)."""
 
 CONNECTED = "connected to a server"
@@ -74,7 +74,7 @@ SHUTDOWN_S_MAX = 1.0
 
 
 class Stage(enum.Enum):
-    """How far the balancer is; the module's text has the table."""
+    """The stage of a balancer; the docstring of the module explains each."""
 
     CONTENDING = "contending"
     RECOVERING = "recovering"
@@ -462,7 +462,7 @@ class BalancerMachine:
         self._unsubscribed.clear()
         return [Send(server, (b"SUBSCRIBE", BALANCER_CHANNEL, OPERATOR_CHANNEL), ("subscribe",)) for server in servers]
 
-    # What is heard.
+    # Messages.
 
     def _on_pushes(self, server: str, messages: Sequence[Sequence[Any]], now: float) -> list[InnerAction]:
         actions: list[InnerAction] = []

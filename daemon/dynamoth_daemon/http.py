@@ -16,7 +16,7 @@ from typing import Self
 from dynamoth.errors import ConfigError
 
 REQUEST_BYTES_MAX = 8192
-"""Bound of request line and headers together; what Prometheus and probes send is below 1 KB."""
+"""Bound of request line and headers together; Prometheus and probes send less than 1 KB."""
 
 REQUEST_TIMEOUT_S = 5.0
 """Bound of the time from the connection until the request is there, and again until the answer is taken."""
@@ -88,7 +88,7 @@ class HttpServer:
         return port
 
     async def close(self) -> None:
-        """Listen no more, and cut what is under way."""
+        """Stop listening, and cut the connections."""
         if self._server is None:
             return
         self._server.close()

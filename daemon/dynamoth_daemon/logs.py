@@ -1,8 +1,8 @@
 """Logs of the daemons: one JSON object per line, to stderr.
 
-Keys: ``time`` (ISO 8601, UTC), ``level``, ``logger``, ``message``, then whatever was given as ``extra=``,
-then ``exception`` where there is one. What JSON does not know is written as text. Fields are flat: those of a mapping
-``refused`` are called ``refused.s1``.
+Keys: ``time`` (ISO 8601, UTC), ``level``, ``logger``, ``message``, then the fields of ``extra=``, then ``exception``
+where there is one. Values that JSON does not know are written as text. Fields are flat: those of a mapping ``refused``
+are called ``refused.s1``.
 
 Agents and the balancer write through :class:`DaemonLog`, so each of their entries has the fields ``cause`` and
 ``plan_version``, null where there is none. Entries that are repeated are limited (:class:`LimitedHandler`): the first
@@ -72,7 +72,7 @@ class DaemonLog:
             message: what has happened, without figures and names: these are fields.
             cause: why.
             limited: whether it is only counted while it is repeated. None: from the level ``warning`` up.
-            exception: what was raised.
+            exception: the exception that was raised.
             fields: all else; ``plan_version`` replaces the present one.
 
         """
@@ -198,7 +198,7 @@ class TextFormatter(logging.Formatter):
 
 
 def configure_logging(level: str, format: str, stream: TextIO | None = None) -> None:
-    """Log everything from ``level`` up to ``stream``, in the place of what was configured before.
+    """Log everything from ``level`` up to ``stream``, instead of to the streams configured before.
 
     Args:
         level: ``debug``, ``info``, ``warning`` or ``error``.

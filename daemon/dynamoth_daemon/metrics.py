@@ -1,4 +1,4 @@
-"""What the metrics of the daemons share: families with one prefix and one set of labels, and a process' registry.
+"""Makes the metrics of a daemon: families with one prefix and one set of labels, and the registry of its process.
 
 A collector reads its daemon at each scrape, so no number is kept twice. Labels name servers and kinds of problems only,
 never channels: the number of series of a daemon depends on the number of servers, not on the traffic.

@@ -23,7 +23,7 @@ from dynamoth_link.errors import MachineCrashed
 from dynamoth_link.options import LinkOptions
 
 INCARNATION_BITS = 63
-"""Width of the random number that tells one run of a daemon from another."""
+"""Width of the random number that identifies one run of a daemon."""
 
 _Action = TypeVar("_Action")
 
@@ -33,7 +33,7 @@ class DaemonProcess(ABC, Generic[_Action]):
 
     Args:
         name: what the log calls the daemon: ``agent``.
-        machine: what decides.
+        machine: makes the decisions.
         log: the log of the daemon.
         http: where /metrics, /healthz and /readyz are served; with port 0 nowhere.
         link: credentials, TLS and timeouts of all links.
@@ -89,7 +89,7 @@ class DaemonProcess(ABC, Generic[_Action]):
         self._exit_code = exit_code
         self._ended.set()
 
-    # What each daemon does in its own way.
+    # The parts that differ between daemons.
 
     @abstractmethod
     def execute(self, action: _Action) -> None:

@@ -324,16 +324,13 @@ class DispatcherMachine:
             self._at_rest.discard(channel)
             self._forwarding.forget(channel)
             self._changed_at[channel] = now
-            if self.transitions.update(channel, entry, now):
-                actions += self._open_links(channel, entry)
+            if self.transitions.update(channel, entry, now):  # connect before the first message is to be forwarded
+                for place in self._elsewhere(channel, entry):
+                    actions += self.forwarder.connect(place.server)
             for place in places:
                 self.forwarder.forget_relayed(place.physical)
         self._forget_changes(now)
         return [*actions, *self.acknowledge()]
-
-    def _open_links(self, channel: bytes, entry: Entry) -> list[DispatcherAction]:
-        """Connect before the first message is to be forwarded."""
-        return [action for place in self._elsewhere(channel, entry) for action in self.forwarder.connect(place.server)]
 
     def _forget_changes(self, now: float) -> None:
         window = self.options.route_change_window_s

@@ -16,7 +16,7 @@ class TransitionOptions:
     trickle_delay_s: float = 0.1
     """Subscribers of a channel without publications get their first notice this long after the activation."""
     notice_interval_s: float = 0.5
-    """Time between two notices to those who still listen at an old location."""
+    """Time between two notices to subscribers that still listen at an old location."""
     settle_after_s: float = VERSION_READ_INTERVAL_S + 0.25
     """No old location counts as vacated for this long after the activation. By then every publisher has seen that the
     plan has changed. If this agent dies before, its successor still has the transition, and gap events reach the

@@ -84,7 +84,7 @@ class TrackedChannels:
         return len(self._tracks)
 
     def get(self, physical: bytes) -> Track | None:
-        """Return what is known of a channel, if it is followed."""
+        """Return the track of a channel, if it is followed."""
         return self._tracks.get(physical)
 
     def newest(self) -> Iterator[Track]:

@@ -7,7 +7,7 @@ forward messages in between, however many channels there are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from dataclasses import asdict, dataclass, field
 from heapq import nlargest
 from operator import attrgetter
@@ -41,7 +41,7 @@ class Load:
         self.messages_sent = 0
         self.bytes_in = 0
         self.bytes_out = 0
-        #: What the busiest are found by: bytes out, then bytes in, then subscribers.
+        #: Sorts by load: bytes out, then bytes in, then subscribers.
         self.weight = 0
 
     def measure(self) -> None:
@@ -196,6 +196,8 @@ def _idle(named: list[Load], channels: TrackedChannels, count_max: int) -> list[
 def _columns(loads: list[Load], publisher_counts: list[int], bounds: NamedBounds) -> ChannelColumns:
     who, unnamed = loads[: bounds.who_channels_max], (b"",) * max(0, len(loads) - bounds.who_channels_max)
     who_max = bounds.who_per_channel_max
+    published = [load.publishers().most_common(who_max) for load in who]
+    announced = [load.track.audience.clients for load in who]
     return ChannelColumns(
         channels=tuple([load.track.logical for load in loads]),
         publications=tuple([load.publications for load in loads]),
@@ -204,17 +206,10 @@ def _columns(loads: list[Load], publisher_counts: list[int], bounds: NamedBounds
         messages_sent=tuple([load.messages_sent for load in loads]),
         bytes_in=tuple([load.bytes_in for load in loads]),
         bytes_out=tuple([load.bytes_out for load in loads]),
-        publisher_ids=tuple([_busiest(load.publishers(), who_max) for load in who]) + unnamed,
-        subscriber_ids=tuple([_latest(load.track.audience.clients, who_max) for load in who]) + unnamed,
+        publisher_ids=tuple([b"".join([id_ for id_, _ in counts.most_common(who_max)]) for counts in published])
+        + unnamed,
+        subscriber_ids=tuple([pack_ids(list(clients)[: -who_max - 1 : -1]) for clients in announced]) + unnamed,
     )
-
-
-def _busiest(published: Counter[bytes], count_max: int) -> bytes:
-    return b"".join([id_ for id_, _ in published.most_common(count_max)])
-
-
-def _latest(clients: Iterable[int], count_max: int) -> bytes:
-    return pack_ids(list(clients)[: -count_max - 1 : -1])
 
 
 def _sum_up(loads: list[Load], channels: int, subscribers: int) -> ChannelSums:

@@ -84,7 +84,8 @@ class LoadAnalyzer:
         #: Whether the latest observation was later than ``lag_s_max``.
         self.late = False
         self._run_id: str | None = None
-        self._round = Round()
+        #: The present round, or the latest one.
+        self.round = Round()
         #: When the next round begins; None while the link is down.
         self._round_at: float | None = None
         #: Pushes of any kind since the window was opened.
@@ -93,7 +94,8 @@ class LoadAnalyzer:
         self._stride = 1
         self._large_bytes = large_from(0, 0)
         self._window = self._new_window()
-        self._channels = TrackedChannels(
+        #: The followed channels.
+        self.channels = TrackedChannels(
             options.channels_max, options.announced_per_channel_max, options.announced_clients_max
         )
         #: The measurement that the next one is compared with; None at the beginning of a connection.
@@ -142,37 +144,27 @@ class LoadAnalyzer:
 
     def deadline(self) -> float | None:
         """Return when the next round begins, or a time that is past while there is work left of the present one."""
-        if self._round.work is not None:
+        if self.round.work is not None:
             return self._now
-        return self._round_at if self._round.stage is Stage.RESTING else None
+        return self._round_at if self.round.stage is Stage.RESTING else None
 
     def check(self) -> None:
         """Assert what must hold between the records after each event."""
-        self._round.check()
-        self._channels.check()
-        assert self._round_at is not None or self._round.stage is Stage.RESTING, "a round needs a connection"
+        self.round.check()
+        self.channels.check()
+        assert self._round_at is not None or self.round.stage is Stage.RESTING, "a round needs a connection"
 
     def observation_lag_s(self, now: float) -> float:
         """Return how late the observation is: as measured last, or as it must be by now."""
-        waiting_s = 0.0 if self._round.waiting_since is None else now - self._round.waiting_since
+        waiting_s = 0.0 if self.round.waiting_since is None else now - self.round.waiting_since
         return max(self._lag_s, waiting_s)
-
-    @property
-    def stage(self) -> Stage:
-        """How far the present round has come."""
-        return self._round.stage
-
-    @property
-    def channels_tracked(self) -> int:
-        """How many physical channels are followed."""
-        return len(self._channels)
 
     # The connection.
 
     def _on_link_up(self, run_id: str | None) -> list[LoadAnalyzerAction]:
         restarted = self._run_id is not None and run_id != self._run_id
         if restarted:
-            self._channels.clear()
+            self.channels.clear()
         self._run_id = run_id
         self._before = None
         self._rates = Rates(None, None, None)
@@ -187,15 +179,15 @@ class LoadAnalyzer:
 
     def _on_link_down(self) -> None:
         """Drop the counts since the last report, as nothing says until when they are complete."""
-        self._round.abandon()
+        self.round.abandon()
         self._round_at = None
 
     # The round.
 
     def _on_tick(self) -> list[LoadAnalyzerAction]:
-        if self._round.work is not None:
+        if self.round.work is not None:
             return self._go_on()
-        if self._round.stage is Stage.RESTING and self._round_at is not None and self._now >= self._round_at:
+        if self.round.stage is Stage.RESTING and self._round_at is not None and self._now >= self._round_at:
             return self._begin_round()
         return []
 
@@ -206,8 +198,8 @@ class LoadAnalyzer:
         self._round_at += interval_s
         if self._round_at <= self._now:
             self._round_at = self._now + interval_s
-        self._round.begin(self._now)
-        return [Send(LOCAL, (b"INFO", section), (TAG, self._round.number, section)) for section in SECTIONS]
+        self.round.begin(self._now)
+        return [Send(LOCAL, (b"INFO", section), (TAG, self.round.number, section)) for section in SECTIONS]
 
     def _on_reply(self, event: Replied) -> list[LoadAnalyzerAction]:
         _, number, subject = event.tag
@@ -219,29 +211,29 @@ class LoadAnalyzer:
             self.counters["reports_unheard"] += not isinstance(value, int) or value < 2
         elif subject == "channels":
             self._on_channels(value)
-        elif number != self._round.number:
+        elif number != self.round.number:
             return []
         elif subject == "subscribers":
             return self._on_subscribers(value)
         else:
             self._reply_bytes += len(value) if isinstance(value, bytes) else 0
-            self._round.fields.update(parse_info(value))
+            self.round.fields.update(parse_info(value))
             if subject == SECTIONS[-1]:
                 return self._measured()
         return []
 
     def _measured(self) -> list[LoadAnalyzerAction]:
         """Close the window: everything that the server had sent before it answered has been counted."""
-        self._lag_s = self._now - self._round.asked_at
-        self._round.waiting_since = None
-        before, self._before = self._before, Sample(self._round.asked_at, ServerInfo.parse(self._round.fields))
+        self._lag_s = self._now - self.round.asked_at
+        self.round.waiting_since = None
+        before, self._before = self._before, Sample(self.round.asked_at, ServerInfo.parse(self.round.fields))
         if before is None:  # the beginning of a connection: there is nothing to compare with yet
             self._reply_bytes = 0
-            self._round.stage = Stage.RESTING
+            self.round.stage = Stage.RESTING
             return self._alarm()
         self._stride = stride_for(self._pushes)
         window, self._window = self._window, self._new_window()
-        self._round.work = self._digest(window, before, self._before)
+        self.round.work = self._digest(window, before, self._before)
         return self._alarm() + self._go_on()
 
     def _alarm(self) -> list[LoadAnalyzerAction]:
@@ -254,20 +246,20 @@ class LoadAnalyzer:
 
     def _go_on(self) -> list[LoadAnalyzerAction]:
         """Do one step of the present task; the last step returns actions."""
-        work = self._round.work
+        work = self.round.work
         assert work is not None, "there is work to go on with"
         try:
             next(work)
         except StopIteration as done:
-            if self._round.work is work:
-                self._round.work = None
+            if self.round.work is work:
+                self.round.work = None
             actions: list[LoadAnalyzerAction] = done.value
             return actions
         return []
 
     def _digest(self, window: Window | SampledWindow, before: Sample, after: Sample) -> Work:
         digested = Digest()
-        yield from digest(window, self._channels, digested)
+        yield from digest(window, self.channels, digested)
         self._large_bytes = large_from(digested.agent_messages, digested.agent_bytes)
         interval_s = after.at - before.at
         agent_bytes = digested.agent_bytes + self._reply_bytes
@@ -278,27 +270,27 @@ class LoadAnalyzer:
 
     def _ask(self, measured: Measurement) -> list[LoadAnalyzerAction]:
         """Ask for the subscribers of the channels with messages, and of others whose turn it is."""
-        self._round.stage = Stage.ASKING
-        self._round.waiting_since = self._now
-        self._round.measurement = measured
-        now, limit = self._round.asked_at, self._options.numsub_per_round_max
+        self.round.stage = Stage.ASKING
+        self.round.waiting_since = self._now
+        self.round.measurement = measured
+        now, limit = self.round.asked_at, self._options.numsub_per_round_max
         tracks = [load.track for load in measured.digested.loads]
         if len(tracks) > limit:
             turn_s = (math.ceil(len(tracks) / limit) - 0.5) * self._options.report_interval_s
             tracks = [track for track in tracks if track.asked_at < now - turn_s][:limit]
-        self._channels.take_asked(tracks, now)
-        self._round.idle = self._channels.stale(now - self._options.discovery_interval_s, limit - len(tracks))
-        self._channels.take_asked(self._round.idle, now)
-        tracks += self._round.idle
+        self.channels.take_asked(tracks, now)
+        self.round.idle = self.channels.stale(now - self._options.discovery_interval_s, limit - len(tracks))
+        self.channels.take_asked(self.round.idle, now)
+        tracks += self.round.idle
         actions = self._discover(now, measured.after.info)
-        tag = (TAG, self._round.number, "subscribers")
+        tag = (TAG, self.round.number, "subscribers")
         for start in range(0, len(tracks), NAMES_PER_NUMSUB):
             names = [track.physical for track in tracks[start : start + NAMES_PER_NUMSUB]]
             actions.append(Send(LOCAL, (b"PUBSUB", b"NUMSUB", *names), tag))
-            self._round.missing += 1
-        if self._round.missing:
+            self.round.missing += 1
+        if self.round.missing:
             return actions
-        self._round.waiting_since = None
+        self.round.waiting_since = None
         return actions + self._begin_composing(measured)
 
     def _discover(self, now: float, info: ServerInfo) -> list[LoadAnalyzerAction]:
@@ -307,39 +299,39 @@ class LoadAnalyzer:
             return []
         self._discover_at = now + self._options.discovery_interval_s
         if (
-            "pubsub_channels" not in self._round.fields
+            "pubsub_channels" not in self.round.fields
             or info.channels_subscribed > self._options.discovery_channels_max
         ):
             self.counters["discoveries_left_out"] += 1
             return []
-        return [Send(LOCAL, (b"PUBSUB", b"CHANNELS"), (TAG, self._round.number, "channels"))]
+        return [Send(LOCAL, (b"PUBSUB", b"CHANNELS"), (TAG, self.round.number, "channels"))]
 
     def _on_channels(self, reply: Any) -> None:
         names = [name for name in reply if isinstance(name, bytes)] if isinstance(reply, list) else []  # pyright: ignore[reportUnknownVariableType]
         self._reply_bytes += sum(map(len, names)) + REPLY_ITEM_BYTES * len(names)
-        self._channels.discover(names)
+        self.channels.discover(names)
 
     def _on_subscribers(self, reply: Any) -> list[LoadAnalyzerAction]:
         if isinstance(reply, list):
             self._take_counts(reply[0::2], reply[1::2])  # pyright: ignore[reportUnknownArgumentType]
-        self._round.missing -= 1
-        if self._round.missing:
+        self.round.missing -= 1
+        if self.round.missing:
             return []
-        self._round.waiting_since = None
-        self._channels.drop_deserted(self._round.idle)
-        assert self._round.measurement is not None, "a round asks after it has measured"
-        return self._begin_composing(self._round.measurement)
+        self.round.waiting_since = None
+        self.channels.drop_deserted(self.round.idle)
+        assert self.round.measurement is not None, "a round asks after it has measured"
+        return self._begin_composing(self.round.measurement)
 
     def _take_counts(self, names: Sequence[Any], counts: Sequence[Any]) -> None:
         for name, count in zip(names, counts, strict=False):
             if isinstance(name, bytes) and isinstance(count, int):
-                self._channels.take_count(name, count)
+                self.channels.take_count(name, count)
                 self._reply_bytes += len(name) + 2 * REPLY_ITEM_BYTES
 
     def _begin_composing(self, measured: Measurement) -> list[LoadAnalyzerAction]:
-        self._round.stage = Stage.COMPOSING
-        self._round.measurement = None
-        self._round.work = self._compose(measured)
+        self.round.stage = Stage.COMPOSING
+        self.round.measurement = None
+        self.round.work = self._compose(measured)
         return self._go_on()
 
     def _compose(self, measured: Measurement) -> Work:
@@ -350,17 +342,17 @@ class LoadAnalyzer:
             who_channels_max=options.who_channels_max,
             who_per_channel_max=options.who_per_channel_max,
         )
-        yield from compose(measured.digested, self._channels, bounds, measured.publishers_uncounted, composed)
-        self._channels.make_room()
+        yield from compose(measured.digested, self.channels, bounds, measured.publishers_uncounted, composed)
+        self.channels.make_room()
         report = self._report(measured, composed)
         self.last_report = report
         self.reported_until = measured.after.at
         self._sequence += 1
         self.blind_s_total += self._blind_s
         self._blind_s = 0.0
-        self._round.stage = Stage.RESTING
+        self.round.stage = Stage.RESTING
         self._count(measured, composed)
-        return [Send(LOCAL, (b"PUBLISH", BALANCER_CHANNEL, pack_report(report)), (TAG, self._round.number, "report"))]
+        return [Send(LOCAL, (b"PUBLISH", BALANCER_CHANNEL, pack_report(report)), (TAG, self.round.number, "report"))]
 
     def _count(self, measured: Measurement, composed: Composed) -> None:
         rest, total = composed.rest, composed.total
@@ -417,7 +409,7 @@ class LoadAnalyzer:
             problems=self.problems,
         )
 
-    # What is observed.
+    # Observation.
 
     def _new_window(self) -> Window | SampledWindow:
         """Return a window for the next interval; it samples if the interval before had many messages."""
@@ -434,7 +426,7 @@ class LoadAnalyzer:
                 self.counters["announcements_malformed"] += 1
                 continue
             if isinstance(message, Announcement):
-                self._channels.take_announcement(message)
+                self.channels.take_announcement(message)
             else:
                 self.counters["announcements_malformed"] += 1
-        self.counters["announcements_dropped"] = self._channels.announcements_dropped
+        self.counters["announcements_dropped"] = self.channels.announcements_dropped

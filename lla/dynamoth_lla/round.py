@@ -1,4 +1,4 @@
-"""One round of a load analyzer: its stages, and what each has found out."""
+"""One round of a load analyzer: its stage, and its results so far."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What one round has measured; only the subscribers are missing."""
+    """The measurements of one round; only the subscribers are missing."""
 
     digested: Digest
     after: Sample

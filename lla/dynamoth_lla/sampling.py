@@ -59,11 +59,6 @@ def large_from(messages: int, size: int) -> int:
     return max(LARGE_BYTES_MIN, LARGE_RATIO * size // max(1, messages)) + 1
 
 
-def only_pmessages(messages: Sequence[Sequence[Any]]) -> bool:
-    """Return whether all of these pushes are of the kind ``pmessage``."""
-    return set(map(len, messages)) == _ALL_PMESSAGES
-
-
 class SampledWindow:
     """The messages since the window was opened, estimated in part. Has the public face of :class:`Window`.
 
@@ -101,7 +96,7 @@ class SampledWindow:
 
     def observe(self, messages: Sequence[Sequence[Any]]) -> list[bytes]:
         """Count the ``pmessage`` pushes among ``messages``; return the announcements of clients among them."""
-        if not only_pmessages(messages):
+        if set(map(len, messages)) != _ALL_PMESSAGES:
             messages = [message for message in messages if len(message) == 4]
             if not messages:
                 return []

@@ -35,7 +35,7 @@ _KNOWN = [flags for flags in range(256) if not flags & ~KNOWN_FLAGS]
 _PUBLISHED_PREFIXES = frozenset(MAGIC + bytes((flags,)) for flags in _KNOWN if not flags & _NOT_PUBLISHED)
 _COPY_PREFIXES = frozenset(MAGIC + bytes((flags,)) for flags in _KNOWN if flags & _NOT_PUBLISHED)
 
-#: What heads are folded into. Longer than any head, so none is mistaken for them.
+#: The heads that others are folded into. Longer than any head of a message, so none is mistaken for them.
 _PUBLICATIONS = bytes(HEAD_BYTES + 1)
 _COPIES = MAGIC + bytes((FORWARDED,)) + bytes(HEAD_BYTES + 1 - 4)
 

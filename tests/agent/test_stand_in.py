@@ -15,7 +15,7 @@ def test_an_agent_that_sees_reports_over_its_observing_link_only() -> None:
     agent.up(REPORTS)
     agent.run(20)
     assert len(agent.reports("local")) >= 18
-    assert agent.reports(REPORTS) == [] and not agent.machine.is_blind
+    assert agent.reports(REPORTS) == [] and not agent.machine.stand_in.blind
     assert all(report.observing and report.interruptions == 0 for report in agent.reports("local"))
 
 
@@ -28,7 +28,7 @@ def test_an_agent_whose_replies_do_not_come_through_reports_that_it_is_blind() -
     assert agent.reports(REPORTS) == [], "not before three intervals"
     agent.run(7)
     [change] = agent.said(BlindnessChanged)
-    assert change.blind and agent.machine.is_blind
+    assert change.blind and agent.machine.stand_in.blind
     reports = agent.reports(REPORTS)
     assert len(reports) >= 4
     assert not any(report.observing for report in reports)
@@ -54,7 +54,7 @@ def test_an_agent_that_is_disconnected_again_and_again_says_how_often() -> None:
     agent.tell(LinkUp("local", "run1"))
     seen = len(agent.reports(REPORTS))
     agent.run(5)
-    assert not agent.machine.is_blind
+    assert not agent.machine.stand_in.blind
     assert len(agent.reports(REPORTS)) <= seen + 2
     assert agent.reports("local")[-1].interruptions == 9 and agent.reports("local")[-1].observing
 
@@ -64,7 +64,7 @@ def test_an_agent_that_may_not_be_the_only_one_keeps_silent() -> None:
     agent.up(REPORTS)
     agent.floods = True
     agent.run(20)
-    assert agent.machine.is_blind and agent.reports(REPORTS) == []
+    assert agent.machine.stand_in.blind and agent.reports(REPORTS) == []
 
 
 def test_while_that_link_is_down_nothing_is_sent_over_it() -> None:

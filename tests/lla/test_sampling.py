@@ -64,7 +64,7 @@ def test_messages_and_bytes_of_the_agent_are_exact_whatever_the_bounds(
         assert of.messages == expected[channel] or counted.uncounted_messages
         assert 0 <= of.published()[0] <= of.messages
     digested = Digest()
-    for _ in digest(counted, Bench().analyzer._channels, digested):  # pyright: ignore[reportPrivateUsage]
+    for _ in digest(counted, Bench().analyzer.channels, digested):
         pass
     assert digested.agent_messages == len(channels)
     assert digested.agent_bytes == sum(PMESSAGE_BYTES + len(name) + index for index, name in enumerate(channels))

@@ -60,7 +60,7 @@ def test_second_daemons_end_with_2_and_say_what_to_do(cluster: LocalCluster) -> 
         status, told = last_words(agent)
         assert status == 2
         assert "another agent of server 's1' is at work already" in told
-        assert "stop the other first if this one shall replace it" in told
+        assert "stop the other first if this one is to replace it" in told
         status, told = last_words(balancer)
         assert status == 2
         assert "another balancer (incarnation " in told

@@ -6,7 +6,7 @@ Each time an agent wakes up, others' data has displaced its own from the process
 waking it. With few messages at a time both cost more than the messages. So while there are many messages per second,
 the agent stops reading for ``GATHER_S`` after each read.
 
-Messages wait in the socket's buffer meanwhile. When a read brings most of what fits there, the agent is behind, and
+Messages wait in the socket's buffer meanwhile. When a read nearly empties a full buffer, the agent is behind, and
 reads on without a pause.
 
 The price: at a busy server a notice to a publisher with an old route, and the copy of its message, leave up to
@@ -79,12 +79,12 @@ class Gathering:
         with socket.socket(fileno=os.dup(link.fileno)) as same:
             with suppress(OSError):
                 same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
-            # The kernel reports twice what data may take: the other half is for its own records.
+            # The kernel reports twice the room for data: the other half is for its own records.
             room = same.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2
         self._parts_max = max(1, room * 3 // 4 // FEED_BYTES)
 
     def observed(self, name: str, messages: list[list[Any]]) -> int:
-        """Count what was read; returns 0, as the machine has to handle all of it."""
+        """Count the messages of a read; return 0, as the machine has to handle all of it."""
         if name == self._name:
             self._messages += len(messages)
             if not self._parts:

@@ -37,7 +37,7 @@ _COUNTERS_OF_ANALYZER = {
     "publications": "Messages that clients have published at the server",
     "messages_sent": "Copies that Redis has sent to subscribers by name",
     "messages_untracked": "Messages on channels that there was no room to follow",
-    "publishers_uncounted": "Pairs of channel and publisher that there was no room to tell apart",
+    "publishers_uncounted": "Pairs of channel and publisher that there was no room to distinguish",
     "announcements_malformed": "Announcements of clients that could not be read",
     "announcements_dropped": "Announcements of clients that there was no room for",
     "replies_refused": "Commands of the load analyzer that Redis refused",
@@ -82,8 +82,8 @@ def _collect(machine: AgentMachine, now: float) -> Iterator[Metric]:
         yield gauge("agent_plan_version", "Version of the plan acted upon", machine.plan_version)
     lag_s = analyzer.observation_lag_s(now)
     yield gauge("agent_observation_lag_seconds", "How late the agent sees what is published", lag_s)
-    yield gauge("agent_channels_tracked", "Channels that the agent follows", analyzer.channels_tracked)
-    yield gauge("agent_blind", "1 while the agent does not see what is published", machine.is_blind)
+    yield gauge("agent_channels_tracked", "Channels that the agent follows", len(analyzer.channels))
+    yield gauge("agent_blind", "1 while the agent does not see what is published", machine.stand_in.blind)
     transitions = len(machine.dispatcher.transitions)
     yield gauge("dispatcher_transitions", "Channels in transition at the server", transitions)
     yield from families.counters(_COUNTERS_OF_ANALYZER, analyzer.counters, "lla_")

@@ -112,11 +112,9 @@ class _AgentProcess(DaemonProcess[AgentNews]):
         )
         log = DaemonLog(_logger, lambda: self._machine.plan_version, server=config.server)
         loop = asyncio.get_running_loop()
-        self._gathering = Gathering(loop, LOCAL, lambda: self._driver.link(LOCAL), self._may_wait)
+        transitions = self._machine.dispatcher.transitions
+        self._gathering = Gathering(loop, LOCAL, lambda: self._driver.link(LOCAL), lambda: not transitions)
         super().__init__("agent", self._machine, log, config, config.link, stop, self._gathering.observed)
-
-    def _may_wait(self) -> bool:
-        return not self._machine.dispatcher.transitions
 
     def registry(self) -> CollectorRegistry:
         """Return the metrics of the agent."""
@@ -176,7 +174,7 @@ class _AgentProcess(DaemonProcess[AgentNews]):
             return problem
         if self._machine.plan_version is None:
             return "the server holds no plan yet: is the balancer running?"
-        if self._machine.is_blind:
-            blind_s = self._machine.blind_s(self._loop.time())
+        if self._machine.stand_in.blind:
+            blind_s = self._machine.stand_in.blind_s(self._loop.time())
             return f"the agent has not seen what is published for {blind_s:.0f} s: it reads too slowly ({LOCAL} link)"
         return None

@@ -58,7 +58,7 @@ CHANGES_PENDING_MAX = 1000
 """Bound of the changes that administrators wait for at one time."""
 
 CHANGE_TIMEOUT_S_MAX = 86_400.0
-"""Longest ``timeout_s`` of a change, so that those who have gone do not fill ``CHANGES_PENDING_MAX`` for long."""
+"""Longest ``timeout_s`` of a change, so that abandoned requests do not fill ``CHANGES_PENDING_MAX`` for long."""
 
 CHANGES = ("move", "replicate", "unreplicate")
 """The commands that are answered when their change has settled."""

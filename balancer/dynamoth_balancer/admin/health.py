@@ -320,11 +320,10 @@ class Presence:
         """Return log entries about changes since the latest look."""
         notes: list[Note] = []
         for server in self._servers:
-            alive = agents.is_alive(server, now)
-            if alive and server not in self._noted:
-                self._noted.add(server)
-                notes.append(Note("info", "an agent is heard", {"server": server}))
-            elif not alive and server in self._noted:
-                self._noted.discard(server)
-                notes.append(Note("warning", "an agent is not heard any more: see whether it runs", {"server": server}))
+            if agents.is_alive(server, now) == (server in self._noted):
+                continue
+            self._noted ^= {server}
+            heard = Note("info", "an agent is heard", {"server": server})
+            gone = Note("warning", "an agent is not heard any more: see whether it runs", {"server": server})
+            notes.append(heard if server in self._noted else gone)
         return notes

@@ -105,7 +105,7 @@ class Decider:
     def hold(self, channel: bytes, assignment: Assignment) -> None:
         """Leave a channel as an administrator has replicated it, until somebody changes it or it must leave."""
         if not self._options.draining.isdisjoint(assignment.servers):
-            return  # begun before the balancer was restarted, and asked for again since
+            return  # the request was begun before the balancer was restarted, and repeated since
         self._held[channel] = assignment
         if len(self._held) > HELD_MAX:
             self._held.popitem(last=False)
@@ -122,10 +122,10 @@ class Decider:
         cluster = self.cluster(installer, now)
         decision = decide(self._goals, cluster)
         if self._awaits_reports(installer, now) and not decision.moves:
-            return None  # nobody knows yet what can be reached
+            return None  # it is not known yet which goals can be reached
         self.unreached = decision.findings
         for figures in cluster.figures:
-            self._unwanted.pop(figures.channel, None)  # it was thought about
+            self._unwanted.pop(figures.channel, None)  # it was considered
         if decision.moves:
             self.wait(now)
         elif not decision.findings or not self._is_news(decision, now):

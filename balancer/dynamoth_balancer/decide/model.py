@@ -1,4 +1,4 @@
-"""The load model of the cluster: how loaded each server is, and by which channels, from the reports of the agents.
+"""Models the load of the cluster, from the reports of agents: of each server, and of each of its channels.
 
 Theory of operation
 -------------------
@@ -101,7 +101,7 @@ class Blindness:
     """The agent of a server does not see what is published there."""
 
     since: float
-    #: Why, how often, and the cure, in words.
+    #: The reason, how often the connection was lost, and the cure, in words.
     reason: str
 
 
@@ -156,7 +156,7 @@ class ClusterModel:
         self._watch(model, report, now)
         model.latest, model.latest_at = report, now
         if not report.observing:
-            return True  # it says nothing of channels: what was known of them before is the best there is
+            return True  # it has no channels: the earlier figures are the best there are
         model.newest = self._sample(model, report, now)
         self._take(model, model.newest)
         self._forget_old(model, now)
@@ -340,7 +340,7 @@ class ClusterModel:
             return 1.0
         return sum(sample.interval_s for sample in model.samples if attribution.covers(sample)) / weight
 
-    # What is true of a channel.
+    # Figures of channels.
 
     def busy(self, server: str, outgoing_bytes_per_s_min: float) -> list[bytes]:
         """Return the busiest channels in the latest report of a server, those with at least this load."""

@@ -127,7 +127,7 @@ class _Wanted:
     """The mode and number of replicas that Algorithm 1 asks for."""
 
     mode: Mode
-    #: 1 for a channel that shall be at one server.
+    #: 1 for a channel that belongs at one server.
     replicas: int
 
 

@@ -1,4 +1,4 @@
-"""The agents as the balancer knows them: their processes, when each was heard, and what it has acknowledged.
+"""Records which processes speak for each server, when each was heard, and which version it has acknowledged.
 
 Theory of operation
 -------------------
@@ -124,7 +124,7 @@ class Agents:
         voice = self._agents[server].voices[incarnation]
         voice.problem = problem
         if problem:
-            voice.acked = -1  # what it has acknowledged, it may have missed since
+            voice.acked = -1  # it may have missed messages since it acknowledged
 
     def forget_acknowledgements(self) -> None:
         """Forget all acknowledgements: earlier versions may be those of another balancer."""

@@ -1,4 +1,4 @@
-"""The plan of a balancer with its latest changes, to bring older copies up to date."""
+"""Keeps the plan of a balancer with its latest changes, to bring older copies up to date."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Change:
     """The change from the version of a copy to the present one."""
 
     delta: PlanDelta
-    #: The HSET, and how many new fields it makes when the copy is what it should be.
+    #: The HSET, and how many new fields it makes when the copy is right.
     command: Sequence[CommandPart]
     #: How many fields it adds to a correct copy.
     new_fields: int

@@ -1,4 +1,4 @@
-"""A balancer without the lease: what it waits for, and when it must give way to another one."""
+"""Watches a balancer that waits for the lease, and ends it where another one is at work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Contention:
         lease: the lease.
         servers: how many there are.
         down: the servers that cannot be reached, and why; kept up to date by the owner.
-        patience_s: longer than a lease lasts that is not renewed: who has held it for longer is alive.
+        patience_s: longer than an unrenewed lease lasts: a balancer that has held it for longer is alive.
         standby: whether to go on waiting while another balancer is at work.
 
     """
@@ -35,7 +35,7 @@ class Contention:
         self._patience_s = patience_s
         self._standby = standby
         self._since = math.inf
-        #: What the log said last of why the lease is not held.
+        #: The latest reasons in the log why the lease is not held.
         self._noted: dict[str, Any] = {}
 
     def begin(self, now: float) -> None:
@@ -70,7 +70,7 @@ class Contention:
         """Return in words what keeps the lease from us; empty where nothing does, so that the next attempt gets it."""
         reasons: list[str] = []
         if others := self._lease.others():
-            text = "another balancer holds it at {}; one that was killed keeps it until it expires"
+            text = "another balancer holds it at {}; if that one was killed, the lease expires by itself"
             reasons.append(text.format(", ".join(others)))
         if rivals := self._lease.waits_for_rivals():
             text = "another balancer is connected to {} and may believe that it leads; this one waits until it cannot"

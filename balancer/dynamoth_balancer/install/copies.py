@@ -80,7 +80,8 @@ class PlanCopy:
         self._term = term
         self._retry_s = retry_s
         self._verify_interval_s = verify_interval_s
-        self._up = False
+        #: Whether the server is connected.
+        self.is_up = False
         self._run_id: str | None = None
         #: The outstanding command; None when there is none.
         self._sent: str | None = None
@@ -102,13 +103,13 @@ class PlanCopy:
 
     def link_up(self, run_id: str | None) -> None:
         """Begin a new connection: the copy is unknown."""
-        self._up = True
+        self.is_up = True
         self._run_id = run_id
         self._lose(-math.inf)
 
     def link_down(self) -> None:
         """Forget the copy, as its server is away."""
-        self._up = False
+        self.is_up = False
         self._lose(-math.inf)
 
     def _lose(self, retry_at: float) -> None:
@@ -123,11 +124,6 @@ class PlanCopy:
         self.version = version
 
     @property
-    def is_up(self) -> bool:
-        """Whether the server is connected."""
-        return self._up
-
-    @property
     def is_written_whole(self) -> bool:
         """Whether the whole plan is being written to a server that stores none, or another one."""
         return isinstance(self._writing, Plan)
@@ -135,11 +131,11 @@ class PlanCopy:
     @property
     def is_kept(self) -> bool:
         """Whether the server accepts our writes: its copy may be behind, but only for a moment."""
-        return self._up and self.version is not None and not self.problem
+        return self.is_up and self.version is not None and not self.problem
 
     def sync(self, book: PlanBook, now: float) -> list[CopyAction]:
         """Bring the copy to the present plan, or check that it is still there, when it is time."""
-        if not self._up or self._sent is not None or now < self._retry_at:
+        if not self.is_up or self._sent is not None or now < self._retry_at:
             return []
         if self.version is None:
             return [self._send("header", READ_HEADER)]
@@ -189,7 +185,8 @@ class PlanCopy:
             self._parts_left -= 1
             if not self._parts_left:
                 assert isinstance(self._writing, Plan)
-                return [self._send("place", write_whole_end(self._writing, self._run_id))]
+                end = Plan(self._writing.version, self._writing.servers, self._writing.base)
+                return [self._send("place", write_whole(end, self._run_id)[-1])]
             return []
         self._sent = None
         handlers = {
@@ -276,7 +273,7 @@ class PlanCopy:
         return [self._send("length", READ_LENGTH)]
 
     def _on_length(self, value: Any, book: PlanBook, now: float) -> list[CopyAction]:
-        assert self._audited is not None, "only asked for by an audit"
+        assert self._audited is not None, "only an audit sends this"
         entries = len(self._audited.entries)
         if value != entries + HEADER_FIELDS:
             return self._repair({"fields": value, "expected": entries + HEADER_FIELDS}, book)
@@ -300,7 +297,7 @@ class PlanCopy:
 
     def _audited_entries(self) -> dict[bytes, Entry]:
         """Return the next part of the audited plan's entries."""
-        assert self._audited is not None, "only asked for by an audit"
+        assert self._audited is not None, "only an audit sends this"
         return dict(islice(self._audited.entries.items(), self._audit_from, self._audit_from + ENTRIES_PER_COMMAND))
 
     def _repair(self, details: dict[str, Any], book: PlanBook) -> list[CopyAction]:
@@ -335,15 +332,10 @@ class PlanCopy:
         writing, self._writing = self._writing, None
         if isinstance(writing, Plan):
             query = pack_control(PlanQuery(writing.version))
-            tell: CopyAction = Send(self.server, (b"PUBLISH", AGENT_CHANNEL, query))
-            return [tell, *self._known(writing.version, book, now)]
-        assert writing is not None, f"{self.server} answered that it stored what was not sent"
+            news: CopyAction = Send(self.server, (b"PUBLISH", AGENT_CHANNEL, query))
+            return [news, *self._known(writing.version, book, now)]
+        assert writing is not None, f"{self.server} has stored something that was not sent"
         if value != writing.new_fields:
             return self._repair({"new_fields": value, "expected": writing.new_fields}, book)
-        tell = Send(self.server, (b"PUBLISH", AGENT_CHANNEL, writing.message))
-        return [tell, *self._known(writing.delta.version, book, now)]
-
-
-def write_whole_end(plan: Plan, run_id: str | None) -> tuple[CommandPart, ...]:
-    """Return the last command of a whole plan, which replaces the stored one."""
-    return write_whole(Plan(plan.version, plan.servers, plan.base), run_id)[-1]
+        news = Send(self.server, (b"PUBLISH", AGENT_CHANNEL, writing.message))
+        return [news, *self._known(writing.delta.version, book, now)]

@@ -69,17 +69,9 @@ class Hearing:
             if alone:
                 installer.on_vacated(server, message)
             return actions
-        version = _acted_upon(message)
+        version = message.plan_version if isinstance(message, Report) else message.version
+        if isinstance(message, Report) and not message.observing:
+            return actions  # an agent that is blind at the time proves nothing
         if version is not None and not self._agents[server].voices[incarnation].problem:
             installer.on_acknowledgement(server, incarnation, version, now)
         return actions
-
-
-def _acted_upon(message: Report | PlanAck) -> int | None:
-    """Return the version of the plan that an agent acts on, as far as its message proves it.
-
-    The report of an agent that is blind at the time proves nothing.
-    """
-    if isinstance(message, PlanAck):
-        return message.version
-    return message.plan_version if message.observing else None

@@ -85,7 +85,8 @@ class Installer:
         unused = {server.id for server in servers} - servers_in_use(book.plan)
         #: Until when servers without channels get none: clients with patterns may not listen there yet.
         self._joining = dict.fromkeys(unused, now + options.join_s)
-        self._transitions: dict[bytes, Transition] = {}
+        #: The channels in transition; written only here.
+        self.transitions: dict[bytes, Transition] = {}
         self._note_transitions(book.plan.entries, now)
         #: Whether something has happened that may complete a phase.
         self._due = True
@@ -105,18 +106,13 @@ class Installer:
         """The present plan."""
         return self._book.plan
 
-    @property
-    def transitions(self) -> Mapping[bytes, Transition]:
-        """The channels in transition."""
-        return self._transitions
-
     def copy(self, server: str) -> PlanCopy:
         """Return the state of the copy at a server."""
         return self._copies[server]
 
     def deadline(self) -> float | None:
         """Return when :meth:`advance` may have something to do; None when that depends on messages."""
-        return self._advance_at if self._due and self._transitions else None
+        return self._advance_at if self._due and self.transitions else None
 
     # Changes.
 
@@ -130,16 +126,16 @@ class Installer:
         """
         for channel, assignment in assignments.items():
             self._check(channel, assignment, now)
-        if len(self._transitions) + len(assignments) > self._options.transitions_max:
+        if len(self.transitions) + len(assignments) > self._options.transitions_max:
             raise RequestRefused(
-                f"{len(self._transitions)} channels are in transition, and at most"
+                f"{len(self.transitions)} channels are in transition, and at most"
                 f" {self._options.transitions_max} may be; wait until some have settled"
             )
         if self.plan.version > EPOCH_MAX - VERSIONS_IN_RESERVE:
             raise RequestRefused("the versions of the plan are used up; stop all clients and delete the stored plans")
         plan = self.plan.begin(assignments)
         for channel in assignments:
-            self._transitions[channel] = Transition(plan.entries[channel], plan.version, now)
+            self.transitions[channel] = Transition(plan.entries[channel], plan.version, now)
         return self._changed(plan, assignments, reason, now)
 
     def change_rules(self, rules: tuple[CompatibilityRule, ...], reason: str, now: float) -> list[InnerAction]:
@@ -243,7 +239,7 @@ class Installer:
             return []
         self._due = False
         changed: dict[bytes, Entry] = {}
-        for channel, transition in self._transitions.items():
+        for channel, transition in self.transitions.items():
             if next(self.waiting_for(transition, now), None) is None:
                 changed[channel] = _next_phase(transition.entry)
         if not changed:
@@ -275,10 +271,10 @@ class Installer:
     def _note_transitions(self, entries: Mapping[bytes, Entry], now: float, version: int | None = None) -> None:
         """Update the transitions to new entries."""
         for channel, entry in entries.items():
-            known = self._transitions.pop(channel, None)
+            known = self.transitions.pop(channel, None)
             if entry.phase is not Phase.SETTLED:
                 since = now if known is None else known.since
-                self._transitions[channel] = Transition(entry, self.plan.version if version is None else version, since)
+                self.transitions[channel] = Transition(entry, self.plan.version if version is None else version, since)
 
     # What agents say.
 
@@ -306,7 +302,7 @@ class Installer:
     def on_vacated(self, server: str, message: Vacated) -> None:
         """Record that nobody listens at old locations of a server, as its agent says."""
         for channel, epoch in message.channels:
-            transition = self._transitions.get(channel)
+            transition = self.transitions.get(channel)
             if transition is not None and transition.entry.route.epoch == epoch:
                 self._due = self._due or server not in transition.vacated
                 transition.vacated.add(server)
@@ -397,12 +393,12 @@ class Installer:
         entries = self.plan.entries
         for copy in self._copies.values():
             assert copy.version is None or copy.version <= self.plan.version, f"{copy.server} has {copy.version}"
-        for channel, transition in self._transitions.items():
+        for channel, transition in self.transitions.items():
             assert transition.entry is entries.get(channel), f"the transition of {channel!r} is not the plan's"
             assert transition.entry.phase is not Phase.SETTLED, f"{channel!r} has settled"
             assert transition.version <= self.plan.version, f"{channel!r} changed in version {transition.version}"
         unsettled = sum(entry.phase is not Phase.SETTLED for entry in entries.values())
-        assert unsettled == len(self._transitions), f"{unsettled} entries, {len(self._transitions)} transitions"
+        assert unsettled == len(self.transitions), f"{unsettled} entries, {len(self.transitions)} transitions"
 
     def tick(self, now: float) -> list[InnerAction]:
         """Sync copies, ask silent agents, and advance transitions."""

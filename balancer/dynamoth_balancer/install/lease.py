@@ -81,15 +81,11 @@ class Lease:
         self._lease_s = lease_s
         self._renew_s = renew_s
         self._terms = {server: _Term() for server in servers}
-        self._majority = len(self._terms) // 2 + 1
+        #: How many servers must grant the lease.
+        self.majority = len(self._terms) // 2 + 1
         #: Until when the majority is surely ours, at least.
         self._held_until = -math.inf
         self._released = False
-
-    @property
-    def majority(self) -> int:
-        """How many servers must grant the lease."""
-        return self._majority
 
     def is_held(self, now: float) -> bool:
         """Return whether the lease is surely held at the majority of the servers."""
@@ -97,7 +93,7 @@ class Lease:
             return False
         if now >= self._held_until:
             until = sorted((term.held_until for term in self._terms.values()), reverse=True)
-            self._held_until = until[self._majority - 1]
+            self._held_until = until[self.majority - 1]
         return now < self._held_until
 
     def others(self) -> dict[str, str]:
@@ -154,7 +150,7 @@ class Lease:
         return self.tick(now)
 
     def tick(self, now: float) -> list[Send]:
-        """Take and renew the lease where it is time."""
+        """Take and renew the lease at the servers where that is due."""
         sends: list[Send] = []
         if self._released:
             return sends
@@ -226,7 +222,7 @@ class Lease:
             term.held_until = self._held_until = -math.inf
             return self._expire(server, term, value, now)
         if what == "taken":
-            term.next_at = now  # it may have been ours before, with little time left: only a renewal tells
+            term.next_at = now  # it may have been ours before, with little time left: only a renewal shows that
         elif not term.problem and sent_at >= term.counts_from:
             term.held_until = sent_at + self._lease_s * (1 - CLOCK_DRIFT_RATIO)
         return self.tick(now)

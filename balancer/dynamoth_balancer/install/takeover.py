@@ -37,7 +37,7 @@ class _State(enum.Enum):
 
 @dataclass(slots=True)
 class _Found:
-    """What was found at one server, over its present connection."""
+    """The findings at one server, over its present connection."""
 
     state: _State = _State.DOWN
     run_id: str | None = None
@@ -135,20 +135,15 @@ class Takeover:
         if any(found.state is _State.READING for found in self._found.values()):
             return []
         sends: list[Send] = []
-        wanted: list[Plan] = []
+        known = [copy.plan for copy in self._copies if copy.server not in self._damaged]
         for server, found in self._found.items():
             header = found.header
-            known = any(_same_copy(header.plan, plan) for plan in [*self._plans(), *wanted]) if header else True
-            if header is None or known or server in self._damaged:
+            if header is None or server in self._damaged or any(_same_copy(header.plan, plan) for plan in known):
                 continue
-            wanted.append(header.plan)
+            known.append(header.plan)
             found.state = _State.READING
             sends.append(self._send(server, "whole"))
         return sends or None
-
-    def _plans(self) -> list[Plan]:
-        """Return the undamaged plans of which a copy was read."""
-        return [copy.plan for copy in self._copies if copy.server not in self._damaged]
 
     def finish(self) -> tuple[PlanBook, dict[str, int], list[Conflict]]:
         """Return the plan to continue with, the versions of usable copies by server, and the conflicts.

@@ -14,7 +14,7 @@ from dynamoth_balancer.process.recorder import Recorder
 from dynamoth_daemon import metrics
 
 _COUNTERS: Mapping[str, str] = {
-    "decisions": "Decisions that the balancer made by itself, those that nothing can be done included",
+    "decisions": "Decisions of the balancer's own, including those that nothing can be done",
     "moves_begun": "Channels whose assignment was changed, by decision or by an administrator",
     "moves_settled": "Channels whose change of assignment has settled",
     "replications_begun": "Changes among them of channels that were, or then are, replicated",
@@ -23,12 +23,12 @@ _COUNTERS: Mapping[str, str] = {
     "requests_repeated": "Requests of administrators that had been answered before",
     "malformed": "Messages to the balancer that could not be read",
     "unexpected": "Control messages that are not for a balancer",
-    "wrong_server": "Messages of agents that speak at a server which is not their own",
+    "wrong_server": "Messages of agents at a server that is not their own",
     "contested_messages": "Messages of agents while another process spoke for the same server, too",
-    "reports_implausible": "Reports that nobody can have measured",
+    "reports_implausible": "Reports with figures that no agent can have measured",
     "acks_from_future": "Acknowledgements of a version that the balancer does not know",
     "copies_conflicting": "Stored plans that no balancer of this cluster can have written, and that were written over",
-    "vacated_out_of_date": "Words of agents about transitions that are over",
+    "vacated_out_of_date": "Reports of vacated locations for transitions that are over",
 }
 
 
@@ -70,7 +70,7 @@ def _collect(machine: BalancerMachine, now: float, recorder: Recorder | None) ->
         yield gauge("replicated_channels", "Channels that are spread over several servers", status["replicated"])
     text = "Averaged load over capacity, as decisions see it: load on its way is counted where it goes"
     yield by_server("load_ratio", text, "load_ratio")
-    text = "Channels that are still at a server that is being drained, as far as its agent can tell"
+    text = "Channels that are still at a server that is being drained, as far as its agent knows"
     yield by_server("channels_left", text, "channels_left")
     yield from _of_problems(machine, servers.keys(), now)
     yield gauge("transition_age_seconds", "Age of the oldest transition; 0 without any", status["transition_age_s"])
