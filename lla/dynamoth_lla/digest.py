@@ -206,8 +206,7 @@ def _columns(loads: list[Load], publisher_counts: list[int], bounds: NamedBounds
         messages_sent=tuple([load.messages_sent for load in loads]),
         bytes_in=tuple([load.bytes_in for load in loads]),
         bytes_out=tuple([load.bytes_out for load in loads]),
-        publisher_ids=tuple([b"".join([id_ for id_, _ in counts.most_common(who_max)]) for counts in published])
-        + unnamed,
+        publisher_ids=tuple([b"".join([id_ for id_, _ in counts]) for counts in published]) + unnamed,
         subscriber_ids=tuple([pack_ids(list(clients)[: -who_max - 1 : -1]) for clients in announced]) + unnamed,
     )
 

@@ -108,16 +108,11 @@ def test_how_much_fits_into_the_socket_is_asked_of_the_socket() -> None:
         assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) >= parts_max * 32 * 1024
 
 
-def test_an_agent_that_is_behind_reads_on() -> None:
+def test_an_agent_that_is_behind_or_has_something_urgent_reads_on() -> None:
     stage = Stage(parts_max=4)
     stage.become_busy()
     assert stage.read(300, parts=4) == []
     assert stage.read(300, parts=3) == ["pause"]
-
-
-def test_an_agent_with_something_urgent_reads_on() -> None:
-    stage = Stage()
-    stage.become_busy()
     stage.may_wait = False
     assert stage.read(500) == []
     stage.may_wait = True

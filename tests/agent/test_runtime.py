@@ -240,23 +240,6 @@ def test_it_waits_for_its_server_and_says_so_once(
     assert "connected" in [record.getMessage() for record in caplog.records]
 
 
-def test_a_restarted_server_is_observed_again_and_the_blind_time_is_reported(redis_server: EmbeddedRedis) -> None:
-    store_plan(redis_server)
-
-    async def main() -> None:
-        async with running(config(redis_server)):
-            async with Listener(redis_server) as listener:
-                await listener.next_report()
-            redis_server.kill()
-            redis_server.restart()
-            async with Listener(redis_server) as listener:
-                report = await listener.next_report()
-            assert 0 < report.blind_s < PATIENCE_S
-            assert report.load_ratio < 1  # the counters of the new process are not compared with the old ones
-
-    run(main)
-
-
 def test_a_lost_connection_is_blind_time_too_and_no_second_agent(redis_server: EmbeddedRedis) -> None:
     store_plan(redis_server)
 

@@ -11,7 +11,6 @@ import pytest
 from dynamoth.names import PLAN_KEY
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
 from dynamoth.plan.plan import EPOCH_MAX, Entry, Phase, Plan, Route, Server, single
-from dynamoth.protocol.stored_plan import ENTRIES_PER_COMMAND
 from dynamoth_balancer.machine import Stage
 from tests.balancer.cluster import NO_DECISIONS, Balancer, SimCluster, started
 
@@ -114,17 +113,18 @@ def test_a_copy_that_was_changed_under_its_version_is_repaired_while_the_balance
     assert balancer.machine.all_counters()["copies_conflicting"] == 1
 
 
-def test_the_entries_of_a_large_plan_are_looked_at_by_turns() -> None:
+def test_the_entries_of_a_large_plan_are_looked_at_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamoth_balancer.install.copies.ENTRIES_PER_COMMAND", 50)
     cluster, balancer = started(3)
     entry = Entry(Route(balancer.plan.version + 1, single("s1")), Phase.SETTLED)
-    entries = {b"many.%d" % number: entry for number in range(2 * ENTRIES_PER_COMMAND + 100)}
+    entries = {b"many.%d" % number: entry for number in range(110)}
     large = replace(balancer.plan, version=balancer.plan.version + 1, entries=entries)
     cluster.kill(balancer)
     for server in cluster.servers.values():
         server.put_plan(large)
     cluster.run(60)
     balancer = cluster.started(NO_DECISIONS)
-    for channel in (b"many.0", b"many.%d" % (2 * ENTRIES_PER_COMMAND), b"many.5"):
+    for channel in (b"many.0", b"many.100", b"many.5"):
         elsewhere = replace(entry, route=Route(entry.route.epoch, single("s2")))
         forge(cluster, partial(with_entry, channel, elsewhere), "s3")
         cluster.run_until(lambda: cluster.servers["s3"].plan == balancer.plan)

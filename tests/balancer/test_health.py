@@ -297,17 +297,14 @@ def test_since_is_when_it_was_first_seen_unless_more_is_known() -> None:
     assert [problem.since for problem in health.problems] == [30.0]
 
 
-def test_what_does_not_last_is_no_problem() -> None:
+def test_what_does_not_last_is_no_problem_and_errors_come_first() -> None:
     health = Health()
+    error = Found(Severity.ERROR, "b", "s1", "worse")
     for now in (10.0, 12.0, 14.9):
-        assert health.look([found("a", after_s=5.0)], now) == ([], [])
-    [problem], _ = health.look([found("a", after_s=5.0)], 15.0)
+        health.look([found("a", after_s=5.0), error], now)
+        assert [problem.kind for problem in health.problems] == ["b"]
+    [problem], _ = health.look([found("a", after_s=5.0), error], 15.0)
     assert problem.since == 10.0
-
-
-def test_errors_come_first() -> None:
-    health = Health()
-    health.look([found("a"), Found(Severity.ERROR, "b", "s1", "worse")], 0.0)
     assert [problem.kind for problem in health.problems] == ["b", "a"]
 
 

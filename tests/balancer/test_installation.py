@@ -23,6 +23,10 @@ def places(cluster: SimCluster, balancer: Balancer) -> tuple[str, str]:
     return source, cluster.others(source)[0]
 
 
+def lose_acknowledgements(cluster: SimCluster, server: str, *, lost: bool = True) -> None:
+    cluster.agents[server].lose = lambda message: lost and isinstance(message, PlanAck)
+
+
 def say_vacated(cluster: SimCluster, server: str, *channels: tuple[bytes, int]) -> None:
     """Let the agent of a server say that nobody listens at old locations of channels of these epochs."""
     cluster.say(server, Vacated(server, channels, cluster.agents[server].incarnation))
@@ -41,6 +45,13 @@ def begin(cluster: SimCluster, balancer: Balancer, *, listened: bool = False) ->
     return source, target
 
 
+def move(cluster: SimCluster, balancer: Balancer) -> str:
+    """Move the channel; return where it is then."""
+    _, target = begin(cluster, balancer)
+    cluster.run_until(lambda: is_settled(cluster, balancer, target))
+    return target
+
+
 def is_settled(cluster: SimCluster, balancer: Balancer, target: str) -> bool:
     entry = balancer.plan.entry(CHANNEL)
     return entry.phase is Phase.SETTLED and entry.route.assignment.servers == (target,) and cluster.is_quiet(balancer)
@@ -55,8 +66,7 @@ def test_a_new_cluster_gets_plan_0_at_every_server() -> None:
 
 def test_a_move_goes_through_all_phases_and_is_stored_everywhere() -> None:
     cluster, balancer = started(3)
-    _, target = begin(cluster, balancer)
-    cluster.run_until(lambda: is_settled(cluster, balancer, target))
+    move(cluster, balancer)
     assert [plan.entries[CHANNEL].phase for plan in balancer.plans()[1:]] == list(Phase)
     assert balancer.plan.version == 3
     assert balancer.plan.entry(CHANNEL).route.epoch == 1
@@ -73,8 +83,7 @@ def test_an_agent_hears_of_a_phase_only_after_its_server_has_stored_it() -> None
             return False
 
         agent.lose = stored_here
-    _, target = begin(cluster, balancer)
-    cluster.run_until(lambda: is_settled(cluster, balancer, target))
+    move(cluster, balancer)
 
 
 @pytest.mark.parametrize("lost", [PlanChange, PlanAck, PlanQuery, Vacated])
@@ -103,8 +112,7 @@ def test_a_report_tells_what_a_lost_acknowledgement_told() -> None:
     for agent in cluster.agents.values():
         agent.lose = lambda message: isinstance(message, PlanAck)
         agent.reports_version = True
-    _, target = begin(cluster, balancer)
-    cluster.run_until(lambda: is_settled(cluster, balancer, target))
+    move(cluster, balancer)
 
 
 def test_agents_that_send_no_reports_are_asked_for_a_sign_of_life() -> None:
@@ -112,8 +120,7 @@ def test_agents_that_send_no_reports_are_asked_for_a_sign_of_life() -> None:
     for agent in cluster.agents.values():
         agent.reports = False
     cluster.run(60)
-    _, target = begin(cluster, balancer)
-    cluster.run_until(lambda: is_settled(cluster, balancer, target))
+    move(cluster, balancer)
 
 
 def test_repeated_and_old_messages_change_nothing() -> None:
@@ -142,7 +149,7 @@ def test_repeated_and_old_messages_change_nothing() -> None:
 def test_vacated_counts_only_once_the_transition_is_active() -> None:
     cluster, balancer = started()
     source, target = places(cluster, balancer)
-    cluster.agents[target].lose = lambda message: isinstance(message, PlanAck)
+    lose_acknowledgements(cluster, target)
     begin(cluster, balancer, listened=True)
     cluster.run(3)
     say_vacated(cluster, source, (CHANNEL, balancer.plan.entry(CHANNEL).route.epoch))
@@ -156,7 +163,7 @@ def test_an_agent_that_restarts_before_activation_must_acknowledge_again() -> No
     cluster, balancer = started()
     source, target = places(cluster, balancer)
     agent = cluster.agents[source]
-    cluster.agents[target].lose = lambda message: isinstance(message, PlanAck)
+    lose_acknowledgements(cluster, target)
     begin(cluster, balancer)
     cluster.run(2)  # the agent of the source has acknowledged, that of the target has not been heard
     old = agent.incarnation
@@ -176,7 +183,7 @@ def test_an_agent_that_restarts_before_activation_must_acknowledge_again() -> No
 def test_an_agent_that_died_after_its_acknowledgement_is_waited_for() -> None:
     cluster, balancer = started()
     source, target = places(cluster, balancer)
-    cluster.agents[target].lose = lambda message: isinstance(message, PlanAck)
+    lose_acknowledgements(cluster, target)
     begin(cluster, balancer)
     cluster.run(2)
     cluster.agents[source].alive = False
@@ -193,8 +200,7 @@ def test_a_superseded_agent_is_believed_again_when_the_later_one_is_gone() -> No
     first = cluster.agents["s1"].incarnation
     cluster.say("s1", PlanAck("s1", 5, 0))  # a second agent, which ends at once
     cluster.run(20)
-    _, target = begin(cluster, balancer)
-    cluster.run_until(lambda: is_settled(cluster, balancer, target))
+    move(cluster, balancer)
     assert cluster.agents["s1"].incarnation == first
 
 
@@ -203,7 +209,7 @@ def test_a_successor_goes_on_in_every_phase(phase: Phase) -> None:
     cluster, balancer = started(3)
     source, target = places(cluster, balancer)
     if phase is Phase.PREPARED:
-        cluster.agents[target].lose = lambda message: isinstance(message, PlanAck)
+        lose_acknowledgements(cluster, target)
     begin(cluster, balancer, listened=phase is Phase.ACTIVE)
     if phase is Phase.SETTLED:
         cluster.run_until(lambda: is_settled(cluster, balancer, target))
@@ -280,8 +286,7 @@ def test_a_server_that_is_down_is_not_chosen_and_a_transition_waits_for_it() -> 
 
 def test_a_restarted_server_gets_the_whole_plan_and_its_old_one_is_not_trusted() -> None:
     cluster, balancer = started(3)
-    _, target = begin(cluster, balancer)
-    cluster.run_until(lambda: is_settled(cluster, balancer, target))
+    move(cluster, balancer)
     for snapshot in (None, cluster.servers["s2"].snapshot()):
         cluster.stop_server("s2")
         cluster.run(1)
@@ -297,8 +302,7 @@ def test_a_restarted_server_gets_the_whole_plan_and_its_old_one_is_not_trusted()
 @pytest.mark.parametrize("version", [b"0", b"77", b"4294967295", b"9999999999"])
 def test_a_server_with_an_unexpected_version_is_written_as_a_whole(version: bytes) -> None:
     cluster, balancer = started()
-    _, target = begin(cluster, balancer)
-    cluster.run_until(lambda: is_settled(cluster, balancer, target))
+    move(cluster, balancer)
     cluster.servers["s1"].put(PLAN_KEY, {VERSION_FIELD: version}, keep=True)
     cluster.servers["s1"].executed.clear()
     cluster.run(10)

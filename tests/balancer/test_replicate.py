@@ -315,13 +315,6 @@ def test_a_channel_that_is_being_spread_is_not_moved_by_the_same_plan() -> None:
     assert only_move(decide((Replicate(), Relieve()), cluster)).after.mode is SUBS
 
 
-def test_bounds_of_a_plan_hold_for_replication_too() -> None:
-    channels = [replace(figures(3000, 10, 0.6, single(f"s{n}")), channel=b"%d" % n) for n in range(1, 6)]
-    more = {**IDLE, **{f"idle{number}": 0.0 for number in range(9)}}
-    assert len(decided(channels, more).moves) == 5
-    assert len(decided(channels, more, replace(OPTIONS, moves_per_plan_max=2)).moves) == 2
-
-
 # Dead replicas.
 
 

@@ -172,22 +172,6 @@ def test_a_second_balancer_ends_with_2(cluster: Cluster, caplog: pytest.LogCaptu
     assert any("another balancer" in vars(record)["cause"] for record in caplog.records if record.levelname == "ERROR")
 
 
-def test_a_balancer_that_ends_without_giving_the_lease_back_is_followed_by_another(cluster: Cluster) -> None:
-    async def run() -> None:
-        async with cluster.agents():
-            killed = asyncio.create_task(run_balancer(cluster.config()))
-            await until(lambda: cluster.is_ready(cluster.config()))
-            await cluster.move(b"news")
-            killed.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await killed
-            async with cluster.balancer(cluster.config()):
-                plan = await cluster.plan(cluster.servers[0])
-                assert plan is not None and plan.entries[b"news"].phase is Phase.SETTLED
-
-    asyncio.run(run())
-
-
 def test_it_is_not_ready_while_no_server_answers(redis_server: EmbeddedRedis, free_port: int) -> None:
     config = BalancerConfig(
         servers=(Server("s1", redis_server.url), Server("s2", "redis://127.0.0.1:1")),
