@@ -16,7 +16,7 @@ from dynamoth.plan.plan import Phase
 from dynamoth.protocol.control import AdminRequest, PlanAck, Vacated, pack_control
 from dynamoth.protocol.reports import pack_report
 from dynamoth_balancer.options import BalancerOptions
-from tests.balancer.cluster import Balancer, SimCluster, started
+from tests.balancer.cluster import NO_DECISIONS, Balancer, SimCluster, started
 
 CHANNEL = b"news"
 
@@ -78,26 +78,29 @@ def test_moves_that_make_no_sense_are_refused(arguments: dict[str, Any], words: 
     assert balancer.plan.version == 0
 
 
-def test_a_move_that_takes_too_long_is_answered_with_what_it_waits_for() -> None:
-    cluster, balancer = started(options=BalancerOptions(load_ratio_high=1000.0, move_timeout_s=5.0))
+@pytest.mark.parametrize(
+    ("options", "arguments", "timeout_s"),
+    [
+        (BalancerOptions(load_ratio_high=1000.0, move_timeout_s=5.0), {}, 5),
+        (NO_DECISIONS, {"timeout_s": 45}, 45),  # not the default of 30 s
+    ],
+)
+def test_a_move_that_takes_too_long_is_answered_with_what_it_waits_for(
+    options: BalancerOptions, arguments: dict[str, Any], timeout_s: int
+) -> None:
+    cluster, balancer = started(options=options)
     source, target = balancer.home(CHANNEL), _other(cluster, balancer)
     cluster.agents[source].listened.add(CHANNEL)
-    assert f"subscribers to leave {source}" in cluster.refusal("move", {"channel": CHANNEL, "to": target})
+    cluster.admin("s1", "move", {"channel": CHANNEL, "to": target, **arguments})
+    cluster.run(timeout_s - 1)
+    assert not cluster.servers["s1"].replies
+    cluster.run(2)
+    [reply] = cluster.servers["s1"].replies
+    assert reply.error is not None and f"not settled after {timeout_s} s, but it goes on" in reply.error
+    assert f"subscribers to leave {source}" in reply.error
     cluster.agents[source].listened.clear()
     cluster.run(3)
     assert balancer.plan.entry(CHANNEL).phase is Phase.SETTLED, "it goes on"
-
-
-def test_a_move_waits_as_long_as_the_administrator_does() -> None:
-    cluster, balancer = started()
-    source, target = balancer.home(CHANNEL), _other(cluster, balancer)
-    cluster.agents[source].listened.add(CHANNEL)
-    cluster.admin("s1", "move", {"channel": CHANNEL, "to": target, "timeout_s": 45})
-    cluster.run(44)
-    assert not cluster.servers["s1"].replies, "the default of 30 s is not what was asked for"
-    cluster.run(2)
-    [reply] = cluster.servers["s1"].replies
-    assert reply.error is not None and "not settled after 45 s, but it goes on" in reply.error
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, "5", True, float("inf"), float("nan"), 1e9])
