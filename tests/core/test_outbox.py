@@ -134,6 +134,16 @@ def test_a_command_larger_than_what_may_be_under_way_goes_by_itself() -> None:
 
 
 @pytest.mark.usefixtures("hundred")
+def test_the_rest_goes_out_when_just_half_of_it_is_answered() -> None:
+    outbox = Outbox("to:s2", 20)
+    outbox.link_up()
+    for _ in range(4):
+        outbox.put((b"x" * 50,))
+    outbox.replied_all(2)
+    assert _lengths(outbox.flush()) == [50]
+
+
+@pytest.mark.usefixtures("hundred")
 def test_what_is_held_can_be_discarded() -> None:
     outbox = Outbox("to:s2", 20)
     outbox.link_up()

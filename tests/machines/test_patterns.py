@@ -296,7 +296,8 @@ def test_a_message_that_matches_two_names_of_a_pattern_comes_once() -> None:
     names = [b"x*", b"[^\\_]*x*"]
     told = matcher.tell(Pushed("s1", [[b"pmessage", name, b"xx", b"raw"] for name in names]))
     assert delivered(told) == [b"raw"]
-    assert delivered(matcher.matched("s1", b"the second only", channel=b"yx", pattern=names[1])) == [b"the second only"]
+    for channel, name in ((b"yx", names[1]), (b"__dynamoth__yx", b"__dynamoth__[^\\:]*x*")):
+        assert delivered(matcher.matched("s1", b"one name only", channel=channel, pattern=name)) == [b"one name only"]
 
 
 def test_two_patterns_may_share_a_name() -> None:
@@ -400,7 +401,7 @@ def test_a_server_that_leaves_the_plan_is_left_and_is_no_gap() -> None:
     matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed()
     told = matcher.answer([matcher.pass_time(3.0)[0]], replace(shrunk, version=5))
     assert told == [Disconnect("s3")]
-    matcher.matched("s1", message(1, flags=FIRST))
+    assert [send.link for send in only(Send, matcher.pass_time(3.0))] == ["s1", "s2"], "it looks again and again"
 
 
 def test_a_server_whose_own_header_does_not_list_it_is_left_and_not_waited_for() -> None:
@@ -434,9 +435,18 @@ def test_servers_that_leave_may_be_the_last_that_an_ending_pattern_waits_for() -
 # Ends.
 
 
+def test_a_pattern_that_ends_while_a_server_is_away_tells_the_gap() -> None:
+    matcher = Matcher().confirmed()
+    matcher.down("s1")
+    reason = "the connection to server s1 was lost: reset by peer"
+    assert matcher.unsubscribe()[0] == PatternGapDetected(P, None, None, None, reason)
+
+
 def test_a_pattern_has_ended_when_every_server_has_said_so() -> None:
     matcher = Matcher().confirmed()
-    ends = essential(matcher.unsubscribe())
+    told = matcher.unsubscribe()
+    assert only(PatternGapDetected, told) == []
+    ends = essential(told)
     assert [(send.link, send.args) for send in ends] == [(id_, (b"PUNSUBSCRIBE", P, R)) for id_ in URLS]
     assert delivered(matcher.matched("s3", message(1, flags=FIRST))) == [b"m1"], "it was on its way"
     assert matcher.answer(ends[:2]) == []
