@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dynamoth.glob import patterns_without
+from dynamoth.globs import patterns_without
 from dynamoth.machine.events import Send
 from dynamoth.names import AGENT_CHANNEL, NOTIFICATION_PREFIXES
 from dynamoth_dispatcher.events import LOCAL, DispatcherAction

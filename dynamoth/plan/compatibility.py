@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dynamoth.errors import PlanError
-from dynamoth.glob import compile_glob
+from dynamoth.globs import compile_glob
 from dynamoth.names import RESERVED_PREFIX
 
 RULES_MAX = 64

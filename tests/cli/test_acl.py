@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth import names
-from dynamoth.glob import compile_glob
+from dynamoth.globs import compile_glob
 from dynamoth_cli.commands.acl import ROLES, make_user, read_passwords, rights_of, to_lines
 from dynamoth_cli.main import main
 

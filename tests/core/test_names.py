@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth import names
-from dynamoth.glob import compile_glob, physical_patterns
+from dynamoth.globs import compile_glob, physical_patterns
 
 
 @given(st.binary(max_size=20), st.integers(0, 2**32 - 1))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dynamoth import names
 from dynamoth.errors import MalformedMessage
-from dynamoth.glob import physical_patterns
+from dynamoth.globs import physical_patterns
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
 from dynamoth.plan.plan import JOIN_S, Entry, Mode, Phase, Plan, Route
 from dynamoth.plan.ring import Ring

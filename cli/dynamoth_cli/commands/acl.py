@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dynamoth import names
 from dynamoth.errors import ConfigError
-from dynamoth.glob import literal_glob, matches_reserved, physical_patterns
+from dynamoth.globs import literal_glob, matches_reserved, physical_patterns
 
 ROLES = ("agent", "balancer", "client", "operator")
 

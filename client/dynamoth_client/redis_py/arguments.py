@@ -7,7 +7,7 @@ from typing import Any
 
 import redis.exceptions
 
-from dynamoth.glob import bytes_spelled
+from dynamoth.globs import bytes_spelled
 from dynamoth.names import RESERVED_PREFIX, SERVER_LOCAL_PREFIXES
 
 _COMMANDS = ("subscribe", "psubscribe", "ssubscribe", "unsubscribe", "punsubscribe", "sunsubscribe", "ping")

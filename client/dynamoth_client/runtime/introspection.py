@@ -14,7 +14,7 @@ from typing import Any
 import redis.exceptions
 
 from dynamoth.errors import MalformedMessage
-from dynamoth.glob import physical_patterns
+from dynamoth.globs import physical_patterns
 from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth.names import (
     AGENT_CHANNEL,

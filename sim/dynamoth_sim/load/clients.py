@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from dynamoth.glob import compile_glob
+from dynamoth.globs import compile_glob
 from dynamoth.machine.events import Connect, Disconnect, LinkDown, LinkUp, Replied, Send, Start, Tick
 from dynamoth.names import NOTIFICATION_PREFIXES
 from dynamoth.plan.plan import Plan

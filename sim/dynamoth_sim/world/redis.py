@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from dynamoth.glob import compile_glob
+from dynamoth.globs import compile_glob
 from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
 from dynamoth_dispatcher.observation import EVERYTHING, QUIET_PATTERNS

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from dynamoth.glob import compile_glob, physical_patterns
+from dynamoth.globs import compile_glob, physical_patterns
 from dynamoth.names import RESERVED_PREFIX, is_user_channel, logical_channel
 from dynamoth_client.machines.patterns.events import PatternMessage
 from dynamoth_client.machines.register import Registered, State

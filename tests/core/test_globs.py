@@ -10,7 +10,7 @@ import redis
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dynamoth.glob import SPLIT_MAX, compile_glob, patterns_without, physical_patterns
+from dynamoth.globs import SPLIT_MAX, compile_glob, patterns_without, physical_patterns
 from dynamoth.names import NOTIFICATION_PREFIXES, RESERVED_PREFIX, logical_channel, replica_channel
 from dynamoth_cli.local.embedded import EmbeddedRedis
 
