@@ -9,8 +9,8 @@ import shlex
 import socket
 import subprocess
 import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, redirect_stdout
+from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from bench.__main__ import BENCHMARKS
 from dynamoth.settings.load import OTHER_VARIABLES, declared_settings
 from dynamoth_cli.main import COMMANDS, main
 from tests.docs.pages import LANGUAGES, ROOT, Block, blocks, prose
-from tests.docs.runner import BlockFailed, Runner
+from tests.docs.runner import BlockFailed, run_page
 from tests.redis_servers import RedisServerFactory
 
 README = ROOT / "README.md"
@@ -89,8 +89,7 @@ def test_the_blocks_of_a_page_run(page: Path, redis_server_factory: RedisServerF
     setup = RUN[page]
     instead = dict(zip(setup.ports, map(str, free_ports()), strict=False))
     instead |= {host: f"127.0.0.1:{redis_server_factory(options=PUBSUB_LIMIT).port}" for host in setup.servers}
-    with Runner(tmp_path, instead) as runner:
-        wrote = runner.run(runnable(page))
+    wrote = run_page(runnable(page), tmp_path, instead)
     assert [each for each in setup.written if each not in wrote] == []
     for name, part in setup.files.items():
         assert part in (tmp_path / name).read_text()
@@ -230,12 +229,6 @@ def test_the_readme_is_short() -> None:
 # The runner can fail.
 
 
-@pytest.fixture
-def runner(tmp_path: Path) -> Iterator[Runner]:
-    with ExitStack() as stack:
-        yield stack.enter_context(Runner(tmp_path, {"7001": "8001"}))
-
-
 def block(language: str, text: str) -> Block:
     return Block(README, 7, language, text, None)
 
@@ -253,13 +246,13 @@ def block(language: str, text: str) -> Block:
         (block("ruby", "puts 1\n"), "nobody can run ruby"),
     ],
 )
-def test_a_block_that_fails_is_noticed(made: Block, why: str, runner: Runner) -> None:
+def test_a_block_that_fails_is_noticed(made: Block, why: str, tmp_path: Path) -> None:
     with pytest.raises(BlockFailed, match=re.escape(why)):
-        runner.run([made])
+        run_page([made], tmp_path, {})
 
 
-def test_what_blocks_leave_for_each_other(runner: Runner) -> None:
+def test_what_blocks_leave_for_each_other(tmp_path: Path) -> None:
     exported = block("bash", "export PORT=7001 NAME='a b'\n")
     used = block("bash", "echo $PORT $NAME x7001 7001.5\n")
     first, second = block("python", "x = 1\n"), Block(README, 20, "python", "print(x)\n", None)
-    assert runner.run([exported, first, used, second]) == "8001 a b x7001 7001.5\n1\n"
+    assert run_page([exported, first, used, second], tmp_path, {"7001": "8001"}) == "8001 a b x7001 7001.5\n1\n"
