@@ -77,30 +77,6 @@ def test_redis_7_has_clients_listen_and_speak_on_different_names() -> None:
     assert "%R~__dynamoth__:plan" in rules
 
 
-@pytest.mark.parametrize(
-    ("pattern", "reason"),
-    [
-        ("a b", "cannot hold spaces"),
-        ("a(b", "cannot hold spaces"),
-        ("", "cannot hold spaces"),
-        ("__dynamoth__:*", "nothing but names of Dynamoth's own"),
-        ("__dynamoth__:plan", "nothing but names of Dynamoth's own"),
-        ("*?*?*?*?*?*?*", "too many stars"),
-    ],
-)
-def test_patterns_that_cannot_be_rules_are_refused(
-    pattern: str, reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["acl", "--channels", pattern]) == 2
-    assert reason in capsys.readouterr().err
-
-
-def test_channels_must_be_given_for_clients(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["acl"]) == 2
-    assert "--channels" in capsys.readouterr().err
-    assert main(["acl", "--role", "agent"]) == 0
-
-
 def test_only_digests_of_passwords_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "passwords"
     file.write_text("".join(f"{role} {role} secret\n" for role in ROLES))
@@ -121,10 +97,3 @@ def test_passwords_come_from_the_environment_unless_a_file_has_them(tmp_path: Pa
     file = tmp_path / "passwords"
     file.write_text("client of the file\n\n")
     assert read_passwords(file, environment) == {"agent": "a", "client": "of the file"}
-
-
-@pytest.mark.parametrize("text", ["nobody x", "agent", "agent \n"])
-def test_a_line_that_is_no_password_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "passwords").write_text(text)
-    assert main(["acl", "--channels", "a", "--passwords", str(tmp_path / "passwords")]) == 2
-    assert "line 1" in capsys.readouterr().err

@@ -64,31 +64,6 @@ def test_the_balancer_gets_the_arguments(arguments: tuple[str, ...], wanted: dic
     assert change_arguments(parsed(*arguments, "--timeout", "45")) == {"timeout_s": 45.0, **wanted}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (("replicate", "c", "--mode", "all-publishers"), "one of the arguments --servers --count is required"),
-        (("replicate", "c", "--servers", "s1,s2"), "required: --mode"),
-        (("replicate", "c", "--mode", "single", "--count", "2"), "invalid choice: 'single'"),
-        (("replicate", "c", "--mode", "all-publishers", "--servers", "s1,s2", "--count", "2"), "not allowed with"),
-        (("replicate", "c", "--mode", "all-publishers", "--count", "many"), "invalid int value: 'many'"),
-        (("unreplicate",), "required: CHANNEL"),
-        (("move", "", "--to", "s1"), "the name of a channel expected, not nothing"),
-        (("show", ""), "the name of a channel expected, not nothing"),
-        (("move", "c", "--to", "s1", "--timeout", "1e9"), "more than 0 s expected, at most"),
-        (("move", "c", "--to", "s1", "--timeout", "soon"), "--timeout: a number expected, not 'soon'"),
-        (("compatibility",), "required: {list,add,lift,remove}"),
-    ],
-)
-def test_wrong_arguments_exit_with_2_and_are_named(
-    arguments: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parsed(*arguments)
-    assert caught.value.code == 2
-    assert problem in capsys.readouterr().err
-
-
 def test_the_result_names_the_servers_and_the_note() -> None:
     result = {"mode": "single", "servers": ["s1"], "version": 7, "note": ""}
     assert describe_result("c", result) == "c is at s1, settled (plan version 7)\n"

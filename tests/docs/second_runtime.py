@@ -24,64 +24,55 @@ MOVE_SPREAD_S = 0.8
 READ_AGAIN_S = 0.1
 LOOK_AGAIN_S, LOOK_AGAIN_S_MAX = 0.25, 2.0
 
-OnReply = Callable[[Any], None]
-
 
 class Connection:
-    """A RESP3 connection to one server. Pushes go to ``on_push``, each reply to what was given with its command."""
+    """A RESP3 connection to one server; pushes that have come are in ``pushes``."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self.socket = socket.create_connection((parts.hostname, parts.port))
-        self.on_push: Callable[[list[Any]], None] = lambda push: None
+        self.pushes: deque[list[Any]] = deque()
+        self._replies: deque[Any] = deque()
         self._reader = hiredis.Reader()
-        self._waiting: deque[OnReply] = deque()
-        self.run_id = ""
         self.call(b"HELLO", b"3")
-        self.call(b"INFO", b"server", on_reply=self._take_info)
+        [line] = [line for line in self.call(b"INFO", b"server").splitlines() if line.startswith(b"run_id:")]
+        self.run_id = line.removeprefix(b"run_id:").decode()
 
-    def call(self, *words: bytes, on_reply: OnReply = lambda reply: None) -> None:
-        """Send a command. SUBSCRIBE and UNSUBSCRIBE are answered by pushes."""
+    def send(self, *words: bytes) -> None:
+        """Send a command without a reply: pushes answer SUBSCRIBE and UNSUBSCRIBE."""
         lines = b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
         self.socket.sendall(b"*%d\r\n" % len(words) + lines)
-        if words[0] not in (b"SUBSCRIBE", b"UNSUBSCRIBE"):
-            self._waiting.append(on_reply)
 
-    def _take_info(self, info: bytes) -> None:
-        [line] = [line for line in info.splitlines() if line.startswith(b"run_id:")]
-        self.run_id = line.removeprefix(b"run_id:").decode()
+    def call(self, *words: bytes) -> Any:
+        """Send any other command and return its reply."""
+        self.send(*words)
+        while not self._replies:
+            self.read()
+        return self._replies.popleft()
 
     def read(self) -> None:
         """Take what has come."""
         self._reader.feed(self.socket.recv(1 << 16))
         while (value := self._reader.gets()) is not False:
-            if isinstance(value, hiredis.PushNotification):
-                self.on_push(list(value))
-            else:
-                self._waiting.popleft()(value)
+            (self.pushes if isinstance(value, hiredis.PushNotification) else self._replies).append(value)
 
 
 class Node:
     """What publisher and subscriber share: the plan's header, and connections to its servers."""
 
-    def __init__(self, id_: int, url: str) -> None:
+    def __init__(self, id_: int, url: str, channel: bytes) -> None:
         self.id = id_
+        self.channel = channel
         self.connections: dict[str, Connection] = {}
         first = Connection(url)
-        stored: list[Any] = []
-        first.call(b"HGETALL", PLAN, on_reply=stored.append)
-        while not stored:
-            first.read()
+        self.plan = second.StoredPlan.read(first.call(b"HGETALL", PLAN))
         first.socket.close()
-        self.plan = second.StoredPlan.read({**stored[0]})
-        #: Routes that this client has learned.
-        self.routes: dict[bytes, second.Route] = {}
+        self.route = self.plan.home(channel)
 
     def connection(self, server: str) -> Connection:
         if server not in self.connections:
-            made = self.connections[server] = Connection(self.plan.servers[server])
-            made.on_push = lambda push: self.pushed(server, push)
-            self.connected(made)
+            self.connections[server] = Connection(self.plan.servers[server])
+            self.connected(self.connections[server])
         return self.connections[server]
 
     def connected(self, connection: Connection) -> None:
@@ -90,39 +81,40 @@ class Node:
     def pushed(self, server: str, push: list[Any]) -> None:
         """Take a push."""
 
+    def tick(self) -> None:
+        """Do what is due."""
+
+    def take_pushes(self) -> None:
+        for server, connection in list(self.connections.items()):
+            while connection.pushes:
+                self.pushed(server, connection.pushes.popleft())
+
     def close(self) -> None:
         for connection in self.connections.values():
             connection.socket.close()
 
-    def route(self, channel: bytes) -> second.Route:
-        return self.routes.get(channel) or self.plan.home(channel)
-
-    def read_entry(self, server: str, channel: bytes, on_entry: Callable[[list[Any]], None]) -> None:
-        """Read the entry of a channel."""
+    def read_entry(self, server: str) -> list[Any]:
+        """Return the entry of the channel that is stored at a server."""
         connection = self.connection(server)
-
-        def read(reply: list[bytes | None]) -> None:
-            version, run, packed = reply[:3]
-            assert second.is_believed(version, run, connection.run_id)
-            on_entry([second.SETTLED, self.plan.home(channel), []] if packed is None else msgpack.unpackb(packed))
-
-        fields = (b"@version", b"@run", b"c:" + channel, b"@compatibility", b"@ring")
-        connection.call(b"HMGET", PLAN, *fields, on_reply=read)
+        fields = (b"@version", b"@run", b"c:" + self.channel, b"@compatibility", b"@ring")
+        version, run, packed = connection.call(b"HMGET", PLAN, *fields)[:3]
+        assert second.is_believed(version, run, connection.run_id)
+        entry: list[Any] = msgpack.unpackb(packed or second.pack([second.SETTLED, self.plan.home(self.channel), []]))
+        return entry
 
 
 class Publisher(Node):
     """Publishes on one channel."""
 
     def __init__(self, id_: int, url: str, channel: bytes) -> None:
-        self.channel = channel
+        super().__init__(id_, url, channel)
         self.number = 0
         self.published_at = time.monotonic()
         self.places: list[second.Location] = []
         self.receivers: int | None = None
-        super().__init__(id_, url)
 
     def connected(self, connection: Connection) -> None:
-        connection.call(b"SUBSCRIBE", second.inbox(self.id), second.PREFIX + b"inbox:all")
+        connection.send(b"SUBSCRIBE", second.inbox(self.id), second.PREFIX + b"inbox:all")
 
     def pushed(self, server: str, push: list[Any]) -> None:
         if push[0] == b"message":
@@ -131,35 +123,29 @@ class Publisher(Node):
                 self.learn(fields[1])
 
     def learn(self, route: second.Route) -> None:
-        if route[0] > self.route(self.channel)[0]:
-            self.routes[self.channel] = route[:3]
+        if route[0] > self.route[0]:
+            self.route = route[:3]
 
     def publish(self, payload: bytes) -> None:
-        route = self.route(self.channel)
-        places = second.publishes_at(route, self.channel, self.id)
+        places = second.publishes_at(self.route, self.channel, self.id)
         flags = second.FIRST if not self.number else second.ROUTE_CHANGED if places != self.places else 0
         now = time.monotonic()
         quiet_ms = min(int((now - self.published_at) * 1000), 65_535)
         self.number += 1
         self.published_at, self.places = now, places
-        data = second.seal(second.Envelope(flags, self.id, self.number, quiet_ms, route[0], payload))
-        counts: list[int] = []
-
-        def answered(count: int) -> None:
-            counts.append(count - 1)  # the agent
-            self.receivers = sum(counts) if len(counts) == len(places) else None
-
-        for server, physical in places:
-            self.connection(server).call(b"PUBLISH", physical, data, on_reply=answered)
-            if flags & second.FIRST:
-                self.read_entry(server, self.channel, lambda entry: self.learn(second.followed_route(entry)))
+        data = second.seal(second.Envelope(flags, self.id, self.number, quiet_ms, self.route[0], payload))
+        agents = len(places)
+        self.receivers = sum(self.connection(server).call(b"PUBLISH", name, data) for server, name in places) - agents
+        if flags & second.FIRST:
+            for server, _ in places:
+                self.learn(second.followed_route(self.read_entry(server)))
 
 
 class Subscriber(Node):
     """Subscribes to one channel, and moves with it."""
 
     def __init__(self, id_: int, url: str, channel: bytes) -> None:
-        self.channel = channel
+        super().__init__(id_, url, channel)
         self.confirmed_at: float | None = None
         self.delivered: dict[int, list[second.Delivered]] = {}
         self._streams: dict[int, second.Stream] = {}
@@ -173,33 +159,29 @@ class Subscriber(Node):
         self._noticed_epoch = 0
         #: What is to be done, and when.
         self._due: list[tuple[float, Callable[[], None]]] = []
-        super().__init__(id_, url)
-        self._follow(self.route(channel))
+        self._follow(self.route)
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
         self._due.append((time.monotonic() + delay_s, action))
 
     def _follow(self, route: second.Route) -> None:
-        if self.targets and route[0] <= self.route(self.channel)[0]:
+        if self.targets and route[0] <= self.route[0]:
             return
-        self.routes[self.channel] = route[:3]
+        self.route = route[:3]
         wanted = second.listens_at(route, self.channel, self.id)
         self.leaving |= {place: {} for place in self.targets if place not in wanted}
         for server in self._old_servers():
-            self.connection(server).call(b"SUBSCRIBE", second.inbox(self.id))
+            self.connection(server).send(b"SUBSCRIBE", second.inbox(self.id))
         self.targets = dict.fromkeys(wanted, False)
         for place in wanted:
             self.leaving.pop(place, None)
-            self.connection(place[0]).call(b"SUBSCRIBE", place[1])
-            self._read(place)
+            self.connection(place[0]).send(b"SUBSCRIBE", place[1])
             self._announced[place] = self._announce(place)
+            self._later(0, partial(self._verify, place))
         self._later(LOOK_AGAIN_S, partial(self._look_again, LOOK_AGAIN_S))
 
     def _old_servers(self) -> list[str]:
         return list(dict.fromkeys(server for server, _ in self.leaving))
-
-    def _read(self, place: second.Location) -> None:
-        self.read_entry(place[0], self.channel, partial(self._verify, place))
 
     def _announce(self, place: second.Location) -> int:
         self._number += 1
@@ -210,20 +192,21 @@ class Subscriber(Node):
     def _look_again(self, waited_s: float) -> None:
         if self.leaving:
             for place in self.targets:
-                self._read(place)
                 self._announce(place)
+                self._later(0, partial(self._verify, place))
             self._later(2 * waited_s, partial(self._look_again, min(2 * waited_s, LOOK_AGAIN_S_MAX)))
 
-    def _verify(self, place: second.Location, entry: list[Any]) -> None:
+    def _verify(self, place: second.Location) -> None:
         """Judge a place by the entry that is stored at its server."""
         if place not in self.targets:
             return
+        entry = self.read_entry(place[0])
         route = second.followed_route(entry)
-        is_new = entry[0] == second.PREPARED and entry[1][:3] == self.route(self.channel)
+        is_new = entry[0] == second.PREPARED and entry[1][:3] == self.route
         if place not in second.locations(route, self.channel) and not is_new:
             self._follow(route)
             if place in self.targets:
-                self._later(READ_AGAIN_S, partial(self._read, place))
+                self._later(READ_AGAIN_S, partial(self._verify, place))
             return
         self.targets[place] = True
         if self.confirmed_at is None and all(self.targets.values()):
@@ -237,7 +220,7 @@ class Subscriber(Node):
         for place, markers in list(self.leaving.items()):
             if all(markers.get(target[0], 0) >= self._announced[target] for target in self.targets):
                 del self.leaving[place]
-                self.connection(place[0]).call(b"UNSUBSCRIBE", place[1])
+                self.connection(place[0]).send(b"UNSUBSCRIBE", place[1])
 
     def pushed(self, server: str, push: list[Any]) -> None:
         if push[0] != b"message":
@@ -281,10 +264,10 @@ class Subscriber(Node):
 
 
 def turn(*nodes: Node, timeout_s: float = 0.002) -> None:
-    """Take what has come for all of them."""
+    """Take what has come for all of them, and do what is due."""
     sockets = {link.socket: link for node in nodes for link in node.connections.values()}
     for ready in select.select([*sockets], [], [], timeout_s)[0]:
         sockets[ready].read()
     for node in nodes:
-        if isinstance(node, Subscriber):
-            node.tick()
+        node.take_pushes()
+        node.tick()

@@ -240,6 +240,7 @@ def block(language: str, text: str) -> Block:
         (block("bash", "false | true\n"), "ended with 1"),
         (block("bash", "echo $NOTHING\n"), "NOTHING: unbound variable"),
         (block("bash", "dynamoth nothing\n"), "'nothing' is no command"),
+        (block("bash", "dynamoth up --servers 0\n"), "argument --servers"),
         (block("python", "x = 1\nassert x == 2\n"), "line 9, in <module>"),
         (block("python", "import warnings\nwarnings.warn('strange')\n"), "strange"),
         (block("toml", "[agent]\n"), "names no file"),

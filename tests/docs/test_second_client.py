@@ -69,7 +69,6 @@ def test_it_shares_a_channel_that_moves() -> None:
             asked.result()
         publish()
         until(lambda: sum(map(len, subscriber.delivered.values())) == len(received) == 2 * len(sent))
-        until(lambda: publisher.receivers is not None)
 
     theirs, ours = ([kind + number for number in sent] for kind in (b"theirs ", b"ours "))
     assert subscriber.delivered.pop(PUBLISHER) == theirs

@@ -1,0 +1,97 @@
+"""Wrong arguments and settings: exit code 2, and a message that names what is wrong or the cure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dynamoth_cli.main import main
+
+ONE_SERVER = ("--servers", "s1=redis://127.0.0.1:1")
+AGENT = ("agent", "--check", *ONE_SERVER, "--server", "s1")
+BALANCER = ("balancer", "--check", *ONE_SERVER)
+REPLICATE = ("plan", "replicate", "c", "--mode")
+
+
+def refusal(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what a command says that must exit with 2."""
+    try:
+        code: object = main(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    printed = capsys.readouterr()
+    assert code == 2, printed
+    return printed.out + printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "usage:"),
+        (("balancr",), "'balancr' is no command: did you mean balancer?"),
+        (("agent", "--check"), "cluster.servers: no server is named: give --servers"),
+        (AGENT[:-2], "agent.server: which server is this the agent of? Give --server, one of s1"),
+        ((*AGENT, "--server", "s2"), "agent.server: the id of a server of the cluster (s1)"),
+        ((*AGENT, "--http-port", "x"), "agent.http_port: a whole number from 0 to 65535"),
+        ((*AGENT, "--servers", "s1=redis://a:x"), "cluster.servers[0].url: 'redis://a:x'"),
+        ((*AGENT, "--config", "/nowhere.toml"), "/nowhere.toml cannot be read: No such file or directory"),
+        ((*AGENT, "--http-prot", "1"), "unrecognized arguments: --http-prot"),
+        ((*AGENT, "--http", "1"), "unrecognized arguments: --http"),  # no abbreviations: they change with later flags
+        ((*BALANCER, "--load-ratio-safe", "0.9"), "at most balancer.load_ratio_high, which is 0.8"),
+        ((*BALANCER, "--link-tls-ca-file", "/nowhere"), "link.tls_ca_file: a file that can be read"),
+        ((*BALANCER, "--link-tls-ca-file", __file__), "the TLS files cannot be used"),
+        (("status",), "which cluster? Give --url"),
+        (("status", "--url", "http://a"), "the URL must begin with one of"),
+        (("demo", "--players", "0"), "argument --players"),
+        (("demo", "--seconds", "nan"), "argument --seconds"),
+        (("up", "--servers", "0"), "argument --servers"),
+        (("up", "--port-base", "65530"), "argument --port-base"),
+        (("plan",), "required: action"),
+        (("plan", "move", "c", "--to", "s1"), "which cluster? Give --url"),
+        (("plan", "move", "", "--to", "s1"), "the name of a channel expected, not nothing"),
+        (("plan", "move", "c", "--to", "s1", "--timeout", "0"), "more than 0 s expected, at most"),
+        (("plan", "move", "c", "--to", "s1", "--timeout", "1e9"), "more than 0 s expected, at most"),
+        (("plan", "move", "c", "--to", "s1", "--timeout", "soon"), "--timeout: a number expected, not 'soon'"),
+        (("plan", "show", ""), "the name of a channel expected, not nothing"),
+        ((*REPLICATE, "all-publishers"), "one of the arguments --servers --count is required"),
+        ((*REPLICATE, "single", "--count", "2"), "invalid choice: 'single'"),
+        ((*REPLICATE, "all-publishers", "--servers", "s1,s2", "--count", "2"), "not allowed with"),
+        ((*REPLICATE, "all-publishers", "--count", "many"), "invalid int value: 'many'"),
+        (("plan", "replicate", "c", "--servers", "s1,s2"), "required: --mode"),
+        (("plan", "unreplicate"), "required: CHANNEL"),
+        (("plan", "compatibility"), "required: {list,add,lift,remove}"),
+        (("sim",), "--seeds"),
+        (("sim", "--seeds", "x"), "seeds are given as A-B"),
+        (("sim", "--seeds", "5-1"), "there is no seed"),
+        (("sim", "--seeds", "1", "--scenario", "nonsense"), "invalid choice: 'nonsense'"),
+        (("sim", "--seeds", "1", "--jobs", "0"), "a number from 1 to 1024"),
+        (("acl",), "--channels"),
+        (("acl", "--channels", "a b"), "cannot hold spaces"),
+        (("acl", "--channels", "a(b"), "cannot hold spaces"),
+        (("acl", "--channels", ""), "cannot hold spaces"),
+        (("acl", "--channels", "__dynamoth__:*"), "nothing but names of Dynamoth's own"),
+        (("acl", "--channels", "__dynamoth__:plan"), "nothing but names of Dynamoth's own"),
+        (("acl", "--channels", "*?*?*?*?*?*?*"), "too many stars"),
+    ],
+)
+def test_wrong_use_exits_with_2_and_is_named(
+    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("DYNAMOTH_URL", raising=False)
+    assert message in refusal(*arguments, capsys=capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "content", "message"),
+    [
+        (("agent", "--check", "--config"), b"\xff\xfe", "it is no UTF-8 text"),
+        *((("acl", "--channels", "a", "--passwords"), text, "line 1") for text in (b"nobody x", b"agent", b"agent \n")),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(
+    arguments: tuple[str, ...], content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    assert message in refusal(*arguments, str(file), capsys=capsys)
