@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgpack
-
 from dynamoth.errors import MalformedMessage
 from dynamoth.plan.plan import EPOCH_MAX, PlanDelta, Route
 from dynamoth.protocol.envelope import CONTROL, seal
@@ -27,10 +25,7 @@ from dynamoth.protocol.plan_wire import (
     route_from_wire,
     route_to_wire,
 )
-from dynamoth.protocol.wire import parser, shortened, unpack
-
-ID_MAX = 2**64 - 1
-"""Ids of clients and requests, and numbers of announcements, have 64 bits."""
+from dynamoth.protocol.wire import pack, parser, read_array, read_bytes, read_natural, read_text, shortened, unpack
 
 LOSS_MAX = 1_000_000
 """Messages that one LossNotice counts; a larger number means "unknown". Ten times what an agent
@@ -192,43 +187,18 @@ ControlMessage = (
 # Reading: each field is checked, as anyone who reaches a server can publish anything.
 
 
-def _bytes(value: Any) -> bytes:
-    if not isinstance(value, bytes):
-        raise MalformedMessage(f"bytes expected, not {shortened(value)}")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise MalformedMessage(f"text expected, not {shortened(value)}")
-    return value
-
-
-def _natural(value: Any, maximum: int = ID_MAX) -> int:
-    if type(value) is not int or not 0 <= value <= maximum:
-        raise MalformedMessage(f"a number from 0 to {maximum} expected, not {shortened(value)}")
-    return value
-
-
 def _version(value: Any) -> int:
     """Read a version of the plan, or an epoch."""
-    return _natural(value, EPOCH_MAX)
+    return read_natural(value, EPOCH_MAX)
 
 
 def _loss(value: Any) -> int | None:
     """Read the number of lost messages: None, for unknown, above ``LOSS_MAX``."""
-    return None if value is None or _natural(value) > LOSS_MAX else int(value)
-
-
-def _array(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise MalformedMessage(f"an array expected, not {shortened(value)}")
-    array: list[Any] = [*value]
-    return array
+    return None if value is None or read_natural(value) > LOSS_MAX else int(value)
 
 
 def _names(value: Any) -> tuple[bytes, ...]:
-    return tuple(map(_bytes, _array(value)))
+    return tuple(map(read_bytes, read_array(value)))
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -245,13 +215,13 @@ def _optional(read: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _pair(value: Any) -> tuple[bytes, int]:
-    channel, epoch = _array(value)[:2]
-    return _bytes(channel), _version(epoch)
+    channel, epoch = read_array(value)[:2]
+    return read_bytes(channel), _version(epoch)
 
 
 def _copy(value: Any) -> tuple[str, bytes]:
-    server, data = _array(value)[:2]
-    return _text(server), _bytes(data)
+    server, data = read_array(value)[:2]
+    return read_text(server), read_bytes(data)
 
 
 def _delta_to_wire(delta: PlanDelta) -> list[Any]:
@@ -261,8 +231,8 @@ def _delta_to_wire(delta: PlanDelta) -> list[Any]:
 
 
 def _delta_from_wire(value: Any) -> PlanDelta:
-    base, version, entries, *more = _array(value)
-    read = {_bytes(pair[0]): entry_from_wire(pair[1]) for pair in map(_array, _array(entries))}
+    base, version, entries, *more = read_array(value)
+    read = {read_bytes(pair[0]): entry_from_wire(pair[1]) for pair in map(read_array, read_array(entries))}
     rules = compatibility_from_wire(more[0]) if more and more[0] is not None else None
     return PlanDelta(_version(base), _version(version), read, rules)
 
@@ -284,21 +254,21 @@ _WRITE: dict[type[Any], Callable[[Any], list[Any]]] = {
 }
 
 _READ: dict[int, Callable[[list[Any]], ControlMessage]] = {
-    1: lambda v: RouteNotice(_bytes(v[0]), route_from_wire(v[1])),
-    2: lambda v: Marker(_bytes(v[0]), _text(v[1]), _natural(v[2])),
-    3: lambda v: LossNotice(_bytes(v[0]), _loss(v[1])),
-    4: lambda v: ObservationGap(_text(v[0])),
+    1: lambda v: RouteNotice(read_bytes(v[0]), route_from_wire(v[1])),
+    2: lambda v: Marker(read_bytes(v[0]), read_text(v[1]), read_natural(v[2])),
+    3: lambda v: LossNotice(read_bytes(v[0]), _loss(v[1])),
+    4: lambda v: ObservationGap(read_text(v[0])),
     5: lambda v: Announcement(
-        _natural(v[0]), _natural(v[1]), _names(v[2]), _names(v[3]), tuple(map(_text, _array(v[4])))
+        read_natural(v[0]), read_natural(v[1]), _names(v[2]), _names(v[3]), tuple(map(read_text, read_array(v[4])))
     ),
     6: lambda v: PlanChange(_delta_from_wire(v[0])),
     7: lambda v: PlanQuery(_version(v[0])),
-    8: lambda v: PlanAck(_text(v[0]), _natural(v[1]), _version(v[2])),
-    9: lambda v: Vacated(_text(v[0]), tuple(map(_pair, _array(v[1]))), _natural(v[2])),
-    10: lambda v: AdminRequest(_natural(v[0]), _text(v[1]), _mapping(v[2])),
-    11: lambda v: AdminReply(_natural(v[0]), _mapping(v[1]), _optional(_text, v[2])),
-    13: lambda v: ForwardRequest(tuple(map(_copy, _array(v[0])))),
-    14: lambda v: RulesChanged(_natural(v[0])),
+    8: lambda v: PlanAck(read_text(v[0]), read_natural(v[1]), _version(v[2])),
+    9: lambda v: Vacated(read_text(v[0]), tuple(map(_pair, read_array(v[1]))), read_natural(v[2])),
+    10: lambda v: AdminRequest(read_natural(v[0]), read_text(v[1]), _mapping(v[2])),
+    11: lambda v: AdminReply(read_natural(v[0]), _mapping(v[1]), _optional(read_text, v[2])),
+    13: lambda v: ForwardRequest(tuple(map(_copy, read_array(v[0])))),
+    14: lambda v: RulesChanged(read_natural(v[0])),
 }
 
 REPORT_CODE = 12
@@ -307,8 +277,7 @@ REPORT_CODE = 12
 
 def pack_control(message: ControlMessage) -> bytes:
     """Serialise a control message."""
-    packed: bytes = msgpack.packb(_WRITE[type(message)](message))
-    return packed
+    return pack(_WRITE[type(message)](message))
 
 
 @parser("a control message")
@@ -319,7 +288,7 @@ def unpack_control(data: bytes) -> ControlMessage:
         MalformedMessage: when it is not one, or of a kind that this software does not know.
 
     """
-    value = _array(unpack(data))
+    value = read_array(unpack(data))
     code = value[0] if value else None
     read = _READ.get(code) if type(code) is int else None
     if read is None:

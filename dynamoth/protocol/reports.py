@@ -14,11 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import msgpack
-
 from dynamoth.errors import MalformedMessage
 from dynamoth.protocol.control import REPORT_CODE
-from dynamoth.protocol.wire import parser, shortened, unpack
+from dynamoth.protocol.wire import pack, parser, read_natural, read_text, shortened, unpack
 
 REPORT_PROBLEMS_MAX = 20
 REPORT_PROBLEM_CHARACTERS_MAX = 500
@@ -191,19 +189,13 @@ def pack_ids(ids: Sequence[int]) -> bytes:
     return b"".join(id_.to_bytes(ID_BYTES, "big") for id_ in ids)
 
 
-def unpack_ids(packed: bytes) -> tuple[int, ...]:
-    """Return the client ids of one cell of a "who" column."""
-    starts = range(0, len(packed), ID_BYTES)
-    return tuple(int.from_bytes(packed[start : start + ID_BYTES], "big") for start in starts)
-
-
 # The wire form.
 
 
 def pack_report(report: Report) -> bytes:
     """Serialise a report."""
     r, columns, rest = report, report.columns, report.rest
-    packed: bytes = msgpack.packb(
+    return pack(
         [
             REPORT_CODE,
             [
@@ -227,7 +219,6 @@ def pack_report(report: Report) -> bytes:
             ],
         ]
     )
-    return packed
 
 
 _LATER_HEAD: tuple[Any, ...] = (0, True, [])
@@ -249,15 +240,15 @@ def unpack_report(data: bytes) -> Report:
     server, incarnation, sequence, interval, version, lag, blind = head[:7]
     interruptions, observing, problems = (*head[7:10], *_LATER_HEAD[len(head) - 7 :])[:3]
     out_max, out, estimate, into, cpu, *counts = _array(resources, 12, "the resources of a report")
-    memory, memory_max, connections, connections_max, buffer, buffers, subscribed = map(_natural, counts)
+    memory, memory_max, connections, connections_max, buffer, buffers, subscribed = map(read_natural, counts)
     if not isinstance(server, str) or not isinstance(estimate, bool) or not isinstance(observing, bool):
         raise MalformedMessage("a report names its server as text, and says True or False whether it estimates or sees")
     return Report(
         server=server,
-        incarnation=_natural(incarnation),
-        sequence=_natural(sequence),
+        incarnation=read_natural(incarnation),
+        sequence=read_natural(sequence),
         interval_s=_positive(interval),
-        plan_version=None if version is None else _natural(version),
+        plan_version=None if version is None else read_natural(version),
         outgoing_bytes_per_s_max=_at_least_one(out_max),
         outgoing_bytes_per_s=_measure(out),
         outgoing_is_estimate=estimate,
@@ -272,11 +263,11 @@ def unpack_report(data: bytes) -> Report:
         channels_subscribed=subscribed,
         observation_lag_s=_measure(lag),
         blind_s=_measure(blind),
-        interruptions=_natural(interruptions),
+        interruptions=read_natural(interruptions),
         observing=observing,
         problems=_problems(problems),
         columns=_columns_from_wire(columns),
-        rest=ChannelSums(*map(_natural, _array(rest, 8, "the sums of a report"))),
+        rest=ChannelSums(*map(read_natural, _array(rest, 8, "the sums of a report"))),
     )
 
 
@@ -289,11 +280,7 @@ def _problems(value: Any) -> tuple[tuple[str, str], ...]:
 
 def _problem(value: Any) -> tuple[str, str]:
     kind, text = _array(value, 2, "a problem")
-    if not isinstance(kind, str) or not isinstance(text, str):
-        raise MalformedMessage(f"a problem is two texts, not {shortened(value)}")
-    if max(len(kind), len(text)) > REPORT_PROBLEM_CHARACTERS_MAX:
-        raise MalformedMessage(f"a problem has at most {REPORT_PROBLEM_CHARACTERS_MAX} characters")
-    return kind, text
+    return read_text(kind, REPORT_PROBLEM_CHARACTERS_MAX), read_text(text, REPORT_PROBLEM_CHARACTERS_MAX)
 
 
 def _columns_from_wire(value: Any) -> ChannelColumns:
@@ -325,14 +312,8 @@ def _whole_array(value: Any, length: int, what: str) -> list[Any]:
     return value  # pyright: ignore[reportUnknownVariableType]  # msgpack arrays hold anything
 
 
-def _natural(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise MalformedMessage(f"a number from 0 expected, not {shortened(value)}")
-    return value
-
-
 def _at_least_one(value: Any) -> int:
-    if _natural(value) == 0:
+    if read_natural(value) == 0:
         raise MalformedMessage("a maximum of 0 bytes/s cannot be: the agent's configuration is wrong")
     return int(value)
 

@@ -15,15 +15,13 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, cast
 
-import msgpack
-
-from dynamoth.errors import MalformedMessage, PlanError
+from dynamoth.errors import MalformedMessage
 from dynamoth.machine.events import CommandPart
 from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
 from dynamoth.plan.compatibility import NO_COMPATIBILITY, Compatibility
 from dynamoth.plan.plan import EPOCH_MAX, Entry, Phase, Plan, PlanDelta, Route, Server
 from dynamoth.protocol.plan_wire import compatibility_from_wire, pack_compatibility, pack_entry, unpack_entry
-from dynamoth.protocol.wire import parser, shortened, unpack
+from dynamoth.protocol.wire import pack, parser, read_array, read_natural, read_text, shortened, unpack
 
 VERSION_FIELD = b"@version"
 HEADER_FIELD = b"@header"
@@ -190,7 +188,7 @@ def write_whole(plan: Plan, run_id: str | None) -> list[tuple[CommandPart, ...]]
     """Return the commands, to be sent in order, that store a whole plan; readers see the old one until the last."""
     commands: list[tuple[CommandPart, ...]] = [(b"DEL", PLAN_KEY_NEW)]
     servers = [[server.id, server.url] for server in plan.servers.values()]
-    header = msgpack.packb([servers, plan.base, plan.virtual_nodes])
+    header = pack([servers, plan.base, plan.virtual_nodes])
     fields: list[CommandPart] = [VERSION_FIELD, b"%d" % plan.version, HEADER_FIELD, header]
     fields += (RUN_FIELD, (run_id or "").encode())
     fields += (COMPATIBILITY_FIELD, pack_compatibility(plan.compatibility), RING_FIELD, plan.ring_mark)
@@ -221,33 +219,15 @@ def _unpacked_rules(packed: bytes) -> Compatibility:
 
 
 def _header_plan(version: int, header: bytes, rules: bytes | None) -> Plan:
-    try:
-        listed, base, virtual_nodes = _array(unpack(header))[:3]
-        servers = [Server(_text(id_), _text(url)) for id_, url in map(_array, _array(listed))]
-        ring = tuple(map(_text, _array(base)))
-        by_id = {server.id: server for server in servers}
-        return Plan(version, by_id, ring, virtual_nodes=_natural(virtual_nodes), compatibility=_rules(rules))
-    except (ValueError, PlanError) as error:
-        raise MalformedMessage(f"the stored plan has a header that cannot be read: {error!s:.200}") from error
+    listed, base, virtual_nodes = read_array(unpack(header))[:3]
+    servers = [Server(_name(id_), _name(url)) for id_, url in map(read_array, read_array(listed))]
+    ring = tuple(map(_name, read_array(base)))
+    by_id = {server.id: server for server in servers}
+    return Plan(version, by_id, ring, virtual_nodes=read_natural(virtual_nodes), compatibility=_rules(rules))
 
 
-def _array(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise MalformedMessage(f"the header of the stored plan has {shortened(value)} where an array belongs")
-    array: list[Any] = [*value]
-    return array
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > TEXT_MAX:
-        raise MalformedMessage(f"the header of the stored plan has {shortened(value)} where a short text belongs")
-    return value
-
-
-def _natural(value: Any) -> int:
-    if type(value) is not int:
-        raise MalformedMessage(f"the header of the stored plan has {shortened(value)} where a number belongs")
-    return value
+def _name(value: Any) -> str:
+    return read_text(value, TEXT_MAX)
 
 
 def _fields(reply: Any) -> tuple[bytes | None, bytes | None, bytes | None, bytes | None, bytes | None]:

@@ -1,12 +1,14 @@
 """Reading msgpack from anyone: bounded in depth, in width and in memory, whatever the bytes are.
 
-Every parser of control messages, reports and stored plans reads its bytes with :func:`unpack` and is a :func:`parser`.
-So hostile bytes cost little, and nothing but ``MalformedMessage`` comes out of a parser.
+Every parser of control messages, reports and stored plans reads its bytes with :func:`unpack`, checks each value with
+the ``read_...`` functions, and is a :func:`parser`. So hostile bytes cost little, and nothing but ``MalformedMessage``
+comes out of a parser.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import reprlib
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -28,10 +30,19 @@ COUNTED_BYTES = 64 * 1024
 ELEMENTS_MAX = 1_000_000
 """Elements of a large message over all of its containers: about 64 MB of objects at the worst."""
 
+NUMBER_MAX = 2**64 - 1
+"""Numbers of msgpack, and ids of ours, have 64 bits."""
+
 _CONTAINERS = frozenset((list, dict))
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def pack(value: Any) -> bytes:
+    """Serialise a value as msgpack."""
+    packed: bytes = msgpack.packb(value)
+    return packed
 
 
 def unpack(data: bytes) -> Any:
@@ -103,6 +114,35 @@ def parser(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return guarded
 
     return decorate
+
+
+def read_bytes(value: Any) -> bytes:
+    """Return a value that must be bytes. Raises MalformedMessage."""
+    if not isinstance(value, bytes):
+        raise MalformedMessage(f"bytes expected, not {shortened(value)}")
+    return value
+
+
+def read_text(value: Any, characters_max: float = math.inf) -> str:
+    """Return a value that must be text of at most ``characters_max``. Raises MalformedMessage."""
+    if not isinstance(value, str) or len(value) > characters_max:
+        raise MalformedMessage(f"text expected, not {shortened(value)}")
+    return value
+
+
+def read_natural(value: Any, maximum: int = NUMBER_MAX) -> int:
+    """Return a value that must be a number from 0 to ``maximum``. Raises MalformedMessage."""
+    if type(value) is not int or not 0 <= value <= maximum:
+        raise MalformedMessage(f"a number from 0 to {maximum} expected, not {shortened(value)}")
+    return value
+
+
+def read_array(value: Any) -> list[Any]:
+    """Return a value that must be an array. Raises MalformedMessage."""
+    if not isinstance(value, list):
+        raise MalformedMessage(f"an array expected, not {shortened(value)}")
+    array: list[Any] = [*value]
+    return array
 
 
 SHORT_MAX = 200

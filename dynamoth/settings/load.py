@@ -186,119 +186,109 @@ def _from_file(file: ConfigText) -> Iterable[_Given]:
             yield key, value, place
 
 
-# The list of servers, the one value that has parts.
+# Servers and rules: lists of tables. In flags and environment variables an item is NAME=VALUE.
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}")
 _CREDENTIALS = re.compile(r"(?<=://).*(?=@)", re.DOTALL)
 
 
-def _parse_servers(declared: Declared, raw: Any, place: str) -> tuple[ServerSettings, ...]:
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A server or a rule."""
+
+    key: str
+    values: Mapping[str, Any]
+    place: str
+
+    def fault(self, name: str, accepted: str, found: object) -> ConfigError:
+        """Return the error for a value that is not accepted."""
+        return fault(f"{self.key}.{name}", found, accepted, place_at(self.place, name))
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a value that must be true or false."""
+        value = self.values.get(name, default)
+        if not isinstance(value, bool):
+            raise self.fault(name, "true or false", value)
+        return value
+
+
+def _read_tables(
+    declared: Declared, raw: Any, place: str, kind: type[Any], pair: tuple[str, str], accepted: str
+) -> Iterable[_Table]:
+    """Yield the tables of a list. Each has the two keys of ``pair``, and none that ``kind`` has no field for."""
     items: Sequence[Any]
     if isinstance(raw, str):
-        pairs = ((item, item.partition("=")) for item in raw.split())
-        items = [{"id": id_, "url": url} if equals else item for item, (id_, equals, url) in pairs]
+        # An id has no "=", and a pattern may have some; what follows it is a URL, or an id.
+        split = str.partition if pair[0] == "id" else str.rpartition
+        parts = ((item, split(item, "=")) for item in raw.split())
+        items = [{pair[0]: name, pair[1]: value} if equals else item for item, (name, equals, value) in parts]
     elif isinstance(raw, list):
         items = cast(Sequence[Any], raw)
     else:
         raise fault(declared.key, raw, declared.accepted, place)
-    servers = tuple(
-        _parse_server(f"{declared.key}[{index}]", item, place_at(place, index)) for index, item in enumerate(items)
-    )
+    known = [field.name for field in dataclasses.fields(kind)]
+    for index, item in enumerate(items):
+        key, at = f"{declared.key}[{index}]", place_at(place, index)
+        if not isinstance(item, dict):
+            raise fault(key, _CREDENTIALS.sub("***", str(item)), accepted, at)
+        table = cast(Mapping[str, Any], item)
+        for name in table:
+            if name not in known:
+                raise ConfigError(f"key {key}.{name} ({place_at(at, name)}) is not known: {one_of(name, known)}")
+        for name in pair:
+            if name not in table:
+                raise ConfigError(f'{key}: the key {name} is missing in the table ({at}): add {name} = "..."')
+        yield _Table(key, table, at)
+
+
+def _parse_servers(declared: Declared, raw: Any, place: str) -> tuple[ServerSettings, ...]:
+    accepted = "ID=URL, in TOML a table with id and url,"
+    tables = list(_read_tables(declared, raw, place, ServerSettings, ("id", "url"), accepted))
+    servers = tuple(map(_parse_server, tables))
     for kind in ("id", "url"):
         names = [getattr(server, kind) for server in servers]
         for index, name in enumerate(names):
             if name in names[:index]:
-                raise fault(
-                    f"{declared.key}[{index}].{kind}",
-                    name,
-                    "one that no other server has",
-                    place_at(place, index, kind),
-                )
+                raise tables[index].fault(kind, "one that no other server has", name)
     return servers
 
 
-def _parse_server(key: str, item: Any, place: str) -> ServerSettings:
-    if not isinstance(item, dict):
-        shown = _CREDENTIALS.sub("***", str(item))
-        raise fault(key, shown, "ID=URL, in TOML a table with id and url,", place)
-    table = cast(Mapping[str, Any], item)
-    known = [item.name for item in dataclasses.fields(ServerSettings)]
-    for name in table:
-        if name not in known:
-            raise ConfigError(f"key {key}.{name} ({place_at(place, name)}) is not known: {one_of(name, known)}")
-    _check_given(key, table, ("id", "url"), place)
-    id_, url, limit = table.get("id"), table.get("url"), table.get("outgoing_bytes_per_s_max")
+def _parse_server(table: _Table) -> ServerSettings:
+    id_, url, limit = (table.values.get(name) for name in ("id", "url", "outgoing_bytes_per_s_max"))
     if not isinstance(id_, str) or not _ID.fullmatch(id_):
-        raise fault(f"{key}.id", id_, "a name of up to 64 letters, digits, '.', '_' and '-'", place_at(place, "id"))
+        raise table.fault("id", "a name of up to 64 letters, digits, '.', '_' and '-'", id_)
     if not isinstance(url, str) or "://" not in url:
-        raise fault(f"{key}.url", url, "a URL, redis://host:port or rediss://host:port,", place_at(place, "url"))
+        raise table.fault("url", "a URL, redis://host:port or rediss://host:port,", url)
     if "@" in url:
         accepted = (
             "a URL without user and password (the plan shows it to every client;"
             " give them as link.username and link.password)"
         )
-        raise fault(f"{key}.url", _CREDENTIALS.sub("***", url), accepted, place_at(place, "url"))
+        raise table.fault("url", accepted, _CREDENTIALS.sub("***", url))
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-        raise fault(
-            f"{key}.outgoing_bytes_per_s_max",
-            limit,
-            "a whole number from 1 (bytes/s)",
-            place_at(place, "outgoing_bytes_per_s_max"),
-        )
-    draining = table.get("draining", False)
-    if not isinstance(draining, bool):
-        raise fault(f"{key}.draining", draining, "true or false", place_at(place, "draining"))
+        raise table.fault("outgoing_bytes_per_s_max", "a whole number from 1 (bytes/s)", limit)
+    draining = table.flag("draining", default=False)
     return ServerSettings(id=id_, url=url, outgoing_bytes_per_s_max=limit or 0, draining=draining)
 
 
-def _check_given(key: str, table: Mapping[str, Any], needed: Iterable[str], place: str) -> None:
-    for name in needed:
-        if name not in table:
-            raise ConfigError(f'{key}: the key {name} is missing in the table ({place}): add {name} = "..."')
-
-
-_RULES_ACCEPTED = "PATTERN=SERVER, in TOML a table with pattern, server and plain,"
-
-
-def _parse_compatibility(declared: Declared, raw: Any, place: str) -> tuple[CompatibilitySettings, ...]:
-    items: Sequence[Any]
-    if isinstance(raw, str):
-        pairs = ((item, item.rpartition("=")) for item in raw.split())
-        items = [
-            {"pattern": pattern, "server": server} if equals else item for item, (pattern, equals, server) in pairs
-        ]
-    elif isinstance(raw, list):
-        items = cast(Sequence[Any], raw)
-    else:
-        raise fault(declared.key, raw, _RULES_ACCEPTED, place)
+def _parse_rules(declared: Declared, raw: Any, place: str) -> tuple[CompatibilitySettings, ...]:
+    accepted = "PATTERN=SERVER, in TOML a table with pattern, server and plain,"
     return tuple(
-        _parse_rule(f"{declared.key}[{index}]", item, place_at(place, index)) for index, item in enumerate(items)
+        map(_parse_rule, _read_tables(declared, raw, place, CompatibilitySettings, ("pattern", "server"), accepted))
     )
 
 
-def _parse_rule(key: str, item: Any, place: str) -> CompatibilitySettings:
-    if not isinstance(item, dict):
-        raise fault(key, item, _RULES_ACCEPTED, place)
-    table = cast(Mapping[str, Any], item)
-    known = [item.name for item in dataclasses.fields(CompatibilitySettings)]
-    for name in table:
-        if name not in known:
-            raise ConfigError(f"key {key}.{name} ({place_at(place, name)}) is not known: {one_of(name, known)}")
-    _check_given(key, table, ("pattern", "server"), place)
-    pattern, server, plain = table.get("pattern"), table.get("server"), table.get("plain", True)
+def _parse_rule(table: _Table) -> CompatibilitySettings:
+    pattern, server = table.values["pattern"], table.values["server"]
     if not isinstance(pattern, str) or not 0 < len(pattern.encode()) <= PATTERN_BYTES_MAX:
-        raise fault(
-            f"{key}.pattern", pattern, f"a pattern of 1 to {PATTERN_BYTES_MAX} bytes", place_at(place, "pattern")
-        )
+        raise table.fault("pattern", f"a pattern of 1 to {PATTERN_BYTES_MAX} bytes", pattern)
     if not isinstance(server, str):
-        raise fault(f"{key}.server", server, "the id of a server", place_at(place, "server"))
-    if not isinstance(plain, bool):
-        raise fault(f"{key}.plain", plain, "true or false", place_at(place, "plain"))
-    return CompatibilitySettings(pattern=pattern, server=server, plain=plain)
+        raise table.fault("server", "the id of a server", server)
+    return CompatibilitySettings(pattern=pattern, server=server, plain=table.flag("plain", default=True))
 
 
 _PARSE: Mapping[str, Callable[[Declared, Any, str], Any]] = MappingProxyType(
-    {"cluster.servers": _parse_servers, "cluster.compatibility": _parse_compatibility}
+    {"cluster.servers": _parse_servers, "cluster.compatibility": _parse_rules}
 )
 
 

@@ -13,7 +13,7 @@ from dynamoth.machine.events import ErrorReply, LinkDown, LinkUp, Pushed, Replie
 from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, replica_channel
 from dynamoth.protocol.control import PlanQuery, pack_control
 from dynamoth.protocol.envelope import CONTROL, FORWARDED, HEARTBEAT
-from dynamoth.protocol.reports import ChannelLoad, ChannelSums, pack_ids, unpack_ids
+from dynamoth.protocol.reports import ChannelLoad, ChannelSums, pack_ids
 from dynamoth_lla.counting import PMESSAGE_BYTES
 from dynamoth_lla.digest import MESSAGE_BYTES
 from dynamoth_lla.machine import NAMES_PER_NUMSUB, LoadAnalyzer
@@ -102,7 +102,7 @@ def test_channels_are_measured_as_the_paper_lists() -> None:
     report = bench.next_report()
     wire = MESSAGE_BYTES + len(b"a") + len(MESSAGE)
     assert rows(report)[b"a"] == ChannelLoad(b"a", 3, 2, 3, 9, 3 * wire, 9 * wire)
-    assert unpack_ids(report.columns.publisher_ids[0]) == (1, 2)
+    assert report.columns.publisher_ids[0] == pack_ids((1, 2))
     assert bench.next_report().columns.publications == (0,)
 
 

@@ -19,7 +19,6 @@ from dynamoth.protocol.reports import (
     Report,
     pack_ids,
     pack_report,
-    unpack_ids,
     unpack_report,
 )
 from tests.examples import examples
@@ -251,5 +250,5 @@ def test_rows() -> None:
 
 
 def test_ids() -> None:
-    assert unpack_ids(COLUMNS.publisher_ids[0]) == (1, 2**64 - 1)
-    assert unpack_ids(b"") == ()
+    assert pack_ids((1, 2**64 - 1)) == bytes(7) + b"\x01" + b"\xff" * 8
+    assert pack_ids(()) == b""

@@ -210,11 +210,6 @@ class Player:
         self._sequences: dict[bytes, int] = {}
 
     @property
-    def position(self) -> tuple[float, float]:
-        """Where it is, in metres."""
-        return self._x, self._y
-
-    @property
     def sequences(self) -> dict[bytes, int]:
         """The number of its latest update, by channel: what an audit compares with what arrived."""
         return dict(self._sequences)
