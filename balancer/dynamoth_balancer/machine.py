@@ -172,15 +172,45 @@ class BalancerMachine:
 
     def channels_left(self, server: str, now: float) -> int | None:
         """Return how many channels a server being drained still has, by its reports; None while unknown."""
-        plan = self.plan
-        if server not in self.options.draining or plan is None or self.load_ratio(server, now) is None:
+        installer = self._installer
+        if server not in self.options.draining or installer is None or self.load_ratio(server, now) is None:
             return None
-        return self._decider.channels_left(server, plan)
+        return self._decider.channels_left(server, installer)
 
     def _channels_named(self, server: str) -> int | None:
         """Return how many channels the plan names at a server being drained; None for others, and without a plan."""
-        plan = self.plan
-        return self._decider.named_at(server, plan) if server in self.options.draining and plan is not None else None
+        named_at = {} if self._installer is None else self._installer.index.named_at
+        return len(named_at[server]) if server in named_at else None
+
+    def figures(self, now: float) -> Mapping[str, float]:
+        """Return the figures of the whole cluster for the metrics; their cost does not depend on the plan's entries."""
+        transitions = {} if self._installer is None else self._installer.transitions
+        figures: dict[str, float] = {
+            "leading": self.stage is Stage.LEADING,
+            "standing_by": self.stands_by,
+            "paused": self._decider.paused,
+            "links_up": len(self._run_ids),
+            "agents_alive": sum(self._agents.is_alive(server, now) for server in self._servers),
+            "agents_in_conflict": sum(self._agents.is_in_conflict(server, now) for server in self._servers),
+            "transitions": len(transitions),
+            "transition_age_seconds": now - min((each.since for each in transitions.values()), default=now),
+        }
+        if self._installer is not None:
+            plan = self._installer.plan
+            figures |= {"plan_version": plan.version, "plan_entries": len(plan.entries)}
+            figures["replicated_channels"] = len(self._installer.index.replicated)
+        return figures
+
+    def server_figures(self, now: float) -> Mapping[str, Mapping[str, float | None]]:
+        """Return the figures of each server for the metrics, by their names; None while unknown.
+
+        An agent that has fallen silent stays blind if it was: alerts end when it sees again, not when it says nothing.
+        """
+        return {
+            "load_ratio": {server: self.load_ratio(server, now) for server in self._servers},
+            "channels_left": {server: self.channels_left(server, now) for server in self._servers},
+            "agent_blind": {server: server in self._model.blind for server in self._servers},
+        }
 
     def all_counters(self) -> Counter[str]:
         """Return the counters of all parts."""

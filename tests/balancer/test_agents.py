@@ -33,7 +33,7 @@ def test_nothing_begins_where_two_processes_speak_for_one_server_and_its_load_is
     )
     assert (balancer.machine.load_ratio("s1", cluster.now) or 0.0) < 1.0
     assert "agents_in_conflict" in kinds(balancer, "s1") and not kinds(balancer, "s2")
-    assert cluster.ask("status").result["servers"]["s1"]["agent_in_conflict"]
+    assert balancer.machine.figures(cluster.now)["agents_in_conflict"] == 1
     cluster.run(6)
     assert not kinds(balancer, "s1"), "the forger is silent"
 

@@ -9,6 +9,7 @@ import pytest
 from dynamoth.protocol.reports import ChannelColumns, ChannelSums, Report
 from dynamoth_balancer.decide.model import BLINDING_INTERRUPTIONS, ClusterModel
 from dynamoth_balancer.options import INTERRUPTIONS_WINDOW_S, BalancerOptions
+from dynamoth_balancer.process.metrics import make_registry
 from tests.balancer.cluster import Balancer, SimCluster
 from tests.balancer.traffic import CAPACITY
 
@@ -62,6 +63,22 @@ def test_a_blind_agent_is_overload_and_its_server_is_relieved_by_what_was_known_
     reasons = {move.reason for decided in balancer.decided for move in decided.decision.moves}
     assert reasons == {"the agent of s1 does not see what is published there, so s1 is overloaded"}
     assert all(target != "s1" for _, target in moved(balancer))
+
+
+def test_a_blind_agent_that_falls_silent_stays_blind_in_the_metrics() -> None:
+    cluster, balancer, agent = started()
+    registry = make_registry(balancer.machine, lambda: cluster.now)
+
+    def metric(name: str) -> float | None:
+        return registry.get_sample_value(f"dynamoth_balancer_{name}", {"server": "s1"})
+
+    assert metric("agent_blind") == 0.0
+    agent.blind_since = cluster.now
+    cluster.run(1)
+    cluster.agents["s1"].alive = False
+    cluster.run(30)
+    assert {problem.kind for problem in balancer.machine.health.errors} == {"agent_silent"}
+    assert metric("agent_blind") == 1.0 and metric("load_ratio") is not None, "an alert does not end by silence"
 
 
 def test_how_long_the_blindness_lasts_does_not_wear_out_what_is_known() -> None:

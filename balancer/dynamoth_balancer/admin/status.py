@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from dynamoth.errors import RequestRefused
-from dynamoth.plan.plan import Entry, Mode, Phase, Plan, Route
+from dynamoth.plan.plan import Assignment, Entry, Phase, Plan, Route
 from dynamoth.protocol.reports import Report
 from dynamoth_balancer.admin.changes import mode_name
 from dynamoth_balancer.decide.cluster import Decision, Move
@@ -60,18 +60,14 @@ def describe_channels(installer: Installer | None, now: float) -> dict[str, Any]
     """Return how many channels the plan names, and the first of those that are replicated or in transition."""
     entries: Mapping[bytes, Entry] = {} if installer is None else installer.plan.entries
     transitions: Mapping[bytes, Transition] = {} if installer is None else installer.transitions
-    replicated = {
-        channel: entry for channel, entry in entries.items() if entry.route.assignment.mode is not Mode.SINGLE
-    }
+    replicated: Mapping[bytes, Assignment] = {} if installer is None else installer.index.replicated
     return {
         "entries": len(entries),
         "replicated": len(replicated),
         "replicated_channels": [
-            _describe_entry(channel, replicated[channel])
-            for channel in heapq.nsmallest(REPLICATED_SHOWN_MAX, replicated)
+            _describe_entry(channel, entries[channel]) for channel in heapq.nsmallest(REPLICATED_SHOWN_MAX, replicated)
         ],
         "in_transition": len(transitions),
-        "transition_age_s": now - min((transition.since for transition in transitions.values()), default=now),
         "transitions": [
             {
                 "channel": channel,
@@ -99,7 +95,6 @@ def describe_server(
     return {
         "agent": "alive" if alive else "silent",
         "agent_incarnation": agents.incarnation(server),
-        "agent_in_conflict": agents.is_in_conflict(server, now),
         "acknowledged_version": acked if acked >= 0 else None,
         "stored_version": None if copy is None else copy.version,
         "problem": "" if copy is None else copy.problem,

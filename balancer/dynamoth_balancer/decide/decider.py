@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
-from dynamoth.plan.plan import Assignment, Entry, Mode, Phase, Plan, single
+from dynamoth.plan.plan import Assignment, Mode, Phase, single
 from dynamoth_balancer.decide.cluster import (
     ChannelFigures,
     ChannelRate,
@@ -24,6 +24,7 @@ from dynamoth_balancer.decide.cluster import (
     decide,
 )
 from dynamoth_balancer.decide.model import ClusterModel
+from dynamoth_balancer.install.book import follows
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.options import BalancerOptions
 
@@ -70,11 +71,6 @@ class Decider:
         self._held: OrderedDict[bytes, Assignment] = OrderedDict()
         #: When the term began, if there was a plan before.
         self._began_at = -math.inf
-        #: For the plan of version ``_plan_version``: the replicated channels, and those it names at servers being
-        #: drained.
-        self._replicated: Mapping[bytes, Assignment] = {}
-        self._at_draining: Mapping[str, frozenset[bytes]] = {}
-        self._plan_version = -1
         #: Since when unreachable servers are so.
         self._away_since: dict[str, float] = {}
         #: Replicas that were dead for ``replica_dead_s`` while their channel was settled.
@@ -85,7 +81,6 @@ class Decider:
         if installer.plan.entries:
             self.wait(now)
             self._began_at = now
-        self._plan_version = -1
         self._unwanted.clear()
         self.unreached = ()
 
@@ -161,9 +156,9 @@ class Decider:
                 and not is_plain(channel)
             )
 
-        figures = self._figures(installer.plan, loads, blind, now)
+        figures = self._figures(installer, loads, blind, now)
         dead = self._dead_replicas(installer, now)
-        draining = {server: self.left_at(server, installer.plan) for server in options.draining}
+        draining = {server: self._left_at(server, installer) for server in options.draining}
         return Cluster(loads, self._model.channels, movable, options, figures, dead, draining, blind)
 
     def _awaits_reports(self, installer: Installer, now: float) -> bool:
@@ -184,35 +179,39 @@ class Decider:
         high = self._options.load_ratio_high * (1 + BLIND_MARGIN_RATIO) * load.outgoing_bytes_per_s_max
         return replace(load, outgoing_bytes_per_s=max(load.outgoing_bytes_per_s, high))
 
-    def left_at(self, server: str, plan: Plan) -> list[ChannelRate]:
+    def _left_at(self, server: str, installer: Installer) -> list[ChannelRate]:
         """Return the channels at a server being drained: those that the plan names there, with traffic or without.
 
         Also channels that are at home there and that the server's agent has reported lately by name, because somebody
         subscribes or publishes. Channels on their way from there are among them.
         """
-        self._read(plan)
         rates = self._model.channel_rates(server)
-        measured = (channel for channel in rates if _follows(plan.entry(channel), server))
-        return [ChannelRate(rates.get(channel, 0.0), channel) for channel in self._at_draining[server].union(measured)]
+        channels = (*installer.index.named_at[server], *self._unnamed_at(server, installer))
+        return [ChannelRate(rates.get(channel, 0.0), channel) for channel in channels]
 
-    def named_at(self, server: str, plan: Plan) -> int:
-        """Return how many channels the plan names at a server that is being drained, even if it cannot be reached."""
-        self._read(plan)
-        return len(self._at_draining[server])
+    def _unnamed_at(self, server: str, installer: Installer) -> list[bytes]:
+        """Return the channels at a server being drained, by its reports, that the plan does not name."""
+        named, entry_of = installer.index.named_at[server], installer.plan.entry
+        return [
+            channel
+            for channel in self._model.channel_rates(server)
+            if channel not in named and follows(entry_of(channel), server)
+        ]
 
-    def channels_left(self, server: str, plan: Plan) -> int | None:
+    def channels_left(self, server: str, installer: Installer) -> int | None:
         """Return how many channels are at a server that is being drained; None without measurements."""
         latest = self._model.latest(server)
         if latest is None:
             return None
         rest = latest.rest  # channels that reports have no room for
         unnamed = rest.channels if rest.subscribers or rest.publications else 0
-        return len(self.left_at(server, plan)) + unnamed
+        named = installer.index.named_at[server]
+        return len(named) + len(self._unnamed_at(server, installer)) + unnamed
 
     # Replication.
 
     def _figures(
-        self, plan: Plan, loads: Mapping[str, ServerLoad], blind: Set[str], now: float
+        self, installer: Installer, loads: Mapping[str, ServerLoad], blind: Set[str], now: float
     ) -> list[ChannelFigures]:
         """Return the figures of the channels whose replication may be changed now.
 
@@ -221,8 +220,8 @@ class Decider:
         if now - self._began_at < self._options.averaging_s:
             return []  # what settled in the predecessor's time is not known to have done so before the reports
         wanted: dict[bytes, Assignment] = {}
-        for channel in (*self.replicated(plan), *self._busy(plan, loads)):
-            entry = plan.entry(channel)
+        for channel in (*installer.index.replicated, *self._busy(installer, loads)):
+            entry = installer.plan.entry(channel)
             assignment = entry.route.assignment
             if entry.phase is not Phase.SETTLED or self._rested_at.get(channel, now) > now:
                 continue
@@ -235,10 +234,11 @@ class Decider:
             for figures in self._model.figures(wanted)
         ]
 
-    def _busy(self, plan: Plan, loads: Mapping[str, ServerLoad]) -> list[bytes]:
+    def _busy(self, installer: Installer, loads: Mapping[str, ServerLoad]) -> list[bytes]:
         """Return the channels at one server that may be busy enough to be replicated."""
         if not loads:
             return []
+        plan = installer.plan
         capacity = max(load.outgoing_bytes_per_s_max for load in loads.values())
         least = min(self._options.replicate_load_ratio_min, self._options.load_ratio_high) * capacity
         return [
@@ -247,25 +247,6 @@ class Decider:
             for channel in self._model.busy(server, least)
             if plan.entry(channel).route.assignment == single(server) and not plan.compatibility.is_plain(channel)
         ]
-
-    def replicated(self, plan: Plan) -> Mapping[bytes, Assignment]:
-        """Return the replicated channels."""
-        self._read(plan)
-        return self._replicated
-
-    def _read(self, plan: Plan) -> None:
-        if plan.version == self._plan_version:
-            return
-        self._plan_version = plan.version
-        self._replicated = {
-            channel: entry.route.assignment
-            for channel, entry in plan.entries.items()
-            if is_replicated(entry.route.assignment)
-        }
-        self._at_draining = {
-            server: frozenset(channel for channel, entry in plan.entries.items() if _follows(entry, server))
-            for server in self._options.draining
-        }
 
     def _watch_replicas(self, installer: Installer, now: float) -> None:
         """Record dead servers, and the channels that should leave them when they are back."""
@@ -287,10 +268,9 @@ class Decider:
             if since <= long_ago and installer.is_dead(server, now)
         }
         if dead:
-            plan = installer.plan
-            for channel, assignment in self.replicated(plan).items():
+            for channel, assignment in installer.index.replicated.items():
                 for server in assignment.servers:
-                    if server in dead and plan.entry(channel).phase is Phase.SETTLED:
+                    if server in dead and installer.plan.entry(channel).phase is Phase.SETTLED:
                         dead[server].append(channel)
         return dead
 
@@ -314,11 +294,6 @@ class Decider:
 def is_replicated(assignment: Assignment) -> bool:
     """Return whether a channel with this assignment has several servers."""
     return assignment.mode is not Mode.SINGLE
-
-
-def _follows(entry: Entry, server: str) -> bool:
-    """Return whether somebody may use a server for a channel."""
-    return any(server in route.assignment.servers for route in entry.live_routes)
 
 
 def _summary(decision: Decision) -> set[tuple[str, bytes | None, str]]:

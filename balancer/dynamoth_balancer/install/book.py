@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from dynamoth.machine.events import CommandPart
 from dynamoth.plan.compatibility import Compatibility
-from dynamoth.plan.plan import Entry, Plan, PlanDelta
+from dynamoth.plan.plan import Assignment, Entry, Mode, Plan, PlanDelta
 from dynamoth.protocol.control import PlanChange, pack_control
 from dynamoth.protocol.stored_plan import write_delta
 
@@ -38,6 +38,42 @@ class _Step:
     delta: PlanDelta
     #: How many of its channels are new in the plan.
     new_channels: int
+
+
+class PlanIndex:
+    """Finds the replicated channels, and those at some servers, without going through the plan.
+
+    Args:
+        entries: those of the plan.
+        servers: the servers whose channels are recorded.
+
+    """
+
+    def __init__(self, entries: Mapping[bytes, Entry], servers: Iterable[str]) -> None:
+        #: The assignments of the replicated channels.
+        self.replicated: dict[bytes, Assignment] = {}
+        #: By server, the channels for which somebody may use it, as the plan says.
+        self.named_at: dict[str, set[bytes]] = {server: set() for server in servers}
+        self.update(entries)
+
+    def update(self, changed: Mapping[bytes, Entry]) -> None:
+        """Take the new entries of some channels in."""
+        for channel, entry in changed.items():
+            assignment = entry.route.assignment
+            if assignment.mode is not Mode.SINGLE:
+                self.replicated[channel] = assignment
+            else:
+                self.replicated.pop(channel, None)
+            for server, channels in self.named_at.items():
+                if follows(entry, server):
+                    channels.add(channel)
+                else:
+                    channels.discard(channel)
+
+
+def follows(entry: Entry, server: str) -> bool:
+    """Return whether somebody may use a server for a channel."""
+    return any(server in route.assignment.servers for route in entry.live_routes)
 
 
 class PlanBook:

@@ -30,7 +30,7 @@ from dynamoth.protocol.control import PlanQuery, Vacated, pack_control
 from dynamoth_balancer.admin.compatibility import why_not_moved
 from dynamoth_balancer.events import InnerAction, Note, PlanChanged, TransitionsSettled
 from dynamoth_balancer.install.agents import Agents
-from dynamoth_balancer.install.book import PlanBook
+from dynamoth_balancer.install.book import PlanBook, PlanIndex
 from dynamoth_balancer.install.copies import CopyAction, CopyFound, PlanCopy
 from dynamoth_balancer.install.recovery import (
     VERSIONS_IN_RESERVE,
@@ -74,6 +74,8 @@ class Installer:
         self, book: PlanBook, servers: Sequence[Server], agents: Agents, options: BalancerOptions, term: int, now: float
     ) -> None:
         self._book = book
+        #: Of the present plan, with the channels at servers being drained.
+        self.index = PlanIndex(book.plan.entries, options.draining)
         self._servers = servers
         self._agents = agents
         self._options = options
@@ -231,6 +233,7 @@ class Installer:
 
     def _changed(self, plan: Plan, channels: Iterable[bytes], reason: str, now: float) -> list[InnerAction]:
         self._book.advance(plan, channels)
+        self.index.update({channel: plan.entries[channel] for channel in channels})
         return [PlanChanged(plan, reason), *self.sync(now)]
 
     def advance(self, now: float) -> list[InnerAction]:
@@ -370,6 +373,7 @@ class Installer:
             return [Note("error", str(error), details)] if first else []
         before = self.plan.version
         newer = self._book.take_in(found.plan, version)
+        self.index.update(newer)
         self._note_transitions(newer, now)
         copy.resume()
         details["entries_taken"] = len(newer)
@@ -399,6 +403,9 @@ class Installer:
             assert transition.version <= self.plan.version, f"{channel!r} changed in version {transition.version}"
         unsettled = sum(entry.phase is not Phase.SETTLED for entry in entries.values())
         assert unsettled == len(self.transitions), f"{unsettled} entries, {len(self.transitions)} transitions"
+        index = PlanIndex(entries, self.index.named_at)
+        assert index.replicated == self.index.replicated, "the index has the replicated channels"
+        assert index.named_at == self.index.named_at, "the index has the channels at servers being drained"
 
     def tick(self, now: float) -> list[InnerAction]:
         """Sync copies, ask silent agents, and advance transitions."""

@@ -4,14 +4,33 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from dynamoth_balancer.machine import BalancerMachine, Stage
+from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.process.recorder import Recorder
 from dynamoth_daemon import metrics
+
+_GAUGES: Mapping[str, str] = {
+    "leading": "1 while this balancer holds the lease and decides",
+    "standing_by": "1 while another balancer leads and this one waits to replace it",
+    "paused": "1 while administrators have paused its decisions",
+    "links_up": "Servers that the balancer is connected to",
+    "agents_alive": "Agents that the balancer hears",
+    "agents_in_conflict": "Servers for which several processes speak as agents",
+    "transitions": "Channels in transition",
+    "transition_age_seconds": "Age of the oldest transition; 0 without any",
+    "plan_version": "Version of the plan",
+    "plan_entries": "Channels that the plan names",
+    "replicated_channels": "Channels that are spread over several servers",
+}
+
+_GAUGES_BY_SERVER: Mapping[str, str] = {
+    "load_ratio": "Averaged load over capacity, as decisions see it: load on its way is counted where it goes",
+    "channels_left": "Channels that are still at a server that is being drained, as far as its agent knows",
+    "agent_blind": "1 while the agent does not see what is published",
+}
 
 _COUNTERS: Mapping[str, str] = {
     "decisions": "Decisions of the balancer's own, including those that nothing can be done",
@@ -46,37 +65,14 @@ def make_registry(
 
 
 def _collect(machine: BalancerMachine, now: float, recorder: Recorder | None) -> Iterator[Metric]:
-    gauge, status = _FAMILIES.gauge, machine.status(now)
-    servers: Mapping[str, Mapping[str, Any]] = status["servers"]
-
-    def by_server(name: str, text: str, key: str) -> Metric:
-        known = {server: each[key] for server, each in servers.items() if each[key] is not None}
-        return _FAMILIES.gauge_by("server", name, text, known)
-
-    def servers_with(key: str, value: object) -> int:
-        return sum(each[key] == value for each in servers.values())
-
-    yield gauge("leading", "1 while this balancer holds the lease and decides", machine.stage is Stage.LEADING)
-    yield gauge("standing_by", "1 while another balancer leads and this one waits to replace it", machine.stands_by)
-    yield gauge("paused", "1 while administrators have paused its decisions", status["paused"])
-    yield gauge("links_up", "Servers that the balancer is connected to", servers_with("link", "up"))
-    yield gauge("agents_alive", "Agents that the balancer hears", servers_with("agent", "alive"))
-    conflicts = servers_with("agent_in_conflict", True)
-    yield gauge("agents_in_conflict", "Servers for which several processes speak as agents", conflicts)
-    yield gauge("transitions", "Channels in transition", status["in_transition"])
-    if machine.plan is not None:
-        yield gauge("plan_version", "Version of the plan", status["version"])
-        yield gauge("plan_entries", "Channels that the plan names", status["entries"])
-        yield gauge("replicated_channels", "Channels that are spread over several servers", status["replicated"])
-    text = "Averaged load over capacity, as decisions see it: load on its way is counted where it goes"
-    yield by_server("load_ratio", text, "load_ratio")
-    text = "Channels that are still at a server that is being drained, as far as its agent knows"
-    yield by_server("channels_left", text, "channels_left")
-    yield from _of_problems(machine, servers.keys(), now)
-    yield gauge("transition_age_seconds", "Age of the oldest transition; 0 without any", status["transition_age_s"])
-    blind = {server: each["blind_s"] is not None for server, each in servers.items()}
-    yield _FAMILIES.gauge_by("server", "agent_blind", "1 while the agent does not see what is published", blind)
-    yield from _FAMILIES.counters(_COUNTERS, status["counters"])
+    for name, figure in machine.figures(now).items():
+        yield _FAMILIES.gauge(name, _GAUGES[name], figure)
+    by_server = machine.server_figures(now)
+    for name, figures in by_server.items():
+        known = {server: figure for server, figure in figures.items() if figure is not None}
+        yield _FAMILIES.gauge_by("server", name, _GAUGES_BY_SERVER[name], known)
+    yield from _of_problems(machine, by_server["agent_blind"].keys(), now)
+    yield from _FAMILIES.counters(_COUNTERS, machine.all_counters())
     if recorder is not None:
         counter = _FAMILIES.counter
         yield counter("rows_written", "Rows written to the metrics file", recorder.rows_written)
