@@ -24,7 +24,7 @@ from dynamoth_balancer.decide.cluster import (
     decide,
 )
 from dynamoth_balancer.decide.model import ClusterModel
-from dynamoth_balancer.install.book import follows
+from dynamoth_balancer.install import book
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.options import BalancerOptions
 
@@ -195,7 +195,7 @@ class Decider:
         return [
             channel
             for channel in self._model.channel_rates(server)
-            if channel not in named and follows(entry_of(channel), server)
+            if channel not in named and book.follows(entry_of(channel), server)
         ]
 
     def channels_left(self, server: str, installer: Installer) -> int | None:

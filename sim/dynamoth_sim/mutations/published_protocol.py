@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 import dynamoth.plan.plan
-import dynamoth_balancer.decide.decider
 import dynamoth_balancer.decide.relieve
+import dynamoth_balancer.install.book
 import dynamoth_balancer.install.recovery
 import dynamoth_balancer.install.takeover
 import dynamoth_client.machines.patterns.subscription
@@ -453,7 +453,7 @@ def empty_when_moves_begin() -> AbstractContextManager[None]:
     def follows(entry: Entry, server: str) -> bool:
         return server in entry.route.assignment.servers
 
-    return replaced(dynamoth_balancer.decide.decider, _follows=follows)
+    return replaced(dynamoth_balancer.install.book, follows=follows)
 
 
 def nothing_leaves() -> AbstractContextManager[None]:
