@@ -15,6 +15,9 @@ from dynamoth_link.options import LinkOptions
 PATIENCE_S = 10.0
 """How long a condition is waited for before the test fails."""
 
+NOBODY = "redis://127.0.0.1:1"
+"""Nothing listens at this port."""
+
 #: Quick to notice and to come back, so that tests of failures are short.
 HASTY = LinkOptions(
     connect_timeout_s=5.0,

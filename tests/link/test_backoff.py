@@ -11,10 +11,7 @@ import redis.backoff
 from dynamoth_link.backoff import FAILURES_MAX, PAUSE_S_MIN, Doubling, Pauses
 from dynamoth_link.link import Link
 from dynamoth_link.options import LinkOptions
-from tests.link.harness import Recorder, Runner
-
-NOBODY = "redis://127.0.0.1:1"
-"""Nothing listens at this port."""
+from tests.link.harness import NOBODY, Recorder, Runner
 
 
 class Recording:

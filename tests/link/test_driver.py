@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
-
 from dynamoth.machine.events import (
     Connect,
     Disconnect,
@@ -162,24 +160,6 @@ async def test_a_crash_report_shows_the_first_pushes_of_earlier_events_and_the_d
     stage.driver.handle(ZeroDivisionError("boom"))
     assert f"1 of {RECENT_EVENTS - 1}" in str(crashes[0])
     await stage.driver.close()
-
-
-@pytest.mark.parametrize(
-    "actions",
-    [
-        [Connect("a", "redis://127.0.0.1:1"), Connect("a", "redis://127.0.0.1:1")],
-    ],
-)
-def test_asking_for_the_impossible_is_a_crash(actions: list[Any], run_async: Runner) -> None:
-    async def main() -> None:
-        stage = Stage()
-        stage.do(*actions)
-        assert stage.driver.is_stopped
-        await stage.driver.close()
-
-    (reported,) = run_async(main, bugs=1)
-    assert "MachineCrashed" in reported
-    assert "connected twice" in reported
 
 
 async def test_close_in_the_midst_of_everything(redis: EmbeddedRedis) -> None:

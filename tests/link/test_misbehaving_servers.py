@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from dynamoth.errors import ConfigError
-from dynamoth.machine.events import ErrorReply
+from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.connection import Connection
 from dynamoth_link.errors import (
     AuthenticationFailed,
@@ -23,7 +21,7 @@ from dynamoth_link.errors import (
 )
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import ServerAddress
-from tests.link.harness import HASTY, PATIENCE_S, Answer, Recorder, Runner, fake_server, opened, polite, up
+from tests.link.harness import HASTY, NOBODY, PATIENCE_S, Answer, Recorder, fake_server, opened, polite, up
 
 
 def answering(name: bytes, reply: bytes) -> Answer:
@@ -81,27 +79,6 @@ async def test_a_server_that_accepts_and_never_answers() -> None:
     server.close()
 
 
-def test_a_server_that_is_half_open(run_async: Runner) -> None:
-    """It answers until the link is up, and nothing after that: only PING tells."""
-    answered = 0
-
-    def answer(command: list[bytes]) -> bytes:
-        nonlocal answered
-        answered += 1
-        return polite(command) if answered <= 3 else b""
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        async with fake_server(answer) as url, up(url) as (_, calls):
-            began_at = loop.time()
-            assert "not even the answer to a PING" in (await calls.count("down", 1))[0]
-            # Not sooner than promised; 10 ms for clocks that step.
-            assert loop.time() - began_at > HASTY.ping_interval_s + HASTY.ping_timeout_s - 0.01
-
-    answered = 0
-    run_async(main)
-
-
 async def test_pings_keep_a_silent_link_up_unless_they_are_off() -> None:
     pings: Counter[str] = Counter()
     enough = asyncio.Event()
@@ -147,67 +124,27 @@ async def test_garbage_ends_the_connection_and_not_the_link(bytes_: bytes, says:
         assert len(calls.pushes) == bytes_.count(b">")
 
 
-async def test_a_reply_to_a_subscription_is_garbage() -> None:
-    async with fake_server(answering(b"SUBSCRIBE", b"+OK\r\n")) as url, up(url) as (link, calls):
-        link.send(["SUBSCRIBE", "c"], calls.record("reply"))
-        assert "subscribe was answered with" in (await calls.count("down", 1))[0]
-        assert calls.of("reply") == []
-
-
-async def test_an_acknowledgement_nobody_waits_for_takes_no_reply() -> None:
-    """A server may unsubscribe by itself (a slot that moved away); that answers no command."""
-    forced = b">3\r\n+unsubscribe\r\n+c\r\n:0\r\n"
-    acknowledged = b">3\r\n+subscribe\r\n+c\r\n:1\r\n"
-
-    def answer(command: list[bytes]) -> bytes:
-        if command[0] == b"ECHO":
-            return forced + b"+" + command[1] + b"\r\n"
-        if command == [b"SUBSCRIBE", b"secret"]:
-            return forced + b"-NOPERM\r\n"
-        return forced + acknowledged if command[0] == b"SUBSCRIBE" else polite(command)
-
-    async with fake_server(answer) as url, up(url) as (link, calls):
-        link.send(["ECHO", "1"], calls.record("reply"))
-        link.send(["SUBSCRIBE", "c"], calls.record("accepted"))
-        link.send(["SUBSCRIBE", "secret"], calls.record("refused"))
-        link.send(["ECHO", "2"], calls.record("reply"))
-        assert await calls.count("reply", 2) == [b"1", b"2"]
-        assert calls.of("accepted") == []
-        assert calls.of("refused") == [ErrorReply("NOPERM")]
-        assert len(calls.pushes) == 5
-
-
-async def test_a_server_that_does_not_read() -> None:
+async def test_a_server_that_does_not_read(redis: EmbeddedRedis) -> None:
     loop = asyncio.get_running_loop()
-    blocked = asyncio.Event()
-    handlers: set[asyncio.Future[Any]] = set()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        handlers.update(filter(None, [asyncio.current_task()]))
-        await reader.readuntil(b"INFO")
-        writer.write(polite([b"HELLO"]) + b"+PONG\r\n" + polite([b"INFO"]))
-        await blocked.wait()
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1024)
-    url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     options = LinkOptions(write_buffer_bytes_max=1_000_000, ping_interval_s=0, close_timeout_s=0.1)
-    async with up(url, options) as (link, calls):
-        began_at = loop.time()
-        while not calls.of("down") and loop.time() < began_at + 10:
+    async with (
+        up(redis.url, options) as (link, calls),
+        up(redis.url, replace(options, write_buffer_bytes_max=0)) as (
+            unbounded,
+            _,
+        ),
+    ):
+        redis.pause()
+        while not calls.of("down"):
             link.send(["PUBLISH", "c", b"x" * 500_000])
             await asyncio.sleep(0)
         assert "more than 1000000 bytes wait to be sent" in calls.of("down")[0]
-    async with up(url, LinkOptions(ping_interval_s=0, close_timeout_s=0.1)) as (link, calls):
-        link.send(["PUBLISH", "c", b"x" * 50_000_000])
-        assert link.write_buffer_size > 25_000_000  # the operating system takes some at once
+        unbounded.send(["PUBLISH", "c", b"x" * 50_000_000])
+        assert unbounded.write_buffer_size > 25_000_000  # the operating system takes some at once
         began_at = loop.time()
-        await link.close()
+        await unbounded.close()
         assert 0.09 < loop.time() - began_at < 5
-    blocked.set()
-    server.close()
-    await server.wait_closed()
-    await asyncio.wait(handlers)
+        redis.resume()
 
 
 async def test_a_connection_that_is_made_after_it_was_given_up_is_cut() -> None:
@@ -227,24 +164,15 @@ async def test_a_connection_that_is_made_after_it_was_given_up_is_cut() -> None:
     assert not connection.lost.done()
 
 
-async def test_attempts_are_spaced_by_the_backoff() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        url = f"redis://127.0.0.1:{probe.getsockname()[1]}"
-    loop = asyncio.get_running_loop()
-    options = LinkOptions(backoff_s_min=0.02, backoff_s_max=0.08)
-    began_at = loop.time()
-    async with opened(url, options) as (_, calls):
-        await calls.count("down", 6)  # after waits of 0.02, 0.04, 0.08, 0.08, 0.08 s, halved at most
-        assert loop.time() - began_at >= 0.15 - 0.01
-
-
-async def test_a_server_that_drops_us_at_once_is_not_hammered() -> None:
+@pytest.mark.parametrize("accepts", [False, True])
+async def test_attempts_are_spaced_by_the_backoff(accepts: bool) -> None:
+    """Whether nobody listens, or the server drops us at once."""
     loop = asyncio.get_running_loop()
     options = LinkOptions(backoff_s_min=0.02, backoff_s_max=0.08, ping_interval_s=0)
     async with fake_server(answering(b"INFO", polite([b"INFO"]) + b"+unasked\r\n")) as url:
         began_at = loop.time()
-        async with opened(url, options) as (_, calls):
-            await calls.count("down", 6)
+        async with opened(url if accepts else NOBODY, options) as (_, calls):
+            await calls.count("down", 6)  # after waits of 0.02, 0.04, 0.08, 0.08, 0.08 s, halved at most
             assert loop.time() - began_at >= 0.15 - 0.01
 
 

@@ -16,44 +16,45 @@ from dynamoth_link.query import query
 from dynamoth_link.trust import TRUSTED_HOSTS_MAX, TRUSTED_HOSTS_VARIABLE, Trust, parse_trusted_hosts, trust_in
 from dynamoth_link.urls import parse_cluster_url, parse_server_url
 
+HOSTS = "dynamoth://redis1.example.com,10.0.0.1"
 
-def trusts(url: str, *trusted_hosts: str, configured: str = "dynamoth://redis1.example.com,10.0.0.1") -> bool:
+
+def trusts(url: str, *trusted_hosts: str, configured: str = HOSTS) -> bool:
     trust = trust_in(parse_cluster_url(configured).servers, trusted_hosts)
     return trust.objection(parse_server_url(url)) is None
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "redis://redis1.example.com",
-        "redis://REDIS1.example.com.:7000",
-        "rediss://redis1.example.com:1",
-        "redis://10.0.0.1:9999",
-        "redis://[::ffff:10.0.0.1]:9999",
-    ],
-)
-def test_any_port_of_a_configured_host_is_trusted(url: str) -> None:
-    assert trusts(url)
+SOCKET, TLS = "unix:///run/redis/a.sock", "dynamoths://redis1.example.com"
 
 
 @pytest.mark.parametrize(
-    "url",
+    ("trusted", "configured", "url"),
     [
-        "redis://evil.org",
-        "redis://redis2.example.com",
-        "redis://redis1.example.com.evil.org",
-        "redis://xredis1.example.com",
-        "redis://10.0.0.2",
-        "redis://167772161",  # 10.0.0.1 to getaddrinfo
-        "redis://010.0.0.1",
-        "redis://localhost",
-        "redis://[::1]",
-        "unix:///tmp/socket",
+        (True, HOSTS, "redis://redis1.example.com"),
+        (True, HOSTS, "redis://REDIS1.example.com.:7000"),
+        (True, HOSTS, "rediss://redis1.example.com:1"),
+        (True, HOSTS, "redis://10.0.0.1:9999"),
+        (True, HOSTS, "redis://[::ffff:10.0.0.1]:9999"),
+        (False, HOSTS, "redis://evil.org"),
+        (False, HOSTS, "redis://redis2.example.com"),
+        (False, HOSTS, "redis://redis1.example.com.evil.org"),
+        (False, HOSTS, "redis://xredis1.example.com"),
+        (False, HOSTS, "redis://10.0.0.2"),
+        (False, HOSTS, "redis://167772161"),  # 10.0.0.1 to getaddrinfo
+        (False, HOSTS, "redis://010.0.0.1"),
+        (False, HOSTS, "redis://localhost"),
+        (False, HOSTS, "redis://[::1]"),
+        (False, HOSTS, "unix:///tmp/socket"),
+        (True, SOCKET, "unix:///run/redis/b.sock"),
+        (False, SOCKET, "unix:///run/redis/../x/b.sock"),
+        (False, SOCKET, "unix:///tmp/b.sock"),
+        (True, TLS, "rediss://redis1.example.com:7"),
+        (False, TLS, "redis://redis1.example.com:7"),
     ],
 )
-def test_no_other_host_is(url: str) -> None:
-    assert not trusts(url)
-    assert trusts(url, "*")
+def test_the_hosts_of_the_configuration_are_trusted_and_no_others(trusted: bool, configured: str, url: str) -> None:
+    assert trusts(url, configured=configured) is trusted
+    assert trusts(url, "*", configured=configured) is (trusted or configured != TLS), "* is no way around TLS"
 
 
 def test_the_loopback_is_one_host() -> None:
@@ -62,31 +63,24 @@ def test_the_loopback_is_one_host() -> None:
             assert trusts(f"redis://{named}", configured=f"dynamoth://{configured}:6379")
 
 
-def test_suffixes_and_networks() -> None:
-    assert trusts("redis://a.b.redis.org", "*.redis.org")
-    assert trusts("redis://A.REDIS.org.", "*.Redis.ORG")
-    assert not trusts("redis://redis.org", "*.redis.org")
-    assert not trusts("redis://evilredis.org", "*.redis.org")
-    assert trusts("redis://10.1.2.3", "10.1.0.0/16")
-    assert trusts("redis://10.1.2.3", "10.1.2.3")
-    assert not trusts("redis://10.2.0.1", "10.1.0.0/16")
-    assert not trusts("redis://10.1.2.3.evil.org", "10.1.0.0/16")
-    assert trusts("redis://[fd00::5]", "fd00::/8")
-    assert trusts("redis://localhost", "127.0.0.0/8")
-
-
-def test_sockets_are_trusted_by_their_directory() -> None:
-    assert trusts("unix:///run/redis/b.sock", configured="unix:///run/redis/a.sock")
-    assert not trusts("unix:///run/redis/../x/b.sock", configured="unix:///run/redis/a.sock")
-    assert not trusts("unix:///tmp/b.sock", configured="unix:///run/redis/a.sock")
-    assert trusts("unix:///tmp/r/b.sock", "/tmp/r/")
-
-
-def test_a_server_without_tls_is_no_way_around_tls() -> None:
-    configured = "dynamoths://redis1.example.com"
-    assert trusts("rediss://redis1.example.com:7", configured=configured)
-    assert not trusts("redis://redis1.example.com:7", configured=configured)
-    assert not trusts("redis://redis1.example.com:7", "*", configured=configured)
+@pytest.mark.parametrize(
+    ("item", "url", "trusted"),
+    [
+        ("*.redis.org", "redis://a.b.redis.org", True),
+        ("*.Redis.ORG", "redis://A.REDIS.org.", True),
+        ("*.redis.org", "redis://redis.org", False),
+        ("*.redis.org", "redis://evilredis.org", False),
+        ("10.1.0.0/16", "redis://10.1.2.3", True),
+        ("10.1.2.3", "redis://10.1.2.3", True),
+        ("10.1.0.0/16", "redis://10.2.0.1", False),
+        ("10.1.0.0/16", "redis://10.1.2.3.evil.org", False),
+        ("fd00::/8", "redis://[fd00::5]", True),
+        ("127.0.0.0/8", "redis://localhost", True),
+        ("/tmp/r/", "unix:///tmp/r/b.sock", True),
+    ],
+)
+def test_names_suffixes_networks_and_directories_can_be_trusted(item: str, url: str, trusted: bool) -> None:
+    assert trusts(url, item) is trusted
 
 
 @pytest.mark.parametrize("item", ["*.", "a b", "10.0.0.0/33", "a*", "http://x", "-", "*.*.org", "x" * 3 + "/8"])
