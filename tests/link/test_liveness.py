@@ -126,6 +126,18 @@ async def test_a_cut_connection_is_lost_in_time(command: list[str | bytes] | Non
         await calls.count("up", 2)
 
 
+async def test_a_publisher_that_goes_on_loses_a_cut_connection_in_time(redis: EmbeddedRedis) -> None:
+    """Commands that are sent behind the PING are no sign of life."""
+    loop = asyncio.get_running_loop()
+    async with proxied(redis.port) as proxy, quick_to_lose(proxy.port) as (link, calls), measured_lag() as lag:
+        proxy.cut()
+        cut_at = loop.time()
+        while not calls.of("down"):
+            link.send(["PUBLISH", "c", b"x" * 1000])
+            await asyncio.sleep(0.005)
+            assert loop.time() - cut_at - lag.total_s < LOST_S_MAX + 0.4 / LOOKS_PER_TIMEOUT
+
+
 async def test_a_large_message_under_way_is_no_silence(redis: EmbeddedRedis) -> None:
     """It takes several times as long as interval and timeout, most of it in buffers of the operating system."""
     loop = asyncio.get_running_loop()
