@@ -83,7 +83,7 @@ soak: $(DEV)
 image: $(DEV)
 	$(BIN)/python -m pytest tests/compose/image.py
 
-OLDEST_TESTS := both client sync pubsub sync_pubsub sharded settings options tls drop_in
+OLDEST_TESTS := both client sync pubsub async_pubsub sync_pubsub sharded settings options tls drop_in
 oldest: $(OLDEST)/.installed
 	PYTHONPATH=$(abspath $(OLDEST)) $(PARALLEL) $(OLDEST_TESTS:%=tests/client/test_%.py)
 

@@ -1,9 +1,10 @@
-"""A TCP proxy that can stop passing bytes without closing anything: a connection that is cut silently."""
+"""A TCP proxy that can stop passing bytes without closing anything, as a connection that is cut silently."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
@@ -16,12 +17,14 @@ class Proxy:
     Args:
         port: where a server listens on this machine.
         bytes_per_s: how much it passes at most, in each direction of each connection; 0 for no limit.
+        tls: what its own port speaks, if anything.
 
     """
 
-    def __init__(self, port: int, bytes_per_s: float = 0) -> None:
+    def __init__(self, port: int, bytes_per_s: float = 0, tls: ssl.SSLContext | None = None) -> None:
         self._to = port
         self._bytes_per_s = bytes_per_s
+        self._tls = tls
         #: Set while bytes pass, on the present connections and on those to come.
         self._passing = asyncio.Event()
         self._passing.set()
@@ -52,7 +55,7 @@ class Proxy:
         """Listen. Its buffers are small, so that what the other side does not get stays with the sender."""
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CHUNK_BYTES)
-        self._server = await asyncio.start_server(self._accept, sock=listener, limit=CHUNK_BYTES)
+        self._server = await asyncio.start_server(self._accept, sock=listener, limit=CHUNK_BYTES, ssl=self._tls)
 
     async def stop(self) -> None:
         """Close everything."""
@@ -95,9 +98,9 @@ class Proxy:
 
 
 @asynccontextmanager
-async def proxied(port: int, bytes_per_s: float = 0) -> AsyncGenerator[Proxy, None]:
+async def proxied(port: int, bytes_per_s: float = 0, tls: ssl.SSLContext | None = None) -> AsyncGenerator[Proxy, None]:
     """Run a proxy to a port of this machine."""
-    proxy = Proxy(port, bytes_per_s)
+    proxy = Proxy(port, bytes_per_s, tls)
     await proxy.start()
     try:
         yield proxy

@@ -1,65 +1,99 @@
-"""Both clients, used alike: a test is run with a synchronous one, and with an asynchronous one that looks like that."""
+"""Tests written for the synchronous client that run with the asynchronous one too, behind the same methods."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
+import uvloop
 
 import dynamoth_client
 import dynamoth_client.asyncio
+from tests.loop_thread import LoopThread
+
+Connect = Callable[..., AbstractContextManager[Any]]
+"""Opens a client of some servers, with options: ``with connect(cluster.hosts, client_name="me") as client``."""
+
+_NO_MORE = object()
 
 
-def _sync(urls: list[str], use: Callable[[Any], object], **options: Any) -> None:
-    with dynamoth_client.Redis(servers=urls, **options) as client:
-        use(client)
+class OnLoop:
+    """An asynchronous client, or something of it, on the loop of another thread: its methods wait for their outcome."""
 
-
-_MAKERS = ("pubsub", "client", "pipeline", "keyspace_notifications")
-"""Methods that return what has methods to wait for."""
-
-
-class _OnLoop:
-    """An asynchronous client, or a PubSub of it, whose methods wait for their outcome."""
-
-    def __init__(self, inner: Any, runner: asyncio.Runner) -> None:
-        self._inner = inner
-        self._runner = runner
+    def __init__(self, inner: Any, thread: LoopThread) -> None:
+        self.inner = inner
+        self._thread = thread
 
     def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._inner, name)
+        attribute = getattr(self.inner, name)
+        if not callable(attribute):
+            return self._wrapped(attribute)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            async def main() -> Any:
-                outcome = attribute(*args, **kwargs)
-                return await outcome if hasattr(outcome, "__await__") else outcome
+            return self._wrapped(self.on_loop(lambda: attribute(*args, **kwargs)))
 
-            outcome = self._runner.run(main())
-            return _OnLoop(outcome, self._runner) if name in _MAKERS else outcome
+        return call
 
-        return call if callable(attribute) else attribute
+    def __enter__(self) -> OnLoop:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.on_loop(self.inner.aclose)
+
+    def on_loop(self, function: Callable[[], Any]) -> Any:
+        """Call a function on the loop, and wait for its outcome."""
+
+        async def main() -> Any:
+            outcome = function()
+            return await outcome if hasattr(outcome, "__await__") else outcome
+
+        return self._thread.call(main())
+
+    def _wrapped(self, value: Any) -> Any:
+        if hasattr(value, "__anext__"):
+            return self._iterate(value)
+        return OnLoop(value, self._thread) if hasattr(value, "aclose") or hasattr(value, "disconnect") else value
+
+    def _iterate(self, items: Any) -> Iterator[Any]:
+        while (item := self.on_loop(lambda: anext(items, _NO_MORE))) is not _NO_MORE:
+            yield item
 
 
-def _asyncio(urls: list[str], use: Callable[[Any], object], **options: Any) -> None:
-    with asyncio.Runner() as runner:
-        client = _OnLoop(dynamoth_client.asyncio.Redis(servers=urls, **options), runner)
-        try:
-            use(client)
-        finally:
-            client.aclose()
+def is_asynchronous(client: Any) -> bool:
+    return isinstance(client, OnLoop)
 
 
-def close(pubsub: Any) -> None:
-    """Close a PubSub of either client."""
-    (pubsub.close if isinstance(pubsub, dynamoth_client.PubSub) else pubsub.aclose)()
+def _in_threads(servers: list[str], **options: Any) -> AbstractContextManager[Any]:
+    return dynamoth_client.Redis(servers=servers, **options)
 
 
-Use = Callable[..., None]
+@contextmanager
+def _on_loop(factory: Callable[[], asyncio.AbstractEventLoop], servers: list[str], **options: Any) -> Generator[OnLoop]:
+    """Open an asynchronous client. Nothing of it may be left behind, and nothing be given to the loop's handler."""
+    thread, reported = LoopThread("asynchronous client", factory), list[dict[str, Any]]()
+    thread.loop.set_exception_handler(lambda _, context: reported.append(context))
+    try:
+        with OnLoop(dynamoth_client.asyncio.Redis(servers=servers, **options), thread) as client:
+            yield client
+    finally:
+        thread.close()
+    assert not reported
 
 
-@pytest.fixture(params=[_sync, _asyncio], ids=["sync", "asyncio"])
-def with_client(request: pytest.FixtureRequest) -> Use:
-    use: Use = request.param
-    return use
+LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+on_all_loops = pytest.mark.parametrize("connect", ["sync", *LOOPS], indirect=True)
+"""For tests that depend on how the event loop connects, reads, writes and closes."""
+
+
+@pytest.fixture(params=["sync", "asyncio"])
+def connect(request: pytest.FixtureRequest) -> Connect:
+    """Opens a client of either kind."""
+    return _in_threads if request.param == "sync" else partial(_on_loop, LOOPS[request.param])

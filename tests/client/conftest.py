@@ -9,8 +9,11 @@ import uvloop
 
 from dynamoth_cli.local.cluster import LocalCluster
 from tests.client import stored_cluster
+from tests.client.both_clients import connect
 from tests.client.stored_cluster import StoredCluster
 from tests.redis_servers import RedisServerFactory
+
+__all__ = ["connect"]
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:

@@ -17,16 +17,13 @@ from dynamoth.plan.plan import Plan, Server
 from dynamoth_cli.local.cluster import HOST, LocalCluster
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_client.machines.standalone import FRESH_S
-from tests.client.both_clients import Use, with_client
+from tests.client.both_clients import Connect
 from tests.client.conftest import ClusterFactory
 from tests.client.sync_helpers import Running, confirmed, next_of, until
 
-__all__ = ["with_client"]
 
-
-def test_everything_works_with_one_plain_redis(redis_server: EmbeddedRedis, with_client: Use) -> None:
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
+def test_everything_works_with_one_plain_redis(redis_server: EmbeddedRedis, connect: Connect) -> None:
+    with connect([redis_server.url]) as client, client.pubsub() as pubsub:
         confirmed(pubsub, "c")
         pubsub.psubscribe("c*")
         pubsub.ssubscribe("s")
@@ -45,9 +42,7 @@ def test_everything_works_with_one_plain_redis(redis_server: EmbeddedRedis, with
         redis_server.restart()  # subscriptions come back, as nobody else is there
         while client.publish("s", "x") or not client.spublish("s", "again"):
             time.sleep(0.05)
-        (getattr(pubsub, "aclose", None) or pubsub.close)()
-
-    with_client([redis_server.url], use)
+        pubsub.close()
 
 
 # When it is not believed.

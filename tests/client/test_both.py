@@ -11,19 +11,15 @@ import redis as redis_py
 from dynamoth.plan.plan import Mode
 from dynamoth.protocol.envelope import open_envelope
 from dynamoth_client import ChannelPlan, GuaranteesOff
-from tests.client.both_clients import Use, with_client
+from tests.client.both_clients import Connect
 from tests.client.stored_cluster import StoredCluster
 from tests.client.sync_helpers import PATIENCE_S, confirmed, message_of, next_of
 from tests.client.versions import REDIS_PY
 
-__all__ = ["with_client"]
 
-
-def test_what_is_published_arrives_whatever_server_the_channel_is_at(cluster: StoredCluster, with_client: Use) -> None:
+def test_what_is_published_arrives_whatever_server_the_channel_is_at(cluster: StoredCluster, connect: Connect) -> None:
     channels = {server: cluster.channel_at(server) for server in cluster.servers}
-
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
+    with connect(cluster.hosts) as client, client.pubsub() as pubsub:
         confirmed(pubsub, *channels.values())
         for server, channel in channels.items():
             assert client.publish(channel, "hello") == 1
@@ -31,19 +27,15 @@ def test_what_is_published_arrives_whatever_server_the_channel_is_at(cluster: St
             assert asyncio.run(cluster.ask(server, "PUBSUB", "NUMSUB", channel)) == [channel.encode(), 1]
             assert client.plan(channel) == ChannelPlan(Mode.SINGLE, (server,), 0)
 
-    with_client(cluster.hosts, use)
 
-
-def test_messages_are_encoded_as_redis_py_does(cluster: StoredCluster, with_client: Use) -> None:
+def test_messages_are_encoded_as_redis_py_does(cluster: StoredCluster, connect: Connect) -> None:
     sent: list[Any] = ["text", "é", b"\x00\xff", 7, 2.5, memoryview(b"view"), ""]
     expected = [b"text", "é".encode(), b"\x00\xff", b"7", b"2.5", b"view", b""]
     if REDIS_PY >= (8,):
         sent.append(bytearray(b"array"))
         expected.append(b"array")
     refused: list[Any] = [None, True, [], object()]
-
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
+    with connect(cluster.hosts) as client, client.pubsub() as pubsub:
         confirmed(pubsub, "c")
         for message in sent:
             assert client.publish("c", message) == 1
@@ -52,11 +44,9 @@ def test_messages_are_encoded_as_redis_py_does(cluster: StoredCluster, with_clie
             with pytest.raises(redis_py.DataError):
                 client.publish("c", message)
 
-    with_client(cluster.hosts, use)
 
-
-def test_other_commands_go_to_the_first_server(cluster: StoredCluster, with_client: Use) -> None:
-    def use(client: Any) -> None:
+def test_other_commands_go_to_the_first_server(cluster: StoredCluster, connect: Connect) -> None:
+    with connect(cluster.hosts, decode_responses=True) as client:
         client.set("key", "value")
         assert client.get("key") == "value"
         pipeline = client.pipeline()
@@ -66,48 +56,37 @@ def test_other_commands_go_to_the_first_server(cluster: StoredCluster, with_clie
         assert asyncio.run(cluster.ask("s1", "GET", "key")) == b"value"
         assert asyncio.run(cluster.ask("s2", "GET", "key")) is None
 
-    with_client(cluster.hosts, use, decode_responses=True)
 
-
-def test_channels_of_one_server_go_to_the_first_and_ours_are_refused(cluster: StoredCluster, with_client: Use) -> None:
+def test_channels_of_one_server_go_to_the_first_and_ours_are_refused(cluster: StoredCluster, connect: Connect) -> None:
     plain: Any = redis_py.Redis(port=cluster.servers["s1"].port)
 
-    def use(client: Any) -> None:
+    with plain, plain.pubsub() as pubsub, connect(cluster.hosts) as client:
+        confirmed(pubsub, "__keyspace@0__:key")
         assert client.publish("__keyspace@0__:key", "set") == 1
         with pytest.raises(redis_py.DataError, match="choose another name"):
             client.publish("__dynamoth__:balancer:to-agent", "x")
         assert client.publish("__dynamo", "fine") == 0
 
-    with plain, plain.pubsub() as pubsub:
-        pubsub.subscribe("__keyspace@0__:key")
-        assert pubsub.get_message(timeout=5)["type"] == "subscribe"
-        with_client(cluster.hosts, use)
 
-
-def test_envelopes_can_be_left_out(cluster: StoredCluster, with_client: Use) -> None:
+def test_envelopes_can_be_left_out(cluster: StoredCluster, connect: Connect) -> None:
     channel = cluster.channel_at("s2")
     plain: Any = redis_py.Redis(port=cluster.servers["s2"].port)
 
-    def use(client: Any) -> None:
-        ours = client.pubsub()
-        confirmed(ours, channel)
-        assert client.publish(channel, "hello") == 2
-        assert next_of(ours)["data"] == b"hello"
-
     with plain, plain.pubsub() as pubsub:
-        pubsub.subscribe(channel)
-        assert pubsub.get_message(timeout=5)["type"] == "subscribe"
-        with pytest.warns(GuaranteesOff):
-            with_client(cluster.hosts, use, envelope=False)
-        with_client(cluster.hosts, use)
-        assert pubsub.get_message(timeout=5)["data"] == b"hello"
-        assert open_envelope(pubsub.get_message(timeout=5)["data"]).payload == b"hello"
+        confirmed(pubsub, channel)
+        with pytest.warns(GuaranteesOff), connect(cluster.hosts, envelope=False) as client, client.pubsub() as ours:
+            confirmed(ours, channel)
+            assert client.publish(channel, "hello") == 2
+            assert next_of(ours)["data"] == next_of(pubsub)["data"] == b"hello"
+        with connect(cluster.hosts) as client:
+            assert client.publish(channel, "hello") == 1
+        assert open_envelope(next_of(pubsub)["data"]).payload == b"hello"
 
 
 # PubSubs.
 
 
-def test_acknowledgements_are_redis_py_s(cluster: StoredCluster, with_client: Use) -> None:
+def test_acknowledgements_are_redis_py_s(cluster: StoredCluster, connect: Connect) -> None:
     x, y, z = (cluster.channel_at(server, name) for server, name in (("s2", "x"), ("s1", "y"), ("s2", "z")))
 
     def acknowledged(client: Any) -> list[Any]:
@@ -126,17 +105,13 @@ def test_acknowledgements_are_redis_py_s(cluster: StoredCluster, with_client: Us
     with redis_py.Redis(port=cluster.servers["s1"].port) as plain:
         expected = acknowledged(plain)
 
-    def use(client: Any) -> None:
+    with connect(cluster.hosts) as client:
         assert acknowledged(client) == expected
 
-    with_client(cluster.hosts, use)
 
-
-def test_text_for_those_who_want_it(cluster: StoredCluster, with_client: Use) -> None:
+def test_text_for_those_who_want_it(cluster: StoredCluster, connect: Connect) -> None:
     handled: list[Any] = []
-
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
+    with connect(cluster.hosts, decode_responses=True) as client, client.pubsub() as pubsub:
         confirmed(pubsub, "dé", b"b", handled=handled.append)
         assert set(pubsub.channels) == {"dé", "b", "handled"}
         client.publish("dé", "é")
@@ -151,14 +126,10 @@ def test_text_for_those_who_want_it(cluster: StoredCluster, with_client: Use) ->
         assert next_of(pubsub) == message_of("unsubscribe", "dé", 2)
         assert set(pubsub.channels) == {"b", "handled"}
 
-    with_client(cluster.hosts, use, decode_responses=True)
 
-
-def test_what_cannot_be_subscribed_to_is_refused_with_words(cluster: StoredCluster, with_client: Use) -> None:
+def test_what_cannot_be_subscribed_to_is_refused_with_words(cluster: StoredCluster, connect: Connect) -> None:
     own = "__dynamoth__:balancer:to-agent"
-
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
+    with connect(cluster.hosts) as client, client.pubsub() as pubsub:
         refused: list[tuple[Any, tuple[str, ...], str]] = [
             (pubsub.ssubscribe, (), "name a channel"),
             (pubsub.subscribe, (), "name a channel"),
@@ -176,5 +147,3 @@ def test_what_cannot_be_subscribed_to_is_refused_with_words(cluster: StoredClust
             with pytest.raises((redis_py.DataError, redis_py.ResponseError), match=words):
                 call(*names)
         assert not pubsub.subscribed
-
-    with_client(cluster.hosts, use)

@@ -11,19 +11,16 @@ import pytest
 import redis
 import redis.exceptions
 
-from tests.client.both_clients import Use, with_client
+from tests.client.both_clients import Connect, is_asynchronous
 from tests.client.stored_cluster import StoredCluster
 from tests.client.sync_helpers import PATIENCE_S, confirmed, message_of, next_of
 from tests.client.versions import REDIS_PY
 
-__all__ = ["with_client"]
-
 # Methods and attributes of redis-py.
 
 
-def test_commands_by_name(cluster: StoredCluster, with_client: Use) -> None:
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
+def test_commands_by_name(cluster: StoredCluster, connect: Connect) -> None:
+    with connect(cluster.hosts) as client, client.pubsub() as pubsub:
         pubsub.execute_command("SUBSCRIBE", "c")
         assert pubsub.parse_response() == [b"subscribe", b"c", 1]
         client.publish("c", "x")
@@ -38,26 +35,20 @@ def test_commands_by_name(cluster: StoredCluster, with_client: Use) -> None:
         with pytest.raises(redis.exceptions.PubSubError, match="give it to the client"):
             pubsub.execute_command("GET", "c")
 
-    with_client(cluster.hosts, use)
 
-
-def test_health_is_checked_by_itself(cluster: StoredCluster, with_client: Use) -> None:
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
+def test_health_is_checked_by_itself(cluster: StoredCluster, connect: Connect) -> None:
+    with connect(cluster.hosts) as client, client.pubsub() as pubsub:
         with pytest.raises(RuntimeError, match="did you forget to call subscribe"):
             pubsub.check_health()
         confirmed(pubsub, "c")
         pubsub.check_health()
-        if not hasattr(client, "aclose"):  # redis.asyncio has none of these
+        if not is_asynchronous(client):  # redis.asyncio has none of these
             pubsub.clean_health_check_responses()
             assert pubsub.health_check_response_counter == 0
 
-    with_client(cluster.hosts, use)
 
-
-def test_the_connection_takes_callbacks(cluster: StoredCluster, with_client: Use) -> None:
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
+def test_the_connection_takes_callbacks(cluster: StoredCluster, connect: Connect) -> None:
+    with connect(cluster.hosts) as client, client.pubsub() as pubsub:
         before = pubsub.connection
         assert before is None
         confirmed(pubsub, "c")
@@ -65,25 +56,20 @@ def test_the_connection_takes_callbacks(cluster: StoredCluster, with_client: Use
         pubsub.connection.deregister_connect_callback(pytest.fail)
         assert pubsub.connection.is_connected
 
-    with_client(cluster.hosts, use)
 
-
-def test_the_text_of_a_refusal_is_redis_py_s(cluster: StoredCluster, with_client: Use) -> None:
+def test_the_text_of_a_refusal_is_redis_py_s(cluster: StoredCluster, connect: Connect) -> None:
     for id_ in cluster.servers:
         asyncio.run(cluster.ask(id_, "ACL", "SETUSER", "default", "resetchannels", "&__dynamoth__:*"))
     plain: Any = redis.Redis(port=cluster.servers["s1"].port)
     with plain, pytest.raises(redis.exceptions.NoPermissionError) as theirs:
         plain.publish("c", "x")
 
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
+    with connect(cluster.hosts) as client, client.pubsub() as pubsub:
         pubsub.subscribe("c")
         for refused in (lambda: client.publish("c", "x"), lambda: next_of(pubsub)):
             with pytest.raises(redis.exceptions.NoPermissionError) as ours:
                 refused()
             assert str(ours.value) == str(theirs.value)
-
-    with_client(cluster.hosts, use)
 
 
 # Channels of one server.
@@ -92,42 +78,33 @@ MEANT_FOR_ONE_SERVER = ("__key*__:*", "__keyevent@0__:*", "__k?yspace@0__:a", "[
 OTHERS = ("*", "_*", "__k*", "__keys:*", "__keyspace", "__k?ys", "*space@*", "__red*", "key*")
 
 
-def test_patterns_that_are_meant_for_one_server_are_refused(cluster: StoredCluster, with_client: Use) -> None:
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
-        family = "redis.asyncio" if hasattr(client, "aclose") else "redis"
+def test_patterns_that_are_meant_for_one_server_are_refused(cluster: StoredCluster, connect: Connect) -> None:
+    with connect(cluster.hosts) as client, client.pubsub() as pubsub:
+        family = "redis.asyncio" if is_asynchronous(client) else "redis"
         words = rf"belongs to one server.* {family}\.client\.PubSub\("
         for pattern in MEANT_FOR_ONE_SERVER:
             with pytest.raises(redis.exceptions.DataError, match=words):
                 pubsub.psubscribe(pattern)
         assert not pubsub.subscribed
 
-    with_client(cluster.hosts, use)
 
-
-def test_other_patterns_are_not(cluster: StoredCluster, with_client: Use) -> None:
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
+def test_other_patterns_are_not(cluster: StoredCluster, connect: Connect) -> None:
+    with connect(cluster.hosts) as client, client.pubsub() as pubsub:
         pubsub.psubscribe(*OTHERS)
         assert [next_of(pubsub)["channel"] for _ in OTHERS] == [pattern.encode() for pattern in OTHERS]
 
-    with_client(cluster.hosts, use)
-
 
 @pytest.mark.skipif(REDIS_PY < (8,), reason="this redis-py has no keyspace_notifications")
-def test_keyspace_notifications_are_those_of_the_first_server(cluster: StoredCluster, with_client: Use) -> None:
+def test_keyspace_notifications_are_those_of_the_first_server(cluster: StoredCluster, connect: Connect) -> None:
     asyncio.run(cluster.ask("s1", "CONFIG", "SET", "notify-keyspace-events", "KEA"))
-
-    def use(client: Any) -> None:
+    with connect(cluster.hosts) as client:
         notifications = client.keyspace_notifications(key_prefix="user:", ignore_subscribe_messages=False)
         notifications.subscribe_keyspace("user:*", db=0)
         notifications.get_message(timeout=PATIENCE_S)
         client.set("user:1", "x")
         notification = notifications.get_message(timeout=PATIENCE_S)
         assert (notification.key, notification.event_type) == ("1", "set")
-        (getattr(notifications, "aclose", None) or notifications.close)()
-
-    with_client(cluster.hosts, use)
+        notifications.close()
 
 
 # Commands by name, and pipelines.
@@ -145,11 +122,9 @@ def agents_at(cluster: StoredCluster, server: str) -> Generator[None]:
 
 
 @pytest.mark.parametrize("name", ["PUBLISH", "publish", "Publish", b"PUBLISH", b"pUblish"])
-def test_publish_is_routed_however_it_is_written(cluster: StoredCluster, with_client: Use, name: str | bytes) -> None:
+def test_publish_is_routed_however_it_is_written(cluster: StoredCluster, connect: Connect, name: str | bytes) -> None:
     channel = cluster.channel_at("s2")
-
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
+    with connect(cluster.hosts) as client, client.pubsub() as pubsub:
         confirmed(pubsub, channel)
         assert client.execute_command(name, channel, "x") == 1
         assert next_of(pubsub)["data"] == b"x"
@@ -164,15 +139,11 @@ def test_publish_is_routed_however_it_is_written(cluster: StoredCluster, with_cl
         with pytest.raises(redis.exceptions.ResponseError, match="wrong number of arguments"):
             client.execute_command(name, channel)
 
-    with_client(cluster.hosts, use)
 
-
-def test_pubsub_by_name_is_about_the_whole_cluster(cluster: StoredCluster, with_client: Use) -> None:
+def test_pubsub_by_name_is_about_the_whole_cluster(cluster: StoredCluster, connect: Connect) -> None:
     one, two = sorted((cluster.channel_at("s1"), cluster.channel_at("s2")))
     names = [one.encode(), two.encode()]
-
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
+    with connect(cluster.hosts) as client, client.pubsub() as pubsub:
         confirmed(pubsub, one, two)
         pubsub.psubscribe("*")
         pubsub.ssubscribe("sharded")
@@ -189,12 +160,9 @@ def test_pubsub_by_name_is_about_the_whole_cluster(cluster: StoredCluster, with_
         with pytest.raises(redis.exceptions.ResponseError):
             ask("PUBSUB", "NUMPAT", "x")
 
-    with_client(cluster.hosts, use)
 
-
-def test_channels_of_dynamoth_s_own_have_no_subscribers(cluster: StoredCluster, with_client: Use) -> None:
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
+def test_channels_of_dynamoth_s_own_have_no_subscribers(cluster: StoredCluster, connect: Connect) -> None:
+    with connect(cluster.hosts) as client, client.pubsub() as pubsub:
         confirmed(pubsub, "c")
         own = "__dynamoth__:balancer:to-agent"
         with agents_at(cluster, "s1"):
@@ -202,15 +170,11 @@ def test_channels_of_dynamoth_s_own_have_no_subscribers(cluster: StoredCluster, 
             assert client.pubsub_numsub(own) == [(own.encode(), 0)]
             assert client.pubsub_shardnumsub(own) == [(own.encode(), 0)]
 
-    with_client(cluster.hosts, use)
-
 
 @pytest.mark.parametrize("transaction", [True, False])
-def test_agents_are_not_counted_in_pipelines(cluster: StoredCluster, with_client: Use, transaction: bool) -> None:
+def test_agents_are_not_counted_in_pipelines(cluster: StoredCluster, connect: Connect, transaction: bool) -> None:
     channel = cluster.channel_at("s1")
-
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
+    with connect(cluster.hosts) as client, client.pubsub() as pubsub:
         confirmed(pubsub, channel)
         with agents_at(cluster, "s1"):
             pipeline = client.pipeline(transaction)
@@ -227,14 +191,10 @@ def test_agents_are_not_counted_in_pipelines(cluster: StoredCluster, with_client
             receivers, refused = pipeline.execute(raise_on_error=False)
             assert receivers == 1 and isinstance(refused, redis.exceptions.ResponseError)
 
-    with_client(cluster.hosts, use)
 
-
-def test_agents_are_not_counted_while_keys_are_watched(cluster: StoredCluster, with_client: Use) -> None:
+def test_agents_are_not_counted_while_keys_are_watched(cluster: StoredCluster, connect: Connect) -> None:
     channel = cluster.channel_at("s1")
-
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
+    with connect(cluster.hosts) as client, client.pubsub() as pubsub:
         confirmed(pubsub, channel)
         with agents_at(cluster, "s1"):
             pipeline = client.pipeline()
@@ -251,16 +211,11 @@ def test_agents_are_not_counted_while_keys_are_watched(cluster: StoredCluster, w
                 else:
                     assert pipeline.execute() == [1]
 
-    with_client(cluster.hosts, use)
 
-
-def test_a_pipeline_succeeds_where_agents_may_not_be_counted(cluster: StoredCluster, with_client: Use) -> None:
+def test_a_pipeline_succeeds_where_agents_may_not_be_counted(cluster: StoredCluster, connect: Connect) -> None:
     asyncio.run(cluster.ask("s1", "ACL", "SETUSER", "default", "-pubsub"))
-
-    def use(client: Any) -> None:
+    with connect(cluster.hosts) as client:
         pipeline = client.pipeline()
         pipeline.incr("number")
         pipeline.publish("c", "x")
         assert pipeline.execute()[1:] == [0]
-
-    with_client(cluster.hosts, use)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 import dynamoth_client as redis
 from dynamoth_cli.local.cluster import LocalCluster
-from tests.client.both_clients import Use, with_client
+from tests.client.both_clients import Connect
 from tests.client.sync_helpers import confirmed, next_of
-
-__all__ = ["with_client"]
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["one server", "three servers"])
@@ -23,19 +20,15 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
         yield cluster
 
 
-def test_a_plan_that_was_flushed_is_there_again(cluster: LocalCluster, with_client: Use) -> None:
+def test_a_plan_that_was_flushed_is_there_again(cluster: LocalCluster, connect: Connect) -> None:
     """A client that begins in between waits for it. The simulator measures how long (scenario 53)."""
-
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
-        confirmed(pubsub, "c")
-        assert client.publish("c", "x") == 1
-        assert next_of(pubsub)["data"] == b"x"
-
     for command in ("FLUSHALL", "FLUSHDB") * 2:
         for id_ in cluster.redis:
             cluster.ask(id_, (command,))
-        with_client([cluster.redis["s1"].url], use)
+        with connect([cluster.redis["s1"].url]) as client, client.pubsub() as pubsub:
+            confirmed(pubsub, "c")
+            assert client.publish("c", "x") == 1
+            assert next_of(pubsub)["data"] == b"x"
 
 
 def test_the_text_of_the_error_says_what_happened(cluster: LocalCluster) -> None:

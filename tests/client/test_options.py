@@ -20,12 +20,10 @@ import redis.retry
 import dynamoth_client
 from dynamoth_client.machines.publisher.events import PUBLISH_TIMEOUT_S_MIN
 from dynamoth_client.redis_py.pools import ConnectionLimit
-from tests.client.both_clients import Use, with_client
+from tests.client.both_clients import Connect, OnLoop
 from tests.client.conftest import ClusterFactory
 from tests.client.stored_cluster import StoredCluster
 from tests.client.sync_helpers import PATIENCE_S, Running, confirmed, next_of, until
-
-__all__ = ["with_client"]
 
 SERVERS = ("s1", "s2")
 
@@ -63,19 +61,15 @@ def _arrives(client: Any, pubsub: Any, channel: str) -> bool:
 # Who one is.
 
 
-def test_names_are_told_at_every_server(cluster: StoredCluster, with_client: Use) -> None:
+def test_names_are_told_at_every_server(cluster: StoredCluster, connect: Connect) -> None:
     channels = [cluster.channel_at(id_) for id_ in SERVERS]
-
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
+    with connect(cluster.hosts, client_name="me") as client, client.pubsub() as pubsub:
         confirmed(pubsub, *channels)
         for channel in channels:
             assert client.publish(channel, "x") == 1
         found = connections(cluster, "name=me")
         assert [len(lines) for lines in found.values()] == [2, 2]
         assert all(" resp=3" in line or "resp=" not in line for lines in found.values() for line in lines)
-
-    with_client(cluster.hosts, use, client_name="me")
 
 
 STREAMING: Any = getattr(redis.credentials, "StreamingCredentialProvider", None)
@@ -112,14 +106,16 @@ class Provider(redis.credentials.CredentialProvider):
     def is_streaming(self) -> bool:
         return True
 
-    def stream(self, user: str, password: str, runner: asyncio.Runner | None) -> None:
+    def stream(self, user: str, password: str, client: Any) -> None:
         """Have new credentials."""
         import redis.auth.token
 
         self.given = user, password
-        outcome = self.callback(redis.auth.token.SimpleToken(password, 1, 0, {"oid": user}))
-        if runner is not None:
-            runner.run(outcome)
+        token = redis.auth.token.SimpleToken(password, 1, 0, {"oid": user})
+        if isinstance(client, OnLoop):
+            client.on_loop(lambda: self.callback(token))
+        else:
+            self.callback(token)
 
 
 if STREAMING is not None:
@@ -133,13 +129,13 @@ def _add_users(cluster: StoredCluster, *users: str) -> None:
             asyncio.run(cluster.ask(id_, "ACL", "SETUSER", user, *rules))
 
 
-def test_a_credential_provider_is_asked_for_each_connection(cluster: StoredCluster, with_client: Use) -> None:
+def test_a_credential_provider_is_asked_for_each_connection(cluster: StoredCluster, connect: Connect) -> None:
     _add_users(cluster, "app")
     channels = [cluster.channel_at(id_, "app.") for id_ in SERVERS]
     provider = Provider("app", "app's")
 
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
+    # redis-py's own connections would ask in this thread.
+    with connect(cluster.hosts, credential_provider=provider) as client, client.pubsub() as pubsub:
         confirmed(pubsub, *channels)
         for channel in channels:
             assert client.publish(channel, "x") == 1
@@ -159,15 +155,11 @@ def test_a_credential_provider_is_asked_for_each_connection(cluster: StoredClust
         with pytest.raises(redis.exceptions.NoPermissionError):
             client.publish("not-the-app's", "x")
 
-    # redis-py's own connections would ask in this thread.
-    with_client(cluster.hosts, use, credential_provider=provider)
 
-
-def test_a_provider_that_fails_is_told_to_the_application(cluster: StoredCluster, with_client: Use) -> None:
+def test_a_provider_that_fails_is_told_to_the_application(cluster: StoredCluster, connect: Connect) -> None:
     provider = Provider()
     provider.given = RuntimeError("the vault is sealed")
-
-    def use(client: Any) -> None:
+    with connect(cluster.hosts, credential_provider=provider, retry=None, socket_connect_timeout=0.3) as client:
         words = "the credential provider raised RuntimeError: the vault is sealed"
         with pytest.raises(redis.exceptions.ConnectionError, match=words):
             client.publish("c", "x")
@@ -186,28 +178,22 @@ def test_a_provider_that_fails_is_told_to_the_application(cluster: StoredCluster
         provider.given = ()
         until(lambda: _arrives(client, pubsub, "c"), "a message")
 
-    with_client(cluster.hosts, use, credential_provider=provider, retry=None, socket_connect_timeout=0.3)
-
 
 @pytest.mark.skipif(STREAMING is None, reason="this redis-py has no providers that stream")
-def test_a_provider_that_streams_renews_what_is_open(cluster: StoredCluster, with_client: Use) -> None:
+def test_a_provider_that_streams_renews_what_is_open(cluster: StoredCluster, connect: Connect) -> None:
     _add_users(cluster, "app", "app2")
     channels = [cluster.channel_at(id_, "app.") for id_ in SERVERS]
     provider = Provider("app", "app's")
-
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
+    with connect(cluster.hosts, credential_provider=provider) as client, client.pubsub() as pubsub:
         confirmed(pubsub, *channels)
         for channel in channels:
             assert client.publish(channel, "x") == 1
-        provider.stream("app2", "app2's", getattr(client, "_runner", None))
+        provider.stream("app2", "app2's", client)
         for channel in channels:
             assert client.publish(channel, "y") == 1
             assert [next_of(pubsub)["data"] for _ in range(1)]
         until(lambda: [len(lines) for lines in connections(cluster, "user=app2").values()] == [2, 2], "logged in anew")
         assert pubsub.gaps_detected == 0
-
-    with_client(cluster.hosts, use, credential_provider=provider)
 
 
 # Retries.
@@ -219,21 +205,18 @@ def retry_class(request: pytest.FixtureRequest) -> Any:
 
 
 def test_the_plan_is_asked_for_as_often_as_retries_say(
-    cluster: StoredCluster, with_client: Use, retry_class: Any
+    cluster: StoredCluster, connect: Connect, retry_class: Any
 ) -> None:
     for server in cluster.servers.values():
         server.stop()
     asked: list[int] = []
-
-    def use(client: Any) -> None:
+    with connect(cluster.hosts, retry=retry_class(Recording(asked), 3)) as client:
         with pytest.raises(redis.exceptions.ConnectionError, match="connection refused"):
             client.publish("c", "x")
         assert asked == [1, 2, 3]
         with pytest.raises(redis.exceptions.ConnectionError, match="connection refused"):
             client.pubsub_channels()
         assert asked == [1, 2, 3] * 2
-
-    with_client(cluster.hosts, use, retry=retry_class(Recording(asked), 3))
 
 
 def _raised_by(error: type[Exception], words: str, client: Any, channel: str) -> float:
@@ -250,12 +233,11 @@ BUSY_S = 3.0
 
 
 def test_a_server_that_does_not_answer_is_waited_for_as_the_options_say(
-    cluster: StoredCluster, with_client: Use
+    cluster: StoredCluster, connect: Connect
 ) -> None:
     """And what was published there is delivered when it goes on."""
     channel = cluster.channel_at("s2")
-
-    def use(client: Any) -> None:
+    with connect(cluster.hosts, **SHORT) as client:
         pubsub = client.pubsub(gaps=True)
         confirmed(pubsub, channel)
         assert client.publish(channel, "before") == 1
@@ -269,14 +251,11 @@ def test_a_server_that_does_not_answer_is_waited_for_as_the_options_say(
         assert client.publish(channel, "after") == 1
         assert [next_of(pubsub)["data"] for _ in range(3)] == [b"before", b"x", b"after"]
 
-    with_client(cluster.hosts, use, **SHORT)
 
-
-def test_a_server_that_is_down_is_waited_for_as_the_options_say(cluster: StoredCluster, with_client: Use) -> None:
+def test_a_server_that_is_down_is_waited_for_as_the_options_say(cluster: StoredCluster, connect: Connect) -> None:
     """Whether this client was connected to it before or not."""
     known, new = cluster.channel_at("s2"), cluster.channel_at("s1")
-
-    def use(client: Any) -> None:
+    with connect(cluster.hosts, **{**SHORT, "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0)}) as client:
         assert client.publish(known, "x") == 0
         for server in cluster.servers.values():
             server.kill()
@@ -285,20 +264,15 @@ def test_a_server_that_is_down_is_waited_for_as_the_options_say(cluster: StoredC
             took_s = _raised_by(redis.exceptions.ConnectionError, words, client, channel)
             assert PUBLISH_TIMEOUT_S_MIN * 0.99 < took_s < PUBLISH_TIMEOUT_S_MIN + BUSY_S
 
-    with_client(cluster.hosts, use, **{**SHORT, "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0)})
 
-
-def test_a_cluster_that_comes_up_late(cluster_factory: ClusterFactory, with_client: Use) -> None:
+def test_a_cluster_that_comes_up_late(cluster_factory: ClusterFactory, connect: Connect) -> None:
     """No plan is stored at first: as if the balancer were about to start."""
     cluster = cluster_factory(stored=False)
     asked: list[int] = []
-
-    def use(client: Any) -> None:
+    with connect(cluster.hosts, retry=redis.retry.Retry(Recording(asked, 0.05), -1)) as client:
         storing = Running(_store_when, cluster, lambda: len(asked) >= 2)
         assert client.publish("c", "x") == 0
         storing.result()
-
-    with_client(cluster.hosts, use, retry=redis.retry.Retry(Recording(asked, 0.05), -1))
 
 
 def _store_when(cluster: StoredCluster, condition: Callable[[], bool]) -> None:
@@ -306,40 +280,36 @@ def _store_when(cluster: StoredCluster, condition: Callable[[], bool]) -> None:
     cluster.store()
 
 
-def test_refused_credentials_are_not_tried_again(cluster_factory: ClusterFactory, with_client: Use) -> None:
+def test_refused_credentials_are_not_tried_again(cluster_factory: ClusterFactory, connect: Connect) -> None:
     cluster = cluster_factory(password="right")
     asked: list[int] = []
-
-    def use(client: Any) -> None:
+    with connect(cluster.hosts, password="wrong", retry=redis.retry.Retry(Recording(asked), 3)) as client:
         with pytest.raises(redis.exceptions.AuthenticationError, match="wrong password"):
             client.publish("c", "x")
         assert not asked
 
-    with_client(cluster.hosts, use, password="wrong", retry=redis.retry.Retry(Recording(asked), 3))
 
-
-def test_other_errors_are_tried_again_where_they_are_named(cluster: StoredCluster, with_client: Use) -> None:
+def test_other_errors_are_tried_again_where_they_are_named(cluster: StoredCluster, connect: Connect) -> None:
     _add_users(cluster, "app")
     asyncio.run(cluster.ask("s1", "ACL", "SETUSER", "app", "-pubsub"))
     asked: list[int] = []
 
-    def use(client: Any) -> None:
+    retry = redis.asyncio.retry.Retry
+    with connect(cluster.hosts, username="app", password="app's", retry=retry(Recording(asked), 2)) as client:
         for expected in ([], [1, 2]):
             with pytest.raises(redis.exceptions.NoPermissionError):
                 client.pubsub_channels()
             assert asked == expected
-            again = redis.asyncio.retry.Retry(Recording(asked), 2, (redis.exceptions.NoPermissionError,))
-            client.set_retry(again)
-
-    options: dict[str, Any] = {"username": "app", "password": "app's"}
-    with_client(cluster.hosts, use, retry=redis.asyncio.retry.Retry(Recording(asked), 2), **options)
+            client.set_retry(retry(Recording(asked), 2, (redis.exceptions.NoPermissionError,)))
 
 
-def test_links_come_back_after_the_pauses_of_the_backoff(cluster: StoredCluster, with_client: Use) -> None:
+def test_links_come_back_after_the_pauses_of_the_backoff(cluster: StoredCluster, connect: Connect) -> None:
     asked: list[int] = []
 
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
+    with (
+        connect(cluster.hosts, retry=redis.retry.Retry(Recording(asked, 0.02), 1)) as client,
+        client.pubsub() as pubsub,
+    ):
         channel = cluster.channel_at("s1")
         confirmed(pubsub, channel)
         assert not asked
@@ -350,17 +320,14 @@ def test_links_come_back_after_the_pauses_of_the_backoff(cluster: StoredCluster,
         cluster.store()
         until(lambda: _arrives(client, pubsub, channel), "a message")
 
-    with_client(cluster.hosts, use, retry=redis.retry.Retry(Recording(asked, 0.02), 1))
-
 
 # Health.
 
 
-def test_a_server_that_hangs_is_noticed_as_soon_as_the_options_say(cluster: StoredCluster, with_client: Use) -> None:
+def test_a_server_that_hangs_is_noticed_as_soon_as_the_options_say(cluster: StoredCluster, connect: Connect) -> None:
     """By default that takes ten seconds, and five with either option alone."""
     channel = cluster.channel_at("s2")
-
-    def use(client: Any) -> None:
+    with connect(cluster.hosts, health_check_interval=0.1, socket_timeout=0.2, socket_connect_timeout=0.3) as client:
         pubsub = client.pubsub(gaps=True)
         confirmed(pubsub, channel)
         cluster.servers["s2"].pause()
@@ -370,16 +337,13 @@ def test_a_server_that_hangs_is_noticed_as_soon_as_the_options_say(cluster: Stor
         finally:
             cluster.servers["s2"].resume()
 
-    with_client(cluster.hosts, use, health_check_interval=0.1, socket_timeout=0.2, socket_connect_timeout=0.3)
-
 
 # Limits.
 
 
-def test_publishers_and_pubsubs_are_as_many_as_max_connections(cluster: StoredCluster, with_client: Use) -> None:
+def test_publishers_and_pubsubs_are_as_many_as_max_connections(cluster: StoredCluster, connect: Connect) -> None:
     channels = [cluster.channel_at(id_) for id_ in SERVERS]
-
-    def use(client: Any) -> None:
+    with connect(cluster.hosts, max_connections=3, client_name="limited") as client:
         pubsubs = [client.pubsub() for _ in range(3)]
         confirmed(pubsubs[0], *channels)
         confirmed(pubsubs[1], *channels)
@@ -388,14 +352,12 @@ def test_publishers_and_pubsubs_are_as_many_as_max_connections(cluster: StoredCl
         with pytest.raises(redis.exceptions.MaxConnectionsError, match=r"max_connections=3 .* close some PubSubs"):
             pubsubs[2].subscribe(*channels)
         assert [len(lines) for lines in connections(cluster, "name=limited").values()] == [3, 3]
-        (getattr(pubsubs[0], "aclose", None) or pubsubs[0].close)()
+        pubsubs[0].close()
         confirmed(pubsubs[2], *channels)
         for channel in channels:
             assert client.publish(channel, "x") == 2
         with pytest.raises(redis.exceptions.MaxConnectionsError):
             pubsubs[0].psubscribe("*")
-
-    with_client(cluster.hosts, use, max_connections=3, client_name="limited")
 
 
 def test_clients_of_one_pool_share_its_limit(cluster: StoredCluster) -> None:

@@ -12,14 +12,12 @@ import redis.asyncio
 import dynamoth_client
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client.asyncio import from_url
-from tests.client.both_clients import Use, close, with_client
+from tests.client.both_clients import Connect
 from tests.client.stored_cluster import confirmed, next_of
 from tests.client.sync_helpers import PATIENCE_S, Running
 from tests.client.sync_helpers import confirmed as confirmed_sync
 from tests.client.sync_helpers import next_of as next_sync
 from tests.whole.harness import channels_at, move
-
-__all__ = ["with_client"]
 
 MOVES = 5
 PUBLISHERS = 4
@@ -43,19 +41,15 @@ def _plain(cluster: LocalCluster, server: str) -> Any:
     return redis.asyncio.Redis(port=cluster.redis[server].port, password=cluster.password)
 
 
-def test_agents_are_not_counted_as_receivers(whole_cluster: LocalCluster, with_client: Use) -> None:
+def test_agents_are_not_counted_as_receivers(whole_cluster: LocalCluster, connect: Connect) -> None:
     channels = [f"counted-{number}" for number in range(10)]
-
-    def use(client: Any) -> None:
+    with connect(_urls(whole_cluster)) as client:
         for channel in channels:
             assert client.publish(channel, "nobody") == 0
         pubsub = client.pubsub()
         confirmed_sync(pubsub, *channels)
         for channel in channels:
             assert client.publish(channel, "one") == 1
-        close(pubsub)
-
-    with_client(_urls(whole_cluster), use)
 
 
 def test_moves_lose_repeat_and_reorder_nothing_of_the_synchronous_client(whole_cluster: LocalCluster) -> None:
@@ -127,12 +121,10 @@ async def test_plain_redis_clients_beside_it_are_forwarded(whole_cluster: LocalC
             assert (await next_of(pubsub))["data"] == f"raw at {server}".encode()
 
 
-def test_a_pipeline_s_publish_is_forwarded(whole_cluster: LocalCluster, with_client: Use) -> None:
+def test_a_pipeline_s_publish_is_forwarded(whole_cluster: LocalCluster, connect: Connect) -> None:
     """Pipelines go to the first server, and the channel is at another one."""
     channel = _channel_at("s2", 0)
-
-    def use(client: Any) -> None:
-        pubsub = client.pubsub()
+    with connect(_urls(whole_cluster)) as client, client.pubsub() as pubsub:
         confirmed_sync(pubsub, channel)
         for transaction in (True, False):
             pipeline = client.pipeline(transaction)
@@ -140,9 +132,6 @@ def test_a_pipeline_s_publish_is_forwarded(whole_cluster: LocalCluster, with_cli
             pipeline.publish(channel, "raw")
             pipeline.execute()
         assert [next_sync(pubsub)["data"] for _ in range(2)] == [b"raw"] * 2
-        close(pubsub)
-
-    with_client(_urls(whole_cluster), use)
 
 
 @pytest.mark.filterwarnings("ignore::dynamoth_client.asyncio.GuaranteesOff")

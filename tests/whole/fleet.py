@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from dynamoth_client.asyncio import GapInfo, Redis
-from tests.whole.harness import LoopThread, until
+from tests.loop_thread import LoopThread
+from tests.whole.harness import until
 
 INTERVAL_S = 0.05
 """Between two messages of an application on a channel."""

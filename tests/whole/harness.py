@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -25,6 +24,7 @@ from dynamoth_cli.local.child import Child
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client.asyncio import GapInfo, PubSub, Redis, from_url
 from dynamoth_sim.guarantees import Audit, Totals
+from tests.loop_thread import LoopThread
 
 PATIENCE_S = 60.0
 """Bound of everything that is waited for: a machine that is busy with everything else gets this long."""
@@ -128,25 +128,6 @@ class PlainListener:
         """End its subscriptions, by closing its connection."""
         self._pubsub.close()
         self._client.close()
-
-
-class LoopThread:
-    """An event loop in a thread of its own."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine there, and return its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(2 * PATIENCE_S)
-
-    def close(self) -> None:
-        """End the loop and its thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
 
 class Traffic:
