@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import platform
 from pathlib import Path
 
 import pytest
 
 from bench import skipped
-from bench.__main__ import MISSED, Benchmark, Figure, at_least, describe_machine, judge, run
+from bench.__main__ import MISSED, Benchmark, Figure, at_least, judge, run
 
 ANY = Benchmark("bench.any", (), ())
 FIGURE = Figure("at least 2.7x", lambda results: results["ratio"], at_least(2.7))
@@ -45,22 +44,3 @@ def test_a_benchmark_that_ends_otherwise_is_not_skipped(
     monkeypatch.setattr("sys.executable", program(tmp_path, f"exit {status}"))
     with pytest.raises(SystemExit, match=f"status {status} and without results"):
         run(ANY)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [
-        ("'--enable-optimizations'", "built with -"),
-        ("'--enable-shared'", "built without -"),
-        (None, "ut -"),
-    ],
-)
-def test_the_python_that_runs_is_shown_and_how_it_was_built(
-    monkeypatch: pytest.MonkeyPatch, arguments: str | None, shown: str
-) -> None:
-    def get_config_var(name: str) -> str | None:
-        return arguments
-
-    monkeypatch.setattr("sysconfig.get_config_var", get_config_var)
-    assert platform.python_version() in describe_machine()
-    assert shown in describe_machine()

@@ -13,15 +13,10 @@ import pytest
 from bench import busy_channel
 from bench.busy_channel import Load, find_rate
 from bench.processors import BusyMeter
-from bench.transitions import SEED, all_assignments, change_between, go_through, walk
-from dynamoth.plan.plan import Assignment, Mode, single
+from bench.transitions import SEED, go_through, walk
+from dynamoth.plan.plan import Mode, single
 
 SERVERS = ("s1", "s2", "s3")
-
-
-def test_all_assignments_are_all() -> None:
-    found = all_assignments(SERVERS)
-    assert len(found) == len(set(found)) == 3 + 2 * 4  # one server; two of them in three ways, or all
 
 
 def test_a_hundred_steps_have_every_pair_of_modes_and_never_stand_still() -> None:
@@ -29,19 +24,6 @@ def test_a_hundred_steps_have_every_pair_of_modes_and_never_stand_still() -> Non
     assert len(path) == 101
     assert all(before != after for before, after in pairwise(path))
     assert {(before.mode, after.mode) for before, after in pairwise(path)} == set(product(Mode, Mode))
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "command"),
-    [
-        (single("s1"), single("s2"), "move"),
-        (single("s1"), Assignment(Mode.ALL_PUBLISHERS, ("s2", "s3")), "replicate"),
-        (Assignment(Mode.ALL_PUBLISHERS, ("s2", "s3")), Assignment(Mode.ALL_SUBSCRIBERS, ("s2", "s3")), "replicate"),
-        (Assignment(Mode.ALL_SUBSCRIBERS, ("s2", "s3")), single("s1"), "unreplicate"),
-    ],
-)
-def test_an_administrator_asks_for_what_there_is(before: Assignment, after: Assignment, command: str) -> None:
-    assert change_between(before, after).command == command
 
 
 def stat(user: int, idle: int, waiting: int = 0) -> tuple[int, int]:
@@ -94,9 +76,9 @@ def test_the_rate_is_found_by_what_two_lower_ones_cost(
 
 
 def test_a_busy_channel_goes_through_assignments() -> None:
-    load = Load(subscribers=10, publishers=4, messages_per_s=100, changes=10, processes=1, rest_s=0.5)
+    load = Load(subscribers=10, publishers=4, messages_per_s=100, changes=5, processes=1, rest_s=0.5)
     result = go_through(load, SEED)
     assert result.clean, result
-    assert result.published > 100
+    assert result.published > 0
     assert result.delivered == result.published * load.subscribers
     assert sum(figures["changes"] or 0 for figures in result.kinds.values()) == load.changes

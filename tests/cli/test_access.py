@@ -9,7 +9,6 @@ import pytest
 
 from dynamoth.errors import ConfigError
 from dynamoth_cli.access import Access, access_of, add_access
-from dynamoth_cli.commands import plan, status
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_cli.main import main
 from tests.tls import make_certificates, tls_in_front_of
@@ -88,29 +87,6 @@ def test_certificates_are_given_as_to_the_daemons(tmp_path: Path) -> None:
         reached("--url", "rediss://a", "--tls-ca-file", str(tmp_path / "missing"))
     with pytest.raises(ConfigError, match=r"link\.tls_key_file"):
         reached("--url", "rediss://a", "--tls-cert-file", "x")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["show"],
-        ["move", "c", "--to", "s1"],
-        ["replicate", "c", "--mode", "all-publishers", "--count", "2"],
-        ["unreplicate", "c"],
-    ],
-)
-def test_every_command_of_the_plan_has_json_and_access(arguments: list[str], file: str) -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    plan.configure(parser)
-    given = parser.parse_args([*arguments, "--json", "--config", file, "--tls-verify", "true"])
-    assert given.json
-    assert hosts(access_of(given, {})) == ["10.0.0.1", "10.0.0.2"]
-
-
-def test_status_has_json_and_access(file: str) -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    status.configure(parser)
-    assert parser.parse_args(["--json", "--config", file]).json
 
 
 def test_a_server_that_asks_for_a_certificate_gets_it(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -108,32 +106,6 @@ def test_a_keyboard_interrupt_of_the_terminal_does_not_reach_it(children: list[C
     child = python(WAITS, children)
     wait_ready(child)
     assert os.getpgid(child.pid) == child.pid
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a child's life to its parent's")
-def test_it_dies_with_its_parent() -> None:
-    program = (
-        "import os, sys\n"
-        "from dynamoth_cli.local.child import Child\n"
-        f"child = Child('c', [sys.executable, '-c', {WAITS_WITHOUT_END!r}], environment=os.environ, pipes=True)\n"
-        "child.start()\n"
-        "child.stdout.readline()\n"
-        "print(child.pid, flush=True)\n"
-        "input()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as parent:
-        assert parent.stdout is not None
-        descriptor = os.pidfd_open(int(parent.stdout.readline()))
-        parent.send_signal(signal.SIGKILL)
-    try:
-        assert select.select([descriptor], [], [], 10)[0], "the child outlived its parent"
-    except AssertionError:
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        raise
-    finally:
-        os.close(descriptor)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -114,12 +113,6 @@ def test_a_channel_is_moved_and_shown(run: Run) -> None:
     assert f"{CHANNEL}  {target}  single  settled" in out
 
 
-def test_a_move_that_is_refused_exits_with_1_and_the_reason(run: Run) -> None:
-    code, _, err = run("plan", "move", "a:channel", "--to", "s9")
-    assert code == 1
-    assert "s9" in err
-
-
 def test_a_channel_is_replicated_shown_and_folded_back(run: Run) -> None:
     channel = "a:hot:channel"
     code, out, err = run("plan", "replicate", channel, "--mode", "all-publishers", "--count", "3")
@@ -214,21 +207,3 @@ def test_settings_that_are_refused_end_the_start_with_the_reason() -> None:
         LocalCluster(1, settings={"balancer.wait": 3}),
     ):
         pytest.fail("it became ready")
-
-
-def test_logs_come_line_by_line_and_every_process_and_file_is_gone_afterwards() -> None:
-    lines: list[tuple[str, str]] = []  # appended to by several threads
-    with LocalCluster(1, on_line=lambda name, line: lines.append((name, line))) as cluster:
-        pids = [cluster.balancer.pid, cluster.agents["s1"].pid, cluster.redis["s1"].pid]
-        descriptors = [os.pidfd_open(pid) for pid in pids]
-        folder = cluster.config_file.parent
-    try:
-        ended, _, _ = select.select(descriptors, [], [], 0)
-        assert len(ended) == len(descriptors)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-    assert not folder.exists()
-    for name in ("agent s1", "balancer"):
-        messages = [json.loads(line)["message"] for daemon, line in lines if daemon == name]
-        assert messages, f"nothing was heard from the {name}"

@@ -61,7 +61,9 @@ def parsed(*arguments: str) -> argparse.Namespace:
     ],
 )
 def test_the_balancer_gets_the_arguments(arguments: tuple[str, ...], wanted: dict[str, Any]) -> None:
-    assert change_arguments(parsed(*arguments, "--timeout", "45")) == {"timeout_s": 45.0, **wanted}
+    given = parsed(*arguments, "--timeout", "45", "--json")
+    assert given.json
+    assert change_arguments(given) == {"timeout_s": 45.0, **wanted}
 
 
 def test_the_result_names_the_servers_and_the_note() -> None:

@@ -328,14 +328,3 @@ server = "s2"
 def test_a_rule_that_makes_no_sense_is_refused(lines: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_toml(f"[[cluster.compatibility]]\n{lines}\n")
-
-
-@pytest.mark.parametrize(("line", "missing"), [('id = "s2"', "url"), ('url = "redis://h:2"', "id")])
-def test_a_key_that_is_missing_in_a_table_is_named_with_its_line(line: str, missing: str) -> None:
-    toml = f'[[cluster.servers]]\nid = "s1"\nurl = "redis://h:1"\n\n[[cluster.servers]]\n{line}\n'
-    with pytest.raises(ConfigError) as caught:
-        from_toml(toml)
-    assert str(caught.value) == (
-        f"cluster.servers[1]: the key {missing} is missing in the table (x.toml line 5, section [cluster]):"
-        f' add {missing} = "..."'
-    )

@@ -62,20 +62,6 @@ def test_a_pipe_keeps_its_order_and_delays_everything(seed: int) -> None:
     assert sink.packets < 50
 
 
-def test_two_pipes_overtake_each_other() -> None:
-    world = World(3)
-    arrivals: list[str] = []
-    one = Pipe(world, WILD, lambda packet: arrivals.extend("a" for _ in packet.items))
-    two = Pipe(world, WILD, lambda packet: arrivals.extend("b" for _ in packet.items))
-    for _ in range(20):
-        one.send(0, 1)
-        two.send(0, 1)
-        world.run_until(world.now + 0.05)
-    world.run_until(10.0)
-    assert "ab" in "".join(arrivals) and "ba" in "".join(arrivals)
-    assert "aa" in "".join(arrivals) and "bb" in "".join(arrivals)
-
-
 def test_a_slow_line_takes_its_time(world: World, sink: Sink) -> None:
     pipe = Pipe(world, Delays(base_s=0.1, jitter_s=0.0, bytes_per_s=1000.0), sink)
     for number in range(3):

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from dynamoth.machine.events import Disconnect, LinkDown, LinkUp, Pushed, Tick
+from dynamoth.machine.events import Disconnect, LinkDown, LinkUp, Pushed
 from dynamoth_sim.world.network import CALM, Network
-from dynamoth_sim.world.process import TICK_LATENESS_S_MAX, MachineFailed, Process
+from dynamoth_sim.world.process import MachineFailed, Process
 from dynamoth_sim.world.redis import RedisServer
 from dynamoth_sim.world.world import World
 from tests.sim.machines import Do, Recorder
@@ -91,18 +91,6 @@ def test_a_pause_without_a_duration_lasts_until_it_is_ended(place: Place) -> Non
     assert len(machine.of(Pushed)) == 1
     process.resume()
     assert len(machine.of(Pushed)) == 2
-
-
-def test_ticks_come_at_the_deadline_or_a_little_later(place: Place) -> None:
-    process, machine = place.process()
-    place.run(0.1)
-    machine.deadline_at = 0.5
-    process.handle(Do([]))
-    machine.deadline_at = 0.3
-    process.handle(Do([]))
-    place.run(0.25)
-    assert len(machine.of(Tick)) > 0
-    assert 0.3 <= machine.times[machine.events.index(Tick())] <= 0.3 + TICK_LATENESS_S_MAX
 
 
 def test_a_machine_that_does_not_move_its_deadline_is_found_out(place: Place) -> None:

@@ -72,11 +72,6 @@ def place() -> Place:
     return Place()
 
 
-def test_the_greeting_tells_the_run_id(place: Place) -> None:
-    (greeting,) = place.peer("a").items
-    assert isinstance(greeting, Greeting) and greeting.run_id == place.server.run_id
-
-
 def test_publish_reaches_subscribers_and_patterns_and_counts_both(place: Place) -> None:
     a, b, agent = place.peer("a"), place.peer("b"), place.peer("agent")
     a.send(b"SUBSCRIBE", b"x", b"y")
@@ -131,13 +126,6 @@ def test_a_push_to_the_publisher_itself_comes_before_or_after_the_reply(seed: in
     assert a.ask(b"PUBLISH", b"x", b"1") == 1
     reply_first = isinstance(a.items[-2], Reply)
     assert reply_first == place.server.reply_before_own_push
-
-
-def test_subscriptions_end_with_their_connection(place: Place) -> None:
-    a, b = place.peer("a", b"x"), place.peer("b")
-    assert a.connection is not None
-    a.connection.to_server.end("closed")
-    assert b.ask(b"PUBSUB", b"NUMSUB", b"x") == [b"x", 0]
 
 
 def test_a_broken_connection_counts_until_the_server_notices(place: Place) -> None:

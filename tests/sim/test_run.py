@@ -34,10 +34,6 @@ def test_every_profile_runs_and_replays_exactly(name: str) -> None:
     assert first.totals.published > 20 and first.totals.delivered > 20
 
 
-def test_another_seed_is_another_world() -> None:
-    assert run_seed(SEED, "mixed").digest != run_seed(SEED + 1, "mixed").digest
-
-
 @pytest.mark.parametrize("hash_seed", ["0", "1", "4711"])
 def test_a_seed_replays_exactly_in_another_process(hash_seed: str) -> None:
     code = (

@@ -24,22 +24,6 @@ def test_callbacks_run_in_the_order_of_time_and_then_of_scheduling(world: World)
     assert world.now == 2.0
 
 
-def test_what_is_after_the_end_waits(world: World) -> None:
-    order: list[str] = []
-    world.after(1.0, order.append, "late")
-    world.run_until(0.9)
-    assert (order, world.now) == ([], 0.9)
-    world.run_until(1.0)
-    assert order == ["late"]
-
-
-def test_a_cancelled_callback_does_not_run(world: World) -> None:
-    order: list[str] = []
-    world.after(1.0, order.append, "x").cancel()
-    world.run_until(2.0)
-    assert order == []
-
-
 def test_a_condition_is_waited_for_and_no_longer(world: World) -> None:
     done: list[bool] = []
     world.after(0.33, done.append, True)
