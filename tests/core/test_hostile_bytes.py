@@ -65,31 +65,31 @@ VALID = st.one_of(
 )
 
 
-@examples(2000)
+@examples(500)
 @given(st.binary(max_size=200))
 def test_random_bytes(data: bytes) -> None:
     decode_everywhere(data)
 
 
-@examples(2000)
+@examples(500)
 @given(mutations(VALID))
 def test_mutated_messages(data: bytes) -> None:
     decode_everywhere(data)
 
 
-@examples(2000)
+@examples(500)
 @given(well_formed_nonsense)
 def test_well_formed_nonsense(data: bytes) -> None:
     decode_everywhere(data)
 
 
-@examples(500)
+@examples(200)
 @given(nests())
 def test_deep_nests(data: bytes) -> None:
     decode_everywhere(data)
 
 
-@examples(500)
+@examples(200)
 @given(lies_about_length())
 def test_lies_about_length(data: bytes) -> None:
     decode_everywhere(data)
