@@ -64,17 +64,6 @@ def test_restart_is_another_run_on_the_same_port(redis_server: EmbeddedRedis) ->
     assert not exists(pid)
 
 
-def test_restart_can_take_another_port(redis_server: EmbeddedRedis) -> None:
-    port = redis_server.port
-    with socket.socket() as taken:
-        redis_server.stop()
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(("127.0.0.1", port))
-        redis_server.restart(keep_port=False)
-        assert redis_server.port != port
-        assert field(redis_server, "tcp_port") == str(redis_server.port)
-
-
 @pytest.mark.parametrize("paused", [False, True])
 def test_is_gone_after_stop(redis_server: EmbeddedRedis, paused: bool) -> None:
     pid, port, folder = redis_server.pid, redis_server.port, Path(field(redis_server, "config_file")).parent

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
 
 Path = tuple[str | int, ...]
 """The keys that lead to a value, and the indices of arrays (from 0): ``("cluster", "servers", 1, "url")``."""
@@ -74,23 +74,30 @@ def _parsed(statement: str) -> dict[str, Any] | None:
         return None
 
 
-def _header(document: dict[str, Any], counts: Counter[Path]) -> Path:
+def _items(value: Any) -> Iterable[tuple[str | int, Any]]:
+    """Return the parts of a table or an array, with their names."""
+    if isinstance(value, dict):
+        return cast("dict[str | int, Any]", value).items()
+    return enumerate(value) if isinstance(value, list) else ()  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _header(document: Any, counts: Counter[Path]) -> Path:
     """Return the path of a header: it goes through the latest item of each array of tables, or adds one in the end."""
-    path: Path = ()
-    value: Any = document
-    while value and isinstance(value, dict):
-        [(name, value)] = value.items()
-        path = (*path, name)
+    path: list[str | int] = []
+    value = document
+    while value:
+        [(name, value)] = _items(value)
+        path.append(name)
         if isinstance(value, list):
-            counts[path] += 1
-        if path in counts:
-            path = (*path, counts[path] - 1)
-    return path
+            counts[tuple(path)] += 1
+            value = None
+        if (count := counts[tuple(path)]) > 0:
+            path.append(count - 1)
+    return tuple(path)
 
 
 def _parts(value: Any, path: Path) -> Iterator[Path]:
     """Yield the paths of everything in a value."""
-    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, part in items:
+    for name, part in _items(value):
         yield (*path, name)
         yield from _parts(part, (*path, name))

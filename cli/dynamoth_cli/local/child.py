@@ -1,4 +1,4 @@
-"""Starts and stops child processes. A child never outlives this process, and its last lines of stderr are kept.
+"""Starts and stops child processes. A child never outlives this process, and the last lines of its log are kept.
 
 On Linux the kernel kills a child when the *thread* that started it ends, however that happens; so start children from
 a thread that lives as long as they must. A child has its own process group: Ctrl-C reaches only this process, which
@@ -26,7 +26,7 @@ STOP_TIMEOUT_S = 10.0
 LINES_KEPT_MAX = 200
 LINE_CHARACTERS_MAX = 4000
 TAIL_LINES = 15
-"""Bounds of the stderr that is kept, and of the part that an error shows."""
+"""Bounds of the log that is kept, and of the part that an error shows."""
 
 # Becomes the child by exec, so that the process id stays. A program of its own does this, rather than a preexec_fn,
 # because Python code between fork and exec can deadlock when the parent has threads. If the parent dies before the
@@ -57,8 +57,9 @@ class Child:
         name: its name in messages.
         command: the program and its arguments.
         environment: all of its variables.
-        on_line: called with each line that it writes to stderr, in a thread of its own.
-        pipes: whether ``stdin`` and ``stdout`` are pipes to this process; otherwise the child has neither.
+        on_line: called with each line of its log, in a thread of its own.
+        pipes: whether ``stdin`` and ``stdout`` are pipes to this process, and the log is stderr; otherwise it has no
+            stdin, and the log is both.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Child:
         self._pipes = pipes
         #: The process of the latest start, also after it has ended.
         self._process: subprocess.Popen[bytes] | None = None
-        #: Reads its stderr until that is closed.
+        #: Reads its log until that is closed.
         self._reader: Thread | None = None
         #: What the process of the latest start wrote last.
         self._lines: deque[str] = deque(maxlen=LINES_KEPT_MAX)
@@ -114,7 +115,7 @@ class Child:
 
     @property
     def lines(self) -> list[str]:
-        """What it has written to stderr since its latest start: the last ``LINES_KEPT_MAX`` lines."""
+        """Its log since its latest start: the last ``LINES_KEPT_MAX`` lines."""
         return list(self._lines)
 
     def start(self) -> None:
@@ -124,19 +125,16 @@ class Child:
         self._release()
         self._lines.clear()
         self._asked_to_end = False
-        pipe = subprocess.PIPE if self._pipes else subprocess.DEVNULL
         self._process = subprocess.Popen(
             tied_to_us(self._command),
-            stdin=pipe,
-            stdout=pipe,
-            stderr=subprocess.PIPE,
+            stdin=subprocess.PIPE if self._pipes else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if self._pipes else subprocess.STDOUT,
             env=self._environment,
             process_group=0,
         )
-        assert self._process.stderr is not None
-        self._reader = Thread(
-            target=self._read, args=(self._process.stderr,), name=f"stderr of {self.name}", daemon=True
-        )
+        log = self._process.stderr if self._pipes else self._process.stdout
+        self._reader = Thread(target=self._read, args=(log,), name=f"log of {self.name}", daemon=True)
         self._reader.start()
 
     def ask_to_end(self) -> None:
@@ -182,7 +180,7 @@ class Child:
         return ChildEnded(f"{self.name} (process {self.pid}) {how}; the last that it wrote:{tail}")
 
     def _release(self) -> int:
-        """Wait for the end of the process and of its stderr; close the pipes. Returns its status."""
+        """Wait for the end of the process and of its log; close the pipes. Returns its status."""
         process = self._process
         if process is None:
             return 0
@@ -195,9 +193,9 @@ class Child:
                 _close(pipe)
         return status
 
-    def _read(self, stderr: IO[bytes]) -> None:
-        with stderr:
-            while line := stderr.readline(LINE_CHARACTERS_MAX):
+    def _read(self, log: IO[bytes]) -> None:
+        with log:
+            while line := log.readline(LINE_CHARACTERS_MAX):
                 text = line.decode(errors="replace").rstrip()
                 self._lines.append(text)
                 if self._on_line is not None:

@@ -211,9 +211,7 @@ class LocalCluster:
                 raise child.failure()
         for id_, server in self.redis.items():
             if not server.running:
-                raise RedisServerFailed(
-                    f"the Redis server {id_} has ended; the last that it wrote:\n{server.log[-2000:]}"
-                )
+                raise RedisServerFailed(f"the Redis server {id_} has ended: {server.failure()}")
 
     def add_server(self) -> str:
         """Add a server as an operator does: it and its agent are started, then the balancer with the longer list.
@@ -246,7 +244,7 @@ class LocalCluster:
 
     def restart_redis(self, server: str) -> None:
         """Stop a server and start it again on its port, with nothing in it."""
-        self.redis[server].restart(keep_port=True)
+        self.redis[server].restart()
 
     def ask(self, server: str, *commands: Sequence[CommandPart]) -> list[Any]:
         """Send commands to one server and return their replies, in order. An error reply is an ``ErrorReply``.

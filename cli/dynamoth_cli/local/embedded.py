@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ from typing import Self
 from urllib.parse import quote
 
 from dynamoth.errors import DynamothError
-from dynamoth_cli.local.child import tied_to_us
+from dynamoth_cli.local.child import Child
 
 REDIS_SERVER_VARIABLE = "DYNAMOTH_TEST_REDIS_SERVER"
 """The environment variable that names the ``redis-server`` to use, before any that is installed."""
@@ -34,8 +33,6 @@ START_TIMEOUT_S = 10.0
 
 POLL_INTERVAL_S = 0.005
 PROBE_TIMEOUT_S = 1.0
-
-LOG_TAIL_CHARACTERS = 2000
 
 _HOST = "127.0.0.1"
 
@@ -47,7 +44,7 @@ class RedisServerNotFound(DynamothError):
 
 
 class RedisServerFailed(DynamothError):
-    """Raised when a server ends, or does not answer, after its start; quotes its log."""
+    """Raised when a server has ended, or does not answer after its start; quotes its log."""
 
     code = "redis-server-failed"
 
@@ -86,7 +83,7 @@ class EmbeddedRedis:
     """One Redis server in its own process, with its own temporary directory.
 
     As a context manager it is started on entry and stopped on exit. A stopped or killed server can be started
-    again; its options and its password stay.
+    again; its port, its options and its password stay.
 
     Args:
         port: where to listen; None (the default) takes a free port.
@@ -109,12 +106,11 @@ class EmbeddedRedis:
     ) -> None:
         self.binary = find_redis_server() if binary is None else binary
         self.password = password
-        self._port_wanted = port
         self._options = dict(options or {})
-        #: Where the server listens, or listened last; None before the first start.
-        self._port: int | None = None
-        #: Set from ``start`` until the process has been reaped.
-        self._process: subprocess.Popen[bytes] | None = None
+        #: Where the server listens; None before the first start where no port was given.
+        self._port = port
+        #: The server's process, from the first start on.
+        self._child: Child | None = None
         #: Made by the first start and removed by ``stop``; ``kill`` leaves it.
         self._folder: Path | None = None
 
@@ -134,13 +130,13 @@ class EmbeddedRedis:
     @property
     def running(self) -> bool:
         """Whether the server's process is alive."""
-        return self._process is not None and self._process.poll() is None
+        return self._child is not None and self._child.running
 
     @property
     def pid(self) -> int:
         """The process id of the running server."""
-        assert self._process is not None, "the server is not running"
-        return self._process.pid
+        assert self._child is not None, "the server is not running"
+        return self._child.pid
 
     @property
     def port(self) -> int:
@@ -154,22 +150,33 @@ class EmbeddedRedis:
         credentials = "" if self.password is None else f":{quote(self.password, safe='')}@"
         return f"redis://{credentials}{_HOST}:{self.port}"
 
-    @property
-    def log(self) -> str:
-        """What the server has written since its latest start; empty after ``stop``."""
-        if self._folder is None:
-            return ""
-        return (self._folder / "redis.log").read_text(errors="replace")
+    def failure(self) -> RedisServerFailed:
+        """Return an error that says how the server ended, with the last lines of its log."""
+        assert self._child is not None, "the server was never started"
+        return RedisServerFailed(str(self._child.failure()))
 
     def start(self) -> None:
-        """Start the server and return when it answers. Does nothing when it is running.
+        """Start the server, on the port of the former start, and return when it answers. Does nothing while it runs.
 
         Raises:
-            RedisServerFailed: it ended, or did not answer within ``START_TIMEOUT_S``.
+            RedisServerFailed: it ended, or did not answer within ``START_TIMEOUT_S``: the port may be taken.
         """
         if self.running:
             return
-        self._start_on(self._port_wanted or self._new_port())
+        if self._port is None:
+            self._port = self._new_port()
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="dynamoth-redis-"))
+        configuration = self._folder / "redis.conf"
+        configuration.write_text(self._configuration(self._port, self._folder))
+        command = [str(self.binary), str(configuration)]
+        self._child = Child(f"{self.binary} on port {self._port}", command, environment=os.environ)
+        self._child.start()
+        try:
+            self._wait_until_ready(self._child)
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self) -> None:
         """End the server at once, as it keeps nothing, and remove its directory. Does nothing without one."""
@@ -180,27 +187,13 @@ class EmbeddedRedis:
 
     def kill(self) -> None:
         """Kill the server (SIGKILL), as a crash would, and wait until it has ended. Does nothing without one."""
-        if self._process is not None:
-            self._process.kill()
-        self._reap()
+        if self._child is not None:
+            self._child.kill()
 
-    def restart(self, *, keep_port: bool = True) -> None:
-        """Stop the server if it is running, and start it again, with nothing in it.
-
-        Args:
-            keep_port: whether to listen on the same port again; False takes another one.
-
-        Raises:
-            RedisServerFailed: as for ``start``; also when another process has taken the port to be kept.
-        """
-        port_before = self._port
+    def restart(self) -> None:
+        """Stop the server if it is running, and start it again on its port, with nothing in it. Raises as ``start``."""
         self.stop()
-        port_wanted = self._port_wanted
-        self._port_wanted = port_before if keep_port else None
-        try:
-            self.start()
-        finally:
-            self._port_wanted = port_wanted
+        self.start()
 
     def pause(self) -> None:
         """Make the running server hang (SIGSTOP): its connections stay open and nothing is answered."""
@@ -220,35 +213,13 @@ class EmbeddedRedis:
             reserved.close()
         return port
 
-    def _start_on(self, port: int) -> None:
-        self._reap()
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="dynamoth-redis-"))
-        self._port = port
-        configuration = self._folder / "redis.conf"
-        configuration.write_text(self._configuration(port, self._folder))
-        with (self._folder / "redis.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                tied_to_us([str(self.binary), str(configuration)]),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                process_group=0,  # Ctrl-C is for the parent, which stops its servers in its own order
-            )
-        try:
-            self._wait_until_ready(self._process)
-        except BaseException:
-            self.stop()
-            raise
-
-    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
+    def _wait_until_ready(self, child: Child) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._answers(process.pid):
-            ended = _ended_within(process, POLL_INTERVAL_S)
-            if ended or time.monotonic() > deadline:
-                how = f"ended with status {process.returncode}" if ended else "did not answer"
-                log = self.log[-LOG_TAIL_CHARACTERS:]
-                raise RedisServerFailed(f"{self.binary} on port {self.port} {how}:\n{log}")
+        while not self._answers(child.pid):
+            if child.wait(POLL_INTERVAL_S):
+                raise self.failure()
+            if time.monotonic() > deadline:
+                raise RedisServerFailed(f"{child.name} did not answer:\n" + "\n".join(child.lines))
 
     def _answers(self, pid: int) -> bool:
         """Whether the server is ready, and is this one: another process may hold the port."""
@@ -275,19 +246,6 @@ class EmbeddedRedis:
         if self.password is not None:
             settings["requirepass"] = _quoted(self.password)
         return "".join(f"{name} {value}\n" for name, value in settings.items())
-
-    def _reap(self) -> None:
-        if self._process is not None:
-            self._process.wait()
-            self._process = None
-
-
-def _ended_within(process: subprocess.Popen[bytes], duration_s: float) -> bool:
-    try:
-        process.wait(duration_s)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
 
 
 def reserve_port() -> socket.socket:
