@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from dynamoth.errors import ConfigError, PlanError
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
 from dynamoth.plan.plan import Server
 from dynamoth.settings.load import ConfigText, FlagValue, LoadedConfig, declared_settings, format_config, load_config
 from dynamoth.settings.toml_lines import place_at
+from dynamoth_daemon.logs import configure_logging
 from dynamoth_link.options import LinkOptions, TlsOptions
 from dynamoth_link.trust import Trust, parse_trusted_hosts, trust_in
 from dynamoth_link.urls import InvalidUrl, ServerAddress, parse_server_url
+
+_C = TypeVar("_C")
 
 CONFIG_VARIABLE = "DYNAMOTH_CONFIG"
 
@@ -65,13 +69,20 @@ def load_settings(arguments: argparse.Namespace, environment: Mapping[str, str] 
     return load_config(file=_read(name) if name else None, environment=environment, flags=given)
 
 
-def answer_questions(arguments: argparse.Namespace, loaded: LoadedConfig) -> bool:
-    """Answer ``--print-config`` and ``--check``. Returns whether one of them was given."""
+def run_daemon(
+    arguments: argparse.Namespace, make_config: Callable[[LoadedConfig], _C], daemon: Callable[[_C], int]
+) -> int:
+    """Run a daemon until it ends, or answer ``--print-config`` or ``--check``. Returns the exit code."""
+    loaded = load_settings(arguments)
+    config = make_config(loaded)
     if arguments.print_config:
         sys.stdout.write(format_config(loaded, arguments.sections))
-    elif arguments.check:
+        return 0
+    if arguments.check:
         sys.stderr.write("dynamoth: the configuration is valid\n")
-    return bool(arguments.check or arguments.print_config)
+        return 0
+    configure_logging(loaded.config.log.level, loaded.config.log.format)
+    return daemon(config)
 
 
 def cluster_servers(loaded: LoadedConfig) -> tuple[Server, ...]:

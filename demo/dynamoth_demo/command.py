@@ -29,10 +29,10 @@ from rich.console import Console
 
 from dynamoth.errors import DynamothError
 from dynamoth_cli.admin import ask_balancer, read_plan
-from dynamoth_cli.commands.up import server_count
+from dynamoth_cli.commands.up import SERVERS_MAX
 from dynamoth_cli.local.child import Child, interrupted_by_signals
 from dynamoth_cli.local.cluster import LocalCluster
-from dynamoth_cli.numbers import number, whole_number
+from dynamoth_cli.numbers import count_up_to, number
 from dynamoth_demo.festival import Festival
 from dynamoth_demo.scene import FESTIVAL_SERVERS_MIN, Scene, make_scene
 from dynamoth_demo.state import DemoState, WorkerState
@@ -83,11 +83,15 @@ class DemoFailed(DynamothError):
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
-        "--players", type=_players, default=PLAYERS, metavar="N", help="number of players (default %(default)s)"
+        "--players",
+        type=count_up_to(PLAYERS_MAX),
+        default=PLAYERS,
+        metavar="N",
+        help="number of players (default %(default)s)",
     )
     parser.add_argument(
         "--servers",
-        type=server_count,
+        type=count_up_to(SERVERS_MAX),
         default=SERVERS,
         metavar="M",
         help=f"number of Redis servers (default %(default)s); a channel can be spread from {FESTIVAL_SERVERS_MIN} on",
@@ -334,13 +338,6 @@ def _write_line(child: Child, fields: dict[str, Any]) -> None:
 def _raise(error: Exception) -> None:
     """Raise a fault of another thread, which ends the demo."""
     raise error
-
-
-def _players(text: str) -> int:
-    players = whole_number(text)
-    if not 1 <= players <= PLAYERS_MAX:
-        raise argparse.ArgumentTypeError(f"a number from 1 to {PLAYERS_MAX} expected, not {text}")
-    return players
 
 
 def _seconds(text: str) -> float:

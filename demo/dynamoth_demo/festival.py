@@ -85,8 +85,8 @@ class Performer:
         self.number = number
         #: How many messages were not published because nobody called :meth:`step` in time.
         self.skipped = 0
-        #: The number of its latest message; 0 for none.
-        self.sequence = 0
+        #: The number of its latest message, by channel; it has one channel.
+        self.sequences: dict[bytes, int] = {}
         self._channel = festival.channel
         self._interval_s = festival.interval_s
         self._first_s = start_s + festival.begins_s + self._interval_s * index / festival.performers
@@ -99,12 +99,12 @@ class Performer:
         """Return when :meth:`step` is to be called next, None when there is nothing more to do."""
         return None if self._due >= self._messages else self._first_s + self._due * self._interval_s
 
-    def step(self, now: float) -> Update | None:
+    def step(self, now: float) -> list[Update]:
         """Return the message that is due. Of several the latest: to catch up would be more load than was planned."""
         due = min(math.floor((now - self._first_s) / self._interval_s + 1e-6) + 1, self._messages)
         if due <= self._due:
-            return None
+            return []
         self.skipped += due - self._due - 1
         self._due = due
-        self.sequence += 1
-        return Update(self._channel, self.number, self.sequence, 0.0, 0.0)
+        sequence = self.sequences[self._channel] = self.sequences.get(self._channel, 0) + 1
+        return [Update(self._channel, self.number, sequence, 0.0, 0.0)]

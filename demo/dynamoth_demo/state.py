@@ -9,7 +9,7 @@ from typing import Any
 
 from dynamoth.plan.plan import Mode, Phase, Plan, Route
 from dynamoth_balancer.admin.changes import mode_name
-from dynamoth_cli.commands.plan import channel_name
+from dynamoth_cli.numbers import channel_name
 from dynamoth_demo.festival import Festival
 from dynamoth_demo.latency import LatencyCounts
 

@@ -286,32 +286,78 @@ class Publishers(Worker):
     def __init__(self, options: WorkerOptions, tasks: asyncio.TaskGroup) -> None:
         super().__init__(options, tasks, Audit(live=True))
         self.numbers = range(options.first, options.first + options.count)
+        self._clients: dict[int, tuple[Redis, PubSub]] = {}
+        self._publishers: list[Player | Performer] = []
         #: Publishers that have not finished their last message.
         self._publishing = 0
         self._stopping = asyncio.Event()
         self._stopped = asyncio.Event()
 
-    def begin(self, publishing: Coroutine[Any, Any, None]) -> None:
-        """Publish for one publisher until it ends or is stopped."""
-        self._publishing += 1
-        self.spawn(self._until_end(publishing))
+    @property
+    def payload_bytes(self) -> int:
+        """The size of a message."""
+        return self.options.payload_bytes
 
-    async def _until_end(self, publishing: Coroutine[Any, Any, None]) -> None:
-        await publishing
+    @abstractmethod
+    def make_publisher(self, index: int, number: int, at: float) -> Player | Performer:
+        """Return the publisher ``number``, the ``index``-th of ours, for a demo that begins ``at``."""
+
+    async def open(self, clients: AsyncExitStack) -> None:
+        """Make the clients. They connect when they join or publish."""
+        for number in self.numbers:
+            client = await clients.enter_async_context(Redis.from_url(self.options.url))
+            self._clients[number] = client, await clients.enter_async_context(self.pubsub(number, client))
+
+    def start(self, at: float) -> None:
+        """Begin to publish, each at its time."""
+        for index, number in enumerate(self.numbers):
+            publisher = self.make_publisher(index, number, at)
+            self._publishers.append(publisher)
+            self._publishing += 1
+            self.spawn(self._until_end(publisher))
+
+    async def _until_end(self, publisher: Player | Performer) -> None:
+        await self._play(publisher)
         self._publishing -= 1
         if not self._publishing:
             self._stopped.set()
 
+    async def _play(self, publisher: Player | Performer) -> None:
+        """Do what a publisher has to do, until there is nothing more or the demo stops us."""
+        client, pubsub = self._clients[publisher.number]
+        reading = False
+        while (deadline := publisher.deadline()) is not None:
+            if await self.stopped_within(deadline - time.monotonic()):
+                break
+            for action in publisher.step(time.monotonic()):
+                match action:
+                    case Join(channel):
+                        await pubsub.subscribe(channel)
+                        if not reading:
+                            self.spawn(self.read(publisher.number, pubsub))
+                            reading = True
+                    case Leave(channel):
+                        self.audit.ending(publisher.number, channel)
+                        await pubsub.unsubscribe(channel)
+                    case Update():
+                        await self.publish(client, action, self.payload_bytes)
+
     async def stop(self) -> dict[str, Any]:
-        """Wait until every publisher has finished its present message."""
+        """Wait until every publisher has finished its present message.
+
+        Returns what was ``published``, as publisher, channel and number of the latest, and how many ``skipped``.
+        """
         self._stopping.set()
         if self._publishing:
             await self._stopped.wait()
-        return self.account()
-
-    @abstractmethod
-    def account(self) -> dict[str, Any]:
-        """Return what was ``published``, as publisher, channel and number of the latest, and how many ``skipped``."""
+        return {
+            "published": [
+                (publisher.number, channel.decode(), sequence)
+                for publisher in self._publishers
+                for channel, sequence in publisher.sequences.items()
+            ],
+            "skipped": sum(publisher.skipped for publisher in self._publishers),
+        }
 
     async def stopped_within(self, duration_s: float) -> bool:
         """Wait for a time, or until the demo stops us; tell whether it has."""
@@ -332,92 +378,25 @@ class Publishers(Worker):
 class Players(Publishers):
     """The players."""
 
-    def __init__(self, options: WorkerOptions, tasks: asyncio.TaskGroup) -> None:
-        super().__init__(options, tasks)
-        self._clients: dict[int, tuple[Redis, PubSub]] = {}
-        self._players: dict[int, Player] = {}
-
-    async def open(self, clients: AsyncExitStack) -> None:
-        """Make the clients. They connect when they join."""
-        for number in self.numbers:
-            client = await clients.enter_async_context(Redis.from_url(self.options.url))
-            self._clients[number] = client, await clients.enter_async_context(self.pubsub(number, client))
-
-    def start(self, at: float) -> None:
-        """Make the players join, one after the other."""
-        for index, number in enumerate(self.numbers):
-            start_s = at + JOIN_DURATION_S * index / self.options.count
-            random = Random(f"{self.options.seed}:{number}")
-            player = self._players[number] = Player(number, self.world, random, start_s, game_start_s=at)
-            self.begin(self._play(player))
-
-    def account(self) -> dict[str, Any]:
-        """Return what the players have published."""
-        return {
-            "published": [
-                (number, channel.decode(), sequence)
-                for number, player in self._players.items()
-                for channel, sequence in player.sequences.items()
-            ],
-            "skipped": sum(player.skipped for player in self._players.values()),
-        }
-
-    async def _play(self, player: Player) -> None:
-        client, pubsub = self._clients[player.number]
-        reading = False
-        while True:
-            if await self.stopped_within(player.deadline() - time.monotonic()):
-                break
-            for action in player.step(time.monotonic()):
-                match action:
-                    case Join(channel):
-                        await pubsub.subscribe(channel)
-                        if not reading:
-                            self.spawn(self.read(player.number, pubsub))
-                            reading = True
-                    case Leave(channel):
-                        self.audit.ending(player.number, channel)
-                        await pubsub.unsubscribe(channel)
-                    case Update():
-                        await self.publish(client, action, self.options.payload_bytes)
+    def make_publisher(self, index: int, number: int, at: float) -> Player:
+        """Return a player; they join one after the other."""
+        start_s = at + JOIN_DURATION_S * index / self.options.count
+        return Player(number, self.world, Random(f"{self.options.seed}:{number}"), start_s, game_start_s=at)
 
 
 class Performers(Publishers):
     """The performers of the festival."""
 
-    def __init__(self, options: WorkerOptions, tasks: asyncio.TaskGroup) -> None:
-        super().__init__(options, tasks)
-        self._clients: list[Redis] = []
-        self._performers: list[Performer] = []
-
-    async def open(self, clients: AsyncExitStack) -> None:
-        """Make the clients. They connect when they publish."""
-        for _ in self.numbers:
-            self._clients.append(await clients.enter_async_context(Redis.from_url(self.options.url)))
-
-    def start(self, at: float) -> None:
-        """Make the performers wait for the festival."""
+    @property
+    def payload_bytes(self) -> int:
+        """The size of a message."""
         assert self.festival is not None, "there are performers where there is a festival"
-        for index, (number, client) in enumerate(zip(self.numbers, self._clients, strict=True)):
-            performer = Performer(number, index, self.festival, start_s=at)
-            self._performers.append(performer)
-            self.begin(self._perform(performer, client, self.festival.payload_bytes))
+        return self.festival.payload_bytes
 
-    def account(self) -> dict[str, Any]:
-        """Return what the performers have published."""
+    def make_publisher(self, index: int, number: int, at: float) -> Performer:
+        """Return a performer, who waits for the festival."""
         assert self.festival is not None, "there are performers where there is a festival"
-        return {
-            "published": [(each.number, self.festival.name, each.sequence) for each in self._performers],
-            "skipped": sum(each.skipped for each in self._performers),
-        }
-
-    async def _perform(self, performer: Performer, client: Redis, payload_bytes: int) -> None:
-        while (deadline := performer.deadline()) is not None:
-            if await self.stopped_within(deadline - time.monotonic()):
-                break
-            message = performer.step(time.monotonic())
-            if message is not None:
-                await self.publish(client, message, payload_bytes)
+        return Performer(number, index, self.festival, start_s=at)
 
 
 async def read_orders() -> AsyncGenerator[dict[str, Any]]:
@@ -460,11 +439,8 @@ async def work() -> None:
     if first is None:
         return
     options = WorkerOptions(**first)
-    kinds: dict[str, type[Players | Auditors | Performers]] = {
-        "players": Players,
-        "auditors": Auditors,
-        "performers": Performers,
-    }
+    kinds: dict[str, type[Players | Auditors | Performers]]
+    kinds = {"players": Players, "auditors": Auditors, "performers": Performers}
     async with AsyncExitStack() as clients, asyncio.TaskGroup() as tasks:
         worker = kinds[options.role](options, tasks)
         await worker.open(clients)

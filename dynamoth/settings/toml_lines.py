@@ -78,7 +78,7 @@ def _items(value: Any) -> Iterable[tuple[str | int, Any]]:
     """Return the parts of a table or an array, with their names."""
     if isinstance(value, dict):
         return cast("dict[str | int, Any]", value).items()
-    return enumerate(value) if isinstance(value, list) else ()  # pyright: ignore[reportUnknownArgumentType]
+    return enumerate(value) if isinstance(value, list) else ()  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 
 def _header(document: Any, counts: Counter[Path]) -> Path:

@@ -114,7 +114,15 @@ class Connection(asyncio.Protocol):
         """
         if not self._open:
             return False
-        self._put(self._resp.pack(args, on_reply))
+        packed = self._resp.pack(args, on_reply)
+        if len(self._resp.pending) == 1 and not self._flush_scheduled:
+            self._write(packed)  # nothing is under way that it could be joined to
+            return True
+        self._output.append(packed)
+        self._output_bytes += len(packed)
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
         return True
 
     def send_all(self, commands: Sequence[Sequence[CommandPart]], on_replies: OnReplies) -> bool:
@@ -130,17 +138,6 @@ class Connection(asyncio.Protocol):
         self._output_bytes += len(packed)
         self._flush()  # whoever sends many together has waited for them already
         return True
-
-    def _put(self, packed: Packed) -> None:
-        """Write a command that was packed just now."""
-        if len(self._resp.pending) == 1 and not self._flush_scheduled:
-            self._write(packed)  # nothing is under way that it could be joined to
-            return
-        self._output.append(packed)
-        self._output_bytes += len(packed)
-        if not self._flush_scheduled:
-            self._flush_scheduled = True
-            self._loop.call_soon(self._flush)
 
     async def call(self, commands: Sequence[Sequence[CommandPart]]) -> list[Any]:
         """Send commands and return their replies, in order; error replies are values.
@@ -202,7 +199,12 @@ class Connection(asyncio.Protocol):
 
     def cut(self, reason: errors.LinkError) -> None:
         """End the connection at once, and let ``lost`` say so; nothing happens where it has ended already."""
-        self._lose(reason)
+        if not self._open:
+            return
+        self._end()
+        self.lost.set_result(reason)
+        if self._transport is not None:
+            self._transport.abort()
 
     async def wait_closed(self, timeout_s: float) -> None:
         """Wait until the socket is closed; after ``timeout_s``, or when cancelled, cut it."""
@@ -236,15 +238,15 @@ class Connection(asyncio.Protocol):
         try:
             self._resp.feed(data)
         except Violation as error:
-            self._lose(errors.violation(self._address, str(error)))
+            self.cut(errors.violation(self._address, str(error)))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End, from the other side or because of our own ``close``."""
         if self._open:
             if exc is None:
-                self._lose(errors.connection_lost(self._address))
+                self.cut(errors.connection_lost(self._address))
             else:
-                self._lose(errors.diagnose_exception(self._address, exc))
+                self.cut(errors.diagnose_exception(self._address, exc))
         if not self._closed.done():
             self._closed.set_result(None)
 
@@ -283,7 +285,7 @@ class Connection(asyncio.Protocol):
         elif waiting_bytes - newest_bytes <= limit_bytes:
             self._tolerated_bytes = waiting_bytes + limit_bytes
         elif waiting_bytes > self._tolerated_bytes:
-            self._lose(errors.write_buffer_overrun(self._address, limit_bytes))
+            self.cut(errors.write_buffer_overrun(self._address, limit_bytes))
 
     # Liveness.
 
@@ -302,7 +304,7 @@ class Connection(asyncio.Protocol):
         sent_bytes = self._written_bytes + self._output_bytes
         verdict, look_again_s = self._liveness.look(now, sent_bytes, self._written_bytes - unacknowledged)
         if verdict is Verdict.LOST:
-            self._lose(errors.fell_silent(self._address, now - self._liveness.heard_at))
+            self.cut(errors.fell_silent(self._address, now - self._liveness.heard_at))
             return
         if verdict is Verdict.PING:
             self.send((b"PING",))
@@ -310,14 +312,6 @@ class Connection(asyncio.Protocol):
             self._set_timer(look_again_s)
 
     # The end.
-
-    def _lose(self, reason: errors.LinkError) -> None:
-        if not self._open:
-            return
-        self._end()
-        self.lost.set_result(reason)
-        if self._transport is not None:
-            self._transport.abort()
 
     def _end(self) -> None:
         self._open = False

@@ -53,10 +53,6 @@ CLOCK_STEP_S = 0.002
 _DEFAULTS = LinkOptions()
 
 
-def _default_options(action: Connect) -> LinkOptions:
-    return _DEFAULTS
-
-
 class Driver:
     """Executes what one machine asks for, and tells it what happened.
 
@@ -85,7 +81,7 @@ class Driver:
         machine: Machine[Any, Any],
         *,
         on_action: Callable[[Any], None],
-        link_options: Callable[[Connect], LinkOptions] = _default_options,
+        link_options: Callable[[Connect], LinkOptions] = lambda _: _DEFAULTS,
         on_crash: Callable[[MachineCrashed], None] | None = None,
         on_pushes: OnPushes | None = None,
     ) -> None:

@@ -137,11 +137,6 @@ def parse_cluster_url(url: str) -> ClusterAddress:
     return ClusterAddress(servers, _parse_options(parts, known=None))
 
 
-def cluster_servers(url: str) -> tuple[ServerAddress, ...]:
-    """List the addresses of a cluster URL, at least one, in its order. Raises ``InvalidUrl``."""
-    return parse_cluster_url(url).servers
-
-
 def redact(url: str) -> str:
     """Return a URL, even a broken one, with what stands before its last ``@`` hidden."""
     return re.sub(r"^([a-z]+://)?.*@", r"\1***@", url, flags=re.DOTALL)

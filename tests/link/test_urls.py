@@ -11,7 +11,6 @@ from dynamoth_link.urls import (
     ClusterAddress,
     InvalidUrl,
     ServerAddress,
-    cluster_servers,
     parse_cluster_url,
     parse_server_url,
     redact,
@@ -83,7 +82,7 @@ def test_what_is_refused(url: str, says: str) -> None:
 
 def test_a_cluster_url_lists_servers_that_share_everything_else() -> None:
     url = "dynamoths://u:p@a,b:7000,[::1]:7001/2?x=1&y="
-    assert cluster_servers(url) == (
+    assert parse_cluster_url(url).servers == (
         ServerAddress("a", 6379, None, "u", "p", True, 2),
         ServerAddress("b", 7000, None, "u", "p", True, 2),
         ServerAddress("::1", 7001, None, "u", "p", True, 2),

@@ -10,8 +10,7 @@ from dynamoth.settings.load import LoadedConfig
 from dynamoth.settings.sections import AgentSettings
 from dynamoth_agent.process.runtime import AgentConfig
 from dynamoth_agent.process.runtime import run as run_agent
-from dynamoth_cli.settings import add_settings, answer_questions, cluster_servers, link_options, load_settings
-from dynamoth_daemon.logs import configure_logging
+from dynamoth_cli.settings import add_settings, cluster_servers, link_options, run_daemon
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -21,12 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run until SIGINT or SIGTERM."""
-    loaded = load_settings(arguments)
-    config = agent_config(loaded)
-    if answer_questions(arguments, loaded):
-        return 0
-    configure_logging(loaded.config.log.level, loaded.config.log.format)
-    return run_agent(config)
+    return run_daemon(arguments, agent_config, run_agent)
 
 
 def agent_config(loaded: LoadedConfig) -> AgentConfig:

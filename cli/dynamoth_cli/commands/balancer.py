@@ -12,13 +12,11 @@ from dynamoth_balancer.process.runtime import BalancerConfig
 from dynamoth_balancer.process.runtime import run as run_balancer
 from dynamoth_cli.settings import (
     add_settings,
-    answer_questions,
     cluster_servers,
     compatibility_rules,
     link_options,
-    load_settings,
+    run_daemon,
 )
-from dynamoth_daemon.logs import configure_logging
 
 CLIENT_NAME = "dynamoth-balancer"
 
@@ -30,12 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run until SIGINT or SIGTERM."""
-    loaded = load_settings(arguments)
-    config = balancer_config(loaded)
-    if answer_questions(arguments, loaded):
-        return 0
-    configure_logging(loaded.config.log.level, loaded.config.log.format)
-    return run_balancer(config)
+    return run_daemon(arguments, balancer_config, run_balancer)
 
 
 def balancer_config(loaded: LoadedConfig) -> BalancerConfig:

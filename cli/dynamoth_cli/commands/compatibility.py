@@ -13,6 +13,7 @@ from dynamoth.plan.plan import Plan
 from dynamoth_balancer.admin.compatibility import describe_rules
 from dynamoth_cli.access import Access, access_of, add_access
 from dynamoth_cli.admin import ask_balancer, read_header
+from dynamoth_cli.numbers import channel_name
 
 CHANGE_TIMEOUT_S = 10.0
 """The balancer answers when every agent has acknowledged the rules, or says after a few seconds who has not."""
@@ -57,25 +58,27 @@ def run(arguments: argparse.Namespace) -> int:
         result: Mapping[str, Any] = {"version": plan.version, "rules": describe_rules(plan.compatibility)}
     else:
         result = asyncio.run(_change(access, arguments))
-    rules = [{**rule, "pattern": rule["pattern"].decode(errors="backslashreplace")} for rule in result["rules"]]
     if arguments.json:
-        sys.stdout.write(json.dumps({"version": result["version"], "rules": rules}, indent=2) + "\n")
+        shown = {"version": result["version"], "rules": rules_as_json(result["rules"])}
+        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
     else:
-        sys.stdout.write("\n".join([*describe(rules), f"(plan version {result['version']})", ""]))
+        sys.stdout.write("\n".join([*describe(result["rules"]), f"(plan version {result['version']})", ""]))
     return 0
+
+
+def rules_as_json(rules: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return rules as JSON has them."""
+    return [{**rule, "pattern": channel_name(rule["pattern"])} for rule in rules]
 
 
 def describe(rules: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return a line for each rule."""
     lines = [
-        f"compatibility: {_name(rule['pattern'])} at {rule['server']}, {'plain' if rule['plain'] else 'with envelopes'}"
+        f"compatibility: {channel_name(rule['pattern'])} at {rule['server']},"
+        f" {'plain' if rule['plain'] else 'with envelopes'}"
         for rule in rules
     ]
     return lines or ["compatibility: no rules"]
-
-
-def _name(pattern: str | bytes) -> str:
-    return pattern if isinstance(pattern, str) else pattern.decode(errors="backslashreplace")
 
 
 async def _change(access: Access, arguments: argparse.Namespace) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from dynamoth_balancer.admin.compatibility import describe_rules
 from dynamoth_cli.access import Access, access_of, add_access
 from dynamoth_cli.admin import ask_balancer, read_plan
 from dynamoth_cli.commands import compatibility
-from dynamoth_cli.numbers import counted, number
+from dynamoth_cli.numbers import channel_name, counted, number
 from dynamoth_link.errors import LinkError
 from dynamoth_link.urls import redact
 
@@ -156,9 +156,7 @@ def plan_as_json(plan: Plan) -> Mapping[str, Any]:
         "servers": [{"id": server.id, "url": redact(server.url)} for server in plan.servers.values()],
         "base": list(plan.base),
         "virtual_nodes": plan.virtual_nodes,
-        "compatibility": [
-            {**rule, "pattern": channel_name(rule["pattern"])} for rule in describe_rules(plan.compatibility)
-        ],
+        "compatibility": compatibility.rules_as_json(describe_rules(plan.compatibility)),
         "channels": [
             {
                 "channel": channel_name(channel),
@@ -232,11 +230,6 @@ def plan_as_text(plan: Plan) -> str:
             name = ""
         lines.append(f"  {name:{width}}  {_describe(entry)}")
     return "\n".join([*lines, ""])
-
-
-def channel_name(channel: bytes) -> str:
-    """Return the name of a channel for people."""
-    return channel.decode(errors="backslashreplace")
 
 
 def _describe(entry: Entry) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from dynamoth_cli.numbers import whole_number
+from dynamoth_cli.numbers import count_up_to
 from dynamoth_sim.faults.profiles import PROFILES
 from dynamoth_sim.run import parse_seeds, run_and_report
 from dynamoth_sim.scenarios.registry import SCENARIOS
@@ -25,7 +25,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"a scenario, or a profile of faults: {', '.join(PROFILES)} (default: a profile drawn from each seed). An"
         " unknown name lists all scenarios",
     )
-    parser.add_argument("--jobs", type=_jobs, metavar="N", help="number of processes (default: one for each core)")
+    parser.add_argument(
+        "--jobs", type=count_up_to(JOBS_MAX), metavar="N", help="number of processes (default: one for each core)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,10 +40,3 @@ def _seeds(text: str) -> range:
         return parse_seeds(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _jobs(text: str) -> int:
-    jobs = whole_number(text)
-    if not 1 <= jobs <= JOBS_MAX:
-        raise argparse.ArgumentTypeError(f"a number from 1 to {JOBS_MAX} expected, not {text}")
-    return jobs

@@ -22,8 +22,7 @@ from dynamoth_balancer.admin.health import Severity, no_agent, several_agents
 from dynamoth_cli.access import Access, access_of, add_access
 from dynamoth_cli.admin import ANSWER_TIMEOUT_S, ask_all, ask_balancer, read_header
 from dynamoth_cli.commands import compatibility
-from dynamoth_cli.commands.plan import channel_name
-from dynamoth_cli.numbers import counted
+from dynamoth_cli.numbers import channel_name, counted
 from dynamoth_link.errors import LinkError
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import ClusterAddress, ServerAddress, parse_server_url

@@ -10,7 +10,7 @@ import time
 from dynamoth.settings.sections import GIGABIT_BYTES_PER_S
 from dynamoth_cli.local.child import interrupted_by_signals
 from dynamoth_cli.local.cluster import LocalCluster
-from dynamoth_cli.numbers import whole_number
+from dynamoth_cli.numbers import count_up_to
 from dynamoth_link.urls import parse_cluster_url
 
 LOOK_INTERVAL_S = 0.2
@@ -22,10 +22,17 @@ SERVERS_MAX = 64
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
-        "--servers", type=server_count, default=3, metavar="M", help="number of Redis servers (default %(default)s)"
+        "--servers",
+        type=count_up_to(SERVERS_MAX),
+        default=3,
+        metavar="M",
+        help="number of Redis servers (default %(default)s)",
     )
     parser.add_argument(
-        "--port-base", type=_port, metavar="P", help="port of the first server, the others follow (default: free ports)"
+        "--port-base",
+        type=count_up_to(65535 - SERVERS_MAX),
+        metavar="P",
+        help="port of the first server, the others follow (default: free ports)",
     )
     parser.add_argument(
         "--outgoing-bytes-per-s-max",
@@ -65,21 +72,6 @@ def _described(cluster: LocalCluster) -> str:
     servers = parse_cluster_url(cluster.url).servers
     urls = dict(zip(cluster.server_ids, (server.url() for server in servers), strict=True))
     return json.dumps({"url": cluster.url, "servers": urls}) + "\n"
-
-
-def server_count(text: str) -> int:
-    """Read ``--servers``."""
-    count = whole_number(text)
-    if not 1 <= count <= SERVERS_MAX:
-        raise argparse.ArgumentTypeError(f"a number from 1 to {SERVERS_MAX} expected, not {text}")
-    return count
-
-
-def _port(text: str) -> int:
-    port = whole_number(text)
-    if not 1 <= port <= 65535 - SERVERS_MAX:
-        raise argparse.ArgumentTypeError(f"a port from 1 to {65535 - SERVERS_MAX} expected, not {text}")
-    return port
 
 
 def _show(name: str, line: str) -> None:

@@ -238,8 +238,7 @@ class Redis(redis.asyncio.Redis):
             redis.exceptions.ResponseError: a server refused.
 
         """
-        found = await introspection.read_channels(self._cluster, self._encode(pattern))
-        return [self._encoder.decode(channel) for channel in found]
+        return await introspection.read_channels(self._cluster, self._encoder, pattern)
 
     async def pubsub_numsub(self, *args: Any, **kwargs: Any) -> list[tuple[Any, int]]:
         """Return channels with their numbers of subscribers in the whole cluster. Raises as ``pubsub_channels``.
@@ -247,20 +246,15 @@ class Redis(redis.asyncio.Redis):
         A subscriber counts once at however many replicas it listens; twice for the moment of a move in which it
         listens at both places.
         """
-        channels = [self._encode(channel) for channel in args]
-        counts = await introspection.count_subscribers(self._cluster, channels)
-        return [(self._encoder.decode(channel), count) for channel, count in zip(channels, counts, strict=True)]
+        return await introspection.count_subscribers(self._cluster, self._encoder, args)
 
     async def pubsub_shardchannels(self, pattern: Any = "*", **kwargs: Any) -> list[Any]:
         """Return the sharded channels of the whole cluster, as ``pubsub_channels`` does the others."""
-        found = await introspection.read_channels(self._cluster, self._encode(pattern), sharded=True)
-        return [self._encoder.decode(channel) for channel in found]
+        return await introspection.read_channels(self._cluster, self._encoder, pattern, sharded=True)
 
     async def pubsub_shardnumsub(self, *args: Any, **kwargs: Any) -> list[tuple[Any, int]]:
         """Return sharded channels with their numbers of subscribers, as ``pubsub_numsub`` does others."""
-        channels = [self._encode(channel) for channel in args]
-        counts = await introspection.count_subscribers(self._cluster, channels, sharded=True)
-        return [(self._encoder.decode(channel), count) for channel, count in zip(channels, counts, strict=True)]
+        return await introspection.count_subscribers(self._cluster, self._encoder, args, sharded=True)
 
     async def pubsub_numpat(self, **kwargs: Any) -> int:
         """Return how many patterns are subscribed to in the whole cluster. Raises as ``pubsub_channels``.
@@ -271,7 +265,7 @@ class Redis(redis.asyncio.Redis):
 
     async def plan(self, channel: Any) -> ChannelPlan:
         """Return where this client believes ``channel`` to be. Bootstraps when needed; raises as ``publish``."""
-        return await introspection.plan(self._cluster, self._encode(channel))
+        return await introspection.plan(self._cluster, self._encoder, channel)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         """Close all connections and, as in redis-py, the pool. What still waits fails with ConnectionError.

@@ -31,7 +31,7 @@ from dynamoth.names import (
 from dynamoth.plan.plan import Entry, Location, Mode, Route, Server
 from dynamoth.protocol.stored_plan import parse_entry, read_entry
 from dynamoth_client.redis_py import errors
-from dynamoth_client.redis_py.construction import ChannelPlan
+from dynamoth_client.redis_py.construction import ChannelPlan, encoded
 from dynamoth_client.runtime.cluster import Cluster
 from dynamoth_link.errors import LinkError
 from dynamoth_link.options import LinkOptions
@@ -41,32 +41,38 @@ _Replies = dict[str, list[Any]]
 """By server: the replies to the commands, in their order."""
 
 
-async def read_channels(cluster: Cluster, pattern: bytes, *, sharded: bool = False) -> list[bytes]:
+async def read_channels(cluster: Cluster, encoder: Any, pattern: Any, sharded: bool = False) -> list[Any]:
     """Return the channels that match ``pattern``, as Redis understands it, and that somebody listens to; sorted.
 
-    ``sharded`` asks for the sharded channels, by the applications' names, and for no others. Those that are only
-    subscribed to by pattern are not among them, as in Redis.
+    ``encoder`` is redis-py's. ``sharded`` asks for the sharded channels, by the applications' names, and for no others.
+    Those that are only subscribed to by pattern are not among them, as in Redis.
 
     Raises:
         redis.exceptions.ConnectionError: a server cannot be reached, or none gave a plan; the text names it.
         redis.exceptions.ResponseError: a server refused.
 
     """
-    replies = await _ask_all(cluster, [(b"PUBSUB", b"CHANNELS", each) for each in physical_globs(pattern, sharded)])
-    return merge_channels((name for lists in replies.values() for names in lists for name in names), sharded)
+    globs = physical_globs(encoded(encoder.encode, pattern), sharded)
+    replies = await _ask_all(cluster, [(b"PUBSUB", b"CHANNELS", each) for each in globs])
+    found = merge_channels((name for lists in replies.values() for names in lists for name in names), sharded)
+    return [encoder.decode(channel) for channel in found]
 
 
-async def count_subscribers(cluster: Cluster, names: Sequence[bytes], *, sharded: bool = False) -> list[int]:
-    """Return the number of subscribers of each of the channels ``names``, in their order. Raises as ``read_channels``.
+async def count_subscribers(
+    cluster: Cluster, encoder: Any, names: Iterable[Any], sharded: bool = False
+) -> list[tuple[Any, int]]:
+    """Return the channels ``names``, each with its number of subscribers. Raises as ``read_channels``.
 
-    ``sharded`` says that they are the applications' names of sharded channels. Dynamoth's own channels have none. A
-    subscriber is counted once, however many replicas it listens at. While a channel moves, a subscriber that listens at
-    both places is counted at both.
+    ``encoder`` is redis-py's. ``sharded`` says that they are the applications' names of sharded channels. Dynamoth's
+    own channels have none. A subscriber is counted once, however many replicas it listens at. While a channel moves, a
+    subscriber that listens at both places is counted at both.
     """
-    channels = list(map(sharded_channel, names)) if sharded else list(names)
+    given = [encoded(encoder.encode, name) for name in names]
+    shown = [encoder.decode(name) for name in given]
+    channels = list(map(sharded_channel, given)) if sharded else given
     asked = [channel for channel in dict.fromkeys(channels) if sharded or not channel.startswith(RESERVED_PREFIX)]
     if not asked:
-        return [0] * len(channels)
+        return [(name, 0) for name in shown]
     commands: list[Sequence[CommandPart]] = [(b"PUBSUB", b"NUMSUB", *asked), *map(read_entry, asked)]
     replies = await _ask_all(cluster, commands)
     counts = _counts(replies)
@@ -84,7 +90,7 @@ async def count_subscribers(cluster: Cluster, names: Sequence[bytes], *, sharded
     if physical:
         counts |= _counts(await _ask_all(cluster, [(b"PUBSUB", b"NUMSUB", *physical)]))
     numbers = {channel: merge_subscribers(channel, routes[channel], counts) for channel in asked}
-    return [numbers.get(channel, 0) for channel in channels]
+    return [(name, numbers.get(channel, 0)) for name, channel in zip(shown, channels, strict=True)]
 
 
 async def count_patterns(cluster: Cluster) -> int:
@@ -109,9 +115,10 @@ async def count_patterns(cluster: Cluster) -> int:
     return len(ours) + others
 
 
-async def plan(cluster: Cluster, channel: bytes) -> ChannelPlan:
+async def plan(cluster: Cluster, encoder: Any, channel: Any) -> ChannelPlan:
     """Return where this client believes a channel to be. Raises as ``Cluster.local_plan``."""
-    route = (await cluster.local_plan()).route(channel)
+    name = encoded(encoder.encode, channel)
+    route = (await cluster.local_plan()).route(name)
     return ChannelPlan(route.assignment.mode, route.assignment.servers, route.epoch)
 
 

@@ -173,38 +173,30 @@ class Redis(redis.Redis):
 
         This and the next four are those of :class:`dynamoth_client.asyncio.Redis`.
         """
-        found = self._cluster.call(introspection.read_channels, self._cluster.cluster, self._encode(pattern))
-        return [self._encoder.decode(channel) for channel in found]
+        return self._cluster.ask(introspection.read_channels, self._encoder, pattern)
 
     def pubsub_numsub(self, *args: Any, **kwargs: Any) -> list[tuple[Any, int]]:
         """Return channels with their numbers of subscribers in the whole cluster."""
-        channels = [self._encode(channel) for channel in args]
-        counts = self._cluster.call(introspection.count_subscribers, self._cluster.cluster, channels)
-        return [(self._encoder.decode(channel), count) for channel, count in zip(channels, counts, strict=True)]
+        return self._cluster.ask(introspection.count_subscribers, self._encoder, args)
 
     def pubsub_shardchannels(self, pattern: Any = "*", **kwargs: Any) -> list[Any]:
         """Return the sharded channels of the whole cluster that match ``pattern``."""
-        read = partial(introspection.read_channels, sharded=True)
-        found = self._cluster.call(read, self._cluster.cluster, self._encode(pattern))
-        return [self._encoder.decode(channel) for channel in found]
+        return self._cluster.ask(introspection.read_channels, self._encoder, pattern, True)
 
     def pubsub_shardnumsub(self, *args: Any, **kwargs: Any) -> list[tuple[Any, int]]:
         """Return sharded channels with their numbers of subscribers in the whole cluster."""
-        channels = [self._encode(channel) for channel in args]
-        count = partial(introspection.count_subscribers, sharded=True)
-        counts = self._cluster.call(count, self._cluster.cluster, channels)
-        return [(self._encoder.decode(channel), count) for channel, count in zip(channels, counts, strict=True)]
+        return self._cluster.ask(introspection.count_subscribers, self._encoder, args, True)
 
     def pubsub_numpat(self, **kwargs: Any) -> int:
         """Return how many patterns are subscribed to in the whole cluster. Raises as ``pubsub_channels``.
 
         Those of plain Redis clients can only be counted at each server: the number of the one that has most is taken.
         """
-        return self._cluster.call(introspection.count_patterns, self._cluster.cluster)
+        return self._cluster.ask(introspection.count_patterns)
 
     def plan(self, channel: Any) -> ChannelPlan:
         """Return where this client believes ``channel`` to be. Bootstraps when needed; raises as ``publish``."""
-        return self._cluster.call(introspection.plan, self._cluster.cluster, self._encode(channel))
+        return self._cluster.ask(introspection.plan, self._encoder, channel)
 
     def close(self) -> None:
         """Close the PubSubs, the links and, as in redis-py, the pool. What still waits fails with ConnectionError.

@@ -79,6 +79,10 @@ class SyncCluster:
         """Run an asynchronous function where the machines are, and return or raise its outcome."""
         return cast("_T", self._open().run(_begin, function, args))
 
+    def ask(self, question: Callable[..., Coroutine[Any, Any, _T]], *args: Any) -> _T:
+        """Ask the asynchronous cluster, which is the first argument of ``question``; return or raise the outcome."""
+        return self.call(question, self.cluster, *args)
+
     def call_soon(self, function: Callable[[], object]) -> None:
         """Call a function where the machines are, soon. Nothing happens when nothing runs there."""
         if (loop := self._loop) is not None:

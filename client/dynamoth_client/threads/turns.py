@@ -171,7 +171,7 @@ class SharedLoop:
                 if self._keeper is None:
                     self._start_keeper()
                 waiter = self._take_turn_or_wait(self._callers_drive and Loop.can_be_driven_here())
-            return self._lead(begin, args) if waiter is None else self._follow(waiter, begin, args)
+            return self._lead(None, begin, args) if waiter is None else self._follow(waiter, begin, args)
         except redis.exceptions.ConnectionError:
             if self._is_exiting:
                 stop_daemon_thread()
@@ -234,12 +234,15 @@ class SharedLoop:
         self._waiting[waiter] = None
         return waiter
 
-    def _lead(self, begin: Callable[..., asyncio.Future[_T]], args: tuple[Any, ...]) -> _T:
-        """Begin a request and drive until it is done. The turn is ours."""
+    def _lead(self, waiter: _Waiter | None, begin: Callable[..., asyncio.Future[_T]], args: tuple[Any, ...]) -> _T:
+        """Drive until our request is done; begin it, unless we have waited with it. The turn is ours."""
         future: asyncio.Future[_T] | None = None
         self._loop.enter()
         try:
             self._drives += 1
+            if waiter is not None:
+                self._loop.drive(waiter)
+                return cast("_T", waiter.result())
             future = begin(*args)
             self._loop.drive(future)
             return _outcome(future)
@@ -313,16 +316,7 @@ class SharedLoop:
         self._make_way(waiter)
         waiter.wake.wait()
         if not waiter.done():  # the turn is ours
-            self._loop.enter()
-            try:
-                self._drives += 1
-                self._loop.drive(waiter)
-                return cast("_T", waiter.result())
-            except redis.exceptions.RedisError:
-                raise
-            except BaseException:
-                self._interrupted()
-                raise
+            return self._lead(waiter, begin, args)
         return cast("_T", waiter.result())
 
     def _make_way(self, waiter: _Waiter) -> None:
@@ -409,14 +403,14 @@ class SharedLoop:
             waiter = self._take_turn_or_wait(may_drive=True)
         try:
             if waiter is None:
-                self._lead(self._begin_end, ())
+                self._lead(None, self._begin_end, ())
             else:
                 self._follow(waiter, self._begin_end, ())
         finally:
             self._give_back(waiter)
             if self._take_last_turn():
                 try:
-                    self._lead(self._loop.create_task, (self._end_rest(),))
+                    self._lead(None, self._loop.create_task, (self._end_rest(),))
                 finally:
                     self._loop.leave()
                     self._close()
