@@ -193,8 +193,3 @@ def test_who_waits_gets_the_error_of_the_end_and_so_does_who_comes_later() -> No
             assert raised.value is not error
 
     asyncio.run(test())
-
-
-def test_a_queue_without_room_is_refused() -> None:
-    with pytest.raises(redis.exceptions.DataError, match="max_queue"):
-        MessageQueue(0)

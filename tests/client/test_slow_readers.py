@@ -15,7 +15,8 @@ from dynamoth_client.machines.patterns.events import PatternMessage
 from dynamoth_client.runtime import backpressure
 from dynamoth_client.runtime.backpressure import MESSAGE_BYTES, PAUSE_S_MAX, Blocking
 from dynamoth_client.runtime.queue import Item, MessageQueue, Notice, ShardedMessage
-from tests.client.stored_cluster import StoredCluster, confirmed, run
+from tests.client.both_clients import Connect, is_asynchronous
+from tests.client.stored_cluster import StoredCluster, confirmed
 from tests.client.sync_helpers import confirmed as confirmed_sync
 from tests.client.sync_helpers import next_of as next_sync
 from tests.client.sync_helpers import until
@@ -28,8 +29,8 @@ def pubsub_of(client: Any, **options: Any) -> Any:
 
 
 def queue_of(pubsub: Any) -> Any:
-    """What waits to be read from a synchronous PubSub."""
-    return pubsub._inner._queue.items
+    """What waits to be read from a PubSub of either client."""
+    return (pubsub.inner if is_asynchronous(pubsub) else pubsub._inner)._queue.items
 
 
 async def publish(client: Any, channel: str, count: int = COUNT) -> None:
@@ -108,21 +109,8 @@ def fail(message: dict[str, Any]) -> None:
     raise ZeroDivisionError(message["data"])
 
 
-async def told(pubsub: Any, count: int) -> list[Any]:
+def told(pubsub: Any, count: int) -> list[Any]:
     """Read batches, past errors, until so many messages and errors have come; return them by their data and type."""
-    told: list[Any] = []
-    while len(told) < count:
-        try:
-            async for batch in pubsub.batches():
-                told += [message["data"] for message in batch]
-                if len(told) >= count:
-                    break
-        except (ZeroDivisionError, UnicodeError) as error:
-            told.append(type(error))
-    return told
-
-
-def told_sync(pubsub: Any, count: int) -> list[Any]:
     told: list[Any] = []
     while len(told) < count:
         try:
@@ -139,38 +127,26 @@ MIXED = (("a", "1"), ("a", "2"), ("h", "x"), ("a", "3"), ("p", "y"), ("a", "4"),
 IN_ORDER = [b"1", b"2", ZeroDivisionError, b"3", ZeroDivisionError, b"4", b"5", ZeroDivisionError, ZeroDivisionError]
 
 
-async def test_a_handler_that_raises_takes_nothing_from_a_batch(cluster: StoredCluster) -> None:
+@pytest.mark.parametrize("bound", [1000, 1, 2])
+def test_a_handler_that_raises_takes_nothing_from_a_batch(cluster: StoredCluster, connect: Connect, bound: int) -> None:
     """As with ``get_message``: what came before is read before, what came behind it is read on."""
 
     async def fail_later(message: dict[str, Any]) -> None:
         await asyncio.sleep(0)
         fail(message)
 
-    for handler, bound in ((fail, 1000), (fail_later, 1000), (fail, 1), (fail_later, 2)):
-        async with from_url(cluster.url) as client, pubsub_of(client, max_queue=bound) as pubsub:
-            await pubsub.subscribe("a", h=handler)
-            await pubsub.psubscribe(**{"[p]": handler})
-            for _ in range(3):
-                assert (await pubsub.get_message(timeout=None))["type"].endswith("subscribe")
-            together = bound == 1000
-            for count, (channel, payload) in enumerate(MIXED, 1):
-                await client.publish(channel, payload)
-                while together and len(pubsub._queue.items) < count:  # noqa: ASYNC110  # nobody tells
-                    await asyncio.sleep(0.001)
-            seen = await told(pubsub, len(MIXED))
-            # Where not all are in the queue, those of the pattern come by another way at another time.
-            assert seen == IN_ORDER if together else sorted(map(str, seen)) == sorted(map(str, IN_ORDER))
-
-
-def test_a_handler_that_raises_takes_nothing_from_a_batch_of_the_synchronous_client(cluster: StoredCluster) -> None:
-    with dynamoth_client.from_url(cluster.url) as client, client.pubsub() as pubsub:
-        confirmed_sync(pubsub, "a", h=fail)
-        pubsub.psubscribe(**{"[p]": fail})
+    with connect(cluster.hosts) as client, client.pubsub(max_queue=bound) as pubsub:
+        handler = fail_later if is_asynchronous(client) and bound != 1 else fail
+        confirmed_sync(pubsub, "a", h=handler)
+        pubsub.psubscribe(**{"[p]": handler})
         assert next_sync(pubsub)["type"] == "psubscribe"
+        together = bound == 1000
         for count, (channel, payload) in enumerate(MIXED, 1):
             client.publish(channel, payload)
-            until(lambda count=count: len(queue_of(pubsub)) == count, "it has come")  # type: ignore[misc]
-        assert told_sync(pubsub, len(MIXED)) == IN_ORDER
+            until(lambda count=count: not together or len(queue_of(pubsub)) == count, "it has come")  # type: ignore[misc]
+        seen = told(pubsub, len(MIXED))
+        # Where not all are in the queue, those of the pattern come by another way at another time.
+        assert seen == IN_ORDER if together else sorted(map(str, seen)) == sorted(map(str, IN_ORDER))
 
 
 async def test_a_handler_that_is_cancelled_takes_nothing_from_a_batch(cluster: StoredCluster) -> None:
@@ -204,23 +180,14 @@ async def test_a_handler_that_is_cancelled_takes_nothing_from_a_batch(cluster: S
         assert seen == [b"1", b"2", b"3"]
 
 
-def test_a_payload_that_cannot_be_decoded_takes_nothing_from_a_batch(cluster: StoredCluster) -> None:
+def test_a_payload_that_cannot_be_decoded_takes_nothing_from_a_batch(cluster: StoredCluster, connect: Connect) -> None:
     payloads = (b"1", b"2", b"\xff", b"3", b"\xff", b"\xff", b"4")
     expected = ["1", "2", UnicodeDecodeError, "3", UnicodeDecodeError, UnicodeDecodeError, "4"]
-
-    async def test() -> None:
-        async with from_url(cluster.url, decode_responses=True) as client, pubsub_of(client) as pubsub:
-            await confirmed(pubsub, "a")
-            for payload in payloads:
-                await client.publish("a", payload)
-            assert await told(pubsub, len(payloads)) == expected
-
-    run(test())
-    with dynamoth_client.from_url(cluster.url, decode_responses=True) as client, client.pubsub() as pubsub:
+    with connect(cluster.hosts, decode_responses=True) as client, client.pubsub() as pubsub:
         confirmed_sync(pubsub, "a")
         for payload in payloads:
             client.publish("a", payload)
-        assert told_sync(pubsub, len(payloads)) == expected
+        assert told(pubsub, len(payloads)) == expected
 
 
 def test_what_ends_a_batch_is_not_lost_with_a_reader_who_leaves(cluster: StoredCluster) -> None:
@@ -311,12 +278,12 @@ async def test_a_disconnected_pubsub_can_begin_again(cluster: StoredCluster) -> 
         assert (await pubsub.get_message(timeout=None))["data"] == b"again"
 
 
-def test_an_unknown_policy_is_refused(cluster: StoredCluster) -> None:
-    wrong: Any = "explode"
-    with pytest.raises(redis.exceptions.DataError, match="block, drop_oldest, disconnect"):
-        pubsub_of(from_url(cluster.url), when_full=wrong)
-    with dynamoth_client.from_url(cluster.url) as client, pytest.raises(redis.exceptions.DataError):
-        pubsub_of(client, when_full=wrong)
+def test_unknown_policies_and_bounds_are_refused(cluster: StoredCluster, connect: Connect) -> None:
+    with connect(cluster.hosts) as client:
+        with pytest.raises(redis.exceptions.DataError, match="block, drop_oldest, disconnect"):
+            client.pubsub(when_full="explode")
+        with pytest.raises(redis.exceptions.DataError, match="max_queue"):
+            client.pubsub(max_queue=0)
 
 
 # Many subscriptions.

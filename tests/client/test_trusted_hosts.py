@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 import threading
@@ -14,16 +13,16 @@ from typing import Any
 
 import pytest
 import redis.exceptions
-from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 import dynamoth_client
-import dynamoth_client.asyncio
 from dynamoth.plan.plan import Server
 from dynamoth_client.machines.publisher.events import PublisherOptions
+from tests.client.both_clients import Connect
 from tests.client.conftest import ClusterFactory
-from tests.client.stored_cluster import StoredCluster, run
+from tests.client.stored_cluster import StoredCluster
+from tests.client.sync_helpers import confirmed
 
 PASSWORD = "the secret of all clients"
 PUBLISH_TIMEOUT_S = PublisherOptions().publish_timeout_s
@@ -91,19 +90,22 @@ def with_password(cluster: StoredCluster, options: str = "") -> str:
     return cluster.url.replace("://", f"://:{PASSWORD.replace(' ', '%20')}@") + options
 
 
-def test_a_synchronous_client_keeps_its_password(
-    forged: StoredCluster, thief: Thief, caplog: pytest.LogCaptureFixture
+def test_a_client_keeps_its_password(
+    forged: StoredCluster, thief: Thief, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with dynamoth_client.from_url(with_password(forged), **SOON) as client:
+    with connect(forged.hosts, password=PASSWORD, **SOON) as client, client.pubsub() as pubsub:
         with pytest.raises(redis.exceptions.ConnectionError, match="trusted_hosts"):
             publish_there(client, "stolen")
-        assert client.publish(forged.channel_at("s1"), b"x") == 0
-        assert client.publish(forged.channel_at("s2"), b"x") == 0
+        confirmed(pubsub, forged.channel_at("s1"), forged.channel_at("s2"))
+        assert client.publish(forged.channel_at("s1"), b"x") == client.publish(forged.channel_at("s2"), b"x") == 1
+        with pytest.raises(redis.exceptions.ConnectionError, match="trusted_hosts"):
+            client.pubsub_numsub("stolen")
         assert client.get("nothing") is None
     assert (thief.connections, thief.received) == (0, b"")
-    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    errors = {record.getMessage() for record in caplog.records if record.levelno == logging.ERROR}
     assert len(errors) == 1
-    assert thief.url.removeprefix("unix://") in errors[0] and "trusted_hosts" in errors[0] and PASSWORD not in errors[0]
+    error = errors.pop()
+    assert thief.url.removeprefix("unix://") in error and "trusted_hosts" in error and PASSWORD not in error
 
 
 def test_publishing_at_a_server_that_is_not_trusted_fails_at_once(forged: StoredCluster) -> None:
@@ -116,24 +118,6 @@ def test_publishing_at_a_server_that_is_not_trusted_fails_at_once(forged: Stored
         with pytest.raises(redis.exceptions.ConnectionError, match="trusted_hosts"):
             client.publish("stolen", b"x")
         assert time.monotonic() - began_at < PUBLISH_TIMEOUT_S
-
-
-def test_an_asynchronous_client_keeps_its_password(forged: StoredCluster, thief: Thief) -> None:
-    async def use() -> None:
-        options = {**SOON, "retry": AsyncRetry(NoBackoff(), 0)}
-        async with dynamoth_client.asyncio.from_url(with_password(forged), **options) as client:
-            with pytest.raises(redis.exceptions.ConnectionError, match="trusted_hosts"):
-                for _ in range(100):
-                    await client.publish("stolen", b"x")
-                    await asyncio.sleep(0.02)
-            async with client.pubsub() as pubsub:
-                await pubsub.subscribe(forged.channel_at("s1"))
-                assert await client.publish(forged.channel_at("s1"), b"x") == 1
-            with pytest.raises(redis.exceptions.ConnectionError, match="trusted_hosts"):
-                await client.pubsub_numsub("stolen")
-
-    run(use())
-    assert (thief.connections, thief.received) == (0, b"")
 
 
 def test_credentials_of_a_provider_are_not_even_asked_for(forged: StoredCluster, thief: Thief) -> None:

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Any
 
 import pytest
-import redis.asyncio
+import redis
 
 import dynamoth_client
+from dynamoth.names import sharded_channel
 from dynamoth_cli.local.cluster import LocalCluster
-from dynamoth_client.asyncio import from_url
 from tests.client.both_clients import Connect
-from tests.client.stored_cluster import confirmed, next_of
-from tests.client.sync_helpers import PATIENCE_S, Running
-from tests.client.sync_helpers import confirmed as confirmed_sync
-from tests.client.sync_helpers import next_of as next_sync
+from tests.client.sync_helpers import PATIENCE_S, Running, confirmed, next_of, until
 from tests.whole.harness import channels_at, move
 
-MOVES = 5
-PUBLISHERS = 4
-READERS = 3
+SERVERS = ["s1", "s2", "s3"]
+
+CHANGES: list[tuple[str, dict[str, Any]]] = [
+    ("replicate", {"mode": "all-publishers", "servers": SERVERS}),
+    ("unreplicate", {"to": "s2"}),
+    ("replicate", {"mode": "all-subscribers", "servers": SERVERS}),
+    ("unreplicate", {"to": "s1"}),
+    ("move", {"to": "s3"}),
+]
+"""What happens to a channel while it is used."""
+
+KINDS = {
+    "channel": ("subscribe", "publish", "message"),
+    "pattern": ("psubscribe", "publish", "pmessage"),
+    "sharded": ("ssubscribe", "spublish", "smessage"),
+}
+
+PUBLISHERS = 3
+READERS = 2
 
 AHEAD_MAX = 100
 """How far a publisher may be ahead of each reader. Publishers that take all of a busy machine's processor time leave
@@ -30,7 +42,7 @@ none for the agent that forwards: messages that come later than ``hold_s_max`` a
 
 def _channel_at(server: str, number: int) -> str:
     """Return a channel at home at a server, another one for each test."""
-    return channels_at(server, number + 1, servers=3)[-1].decode()
+    return channels_at(server, number + 1, servers=len(SERVERS))[-1].decode()
 
 
 def _urls(cluster: LocalCluster) -> list[str]:
@@ -38,7 +50,7 @@ def _urls(cluster: LocalCluster) -> list[str]:
 
 
 def _plain(cluster: LocalCluster, server: str) -> Any:
-    return redis.asyncio.Redis(port=cluster.redis[server].port, password=cluster.password)
+    return redis.Redis(port=cluster.redis[server].port, password=cluster.password)
 
 
 def test_agents_are_not_counted_as_receivers(whole_cluster: LocalCluster, connect: Connect) -> None:
@@ -46,21 +58,25 @@ def test_agents_are_not_counted_as_receivers(whole_cluster: LocalCluster, connec
     with connect(_urls(whole_cluster)) as client:
         for channel in channels:
             assert client.publish(channel, "nobody") == 0
-        pubsub = client.pubsub()
-        confirmed_sync(pubsub, *channels)
-        for channel in channels:
-            assert client.publish(channel, "one") == 1
+        with client.pubsub() as pubsub:
+            confirmed(pubsub, *channels)
+            for channel in channels:
+                assert client.publish(channel, "one") == 1
 
 
-def test_moves_lose_repeat_and_reorder_nothing_of_the_synchronous_client(whole_cluster: LocalCluster) -> None:
-    channel = _channel_at("s1", 1)
-    stop: list[None] = []
+@pytest.mark.parametrize("kind", KINDS)
+def test_moves_and_splits_lose_repeat_and_reorder_nothing(whole_cluster: LocalCluster, kind: str) -> None:
+    """tests/whole has the same with the asynchronous client, and failures."""
+    subscribe, publish_by, message_type = KINDS[kind]
+    name = f"{kind}:moves".encode()
+    raw = sharded_channel(name) if kind == "sharded" else name
+    stop = threading.Event()
     room = [[threading.Semaphore(AHEAD_MAX) for _ in range(READERS)] for _ in range(PUBLISHERS)]
 
-    def publish(client: dynamoth_client.Redis, name: int) -> int:
+    def publish(client: Any, publisher: int) -> int:
         number = 0
-        while not stop and all(each.acquire(timeout=PATIENCE_S) for each in room[name]):
-            client.publish(channel, f"{name} {number}")
+        while not stop.is_set() and all(each.acquire(timeout=PATIENCE_S) for each in room[publisher]):
+            getattr(client, publish_by)(name, f"{publisher} {number}")
             number += 1
         return number
 
@@ -69,33 +85,37 @@ def test_moves_lose_repeat_and_reorder_nothing_of_the_synchronous_client(whole_c
         seen: list[list[int]] = [[] for _ in range(PUBLISHERS)]
         ends = 0
         while ends < PUBLISHERS:
-            message = next_sync(pubsub)
-            assert message["type"] == "message", message
+            message = next_of(pubsub)
+            assert (message["type"], message["channel"]) == (message_type, name), message
             if message["data"] == b"end":
                 ends += 1
                 continue
-            name, number = map(int, message["data"].split())
-            seen[name].append(number)
-            room[name][reader].release()
+            publisher, number = map(int, message["data"].split())
+            seen[publisher].append(number)
+            room[publisher][reader].release()
         return seen
 
-    clients = [dynamoth_client.from_url(whole_cluster.url) for _ in range(PUBLISHERS)]
-    with dynamoth_client.from_url(whole_cluster.url) as client:
-        pubsubs = [client.pubsub(gaps=True), client.pubsub(gaps=True), clients[0].pubsub(gaps=True)]
+    clients: list[Any] = [dynamoth_client.from_url(whole_cluster.url) for _ in range(PUBLISHERS)]
+    with dynamoth_client.from_url(whole_cluster.url) as client, client.pubsub(gaps=True) as others:
+        pubsubs = [client.pubsub(gaps=True), clients[0].pubsub(gaps=True)]
         for pubsub in pubsubs:
-            confirmed_sync(pubsub, channel)
+            getattr(pubsub, subscribe)(b"pattern:*" if kind == "pattern" else name)
+            assert next_of(pubsub)["type"] == subscribe
+        others.psubscribe("nothing*" if kind == "pattern" else "[^c]*")
+        assert next_of(others)["type"] == "psubscribe"
         reading = [Running(read, pubsub, reader) for reader, pubsub in enumerate(pubsubs)]
-        publishing = [Running(publish, one, name) for name, one in enumerate(clients)]
-        for number in range(MOVES):
-            move(whole_cluster, channel.encode(), "s1" if number % 2 else "s2")
-        stop.append(None)
+        publishing = [Running(publish, one, number) for number, one in enumerate(clients)]
+        for command, arguments in CHANGES:
+            whole_cluster.ask_balancer(command, {"channel": raw, **arguments})
+        stop.set()
         counts = [one.result() for one in publishing]
         for one in clients:
-            one.publish(channel, "end")
-            assert one.plan(channel).epoch > 0
+            assert getattr(one, publish_by)(name, "end") == READERS
+            assert one.plan(raw).epoch > 0
         for each in reading:
             assert each.result() == [list(range(count)) for count in counts]
         assert min(counts) > 10
+        assert others.get_message() is None, "others hear nothing of it, as of a sharded channel by a pattern"
     for one in clients:
         one.close()
 
@@ -104,58 +124,67 @@ def test_a_move_is_followed_while_the_application_does_something_else(whole_clus
     """Settling needs the subscriber to leave the old server: nobody calls it meanwhile."""
     channel = _channel_at("s1", 2)
     with dynamoth_client.from_url(whole_cluster.url) as client, client.pubsub(gaps=True) as pubsub:
-        confirmed_sync(pubsub, channel)
+        confirmed(pubsub, channel)
         move(whole_cluster, channel.encode(), "s2")
         client.publish(channel, "moved")
-        assert next_sync(pubsub)["data"] == b"moved"
+        assert next_of(pubsub)["data"] == b"moved"
 
 
-async def test_plain_redis_clients_beside_it_are_forwarded(whole_cluster: LocalCluster) -> None:
+@pytest.mark.parametrize("subscribe", ["subscribe", "psubscribe"])
+def test_plain_redis_clients_are_heard_once_wherever_they_publish(
+    whole_cluster: LocalCluster, connect: Connect, subscribe: str
+) -> None:
     channel = _channel_at("s1", 3)
-    await asyncio.to_thread(move, whole_cluster, channel.encode(), "s2")
-    async with from_url(whole_cluster.url) as client, client.pubsub() as pubsub:
-        await confirmed(pubsub, channel)
-        for server in ("s1", "s2"):
-            async with _plain(whole_cluster, server) as plain:
-                await plain.publish(channel, f"raw at {server}")
-            assert (await next_of(pubsub))["data"] == f"raw at {server}".encode()
-
-
-def test_a_pipeline_s_publish_is_forwarded(whole_cluster: LocalCluster, connect: Connect) -> None:
-    """Pipelines go to the first server, and the channel is at another one."""
-    channel = _channel_at("s2", 0)
+    move(whole_cluster, channel.encode(), "s2")
     with connect(_urls(whole_cluster)) as client, client.pubsub() as pubsub:
-        confirmed_sync(pubsub, channel)
+        getattr(pubsub, subscribe)(channel)
+        assert next_of(pubsub)["type"] == subscribe
+        for server in ("s1", "s2"):
+            with _plain(whole_cluster, server) as plain:
+                plain.publish(channel, f"raw at {server}")
+            assert next_of(pubsub)["data"] == f"raw at {server}".encode()
+        client.publish(channel, "last")
+        assert next_of(pubsub)["data"] == b"last"
+
+
+@pytest.mark.parametrize(("subscribe", "publish"), [("subscribe", "publish"), ("ssubscribe", "spublish")])
+def test_what_a_pipeline_publishes_is_forwarded(
+    whole_cluster: LocalCluster, connect: Connect, subscribe: str, publish: str
+) -> None:
+    """Pipelines go to the first server, and the channel is at another one."""
+    channel = _channel_at("s2", 0).encode()
+    move(whole_cluster, sharded_channel(channel) if publish == "spublish" else channel, "s2")
+    with connect(_urls(whole_cluster)) as client, client.pubsub() as pubsub:
+        getattr(pubsub, subscribe)(channel)
+        assert next_of(pubsub)["type"] == subscribe
         for transaction in (True, False):
             pipeline = client.pipeline(transaction)
             pipeline.set("key", 1)
-            pipeline.publish(channel, "raw")
+            getattr(pipeline, publish)(channel, "raw")
+            pipeline.execute_command(publish.upper(), channel, "by name")
             pipeline.execute()
-        assert [next_sync(pubsub)["data"] for _ in range(2)] == [b"raw"] * 2
+        assert [next_of(pubsub)["data"] for _ in range(4)] == [b"raw", b"by name"] * 2
 
 
 @pytest.mark.filterwarnings("ignore::dynamoth_client.asyncio.GuaranteesOff")
-async def test_plain_payloads_find_a_moved_channel(whole_cluster: LocalCluster) -> None:
+def test_plain_payloads_find_a_moved_channel(whole_cluster: LocalCluster) -> None:
     channel = _channel_at("s1", 4)
-    async with from_url(whole_cluster.url, envelope=False) as client:
-        assert (await client.plan(channel)).servers == ("s1",)
-        await asyncio.to_thread(move, whole_cluster, channel.encode(), "s2")
-        async with _plain(whole_cluster, "s2") as plain, plain.pubsub() as pubsub:
-            await pubsub.subscribe(channel)
-            assert (await pubsub.get_message(timeout=None))["type"] == "subscribe"
-            while await client.publish(channel, "hello") != 1:  # noqa: ASYNC110  # until it has read the stored plan
-                await asyncio.sleep(0.01)
-            while (message := await pubsub.get_message(timeout=None))["data"] != b"hello":
-                assert message["type"] == "message"
+    with dynamoth_client.from_url(whole_cluster.url, envelope=False) as client:
+        assert client.plan(channel).servers == ("s1",)
+        move(whole_cluster, channel.encode(), "s2")
+        with _plain(whole_cluster, "s2") as plain, plain.pubsub() as pubsub:
+            confirmed(pubsub, channel)
+            until(lambda: client.publish(channel, "hello") == 1, "it has read the stored plan")
+            until(lambda: next_of(pubsub)["data"] == b"hello", "it comes, behind what was forwarded before")
 
 
-async def test_a_client_whose_server_restarts_goes_on(whole_cluster: LocalCluster) -> None:
+def test_a_client_whose_server_restarts_goes_on(whole_cluster: LocalCluster, connect: Connect) -> None:
     channel = _channel_at("s2", 1)
-    async with from_url(whole_cluster.url) as client, client.pubsub(gaps=True) as pubsub:
-        await confirmed(pubsub, channel)
-        whole_cluster.restart_redis("s2")  # from this thread: a server ends with the thread that started it
-        gap = await next_of(pubsub)
+    with connect(_urls(whole_cluster)) as client, client.pubsub(gaps=True) as pubsub:
+        confirmed(pubsub, channel)
+        whole_cluster.restart_redis("s2")
+        gap = next_of(pubsub)
         assert (gap["type"], gap["channel"]) == ("gap", channel.encode())
-        await client.publish(channel, "back")
-        assert (await next_of(pubsub))["data"] == b"back"
-    await asyncio.to_thread(whole_cluster.wait_ready)
+        client.publish(channel, "back")
+        assert next_of(pubsub)["data"] == b"back"
+    whole_cluster.wait_ready()
