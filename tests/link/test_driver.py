@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from dynamoth.machine.events import (
@@ -15,49 +14,13 @@ from dynamoth.machine.events import (
     Pushed,
     Replied,
     Send,
-    Tick,
 )
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.driver import PUSHES_SHOWN, RECENT_EVENTS, Driver
 from dynamoth_link.errors import MachineCrashed
 from dynamoth_link.options import LinkOptions
+from tests.contract.drivers import BUG, Do, Puppet
 from tests.link.harness import HASTY, Recorder, Runner
-
-
-@dataclass
-class Do:
-    """The test tells the machine what to ask for."""
-
-    actions: list[Any]
-
-
-@dataclass
-class Puppet:
-    """A machine that returns the actions of a `Do` event, and records all other events."""
-
-    heard: Callable[[Any], None]
-    wants_tick_at: float | None = None
-    times: list[float] = field(default_factory=list[float])
-    entered: bool = False
-
-    def handle(self, event: Any, now: float) -> list[Any]:
-        assert not self.entered
-        self.entered = True
-        self.times.append(now)
-        if isinstance(event, Do):
-            actions = event.actions
-        elif isinstance(event, ZeroDivisionError):
-            raise event
-        else:
-            self.heard(event)
-            actions = []
-            if isinstance(event, Tick):
-                self.wants_tick_at = None
-        self.entered = False
-        return actions
-
-    def deadline(self) -> float | None:
-        return self.wants_tick_at
 
 
 class Stage:
@@ -71,7 +34,8 @@ class Stage:
         on_pushes: OnPushes | None = None,
     ) -> None:
         self.calls = Recorder()
-        self.puppet = Puppet(self.calls.record("event"))
+        self.puppet = Puppet()
+        self.puppet.answer = self._hear
         self.driver = Driver(
             self.puppet,
             on_action=on_action or self.calls.record("action"),
@@ -80,8 +44,12 @@ class Stage:
             on_pushes=on_pushes,
         )
 
+    def _hear(self, event: Any) -> list[Any]:
+        self.calls.record("event")(event)
+        return []
+
     def do(self, *actions: Any) -> None:
-        self.driver.handle(Do(list(actions)))
+        self.driver.handle(Do(actions))
 
     @property
     def events(self) -> list[Any]:
@@ -136,11 +104,11 @@ async def test_a_crash_stops_the_driver_and_tells_how_it_came_about(redis: Embed
     await stage.calls.count("event", 1)
     for number in range(100):
         stage.do(f"action {number}")
-    stage.driver.handle(ZeroDivisionError("boom"))
+    stage.driver.handle(BUG)
     (crash,) = crashes
     assert isinstance(crash.__cause__, ZeroDivisionError)
     lines = str(crash).splitlines()
-    assert "Puppet crashed with ZeroDivisionError('boom')" in lines[0]
+    assert "Puppet crashed with ZeroDivisionError()" in lines[0]
     assert len(lines) == 1 + RECENT_EVENTS
     assert "action 99" in lines[-2]
     assert stage.driver.is_stopped
@@ -157,7 +125,7 @@ async def test_a_crash_report_shows_the_first_pushes_of_earlier_events_and_the_d
         stage.driver.handle(Pushed("a", [[b"message", b"c", b"%d of %d" % (index, number)] for index in range(5)]))
     kept = [event for event in stage.driver._recent if isinstance(event, Pushed)]  # pyright: ignore[reportPrivateUsage]
     assert [len(event.messages) for event in kept] == RECENT_EVENTS * [PUSHES_SHOWN]
-    stage.driver.handle(ZeroDivisionError("boom"))
+    stage.driver.handle(BUG)
     assert f"1 of {RECENT_EVENTS - 1}" in str(crashes[0])
     await stage.driver.close()
 
