@@ -53,11 +53,6 @@ def test_a_step_holds_when_everything_is_delivered_as_it_should_be_and_in_time(s
     assert not step.held(RESPONSE_MS_MAX)
 
 
-def test_what_is_held_ends_before_the_first_number_that_is_not() -> None:
-    assert ladder(1, (100, True), (200, True), (300, False), (400, True)).held == 200
-    assert ladder(1, (100, False), (200, True)).held == 0
-
-
 def test_the_ratio_is_of_what_is_held() -> None:
     one, three = ladder(1, (100, True), (200, False)), ladder(3, (100, True), (200, True), (300, True))
     outcome = Outcome(EXPERIMENTS[0], one, three)

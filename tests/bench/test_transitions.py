@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Generator
-from contextlib import contextmanager
 from itertools import pairwise, product
-from typing import Any, cast
 
 import pytest
 
-from bench import busy_channel
-from bench.busy_channel import Load, find_rate
+from bench.busy_channel import Load
 from bench.processors import BusyMeter
 from bench.transitions import SEED, go_through, walk
 from dynamoth.plan.plan import Mode, single
@@ -40,39 +36,6 @@ def test_a_meter_tells_how_busy_the_machine_was(monkeypatch: pytest.MonkeyPatch)
 def test_a_meter_reads_this_machine() -> None:
     ratio = BusyMeter().ratio()
     assert ratio is None or 0.0 <= ratio <= 1.0
-
-
-@pytest.mark.parametrize(
-    ("idle_ratio", "per_message", "expected"),
-    [
-        (0.05, 0.001, 500.0),  # 0.05 + 500 * 0.001 = 0.55
-        (0.05, 0.0001, 1000.0),  # never more than the load's
-        (0.50, 0.01, busy_channel.RATE_MIN),  # never so little that nothing is measured
-    ],
-)
-def test_the_rate_is_found_by_what_two_lower_ones_cost(
-    monkeypatch: pytest.MonkeyPatch, idle_ratio: float, per_message: float, expected: float
-) -> None:
-    rates: list[float] = []
-
-    @contextmanager
-    def at_work(load: Load, cluster: object) -> Generator[None]:
-        rates.append(load.messages_per_s)
-        yield
-
-    monkeypatch.setattr(busy_channel, "_at_work", at_work)
-
-    def sleep(duration_s: float) -> None:
-        pass
-
-    def ratio(meter: BusyMeter) -> float:
-        return idle_ratio + per_message * rates[-1]
-
-    monkeypatch.setattr("time.sleep", sleep)
-    monkeypatch.setattr(BusyMeter, "ratio", ratio)
-    load = Load(subscribers=1, publishers=1, messages_per_s=1000.0, changes=0, processes=1)
-    assert find_rate(load, cast("Any", None), 0.55) == pytest.approx(expected)
-    assert rates == [100.0, 300.0]
 
 
 def test_a_busy_channel_goes_through_assignments() -> None:

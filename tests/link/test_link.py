@@ -62,25 +62,6 @@ async def test_a_pause_outlives_the_connection(redis: EmbeddedRedis) -> None:
         await calls.count("reply", 1)
 
 
-async def test_a_killed_server_comes_back_as_another_one(redis: EmbeddedRedis) -> None:
-    async with up(redis.url) as (link, calls):
-        await asyncio.to_thread(redis.kill)
-        (reason,) = (await calls.count("down", 1))[:1]
-        assert "closed by the server" in reason
-        assert not link.is_up
-        assert not link.send(["ECHO", "lost"], calls.record("reply"))
-        assert link.write_buffer_size == 0
-        await calls.count("down", 3)
-        assert "connection refused: start the server" in calls.of("down")[-1]
-        assert str(link.fault) == calls.of("down")[-1]
-        # Not in a thread: the server dies with the thread that started it.
-        redis.restart()
-        first, second = await calls.count("up", 2)
-        assert first != second
-        link.send(["ECHO", "back"], calls.record("reply"))
-        assert await calls.count("reply", 1) == [b"back"]
-
-
 async def test_a_reply_that_was_lost_with_the_connection_never_comes(redis: EmbeddedRedis) -> None:
     async with up(redis.url) as (link, calls):
         redis.pause()
@@ -235,27 +216,6 @@ async def test_a_link_that_is_cut_says_so_at_once_and_comes_back_without_a_wait(
         assert len(calls.of("down")) == 2
         link.cut()  # and it is closed while it is cut
     assert calls.of("lost") == []
-
-
-async def test_a_command_that_cannot_be_sent_harms_no_other(redis: EmbeddedRedis) -> None:
-    async with up(redis.url) as (link, calls):
-        wrong: list[tuple[Any, type[Exception]]] = [
-            ([], ValueError),
-            (["SUBSCRIBE"], ValueError),
-            (["UNSUBSCRIBE"], ValueError),
-            (["ECHO", None], TypeError),
-            (["SUBSCRIBE", None], TypeError),
-        ]
-        for args, error in wrong:
-            with pytest.raises(error):
-                link.send(args, calls.record("wrong"))
-        unsendable: Any = ("ECHO", None)
-        with pytest.raises(TypeError):
-            link.send_all([("ECHO", 1), unsendable], calls.record("wrong"))
-        assert link.write_buffer_size == 0
-        link.send(["ECHO", 1], calls.record("reply"))
-        assert await calls.count("reply", 1) == [b"1"]
-        assert calls.of("wrong") == []
 
 
 async def test_what_was_sent_before_close_goes_out(redis: EmbeddedRedis) -> None:

@@ -101,11 +101,22 @@ def test_an_error_answers_a_subscription_and_nothing_else_does() -> None:
         resp.feed(b"+OK\r\n")
 
 
-@pytest.mark.parametrize("command", [(), ("SUBSCRIBE",), (b"PUBLISH", b"c", None)])
-def test_what_cannot_be_sent_is_not_waited_for(command: Any) -> None:
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        ((), ValueError),
+        (("SUBSCRIBE",), ValueError),
+        (("UNSUBSCRIBE",), ValueError),
+        (("SUBSCRIBE", None), TypeError),
+        ((b"PUBLISH", b"c", None), TypeError),
+    ],
+)
+def test_what_cannot_be_sent_is_not_waited_for(command: Any, error: type[Exception]) -> None:
     resp = Resp(_ignore, _no_bug)
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises(error):
         resp.pack(command)
+    with pytest.raises((TypeError, ValueError)):
+        resp.pack_all([("ECHO", 1), ("ECHO", None)], _ignore)  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]  # wrong on purpose
     assert not resp.pending
 
 
