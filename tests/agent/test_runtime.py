@@ -26,7 +26,7 @@ from dynamoth.protocol.reports import Report, unpack_report
 from dynamoth.protocol.stored_plan import write_whole
 from dynamoth_agent.process.runtime import AgentConfig, run_agent
 from dynamoth_cli.local.embedded import EmbeddedRedis
-from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_REFUSED
+from dynamoth_daemon.exit_codes import EXIT_DONE
 from dynamoth_link.link import Link
 from dynamoth_link.options import LinkOptions
 from tests.redis_servers import RedisServerFactory
@@ -272,21 +272,6 @@ def test_without_permission_to_list_clients_it_works_and_says_so(
     assert any("one agent per server" in warning and "NOPERM" in warning for warning in warnings)
 
 
-def test_a_wrong_password_is_said_and_tried_again(
-    redis_server_factory: RedisServerFactory, caplog: pytest.LogCaptureFixture
-) -> None:
-    server = redis_server_factory(password="right")
-    wrong = server.url.replace("right", "wrong")
-
-    async def main() -> None:
-        async with running(config(server, url=wrong)) as task:
-            await until(lambda: any("wrong password" in text_of(record) for record in caplog.records))
-            assert not task.done()
-
-    run(main)
-    assert "right" not in caplog.text and ":wrong@" not in caplog.text
-
-
 def test_a_machine_that_raises_ends_the_process_with_another_code(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -349,16 +334,3 @@ def test_a_signal_ends_the_process_cleanly(redis_server: EmbeddedRedis, number: 
         assert entries[-1]["message"] == "the agent has ended"
         assert not [entry for entry in entries if entry["level"] in ("error", "critical")]
     assert agents(redis_server) == 0
-
-
-def test_two_processes_for_one_server(redis_server: EmbeddedRedis) -> None:
-    with agent_process(redis_server) as first:
-        wait_for(first, "connected")
-        with agent_process(redis_server) as second:
-            _, log = second.communicate(timeout=PATIENCE_S)
-            assert second.returncode == EXIT_REFUSED
-            assert "stop the other first" in log
-        assert first.poll() is None
-        first.terminate()
-        first.communicate(timeout=PATIENCE_S)
-        assert first.returncode == EXIT_DONE

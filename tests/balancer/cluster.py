@@ -234,6 +234,13 @@ class SimCluster:
         self.balancers.remove(balancer)
         balancer.process.crash()
 
+    def succeed(self, balancer: Balancer, options: BalancerOptions | None = None) -> Balancer:
+        """Kill a balancer; return its successor as soon as that has the plan."""
+        self.kill(balancer)
+        successor = self.start(options)
+        self.run_until(lambda: successor.machine.plan is not None)
+        return successor
+
     def is_quiet(self, balancer: Balancer) -> bool:
         plan = balancer.plan
         up = [id_ for id_, server in self.servers.items() if server.up]

@@ -13,7 +13,7 @@ from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL
 from dynamoth.plan.plan import Entry, Phase, Plan
 from dynamoth.protocol.control import PlanAck, PlanChange, PlanQuery, Vacated, pack_control, unpack_control
 from dynamoth.protocol.reports import Report, pack_report
-from tests.balancer.traffic import CAPACITY, Row, columns
+from tests.balancer.traffic import Row, report
 
 REPORT_INTERVAL_S = 0.5
 LOCAL, SECOND = "local", "second"
@@ -138,17 +138,9 @@ class ScriptedAgent:
         """Return its next report."""
         self._sequence += 1
         rows = {**self._rows(self.server), **{name: Row(bytes_out=load) for name, load in self.loads.items()}}
-        report = Report(
-            server=self.server,
-            incarnation=self.incarnation,
-            sequence=self._sequence,
-            interval_s=REPORT_INTERVAL_S,
-            plan_version=self.plan.version if self.reports_version and self.plan is not None else None,
-            outgoing_bytes_per_s_max=CAPACITY,
-            outgoing_bytes_per_s=sum(row.bytes_out for row in rows.values()),
-            columns=columns(rows, REPORT_INTERVAL_S),
-        )
-        return self.amend(report)
+        version = self.plan.version if self.reports_version and self.plan is not None else None
+        numbers: dict[str, Any] = {"incarnation": self.incarnation, "sequence": self._sequence, "plan_version": version}
+        return self.amend(report(self.server, rows, REPORT_INTERVAL_S, **numbers))
 
 
 def old_servers(entry: Entry) -> set[str]:

@@ -175,9 +175,7 @@ def test_a_successor_answers_what_its_predecessor_began() -> None:
         cluster.agents[id_].listened.add(CHANNEL)
     cluster.admin("s1", "unreplicate", {"channel": CHANNEL}, request=5)
     cluster.run(3)
-    cluster.kill(balancer)
-    successor = cluster.start(NO_DECISIONS)
-    cluster.run_until(lambda: successor.machine.plan is not None)
+    successor = cluster.succeed(balancer, NO_DECISIONS)
     cluster.admin("s1", "unreplicate", {"channel": CHANNEL}, request=5)
     cluster.run(1)
     for agent in cluster.agents.values():

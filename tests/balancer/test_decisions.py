@@ -168,9 +168,7 @@ def test_a_successor_waits_before_its_first_plan() -> None:
     cluster, first = started(3, QUICK)
     _load(cluster, first, {"s1": [0.3] * 4})
     cluster.run_until(lambda: bool(first.decided))
-    cluster.kill(first)
-    successor = cluster.start(QUICK)
-    cluster.run_until(lambda: successor.machine.plan is not None)
+    successor = cluster.succeed(first, QUICK)
     _load(cluster, successor, {"s2": [0.3] * 4})
     began = cluster.now
     cluster.run_until(lambda: bool(successor.decided))

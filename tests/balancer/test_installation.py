@@ -227,24 +227,6 @@ def test_a_successor_goes_on_in_every_phase(phase: Phase) -> None:
     assert successor.plan.entry(CHANNEL).route.epoch == epoch
 
 
-def test_a_successor_that_finds_only_some_servers_changed_takes_the_newest_of_each_channel() -> None:
-    cluster, balancer = started(3)
-    source, target = places(cluster, balancer)
-    [other] = cluster.others(source, target)
-    cluster.cut(balancer, other)  # it is never told of the change
-    begin(cluster, balancer, listened=True)
-    cluster.run_until(lambda: phase_of(balancer) is Phase.ACTIVE)
-    cluster.run(0.1)
-    assert CHANNEL not in cluster.servers[other].plan_or_fail().entries
-    cluster.kill(balancer)
-    successor = cluster.start(NO_DECISIONS)
-    cluster.run_until(lambda: successor.machine.stage is Stage.LEADING)
-    cluster.run(0.1)
-    assert cluster.servers[other].plan_or_fail().entries[CHANNEL].phase is Phase.ACTIVE
-    cluster.agents[source].listened.clear()
-    cluster.run_until(lambda: is_settled(cluster, successor, target))
-
-
 def test_what_an_unreadable_server_holds_is_taken_in_later_and_its_epochs_are_never_given_again() -> None:
     cluster, balancer = started(3)
     _, target = places(cluster, balancer)

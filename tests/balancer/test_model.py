@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,28 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.plan.plan import Assignment, Mode, Route, single
-from dynamoth.protocol.reports import ChannelColumns, Report
+from dynamoth.protocol.reports import Report
 from dynamoth_balancer.decide.model import BUSY_MAX, SAMPLES_MAX, ClusterModel
-from tests.balancer.traffic import Row, Traffic, columns
+from tests.balancer import traffic
+from tests.balancer.traffic import Row, Traffic
 
 CAPACITY = 1000
 
 
 def report(server: str, loads: dict[bytes, int], *, rest: int = 0, interval_s: float = 1.0) -> Report:
     """Return a report of loads in bytes/s; ``rest`` is sent on channels that it does not name."""
-    channels = tuple(sorted(loads, key=lambda channel: -loads[channel]))
-    zeros, nobody = (0,) * len(channels), (b"",) * len(channels)
-    out = tuple(round(loads[channel] * interval_s) for channel in channels)
-    return Report(
-        server=server,
-        incarnation=1,
-        sequence=1,
-        interval_s=interval_s,
-        plan_version=0,
-        outgoing_bytes_per_s_max=CAPACITY,
-        outgoing_bytes_per_s=float(sum(loads.values()) + rest),
-        columns=ChannelColumns(channels, zeros, zeros, zeros, zeros, zeros, out, nobody, nobody),
-    )
+    rows = {channel: Row(bytes_out=load) for channel, load in loads.items()}
+    sent = float(sum(loads.values()) + rest)
+    return traffic.report(server, rows, interval_s, capacity=CAPACITY, outgoing_bytes_per_s=sent)
 
 
 def ratio(model: ClusterModel, server: str, now: float) -> float | None:
@@ -176,19 +166,18 @@ TRAFFIC = Traffic(1000, 90, publishers=30, message_bytes=0.01)
 
 
 def _seen(
-    model: ClusterModel, route: Route, servers: list[str], traffic: Traffic = TRAFFIC, until: float = 10.0
+    model: ClusterModel, route: Route, servers: list[str], counted: Traffic = TRAFFIC, until: float = 10.0
 ) -> None:
     for server in servers:
         for second in range(10):
             rows = {b"other": Row(bytes_out=10.0)}
             if server in route.assignment.servers:
-                rows[HOT] = traffic.seen_at(server, route)
+                rows[HOT] = counted.seen_at(server, route)
             _hear(model, server, rows, until - 9 + second)
 
 
 def _hear(model: ClusterModel, server: str, rows: dict[bytes, Row], at: float) -> None:
-    total = sum(row.bytes_out for row in rows.values())
-    model.report(replace(report(server, {}), outgoing_bytes_per_s=total, columns=columns(rows, 1.0)), at)
+    model.report(traffic.report(server, rows, capacity=CAPACITY), at)
 
 
 @pytest.mark.parametrize("mode", Mode)

@@ -11,7 +11,6 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from dynamoth.plan.plan import Assignment, Mode, Route, single
-from dynamoth.protocol.reports import Report
 from dynamoth_balancer.decide.cluster import (
     ChannelFigures,
     ChannelRate,
@@ -27,9 +26,8 @@ from dynamoth_balancer.decide.relieve import Relieve
 from dynamoth_balancer.decide.replicate import Judgement, Replicate, wanted_change
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.planning import Push, replicated
-from tests.balancer.traffic import Traffic, columns
+from tests.balancer.traffic import CAPACITY, Traffic, report
 
-CAPACITY = 1_000_000.0
 CHANNEL = b"hot"
 SUBS, PUBS = Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS
 
@@ -84,7 +82,17 @@ def only_move(decision: Decision) -> Move:
     return move
 
 
-IDLE: dict[str, float] = {f"s{number}": 0.0 for number in range(1, 6)}
+def loaded(*ratios: float) -> dict[str, float]:
+    """Return the load ratios of s1, s2 and so on."""
+    return {f"s{number}": ratio for number, ratio in enumerate(ratios, 1)}
+
+
+def dead_before(publications_per_s: float, load_ratio: float, replicas: int) -> ChannelFigures:
+    """Return figures of a channel whose replica s2 was dead."""
+    return figures(publications_per_s, 10, load_ratio, replicated(SUBS, *range(1, replicas + 1)), unwanted=["s2"])
+
+
+IDLE = loaded(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 # The branches of Algorithm 1.
@@ -97,44 +105,63 @@ def test_many_publications_for_few_subscribers_are_spread_over_servers_with_all_
     assert move.ratios["s1"] == pytest.approx((0.6, 0.3)) and move.ratios["s2"] == pytest.approx((0.0, 0.3))
 
 
-def test_many_subscribers_for_few_publications_are_spread_over_servers() -> None:
-    assert only_move(decided(figures(10, 3000, 0.6), IDLE)).after == replicated(PUBS, 1, 2)
-
-
-def test_where_there_are_many_of_both_all_subscribers_it_is() -> None:
-    """The paper's corner case; also where the condition for all-publishers is true."""
-    assert only_move(decided(figures(2000, 500, 0.6), IDLE)).after.mode is SUBS
-    assert only_move(decided(figures(2000, 50_000, 0.6), IDLE)).after.mode is SUBS
+LARGE = {"s2": 10 * CAPACITY}
+FIVE = replicated(SUBS, 1, 2, 3, 4, 5)
 
 
 @pytest.mark.parametrize(
-    ("publications_per_s", "subscribers", "load_ratio", "publishers"),
+    ("some", "more", "after"),
     [
-        (3000, 10, 0.5, 100),  # the load is not above its threshold
-        (1000, 5, 0.6, 100),  # the publications are not
-        (3000, 30, 0.6, 100),  # the publications for each subscriber are not
-        (3000, 10, 0.7, 1),  # one publisher is one stream
-        (9, 100, 0.6, 100),  # the subscribers are not
-        (30, 300, 0.6, 100),  # the subscribers for each publication are not
-        (0, 5000, 0.0, 0),  # nothing is published
-        (5000, 0, 0.0, 100),  # nobody listens
+        # The branches of Algorithm 1. Where there are many of both, it is all-subscribers (the paper's corner case).
+        (figures(10, 3000, 0.6), {}, replicated(PUBS, 1, 2)),
+        (figures(2000, 500, 0.6), {}, replicated(SUBS, 1, 2)),
+        (figures(2000, 50_000, 0.6), {}, replicated(SUBS, 1, 2)),
+        (figures(3000, 10, 0.5), {}, None),  # the load is not above its threshold
+        (figures(1000, 5, 0.6), {}, None),  # the publications are not
+        (figures(3000, 30, 0.6), {}, None),  # the publications for each subscriber are not
+        (figures(3000, 10, 0.7, publishers=1), {}, None),  # one publisher is one stream
+        (figures(9, 100, 0.6), {}, None),  # the subscribers are not
+        (figures(30, 300, 0.6), {}, None),  # the subscribers for each publication are not
+        (figures(0, 5000, 0.0, publishers=0), {}, None),  # nothing is published
+        (figures(5000, 0, 0.0), {}, None),  # nobody listens
+        # Between the thresholds, where the paper would leave it: one that alone overloads a server is spread.
+        (figures(500, 90, 0.8), {}, None),
+        (figures(500, 90, 0.9), {}, replicated(SUBS, 1, 2)),
+        (figures(90, 500, 0.9), {}, replicated(PUBS, 1, 2)),
+        (figures(500, 90, 0.9, publishers=1), {}, replicated(PUBS, 1, 2)),
+        (figures(0.5, 1, 0.9), {}, replicated(SUBS, 1, 2)),  # one subscriber
+        (figures(5000, 1, 0.9, publishers=1), {}, None),  # nothing to spread
+        # A larger server would do, unless it is being drained.
+        (figures(3000, 10, 0.9), {"capacities": LARGE}, None),
+        (figures(1500, 10, 9.0), {"capacities": {**LARGE, "s3": 10 * CAPACITY}}, replicated(SUBS, 2, 3)),
+        (figures(3000, 10, 0.9), {"capacities": LARGE, "draining": ["s2"]}, replicated(SUBS, 1, 3, 4)),
+        # From one mode to the other.
+        (figures(10, 3000, 0.6, replicated(SUBS, 1, 2)), {}, replicated(PUBS, 1, 2)),
+        (figures(3000, 10, 0.6, replicated(PUBS, 1, 2)), {}, replicated(SUBS, 1, 2)),
+        (figures(2000, 300, 0.6, replicated(PUBS, 1, 2)), {}, replicated(SUBS, 1, 2)),
+        (figures(10, 3000, 0.6, replicated(SUBS, 1, 2, 3, 4)), {"others": {**IDLE, "s1": 0.3}}, replicated(PUBS, 2, 3)),
+        (figures(2000, 300, 0.9, replicated(PUBS, 1, 2), publishers=1), {}, None),  # one publisher cannot be spread
+        # The least loaded servers are taken, without the channel's own load; the busiest are freed first.
+        (figures(3000, 10, 0.55), {"others": loaded(0.0, 0.2, 0.1, 0.3)}, replicated(SUBS, 1, 3)),
+        (figures(3000, 10, 0.7, FIVE), {"others": loaded(0.05, 0.4, 0.1, 0.3, 0.2)}, replicated(SUBS, 1, 3, 5, 4)),
+        (figures(3000, 10, 0.35, FIVE), {"others": loaded(0.05, 0.4, 0.1, 0.3, 0.2)}, replicated(SUBS, 1, 3)),
+        # None is freed that the others have no room for.
+        (figures(3000, 10, 0.6, FIVE), {"others": loaded(0.5, 0.5, 0.5, 0.5, 0.5)}, None),
+        (figures(3000, 10, 0.6, FIVE), {"others": loaded(0.4, 0.4, 0.4, 0.4, 0.9)}, replicated(SUBS, 1, 2, 3, 4)),
+        # A replica that was dead is left, with one that is being drained, unless the load needs it.
+        (dead_before(3000, 0.7, 4), {"draining": ["s3"]}, replicated(SUBS, 1, 4)),
+        (dead_before(3000, 1.5, 3), {}, None),
+        (dead_before(1200, 0.9, 2), {}, None),  # two are the fewest
+        (dead_before(700, 0.4, 2), {}, single("s1")),  # one is enough
+        (figures(700, 10, 0.4, replicated(SUBS, 1, 2)), {}, None),  # within the hysteresis
     ],
 )
-def test_otherwise_a_channel_is_at_one_server(
-    publications_per_s: float, subscribers: float, load_ratio: float, publishers: int
+def test_the_assignment_that_a_channel_gets(
+    some: ChannelFigures, more: dict[str, Any], after: Assignment | None
 ) -> None:
-    some = figures(publications_per_s, subscribers, load_ratio, publishers=publishers)
-    assert decided(some, IDLE) == Decision()
-
-
-def test_a_channel_that_alone_overloads_a_server_is_spread_by_what_there_is_more_of() -> None:
-    """Between the thresholds, where the paper would leave it."""
-    assert decided(figures(500, 90, 0.8), IDLE) == Decision()
-    assert only_move(decided(figures(500, 90, 0.9), IDLE)).after == replicated(SUBS, 1, 2)
-    assert only_move(decided(figures(90, 500, 0.9), IDLE)).after == replicated(PUBS, 1, 2)
-    assert only_move(decided(figures(500, 90, 0.9, publishers=1), IDLE)).after == replicated(PUBS, 1, 2)
-    assert only_move(decided(figures(0.5, 1, 0.9), IDLE)).after == replicated(SUBS, 1, 2), "one subscriber"
-    assert decided(figures(5000, 1, 0.9, publishers=1), IDLE) == Decision(), "nothing to spread"
+    arguments: dict[str, Any] = {"others": IDLE, **more}
+    decision = decided(some, **arguments)
+    assert [move.after for move in decision.moves] == ([] if after is None else [after])
 
 
 def test_the_replicas_are_as_many_as_the_ratio_asks_for_within_what_the_load_needs() -> None:
@@ -151,29 +178,12 @@ def test_the_replicas_are_as_many_as_the_ratio_asks_for_within_what_the_load_nee
     assert Judgement(figures(90_000, 10, 2.0, publishers=3), CAPACITY, OPTIONS).replicas(SUBS) == 3
 
 
-def test_capacities_differ_and_a_larger_server_would_do() -> None:
-    some = figures(3000, 10, 0.9)
-    assert decided(some, IDLE, capacities={"s2": 10 * CAPACITY}) == Decision()
-    move = only_move(decided(figures(1500, 10, 9.0), IDLE, capacities={"s2": 10 * CAPACITY, "s3": 10 * CAPACITY}))
-    assert set(move.after.servers) == {"s2", "s3"}
-
-
-def test_a_larger_server_that_is_being_drained_would_not_do() -> None:
-    some = figures(3000, 10, 0.9)
-    decision = decided(some, IDLE, capacities={"s2": 10 * CAPACITY}, draining=["s2"])
-    assert only_move(decision).after == replicated(SUBS, 1, 3, 4)
-
-
 # Which servers.
 
 
-def test_the_least_loaded_servers_are_taken_without_the_channels_own_load() -> None:
-    others = {"s1": 0.5, "s2": 0.2, "s3": 0.1, "s4": 0.3}
-    move = only_move(decided(figures(3000, 10, 0.55), others))
-    assert move.after == replicated(SUBS, 3, 2)
-    assert move.ratios["s1"] == pytest.approx((1.05, 0.5)), "the present one is freed"
-    others["s1"] = 0.0
-    assert only_move(decided(figures(3000, 10, 0.55), others)).after == replicated(SUBS, 1, 3)
+def test_the_present_server_is_freed_when_others_have_more_room() -> None:
+    move = only_move(decided(figures(3000, 10, 0.55), loaded(0.5, 0.2, 0.1, 0.3)))
+    assert move.after == replicated(SUBS, 3, 2) and move.ratios["s1"] == pytest.approx((1.05, 0.5))
 
 
 def test_it_grows_to_the_least_loaded_servers_and_keeps_those_that_it_has() -> None:
@@ -184,22 +194,6 @@ def test_it_grows_to_the_least_loaded_servers_and_keeps_those_that_it_has() -> N
     assert move.loads == pytest.approx({"s1": -650_000 + 1.3e6 / 3, "s2": -650_000 + 1.3e6 / 3, "s4": 1.3e6 / 3})
 
 
-def test_the_busiest_replicas_are_freed_first() -> None:
-    some = figures(3000, 10, 0.7, replicated(SUBS, 1, 2, 3, 4, 5))
-    others = {"s1": 0.05, "s2": 0.4, "s3": 0.1, "s4": 0.3, "s5": 0.2}
-    move = only_move(decided(some, others))
-    assert move.after == replicated(SUBS, 1, 3, 5, 4), "0.7 / 0.6: four replicas would do, even if it was a third more"
-    less = replace(some, outgoing_bytes_per_s=dict.fromkeys(some.assignment.servers, 0.35 * CAPACITY / 5))
-    assert only_move(decided(less, others)).after == replicated(SUBS, 1, 3)
-
-
-def test_none_is_freed_that_the_others_have_no_room_for() -> None:
-    some = figures(3000, 10, 0.6, replicated(SUBS, 1, 2, 3, 4, 5))
-    assert not decided(some, dict.fromkeys(IDLE, 0.5)).moves
-    others = {"s1": 0.4, "s2": 0.4, "s3": 0.4, "s4": 0.4, "s5": 0.9}
-    assert only_move(decided(some, others)).after == replicated(SUBS, 1, 2, 3, 4)
-
-
 def test_a_channel_is_folded_back_to_the_least_loaded_of_its_replicas_that_has_room() -> None:
     some = figures(500, 10, 0.2, replicated(SUBS, 1, 2, 3))
     others = {"s1": 0.3, "s2": 0.2, "s3": 0.5, "s4": 0.0}
@@ -207,16 +201,6 @@ def test_a_channel_is_folded_back_to_the_least_loaded_of_its_replicas_that_has_r
     assert move.after == single("s2") and "one server is enough" in move.reason
     assert move.ratios["s2"].after == pytest.approx(0.4) and move.ratios["s3"].after == pytest.approx(0.5)
     assert decided(some, dict.fromkeys(others, 0.45)) == Decision(), "no replica has room"
-
-
-def test_it_changes_between_the_modes() -> None:
-    assert only_move(decided(figures(10, 3000, 0.6, replicated(SUBS, 1, 2)), IDLE)).after == replicated(PUBS, 1, 2)
-    assert only_move(decided(figures(3000, 10, 0.6, replicated(PUBS, 1, 2)), IDLE)).after == replicated(SUBS, 1, 2)
-    assert only_move(decided(figures(2000, 300, 0.6, replicated(PUBS, 1, 2)), IDLE)).after == replicated(SUBS, 1, 2)
-    fewer = only_move(decided(figures(10, 3000, 0.6, replicated(SUBS, 1, 2, 3, 4)), {**IDLE, "s1": 0.3}))
-    assert fewer.after == replicated(PUBS, 2, 3)
-    one = figures(2000, 300, 0.9, replicated(PUBS, 1, 2), publishers=1)
-    assert decided(one, IDLE) == Decision(), "one publisher cannot be spread"
 
 
 # When there are too few servers.
@@ -252,8 +236,7 @@ def test_servers_without_room_are_not_used() -> None:
 
 
 def test_growth_takes_what_has_room() -> None:
-    some = figures(9000, 10, 2.9, replicated(SUBS, 1, 2))
-    decision = decided(some, {"s1": 0.0, "s2": 0.0, "s3": 0.0, "s4": 1.2, "s5": 1.2})
+    decision = decided(figures(9000, 10, 2.9, replicated(SUBS, 1, 2)), loaded(0.0, 0.0, 0.0, 1.2, 1.2))
     assert set(only_move(decision).after.servers) == {"s1", "s2", "s3"}
     assert "has 3, as no other has room" in decision.findings[0].reason
 
@@ -332,24 +315,6 @@ def test_a_replica_that_was_dead_is_left_when_the_others_do_without_it() -> None
     assert move.after == replicated(SUBS, 1, 3, 4) and "dead" in move.reason
 
 
-def test_with_a_replica_that_was_dead_one_that_is_being_drained_is_left_too() -> None:
-    some = figures(3000, 10, 0.7, replicated(SUBS, 1, 2, 3, 4), unwanted=["s2"])
-    assert only_move(decided(some, IDLE, draining=["s3"])).after == replicated(SUBS, 1, 4)
-
-
-def test_a_replica_that_was_dead_is_kept_when_the_load_needs_it() -> None:
-    some = figures(3000, 10, 1.5, replicated(SUBS, 1, 2, 3), unwanted=["s2"])
-    assert decided(some, IDLE) == Decision()
-    two = figures(1200, 10, 0.9, replicated(SUBS, 1, 2), unwanted=["s2"])
-    assert decided(two, IDLE) == Decision(), "two are the fewest"
-
-
-def test_a_channel_that_was_left_with_one_replica_stays_there_if_one_is_enough() -> None:
-    some = figures(700, 10, 0.4, replicated(SUBS, 1, 2), unwanted=["s1"])
-    assert decided(replace(some, unwanted=frozenset()), IDLE) == Decision(), "within the hysteresis"
-    assert only_move(decided(some, IDLE)).after == single("s2")
-
-
 # Nothing flaps.
 
 
@@ -368,17 +333,7 @@ def _reported(model: ClusterModel, traffic: Traffic, route: Route, servers: Iter
         for server in servers:
             here = server in route.assignment.servers
             rows = {CHANNEL: traffic.seen_at(server, route)} if here else {}
-            report = Report(
-                server=server,
-                incarnation=1,
-                sequence=second,
-                interval_s=1.0,
-                plan_version=0,
-                outgoing_bytes_per_s_max=int(CAPACITY),
-                outgoing_bytes_per_s=sum(row.bytes_out for row in rows.values()),
-                columns=columns(rows, 1.0),
-            )
-            model.report(report, until - 11 + second)
+            model.report(report(server, rows), until - 11 + second)
 
 
 @given(loads, modes, st.integers(2, 8), st.integers(2, 8))

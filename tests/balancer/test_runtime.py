@@ -25,7 +25,7 @@ from dynamoth_balancer.process.recorder import Recorder, report_row
 from dynamoth_balancer.process.runtime import BalancerConfig, run_balancer
 from dynamoth_cli.admin import ask_balancer
 from dynamoth_cli.local.embedded import EmbeddedRedis
-from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_REFUSED
+from dynamoth_daemon.exit_codes import EXIT_DONE
 from dynamoth_link.query import query
 from dynamoth_link.urls import ClusterAddress, parse_server_url
 from tests.balancer.cluster import SimCluster
@@ -161,15 +161,6 @@ def test_a_channel_is_moved_and_the_successor_goes_on(
     assert {row["server"] for row in read} == {"s1", "s2"} and all(row["interval_s"] > 0 for row in read)
     versions = [record for record in caplog.records if record.message == "the plan has a new version"]
     assert [vars(record)["cause"] for record in versions][:2] == ["a new cluster", "an administrator's move"]
-
-
-def test_a_second_balancer_ends_with_2(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> int:
-        async with cluster.agents(), cluster.balancer(cluster.config()):
-            return await run_balancer(cluster.config())
-
-    assert asyncio.run(run()) == EXIT_REFUSED
-    assert any("another balancer" in vars(record)["cause"] for record in caplog.records if record.levelname == "ERROR")
 
 
 def test_it_is_not_ready_while_no_server_answers(redis_server: EmbeddedRedis, free_port: int) -> None:

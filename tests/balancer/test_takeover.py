@@ -181,25 +181,6 @@ def test_without_the_majority_of_the_servers_nothing_is_decided() -> None:
     cluster.run_until(lambda: cluster.is_quiet(balancer))
 
 
-@pytest.mark.parametrize("offset_s", [0.05, 0.35, 0.65, 0.95])
-def test_a_balancer_at_work_keeps_the_lease_although_all_keys_are_deleted_beside_a_rival(offset_s: float) -> None:
-    """The rival would begin with an empty plan, and confirm new subscriptions at the homes of channels that have moved.
-
-    It starts again whenever it ends, as a supervisor lets it.
-    """
-    cluster, first = started(3, BalancerOptions())
-    rival = cluster.start()
-    for _ in range(30):
-        cluster.run(offset_s)
-        for server in cluster.servers.values():
-            server.flush()
-        for _ in range(12):
-            cluster.run(0.1)
-            assert _leads(first) and not _leads(rival)
-        if rival.stopped is not None:
-            rival = cluster.start()
-
-
 def test_a_lease_that_was_deleted_while_its_balancer_hangs_counts_only_when_that_one_has_lost_it() -> None:
     cluster, first = started(3, BalancerOptions())
     second = cluster.start()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dynamoth.plan.plan import Mode, Route
-from dynamoth.protocol.reports import ChannelColumns
+from dynamoth.protocol.reports import ChannelColumns, Report
 
 CAPACITY = 1_000_000
 """Outgoing bytes per second of every server."""
@@ -71,3 +72,18 @@ def columns(rows: Mapping[bytes, Row], interval_s: float) -> ChannelColumns:
         publisher_ids=nobody,
         subscriber_ids=nobody,
     )
+
+
+def report(
+    server: str, rows: Mapping[bytes, Row], interval_s: float = 1.0, *, capacity: int = CAPACITY, **fields: Any
+) -> Report:
+    """Return the report of an agent that has counted ``rows``, and nothing else unless ``fields`` say so."""
+    known: dict[str, Any] = {
+        "incarnation": 1,
+        "sequence": 1,
+        "plan_version": 0,
+        "outgoing_bytes_per_s": sum(row.bytes_out for row in rows.values()),
+        "columns": columns(rows, interval_s),
+    }
+    known |= fields
+    return Report(server=server, interval_s=interval_s, outgoing_bytes_per_s_max=capacity, **known)
