@@ -128,6 +128,30 @@ def test_what_an_administrator_has_replicated_is_left_so() -> None:
     assert _changes(balancer)[0].mode is Mode.ALL_SUBSCRIBERS
 
 
+def test_a_channel_that_an_administrator_has_unreplicated_follows_the_load_again() -> None:
+    cluster, balancer = _started(MANY_PUBLICATIONS, servers=3)
+    cluster.run_until(lambda: _settled_as(balancer, Mode.ALL_SUBSCRIBERS))
+    spread = _assignment(balancer)
+    arguments = {"channel": HOT, "mode": "all-subscribers", "servers": list(spread.servers)}
+    assert cluster.ask("replicate", arguments).error is None
+    assert cluster.ask("unreplicate", {"channel": HOT}).error is None
+    cluster.run_until(lambda: _settled_as(balancer, Mode.ALL_SUBSCRIBERS))
+    assert _assignment(balancer) == spread, "as the administrator had it, but now the balancer's own"
+    cluster.traffic[HOT] = replace(MANY_PUBLICATIONS, message_bytes=1)
+    cluster.run_until(lambda: _settled_as(balancer, Mode.SINGLE))
+
+
+def test_beyond_a_bound_the_channel_that_was_replicated_first_follows_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamoth_balancer.decide.decider.HELD_MAX", 2)
+    cluster, balancer = _started(servers=2)
+    for channel in (b"first", b"second", b"third"):
+        arguments = {"channel": channel, "mode": "all-publishers", "servers": ["s1", "s2"]}
+        assert cluster.ask("replicate", arguments).error is None
+    cluster.run(40)
+    modes = [balancer.plan.entry(channel).route.assignment.mode for channel in (b"first", b"second", b"third")]
+    assert modes == [Mode.SINGLE, Mode.ALL_PUBLISHERS, Mode.ALL_PUBLISHERS]
+
+
 def test_a_successor_decides_by_load() -> None:
     cluster, balancer = _started()
     arguments = {"channel": HOT, "mode": "all-publishers", "servers": ["s1", "s2"]}
