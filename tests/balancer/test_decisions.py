@@ -57,13 +57,16 @@ def test_a_channel_too_large_for_any_server_is_reported_now_and_then_and_never_m
     assert 1 <= len(balancer.decided) <= 6
 
 
-def test_plans_are_wait_s_apart_and_channels_rest() -> None:
+@pytest.mark.parametrize(("wait_s", "decision_interval_s"), [(7.0, 1.0), (1.0, 7.0)])
+def test_plans_are_wait_s_or_a_decision_interval_apart(wait_s: float, decision_interval_s: float) -> None:
     cluster = SimCluster(4)
-    options = BalancerOptions(wait_s=7.0, averaging_s=3.0, moves_per_plan_max=2, channel_rest_s=30.0)
+    options = BalancerOptions(
+        wait_s=wait_s, decision_interval_s=decision_interval_s, averaging_s=3.0, moves_per_plan_max=2
+    )
     balancer = cluster.started(options)
     _load(cluster, balancer, {"s1": [0.1] * 16})
     times: list[float] = []
-    for _ in range(400):
+    for _ in range(200):
         cluster.run(0.25)
         if len(balancer.decided) > len(times):
             times.append(cluster.now)
