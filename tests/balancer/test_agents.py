@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from dynamoth.plan.plan import Phase
-from dynamoth.protocol.control import PlanAck, Vacated
+from dynamoth.protocol.control import PlanAck, PlanQuery, Vacated
 from dynamoth.protocol.reports import CANNOT_OBSERVE, pack_report
 from dynamoth_balancer.install.agents import VOICES_MAX, Agents
 from tests.balancer.cluster import NO_DECISIONS, Balancer, started
-from tests.balancer.test_installation import CHANNEL, begin, is_settled, phase_of, places
+from tests.balancer.test_installation import CHANNEL, begin, is_settled, move, phase_of, places
 
 FORGED = 99
 
@@ -79,6 +81,24 @@ def test_an_agent_that_cannot_observe_acknowledges_nothing_by_any_path() -> None
     agent.reports = True
     cluster.agents[target].lose = lambda message: False
     cluster.run_until(lambda: is_settled(cluster, balancer, target))
+
+
+def test_an_agent_that_is_heard_and_has_the_plan_is_not_asked_for_its_version() -> None:
+    cluster, balancer = started()
+    move(cluster, balancer)
+    asked: Counter[str] = Counter()
+
+    def count(server: str, message: object) -> bool:
+        asked[server] += isinstance(message, PlanQuery)
+        return False
+
+    for server, agent in cluster.agents.items():
+        agent.lose = partial(count, server)
+    cluster.run(20)
+    assert not +asked
+    cluster.agents["s1"].mute = True
+    cluster.run_until(lambda: asked["s1"] > 0)
+    assert not asked["s2"]
 
 
 def test_a_report_of_an_agent_that_sees_nothing_now_is_no_acknowledgement() -> None:
