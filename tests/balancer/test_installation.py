@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -371,6 +372,15 @@ def test_many_channels_share_versions() -> None:
     cluster.run_until(lambda: len(cluster.servers["s1"].replies) == len(channels))
     assert all(reply.error is None for reply in cluster.servers["s1"].replies)
     assert balancer.plan.version < len(channels) + 20, "50 begun one by one; activated and settled together"
+
+
+def test_versions_that_advance_changes_are_an_interval_apart() -> None:
+    cluster, balancer = started(options=replace(NO_DECISIONS, step_interval_s=4.0))
+    _, target = begin(cluster, balancer)
+    cluster.run_until(lambda: phase_of(balancer) is Phase.ACTIVE)
+    activated_at = cluster.now
+    cluster.run_until(lambda: is_settled(cluster, balancer, target))
+    assert cluster.now - activated_at >= 3.9
 
 
 def test_a_stored_plan_with_previous_routes_waits_for_every_old_server() -> None:
