@@ -21,7 +21,7 @@ _Token = frozenset[int] | None
 _Tokens = tuple[_Token, ...]
 
 SPLIT_MAX = 256
-"""Most patterns that one is split into; one that would need more (many stars, as in ``*?*?*?*``) is not split."""
+"""Most parts of a split pattern; a pattern that needs more (many stars, as in ``*?*?*?*``) is not split."""
 
 
 def compile_glob(pattern: bytes) -> re.Pattern[bytes]:

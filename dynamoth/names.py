@@ -38,24 +38,24 @@ OPERATOR_INBOX_PREFIX = RESERVED_PREFIX + b"operator:inbox:"
 
 REPLICA_PREFIX = RESERVED_PREFIX + b"r:"
 SHARDED_PREFIX = RESERVED_PREFIX + b"s:"
-"""Before the name of a sharded channel: an application's channel like any other, which the name alone tells apart."""
+"""Prefix of the names of sharded channels. In everything else they are ordinary channels of the application."""
 SHARDED_REPLICA_PREFIX = RESERVED_PREFIX + b"sr:"
-"""Not ``REPLICA_PREFIX``: a pattern subscriber listens at what ``replica_pattern`` matches, and would be counted."""
+"""Differs from ``REPLICA_PREFIX``: pattern subscribers subscribe to ``replica_pattern``, and would be counted here."""
 PATTERN_PREFIX = RESERVED_PREFIX + b"pattern:"
-"""Before a pattern: its subscribers subscribe to this at every server, so that PUBSUB CHANNELS lists the patterns."""
+"""Prefix of a pattern. Its subscribers subscribe to this channel everywhere, so that PUBSUB CHANNELS lists patterns."""
 RELAY_PREFIX = RESERVED_PREFIX + b"agent:relay:"
-"""Before a physical channel: agents give the agent of the server a message, which publishes it there once."""
+"""Prefix of a physical channel. Other agents send messages here, and the server's agent publishes each once."""
 FORWARD_PREFIX = RESERVED_PREFIX + b"forward:"
 """In place of the reserved prefix of a replicated channel: publishers ask the agent of a server to forward a message.
 
-Who may not publish on the channel may not ask for it either, as the same ACL pattern forbids both.
+One ACL pattern covers both: a client that may not publish on the channel cannot request it either.
 """
 
 SHOWN_BYTES_MAX = 80
-"""Bound of the part of a name that texts for people show."""
+"""Longest part of a channel's name in texts for people."""
 
 _EPOCH_DIGITS = 8
-"""Hexadecimal digits of an epoch in a name. Always as many: ``*`` of an ACL pattern would match colons, too."""
+"""Hexadecimal digits of an epoch in a name. A fixed number: ``*`` in an ACL pattern would match colons, too."""
 
 NOTIFICATION_PREFIXES = (b"__keyspace@", b"__keyevent@")
 """Channels of keyspace notifications: messages about each change of a key, where ``notify-keyspace-events`` is set."""
@@ -75,7 +75,7 @@ def operator_inbox(request: int) -> bytes:
 
 
 def sharded_channel(name: bytes) -> bytes:
-    """Return the name under which Dynamoth has what the application calls the sharded channel ``name``."""
+    """Return Dynamoth's name of the application's sharded channel ``name``."""
     return SHARDED_PREFIX + name
 
 

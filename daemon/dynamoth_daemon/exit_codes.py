@@ -1,10 +1,10 @@
 """The exit codes of the command ``dynamoth``, and so of the daemons."""
 
 EXIT_DONE = 0
-"""It was done; for a daemon: it was stopped by SIGTERM or SIGINT."""
+"""Success; for a daemon: it was stopped by SIGTERM or SIGINT."""
 
 EXIT_FAILED = 1
-"""It failed or was refused, a check found something, or a daemon ended because of a bug."""
+"""Failure or refusal, a check that found something, or a daemon that ended because of a bug."""
 
 EXIT_REFUSED = 2
 """The command line or the configuration is wrong, or another daemon is at work: starting it again does not help."""

@@ -3,7 +3,7 @@
 A command may so be executed twice (the connection broke after it took effect and before its reply): the sequence
 numbers in the envelopes make that harmless.
 
-What a link is given and the server has not answered is bounded in bytes: the rest waits here until replies come. So
+The unanswered bytes on a link are bounded: the rest waits here until replies come. So
 however much is put at once, a server that works takes it, and little is copied into the link's buffers.
 """
 
@@ -18,12 +18,12 @@ from typing import Any, cast
 from dynamoth.machine.events import Send, SendAll
 
 Command = Sequence[bytes | str]
-"""Its last part is the one that may be large."""
+"""The parts of one Redis command. Only the last part may be large."""
 
 UNDER_WAY_BYTES_MAX = 64 * 1024 * 1024
 """With more unanswered bytes than this, nothing is sent until half of them are answered. More than a fast network
-holds, and little enough that a link does not end for it, which bounds its unwritten bytes (256 MiB). A larger command
-is sent, too, when its turn has come."""
+holds, and well below the 256 MiB of unwritten bytes at which a link ends its connection. A larger command is sent by
+itself when its turn has come."""
 
 _last_part = itemgetter(-1)
 
@@ -40,7 +40,7 @@ class _Run:
         self.answered = 0
 
     def unanswered(self) -> Sequence[Command]:
-        """Return those that the server has not answered."""
+        """Return the commands that the server has not answered."""
         return self.commands[self.answered :]
 
 
@@ -57,7 +57,7 @@ class Outbox:
         """Make an empty outbox that holds at most ``bound`` unanswered commands; the link is down at first."""
         self.link = link
         self.bound = bound
-        #: Unanswered commands, oldest first; and how many that is. What was not sent is by itself.
+        #: Unanswered commands, oldest first, and their number. No ``_Run`` contains unsent commands.
         self._items: deque[tuple[Command, Any] | _Run] = deque()
         self._count = 0
         #: How many of them, from the oldest, were sent over the present connection.
@@ -98,13 +98,13 @@ class Outbox:
         self._count += 1
 
     def put_past_bound(self, args: Command, token: Any = None) -> list[Send | SendAll]:
-        """Add a command as :meth:`put`, full or not: for what another outbox has had room for, and cannot deliver."""
+        """Add a command as :meth:`put`, full or not: for a command that another outbox accepted and cannot deliver."""
         self._items.append((args, token))
         self._count += 1
         return self.flush()
 
     def flush(self) -> list[Send | SendAll]:
-        """Send what was put and not sent, as much of it as may be under way; while the link is down, when it is up."""
+        """Send the unsent commands, within the bound on unanswered bytes; nothing while the link is down."""
         unsent = self._count - self._sent
         if not self._up or not unsent or (self.held and self._sent_bytes > UNDER_WAY_BYTES_MAX // 2):
             return []
@@ -134,7 +134,7 @@ class Outbox:
         return [SendAll(self.link, sent, self)] if sent else []
 
     def _some_of(self, unsent: Sequence[Command]) -> Sequence[Command]:
-        """Return as much as may be under way of everything that was not sent: it is sent now."""
+        """Return the first unsent commands that fit the bound on unanswered bytes, and count them as sent."""
         more_bytes = sum(map(len, map(_last_part, unsent)))
         if self._sent_bytes + more_bytes > UNDER_WAY_BYTES_MAX:
             if not self.held:
@@ -155,7 +155,7 @@ class Outbox:
                 yield item
 
     def link_up(self) -> list[Send]:
-        """Send everything that is unanswered, or as much of it as may be under way, over a new connection."""
+        """Send the unanswered commands again over a new connection, within the bound on unanswered bytes."""
         self._up = True
         return [Send(self.link, args, self) for args in self._some_of([args for args, _ in self._each()])]
 

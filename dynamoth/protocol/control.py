@@ -1,7 +1,7 @@
 """Control messages: what agents, balancer, clients and administrators say to each other.
 
 Each is one msgpack array ``[code, field, ...]``. Codes are never reused. A reader ignores fields after those that it
-knows, so that newer software may add some. Whoever gets one that is unknown or malformed counts and drops it.
+knows, so that newer software may add some. Receivers count and drop unknown and malformed messages.
 
 Messages to clients travel on the user's channel itself, in an envelope with the flag CONTROL, where their order
 relative to the application's messages matters to all who listen there (:class:`RouteNotice`, :class:`LossNotice`), or
@@ -45,7 +45,7 @@ class RouteNotice:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """Dispatcher to a subscriber in transition: the end of what it had to be sent at its old locations.
+    """Dispatcher to a subscriber in transition: everything due to it at its old locations has been sent.
 
     Everything published at ``server`` before it saw your announcement has now been sent to you. A marker goes to the
     subscriber's inbox at every server with an old location, in one order with the messages forwarded there. ``number``

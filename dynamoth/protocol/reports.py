@@ -144,7 +144,7 @@ class Report:
     connections: int = 0
     #: ``maxclients``.
     connections_max: int = 0
-    #: The largest output buffer of any client lately: Redis drops a subscriber whose buffer passes its limit.
+    #: The largest recent output buffer of any client: Redis drops a subscriber whose buffer passes its limit.
     output_buffer_bytes_max: int = 0
     #: Memory of all clients' buffers together.
     client_buffers_bytes: int = 0
@@ -161,7 +161,7 @@ class Report:
     #: False: at the time of this report the agent sees nothing of what is published, or only long after. Such a report
     #: comes over a connection of its own, and tells of the server only: ``columns`` and ``rest`` are empty.
     observing: bool = True
-    #: What else keeps the agent from its work, or will: a stable kind, and a text with cause and cure.
+    #: Other problems of the agent, present or imminent: a stable kind, and a text with cause and cure.
     problems: tuple[tuple[str, str], ...] = ()
     columns: ChannelColumns = ChannelColumns()
     rest: ChannelSums = ChannelSums()
@@ -222,7 +222,7 @@ def pack_report(report: Report) -> bytes:
 
 
 _LATER_HEAD: tuple[Any, ...] = (0, True, [])
-"""What agents of earlier versions leave out at the end of the head."""
+"""Defaults of the last fields of the head, which agents of earlier versions leave out."""
 
 
 @parser("a report")
@@ -301,12 +301,12 @@ def _columns_from_wire(value: Any) -> ChannelColumns:
 
 
 def _array(value: Any, length: int, what: str) -> list[Any]:
-    """Return the first ``length`` elements of what must be an array of at least that many."""
+    """Check that a value is an array of at least ``length`` elements; return the first ``length``."""
     return _whole_array(value, length, what)[:length]
 
 
 def _whole_array(value: Any, length: int, what: str) -> list[Any]:
-    """Return what must be an array of at least ``length`` elements."""
+    """Check that a value is an array of at least ``length`` elements; return it whole."""
     if not isinstance(value, list) or len(value) < length:  # pyright: ignore[reportUnknownArgumentType]  # anything
         raise MalformedMessage(f"{what} is an array of {length}, not {shortened(value)}")
     return value  # pyright: ignore[reportUnknownVariableType]  # msgpack arrays hold anything

@@ -3,7 +3,8 @@
 Fields: ``@version`` (decimal), ``@header`` (servers, ring), ``@run`` (the run id of the Redis process that it was
 written to, empty where the server does not tell: a plan that Redis restored from disk after a restart may be old and is
 not believed), ``@compatibility`` (the rules about channels that plain Redis clients use, too; missing where there never
-were any), ``@ring`` (tells rings apart, for who does not read the header each time), and ``c:<channel>`` for each
+were any), ``@ring`` (identifies the ring, for readers that do not read the header each time), and ``c:<channel>`` for
+each
 channel that the plan names. A change is one HSET, which Redis executes at once.
 """
 
@@ -43,21 +44,22 @@ READ_WHOLE: tuple[CommandPart, ...] = (b"HGETALL", PLAN_KEY)
 READ_LENGTH: tuple[CommandPart, ...] = (b"HLEN", PLAN_KEY)
 
 VERSION_READ_INTERVAL_S = 1.0
-"""How often a publisher reads the version of the plan stored at a server that it uses. So that long after a change,
-every publisher has seen it, or sees it with its next message."""
+"""How often a publisher reads the version of the plan stored at a server that it uses. This long after a change, every
+publisher has seen it, or sees it with its next message."""
 
 TEXT_MAX = 2000
 """Characters of the id or the URL of a server in a header."""
 
 
 def read_entry(channel: bytes) -> tuple[bytes, ...]:
-    """Return the command that reads what a server's stored plan says of ``channel``; see :func:`parse_entry`."""
+    """Return the command that reads the entry of ``channel`` in a server's stored plan; see :func:`parse_entry`."""
     return (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, _CHANNEL_PREFIX + channel, COMPATIBILITY_FIELD, RING_FIELD)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """What a server's stored plan says of one channel. ``entry`` is None for a channel that it does not name.
+    """The entry of one channel in a server's stored plan, with the rules. ``entry`` is None for a channel that it does
+    not name.
 
     ``compatibility`` are all rules, whether they concern the channel or not. ``ring`` is the plan's ``ring_mark``; None
     where an older balancer has written it.
@@ -204,7 +206,8 @@ def write_whole(plan: Plan, run_id: str | None) -> list[tuple[CommandPart, ...]]
 
 
 def _believed(run: bytes | None, run_id: str | None) -> bool:
-    """A plan without ``@run`` is the rest of one that somebody deleted; one with an empty one cannot be checked."""
+    """Tell whether to believe a plan: not without ``@run`` (a deleted plan's rest); an empty ``@run`` cannot be
+    checked."""
     return run is not None and (not run or run_id is None or run == run_id.encode())
 
 
@@ -231,7 +234,7 @@ def _name(value: Any) -> str:
 
 
 def _fields(reply: Any) -> tuple[bytes | None, bytes | None, bytes | None, bytes | None, bytes | None]:
-    """Return version, run id, what was asked for, the rules, and the mark of the ring."""
+    """Return version, run id, the requested fields, the rules, and the mark of the ring."""
     parts: list[Any] = [*reply] if isinstance(reply, list) else []
     if 3 <= len(parts) <= 5 and all(part is None or isinstance(part, bytes) for part in parts):
         version, run, asked, rules, ring = [*parts, None, None][:5]

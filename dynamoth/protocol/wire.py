@@ -117,28 +117,28 @@ def parser(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def read_bytes(value: Any) -> bytes:
-    """Return a value that must be bytes. Raises MalformedMessage."""
+    """Check that a value is bytes, and return it. Raises MalformedMessage."""
     if not isinstance(value, bytes):
         raise MalformedMessage(f"bytes expected, not {shortened(value)}")
     return value
 
 
 def read_text(value: Any, characters_max: float = math.inf) -> str:
-    """Return a value that must be text of at most ``characters_max``. Raises MalformedMessage."""
+    """Check that a value is text of at most ``characters_max``, and return it. Raises MalformedMessage."""
     if not isinstance(value, str) or len(value) > characters_max:
         raise MalformedMessage(f"text expected, not {shortened(value)}")
     return value
 
 
 def read_natural(value: Any, maximum: int = NUMBER_MAX) -> int:
-    """Return a value that must be a number from 0 to ``maximum``. Raises MalformedMessage."""
+    """Check that a value is a number from 0 to ``maximum``, and return it. Raises MalformedMessage."""
     if type(value) is not int or not 0 <= value <= maximum:
         raise MalformedMessage(f"a number from 0 to {maximum} expected, not {shortened(value)}")
     return value
 
 
 def read_array(value: Any) -> list[Any]:
-    """Return a value that must be an array. Raises MalformedMessage."""
+    """Check that a value is an array, and return it. Raises MalformedMessage."""
     if not isinstance(value, list):
         raise MalformedMessage(f"an array expected, not {shortened(value)}")
     array: list[Any] = [*value]
@@ -169,5 +169,5 @@ _short = _Short()
 
 
 def shortened(value: Any) -> str:
-    """Return what a hostile value looks like, in few characters and little time whatever its size and depth."""
+    """Return a short ``repr`` of a hostile value, in little time whatever its size and depth."""
     return _short.repr(value)[:SHORT_MAX]

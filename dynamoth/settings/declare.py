@@ -17,12 +17,12 @@ _T = TypeVar("_T")
 ENVIRONMENT_PREFIX = "DYNAMOTH_"
 
 SHARED_SECTION = "cluster"
-"""The section whose settings go without its name in environment variables and flags, as everybody has them."""
+"""The section whose name environment variables and flags leave out, because every process has its settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is declared of one setting besides its name and default."""
+    """The declaration of one setting, apart from its name and default."""
 
     meaning: str
     unit: str = ""
@@ -33,7 +33,7 @@ class Setting:
     maximum: float | None = None
     #: The values that are accepted, empty for any.
     choices: tuple[str, ...] = ()
-    #: Never shown, and no flag: a list of processes shows the flags of all of them.
+    #: A secret: it is never shown, and has no flag, because a process list shows flags.
     secret: bool = False
 
     @property

@@ -50,7 +50,7 @@ def _sections() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ConfigText:
-    """The text of a TOML file, and the name that messages call it by."""
+    """The text of a TOML file, and its name in messages."""
 
     name: str
     text: str
@@ -58,7 +58,7 @@ class ConfigText:
 
 @dataclass(frozen=True, slots=True)
 class FlagValue:
-    """What was given on the command line, and the name of the flag."""
+    """A value from the command line, and the name of its flag."""
 
     flag: str
     text: str

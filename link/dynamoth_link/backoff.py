@@ -10,12 +10,12 @@ PAUSE_S_MIN = 0.01
 """A link never gives up: with no pause at all it would keep a core busy for as long as its server is away."""
 
 FAILURES_MAX = 30
-"""More failures in a row count as so many: by then any backoff has reached its bound, and numbers that double do not
-grow without end."""
+"""Failures in a row are counted up to this: any backoff has reached its bound by then, and doubling cannot overflow."""
 
 
 class Backoff(Protocol):
-    """What decides about the pauses. It has the methods of redis-py's backoffs, and may keep state as they do."""
+    """Decides how long a link pauses between two attempts. It has the methods of redis-py's backoffs, and may keep
+    state as they do."""
 
     def reset(self) -> None:
         """Start again from the first failure: a connection has held."""
@@ -28,7 +28,7 @@ class Backoff(Protocol):
 
 @final
 class Doubling:
-    """The backoff of a link that was given none; see ``LinkOptions``."""
+    """The default backoff of a link: doubling pauses, shortened at random; see ``LinkOptions``."""
 
     def __init__(self, delay_s_min: float, delay_s_max: float) -> None:
         self._delay_s_min = delay_s_min
@@ -45,7 +45,7 @@ class Doubling:
 
 @final
 class Pauses:
-    """The pauses of one link, by a backoff of its own: what it is given is copied, as it may keep state."""
+    """The pauses of one link. It copies the given backoff, which may keep state."""
 
     def __init__(self, backoff: Backoff) -> None:
         self._backoff = copy.deepcopy(backoff)

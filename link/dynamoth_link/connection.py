@@ -136,7 +136,7 @@ class Connection(asyncio.Protocol):
         packed = self._resp.pack_all(commands, on_replies)
         self._output.append(packed)
         self._output_bytes += len(packed)
-        self._flush()  # whoever sends many together has waited for them already
+        self._flush()  # the caller has collected these commands already
         return True
 
     async def call(self, commands: Sequence[Sequence[CommandPart]]) -> list[Any]:

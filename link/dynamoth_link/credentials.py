@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dynamoth_link.connection import Connection
 
 ASK_S_MAX = 60.0
-"""Longer than a service that gives out credentials should take. One that hangs must not hold up a link."""
+"""Longer than a credential provider should take. A provider that hangs must not block a link."""
 
 DEFAULT_USER = "default"
 """The user that a password without a user name belongs to."""
@@ -41,7 +41,7 @@ class Credentials:
     def __init__(self, ask: Callable[[], Awaitable[object]]) -> None:
         self._ask = ask
         self._lock = threading.Lock()
-        #: The connections that have logged in by these, as long as they are used.
+        #: Open connections that have logged in with these credentials.
         self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
     async def get(self, address: ServerAddress) -> Login | None:
@@ -61,7 +61,7 @@ class Credentials:
         return parse_login(address, given)
 
     def keep(self, connection: Connection) -> None:
-        """Let a connection that has logged in hear of new credentials."""
+        """Remember a connection that has logged in: ``renew`` will log it in again."""
         with self._lock:
             self._connections.add(connection)
 

@@ -57,7 +57,7 @@ class Driver:
     """Executes what one machine asks for, and tells it what happened.
 
     ``Connect``, ``Disconnect``, ``Send`` and ``SendAll`` are executed here; every other action goes to ``on_action``.
-    What the contract of ``dynamoth.machine.events`` says about links is kept; besides:
+    It keeps the contract of ``dynamoth.machine.events`` about links. In addition:
 
     * ``Connect`` with a URL that cannot be parsed is answered with one ``LinkDown`` that says so, and no
       retry.
@@ -129,7 +129,7 @@ class Driver:
         return self._links.get(name)
 
     def handle(self, event: Any) -> None:
-        """Tell the machine of an event and execute what it asks for; if it is at work, when that is done.
+        """Hand an event to the machine and execute its actions; while the machine is at work, queue the event.
 
         After the driver has stopped, events are dropped.
         """
@@ -282,7 +282,7 @@ class Driver:
     # Time.
 
     def _set_timer(self, deadline: float) -> None:
-        """Let the timer go off at the machine's deadline, which is earlier than it would."""
+        """Move the timer to the machine's deadline, which is earlier than the timer's present time."""
         if self._stopped:
             return
         self._cancel_timer()

@@ -16,7 +16,7 @@ from dynamoth_link.urls import ServerAddress
 
 
 class LinkError(DynamothError):
-    """Base of what can go wrong between us and one Redis server."""
+    """Base of all errors of a connection to one Redis server."""
 
     code = "link"
     retryable = True
@@ -36,7 +36,7 @@ class AuthenticationFailed(LinkError):
 
 
 class CredentialsUnavailable(LinkError):
-    """Raised when what gives out credentials failed: it is asked again at the next attempt."""
+    """Raised when the credential provider failed; it is asked again at the next attempt."""
 
     code = "credentials"
 
@@ -69,14 +69,14 @@ class ServerLoading(LinkError):
 
 
 class ProtocolViolation(LinkError):
-    """Raised when the server says what no Redis server says at that point."""
+    """Raised when the bytes of the server break the Redis protocol."""
 
     code = "protocol"
     retryable = False
 
 
 class MachineCrashed(DynamothError):
-    """Raised when never: handed to ``on_crash`` when a machine raised, with that exception as its cause."""
+    """Never raised: handed to ``on_crash`` when a machine raised, with that exception as its cause."""
 
     code = "crashed"
 
@@ -100,7 +100,7 @@ def unusable_keepalive(address: ServerAddress, error: Exception) -> LinkError:
 
 
 def no_credentials(address: ServerAddress, what: str) -> LinkError:
-    """Return the error for credentials that could not be had. ``what`` says what their provider did."""
+    """Return the error for a credential provider that failed. ``what`` says how."""
     return CredentialsUnavailable(
         f"{address.redacted()}: the credential provider {what}: check it and what it asks; it is asked again at the"
         " next attempt"

@@ -146,7 +146,7 @@ def _text(part: CommandPart) -> str:
 
 
 def _check_version(address: ServerAddress, hello: Any) -> None:
-    """Refuse what is older than ``VERSION_MIN``; a version that cannot be read is left in peace."""
+    """Refuse servers older than ``VERSION_MIN``; accept a version that cannot be read."""
     if not isinstance(hello, dict) or b"version" not in hello:
         raise errors.violation(address, f"HELLO was answered with {hello!r:.200}")
     version = cast("dict[bytes, Any]", hello)[b"version"]

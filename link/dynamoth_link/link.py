@@ -2,7 +2,7 @@
 
 Theory of operation
 -------------------
-One task per link walks round: open a connection, say ``on_up``, wait until it is lost, say ``on_down``, wait
+One task per link runs in a loop: open a connection, say ``on_up``, wait until it is lost, say ``on_down``, wait
 out the backoff, again. A failed attempt says ``on_down`` too. What is sent between ``on_up`` and ``on_down``
 goes to the connection; what is sent at any other time is dropped. Nothing is ever sent twice.
 """
@@ -34,7 +34,7 @@ class Link:
     It promises, for each connection: commands take effect in the order of ``send``; replies and pushes are
     handed on in the order in which the server wrote them. What was sent and not replied to before ``on_down``
     may or may not have taken effect, and its ``on_reply`` is never called. Subscriptions do not outlive a
-    connection: whoever made them makes them again at ``on_up``.
+    connection: their owner makes them again at ``on_up``.
 
     Args:
         address: the server, or its URL (raises ``InvalidUrl``).

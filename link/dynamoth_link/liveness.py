@@ -26,7 +26,7 @@ that was cut while it made progress is lost that much later."""
 
 
 class Verdict(Enum):
-    """What is due now."""
+    """The next step for a silent connection."""
 
     WAIT = auto()
     PING = auto()

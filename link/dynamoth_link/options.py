@@ -1,4 +1,4 @@
-"""What one process may choose about its links: who it is, TLS, and how long to wait for what."""
+"""The options of a link: credentials, TLS, timeouts and bounds."""
 
 from __future__ import annotations
 

@@ -64,4 +64,4 @@ async def query(
 
 
 def _ignore(pushes: list[list[Any]]) -> None:
-    """Nobody subscribed."""
+    """Ignore pushes: nothing is subscribed to on this connection."""

@@ -37,7 +37,7 @@ OnPushBatch = Callable[[list[list[Any]]], None]
 """Takes consecutive pushes, at least one, as RESP3 lists."""
 
 OnBug = Callable[[Exception, str], None]
-"""Takes what one of the callbacks above raised, and the name of that callback."""
+"""Takes the exception that one of the callbacks above raised, and the name of that callback."""
 
 Packed = bytes | memoryview
 """Commands as RESP."""

@@ -19,7 +19,7 @@ class Spares:
     """Open connections that nobody uses, at most one per server. All were opened with the same options."""
 
     def __init__(self) -> None:
-        #: With the run id of the server, and what ends each that nobody takes.
+        #: By server: the connection, the run id of the server, and the timer that closes an unused connection.
         self._spares: dict[ServerAddress, tuple[Connection, str | None, asyncio.TimerHandle]] = {}
 
     def keep(self, address: ServerAddress, connection: Connection, run_id: str | None) -> None:

@@ -1,7 +1,8 @@
 """Which servers get our credentials: those that our own configuration vouches for, whatever a plan says.
 
-The plan names the servers of a cluster, and it is read from Redis. Whoever may write it there could name a server of
-their own, and be sent the password of every client. So credentials (a password, what a credential provider gives, a
+The plan names the servers of a cluster, and it is read from Redis. An attacker who can write it could name a server of
+their own, and would receive the password of every client. So credentials (a password, what a credential provider gives,
+a
 client certificate) go only to
 
 - the hosts of the servers that the application, or the configuration of a daemon, names: any port of these hosts,
