@@ -58,8 +58,7 @@ def read_entry(channel: bytes) -> tuple[bytes, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """The entry of one channel in a server's stored plan, with the rules. ``entry`` is None for a channel that it does
-    not name.
+    """The entry of one channel in a server's stored plan; ``entry`` is None for a channel that the plan does not name.
 
     ``compatibility`` are all rules, whether they concern the channel or not. ``ring`` is the plan's ``ring_mark``; None
     where an older balancer has written it.
@@ -206,8 +205,7 @@ def write_whole(plan: Plan, run_id: str | None) -> list[tuple[CommandPart, ...]]
 
 
 def _believed(run: bytes | None, run_id: str | None) -> bool:
-    """Tell whether to believe a plan: not without ``@run`` (a deleted plan's rest); an empty ``@run`` cannot be
-    checked."""
+    """Tell whether to believe a plan. Without ``@run`` it is the rest of a deleted one; an empty one is not checked."""
     return run is not None and (not run or run_id is None or run == run_id.encode())
 
 

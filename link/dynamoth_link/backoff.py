@@ -14,8 +14,10 @@ FAILURES_MAX = 30
 
 
 class Backoff(Protocol):
-    """Decides how long a link pauses between two attempts. It has the methods of redis-py's backoffs, and may keep
-    state as they do."""
+    """Decides how long a link pauses between two attempts.
+
+    It has the methods of redis-py's backoffs, and may keep state as they do.
+    """
 
     def reset(self) -> None:
         """Start again from the first failure: a connection has held."""
