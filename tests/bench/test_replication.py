@@ -87,7 +87,7 @@ def test_a_limited_server_holds_so_much_and_leaves_nothing(network: Network) -> 
         clients.grow(20, 1)
         step = clients.step(1.0)
         assert step.held(1000.0), step
-        assert step.due == 200  # 10 messages, 20 subscribers
+        assert step.due == 20 * step.published > 0
         clients.grow(20, 30)
         step = clients.step(1.0)  # 6 MB in a second
         assert not step.held(1000.0), step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -118,10 +117,8 @@ async def _send_nothing(options: LinkOptions) -> None:
     server = await asyncio.start_server(lambda reader, writer: connected.append(writer), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     try:
-        begun = time.monotonic()
         with pytest.raises(ServerUntrusted, match=f"127.0.0.1:{port}.*trusted_hosts") as caught:
             await query(f"redis://127.0.0.1:{port}", (b"PING",), options=options)
-        assert time.monotonic() - begun < 2
         assert "secret" not in str(caught.value)
         assert not connected
     finally:
