@@ -33,8 +33,8 @@ _LAYERS: tuple[tuple[str, str], ...] = (
     ("dynamoth_link/resp.py", "RESP: packing and parsing"),
     ("dynamoth_link/connection.py", "the connection"),
     ("/dynamoth_link/", "driver"),
-    ("dynamoth_client/_", "API, queue"),
-    ("/dynamoth_client/", "machines: numbers, order, outcomes"),
+    ("dynamoth_client/machines/", "machines: numbers, order, outcomes"),
+    ("/dynamoth_client/", "API, queue"),
     ("/dynamoth/", "machines: numbers, order, outcomes"),
 )
 """Parts of paths and what is there; the first that fits counts."""
