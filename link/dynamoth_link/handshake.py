@@ -124,7 +124,7 @@ async def _introduce(
     # A server that is loading answers HELLO and INFO, and refuses most of the rest.
     if isinstance(ping, ErrorReply) and str(ping).startswith("LOADING"):
         raise errors.diagnose_reply(address, username, str(ping))
-    return _run_id(info)
+    return run_id_in(info)
 
 
 def _hello(options: LinkOptions, login: Login | None) -> list[CommandPart]:
@@ -156,7 +156,8 @@ def _check_version(address: ServerAddress, hello: Any) -> None:
         raise errors.too_old(address, text)
 
 
-def _run_id(info: Any) -> str | None:
+def run_id_in(info: Any) -> str | None:
+    """Return the run id of a server's process, out of its answer to INFO; None where that does not say."""
     if not isinstance(info, bytes):
         return None
     match = re.search(rb"^run_id:(\S+)", info, flags=re.MULTILINE)

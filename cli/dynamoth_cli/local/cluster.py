@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -17,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self, TypeVar
-from urllib.parse import quote
 
 from dynamoth.errors import ClusterUnavailable, DynamothError, RequestRefused
 from dynamoth.machine.events import CommandPart
@@ -31,8 +29,9 @@ from dynamoth_cli.admin import ask_balancer
 from dynamoth_cli.local.child import Child, dynamoth_command
 from dynamoth_cli.local.embedded import EmbeddedRedis, RedisServerFailed
 from dynamoth_link.errors import LinkError
+from dynamoth_link.handshake import run_id_in
 from dynamoth_link.query import query
-from dynamoth_link.urls import ServerAddress, parse_cluster_url
+from dynamoth_link.urls import ClusterAddress, ServerAddress, parse_cluster_url
 
 READY_TIMEOUT_S = 30.0
 """A cluster of three is ready in about a second; a machine that is busy with everything else gets this long."""
@@ -140,8 +139,9 @@ class LocalCluster:
 
     def url_of(self, role: str) -> str:
         """Return the URL with the credentials of a role."""
-        hosts = ",".join(f"{HOST}:{server.port}" for server in self.redis.values())
-        return f"dynamoth://{self._credentials(role)}{hosts}"
+        username, password = self._users.get(role, (None, self.password))
+        servers = (ServerAddress(HOST, server.port, None, username, password) for server in self.redis.values())
+        return ClusterAddress(tuple(servers)).url()
 
     @property
     def balancer(self) -> Child:
@@ -322,8 +322,7 @@ class LocalCluster:
                 yield f"{agents} agents observe server {id_}, not 1"
             if balancers != 1:
                 yield f"{balancers} balancers listen at server {id_}, not 1"
-            run = re.search(r"run_id:(\w+)", _text(info))
-            stored = parse_header(header, run[1] if run else None)
+            stored = parse_header(header, run_id_in(info))
             if stored is None or not stored.believed:
                 yield f"server {id_} does not store the plan"
         try:
@@ -333,12 +332,6 @@ class LocalCluster:
             return
         if stage != "leading":
             yield f"the balancer is {stage}, not leading"
-
-    def _credentials(self, role: str) -> str:
-        if role in self._users:
-            name, password = self._users[role]
-            return f"{quote(name, safe='')}:{quote(password, safe='')}@"
-        return "" if self.password is None else f":{quote(self.password, safe='')}@"
 
 
 def environment_without_settings() -> dict[str, str]:
@@ -351,8 +344,3 @@ def _run(question: Coroutine[Any, Any, _T]) -> _T:
     """Run a coroutine to its end, in a thread: the caller may have an event loop of its own."""
     with ThreadPoolExecutor(1) as elsewhere:
         return elsewhere.submit(asyncio.run, question).result()
-
-
-def _text(reply: Any) -> str:
-    """Return a reply that is text, of whatever RESP3 type."""
-    return reply.decode() if isinstance(reply, bytes) else str(reply)

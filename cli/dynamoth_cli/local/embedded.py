@@ -20,10 +20,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Self
-from urllib.parse import quote
 
 from dynamoth.errors import DynamothError
 from dynamoth_cli.local.child import Child
+from dynamoth_link.urls import ServerAddress
 
 REDIS_SERVER_VARIABLE = "DYNAMOTH_TEST_REDIS_SERVER"
 """The environment variable that names the ``redis-server`` to use, before any that is installed."""
@@ -147,8 +147,7 @@ class EmbeddedRedis:
     @property
     def url(self) -> str:
         """The URL for clients, password included."""
-        credentials = "" if self.password is None else f":{quote(self.password, safe='')}@"
-        return f"redis://{credentials}{_HOST}:{self.port}"
+        return ServerAddress(_HOST, self.port, password=self.password).url()
 
     def failure(self) -> RedisServerFailed:
         """Return an error that says how the server ended, with the last lines of its log."""

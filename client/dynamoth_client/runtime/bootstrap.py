@@ -6,7 +6,6 @@ One plain Redis, without agents and balancer, needs no plan: see ``machines/stan
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from dynamoth_client.machines.standalone import FRESH_S, READ_PRESENCE, Look, pl
 from dynamoth_client.redis_py import errors
 from dynamoth_client.redis_py.settings import Settings
 from dynamoth_link.errors import LinkError
+from dynamoth_link.handshake import run_id_in
 from dynamoth_link.query import query
 from dynamoth_link.urls import ServerAddress
 
@@ -36,8 +36,6 @@ LOOK_PAUSE_S = 0.05
 
 RESTORED_S_MAX = 1.0
 """How long a client waits for a plan where agents or a balancer are at work. They restore it within 0.2 s."""
-
-_RUN_ID = re.compile(rb"^run_id:(\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +116,8 @@ def _read(seed: ServerAddress, header: Any, info: Any, presence: Any) -> _Answer
         return type(error)(
             f"{name}: the plan cannot be read: {header}: give the client's user the rights that 'dynamoth acl' prints"
         )
-    match = _RUN_ID.search(info) if isinstance(info, bytes) else None
     try:
-        stored = stored_plan.parse_header(header, match[1].decode() if match else None)
+        stored = stored_plan.parse_header(header, run_id_in(info))
     except MalformedMessage as error:
         return redis.exceptions.ConnectionError(
             f"{name}: {error}: delete the key (DEL {PLAN_KEY.decode()}): a balancer that is running writes it again"

@@ -33,13 +33,6 @@ def _listener(stage: Stage, name: str, *channels: bytes) -> PlainSubscriberApp:
     return app
 
 
-def _elsewhere(stage: Stage) -> bytes:
-    """Return a channel that the ring puts at s2."""
-    plan = stage.cluster.stored_plan("s1")
-    assert plan is not None
-    return next(name for name in (b"c%d" % number for number in range(1000)) if plan.ring.home(name) == "s2")
-
-
 def _change(stage: Stage, action: str, pattern: bytes, server: str | None = None) -> None:
     """Change rules, asking until the balancer finds it safe, and wait until they are in force."""
     answers = stage.cluster.answers
@@ -70,7 +63,7 @@ def plain_fleet(stage: Stage) -> None:
 
     Messages carry no envelopes, and an administrator cannot move the channel away, nor can a new balancer.
     """
-    channel = _elsewhere(stage)
+    channel = stage.channel_at("s2")
     _listener(stage, "L", channel)
     stage.subscriber("S", channel)
     stage.pattern_subscriber("T", b"c*")
@@ -101,7 +94,7 @@ def plain_lifted(stage: Stage) -> None:
 
     P hears of it late, while the channel would move already: it publishes plain messages at H0.
     """
-    channel = _elsewhere(stage)
+    channel = stage.channel_at("s2")
     listener = _listener(stage, "L", channel)
     stage.subscriber("S", channel)
     publisher = stage.trusting_publisher("P")

@@ -102,8 +102,7 @@ def forward_link_dies(stage: Stage) -> None:
     with stage.held("agent-s1", "s2", to_server=True):
         stage.publish(publisher, channel)
         stage.run(0.05)
-        for connection in stage.cluster.network.connections("agent-s1", "s2"):
-            stage.cluster.network.break_connection(connection, lose_all=True)
+        stage.cut("agent-s1", "s2")
         stage.run(0.5)
     stage.publish(publisher, channel, times=3)
 

@@ -61,11 +61,9 @@ def pattern_cut_off(stage: Stage) -> None:
     channel = stage.channel_at("s2")
     app = stage.pattern_subscriber("T", PATTERN)
     publisher = stage.publisher("P")
-    network = stage.cluster.network
     with stage.held("T", "s2", to_server=False):
         stage.publish(publisher, channel)
-        for connection in network.connections(app.process.name, "s2"):
-            network.break_connection(connection, lose_all=True)
+        stage.cut(app.process.name, "s2")
         stage.run(0.1)
     stage.cluster.clients[-1].crash()
     stage.run(RESUME_S_MAX)
@@ -118,11 +116,9 @@ def pattern_server_dies(stage: Stage) -> None:
     channel, other = stage.channel_at("s1"), stage.channel_at("s2")
     app = stage.pattern_subscriber("T", PATTERN)
     publisher = stage.publisher("P", channel)
-    network = stage.cluster.network
     with stage.held("T", "s1", to_server=False):
         stage.publish(publisher, channel)
-        for connection in network.connections(app.process.name, "s1"):
-            network.break_connection(connection, lose_all=True)
+        stage.cut(app.process.name, "s1")
         stage.cluster.stop_for_good("s1", orderly=False)
     stage.run(CONFIRMED_S_MAX)
     stage.cluster.audit.calm()

@@ -262,6 +262,11 @@ class Stage:
         """Lose what the balancer says to the agent of a server."""
         return self.losing(server, lambda channel, _: channel == AGENT_CHANNEL)
 
+    def cut(self, process: str, server: str) -> None:
+        """Break the connections between a process and a server, with everything that is under way on them."""
+        for connection in self.cluster.network.connections(process, server):
+            self.cluster.network.break_connection(connection, lose_all=True)
+
     # Looking back.
 
     def records(self, kind: str, *, since: float = 0.0, **fields: Any) -> list[Record]:
