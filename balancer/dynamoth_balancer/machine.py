@@ -31,7 +31,7 @@ from dynamoth.protocol.control import AdminRequest, unpack_control
 from dynamoth_balancer.admin.api import Admin
 from dynamoth_balancer.admin.changes import Changes
 from dynamoth_balancer.admin.compatibility import describe_rules
-from dynamoth_balancer.admin.health import Health, Presence, View, find
+from dynamoth_balancer.admin.health import Health, View, find
 from dynamoth_balancer.admin.status import describe_channels, describe_decisions, describe_server, plan_page
 from dynamoth_balancer.decide.decider import Decider, is_replicated
 from dynamoth_balancer.decide.drain import Drain
@@ -118,7 +118,6 @@ class BalancerMachine:
         self._contention = Contention(
             self._lease, len(ids), self._down_reasons, patience_s, standby=self.options.standby
         )
-        self._presence = Presence(ids)
         self._model = ClusterModel(ids, self.options.averaging_s, self.options.interruptions_window_s)
         self._agents = Agents(ids, self.options.agent_stale_s, self._model.blind)
         self._listeners = Listeners(self._agents)
@@ -145,6 +144,8 @@ class BalancerMachine:
         self._takeover: Takeover | None = None
         #: That of the present or latest term; None before the first.
         self._installer: Installer | None = None
+        #: The servers whose agents are alive, according to the log.
+        self._agents_noted: set[str] = set()
         self._tick_at: float | None = None
         self._shutdown_at: float | None = None
 
@@ -452,7 +453,7 @@ class BalancerMachine:
             actions += self._recover(now)
             actions += self._resubscribe()
             actions += self._listeners.tick(self._run_ids, now)
-            actions += self._presence.look(self._agents, now)
+            actions += self._note_agents(now)
             actions += self._admin.tick(now)
             if (installer := self._at_work) is not None:
                 actions += installer.tick(now)
@@ -461,6 +462,17 @@ class BalancerMachine:
         elif (installer := self._at_work) is not None:
             actions += installer.advance(now)
         return actions
+
+    def _note_agents(self, now: float) -> list[InnerAction]:
+        """Report which agents have come and gone."""
+        alive = {server for server in self._servers if self._agents.is_alive(server, now)}
+        changed, self._agents_noted = alive ^ self._agents_noted, alive
+        heard, gone = ("info", "an agent is heard"), ("warning", "an agent is not heard any more: see whether it runs")
+        return [
+            Note(*(heard if server in alive else gone), {"server": server})
+            for server in self._servers
+            if server in changed
+        ]
 
     def _look_after_health(self, now: float) -> list[InnerAction]:
         """Find problems; report those that have begun and those that are over."""

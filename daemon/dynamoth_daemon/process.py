@@ -34,10 +34,10 @@ class DaemonProcess(ABC, Generic[_Action]):
     Args:
         name: what the log calls the daemon: ``agent``.
         machine: makes the decisions.
-        log: the log of the daemon.
         http: where /metrics, /healthz and /readyz are served; with port 0 nowhere.
         link: credentials, TLS and timeouts of all links.
         stop: set by the caller, SIGTERM or SIGINT to end the process.
+        log_fields: fields of every entry of the log.
 
     """
 
@@ -45,14 +45,14 @@ class DaemonProcess(ABC, Generic[_Action]):
         self,
         name: str,
         machine: Machine[Any, Any],
-        log: DaemonLog,
         http: HttpSettings,
         link: LinkOptions,
         stop: asyncio.Event,
         on_pushes: OnPushes | None = None,
+        **log_fields: Any,
     ) -> None:
         self._name = name
-        self._log = log
+        self._log = DaemonLog(logging.getLogger(f"dynamoth.{name}"), self.plan_version, **log_fields)
         self._http = http
         self._stop = stop
         #: Set when the machine has ended.
@@ -102,6 +102,10 @@ class DaemonProcess(ABC, Generic[_Action]):
     @abstractmethod
     def why_not_ready(self) -> str | None:
         """Return why the daemon does not do its work now, None when it does."""
+
+    @abstractmethod
+    def plan_version(self) -> int | None:
+        """Return the version of the plan that the daemon acts on, None while it has none."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

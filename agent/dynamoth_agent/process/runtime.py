@@ -29,7 +29,6 @@ from dynamoth_agent.process.metrics import make_registry
 from dynamoth_agent.stand_in import LIMIT_WANTED
 from dynamoth_daemon import event_loop
 from dynamoth_daemon.exit_codes import EXIT_REFUSED
-from dynamoth_daemon.logs import DaemonLog
 from dynamoth_daemon.process import INCARNATION_BITS, DaemonProcess
 from dynamoth_dispatcher.events import LOCAL
 from dynamoth_dispatcher.options import DispatcherOptions
@@ -41,8 +40,6 @@ from dynamoth_lla.round import ObservationLate
 GC_THRESHOLDS = (10_000, 10, 100)
 """An agent counts in some hundred thousand small objects and leaves hardly any garbage in cycles (a lost connection is
 some). With Python's own thresholds the collector looks at all of them several times per second."""
-
-_logger = logging.getLogger("dynamoth.agent")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,15 +107,19 @@ class _AgentProcess(DaemonProcess[AgentNews]):
             config.load_analyzer_options(),
             config.url,
         )
-        log = DaemonLog(_logger, lambda: self._machine.plan_version, server=config.server)
         loop = asyncio.get_running_loop()
         transitions = self._machine.dispatcher.transitions
         self._gathering = Gathering(loop, LOCAL, lambda: self._driver.link(LOCAL), lambda: not transitions)
-        super().__init__("agent", self._machine, log, config, config.link, stop, self._gathering.observed)
+        observed = self._gathering.observed
+        super().__init__("agent", self._machine, config, config.link, stop, observed, server=config.server)
 
     def registry(self) -> CollectorRegistry:
         """Return the metrics of the agent."""
         return make_registry(self._machine, self._loop.time)
+
+    def plan_version(self) -> int | None:
+        """Return the version that the dispatcher acts on."""
+        return self._machine.plan_version
 
     def describe(self) -> dict[str, Any]:
         """Return where the server is."""

@@ -306,24 +306,3 @@ class Health:
     def errors(self) -> list[Problem]:
         """The problems that stop something from working."""
         return [problem for problem in self.problems if problem.severity is Severity.ERROR]
-
-
-class Presence:
-    """Logs which agents come and go."""
-
-    def __init__(self, servers: Iterable[str]) -> None:
-        self._servers = tuple(servers)
-        #: The servers whose agents are alive, according to the log.
-        self._noted: set[str] = set()
-
-    def look(self, agents: Agents, now: float) -> list[Note]:
-        """Return log entries about changes since the latest look."""
-        notes: list[Note] = []
-        for server in self._servers:
-            if agents.is_alive(server, now) == (server in self._noted):
-                continue
-            self._noted ^= {server}
-            heard = Note("info", "an agent is heard", {"server": server})
-            gone = Note("warning", "an agent is not heard any more: see whether it runs", {"server": server})
-            notes.append(heard if server in self._noted else gone)
-        return notes

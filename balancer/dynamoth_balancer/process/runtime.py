@@ -31,8 +31,6 @@ from dynamoth_link.urls import parse_server_url
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
-_logger = logging.getLogger("dynamoth.balancer")
-
 
 @dataclass(frozen=True, kw_only=True)
 class BalancerConfig(BalancerProcessSettings):
@@ -87,16 +85,16 @@ class _BalancerProcess(DaemonProcess[BalancerNews]):
     def __init__(self, config: BalancerConfig, stop: asyncio.Event) -> None:
         self._config = config
         self._machine = BalancerMachine(config.servers, secrets.randbits(INCARNATION_BITS), config.options)
-        log = DaemonLog(_logger, self._plan_version)
-        self._recorder = Recorder(Path(config.metrics_file), log) if config.metrics_file else None
-        super().__init__("balancer", self._machine, log, config, config.link, stop)
+        super().__init__("balancer", self._machine, config, config.link, stop)
+        self._recorder = Recorder(Path(config.metrics_file), self._log) if config.metrics_file else None
 
     def close(self) -> None:
         """Close the metrics file."""
         if self._recorder is not None:
             self._recorder.close()
 
-    def _plan_version(self) -> int | None:
+    def plan_version(self) -> int | None:
+        """Return the version of the present or latest term."""
         plan = self._machine.plan
         return None if plan is None else plan.version
 
