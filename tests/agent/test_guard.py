@@ -26,11 +26,10 @@ def name_of(server: str, incarnation: int) -> str:
 class Bench:
     """One guard, and a server whose answers are chosen."""
 
-    def __init__(self, client_id: int = 20, server: str = "s1", incarnation: int = 7) -> None:
-        self.guard = AgentGuard(server, incarnation)
-        self.client_id = client_id
-        self.agents = 1
-        self.list = ""
+    def __init__(self, others: str | None = None, server: str = "s1") -> None:
+        """Begin alone, or beside ``others``: what CLIENT LIST says of them."""
+        self.guard = AgentGuard(server, 7)
+        self.others = others
         self.refused: set[bytes] = set()
         self.sent: list[tuple[Any, ...]] = []
         self.said: list[Any] = []
@@ -52,11 +51,11 @@ class Bench:
             case (b"CLIENT", b"SETNAME", _):
                 return b"OK"
             case (b"CLIENT", b"ID"):
-                return self.client_id
+                return 20
             case (b"PUBSUB", b"NUMSUB", channel):
-                return [channel, self.agents]
+                return [channel, 1 if self.others is None else 2]
             case (b"CLIENT", b"LIST", b"TYPE", b"pubsub"):
-                return self.list.encode()
+                return (self.others or "").encode()
             case _:
                 raise AssertionError(args)
 
@@ -77,9 +76,7 @@ def test_an_agent_that_is_alone_asks_for_no_list() -> None:
 
 
 def test_the_later_of_two_agents_ends_and_says_what_to_do() -> None:
-    bench = Bench(client_id=20)
-    bench.agents = 2
-    bench.list = line(3, "") + line(10, name_of("s1", 6)) + line(20, name_of("s1", 7))
+    bench = Bench(line(3, "") + line(10, name_of("s1", 6)) + line(20, name_of("s1", 7)))
     bench.connect()
     (said,) = bench.said
     assert isinstance(said, AlreadyRunning)
@@ -97,17 +94,13 @@ def test_the_later_of_two_agents_ends_and_says_what_to_do() -> None:
     ids=["later", "own", "no agents"],
 )
 def test_an_agent_stays_beside_all_but_an_earlier_agent(others: str) -> None:
-    bench = Bench(client_id=20)
-    bench.agents = 2
-    bench.list = others + line(20, name_of("s1", 7))
+    bench = Bench(others + line(20, name_of("s1", 7)))
     bench.connect()
     assert bench.said == []
 
 
 def test_the_agent_of_another_server_at_the_same_redis_is_a_mistake_in_the_configuration() -> None:
-    bench = Bench(client_id=20)
-    bench.agents = 2
-    bench.list = line(10, name_of("s 2/x", 6))
+    bench = Bench(line(10, name_of("s 2/x", 6)))
     bench.connect()
     (said,) = bench.said
     assert isinstance(said, AlreadyRunning)
@@ -118,22 +111,19 @@ def test_the_agent_of_another_server_at_the_same_redis_is_a_mistake_in_the_confi
 def test_any_id_of_a_server_makes_a_name_that_redis_takes(server: str) -> None:
     name = name_of(server, 2**63 - 1)
     assert all("!" <= character <= "~" for character in name)
-    bench = Bench(client_id=20, server=server)
-    bench.agents = 2
-    bench.list = line(10, name)
+    bench = Bench(line(10, name), server)
     bench.connect()
     assert repr(server) in bench.said[0].reason
 
 
 def test_it_looks_again_now_and_then() -> None:
     """Two agents that started at once may each have been alone when they looked."""
-    bench = Bench(client_id=20)
+    bench = Bench()
     bench.connect(now=100.0)
     assert bench.guard.deadline() == 100.0 + CHECK_INTERVAL_S
     bench.execute(bench.guard.tick(100.0 + CHECK_INTERVAL_S / 2))
     assert len(bench.sent) == 3
-    bench.agents = 2
-    bench.list = line(10, name_of("s1", 6))
+    bench.others = line(10, name_of("s1", 6))
     bench.execute(bench.guard.tick(100.0 + CHECK_INTERVAL_S))
     assert isinstance(bench.said[0], AlreadyRunning)
     assert bench.guard.deadline() == 100.0 + 2 * CHECK_INTERVAL_S
@@ -149,8 +139,7 @@ def test_while_the_link_is_down_it_does_not_look() -> None:
 
 @pytest.mark.parametrize("refused", [b"SETNAME", b"ID", b"NUMSUB", b"LIST"])
 def test_a_server_that_refuses_is_said_once(refused: bytes) -> None:
-    bench = Bench()
-    bench.agents = 2
+    bench = Bench("")
     bench.refused.add(refused)
     bench.connect()
     bench.connect()
