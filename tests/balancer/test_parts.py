@@ -26,6 +26,8 @@ class Contender:
 
     def __init__(self, cluster: SimCluster, incarnation: int, nearest_first: list[str]) -> None:
         self.lease = Lease(SERVERS, incarnation, 5.0, 1.0)
+        #: How many balancers are connected.
+        self.balancers = 2
         self._cluster = cluster
         self._nearest_first = nearest_first
         self._sends: dict[str, list[Send]] = {id_: [] for id_ in SERVERS}
@@ -58,7 +60,7 @@ class Contender:
 
     def _execute(self, server: str, args: Sequence[Any]) -> Any:
         if args[0] == b"PUBSUB":
-            return [args[2], 2]  # how many balancers are connected
+            return [args[2], self.balancers]
         words = [part if isinstance(part, bytes) else b"%d" % part for part in args]
         return self._cluster.servers[server].execute(BALANCER, *words)
 
@@ -113,6 +115,25 @@ def test_of_two_that_reach_different_servers_first_one_wins() -> None:
     other.connect(SERVERS)
     _run(cluster, [one, other], 20.0)
     assert one.holds_the_lease or other.holds_the_lease
+
+
+def test_a_balancer_that_was_stopped_asks_for_others_before_it_takes_a_lease_that_was_deleted() -> None:
+    cluster, one, other = _two()
+    one.balancers = 1
+    one.connect(SERVERS)
+    _run(cluster, [one], 3.0)
+    assert one.holds_the_lease
+    cluster.run(6.0)  # it is stopped for longer than its lease
+    other.connect(SERVERS)
+    _run(cluster, [other], 20.0)
+    assert other.holds_the_lease
+    for server in cluster.servers.values():
+        server.delete(BALANCER_LEASE_KEY)
+    one.balancers = 2
+    _run(cluster, [one], 1.0)
+    assert [each.holds_the_lease for each in (one, other)] == [False, True]
+    _run(cluster, [one, other], 20.0)
+    assert other.holds_the_lease
 
 
 def test_of_two_that_hold_half_of_the_servers_each_one_wins() -> None:
