@@ -58,34 +58,6 @@ def _run(loop: Loop, main: Coroutine[Any, Any, Any]) -> Any:
         loop.leave()
 
 
-class _Recorder(asyncio.Protocol):
-    """Keeps what comes; futures for what is waited for."""
-
-    def __init__(self) -> None:
-        self.transport: asyncio.Transport | None = None
-        self.received = bytearray()
-        self.lost: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
-        self._wanted: tuple[int, asyncio.Future[None]] | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert self.transport is None
-        self.transport = cast("asyncio.Transport", transport)
-
-    def data_received(self, data: bytes) -> None:
-        self.received += data
-        if self._wanted is not None and len(self.received) >= self._wanted[0]:
-            self._wanted[1].set_result(None)
-            self._wanted = None
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.lost.set_result(exc)
-
-    async def until(self, size: int) -> None:
-        if len(self.received) < size:
-            self._wanted = size, asyncio.get_running_loop().create_future()
-            await self._wanted[1]
-
-
 @contextmanager
 def _server(serve: Callable[[socket.socket], Any]) -> Generator[tuple[int, Running]]:
     """Accept one connection in a thread, and do ``serve`` with it; the port, and the thread."""
@@ -117,172 +89,6 @@ def _echo(connection: socket.socket) -> int:
     return size
 
 
-async def _connect(port: int, **options: Any) -> _Recorder:
-    loop = asyncio.get_running_loop()
-    _, protocol = await loop.create_connection(_Recorder, "127.0.0.1", port, **options)
-    return protocol
-
-
-# Sockets.
-
-
-def test_all_that_is_written_arrives_in_order_also_after_close(loop: Loop) -> None:
-    async def main() -> None:
-        protocol = await _connect(port)
-        transport = protocol.transport
-        assert transport is not None
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
-        transport.write(MUCH[:-200])
-        transport.write(MUCH[-200:-100])
-        transport.write(MUCH[-100:])
-        assert transport.get_write_buffer_size() > 0
-        transport.close()
-        transport.close()
-        transport.write(b"too late")
-        assert transport.is_closing()
-        assert await protocol.lost is None
-        assert transport.get_write_buffer_size() == 0
-
-    begin = threading.Event()
-
-    def serve(connection: socket.socket) -> bytes:
-        assert begin.wait(PATIENCE_S)
-        return _read_all(connection)
-
-    with _server(serve) as (port, serving):
-        loop.call_at(loop.time() + 0.01, begin.set)  # the buffers are full by then; nothing depends on it
-        _run(loop, main())
-        assert serving.result() == MUCH
-
-
-def test_reading_while_writing(loop: Loop) -> None:
-    async def main() -> None:
-        protocol = await _connect(port)
-        assert protocol.transport is not None
-        protocol.transport.write(MUCH)
-        await protocol.until(len(MUCH))
-        assert protocol.received == MUCH
-        protocol.transport.pause_reading()
-        protocol.transport.write(b"x")
-        await asyncio.sleep(0.02)
-        assert len(protocol.received) == len(MUCH)
-        protocol.transport.resume_reading()
-        await protocol.until(len(MUCH) + 1)
-        protocol.transport.close()
-        await protocol.lost
-
-    with _server(_echo) as (port, serving):
-        _run(loop, main())
-        assert serving.result() == len(MUCH) + 1
-
-
-def test_abort_drops_what_waits(loop: Loop) -> None:
-    async def main() -> None:
-        protocol = await _connect(port)
-        assert protocol.transport is not None
-        protocol.transport.write(MUCH)
-        protocol.transport.abort()
-        protocol.transport.abort()
-        protocol.transport.resume_reading()
-        assert protocol.transport.get_write_buffer_size() == 0
-        assert await protocol.lost is None
-
-    with _server(_read_all) as (port, serving):
-        _run(loop, main())
-        assert len(serving.result()) < len(MUCH)
-
-
-@pytest.mark.parametrize("how", ["end", "reset"])
-def test_the_other_side_ends(loop: Loop, how: str) -> None:
-    async def main() -> Exception | None:
-        protocol = await _connect(port)
-        assert protocol.transport is not None
-        protocol.transport.write(b"x")
-        return await protocol.lost
-
-    def serve(connection: socket.socket) -> None:
-        connection.recv(1)
-        if how == "reset":
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-    with _server(serve) as (port, _):
-        error = _run(loop, main())
-    assert error is None if how == "end" else isinstance(error, ConnectionResetError)
-
-
-def test_writing_to_a_connection_that_is_gone_loses_it(loop: Loop) -> None:
-    async def main() -> Exception | None:
-        protocol = await _connect(port)
-        assert protocol.transport is not None
-        protocol.transport.pause_reading()
-        while not protocol.lost.done():
-            protocol.transport.write(b"x")
-            await asyncio.sleep(0.001)
-        return await protocol.lost
-
-    with _server(lambda _: None) as (port, _):
-        assert isinstance(_run(loop, main()), ConnectionError)
-
-
-def test_connecting_fails_as_with_asyncio(loop: Loop, tmp_path: Path) -> None:
-    async def main() -> None:
-        running = asyncio.get_running_loop()
-        with pytest.raises(ConnectionRefusedError):
-            await running.create_connection(_Recorder, "127.0.0.1", port)
-        with pytest.raises(FileNotFoundError):
-            await running.create_unix_connection(_Recorder, str(tmp_path / "nobody"))
-        with pytest.raises(socket.gaierror):
-            await running.create_connection(_Recorder, "no.such.host.invalid", port)
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    before = len(loop.sockets)
-    _run(loop, main())
-    assert len(loop.sockets) == before
-
-
-def test_each_address_of_a_host_is_tried(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        _, protocol = await asyncio.get_running_loop().create_connection(_Recorder, "host", port)
-        assert protocol.transport is not None
-        protocol.transport.write(b"x")
-        await protocol.until(1)
-        protocol.transport.close()
-        await protocol.lost
-
-    def resolve(host: str, port: int, **options: Any) -> list[Any]:
-        assert threading.current_thread() is not threading.main_thread(), "it may take long"
-        kind = socket.SOCK_STREAM
-        return [(socket.AF_INET, kind, 0, "", ("127.0.0.1", port)) for port in (refusing, port)]
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        refusing = server.getsockname()[1]
-    with _server(_echo) as (port, serving):
-        _run(loop, main())
-        assert serving.result() == 1
-
-
-def test_a_connection_that_is_given_up_leaves_no_socket(loop: Loop) -> None:
-    async def main() -> None:
-        before = len(loop.sockets)
-        connecting = asyncio.ensure_future(_connect(port))
-        await asyncio.sleep(0)
-        connecting.cancel()
-        await asyncio.wait({connecting})
-        assert len(loop.sockets) == before
-
-    with socket.socket() as listening:  # with a full backlog: nothing answers
-        listening.bind(("127.0.0.1", 0))
-        listening.listen(0)
-        port = listening.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", port)):
-            _run(loop, main())
-
-
-# TLS.
-
-
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return make_certificates(tmp_path_factory.mktemp("certificates"))
@@ -299,46 +105,154 @@ def _secured(certificates: Certificates, serve: Callable[[socket.socket], Any]) 
     return secure
 
 
-async def _failed(error: type[Exception], attempt: Coroutine[Any, Any, Any]) -> None:
-    with pytest.raises(error):
-        await attempt
-    await asyncio.sleep(0)
+async def _connect(port: int, authority: Path | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect, with TLS if there is an authority."""
+    if authority is None:
+        return await asyncio.open_connection("127.0.0.1", port)
+    return await asyncio.open_connection("localhost", port, ssl=ssl.create_default_context(cafile=str(authority)))
 
 
-async def _connect_securely(port: int, authority: Path) -> _Recorder:
-    context = ssl.create_default_context(cafile=str(authority))
-    _, protocol = await asyncio.get_running_loop().create_connection(_Recorder, "localhost", port, ssl=context)
-    return protocol
+# Sockets.
 
 
-def test_tls_in_both_directions_and_a_proper_end(loop: Loop, certificates: Certificates) -> None:
+def test_all_that_is_written_arrives_in_order_also_after_close(loop: Loop) -> None:
     async def main() -> None:
-        protocol = await _connect_securely(port, certificates.authority)
-        assert protocol.transport is not None
-        protocol.transport.write(MUCH)
-        protocol.transport.write(b"")
-        await protocol.until(len(MUCH))
-        assert protocol.received == MUCH
-        protocol.transport.close()
-        assert await protocol.lost is None
+        _, writer = await _connect(port)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
+        for part in (MUCH[:-200], MUCH[-200:-100], MUCH[-100:]):
+            writer.write(part)
+        assert writer.transport.get_write_buffer_size() > 0
+        begin.set()
+        writer.close()
+        writer.close()
+        writer.write(b"too late")
+        assert writer.is_closing()
+        await writer.wait_closed()
+        assert writer.transport.get_write_buffer_size() == 0
 
-    with _server(_secured(certificates, _echo)) as (port, serving):
+    begin = threading.Event()
+
+    def serve(connection: socket.socket) -> bytes:
+        assert begin.wait(PATIENCE_S)
+        return _read_all(connection)
+
+    with _server(serve) as (port, serving):
+        _run(loop, main())
+        assert serving.result() == MUCH
+
+
+@pytest.mark.parametrize("is_secured", [False, True], ids=["plain", "TLS"])
+def test_reading_while_writing_and_a_proper_end(loop: Loop, certificates: Certificates, is_secured: bool) -> None:
+    async def main() -> None:
+        reader, writer = await _connect(port, certificates.authority if is_secured else None)
+        writer.write(MUCH)
+        writer.write(b"")
+        assert await reader.readexactly(len(MUCH)) == MUCH, "which pauses and resumes the transport"
+        writer.close()
+        await writer.wait_closed()
+
+    with _server(_secured(certificates, _echo) if is_secured else _echo) as (port, serving):
         _run(loop, main())
         assert serving.result() == len(MUCH), "the server sees the end, not a connection that was cut"
 
 
-def test_the_other_side_ends_tls(loop: Loop, certificates: Certificates) -> None:
+def test_abort_drops_what_waits(loop: Loop) -> None:
     async def main() -> None:
-        protocol = await _connect_securely(port, certificates.authority)
-        assert await protocol.lost is None
-        assert protocol.received == b"bye"
+        _, writer = await _connect(port)
+        writer.write(MUCH)
+        transport = cast("asyncio.Transport", writer.transport)
+        transport.abort()
+        transport.abort()
+        transport.resume_reading()
+        assert transport.get_write_buffer_size() == 0
+        await writer.wait_closed()
 
-    def serve(connection: socket.socket) -> None:
-        connection.sendall(b"bye")
-        cast("ssl.SSLSocket", connection).unwrap()
-
-    with _server(_secured(certificates, serve)) as (port, _):
+    with _server(_read_all) as (port, serving):
         _run(loop, main())
+        assert len(serving.result()) < len(MUCH)
+
+
+def _end(connection: socket.socket) -> None:
+    connection.recv(1)
+    connection.sendall(b"bye")
+
+
+def _reset(connection: socket.socket) -> None:
+    connection.recv(1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def _end_tls(connection: socket.socket) -> None:
+    _end(connection)
+    cast("ssl.SSLSocket", connection).unwrap()
+
+
+@pytest.mark.parametrize("serve", [_end, _reset, _end_tls])
+def test_the_other_side_ends(loop: Loop, certificates: Certificates, serve: Callable[[socket.socket], None]) -> None:
+    async def main() -> bytes:
+        reader, writer = await _connect(port, certificates.authority if serve is _end_tls else None)
+        writer.write(b"x")
+        try:
+            return await reader.read()
+        finally:
+            writer.close()
+
+    with _server(_secured(certificates, serve) if serve is _end_tls else serve) as (port, _):
+        if serve is _reset:
+            with pytest.raises(ConnectionResetError):
+                _run(loop, main())
+        else:
+            assert _run(loop, main()) == b"bye"
+
+
+def test_writing_to_a_connection_that_is_gone_loses_it(loop: Loop) -> None:
+    async def main() -> None:
+        _, writer = await _connect(port)
+        cast("asyncio.Transport", writer.transport).pause_reading()
+        while not writer.is_closing():
+            writer.write(b"x")
+            await asyncio.sleep(0.001)
+        await writer.wait_closed()
+
+    with _server(lambda _: None) as (port, _), pytest.raises(ConnectionError):
+        _run(loop, main())
+
+
+def test_connecting_fails_as_with_asyncio(loop: Loop, tmp_path: Path) -> None:
+    async def main() -> None:
+        with pytest.raises(ConnectionRefusedError):
+            await _connect(port)
+        with pytest.raises(FileNotFoundError):
+            await asyncio.open_unix_connection(str(tmp_path / "nobody"))
+        with pytest.raises(socket.gaierror):
+            await asyncio.open_connection("no.such.host.invalid", port)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    before = len(loop.sockets)
+    _run(loop, main())
+    assert len(loop.sockets) == before
+
+
+def test_each_address_of_a_host_is_tried(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        reader, writer = await asyncio.open_connection("host", port)
+        writer.write(b"x")
+        assert await reader.readexactly(1) == b"x"
+        writer.close()
+        await writer.wait_closed()
+
+    def resolve(host: str, port: int, **options: Any) -> list[Any]:
+        assert threading.current_thread() is not threading.main_thread(), "it may take long"
+        kind = socket.SOCK_STREAM
+        return [(socket.AF_INET, kind, 0, "", ("127.0.0.1", port)) for port in (refusing, port)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        refusing = server.getsockname()[1]
+    with _server(_echo) as (port, serving):
+        _run(loop, main())
+        assert serving.result() == 1
 
 
 def _say_nonsense(connection: socket.socket) -> None:
@@ -351,41 +265,59 @@ def _hang_up(connection: socket.socket) -> None:
     connection.recv(10_000)
 
 
-@pytest.mark.parametrize(("serve", "error"), [(_say_nonsense, ssl.SSLError), (_hang_up, ConnectionResetError)])
-def test_a_server_without_tls(loop: Loop, serve: Any, error: type[Exception], certificates: Certificates) -> None:
+@pytest.mark.parametrize(
+    ("serve", "error"),
+    [(_say_nonsense, ssl.SSLError), (_hang_up, ConnectionResetError), (_echo, ssl.SSLCertVerificationError)],
+)
+def test_tls_that_fails(loop: Loop, serve: Any, error: type[Exception], certificates: Certificates) -> None:
+    """The last server has TLS, and a certificate of an authority that is not trusted."""
+
+    async def main() -> None:
+        with pytest.raises(error):
+            await _connect(port, certificates.client if serve is _echo else certificates.authority)
+        await asyncio.sleep(0)
+
     before = len(loop.sockets)
-    with _server(serve) as (port, _):
-        _run(loop, _failed(error, _connect_securely(port, certificates.authority)))
+    with _server(_secured(certificates, serve) if serve is _echo else serve) as (port, serving):
+        _run(loop, main())
+        if serve is _echo:
+            with pytest.raises(ssl.SSLError, match="ALERT"):
+                serving.result()
     assert len(loop.sockets) == before
 
 
-def test_a_certificate_that_is_not_trusted(loop: Loop, certificates: Certificates) -> None:
-    with _server(_secured(certificates, _echo)) as (port, serving):
-        _run(loop, _failed(ssl.SSLCertVerificationError, _connect_securely(port, certificates.client)))
-        with pytest.raises(ssl.SSLError, match="ALERT"):
-            serving.result()
+@pytest.mark.parametrize("is_secured", [False, True], ids=["plain", "TLS"])
+def test_a_connection_that_is_given_up_leaves_no_socket(
+    loop: Loop, certificates: Certificates, is_secured: bool
+) -> None:
+    """Before it is accepted, or in the handshake."""
+    heard = threading.Event()
 
-
-def test_a_tls_handshake_that_is_given_up(loop: Loop, certificates: Certificates) -> None:
     async def main() -> None:
         before = len(loop.sockets)
-        connecting = asyncio.ensure_future(_connect_securely(port, certificates.authority))
-        await asyncio.to_thread(heard.wait, PATIENCE_S)
+        connecting = asyncio.ensure_future(_connect(port, certificates.authority if is_secured else None))
+        await (asyncio.to_thread(heard.wait, PATIENCE_S) if is_secured else asyncio.sleep(0))
         connecting.cancel()
         await asyncio.wait({connecting})
         await asyncio.sleep(0)
         assert len(loop.sockets) == before
-
-    heard = threading.Event()
 
     def serve(connection: socket.socket) -> None:
         connection.recv(1)
         heard.set()
         _read_all(connection)
 
-    with _server(serve) as (port, serving):
-        _run(loop, main())
-        serving.result()
+    if is_secured:
+        with _server(serve) as (port, serving):
+            _run(loop, main())
+            serving.result()
+        return
+    with socket.socket() as listening:  # with a full backlog: nothing answers
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        port = listening.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            _run(loop, main())
 
 
 # Callbacks, timers and threads.
@@ -454,10 +386,11 @@ def test_it_is_the_running_loop_in_callbacks_only(monkeypatch: pytest.MonkeyPatc
     async def main() -> None:
         await asyncio.to_thread(note)
         assert asyncio.get_running_loop() is loop
+        _, writer = await _connect(port)
+        writer.close()
 
     with _server(_echo) as (port, _):
         _run(loop, main())
-        _run(loop, _connect(port))
     assert len(elsewhere) > 4
     assert set(elsewhere) == {None}
     loop.close()

@@ -23,6 +23,17 @@ async def _nothing() -> None:
     """Nothing has to be ended."""
 
 
+@pytest.fixture
+def gates() -> list[asyncio.Future[Any]]:
+    """Futures that ``_wait`` adds; a test sets their results."""
+    return []
+
+
+def _wait(gates: list[asyncio.Future[Any]]) -> asyncio.Future[Any]:
+    gates.append(asyncio.get_running_loop().create_future())
+    return gates[-1]
+
+
 def _task(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
     return asyncio.ensure_future(coroutine)
 
@@ -43,13 +54,8 @@ def test_a_caller_drives_the_loop_itself() -> None:
     loop.close()
 
 
-def test_the_driver_does_what_others_ask_for_and_hands_the_turn_on() -> None:
+def test_the_driver_does_what_others_ask_for_and_hands_the_turn_on(gates: list[asyncio.Future[Any]]) -> None:
     loop = SharedLoop(_nothing)
-    gates: list[asyncio.Future[Any]] = []
-
-    def wait() -> asyncio.Future[Any]:
-        gates.append(asyncio.get_running_loop().create_future())
-        return gates[-1]
 
     def open_gate() -> asyncio.Future[int]:
         gates.pop(0).set_result(threading.get_ident())
@@ -57,7 +63,7 @@ def test_the_driver_does_what_others_ask_for_and_hands_the_turn_on() -> None:
 
     waiting: list[Running] = []
     for number in range(3):
-        waiting.append(Running(loop.run, wait))
+        waiting.append(Running(loop.run, lambda: _wait(gates)))
         until(lambda n=number: len(gates) == n + 1, "it has begun")  # type: ignore[misc]
     drivers = [loop.run(open_gate) for _ in range(3)]
     assert [one.result() for one in waiting] == drivers
@@ -160,20 +166,16 @@ def test_something_on_the_loop_cannot_call_it() -> None:
     loop.close()
 
 
-def test_what_waits_when_it_ends_gets_its_outcome(caplog: pytest.LogCaptureFixture) -> None:
-    gates: list[asyncio.Future[Any]] = []
-
+def test_what_waits_when_it_ends_gets_its_outcome(
+    gates: list[asyncio.Future[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
     async def end() -> None:
         for gate in gates:
             if not gate.done():
                 gate.set_result("ended")
 
-    def wait() -> asyncio.Future[Any]:
-        gates.append(asyncio.get_running_loop().create_future())
-        return gates[-1]
-
     loop = SharedLoop(end)
-    waiting = [Running(loop.run, wait) for _ in range(3)]
+    waiting = [Running(loop.run, lambda: _wait(gates)) for _ in range(3)]
     until(lambda: len(gates) == 3, "all wait")
     loop.close()
     assert [one.result() for one in waiting] == ["ended"] * 3
@@ -185,17 +187,11 @@ def test_what_waits_when_it_ends_gets_its_outcome(caplog: pytest.LogCaptureFixtu
 
 
 def test_one_that_does_not_come_back_is_left_alone(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    gates: list[asyncio.Future[Any]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turns, "END_S_MAX", 0.05)
-    gates: list[asyncio.Future[Any]] = []
-
-    def wait() -> asyncio.Future[Any]:
-        gates.append(asyncio.get_running_loop().create_future())
-        return gates[-1]
-
     loop = SharedLoop(_nothing)
-    stubborn = Running(loop.run, wait)
+    stubborn = Running(loop.run, lambda: _wait(gates))
     until(lambda: bool(gates), "it waits")
     loop.close()
     until(lambda: keepers() == 0, "the keeper has given up")
