@@ -89,21 +89,6 @@ async def test_a_seed_that_hangs_does_not_hold_the_others_up(cluster: StoredClus
         assert asyncio.get_running_loop().time() - began_at < 4.0, "connecting to the other takes 5 s"
 
 
-async def test_all_seeds_down(cluster: StoredCluster) -> None:
-    for server in cluster.servers.values():
-        server.kill()
-    client = from_url(cluster.url)
-    with pytest.raises(redis.exceptions.ConnectionError) as error:
-        await client.publish("c", "x")
-    for host in cluster.hosts:
-        assert f"{host}: connection refused: start the server" in str(error.value)
-    pubsub = client.pubsub()
-    with pytest.raises(redis.exceptions.ConnectionError, match="connection refused"):
-        await pubsub.subscribe("c")
-    assert not pubsub.subscribed
-    await client.aclose()
-
-
 async def test_a_failed_bootstrap_is_tried_again(cluster: StoredCluster) -> None:
     cluster.servers["s2"].kill()
     cluster.servers["s1"].kill()
@@ -113,41 +98,6 @@ async def test_a_failed_bootstrap_is_tried_again(cluster: StoredCluster) -> None
         cluster.servers["s1"].restart()
         await cluster.write(at=["s1"])
         await client.plan("c")
-
-
-async def test_no_plan_is_stored(cluster_factory: ClusterFactory) -> None:
-    cluster = cluster_factory(stored=False)
-    client = from_url(cluster.url)
-    with pytest.raises(redis.exceptions.ConnectionError, match="start `dynamoth balancer`"):
-        await client.publish("c", "x")
-    await client.aclose()
-
-
-async def test_a_key_that_is_no_plan(cluster: StoredCluster) -> None:
-    for server in cluster.servers:
-        await cluster.ask(server, "HSET", "__dynamoth__:plan", "@header", b"\xc1")
-    client = from_url(cluster.url)
-    with pytest.raises(redis.exceptions.ConnectionError, match="delete the key"):
-        await client.publish("c", "x")
-    for server in cluster.servers:
-        await cluster.ask(server, "SET", "__dynamoth__:plan", "text")
-    with pytest.raises(redis.exceptions.ConnectionError, match="WRONGTYPE"):
-        await client.publish("c", "x")
-    await client.aclose()
-
-
-async def test_a_wrong_password(cluster_factory: ClusterFactory) -> None:
-    cluster = cluster_factory(password="right")
-    for url in (cluster.url, cluster.url.replace("://", "://:wrong@")):
-        client = from_url(url)
-        with pytest.raises(redis.exceptions.AuthenticationError, match="password") as error:
-            await client.publish("c", "x")
-        assert "wrong@" not in str(error.value)
-        await client.aclose()
-    async with from_url(cluster.url.replace("://", "://:right@")) as client:
-        pubsub = client.pubsub()
-        await confirmed(pubsub, cluster.channel_at("s1"), cluster.channel_at("s2"))
-        assert await client.publish(cluster.channel_at("s2"), "x") == 1
 
 
 async def test_what_the_acl_forbids(cluster: StoredCluster) -> None:

@@ -201,15 +201,17 @@ def test_agents_are_not_counted_while_keys_are_watched(cluster: StoredCluster, c
             for changed in (False, True):
                 pipeline.watch("key")
                 assert pipeline.publish(channel, "at once") == 1
+                assert pipeline.spublish("nobody", "at once") == 0
                 if changed:
                     client.set("key", "x")
                 pipeline.multi()
                 pipeline.publish(channel, "later")
+                pipeline.spublish("nobody", "later")
                 if changed:
                     with pytest.raises(redis.exceptions.WatchError):
                         pipeline.execute()
                 else:
-                    assert pipeline.execute() == [1]
+                    assert pipeline.execute() == [1, 0]
 
 
 def test_a_pipeline_succeeds_where_agents_may_not_be_counted(cluster: StoredCluster, connect: Connect) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from dynamoth_client.asyncio import PubSub, Redis, from_url
+from tests.client.forked import a_child_that_lives, in_child
 from tests.client.stored_cluster import StoredCluster, next_of
 
 PATIENCE_S = 20.0
@@ -162,22 +161,6 @@ def test_another_loop_while_that_of_the_subscriptions_is_open(cluster: StoredClu
     gc.collect()
 
 
-def in_child(test: Callable[[], object]) -> None:
-    """Run a test in a forked child, and see that nothing is complained of when all is collected there."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            test()
-            gc.collect()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    assert os.waitpid(pid, 0)[1] == 0
-
-
 def test_a_forked_child_begins_anew_and_the_parent_goes_on(cluster: StoredCluster) -> None:
     client = from_url(cluster.url)
     pubsub, other = client.pubsub(gaps=True), client.pubsub()
@@ -214,23 +197,13 @@ def test_a_forked_child_begins_anew_and_the_parent_goes_on(cluster: StoredCluste
 def test_a_child_that_lives_keeps_no_connection_of_the_parent_open(cluster: StoredCluster) -> None:
     client = from_url(cluster.url)
     pubsub = client.pubsub()
-    let_go, end = os.pipe()
+
+    async def close() -> None:
+        await client.aclose()
+        for id_ in cluster.servers:
+            await cluster.until_subscribed(id_, "a", count=0)
+
     with asyncio.Runner() as runner:
         run(subscribe_to_all(client, pubsub), runner)
-        pid = os.fork()
-        if pid == 0:
-            os.close(end)
-            os.read(let_go, 1)
-            os._exit(0)
-
-        async def close() -> None:
-            await client.aclose()
-            for id_ in cluster.servers:
-                await cluster.until_subscribed(id_, "a", count=0)
-
-        try:
+        with a_child_that_lives():
             run(close(), runner)
-        finally:
-            os.close(end)
-            os.close(let_go)
-            os.waitpid(pid, 0)

@@ -77,16 +77,20 @@ def test_every_module_is_redis_py_s_but_for_what_is_ours(name: str) -> None:
     assert theirs.__spec__.name == f"redis.{name}", "redis-py's own module is as it was"
 
 
-def test_a_client_imported_by_another_path_is_ours() -> None:
-    pairs: list[tuple[Any, Any]] = [
-        (dynamoth_client.client, dynamoth_client),
-        (dynamoth_client.asyncio.client, dynamoth_client.asyncio),
-    ]
-    for module, ours in pairs:
-        for name in ("Redis", "StrictRedis", "PubSub"):
-            assert getattr(module, name) is getattr(ours, name)
-    utils: Any = importlib.import_module("dynamoth_client.utils")
-    assert utils.from_url is dynamoth_client.from_url
+def test_the_packages_stand_for_redis_py_s() -> None:
+    pairs: list[tuple[Any, Any]] = [(dynamoth_client, redis), (dynamoth_client.asyncio, redis.asyncio)]
+    for ours, theirs in pairs:
+        assert set(ours.__all__) >= set(theirs.__all__)
+        for name in theirs.__all__:
+            value = getattr(theirs, name)
+            assert getattr(ours, name) is OURS.get(id(value), value), name
+        assert issubclass(ours.Redis, theirs.Redis) and issubclass(ours.PubSub, theirs.client.PubSub)
+        for name in ("client", "connection", "lock", "retry", "sentinel", "utils"):
+            assert isinstance(getattr(ours, name), ModuleType)
+        for name in ("no_such_name", "_no_such_name"):
+            with pytest.raises(AttributeError):
+                getattr(ours, name)
+    assert dynamoth_client.__version__ == redis.__version__
 
 
 def test_a_star_import_gives_what_redis_py_gives() -> None:

@@ -18,6 +18,7 @@ import pytest
 import dynamoth_client as redis
 from dynamoth_client import PubSub
 from dynamoth_client.threads import turns
+from tests.client.forked import a_child_that_lives, in_child
 from tests.client.interrupted import ROUNDS
 from tests.client.stored_cluster import StoredCluster
 from tests.client.sync_helpers import PATIENCE_S, Running, confirmed, keepers, next_of, until
@@ -186,36 +187,11 @@ def test_signals_at_any_moment_leave_publishers_and_readers_whole(cluster: Store
     assert (ended.returncode, ended.stdout) == (0, f"{ROUNDS} rounds, each interrupted\n"), ended.stderr
 
 
-def _in_child(function: Callable[[], None]) -> int:
-    """Fork, run a function in the child, and return the child's exit status; 0 when it raised nothing."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            function()
-            status = 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    raise AssertionError("the child hangs")
-
-
 @pytest.mark.parametrize("busy", ["idle", "keeper", "driven"])
 def test_a_forked_child_begins_anew_and_the_parent_goes_on(cluster: StoredCluster, busy: str) -> None:
     channel, other = cluster.channel_at("s1"), cluster.channel_at("s2")
 
-    def in_child() -> None:
+    def begin_anew() -> None:
         assert pubsub.subscribed
         assert pubsub.channels == {channel.encode(): None, b"handled": taken.append}
         assert client.publish(channel, "from the child") == 1, "the parent's only: the child is not subscribed yet"
@@ -241,7 +217,7 @@ def test_a_forked_child_begins_anew_and_the_parent_goes_on(cluster: StoredCluste
             driving = Running(second.get_message, False, None)
             driving.join(0.05)
             assert driving.is_alive()
-        assert _in_child(in_child) == 0
+        in_child(begin_anew)
         until(lambda: client.pubsub_numsub(channel) == [(channel.encode(), 1)], "the server has seen that it has ended")
         assert client.publish(channel, "after") == 1
         expected = [b"before", b"from the child", b"from the child, again", b"of another client", b"after"]
@@ -252,7 +228,7 @@ def test_a_forked_child_begins_anew_and_the_parent_goes_on(cluster: StoredCluste
 
 
 def test_patterns_and_sharded_channels_are_subscribed_to_again_in_a_forked_child(cluster: StoredCluster) -> None:
-    def in_child() -> None:
+    def begin_anew() -> None:
         assert (pubsub.patterns, pubsub.shard_channels) == ({b"c*": None}, {b"s": None})
         assert {next_of(pubsub)["type"] for _ in range(2)} == {"psubscribe", "ssubscribe"}
         client.publish("channel", "x")
@@ -264,7 +240,7 @@ def test_patterns_and_sharded_channels_are_subscribed_to_again_in_a_forked_child
         pubsub.psubscribe("c*")
         pubsub.ssubscribe("s")
         assert {next_of(pubsub)["type"] for _ in range(2)} == {"psubscribe", "ssubscribe"}
-        assert _in_child(in_child) == 0
+        in_child(begin_anew)
         assert {next_of(pubsub)["channel"] for _ in range(2)} == {b"channel", b"s"}
 
 
@@ -272,7 +248,7 @@ def test_a_forked_child_has_limits_and_credentials_of_its_own(cluster: StoredClu
     provider = redis.UsernamePasswordCredentialProvider("default", "any")
     options: dict[str, Any] = {"max_connections": 2, "credential_provider": provider}
 
-    def in_child() -> None:
+    def begin_anew() -> None:
         assert next_of(pubsub)["type"] == "subscribe"
         assert client.publish("c", "from the child") == 2
         assert next_of(pubsub)["data"] == b"from the child"
@@ -282,33 +258,23 @@ def test_a_forked_child_has_limits_and_credentials_of_its_own(cluster: StoredClu
     with redis.Redis(servers=cluster.hosts, **options) as client, client.pubsub() as pubsub:
         confirmed(pubsub, "c")
         assert client.publish("c", "before") == 1
-        assert _in_child(in_child) == 0
+        in_child(begin_anew)
 
 
 def test_a_forked_child_holds_none_of_the_parent_s_connections(cluster: StoredCluster) -> None:
     """A server sees the parent leave although the child lives on."""
     channel = cluster.channel_at("s1")
-    reader, writer = os.pipe()
     client = redis.from_url(cluster.url)
     pubsub = client.pubsub()
     confirmed(pubsub, channel)
-    child = os.fork()
-    if child == 0:
-        os.close(writer)
-        os.read(reader, 1)  # until the parent has seen enough
-        os._exit(0)
-    try:
-        os.close(reader)
+    with a_child_that_lives():
         pubsub.close()
         client.close()
         asyncio.run(asyncio.wait_for(cluster.until_subscribed("s1", channel, 0), PATIENCE_S))
-    finally:
-        os.close(writer)
-        os.waitpid(child, 0)
 
 
 def test_a_child_that_cannot_subscribe_again_tries_again(cluster: StoredCluster) -> None:
-    def in_child() -> None:
+    def begin_anew() -> None:
         for server in cluster.servers.values():
             server.pause()
         try:
@@ -323,7 +289,7 @@ def test_a_child_that_cannot_subscribe_again_tries_again(cluster: StoredCluster)
 
     with redis.from_url(cluster.url + "?socket_connect_timeout=0.2") as client, client.pubsub() as pubsub:
         confirmed(pubsub, "c")
-        assert _in_child(in_child) == 0
+        in_child(begin_anew)
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,10 @@ def until(condition: Callable[[], _T], what: str, every_s: float = 0.01) -> _T:
     return result
 
 
-def channels_at(server: str, count: int, servers: int = 2) -> list[bytes]:
+def channels_at(server: str, count: int, servers: int = 2, prefix: bytes = b"channel-") -> list[bytes]:
     """Return names of channels that are at home at a server of a cluster of so many."""
     ring = Plan.initial(Server(f"s{index + 1}", "redis://x") for index in range(servers)).ring
-    names = (b"channel-%d" % number for number in range(100_000))
+    names = (prefix + b"%d" % number for number in range(100_000))
     return [name for name, _ in zip((name for name in names if ring.home(name) == server), range(count), strict=False)]
 
 

@@ -9,21 +9,13 @@ from contextlib import ExitStack
 
 import pytest
 
-from dynamoth.plan.plan import Plan, Server
 from dynamoth_cli.local.child import dynamoth_command
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_link.errors import AuthenticationFailed
 from tests.whole.acl_cluster import USERS, Rules, acl_log, all_rules
-from tests.whole.harness import Traffic, move
+from tests.whole.harness import Traffic, channels_at, move
 
 TIMEOUT_S = 60.0
-
-
-def news_at(server: str, count: int) -> list[bytes]:
-    """Return names of channels that clients may use, and that are at home at a server of two."""
-    ring = Plan.initial(Server(f"s{index + 1}", "redis://x") for index in range(2)).ring
-    names = (b"news.%d" % number for number in range(10_000))
-    return [name for name, _ in zip((name for name in names if ring.home(name) == server), range(count), strict=False)]
 
 
 def load_users(cluster: LocalCluster, rules: Rules) -> None:
@@ -44,7 +36,7 @@ def load_users(cluster: LocalCluster, rules: Rules) -> None:
 
 @pytest.mark.parametrize("rules", all_rules(), ids=str)
 def test_users_and_rights_are_given_to_a_cluster_that_runs(rules: Rules) -> None:
-    [ours, yours], [theirs, others] = news_at("s1", 2), news_at("s2", 2)
+    [ours, yours], [theirs, others] = (channels_at(server, 2, prefix=b"news.") for server in ("s1", "s2"))
     with LocalCluster(2, redis_binary=rules.binary) as cluster, ExitStack() as later:
         with Traffic(cluster, [ours, theirs]) as before:
             load_users(cluster, rules)
