@@ -22,8 +22,7 @@ import redis.exceptions
 import redis.retry
 
 import dynamoth_client
-import dynamoth_client.asyncio.client
-import dynamoth_client.client
+import dynamoth_client.asyncio
 from dynamoth_client.asyncio.connection import ConnectionPool as AsyncConnectionPool
 from dynamoth_client.asyncio.retry import Retry as AsyncRetry
 from dynamoth_client.backoff import ExponentialBackoff
