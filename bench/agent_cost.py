@@ -76,7 +76,7 @@ class Result:
 
     @property
     def redis_keeps_ratio(self) -> float:
-        """What is judged; see above."""
+        """The throughput that Redis keeps: what the target is about; see the module's text."""
         enough_cores = (os.cpu_count() or 1) >= BUSY_PROCESSES
         return self.throughput_ratio if enough_cores else self.redis_cpu_us_alone / self.redis_cpu_us_with_agent
 

@@ -50,7 +50,7 @@ PUBLISHERS_MAX = 1000
 
 @dataclass(frozen=True)
 class Change:
-    """What the balancer is asked, to change the channel's assignment. It answers when that has settled."""
+    """A request to the balancer to change the channel's assignment. The answer comes when that has settled."""
 
     command: str
     arguments: Mapping[str, Any]
@@ -75,7 +75,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Result:
-    """What came out. Latencies in milliseconds, times in seconds."""
+    """The results of a run. Latencies in milliseconds, times in seconds."""
 
     #: How busy the machine was while the changes were carried out; None where the system does not say.
     busy_ratio: float | None
@@ -181,7 +181,7 @@ class Subscribers:
 
 
 def subscribe(pipe: Connection, url: str, numbers: range) -> None:
-    """Be a process of subscribers."""
+    """Run one process of subscribers."""
     run(Subscribers(url, numbers).work(pipe))
 
 
@@ -212,7 +212,7 @@ async def publish_at_rate(pipe: Connection, url: str, load: Load) -> None:
 
 
 def publish(pipe: Connection, url: str, load: Load) -> None:
-    """Be the process of the publishers."""
+    """Run the process of the publishers."""
     run(publish_at_rate(pipe, url, load))
 
 
@@ -221,7 +221,7 @@ def publish(pipe: Connection, url: str, load: Load) -> None:
 
 @contextmanager
 def _at_work(load: Load, cluster: LocalCluster) -> Generator[tuple[Worker, list[Worker]]]:
-    """Start the load; give the process of the publishers and those of the subscribers."""
+    """Start the load; yield the process of the publishers and those of the subscribers."""
     share = -(-load.subscribers // load.processes)
     subscribers = [
         Worker(subscribe, cluster.url, range(first, min(first + share, load.subscribers)))
@@ -278,7 +278,7 @@ def find_rate(load: Load, cluster: LocalCluster, busy_ratio: float) -> float:
 
 
 def _carry_out(change: Change, cluster: LocalCluster, pause_s: float) -> tuple[int, int]:
-    """Make one change; return when it was asked for and when it had settled."""
+    """Carry out one change; return when it was requested and when it had settled."""
     time.sleep(pause_s)  # rest between changes is part of the workload
     began_ns = time.monotonic_ns()
     try:
@@ -386,7 +386,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, changes: str, pause_s: flo
 
 
 def load_of(arguments: argparse.Namespace) -> Load:
-    """Return the load that the arguments say."""
+    """Return the load that the arguments describe."""
     given = {field.name: getattr(arguments, field.name) for field in fields(Load) if field.name in arguments}
     return Load(**given)
 

@@ -83,7 +83,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Result:
-    """What came out."""
+    """The results of a run."""
 
     clients: int
     published: int
@@ -115,7 +115,7 @@ class Result:
 
 
 def observe(pipe: Connection, ports: dict[str, int], file: Path) -> None:
-    """Be the process that notes which messages come to which server, and who published them."""
+    """Run the process that notes which messages come to which server, and who published them."""
     written = Journal(file)
 
     async def watch(server: str, port: int) -> None:
@@ -158,7 +158,7 @@ def _note_seen(written: Journal, server: str, physical: bytes, data: bytes) -> N
 def change_assignments(
     pipe: Connection, url: str, channels: list[bytes], servers: list[str], load: Load, file: Path
 ) -> None:
-    """Be the process that moves channels, several at a time, until the pipe says stop. Answers with the outcomes."""
+    """Run the process that moves channels, several at a time, until the pipe says stop. Answers with the outcomes."""
     written = Journal(file)
     cluster = parse_cluster_url(url)
     chance = random.Random(f"{load.seed} moves")
@@ -215,7 +215,7 @@ def _short(assignment: Assignment) -> str:
 
 
 def flood(pipe: Connection) -> None:
-    """Be the process that floods the server at the port it is given, at a rate, for a time; again and again."""
+    """Run the process that floods servers: for each request, the server at a port, at a rate, for a time."""
     while True:
         port, rate_per_s, duration_s = pipe.recv()
         pipe.send(Publisher(port, FLOOD_CHANNELS).pace(rate_per_s, duration_s))
@@ -225,7 +225,7 @@ def flood(pipe: Connection) -> None:
 
 
 class Faults:
-    """What happens to agents, one fault after the other."""
+    """Injects faults into agents and servers, one after the other."""
 
     def __init__(
         self, cluster: LocalCluster, load: Load, written: Journal, flooder: Worker, rivals: list[Child]
@@ -249,7 +249,7 @@ class Faults:
         }
 
     def happen(self, until: float) -> None:
-        """Let faults happen until a time of the monotonic clock. Every agent and one balancer run when this returns."""
+        """Inject faults until a time of the monotonic clock. Every agent and one balancer run when this returns."""
         while time.monotonic() + self._load.fault_pause_s < until:
             self._sleep(self._chance.uniform(0.5, 1.5) * self._load.fault_pause_s)
             server = self._chance.choice(self._cluster.server_ids)

@@ -34,7 +34,7 @@ UNSUBSCRIBE_RATIO = 0.5
 
 @dataclass(frozen=True)
 class Slots:
-    """What one process of clients is given."""
+    """The parameters of one process of clients."""
 
     url: str
     channels: tuple[bytes, ...]
@@ -190,7 +190,7 @@ class Clients:
     # Time.
 
     async def _pause(self, duration_s: float) -> None:
-        """Wait, or until the end of the run."""
+        """Wait for a time, or until the end of the run if that is earlier."""
         with suppress(TimeoutError):
             async with asyncio.timeout(duration_s):
                 await self._stopping.wait()
@@ -215,7 +215,7 @@ class Clients:
 
 
 def live(pipe: Connection, slots: Slots) -> None:
-    """Be a process of clients."""
+    """Run one process of clients."""
 
     async def work() -> None:
         await Clients(slots).work(pipe)

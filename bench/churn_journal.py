@@ -1,4 +1,4 @@
-"""What the processes of ``bench.churn`` write down, and the judgement over all of it.
+"""The journals of the processes of ``bench.churn``, and the verdict on all of them.
 
 Theory of operation
 -------------------
@@ -89,7 +89,7 @@ class Journal:
 
 
 def read(file: Path) -> Generator[Event]:
-    """Give the events of a journal. One whose process was killed may end in the middle."""
+    """Yield the events of a journal. One whose process was killed may end in the middle."""
     with file.open("rb") as journal:
         while True:
             try:
@@ -100,13 +100,13 @@ def read(file: Path) -> Generator[Event]:
 
 
 def read_all(files: Iterable[Path]) -> Iterator[Event]:
-    """Give the events of several journals in the order of time."""
+    """Yield the events of several journals in the order of time."""
     return heapq.merge(*map(read, files), key=itemgetter(0))
 
 
 @dataclass
 class Judgement:
-    """What came out of a run."""
+    """The verdict on a run."""
 
     totals: Totals
     violations: int

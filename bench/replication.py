@@ -141,7 +141,7 @@ class Ladder:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one experiment."""
+    """The result of one experiment."""
 
     experiment: Experiment
     one: Ladder
@@ -288,7 +288,7 @@ def main() -> int:
 
 
 def _drawer() -> Callable[[Mapping[str, Any], Path], None]:
-    """Return what draws. Before the measurement, so that it is known at once whether anything can be drawn."""
+    """Return the function that draws. Called before the measurement, so that a missing matplotlib shows at once."""
     from bench.replication_plot import draw
 
     return draw

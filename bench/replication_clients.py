@@ -53,7 +53,7 @@ GROW_AT_ONCE = 50
 
 @dataclass(frozen=True)
 class Step:
-    """What came of one step. Latencies in milliseconds; None when nothing was delivered."""
+    """The result of one step. Latencies in milliseconds; None when nothing was delivered."""
 
     subscribers: int
     publishers: int
@@ -260,14 +260,14 @@ class Subscribers:
         self._audit.gap(subscriber, self._channel, None, None, 0.0)
 
     def _check(self) -> None:
-        """Raise what a reader has died of."""
+        """Raise the exception that ended a reader, if one did."""
         for reader in self._readers:
             if reader.done():
                 reader.result()
 
 
 def subscribe(pipe: Connection, url: str, channel: bytes) -> None:
-    """Be a process of subscribers."""
+    """Run one process of subscribers."""
     run(Subscribers(channel).work(pipe, url))
 
 
@@ -316,7 +316,7 @@ class Publishers:
         return _Sent(dict.fromkeys(self._clients, count), sum(failed))
 
     async def _keep_time(self, publisher: int, step: int, count: int, began: float) -> int:
-        """Be one publisher for ``count`` messages; return how many of them failed."""
+        """Publish ``count`` messages on time, as one publisher; return how many of them failed."""
         client = self._clients[publisher]
         phase_s = INTERVAL_S * random.Random(publisher).random()
         outcomes: list[asyncio.Task[int]] = []  # ``count`` of them at most
@@ -336,5 +336,5 @@ class Publishers:
 
 
 def publish(pipe: Connection, url: str, channel: bytes, payload_bytes: int) -> None:
-    """Be a process of publishers."""
+    """Run one process of publishers."""
     run(Publishers(channel, payload_bytes).work(pipe, url))

@@ -1,4 +1,4 @@
-"""What several benchmarks need of a Redis server: buffers without limits, a stored plan, and raw publications."""
+"""Helpers with Redis servers for benchmarks: buffers without limits, a stored plan, and raw publications."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ BUSY_RATIO = 0.55
 """How busy the machine is while nothing changes. While something does, subscribers listen in two places, so that it is
 busier then: about two thirds in all (``busy_ratio`` of the results)."""
 SATURATED_TRANSITIONS = 40
-"""So many are enough for the figure beside."""
+"""Transitions of the saturated run: enough for its figures, which are shown for comparison."""
 PAUSE_S = 0.5
 """Long enough for each transition to be measured by itself: what one leaves behind would be waited for in the next."""
 
@@ -47,7 +47,7 @@ def all_assignments(servers: Sequence[str]) -> list[Assignment]:
 
 
 def walk(start: Assignment, servers: Sequence[str], count: int, chance: random.Random) -> Iterator[Assignment]:
-    """Give ``count`` assignments, each another one than that before it."""
+    """Yield ``count`` assignments, each different from the one before it."""
     present = start
     for _ in range(count):
         present = chance.choice([other for other in all_assignments(servers) if other != present])

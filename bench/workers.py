@@ -32,14 +32,14 @@ class Worker:
         theirs.close()  # theirs is the only one left: when they end, we read the end
 
     def send(self, value: Any) -> None:
-        """Tell it something. Raises WorkerFailed."""
+        """Send an object to the worker. Raises WorkerFailed."""
         try:
             self._pipe.send(value)
         except OSError as error:
             raise self._failure() from error
 
     def receive(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-        """Return what it says next. Raises WorkerFailed."""
+        """Return the next object from the worker. Raises WorkerFailed."""
         try:
             if not self._pipe.poll(timeout_s):
                 raise WorkerFailed(f"process {self._process.pid} of clients has been silent for {timeout_s:g} s")
@@ -48,7 +48,7 @@ class Worker:
             raise self._failure() from error
 
     def stop(self) -> None:
-        """End it, whatever it does."""
+        """End the process, whatever it is doing."""
         self._process.terminate()
         self._process.join(STOP_TIMEOUT_S)
         if self._process.is_alive():

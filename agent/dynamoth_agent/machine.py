@@ -124,7 +124,7 @@ class AgentMachine:
         )
 
     def check(self) -> None:
-        """Assert what must hold between the parts after each event."""
+        """Assert the invariants between the parts, after each event."""
         self.dispatcher.check()
         self.load_analyzer.check()
         assert self.load_analyzer.plan_version == self.plan_version, "reports name the plan that is acted upon"

@@ -256,7 +256,7 @@ class BalancerMachine:
         return earliest(self._tick_at, None if installer is None else installer.deadline())
 
     def check(self) -> None:
-        """Assert what must hold between the parts after each event."""
+        """Assert the invariants between the parts, after each event."""
         assert (self._takeover is not None) == (self.stage is Stage.RECOVERING), f"{self.stage} with {self._takeover}"
         assert self._installer is not None or self.stage is not Stage.LEADING, "a leader installs plans"
         assert self._run_ids.keys().isdisjoint(self._down_reasons), "a server is up or down"

@@ -93,5 +93,5 @@ class BalancerOptions(PlanningSettings):
 
     @property
     def accept_ratio(self) -> float:
-        """Up to which load ratio a server is filled."""
+        """The load ratio up to which moves fill a server."""
         return self.load_ratio_safe if self.load_ratio_accept is None else self.load_ratio_accept

@@ -23,7 +23,7 @@ from dynamoth_daemon.exit_codes import EXIT_CODES, EXIT_DONE, EXIT_FAILED, EXIT_
 
 
 class CommandModule(Protocol):
-    """What the module of a subcommand has."""
+    """The interface of a subcommand's module."""
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Add the command's arguments."""
@@ -40,7 +40,7 @@ class Command:
 
     module: str
     summary: str
-    #: The extra of the distribution that it needs; none for what the client's requirements are enough for.
+    #: The extra of the distribution that it needs; none where the requirements of the client are enough.
     extra: str | None = None
 
 
@@ -107,7 +107,7 @@ def _run(name: str, rest: list[str]) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
-        sys.stderr.close()  # whoever read our output has gone; Python would complain about it at exit
+        sys.stderr.close()  # the reader of our output has gone; Python would complain about it at exit
         return EXIT_FAILED
 
 

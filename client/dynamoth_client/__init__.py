@@ -1,6 +1,6 @@
 """The drop-in client: redis-py's pub/sub over many servers.
 
-``import dynamoth_client as redis`` stands for ``import redis``: what is not ours is redis-py's, submodules included.
+``import dynamoth_client as redis`` stands for ``import redis``: all other names are redis-py's, submodules included.
 """
 
 from typing import Any as _Any

@@ -104,7 +104,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Play. Returns 0 when the audit is clean, 1 when it is not or nothing was measured."""
+    """Run the demo. Returns 0 when the audit is clean, 1 when it is not or nothing was measured."""
     console = Console(soft_wrap=False)
     seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     servers = [f"s{index + 1}" for index in range(arguments.servers)]
@@ -196,7 +196,7 @@ class Demo:
     # Going on.
 
     def _until(self, stage: str, at: float, end: float) -> None:
-        """Wait while the players play, from one time until another."""
+        """Handle events and show them, while the players play, from one time until another."""
         self._state.stage = stage
         while (now := time.monotonic()) < end:
             self._state.elapsed_s = max(0.0, now - at)

@@ -68,7 +68,7 @@ UNHURRIED_S = 40.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What the demo plays."""
+    """The world, the load, the festival and the settings of one run of the demo."""
 
     world: GameWorld
     players: int
@@ -76,11 +76,11 @@ class Scene:
     payload_bytes: int
     #: What counts as load ratio 1 of each server.
     outgoing_bytes_per_s_max: int
-    #: What is to be expected of the tiles, in all.
+    #: Expected deliveries per second on all tiles together.
     deliveries_per_s: float
-    #: None where there is none.
+    #: None in a demo without a festival.
     festival: Festival | None
-    #: Of agents and balancer, by key.
+    #: Settings of agents and balancer, by key.
     settings: Mapping[str, object]
 
 

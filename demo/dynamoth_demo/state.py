@@ -18,7 +18,7 @@ NEWS_KEPT_MAX = 100
 MOVES_TOLD_MAX = 4
 STORIES_SHOWN_MAX = 10
 HOT_SHOWN_MAX = 3
-"""How much of it is kept, and shown. So many moves of one decision are shown besides changes of hot channels."""
+"""How much news is kept; how many moves of one decision, stories and hot channels are shown."""
 
 PUBLISHING = ("players", "performers")
 LISTENING = ("players", "auditors")
@@ -79,7 +79,7 @@ class DemoState:
         self.channels = list(channels)
         self.seconds = seconds
         self.festival = festival
-        #: In words, what goes on.
+        #: The present stage of the demo, in words.
         self.stage = "starting"
         #: Seconds since the players began; 0 before.
         self.elapsed_s = 0.0

@@ -82,7 +82,7 @@ class WorkerOptions:
 
 
 class Worker(ABC):
-    """What players, auditors and performers have in common."""
+    """The base of the workers: players, auditors and performers."""
 
     def __init__(self, options: WorkerOptions, tasks: asyncio.TaskGroup, audit: Audit) -> None:
         self.options = options
@@ -101,7 +101,7 @@ class Worker(ABC):
         self._running: set[asyncio.Task[None]] = set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run something until its end or ours; when it fails, so do we."""
+        """Run a task until it ends or the worker does; a failed task ends the worker."""
         task = self._tasks.create_task(coroutine)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -216,7 +216,7 @@ class Worker(ABC):
             raise ClusterUnavailable(f"{self.errors} calls of clients have failed, the last: {story}")
 
     def tell_story(self, story: str) -> None:
-        """Keep the first of what went wrong."""
+        """Record a failure in words, if there is room for one more."""
         if len(self.stories) < STORIES_MAX:
             self.stories.append(story)
 
@@ -281,7 +281,7 @@ class Auditors(Worker):
 
 
 class Publishers(Worker):
-    """What players and performers have in common."""
+    """The base of players and performers."""
 
     def __init__(self, options: WorkerOptions, tasks: asyncio.TaskGroup) -> None:
         super().__init__(options, tasks, Audit(live=True))
@@ -400,7 +400,7 @@ class Performers(Publishers):
 
 
 async def read_orders() -> AsyncGenerator[dict[str, Any]]:
-    """Give the orders of the demo, which come line by line from stdin."""
+    """Yield the orders of the demo, one per line of stdin."""
     reader = asyncio.StreamReader(LINE_BYTES_MAX)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
@@ -433,7 +433,7 @@ async def _obey(orders: AsyncGenerator[dict[str, Any]], worker: Worker) -> None:
 
 
 async def work() -> None:
-    """Be a worker, from the first line to the end of stdin."""
+    """Run a worker, from the first line to the end of stdin."""
     orders = read_orders()
     first = await anext(orders, None)
     if first is None:

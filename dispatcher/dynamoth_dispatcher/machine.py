@@ -173,7 +173,7 @@ class DispatcherMachine:
         )
 
     def check(self) -> None:
-        """Assert what must hold between the parts after each event."""
+        """Assert the invariants between the parts, after each event."""
         self.transitions.check(self.plan)
         self.forwarder.check()
         self._forwarding.check()

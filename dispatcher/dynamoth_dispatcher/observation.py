@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 It subscribes to ``*``. A server with ``notify-keyspace-events`` also publishes a message for each change of a key. At
 the first of these the dispatcher changes to ``QUIET_PATTERNS``, which match every other name exactly once, so that an
-agent is exactly one receiver of each message. (Not from the start, as so many patterns cost Redis time.)
+agent is exactly one receiver of each message. (Not from the start, because 31 patterns cost Redis time.)
 
 First it asks whether it may unsubscribe, by leaving a pattern that it has not joined. Then both commands leave in one
 write: PSUBSCRIBE of the patterns, PUNSUBSCRIBE of ``*``. Messages published between the two come twice. The

@@ -238,7 +238,7 @@ class Outbox:
         self._count = len(self._items)
 
     def check(self) -> None:
-        """Assert what holds between events."""
+        """Assert the invariants that hold between events."""
         sizes = [len(args[-1]) for args, _ in self._each()]
         assert self._count == len(sizes), f"{len(sizes)} commands on {self.link} are counted as {self._count}"
         assert self._sent <= self._count, f"{self._sent} of {self._count} commands on {self.link} were sent"

@@ -2,8 +2,7 @@
 
 The plan names the servers of a cluster, and it is read from Redis. An attacker who can write it could name a server of
 their own, and would receive the password of every client. So credentials (a password, what a credential provider gives,
-a
-client certificate) go only to
+a client certificate) go only to
 
 - the hosts of the servers that the application, or the configuration of a daemon, names: any port of these hosts,
 - and ``trusted_hosts``: host names (``redis7.example.com``), suffixes (``*.redis.example.com``), networks

@@ -149,7 +149,7 @@ class LoadAnalyzer:
         return self._round_at if self.round.stage is Stage.RESTING else None
 
     def check(self) -> None:
-        """Assert what must hold between the records after each event."""
+        """Assert the invariants between the records, after each event."""
         self.round.check()
         self.channels.check()
         assert self._round_at is not None or self.round.stage is Stage.RESTING, "a round needs a connection"

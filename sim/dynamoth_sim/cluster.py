@@ -185,7 +185,7 @@ def short_options(setting: Setting, *, hold_s_max: float, spread: tuple[float, .
 
 @dataclass(slots=True)
 class Moves:
-    """What became of the changes that were asked for."""
+    """Counts the outcomes of the requested changes."""
 
     asked: int = 0
     settled: int = 0
@@ -287,7 +287,7 @@ class Cluster:
                 pass
 
     def _restart(self, process: Process, reason: str) -> None:
-        """Do as a supervisor does with a process that has ended by itself."""
+        """Start a process again that has ended by itself, as a supervisor does."""
         process.crash(f"ends by itself: {reason}")
         self.world.after(RESTART_S, lambda: None if process.alive else process.start())
 
@@ -332,7 +332,7 @@ class Cluster:
         return client
 
     def begin_at(self, server: str) -> None:
-        """Let clients know this server only, from now on."""
+        """Make this server the only one from which clients find the cluster, from now on."""
         self._seed_urls[:] = [self.servers[server].url]
 
     def drain(self, server: str) -> None:
@@ -380,7 +380,7 @@ class Cluster:
         else:
             self.moves.refused[action.error] += 1
 
-    # Looking in from outside: what no process could know.
+    # Views from outside, which no process has.
 
     def stored_plan(self, server: str) -> Plan | None:
         """Return the plan stored at a server, believed or not."""
@@ -397,7 +397,7 @@ class Cluster:
         return [id_ for id_ in self.servers if id_ not in self.gone]
 
     def newest_plan(self) -> Plan | None:
-        """Return the newest plan that is stored at a server that is present."""
+        """Return the newest plan that any present server stores."""
         plans = [plan for id_ in self.present if (plan := self.stored_plan(id_)) is not None]
         return max(plans, key=lambda plan: plan.version, default=None)
 

@@ -31,16 +31,16 @@ from dynamoth_sim.world.process import MachineFailed
 from dynamoth_sim.world.world import World
 
 SETTLE_S_MAX = 8.0
-"""Within this after the last fault, every transition has settled."""
+"""Longest time from the last fault until every transition has settled."""
 
 DRAINED_S_MAX = 1.5 * SETTLE_S_MAX
-"""Within this a server that is being drained is empty and stopped, while faults go on."""
+"""Longest time in which a server being drained becomes empty and is stopped, while faults go on."""
 
 RECOVERY_S = 1.5
-"""Within this after that, everything is connected, subscribed and verified again (G5: delivery resumes)."""
+"""Time after that in which everything is connected, subscribed and verified again (G5: delivery resumes)."""
 
 FILL_S = 0.3
-"""How often it is tried whether a server that was added takes channels."""
+"""Time between two attempts to move channels to an added server."""
 
 ROUND_S = 0.4
 """The time given to one round of final messages: enough for a publisher to learn a route and to count observers."""
@@ -61,7 +61,7 @@ SEEDS_PER_TASK = 16
 
 @dataclass(slots=True)
 class Outcome:
-    """What came out of one seed."""
+    """The result of one seed."""
 
     seed: int
     name: str

@@ -126,7 +126,7 @@ class _AgentProcess(DaemonProcess[AgentNews]):
         return {"url": parse_server_url(self._config.url).redacted()}
 
     def execute(self, action: AgentNews) -> None:
-        """Log what people want to know; end when another agent is at work."""
+        """Log the reports of the agent; end when another agent is at work."""
         write = self._log.write
         match action:
             case LinkChanged(link, None):

@@ -241,7 +241,7 @@ class Cluster:
         return self._here[server] >= self.options.moves_per_server_max
 
     def check(self) -> None:
-        """Assert what must hold of every plan, whatever the goals did."""
+        """Assert the invariants of every plan, whatever the goals did."""
         moves, options = self.moves.values(), self.options
         assert len(moves) <= options.moves_per_plan_max, f"a plan of {len(moves)} moves"
         for server in self.servers:

@@ -23,7 +23,7 @@ class Hearing:
     """Passes the messages of agents on to the model and the installer."""
 
     def __init__(self, agents: Agents, model: ClusterModel, counters: Counter[str]) -> None:
-        """Share these with the balancer."""
+        """Use the agents, the model and the counters of the balancer."""
         self._agents = agents
         self._model = model
         self._counters = counters

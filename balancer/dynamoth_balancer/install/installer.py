@@ -393,7 +393,7 @@ class Installer:
         return actions
 
     def check(self) -> None:
-        """Assert what must hold between the plan, its transitions and its copies."""
+        """Assert the invariants between the plan, its transitions and its copies."""
         entries = self.plan.entries
         for copy in self._copies.values():
             assert copy.version is None or copy.version <= self.plan.version, f"{copy.server} has {copy.version}"

@@ -176,7 +176,7 @@ class Takeover:
         return book, versions, [*self._conflicts, *conflicts]
 
     def _judge(self, copy: Copy) -> Copy:
-        """Return the copy, believed if any server has it from a balancer, and not from its disk."""
+        """Return the copy; it is believed if a balancer, and not a disk, gave it to any server."""
         believed = any(
             found.header is not None and found.header.believed and _same_copy(found.header.plan, copy.plan)
             for found in self._found.values()

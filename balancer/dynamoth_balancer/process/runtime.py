@@ -107,7 +107,7 @@ class _BalancerProcess(DaemonProcess[BalancerNews]):
         return make_registry(self._machine, self._loop.time, self._recorder)
 
     def describe(self) -> dict[str, Any]:
-        """Return the servers and who this is."""
+        """Return the servers, those being drained, and the incarnation of this balancer."""
         return {
             "servers": {server.id: parse_server_url(server.url).redacted() for server in self._config.servers},
             "draining": sorted(self._config.options.draining),

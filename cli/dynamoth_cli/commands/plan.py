@@ -117,7 +117,7 @@ def _warn(fault: LinkError) -> None:
 
 
 def _shown(plan: Plan, channel: str | None, as_json: bool) -> str:
-    """Return what ``plan show`` prints."""
+    """Return the output of ``plan show``."""
     if channel is None:
         return json.dumps(plan_as_json(plan), indent=2) + "\n" if as_json else plan_as_text(plan)
     name = channel.encode(errors="surrogateescape")
@@ -135,7 +135,7 @@ async def _change(access: Access, arguments: argparse.Namespace) -> Mapping[str,
 
 
 def change_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what the balancer is asked, of what was given on the command line."""
+    """Return the arguments of the request to the balancer, from those of the command line."""
     given = {name: getattr(arguments, name, None) for name in ("to", "mode", "servers", "count")}
     wanted = {name: value for name, value in given.items() if value is not None}
     channel = arguments.channel.encode(errors="surrogateescape")

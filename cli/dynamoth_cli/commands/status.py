@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show how everything is. The exit code is 1 when something that should be there is not."""
+    """Print the state of the cluster. The exit code is 1 when it has a problem."""
     status = asyncio.run(read_status(access_of(arguments)))
     if arguments.json:
         sys.stdout.write(json.dumps(status, indent=2, default=_as_json) + "\n")
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def read_status(access: Access) -> dict[str, Any]:
-    """Return how everything is: ``version``, ``servers``, ``balancer`` (what it says, or None), ``problems``.
+    """Return the state of the cluster: ``version``, ``servers``, ``balancer`` (what it says, or None), ``problems``.
 
     A problem has ``severity``, ``kind``, ``subject``, ``reason`` and ``age_s``; the latter is None for those that this
     process has found by asking the servers itself.
@@ -75,7 +75,7 @@ async def read_status(access: Access) -> dict[str, Any]:
 async def _balancer(
     cluster: ClusterAddress, link: LinkOptions, problems: list[Mapping[str, Any]]
 ) -> Mapping[str, Any] | None:
-    """Return what the balancer says; None, and a problem, when it says nothing."""
+    """Return the status that the balancer gives; None, and a problem, when it does not answer."""
     try:
         return await ask_balancer(
             cluster,
@@ -90,7 +90,7 @@ async def _balancer(
 
 
 def merged(reported: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return what the balancer says, and what we have found ourselves and it has not (yet)."""
+    """Return the balancer's problems, and those that only this process has found."""
     known = {(problem["kind"], problem["subject"]) for problem in reported}
     # Redis disconnects it again and again, and it reports that over another connection.
     known |= {("agent_silent", problem["subject"]) for problem in reported if problem["kind"] == "agent_blind"}
@@ -196,7 +196,7 @@ def _figures(id_: str, server: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def describe_balancer(version: int, balancer: Mapping[str, Any]) -> list[str]:
-    """Return in words what the balancer says: how it is, which channels are replicated, what it decided lately."""
+    """Return the balancer's status in words: its state, the replicated channels, its latest decisions."""
     paused = ", paused" if balancer["paused"] else ""
     lines = [
         f"plan version {version}; balancer: {balancer['stage']}{paused},"

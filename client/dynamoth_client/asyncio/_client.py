@@ -210,7 +210,7 @@ class Redis(redis.asyncio.Redis):
         return Pipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
 
     def set_retry(self, retry: Any) -> None:
-        """Retry as this says from now on; links that are open keep the backoff they have.
+        """Use this ``Retry`` from now on; open links keep their backoff.
 
         A client that has published keeps the time that ``publish`` waits until ``aclose``.
         """
@@ -268,7 +268,7 @@ class Redis(redis.asyncio.Redis):
         return await introspection.plan(self._cluster, self._encoder, channel)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
-        """Close all connections and, as in redis-py, the pool. What still waits fails with ConnectionError.
+        """Close all connections and, as in redis-py, the pool. Calls that still wait fail with ConnectionError.
 
         The client can be used again afterwards, on any event loop. A PubSub that is still read subscribes again.
         """
@@ -297,7 +297,7 @@ class Pipeline(redis.asyncio.client.Pipeline):
         return cast("Any", super()).execute_command(*in_pipeline(self.connection_pool, args), **kwargs)
 
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
-        """Execute what is in the pipeline, as redis-py does; return the results in that order."""
+        """Execute the commands of the pipeline, as redis-py does; return their results, in order."""
         stack = cast("list[tuple[tuple[Any, ...], Any]]", self.command_stack)
         published = [index for index, (args, _) in enumerate(stack) if is_publication(args)]
         results = await super().execute(raise_on_error)

@@ -106,6 +106,6 @@ class HeldMessages(Generic[_Holder, _Action]):
             del self._streams[key]
 
     def check(self) -> None:
-        """Assert what holds between events."""
+        """Assert the invariants that hold between events."""
         assert self.size_bytes == sum(size for _, _, size in self._streams.values()), f"{self.size_bytes} bytes held"
         assert self.size_bytes <= HELD_BYTES_MAX, f"{self.size_bytes} bytes held, which are too many"

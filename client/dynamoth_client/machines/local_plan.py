@@ -51,7 +51,7 @@ class LocalPlan:
 
         """
         self._header = header
-        #: Whether there is no plan, and one server stands for itself; see ``standalone.py``. Never True again.
+        #: Whether there is no plan, but one standalone server; see ``standalone.py``. Once False, it stays False.
         self.is_alone = ALONE in header.servers
         #: Grows whenever any route may have changed: until then users keep the routes that they have looked up.
         self.generation = 0
@@ -195,11 +195,11 @@ class LocalPlan:
             del self._pins[channel]
 
     def is_pinned(self, channel: bytes) -> bool:
-        """Return whether the route of a channel is kept, as it is subscribed to."""
+        """Return whether the route of a channel is kept because the channel is subscribed to."""
         return channel in self._pins
 
     def check(self) -> None:
-        """Assert what holds between events."""
+        """Assert the invariants that hold between events."""
         assert self._routes.keys() == self._used_at.keys(), "a route without the time of its use, or the reverse"
         assert self._names_bytes == sum(map(len, self._routes)), f"{self._names_bytes} bytes of names are wrong"
         assert all(map(self.reachable, self._routes.values())), "a route leads to a server that is not listed"

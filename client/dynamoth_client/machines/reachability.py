@@ -70,7 +70,7 @@ class Unreachable:
 
 
 ReachabilityAction = Ponged | LinkOpened | LinkClosed | Unreachable
-"""What is added to the actions of the machine inside."""
+"""The actions that a ``WatchedSubscriber`` adds to those of its inner machine."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -86,7 +86,7 @@ class Registered:
         self.state = State.ENDED
 
     def check(self) -> None:
-        """Assert what holds between events."""
+        """Assert the invariants that hold between events."""
         assert (self.state is State.JOINING) == (self.confirmed_at == float("inf")), f"confirmed or not: {self}"
         assert (self.state is State.ENDING) == bool(self.unsubscribe_acks_pending), f"ending or not: {self}"
         if self.state is not State.ENDING:
@@ -172,7 +172,7 @@ class Register(Generic[_Subscription, _Memory]):
         self._memories.clear()
 
     def check(self) -> None:
-        """Assert what holds between events."""
+        """Assert the invariants that hold between events."""
         assert self.current.keys().isdisjoint(self.ending), "a name is both current and ending"
         assert len(self._memories) <= self._ended_max, f"{len(self._memories)} names are remembered"
         for name, subscription in self.current.items():

@@ -30,8 +30,8 @@ needless but for one reason: ``previous_at`` is later than the truth by the time
 message published so shortly before the confirmation counts as due. Of the messages held, those that follow each other
 tell of the same moment; the one that came fastest decides.
 
-Whoever may publish on a channel can copy a publisher's id and forge numbers. Nobody can tell a forged message from a
-true one, so for that publisher's messages there nothing is promised but that their loss is not silent. Numbers above
+Anybody who may publish on a channel can copy a publisher's id and forge numbers. Nobody can tell a forged message from
+a true one, so for that publisher's messages there nothing is promised but that their loss is not silent. Numbers above
 ``NUMBER_MAX`` are refused. A jump of more than ``HELD_MAX`` numbers is held, whatever its flags say; if the publisher
 goes on below it in the meantime, it is refused and reported as a gap of one. A message below the number where a stream
 began, or went on behind a gap, is a late copy for ``LATE_S``, and always if an agent has forwarded it: an agent that
@@ -61,7 +61,7 @@ UNDER_WAY_S_MAX = QUIET_MS_MAX / 1000
 is under way that long."""
 
 NUMBER_MAX = 2**44
-"""No publisher has come so far: a million messages a second would take half a year."""
+"""The largest accepted number. No publisher gets there: a million messages a second would take half a year."""
 
 LATE_S = 20.0
 """How late a copy may come that its publisher itself has sent, again and again: twice what a publish may take."""
@@ -117,7 +117,7 @@ class Held(NamedTuple):
     at: float
     #: The latest time at which the previous message (of a heartbeat: its own) may have been published.
     previous_at: float
-    #: What the stream expected then.
+    #: The number that the stream expected when this arrived.
     expected: int = 0
 
     def size_bytes(self) -> int:
@@ -131,7 +131,7 @@ class Stream:
 
     #: The number to be delivered next; None while the stream is opening.
     next: int | None
-    #: Number to what waits for an earlier one.
+    #: Number to the held message, which waits for an earlier one.
     held: dict[int, Held] = field(default_factory=dict[int, Held])
     #: Sum of the sizes of these.
     held_bytes: int = 0
@@ -346,7 +346,7 @@ class _Rare:
 
 
 _NO_STREAMS: dict[int, Stream] = {}
-"""Of a channel without messages: nothing is ever put in here."""
+"""The empty table of a channel without messages; never filled."""
 
 
 class Sequences:
@@ -522,7 +522,7 @@ class Sequences:
             stream.swept_at = stream.next
 
     def check(self) -> None:
-        """Assert what holds between events."""
+        """Assert the invariants that hold between events."""
         rare = self._rare
         if rare is None:
             return

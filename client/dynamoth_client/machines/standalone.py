@@ -1,4 +1,4 @@
-"""A server alone: how a client works with one plain Redis, without agents and balancer.
+"""A standalone server: how a client works with one plain Redis, without agents and balancer.
 
 Theory of operation
 -------------------
@@ -6,8 +6,8 @@ Where an application names one server only, and that stores no plan, a client ma
 that server (``plan_of``). Listening and publishing work as they always do, and the absence of a stored plan confirms
 the routes.
 
-That must not happen by mistake, as such a client would talk to itself in a cluster whose plan is away for a moment.
-So nobody of Dynamoth may be at work at the server (``Look.is_occupied``), and the server must be up for ``FRESH_S``:
+It must not happen in a cluster whose plan is missing for a moment: such a client would reach nobody else. So no agent
+or balancer may be at work at the server (``Look.is_occupied``), and the server must be up for ``FRESH_S``:
 one that has just restarted without its data is found by its agent and by the balancer within that time.
 
 When the plan appears, at that same server, machines follow it:
@@ -31,7 +31,7 @@ from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL
 from dynamoth.plan.plan import Plan, Server
 
 ALONE = "(alone)"
-"""What the server is called until it is known by the id that a plan gives it. No id in a plan looks like this."""
+"""The id of the server until a plan gives it another one. No id in a plan looks like this."""
 
 FRESH_S = 3.0
 """How long a server must be up. Agents and balancers pause for at most 1 s between two attempts to connect, and an
@@ -51,7 +51,7 @@ _UPTIME = re.compile(rb"^uptime_in_seconds:(\d+)", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a look at a server that stores no plan has shown."""
+    """The state of a server that stores no plan: who listens there, and since when it is up."""
 
     #: How many agents and balancers listen there. None: the server does not tell.
     agents: int | None
@@ -61,11 +61,11 @@ class Look:
 
     @property
     def is_occupied(self) -> bool:
-        """Whether anybody of Dynamoth is at work there, or may be."""
+        """Whether an agent or a balancer is, or may be, at work there."""
         return self.agents is None or self.balancers is None or self.agents + self.balancers > 0
 
     def is_alone(self, watched_s: float) -> bool:
-        """Return whether the server stands for itself; ``watched_s``: for how long nothing else was seen there."""
+        """Return whether the server is standalone; ``watched_s``: for how long nobody else was seen there."""
         return not self.is_occupied and max(watched_s, self.uptime_s or 0.0) >= FRESH_S
 
 
@@ -80,5 +80,5 @@ def read_look(presence: Any, info: Any) -> Look:
 
 
 def plan_of(url: str) -> Plan:
-    """Return the plan that stands for a server alone."""
+    """Return the plan that a client makes up for a standalone server."""
     return Plan.initial([Server(ALONE, url)])

@@ -1,4 +1,4 @@
-"""Commands that are given by name: which of them are for the whole cluster, and what becomes of them in a pipeline."""
+"""Commands given by name (``execute_command``): which go to the whole cluster, and how they enter a pipeline."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from dynamoth_client.redis_py.pools import Pool
 from dynamoth_client.redis_py.settings import connection_encoder
 
 COUNT_AGENTS = ("PUBSUB", "NUMSUB", AGENT_CHANNEL)
-"""Its answer ends with the number of agents, whom a server counts among those who got a message."""
+"""Asks a server for the number of its agents, which it counts as receivers. The number is the last item of the
+answer."""
 
 _QUESTIONS_MAX = {"CHANNELS": 1, "NUMSUB": None, "NUMPAT": 0, "SHARDCHANNELS": 1, "SHARDNUMSUB": None}
-"""What PUBSUB can be asked for the whole cluster, and with how many arguments; None for any number."""
+"""Subcommands of PUBSUB that the whole cluster answers, and their most arguments; None for any number."""
 
 
 def routed(args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]] | None:
-    """Return the method of the client that executes a command, and its arguments; None where the first server does.
+    """Return the client's method for a command, and its arguments; None for a command that the first server executes.
 
-    That is ``publish``, ``spublish`` or ``pubsub_...``. What has a wrong number of arguments is for Redis to refuse.
+    That is ``publish``, ``spublish`` or ``pubsub_...``. A command with a wrong number of arguments goes to Redis, which
+    refuses it.
     """
     name = _upper(args[0]) if args else ""
     if name in ("PUBLISH", "SPUBLISH"):
@@ -70,7 +72,7 @@ def without_agents(receivers: Any, agents: int) -> Any:
 
 
 def _upper(word: Any) -> str:
-    """Return a word of a command, which may be text or bytes, in upper case; nothing for what is no word."""
+    """Return a word of a command, which may be text or bytes, in upper case; empty for anything else."""
     if isinstance(word, bytes):
         return word.decode(errors="replace").upper()
     return word.upper() if isinstance(word, str) else ""

@@ -1,4 +1,4 @@
-"""What the asynchronous and the synchronous client share: how they are made, and which names they publish to."""
+"""Constructs clients, asynchronous and synchronous, from redis-py's arguments and URLs, and checks channel names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FALSE = ("0", "false", "no", "off")
 
 
 class GuaranteesOff(UserWarning):
-    """Given once per client that is made with ``envelope=False``."""
+    """Warned once per client made with ``envelope=False``: its messages have no guarantees."""
 
 
 @dataclass(frozen=True, slots=True)

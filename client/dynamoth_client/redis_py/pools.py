@@ -1,4 +1,4 @@
-"""What clients share that share a connection pool of redis-py, and what must be known beside the pool."""
+"""The state that all clients of one redis-py connection pool share: users, credentials and trusted hosts."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ _U = TypeVar("_U", bound=User)
 
 
 class ConnectionLimit:
-    """Lets no more publishers and PubSubs be open than ``max_connections`` allows, on any number of event loops.
+    """Limits the publishers and PubSubs that are open, on any number of event loops, to ``max_connections``.
 
     Each has one connection to a server, so that is a bound for every server. (A PubSub with both channels and patterns
     has two, and counts as one, as it does in redis-py.)
     """
 
     def __init__(self, limit: int | None) -> None:
-        """Make a limit; None for none."""
+        """Set the limit; None for no limit."""
         self._limit = limit
         self._lock = threading.Lock()
         self._users: weakref.WeakSet[User] = weakref.WeakSet()
 
     def admit(self, make: Callable[[], _U]) -> _U:
-        """Make another one.
+        """Make another user within the limit.
 
         Raises:
             redis.exceptions.MaxConnectionsError: there are as many as may be.
@@ -72,7 +72,7 @@ class ConnectionLimit:
 
 @dataclass(slots=True, eq=False)
 class PoolState:
-    """What clients of one pool share."""
+    """The state that the clients of one pool share."""
 
     connections: ConnectionLimit
     #: The pool's ``credential_provider``, as links ask it; None where there is none.
@@ -89,7 +89,7 @@ _states: weakref.WeakKeyDictionary[Pool, PoolState] = weakref.WeakKeyDictionary(
 
 
 def state_of(pool: Pool) -> PoolState:
-    """Return what the clients of a pool share."""
+    """Return the state that the clients of a pool share."""
     return _states.get(pool) or _states.setdefault(
         pool, PoolState(ConnectionLimit(_limit_of(pool)), _credentials_of(pool))
     )
@@ -97,7 +97,7 @@ def state_of(pool: Pool) -> PoolState:
 
 def name_limit(pool: Pool, arguments: Mapping[str, Any]) -> None:
     """Limit the connections of a pool if its arguments name ``max_connections``, be it redis-py's default."""
-    if arguments.get("max_connections"):  # what is nothing stands for the default, there as here
+    if arguments.get("max_connections"):  # redis-py also takes 0 and None for its default
         state_of(pool).connections = ConnectionLimit(cast("Any", pool).max_connections)
 
 

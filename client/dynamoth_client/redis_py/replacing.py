@@ -3,7 +3,7 @@
 Theory of operation
 -------------------
 A library finds redis-py's class in a name of its own module: ``redis``, ``aioredis``, ``StrictRedis`` ... That name is
-given what is ours, in the modules that are known to work and in those that the application names; redis-py itself stays
+set to our class, in the modules that are known to work and in those that the application names; redis-py itself stays
 as it is. So it does not matter how a library imports redis-py, nor whether it was imported before; and a library that
 is not named keeps redis-py's client. Celery and kombu are such: they use parts of a connection that nobody else does,
 and their queues are keys, not channels.
@@ -41,7 +41,7 @@ KNOWN = (
 
 
 class NotReplaced(UserWarning):
-    """Given for what keeps redis-py's client although its module was to get ours, with what to do."""
+    """Warned for each name that keeps redis-py's client although its module was to get ours; says what to do."""
 
 
 class Replacement:
@@ -89,7 +89,7 @@ class Replacement:
 
 
 class _Finder(MetaPathFinder):
-    """Lets modules that are imported later be looked at as soon as they are."""
+    """An import finder that replaces names in modules as soon as they are imported."""
 
     def __init__(self, replacement: Replacement, modules: Sequence[str]) -> None:
         self._replacement = replacement

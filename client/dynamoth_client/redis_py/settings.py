@@ -62,7 +62,7 @@ _UNSUPPORTED["ssl_validate_ocsp_stapled"] = _UNSUPPORTED["ssl_validate_ocsp"]
 
 
 class OptionIgnored(UserWarning):
-    """Given when a client begins to publish or subscribe, for what only other commands can make use of."""
+    """Warned when a client begins to publish or subscribe, for each option that only other commands can use."""
 
 
 class Encoder(Protocol):
@@ -106,7 +106,7 @@ def connection_encoder(pool: Pool) -> Encoder:
 
 
 def keep_arguments(pool: Pool, keywords: Mapping[str, Any]) -> None:
-    """Keep, for the links, what a pool does not tell of the arguments that redis-py has made it of."""
+    """Keep, for the links, the constructor arguments that cannot be read back from a pool of redis-py."""
     name_limit(pool, keywords)
     kept = options_of(pool)
     state_of(pool).left_out.update(

@@ -41,7 +41,7 @@ class Timer(Protocol):
     """A call that is due later."""
 
     def cancel(self) -> None:
-        """Do not make it."""
+        """Cancel the call."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What the publications and the subscriptions of one client share: the bootstrap, the local plan, the event loop."""
+"""The state that all publications and subscriptions of one client share: bootstrap, local plan, event loop."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ class Cluster:
 _all: weakref.WeakSet[Cluster] = weakref.WeakSet()
 
 _inherited: list[object] = []
-"""What belongs to the parents of this process: never to be collected, as it would complain of not being closed."""
+"""Objects of this process's parents. They are kept, because collecting them would warn that they are not closed."""
 
 
 def _after_fork() -> None:

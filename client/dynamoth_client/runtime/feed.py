@@ -76,7 +76,7 @@ _SHARDED_COMMANDS = ("ssubscribe", "sunsubscribe")
 FeedAction = (
     RegisterAction | Deliver | GapDetected | DeliverMatched | PatternGapDetected | NewerSoftware | ReachabilityAction
 )
-"""What the machines ask for, apart from what the driver executes."""
+"""The machines' actions that the feed executes itself, not the driver."""
 
 _logger = logging.getLogger("dynamoth_client")
 
@@ -207,7 +207,7 @@ class Feed:
             await asyncio.wait({self._news}, timeout=left_s)
 
     def _wake(self) -> None:
-        """Make those who wait for confirmations look again."""
+        """Wake the tasks that wait for confirmations, so that they look again."""
         news, self._news = self._news, None
         if news is not None:
             news.set_result(None)

@@ -116,8 +116,8 @@ class MessageQueue:
         if bound < 1:
             raise redis.exceptions.DataError(f"max_queue must be at least 1, not {bound}")
         self.bound = bound
-        #: Oldest first. Readers pop from the left themselves, and call ``relieve`` while ``is_full``, and ``has_read``
-        #: for a notice or an error. Whoever adds messages here itself calls ``grown``.
+        #: Oldest first. Readers pop from the left and then call ``relieve`` while ``is_full``, and ``has_read``
+        #: for a notice or an error. Code that adds messages here directly calls ``grown``.
         self.items: deque[Item] = deque()
         #: How many items make it full: ``bound``, and the notices and errors.
         self.limit = bound

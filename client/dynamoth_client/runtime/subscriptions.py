@@ -59,7 +59,7 @@ class Subscriptions(redis.asyncio.client.PubSub):
     pending_unsubscribe_shard_channels: set[Channel]
 
     _family = "redis.asyncio"
-    """What of redis-py the application uses, for the texts of errors."""
+    """The module of redis-py that the application's client replaces, for error texts."""
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class Subscriptions(redis.asyncio.client.PubSub):
             self._requests.popleft()(feed)
 
     async def _opened(self) -> Feed:
-        """Return the feed. Whoever waits shares the result; a failure ends all that was asked for."""
+        """Return the open feed. Concurrent callers share the result; a failure ends all requested subscriptions."""
         was_begun, self._is_begun = self._is_begun, True
         if isinstance(self._queue.error, ClientClosed):
             self._restart_after_close()

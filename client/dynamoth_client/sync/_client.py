@@ -87,8 +87,8 @@ class Redis(redis.Redis):
         self._envelope = envelope
         self._encoder = connection_encoder(pool)
         settings = partial(read_settings, pool, seeds)
-        # Two of them, so that who publishes and who waits for messages never wait for each other. A publication is
-        # answered soonest if its caller drives; a subscription is to outlive whatever happens to the thread that reads.
+        # Two of them, so that publishers and readers never wait for each other. A publication is answered soonest if
+        # its caller drives; a subscription must survive an exception in the thread that reads.
         self._cluster = SyncCluster(settings, envelope=envelope, callers_drive=True)
         self._subscriptions = SyncCluster(settings, envelope=envelope, callers_drive=False)
         if not envelope:
@@ -151,7 +151,7 @@ class Redis(redis.Redis):
         return Pipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
 
     def set_retry(self, retry: Any) -> None:
-        """Retry as this says from now on; links that are open keep the backoff they have.
+        """Use this ``Retry`` from now on; open links keep their backoff.
 
         A client that has published keeps the time that ``publish`` waits until ``close``.
         """
@@ -199,7 +199,7 @@ class Redis(redis.Redis):
         return self._cluster.ask(introspection.plan, self._encoder, channel)
 
     def close(self) -> None:
-        """Close the PubSubs, the links and, as in redis-py, the pool. What still waits fails with ConnectionError.
+        """Close the PubSubs, the links and, as in redis-py, the pool. Calls that still wait fail with ConnectionError.
 
         The client can be used again afterwards.
         """
@@ -235,7 +235,7 @@ class Pipeline(redis.client.Pipeline):
         return cast("Any", super()).execute_command(*in_pipeline(self.connection_pool, args), **kwargs)
 
     def execute(self, raise_on_error: bool = True) -> list[Any]:
-        """Execute what is in the pipeline, as redis-py does; return the results in that order."""
+        """Execute the commands of the pipeline, as redis-py does; return their results, in order."""
         stack = cast("list[tuple[tuple[Any, ...], Any]]", self.command_stack)
         published = [index for index, (args, _) in enumerate(stack) if is_publication(args)]
         results = super().execute(raise_on_error)

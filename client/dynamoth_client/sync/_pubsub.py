@@ -33,7 +33,7 @@ class _Subscription:
 
 
 _Inherited = dict[str, dict[Any, Handler | None]]
-"""What the parent of a forked child had subscribed to, with the handlers, by the commands to subscribe."""
+"""Subscriptions of the parent of a forked child, with their handlers, by the commands to subscribe."""
 
 
 class _Inner(Reader):
@@ -80,7 +80,7 @@ class _Inner(Reader):
 
 
 class Connection:
-    """What stands for all connections of a PubSub, with what applications use of redis-py's."""
+    """Stands for all connections of a PubSub, with the attributes of redis-py's that applications use."""
 
     def __init__(self, feed: Feed, cluster: SyncCluster) -> None:
         self._feed = feed

@@ -1,4 +1,4 @@
-"""What the publications of one synchronous client share, or its subscriptions: a cluster on a loop for threads."""
+"""A ``Cluster`` on an event loop that threads share: a synchronous client has one to publish, one for its PubSubs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An event loop for threads that take turns: whoever drives it runs callbacks until its own result is there.
+"""An event loop that threads drive in turns: the driving thread runs callbacks until its own result is there.
 
 Theory of operation
 -------------------
@@ -61,10 +61,10 @@ Address = tuple[socket.AddressFamily, Any]
 
 
 class Outcome(Protocol):
-    """What a driver waits for, such as a future."""
+    """The result that a driver waits for, such as a future."""
 
     def done(self) -> bool:
-        """Whether it is there."""
+        """Whether the result is there."""
         ...
 
 
@@ -76,7 +76,7 @@ class Loop(asyncio.AbstractEventLoop):
     def __init__(self) -> None:
         self._poller = poller = _Epoll() if hasattr(select, "epoll") else _Selector()
         self._wait, self._readable, self._writable = poller.wait, poller.readable, poller.writable
-        #: What is called when a descriptor can be read, or written.
+        #: The callbacks for descriptors that can be read, or written.
         self._readers: dict[int, Callable[[], object]] = {}
         self._writers: dict[int, Callable[[], object]] = {}
         #: Every open socket, connected or not.

@@ -48,7 +48,7 @@ _T = TypeVar("_T")
 
 
 class _Waiter:
-    """A thread whose request somebody else has to begin, and perhaps to finish."""
+    """A thread whose request another thread begins, and perhaps finishes."""
 
     __slots__ = ("_is_done", "error", "future", "may_drive", "thread", "wake")
 
@@ -100,7 +100,7 @@ class _Bell:
 
 
 class _Leaving:
-    """What the keeper waits for while it drives: that somebody else wants the turn."""
+    """Ends the keeper's drive: done when another thread wants the turn."""
 
     is_wanted = False
 
@@ -416,7 +416,7 @@ class SharedLoop:
                     self._close()
 
     async def _end_rest(self) -> None:
-        """End what requests have begun that came while we ended, and let all who wait have their outcome."""
+        """End the work of requests that came during the shutdown, and give all waiting threads their outcome."""
         self._has_ended = True
         await self._on_end()
         left = asyncio.all_tasks() - {asyncio.current_task()}
@@ -427,7 +427,7 @@ class SharedLoop:
         await asyncio.sleep(0)  # what has ended before tells its waiter in this turn
 
     def _close(self) -> None:
-        """Close the loop. Who still waits has lost the request, as it was interrupted or came too late."""
+        """Close the loop. Requests that still wait are lost: they were interrupted, or came too late."""
         self._loop.close()
         for waiter in list(self._waiting):
             waiter.error = errors.ClientClosed()
@@ -462,7 +462,7 @@ def stop_daemon_thread() -> None:
 
 
 def _outcome(future: asyncio.Future[_T]) -> _T:
-    """Return or raise what has become of a request; raise what crashed its machine, if that did.
+    """Return or raise the outcome of a request; raise the exception that crashed its machine, if it crashed.
 
     Nobody waits for a request any more that was cancelled, unless the end of the loop did that.
     """

@@ -47,7 +47,7 @@ TAKE_S_MAX = 0.5
 FREEZE_S_MAX = 3 * SILENCE_S_MAX
 
 SERVERS_MAX = 5
-"""No more are added."""
+"""Most servers that a cluster grows to."""
 
 LOOK_S = 0.2
 """How often an operator looks whether a server is empty."""
@@ -56,7 +56,7 @@ STOP_S = 0.3
 """How soon after that, at most, the server is stopped."""
 
 KILL_AT_S_MAX = 2.0
-"""No longer is waited for a channel at the server that dies."""
+"""Longest wait for a channel to come to the server that dies."""
 
 FLOOD_S_MAX = 3.0
 
@@ -66,16 +66,17 @@ REFUSE_S_MAX = 2.0
 """Longer than a lease."""
 
 SETTLED_S_MAX = 2.0
-"""No longer is waited for a move to settle."""
+"""Longest wait for a move to settle."""
 
 POLL_S = 0.01
 
 LEASE_LOST_S = 2.6
-"""Longer than the lease of the simulated balancers lasts, and is left alone by those who wait for it."""
+"""How long a balancer hangs so that another one takes over: longer than its lease lasts and the other one then
+waits."""
 
 
 class Chaos:
-    """Does the faults of a profile to a cluster, from :meth:`start` until :meth:`stop`."""
+    """Injects the faults of a profile into a cluster, from :meth:`start` until :meth:`stop`."""
 
     def __init__(self, cluster: Cluster, profile: Profile) -> None:
         self._cluster = cluster
@@ -122,7 +123,7 @@ class Chaos:
         self._once = [faults[name] for name in profile.once]
 
     def start(self) -> None:
-        """Begin."""
+        """Start to inject faults."""
         if "meddle" in self._profile.faults:
             for server in self._cluster.servers.values():
                 server.meddle = self._meddle
@@ -138,7 +139,7 @@ class Chaos:
         return [f"{LEAVER} cannot be stopped: {self._cluster.channels_left(LEAVER)} channels are left there"]
 
     def stop(self) -> None:
-        """End: what is broken is mended, what is down is started, and the network is quick."""
+        """Stop: repair everything that is broken, start everything that is down, and make the network quick."""
         self._stopped = True
         for undo in list(self._undo.values()):
             undo()
@@ -180,7 +181,7 @@ class Chaos:
         self._random.choice(self._cluster.clients).pause(PAUSE_S_MAX * self._random.random())
 
     def _stall_server(self) -> None:
-        """The server computes something long and reads nothing."""
+        """A server reads nothing for a while, as if a long command blocked it."""
         server = self._random.choice(list(self._cluster.servers))
         connections = self._cluster.network.connections(server=server)
         for connection in connections:
@@ -203,7 +204,7 @@ class Chaos:
         self._cut(self._cluster.balancer.name)
 
     def _rival_balancer(self) -> None:
-        """The balancer stands still until it has lost its lease, and another takes over; then it goes on."""
+        """The balancer hangs until it has lost its lease and another one has taken over; then it goes on."""
         rival = self._cluster.rival
         if not rival.alive:
             rival.start()
@@ -384,7 +385,7 @@ class Chaos:
             self._until(DOWN_S_MAX * self._random.random(), agent.start)
 
     def _hang_agent(self) -> None:
-        """An agent stands still until somebody kills it: what it has not read is lost."""
+        """An agent hangs until somebody kills it: the messages that it has not read are lost."""
         self._hang(self._random.choice(list(self._cluster.agents.values())))
 
     def _hang(self, agent: Process) -> None:
@@ -410,7 +411,7 @@ class Chaos:
             self._until(DOWN_S_MAX * self._random.random(), client.start)
 
     def _kill_server(self) -> None:
-        """A server dies for good, where a channel is if that comes to be; some hear nothing of it already before."""
+        """A server dies for good, if possible with a channel; some of its connections deliver nothing before that."""
         plan = self._cluster.newest_plan()
         is_used = plan is not None and any(
             entry.live_routes == (entry.route,) and entry.route.assignment == single(LEAVER)
@@ -460,7 +461,7 @@ class Chaos:
         self._until(FREEZE_S_MAX * self._random.random(), self._cluster.network.freeze(server))
 
     def _overflow(self) -> None:
-        """Output buffers are small for a while: whoever does not read is thrown out."""
+        """Output buffers are small for a while: servers disconnect clients that do not read."""
         server = self._random.choice(list(self._cluster.servers.values()))
         server.output_buffer_bytes_max = 500
 

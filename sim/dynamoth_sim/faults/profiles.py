@@ -103,7 +103,7 @@ LOSSLESS = (
     ),
     Profile("mixed", (*LOSSLESS_FAULTS, "meddle"), interval_s=0.2),
 )
-"""In these nothing may be lost."""
+"""Profiles whose faults may lose no message."""
 
 LOSSY = (
     Profile(
@@ -170,7 +170,7 @@ LOSSY = (
         forwards_max=FEW_FORWARDS,
     ),
 )
-"""In these messages may be lost, and subscribers report it."""
+"""Profiles whose faults may lose messages; subscribers must report each loss."""
 
 PROFILES: dict[str, Profile] = {
     profile.name: profile for profile in (*LOSSLESS, *(replace(profile, losses_allowed=True) for profile in LOSSY))

@@ -46,7 +46,7 @@ class Administrator:
         self._again_at: float | None = None
 
     def handle(self, event: Any, now: float) -> list[Any]:
-        """Take one event; return the actions to execute, in order."""
+        """Handle one event; return the actions to execute, in order."""
         match event:
             case Start():
                 return [Connect(server.id, server.url) for server in self._servers]
@@ -71,7 +71,7 @@ class Administrator:
         return []
 
     def deadline(self) -> float | None:
-        """Return when what is unanswered is asked again."""
+        """Return when unanswered requests are sent again."""
         return self._again_at
 
     def _ask(self, request: int) -> list[Any]:

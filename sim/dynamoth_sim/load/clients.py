@@ -86,7 +86,7 @@ class HeaderReader:
         self._info: Any = None
 
     def handle(self, event: Any, now: float) -> list[Any]:
-        """Take one event; return the actions to execute, in order."""
+        """Handle one event; return the actions to execute, in order."""
         self._retry_at = None
         match event:
             case Start():
@@ -215,12 +215,12 @@ class Client:
         self.on_ready(self)
 
     def pause(self, duration_s: float) -> None:
-        """Let the whole client stand still."""
+        """Pause all processes of the client."""
         for process in self.processes:
             process.pause(duration_s)
 
     def crash(self, connections_linger: bool = False) -> None:
-        """End the whole client at once."""
+        """Crash all processes of the client."""
         for process in self.processes:
             process.crash("crashes", connections_linger)
         if self.publisher is not None:
@@ -315,7 +315,7 @@ class SubscriberApp(_App):
         self.process = Process(
             client.world, client.network, name, self._machine, self._acted, on_pushes=self._take_expected
         )
-        #: Where everything waits for the application, if that is slow.
+        #: The queue of an application that reads slowly.
         self._reader: SlowReader | None = None
 
     def _machine(self, incarnation: int) -> SubscriberMachine:

@@ -7,15 +7,15 @@ from dynamoth_sim.cluster import Cluster
 from dynamoth_sim.world.redis import OUTPUT_BUFFER_BYTES_MAX
 
 CHANNEL = INBOX_PREFIX + b"nobody"
-"""Agents get what is published there, and nobody else does."""
+"""The flooded channel. Only agents receive it."""
 
 MESSAGE = b"x" * 2000
 INTERVAL_S = 0.004
 READ_BYTES_PER_S = 100_000.0
-"""What the agent reads: a fifth of what comes. What has come before the flood is read at once."""
+"""The agent's reading rate: a fifth of the flood. Earlier messages are read at once."""
 
 BUFFER_BYTES = 60_000
-"""What the server keeps for a connection that does not read: a sixth of a second of the flood."""
+"""The output buffer of a connection at the server: a sixth of a second of the flood."""
 
 
 class Flood:
@@ -29,7 +29,7 @@ class Flood:
         self._stopped = False
 
     def start(self) -> None:
-        """Begin."""
+        """Start the flood."""
         self._note("much is published here")
         self._read_on = self._network.slow_down(self._agent.name, self._server.id, READ_BYTES_PER_S)
         self._server.output_buffer_bytes_max = BUFFER_BYTES

@@ -95,7 +95,7 @@ class PlainSubscriberApp:
         return all(self._audit.is_open(self.name, channel) for channel in self.channels)
 
     def stop(self) -> None:
-        """End it, as it is upgraded: what is under way is not due to it any more."""
+        """Stop the application for its upgrade: messages under way are not due to it any more."""
         for channel in self.channels:
             self._audit.ending(self.name, channel)
         self._audit.subscriber_died(self.name, self._world.now)

@@ -1,4 +1,4 @@
-"""An application that reads slowly: what its subscriber delivers waits in the client's own bounded queue.
+"""An application that reads slowly: its messages wait in the client's own bounded queue.
 
 The queue, and what becomes of messages while it is full (``when_full="block"``), are those of the real client. Only
 their bounds are smaller, and the times shorter, as everything here is.
@@ -18,13 +18,13 @@ from dynamoth_sim.world.world import World
 
 QUEUE_MAX = 4
 SPILLED_MAX = 12
-"""Few enough that a burst of messages passes both."""
+"""Bounds of the queue and of the spill: a burst of messages exceeds both."""
 
 PAYLOAD_BYTES = 16
-"""More than payloads have here."""
+"""Counted size of a payload; real payloads here are smaller."""
 
 PAUSE_S_MAX = 0.1
-"""A tenth of the client's own."""
+"""A tenth of the real client's ``PAUSE_S_MAX``."""
 
 
 class SlowReader:
@@ -61,7 +61,7 @@ class SlowReader:
         world.after(take_s, self._take)
 
     def put(self, action: Any) -> None:
-        """Let an action of the machine wait for the application."""
+        """Queue an action of the machine for the application."""
         if type(action) is not Deliver:
             self._put_notice(action)
         elif self._queue.is_full:
@@ -70,7 +70,7 @@ class SlowReader:
             self._queue.extend(action.messages)
 
     def read_all(self) -> None:
-        """Let the application read everything at once, for good."""
+        """Read everything that waits, and from now on everything at once."""
         self._is_over = True
         while self._process.alive and self._queue.items:
             self._read_one()

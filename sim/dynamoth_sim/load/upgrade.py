@@ -17,17 +17,17 @@ SERVER = "s1"
 """The server that plain clients know."""
 
 PATTERN = b"ch[01]"
-"""Matches two channels of the workload."""
+"""The pattern of the rule: it matches two channels of the workload."""
 
 RULES = (CompatibilityRule(PATTERN, SERVER),)
-"""With which the cluster begins."""
+"""The compatibility rules with which the cluster begins."""
 
 LOOK_S = 0.2
 """How often an operator looks whether the next step is done."""
 
 QUIET_S = 1.0
-"""How long an operator waits before channels become plain, and before plain clients come back: longer than a client
-stands still."""
+"""How long an operator waits before channels become plain, and before plain clients come back: longer than a client is
+paused."""
 
 
 class Upgrade:

@@ -18,7 +18,7 @@ from dynamoth_sim.load.upgrade import Upgrade
 
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
-    """How much happens. "Moves" are all changes of where a channel is, replication included."""
+    """How much a workload does. "Moves" are all changes of a channel's assignment, replication included."""
 
     channels: int = 3
     #: A server that leaves in the end: no channel is at home there, and half of the moves lead there.
@@ -58,7 +58,7 @@ PATTERNS = (b"*", b"ch*", b"ch[02]", b"*1", b"[^a-f]?*", b"rgame:?:1")
 share: so a publish counts each as one receiver."""
 
 LATE_PATTERN = b"c*"
-"""What is subscribed to in the end, where a server is gone."""
+"""The pattern that is subscribed to at the end of a run in which a server has gone."""
 
 NAMES_MAX = 50
 """The number of names to choose channels from."""

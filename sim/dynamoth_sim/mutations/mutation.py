@@ -12,7 +12,7 @@ Mutation = Callable[[], AbstractContextManager[None]]
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Generator[None]:
-    """Put others in the place of attributes of a class or module, and put them back in the end."""
+    """Replace attributes of a class or module within the block, and restore them at its end."""
     originals = {name: owner.__dict__[name] for name in attributes}
     for name, value in attributes.items():
         setattr(owner, name, value)
@@ -24,11 +24,11 @@ def replaced(owner: Any, **attributes: Any) -> Generator[None]:
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Do nothing: stands for a function or method that is called for what it does."""
+    """Do nothing: replaces a function or method whose result is ignored."""
 
 
 def no_actions(*_: Any, **__: Any) -> list[Any]:
-    """Return no actions: stands for a method of a machine."""
+    """Return no actions: replaces a method of a machine."""
     return []
 
 

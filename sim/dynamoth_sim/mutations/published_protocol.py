@@ -55,7 +55,7 @@ from dynamoth_sim.scenarios.replication import pairs
 _Alike = tuple[int, int, int]
 
 _NOWHERE = Forwarding((), (), (), 0, stale=False)
-"""No copy, and no report."""
+"""A decision of the dispatcher to forward nothing and to notify nobody."""
 
 
 @contextmanager

@@ -67,7 +67,7 @@ class Stage:
         self.world.run_until(self.world.now + duration_s)
 
     def wait(self, what: str, condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
-        """Let time pass until a condition holds; that it never does is a failure, and the end of the scene."""
+        """Let time pass until a condition holds; if it does not in time, the scenario fails and ends."""
         if not self.world.run_until_true(condition, self.world.now + patience_s, poll_s=0.01):
             self.expect(what, False)
             raise SceneFailed(what)

@@ -71,7 +71,7 @@ class Pipe:
         self._last = 0.0
         #: When the line has transmitted everything that was sent (only with a rate).
         self._free_at = 0.0
-        #: How many want this pipe to stand still.
+        #: How many holds are in force; the pipe delivers nothing while there is one.
         self._holds = 0
         #: How many of the oldest packets would have arrived if nobody held the pipe.
         self._due = 0
@@ -109,7 +109,7 @@ class Pipe:
             self._receive(self._packets.popleft())
 
     def hold(self) -> None:
-        """Let nothing arrive until :meth:`release` has been called as often as this."""
+        """Hold the pipe: nothing arrives until :meth:`release` has been called as often."""
         self._holds += 1
 
     def release(self) -> None:
@@ -331,7 +331,7 @@ class Network:
         self._world.trace.add((self._world.now, "fault", connection.process, connection.server, None, None, text))
 
     def calm(self) -> None:
-        """From now on everything is quick, on old connections and new ones."""
+        """Make everything quick from now on, on old connections and new ones."""
         self._delays_of = _calm
         for connection in self.connections():
             connection.to_server.delays = CALM
@@ -377,7 +377,7 @@ class Network:
         return heal
 
     def _hold(self, partition: _Partition, connection: Connection) -> None:
-        """Hold up a connection; whoever opened it gives it up when that lasts."""
+        """Hold up a connection; its process gives it up after a long hold."""
         partition.hold(connection)
 
         def give_up() -> None:

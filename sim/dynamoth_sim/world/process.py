@@ -70,7 +70,7 @@ class _Together:
 
 
 def _kind(item: Any) -> object:
-    """Return what consecutive items have in common that make one event."""
+    """Return the kind of an item: consecutive items of equal kind are one event."""
     if isinstance(item, Reply):
         return item.tag if isinstance(item.tag, _Together) else Reply
     return cast("type[object]", type(item))
@@ -131,7 +131,7 @@ class Process:
 
     @property
     def paused(self) -> bool:
-        """Whether the process stands still."""
+        """Whether the process is paused."""
         return self._pauses > 0
 
     def start(self) -> None:
@@ -163,7 +163,7 @@ class Process:
         self._postponed = []
 
     def pause(self, duration_s: float | None = None) -> None:
-        """Stand still: nothing is handled, timers wait, and input queues up. None: until :meth:`resume`."""
+        """Pause: handle nothing, let timers wait and input queue up. None: until :meth:`resume`."""
         self._note("fault", "pauses" if duration_s is None else f"pauses for {duration_s:.3f} s")
         self._pauses += 1
         if duration_s is not None:
@@ -195,7 +195,7 @@ class Process:
         self._set_timer()
 
     def pause_reading(self) -> None:
-        """Let what servers send on the present connections wait there until ``resume_reading``."""
+        """Stop reading from the present connections until ``resume_reading``."""
         self._unread_pipes = [link.connection.to_client for link in self._links.values() if link.connection is not None]
         for pipe in self._unread_pipes:
             pipe.hold()
@@ -212,7 +212,7 @@ class Process:
     # The machine.
 
     def handle(self, event: Any) -> None:
-        """Tell the machine of an event and execute what it asks for. Events to a dead process are lost."""
+        """Hand an event to the machine and execute its actions. Events to a dead process are lost."""
         if self.machine is None:
             return
         if self._pauses:
@@ -311,7 +311,7 @@ class Process:
         return None
 
     def _receive(self, connection: Connection, packet: Packet) -> None:
-        """Tell the machine what came in on a connection, in order; what is of one kind and consecutive as one event."""
+        """Hand the items of a connection to the machine, in order; those of one kind in a row are one event."""
         connection.unread_bytes -= packet.size
         if len(packet.items) == 1 and type(packet.items[0]) is list:  # nearly always
             self._pushed(connection, packet.items)
@@ -368,7 +368,7 @@ class Process:
     # Time.
 
     def _set_timer(self) -> None:
-        """Let the timer go off at the machine's deadline; one that goes off too early is set again then."""
+        """Set the timer to the machine's deadline; a timer that goes off too early is set again then."""
         if self.machine is None or self._pauses or self._busy:
             return
         deadline = self.machine.deadline()

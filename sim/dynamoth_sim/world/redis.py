@@ -254,7 +254,7 @@ class RedisServer:
             self._reply(connection, tag, len(pushes))
 
     def inject(self, channel: bytes, data: bytes) -> int:
-        """Publish from nowhere: a raw message, or an old control message that comes again. Return the receivers."""
+        """Publish without a client: a raw message, or an old control message that comes again. Return the receivers."""
         pushes = self._pushes(channel, data)
         self._trace_publish(None, channel, data, pushes)
         self._deliver(channel, data, pushes)

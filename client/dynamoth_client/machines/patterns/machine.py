@@ -3,7 +3,7 @@
 Theory of operation
 -------------------
 A channel can be at any server, and nobody knows which channels match a pattern. So a pattern is subscribed to at every
-server of the plan's header, over links that serve patterns only, under several *names* (``glob.physical_patterns``):
+server of the plan's header, over links that serve patterns only, under several *names* (``globs.physical_patterns``):
 one for replicated channels, whose physical names carry a prefix, and one or more for all others.
 
 * Behind the PSUBSCRIBE, on the same connection, the header of the stored plan is read: it lists every server of the
@@ -197,7 +197,7 @@ class PatternMachine:
         actions: list[PatternAction] = []
         for id_, link in list(self._links.items()):
             is_listed = id_ in servers and servers[id_].url == link.url
-            if not is_listed and self._links.get(id_) is link:  # to leave one may make a pattern begin, and call this
+            if not is_listed and self._links.get(id_) is link:  # leaving one may confirm a pattern, which calls this
                 actions += self._leave_server(id_, now)
         if ALONE in unlisted:  # others may have followed the plan before
             unlisted_at = float("-inf")
@@ -494,7 +494,7 @@ class PatternMachine:
     # Invariants.
 
     def check(self) -> None:
-        """Assert what holds between events: for tests and for the simulator."""
+        """Assert the invariants that hold between events: for tests and for the simulator."""
         current, ending = self._register.current, self._register.ending
         self._register.check()
         self._messages.check([*current.values(), *ending.values()])

@@ -231,7 +231,7 @@ class PatternMessages:
         return actions
 
     def check(self, subscriptions: Collection[PatternSubscription]) -> None:
-        """Assert what holds between events; ``subscriptions`` are all that are registered."""
+        """Assert the invariants that hold between events; ``subscriptions`` are all that are registered."""
         self._held.check()
         names = {name for subscription in subscriptions for name in subscription.names}
         assert self._names.keys() == names, f"names {[*self._names]} for patterns {subscriptions}"

@@ -19,7 +19,7 @@ from dynamoth_client.machines.sequences import Sequences
 from dynamoth_client.machines.subscriber.subscription import EARLY_MAX
 
 NEVER = 2**63
-"""A number of a header read that is never reached."""
+"""In place of the number of a reading of the header: no reading has this number."""
 
 
 @dataclass(slots=True, eq=False)
@@ -209,7 +209,7 @@ class PatternSubscription(Registered):
         return physical
 
     def check(self) -> None:
-        """Assert what holds between events."""
+        """Assert the invariants that hold between events."""
         Registered.check(self)
         assert self.state is State.JOINING or not self.early, f"{self.pattern!r}: messages wait for no confirmation"
         assert self.names_bytes == sum(map(len, self.channels)), f"{self.pattern!r}: {self.names_bytes} bytes of names"

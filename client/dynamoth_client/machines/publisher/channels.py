@@ -102,7 +102,7 @@ class PublishedChannel:
         self.floor = self.sequence
 
     def assert_consistent(self, name: bytes) -> None:
-        """Assert what holds between events."""
+        """Assert the invariants that hold between events."""
         assert self.floor <= self.sequence, f"{name!r} is below its floor: {self.sequence} < {self.floor}"
         assert self.locations, f"{name!r} goes nowhere"
         assert len(self.left) <= LEFT_MAX, f"{name!r} has left {self.left}"
@@ -149,6 +149,6 @@ class Channels:
         return idle
 
     def check(self) -> None:
-        """Assert what holds between events."""
+        """Assert the invariants that hold between events."""
         for name, channel in self.by_name.items():
             channel.assert_consistent(name)

@@ -1,4 +1,4 @@
-"""Confirms by the stored plan where messages were published, and sends those again that went to a wrong place.
+"""Checks against the stored plan where messages were published, and sends the misplaced ones again.
 
 Theory of operation
 -------------------
@@ -174,7 +174,7 @@ class Checks(Part):
         return [action for check in asked.checks if not check.over for action in self._confirm(check, now)]
 
     def _reads_again(self, reading: CheckAt | VersionCheck, server: PublisherServer, now: float) -> bool:
-        """Repeat a reading later that found no plan to be believed; False if that has lasted for too long."""
+        """Schedule another reading where no plan could be believed; False if that has lasted for too long."""
         server.missing_since = min(server.missing_since, now)
         if now - server.missing_since >= self._options.plan_missing_s:
             return False

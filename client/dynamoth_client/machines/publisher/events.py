@@ -74,7 +74,7 @@ class PublishRefused:
 PublisherEvent = LinkEvent | Publish | PublishAll
 
 Outcome = Published | PublishedAll | PublishFailed | PublishRefused
-"""What becomes of messages: the application gets one for each."""
+"""The outcomes of messages: the application gets one for each message."""
 
 PublisherAction = LinkAction | Outcome | NewerSoftware
 

@@ -358,7 +358,7 @@ class PublisherMachine:
     # Invariants.
 
     def check(self) -> None:
-        """Assert what holds between events: for tests and for the simulator."""
+        """Assert the invariants that hold between events: for tests and for the simulator."""
         self._plan.check()
         self._channels.check()
         self._servers.check()

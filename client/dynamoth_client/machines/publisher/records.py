@@ -122,7 +122,7 @@ class PublisherServer:
         return Send(self.id, (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL), ("observers",))
 
     def check(self) -> None:
-        """Assert what holds between events."""
+        """Assert the invariants that hold between events."""
         self.outbox.check()
         assert not self.commands and not self.tokens, f"{self.id}: messages were not sent"
         assert self.up == (self.down_since == float("inf")), f"{self.id} is up: {self.up}, down since {self.down_since}"
@@ -159,6 +159,6 @@ class Servers(dict[str, PublisherServer]):
         return server, [Connect(server_id, self._plan.servers[server_id].url)]
 
     def check(self) -> None:
-        """Assert what holds between events."""
+        """Assert the invariants that hold between events."""
         for server in self.values():
             server.check()

@@ -6,10 +6,10 @@ Nearly all messages need no decision: their route is confirmed, and leads to one
 into its outbox. Every other message is decided by itself (``_decide``), which may open links, begin a check, or change
 the format.
 
-There is a road for one such message (``publish``, :class:`Waiting`) beside that for many (``publish_all``,
+There is one path for a single such message (``publish``, :class:`Waiting`) and one for many (``publish_all``,
 :class:`Together`). As a batch of one, a message and its answer cost the machine 6.7 us instead of 3.0 us, an eighth of
 all that an awaited ``publish`` takes; by themselves, each of 200 messages would cost ten times as much as together.
-That both roads have the same effect is a property test (``tests/machines/test_publisher_together.py``).
+Both paths have the same effect, which a property test checks (``tests/machines/test_publisher_together.py``).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Sending(Part):
         ]
 
     def _send_together(self, ready: list[PublisherServer], now: float) -> list[PublisherAction]:
-        """Send the messages that are ready, server by server; none is then."""
+        """Send all messages that are ready, server by server."""
         actions: list[PublisherAction] = []
         for server in ready:
             together = Together(server.tokens, now + self._options.publish_timeout_s)

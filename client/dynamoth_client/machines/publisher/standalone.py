@@ -1,4 +1,4 @@
-"""Publishes at a server that was alone also after it has become one of a cluster; see ``machines/standalone.py``."""
+"""Publishes at a formerly standalone server for a while after a plan has appeared; see ``machines/standalone.py``."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dynamoth_client.machines.standalone import ALONE, OVERLAP_S
 
 
 class AloneServer(Part):
-    """The server that was alone, for one publisher."""
+    """The formerly standalone server of one publisher."""
 
     def __init__(self, shared: Shared) -> None:
-        """Begin with one if the local plan does."""
+        """Begin with a standalone server if the local plan has one."""
         super().__init__(shared)
         #: Until when messages go there as well: infinite while there is no plan, set when one is first seen.
         self._until = float("inf") if self._plan.is_alone else float("-inf")
 
     def is_over(self, now: float) -> bool:
-        """Return whether nobody needs messages there any more."""
+        """Return whether no subscriber needs messages there any more."""
         if self._until == float("inf") and not self._plan.is_alone:
             self._until = now + OVERLAP_S
         return now >= self._until

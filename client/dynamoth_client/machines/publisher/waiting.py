@@ -91,7 +91,7 @@ class Waiting:
         self.done = True
 
     def check(self) -> None:
-        """Assert what holds between events."""
+        """Assert the invariants that hold between events."""
         assert self.due_at <= self.expires_at or self.done, f"is looked at too late: {vars(self)}"
         assert set(self.missing).isdisjoint(self.holders), f"has the message and misses it: {vars(self)}"
         assert self.requests >= 0, f"more answers than requests: {vars(self)}"
@@ -118,7 +118,7 @@ class Unconfirmed(Waiting):
         return not self.confirmed
 
     def check(self) -> None:
-        """Assert what holds between events."""
+        """Assert the invariants that hold between events."""
         Waiting.check(self)
         assert self.done or not (self.answered and self.confirmed), f"has no outcome: {vars(self)}"
 

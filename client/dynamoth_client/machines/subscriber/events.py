@@ -65,12 +65,12 @@ class GapDetected:
 
 
 ListenerEvent = Start | LinkUp | LinkDown | Replied | Pushed | Tick
-"""What a driver reports to a machine that never sends a ``SendAll``."""
+"""The events of a driver for a machine that never sends a ``SendAll``."""
 
 SubscriberEvent = ListenerEvent | Subscribe | Unsubscribe
 
 RegisterAction = SubscriptionConfirmed | SubscriptionEnded | SubscriptionFailed
-"""What subscribers to channels and to patterns have in common."""
+"""The actions that subscribers to channels and to patterns share."""
 
 SubscriberAction = LinkAction | RegisterAction | Deliver | GapDetected | NewerSoftware
 

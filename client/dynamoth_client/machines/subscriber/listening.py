@@ -247,7 +247,7 @@ class Listening(Part):
         return tuple(leaving)
 
     def check(self, subscriptions: Iterable[Subscription]) -> None:
-        """Assert what holds between events; ``subscriptions`` are all that are registered."""
+        """Assert the invariants that hold between events; ``subscriptions`` are all that are registered."""
         assert not self.unannounced, f"not announced: {self.unannounced}"
         listed = {Location(id_, name): whose for id_, link in self.links.items() for name, whose in link.places.items()}
         for subscription in subscriptions:

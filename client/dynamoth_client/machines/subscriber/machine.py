@@ -281,7 +281,7 @@ class SubscriberMachine:
     # Invariants.
 
     def check(self) -> None:
-        """Assert what holds between events: for tests and for the simulator."""
+        """Assert the invariants that hold between events: for tests and for the simulator."""
         self._register.check()
         self._listening.check([*self._register.current.values(), *self._register.ending.values()])
         self._messages.check()

@@ -3,8 +3,8 @@
 Theory of operation
 -------------------
 The link and the physical channel of a push name its subscription. The number in its envelope says whether it is
-delivered, held or dropped: see :class:`Sequences`. It does not matter in how many places a message is seen, or by which
-road it came. Nearly every message is the expected one of a known publisher: ``take_expected`` handles no other.
+delivered, held or dropped: see :class:`Sequences`. It does not matter in how many places a message is seen, or which
+way it came. Nearly every message is the expected one of a known publisher: ``take_expected`` handles no other.
 
 Messages before the confirmation are kept and delivered behind it. Control messages of dispatchers come between the
 messages of a channel, and go to :class:`Routing`, as do the markers that come to the inbox.
@@ -215,5 +215,5 @@ class ChannelMessages(Part):
         return self._routing.on_marker(link, message, now)
 
     def check(self) -> None:
-        """Assert what holds between events."""
+        """Assert the invariants that hold between events."""
         self._held.check()

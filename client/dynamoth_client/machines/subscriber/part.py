@@ -1,4 +1,4 @@
-"""What the parts of a subscriber share."""
+"""The state that the parts of a subscriber share, and their base."""
 
 from __future__ import annotations
 

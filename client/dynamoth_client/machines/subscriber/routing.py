@@ -448,6 +448,6 @@ class Routing(Part):
         return self._confirm(subscription, now)
 
     def check(self, subscription: Subscription) -> None:
-        """Assert what holds between events of a current subscription."""
+        """Assert the invariants that hold between events of a current subscription."""
         wanted = self._choose(subscription, subscription.route)
         assert subscription.targets.keys() == set(wanted), f"{[*subscription.targets]} in the place of {wanted}"

@@ -21,7 +21,7 @@ EARLY_BYTES_MAX = 4 * 2**20
 
 _NO_MARKERS: Mapping[str, int] = MappingProxyType({})
 _NOWHERE: dict[Location, Place] = {}
-"""The places that a channel at rest is leaving: nothing is ever put in here."""
+"""The empty table of a channel at rest, which leaves no places; never filled."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +35,7 @@ class Place:
     verified: bool = False
     #: The epoch of the plan that said so last; -1: none.
     verified_epoch: int = -1
-    #: The other replicas do without it, as it was away for too long (ALL_SUBSCRIBERS).
+    #: It was away for too long, and is ignored until it is verified (ALL_SUBSCRIBERS).
     excused: bool = False
     #: Why the connection was lost, until the application gets the gap.
     lost: str | None = None
@@ -257,7 +257,7 @@ class Subscription(Registered):
         self.look_again_s = 0.0
 
     def check(self) -> None:
-        """Assert what holds between events."""
+        """Assert the invariants that hold between events."""
         Registered.check(self)
         name = self.channel
         assert self.targets.keys().isdisjoint(self.leaving), f"{name!r}: a place is both a target and left"
