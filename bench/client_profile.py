@@ -37,7 +37,7 @@ _LAYERS: tuple[tuple[str, str], ...] = (
     ("/dynamoth_client/", "API, queue"),
     ("/dynamoth/", "machines: numbers, order, outcomes"),
 )
-"""Parts of paths and what is there; the first that fits counts."""
+"""Parts of paths and the layers they belong to; the first match counts."""
 
 
 class Profile:

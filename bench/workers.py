@@ -1,4 +1,4 @@
-"""Processes of clients, for the benchmarks: each is started, spoken with over a pipe, and ended."""
+"""Processes of clients, for the benchmarks: each is started, controlled over a pipe, and ended."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Window:
         self._logged = 0
         #: Counts by head of the channels whose records were dropped for room.
         self._heads: dict[bytes, Heads] = {}
-        #: The number of these heads.
+        #: The number of heads in ``_heads``.
         self._heads_counted = 0
         #: Messages on user channels beyond ``channels_max``.
         self.overflow_messages = 0

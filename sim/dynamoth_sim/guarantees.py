@@ -9,8 +9,8 @@ subscription on, every message whose publish begins is *due* to it:
 
 * G1: a number that is skipped was lost. G5: unless a gap event *covers* it: one on this subscription that names
   the publisher covers as many messages as it counts, one that names nobody, or counts nothing, covers every
-  message that has begun. Whether a covered loss is in order at all is the caller's to say (``losses_allowed``),
-  and that all has been well again since some time (:meth:`Audit.calm`).
+  message that has begun. The caller says whether covered losses are allowed at all (``losses_allowed``), and from when
+  on nothing fails any more (:meth:`Audit.calm`).
 * G2: a number that was delivered before is a duplicate. G3: a lower number than the latest, not delivered before, is
   out of order.
 * G4 and G6: a publish must end within ``publish_s_max``.
@@ -79,7 +79,7 @@ class _Stream:
     pending: dict[int, float] = field(default_factory=dict[int, float])
     #: Numbers that are due to nobody: their publish failed, or their publisher died.
     excused: set[int] = field(default_factory=set[int])
-    #: From this number on no loss is in order, covered or not.
+    #: From this number on no loss is allowed, covered or not.
     calm_from: int = _FOR_EVER
 
 
@@ -164,7 +164,7 @@ class Audit:
         story: Callable[[Violation], list[str]] | None = None,
     ) -> None:
         self._losses_allowed = losses_allowed
-        #: From which number on streams that are new are calm.
+        #: New streams are calm from this number on.
         self._calm_from = _FOR_EVER
         self._publish_s_max = publish_s_max
         self._live = live
@@ -175,7 +175,7 @@ class Audit:
         #: Channel to publisher to stream.
         self._streams: dict[bytes, dict[Publisher, _Stream]] = {}
         self._open: dict[tuple[Subscriber, bytes], _Subscription] = {}
-        #: What ended subscriptions had seen, for a subscriber that comes back: nothing of it may come again.
+        #: The latest numbers that ended subscriptions had: a subscriber that comes back gets none up to them again.
         self._past: dict[tuple[Subscriber, bytes], dict[Publisher, int]] = {}
         #: Subscribers to one pattern, which tells what it matches, and since when.
         self._patterns: dict[Subscriber, tuple[Callable[[bytes], bool], float]] = {}

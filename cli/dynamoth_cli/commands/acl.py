@@ -1,8 +1,8 @@
 """``dynamoth acl``: prints Redis users with exactly the rights that agents, balancer, clients and operators need.
 
-The rights of a role are names (``dynamoth.names``): a message is trusted because only some roles may publish on its
-channel. Redis 7 has selectors, which separate publishing from subscribing: there a client can read its inbox and write
-to none. Redis 6.2 has one list of channels for both; ``docs/security.md`` says what remains possible there.
+The rights of a role are rights to names (``dynamoth.names``): a message is trusted because only some roles may publish
+on its channel. Redis 7 has selectors, which separate publishing from subscribing: there a client can read its inbox and
+write to none. Redis 6.2 has one list of channels for both; ``docs/security.md`` says what remains possible there.
 """
 
 from __future__ import annotations

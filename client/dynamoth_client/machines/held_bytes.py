@@ -59,7 +59,7 @@ class HeldMessages(Generic[_Holder, _Action]):
         self._has_successor = has_successor
         #: Channel and publisher of each stream that holds messages, with their bytes; the longest holding one first.
         self._streams: dict[tuple[int, int], tuple[_Holder, int, int]] = {}
-        #: Sum of these bytes. A stream whose messages were dropped with its channel counts until it expires.
+        #: Sum of the held bytes. A stream whose messages were dropped with its channel counts until it expires.
         self.size_bytes = 0
 
     def watch(self, holder: _Holder, publisher: int) -> None:

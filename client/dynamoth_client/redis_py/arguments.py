@@ -56,10 +56,10 @@ def refuse_unroutable(name: bytes, family: str) -> None:
 
 
 def refuse_unroutable_pattern(pattern: bytes, family: str) -> None:
-    """Raise ``redis.exceptions.DataError`` for a pattern that is meant for what cannot be subscribed to here.
+    """Raise ``redis.exceptions.DataError`` for a pattern of channels that cannot be subscribed to here.
 
-    That is one which can match nothing else, or begins as these names do (``__key*__:*``). What matches them among
-    others (``*``) is fine.
+    Such a pattern matches nothing else, or begins as their names do (``__key*__:*``). One that also matches other
+    channels (``*``) is accepted.
     """
     refuse_unroutable(pattern, family)
     if any(bytes_spelled(pattern, prefix) >= enough for prefix, enough in _MEANT.items()):

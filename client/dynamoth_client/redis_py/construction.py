@@ -188,7 +188,7 @@ def is_server_local(channel: bytes) -> bool:
 
 
 def encoded(encode: Callable[[Any], Any], value: Any) -> bytes:
-    """Return a name or a payload as bytes. Raises ``redis.exceptions.DataError`` for what cannot be sent."""
+    """Return a name or a payload as bytes. Raises ``redis.exceptions.DataError`` for a value that cannot be sent."""
     if type(value) is bytes:
         return value
     data = encode(value)

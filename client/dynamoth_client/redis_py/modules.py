@@ -23,7 +23,7 @@ _THEIRS = "redis."
 
 
 class _Modules(MetaPathFinder, Loader):
-    """Finds what no other finder does. ``ours`` is what to show in place of redis-py's, by the id of that."""
+    """Finds redis-py's modules under our names. ``ours``: our replacements by the ids of redis-py's objects."""
 
     def __init__(self, ours: Mapping[int, object]) -> None:
         self._ours = ours

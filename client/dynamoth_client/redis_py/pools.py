@@ -102,7 +102,7 @@ def name_limit(pool: Pool, arguments: Mapping[str, Any]) -> None:
 
 
 def trust_hosts(pool: Pool, hosts: Iterable[str]) -> None:
-    """Trust hosts with the credentials of a pool, too. Raises ``redis.exceptions.DataError`` for what is no host."""
+    """Trust hosts with the credentials of a pool, too. Raises ``redis.exceptions.DataError`` for another item."""
     items = parse_trusted_hosts(hosts) if isinstance(hosts, str) else tuple(hosts)
     try:
         trust_in((), items)

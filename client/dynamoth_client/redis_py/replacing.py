@@ -188,7 +188,7 @@ def _exists(name: str) -> bool:
 
 
 def _ours() -> dict[int, Any]:
-    """Return what takes the place of redis-py's, by the id of that."""
+    """Return our replacements by the ids of redis-py's objects."""
     return {
         id(redis): dynamoth_client,
         id(redis.asyncio): dynamoth_client.asyncio,

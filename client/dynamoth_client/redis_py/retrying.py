@@ -32,7 +32,7 @@ class Retrying:
 
         A pause that is drawn at random counts as the backoff's cap. Raises what a backoff of the application's raises.
         """
-        if self._retries < 0:  # for ever
+        if self._retries < 0:  # without a limit
             return bound_s
         backoff = copy.deepcopy(self.backoff)
         backoff.reset()
@@ -47,7 +47,7 @@ class Retrying:
     async def call(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
         """Return the outcome of the first attempt that succeeds; raise what the last one raised.
 
-        What redis-py tries again as well, but cannot get better so, is raised at once: refused credentials.
+        Refused credentials are raised at once: redis-py tries them again, but another attempt cannot help.
         """
         retry = redis.asyncio.retry.Retry(
             copy.deepcopy(self.backoff), self._retries, cast("Any", self._supported_errors)
@@ -66,4 +66,4 @@ class Retrying:
 
 
 async def _failed(error: Exception) -> None:
-    """Nothing is to be cleaned up after a failed attempt."""
+    """Do nothing: a failed attempt leaves nothing to clean up."""

@@ -71,7 +71,7 @@ class Encoder(Protocol):
     decode_responses: bool
 
     def encode(self, value: Any) -> bytes | bytearray | memoryview:
-        """Return the bytes to send. Raises ``redis.exceptions.DataError`` for what cannot be sent."""
+        """Return the bytes to send. Raises ``redis.exceptions.DataError`` for a value that cannot be sent."""
         ...
 
     def decode(self, value: Any) -> Any:

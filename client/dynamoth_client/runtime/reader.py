@@ -76,7 +76,7 @@ class Reader(Subscriptions):
     # What the application sees.
 
     def shown(self, item: Message) -> tuple[dict[str, Any], Handler | None]:
-        """Return a message as the application sees it, and its handler. Raises UnicodeError for what is no text."""
+        """Return a message as the application sees it, and its handler. Raises UnicodeError where it is no text."""
         if isinstance(item, tuple):
             channel, payload = item
             if self._decodes:

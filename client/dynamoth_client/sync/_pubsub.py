@@ -66,7 +66,7 @@ class _Inner(Reader):
             await self._wait(timeout)
 
     def heritage(self) -> _Inherited:
-        """Return the subscriptions that are not to end."""
+        """Return the subscriptions that a forked child takes over: those whose end was not requested."""
         registries = {subscribe: self._registry(subscribe) for subscribe, _ in COMMANDS}
         return {
             command: {name: handler for name, handler in subscribed.items() if name not in pending}
@@ -74,7 +74,7 @@ class _Inner(Reader):
         }
 
     def inherit(self, inherited: _Inherited) -> None:
-        """Note what will be subscribed to soon."""
+        """Note subscriptions that will be made soon."""
         for command, names in inherited.items():
             self._registry(command)[0].update(names)
 

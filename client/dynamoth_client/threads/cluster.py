@@ -37,7 +37,7 @@ class SyncCluster:
         """
         self._callers_drive = callers_drive
         self._make_cluster = partial(Cluster, settings, envelope=envelope)
-        #: The asynchronous cluster: for what runs where the machines are, only. Another one in a forked child.
+        #: The asynchronous cluster, to be used on its event loop only. A forked child has another one.
         self.cluster = self._make_cluster()
         #: Held while a loop is made and while it is ended, so that ``cluster`` is at home on one at a time.
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class SyncCluster:
         return self._loop is not None
 
     def goes_on(self, cluster: Cluster) -> bool:
-        """Tell whether what belongs to this cluster can be used again after ``close``."""
+        """Tell whether the objects of ``cluster`` can be used again after ``close``."""
         with self._lock:
             is_broken = self._loop is not None and self._loop.is_broken
             return cluster is self.cluster and not is_broken and not self._is_exiting
@@ -76,7 +76,7 @@ class SyncCluster:
             raise errors.ClientClosed from error
 
     def call(self, function: Callable[..., Coroutine[Any, Any, _T]], *args: Any) -> _T:
-        """Run an asynchronous function where the machines are, and return or raise its outcome."""
+        """Run an asynchronous function on the event loop, and return or raise its outcome."""
         return cast("_T", self._open().run(_begin, function, args))
 
     def ask(self, question: Callable[..., Coroutine[Any, Any, _T]], *args: Any) -> _T:
@@ -84,12 +84,12 @@ class SyncCluster:
         return self.call(question, self.cluster, *args)
 
     def call_soon(self, function: Callable[[], object]) -> None:
-        """Call a function where the machines are, soon. Nothing happens when nothing runs there."""
+        """Call a function on the event loop, soon. Does nothing when no loop runs."""
         if (loop := self._loop) is not None:
             loop.call_soon(function)
 
     def close(self) -> None:
-        """End everything that runs. What waits fails. The next use begins again."""
+        """End the event loop and all connections. Waiting calls fail. The next use begins again."""
         with self._lock:
             loop, self._loop = self._loop, None
             if loop is not None:

@@ -95,7 +95,7 @@ class Loop(asyncio.AbstractEventLoop):
         self.is_inherited = False
         #: The running loop of the driver's thread, outside of this one's callbacks.
         self._outer: asyncio.AbstractEventLoop | None = None
-        #: What was raised in the main thread, by the handler of a signal or because of a bug, and went no further.
+        #: The exception of a signal handler or of a bug that a callback raised in the main thread.
         self._fault: BaseException | None = None
         self._wake_reader, self._wake_writer = socket.socketpair()
         for end in (self._wake_reader, self._wake_writer):

@@ -32,7 +32,7 @@ class SocketTransport(asyncio.Transport):
         self._protocol = protocol
         #: Gets the bytes of each read.
         self._received: Callable[[bytes], None] = protocol.data_received
-        #: What waits for the operating system, in order; ``_waiting_bytes`` in all.
+        #: Bytes that wait for the operating system, in order; ``_waiting_bytes`` in all.
         self._waiting: deque[memoryview] = deque()
         self._waiting_bytes = 0
         #: Nothing is read or accepted any more.

@@ -125,12 +125,12 @@ class SharedLoop:
         self._callers_drive = callers_drive
         self._loop = Loop()  # type: ignore[abstract]  # it has what a client uses
         self._mutex = threading.Lock()
-        #: Whether what runs here cannot be relied upon any more, and is ended.
+        #: Whether an exception may have left the machines half done; then they are ended.
         self.is_broken = False
         #: The thread that has the turn, and whether that is the keeper.
         self._driver: int | None = None
         self._keeper_drives = False
-        #: Who waits, in order. As many as there are threads, at most.
+        #: The waiting threads, in order.
         self._waiting: dict[_Waiter, None] = {}
         #: How often a caller drove: the keeper sees by it whether callers are busy.
         self._drives = 0
@@ -145,7 +145,7 @@ class SharedLoop:
         self._is_exiting = False
         #: The keeper has ended, and whoever has the turn is the last.
         self._is_left = False
-        #: The keeper has the last turn: what is submitted fails.
+        #: The keeper has the last turn: new requests fail.
         self._has_ended = False
 
     def run(self, begin: Callable[..., asyncio.Future[_T]], *args: Any) -> _T:

@@ -18,7 +18,7 @@ from dynamoth_sim.scenarios.stage import Scenario, SceneFailed, Stage
 ALL_AT_S1 = (CompatibilityRule(b"*", "s1"),)
 
 FOLLOWED_S_MAX = 0.5
-"""Within this, every publisher that is connected follows a change of rules."""
+"""Longest time until every connected publisher follows a change of rules."""
 
 MANY = 5
 

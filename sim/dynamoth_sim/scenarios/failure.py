@@ -21,7 +21,7 @@ real clients, as their other times are."""
 PUBLISH_INTERVAL_S = 0.01
 
 SETTLE_S_MAX = 3.0
-"""A move has settled within this, whatever a reader does."""
+"""Longest time in which a move settles, whatever a reader does."""
 
 NEVER_S = 1000.0
 """Longer than any scenario."""

@@ -9,13 +9,13 @@ from dynamoth.plan.plan import Assignment, Mode, Phase
 from dynamoth_sim.scenarios.stage import Scenario, Stage
 
 PATTERN = b"c*"
-"""Matches the channels of these scripts."""
+"""The pattern of T. It matches the channels of these scripts."""
 
 RESUME_S_MAX = 2.0
-"""Within this, a connection is made again."""
+"""Longest time until a lost connection is made again."""
 
 CONFIRMED_S_MAX = 1.5
-"""Within this, a server that is away is done without (``failover_s`` of the simulated clients, and a little)."""
+"""Longest time until clients ignore a server that is away (their ``failover_s``, and a little)."""
 
 
 def pattern_moved(stage: Stage) -> None:

@@ -20,7 +20,7 @@ from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_sim.scenarios.stage import LITTLE_BYTES_PER_S, Scenario, Stage, control_in
 
 SETTLE_S_MAX = 2.0
-"""A move that nothing holds up settles within this."""
+"""Longest time in which a move settles that nothing holds up."""
 
 
 def moved_twice(stage: Stage) -> None:

@@ -15,10 +15,10 @@ from dynamoth_sim.load.clients import PublisherApp, SubscriberApp
 from dynamoth_sim.scenarios.stage import LITTLE_BYTES_PER_S, Scenario, Stage
 
 SETTLE_S_MAX = 2.0
-"""A change of which nothing is held up has settled within this."""
+"""Longest time in which a change settles that nothing holds up."""
 
 RESUME_S_MAX = 2.0
-"""Within this, delivery goes on without a replica that is away."""
+"""Longest time until delivery goes on without a replica that is away."""
 
 _SETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "overlapping": (("s1", "s2"), ("s2", "s3")),

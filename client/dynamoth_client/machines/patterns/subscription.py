@@ -237,7 +237,7 @@ class PatternName:
     """A pattern that servers know: one of the names of some patterns of the application."""
 
     users: dict[PatternSubscription, None] = field(default_factory=dict[PatternSubscription, None])
-    #: Physical channel to the subscriptions that get its messages, as far as it was found out.
+    #: Physical channel to the subscriptions that get its messages, for the channels looked up so far.
     known: dict[bytes, tuple[MatchedChannel, ...]] = field(default_factory=dict[bytes, tuple[MatchedChannel, ...]])
     #: Sum of the lengths of these names.
     known_bytes: int = 0

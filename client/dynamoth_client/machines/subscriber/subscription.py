@@ -17,7 +17,7 @@ EARLY_MAX = 1000
 """Messages that wait for the confirmation at most. That takes one round trip while the plan can be read."""
 
 EARLY_BYTES_MAX = 4 * 2**20
-"""Bytes of these at most, but one message of any size."""
+"""Most bytes of these messages, except for one message of any size."""
 
 _NO_MARKERS: Mapping[str, int] = MappingProxyType({})
 _NOWHERE: dict[Location, Place] = {}
