@@ -166,8 +166,15 @@ def test_abort_drops_what_waits(loop: Loop) -> None:
         transport.resume_reading()
         assert transport.get_write_buffer_size() == 0
         await writer.wait_closed()
+        aborted.set()
 
-    with _server(_read_all) as (port, serving):
+    aborted = threading.Event()
+
+    def serve(connection: socket.socket) -> bytes:
+        assert aborted.wait(PATIENCE_S)
+        return _read_all(connection)
+
+    with _server(serve) as (port, serving):
         _run(loop, main())
         assert len(serving.result()) < len(MUCH)
 
