@@ -10,7 +10,7 @@ from dynamoth.errors import MalformedMessage
 from dynamoth.machine.bounded import ENTRY_BYTES, BoundedTable
 from dynamoth.machine.events import ErrorReply, Send
 from dynamoth.names import CLIENTS_CHANNEL, inbox, is_user_channel, logical_channel
-from dynamoth.plan.plan import Location, Plan, Route
+from dynamoth.plan.plan import TAKEOVER_VERSIONS, Location, Plan, Route
 from dynamoth.protocol.control import (
     Announcement,
     ControlMessage,
@@ -105,14 +105,19 @@ class ClientNotices:
     # Listeners after a new plan.
 
     def ask_for_listeners(self, plan: Plan, known: Plan) -> list[DispatcherAction]:
-        """Ask who listens here, if ``plan`` does not continue the ``known`` one.
+        """Ask who listens here, unless ``plan`` continues the ``known`` one.
 
         Balancers never remove an entry, nor change the ring. But all servers may have lost their copies while no
         balancer was at work: then the next one begins a new plan, and nothing else would notify listeners here of it.
+        A new balancer leaves out versions; one that did so may have begun a new plan.
         """
-        same_homes = plan.ring_mark == known.ring_mark
-        if same_homes and not any(
-            each.newer_than(plan.entries.get(channel)) for channel, each in known.entries.items()
+        if (
+            plan.version - known.version < TAKEOVER_VERSIONS
+            and plan.ring_mark == known.ring_mark
+            and all(
+                (new := plan.entries.get(channel)) is not None and new.may_follow(each)
+                for channel, each in known.entries.items()
+            )
         ):
             return []
         return [Send(LOCAL, (b"PUBSUB", b"CHANNELS"), (TAG_LISTENERS,))]

@@ -89,6 +89,14 @@ class FollowedPlan:
             return False
         return True
 
+    def contradicts(self, delta: PlanDelta) -> bool:
+        """Return whether a delta that is no newer than the plan is of another plan, which the stored copy shows."""
+        plan = self.plan
+        return plan is not None and any(
+            known is None or entry.newer_than(known) or (delta.version == plan.version and entry != known)
+            for known, entry in ((plan.entries.get(channel), entry) for channel, entry in delta.entries.items())
+        )
+
     def acknowledge(self) -> list[DispatcherAction]:
         """Send the balancer the version of the plan."""
         if self.plan is None:

@@ -298,8 +298,9 @@ class DispatcherMachine:
     def _on_balancer_message(self, data: bytes, now: float) -> list[DispatcherAction]:
         match message := read_control(data, self.counters):
             case PlanChange(delta):
-                is_newer = self.plan is None or delta.version > self.plan.version
-                return self._on_change(message, now) if is_newer else self.acknowledge()
+                if self.plan is None or delta.version > self.plan.version:
+                    return self._on_change(message, now)
+                return self._followed.read() if self._followed.contradicts(delta) else self.acknowledge()
             case PlanQuery(version):
                 is_known = self.plan is not None and self.plan.version >= version
                 return self.acknowledge() if is_known else self._followed.read()

@@ -25,6 +25,10 @@ from dynamoth.plan.compatibility import NO_COMPATIBILITY, Compatibility, Compati
 from dynamoth.plan.ring import RING_POINTS_MAX, VIRTUAL_NODES, VIRTUAL_NODES_MAX, Ring, ring_of
 
 EPOCH_MAX = 2**32 - 1
+
+TAKEOVER_VERSIONS = 1000
+"""Versions left out at each takeover: more than a balancer can write between two checks of its lease. 32 bits last for
+4 million takeovers."""
 """Epochs and versions have 32 bits."""
 
 JOIN_S = 10.0
@@ -149,6 +153,17 @@ class Entry:
     def newer_than(self, other: Entry | None) -> bool:
         """Return whether this entry supersedes ``other``: by epoch, then by phase."""
         return other is None or (self.route.epoch, self.phase) > (other.route.epoch, other.phase)
+
+    def may_follow(self, known: Entry) -> bool:
+        """Return whether a plan that had ``known`` can have this entry now.
+
+        Each change of a channel begins at the route before it. So an entry in transition from an older route than that
+        of ``known`` is of another plan.
+        """
+        if self.route.epoch == known.route.epoch:
+            return self.route == known.route and self.phase >= known.phase
+        begins_at = self.previous[-1].epoch if self.previous else self.route.epoch
+        return begins_at >= known.route.epoch
 
 
 def missing(channel: bytes, routes: Iterable[Route], reached: Set[Location], publisher: int) -> list[Location]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -32,6 +34,8 @@ from tests.core.strategies import PLAN_0, SERVER_IDS, assignments, naturals, pla
 
 C = b"news"
 HOME = PLAN_0.ring.home(C)
+ACTIVATE = partial(Plan.activate, channels=[C])
+SETTLE = partial(Plan.settle, channels=[C])
 AWAY, FAR = [id_ for id_ in PLAN_0.base if id_ != HOME][:2]
 
 
@@ -122,6 +126,20 @@ def test_an_epoch_is_never_newer_than_the_plan(plan: Plan) -> None:
         epochs = [route.epoch for route in (*entry.previous, entry.route)]
         assert epochs == sorted(set(epochs))
         assert epochs[-1] <= plan.version
+
+
+def test_an_entry_may_follow_those_before_it_in_its_plan_and_none_of_another_plan() -> None:
+    entries: list[Entry] = []
+    plan = PLAN_0
+    for server in (AWAY, HOME, AWAY):
+        for change in (partial(Plan.begin, assignments={C: single(server)}), ACTIVATE, SETTLE):
+            plan = change(plan)
+            entries.append(plan.entries[C])
+    for index, entry in enumerate(entries):
+        assert [entry.may_follow(other) for other in entries] == [at <= index for at in range(len(entries))]
+    elsewhere = replace(PLAN_0, version=20).begin({C: single(AWAY)}).entries[C]
+    assert [elsewhere.may_follow(other) for other in entries] == [False] * len(entries)
+    assert not replace(entries[0], route=replace(entries[0].route, assignment=single(FAR))).may_follow(entries[0])
 
 
 # Who must get a message.

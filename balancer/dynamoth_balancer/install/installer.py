@@ -98,7 +98,7 @@ class Installer:
         self._settled_at: dict[bytes, float] = {}
         #: When the compatibility rules changed, or may have changed.
         self._rules_changed_at = now if book.plan.compatibility.version else float("-inf")
-        #: A version that an agent holds and that we do not know; the plan must get above it.
+        #: A version that an agent holds and that we do not know; the plan must get above it. -1: none.
         self._jump_above = -1
         #: By server, the version that its agent claims to hold and that no balancer has issued.
         self.versions_refused: dict[str, int] = {}
@@ -135,10 +135,11 @@ class Installer:
             )
         if self.plan.version > EPOCH_MAX - VERSIONS_IN_RESERVE:
             raise RequestRefused("the versions of the plan are used up; stop all clients and delete the stored plans")
+        jumped = self._jump()
         plan = self.plan.begin(assignments)
         for channel in assignments:
             self.transitions[channel] = Transition(plan.entries[channel], plan.version, now)
-        return self._changed(plan, assignments, reason, now)
+        return [*jumped, *self._changed(plan, assignments, reason, now)]
 
     def change_rules(self, rules: tuple[CompatibilityRule, ...], reason: str, now: float) -> list[InnerAction]:
         """Put other compatibility rules into force, by which no channel moves.
@@ -151,7 +152,8 @@ class Installer:
             raise RequestRefused(f"all servers and agents must hear of it: {problem}")
         self._check_rest(Compatibility(self.plan.version + 1, rules), now)
         self._rules_changed_at = now
-        return self._changed(self.plan.with_compatibility(rules), (), reason, now)
+        jumped = self._jump()
+        return [*jumped, *self._changed(self.plan.with_compatibility(rules), (), reason, now)]
 
     def _check_rest(self, new: Compatibility, now: float) -> None:
         """Refuse plain rules for channels that moved lately: numbered messages may be on their way, or held back."""
@@ -416,12 +418,15 @@ class Installer:
         return [*actions, *self.advance(now)]
 
     def _jump(self) -> list[InnerAction]:
-        """Get above a version that an agent has from a plan that is stored nowhere."""
+        """Get above a version that an agent has from a plan that is stored nowhere.
+
+        Also above our own, which may have reached that version since: what the agent has is still another plan.
+        """
         above, self._jump_above = self._jump_above, -1
-        if above <= self.plan.version:
+        if above < 0:
             return []
         try:
-            self._book.advance(self.plan.with_entries({}, version_after(above)), ())
+            self._book.advance(self.plan.with_entries({}, version_after(max(above, self.plan.version))), ())
         except ConfigError as error:
             details = {"version": above, "reason": str(error)}
             return [Note("error", "an agent holds an impossible version of the plan: restart it", details)]

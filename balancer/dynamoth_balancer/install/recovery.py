@@ -20,13 +20,9 @@ from dataclasses import dataclass, replace
 
 from dynamoth.errors import ConfigError
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
-from dynamoth.plan.plan import EPOCH_MAX, Plan, Server
+from dynamoth.plan.plan import EPOCH_MAX, TAKEOVER_VERSIONS, Plan, Server
 from dynamoth.plan.ring import VIRTUAL_NODES
 from dynamoth_balancer.install.book import merge_entries
-
-TAKEOVER_VERSIONS = 1000
-"""Versions left out at each takeover: more than a balancer can write between two checks of its lease. 32 bits last for
-4 million takeovers."""
 
 VERSIONS_LOST_MAX = 2**24
 """A version of an agent that is further above all stored ones is not believed: more changes than years of work."""

@@ -17,7 +17,9 @@ from dynamoth_client.machines.publisher.standalone import AloneServer
 from dynamoth_client.machines.standalone import ALONE
 from dynamoth_client.machines.subscriber.routing import Routing
 from dynamoth_client.machines.subscriber.subscription import Subscription
-from dynamoth_dispatcher.client_notices import ClientNotices
+from dynamoth_dispatcher.client_notices import TAG_LISTENERS, ClientNotices
+from dynamoth_dispatcher.events import LOCAL, DispatcherAction
+from dynamoth_dispatcher.followed_plan import FollowedPlan
 from dynamoth_sim.mutations.mutation import Check, no_actions, replaced, returning
 
 
@@ -53,6 +55,21 @@ def seldom_looked() -> AbstractContextManager[None]:
 def lost_entries_not_reported() -> AbstractContextManager[None]:
     """Agents follow a plan that has lost entries, and tell nobody."""
     return replaced(ClientNotices, ask_for_listeners=no_actions)
+
+
+def newer_entries_continue() -> AbstractContextManager[None]:
+    """Agents believe that a plan continues the one that they knew, if its entries are newer."""
+
+    def ask(self: ClientNotices, plan: Plan, known: Plan) -> list[DispatcherAction]:
+        lost = any(each.newer_than(plan.entries.get(channel)) for channel, each in known.entries.items())
+        return [Send(LOCAL, (b"PUBSUB", b"CHANNELS"), (TAG_LISTENERS,))] if lost else []
+
+    return replaced(ClientNotices, ask_for_listeners=ask)
+
+
+def versions_identify_plans() -> AbstractContextManager[None]:
+    """Agents acknowledge each version that they have, whatever plan it is of."""
+    return replaced(FollowedPlan, contradicts=returning(False))
 
 
 def ring_read_once() -> AbstractContextManager[None]:
@@ -107,4 +124,6 @@ CHECKS: tuple[Check, ...] = (
     Check("55-plan-lost-and-larger", lost_entries_not_reported, "G5"),
     Check("66-flushed-and-older-plan", own_plan_is_the_newest, "expected"),
     Check("67-plan-lost-and-moved", older_notices_are_ignored, "expected"),
+    Check("70-plan-lost-and-moved-unseen", newer_entries_continue, "expected"),
+    Check("71-plan-lost-and-version-reached", versions_identify_plans, "expected"),
 )

@@ -213,6 +213,51 @@ def plan_lost_and_moved(stage: Stage) -> None:
     stage.publisher("P", channel)
 
 
+def plan_lost_and_moved_unseen(stage: Stage) -> None:
+    """Case 70. All servers have lost the plan; in the new one a channel moves while the agent of its old place hangs.
+
+    For that agent the channel has a newer entry than before. S, who listens there, gets a gap and follows all the same.
+    """
+    cluster = stage.cluster
+    channel = stage.channel_with_subscriber("s1")
+    stage.move(channel, "s2")
+    cluster.balancer.crash()
+    stage.flush_all()
+    cluster.agents["s2"].pause(2.0)
+    cluster.balancer.start()
+    stage.wait("a plan is stored", lambda: all(cluster.stored_plan(id_) for id_ in cluster.servers))
+    stage.move(channel, "s3")
+    stage.run(LOOKED_S)
+    stage.expect("S gets a gap event", channel in _gaps(stage), channel)
+    stage.publisher("P", channel)
+
+
+def plan_lost_and_version_reached(stage: Stage) -> None:
+    """Case 71. All servers have lost the plan, and the new one reaches the version that the agents had in the old one.
+
+    They see that a change of that version is of another plan, and read it. S, at an old place, gets a gap and follows.
+    """
+    cluster = stage.cluster
+    channel = stage.channel_with_subscriber("s1")
+    others = [stage.channel_at("s1", f"other{number}") for number in range(2)]
+    stage.move(channel, "s2")
+    cluster.balancer.crash()
+    cluster.balancer.start()
+    stage.run(0.5)  # it hears that there are agents
+    with ExitStack() as stack:
+        for model in cluster.servers.values():
+            model.flush()
+            stack.enter_context(stage.losing(model.id, lambda name, _: name == BALANCER_CHANNEL))
+        stage.wait("a plan is stored", lambda: all(cluster.stored_plan(id_) for id_ in cluster.servers))
+        for name in (*others, channel):
+            cluster.change(name, single("s3"))
+        stage.wait("the move begins", lambda: stage.entry(channel).route.assignment == single("s3"))
+    stage.wait_settled(channel)
+    stage.run(LOOKED_S)
+    stage.expect("S gets a gap event", channel in _gaps(stage), channel)
+    stage.publisher("P", channel)
+
+
 def _led_by_rival(stage: Stage) -> bytes:
     """Let the balancer lead, and then wait while another one leads, which moves the channel that is returned to s2."""
     cluster = stage.cluster
@@ -289,5 +334,7 @@ SCENARIOS: dict[str, Scenario] = {
     "56-flushed-beside-rival": Scenario(flushed_beside_rival),
     "66-flushed-and-older-plan": Scenario(flushed_and_older_plan, losses_allowed=True),
     "67-plan-lost-and-moved": Scenario(plan_lost_and_moved, losses_allowed=True),
+    "70-plan-lost-and-moved-unseen": Scenario(plan_lost_and_moved_unseen, losses_allowed=True),
+    "71-plan-lost-and-version-reached": Scenario(plan_lost_and_version_reached, losses_allowed=True),
     "69-alone-and-moved": Scenario(moved_before_it_is_seen, opened=False, losses_allowed=True),
 }
