@@ -1,8 +1,8 @@
 # The whole tool chain lives in .venv; the stamps in it say which pinned requirements are installed.
 
 PYTHON ?= python3.11
-# Processes that run tests. A test waits more than it computes, but timing suffers when there are more than cores.
-JOBS ?= 2
+# Processes that run tests: one more than the cores of a small machine, as many tests wait more than they compute.
+JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
@@ -68,7 +68,7 @@ pyright: $(DEV)
 imports: $(DEV)
 	$(BIN)/lint-imports
 
-# Two workers, each of which takes tests from the other when it has none left.
+# Each worker takes tests from the others when it has none left.
 PARALLEL := $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=worksteal
 test: $(DEV)
 	$(PARALLEL) --durations=10
