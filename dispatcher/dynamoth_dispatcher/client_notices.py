@@ -10,7 +10,7 @@ from dynamoth.errors import MalformedMessage
 from dynamoth.machine.bounded import ENTRY_BYTES, BoundedTable
 from dynamoth.machine.events import ErrorReply, Send
 from dynamoth.names import CLIENTS_CHANNEL, inbox, is_user_channel, logical_channel
-from dynamoth.plan.plan import TAKEOVER_VERSIONS, Location, Plan, Route
+from dynamoth.plan.plan import TAKEOVER_VERSIONS, Entry, Location, Phase, Plan, Route
 from dynamoth.protocol.control import (
     Announcement,
     ControlMessage,
@@ -109,16 +109,17 @@ class ClientNotices:
 
         Balancers never remove an entry, nor change the ring. But all servers may have lost their copies while no
         balancer was at work: then the next one begins a new plan, and nothing else would notify listeners here of it.
-        A new balancer leaves out versions; one that did so may have begun a new plan.
+        A settled entry does not show which route it followed: after a takeover, it may be of a new plan.
         """
-        if (
-            plan.version - known.version < TAKEOVER_VERSIONS
-            and plan.ring_mark == known.ring_mark
-            and all(
-                (new := plan.entries.get(channel)) is not None and new.may_follow(each)
-                for channel, each in known.entries.items()
-            )
-        ):
+        jumped = plan.version - known.version >= TAKEOVER_VERSIONS
+
+        def is_continued(channel: bytes, before: Entry) -> bool:
+            after = plan.entries.get(channel)
+            if after is None or not after.may_follow(before):
+                return False
+            return not jumped or after.route == before.route or after.phase is not Phase.SETTLED
+
+        if plan.ring_mark == known.ring_mark and all(is_continued(*each) for each in known.entries.items()):
             return []
         return [Send(LOCAL, (b"PUBSUB", b"CHANNELS"), (TAG_LISTENERS,))]
 
