@@ -394,7 +394,7 @@ class Performers(Publishers):
         return self.festival.payload_bytes
 
     def make_publisher(self, index: int, number: int, at: float) -> Performer:
-        """Return a performer, who waits for the festival."""
+        """Return a performer of the festival."""
         assert self.festival is not None, "there are performers where there is a festival"
         return Performer(number, index, self.festival, start_s=at)
 
@@ -407,7 +407,7 @@ async def read_orders() -> AsyncGenerator[dict[str, Any]]:
         yield json.loads(line)
 
 
-def _tell(event: str, **fields: Any) -> None:
+def _send_event(event: str, **fields: Any) -> None:
     sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
     sys.stdout.flush()
 
@@ -415,7 +415,7 @@ def _tell(event: str, **fields: Any) -> None:
 async def _report(worker: Worker) -> None:
     while True:
         await asyncio.sleep(STATS_INTERVAL_S)
-        _tell("stats", **worker.stats())
+        _send_event("stats", **worker.stats())
 
 
 async def _obey(orders: AsyncGenerator[dict[str, Any]], worker: Worker) -> None:
@@ -424,10 +424,10 @@ async def _obey(orders: AsyncGenerator[dict[str, Any]], worker: Worker) -> None:
             case "start":
                 worker.start(order["at"])
             case "stop":
-                _tell("stopped", **await worker.stop())
+                _send_event("stopped", **await worker.stop())
             case "finish":
                 worker.expect(order["published"])
-                _tell("result", **await worker.finish())
+                _send_event("result", **await worker.finish())
             case unknown:
                 raise ValueError(f"the demo gives an order that its worker does not know: {unknown}")
 
@@ -444,7 +444,7 @@ async def work() -> None:
     async with AsyncExitStack() as clients, asyncio.TaskGroup() as tasks:
         worker = kinds[options.role](options, tasks)
         await worker.open(clients)
-        _tell("ready")
+        _send_event("ready")
         worker.spawn(_report(worker))
         await _obey(orders, worker)
         worker.end()

@@ -51,7 +51,7 @@ class Connection:
         return self._replies.popleft()
 
     def read(self) -> None:
-        """Take what has come."""
+        """Read once from the socket, and keep the replies and pushes."""
         self._reader.feed(self.socket.recv(1 << 16))
         while (value := self._reader.gets()) is not False:
             (self.pushes if isinstance(value, hiredis.PushNotification) else self._replies).append(value)
@@ -79,10 +79,10 @@ class Node:
         """Be the first on a new connection."""
 
     def pushed(self, server: str, push: list[Any]) -> None:
-        """Take a push."""
+        """Handle a push."""
 
     def tick(self) -> None:
-        """Do what is due."""
+        """Run the timers that have expired."""
 
     def take_pushes(self) -> None:
         for server, connection in list(self.connections.items()):
@@ -253,7 +253,7 @@ class Subscriber(Node):
                 raise AssertionError(f"nothing is lost in this test, but {server} says {message}")
 
     def tick(self) -> None:
-        """Do what is due."""
+        """Run the timers that have expired."""
         now = time.monotonic()
         due = [action for at, action in self._due if at <= now]
         self._due = [(at, action) for at, action in self._due if at > now]
@@ -264,7 +264,7 @@ class Subscriber(Node):
 
 
 def turn(*nodes: Node, timeout_s: float = 0.002) -> None:
-    """Take what has come for all of them, and do what is due."""
+    """Read from all sockets of the nodes, handle their pushes, and run expired timers."""
     sockets = {link.socket: link for node in nodes for link in node.connections.values()}
     for ready in select.select([*sockets], [], [], timeout_s)[0]:
         sockets[ready].read()

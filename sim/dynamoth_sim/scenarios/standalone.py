@@ -194,22 +194,10 @@ def plan_lost_and_moved(stage: Stage) -> None:
 
     S follows an epoch of the old plan, higher than that of the move: it looks at what is stored, and follows.
     """
-    cluster = stage.cluster
     channel = stage.channel_with_subscriber("s1")
     for server in ("s2", "s1"):
         stage.move(channel, server)
-    cluster.balancer.crash()
-    cluster.balancer.start()
-    stage.run(0.5)  # it hears that there are agents
-    with ExitStack() as stack:
-        for model in cluster.servers.values():
-            model.flush()
-            stack.enter_context(stage.losing(model.id, lambda name, _: name == BALANCER_CHANNEL))
-        stage.wait("a plan is stored", lambda: all(cluster.stored_plan(id_) for id_ in cluster.servers))
-        cluster.change(channel, single("s2"))
-        stage.wait("the move begins", lambda: stage.entry(channel).route.assignment == single("s2"))
-    stage.wait_settled(channel)
-    stage.run(LOOKED_S)
+    _move_before_agents_are_heard(stage, [channel], "s2")
     stage.publisher("P", channel)
 
 
@@ -237,10 +225,17 @@ def plan_lost_and_version_reached(stage: Stage) -> None:
 
     They see that a change of that version is of another plan, and read it. S, at an old place, gets a gap and follows.
     """
-    cluster = stage.cluster
     channel = stage.channel_with_subscriber("s1")
     others = [stage.channel_at("s1", f"other{number}") for number in range(2)]
     stage.move(channel, "s2")
+    _move_before_agents_are_heard(stage, [*others, channel], "s3")
+    stage.expect("S gets a gap event", channel in _gaps(stage), channel)
+    stage.publisher("P", channel)
+
+
+def _move_before_agents_are_heard(stage: Stage, channels: list[bytes], server: str) -> None:
+    """Delete all keys while a new balancer begins, and have it move channels before agents name their versions."""
+    cluster = stage.cluster
     cluster.balancer.crash()
     cluster.balancer.start()
     stage.run(0.5)  # it hears that there are agents
@@ -249,13 +244,11 @@ def plan_lost_and_version_reached(stage: Stage) -> None:
             model.flush()
             stack.enter_context(stage.losing(model.id, lambda name, _: name == BALANCER_CHANNEL))
         stage.wait("a plan is stored", lambda: all(cluster.stored_plan(id_) for id_ in cluster.servers))
-        for name in (*others, channel):
-            cluster.change(name, single("s3"))
-        stage.wait("the move begins", lambda: stage.entry(channel).route.assignment == single("s3"))
-    stage.wait_settled(channel)
+        for channel in channels:
+            cluster.change(channel, single(server))
+        stage.wait("the moves begin", lambda: stage.entry(channels[-1]).route.assignment == single(server))
+    stage.wait_settled(channels[-1])
     stage.run(LOOKED_S)
-    stage.expect("S gets a gap event", channel in _gaps(stage), channel)
-    stage.publisher("P", channel)
 
 
 def _led_by_rival(stage: Stage) -> bytes:
