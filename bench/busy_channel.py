@@ -30,7 +30,7 @@ from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client.asyncio import GapInfo, Redis
 from dynamoth_daemon.event_loop import run
 from dynamoth_demo.latency import LatencyCounts
-from dynamoth_sim.guarantees import Audit
+from dynamoth_sim.audit import Audit
 
 CHANNEL = b"busy"
 ARRIVAL_TIMEOUT_S = 15.0

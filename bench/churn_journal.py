@@ -3,7 +3,7 @@
 Theory of operation
 -------------------
 Each process writes its events to a file of its own, with times of the machine's one monotonic clock. After the run
-the files are merged by time and shown to the checker that judges the simulator (``dynamoth_sim.guarantees``). So the
+the files are merged by time and shown to the checker that judges the simulator (``dynamoth_sim.audit``). So the
 checker knows what began before what, also across processes: a publish is noted before it begins, a delivery after it.
 
 Gap events name a publisher by its client's 64-bit id, which only envelopes show. The observers at the servers note it
@@ -22,7 +22,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from dynamoth_sim.guarantees import Audit, Totals, Violation
+from dynamoth_sim.audit import Audit, Totals, Violation
 
 PUBLISHED = "published"
 PUBLISH_ENDED = "publish ended"

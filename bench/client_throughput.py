@@ -50,7 +50,7 @@ QUEUE = 1000
 
 @dataclass(frozen=True)
 class Load:
-    """What is measured, and how much of it."""
+    """The measurements to make, and their sizes."""
 
     name: str
     run: Callable[[Any, int, Load, bool], Coroutine[Any, Any, float]] | Callable[[Any, int, Load, bool], float]

@@ -45,7 +45,7 @@ INTERRUPTED_STATUS = 130
 
 @dataclass(frozen=True)
 class Paper:
-    """What the text of section V-C says; Figure 4 itself gives no numbers."""
+    """The claims of the text of section V-C; Figure 4 itself gives no numbers."""
 
     held_by_one: int
     held_by_three: int

@@ -28,7 +28,7 @@ from bench.workers import Worker
 from dynamoth_client.asyncio import GapInfo, Redis
 from dynamoth_daemon.event_loop import run
 from dynamoth_demo.latency import LatencyCounts
-from dynamoth_sim.guarantees import Audit
+from dynamoth_sim.audit import Audit
 
 HEAD = Struct(">IIIQ")
 """Step, publisher, number, time of sending in nanoseconds."""

@@ -37,8 +37,8 @@ from typing import Any, Self
 
 from dynamoth.errors import ClusterUnavailable, DynamothError
 from dynamoth.settings.declare import to_text
-from dynamoth_cli.access import Access
 from dynamoth_cli.admin import ask_balancer
+from dynamoth_cli.cluster_access import Access
 from dynamoth_cli.commands.status import read_status
 from dynamoth_cli.local.child import Child, dynamoth_command
 from dynamoth_cli.local.cluster import environment_without_settings

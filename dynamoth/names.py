@@ -1,4 +1,4 @@
-"""Names under the one reserved prefix, one part of it for each role that may speak there.
+"""The names of Dynamoth's own channels and keys: one reserved prefix, with a part for each role that sends there.
 
 Who sends a message shows in the channel's name, so that the ACL of Redis decides who may send it: clients send on
 ``client:`` and ``forward:``, agents on ``agent:``, the balancer on ``balancer:``, operators on ``operator:request``.

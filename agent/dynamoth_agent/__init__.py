@@ -1,1 +1,1 @@
-"""The agent process of one server: hosts its dispatcher and its LLA."""
+"""The agent of one server: hosts its dispatcher and its local load analyzer (LLA)."""

@@ -65,7 +65,7 @@ class StandIn:
         self.blind = False
         #: When to look next; None while the connection is down.
         self._look_at: float | None = None
-        #: Since when reports are overdue: the latest complete one, or when the connection first came up.
+        #: When the connection first came up. Blindness counts from the later of this and the latest complete report.
         self._since: float | None = None
         self._asked_at = 0.0
         #: Whether INFO is under way.

@@ -49,7 +49,7 @@ from dynamoth_balancer.events import (
     Stopped,
     TransitionsSettled,
 )
-from dynamoth_balancer.install import copies, lease, listeners, takeover
+from dynamoth_balancer.install import contention, copies, lease, listeners, takeover
 from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.contention import Contention
 from dynamoth_balancer.install.hearing import Hearing
@@ -115,9 +115,7 @@ class BalancerMachine:
         self._refused: dict[str, str] = {}
         self._lease = Lease(ids, incarnation, self.options.lease_s, self.options.lease_renew_s)
         patience_s = self.options.lease_s + self.options.lease_renew_s
-        self._contention = Contention(
-            self._lease, len(ids), self._down_reasons, patience_s, standby=self.options.standby
-        )
+        self._contention = Contention(self._lease, ids, self._down_reasons, patience_s, standby=self.options.standby)
         self._model = ClusterModel(ids, self.options.averaging_s, self.options.interruptions_window_s)
         self._agents = Agents(ids, self.options.agent_stale_s, self._model.blind)
         self._listeners = Listeners(self._agents)
@@ -144,8 +142,6 @@ class BalancerMachine:
         self._takeover: Takeover | None = None
         #: That of the present or latest term; None before the first.
         self._installer: Installer | None = None
-        #: The servers whose agents are alive, according to the log.
-        self._agents_noted: set[str] = set()
         self._tick_at: float | None = None
         self._shutdown_at: float | None = None
 
@@ -320,6 +316,9 @@ class BalancerMachine:
                 if self._takeover is None:
                     return []
                 return [*self._takeover.on_reply(server, tag, value), *self._recover(now)]
+            case contention.TAG:
+                self._contention.on_header(server, value, self._run_ids.get(server))
+                return []
             case copies.TAG:
                 return [] if self._at_work is None else self._on_copy_reply(self._at_work, server, tag, value, now)
             case listeners.TAG:
@@ -451,9 +450,11 @@ class BalancerMachine:
             self._tick_at = now + TICK_INTERVAL_S
             actions += self._lease.tick(now)
             actions += self._recover(now)
+            if self.stage is Stage.CONTENDING:
+                actions += self._contention.read_headers(self._run_ids, now)
             actions += self._resubscribe()
             actions += self._listeners.tick(self._run_ids, now)
-            actions += self._note_agents(now)
+            actions += self._agents.note_changes(self._run_ids, now)
             actions += self._admin.tick(now)
             if (installer := self._at_work) is not None:
                 actions += installer.tick(now)
@@ -462,17 +463,6 @@ class BalancerMachine:
         elif (installer := self._at_work) is not None:
             actions += installer.advance(now)
         return actions
-
-    def _note_agents(self, now: float) -> list[InnerAction]:
-        """Report which agents have come and gone."""
-        alive = {server for server in self._servers if self._agents.is_alive(server, now)}
-        changed, self._agents_noted = alive ^ self._agents_noted, alive
-        heard, gone = ("info", "an agent is heard"), ("warning", "an agent is not heard any more: see whether it runs")
-        return [
-            Note(*(heard if server in alive else gone), {"server": server})
-            for server in self._servers
-            if server in changed
-        ]
 
     def _look_after_health(self, now: float) -> list[InnerAction]:
         """Find problems; report those that have begun and those that are over."""

@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 A request goes to the balancer through any server: it is published on the operators' channel there, and the answer comes
 to an inbox of the request's own, at the same server. So the inbox is subscribed first. An unanswered request is sent
-again with the same number, over a new connection if necessary: the balancer answers a repeated one alike, and a
+again with the same number, over a new connection if necessary: the balancer gives it the same answer again, and a
 balancer that was restarted in between gets it, too.
 """
 
@@ -46,7 +46,7 @@ REPEAT_INTERVAL_S = 1.0
 ANSWER_TIMEOUT_S = 5.0
 
 LATE_S = 1.0
-"""When servers are asked alike, how much later than the first one the others may answer."""
+"""How much later than the first server the others may answer the same question."""
 
 SECOND_ANSWER_S = 0.5
 """How long to wait for a better answer of another balancer: two get a request at the same time."""
@@ -252,7 +252,7 @@ async def find_balancer(cluster: ClusterAddress, link: LinkOptions) -> ServerAdd
 async def ask_all(
     servers: Sequence[ServerAddress], *commands: Sequence[CommandPart], link: LinkOptions
 ) -> list[list[Any] | LinkError]:
-    """Ask servers the same, at once; return the replies of each, or why there are none.
+    """Send all servers the same commands at once; return the replies of each, or why there are none.
 
     When one has answered, the others have ``LATE_S`` to do so: one that hangs does not hold people up.
     """

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,8 +65,34 @@ EXTRAS = {"agent": ("prometheus_client",), "balancer": ("prometheus_client",), "
 """The packages that an extra brings and that a command cannot do without."""
 
 
+OUTPUT_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""What the system says where the output goes to a full or broken disk."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code."""
+    try:
+        try:
+            return _main(argv)
+        finally:  # also when argparse has printed its help, and exits
+            if sys.stdout is not None:  # as it is where the descriptor was closed
+                sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output has gone
+        _drop_output()
+        return EXIT_FAILED
+    except OSError as error:
+        if error.errno not in OUTPUT_FAULTS:
+            raise
+        _drop_output()
+        return _fail(f"the output cannot be written: {os.strerror(error.errno)}: see where it goes", EXIT_FAILED)
+
+
+def _drop_output() -> None:
+    """Drop the output that is still to be written: Python would complain about it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         sys.stdout.write(_overview())
@@ -106,9 +134,6 @@ def _run(name: str, rest: list[str]) -> int:
         return _fail(str(error), EXIT_FAILED)
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone; Python would complain about it at exit
-        return EXIT_FAILED
 
 
 def _missing(command: Command) -> str | None:

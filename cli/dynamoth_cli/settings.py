@@ -15,7 +15,8 @@ from dynamoth.plan.plan import Server
 from dynamoth.settings.load import ConfigText, FlagValue, LoadedConfig, declared_settings, format_config, load_config
 from dynamoth.settings.toml_lines import place_at
 from dynamoth_daemon.logs import configure_logging
-from dynamoth_link.options import LinkOptions, TlsOptions
+from dynamoth_link.options import LinkOptions
+from dynamoth_link.tls import TlsOptions
 from dynamoth_link.trust import Trust, parse_trusted_hosts, trust_in
 from dynamoth_link.urls import InvalidUrl, ServerAddress, parse_server_url
 

@@ -22,7 +22,7 @@ REQUEST_TIMEOUT_S = 5.0
 """Bound of the time from the connection until the request is there, and again until the answer is taken."""
 
 CONNECTIONS_MAX = 64
-"""Connections at a time; more are closed at once. A few scrapers and probes need a few."""
+"""Connections at a time; one more closes the oldest, so that slow ones cannot keep probes out."""
 
 TEXT = "text/plain; charset=utf-8"
 
@@ -60,8 +60,8 @@ class HttpServer:
     def __init__(self, paths: Mapping[str, HttpHandler]) -> None:
         self._paths = paths
         self._server: asyncio.Server | None = None
-        #: One task per connection, at most ``CONNECTIONS_MAX``.
-        self._connections: set[asyncio.Task[None]] = set()
+        #: One task per connection, at most ``CONNECTIONS_MAX``, oldest first.
+        self._connections: dict[asyncio.Task[None], None] = {}
 
     @classmethod
     async def start(cls, host: str, port: int, paths: Mapping[str, HttpHandler]) -> Self:
@@ -76,7 +76,8 @@ class HttpServer:
             self._server = await asyncio.start_server(self._accept, host, port, limit=REQUEST_BYTES_MAX)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"cannot listen at http_host {host!r}, http_port {port} ({error}): choose another port, or 0 for none"
+                f"cannot listen at http_host {host!r}, http_port {port} ({error}): choose another host or port,"
+                " or port 0 for none"
             ) from error
         return self
 
@@ -100,11 +101,17 @@ class HttpServer:
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._connections) >= CONNECTIONS_MAX:
-            writer.transport.abort()
-            return
+            oldest = next(iter(self._connections))
+            del self._connections[oldest]
+            oldest.cancel()
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
+        self._connections[task] = None
+
+        def end(ended: asyncio.Task[None]) -> None:  # called also for a task that was cancelled before it began
+            self._connections.pop(ended, None)
+            writer.transport.abort()
+
+        task.add_done_callback(end)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -116,8 +123,6 @@ class HttpServer:
                 await writer.wait_closed()
         except (OSError, TimeoutError) as error:
             _log.debug("an HTTP connection ended early: %r", error)
-        finally:
-            writer.transport.abort()
 
     async def _answer(self, reader: asyncio.StreamReader) -> tuple[HttpAnswer, bool]:
         """Read one request; return the answer, and whether its body is wanted."""

@@ -188,11 +188,11 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Formats a record for people: time, level, logger, message and then ``name=value`` of each ``extra``."""
+    """Formats a record for people: time, level, logger, message and ``name=value`` of each ``extra`` but None."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the text; only an exception takes more lines."""
-        extra = "".join(f" {name}={_readable(value)}" for name, value in _extra(record).items())
+        extra = "".join(f" {name}={_readable(value)}" for name, value in _extra(record).items() if value is not None)
         text = f"{_time(record)} {record.levelname.lower():7} {record.name}: {record.getMessage()}{extra}"
         return text + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
 

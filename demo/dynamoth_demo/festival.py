@@ -19,9 +19,9 @@ RATIO_THRESHOLDS_LESS = 0.25
 """The festival exceeds the threshold of Algorithm 1's ratio by the wanted number of replicas, less this: so figures
 that vary by some percent do not ask for one replica more."""
 
-PUBLICATIONS_RATIO_MIN = 0.75
-"""The channel is spread at this share of the festival's publications/s, as a busy machine may not manage all of them.
-When they get fewer, it is folded back before it could lose a replica."""
+PUBLICATIONS_RATIO_MIN = 0.5
+"""The channel is spread at this share of the festival's publications/s, as a busy machine may not manage all of them;
+with fewer than all, perhaps over fewer servers."""
 
 LOAD_RATIO_MIN = 0.4
 """The channel is spread from this load ratio on: several times that of a tile, less than half of the festival's."""

@@ -15,7 +15,7 @@ from dynamoth_demo.latency import LatencyCounts
 
 RATE_WINDOW_S = 3.0
 NEWS_KEPT_MAX = 100
-MOVES_TOLD_MAX = 4
+MOVES_SHOWN_MAX = 4
 STORIES_SHOWN_MAX = 10
 HOT_SHOWN_MAX = 3
 """How much news is kept; how many moves of one decision, stories and hot channels are shown."""
@@ -184,7 +184,7 @@ class DemoState:
         time = f"{max(0, round(self.elapsed_s - decision['age_s'])):3d} s"
         moves = decision["first_moves"]
         shown = [move for move in moves if _replicates(move)]
-        shown += [move for move in moves if not _replicates(move)][:MOVES_TOLD_MAX]
+        shown += [move for move in moves if not _replicates(move)][:MOVES_SHOWN_MAX]
         for move in shown:
             self._tell(f"{time}  {channel_name(move['channel'])}  {_describe_move(move)}")
         if decision["moves"] > len(shown):

@@ -42,7 +42,7 @@ class View:
         #: What the latest line of progress was about.
         self._said: tuple[str, int] | None = None
         #: How many news have been printed.
-        self._news_told = 0
+        self._news_printed = 0
 
     def __enter__(self) -> View:
         if self._live is not None:
@@ -63,12 +63,12 @@ class View:
         if about != self._said:
             self._said = about
             self._console.print(progress_line(self._state), highlight=False, soft_wrap=True)
-        self._tell_news()
+        self._print_news()
 
-    def _tell_news(self) -> None:
+    def _print_news(self) -> None:
         """Print a line for each of the news since the last time, as far as they are kept."""
-        new = min(self._state.news_count - self._news_told, len(self._state.news))
-        self._news_told = self._state.news_count
+        new = min(self._state.news_count - self._news_printed, len(self._state.news))
+        self._news_printed = self._state.news_count
         for news in list(self._state.news)[len(self._state.news) - new :]:
             self._console.print(f"       {news}", markup=False, highlight=False, soft_wrap=True)
 

@@ -16,7 +16,7 @@ Each of them is a client of its own, with its own connections. *Auditors* listen
 the festival, from before the first update to the end, so they must get everything that anybody publishes. *Players*
 come and go, which is harder to do right while channels move: an update must reach each player of the same process whose
 subscription was confirmed before it was published. Both are judged by the checker that the simulator uses
-(``dynamoth_sim.guarantees``). *Performers* only publish.
+(``dynamoth_sim.audit``). *Performers* only publish.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dynamoth_client.asyncio import GapInfo, PubSub, Redis
 from dynamoth_daemon.event_loop import run
 from dynamoth_demo.festival import Festival, Performer
 from dynamoth_demo.latency import LatencyCounts
-from dynamoth_sim.guarantees import Audit
+from dynamoth_sim.audit import Audit
 from dynamoth_sim.load.rgame import GameWorld, Join, Leave, Player, Update, read_update
 
 STATS_INTERVAL_S = 0.5

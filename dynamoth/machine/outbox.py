@@ -47,7 +47,7 @@ class _Run:
 class Outbox:
     """First in, first out, over one link, at least once, bounded.
 
-    The owner calls :meth:`put` for each command, tells of the link's events, and executes what it is given. After
+    The owner calls :meth:`put` for each command, reports the link's events, and executes the returned actions. After
     replies it calls :meth:`flush` if something is ``held``.
     """
 
@@ -83,7 +83,7 @@ class Outbox:
         return self._count >= self.bound
 
     def put(self, args: Command, token: Any = None) -> list[Send | SendAll]:
-        """Add a command. ``token`` comes back from :meth:`replied`. The caller has checked ``full``."""
+        """Add a command. ``token`` comes back from :meth:`on_reply`. The caller has checked ``full``."""
         self.put_later(args, token)
         if not self._up or self.held or self._count - self._sent > 1 or self._sent_bytes > UNDER_WAY_BYTES_MAX:
             return self.flush()
@@ -166,7 +166,7 @@ class Outbox:
         self.held = False
         self._items = deque(self._each())
 
-    def replied(self) -> Any:
+    def on_reply(self) -> Any:
         """Take the reply to the oldest command (a reply whose tag is this outbox); return its token."""
         assert self._sent, f"a reply on {self.link} without a command"
         item = self._items[0]

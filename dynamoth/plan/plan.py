@@ -25,11 +25,11 @@ from dynamoth.plan.compatibility import NO_COMPATIBILITY, Compatibility, Compati
 from dynamoth.plan.ring import RING_POINTS_MAX, VIRTUAL_NODES, VIRTUAL_NODES_MAX, Ring, ring_of
 
 EPOCH_MAX = 2**32 - 1
+"""Epochs and versions have 32 bits."""
 
 TAKEOVER_VERSIONS = 1000
 """Versions left out at each takeover: more than a balancer can write between two checks of its lease. 32 bits last for
 4 million takeovers."""
-"""Epochs and versions have 32 bits."""
 
 JOIN_S = 10.0
 """A server that was not in use carries no channel for this time after the plan has listed it. Clients that listen at

@@ -52,7 +52,7 @@ class ChannelLoad(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChannelColumns:
-    """What was measured of the channels that a report names. All columns have the same length; one row is one channel.
+    """The measurements of the channels that a report names. All columns have the same length; one row is one channel.
 
     Numbers are those of the report's interval, not rates. Names are the users' (a replicated channel is one row).
     """
@@ -114,7 +114,7 @@ class ChannelSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one load analyzer measured at its server within one interval.
+    """The measurements of one load analyzer at its server within one interval.
 
     Sent on ``BALANCER_CHANNEL`` at that server, also when it is idle. Zero as a maximum means that none is known.
     """
@@ -126,7 +126,7 @@ class Report:
     sequence: int
     #: Length of the time measured, in seconds; more than 0.
     interval_s: float
-    #: The version of the plan that the dispatcher beside acts upon; None while it knows no plan.
+    #: The version of the plan that this agent's dispatcher acts on; None while it knows no plan.
     plan_version: int | None
     #: T_i of eq. 1: what the server's network can send, as configured; more than 0.
     outgoing_bytes_per_s_max: int

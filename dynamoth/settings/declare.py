@@ -16,6 +16,9 @@ _T = TypeVar("_T")
 
 ENVIRONMENT_PREFIX = "DYNAMOTH_"
 
+SECONDS_MAX = 1_000_000
+"""Bound of every setting in seconds that has no other: eleven days, far below what overflows a timer."""
+
 SHARED_SECTION = "cluster"
 """The section whose name environment variables and flags leave out, because every process has its settings."""
 
@@ -37,9 +40,15 @@ class Setting:
     secret: bool = False
 
     @property
+    def upper(self) -> float | None:
+        """The largest accepted value, None for no bound."""
+        return SECONDS_MAX if self.maximum is None and self.unit == "s" else self.maximum
+
+    @property
     def bounds(self) -> str:
         """The bounds and the unit, in words."""
-        limits = (("from", self.minimum), ("more than", self.above), ("to", self.maximum))
+        up_to = "to" if self.above is None else "up to"
+        limits = (("from", self.minimum), ("more than", self.above), (up_to, self.upper))
         words = [f"{word} {limit:.12g}" for word, limit in limits if limit is not None]
         return " ".join([*words, f"({self.unit})"] if self.unit else words)
 
@@ -51,7 +60,7 @@ class Setting:
             math.isfinite(value)
             and (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)
-            and (self.maximum is None or value <= self.maximum)
+            and (self.upper is None or value <= self.upper)
         )
 
 

@@ -171,6 +171,8 @@ def _from_file(file: ConfigText) -> Iterable[_Given]:
         document = tomllib.loads(file.text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file.name} is not TOML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{file.name} is not a configuration: values are nested too deeply") from error
     lines = lines_of(file.text)
     sections = _sections()
     for section, table in document.items():
@@ -315,7 +317,8 @@ def _format_setting(declared: Declared, value: Any, places: Mapping[str, str]) -
 
 def _format_servers(loaded: LoadedConfig) -> Iterable[str]:
     for name in ("servers", "compatibility"):
-        for table in getattr(loaded.config.cluster, name):
-            yield from ("", f"[[cluster.{name}]]  # {loaded.places[f'cluster.{name}']}")
+        for index, table in enumerate(getattr(loaded.config.cluster, name)):
+            place = place_at(loaded.places[f"cluster.{name}"], index)
+            yield from ("", f"[[cluster.{name}]]  # {place}")
             for item in dataclasses.fields(table):
                 yield f"{item.name} = {to_text(getattr(table, item.name), quoted=True)}"

@@ -31,7 +31,7 @@ class ServerSettings:
     url: str
     """Where agents, balancer and clients reach it. Without credentials: the plan shows it to every client."""
     outgoing_bytes_per_s_max: int
-    """What counts as load ratio 1. Left out: ``cluster.outgoing_bytes_per_s_max``."""
+    """The traffic that counts as load ratio 1. Left out: ``cluster.outgoing_bytes_per_s_max``."""
     draining: bool = False
     """Whether the balancer moves all channels away from this server and puts none there, so that it can be stopped.
     Only the balancer reads this: restart it after a change."""
@@ -51,7 +51,7 @@ class CompatibilitySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSettings:
-    """What the whole cluster must agree on."""
+    """Settings that the whole cluster must agree on."""
 
     servers: tuple[ServerSettings, ...] = setting((), "the Redis servers")
     compatibility: tuple[CompatibilitySettings, ...] = setting(
@@ -113,21 +113,21 @@ class ReportSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSettings(ReportSettings, HttpSettings):
-    """What one agent may choose."""
+    """Settings of an agent."""
 
     server: str = setting("", "id of the server that this agent sits beside")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalancerProcessSettings(HttpSettings):
-    """What the balancer's process may choose, apart from the decisions of its machine."""
+    """Settings of the balancer's process, apart from the decisions of its machine."""
 
     metrics_file: str = setting("", "a file for the reports of all agents, one line of JSON each; empty for none")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningSettings:
-    """What the balancer's machine may choose: thresholds and times of its decisions.
+    """Settings of the balancer's machine: thresholds and times of its decisions.
 
     A load ratio is load over capacity (Dynamoth, eq. 1). ``load_ratio_high``, ``load_ratio_safe`` and ``wait_s`` have
     the values of that paper's own code. The paper does not give the thresholds of its Algorithm 1.
@@ -174,11 +174,11 @@ class PlanningSettings:
     )
     """AllPubs_threshold: one replica for each time that it is reached."""
     replicate_publications_per_s_min: float = setting(
-        1000.0, "a channel needs more publications/s to be replicated because of them", unit="1/s", minimum=0
+        1000.0, "a channel is replicated for its publications only above this rate", unit="1/s", minimum=0
     )
     """Publication_threshold. Below it, Redis' one sending thread has more than a millisecond for each message."""
     replicate_subscribers_min: int = setting(
-        100, "a channel needs more subscribers to be replicated because of them: one server is quick enough", minimum=0
+        100, "a channel is replicated for its subscribers only above this number: one server serves fewer", minimum=0
     )
     """Subscriber_threshold. In Dynamoth's Experiment 1 one server and three were equally quick up to this number."""
     replicate_load_ratio_min: float = setting(
@@ -212,12 +212,12 @@ class PlanningSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class BalancerSettings(PlanningSettings, BalancerProcessSettings):
-    """What the balancer may choose."""
+    """Settings of the balancer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSettings:
-    """What this process writes to stderr."""
+    """Settings of the log on stderr."""
 
     level: str = setting("info", "what is logged", choices=("debug", "info", "warning", "error"))
     format: str = setting("json", "one JSON object per line, or text for people", choices=("json", "text"))

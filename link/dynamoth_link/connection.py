@@ -19,7 +19,17 @@ from dynamoth.machine.events import CommandPart
 from dynamoth_link import errors
 from dynamoth_link.liveness import Liveness, Verdict, unacknowledged_bytes
 from dynamoth_link.options import LinkOptions
-from dynamoth_link.resp import FEED_BYTES, LARGE_BYTES, OnPushBatch, OnReplies, OnReply, Packed, Resp, Violation
+from dynamoth_link.resp import (
+    FEED_BYTES,
+    LARGE_BYTES,
+    OnPushBatch,
+    OnReplies,
+    OnReply,
+    Packed,
+    Refusal,
+    Resp,
+    Violation,
+)
 from dynamoth_link.urls import ServerAddress
 
 
@@ -139,12 +149,13 @@ class Connection(asyncio.Protocol):
         self._flush()  # the caller has collected these commands already
         return True
 
-    async def call(self, commands: Sequence[Sequence[CommandPart]]) -> list[Any]:
+    async def call(self, commands: Sequence[Sequence[CommandPart]], replies: list[Any] | None = None) -> list[Any]:
         """Send commands and return their replies, in order; error replies are values.
 
-        Raises ``LinkError`` when the connection is lost first.
+        Raises ``LinkError`` when the connection is lost first; then ``replies``, a list of the caller's, has those that
+        came.
         """
-        replies: list[Any] = []
+        replies = [] if replies is None else replies
         done = self._loop.create_future()
 
         def take(reply: Any) -> None:
@@ -152,8 +163,13 @@ class Connection(asyncio.Protocol):
             if len(replies) == len(commands) and not done.done():
                 done.set_result(None)
 
-        for command in commands:
-            self.send(command, take)
+        # One write: after the server has closed, a second one fails, and what it has said is not read any more.
+        self._flush_scheduled = True
+        try:
+            for command in commands:
+                self.send(command, take)
+        finally:
+            self._flush()
         if commands:
             await asyncio.wait({done, self.lost, self._closed}, return_when=asyncio.FIRST_COMPLETED)
         if len(replies) < len(commands):
@@ -220,7 +236,7 @@ class Connection(asyncio.Protocol):
     # What the event loop does.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin."""
+        """Use the transport, or abort it if this was aborted while it connected."""
         self._transport = cast("asyncio.Transport", transport)
         if hasattr(transport, "max_size"):
             # An attribute of asyncio's that its documentation does not mention: each read makes an object of that size.
@@ -237,6 +253,8 @@ class Connection(asyncio.Protocol):
         self._liveness.heard_at = self._time()
         try:
             self._resp.feed(data)
+        except Refusal as error:
+            self.cut(errors.diagnose_reply(self._address, None, str(error)))
         except Violation as error:
             self.cut(errors.violation(self._address, str(error)))
 

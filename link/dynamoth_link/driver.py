@@ -54,7 +54,7 @@ _DEFAULTS = LinkOptions()
 
 
 class Driver:
-    """Executes what one machine asks for, and tells it what happened.
+    """Executes the actions of one machine, and hands it the events that follow.
 
     ``Connect``, ``Disconnect``, ``Send`` and ``SendAll`` are executed here; every other action goes to ``on_action``.
     It keeps the contract of ``dynamoth.machine.events`` about links. In addition:
@@ -162,7 +162,7 @@ class Driver:
             self._disconnect(name)
 
     def abandon(self) -> list[int]:
-        """Stop without a word to servers or to the event loop, which is closed, or runs in the parent of this process.
+        """Stop without touching sockets or the event loop, which is closed, or runs in the parent of this process.
 
         Returns the descriptors of the sockets: nobody closes them.
         """

@@ -128,6 +128,8 @@ def diagnose_exception(address: ServerAddress, error: Exception) -> LinkError:
         return connection_lost(address, str(error))
     if isinstance(error, OSError):
         return ServerUnreachable(f"{name}: {error}: check host, port and network")
+    if isinstance(error, UnicodeError) or (isinstance(error, ValueError) and "null" in str(error)):
+        return ServerUnreachable(f"{name}: the host name cannot be used ({error}): correct the URL")
     return LinkError(f"{name}: unexpected {type(error).__name__}: {error}: this is a bug, please report it")
 
 

@@ -112,8 +112,16 @@ async def _introduce(
     library = _library(options)
     select: list[list[CommandPart]] = [["SELECT", address.db]] if address.db else []
     # All in one round trip: nothing here changes anything but the connection, which is given up if we are not let in.
-    hello, *replies = await connection.call([_hello(options, login), *library, *select, ["PING"], ["INFO", "server"]])
     username = address.username if login is None or login[0] == DEFAULT_USER else _text(login[0])
+    received: list[Any] = []
+    try:
+        await connection.call([_hello(options, login), *library, *select, ["PING"], ["INFO", "server"]], received)
+    except errors.LinkError:
+        # Redis says why it does not take a connection, and closes it, before it has read anything.
+        if received and isinstance(received[0], ErrorReply):
+            raise errors.diagnose_reply(address, username, str(received[0])) from None
+        raise
+    hello, *replies = received
     if isinstance(hello, ErrorReply):
         raise errors.diagnose_reply(address, username, str(hello))
     _check_version(address, hello)

@@ -2,8 +2,8 @@
 
 Theory of operation
 -------------------
-One task per link runs in a loop: open a connection, say ``on_up``, wait until it is lost, say ``on_down``, wait
-out the backoff, again. A failed attempt says ``on_down`` too. What is sent between ``on_up`` and ``on_down``
+One task per link runs in a loop: open a connection, call ``on_up``, wait until it is lost, call ``on_down``, wait
+out the backoff, repeat. A failed attempt calls ``on_down`` too. What is sent between ``on_up`` and ``on_down``
 goes to the connection; what is sent at any other time is dropped. Nothing is ever sent twice.
 """
 
@@ -124,7 +124,7 @@ class Link:
         return connection is not None and connection.send_all(commands, on_replies)
 
     def pause_reading(self) -> None:
-        """Let the server's output wait in its buffers until ``resume_reading``; holds across reconnections.
+        """Stop reading: the server's output waits in its buffers until ``resume_reading``, also across reconnections.
 
         What one read has brought is still handed on. While paused, no PING is sent and a loss may go
         unnoticed, and a server drops a subscriber that does not read for long (``client-output-buffer-limit

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from dynamoth.errors import ConfigError
 from dynamoth.settings.link_defaults import CONNECT_TIMEOUT_S, PING_INTERVAL_S, PING_TIMEOUT_S
 from dynamoth_link.backoff import Backoff
 from dynamoth_link.credentials import Credentials
 from dynamoth_link.spares import Spares
+from dynamoth_link.tls import TlsOptions
 from dynamoth_link.trust import Trust
 
 WRITE_BUFFER_BYTES_MAX = 256 * 1024 * 1024
@@ -22,39 +21,6 @@ Two seconds of a saturated gigabit link: what is older than that is better lost 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TlsOptions:
-    """How TLS is done for ``rediss://`` addresses. Files are read once per process.
-
-    ``ca_file``: whom to trust (PEM); None for what the system trusts. ``cert_file`` and ``key_file``: our own
-    certificate, for servers with ``tls-auth-clients yes``. ``verify``: False accepts any certificate, for
-    tests only. ``context`` replaces all of them; ``has_certificate`` says whether it has one of our own.
-    """
-
-    ca_file: str | None = None
-    cert_file: str | None = None
-    key_file: str | None = None
-    verify: bool = True
-    context: ssl.SSLContext | None = None
-    has_certificate: bool = False
-
-    def make_context(self) -> ssl.SSLContext:
-        """Return the context to connect with. Raises OSError when a file cannot be used."""
-        return self.context or _make_context(self)
-
-
-@lru_cache(maxsize=16)
-def _make_context(options: TlsOptions) -> ssl.SSLContext:
-    """Reading the system's certificates takes some 10 ms: too long to be done at each attempt to connect."""
-    context = ssl.create_default_context(cafile=options.ca_file)
-    if not options.verify:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    if options.cert_file is not None:
-        context.load_cert_chain(options.cert_file, options.key_file)
-    return context
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkOptions:
     """The settings of a link. Raises ``ConfigError`` when one is out of range.
 
@@ -62,9 +28,9 @@ class LinkOptions:
     ``credentials``: used where there are none of these, and asked for at each connection. The time that takes
     does not count as connecting.
     ``trust``: which servers get any of these, or our certificate; no connection is made to others. None: all do. A
-    server is connected to anyway where there is nothing to give.
+    server is connected to in any case if there are no credentials to give.
     ``client_name``: the name shown by ``CLIENT LIST``: visible ASCII without spaces; None for none.
-    ``library_name``, ``library_version``: shown there as well, by Redis 7.2 and later; None for what it is without.
+    ``library_name``, ``library_version``: shown there as well, by Redis 7.2 and later; None: not sent.
     ``keepalive``: options of TCP (``{socket.TCP_KEEPIDLE: 30}``) for sockets that are kept alive; None for others.
     ``connect_timeout_s``: bound of one attempt, from the first packet until RESP3 is agreed on; more than 0.
     ``ping_interval_s``: after this much silence a PING is sent; 0 means never, so that a connection that was cut
@@ -85,7 +51,7 @@ class LinkOptions:
     ``close_timeout_s``: how long ``close`` lets what was sent go out before it cuts the connection.
     ``write_buffer_bytes_max``: with more than this unsent at the end of a turn of the event loop the link
     goes down (and comes back): the server does not keep up. 0 means no bound. A command may be larger, as messages of
-    512 MB are: where less than this was unsent before it, so much more may be unsent behind it.
+    512 MB are: if less than this was unsent before it, another ``write_buffer_bytes_max`` may be unsent behind it.
     """
 
     username: str | None = None
@@ -96,7 +62,7 @@ class LinkOptions:
     library_name: str | None = None
     library_version: str | None = None
     keepalive: Mapping[int, int | bytes] | None = None
-    tls: TlsOptions = TlsOptions()
+    tls: TlsOptions = field(default_factory=TlsOptions)
     connect_timeout_s: float = CONNECT_TIMEOUT_S
     ping_interval_s: float = PING_INTERVAL_S
     ping_timeout_s: float = PING_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""A few commands over a connection that lives no longer than they do: for bootstrap and command line."""
+"""Sends a few commands over a connection of their own and returns the replies: for bootstrap and command line."""
 
 from __future__ import annotations
 

@@ -75,6 +75,10 @@ class Violation(Exception):
     """Raised when a server sends what the protocol does not allow. The connection cannot be used any more."""
 
 
+class Refusal(Exception):
+    """Raised when a server sends an error that answers no command: its reason for closing the connection."""
+
+
 @final
 class _Subscribing:
     """A subscription command that waits for its pushes."""
@@ -156,7 +160,7 @@ class Resp:
     def feed(self, data: bytes) -> None:
         """Parse what was read, and call back with complete replies and pushes, in their order.
 
-        Raises ``Violation``; everything before it has been handed on.
+        Raises ``Violation``, or ``Refusal``; everything before it has been handed on.
         """
         if len(data) <= FEED_BYTES:
             self._reader.feed(data)
@@ -238,6 +242,8 @@ class Resp:
     def _hand_on_reply(self, reply: Any) -> None:
         """Hand on the reply to the oldest pending command, which is no ``_Run``."""
         if not self.pending:
+            if type(reply) is ErrorReply:
+                raise Refusal(str(reply))
             raise Violation(f"a reply that nobody asked for: {reply!r:.200}")
         on_reply = self.pending.popleft()
         assert not isinstance(on_reply, _Run), "_tell_apart hands on its replies"

@@ -1,4 +1,4 @@
-"""Connections that were opened to ask something, and that a link may take over: each saves a connect and a login."""
+"""Keeps the connections of queries for a link to take over: each saves a connect and a login."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""URLs of Redis servers and of clusters.
+"""Parses and formats the URLs of Redis servers and of clusters.
 
 ===============================================  ===============================================
 ``redis://[user[:password]@]host[:port][/db]``   one server over TCP

@@ -21,8 +21,9 @@ from dynamoth.protocol.control import Announcement
 CHANNEL_BYTES_MAX = 1024
 """Channels with longer names are measured in the sums only: the memory and the report of a name must be bounded."""
 
-ANNOUNCED_MAX = 10_000
-"""Most channels of one announcement that are processed, so that no announcement takes the agent too long."""
+ANNOUNCED_MAX = 2000
+"""Most channels of one announcement that are processed, so that none takes the agent longer than 3 ms. This client
+names no more in one."""
 
 
 class Audience:

@@ -21,7 +21,7 @@ from dynamoth_client.machines.publisher.events import PublisherOptions
 from dynamoth_client.machines.subscriber.events import SubscriberOptions
 from dynamoth_dispatcher.options import DispatcherOptions, ForwarderOptions, TransitionOptions
 from dynamoth_lla.options import LoadAnalyzerOptions
-from dynamoth_sim.guarantees import Audit, Violation
+from dynamoth_sim.audit import Audit, Violation
 from dynamoth_sim.load.administrator import Administrator, Answered, Ask
 from dynamoth_sim.load.clients import PATTERN_MARK, Client, ClientOptions
 from dynamoth_sim.world.network import DEFAULT_DELAYS, Delays, Network
@@ -59,7 +59,7 @@ RESTART_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What differs from one simulated cluster to another."""
+    """The parameters in which simulated clusters differ."""
 
     servers: int = 3
     delays: Delays = DEFAULT_DELAYS
@@ -218,7 +218,9 @@ class Cluster:
         self._seed_urls = [server.url for server in self.servers.values()]
         self.balancer = Process(world, self.network, "balancer", self.make_balancer, self._balancer_acts)
         #: Another balancer, which is not started but by faults.
-        self.rival = Process(world, self.network, "rival", self.make_balancer, self._rival_acts)
+        self.rival = Process(world, self.network, "rival", self._make_rival, self._rival_acts)
+        #: Whether the other balancer waits while this one leads, instead of ending.
+        self.rival_stands_by = False
         self.administrator = Process(
             world, self.network, "admin", lambda _: Administrator(self.server_list), self._answered
         )
@@ -249,6 +251,10 @@ class Cluster:
     def make_balancer(self, incarnation: int) -> Machine[Any, Any]:
         """Make the machine of the balancer."""
         return BalancerMachine(self.server_list, incarnation, self.options.balancer)
+
+    def _make_rival(self, incarnation: int) -> Machine[Any, Any]:
+        options = replace(self.options.balancer, standby=self.rival_stands_by)
+        return BalancerMachine(self.server_list, incarnation, options)
 
     def is_observed(self, url: str) -> bool:
         """Tell whether somebody observes the server at a URL: its agent, unless it was lost lately."""

@@ -20,10 +20,10 @@ from typing import Any
 from dynamoth.names import logical_channel
 from dynamoth.plan.plan import Location, Mode, single
 from dynamoth_client.machines.standalone import FRESH_S
+from dynamoth_sim.audit import Totals, Violation
 from dynamoth_sim.cluster import Cluster, short_options
 from dynamoth_sim.faults.faults import Chaos
 from dynamoth_sim.faults.profiles import PROFILES, Profile, draw_profile
-from dynamoth_sim.guarantees import Totals, Violation
 from dynamoth_sim.load.workload import Workload
 from dynamoth_sim.scenarios.registry import SCENARIOS
 from dynamoth_sim.scenarios.stage import SceneFailed, Stage

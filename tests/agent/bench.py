@@ -12,7 +12,7 @@ from dynamoth.protocol.reports import Report, pack_report, unpack_report
 from dynamoth_agent.machine import AgentMachine
 from dynamoth_agent.stand_in import REPORTS
 from dynamoth_lla.options import LoadAnalyzerOptions
-from dynamoth_sim.world.checker import Checker
+from dynamoth_sim.world.invariants import Checker
 
 _T = TypeVar("_T")
 

@@ -6,7 +6,7 @@ from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL
 from dynamoth.plan.plan import single
 from dynamoth.protocol.control import PlanChange, pack_control
 from dynamoth.protocol.envelope import seal
-from dynamoth_agent.events import AlreadyRunning, LinkChanged, ObservationRefused, PlanFollowed
+from dynamoth_agent.events import LinkChanged, ObservationRefused, PlanFollowed
 from dynamoth_lla.round import ObservationLate
 from tests.agent.bench import AT_S2, PLAN, Bench
 
@@ -57,7 +57,7 @@ def test_messages_go_to_dispatcher_and_analyzer() -> None:
     assert AT_S2 in bench.first_report().columns.channels
 
 
-def test_reports_tell_the_version_of_the_dispatchers_plan_and_people_hear_of_it() -> None:
+def test_reports_say_the_version_of_the_dispatchers_plan_and_people_hear_of_it() -> None:
     bench = Bench()
     bench.up()
     newer = PLAN.begin({b"a": single("s1" if PLAN.entry(b"a").route.assignment == single("s2") else "s2")})
@@ -65,18 +65,6 @@ def test_reports_tell_the_version_of_the_dispatchers_plan_and_people_hear_of_it(
     bench.tell(Pushed("local", [[b"message", AGENT_CHANNEL, change]]))
     assert [action.version for action in bench.said(PlanFollowed)] == [0, 1]
     assert bench.first_report().plan_version == 1
-
-
-def test_links_of_forwarding_do_not_touch_the_analyzer() -> None:
-    bench = Bench()
-    bench.up()
-    before = bench.machine.load_analyzer.deadline()
-    bench.tell(Pushed("local", [[b"pmessage", b"*", AT_S2, b"raw"]]))
-    bench.tell(LinkUp("to:s2", None))
-    bench.tell(LinkDown("to:s2", "lost"))
-    bench.tell(Pushed("to:s2", [[b"pmessage", b"*", b"x", b"raw"]]))
-    assert bench.machine.load_analyzer.deadline() == before
-    assert bench.machine.is_up
 
 
 def test_a_link_that_is_down_is_said_once_per_reason() -> None:
@@ -88,14 +76,6 @@ def test_a_link_that_is_down_is_said_once_per_reason() -> None:
     bench.tell(LinkDown("local", "refused"))
     said = [action.reason for action in bench.said(LinkChanged)]
     assert said == ["refused", "wrong password", "refused", None, "refused"]
-
-
-def test_a_second_agent_is_told_to_end() -> None:
-    bench = Bench()
-    bench.agents = 2
-    bench.up()
-    (end,) = bench.said(AlreadyRunning)
-    assert "10.0.0.1:99" in end.reason
 
 
 def test_actions_of_the_analyzer_come_through() -> None:

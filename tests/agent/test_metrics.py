@@ -41,7 +41,7 @@ def test_before_the_connection_nothing_is_claimed() -> None:
     assert value(text, "dynamoth_lla_reports_sent_total") == 0
 
 
-def test_what_the_machines_know_is_told() -> None:
+def test_what_the_machines_know_is_reported() -> None:
     bench = reported()
     text = scrape(bench)
     assert value(text, "dynamoth_agent_ready") == 1

@@ -1,17 +1,11 @@
-"""The agent as it runs: real Redis servers, and real processes where it is about signals and exit codes."""
+"""The agent as it runs, on real Redis servers."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -25,10 +19,8 @@ from dynamoth.protocol.reports import Report, unpack_report
 from dynamoth.protocol.stored_plan import write_whole
 from dynamoth_agent.process.runtime import AgentConfig, run_agent
 from dynamoth_cli.local.embedded import EmbeddedRedis
-from dynamoth_daemon.exit_codes import EXIT_DONE
 from dynamoth_link.link import Link
 from dynamoth_link.options import LinkOptions
-from tests.redis_servers import RedisServerFactory
 
 PATIENCE_S = 20.0
 
@@ -175,7 +167,7 @@ def test_a_url_that_cannot_be_used_is_refused_at_once(user: str) -> None:
         AgentConfig(server="s1", url="redis://x", outgoing_bytes_per_s_max=0)
 
 
-def test_http_tells_whether_it_is_ready(redis_server: EmbeddedRedis, free_port: int) -> None:
+def test_http_says_whether_it_is_ready(redis_server: EmbeddedRedis, free_port: int) -> None:
     port = free_port
 
     async def main() -> None:
@@ -200,51 +192,6 @@ def test_http_tells_whether_it_is_ready(redis_server: EmbeddedRedis, free_port: 
     run(main)
 
 
-def text_of(record: logging.LogRecord) -> str:
-    return f"{record.getMessage()}: {vars(record)['cause']}"
-
-
-def is_told(record: logging.LogRecord) -> bool:
-    """Tell whether a warning is about what the test does, and not about the settings of the bundled server."""
-    return record.getMessage() != "a setting of the server does harm"
-
-
-def test_it_waits_for_its_server_and_says_so_once(
-    redis_server_factory: RedisServerFactory, caplog: pytest.LogCaptureFixture
-) -> None:
-    server = redis_server_factory()
-    server.kill()
-
-    def said() -> list[str]:
-        return [text_of(record) for record in caplog.records if record.levelno == logging.WARNING and is_told(record)]
-
-    async def main() -> None:
-        async with running(config(server)):
-            await until(said)
-            await asyncio.sleep(0.3)  # some more attempts, about ten
-            assert len(said()) == 1 and "connection refused: start the server" in said()[0]
-            server.restart()
-            await until(lambda: agents(server) == 1)
-
-    with caplog.at_level(logging.INFO, "dynamoth.agent"):
-        run(main)
-    assert "connected" in [record.getMessage() for record in caplog.records]
-
-
-def test_a_lost_connection_is_blind_time_too_and_no_second_agent(redis_server: EmbeddedRedis) -> None:
-    store_plan(redis_server)
-
-    async def main() -> None:
-        async with running(config(redis_server)) as task, Listener(redis_server) as listener:
-            await listener.next_report()
-            command(redis_server, "CLIENT", "KILL", "TYPE", "pubsub", "SKIPME", "yes")
-            await listener.next_report(lambda report: report.blind_s > 0)
-            assert not task.done()
-            assert agents(redis_server) == 1
-
-    run(main)
-
-
 def test_without_permission_to_list_clients_it_works_and_says_so(
     redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -259,8 +206,8 @@ def test_without_permission_to_list_clients_it_works_and_says_so(
             assert report.outgoing_is_estimate
 
     run(main)
-    warnings = [text_of(record) for record in caplog.records if record.levelno == logging.WARNING and is_told(record)]
-    assert any("one agent per server" in warning and "NOPERM" in warning for warning in warnings)
+    causes = [vars(record)["cause"] for record in caplog.records if record.levelno == logging.WARNING]
+    assert any("one agent per server" in cause and "NOPERM" in cause for cause in causes)
 
 
 def test_a_machine_that_raises_ends_the_process_with_another_code(
@@ -275,53 +222,3 @@ def test_a_machine_that_raises_ends_the_process_with_another_code(
 
     run(main)
     assert "broken on purpose" in caplog.text
-
-
-# Real processes.
-
-AGENT = """
-import sys
-from dynamoth_daemon.logs import configure_logging
-from dynamoth_agent.process.runtime import AgentConfig, run
-configure_logging("info", "json")
-sys.exit(run(AgentConfig(server="s1", url=sys.argv[1], outgoing_bytes_per_s_max=1000, report_interval_s=0.1)))
-"""
-
-
-@contextmanager
-def agent_process(server: EmbeddedRedis) -> Generator[subprocess.Popen[str]]:
-    roots = [str(Path(path).resolve()) for path in sys.path if path]
-    process = subprocess.Popen(
-        [sys.executable, "-c", AGENT, server.url],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(roots)},
-    )
-    try:
-        with process:
-            yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-
-
-def wait_for(process: subprocess.Popen[str], message: str) -> None:
-    """Read the process' log up to a message; each line must be JSON."""
-    assert process.stderr is not None
-    for line in process.stderr:
-        if json.loads(line)["message"] == message:
-            return
-    raise AssertionError(f"the agent ended and did not say {message!r}")
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_process_cleanly(redis_server: EmbeddedRedis, number: signal.Signals) -> None:
-    with agent_process(redis_server) as process:
-        wait_for(process, "connected")
-        process.send_signal(number)
-        _, rest = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == EXIT_DONE
-        entries = [json.loads(line) for line in rest.splitlines()]
-        assert entries[-1]["message"] == "the agent has ended"
-        assert not [entry for entry in entries if entry["level"] in ("error", "critical")]
-    assert agents(redis_server) == 0

@@ -70,6 +70,7 @@ def test_a_repeated_request_is_carried_out_once_and_answered_again() -> None:
         ({"channel": b"__dynamoth__:agent", "to": "s1"}, "not an application's"),
         ({"channel": b"__dynamoth__:r:5:x", "to": "s1"}, "not an application's"),
         ({"channel": b"__keyspace@0__:x", "to": "s1"}, "not an application's"),
+        ({"channel": b"", "to": "s1"}, "the name of the channel is empty: name one"),
     ],
 )
 def test_moves_that_make_no_sense_are_refused(arguments: dict[str, Any], words: str) -> None:
@@ -97,7 +98,7 @@ def test_a_move_that_takes_too_long_is_answered_with_what_it_waits_for(
     cluster.run(2)
     [reply] = cluster.servers["s1"].replies
     assert reply.error is not None and f"not settled after {timeout_s} s, but it goes on" in reply.error
-    assert f"subscribers to leave {source}" in reply.error
+    assert f"subscribers to leave {source} (a plain Redis client" in reply.error
     cluster.agents[source].listened.clear()
     cluster.run(3)
     assert balancer.plan.entry(CHANNEL).phase is Phase.SETTLED, "it goes on"
@@ -120,7 +121,7 @@ def test_too_many_transitions_are_refused() -> None:
     assert "at most 1 may be" in cluster.refusal("move", {"channel": b"c2", "to": _other(cluster, balancer, b"c2")})
 
 
-def test_status_tells_how_everything_is() -> None:
+def test_status_says_how_everything_is() -> None:
     cluster, balancer = started()
     cluster.agents["s1"].loads[b"busy"] = 250_000
     cluster.agents["s2"].alive = False
@@ -167,7 +168,7 @@ def test_pause_and_resume() -> None:
     assert balancer.decided
 
 
-def test_the_plan_is_told_in_pages() -> None:
+def test_the_plan_is_sent_in_pages() -> None:
     cluster, balancer = started()
     names = [b"c%d" % number for number in range(7)]
     for number, name in enumerate(names):
@@ -210,7 +211,7 @@ def test_answers_that_are_remembered_are_bounded() -> None:
     assert (counters["requests"], counters["requests_repeated"]) == (11, 1)
 
 
-def test_an_agent_at_a_wrong_server_is_told_of_and_ignored() -> None:
+def test_an_agent_at_a_wrong_server_is_reported_and_ignored() -> None:
     cluster, balancer = started()
     cluster.say("s1", PlanAck("s2", 5, 0))
     cluster.run()

@@ -19,8 +19,18 @@ FORGED = 99
 
 
 def kinds(balancer: Balancer, server: str) -> set[str]:
-    """Return what people are told is wrong with a server."""
+    """Return the problems of a server."""
     return {problem.kind for problem in balancer.machine.health.problems if problem.subject == server}
+
+
+def test_an_agent_that_has_gone_with_its_server_is_noted_when_the_server_is_back_without_it() -> None:
+    agents = Agents(["s1"], stale_s=5.0)
+    agents.hear("s1", 7, 0.0)
+    assert [note.message for note in agents.note_changes({"s1"}, 0.0)] == ["an agent is heard"]
+    assert agents.note_changes(set(), 10.0) == []
+    [gone] = agents.note_changes({"s1"}, 11.0)
+    assert (gone.level, gone.details) == ("warning", {"server": "s1"})
+    assert agents.note_changes({"s1"}, 12.0) == []
 
 
 def test_nothing_begins_where_two_processes_speak_for_one_server_and_its_load_is_not_believed() -> None:
@@ -78,6 +88,10 @@ def test_an_agent_that_cannot_observe_acknowledges_nothing_by_any_path() -> None
         assert phase_of(balancer) is Phase.PREPARED
     assert kinds(balancer, target) == {CANNOT_OBSERVE} and not kinds(balancer, source)
     assert "does not observe it: NOPERM" in cluster.refusal("move", {"channel": b"another", "to": target})
+    for _ in range(5):
+        cluster.say(target, pack_report(replace(agent.report(), plan_version=balancer.plan.version, observing=False)))
+        cluster.run(1)
+        assert phase_of(balancer) is Phase.PREPARED, "it sees nothing now"
     agent.reports = True
     cluster.agents[target].lose = lambda message: False
     cluster.run_until(lambda: is_settled(cluster, balancer, target))
@@ -99,19 +113,6 @@ def test_an_agent_that_is_heard_and_has_the_plan_is_not_asked_for_its_version() 
     cluster.agents["s1"].mute = True
     cluster.run_until(lambda: asked["s1"] > 0)
     assert not asked["s2"]
-
-
-def test_a_report_of_an_agent_that_sees_nothing_now_is_no_acknowledgement() -> None:
-    cluster, balancer = started()
-    _, target = places(cluster, balancer)
-    cluster.agents[target].lose = lambda message: isinstance(message, PlanAck)
-    begin(cluster, balancer)
-    agent = cluster.agents[target]
-    agent.reports = False
-    for _ in range(5):
-        cluster.say(target, pack_report(replace(agent.report(), plan_version=balancer.plan.version, observing=False)))
-        cluster.run(1)
-        assert phase_of(balancer) is Phase.PREPARED
 
 
 @pytest.mark.parametrize("version", [10**6, 2**31, 2**32 - 1])

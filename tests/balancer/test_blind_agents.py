@@ -122,17 +122,24 @@ def test_an_agent_that_is_disconnected_again_and_again_is_blind_though_its_repor
     assert balancer.machine.health.errors == [], "no more interruptions: it sees"
 
 
-def test_a_restarted_agent_begins_to_count_anew() -> None:
+@pytest.mark.parametrize(
+    ("before", "restarts", "after", "is_blind"),
+    [
+        (0, False, 50, True),
+        (0, True, BLINDING_INTERRUPTIONS - 1, False),  # it counts from 0 again
+        (50, False, 50, False),  # what was before the balancer started is no news
+        (50, False, 50 + BLINDING_INTERRUPTIONS, True),
+    ],
+)
+def test_interruptions_count_from_the_first_report_on(before: int, restarts: bool, after: int, is_blind: bool) -> None:
     model = ClusterModel(["s1"], averaging_s=10.0)
     agent = SimCluster(1).agents["s1"]
-    model.report(agent.report(), 9.0)
-    model.report(replace(agent.report(), interruptions=50), 10.0)
-    assert model.blindness("s1") is not None
-    model = ClusterModel(["s1"], averaging_s=10.0)
-    model.report(agent.report(), 10.0)
-    agent.restart()
-    model.report(replace(agent.report(), interruptions=BLINDING_INTERRUPTIONS - 1), 11.0)
+    model.report(replace(agent.report(), interruptions=before), 10.0)
     assert model.blindness("s1") is None
+    if restarts:
+        agent.restart()
+    model.report(replace(agent.report(), interruptions=after), 11.0)
+    assert (model.blindness("s1") is not None) is is_blind
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -148,12 +155,3 @@ def test_the_load_of_a_blind_server_is_at_least_high_also_where_nothing_was_know
     [problem] = [each for each in balancer.machine.health.problems if each.kind == "goal_unreached"]
     assert problem.subject == "s1" and "load ratio 0.81" in problem.reason
     assert "its agent has not seen which channels make the load" in problem.reason
-
-
-def test_interruptions_before_the_balancer_started_are_no_news() -> None:
-    model = ClusterModel(["s1"], averaging_s=10.0)
-    agent = SimCluster(1).agents["s1"]
-    model.report(replace(agent.report(), interruptions=50), 10.0)
-    assert model.blindness("s1") is None
-    model.report(replace(agent.report(), interruptions=50 + BLINDING_INTERRUPTIONS), 11.0)
-    assert model.blindness("s1") is not None

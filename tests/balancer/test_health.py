@@ -206,24 +206,6 @@ def test_a_goal_is_not_unreached_before_all_servers_are_measured() -> None:
     assert ("goal_unreached", "s1") in kinds(balancer), "s2 was waited for long enough"
 
 
-def test_a_problem_is_logged_when_it_begins_and_when_it_is_over() -> None:
-    cluster, balancer = started()
-    source, target = away(cluster, balancer)
-    cluster.agents[source].listened.add(CHANNEL)
-    cluster.admin("s1", "move", {"channel": CHANNEL, "to": target})
-    cluster.run(40)
-    notes = [note for note in balancer.notes if note.details.get("kind") == "transition_stalled"]
-    [begun] = notes
-    assert (begun.level, begun.details["subject"]) == ("warning", "news")
-    assert f"subscribers to leave {source}" in begun.details["reason"]
-    cluster.agents[source].listened.clear()
-    cluster.run(3)
-    assert [note.message for note in balancer.notes if note.details.get("kind") == "transition_stalled"] == [
-        "a problem has begun",
-        "a problem is over",
-    ]
-
-
 def test_only_some_of_many_stalled_transitions_are_listed() -> None:
     cluster, balancer = started()
     for number in range(30):

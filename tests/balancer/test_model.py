@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,25 +78,6 @@ def test_load_on_its_way_counts_at_the_new_server_and_forwarded_copies_do_not() 
         model.forget_proven(now)
     model.report(report("s2", {b"z": 100}), now + 1)
     assert ratio(model, "s2", now + 1) == 0.55, "reports are believed again"
-
-
-def test_a_channel_that_is_moved_on_counts_at_its_latest_server_only() -> None:
-    model = ClusterModel(["s1", "s2", "s3"], averaging_s=10.0)
-    now = 0.0
-    for _ in range(10):
-        now += 1
-        model.report(report("s1", {b"a": 500}), now)
-        model.report(report("s2", {}), now)
-        model.report(report("s3", {}), now)
-    places = ["s1", "s2", "s3", "s1", "s2"]
-    for source, target in pairwise(places):
-        model.on_moves({b"a": (single(source), single(target))}, now)
-        model.on_settled([b"a"], now)
-        now += 1
-        for server in ("s1", "s2", "s3"):
-            model.report(report(server, {b"a": 500} if server == target else {}), now)
-        expected = {server: 0.5 if server == target else 0.0 for server in ("s1", "s2", "s3")}
-        assert {server: ratio(model, server, now) for server in expected} == expected
 
 
 def test_an_agent_that_has_restarted_begins_anew() -> None:

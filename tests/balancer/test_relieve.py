@@ -48,11 +48,6 @@ def test_the_busiest_channels_go_to_the_server_with_most_room_until_it_is_safe()
     assert "0.95" in first.reason and not decision.findings
 
 
-def test_an_idle_server_is_used() -> None:
-    cluster = world({"s1": {"a": 0.45, "b": 0.45}, "idle": {}})
-    assert moved(relieved(cluster)) == [(b"a", "s1", "idle")]
-
-
 def test_algorithm_2_ends_when_one_channel_alone_exceeds_the_safe_ratio() -> None:
     """Number 20: published, the channel goes to and fro for ever."""
     cluster = world({"s1": {"huge": 0.9}, "s2": {}})
@@ -65,15 +60,6 @@ def test_algorithm_2_ends_when_one_channel_alone_exceeds_the_safe_ratio() -> Non
 def test_a_huge_channel_stays_and_the_others_leave() -> None:
     cluster = world({"s1": {"huge": 0.75, "b": 0.1, "c": 0.1}, "s2": {"e": 0.1}})
     assert moved(relieved(cluster)) == [(b"b", "s1", "s2"), (b"c", "s1", "s2")]
-
-
-def test_two_servers_do_not_swap_a_channel_back_and_forth() -> None:
-    """Number 20: H_max and H_min."""
-    cluster = world({"s1": {"a": 0.5, "b": 0.5}, "s2": {"c": 0.45, "d": 0.05}})
-    for _ in range(10):
-        cluster.carry_out(relieved(cluster))
-    assert not relieved(cluster).moves
-    assert max(cluster.ratios().values()) <= 1.0
 
 
 def test_a_server_may_be_filled_beyond_the_accepted_ratio_when_that_is_much_better() -> None:
@@ -92,32 +78,22 @@ def test_where_all_are_overloaded_the_worst_is_still_relieved() -> None:
     assert {finding.server for finding in decision.findings} == {"s1", "s2"}
 
 
-def test_bounds_of_a_plan_and_of_a_server_hold_and_are_told() -> None:
+def test_bounds_of_a_plan_and_of_a_server_hold_and_are_reported() -> None:
     channels = {f"c{n}": 0.01 for n in range(100)}
-    options = BalancerOptions(moves_per_plan_max=7, moves_per_server_max=5)
-    decision = relieved(world({"s1": channels, "s2": {}, "s3": {}}, options))
-    assert len(decision.moves) == 5 and "the next goes on" in decision.findings[0].reason
-    two = world({"s1": channels, "s2": {f"d{n}": 0.01 for n in range(100)}, "s3": {}, "s4": {}}, options)
-    assert len(relieved(two).moves) == 7
-    one_target = world({"s1": channels, "s2": {}}, BalancerOptions(moves_per_server_max=5, moves_per_plan_max=50))
-    assert len(relieved(one_target).moves) == 5
+    for options in (BalancerOptions(moves_per_plan_max=5), BalancerOptions(moves_per_server_max=5)):
+        decision = relieved(world({"s1": channels, "s2": {}, "s3": {}}, options))
+        assert len(decision.moves) == 5 and "the next goes on" in decision.findings[0].reason
 
 
-def test_only_one_server_is_told_of_as_it_is() -> None:
+def test_only_one_server_is_reported_as_it_is() -> None:
     [finding] = relieved(world({"s1": {"a": 0.5, "b": 0.5}})).findings
     assert "no other server" in finding.reason
 
 
-def test_load_that_is_no_channels_is_told_of() -> None:
+def test_load_that_is_no_channels_is_reported() -> None:
     cluster = world({"s1": {}, "s2": {}}, rest=0.9)
     [finding] = relieved(cluster).findings
     assert finding.reason == "its load is not that of channels"
-
-
-def test_fixed_channels_stay() -> None:
-    cluster = world({"s1": {"a": 0.5, "b": 0.4}, "s2": {}})
-    cluster.fixed.add(b"a")
-    assert moved(relieved(cluster)) == [(b"b", "s1", "s2")]
 
 
 def test_dust_is_not_moved() -> None:
@@ -135,15 +111,6 @@ def test_a_later_goal_cannot_undo_what_an_earlier_one_needs() -> None:
     cluster = world({"s1": {"a": 0.5, "b": 0.4}, "s2": {"c": 0.05, "d": 0.1, "e": 0.08}})
     decision = cluster.decide(Relieve(), fill("s1"))
     assert moved(decision) == [(b"b", "s1", "s2"), (b"c", "s2", "s1")], "neither b again, nor what fits no more"
-
-
-def test_later_goals_keep_the_bounds_too() -> None:
-    channels = {f"c{n}": 0.01 for n in range(30)}
-    for options in (BalancerOptions(moves_per_plan_max=5), BalancerOptions(moves_per_server_max=5)):
-        decision = world({"s1": {}, "s2": channels, "s3": {}}, options).decide(Relieve(), fill("s1"))
-        assert len(decision.moves) == 5
-    two = world({"s1": {}, "s2": {"a": 0.01, "b": 0.01}, "s3": {"c": 0.01}}, BalancerOptions(moves_per_server_max=2))
-    assert len(two.decide(fill("s1")).moves) == 2
 
 
 # What must be true of any cluster.

@@ -22,7 +22,6 @@ from dynamoth_balancer.decide.cluster import (
     decide,
 )
 from dynamoth_balancer.decide.model import ClusterModel
-from dynamoth_balancer.decide.relieve import Relieve
 from dynamoth_balancer.decide.replicate import Judgement, Replicate, wanted_change
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.planning import Push, replicated
@@ -206,7 +205,7 @@ def test_a_channel_is_folded_back_to_the_least_loaded_of_its_replicas_that_has_r
 # When there are too few servers.
 
 
-def test_fewer_servers_than_wanted_are_used_and_told_of() -> None:
+def test_fewer_servers_than_wanted_are_used_and_reported() -> None:
     decision = decided(figures(3000, 10, 1.9), {"s1": 0.0, "s2": 0.0, "s3": 0.0})
     assert set(only_move(decision).after.servers) == {"s1", "s2", "s3"}
     assert decision.findings == (
@@ -241,7 +240,7 @@ def test_growth_takes_what_has_room() -> None:
     assert "has 3, as no other has room" in decision.findings[0].reason
 
 
-def test_the_bound_of_replicas_is_told_and_one_switches_it_off() -> None:
+def test_the_bound_of_replicas_is_reported_and_one_switches_it_off() -> None:
     some = figures(9000, 10, 2.9)
     decision = decided(some, IDLE, replace(OPTIONS, replicas_max=2))
     assert len(only_move(decision).after.servers) == 2
@@ -276,32 +275,10 @@ def test_no_later_goal_moves_replicated_channels() -> None:
     assert decide((Push(_scattered),), cluster()).moves, "the goal itself would"
 
 
-def test_a_server_is_relieved_of_what_is_not_replicated() -> None:
-    """The replicated channel is the busiest there, and stays."""
-    some = figures(1500, 10, 1.0, replicated(SUBS, 1, 2))
-    half = ChannelRate(500_000, CHANNEL)
-    rates = {"s1": [half, ChannelRate(350_000, b"other")], "s2": [half], "s3": []}
-    servers = {name: ServerLoad(name, sum(r.outgoing_bytes_per_s for r in rates[name]), CAPACITY) for name in rates}
-    cluster = Cluster(
-        servers, lambda server: rates[server], lambda channel, server: channel != CHANNEL, OPTIONS, [some]
-    )
-    move = only_move(decide((Replicate(), Relieve()), cluster))
-    assert (move.channel, move.before, move.after) == (b"other", single("s1"), single("s3"))
-
-
-def test_a_channel_that_is_being_spread_is_not_moved_by_the_same_plan() -> None:
-    some = figures(3000, 10, 0.95)
-    servers = {name: ServerLoad(name, 950_000 if name == "s1" else 0.0, CAPACITY) for name in IDLE}
-    cluster = Cluster(
-        servers, lambda server: [ChannelRate(950_000, CHANNEL)], lambda channel, server: True, OPTIONS, [some]
-    )
-    assert only_move(decide((Replicate(), Relieve()), cluster)).after.mode is SUBS
-
-
 # Dead replicas.
 
 
-def test_a_dead_replica_is_told_of_with_the_cure() -> None:
+def test_a_dead_replica_is_reported_with_the_cure() -> None:
     decision = decided([], IDLE, dead={"s2": [b"a", b"b", b"c", b"d", b"e"], "s9": []})
     [finding] = decision.findings
     assert finding.server == "s2" and finding.channel is None

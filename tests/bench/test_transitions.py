@@ -27,7 +27,7 @@ def stat(user: int, idle: int, waiting: int = 0) -> tuple[int, int]:
     return idle + waiting, user + idle + waiting
 
 
-def test_a_meter_tells_how_busy_the_machine_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_meter_says_how_busy_the_machine_was(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter([stat(1000, 5000, 500), stat(1030, 5060, 510)])
     monkeypatch.setattr(BusyMeter, "_ticks", staticmethod(lambda: next(readings)))
     assert BusyMeter().ratio() == pytest.approx(0.3)

@@ -97,3 +97,11 @@ def test_passwords_come_from_the_environment_unless_a_file_has_them(tmp_path: Pa
     file = tmp_path / "passwords"
     file.write_text("client of the file\n\n")
     assert read_passwords(file, environment) == {"agent": "a", "client": "of the file"}
+
+
+@pytest.mark.parametrize("prefix", ["my ", "a\nuser b", 'x"', "x'"])
+def test_a_prefix_that_would_break_the_rules_is_refused(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["acl", "--role", "agent", "--prefix", prefix]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert "--prefix" in shown.err

@@ -65,7 +65,7 @@ def test_its_end_is_reported_with_its_last_lines(children: list[Child]) -> None:
     assert child.wait(30)
     assert child.ended_by_itself
     text = str(child.failure())
-    assert text.startswith(f"agent s1 (process {child.pid}) ended with status 3; the last that it wrote:")
+    assert text.startswith(f"agent s1 (process {child.pid}) ended with status 3; its last output:")
     assert text.endswith("\n  no such\n  thing")
 
 
@@ -74,7 +74,7 @@ def test_its_death_by_a_signal_is_named(children: list[Child]) -> None:
     wait_ready(child)
     os.kill(child.pid, signal.SIGKILL)
     assert child.wait(30)
-    assert "was killed by SIGKILL; the last that it wrote: nothing" in str(child.failure())
+    assert "was killed by SIGKILL; its last output: nothing" in str(child.failure())
 
 
 def test_it_can_be_started_again(children: list[Child]) -> None:

@@ -73,29 +73,16 @@ def test_it_is_ready_on_entry(cluster: LocalCluster) -> None:
     cluster.check()
 
 
-def test_the_url_holds_the_password_and_the_files_do_not(cluster: LocalCluster) -> None:
+def test_the_url_holds_the_password_and_neither_files_nor_the_status_do(cluster: LocalCluster, run: Run) -> None:
     ports = ",".join(f"127.0.0.1:{server.port}" for server in cluster.redis.values())
     assert cluster.url == f"dynamoth://:p%40ss%2Fword@{ports}"
     assert "p@ss" not in cluster.config_file.read_text()
     [arguments] = command_lines("-p", str(cluster.balancer.pid)).values()
     assert "balancer --config" in arguments
     assert "p@ss" not in arguments
-
-
-def test_status_shows_servers_and_agents(run: Run) -> None:
     code, out, _ = run("status", "--json")
-    status = json.loads(out)
-    assert code == 0, out
-    assert set(status["servers"]) == {"s1", "s2"}
-    for server in status["servers"].values():
-        assert server["agents"] == 1
-        assert "p@ss" not in server["url"]
-    assert status["balancer"]["stage"] == "leading"
-    assert status["problems"] == []
-    code, out, _ = run("status")
-    assert code == 0
-    assert "s1" in out
-    assert "leading" in out
+    assert code == 0 and "word" not in out
+    assert [server["agents"] for server in json.loads(out)["servers"].values()] == [1, 1]
 
 
 def test_a_channel_is_moved_and_shown(run: Run) -> None:
@@ -111,25 +98,6 @@ def test_a_channel_is_moved_and_shown(run: Run) -> None:
     assert (entry["servers"], entry["phase"], entry["previous"]) == ([target], Phase.SETTLED.name, [])
     code, out, _ = run("plan", "show")
     assert f"{CHANNEL}  {target}  single  settled" in out
-
-
-def test_a_channel_is_replicated_shown_and_folded_back(run: Run) -> None:
-    channel = "a:hot:channel"
-    code, out, err = run("plan", "replicate", channel, "--mode", "all-publishers", "--count", "3")
-    assert code == 0, err
-    servers = out.partition(" is at ")[2].partition(", all-publishers, settled")[0].split(", ")
-    assert sorted(servers) == ["s1", "s2"]
-    assert "note: 2 servers instead of 3, as no more can take part: add servers" in out
-    code, out, _ = run("plan", "show")
-    assert f"{channel}  {','.join(servers)}  all-publishers  settled" in out
-    code, out, _ = run("status")
-    assert code == 0 and f"replicated: {channel} at {', '.join(servers)}, all-publishers" in out
-    code, _, err = run("plan", "move", channel, "--to", "s1")
-    assert code == 1 and "unreplicate CHANNEL --to SERVER" in err
-    code, out, err = run("plan", "replicate", channel, "--mode", "all-subscribers", "--servers", "s2,s1")
-    assert code == 0 and f"{channel} is at s2, s1, all-subscribers, settled" in out, err
-    code, out, err = run("plan", "unreplicate", channel, "--to", "s2")
-    assert code == 0 and f"{channel} is at s2, settled" in out, err
 
 
 def test_a_wrong_password_is_named(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,7 +118,7 @@ def test_no_server_at_all_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_each_part_can_be_stopped_killed_and_started_again(cluster: LocalCluster, run: Run) -> None:
-    cluster.agents["s1"].stop()
+    assert cluster.agents["s1"].stop() == 0
     assert agents_at(cluster, "s1") == 0
     cluster.check()
     with pytest.raises(ClusterNotReady, match=r"not ready after 0\.1 s: 0 agents observe server s1, not 1"):

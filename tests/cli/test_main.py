@@ -43,6 +43,26 @@ def test_the_overview_imports_nothing_heavy() -> None:
     assert not {"asyncio", "hiredis", "redis", "msgpack", "rich", "dynamoth_link"} & set(modules)
 
 
+@pytest.mark.parametrize(
+    "arguments", [("--version",), ("acl", "--channels", "x"), ("balancer", *ONE_SERVER, "--print-config")]
+)
+def test_output_to_a_full_disk(arguments: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "dynamoth_cli", *arguments],
+            check=False,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=30,
+        )
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == (
+        "dynamoth: the output cannot be written: No space left on device: see where it goes"
+    )
+    assert "Traceback" not in ended.stderr and "Exception" not in ended.stderr
+
+
 @pytest.mark.parametrize("command", ["agent", "balancer"])
 def test_check_and_print_config(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [command, *ONE_SERVER, *(("--server", "s1") if command == "agent" else ())]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
+import pytest
+
+from dynamoth.errors import ConfigError
 from dynamoth.plan.plan import Server
 from dynamoth.settings.load import ConfigText, load_config
 from dynamoth.settings.sections import PlanningSettings
@@ -55,6 +58,12 @@ def test_an_agent_gets_what_is_its_own() -> None:
     assert (config.server, config.url, config.outgoing_bytes_per_s_max) == ("s2", "rediss://b", 77)
     assert (config.report_interval_s, config.channels_per_report_max) == (0.5, 10)
     assert (config.http_host, config.http_port) == ("0.0.0.0", 9000)
+
+
+def test_a_lease_that_is_too_short_is_refused_with_its_place() -> None:
+    loaded = load_config(file=ConfigText("x", FILE.replace("lease_s = 8", "lease_s = 2")))
+    with pytest.raises(ConfigError, match=r"balancer\.lease_s must be at least 3 \(s\), not 2 \(from x line 32, "):
+        balancer_config(loaded)
 
 
 def test_the_balancer_gets_every_option_that_is_a_setting() -> None:

@@ -165,10 +165,10 @@ def test_status_shows_which_servers_are_being_drained_and_what_is_left_there() -
     servers["s4"] = {"draining": False, "channels_left": None}
     servers["s5"] = {"draining": True, "channels_left": None, "channels_named": 2}
     assert describe_balancer(7, _balancer(servers=servers))[1:] == [
-        "draining: s1; the plan has no channel there; what else is left its agent does not report",
+        "draining: s1; the plan has no channel there; its agent does not report what else is left",
         "draining: s2; 12 channels are left there",
         "draining: s3; nothing is left there",
-        "draining: s5; the plan has 2 channels there; what else is left its agent does not report",
+        "draining: s5; the plan has 2 channels there; its agent does not report what else is left",
     ]
 
 
@@ -196,7 +196,7 @@ def test_status_shows_the_latest_decisions_with_reason_and_load() -> None:
     lines = describe_balancer(7, _balancer(decisions=[old, *[decision] * DECISIONS_SHOWN_MAX]))[1:]
     assert lines[0] == "12 s ago: hot from s1 to s1,s2 all-subscribers: much (s1 0.90 -> 0.45, s2 0.00 -> 0.45)"
     assert lines[MOVES_SHOWN_MAX] == f"12 s ago: {30 - MOVES_SHOWN_MAX} more moves"
-    assert lines[-1] == "12 s ago: s3 at load ratio 0.91: add servers"
+    assert lines[-1] == "12 s ago: s3 was left at load ratio 0.91: add servers"
     assert not any("too old" in line for line in lines)
 
 

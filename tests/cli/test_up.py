@@ -105,7 +105,7 @@ def test_a_part_that_dies_ends_everything_with_its_last_lines(cleanup: ExitStack
     os.kill(agent, signal.SIGKILL)
     _, stderr = up.process.communicate(timeout=TIMEOUT_S)
     assert up.process.returncode == 1
-    assert re.search(r"dynamoth: agent s1 \(process \d+\) was killed by SIGKILL; the last that it wrote:\n  \{", stderr)
+    assert re.search(r"dynamoth: agent s1 \(process \d+\) was killed by SIGKILL; its last output:\n  \{", stderr)
     assert len(select.select(descriptors, [], [], 0)[0]) == len(children), "a process was left behind"
 
 

@@ -58,11 +58,7 @@ def main(url: str, interruption: type[BaseException]) -> None:
     interrupted, heard = 0, list[int]()
     threads = set(threading.enumerate())
     stop = threading.Event()
-    with (
-        redis.from_url(url) as client,
-        client.pubsub(gaps=True) as pubsub,
-        redis.from_url(url) as other,
-    ):
+    with redis.from_url(url) as client, client.pubsub(gaps=True) as pubsub, redis.from_url(url) as other:
         confirmed(pubsub, "c")
 
         def publish() -> int:

@@ -12,51 +12,35 @@ def _subscribed(acks: Acks, *channels: bytes) -> None:
         acks.request("subscribe", channel)
 
 
-def test_a_channel_that_is_named_twice_is_acknowledged_twice_and_counted_once() -> None:
-    acks = Acks()
-    _subscribed(acks, b"a", b"a")
-    assert acks.confirmed(b"a") == [Ack("subscribe", b"a", 1)]
-    assert acks.confirmed(b"a") == [Ack("subscribe", b"a", 1)]
-    assert acks.confirmed(b"a") == []  # a reconnection's
-
-
 def test_a_held_acknowledgement_can_be_released_before_its_turn() -> None:
     acks = Acks()
     _subscribed(acks, b"slow", b"quick")
-    acks.confirmed(b"quick")
+    acks.on_confirmed(b"quick")
     assert set(acks.held) == {Subject(b"quick")}
     assert acks.release(b"quick") == [Ack("subscribe", b"quick", 1)]
     assert acks.release(b"quick") == []
-    assert acks.confirmed(b"slow") == [Ack("subscribe", b"slow", 2)]
+    acks.request("psubscribe", b"a")
+    acks.on_confirmed(b"a", is_pattern=True)
+    assert acks.release(b"a") == [], "a pattern is released by itself"
+    assert acks.release(b"a", is_pattern=True) == [Ack("psubscribe", b"a", 2)]
+    assert acks.on_confirmed(b"slow") == [Ack("subscribe", b"slow", 3)]
 
 
 def test_after_release_all_nobody_waits_for_the_late_one() -> None:
     acks = Acks()
     _subscribed(acks, b"dead", b"a")
-    acks.confirmed(b"a")
+    acks.on_confirmed(b"a")
     assert acks.release_all() == [Ack("subscribe", b"a", 1)]
     _subscribed(acks, b"b")
-    assert acks.confirmed(b"b") == [Ack("subscribe", b"b", 2)]
-    assert acks.confirmed(b"dead") == [Ack("subscribe", b"dead", 3)]
-
-
-def test_a_new_subscription_is_not_confirmed_by_an_end() -> None:
-    acks = Acks()
-    _subscribed(acks, b"a")
-    acks.confirmed(b"a")
-    acks.request("unsubscribe", b"a")
-    assert acks.ended(b"a") == [Ack("unsubscribe", b"a", 0)]
-    _subscribed(acks, b"a")
-    assert acks.ended(b"other") == []
-    assert not acks.is_idle
-    assert acks.confirmed(b"a") == [Ack("subscribe", b"a", 1)]
+    assert acks.on_confirmed(b"b") == [Ack("subscribe", b"b", 2)]
+    assert acks.on_confirmed(b"dead") == [Ack("subscribe", b"dead", 3)]
 
 
 def test_a_refused_channel_holds_nobody_up() -> None:
     acks = Acks()
     _subscribed(acks, b"forbidden", b"a")
-    acks.confirmed(b"a")
-    assert acks.failed(b"forbidden") == [Ack("subscribe", b"a", 1)]
+    acks.on_confirmed(b"a")
+    assert acks.on_failed(b"forbidden") == [Ack("subscribe", b"a", 1)]
     assert acks.count == 1
 
 
@@ -77,11 +61,13 @@ def test_every_request_is_acknowledged_once_and_counts_are_redis_s(data: st.Data
             case "unsubscribe":
                 acks.request("unsubscribe", channel)
                 requests.append((step, channel))
-                seen += acks.ended(channel)
+                seen += acks.on_ended(channel)
                 waiting = [other for other in waiting if other != channel]
             case "confirm" if channel in waiting:
                 waiting.remove(channel)
-                seen += acks.confirmed(channel)
+                seen += acks.on_confirmed(channel)
+            case "confirm":
+                assert acks.on_confirmed(channel) == [], "a reconnection's"
             case "release":
                 seen += acks.release(channel)
             case "release_all":
@@ -89,28 +75,28 @@ def test_every_request_is_acknowledged_once_and_counts_are_redis_s(data: st.Data
             case _:
                 pass
     for channel in waiting:
-        seen += acks.confirmed(channel)
+        seen += acks.on_confirmed(channel)
     assert not acks.held
     # Per channel, in the order of its requests; overall, each exactly once.
     for channel in (b"a", b"b", b"c"):
         assert [a.kind for a in seen if a.channel == channel] == [k for k, c in requests if c == channel]
-    subscribed: set[bytes] = set()
+    subscribed: set[bytes | None] = set()
     for ack in seen:
         (subscribed.add if ack.kind == "subscribe" else subscribed.discard)(ack.channel)
         assert ack.count == len(subscribed)
 
 
-def test_patterns_and_channels_are_counted_together_and_told_apart() -> None:
+def test_patterns_and_channels_are_counted_together_and_distinguished() -> None:
     acks = Acks()
     acks.request("subscribe", b"a")
     acks.request("psubscribe", b"a")
-    assert acks.confirmed(b"a", is_pattern=True) == []
-    assert acks.confirmed(b"a") == [Ack("subscribe", b"a", 1), Ack("psubscribe", b"a", 2)]
+    assert acks.on_confirmed(b"a", is_pattern=True) == []
+    assert acks.on_confirmed(b"a") == [Ack("subscribe", b"a", 1), Ack("psubscribe", b"a", 2)]
     acks.request("punsubscribe", b"a")
-    assert acks.ended(b"a") == []
-    assert acks.ended(b"a", is_pattern=True) == [Ack("punsubscribe", b"a", 1)]
+    assert acks.on_ended(b"a") == []
+    assert acks.on_ended(b"a", is_pattern=True) == [Ack("punsubscribe", b"a", 1)]
     acks.request("psubscribe", b"b")
-    assert acks.failed(b"b", is_pattern=True) == [] and acks.count == 1
+    assert acks.on_failed(b"b", is_pattern=True) == [] and acks.count == 1
 
 
 def test_sharded_channels_are_counted_by_themselves() -> None:
@@ -119,15 +105,16 @@ def test_sharded_channels_are_counted_by_themselves() -> None:
     acks.request("subscribe", b"a")
     acks.request("ssubscribe", sharded)
     acks.request("ssubscribe", sharded_channel(b"b"))
-    assert acks.confirmed(b"a") == [Ack("subscribe", b"a", 1)]
-    assert acks.confirmed(sharded) == [Ack("ssubscribe", sharded, 1)]
-    assert acks.confirmed(sharded_channel(b"b")) == [Ack("ssubscribe", sharded_channel(b"b"), 2)]
+    assert acks.on_confirmed(b"a") == [Ack("subscribe", b"a", 1)]
+    assert acks.on_confirmed(sharded) == [Ack("ssubscribe", sharded, 1)]
+    assert acks.on_confirmed(sharded_channel(b"b")) == [Ack("ssubscribe", sharded_channel(b"b"), 2)]
     acks.request("unsubscribe", b"a")
-    assert acks.ended(b"a") == [Ack("unsubscribe", b"a", 0)]
-    assert (acks.count, acks.sharded_count, acks.is_idle) == (0, 2, False)
+    assert acks.on_ended(b"a") == [Ack("unsubscribe", b"a", 0)]
+    assert (acks.count, acks.is_idle) == (0, False)
+    assert acks.end_nothing("sunsubscribe") == [Ack("sunsubscribe", None, 2)]
     acks.request("sunsubscribe", sharded)
-    assert acks.ended(sharded) == [Ack("sunsubscribe", sharded, 1)]
-    assert acks.failed(sharded_channel(b"b")) == [] and acks.is_idle
+    assert acks.on_ended(sharded) == [Ack("sunsubscribe", sharded, 1)]
+    assert acks.on_failed(sharded_channel(b"b")) == [] and acks.is_idle
 
 
 def test_what_was_cut_is_to_be_asked_for_again_unless_that_is_under_way() -> None:
@@ -135,26 +122,18 @@ def test_what_was_cut_is_to_be_asked_for_again_unless_that_is_under_way() -> Non
     sharded = sharded_channel(b"a")
     for kind, name in (("subscribe", b"b"), ("subscribe", b"a"), ("ssubscribe", sharded), ("subscribe", b"leaving")):
         acks.request(kind, name)
-        acks.confirmed(name)
+        acks.on_confirmed(name)
     acks.request("psubscribe", b"p")
-    acks.confirmed(b"p", is_pattern=True)
+    acks.on_confirmed(b"p", is_pattern=True)
     acks.request("unsubscribe", b"leaving")
     acks.request("subscribe", b"coming")
     acks.request("subscribe", b"held")
-    acks.confirmed(b"held")
+    acks.on_confirmed(b"held")
     assert acks.start_over() == [Subject(sharded), Subject(b"a"), Subject(b"b"), Subject(b"p", True)]
-    assert (acks.count, acks.sharded_count) == (0, 0)
-    assert acks.ended(b"leaving") == [Ack("unsubscribe", b"leaving", 0)]
+    assert acks.count == 0
+    assert acks.on_ended(b"leaving") == [Ack("unsubscribe", b"leaving", 0)]
     acks.request("subscribe", b"a")
-    assert acks.confirmed(b"coming") == [Ack("subscribe", b"coming", 1), Ack("subscribe", b"held", 2)]
-    assert acks.confirmed(b"a") == [Ack("subscribe", b"a", 3)]
+    assert acks.on_confirmed(b"coming") == [Ack("subscribe", b"coming", 1), Ack("subscribe", b"held", 2)]
+    assert acks.end_nothing("sunsubscribe") == [] and acks.release_all() == [Ack("sunsubscribe", None, 0)]
+    assert acks.on_confirmed(b"a") == [Ack("subscribe", b"a", 3)]
     assert Acks().start_over() == []
-
-
-def test_a_held_pattern_is_released_by_itself() -> None:
-    acks = Acks()
-    acks.request("subscribe", b"slow")
-    acks.request("psubscribe", b"a")
-    acks.confirmed(b"a", is_pattern=True)
-    assert acks.release(b"a") == []
-    assert acks.release(b"a", is_pattern=True) == [Ack("psubscribe", b"a", 1)]

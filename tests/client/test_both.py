@@ -12,7 +12,6 @@ from dynamoth.plan.plan import Mode
 from dynamoth.protocol.envelope import open_envelope
 from dynamoth_client import ChannelPlan, GuaranteesOff
 from tests.client.both_clients import Connect
-from tests.client.conftest import ClusterFactory
 from tests.client.stored_cluster import StoredCluster
 from tests.client.sync_helpers import PATIENCE_S, confirmed, message_of, next_of
 from tests.client.versions import REDIS_PY
@@ -100,14 +99,6 @@ def test_all_seeds_down(cluster: StoredCluster, connect: Connect) -> None:
         assert not pubsub.subscribed
 
 
-def test_no_plan_is_stored(cluster_factory: ClusterFactory, connect: Connect) -> None:
-    with (
-        connect(cluster_factory(stored=False).hosts, retry=None) as client,
-        pytest.raises(redis_py.ConnectionError, match="start `dynamoth balancer`"),
-    ):
-        client.publish("c", "x")
-
-
 def test_a_key_that_is_no_plan(cluster: StoredCluster, connect: Connect) -> None:
     commands = [
         (("HSET", "__dynamoth__:plan", "@header", b"\xc1"), "delete the key"),
@@ -119,19 +110,6 @@ def test_a_key_that_is_no_plan(cluster: StoredCluster, connect: Connect) -> None
                 asyncio.run(cluster.ask(server, *command))
             with pytest.raises(redis_py.ConnectionError, match=words):
                 client.publish("c", "x")
-
-
-def test_a_wrong_password(cluster_factory: ClusterFactory, connect: Connect) -> None:
-    cluster = cluster_factory(password="right")
-    for wrong in (None, "wrong"):
-        with connect(cluster.hosts, password=wrong) as client:
-            with pytest.raises(redis_py.AuthenticationError, match="password"):
-                client.publish("c", "x")
-            with pytest.raises(redis_py.AuthenticationError, match="password"):
-                client.pubsub().subscribe("c")
-    with connect(cluster.hosts, password="right") as client, client.pubsub() as pubsub:
-        confirmed(pubsub, cluster.channel_at("s1"), cluster.channel_at("s2"))
-        assert client.publish(cluster.channel_at("s2"), "x") == 1
 
 
 # PubSubs.

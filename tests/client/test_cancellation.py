@@ -140,17 +140,6 @@ def test_a_call_of_a_client_at_work(cluster: StoredCluster, name: str) -> None:
     run(sweep(cluster, CALLS[name], busy))
 
 
-async def test_a_cancelled_reader_is_not_in_the_way_of_another(cluster: StoredCluster) -> None:
-    async with from_url(cluster.url) as client, client.pubsub() as pubsub:
-        await subscribed(client, pubsub)
-        waiting = asyncio.create_task(message_of(pubsub, "message"))
-        for turns in range(8):
-            assert await cancelled_after(turns, pubsub.get_message(timeout=None))
-            assert not waiting.done()
-        assert await client.publish("mine", "x") == 1
-        assert (await waiting)["data"] == b"x"
-
-
 @pytest.mark.parametrize("close", ["pubsub", "client"])
 async def test_who_waits_is_let_go_by_a_close_that_is_cancelled(cluster: StoredCluster, close: str) -> None:
     was_cancelled, turns = True, 0

@@ -10,50 +10,23 @@ import pytest
 import redis.exceptions
 
 from dynamoth.plan.plan import Mode
-from dynamoth_client.asyncio import ChannelPlan, Redis, from_url
-from dynamoth_client.runtime.publishing import PAYLOAD_BYTES_MAX
+from dynamoth_client.asyncio import ChannelPlan, from_url
 from tests.client.conftest import ClusterFactory
-from tests.client.stored_cluster import StoredCluster, confirmed, on_both_loops, run
+from tests.client.stored_cluster import StoredCluster, confirmed, next_of, on_both_loops
 
 pytestmark = on_both_loops
 
 
-async def test_sequential_publications_keep_their_order_and_so_do_200_tasks(cluster: StoredCluster) -> None:
-    async def publish(client: Redis, name: int) -> None:
-        for number in range(20):
-            await client.publish("c", f"{name} {number}")
-
-    async with from_url(cluster.url) as client:
-        pubsub = client.pubsub()
-        await confirmed(pubsub, "c")
-        await asyncio.gather(*(publish(client, name) for name in range(200)))
-        seen: dict[bytes, list[int]] = {}
-        for _ in range(4000):
-            message = await pubsub.get_message(timeout=None)
-            assert message is not None
-            name, number = message["data"].split()
-            seen.setdefault(name, []).append(int(number))
-        assert len(seen) == 200
-        assert all(numbers == list(range(20)) for numbers in seen.values())
-
-
-async def test_nothing_connects_before_it_is_needed(cluster: StoredCluster) -> None:
-    client = from_url(cluster.url)
-    client.pubsub()
-    before = await _connections(cluster)
-    async with client:
-        assert await _connections(cluster) == before + 1  # its own question
-        await client.publish("c", "x")
-        assert await _connections(cluster) > before + 2
-
-
-async def test_the_publisher_takes_over_the_connection_that_read_the_plan(cluster: StoredCluster) -> None:
-    channel = cluster.channel_at("s1")
+async def test_connections_are_made_when_they_are_needed_and_no_more(cluster: StoredCluster) -> None:
     before = await _connections(cluster)
     async with from_url(cluster.url) as client:
-        await client.publish(channel, "x")
-        await client.publish(channel, "y")
-        assert await _connections(cluster) == before + 2  # the client's only one, and this question
+        client.pubsub()
+        assert await _connections(cluster) == before + 1, "this question"
+        await asyncio.gather(*(client.plan(f"c{number}") for number in range(50)))
+        assert await _connections(cluster) == before + 3, "one reads the plan for all"
+        for _ in range(2):
+            await client.publish(cluster.channel_at("s1"), "x")
+        assert await _connections(cluster) == before + 4, "the publisher has taken over the one that read the plan"
 
 
 async def _connections(cluster: StoredCluster) -> int:
@@ -61,23 +34,16 @@ async def _connections(cluster: StoredCluster) -> int:
     return int(info.split(b"total_connections_received:")[1].split(b"\r\n")[0])
 
 
-async def test_concurrent_first_calls_share_one_bootstrap(cluster: StoredCluster) -> None:
-    client = from_url(cluster.url)
-    before = await _connections(cluster)
-    await asyncio.gather(*(client.plan(f"c{number}") for number in range(50)))
-    assert await _connections(cluster) == before + 2  # the bootstrap, and this question
-    await client.aclose()
-
-
 async def test_a_subscriber_learns_a_moved_channel_from_the_stored_plan(cluster: StoredCluster) -> None:
     channel = cluster.channel_at("s1")
     cluster.put({channel: "s2"})
-    async with from_url(cluster.url) as client:
+    async with from_url(cluster.url) as client, from_url(cluster.url) as other:
         pubsub = client.pubsub()
         await confirmed(pubsub, channel)
         assert await cluster.ask("s2", "PUBSUB", "NUMSUB", channel) == [channel.encode(), 1]
         assert await client.plan(channel) == ChannelPlan(Mode.SINGLE, ("s2",), 1)
-        assert await client.publish(channel, "hello") == 1
+        counts = await asyncio.gather(*(other.publish(channel, "x") for _ in range(3)))
+        assert counts == [1, 1, 1], "already those of the first publications"
 
 
 async def test_a_seed_that_hangs_does_not_hold_the_others_up(cluster: StoredCluster) -> None:
@@ -87,17 +53,6 @@ async def test_a_seed_that_hangs_does_not_hold_the_others_up(cluster: StoredClus
         began_at = asyncio.get_running_loop().time()
         await client.publish(channel, "hello")
         assert asyncio.get_running_loop().time() - began_at < 4.0, "connecting to the other takes 5 s"
-
-
-async def test_a_failed_bootstrap_is_tried_again(cluster: StoredCluster) -> None:
-    cluster.servers["s2"].kill()
-    cluster.servers["s1"].kill()
-    async with from_url(cluster.url) as client:
-        with pytest.raises(redis.exceptions.ConnectionError):
-            await client.plan("c")
-        cluster.servers["s1"].restart()
-        await cluster.write(at=["s1"])
-        await client.plan("c")
 
 
 async def test_what_the_acl_forbids(cluster: StoredCluster) -> None:
@@ -113,10 +68,10 @@ async def test_what_the_acl_forbids(cluster: StoredCluster) -> None:
         kinds: list[str] = []
         with pytest.raises(redis.exceptions.NoPermissionError):
             while True:
-                kinds.append((await pubsub.get_message(timeout=None) or {})["type"])
+                kinds.append((await next_of(pubsub))["type"])
         assert set(pubsub.channels) == {b"allowed"}
         if not kinds:  # the refusal came first
-            kinds.append((await pubsub.get_message(timeout=None) or {})["type"])
+            kinds.append((await next_of(pubsub))["type"])
         assert kinds == ["subscribe"]
         assert await client.publish("allowed", "x") == 1
 
@@ -148,9 +103,7 @@ async def test_a_cancelled_publish_does_no_harm(cluster: StoredCluster) -> None:
         assert await client.publish("c", "end") == 1
         seen: list[bytes] = []
         while not seen or seen[-1] != b"end":
-            message = await pubsub.get_message(timeout=None)
-            assert message is not None
-            seen.append(message["data"])
+            seen.append((await next_of(pubsub))["data"])
         assert {b"%d" % number for number in range(0, 101, 2)} <= set(seen)
 
 
@@ -161,18 +114,6 @@ async def test_a_cancelled_first_publish_leaves_the_bootstrap_to_the_others(clus
         first.cancel()
         assert await second == 0
         assert first.cancelled()
-
-
-async def test_publish_to_a_server_that_dies_waits_for_it(cluster: StoredCluster) -> None:
-    channel = cluster.channel_at("s2")
-    async with from_url(cluster.url) as client:
-        await client.publish(channel, "before")
-        cluster.servers["s2"].kill()
-        task = asyncio.create_task(client.publish(channel, "meanwhile"))
-        await asyncio.wait({task}, timeout=0.2)
-        assert not task.done()
-        cluster.servers["s2"].restart()
-        assert await task == 0
 
 
 async def test_close_fails_what_waits_and_the_client_can_be_used_again(cluster: StoredCluster) -> None:
@@ -205,30 +146,6 @@ async def test_close_during_the_bootstrap(cluster: StoredCluster) -> None:
     assert all(isinstance(outcome, redis.exceptions.ConnectionError) for outcome in outcomes), outcomes
 
 
-def test_another_event_loop(cluster: StoredCluster) -> None:
-    client = from_url(cluster.url)
-
-    async def publish() -> int:
-        return await client.publish("c", "x")
-
-    async def close() -> None:
-        await client.publish("c", "x")
-        await client.aclose()
-
-    run(close())
-    run(close())  # closed in between: fine
-    loop = asyncio.new_event_loop()
-    try:
-        loop.run_until_complete(publish())
-        with pytest.raises(RuntimeError, match="one client per loop"):
-            asyncio.run(publish())
-        with pytest.raises(RuntimeError, match="one client per loop"):
-            asyncio.run(client.aclose())
-        loop.run_until_complete(client.aclose())
-    finally:
-        loop.close()
-
-
 async def test_a_dropped_pubsub_closes_its_links(cluster: StoredCluster) -> None:
     channel = cluster.channel_at("s1")
     async with from_url(cluster.url) as client:
@@ -237,18 +154,3 @@ async def test_a_dropped_pubsub_closes_its_links(cluster: StoredCluster) -> None
         del pubsub
         gc.collect()
         await cluster.until_subscribed("s1", channel, 0)
-
-
-async def test_payloads_of_any_size_up_to_redis_own_limit(cluster: StoredCluster) -> None:
-    channel = bytes(range(256)) * 4
-    async with from_url(cluster.url) as client, client.pubsub() as pubsub:
-        await pubsub.subscribe(channel)
-        assert (await pubsub.get_message(timeout=None) or {})["channel"] == channel
-        for payload in (b"", b"\0", bytes(20_000_000)):
-            assert await client.publish(channel, payload) == 1
-            message = await pubsub.get_message(timeout=None)
-            assert message is not None
-            assert message["data"] == payload
-        with pytest.raises(redis.exceptions.DataError, match="too large"):
-            await client.publish(channel, bytes(PAYLOAD_BYTES_MAX + 1))
-        assert await client.publish(channel, b"goes on") == 1

@@ -28,6 +28,9 @@ def test_commands_by_name(cluster: StoredCluster, connect: Connect) -> None:
         assert response == [b"message", b"c", b"x"]
         assert pubsub.handle_message(response) == message_of("message", b"c", b"x")
         assert pubsub.parse_response(block=False, timeout=0.01) is None
+        pubsub.execute_command("SSUBSCRIBE", "s")
+        client.spublish("s", "x")
+        assert [pubsub.parse_response() for _ in range(2)] == [[b"ssubscribe", b"s", 1], [b"smessage", b"s", b"x"]]
         pubsub.execute_command(b"psubscribe", "p*", "q*")
         assert [next_of(pubsub)["data"] for _ in range(2)] == [2, 3]
         pubsub.execute_command("Unsubscribe")
@@ -36,8 +39,10 @@ def test_commands_by_name(cluster: StoredCluster, connect: Connect) -> None:
             pubsub.execute_command("GET", "c")
 
 
-def test_health_is_checked_by_itself(cluster: StoredCluster, connect: Connect) -> None:
+def test_health_is_checked_and_callbacks_are_taken(cluster: StoredCluster, connect: Connect) -> None:
     with connect(cluster.hosts) as client, client.pubsub() as pubsub:
+        before = pubsub.connection
+        assert before is None
         with pytest.raises(RuntimeError, match="did you forget to call subscribe"):
             pubsub.check_health()
         confirmed(pubsub, "c")
@@ -45,13 +50,6 @@ def test_health_is_checked_by_itself(cluster: StoredCluster, connect: Connect) -
         if not is_asynchronous(client):  # redis.asyncio has none of these
             pubsub.clean_health_check_responses()
             assert pubsub.health_check_response_counter == 0
-
-
-def test_the_connection_takes_callbacks(cluster: StoredCluster, connect: Connect) -> None:
-    with connect(cluster.hosts) as client, client.pubsub() as pubsub:
-        before = pubsub.connection
-        assert before is None
-        confirmed(pubsub, "c")
         pubsub.connection.register_connect_callback(pytest.fail)
         pubsub.connection.deregister_connect_callback(pytest.fail)
         assert pubsub.connection.is_connected
@@ -78,7 +76,7 @@ MEANT_FOR_ONE_SERVER = ("__key*__:*", "__keyevent@0__:*", "__k?yspace@0__:a", "[
 OTHERS = ("*", "_*", "__k*", "__keys:*", "__keyspace", "__k?ys", "*space@*", "__red*", "key*")
 
 
-def test_patterns_that_are_meant_for_one_server_are_refused(cluster: StoredCluster, connect: Connect) -> None:
+def test_patterns_for_one_server_are_refused_and_others_not(cluster: StoredCluster, connect: Connect) -> None:
     with connect(cluster.hosts) as client, client.pubsub() as pubsub:
         family = "redis.asyncio" if is_asynchronous(client) else "redis"
         words = rf"belongs to one server.* {family}\.client\.PubSub\("
@@ -86,10 +84,6 @@ def test_patterns_that_are_meant_for_one_server_are_refused(cluster: StoredClust
             with pytest.raises(redis.exceptions.DataError, match=words):
                 pubsub.psubscribe(pattern)
         assert not pubsub.subscribed
-
-
-def test_other_patterns_are_not(cluster: StoredCluster, connect: Connect) -> None:
-    with connect(cluster.hosts) as client, client.pubsub() as pubsub:
         pubsub.psubscribe(*OTHERS)
         assert [next_of(pubsub)["channel"] for _ in OTHERS] == [pattern.encode() for pattern in OTHERS]
 

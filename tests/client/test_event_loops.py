@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -42,34 +42,23 @@ async def acknowledged_again(pubsub: PubSub, *, gaps: int) -> None:
     assert kinds == sorted(["gap"] * gaps + ["subscribe", "psubscribe", "ssubscribe"])
 
 
-Use = Callable[[Redis, PubSub], Coroutine[Any, Any, object]]
+FIRST: dict[str, Callable[[Redis, PubSub], Awaitable[object]]] = {
+    "publish": lambda client, _: client.publish("other", "x"),
+    "read": lambda _, pubsub: pubsub.get_message(),
+    "ask": lambda client, _: client.pubsub_numsub("a"),
+    "listen": lambda _, pubsub: anext(pubsub.listen()),
+}
 
 
-def publish(client: Redis, pubsub: PubSub) -> Coroutine[Any, Any, object]:
-    return client.publish("other", "x")
-
-
-def read(client: Redis, pubsub: PubSub) -> Coroutine[Any, Any, object]:
-    return pubsub.get_message()
-
-
-def ask(client: Redis, pubsub: PubSub) -> Coroutine[Any, Any, object]:
-    return client.pubsub_numsub("a")
-
-
-async def listen(client: Redis, pubsub: PubSub) -> object:
-    return await anext(pubsub.listen())
-
-
-@pytest.mark.parametrize("first", [publish, read, ask, listen])
-def test_a_loop_that_ended_without_a_close(cluster: StoredCluster, first: Use) -> None:
+@pytest.mark.parametrize("first", FIRST)
+def test_a_loop_that_ended_without_a_close(cluster: StoredCluster, first: str) -> None:
     client = from_url(cluster.url)
     pubsub = client.pubsub(gaps=True)
     run(subscribe_to_all(client, pubsub))
 
     async def again() -> None:
-        await first(client, pubsub)
-        if first in (publish, ask):
+        await FIRST[first](client, pubsub)
+        if first in ("publish", "ask"):
             assert pubsub.gaps_detected == 0
             assert "event loop" in (await next_of(pubsub))["data"].reason
         await acknowledged_again(pubsub, gaps=2)
@@ -146,15 +135,11 @@ def test_another_loop_while_that_of_the_subscriptions_is_open(cluster: StoredClu
     pubsub = client.pubsub()
     with asyncio.Runner() as runner:
         run(subscribe_to_all(client, pubsub), runner)
-        for use in (
-            pubsub.subscribe("a"),
-            pubsub.get_message(),
-            pubsub.ping(),
-            pubsub.aclose(),
-            anext(pubsub.listen()),
-        ):
+        uses: list[Any] = [client.publish("a", "x"), client.aclose(), pubsub.subscribe("a"), pubsub.get_message()]
+        uses += [pubsub.ping(), pubsub.aclose(), anext(pubsub.listen())]
+        for use in uses:
             with pytest.raises(RuntimeError, match="one client per loop"):
-                run(use)  # type: ignore[arg-type]
+                run(use)
         run(all_arrives(client, pubsub), runner)
         run(client.aclose(), runner)
     run(pubsub.aclose())

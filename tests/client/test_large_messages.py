@@ -6,13 +6,15 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import redis.exceptions
 
 import dynamoth_client
 import dynamoth_client.asyncio
 from dynamoth_client.redis_py import settings
 from dynamoth_client.runtime.publishing import PAYLOAD_BYTES_MAX
+from tests.client.both_clients import Connect
 from tests.client.stored_cluster import StoredCluster
-from tests.client.sync_helpers import confirmed
+from tests.client.sync_helpers import confirmed, next_of
 from tests.redis_servers import RedisServerFactory
 
 PATIENCE_S = 60.0
@@ -36,61 +38,29 @@ def cluster(redis_server_factory: RedisServerFactory) -> StoredCluster:
     return cluster
 
 
-def test_the_largest_message_arrives(cluster: StoredCluster) -> None:
-    """And the next one behind it, which was published meanwhile."""
-
-    async def test() -> None:
-        async with dynamoth_client.asyncio.from_url(cluster.url) as client, client.pubsub() as pubsub:
-            await pubsub.subscribe("c")
-            assert (await pubsub.get_message(timeout=PATIENCE_S) or {})["type"] == "subscribe"
-            large = asyncio.create_task(client.publish("c", bytes(PAYLOAD_BYTES_MAX)))
-            await asyncio.sleep(0)
-            assert await client.publish("c", "next") == 1
-            assert await large == 1
-            message = await pubsub.get_message(timeout=PATIENCE_S)
-            assert message is not None
-            assert len(message["data"]) == PAYLOAD_BYTES_MAX
-            assert (await pubsub.get_message(timeout=PATIENCE_S) or {})["data"] == b"next"
-
-    asyncio.run(test())
-
-
-def test_the_largest_message_arrives_synchronously(cluster: StoredCluster) -> None:
-    with dynamoth_client.from_url(cluster.url) as client, client.pubsub() as pubsub:
+def test_the_largest_message_arrives_and_a_larger_one_is_refused(cluster: StoredCluster, connect: Connect) -> None:
+    with connect(cluster.hosts) as client, client.pubsub() as pubsub:
         confirmed(pubsub, "c")
         assert client.publish("c", bytes(PAYLOAD_BYTES_MAX)) == 1
         message = pubsub.get_message(timeout=PATIENCE_S)
-        assert message is not None
-        assert len(message["data"]) == PAYLOAD_BYTES_MAX
+        assert message is not None and len(message["data"]) == PAYLOAD_BYTES_MAX
         del message
+        with pytest.raises(redis.exceptions.DataError, match="too large"):
+            client.publish("c", bytes(PAYLOAD_BYTES_MAX + 1))
         assert client.publish("c", "next") == 1
-        assert (pubsub.get_message(timeout=PATIENCE_S) or {})["data"] == b"next"
+        assert next_of(pubsub)["data"] == b"next"
 
 
-def test_many_large_messages_are_published_at_once(cluster: StoredCluster) -> None:
+async def test_many_large_messages_wait_for_a_server_that_has_stopped_for_a_while(cluster: StoredCluster) -> None:
     """More than may wait to be sent on a link: they go out as the server takes them."""
-
-    async def test() -> None:
-        async with dynamoth_client.asyncio.from_url(cluster.url) as client:
-            await client.publish("c", "first")
-            payload = bytes(MIB)
-            assert await asyncio.gather(*(client.publish("c", payload) for _ in range(MANY))) == [0] * MANY
-
-    asyncio.run(test())
-
-
-def test_many_large_messages_wait_for_a_server_that_has_stopped_for_a_while(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        async with dynamoth_client.asyncio.from_url(cluster.url) as client:
-            await client.publish("c", "first")
-            cluster.servers["s1"].pause()
-            outcomes = [asyncio.create_task(client.publish("c", bytes(MIB))) for _ in range(MANY)]
-            _, unanswered = await asyncio.wait(outcomes, timeout=0.5)
-            cluster.servers["s1"].resume()
-            assert len(unanswered) == MANY
-            assert await asyncio.gather(*outcomes) == [0] * MANY
-
-    asyncio.run(test())
+    async with dynamoth_client.asyncio.from_url(cluster.url) as client:
+        await client.publish("c", "first")
+        cluster.servers["s1"].pause()
+        outcomes = [asyncio.create_task(client.publish("c", bytes(MIB))) for _ in range(MANY)]
+        _, unanswered = await asyncio.wait(outcomes, timeout=0.5)
+        cluster.servers["s1"].resume()
+        assert len(unanswered) == MANY
+        assert await asyncio.gather(*outcomes) == [0] * MANY
 
 
 def test_many_threads_publish_large_messages_at_once(cluster: StoredCluster) -> None:

@@ -133,13 +133,3 @@ def test_a_pattern_that_the_servers_refuse_is_an_error_for_the_reader(cluster: S
         client.publish("allowed", "x")
         assert next_of(pubsub)["data"] == b"x"
         _pconfirmed(pubsub, "allowed*")  # Redis compares patterns with those of the rules literally
-
-
-def test_a_pubsub_that_is_closed_can_be_used_again(cluster: StoredCluster, connect: Connect) -> None:
-    with connect(cluster.hosts) as client, client.pubsub() as pubsub:
-        _pconfirmed(pubsub, "a*")
-        pubsub.close()
-        assert not pubsub.subscribed and not pubsub.patterns
-        assert client.publish("ab", "x") == 0
-        _pconfirmed(pubsub, "a*")
-        assert client.publish("ab", "x") == 1

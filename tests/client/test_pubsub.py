@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
+import threading
 import time
 from typing import Any
 
 import pytest
 import redis.exceptions
+import redis.typing
 
 from dynamoth_client import GapInfo
 from dynamoth_client.runtime import feed
@@ -17,6 +20,8 @@ from tests.client.stored_cluster import StoredCluster
 from tests.client.sync_helpers import PATIENCE_S, Running, confirmed, message_of, next_of, until
 
 pytestmark = on_all_loops
+
+SUBSCRIPTION: Any = getattr(redis.typing, "Subscription", None)
 
 
 def _where(cluster: StoredCluster, channel: str) -> tuple[str, str]:
@@ -98,13 +103,11 @@ def test_names_may_come_from_iterators_and_in_lists(cluster: StoredCluster, conn
         assert [next_of(pubsub)["data"] for _ in range(5)] == [1, 2, 3, 2, 1]
 
 
+@pytest.mark.skipif(SUBSCRIPTION is None, reason="this redis-py has no Subscription")
 def test_subscription_objects(cluster: StoredCluster, connect: Connect) -> None:
-    typing = pytest.importorskip("redis.typing")
-    if not hasattr(typing, "Subscription"):
-        pytest.skip("this redis-py has no Subscription")
     seen: list[Any] = []
     with connect(cluster.hosts) as client, client.pubsub() as pubsub:
-        pubsub.subscribe("a", typing.Subscription(b"\xff", seen.append))
+        pubsub.subscribe("a", SUBSCRIPTION(b"\xff", seen.append))
         assert [next_of(pubsub)["channel"] for _ in range(2)] == [b"a", b"\xff"]
         client.publish(b"\xff", "x")
         assert pubsub.get_message(timeout=None) is None
@@ -125,9 +128,7 @@ def test_names_and_payloads_of_any_bytes(cluster: StoredCluster, connect: Connec
         assert next_of(pubsub) == message_of("unsubscribe", name, 0)
 
 
-def test_a_server_that_hangs_does_not_hold_the_others_acknowledgements(
-    cluster: StoredCluster, connect: Connect
-) -> None:
+def test_a_server_that_hangs_does_not_hold_up_others(cluster: StoredCluster, connect: Connect) -> None:
     hanging, quick = cluster.channel_at("s1"), cluster.channel_at("s2")
     with connect(cluster.hosts, socket_connect_timeout=0.3) as client, client.pubsub() as pubsub:
         pubsub.connect()
@@ -158,17 +159,53 @@ def test_no_message_comes_before_the_acknowledgement_of_its_channel(
         assert message == message_of("subscribe", hanging.encode(), 2)
 
 
+def test_a_lost_connection_is_made_again_and_shows_as_a_gap(
+    cluster: StoredCluster, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost, other = cluster.channel_at("s1"), cluster.channel_at("s2")
+    got: list[tuple[GapInfo, threading.Thread]] = []
+
+    def tell(gap: GapInfo) -> str:
+        got.append((gap, threading.current_thread()))
+        return "ignored"
+
+    async def tell_later(gap: GapInfo) -> str:
+        await asyncio.sleep(0)
+        return tell(gap)
+
+    with caplog.at_level(logging.WARNING, logger="dynamoth_client"), connect(cluster.hosts) as client:
+        quiet = client.pubsub()
+        loud = client.pubsub(gaps=True, on_gap=tell_later if is_asynchronous(client) else tell)
+        for pubsub in (quiet, loud):
+            confirmed(pubsub, lost, other)
+        asyncio.run(cluster.kill_subscribers("s1"))
+        message = next_of(loud)
+        gap = message["data"]
+        assert message == message_of("gap", lost.encode(), gap)
+        assert gap == GapInfo(lost.encode(), None, None, gap.reason) and "s1" in gap.reason
+        assert [each for each, _ in got] == [gap]
+        assert is_asynchronous(client) or got[0][1] is threading.current_thread(), "the reader's"
+        asyncio.run(cluster.until_subscribed("s1", lost, 2))
+        client.publish(other, 1)
+        client.publish(lost, 2)
+        for pubsub in (quiet, loud):
+            assert sorted(next_of(pubsub)["data"] for _ in range(2)) == [b"1", b"2"]
+            assert pubsub.gaps_detected == 1
+    (record,) = caplog.records
+    assert lost in record.getMessage()
+
+
 # Ends of subscriptions.
 
 
 def test_unsubscribing_from_all_does_not_repeat_what_is_under_way(cluster: StoredCluster, connect: Connect) -> None:
     with connect(cluster.hosts) as client, client.pubsub() as pubsub:
         confirmed(pubsub, "a", "b")
-        pubsub.punsubscribe()
-        assert next_of(pubsub) == message_of("punsubscribe", None, 2)
         pubsub.unsubscribe("a")
+        pubsub.punsubscribe()
         pubsub.unsubscribe()
         assert next_of(pubsub) == message_of("unsubscribe", b"a", 1)
+        assert next_of(pubsub) == message_of("punsubscribe", None, 1)
         assert next_of(pubsub) == message_of("unsubscribe", b"b", 0)
 
 
@@ -218,9 +255,7 @@ def test_listen_ends_with_the_last_subscription(cluster: StoredCluster, connect:
 
 
 @pytest.mark.parametrize("read", ["listen", "get_message", "run", "polls"])
-def test_closing_lets_a_reader_go_and_the_pubsub_can_be_used_again(
-    cluster: StoredCluster, connect: Connect, read: str
-) -> None:
+def test_closing_lets_a_reader_go_and_it_can_be_used_again(cluster: StoredCluster, connect: Connect, read: str) -> None:
     handled: list[Any] = []
 
     def poll() -> None:
@@ -258,7 +293,7 @@ def test_closing_lets_a_reader_go_and_the_pubsub_can_be_used_again(
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_a_pubsub_subscribes_again_after_a_close_of_the_client(
+def test_it_subscribes_again_when_the_client_was_closed(
     cluster: StoredCluster, connect: Connect, is_read: bool
 ) -> None:
     """At once if somebody reads it, else when it is used: as redis-py's does."""
@@ -343,9 +378,7 @@ def test_a_reader_goes_on_however_often_the_client_is_closed(
     assert not caplog.records
 
 
-def test_a_pubsub_of_a_closed_client_tries_again_while_servers_are_away(
-    cluster: StoredCluster, connect: Connect
-) -> None:
+def test_it_tries_again_while_servers_are_away(cluster: StoredCluster, connect: Connect) -> None:
     with connect(cluster.hosts, retry=None) as client, client.pubsub() as pubsub:
         confirmed(pubsub, "a")
         client.close()
@@ -403,8 +436,5 @@ def test_a_handler_that_raises_and_reading_goes_on(cluster: StoredCluster, conne
 
 
 def test_push_handlers_are_refused(cluster: StoredCluster, connect: Connect) -> None:
-    with (
-        connect(cluster.hosts) as client,
-        pytest.raises(redis.exceptions.DataError, match="push_handler_func"),
-    ):
+    with connect(cluster.hosts) as client, pytest.raises(redis.exceptions.DataError, match="push_handler_func"):
         client.pubsub(push_handler_func=print)

@@ -34,15 +34,15 @@ def _read(queue: MessageQueue, count: int = 1000) -> list[Item]:
     return taken
 
 
-def test_full_and_room_are_told_once_each_and_nothing_is_dropped() -> None:
-    told: list[str] = []
+def test_full_and_room_are_notified_once_each_and_nothing_is_dropped() -> None:
+    got: list[str] = []
     queue = MessageQueue(4)
-    queue.watch(lambda: told.append("full"), lambda: told.append("room"))
+    queue.watch(lambda: got.append("full"), lambda: got.append("room"))
     queue.extend([_message(number) for number in range(3)])
-    assert told == []
+    assert got == []
     queue.extend([_message(number) for number in range(3, 9)])
     queue.put(Notice("pong", None, b""))
-    assert told == ["full"]
+    assert got == ["full"]
     taken = 0
     while queue.items:
         item = queue.items.popleft()
@@ -50,7 +50,7 @@ def test_full_and_room_are_told_once_each_and_nothing_is_dropped() -> None:
             queue.has_read(item)
         taken += 1
         queue.relieve()
-        assert told == (["full"] if len(queue.items) > 3 else ["full", "room"])
+        assert got == (["full"] if len(queue.items) > 3 else ["full", "room"])
     assert taken == 10
 
 
@@ -63,33 +63,29 @@ def test_the_oldest_messages_are_dropped_and_nothing_else() -> None:
     items: list[Item] = [_message(0), notice, matched[0], failure, sharded, *map(_message, range(1, 7)), matched[1]]
     _fill(queue, items)
     assert queue.is_full
-    assert queue.drop_oldest() == {
-        (b"channel", None, False): 2,
-        (b"c*", b"c*", False): 1,
-        (b"channel", None, True): 1,
-    }
+    assert queue.drop_oldest() == {(b"channel", None, False): 2, (b"c*", b"c*", False): 1, (b"channel", None, True): 1}
     assert list(queue.items) == [notice, *map(_message, range(2, 7)), matched[1]]
     assert _read(queue) == [notice, failure, *map(_message, range(2, 7)), matched[1]]
     assert not queue.is_full
 
 
 def test_notices_do_not_fill_it() -> None:
-    told: list[str] = []
+    got: list[str] = []
     queue = MessageQueue(2)
-    queue.watch(lambda: told.append("full"), lambda: told.append("room"))
+    queue.watch(lambda: got.append("full"), lambda: got.append("room"))
     notices = [Notice("subscribe", b"channel", number) for number in range(10)]
     _fill(queue, [*notices[:5], _message(0), *notices[5:]])
-    assert (told, queue.notices) == ([], 10)
+    assert (got, queue.notices) == ([], 10)
     queue.extend([_message(1)])
-    assert told[0] == "full"
+    assert got[0] == "full"
     assert _read(queue) == [*notices[:5], _message(0), *notices[5:], _message(1)]
-    assert (told, queue.notices, queue.limit) == (["full", "room"], 0, 2)
+    assert (got, queue.notices, queue.limit) == (["full", "room"], 0, 2)
 
 
 def test_notices_stay_in_order_and_are_not_looked_at_again_when_messages_are_dropped() -> None:
-    told: list[str] = []
+    got: list[str] = []
     queue = MessageQueue(4)
-    queue.watch(lambda: told.append("full"), lambda: None)
+    queue.watch(lambda: got.append("full"), lambda: None)
     notices = [Notice("subscribe", b"channel", number) for number in range(12)]
     gaps = [Notice("gap", b"channel", number) for number in range(3)]
     _fill(queue, [*notices[:8], _message(0), notices[8], *map(_message, (1, 2, 3))])
@@ -109,7 +105,7 @@ def test_notices_stay_in_order_and_are_not_looked_at_again_when_messages_are_dro
     assert queue.drop_oldest() == {(b"channel", None, False): 1}
     queue.put_dropped(gaps[2])
     assert _read(queue) == [gaps[2], notices[9], _message(5), notices[10], *map(_message, (6, 7))]
-    assert (told, queue.notices, queue.limit) == (["full"] * 4, 0, 4)
+    assert (got, queue.notices, queue.limit) == (["full"] * 4, 0, 4)
 
 
 def test_a_reader_who_was_interrupted_leaves_nothing_behind_for_ever() -> None:
@@ -124,72 +120,51 @@ def test_a_reader_who_was_interrupted_leaves_nothing_behind_for_ever() -> None:
     assert (queue.notices, queue.limit) == (0, 1)
 
 
-def test_a_waiter_wakes_with_the_first_item_and_at_its_timeout() -> None:
-    async def test() -> None:
-        queue = MessageQueue(4)
-        assert not await queue.until_item(0)
-        for timeout_s in (60, None, math.inf):
-            waiter = asyncio.create_task(queue.until_item(timeout_s))
-            await asyncio.sleep(0)
-            assert not waiter.done()
-            queue.extend([_message(1)])
-            assert await waiter
-            queue.items.clear()
-        loop = asyncio.get_running_loop()
-        began_at = loop.time()
-        assert not await queue.until_item(0.02)
-        assert loop.time() - began_at >= 0.019
-
-    asyncio.run(test())
-
-
-def test_what_is_there_is_not_waited_for() -> None:
-    async def test() -> None:
-        queue = MessageQueue(4)
+async def test_a_waiter_wakes_with_the_first_item_and_at_its_timeout() -> None:
+    queue = MessageQueue(4)
+    assert not await queue.until_item(0)
+    for timeout_s in (60, None, math.inf):
+        waiter = asyncio.create_task(queue.until_item(timeout_s))
+        await asyncio.sleep(0)
+        assert not waiter.done()
         queue.extend([_message(1)])
-        queue.close(redis.exceptions.ConnectionError("gone"))
-        assert await queue.until_item(0)
-        assert await queue.until_item(None)
-
-    asyncio.run(test())
-
-
-def test_a_cancelled_waiter_does_not_disturb_another() -> None:
-    async def test() -> None:
-        queue = MessageQueue(4)
-        first, second = asyncio.create_task(queue.until_item(60)), asyncio.create_task(queue.until_item(60))
-        await asyncio.sleep(0)
-        first.cancel()
-        await asyncio.wait({first})
-        assert not second.done()
-        queue.extend([_message(1)])
-        assert await second
-
-    asyncio.run(test())
+        assert await waiter
+        queue.items.clear()
+    loop = asyncio.get_running_loop()
+    began_at = loop.time()
+    assert not await queue.until_item(0.02)
+    assert loop.time() - began_at >= 0.019
 
 
-def test_close_wakes_who_waits() -> None:
-    async def test() -> None:
-        queue = MessageQueue(4)
-        waiter = asyncio.create_task(queue.until_item(60))
-        await asyncio.sleep(0)
-        queue.close(None)
-        assert not await waiter
-        assert not await queue.until_item(60)
-
-    asyncio.run(test())
+async def test_what_is_there_is_not_waited_for() -> None:
+    queue = MessageQueue(4)
+    queue.extend([_message(1)])
+    queue.close(redis.exceptions.ConnectionError("gone"))
+    assert await queue.until_item(0)
+    assert await queue.until_item(None)
 
 
-def test_who_waits_gets_the_error_of_the_end_and_so_does_who_comes_later() -> None:
-    async def test() -> None:
-        queue = MessageQueue(4)
-        waiter = asyncio.create_task(queue.until_item(60))
-        await asyncio.sleep(0)
-        error = redis.exceptions.ConnectionError("gone")
-        queue.close(error)
-        for later in (waiter, queue.until_item(0)):
+async def test_a_cancelled_waiter_does_not_disturb_another() -> None:
+    queue = MessageQueue(4)
+    first, second = asyncio.create_task(queue.until_item(60)), asyncio.create_task(queue.until_item(60))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait({first})
+    assert not second.done()
+    queue.extend([_message(1)])
+    assert await second
+
+
+@pytest.mark.parametrize("error", [None, redis.exceptions.ConnectionError("gone")])
+async def test_who_waits_gets_the_end_and_so_does_who_comes_later(error: redis.exceptions.RedisError | None) -> None:
+    queue = MessageQueue(4)
+    waiter = asyncio.create_task(queue.until_item(60))
+    await asyncio.sleep(0)
+    queue.close(error)
+    for later in (waiter, queue.until_item(60)):
+        if error is None:
+            assert not await later
+        else:
             with pytest.raises(redis.exceptions.ConnectionError, match="gone") as raised:
                 await later
             assert raised.value is not error
-
-    asyncio.run(test())

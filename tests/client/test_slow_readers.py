@@ -12,11 +12,10 @@ import redis.exceptions
 import dynamoth_client
 from dynamoth_client.asyncio import GapInfo, from_url
 from dynamoth_client.machines.patterns.events import PatternMessage
-from dynamoth_client.runtime import backpressure
 from dynamoth_client.runtime.backpressure import MESSAGE_BYTES, PAUSE_S_MAX, Blocking
 from dynamoth_client.runtime.queue import Item, MessageQueue, Notice, ShardedMessage
 from tests.client.both_clients import Connect, is_asynchronous
-from tests.client.stored_cluster import StoredCluster, confirmed
+from tests.client.stored_cluster import StoredCluster, confirmed, next_of
 from tests.client.sync_helpers import confirmed as confirmed_sync
 from tests.client.sync_helpers import next_of as next_sync
 from tests.client.sync_helpers import until
@@ -31,6 +30,12 @@ def pubsub_of(client: Any, **options: Any) -> Any:
 def queue_of(pubsub: Any) -> Any:
     """What waits to be read from a PubSub of either client."""
     return (pubsub.inner if is_asynchronous(pubsub) else pubsub._inner)._queue.items
+
+
+def blocking(monkeypatch: pytest.MonkeyPatch, **options: float) -> None:
+    """Let ``Blocking`` have other bounds."""
+    known: dict[str, Any] = Blocking.__init__.__kwdefaults__ or {}
+    monkeypatch.setattr(Blocking.__init__, "__kwdefaults__", known | options)
 
 
 async def publish(client: Any, channel: str, count: int = COUNT) -> None:
@@ -91,36 +96,42 @@ async def test_batches_begin_with_acknowledgements_and_end_with_the_last_subscri
         assert handled == ["handled"]
 
 
-async def test_an_error_comes_behind_the_messages_before_it(cluster: StoredCluster) -> None:
-    async with (
-        from_url(cluster.url) as client,
-        pubsub_of(client, max_queue=COUNT, when_full="disconnect") as pubsub,
-    ):
+async def test_a_disconnected_pubsub_has_its_error_behind_the_messages_and_can_begin_again(
+    cluster: StoredCluster,
+) -> None:
+    async with from_url(cluster.url) as client, pubsub_of(client, max_queue=COUNT, when_full="disconnect") as pubsub:
         await confirmed(pubsub, "c")
         await publish(client, "c", 2 * COUNT)
         got: list[int] = []
-        with pytest.raises(redis.exceptions.ConnectionError, match="max_queue"):
+        with pytest.raises(redis.exceptions.ConnectionError, match=r"max_queue.*aclose"):
             async for batch in pubsub.batches():
                 got += [int(message["data"]) for message in batch]
         assert got == list(range(len(got))) and COUNT <= len(got) < 2 * COUNT
+        for refused in (pubsub.get_message(timeout=None), pubsub.subscribe("other")):
+            with pytest.raises(redis.exceptions.ConnectionError, match="aclose"):
+                await refused
+        await pubsub.aclose()
+        await confirmed(pubsub, "c")
+        await client.publish("c", b"again")
+        assert (await next_of(pubsub))["data"] == b"again"
 
 
 def fail(message: dict[str, Any]) -> None:
     raise ZeroDivisionError(message["data"])
 
 
-def told(pubsub: Any, count: int) -> list[Any]:
+def read_items(pubsub: Any, count: int) -> list[Any]:
     """Read batches, past errors, until so many messages and errors have come; return them by their data and type."""
-    told: list[Any] = []
-    while len(told) < count:
+    got: list[Any] = []
+    while len(got) < count:
         try:
             for batch in pubsub.batches():
-                told += [message["data"] for message in batch]
-                if len(told) >= count:
+                got += [message["data"] for message in batch]
+                if len(got) >= count:
                     break
         except (ZeroDivisionError, UnicodeError) as error:
-            told.append(type(error))
-    return told
+            got.append(type(error))
+    return got
 
 
 MIXED = (("a", "1"), ("a", "2"), ("h", "x"), ("a", "3"), ("p", "y"), ("a", "4"), ("a", "5"), ("h", "z"), ("h", "z"))
@@ -144,7 +155,7 @@ def test_a_handler_that_raises_takes_nothing_from_a_batch(cluster: StoredCluster
         for count, (channel, payload) in enumerate(MIXED, 1):
             client.publish(channel, payload)
             until(lambda count=count: not together or len(queue_of(pubsub)) == count, "it has come")  # type: ignore[misc]
-        seen = told(pubsub, len(MIXED))
+        seen = read_items(pubsub, len(MIXED))
         # Where not all are in the queue, those of the pattern come by another way at another time.
         assert seen == IN_ORDER if together else sorted(map(str, seen)) == sorted(map(str, IN_ORDER))
 
@@ -160,7 +171,7 @@ async def test_a_handler_that_is_cancelled_takes_nothing_from_a_batch(cluster: S
     async with from_url(cluster.url) as client, pubsub_of(client) as pubsub:
         await confirmed(pubsub, quiet)
         await pubsub.subscribe(**{hanging: hang})
-        assert (await pubsub.get_message(timeout=None))["type"] == "subscribe"
+        assert (await next_of(pubsub))["type"] == "subscribe"
         for channel, payload in ((quiet, "1"), (quiet, "2"), (hanging, "x"), (quiet, "3")):
             await client.publish(channel, payload)
         seen: list[bytes] = []
@@ -187,7 +198,7 @@ def test_a_payload_that_cannot_be_decoded_takes_nothing_from_a_batch(cluster: St
         confirmed_sync(pubsub, "a")
         for payload in payloads:
             client.publish("a", payload)
-        assert told(pubsub, len(payloads)) == expected
+        assert read_items(pubsub, len(payloads)) == expected
 
 
 def test_what_ends_a_batch_is_not_lost_with_a_reader_who_leaves(cluster: StoredCluster) -> None:
@@ -204,11 +215,11 @@ def test_what_ends_a_batch_is_not_lost_with_a_reader_who_leaves(cluster: StoredC
 # when_full.
 
 
-async def test_dropping_the_oldest_keeps_the_newest_and_tells_how_many_are_missing(cluster: StoredCluster) -> None:
-    told: list[GapInfo] = []
+async def test_dropping_the_oldest_keeps_the_newest_and_says_how_many_are_missing(cluster: StoredCluster) -> None:
+    got: list[GapInfo] = []
     async with (
         from_url(cluster.url) as client,
-        pubsub_of(client, max_queue=40, when_full="drop_oldest", gaps=True, on_gap=told.append) as pubsub,
+        pubsub_of(client, max_queue=40, when_full="drop_oldest", gaps=True, on_gap=got.append) as pubsub,
         pubsub_of(client) as witness,
     ):
         await confirmed(pubsub, "c")
@@ -216,13 +227,13 @@ async def test_dropping_the_oldest_keeps_the_newest_and_tells_how_many_are_missi
         for _ in range(5):
             await publish(client, "c", 100)
         for _ in range(500):
-            assert (await witness.get_message(timeout=None))["type"] == "message"
+            assert (await next_of(witness))["type"] == "message"
         await client.publish("c", b"last")
         messages: list[dict[str, Any]] = []
         while not messages or messages[-1]["data"] != b"last":
-            messages.append(await pubsub.get_message(timeout=None))
+            messages.append(await next_of(pubsub))
         gaps = [message["data"] for message in messages if message["type"] == "gap"]
-        assert gaps == told
+        assert gaps == got
         assert messages[0]["type"] == "gap", "in the place of what was dropped"
         assert {(gap.channel, gap.publisher, gap.pattern) for gap in gaps} == {(b"c", None, None)}
         assert sum(gap.count for gap in gaps) + len(messages) - len(gaps) == 501
@@ -234,7 +245,7 @@ async def test_a_reader_that_has_stopped_costs_no_more_with_time(cluster: Stored
     options: Any = {"max_queue": 8, "when_full": "drop_oldest", "gaps": True}
     async with from_url(cluster.url) as client, pubsub_of(client, **options) as pubsub:
         await pubsub.psubscribe("c*")
-        assert (await pubsub.get_message(timeout=None))["type"] == "psubscribe"
+        assert (await next_of(pubsub))["type"] == "psubscribe"
         for number in range(300):
             await client.publish(f"c{number}", b"%d" % number)
         await client.publish("c", b"last")
@@ -247,35 +258,25 @@ async def test_a_reader_that_has_stopped_costs_no_more_with_time(cluster: Stored
             while not has_come():  # noqa: ASYNC110  # a reader that waits is woken by the first item
                 await asyncio.sleep(0.01)
         assert len(queue.items) <= 8 + 1
-        gap = (await pubsub.get_message(timeout=None))["data"]
+        gap = (await next_of(pubsub))["data"]
         assert gap.count + len(queue.items) == 301
 
 
-async def test_a_slow_reader_does_not_slow_another_one(cluster: StoredCluster) -> None:
+async def test_a_slow_reader_stops_its_servers_and_neither_loses_anything_nor_slows_another(
+    cluster: StoredCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each PubSub has its own links: what blocks one is not in the way of the other."""
-    async with from_url(cluster.url) as client, pubsub_of(client, max_queue=1) as slow, pubsub_of(client) as quick:
+    blocking(monkeypatch, pause_s_max=3600.0)
+    size, numbers = 1000, list(range(2000))
+    async with from_url(cluster.url) as client, pubsub_of(client, max_queue=100) as slow, pubsub_of(client) as quick:
         await confirmed(slow, "c")
         await confirmed(quick, "c")
-        await publish(client, "c")
-        for number in range(COUNT):
-            assert int((await quick.get_message(timeout=None))["data"]) == number
-        for number in range(COUNT):
-            assert int((await slow.get_message(timeout=None))["data"]) == number
-
-
-async def test_a_disconnected_pubsub_can_begin_again(cluster: StoredCluster) -> None:
-    async with from_url(cluster.url) as client, pubsub_of(client, max_queue=10, when_full="disconnect") as pubsub:
-        await confirmed(pubsub, "c")
-        await publish(client, "c", 100)
-        with pytest.raises(redis.exceptions.ConnectionError, match="aclose"):
-            while True:
-                await pubsub.get_message(timeout=None)
-        with pytest.raises(redis.exceptions.ConnectionError, match="aclose"):
-            await pubsub.subscribe("other")
-        await pubsub.aclose()
-        await confirmed(pubsub, "c")
-        await client.publish("c", b"again")
-        assert (await pubsub.get_message(timeout=None))["data"] == b"again"
+        await asyncio.gather(*(client.publish("c", b"%d " % number + bytes(size)) for number in numbers))
+        assert [int((await next_of(quick))["data"].split()[0]) for _ in numbers] == numbers
+        one_read = 256 * 1024 // size
+        assert slow._queue.is_full and 100 <= len(slow._queue.items) <= 100 + one_read
+        assert [int((await next_of(slow))["data"].split()[0]) for _ in numbers] == numbers
+        assert not slow._queue.is_full
 
 
 def test_unknown_policies_and_bounds_are_refused(cluster: StoredCluster, connect: Connect) -> None:
@@ -289,13 +290,9 @@ def test_unknown_policies_and_bounds_are_refused(cluster: StoredCluster, connect
 # Many subscriptions.
 
 
-@pytest.mark.parametrize(
-    ("when_full", "count", "bound"),
-    [("block", 5000, 1000), ("disconnect", 5000, 1000), ("drop_oldest", 5000, 8)],
-)
-async def test_acknowledgements_do_not_fill_the_queue(
-    cluster: StoredCluster, when_full: str, count: int, bound: int
-) -> None:
+@pytest.mark.parametrize(("when_full", "bound"), [("block", 1000), ("disconnect", 1000), ("drop_oldest", 8)])
+async def test_acknowledgements_do_not_fill_the_queue(cluster: StoredCluster, when_full: str, bound: int) -> None:
+    count = 5000
     channels = [f"c{number}" for number in range(count)]
     options: Any = {"when_full": when_full, "max_queue": bound, "gaps": True}
     # So many take seconds of a slow machine, in which nothing else is done on the loop.
@@ -306,42 +303,18 @@ async def test_acknowledgements_do_not_fill_the_queue(
             await asyncio.sleep(0.01)
         for channel in (channels[0], channels[-1]):
             assert await client.publish(channel, "x") == 1
-        acknowledged: set[bytes] = set()
-        for number in range(1, count + 1):
-            message = await pubsub.get_message(timeout=None)
-            assert (message["type"], message["data"]) == ("subscribe", number)
-            acknowledged.add(message["channel"])
-        assert len(acknowledged) == count
-        for channel in (channels[0], channels[-1]):
-            message = await pubsub.get_message(timeout=None)
-            assert (message["channel"], message["data"]) == (channel.encode(), b"x")
+        seen = [await next_of(pubsub) for _ in range(count + 2)]
+        assert [message["data"] for message in seen] == [*range(1, count + 1), b"x", b"x"]
+        assert {message["channel"] for message in seen[:count]} == {channel.encode() for channel in channels}
+        assert [message["channel"] for message in seen[count:]] == [channels[0].encode(), channels[-1].encode()]
         assert pubsub.gaps_detected == 0
-
-
-async def test_messages_among_acknowledgements_that_nobody_reads_are_dropped(cluster: StoredCluster) -> None:
-    """What is kept is in its order, and the gap is where the messages were."""
-    channels = [f"c{number}" for number in range(1000)]
-    options: Any = {"when_full": "drop_oldest", "max_queue": 8, "gaps": True}
-    async with from_url(cluster.url) as client, pubsub_of(client, **options) as pubsub:
-        await pubsub.subscribe(*channels)
-        while pubsub._queue.notices < len(channels):  # noqa: ASYNC110  # they come by themselves
-            await asyncio.sleep(0.01)
-        await publish(client, "c0")
-        await client.publish("c0", b"last")
-        seen: list[dict[str, Any]] = []
-        while not seen or seen[-1]["data"] != b"last":
-            seen.append(await pubsub.get_message(timeout=None))
-        assert [message["data"] for message in seen[:1000]] == list(range(1, 1001))
-        assert seen[1000]["type"] == "gap"
-        dropped = sum(message["data"].count for message in seen if message["type"] == "gap")
-        assert dropped + len([message for message in seen if message["type"] == "message"]) == COUNT + 1
 
 
 # A reader that has stopped, with when_full="block".
 
 
 class Clock:
-    """Makes calls when it is told to."""
+    """Makes calls on request."""
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []
@@ -370,7 +343,7 @@ def blocked(bound: int, spill_messages: int) -> tuple[MessageQueue, Blocking, Cl
         later=clock.later,
         spill_bytes_max=spill_messages * (MESSAGE_BYTES + 1),
     )
-    queue.watch(blocking.full, blocking.room)
+    queue.watch(blocking.on_full, blocking.on_room)
     queue.extend([(b"c", b"0")] * bound)
     assert (blocking.is_paused, done) == (True, ["pause"])
     return queue, blocking, clock, done
@@ -438,9 +411,7 @@ def count_of(item: Item) -> int:
 async def test_a_reader_that_has_stopped_gets_what_fits_and_one_gap_in_the_place_of_the_rest(
     cluster: StoredCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        backpressure.Blocking.__init__, "__kwdefaults__", {"pause_s_max": 0.05, "spill_bytes_max": 20_000}
-    )
+    blocking(monkeypatch, pause_s_max=0.05, spill_bytes_max=20_000)
     async with from_url(cluster.url) as client, pubsub_of(client, max_queue=40, gaps=True) as pubsub:
         await confirmed(pubsub, "c")
         published = 0
@@ -455,11 +426,11 @@ async def test_a_reader_that_has_stopped_gets_what_fits_and_one_gap_in_the_place
         assert 40 + 90 < len(items) < published
         messages: list[dict[str, Any]] = []
         while not messages or messages[-1]["type"] != "gap":
-            messages.append(await pubsub.get_message(timeout=None))
+            messages.append(await next_of(pubsub))
         numbers = [int(message["data"]) for message in messages[:-1]]
         assert numbers == list(range(len(numbers)))
         gap = messages[-1]["data"]
         assert (gap.channel, gap.count + len(numbers)) == (b"c", published)
         assert pubsub.gaps_detected == 1
         await client.publish("c", b"behind")
-        assert (await pubsub.get_message(timeout=None))["data"] == b"behind"
+        assert (await next_of(pubsub))["data"] == b"behind"

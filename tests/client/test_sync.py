@@ -8,19 +8,12 @@ import logging
 import weakref
 from typing import Any
 
-import pytest
 import redis as redis_py
 
 import dynamoth_client as redis
 from tests.client.conftest import ClusterFactory
 from tests.client.stored_cluster import StoredCluster
 from tests.client.sync_helpers import confirmed, keepers, next_of, until
-
-
-def test_nothing_of_ours_runs_before_it_is_needed(cluster: StoredCluster) -> None:
-    with redis.from_url(cluster.url) as client:
-        client.set("key", "value")
-        assert keepers() == 0
 
 
 def test_ways_to_make_a_client(cluster_factory: ClusterFactory) -> None:
@@ -45,20 +38,6 @@ def test_ways_to_make_a_client(cluster_factory: ClusterFactory) -> None:
             assert isinstance(client, redis_py.Redis)
             assert next_of(pubsub)["data"] == b"x"
     pool.close()
-    with pytest.raises(redis.DataError, match="not both"):
-        redis.Redis("127.0.0.1", servers=cluster.hosts)
-    with pytest.raises(redis.DataError, match="host and port"):
-        redis.Redis(host="127.0.0.1", port=1, servers=cluster.hosts)
-
-
-def test_a_closed_client_can_be_used_again(cluster: StoredCluster) -> None:
-    client = redis.from_url(cluster.url)
-    for _ in range(3):
-        assert client.publish("c", "x") == 0
-        assert keepers() == 1
-        client.close()
-        assert keepers() == 0
-    client.close()
 
 
 def test_a_dropped_client_leaves_nothing(cluster: StoredCluster) -> None:
@@ -76,17 +55,6 @@ def test_a_dropped_client_leaves_nothing(cluster: StoredCluster) -> None:
     until(lambda: keepers() == 0, "the thread ends")
     for server in cluster.servers:
         until(lambda s=server: b"sub=1" not in asyncio.run(cluster.ask(s, "CLIENT", "LIST")), "nobody is subscribed")  # type: ignore[misc]
-
-
-def test_in_a_thread_that_runs_an_event_loop(cluster: StoredCluster) -> None:
-    async def test() -> None:
-        with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
-            confirmed(pubsub, "c")
-            for number in range(20):
-                assert client.publish("c", number) == 1
-                assert next_of(pubsub)["data"] == b"%d" % number
-
-    asyncio.run(test())
 
 
 def test_a_log_handler_that_publishes_does_not_hang(cluster: StoredCluster) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Any, cast
-
-import pytest
 
 import dynamoth_client as redis
 from dynamoth_client import PubSub
 from tests.client.stored_cluster import StoredCluster
-from tests.client.sync_helpers import Running, confirmed, message_of, next_of, until
+from tests.client.sync_helpers import Running, confirmed, message_of, next_of
 
 
 def test_one_poll_finds_what_has_arrived(cluster: StoredCluster) -> None:
@@ -43,28 +40,6 @@ def test_handlers_are_called_by_the_reader_and_may_use_the_client(cluster: Store
         assert {next_of(pubsub)["type"], next_of(pubsub)["type"]} == {"message", "subscribe"}
 
 
-def test_run_in_thread(cluster: StoredCluster) -> None:
-    taken: list[Any] = []
-    with redis.from_url(cluster.url) as client:
-        pubsub = client.pubsub()
-        run_in_thread = cast("Any", pubsub).run_in_thread
-        pubsub.subscribe("no handler")
-        with pytest.raises(redis.PubSubError, match="no handler"):
-            run_in_thread()
-        pubsub.unsubscribe()
-        pubsub.subscribe(c=taken.append)
-        while list(pubsub.channels) != [b"c"]:
-            next_of(pubsub)
-        thread = run_in_thread(sleep_time=0.01, daemon=True)
-        until(lambda: client.publish("c", "x") == 1, "it is subscribed")
-        until(lambda: bool(taken), "the handler is called")
-        thread.stop()
-        thread.join(20)
-        assert not thread.is_alive()
-        assert not pubsub.subscribed
-        until(lambda: client.publish("c", "x") == 0, "nobody is subscribed")
-
-
 def test_run_in_thread_has_a_handler_for_exceptions(cluster: StoredCluster) -> None:
     errors: list[Any] = []
 
@@ -82,26 +57,6 @@ def test_run_in_thread_has_a_handler_for_exceptions(cluster: StoredCluster) -> N
         client.publish("c", "x")
         thread.join(20)
         assert errors == [(ZeroDivisionError, pubsub)]
-
-
-def test_gaps_are_told_by_the_reader(cluster: StoredCluster) -> None:
-    told: list[tuple[redis.GapInfo, threading.Thread]] = []
-
-    def tell(gap: redis.GapInfo) -> None:
-        told.append((gap, threading.current_thread()))
-
-    channel = cluster.channel_at("s1")
-    with redis.from_url(cluster.url) as client:
-        by_call = client.pubsub(on_gap=tell)
-        by_message = client.pubsub(gaps=True)
-        for pubsub in (by_call, by_message):
-            confirmed(pubsub, channel)
-        asyncio.run(cluster.kill_subscribers("s1"))
-        gap = next_of(by_message)
-        assert (gap["type"], gap["channel"], gap["data"].channel) == ("gap", channel.encode(), channel.encode())
-        until(lambda: by_call.get_message(timeout=0.1) is None and bool(told), "a gap")
-        assert told == [(gap["data"], threading.current_thread())]
-        assert (by_call.gaps_detected, by_message.gaps_detected) == (1, 1)
 
 
 def test_a_full_queue_is_taken_from_and_filled_again(cluster: StoredCluster) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -16,8 +18,10 @@ from typing import Any, cast
 import pytest
 
 import dynamoth_client as redis
+from dynamoth_cli.local.cluster import HOST
 from dynamoth_client import PubSub
 from dynamoth_client.threads import turns
+from dynamoth_client.threads.loop import Loop
 from tests.client.forked import a_child_that_lives, in_child
 from tests.client.interrupted import ROUNDS
 from tests.client.stored_cluster import StoredCluster
@@ -31,47 +35,37 @@ def _publish(client: redis.Redis, channels: list[str], name: int) -> list[int]:
     return [client.publish(channels[number % len(channels)], f"{name} {number}") for number in range(EACH)]
 
 
-def test_threads_publish_at_once(cluster: StoredCluster) -> None:
+def test_threads_publish_while_others_read(cluster: StoredCluster) -> None:
+    """With the same client, and with another one."""
     channels = [cluster.channel_at("s1"), cluster.channel_at("s2")]
-    with redis.from_url(cluster.url) as client, redis.from_url(cluster.url) as other, other.pubsub() as pubsub:
-        confirmed(pubsub, *channels)
-        publishing = [Running(_publish, client, channels, name) for name in range(THREADS)]
+
+    def read(pubsub: PubSub) -> dict[tuple[bytes, int], list[int]]:
         seen: dict[tuple[bytes, int], list[int]] = {}
         for _ in range(THREADS * EACH):
             message = next_of(pubsub)
             name, number = map(int, message["data"].split())
             seen.setdefault((message["channel"], name), []).append(number)
-        assert [one.result() for one in publishing] == [[1] * EACH] * THREADS
-        assert len(seen) == THREADS * len(channels)
-        for numbers in seen.values():
-            assert numbers == sorted(numbers)
-            assert len(numbers) == EACH / len(channels)
         assert pubsub.get_message(timeout=0.05) is None
+        return seen
 
-
-def test_threads_publish_while_others_read_with_the_same_client(cluster: StoredCluster) -> None:
-    def read(pubsub: PubSub) -> int:
-        messages = 0
-        for message in pubsub.listen():
-            messages += message["type"] == "message"
-            if messages == THREADS * EACH:
-                break
-        return messages
-
-    with redis.from_url(cluster.url) as client:
-        pubsubs = [client.pubsub() for _ in range(3)]
+    with redis.from_url(cluster.url) as client, redis.from_url(cluster.url) as other:
+        pubsubs = [client.pubsub(), client.pubsub(), other.pubsub()]
         for pubsub in pubsubs:
-            confirmed(pubsub, "c")
+            confirmed(pubsub, *channels)
         reading = [Running(read, pubsub) for pubsub in pubsubs]
-        publishing = [Running(_publish, client, ["c"], name) for name in range(THREADS)]
+        publishing = [Running(_publish, client, channels, name) for name in range(THREADS)]
         assert [one.result() for one in publishing] == [[3] * EACH] * THREADS
-        assert [one.result() for one in reading] == [THREADS * EACH] * 3
+        numbers = {channel.encode(): list(range(first, EACH, 2)) for first, channel in enumerate(channels)}
+        expected = {(channel, name): numbers[channel] for channel in numbers for name in range(THREADS)}
+        assert [one.result() for one in reading] == [expected] * 3
 
 
 def test_threads_begin_at_once(cluster: StoredCluster) -> None:
-    """One loop, one thread, one reading of the plan."""
+    """One loop, one thread, one reading of the plan; and none before that."""
     for _ in range(5):
         with redis.from_url(cluster.url) as client:
+            client.set("key", "value")
+            assert keepers() == 0
             barrier = threading.Barrier(THREADS)
 
             def publish(client: redis.Redis = client, barrier: threading.Barrier = barrier) -> int:
@@ -83,7 +77,7 @@ def test_threads_begin_at_once(cluster: StoredCluster) -> None:
 
 
 def test_closing_while_threads_publish(cluster: StoredCluster) -> None:
-    """Each call succeeds or says that the client was closed; a later one begins anew; nothing hangs."""
+    """Each call succeeds or says that the client was closed; a later one starts again; nothing hangs."""
 
     def publish(client: redis.Redis, stop: threading.Event) -> int:
         succeeded = 0
@@ -104,29 +98,6 @@ def test_closing_while_threads_publish(cluster: StoredCluster) -> None:
     assert all(one.result() > 0 for one in publishing)
     client.close()
     assert keepers() == 0
-
-
-def test_the_keeper_works_while_nobody_calls(cluster: StoredCluster) -> None:
-    with redis.from_url(cluster.url) as client, redis.from_url(cluster.url) as other, client.pubsub() as pubsub:
-        confirmed(pubsub, "c")
-        before = other.publish("c", "first")
-        asyncio.run(cluster.kill_subscribers("s1"))
-        asyncio.run(cluster.kill_subscribers("s2"))
-        until(lambda: other.publish("c", "second") == 1, "subscribed again, though nobody reads")
-        assert before == 1
-        seen = [next_of(pubsub)["data"], next_of(pubsub)["data"]]
-        assert seen == [b"first", b"second"]
-
-
-def test_callers_take_over_from_the_keeper(cluster: StoredCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the moment: the keeper is as eager as can be."""
-    monkeypatch.setattr(turns, "KEEPER_IDLE_S", 0.0)
-    with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
-        confirmed(pubsub, "c")
-        publishing = [Running(_publish, client, ["c"], name) for name in range(2)]
-        for _ in range(2 * EACH):
-            assert next_of(pubsub)["type"] == "message"
-        assert [one.result() for one in publishing] == [[1] * EACH] * 2
 
 
 async def _waiting() -> int:
@@ -185,6 +156,60 @@ def test_signals_at_any_moment_leave_publishers_and_readers_whole(cluster: Store
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert (ended.returncode, ended.stdout) == (0, f"{ROUNDS} rounds, each interrupted\n"), ended.stderr
+
+
+def _strike(monkeypatch: pytest.MonkeyPatch, function: str, handler: Callable[[], Any]) -> None:
+    """Call a handler once in the midst of a function of the loop, as a signal or the garbage collector may."""
+    original = getattr(Loop, function)
+
+    def struck(*args: Any) -> Any:
+        monkeypatch.undo()
+        handler()
+        return original(*args)
+
+    is_static = isinstance(Loop.__dict__[function], staticmethod)
+    monkeypatch.setattr(Loop, function, staticmethod(struck) if is_static else struck)
+
+
+@pytest.mark.parametrize("moment", ["__init__", "can_be_driven_here", "drive"])
+def test_a_handler_that_uses_the_client_it_has_interrupted_does_not_hang(
+    cluster: StoredCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, moment: str
+) -> None:
+    """While a loop is made, while the mutex is held, and while the thread has the turn."""
+
+    def handle() -> None:
+        with pytest.raises(RuntimeError, match="from inside itself"):
+            client.publish("c", "from the handler")
+
+    client = redis.from_url(cluster.url)
+    if moment != "__init__":
+        client.publish("c", "x")
+    _strike(monkeypatch, moment, handle)
+    assert Running(client.publish, "c", "x").result() == 0
+    _strike(monkeypatch, moment, client.close)
+    with contextlib.suppress(redis.ConnectionError):
+        Running(client.publish, "c", "x").result()
+    assert Running(client.publish, "c", "again").result() == 0
+    client.close()
+    assert keepers() == 0
+    assert not caplog.text
+
+
+def test_a_process_without_descriptors_gets_an_error_of_redis_py(
+    cluster: StoredCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
+        _strike(monkeypatch, "__init__", fail)
+        with pytest.raises(redis.ConnectionError, match="Too many open files"):
+            client.publish("c", "x")
+        _strike(monkeypatch, "__init__", fail)
+        with pytest.raises(redis.ConnectionError, match="Too many open files"):
+            pubsub.subscribe("c")
+        confirmed(pubsub, "c")
+        assert client.publish("c", "x") == 1
 
 
 @pytest.mark.parametrize("busy", ["idle", "keeper", "driven"])
@@ -326,3 +351,32 @@ def test_the_interpreter_exits_with_an_open_client(cluster: StoredCluster, how: 
     path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=path)
     assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", "")
+
+
+@pytest.mark.parametrize("was_used", [True, False])
+@pytest.mark.parametrize("host", [HOST, "localhost"])
+def test_functions_of_atexit_publish(cluster: StoredCluster, host: str, was_used: bool) -> None:
+    """Also those that were registered before the client was imported, and run after what it does at exit."""
+    program = textwrap.dedent(
+        """
+        import atexit, sys
+
+        def say_goodbye():
+            print([client.publish("c", text) for text in ("at exit", "again")])
+
+        atexit.register(say_goodbye)
+        import dynamoth_client as redis
+
+        client = redis.from_url(sys.argv[1])
+        if len(sys.argv) > 2:
+            client.publish("c", "first")
+        """
+    )
+    command = [sys.executable, "-P", "-X", "dev", "-c", program, cluster.url.replace(HOST, host), *["used"] * was_used]
+    path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with redis.from_url(cluster.url) as client, client.pubsub() as pubsub:
+        confirmed(pubsub, "c")
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=path)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[1, 1]\n", "")
+        expected = [b"first"] * was_used + [b"at exit", b"again"]
+        assert [next_of(pubsub)["data"] for _ in expected] == expected

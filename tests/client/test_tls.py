@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import redis.exceptions
 
-import dynamoth_client
 from dynamoth.plan.plan import Plan, Server
 from tests.client.both_clients import Connect, on_all_loops
 from tests.client.stored_cluster import StoredCluster
@@ -18,9 +17,7 @@ from tests.client.versions import REDIS_PY
 from tests.redis_servers import RedisServerFactory
 from tests.tls import Certificates, make_certificates, tls_in_front_of
 
-
-class TlsClusterFactory(Protocol):
-    def __call__(self, host: str = "localhost", *, asks_for_client: bool = False) -> StoredCluster: ...
+MakeCluster = Callable[..., StoredCluster]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +26,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 @pytest.fixture
-def tls_cluster(redis_server_factory: RedisServerFactory, certificates: Certificates) -> Iterator[TlsClusterFactory]:
+def tls_cluster(redis_server_factory: RedisServerFactory, certificates: Certificates) -> Iterator[MakeCluster]:
     """Two servers whose plan names them by ``host`` and over TLS only; the certificate is for ``localhost``."""
     with ExitStack() as fronts:
 
@@ -71,9 +68,7 @@ def _refused(connect: Connect, cluster: StoredCluster, words: str, **options: An
 
 
 @on_all_loops
-def test_an_authority_of_one_s_own(
-    tls_cluster: TlsClusterFactory, certificates: Certificates, connect: Connect
-) -> None:
+def test_an_own_authority(tls_cluster: MakeCluster, certificates: Certificates, connect: Connect) -> None:
     cluster = tls_cluster()
     _use(connect, cluster, ssl_ca_certs=str(certificates.authority))
     _use(connect, cluster, ssl_ca_data=certificates.authority.read_text())
@@ -82,9 +77,7 @@ def test_an_authority_of_one_s_own(
 
 
 @on_all_loops
-def test_the_name_in_the_certificate(
-    tls_cluster: TlsClusterFactory, certificates: Certificates, connect: Connect
-) -> None:
+def test_the_certified_name(tls_cluster: MakeCluster, certificates: Certificates, connect: Connect) -> None:
     cluster = tls_cluster("127.0.0.1")
     authority = str(certificates.authority)
     _use(connect, cluster, ssl_ca_certs=authority, ssl_check_hostname=False)
@@ -93,9 +86,7 @@ def test_the_name_in_the_certificate(
 
 
 @on_all_loops
-def test_a_certificate_of_the_client(
-    tls_cluster: TlsClusterFactory, certificates: Certificates, connect: Connect
-) -> None:
+def test_our_own_certificate(tls_cluster: MakeCluster, certificates: Certificates, connect: Connect) -> None:
     cluster = tls_cluster(asks_for_client=True)
     authority = str(certificates.authority)
     own = {"ssl_certfile": str(certificates.client), "ssl_keyfile": str(certificates.client_key)}
@@ -103,18 +94,10 @@ def test_a_certificate_of_the_client(
     _refused(connect, cluster, "our certificate|closed by the server", ssl_ca_certs=authority)
 
 
-def test_tls_options_of_a_first_server_without_tls(
-    tls_cluster: TlsClusterFactory, certificates: Certificates, connect: Connect
-) -> None:
+def test_a_first_server_is_plain(tls_cluster: MakeCluster, certificates: Certificates, connect: Connect) -> None:
     """redis-py drops them, as its own connections go to the first server; the others need them all the same."""
     cluster = tls_cluster()
     first = f"127.0.0.1:{cluster.servers['s1'].port}"
     with connect([first, *_urls(cluster)], ssl_ca_certs=str(certificates.authority)) as made, made.client() as client:
         assert client.publish("c", "x") == 0
         assert made.publish("c", "x") == 0
-
-
-def test_urls_that_begin_with_dynamoths(tls_cluster: TlsClusterFactory, certificates: Certificates) -> None:
-    hosts = ",".join(url.partition("://")[2] for url in _urls(tls_cluster()))
-    with dynamoth_client.from_url(f"dynamoths://{hosts}", ssl_ca_certs=str(certificates.authority)) as client:
-        assert client.publish("c", "x") == 0

@@ -120,19 +120,6 @@ def test_publishing_at_a_server_that_is_not_trusted_fails_at_once(forged: Stored
         assert time.monotonic() - began_at < PUBLISH_TIMEOUT_S
 
 
-def test_credentials_of_a_provider_are_not_even_asked_for(forged: StoredCluster, thief: Thief) -> None:
-    class Provider(redis.CredentialProvider):
-        def get_credentials(self) -> tuple[str]:
-            return (PASSWORD,)
-
-    with (
-        dynamoth_client.Redis(servers=forged.hosts, credential_provider=Provider(), **SOON) as client,
-        pytest.raises(redis.exceptions.ConnectionError, match="trusted_hosts"),
-    ):
-        publish_there(client, "stolen")
-    assert (thief.connections, thief.received) == (0, b"")
-
-
 @pytest.mark.parametrize("how", ["argument", "option", "from_url", "environment"])
 def test_a_server_that_is_trusted_is_used(
     how: str, forged: StoredCluster, thief: Thief, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -161,11 +148,3 @@ def test_without_credentials_any_server_is_connected_to(cluster_factory: Cluster
     with dynamoth_client.from_url(cluster.url, **SOON) as client, pytest.raises(redis.exceptions.RedisError):
         publish_there(client, "elsewhere")
     assert thief.connections and b"AUTH" not in thief.received
-
-
-@pytest.mark.parametrize("hosts", [["a b"], "10.0.0.0/40"])
-def test_what_is_no_host_is_refused_at_once(hosts: Any) -> None:
-    with pytest.raises(redis.exceptions.DataError, match="trusted_hosts"):
-        dynamoth_client.Redis(trusted_hosts=hosts)
-    with pytest.raises(redis.exceptions.DataError, match="trusted_hosts"):
-        dynamoth_client.from_url("dynamoth://h?trusted_hosts=-")

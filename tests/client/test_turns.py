@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import signal
 import socket
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
 import redis.exceptions
 
 from dynamoth_client.threads import turns
+from dynamoth_client.threads.loop import Loop
 from dynamoth_client.threads.turns import SharedLoop
 from tests.client.sync_helpers import Running, keepers, until
 
@@ -23,13 +25,24 @@ async def _nothing() -> None:
     """Nothing has to be ended."""
 
 
+Gates = list[asyncio.Future[Any]]
+
+
 @pytest.fixture
-def gates() -> list[asyncio.Future[Any]]:
+def loop() -> Iterator[SharedLoop]:
+    loop = SharedLoop(_nothing)
+    yield loop
+    loop.close()
+    assert keepers() == 0
+
+
+@pytest.fixture
+def gates() -> Gates:
     """Futures that ``_wait`` adds; a test sets their results."""
     return []
 
 
-def _wait(gates: list[asyncio.Future[Any]]) -> asyncio.Future[Any]:
+def _wait(gates: Gates) -> asyncio.Future[Any]:
     gates.append(asyncio.get_running_loop().create_future())
     return gates[-1]
 
@@ -45,18 +58,14 @@ def _driver() -> asyncio.Future[int]:
     return future
 
 
-def test_a_caller_drives_the_loop_itself() -> None:
-    loop = SharedLoop(_nothing)
+def test_a_caller_drives_the_loop_itself(loop: SharedLoop) -> None:
     assert loop.run(_driver) == threading.get_ident()
     assert loop.run(lambda: _task(asyncio.sleep(0.001, "slept"))) == "slept"
     with pytest.raises(ZeroDivisionError):
         loop.run(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
-    loop.close()
 
 
-def test_the_driver_does_what_others_ask_for_and_hands_the_turn_on(gates: list[asyncio.Future[Any]]) -> None:
-    loop = SharedLoop(_nothing)
-
+def test_the_driver_works_for_others_and_hands_the_turn_on(loop: SharedLoop, gates: Gates) -> None:
     def open_gate() -> asyncio.Future[int]:
         gates.pop(0).set_result(threading.get_ident())
         return _driver()
@@ -68,11 +77,9 @@ def test_the_driver_does_what_others_ask_for_and_hands_the_turn_on(gates: list[a
     drivers = [loop.run(open_gate) for _ in range(3)]
     assert [one.result() for one in waiting] == drivers
     assert drivers[:2] == [waiting[0].ident, waiting[1].ident], "the one that has waited longest"
-    loop.close()
 
 
-def test_a_socket_that_another_has_taken_out_is_not_read() -> None:
-    loop = SharedLoop(_nothing)
+def test_a_socket_that_another_has_taken_out_is_not_read(loop: SharedLoop) -> None:
     pairs = [socket.socketpair() for _ in range(2)]
     read: list[int] = []
 
@@ -93,13 +100,11 @@ def test_a_socket_that_another_has_taken_out_is_not_read() -> None:
 
     loop.run(begin)
     assert len(read) == 1, "both were ready in one turn, and the first takes both out"
-    loop.close()
     for one in itertools.chain(*pairs):
         one.close()
 
 
-def test_timers_and_callbacks_are_not_starved_by_sockets_that_are_always_ready() -> None:
-    loop = SharedLoop(_nothing)
+def test_timers_and_callbacks_are_not_starved_by_sockets_that_are_always_ready(loop: SharedLoop) -> None:
     writer, reader = socket.socketpair()
     called: list[str] = []
 
@@ -116,7 +121,6 @@ def test_timers_and_callbacks_are_not_starved_by_sockets_that_are_always_ready()
     loop.run(begin)
     assert set(called) == {"socket", "soon", "later"}
     loop.run(lambda: _task(_removed(reader)))
-    loop.close()
     writer.close()
     reader.close()
 
@@ -125,8 +129,7 @@ async def _removed(reader: socket.socket) -> None:
     asyncio.get_running_loop().remove_reader(reader)
 
 
-def test_one_that_is_always_answered_at_once_does_not_starve_the_loop() -> None:
-    loop = SharedLoop(_nothing)
+def test_one_that_is_always_answered_at_once_does_not_starve_the_loop(loop: SharedLoop) -> None:
     turns: list[int] = []
     loop.run(_driver)
 
@@ -139,23 +142,19 @@ def test_one_that_is_always_answered_at_once_does_not_starve_the_loop() -> None:
     for _ in range(50):
         loop.run(_driver)
     assert turns[before:].count(threading.get_ident()) >= 49
-    loop.close()
 
 
-def test_the_keeper_drives_when_nobody_does() -> None:
-    loop = SharedLoop(_nothing)
+def test_the_keeper_drives_when_nobody_does(loop: SharedLoop) -> None:
     assert loop.run(_driver) == threading.get_ident()
     ticked: list[int] = []
     loop.call_soon(lambda: asyncio.get_running_loop().call_later(0.02, lambda: ticked.append(threading.get_ident())))
     until(lambda: bool(ticked), "a timer goes off")
     assert ticked != [threading.get_ident()]
     until(lambda: loop.run(_driver) == threading.get_ident(), "the keeper gives way")
-    loop.close()
 
 
-def test_something_on_the_loop_cannot_call_it() -> None:
+def test_something_on_the_loop_cannot_call_it(loop: SharedLoop) -> None:
     """As the handler of a log line might."""
-    loop = SharedLoop(_nothing)
 
     def call() -> asyncio.Future[int]:
         with pytest.raises(RuntimeError, match="from inside itself"):
@@ -163,12 +162,36 @@ def test_something_on_the_loop_cannot_call_it() -> None:
         return _driver()
 
     assert loop.run(call) == loop.run(_driver)
-    loop.close()
 
 
-def test_what_waits_when_it_ends_gets_its_outcome(
-    gates: list[asyncio.Future[Any]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_signal_handler_calls_while_its_thread_waits_for_the_turn(loop: SharedLoop, gates: Gates) -> None:
+    """The turn must not go to the call that it has interrupted, which cannot use it."""
+    from_handler: list[str] = []
+    me = threading.get_ident()
+
+    def handle(signum: int, frame: object) -> None:
+        from_handler.append(loop.run(lambda: _wait(gates)))
+
+    def interrupt() -> None:
+        until(lambda: len(gates) == 2, "the main thread waits")
+        signal.pthread_kill(me, signal.SIGUSR1)
+        until(lambda: len(gates) == 3, "its handler waits")
+        for number, text in ((0, "driver"), (2, "handler"), (1, "main")):
+            loop.call_soon(lambda number=number, text=text: gates[number].set_result(text))  # type: ignore[misc]
+            until(gates[number].done, "it is done")
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        driving = Running(loop.run, lambda: _wait(gates))
+        until(lambda: len(gates) == 1, "it drives")
+        interrupting = Running(interrupt)
+        assert loop.run(lambda: _wait(gates)) == "main"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (driving.result(), from_handler, interrupting.result()) == ("driver", ["handler"], None)
+
+
+def test_what_waits_when_it_ends_gets_its_outcome(gates: Gates, caplog: pytest.LogCaptureFixture) -> None:
     async def end() -> None:
         for gate in gates:
             if not gate.done():
@@ -186,8 +209,25 @@ def test_what_waits_when_it_ends_gets_its_outcome(
     assert not caplog.records
 
 
+def test_a_signal_in_the_midst_of_another_threads_request_is_the_drivers(loop: SharedLoop, gates: Gates) -> None:
+    def interrupted() -> asyncio.Future[Any]:
+        assert threading.current_thread() is threading.main_thread()
+        raise ZeroDivisionError
+
+    def ask() -> None:
+        until(lambda: bool(gates), "the main thread drives")
+        loop.run(interrupted)
+
+    asking = Running(ask)
+    with pytest.raises(ZeroDivisionError):
+        loop.run(lambda: _wait(gates))
+    assert loop.is_broken
+    with pytest.raises(ZeroDivisionError):
+        asking.result()
+
+
 def test_one_that_does_not_come_back_is_left_alone(
-    gates: list[asyncio.Future[Any]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    gates: Gates, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turns, "END_S_MAX", 0.05)
     loop = SharedLoop(_nothing)
@@ -212,10 +252,37 @@ def test_a_keeper_that_fails_says_so(caplog: pytest.LogCaptureFixture) -> None:
     assert "this is a bug" in caplog.text
 
 
-def test_many_threads_and_an_eager_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_started", [True, False])
+def test_a_keeper_that_cannot_be_started_leaves_nothing(has_started: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if has_started:
+            start(thread)
+        raise ZeroDivisionError
+
+    loops: list[Loop] = []
+
+    class Recorded(Loop):
+        def __init__(self) -> None:
+            super().__init__()
+            loops.append(self)
+
+    with monkeypatch.context() as context:
+        context.setattr(turns, "Loop", Recorded)
+        context.setattr(threading.Thread, "start", fail)
+        loop = SharedLoop(_nothing)
+        with pytest.raises(ZeroDivisionError):
+            loop.run(_driver)
+    assert loop.is_broken
+    until(lambda: keepers() == 0, "a thread that was started has ended")
+    assert [one.is_closed() for one in loops] == [True], "no descriptors are left"
+    loop.close()
+
+
+def test_many_threads_and_an_eager_keeper(loop: SharedLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every way to get and to lose the turn, with requests that take no turn, one, or some time."""
     monkeypatch.setattr(turns, "KEEPER_IDLE_S", 0.0)
-    loop = SharedLoop(_nothing)
 
     def call(name: int) -> int:
         for number in range(300):
@@ -238,5 +305,3 @@ def test_many_threads_and_an_eager_keeper(monkeypatch: pytest.MonkeyPatch) -> No
 
     calling = [Running(call, name) for name in range(6)] + [Running(call_from_a_loop, name) for name in (6, 7)]
     assert [one.result() for one in calling] == list(range(8))
-    loop.close()
-    assert keepers() == 0

@@ -83,6 +83,7 @@ def test_servers_that_are_being_drained() -> None:
     printed = format_config(loaded, ["cluster"])
     assert load_config(file=ConfigText("printed", printed)).config.cluster == loaded.config.cluster
     assert "draining = false\n" in printed and "draining = true\n" in printed
+    assert re.findall(r"servers\]\]  # x.toml line (\d+)", printed) == ["2", "6"], "each has its own line"
 
 
 def test_servers_from_text() -> None:
@@ -132,7 +133,7 @@ def test_every_setting_comes_from_every_source(key: str) -> None:
 def test_a_ratio_has_an_upper_bound_too() -> None:
     loaded = from_toml("[balancer]\nreplicate_keep_ratio = 1\n")
     assert loaded.config.balancer.replicate_keep_ratio == 1.0
-    assert "more than 0 to 1 expected, not 1.1" in refusal("[balancer]\nreplicate_keep_ratio = 1.1\n")
+    assert "more than 0 up to 1 expected, not 1.1" in refusal("[balancer]\nreplicate_keep_ratio = 1.1\n")
 
 
 def test_names_are_unambiguous() -> None:
@@ -173,9 +174,10 @@ def test_every_setting_says_what_it_means() -> None:
         ("[agent]\nhttp_port = [1]\n", r"agent.http_port: a whole number .* not \[1\]"),
         ("[agent]\nserver = 3\n", "agent.server: text expected, not 3"),
         ("[link]\ntls_verify = 1\n", "link.tls_verify: true or false expected, not 1"),
-        ("[balancer]\nwait_s = nan\n", r"balancer.wait_s: a number from 0 \(s\) expected, not nan"),
+        ("[balancer]\nwait_s = nan\n", r"balancer.wait_s: a number from 0 to 1000000 \(s\) expected, not nan"),
+        ("[balancer]\nlease_s = 1e308\n", "balancer.lease_s: .* to 1000000 .* not 1e\\+308"),
         ("[balancer]\nwait_s = inf\n", "balancer.wait_s: .* not inf"),
-        ("[balancer]\naveraging_s = 0\n", r"averaging_s: a number more than 0 \(s\) expected, not 0"),
+        ("[balancer]\naveraging_s = 0\n", r"averaging_s: a number more than 0 up to 1000000 \(s\) expected, not 0"),
         ("[log]\nlevel = 'loud'\n", "log.level: one of debug, info, warning, error expected, not 'loud'"),
         (
             "[balancer]\nload_ratio_safe = 0.9\n",
@@ -201,6 +203,7 @@ def test_every_setting_says_what_it_means() -> None:
         (SERVERS.replace("url", "uri"), r"key cluster.servers\[0\].uri .* is not known: did you mean url\?"),
         (SERVERS + "[agent]\nserver = 's3'\n", r"agent.server: the id of a server .*\(s1, s2\) expected, not 's3'"),
         ("[agent\n", "x.toml is not TOML: .*line 1"),
+        (f"x = {'[' * 3000}", "x.toml is not a configuration: values are nested too deeply"),
     ],
 )
 def test_a_bad_file_is_refused_with_the_place_and_the_cure(text: str, message: str) -> None:

@@ -77,7 +77,7 @@ def test_warnings_are_logged(stream: io.StringIO) -> None:
 
 def test_text_is_for_people(stream: io.StringIO) -> None:
     configure_logging("info", "text", stream)
-    logging.getLogger("x").warning("hot", extra={"server": "s1"})
+    logging.getLogger("x").warning("hot", extra={"cause": None, "server": "s1"})
     assert stream.getvalue().rstrip().endswith("warning x: hot server=s1")
 
 

@@ -216,6 +216,8 @@ class SimulatedDriver(DriverUnderTest):
         self._world = World(1)
         self._network = Network(self._world, lambda process, server: CALM)
         self._server = RedisServer(self._world, "s1", "redis://s1")
+        self._forbidden: set[bytes] = set()
+        self._server.refuse = lambda _, words: "NOPERM" if words[0] in self._forbidden else None
         self._network.add_server(self._server.url, self._server)
         self._process = Process(self._world, self._network, "p", lambda _: self.puppet, self._act)
         self._process.start()
@@ -245,7 +247,7 @@ class SimulatedDriver(DriverUnderTest):
             self._server.inject(channel, each)
 
     def forbid(self, command: str) -> None:
-        self._server.refuse = lambda _, words: "NOPERM" if words[0] == command.upper().encode() else None
+        self._forbidden.add(command.upper().encode())
 
     def stop_server(self) -> None:
         self._server.stop()

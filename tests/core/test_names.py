@@ -11,7 +11,7 @@ from dynamoth.globs import compile_glob, physical_patterns
 
 
 @given(st.binary(max_size=20), st.integers(0, 2**32 - 1))
-def test_a_replica_channel_tells_its_users_name(channel: bytes, epoch: int) -> None:
+def test_a_replica_channel_says_its_users_name(channel: bytes, epoch: int) -> None:
     physical = names.replica_channel(channel, epoch)
     assert names.logical_channel(physical) == channel
     assert names.is_user_channel(physical)

@@ -23,11 +23,11 @@ def test_sends_again_in_order_what_was_not_answered() -> None:
     outbox.link_up()
     for name in (b"1", b"2", b"3"):
         outbox.put((name,), name)
-    assert outbox.replied() == b"1"
+    assert outbox.on_reply() == b"1"
     outbox.link_down()
     assert outbox.put((b"4",), b"4") == []
     assert sent(outbox.link_up()) == [b"2", b"3", b"4"]
-    assert [outbox.replied() for _ in range(3)] == [b"2", b"3", b"4"]
+    assert [outbox.on_reply() for _ in range(3)] == [b"2", b"3", b"4"]
     assert len(outbox) == 0
 
 
@@ -48,7 +48,7 @@ def test_takes_and_answers_several_together() -> None:
         outbox.put_all([(b"4",)], "d")
     outbox.replace_tokens(lambda args, token: (args, token))
     assert sent(outbox.link_up()) == [b"3"]
-    assert outbox.replied() == ((b"3",), "b")
+    assert outbox.on_reply() == ((b"3",), "b")
 
 
 def test_is_bounded() -> None:
@@ -61,7 +61,7 @@ def test_is_bounded() -> None:
     with pytest.raises(AssertionError, match="full"):
         outbox.put((b"3",))
     outbox.link_up()
-    outbox.replied()
+    outbox.on_reply()
     assert [*full, outbox.full] == [False, False, True, False]
 
 
@@ -77,7 +77,7 @@ def test_a_reply_without_a_command_is_a_bug() -> None:
     outbox = Outbox("to:s2", 5)
     outbox.put((b"1",))
     with pytest.raises(AssertionError, match="without a command"):
-        outbox.replied()
+        outbox.on_reply()
 
 
 @pytest.fixture
@@ -104,9 +104,9 @@ def test_what_is_too_much_at_once_goes_out_as_replies_come() -> None:
     assert _lengths(outbox.link_up()) == [30, 30, 30], "also over a new connection"
     held.append(outbox.held)
     assert outbox.put((b"x",)) == outbox.put_all([(b"y",), (b"y",)], None) == []
-    outbox.replied()
+    outbox.on_reply()
     assert outbox.flush() == [], "until half of it is answered"
-    outbox.replied()
+    outbox.on_reply()
     assert _lengths(outbox.flush()) == [30, 30, 1, 1, 1]
     held.append(outbox.held)
     outbox.replied_all(6)
@@ -116,21 +116,6 @@ def test_what_is_too_much_at_once_goes_out_as_replies_come() -> None:
     held.append(outbox.held)
     assert _lengths(outbox.link_up()) == [99]
     assert held == [False, True, False, True, False]
-
-
-@pytest.mark.usefixtures("hundred")
-def test_a_command_larger_than_what_may_be_under_way_goes_by_itself() -> None:
-    outbox = Outbox("to:s2", 20)
-    outbox.link_up()
-    assert _lengths(outbox.put((b"x" * 1000,))) == [1000]
-    assert outbox.put((b"y",)) == outbox.put((b"z" * 1000,)) == outbox.put((b"z",)) == []
-    outbox.replied()
-    assert _lengths(outbox.flush()) == [1]
-    outbox.replied()
-    assert _lengths(outbox.flush()) == [1000]
-    outbox.replied()
-    assert _lengths(outbox.flush()) == [1]
-    assert not outbox.held
 
 
 @pytest.mark.usefixtures("hundred")

@@ -28,8 +28,8 @@ from dynamoth.plan.plan import (
     missing,
     single,
 )
-from dynamoth.protocol.control import RouteNotice, pack_control, unpack_control
-from dynamoth.protocol.plan_wire import entry_from_wire, entry_to_wire, route_from_wire, route_to_wire
+from dynamoth.protocol.control import unpack_control
+from dynamoth.protocol.plan_wire import entry_from_wire, route_from_wire, route_to_wire
 from tests.core.strategies import PLAN_0, SERVER_IDS, assignments, naturals, plans, routes
 
 C = b"news"
@@ -165,12 +165,7 @@ def test_after_forwarding_every_followed_route_is_reached(data: st.DataObject, f
     assert len(set(targets)) == len(targets)
     assert not reached & set(targets)
     assert set(targets) <= set(everywhere)
-
-
-@given(followed_routes)
-def test_nothing_is_missing_once_it_was_forwarded(followed: list[Route]) -> None:
-    targets = missing(C, followed, set(), 7)
-    assert missing(C, followed, set(targets), 7) == []
+    assert missing(C, followed, reached | set(targets), 7) == []
 
 
 @given(routes)
@@ -178,16 +173,6 @@ def test_no_target_is_superfluous(route: Route) -> None:
     targets = missing(C, [route], set(), 7)
     for left_out in targets:
         assert not is_reached(C, route, set(targets) - {left_out})
-
-
-def test_all_publishers_lacks_it_wherever_it_is_not() -> None:
-    """Case 6 of the published protocol's failures: "some current server has it" is not enough."""
-    physical = replica_channel(C, 5)
-    replicated = Route(5, Assignment(Mode.ALL_PUBLISHERS, ("s1", "s2", "s3")))
-    assert missing(C, [replicated], {Location("s2", physical)}, 7) == [
-        Location("s1", physical),
-        Location("s3", physical),
-    ]
 
 
 @given(st.data(), followed_routes, naturals)
@@ -269,7 +254,7 @@ def of_mode(mode: Any, epoch: Any = 3) -> list[Any]:
 
 
 @pytest.mark.parametrize("mode", [max(Mode) + 1, 2**63])
-def test_a_mode_of_newer_software_is_told_from_nonsense(mode: int) -> None:
+def test_a_mode_of_newer_software_is_not_taken_for_nonsense(mode: int) -> None:
     for read in (
         lambda: route_from_wire(of_mode(mode)),
         lambda: entry_from_wire([Phase.SETTLED, of_mode(mode), []]),
@@ -289,11 +274,3 @@ def test_a_mode_that_no_software_writes_is_malformed(mode: Any) -> None:
     with pytest.raises(MalformedMessage) as raised:
         route_from_wire(of_mode(mode))
     assert not isinstance(raised.value, UnknownMode)
-
-
-@given(st.sampled_from(Mode))
-def test_known_modes_are_read(mode: Mode) -> None:
-    route = Route(3, Assignment(mode, ("s1",)))
-    assert route_from_wire(route_to_wire(route)) == route
-    assert entry_from_wire(entry_to_wire(Entry(route, Phase.SETTLED))) == Entry(route, Phase.SETTLED)
-    assert unpack_control(pack_control(RouteNotice(C, route))) == RouteNotice(C, route)

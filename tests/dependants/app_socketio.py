@@ -16,7 +16,7 @@ from tests.dependants.worker import Hear, Publish
 socketio: Any = import_module("socketio")  # it has no types
 
 CHANNEL = "socketio"
-"""What python-socketio calls it unless it is told otherwise."""
+"""What python-socketio calls it by default."""
 
 MANAGERS: dict[str, Callable[..., Any]] = {"asyncio": socketio.AsyncRedisManager, "sync": socketio.RedisManager}
 """What emits from outside of a server, by road."""

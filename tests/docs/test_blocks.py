@@ -75,8 +75,7 @@ RUN = {
     DOCS / "client.md": Setup(ports=("7001", "7002"), written=("b'hello'",)),
     DOCS / "operating.md": Setup(servers=("10.0.0.1:6379", "10.0.0.2:6379"), written=("all-publishers",)),
     DOCS / "migrating.md": Setup(
-        servers=("redis-1:6379",),
-        written=("compatibility: * at s1, plain", "compatibility: * at s1, with envelopes"),
+        servers=("redis-1:6379",), written=("compatibility: * at s1, plain", "compatibility: * at s1, with envelopes")
     ),
     DOCS / "security.md": Setup(
         files={"users.txt": "ACL SETUSER dynamoth-client", "users.acl": "user dynamoth-client"}

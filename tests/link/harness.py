@@ -30,27 +30,21 @@ HASTY = LinkOptions(
 )
 
 
-class Lag:
-    """How long the event loop has stood still, in all: a busy machine must not fail a test that measures times."""
+@asynccontextmanager
+async def measured_lag() -> AsyncGenerator[Callable[[], float], None]:
+    """Say how long the event loop has stood still: a busy machine must not fail a test that measures times."""
+    late_s: list[float] = []
 
-    def __init__(self) -> None:
-        self.total_s = 0.0
-
-    async def watch(self) -> None:
+    async def watch() -> None:
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + 0.01
             await asyncio.sleep(0.01)
-            self.total_s += loop.time() - due
+            late_s.append(loop.time() - due)
 
-
-@asynccontextmanager
-async def measured_lag() -> AsyncGenerator[Lag, None]:
-    """Measure the lag of the event loop meanwhile."""
-    lag = Lag()
-    watching = asyncio.create_task(lag.watch())
+    watching = asyncio.create_task(watch())
     try:
-        yield lag
+        yield lambda: sum(late_s)
     finally:
         watching.cancel()
         await asyncio.wait({watching})
@@ -61,9 +55,7 @@ class Runner(Protocol):
 
 
 def run(
-    main: Callable[[], Coroutine[Any, Any, None]],
-    factory: Callable[[], asyncio.AbstractEventLoop] | None,
-    bugs: int,
+    main: Callable[[], Coroutine[Any, Any, None]], factory: Callable[[], asyncio.AbstractEventLoop] | None, bugs: int
 ) -> list[str]:
     """Run ``main``; it must leave no task, and give ``bugs`` exceptions to the loop's exception handler."""
     reported: list[str] = []
@@ -97,12 +89,6 @@ class Recorder:
             self._changed.set()
 
         return take
-
-    def many(self, values: list[Any]) -> None:
-        """Take replies to commands that were sent together: each as ``reply``, all of one call as ``replies``."""
-        self.calls.append(("replies", values))
-        for value in values:
-            self.record("reply")(value)
 
     def of(self, name: str) -> list[Any]:
         return [value for called, value in self.calls if called == name]

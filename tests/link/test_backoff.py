@@ -9,9 +9,8 @@ import pytest
 import redis.backoff
 
 from dynamoth_link.backoff import FAILURES_MAX, PAUSE_S_MIN, Doubling, Pauses
-from dynamoth_link.link import Link
 from dynamoth_link.options import LinkOptions
-from tests.link.harness import NOBODY, Recorder, Runner
+from tests.link.harness import NOBODY, Runner, opened
 
 
 class Recording:
@@ -85,29 +84,18 @@ def test_each_link_has_a_copy() -> None:
     assert backoff._previous_backoff == 0  # pyright: ignore[reportPrivateUsage]  # redis-py's state
 
 
-def _link(calls: Recorder, options: LinkOptions) -> Link:
-    record = calls.record
-    return Link(NOBODY, options=options, on_up=record("up"), on_down=record("down"), on_pushes=record("pushes"))
-
-
 async def test_a_link_waits_as_its_backoff_says() -> None:
     asked: list[int | str] = []
-    calls = Recorder()
-    link = _link(calls, LinkOptions(backoff=Recording(0.001, asked)))
-    link.start()
-    await calls.count("down", 4)
-    await link.close()
+    async with opened(NOBODY, LinkOptions(backoff=Recording(0.001, asked))) as (_, calls):
+        await calls.count("down", 4)
     assert asked[:4] == ["reset", 1, 2, 3]
 
 
 def test_a_backoff_that_raises_is_reported_and_the_link_goes_on(run_async: Runner) -> None:
+    broken = LinkOptions(backoff=Recording(ValueError("no idea"), []), backoff_s_min=0.01, backoff_s_max=0.01)
+
     async def main() -> None:
-        calls = Recorder()
-        link = _link(
-            calls, LinkOptions(backoff=Recording(ValueError("no idea"), []), backoff_s_min=0.01, backoff_s_max=0.01)
-        )
-        link.start()
-        await calls.count("down", 2)
-        await link.close()
+        async with opened(NOBODY, broken) as (_, calls):
+            await calls.count("down", 2)
 
     assert "the backoff of the link to redis://127.0.0.1:1" in run_async(main, bugs=2)[0]

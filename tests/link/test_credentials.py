@@ -104,15 +104,9 @@ async def test_the_time_it_takes_does_not_count_as_connecting(redis: EmbeddedRed
 
 
 async def test_what_comes_behind_it_is_bounded_again() -> None:
-    async with (
-        fake_server(lambda _: b"") as url,
-        opened(url, hasty(_instant(), connect_timeout_s=0.05)) as (_, calls),
-    ):
+    options = hasty(Credentials(giving(("u", "p"))), connect_timeout_s=0.05)
+    async with fake_server(lambda _: b"") as url, opened(url, options) as (_, calls):
         assert "no answer within 0.05 s" in (await calls.count("down", 1))[0]
-
-
-def _instant() -> Credentials:
-    return Credentials(giving(("u", "p")))
 
 
 async def test_credentials_of_the_url_come_first(redis: EmbeddedRedis) -> None:

@@ -6,15 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from dynamoth.machine.events import (
-    Connect,
-    Disconnect,
-    LinkDown,
-    OnPushes,
-    Pushed,
-    Replied,
-    Send,
-)
+from dynamoth.machine.events import Connect, Disconnect, LinkDown, OnPushes, Pushed, Replied, Send
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.driver import PUSHES_SHOWN, RECENT_EVENTS, Driver
 from dynamoth_link.errors import MachineCrashed
@@ -97,7 +89,7 @@ def test_a_broken_on_action_is_reported_and_the_rest_is_done(run_async: Runner) 
     assert "on_action of Puppet" in reported[0]
 
 
-async def test_a_crash_stops_the_driver_and_tells_how_it_came_about(redis: EmbeddedRedis) -> None:
+async def test_a_crash_stops_the_driver_and_says_how_it_came_about(redis: EmbeddedRedis) -> None:
     crashes: list[MachineCrashed] = []
     stage = Stage(on_crash=crashes.append)
     stage.do(Connect("a", redis.url))

@@ -55,10 +55,6 @@ def test_an_idle_connection_is_pinged_at_each_interval_so_that_a_cut_is_found_in
     assert lost_at(liveness, now, 0, 0) == pings[-1] + INTERVAL_S + TIMEOUT_S + ANSWER_GRACE_S
 
 
-def test_no_answer_is_the_end() -> None:
-    assert lost_at(pinged(), INTERVAL_S, 14, 14) == INTERVAL_S + TIMEOUT_S + ANSWER_GRACE_S
-
-
 def test_anything_that_comes_is_an_answer() -> None:
     liveness = pinged()
     liveness.heard_at = INTERVAL_S + TIMEOUT_S
@@ -111,7 +107,7 @@ def quick_to_lose(port: int) -> AbstractAsyncContextManager[tuple[Link, Recorder
 @pytest.mark.parametrize("command", [None, ["PUBLISH", "c", "unanswered"], ["PUBLISH", "c", b"x" * 3_000_000]])
 async def test_a_cut_connection_is_lost_in_time(command: list[str | bytes] | None, redis: EmbeddedRedis) -> None:
     """Whether commands wait for an answer or not, and whether they have left or not."""
-    async with proxied(redis.port) as proxy, quick_to_lose(proxy.port) as (link, calls), measured_lag() as lag:
+    async with proxied(redis.port) as proxy, quick_to_lose(proxy.port) as (link, calls), measured_lag() as lag_s:
         proxy.cut()
         cut_at = asyncio.get_running_loop().time()
         if command is not None:
@@ -121,21 +117,9 @@ async def test_a_cut_connection_is_lost_in_time(command: list[str | bytes] | Non
         assert calls.of("reply") == []
         # The proxy takes what its buffers hold, which is progress when it is seen at the first look.
         late_s = 0.0 if command is None or len(command[2]) < 1000 else 0.4 / LOOKS_PER_TIMEOUT
-        assert silent_s - lag.total_s < LOST_S_MAX + late_s
+        assert silent_s - lag_s() < LOST_S_MAX + late_s
         proxy.mend()
         await calls.count("up", 2)
-
-
-async def test_a_publisher_that_goes_on_loses_a_cut_connection_in_time(redis: EmbeddedRedis) -> None:
-    """Commands that are sent behind the PING are no sign of life."""
-    loop = asyncio.get_running_loop()
-    async with proxied(redis.port) as proxy, quick_to_lose(proxy.port) as (link, calls), measured_lag() as lag:
-        proxy.cut()
-        cut_at = loop.time()
-        while not calls.of("down"):
-            link.send(["PUBLISH", "c", b"x" * 1000])
-            await asyncio.sleep(0.005)
-            assert loop.time() - cut_at - lag.total_s < LOST_S_MAX + 0.4 / LOOKS_PER_TIMEOUT
 
 
 async def test_a_large_message_under_way_is_no_silence(redis: EmbeddedRedis) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from dynamoth.errors import ConfigError
 from dynamoth_cli.local.embedded import EmbeddedRedis
-from dynamoth_link.connection import Connection
 from dynamoth_link.errors import (
     AuthenticationFailed,
     LinkError,
@@ -20,8 +19,8 @@ from dynamoth_link.errors import (
     ServerUnreachable,
 )
 from dynamoth_link.options import LinkOptions
-from dynamoth_link.urls import ServerAddress
-from tests.link.harness import HASTY, NOBODY, PATIENCE_S, Answer, Recorder, fake_server, opened, polite, up
+from dynamoth_link.query import query
+from tests.link.harness import HASTY, NOBODY, PATIENCE_S, Answer, fake_server, opened, polite, up
 
 
 def answering(name: bytes, reply: bytes) -> Answer:
@@ -52,6 +51,28 @@ async def test_handshakes_that_fail(answer: Answer, error: type[LinkError], says
         assert first == second
         assert type(link.fault) is error
         assert calls.of("up") == []
+
+
+@pytest.mark.parametrize(
+    ("refusal", "error", "says"),
+    [
+        (b"-ERR max number of clients reached\r\n", ServerUnreachable, "maxclients"),
+        (b"-DENIED Redis is running in protected mode\r\n", AuthenticationFailed, "protected mode"),
+    ],
+)
+async def test_a_server_that_says_why_it_takes_no_connection(refusal: bytes, error: type[LinkError], says: str) -> None:
+    """As Redis does: it writes and closes before it has read anything, so that a write of ours may fail."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(refusal)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    for _ in range(20):
+        with pytest.raises(error, match=says):
+            await query(url, ["PING"])
+    server.close()
 
 
 async def test_a_version_that_cannot_be_read_is_left_in_peace() -> None:
@@ -127,13 +148,8 @@ async def test_garbage_ends_the_connection_and_not_the_link(bytes_: bytes, says:
 async def test_a_server_that_does_not_read(redis: EmbeddedRedis) -> None:
     loop = asyncio.get_running_loop()
     options = LinkOptions(write_buffer_bytes_max=1_000_000, ping_interval_s=0, close_timeout_s=0.1)
-    async with (
-        up(redis.url, options) as (link, calls),
-        up(redis.url, replace(options, write_buffer_bytes_max=0)) as (
-            unbounded,
-            _,
-        ),
-    ):
+    without_bound = replace(options, write_buffer_bytes_max=0)
+    async with up(redis.url, options) as (link, calls), up(redis.url, without_bound) as (unbounded, _):
         redis.pause()
         while not calls.of("down"):
             link.send(["PUBLISH", "c", b"x" * 500_000])
@@ -145,23 +161,6 @@ async def test_a_server_that_does_not_read(redis: EmbeddedRedis) -> None:
         await unbounded.close()
         assert 0.09 < loop.time() - began_at < 5
         redis.resume()
-
-
-async def test_a_connection_that_is_made_after_it_was_given_up_is_cut() -> None:
-    class Transport(asyncio.Transport):
-        aborted = False
-
-        def abort(self) -> None:
-            self.aborted = True
-
-    connection = Connection(ServerAddress(), HASTY, Recorder().record("pushes"))
-    connection.abort()
-    transport = Transport()
-    connection.connection_made(transport)
-    assert transport.aborted
-    assert not connection.is_open
-    connection.connection_lost(None)
-    assert not connection.lost.done()
 
 
 @pytest.mark.parametrize("accepts", [False, True])

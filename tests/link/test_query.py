@@ -39,6 +39,7 @@ async def test_failures_are_typed(redis_server_factory: RedisServerFactory) -> N
         return raised.value
 
     assert type(await failure(nobody)) is ServerUnreachable
+    assert "the host name cannot be used (" in str(await failure("redis://x..y"))
     wrong = await failure(f"redis://:wrong@127.0.0.1:{server.port}")
     assert type(wrong) is AuthenticationFailed
     assert not wrong.retryable

@@ -10,8 +10,9 @@ from dynamoth.errors import ConfigError
 from dynamoth.settings.load import load_config
 from dynamoth_link.credentials import Credentials
 from dynamoth_link.errors import ServerUntrusted
-from dynamoth_link.options import LinkOptions, TlsOptions
+from dynamoth_link.options import LinkOptions
 from dynamoth_link.query import query
+from dynamoth_link.tls import TlsOptions
 from dynamoth_link.trust import TRUSTED_HOSTS_MAX, TRUSTED_HOSTS_VARIABLE, Trust, parse_trusted_hosts, trust_in
 from dynamoth_link.urls import parse_cluster_url, parse_server_url
 
@@ -108,22 +109,14 @@ async def _ask() -> object:
         LinkOptions(tls=TlsOptions(has_certificate=True), trust=Trust()),
     ],
 )
-def test_nothing_is_sent_to_a_server_that_nobody_vouches_for(options: LinkOptions) -> None:
-    asyncio.run(_send_nothing(options))
-
-
-async def _send_nothing(options: LinkOptions) -> None:
+async def test_nothing_is_sent_to_a_server_that_nobody_vouches_for(options: LinkOptions) -> None:
     connected: list[object] = []
-    server = await asyncio.start_server(lambda reader, writer: connected.append(writer), "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    try:
+    async with await asyncio.start_server(lambda _, writer: connected.append(writer), "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
         with pytest.raises(ServerUntrusted, match=f"127.0.0.1:{port}.*trusted_hosts") as caught:
             await query(f"redis://127.0.0.1:{port}", (b"PING",), options=options)
-        assert "secret" not in str(caught.value)
-        assert not connected
-    finally:
-        server.close()
-        await server.wait_closed()
+    assert "secret" not in str(caught.value)
+    assert not connected
 
 
 def test_daemons_and_tools_read_the_variable_that_clients_read() -> None:

@@ -7,14 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.errors import ConfigError
-from dynamoth_link.urls import (
-    ClusterAddress,
-    InvalidUrl,
-    ServerAddress,
-    parse_cluster_url,
-    parse_server_url,
-    redact,
-)
+from dynamoth_link.urls import ClusterAddress, InvalidUrl, ServerAddress, parse_cluster_url, parse_server_url, redact
 
 
 @pytest.mark.parametrize(
@@ -122,13 +115,7 @@ users = st.none() | st.text(min_size=1, max_size=10)
 passwords = st.none() | st.text(max_size=10)
 dbs = st.integers(0, 99)
 tcp_addresses = st.builds(
-    ServerAddress,
-    host=hosts,
-    port=ports,
-    username=users,
-    password=passwords,
-    tls=st.booleans(),
-    db=dbs,
+    ServerAddress, host=hosts, port=ports, username=users, password=passwords, tls=st.booleans(), db=dbs
 )
 unix_addresses = st.builds(
     ServerAddress,

@@ -13,7 +13,7 @@ from dynamoth.protocol.envelope import seal
 from dynamoth.protocol.reports import ChannelLoad, Report, unpack_report
 from dynamoth_lla.machine import LoadAnalyzer
 from dynamoth_lla.options import LoadAnalyzerOptions
-from dynamoth_sim.world.checker import Checker
+from dynamoth_sim.world.invariants import Checker
 
 OUTGOING_BYTES_PER_S_MAX = 1_000_000
 
@@ -36,6 +36,8 @@ class FakeServer:
         self.subscribers: Counter[bytes] = Counter()
         self.more_fields = "maxclients:10000\r\nconnected_clients:7\r\nused_memory:1000\r\nmaxmemory:0\r\n"
         self.channels_elsewhere = 0
+        #: Who hears a report: the balancer, and the agent itself.
+        self.hearers = 2
         self.refused: set[bytes] = set()
 
     def answer(self, args: tuple[Any, ...]) -> Any:
@@ -57,7 +59,7 @@ class FakeServer:
             case (b"PUBSUB", b"CHANNELS"):
                 return list(self.subscribers)
             case (b"PUBLISH", _, _):
-                return 2
+                return self.hearers
             case _:
                 raise AssertionError(f"not a command that an analyzer sends: {args!r}")
 

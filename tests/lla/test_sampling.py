@@ -116,16 +116,6 @@ def test_channels_in_turns_are_all_met() -> None:
     assert {len(of.publishers()) for of in traffic(counted).values()} == {1}
 
 
-def test_announcements_are_handed_on_all_of_them_and_other_pushes_are_passed_by() -> None:
-    counted = window(stride=461)
-    others: list[list[Any]] = [[b"subscribe", b"a", 1], [b"message", AGENT_CHANNEL, b"x"], [b"invalidate", None]]
-    assert counted.observe(others) == []
-    batch = [*others, push(b"a", b"1"), push(ANNOUNCE_CHANNEL, b"one"), push(ANNOUNCE_CHANNEL, b"two")]
-    assert counted.observe(batch) == [b"one", b"two"]
-    assert counted.uncounted_messages == 2
-    assert {name: of.messages for name, of in traffic(counted).items()} == {b"a": 1}
-
-
 def test_the_stride_follows_the_messages_of_the_interval_before() -> None:
     assert [stride_for(count) for count in (0, SAMPLE_MESSAGES, 2 * SAMPLE_MESSAGES - 1)] == [1, 1, 1]
     assert stride_for(2 * SAMPLE_MESSAGES) == 2

@@ -20,7 +20,7 @@ def info(text: bytes = REDIS_7) -> ServerInfo:
     return ServerInfo.parse(parse_info(text))
 
 
-def test_what_a_server_tells_is_read() -> None:
+def test_what_a_server_says_is_read() -> None:
     assert info() == ServerInfo(
         net_output_bytes=5000,
         net_input_bytes=1000,
@@ -40,7 +40,7 @@ def test_without_the_main_thread_the_process_counts() -> None:
 
 
 @pytest.mark.parametrize("reply", [ErrorReply("NOPERM"), None, 5, [b"x"], b"", b"total_net_output_bytes"])
-def test_what_is_not_told_is_not_known(reply: object) -> None:
+def test_what_is_missing_is_not_known(reply: object) -> None:
     nothing = ServerInfo.parse(parse_info(reply))
     assert nothing.net_output_bytes is None and nothing.cpu_s is None and nothing.connections_max == 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dynamoth.machine.events import Connect, Pushed, Replied, Send, Start
@@ -95,12 +95,14 @@ class Agent(Subject):
         copies = [send for send in sends(actions) if isinstance(send.tag, Outbox)]
         return [action for copy in copies for action in self.tell(Replied(copy.link, copy.tag, value))]
 
-    def listeners(self, actions: Iterable[Any], count: int) -> list[Any]:
-        """Answer every NUMSUB: ``count`` connections listen at each place."""
+    def listeners(self, actions: Iterable[Any], count: int | Mapping[bytes, int]) -> list[Any]:
+        """Answer every NUMSUB: ``count`` connections listen at each place, or as many as it says of the place."""
         out: list[Any] = []
         for send in only(Send, actions):
             if send.args[:2] == (b"PUBSUB", b"NUMSUB"):
-                pairs = [part for name in send.args[2:] for part in (name, count)]
+                names = [name for name in send.args[2:] if isinstance(name, bytes)]
+                counts = [count if isinstance(count, int) else count[name] for name in names]
+                pairs = [part for pair in zip(names, counts, strict=True) for part in pair]
                 out += self.tell(Replied(send.link, send.tag, pairs))
         return out
 

@@ -14,7 +14,7 @@ from dynamoth.protocol.control import ControlMessage, RouteNotice, pack_control,
 from dynamoth.protocol.envelope import seal
 from dynamoth.protocol.plan_wire import pack_entry
 from dynamoth.protocol.stored_plan import HEADER_FIELD, RUN_FIELD, VERSION_FIELD, write_whole
-from dynamoth_sim.world.checker import Checker
+from dynamoth_sim.world.invariants import Checker
 
 SERVERS = tuple(Server(id_, f"redis://{id_}:6379") for id_ in ("s1", "s2", "s3"))
 URLS = {server.id: server.url for server in SERVERS}
@@ -180,8 +180,8 @@ def message(number: int, payload: bytes | None = None, *, flags: int = 0, publis
     return seal(publisher, number, epoch, b"m%d" % number if payload is None else payload, flags)
 
 
-def control(told: ControlMessage) -> bytes:
-    return seal_control(told)
+def control(got: ControlMessage) -> bytes:
+    return seal_control(got)
 
 
 def kept_bytes(flood: Callable[[], object]) -> int:

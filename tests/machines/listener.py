@@ -64,12 +64,12 @@ class Listener(Subject):
         return self
 
     def moving(self, plan: Plan, route: Route) -> Listener:
-        """From a confirmed subscription at s1: be told of ``route`` and be verified there; s1 is still listened to."""
-        self.told(route)
+        """From a confirmed subscription at s1: learn ``route`` and be verified there; s1 is still listened to."""
+        self.learn(route)
         self.verify(self.up(route.assignment.servers[0]), plan)
         return self
 
-    def told(self, route: Route, link: str = "s1", channel: bytes = C) -> list[Any]:
+    def learn(self, route: Route, link: str = "s1", channel: bytes = C) -> list[Any]:
         return self.push(link, channel, control(RouteNotice(channel, route)))
 
     def acknowledged(self, *kinds: bytes, link: str = "s1") -> list[Any]:

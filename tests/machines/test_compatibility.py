@@ -13,7 +13,7 @@ from dynamoth.protocol.plan_wire import pack_compatibility
 from dynamoth.protocol.stored_plan import READ_RULES
 from tests.machines.agent import Agent
 from tests.machines.helpers import PLAN_0, C, commands, published, tagged
-from tests.machines.test_publisher import ID, Publisher
+from tests.machines.publisher import ID, Publisher
 
 PLAIN = PLAN_0.following(Compatibility(1, (CompatibilityRule(b"*", "s1"),)))
 LIFTED = Compatibility(2, (CompatibilityRule(b"*", "s1", plain=False),))
@@ -23,15 +23,9 @@ def rules_reply(rules: Compatibility) -> list[bytes | None]:
     return [b"%d" % rules.version, b"", b"0", pack_compatibility(rules)]
 
 
-def test_messages_of_a_plain_channel_go_to_the_server_of_the_rule_as_they_are() -> None:
-    publisher = Publisher(header=PLAIN).connected()
-    for name in (b"a", b"b", b"c"):
-        assert published(publisher.publish(name, payload=b"hello"), name, "s1") == [b"hello"]
-
-
 def test_a_lifted_channel_gets_envelopes_and_numbers_that_begin_anew() -> None:
     publisher = Publisher(header=PLAIN).connected()
-    publisher.publish(C)
+    assert published(publisher.publish(C), C, "s1") == [b"x"]
     [read] = publisher.push("s1", CLIENTS_CHANNEL, pack_control(RulesChanged(2)))
     assert read == Send("s1", READ_RULES, ("rules",))
     assert publisher.push("s1", CLIENTS_CHANNEL, pack_control(RulesChanged(2))) == [], "it is being read"
@@ -73,8 +67,8 @@ def test_older_rules_and_malformed_ones_are_ignored() -> None:
 # The dispatcher.
 
 
-def told(actions: list[Any]) -> list[tuple[bytes, int]]:
-    """Return who is told which version of the rules."""
+def notified(actions: list[Any]) -> list[tuple[bytes, int]]:
+    """Return who is notified of which version of the rules."""
     notices: list[tuple[bytes, int]] = []
     for channel, data in commands(actions, b"PUBLISH"):
         if channel in (CLIENTS_CHANNEL, inbox(ID)) and isinstance(message := unpack_control(data), RulesChanged):
@@ -82,10 +76,10 @@ def told(actions: list[Any]) -> list[tuple[bytes, int]]:
     return notices
 
 
-def test_a_dispatcher_tells_the_publishers_of_its_server_that_rules_have_changed() -> None:
+def test_a_dispatcher_notifies_the_publishers_of_its_server_that_rules_have_changed() -> None:
     agent = Agent().holding(PLAN_0)
     actions = agent.change(PLAN_0, PLAN_0.with_compatibility(LIFTED.rules))
-    assert told(actions) == [(CLIENTS_CHANNEL, 1)]
+    assert notified(actions) == [(CLIENTS_CHANNEL, 1)]
 
 
 def test_plain_messages_at_a_wrong_server_are_forwarded_as_they_are() -> None:
@@ -95,7 +89,7 @@ def test_plain_messages_at_a_wrong_server_are_forwarded_as_they_are() -> None:
     assert published(agent.observe(b"plain"), C, "to:s1") == [b"plain"]
 
 
-def test_who_sends_envelopes_on_a_plain_channel_is_told_of_the_rules() -> None:
+def test_who_sends_envelopes_on_a_plain_channel_is_notified_of_the_rules() -> None:
     agent = Agent().holding(PLAIN)
-    assert told(agent.observe(seal(ID, 1, 0, b"x"))) == [(inbox(ID), 1)]
+    assert notified(agent.observe(seal(ID, 1, 0, b"x"))) == [(inbox(ID), 1)]
     assert agent.observe(b"plain") == []

@@ -7,27 +7,29 @@ from typing import Any
 
 import pytest
 
-from dynamoth.machine.events import Connect, ErrorReply, Pushed, Send
-from dynamoth.names import AGENT_CHANNEL, inbox
+from dynamoth.machine.bounded import ENTRY_BYTES
+from dynamoth.machine.events import Connect, ErrorReply, Pushed
+from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
 from dynamoth.plan.plan import Plan, Route, single
-from dynamoth.protocol.control import LossNotice, PlanChange, RouteNotice, pack_control, unpack_control
+from dynamoth.protocol.control import LossNotice, ObservationGap, RouteNotice, pack_control, unpack_control
 from dynamoth.protocol.envelope import (
     CONTROL,
+    FIRST,
     FORWARDED,
     HEARTBEAT,
-    RAW,
     ROUTE_CHANGED,
+    Envelope,
     forwarded,
     open_envelope,
 )
 from dynamoth_dispatcher.events import LOCAL
-from dynamoth_dispatcher.forwarder import forward_link
 from dynamoth_dispatcher.options import DispatcherOptions, ForwarderOptions
 from tests.machines.agent import Agent, copies
-from tests.machines.helpers import ACTIVE, PLAN_0, PREPARED, SETTLED, URLS, C, channel_at, message, only, published
+from tests.machines.helpers import ACTIVE, PLAN_0, PREPARED, SETTLED, URLS, C, channel_at, message, published
 
 ALL = ("s1", "s2", "s3")
 FAR = SETTLED.begin({C: single("s3")})
+OTHER = channel_at("s1", 1)
 FAR_ACTIVE = FAR.activate([C])
 FAR_SETTLED = FAR_ACTIVE.settle([C])
 
@@ -60,7 +62,7 @@ def targets(of: Agent, data: bytes, physical: bytes = C) -> list[str]:
 def test_an_unforwarded_message_goes_where_a_follower_may_listen_or_to_who_knows(
     plan: Plan, expected: dict[str, list[str]]
 ) -> None:
-    """Only old and new servers forward between themselves; a third one sends to where clients are told to be."""
+    """Only old and new servers forward between themselves; a third one sends to where clients should be."""
     assert {server: targets(agent(server, plan), message(1)) for server in ALL} == expected
 
 
@@ -78,48 +80,10 @@ def test_among_messages_of_channels_at_rest_the_one_that_needs_more_is_found(ind
         assert [open_envelope(copy).sequence for copy in copies(actions, "s1")] == [index + 1]
 
 
-def test_among_messages_of_channels_at_rest_the_balancer_is_heard() -> None:
-    dispatcher = agent("s2", PLAN_0)
-    at_rest = channel_at("s2")
-    dispatcher.observe(message(1), physical=at_rest)
-    change = pack_control(PlanChange(PLAN_0.diff(PREPARED)))
-    pushes = [[b"pmessage", b"*", at_rest, message(2)], [b"message", AGENT_CHANNEL, change]]
-    dispatcher.tell(Pushed(LOCAL, pushes))
-    assert targets(dispatcher, message(1)) == ["s1"]
-
-
-@pytest.mark.parametrize("plan", [PREPARED, ACTIVE])
-@pytest.mark.parametrize(("epoch", "expected"), [(0, ["s2"]), (1, []), (2, [])])
-def test_a_copy_goes_on_only_from_a_dispatcher_that_knows_more(plan: Plan, epoch: int, expected: list[str]) -> None:
-    """Cases 2 and 3: two dispatchers at different versions neither loop nor lose."""
-    assert targets(agent("s1", plan), forwarded(message(1), epoch)) == expected
-
-
-def test_what_was_not_answered_is_forwarded_again() -> None:
-    """Case 16: the link dies after PUBLISH went out."""
-    dispatcher = agent("s1", ACTIVE)
-    first = [*dispatcher.observe(message(1)), *dispatcher.connect("s2")]
-    lost = dispatcher.observe(message(2))
-    dispatcher.answer(first)
-    dispatcher.down(forward_link("s2"))
-    assert copies(dispatcher.observe(message(3)), "s2") == []
-    again = copies(dispatcher.connect("s2"), "s2")
-    assert again[0] == copies(lost, "s2")[0]
-    assert [open_envelope(copy).sequence for copy in again] == [2, 3]
-
-
 @pytest.mark.parametrize("physical", [AGENT_CHANNEL, inbox(7), b"__keyspace@0__:x"])
 def test_messages_that_are_no_users_are_left_alone(physical: bytes) -> None:
     actions = agent("s2", PLAN_0).observe(message(1), physical=physical)
     assert [action for action in actions if action.tag != ("leave",)] == [], "notifications are left out from now on"
-
-
-def test_a_channel_at_rest_becomes_restless_with_the_plan() -> None:
-    """What was remembered as needing nothing must be forgotten with the change."""
-    dispatcher = agent("s1", PLAN_0)
-    assert dispatcher.observe(message(1)) == []
-    dispatcher.change(PLAN_0, PREPARED)
-    assert copies([*dispatcher.observe(message(2)), *dispatcher.connect("s2")], "s2")
 
 
 @pytest.mark.parametrize(("after_s", "flags"), [(0.0, FORWARDED | ROUTE_CHANGED), (5.1, FORWARDED)])
@@ -129,8 +93,8 @@ def test_copies_say_that_the_route_changed_for_a_while(after_s: float, flags: in
     dispatcher.change(PLAN_0, PREPARED)
     dispatcher.connect("s2")
     dispatcher.pass_time(after_s)
-    [copy] = copies(dispatcher.observe(message(1)), "s2")
-    assert open_envelope(copy).flags == flags
+    [copy] = copies(dispatcher.observe(message(5, flags=FIRST)), "s2")
+    assert open_envelope(copy) == Envelope(FIRST | flags, 7, 5, 1, b"m5")
 
 
 def test_copies_say_so_too_when_the_change_was_read_whole() -> None:
@@ -142,17 +106,6 @@ def test_copies_say_so_too_when_the_change_was_read_whole() -> None:
 
 
 # Raw messages.
-
-
-def test_raw_messages_at_a_wrong_server_are_numbered_and_wrapped() -> None:
-    dispatcher = agent("s1", SETTLED)
-    actions = [*dispatcher.observe(b"one", b"two"), *dispatcher.connect("s2")]
-    first, second = map(open_envelope, copies(actions, "s2"))
-    assert (first.payload, second.payload) == (b"one", b"two")
-    assert (second.sequence - first.sequence, second.publisher) == (1, first.publisher)
-    assert first.flags & (RAW | FORWARDED) == RAW | FORWARDED
-    assert first.epoch == 1
-    assert only(Send, [action for action in actions if published([action], inbox(first.publisher))]) == []
 
 
 def test_dispatchers_number_raw_messages_as_publishers_of_their_own() -> None:
@@ -195,55 +148,32 @@ TOLD = [RouteNotice(C, Route(1, single("s2")))]
         ("s3", SETTLED, TOLD),
     ],
 )
-def test_a_publisher_is_told_where_the_channel_is_unless_it_is_there(
+def test_a_publisher_is_notified_where_the_channel_is_unless_it_is_there(
     server: str, plan: Plan, expected: list[Any]
 ) -> None:
-    assert notices(agent(server, plan).observe(message(1))) == expected
+    dispatcher = agent(server, plan)
+    for data in (forwarded(message(1), 0), message(1, flags=HEARTBEAT), b"raw"):
+        assert notices(dispatcher.observe(data)) == [], "nobody is notified because of that"
+    assert dispatcher.counters["malformed_messages"] == 0
+    assert notices(dispatcher.observe(message(1, epoch=9))) == expected, "even if it knows more: the plan may be lost"
 
 
-def test_a_publisher_is_told_once_per_channel_and_epoch() -> None:
+def test_a_publisher_is_notified_once_per_channel_and_epoch_and_again_after_a_while() -> None:
     """Case 19: no redirect storms at an overloaded server."""
-    dispatcher = agent("s1", ACTIVE)
+    dispatcher = agent("s1", SETTLED, DispatcherOptions(renotify_s=1))
     assert notices(dispatcher.observe(*map(message, range(1, 100)))) == TOLD
     assert notices(dispatcher.observe(message(1, publisher=8)), 8) == TOLD
-
-
-def test_a_publisher_that_did_not_hear_it_is_told_again_after_a_while() -> None:
-    dispatcher = agent("s1", SETTLED, DispatcherOptions(renotify_s=1))
-    assert notices(dispatcher.observe(message(1))) == TOLD
     dispatcher.pass_time(0.9)
     assert notices(dispatcher.observe(message(2))) == []
     dispatcher.pass_time(0.2)
     assert notices(dispatcher.observe(message(3))) == TOLD
-
-
-def test_a_new_epoch_is_told_at_once() -> None:
-    dispatcher = agent("s1", SETTLED)
-    dispatcher.observe(message(1))
     dispatcher.change(SETTLED, FAR)
     dispatcher.change(FAR, FAR_ACTIVE)
-    assert notices(dispatcher.observe(message(2))) == [RouteNotice(C, Route(4, single("s3")))]
+    assert notices(dispatcher.observe(message(4))) == [RouteNotice(C, Route(4, single("s3")))]
 
 
-@pytest.mark.parametrize(
-    "data",
-    [forwarded(message(1), 0), message(1, flags=HEARTBEAT), b"raw"],
-    ids=["a copy", "a heartbeat", "raw"],
-)
-def test_nobody_is_told_because_of(data: bytes) -> None:
-    assert notices(agent("s1", ACTIVE).observe(data)) == []
-
-
-def test_who_comes_to_the_wrong_place_with_a_newer_epoch_is_told_too() -> None:
-    """The plan was lost and begun anew: the publisher is to look into the stored plan."""
-    assert len(notices(agent("s1", ACTIVE).observe(message(1, epoch=9)))) == 1
-
-
-def test_heartbeats_are_forwarded() -> None:
+def test_heartbeats_are_forwarded_and_control_messages_of_others_are_not() -> None:
     assert targets(agent("s1", SETTLED), message(4, b"", flags=HEARTBEAT)) == ["s2"]
-
-
-def test_control_messages_of_others_are_not_forwarded() -> None:
     notice = message(0, pack_control(RouteNotice(C, Route(9, single("s3")))), flags=CONTROL)
     assert agent("s1", ACTIVE).observe(notice) == []
 
@@ -251,16 +181,22 @@ def test_control_messages_of_others_are_not_forwarded() -> None:
 # Bounds.
 
 
-def test_a_full_outbox_costs_messages_and_says_so() -> None:
-    dispatcher = agent("s1", SETTLED, DispatcherOptions(forwarder=ForwarderOptions(forwards_max=2)))
+@pytest.mark.parametrize("names_bytes", [2 * (len(C) + ENTRY_BYTES), len(C) + ENTRY_BYTES], ids=["count", "bytes"])
+def test_a_full_outbox_costs_messages_and_says_so(names_bytes: int) -> None:
+    """The losses at one location are counted; past that, publishers send heartbeats."""
+    bounds = ForwarderOptions(forwards_max=2, lost_max=1, names_bytes_max=names_bytes)
+    dispatcher = agent(
+        "s1", SETTLED.begin({OTHER: single("s2")}).activate([OTHER]), DispatcherOptions(forwarder=bounds)
+    )
     dispatcher.observe(*map(message, range(1, 6)))
-    assert dispatcher.counters["forwards_lost"] == 3
+    dispatcher.observe(message(1), physical=OTHER)
+    assert dispatcher.counters["forwards_lost"] == 4
     sent = dispatcher.connect("s2")
     assert [open_envelope(copy).sequence for copy in copies(sent, "s2")] == [1, 2]
-    [notice] = copies(dispatcher.answer(sent), "s2")
-    envelope = open_envelope(notice)
-    assert envelope.flags == CONTROL
-    assert unpack_control(envelope.payload) == LossNotice(C, 3)
+    actions = dispatcher.answer(sent)
+    assert unpack_control(open_envelope(copies(actions, "s2")[0]).payload) == LossNotice(C, 3)
+    assert copies(actions, "s2", OTHER) == []
+    assert published(actions, CLIENTS_CHANNEL) == [pack_control(ObservationGap("s1"))]
 
 
 def test_refused_forwards_are_counted() -> None:

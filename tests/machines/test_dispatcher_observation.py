@@ -63,7 +63,7 @@ def test_what_both_subscriptions_bring_is_forwarded_once() -> None:
     assert [open_envelope(copy).sequence for copy in forwarded] == [1, 2, 3, 4]
 
 
-def test_no_gap_is_told_as_nothing_goes_by_unobserved() -> None:
+def test_no_gap_is_reported_as_nothing_goes_by_unobserved() -> None:
     agent = Agent().holding(PLAN_0)
     actions = [*notified(agent), *may_leave(agent), *agent.tell(Pushed(LOCAL, [*CONFIRMED, LEFT]))]
     assert published(actions, CLIENTS_CHANNEL) == []

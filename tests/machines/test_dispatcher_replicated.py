@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.machine.events import Connect, ErrorReply, Replied, RepliedAll, Send, SendAll
+from dynamoth.machine.events import ErrorReply, RepliedAll, Send, SendAll
 from dynamoth.names import (
     BALANCER_CHANNEL,
     RELAY_PREFIX,
@@ -34,7 +34,6 @@ from dynamoth.protocol.control import (
 )
 from dynamoth.protocol.envelope import (
     CONTROL,
-    FIRST,
     FORWARDED,
     HEARTBEAT,
     RAW,
@@ -121,6 +120,8 @@ def test_siblings_have_what_a_publisher_sent_by_todays_route(phase: int) -> None
         assert destinations(GROWN[phase], place, message(1, epoch=1)) == new
     for place in new:
         assert destinations(GROWN[phase], place, message(1, epoch=4)) == old
+    for place in old | new:
+        assert destinations(GROWN[phase], place, forwarded(message(1), 4)) == set(), "a copy of today"
 
 
 @pytest.mark.parametrize("data", [*(forwarded(message(1), epoch) for epoch in (0, 1, 3)), b"raw"], ids=repr)
@@ -130,26 +131,11 @@ def test_siblings_lack_what_somebody_else_sent(data: bytes) -> None:
         assert destinations(GROWN[1], place, data) == everywhere - {place}
 
 
-@pytest.mark.parametrize("phase", [0, 1])
-def test_a_copy_of_today_goes_nowhere(phase: int) -> None:
-    for place in (at("s1", 1), at("s2", 1), at("s1", 4), at("s2", 4), at("s3", 4)):
-        assert destinations(GROWN[phase], place, forwarded(message(1), 4)) == set()
-
-
 @pytest.mark.parametrize("mode", REPLICATED)
 def test_at_rest_nothing_is_forwarded(mode: Mode) -> None:
     plan = phases(PLAN_0, replicas(mode, "s1", "s2"))[2]
     for data in (message(1, epoch=1), forwarded(message(1), 0), b"raw"):
         assert destinations(plan, at("s1", 1), data) == set()
-
-
-def test_copies_say_whose_and_how_new_they_are() -> None:
-    plan = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
-    out = arrive(plan, plain("s1"), message(5, b"x", flags=FIRST))
-    assert [(target.server, envelope) for target, envelope in out] == [
-        ("s2", Envelope(FORWARDED | FIRST | out[0][1].flags & ROUTE_CHANGED, 7, 5, 1, b"x")),
-        ("s3", Envelope(FORWARDED | FIRST | out[0][1].flags & ROUTE_CHANGED, 7, 5, 1, b"x")),
-    ]
 
 
 # Messages elsewhere.
@@ -162,7 +148,7 @@ BETWEEN = phases(phases(PLAN_0, replicas(ALL_SUBSCRIBERS, "s1", "s2"))[2], repli
     "place", [plain("s1"), plain("s2"), plain("s3"), at("s1", 2), at("s3", 1), at("s2", 4)], ids=str
 )
 @pytest.mark.parametrize("data", [message(1), message(1, epoch=3), forwarded(message(1), 3), b"raw"])
-def test_at_no_location_of_its_servers_a_message_goes_where_clients_are_told_to_be(
+def test_at_no_location_of_its_servers_a_message_goes_where_clients_are_notified_to_be(
     place: Location, data: bytes
 ) -> None:
     """Only the dispatchers of locations forward between them: copies that went round must not overtake markers."""
@@ -195,17 +181,6 @@ def test_raw_messages_under_the_plain_name_are_numbered_for_the_replicas(mode: M
 # Two locations at one server.
 
 
-def test_between_names_at_one_server_the_order_of_observation_is_kept() -> None:
-    """Over one connection, and so in the order of the commands."""
-    plan = phases(PLAN_0, replicas(ALL_SUBSCRIBERS, "s1", "s2"))[1]
-    agent = Agent().holding(plan)
-    publisher = next(id_ for id_ in range(9) if plan.entry(C).route.published_at(id_, C) == (at("s1", 1),))
-    actions = agent.observe(*(message(number, publisher=publisher) for number in range(1, 6)))
-    copies = [open_envelope(data) for data in published(actions, replica_channel(C, 1), LOCAL)]
-    assert [copy.sequence for copy in copies] == [1, 2, 3, 4, 5]
-    assert only(Connect, actions) == []
-
-
 def test_a_name_at_rest_becomes_restless_when_only_the_epoch_changes() -> None:
     """The servers stay, and what was remembered as needing nothing is the old location now."""
     start = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s1", "s2"))[2]
@@ -217,27 +192,26 @@ def test_a_name_at_rest_becomes_restless_when_only_the_epoch_changes() -> None:
     assert [place.physical for place, _ in sent("s1", actions)] == [replica_channel(C, 4)]
 
 
-def test_subscribers_at_its_own_server_are_told_that_it_was_blind() -> None:
-    """What was published at one name here was not forwarded to the other; its publisher may be gone by now (G5)."""
-    plan = phases(PLAN_0, replicas(ALL_SUBSCRIBERS, "s1", "s2"))[1]
-    agent = Agent()
+@pytest.mark.parametrize(
+    ("server", "replica", "concerned"),
+    [("s1", "s1", {plain("s1"), at("s1", 1), at("s2", 1)}), ("s2", "s3", {plain("s1"), at("s3", 1)})],
+    ids=["here at two names", "here at one"],
+)
+def test_subscribers_are_notified_that_a_dispatcher_was_blind(
+    server: str, replica: str, concerned: set[Location]
+) -> None:
+    """What was published at one name was not forwarded to the others; its publisher may be gone by now (G5)."""
+    agent = Agent(server)
     agent.up(LOCAL)
-    actions = agent.read(plan)
+    actions = agent.read(phases(PLAN_0, replicas(ALL_SUBSCRIBERS, *sorted({replica, "s2"})))[1])
     actions += agent.connect_all()
-    told = {place for place, notice in controls("s1", actions) if notice == LossNotice(C, None)}
-    assert told == {plain("s1"), at("s1", 1), at("s2", 1)}
-
-
-def test_subscribers_at_its_only_location_have_missed_nothing_by_its_blindness() -> None:
-    plan = phases(PLAN_0, replicas(ALL_SUBSCRIBERS, "s2", "s3"))[1]
-    agent = Agent("s2")
-    agent.up(LOCAL)
-    actions = agent.read(plan)
-    actions += agent.connect_all()
-    assert {place for place, _ in controls("s2", actions)} == {plain("s1"), at("s3", 1)}
+    assert {place for place, notice in controls(server, actions) if notice == LossNotice(C, None)} == concerned
 
 
 # Relaying: what is published at all of several new locations.
+
+
+SPREAD = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
 
 
 def relayed(agent: Agent, *payloads: bytes, physical: bytes = C) -> list[bytes]:
@@ -246,8 +220,7 @@ def relayed(agent: Agent, *payloads: bytes, physical: bytes = C) -> list[bytes]:
 
 
 def test_only_what_comes_at_several_new_locations_is_relayed_to_the_old_ones() -> None:
-    spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
-    new, old = Agent("s3").holding(spread, "s1", "s2"), Agent("s1").holding(spread, "s2", "s3")
+    new, old = Agent("s3").holding(SPREAD, "s1", "s2"), Agent("s1").holding(SPREAD, "s2", "s3")
     [relay] = only(Send, new.observe(message(1, epoch=1), physical=replica_channel(C, 1)))
     assert (relay.link, relay.args[1]) == ("to:s1", relay_channel(C))
     assert {send.args[1] for send in only(Send, old.observe(message(1)))} >= {replica_channel(C, 1)}
@@ -259,19 +232,18 @@ def test_only_what_comes_at_several_new_locations_is_relayed_to_the_old_ones() -
 
 
 def test_what_several_relay_is_published_once_and_markers_each_time() -> None:
-    spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
-    agent = Agent("s1").holding(spread, "s2", "s3")
-    first, second = forwarded(message(1), 1), forwarded(message(2), 1)
+    agent = Agent("s1", DispatcherOptions(forwarder=ForwarderOptions(relayed_max=2))).holding(SPREAD, "s2", "s3")
+    first, second, third = (forwarded(message(number), 1) for number in (1, 2, 3))
     marker = seal_control(Marker(C, "s2", 1))
     assert relayed(agent, first, second, marker, second, first, marker) == [first, second, marker, marker]
+    assert relayed(agent, third, first) == [third, first], "past the bound the oldest is forgotten"
     assert relayed(agent, forwarded(message(1, publisher=8), 1)) == [forwarded(message(1, publisher=8), 1)]
     assert relayed(agent, b"raw") == []
 
 
 def test_one_dispatcher_relays_at_once_and_the_others_later_and_together() -> None:
     """Publisher 7 is s3's among s2 and s3; where the old location is at a new server, every publisher is that one's."""
-    spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
-    later = Agent("s2").holding(spread, "s1", "s3")
+    later = Agent("s2").holding(SPREAD, "s1", "s3")
     assert later.observe(message(1, epoch=1), message(2, epoch=1), physical=replica_channel(C, 1)) == []
     assert later.announce(replica_channel(C, 1), leaving=("s1",)) == []
     [together] = only(SendAll, later.send_later())
@@ -288,16 +260,14 @@ def test_one_dispatcher_relays_at_once_and_the_others_later_and_together() -> No
 
 
 def test_what_is_sent_later_goes_before_what_is_sent_at_once() -> None:
-    spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
-    agent = Agent("s2").holding(spread, "s1", "s3")
+    agent = Agent("s2").holding(SPREAD, "s1", "s3")
     both = [message(1, epoch=1), message(1, epoch=1, publisher=8)]
     [together] = agent.observe(*both, physical=replica_channel(C, 1))
     assert [open_envelope(data).publisher for _, data in commands([together], b"PUBLISH")] == [7, 8]
 
 
 def test_what_waits_to_be_sent_later_survives_its_link() -> None:
-    spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
-    agent = Agent("s2").holding(spread, "s1", "s3")
+    agent = Agent("s2").holding(SPREAD, "s1", "s3")
     agent.observe(message(1, epoch=1), physical=replica_channel(C, 1))
     agent.down("to:s1")
     assert agent.send_later() == []
@@ -370,15 +340,14 @@ def test_nothing_else_is_forwarded_at_request(request_: bytes, counter: str) -> 
     assert agent.counters[counter] == 1
 
 
-def test_subscribers_are_told_that_what_was_relayed_may_be_lost() -> None:
+def test_subscribers_are_notified_that_what_was_relayed_may_be_lost() -> None:
     """Before a marker lets them go (G5)."""
-    spread = phases(PLAN_0, replicas(ALL_PUBLISHERS, "s2", "s3"))[1]
     agent = Agent("s1")
     agent.up(LOCAL)
     marker = seal_control(Marker(C, "s2", 1))
     agent.observe(marker, physical=relay_channel(C))
-    told = [notice for place, notice in controls("s1", agent.read(spread)) if place == plain("s1")]
-    assert told == [LossNotice(C, None), Marker(C, "s2", 1)]
+    got = [notice for place, notice in controls("s1", agent.read(SPREAD)) if place == plain("s1")]
+    assert got == [LossNotice(C, None), Marker(C, "s2", 1)]
 
 
 # Markers.
@@ -388,8 +357,8 @@ def test_subscribers_are_told_that_what_was_relayed_may_be_lost() -> None:
 def test_the_markers_of_each_new_location_go_to_the_servers_of_all_old_ones(server: str) -> None:
     agent = Agent(server).holding(BETWEEN[1])
     links = {"s1": LOCAL if server == "s1" else "to:s1", "s2": "to:s2"}
-    told = marks([*agent.announce(replica_channel(C, 4)), *agent.connect_all(), *agent.send_later()])
-    assert told == [(links[old], Marker(C, server, 1)) for old in ("s1", "s2")]
+    got = marks([*agent.announce(replica_channel(C, 4)), *agent.connect_all(), *agent.send_later()])
+    assert got == [(links[old], Marker(C, server, 1)) for old in ("s1", "s2")]
 
 
 @given(strategies.assignments(), strategies.assignments(), strategies.naturals)
@@ -439,13 +408,9 @@ def home() -> Assignment:
 
 
 def count(agent: Agent, actions: list[Any], listeners: Mapping[bytes, int]) -> list[Any]:
-    """Answer NUMSUB with the number of listeners of each name; return what the balancer is told."""
-    out: list[Any] = []
-    for send in tagged(actions, "numsub"):
-        names = [name for name in send.args[2:] if isinstance(name, bytes)]
-        pairs = [part for name in names for part in (name, listeners[name])]
-        out += agent.tell(Replied(LOCAL, send.tag, pairs))
-    return [unpack_control(data) for data in published(out, BALANCER_CHANNEL, LOCAL)]
+    """Answer NUMSUB with the number of listeners of each name; return what the balancer gets."""
+    answered = agent.listeners(actions, listeners)
+    return [unpack_control(data) for data in published(answered, BALANCER_CHANNEL, LOCAL)]
 
 
 def polled(agent: Agent) -> list[Any]:
@@ -466,16 +431,10 @@ def both_old_here() -> Plan:
     return PLAN_0.with_entries({C: Entry(Route(4, single("s3")), Phase.ACTIVE, older)}, 5)
 
 
-@pytest.mark.parametrize(("at_plain", "at_replica"), [(1, 0), (0, 1), (1, 1)])
-def test_as_long_as_anybody_listens_at_any_old_name_nothing_is_vacated(at_plain: int, at_replica: int) -> None:
+def test_it_is_vacated_when_nobody_listens_at_any_old_name() -> None:
     agent = Agent("s1").holding(both_old_here())
-    listeners = {C: at_plain, replica_channel(C, 1): at_replica}
-    for _ in range(5):
-        assert count(agent, polled(agent), listeners) == []
-
-
-def test_it_is_vacated_once_when_nobody_listens_at_any() -> None:
-    agent = Agent("s1").holding(both_old_here())
+    for at_plain, at_replica in ((1, 0), (0, 1), (1, 1)):
+        assert count(agent, polled(agent), {C: at_plain, replica_channel(C, 1): at_replica}) == []
     assert count(agent, polled(agent), {C: 0, replica_channel(C, 1): 0}) == [Vacated("s1", ((C, 4),), INCARNATION)]
 
 
@@ -484,14 +443,14 @@ def test_it_is_vacated_once_when_nobody_listens_at_any() -> None:
 
 @pytest.mark.parametrize("mode", REPLICATED)
 @pytest.mark.parametrize("server", ["s1", "s2", "s3"])
-def test_a_publisher_is_told_unless_it_is_at_a_replica(mode: Mode, server: str) -> None:
+def test_a_publisher_is_notified_unless_it_is_at_a_replica(mode: Mode, server: str) -> None:
     """At any: under ALL_SUBSCRIBERS it may have a reason to use another one than its own."""
     plan = phases(PLAN_0, replicas(mode, "s1", "s2"))[1]
-    told = pack_control(RouteNotice(C, plan.entry(C).route))
+    got = pack_control(RouteNotice(C, plan.entry(C).route))
     for physical in (C, replica_channel(C, 1)):
         actions = Agent(server).holding(plan).observe(message(1, epoch=1), physical=physical)
         right = physical != C and server != "s3"
-        assert published(actions, inbox(7), LOCAL) == ([] if right else [told])
+        assert published(actions, inbox(7), LOCAL) == ([] if right else [got])
 
 
 # Several dispatchers together.

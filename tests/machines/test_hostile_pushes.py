@@ -19,7 +19,7 @@ from tests.examples import examples
 from tests.machines.agent import Agent
 from tests.machines.helpers import ACTIVE, PLAN_0, PREPARED, SETTLED, C
 from tests.machines.listener import Listener
-from tests.machines.test_publisher import INBOX, Publisher
+from tests.machines.publisher import INBOX, Publisher
 
 SEEDS = 8
 MUTANTS = 5
@@ -140,16 +140,3 @@ def test_dispatcher(observed: Any, heard: Any, asked: Any, server: str, plan: Pl
     agent.tell(Pushed(LOCAL, observed))
     agent.pass_time(10)
     agent.listeners(agent.pass_time(0.3), 0)
-
-
-def test_what_is_malformed_is_counted_by_each() -> None:
-    bad = seal(1, 1, 0, b"\xc1", CONTROL)
-    listener = Listener().confirmed()
-    listener.push("s1", C, bad, bad)
-    publisher = Publisher().connected("s1")
-    publisher.push("s1", INBOX, b"\xc1", b"\xc1")
-    agent = Agent().holding(ACTIVE)
-    agent.observe(seal(1, 1, 0, b"", 0x80))
-    agent.observe(b"\xc1", physical=ANNOUNCE_CHANNEL)
-    counters = (listener.counters, publisher.publisher.counters, agent.counters)
-    assert [each["malformed_messages"] for each in counters] == [2, 2, 2]

@@ -7,26 +7,21 @@ from typing import Any, cast
 
 import pytest
 
-from dynamoth.machine.events import LinkDown, LinkUp, Pushed, Replied, Send, Start
+from dynamoth.machine.events import LinkDown, Pushed
 from dynamoth.machine.outbox import Outbox
 from dynamoth.plan.plan import Location
-from dynamoth_client.machines.local_plan import LocalPlan
-from dynamoth_client.machines.patterns.events import SubscribePatterns
-from dynamoth_client.machines.patterns.machine import PatternMachine
 from dynamoth_client.machines.patterns.subscription import PatternSubscription
 from dynamoth_client.machines.publisher.channels import PublishedChannel
-from dynamoth_client.machines.publisher.events import Publish
-from dynamoth_client.machines.publisher.machine import PublisherMachine
 from dynamoth_client.machines.publisher.records import PublisherServer
 from dynamoth_client.machines.publisher.waiting import Waiting
 from dynamoth_client.machines.register import State
 from dynamoth_client.machines.subscriber.listening import Listening
 from dynamoth_client.machines.subscriber.subscription import Place, Subscription
-from dynamoth_sim.world.checker import Checker
-from tests.machines.helpers import PLAN_0, RUN, C, Subject, entry_reply, header_reply, message, tagged
+from dynamoth_sim.world.invariants import Checker
+from tests.machines.helpers import C, message
 from tests.machines.listener import Listener
-
-P = b"news.*"
+from tests.machines.publisher import Publisher
+from tests.machines.test_patterns import Matcher, P
 
 
 def subscribed() -> tuple[Any, Subscription]:
@@ -39,33 +34,21 @@ def target(subscription: Subscription) -> Place:
     return next(iter(subscription.targets.values()))
 
 
-def _join_elsewhere(subscription: Subscription) -> None:
-    subscription.join(Location("s3", C))
-
-
-def _leave_and_stay(subscription: Subscription) -> None:
-    subscription.leaving = dict(subscription.targets)
-
-
-def _keep_one(subscription: Subscription) -> None:
-    subscription.early = [b"x"]
-
-
-BROKEN_SUBSCRIPTIONS: tuple[Callable[[Subscription], None], ...] = (
+BROKEN_SUBSCRIPTIONS: tuple[Callable[[Subscription], object], ...] = (
     lambda each: setattr(each, "state", State.JOINING),
     lambda each: setattr(each, "state", State.ENDING),
     lambda each: setattr(each, "subscribe_acks_pending", 1),
     lambda each: each.targets.clear(),
     lambda each: setattr(target(each), "verified_epoch", -1),
     lambda each: setattr(target(each), "location", Location("s2", C)),
-    _join_elsewhere,
-    _leave_and_stay,
-    _keep_one,
+    lambda each: each.join(Location("s3", C)),
+    lambda each: setattr(each, "leaving", dict(each.targets)),
+    lambda each: setattr(each, "early", [b"x"]),
 )
 
 
 @pytest.mark.parametrize("break_it", BROKEN_SUBSCRIPTIONS)
-def test_a_broken_subscription_is_noticed(break_it: Callable[[Subscription], None]) -> None:
+def test_a_broken_subscription_is_noticed(break_it: Callable[[Subscription], object]) -> None:
     machine, subscription = subscribed()
     machine.check()
     break_it(subscription)
@@ -73,28 +56,17 @@ def test_a_broken_subscription_is_noticed(break_it: Callable[[Subscription], Non
         machine.check()
 
 
-def _forget_place(machine: Any) -> None:
-    machine._listening.links["s1"].places.clear()
+BROKEN_SUBSCRIBERS: tuple[Callable[[Any], object], ...] = (
+    lambda machine: machine._listening.links["s1"].places.clear(),
+    lambda machine: setattr(machine._listening.links["s1"], "up", False),
+    lambda machine: machine._listening.unannounced.update({"s1": ({}, [])}),
+    lambda machine: machine._plan.unpin(C, 100.0),
+    lambda machine: setattr(machine._messages._held, "size_bytes", 1),
+)
 
 
-def _link_is_down(machine: Any) -> None:
-    machine._listening.links["s1"].up = False
-
-
-def _announce_late(machine: Any) -> None:
-    machine._listening.unannounced["s1"] = ({}, [])
-
-
-def _unpin(machine: Any) -> None:
-    machine._plan.unpin(C, 100.0)
-
-
-def _hold_more(machine: Any) -> None:
-    machine._messages._held.size_bytes += 1
-
-
-@pytest.mark.parametrize("break_it", [_forget_place, _link_is_down, _announce_late, _unpin, _hold_more])
-def test_a_broken_subscriber_is_noticed(break_it: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("break_it", BROKEN_SUBSCRIBERS)
+def test_a_broken_subscriber_is_noticed(break_it: Callable[[Any], object]) -> None:
     machine, _ = subscribed()
     break_it(machine)
     with pytest.raises(AssertionError):
@@ -121,20 +93,8 @@ def _pushed(number: int) -> Pushed:
 
 
 def matching() -> tuple[Any, PatternSubscription]:
-    subject = Subject(PatternMachine(LocalPlan(PLAN_0)))
-    actions = subject.tell(Start(), SubscribePatterns((P,)), *(LinkUp(server, RUN) for server in ("s1", "s2", "s3")))
-    machine = cast("Any", subject.machine)
-    subscription: PatternSubscription = machine._register.current[P]
-    for send in tagged(actions, "header"):
-        for name in subscription.names:
-            machine.handle(_confirmed(send.link, name), 100.0)
-        machine.handle(Replied(send.link, send.tag, header_reply(PLAN_0)), 100.0)
-    assert subscription.state is State.LISTENING
-    return machine, subscription
-
-
-def _confirmed(link: str, name: bytes) -> Pushed:
-    return Pushed(link, [[b"psubscribe", name, 1]])
+    machine = cast("Any", Matcher().confirmed().patterns)
+    return machine, machine._register.current[P]
 
 
 BROKEN_PATTERNS: tuple[Callable[[Any, PatternSubscription], object], ...] = (
@@ -162,14 +122,11 @@ def test_a_broken_pattern_is_noticed(break_it: Callable[[Any, PatternSubscriptio
 
 def publishing() -> tuple[Any, PublishedChannel, PublisherServer]:
     """Return a publisher of a confirmed channel, with one message that is not answered."""
-    subject = Subject(PublisherMachine(7, LocalPlan(PLAN_0)))
-    actions = subject.tell(Start(), Publish(0, C, b"x"), LinkUp("s1", RUN))
-    for send in actions:
-        if isinstance(send, Send) and send.tag is not None:
-            read = [b"agents", 1] if send.args[0] == b"PUBSUB" else entry_reply(PLAN_0, C)
-            subject.tell(Replied("s1", send.tag, 2 if send.args[0] == b"PUBLISH" else read))
-    subject.tell(Publish(1, C, b"y"))
-    machine = cast("Any", subject.machine)
+    publisher = Publisher()
+    publisher.publish()
+    publisher.answer(publisher.up("s1"))
+    publisher.publish()
+    machine = cast("Any", publisher.publisher)
     return machine, machine._channels.by_name[C], machine._servers["s1"]
 
 

@@ -19,24 +19,15 @@ def learned(plan: LocalPlan, *channels: bytes, now: float = 0.0) -> None:
         assert plan.learn(channel, Route(1, single("s2")), now)
 
 
-def test_a_channel_is_at_home_until_something_else_is_learned() -> None:
-    plan = LocalPlan(ACTIVE)
-    assert (plan.route(C), plan.epoch(C), plan.home(C)) == (HOME, 0, HOME)
-
-
 def test_learns_newer_routes_only() -> None:
     plan = LocalPlan(PLAN_0)
+    assert (plan.route(C), plan.epoch(C)) == (HOME, 0)
+    assert not plan.learn(C, Route(9, single("s9")), 0.0), "the plan does not list this server"
     assert plan.learn(C, Route(5, single("s2")), 0.0)
     for stale in (Route(4, single("s3")), Route(5, single("s3")), HOME):
         assert not plan.learn(C, stale, 0.0)
     assert plan.route(C) == Route(5, single("s2"))
     assert plan.home(C) == HOME
-
-
-def test_learns_no_route_to_a_server_that_the_plan_does_not_list() -> None:
-    plan = LocalPlan(PLAN_0)
-    assert not plan.learn(C, Route(5, single("s9")), 0.0)
-    assert plan.route(C) == HOME
 
 
 def test_takes_a_newer_header_only() -> None:
@@ -52,11 +43,11 @@ def test_takes_a_newer_header_only() -> None:
 def test_a_header_with_another_ring_is_never_older() -> None:
     """All servers have lost the plan; whatever its version, the new one holds."""
     plan = LocalPlan(ACTIVE)
-    anew = replace(PLAN_0, base=("s2",))
-    assert plan.has_other_ring(StoredEntry(0, None, ring=anew.ring_mark))
+    another_plan = replace(PLAN_0, base=("s2",))
+    assert plan.has_other_ring(StoredEntry(0, None, ring=another_plan.ring_mark))
     assert not plan.has_other_ring(StoredEntry(0, None, ring=PLAN_0.ring_mark))
     assert not plan.has_other_ring(StoredEntry(0, None)), "an older balancer has written it"
-    plan.update_header(anew)
+    plan.update_header(another_plan)
     assert plan.home(C) == Route(0, single("s2"))
     assert not plan.has_other_ring(StoredEntry(0, None, ring=b"forged")), "its header has been read"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dynamoth.machine.events import Connect, Disconnect, ErrorReply, Pushed, Replied, Send, Start
 from dynamoth.names import PATTERN_PREFIX, inbox, replica_channel, replica_pattern
-from dynamoth.plan.plan import JOIN_S, Plan, Server
+from dynamoth.plan.plan import JOIN_S, Plan
 from dynamoth.protocol.control import LossNotice
 from dynamoth.protocol.envelope import FIRST, FORWARDED, HEARTBEAT, QUIET_MS_MAX, RAW, ROUTE_CHANGED, seal
 from dynamoth_client.machines.local_plan import LocalPlan
@@ -23,6 +23,7 @@ from dynamoth_client.machines.patterns.events import (
 from dynamoth_client.machines.patterns.machine import PatternMachine
 from dynamoth_client.machines.subscriber.events import SubscriptionConfirmed, SubscriptionEnded, SubscriptionFailed
 from tests.machines.helpers import (
+    GROWN,
     PLAN_0,
     RUN,
     SERVERS,
@@ -59,10 +60,10 @@ class Matcher(Subject):
 
     def answer(self, actions: Iterable[Any], plan: Plan | None = PLAN_0) -> list[Any]:
         """Answer as servers that store ``plan``: acknowledge subscriptions and ends, and give the header."""
-        told: list[Any] = []
+        got: list[Any] = []
         for send in only(Send, actions):
-            told += self.answer_one(send, plan)
-        return told
+            got += self.answer_one(send, plan)
+        return got
 
     def answer_one(self, send: Send, plan: Plan | None = PLAN_0) -> list[Any]:
         name = send.args[0]
@@ -79,8 +80,8 @@ class Matcher(Subject):
 
     def confirmed(self, *patterns: bytes) -> Matcher:
         self.subscribe(*patterns)
-        told = self.all_up()
-        assert only(SubscriptionConfirmed, told) == [SubscriptionConfirmed(pattern) for pattern in patterns or (P,)]
+        got = self.all_up()
+        assert only(SubscriptionConfirmed, got) == [SubscriptionConfirmed(pattern) for pattern in patterns or (P,)]
         return self
 
     def matched(self, link: str, *datas: bytes, channel: bytes = NEWS, pattern: bytes = P) -> list[Any]:
@@ -139,20 +140,15 @@ def test_a_header_that_was_asked_for_before_the_subscription_does_not_confirm() 
 
 def test_a_server_without_a_plan_is_asked_again_and_after_a_while_it_will_do() -> None:
     matcher = joining("s1", "s2", options=replace(OPTIONS, retry_s=0.5, failover_s=2.0))
-    assert matcher.answer(matcher.up("s3"), None) == []
+    assert matcher.answer(matcher.up("s3", run_id="another than " + RUN)) == [], "a plan of an earlier process"
+    assert matcher.patterns.counters["no_plan_at_server"] == 1
     for _ in range(3):
         assert matcher.answer(matcher.pass_time(0.5), None) == []
     assert matcher.answer(matcher.pass_time(0.5), None) == [SubscriptionConfirmed(P)]
     assert matcher.pass_time(1.0) == []
 
 
-def test_a_plan_of_an_earlier_process_is_not_believed() -> None:
-    matcher = joining("s1", "s2")
-    assert matcher.answer(matcher.up("s3", run_id="another than " + RUN)) == []
-    assert matcher.patterns.counters["no_plan_at_server"] == 1
-
-
-def test_a_server_that_is_away_for_long_is_done_without_and_that_is_told() -> None:
+def test_a_server_that_is_away_for_long_is_done_without_and_that_is_reported() -> None:
     matcher = joining("s1", "s2")
     assert matcher.pass_time(OPTIONS.failover_s - 0.1) == []
     reason = "subscribed without what is published at s3, which cannot be reached"
@@ -161,17 +157,13 @@ def test_a_server_that_is_away_for_long_is_done_without_and_that_is_told() -> No
     assert matcher.answer(matcher.up("s3")) == [back]
 
 
-def test_without_any_server_nothing_is_confirmed() -> None:
+def test_a_reserved_pattern_and_one_that_the_server_refuses_are_gone() -> None:
     matcher = joining()
-    assert matcher.pass_time(10 * OPTIONS.failover_s) == []
-
-
-def test_a_pattern_that_the_server_refuses_is_gone() -> None:
-    matcher = joining()
+    assert [type(action) for action in matcher.subscribe(b"__dynamoth__:*")] == [SubscriptionFailed]
     [subscribe, header] = essential(matcher.up("s1"))
     refusal = ErrorReply("NOPERM this user has no permissions to access one of the channels used as arguments")
-    told = matcher.tell(Replied("s1", subscribe.tag, refusal))
-    assert told[-1] == SubscriptionFailed(P, str(refusal))
+    got = matcher.tell(Replied("s1", subscribe.tag, refusal))
+    assert got[-1] == SubscriptionFailed(P, str(refusal))
     assert matcher.answer_one(header) == []
     assert matcher.up("s2") == []
 
@@ -180,8 +172,8 @@ def test_a_plan_that_may_not_be_read_fails_the_pattern() -> None:
     matcher = joining()
     subscribe, header = essential(matcher.up("s1"))
     matcher.answer_one(subscribe)
-    told = matcher.tell(Replied("s1", header.tag, ErrorReply("NOPERM no access")))
-    assert only(SubscriptionFailed, told) == [SubscriptionFailed(P, "the stored plan cannot be read: NOPERM no access")]
+    got = matcher.tell(Replied("s1", header.tag, ErrorReply("NOPERM no access")))
+    assert only(SubscriptionFailed, got) == [SubscriptionFailed(P, "the stored plan cannot be read: NOPERM no access")]
 
 
 def test_a_server_that_is_busy_is_asked_again() -> None:
@@ -193,19 +185,14 @@ def test_a_server_that_is_busy_is_asked_again() -> None:
     assert matcher.answer(matcher.pass_time(0.01)) == [SubscriptionConfirmed(P)]
 
 
-def test_a_reserved_pattern_is_refused() -> None:
-    [failed] = Matcher().subscribe(b"__dynamoth__:*")
-    assert isinstance(failed, SubscriptionFailed)
-
-
 # Messages.
 
 
 def test_messages_come_with_pattern_and_channel() -> None:
     matcher = Matcher().confirmed()
-    told = matcher.matched("s1", message(1, flags=FIRST), message(2))
-    told += matcher.matched("s2", message(1, publisher=8, flags=FIRST), channel=b"news.y")
-    found = [each for action in only(DeliverMatched, told) for each in action.messages]
+    got = matcher.matched("s1", message(1, flags=FIRST), message(2))
+    got += matcher.matched("s2", message(1, publisher=8, flags=FIRST), channel=b"news.y")
+    found = [each for action in only(DeliverMatched, got) for each in action.messages]
     assert found == [
         PatternMessage(P, NEWS, b"m1"),
         PatternMessage(P, NEWS, b"m2"),
@@ -216,16 +203,13 @@ def test_messages_come_with_pattern_and_channel() -> None:
 def test_replicas_are_the_channel_and_copies_are_dropped() -> None:
     matcher = Matcher().confirmed()
     physical = replica_channel(NEWS, 77)
-    told = matcher.matched("s1", message(1, flags=FIRST), channel=physical, pattern=R)
-    assert told == [DeliverMatched([PatternMessage(P, NEWS, b"m1")])]
+    got = matcher.matched("s1", message(1, flags=FIRST), channel=physical, pattern=R)
+    assert got == [DeliverMatched([PatternMessage(P, NEWS, b"m1")])]
     assert matcher.matched("s2", message(1, flags=FIRST), channel=physical, pattern=R) == []
     assert matcher.matched("s3", message(1, flags=FORWARDED)) == []
     assert delivered(matcher.matched("s3", message(2, flags=ROUTE_CHANGED))) == [b"m2"]
-
-
-def test_a_replica_of_another_channel_that_ends_alike_is_not_for_the_pattern() -> None:
-    matcher = Matcher().confirmed()
-    assert matcher.matched("s1", message(1), channel=replica_channel(b"old:news.x", 77), pattern=R) == []
+    other = replica_channel(b"old:news.x", 77)
+    assert matcher.matched("s1", message(1), channel=other, pattern=R) == [], "another channel that ends alike"
 
 
 def test_an_early_message_waits_for_the_one_before_it() -> None:
@@ -235,7 +219,7 @@ def test_an_early_message_waits_for_the_one_before_it() -> None:
     assert delivered(matcher.matched("s1", message(2))) == [b"m2", b"m3"]
 
 
-def test_what_never_comes_is_told() -> None:
+def test_what_never_comes_is_reported() -> None:
     matcher = Matcher().confirmed()
     matcher.matched("s1", message(1, flags=FIRST))
     matcher.matched("s2", message(4))
@@ -244,19 +228,15 @@ def test_what_never_comes_is_told() -> None:
     assert released == DeliverMatched([PatternMessage(P, NEWS, b"m4")])
 
 
-def test_an_unknown_publisher_s_message_waits_for_a_predecessor_that_is_owed() -> None:
+def test_an_unknown_publisher_s_message_waits_for_a_predecessor_that_is_missing_only() -> None:
     matcher = Matcher().confirmed()
+    assert delivered(matcher.matched("s2", quiet(6, 500), channel=b"news.y")) == [b"m6"], "before the confirmation"
     matcher.now += 10.0
     assert matcher.matched("s2", quiet(6, 500)) == [], "number 5 came after the confirmation"
     assert delivered(matcher.matched("s1", quiet(5, 20_000))) == [b"m5", b"m6"]
-
-
-def test_an_unknown_publisher_s_message_does_not_wait_for_what_is_not_owed() -> None:
-    matcher = Matcher().confirmed()
-    matcher.now += 100.0
-    assert delivered(matcher.matched("s2", quiet(6, QUIET_MS_MAX))) == [b"m6"], "long ago: it would have come"
-    matcher = Matcher().confirmed()
-    assert delivered(matcher.matched("s2", quiet(6, 500))) == [b"m6"], "before the confirmation"
+    matcher.now += 90.0
+    long_ago = quiet(6, QUIET_MS_MAX)
+    assert delivered(matcher.matched("s2", long_ago, channel=b"news.z")) == [b"m6"], "it would have come"
 
 
 def test_raw_messages_are_delivered_where_they_were_published() -> None:
@@ -282,20 +262,11 @@ def test_a_heartbeat_reveals_a_lost_tail_of_a_known_publisher_only() -> None:
     assert matcher.pass_time(OPTIONS.hold_s_max) == [PatternGapDetected(P, NEWS, 7, 1, "not arrived in time")]
 
 
-def test_messages_for_several_patterns_come_once_for_each() -> None:
-    matcher = Matcher().confirmed(P, b"*.x")
-    first = message(1, flags=FIRST)
-    own = b"[^\\_]*.x"
-    told = matcher.tell(Pushed("s1", [[b"pmessage", pattern, NEWS, first] for pattern in (P, own)]))
-    found = [each.pattern for action in only(DeliverMatched, told) for each in action.messages]
-    assert found == [P, b"*.x"]
-
-
 def test_a_message_that_matches_two_names_of_a_pattern_comes_once() -> None:
     matcher = Matcher().confirmed(b"*x*")
     names = [b"x*", b"[^\\_]*x*"]
-    told = matcher.tell(Pushed("s1", [[b"pmessage", name, b"xx", b"raw"] for name in names]))
-    assert delivered(told) == [b"raw"]
+    got = matcher.tell(Pushed("s1", [[b"pmessage", name, b"xx", b"raw"] for name in names]))
+    assert delivered(got) == [b"raw"]
     for channel, name in ((b"yx", names[1]), (b"__dynamoth__yx", b"__dynamoth__[^\\:]*x*")):
         assert delivered(matcher.matched("s1", b"one name only", channel=channel, pattern=name)) == [b"one name only"]
 
@@ -303,21 +274,19 @@ def test_a_message_that_matches_two_names_of_a_pattern_comes_once() -> None:
 def test_two_patterns_may_share_a_name() -> None:
     matcher = Matcher().confirmed(b"*", b"[^_]*")
     shared = b"[^\\_]*"
-    told = matcher.matched("s1", b"raw", pattern=shared)
-    told += matcher.matched("s1", b"raw", pattern=b"[^_]*")
-    assert [m.pattern for action in only(DeliverMatched, told) for m in action.messages] == [b"*", b"[^_]*"]
+    got = matcher.matched("s1", b"raw", pattern=shared)
+    got += matcher.matched("s1", b"raw", pattern=b"[^_]*")
+    assert [m.pattern for action in only(DeliverMatched, got) for m in action.messages] == [b"*", b"[^_]*"]
 
 
 def test_what_comes_before_the_confirmation_is_delivered_behind_it() -> None:
-    matcher = joining()
-    for server in ("s1", "s2"):
-        matcher.answer(matcher.up(server))
+    matcher = joining("s1", "s2")
     assert matcher.matched("s1", message(1, flags=FIRST)) == []
     subscribe, header = essential(matcher.up("s3"))
     matcher.answer_one(subscribe)  # from here on nothing is missed; what came before is forgotten
     assert matcher.matched("s1", message(3)) == []
-    told = matcher.answer_one(header)
-    assert told == [SubscriptionConfirmed(P), DeliverMatched([PatternMessage(P, NEWS, b"m3")])]
+    got = matcher.answer_one(header)
+    assert got == [SubscriptionConfirmed(P), DeliverMatched([PatternMessage(P, NEWS, b"m3")])]
     assert matcher.matched("s2", message(2)) == []
 
 
@@ -334,15 +303,15 @@ def test_channels_past_the_bound_are_forgotten_the_longest_idle_first() -> None:
 # Connections.
 
 
-def test_a_lost_connection_is_a_gap_told_when_the_server_has_taken_the_subscription_again() -> None:
+def test_a_lost_connection_is_a_gap_reported_when_the_server_has_taken_the_subscription_again() -> None:
     matcher = Matcher().confirmed()
     matcher.matched("s1", message(1, flags=FIRST))
     assert matcher.down("s1") == []
     subscribe, header = essential(matcher.up("s1"))
     reason = "the connection to server s1 was lost: reset by peer"
     acknowledgements = [[b"psubscribe", P, 1], [b"psubscribe", R, 2]]
-    told = matcher.tell(Pushed("s1", [*acknowledgements, [b"pmessage", P, NEWS, message(2)]]))
-    assert told == [PatternGapDetected(P, None, None, None, reason), DeliverMatched([PatternMessage(P, NEWS, b"m2")])]
+    got = matcher.tell(Pushed("s1", [*acknowledgements, [b"pmessage", P, NEWS, message(2)]]))
+    assert got == [PatternGapDetected(P, None, None, None, reason), DeliverMatched([PatternMessage(P, NEWS, b"m2")])]
     assert matcher.answer_one(header) == []
     assert subscribe.args == (b"PSUBSCRIBE", P, R)
 
@@ -365,77 +334,66 @@ def test_a_connection_lost_before_the_confirmation_is_no_gap() -> None:
     assert matcher.answer(matcher.up("s1")) == [SubscriptionConfirmed(P)]
 
 
-def grown_to_s4(matcher: Matcher, *, after_s: float, joins_after_s: float) -> list[Any]:
-    """Have s4 listed after some time, and let it be connected and answer after some more; return what is told then."""
-    grown = replace(PLAN_0, version=5, servers={**PLAN_0.servers, "s4": Server("s4", "redis://s4:6379")})
-    asked = matcher.pass_time(after_s)
-    assert [send.link for send in only(Send, asked)] == ["s1", "s2", "s3"]
-    assert matcher.answer(asked, grown) == [Connect("s4", "redis://s4:6379")]
-    matcher.now += joins_after_s
-    return matcher.answer(matcher.up("s4"), grown)
+LOOKING = replace(OPTIONS, header_interval_s=3.0)
+SHRUNK = replace(Plan.initial(SERVERS[:2], virtual_nodes=8), version=5)
+S4_UNKNOWN = PatternGapDetected(P, None, None, None, "server s4 was not known before")
 
 
-def test_servers_that_come_later_are_joined_before_they_carry_channels() -> None:
-    matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed()
-    assert grown_to_s4(matcher, after_s=3.0, joins_after_s=JOIN_S - 3.1) == []
-
-
-def test_a_server_that_is_joined_too_late_is_a_gap() -> None:
-    matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed()
-    told = grown_to_s4(matcher, after_s=3.0, joins_after_s=JOIN_S - 2.9)
-    assert told == [PatternGapDetected(P, None, None, None, "server s4 was not known before")]
+def test_servers_that_come_later_are_joined_before_they_carry_channels_or_are_a_gap() -> None:
+    for joins_after_s, gaps in ((JOIN_S - 3.1, []), (JOIN_S - 2.9, [S4_UNKNOWN])):
+        matcher = Matcher(LOOKING).confirmed()
+        asked = matcher.pass_time(3.0)
+        assert [send.link for send in only(Send, asked)] == ["s1", "s2", "s3"]
+        assert matcher.answer(asked, GROWN) == [Connect("s4", "redis://s4:6379")]
+        matcher.now += joins_after_s
+        assert matcher.answer(matcher.up("s4"), GROWN) == gaps
 
 
 def test_a_server_that_is_never_joined_is_a_gap_when_it_may_carry_channels() -> None:
-    matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed()
-    grown = replace(PLAN_0, version=5, servers={**PLAN_0.servers, "s4": Server("s4", "redis://s4:6379")})
-    matcher.answer(matcher.pass_time(3.0), grown)
+    matcher = Matcher(LOOKING).confirmed()
+    matcher.answer(matcher.pass_time(3.0), GROWN)
     assert only(PatternGapDetected, matcher.pass_time(JOIN_S - 3.1)) == []
-    gap = PatternGapDetected(P, None, None, None, "server s4 was not known before")
-    assert only(PatternGapDetected, matcher.pass_time(0.2)) == [gap]
-    assert matcher.answer(matcher.up("s4"), grown) == [gap]
+    assert only(PatternGapDetected, matcher.pass_time(0.2)) == [S4_UNKNOWN]
+    assert matcher.answer(matcher.up("s4"), GROWN) == [S4_UNKNOWN]
 
 
 def test_a_server_that_leaves_the_plan_is_left_and_is_no_gap() -> None:
-    shrunk = Plan.initial(SERVERS[:2], virtual_nodes=8)
-    matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed()
-    told = matcher.answer([matcher.pass_time(3.0)[0]], replace(shrunk, version=5))
-    assert told == [Disconnect("s3")]
+    matcher = Matcher(LOOKING).confirmed()
+    got = matcher.answer([matcher.pass_time(3.0)[0]], SHRUNK)
+    assert got == [Disconnect("s3")]
     assert [send.link for send in only(Send, matcher.pass_time(3.0))] == ["s1", "s2"], "it looks again and again"
 
 
 def test_a_server_whose_own_header_does_not_list_it_is_left_and_not_waited_for() -> None:
-    shrunk = replace(Plan.initial(SERVERS[:2], virtual_nodes=8), version=5)
     matcher = joining("s1", "s2")
-    assert matcher.answer(matcher.up("s3"), shrunk) == [Disconnect("s3"), SubscriptionConfirmed(P)]
+    assert matcher.answer(matcher.up("s3"), SHRUNK) == [Disconnect("s3"), SubscriptionConfirmed(P)]
 
 
 def test_a_server_that_leaves_while_it_is_away_is_a_gap() -> None:
-    shrunk = Plan.initial(SERVERS[:2], virtual_nodes=8)
-    matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed()
+    matcher = Matcher(LOOKING).confirmed()
     matcher.down("s3")
-    told = matcher.answer([matcher.pass_time(3.0)[0]], replace(shrunk, version=5))
+    got = matcher.answer([matcher.pass_time(3.0)[0]], SHRUNK)
     reason = "the connection to server s3 was lost: reset by peer"
-    assert told == [Disconnect("s3"), PatternGapDetected(P, None, None, None, reason)]
+    assert got == [Disconnect("s3"), PatternGapDetected(P, None, None, None, reason)]
 
 
 def test_servers_that_leave_may_be_the_last_that_an_ending_pattern_waits_for() -> None:
     shrunk = replace(Plan.initial(SERVERS[:1], virtual_nodes=8), version=5)
-    matcher = Matcher(replace(OPTIONS, header_interval_s=3.0)).confirmed(P, b"other")
+    matcher = Matcher(LOOKING).confirmed(P, b"other")
     ends = essential(matcher.unsubscribe())
     matcher.subscribe()
     matcher.answer(ends[:1])
     matcher.down("s3")
-    told = matcher.answer([matcher.pass_time(3.0)[0]], shrunk)
-    assert [action for action in told if not isinstance(action, Send)][:2] == [Disconnect("s2"), SubscriptionEnded(P)]
-    assert only(Disconnect, told) == [Disconnect("s2"), Disconnect("s3")]
-    assert matcher.answer(over("s1", told), shrunk) == [SubscriptionConfirmed(P)]
+    got = matcher.answer([matcher.pass_time(3.0)[0]], shrunk)
+    assert [action for action in got if not isinstance(action, Send)][:2] == [Disconnect("s2"), SubscriptionEnded(P)]
+    assert only(Disconnect, got) == [Disconnect("s2"), Disconnect("s3")]
+    assert matcher.answer(over("s1", got), shrunk) == [SubscriptionConfirmed(P)]
 
 
 # Ends.
 
 
-def test_a_pattern_that_ends_while_a_server_is_away_tells_the_gap() -> None:
+def test_a_pattern_that_ends_while_a_server_is_away_reports_the_gap() -> None:
     matcher = Matcher().confirmed()
     matcher.down("s1")
     reason = "the connection to server s1 was lost: reset by peer"
@@ -444,14 +402,16 @@ def test_a_pattern_that_ends_while_a_server_is_away_tells_the_gap() -> None:
 
 def test_a_pattern_has_ended_when_every_server_has_said_so() -> None:
     matcher = Matcher().confirmed()
-    told = matcher.unsubscribe()
-    assert only(PatternGapDetected, told) == []
-    ends = essential(told)
+    got = matcher.unsubscribe()
+    assert only(PatternGapDetected, got) == []
+    ends = essential(got)
     assert [(send.link, send.args) for send in ends] == [(id_, (b"PUNSUBSCRIBE", P, R)) for id_ in URLS]
     assert delivered(matcher.matched("s3", message(1, flags=FIRST))) == [b"m1"], "it was on its way"
     assert matcher.answer(ends[:2]) == []
-    assert matcher.answer(ends[2:]) == [SubscriptionEnded(P)]
-    assert matcher.matched("s3", message(2)) == []
+    on_its_way = [b"pmessage", P, NEWS, message(2)]
+    got = matcher.tell(Pushed("s3", [on_its_way, *([b"punsubscribe", name, 0] for name in (P, R))]))
+    assert got == [DeliverMatched([PatternMessage(P, NEWS, b"m2")]), SubscriptionEnded(P)]
+    assert matcher.matched("s3", message(3)) == []
 
 
 def test_the_end_of_a_pattern_leaves_another_one_its_names() -> None:
@@ -459,8 +419,8 @@ def test_the_end_of_a_pattern_leaves_another_one_its_names() -> None:
     ends = matcher.unsubscribe(b"*")
     assert all(b"_" not in names for names in commands(ends, b"PUNSUBSCRIBE"))
     assert matcher.answer(ends) == [SubscriptionEnded(b"*")]
-    told = matcher.matched("s1", b"raw", channel=b"_", pattern=b"_")
-    assert told == [DeliverMatched([PatternMessage(b"_", b"_", b"raw")])]
+    got = matcher.matched("s1", b"raw", channel=b"_", pattern=b"_")
+    assert got == [DeliverMatched([PatternMessage(b"_", b"_", b"raw")])]
 
 
 def test_never_subscribed_and_not_yet_confirmed_patterns_end_at_once() -> None:
@@ -468,9 +428,9 @@ def test_never_subscribed_and_not_yet_confirmed_patterns_end_at_once() -> None:
     assert matcher.unsubscribe() == [SubscriptionEnded(P)]
     matcher.subscribe()
     matcher.answer(matcher.up("s1"))
-    told = matcher.unsubscribe()
-    assert told[-1] == SubscriptionEnded(P)
-    assert commands(told, b"PUNSUBSCRIBE", "s1") == [(P, R)]
+    got = matcher.unsubscribe()
+    assert got[-1] == SubscriptionEnded(P)
+    assert commands(got, b"PUNSUBSCRIBE", "s1") == [(P, R)]
 
 
 def test_a_new_subscription_waits_for_the_end_of_the_old_one_and_repeats_nothing() -> None:
@@ -485,17 +445,13 @@ def test_a_new_subscription_waits_for_the_end_of_the_old_one_and_repeats_nothing
     assert delivered(matcher.matched("s2", quiet(2, 10))) == [b"m2"]
 
 
-def test_links_are_closed_a_while_after_the_last_pattern() -> None:
-    matcher = Matcher().confirmed()
-    matcher.answer(matcher.unsubscribe())
-    assert matcher.pass_time(OPTIONS.link_idle_s) == [Disconnect(server) for server in URLS]
-    assert matcher.subscribe() == [Connect(server, url) for server, url in URLS.items()]
-    assert matcher.all_up() == [SubscriptionConfirmed(P)]
-
-
-def test_links_stay_for_a_pattern_that_comes_in_time() -> None:
+def test_links_are_closed_a_while_after_the_last_pattern_unless_another_comes_in_time() -> None:
     matcher = Matcher().confirmed()
     matcher.answer(matcher.unsubscribe())
     matcher.pass_time(OPTIONS.link_idle_s / 2)
     assert matcher.answer(matcher.subscribe()) == [SubscriptionConfirmed(P)]
     assert matcher.pass_time(OPTIONS.link_idle_s) == []
+    matcher.answer(matcher.unsubscribe())
+    assert matcher.pass_time(OPTIONS.link_idle_s) == [Disconnect(server) for server in URLS]
+    assert matcher.subscribe() == [Connect(server, url) for server, url in URLS.items()]
+    assert matcher.all_up() == [SubscriptionConfirmed(P)]

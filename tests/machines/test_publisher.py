@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import pytest
 
 import dynamoth.machine.outbox
-from dynamoth.machine.events import Connect, Disconnect, ErrorReply, LinkUp, Replied, RepliedAll, Send, Start
-from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL, inbox
+from dynamoth.machine.events import Connect, Disconnect, ErrorReply, Replied, RepliedAll, Send
+from dynamoth.names import AGENT_CHANNEL, CLIENTS_CHANNEL
 from dynamoth.plan.plan import Plan, Route, single
-from dynamoth.protocol.control import Marker, ObservationGap, RouteNotice, pack_control
+from dynamoth.protocol.control import Marker, ObservationGap, pack_control
 from dynamoth.protocol.envelope import FIRST, HEARTBEAT, QUIET_MS_MAX, ROUTE_CHANGED, Envelope, open_envelope, seal
-from dynamoth.protocol.plan_wire import pack_entry
 from dynamoth.protocol.stored_plan import READ_BELIEVED_VERSION, READ_HEADER, read_entry
-from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.publisher.checks import READ_AGAIN_S
 from dynamoth_client.machines.publisher.events import (
-    Publish,
     PublishAll,
     Published,
     PublishedAll,
@@ -27,7 +23,6 @@ from dynamoth_client.machines.publisher.events import (
     PublishFailed,
     PublishRefused,
 )
-from dynamoth_client.machines.publisher.machine import PublisherMachine
 from tests.machines.helpers import (
     ACTIVE,
     GROWN,
@@ -37,7 +32,6 @@ from tests.machines.helpers import (
     TO_S4,
     URLS,
     C,
-    Subject,
     channel_at,
     commands,
     entry_reply,
@@ -47,57 +41,7 @@ from tests.machines.helpers import (
     sends,
     tagged,
 )
-
-ID = 0xABCD
-INBOX = inbox(ID)
-TO_S2 = Route(1, single("s2"))
-DEFAULTS = PublisherOptions()
-
-
-class Publisher(Subject):
-    """A publisher whose servers answer when the test says so."""
-
-    def __init__(self, options: PublisherOptions | None = None, header: Plan = PLAN_0) -> None:
-        self.plan = LocalPlan(header)
-        # Most tests are about one server at a time: none asks another one where a channel is.
-        self.publisher = PublisherMachine(ID, self.plan, replace(options or PublisherOptions(), look_elsewhere_s=inf))
-        super().__init__(self.publisher)
-        self.tell(Start())
-
-    def publish(self, channel: bytes = C, token: object = "t", payload: bytes = b"x") -> list[Any]:
-        return self.tell(Publish(token, channel, payload))
-
-    def told(self, route: Route, channel: bytes = C, link: str = "s1") -> list[Any]:
-        return self.push(link, INBOX, pack_control(RouteNotice(channel, route)))
-
-    def connected(self, *links: str) -> Publisher:
-        """Let the links come up as soon as something is published there."""
-        for link in links or ("s1",):
-            self.publish(channel_at(link, 9))
-            self.answer(self.up(link))
-        return self
-
-    def answer(self, actions: list[Any], receivers: object = 1, observers: int = 0) -> list[Any]:
-        """Answer every command as a server would."""
-        out: list[Any] = []
-        for send in only(Send, actions):
-            if send.args[0] == b"PUBLISH":
-                out += self.tell(Replied(send.link, send.tag, receivers))
-            elif send.args[0] == b"HMGET":
-                out += self.tell(Replied(send.link, send.tag, [b"0", b"", None]))
-            elif send.tag == ("observers",):
-                out += self.tell(Replied(send.link, send.tag, [AGENT_CHANNEL, observers]))
-        return out
-
-
-def envelopes(actions: list[Any], channel: bytes = C, link: str | None = None) -> list[Envelope]:
-    """Return what is published, without the time since the previous message."""
-    return [open_envelope(data)._replace(quiet_ms=0) for data in published(actions, channel, link)]
-
-
-def numbers(actions: list[Any], channel: bytes = C) -> list[int]:
-    return [envelope.sequence for envelope in envelopes(actions, channel)]
-
+from tests.machines.publisher import DEFAULTS, ID, INBOX, TO_S2, Publisher, envelopes, numbers, version_reply
 
 # The first message.
 
@@ -115,19 +59,13 @@ def test_connects_where_the_channel_is_and_sends_when_the_link_is_up() -> None:
 
 def test_numbers_grow_by_one_per_channel_and_only_the_first_is_first() -> None:
     publisher = Publisher().connected()
-    other = channel_at("s1", 1)
-    sent = [envelopes(publisher.publish(channel), channel)[0] for channel in (C, C, other, C, other)]
-    assert [(envelope.sequence, envelope.flags) for envelope in sent] == [
-        (1, FIRST),
-        (2, 0),
-        (1, FIRST),
-        (3, 0),
-        (2, 0),
-    ]
+    for channel, expected in ((C, (1, FIRST)), (C, (2, 0)), (channel_at("s1", 1), (1, FIRST)), (C, (3, 0))):
+        [envelope] = envelopes(publisher.publish(channel), channel)
+        assert (envelope.sequence, envelope.flags) == expected
 
 
-def test_tells_how_long_it_has_been_quiet() -> None:
-    """A subscriber knows by it whether the previous message is owed to it."""
+def test_says_how_long_it_has_been_quiet() -> None:
+    """A subscriber knows by it whether it should have got the previous message."""
     publisher = Publisher().connected()
     publisher.publish()
     for quiet_s, quiet_ms in ((0.0, 0), (0.0125, 12), (1.0, 1000), (3600.0, QUIET_MS_MAX)):
@@ -139,17 +77,13 @@ def test_tells_how_long_it_has_been_quiet() -> None:
 # Answers.
 
 
-def test_tells_the_receivers_without_the_agents() -> None:
+def test_tells_the_receivers_without_the_agents_and_asks_for_these_once_per_second() -> None:
     """G7: infrastructure is not counted."""
     publisher = Publisher()
     publisher.publish(token=1)
     assert publisher.answer(publisher.up("s1"), receivers=4, observers=1) == [Published(1, 3)]
     assert publisher.answer(publisher.publish(token=2), receivers=1) == [Published(2, 0)]
     assert publisher.answer(publisher.publish(token=3), receivers=0) == [Published(3, 0)]
-
-
-def test_asks_for_the_agents_again_at_most_once_per_second() -> None:
-    publisher = Publisher().connected()
     assert tagged(publisher.publish(), "observers") == []
     publisher.now += 1.0
     assert len(tagged([*publisher.publish(), *publisher.publish()], "observers")) == 1
@@ -184,16 +118,11 @@ def test_messages_that_went_out_together_are_late_or_have_no_connection() -> Non
     publisher.tell(PublishAll(messages))
     publisher.down("s1")
     assert [(failed.token, failed.late) for failed in publisher.pass_time(1)] == [(1, False), (2, False)]
-
-
-def test_an_answer_that_a_new_connection_owes_is_late() -> None:
-    publisher = Publisher(PublisherOptions(publish_timeout_s=1)).connected()
-    publisher.publish(token=1)
-    publisher.down("s1")
+    publisher.publish(token=3)
     publisher.pass_time(0.5)
     publisher.up("s1")
     [failed] = publisher.pass_time(0.5)
-    assert (failed.token, failed.late) == (1, True)
+    assert (failed.token, failed.late) == (3, True), "the new connection owes the answer"
 
 
 def test_what_has_failed_while_the_link_was_down_is_not_sent_any_more() -> None:
@@ -212,57 +141,31 @@ def test_one_message_too_many_fails_at_once_and_takes_no_number() -> None:
     assert publisher.publish(token=3) == [
         PublishFailed(3, "3 messages wait for server s1: not connected yet: check that it is up and can be reached")
     ]
-    publisher.answer(publisher.up("s1"))
-    assert numbers(publisher.publish()) == [3]
-
-
-def test_one_message_too_many_for_a_server_that_is_connected_names_its_slowness() -> None:
-    publisher = Publisher(PublisherOptions(unanswered_max=3))
-    publisher.publish()
-    publisher.publish()
-    publisher.up("s1")
-    [failed] = publisher.publish(token=3)
+    sent = publisher.up("s1")
+    [failed] = publisher.publish(token=4)
     assert failed.reason.startswith("3 messages wait for server s1: it is connected and too slow")
+    publisher.answer(sent)
+    assert numbers(publisher.publish()) == [3]
 
 
 # A server without an agent.
 
 
-def answer_check(publisher: Publisher, actions: list[Any], observers: int) -> list[Any]:
-    """Answer as a server where the plan says that the channel is at s2."""
-    stored = [b"3", b"", pack_entry(SETTLED.entries[C])]
-    out: list[Any] = []
-    for send in only(Send, actions):
-        reply = stored if send.args[0] == b"HMGET" else [AGENT_CHANNEL, observers] if send.tag == ("observers",) else 0
-        out += publisher.tell(Replied(send.link, send.tag, reply)) if send.tag is not None else []
-    return out
-
-
 @pytest.mark.parametrize("observers", [0, 1])
 def test_what_was_published_at_the_wrong_server_is_sent_again_by_the_right_route(observers: int) -> None:
-    """A new client follows the ring. An agent that would forward its message may not be there, hang, lag or die."""
-    publisher = Publisher()
-    publisher.publish()
-    assert answer_check(publisher, publisher.up("s1"), observers) == [Connect("s2", URLS["s2"])]
-    actions = publisher.up("s2")
-    assert envelopes(actions, link="s2") == [Envelope(FIRST | ROUTE_CHANGED, ID, 1, 1, b"x")]
-    assert publisher.answer(actions, observers=1, receivers=4) == [Published("t", 3)]
-    assert publisher.publisher.deadline() is None
-    assert envelopes(publisher.publish(), link="s2") == [Envelope(0, ID, 2, 1, b"x")]
-
-
-def test_what_follows_before_the_reading_has_come_is_sent_again_too() -> None:
+    """A new client follows the ring. An agent that would forward its messages may not be there, hang, lag or die."""
     publisher = Publisher().connected("s1", "s2")
     first, *rest = (publisher.publish(token=token) for token in range(3))
     assert commands([action for actions in rest for action in actions], b"HMGET") == [], "one reading is for all"
-    again = answer_check(publisher, [*first, *rest[0], *rest[1]], observers=1)
-    assert [(e.flags, e.sequence) for e in envelopes(again, link="s2")] == [
-        (FIRST | ROUTE_CHANGED, 1),
-        (ROUTE_CHANGED, 2),
-        (ROUTE_CHANGED, 3),
+    again = publisher.answer([*first, *rest[0], *rest[1]], 0, observers, SETTLED)
+    assert envelopes(again, link="s2") == [
+        Envelope(FIRST | ROUTE_CHANGED, ID, 1, 1, b"x"),
+        Envelope(ROUTE_CHANGED, ID, 2, 1, b"x"),
+        Envelope(ROUTE_CHANGED, ID, 3, 1, b"x"),
     ]
     assert len(commands(again, b"HMGET", "s2")) == 1
-    assert publisher.answer(again, observers=1, receivers=4) == [Published(token, 4) for token in range(3)]
+    assert publisher.answer(again, 4, 1, SETTLED) == [Published(token, 4) for token in range(3)]
+    assert publisher.publisher.deadline() is None
     assert envelopes(publisher.publish(), link="s2") == [Envelope(0, ID, 4, 1, b"x")]
 
 
@@ -290,8 +193,8 @@ def test_a_message_that_the_wrong_server_refuses_is_published_at_the_right_one()
     publisher = Publisher().connected("s1", "s2")
     publish, read = publisher.publish()
     assert publisher.tell(Replied("s1", publish.tag, ErrorReply("OOM"))) == []
-    again = answer_check(publisher, [read], observers=1)
-    assert publisher.answer(again, observers=1, receivers=2) == [Published("t", 2)]
+    again = publisher.answer([read], stored=SETTLED)
+    assert publisher.answer(again, 2, 1, SETTLED) == [Published("t", 2)]
 
 
 def test_when_the_agent_is_gone_each_channel_is_checked_again() -> None:
@@ -309,7 +212,7 @@ def test_a_newer_route_is_given_up_only_for_what_its_own_server_stores(stored: P
     publisher = Publisher().connected()
     publisher.plan.learn(C, Route(9, single("s1")), 0.0)
     publisher.answer(publisher.publish())
-    [read] = tagged(publisher.told(TO_S2), "doubt")
+    [read] = tagged(publisher.learn(TO_S2), "doubt")
     publisher.tell(Replied("s1", read.tag, entry_reply(stored, C)))
     assert publisher.plan.route(C).assignment == single(server)
 
@@ -336,21 +239,10 @@ def test_sends_again_with_the_same_numbers_what_was_not_answered() -> None:
 # Routes.
 
 
-@pytest.mark.parametrize("pause_s", [0, 30])
-def test_the_next_message_goes_the_new_way_and_says_so(pause_s: float) -> None:
-    """The agent that is to forward the previous one may hang for long; subscribers decide by the time between them."""
-    publisher = Publisher().connected("s1", "s2")
-    publisher.answer(publisher.publish())
-    assert publisher.told(TO_S2) == []
-    publisher.now += pause_s
-    assert envelopes(publisher.publish(), link="s2") == [Envelope(ROUTE_CHANGED, ID, 2, 1, b"x")]
-    assert envelopes(publisher.publish(), link="s2") == [Envelope(0, ID, 3, 1, b"x")]
-
-
 def test_a_change_that_the_outbox_refused_is_announced_by_the_next_message() -> None:
     publisher = Publisher(PublisherOptions(unanswered_max=1)).connected("s1")
     publisher.publish()
-    publisher.told(TO_S2)
+    publisher.learn(TO_S2)
     publisher.publish(channel_at("s2"))
     assert only(PublishFailed, publisher.publish())
     publisher.answer(publisher.up("s2"))
@@ -362,7 +254,7 @@ def test_channels_that_have_all_gone_to_an_unknown_server_are_learned_with_one_r
     publisher = Publisher().connected()
     for channel in (C, other):
         publisher.publish(channel)
-    asked = [action for channel in (C, other) for action in publisher.told(TO_S4, channel)]
+    asked = [action for channel in (C, other) for action in publisher.learn(TO_S4, channel)]
     assert asked == [Send("s1", READ_HEADER, ("header",))]
     publisher.tell(Replied("s1", ("header",), header_reply(GROWN)))
     assert [publisher.plan.route(channel) for channel in (C, other)] == [TO_S4, TO_S4]
@@ -371,28 +263,22 @@ def test_channels_that_have_all_gone_to_an_unknown_server_are_learned_with_one_r
 def test_stale_notices_are_ignored() -> None:
     publisher = Publisher().connected("s1", "s2")
     publisher.publish()
-    publisher.told(Route(5, single("s2")))
-    assert publisher.told(Route(4, single("s3"))) == []
-    assert publisher.told(Route(5, single("s3"))) == []
+    publisher.learn(Route(5, single("s2")))
+    assert publisher.learn(Route(4, single("s3"))) == []
+    assert publisher.learn(Route(5, single("s3"))) == []
     assert [envelope.epoch for envelope in envelopes(publisher.publish(), link="s2")] == [5]
 
 
-def test_never_goes_to_a_server_that_no_plan_lists() -> None:
-    publisher = Publisher().connected()
-    publisher.publish()
-    publisher.told(TO_S4)
-    publisher.tell(Replied("s1", ("header",), header_reply(PLAN_0)))
-    assert publisher.publisher.counters["distrusted_hints"] == 1
-    assert envelopes(publisher.publish(), link="s1")
-
-
-def test_asks_again_after_a_header_that_could_not_be_read() -> None:
-    for failure in (ErrorReply("LOADING Redis is loading the dataset in memory"), [b"1", None, b"\xc1"], [1]):
+def test_asks_again_after_a_header_that_could_not_be_read_or_does_not_list_the_server() -> None:
+    loading = ErrorReply("LOADING Redis is loading the dataset in memory")
+    for header in (loading, [b"1", None, b"\xc1"], [1], header_reply(PLAN_0)):
         publisher = Publisher().connected()
         publisher.publish()
-        publisher.told(TO_S4)
-        publisher.tell(Replied("s1", ("header",), failure))
-        assert publisher.told(TO_S4) == [Send("s1", READ_HEADER, ("header",))], failure
+        publisher.learn(TO_S4)
+        publisher.tell(Replied("s1", ("header",), header))
+        assert publisher.learn(TO_S4) == [Send("s1", READ_HEADER, ("header",))], header
+        assert publisher.publisher.counters["distrusted_hints"] == (header is not loading)
+        assert envelopes(publisher.publish(), link="s1")
 
 
 # A dispatcher that was blind.
@@ -411,38 +297,21 @@ def test_heartbeats_tell_the_latest_number_of_each_channel_at_that_server() -> N
     assert publisher.answer(actions) == []
 
 
-def test_heartbeats_tell_of_channels_that_have_left_that_server() -> None:
-    """What was published there before the route changed may not have been observed, nor forwarded (seed 3034)."""
-    publisher = Publisher()
-    publisher.publish()
-    publisher.up("s1")
-    publisher.told(TO_S2)
-    publisher.publish()
-    publisher.up("s2")
-    sent = publisher.push("s1", CLIENTS_CHANNEL, gap("s1"))
-    assert published(sent, C) == [seal(ID, 2, 1, b"", HEARTBEAT)]
-    assert published(publisher.push("s2", CLIENTS_CHANNEL, gap("s3")), C) == []
-
-
 # Plain payloads.
 
 
-def test_without_envelopes_plain_payloads_are_sent_and_the_stored_plan_is_read() -> None:
-    publisher = Publisher(PublisherOptions(envelope=False)).connected("s1", "s2")
+def test_without_envelopes_plain_payloads_are_sent_and_the_stored_plan_is_read_once_per_window() -> None:
+    options = PublisherOptions(envelope=False, route_change_window_s=5)
+    publisher = Publisher(options).connected("s1", "s2")
     actions = publisher.publish()
     assert published(actions, C) == [b"x"]
-    [read] = tagged(actions, "entry")
-    assert read == Send("s1", read_entry(C), ("entry", C))
+    assert tagged(actions, "entry") == [Send("s1", read_entry(C), ("entry", C))]
+    assert tagged(publisher.publish(), "entry") == []
+    publisher.now += 5
+    [read] = tagged(publisher.publish(), "entry")
+    assert publisher.push("s1", CLIENTS_CHANNEL, gap("s1")) == [], "the application sees nothing"
     publisher.tell(Replied("s1", read.tag, entry_reply(ACTIVE, C)))
     assert published(publisher.publish(), C, "s2") == [b"x"]
-
-
-def test_without_envelopes_the_stored_plan_is_read_once_per_window_and_nothing_is_told() -> None:
-    publisher = Publisher(PublisherOptions(envelope=False, route_change_window_s=5)).connected()
-    assert len(tagged([*publisher.publish(), *publisher.publish()], "entry")) == 1
-    publisher.now += 5
-    assert len(tagged(publisher.publish(), "entry")) == 1
-    assert publisher.push("s1", CLIENTS_CHANNEL, gap("s1")) == []
 
 
 # Forgetting.
@@ -489,20 +358,15 @@ def test_one_idle_channel_does_not_make_the_crowd_be_swept_for_every_new_one() -
 # What else may come in.
 
 
-def test_malformed_and_unexpected_messages_are_counted() -> None:
+def test_malformed_and_unexpected_messages_and_plans_are_counted() -> None:
     publisher = Publisher().connected()
     assert publisher.push("s1", INBOX, b"", b"\xc1", pack_control(Marker(C, "s1", 1))) == []
-    assert publisher.publisher.counters["malformed_messages"] == 2
-    assert publisher.publisher.counters["unexpected_messages"] == 1
-
-
-def test_a_plan_that_cannot_be_read_is_counted() -> None:
-    publisher = Publisher(PublisherOptions(envelope=False)).connected()
     publisher.publish()
     publisher.tell(Replied("s1", ("entry", C), [b"1", b"", b"\xc1"]))
     publisher.tell(Replied("s1", ("entry", C), ErrorReply("NOPERM no")))
-    assert publisher.publisher.counters["malformed_messages"] == 1
-    assert publisher.publisher.counters["refused_commands"] == 1
+    counters = publisher.publisher.counters
+    assert (counters["malformed_messages"], counters["unexpected_messages"]) == (3, 1)
+    assert counters["refused_commands"] == 1
 
 
 # Messages that are large, or many.
@@ -584,10 +448,6 @@ def test_a_connection_that_is_busy_with_a_large_message_that_has_failed_is_given
 # The version of the stored plan.
 
 
-def version_reply(version: int | None) -> list[bytes | None]:
-    return [None, None] if version is None else [b"%d" % version, RUN.encode()]
-
-
 def idle_publisher() -> tuple[Publisher, Send]:
     """Return a publisher that has used a channel, and now publishes there after a while; and what it reads behind."""
     publisher = Publisher().connected()
@@ -613,24 +473,21 @@ def test_another_version_makes_the_publisher_look_at_the_entry_of_the_channel() 
     publisher, read = idle_publisher()
     [entry] = sends(publisher.tell(Replied("s1", read.tag, version_reply(SETTLED.version))))
     assert entry.args == read_entry(C)
-    assert numbers(publisher.tell(Replied("s1", entry.tag, entry_reply(SETTLED, C)), *publisher_up("s2"))) == [3]
+    publisher.answer([entry], stored=SETTLED)
+    assert numbers(publisher.up("s2")) == [3]
 
 
 def test_follows_the_ring_of_a_plan_that_was_begun_anew() -> None:
     """All servers have lost the plan, and the new one has another ring: its header is read before the entry counts."""
-    anew = replace(PLAN_0, version=1000, base=("s2",))
+    another_plan = replace(PLAN_0, version=1000, base=("s2",))
     publisher = Publisher().connected()
     message, read = publisher.publish()
     publisher.tell(Replied("s1", message.tag, 1))
-    header, again = sends(publisher.tell(Replied("s1", read.tag, entry_reply(anew, C))))
+    header, again = sends(publisher.tell(Replied("s1", read.tag, entry_reply(another_plan, C))))
     assert (header.args, again.args) == (READ_HEADER, read_entry(C))
-    assert publisher.tell(Replied("s1", header.tag, header_reply(anew))) == []
-    assert publisher.tell(Replied("s1", again.tag, entry_reply(anew, C))) == [Connect("s2", URLS["s2"])]
+    assert publisher.tell(Replied("s1", header.tag, header_reply(another_plan))) == []
+    assert publisher.tell(Replied("s1", again.tag, entry_reply(another_plan, C))) == [Connect("s2", URLS["s2"])]
     assert numbers(publisher.up("s2")) == [1]
-
-
-def publisher_up(link: str) -> list[LinkUp]:
-    return [LinkUp(link, RUN)]
 
 
 def test_a_first_message_waits_for_a_plan_that_is_missing_and_no_longer_than_that() -> None:

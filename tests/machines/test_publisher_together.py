@@ -51,7 +51,7 @@ OPTIONS = PublisherOptions(unanswered_max=7, observers_interval_s=0.5)
 
 
 class Application(Subject):
-    """Publishes at servers that answer when they are told to; ``together`` says with which events."""
+    """Publishes at servers that answer on request; ``together`` says with which events."""
 
     def __init__(self, *, together: bool) -> None:
         super().__init__(PublisherMachine(ID, LocalPlan(PLAN_0), OPTIONS))
@@ -107,7 +107,7 @@ class Application(Subject):
         self.tell(LinkDown(server, "reset by peer"))
 
     def reconnect(self, server: str) -> None:
-        """Connect anew; a link that is up goes down first."""
+        """Connect again; a link that is up goes down first."""
         self.lose(server)
         self.tell(LinkUp(server, RUN))
 

@@ -26,10 +26,6 @@ def test_each_subscribe_is_confirmed_once() -> None:
     register.check()
 
 
-def test_a_name_without_a_subscription_ends_at_once() -> None:
-    assert Register[Registered, str](10).unsubscribe(NAME) == [ENDED]
-
-
 def ending_register() -> Register[Registered, str]:
     register, subscription = registered()
     register.confirm(NAME, subscription, 3.0)
@@ -45,7 +41,7 @@ def test_each_unsubscribe_is_acknowledged_by_an_end() -> None:
     register = ending_register()
     assert register.unsubscribe(NAME) == []
     ending = register.ending[NAME]
-    assert register.ended(NAME) == ([ENDED] * 2, 0)
+    assert register.on_ended(NAME) == ([ENDED] * 2, 0)
     assert ending.state is State.ENDED
     assert register.unsubscribe(NAME) == [ENDED]
 
@@ -55,7 +51,7 @@ def test_a_subscribe_while_it_ends_waits_for_the_end_and_is_taken_back_by_an_uns
     assert register.subscribe(NAME) == register.subscribe(NAME) == []
     assert register.unsubscribe(NAME) == []
     assert register.subscribe(NAME) == []
-    assert register.ended(NAME) == ([ENDED] * 2, 1)
+    assert register.on_ended(NAME) == ([ENDED] * 2, 1)
     assert register.subscribe(NAME) is None
 
 

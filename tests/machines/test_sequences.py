@@ -16,21 +16,14 @@ from dynamoth_client.machines.sequences import (
     HELD_MAX,
     LATE_S,
     NUMBER_MAX,
-    UNDER_WAY_S_MAX,
     Gap,
     Sequences,
 )
 
 P = 7
 HOLD_S = 0.5
-
-
-OWED = (0.0, 0.0)
-"""When the previous message was published, and since when messages are owed."""
-
-
-def previous(now: float, owed: bool) -> tuple[float, float]:
-    return (now, 0.0) if owed else (now - 1.0, now)
+DUE = (0.0, 0.0)
+"""When the previous message was published, and since when messages are due."""
 
 
 class Channel:
@@ -41,10 +34,11 @@ class Channel:
         self.now = 0.0
         self.out: list[bytes | Gap] = []
 
-    def arrive(self, *numbers: int, flags: int = 0, publisher: int = P, owed: bool = True) -> list[bytes | Gap]:
+    def arrive(self, *numbers: int, flags: int = 0, publisher: int = P, due: bool = True) -> list[bytes | Gap]:
         new: list[bytes | Gap] = []
+        previous = (self.now, 0.0) if due else (self.now - 1.0, self.now)
         for number in numbers:
-            new += self.sequences.arrive(publisher, number, flags, b"%d" % number, self.now, *previous(self.now, owed))
+            new += self.sequences.arrive(publisher, number, flags, b"%d" % number, self.now, *previous)
         self.out += new
         return new
 
@@ -113,22 +107,6 @@ def test_what_comes_out_of_a_stream(steps: list[float | tuple[int, ...]], expect
     assert channel.out == [b"%d" % each if isinstance(each, int) else each for each in expected]
 
 
-def test_publishers_do_not_concern_each_other() -> None:
-    channel = Channel()
-    channel.arrive(5)
-    assert channel.arrive(1, 2, publisher=8) == payloads(1, 2)
-    assert channel.arrive(6) == payloads(6)
-
-
-def test_reports_a_gap_when_the_wait_is_over() -> None:
-    channel = Channel()
-    channel.arrive(1, 4, 5)
-    assert channel.sequences.watch(P) == HOLD_S
-    assert channel.wait(HOLD_S - 0.01) == []
-    assert channel.wait(0.01) == [Gap(P, 2, "not arrived in time"), *payloads(4, 5)]
-    assert channel.arrive(6) == payloads(6)
-
-
 def test_a_message_without_a_number_comes_behind_what_waits() -> None:
     channel = Channel()
     assert channel.sequences.arrive_plain(b"a", 0.0) == [b"a"]
@@ -137,7 +115,7 @@ def test_a_message_without_a_number_comes_behind_what_waits() -> None:
     assert channel.arrive(2) == [*payloads(2, 3), b"b"]
     channel.arrive(5)
     assert channel.sequences.arrive_plain(b"c", 0.0) == []
-    assert channel.wait(HOLD_S) == [Gap(P, 1, "not arrived in time"), *payloads(5), b"c"]
+    assert channel.wait(HOLD_S) == [missed(1), *payloads(5), b"c"]
 
 
 def test_a_message_without_a_number_waits_for_what_came_before_it_only_and_not_for_long() -> None:
@@ -146,25 +124,20 @@ def test_a_message_without_a_number_waits_for_what_came_before_it_only_and_not_f
     channel.sequences.arrive_plain(b"a", 0.0)
     channel.now = HOLD_S / 2
     channel.arrive(1, 3, publisher=8)
-    assert channel.wait(HOLD_S / 2) == [Gap(P, 1, "not arrived in time"), *payloads(3), b"a"]
+    assert channel.wait(HOLD_S / 2) == [missed(1), *payloads(3), b"a"]
     channel.sequences.arrive_plain(b"b", channel.now)
     channel.now += HOLD_S
     assert channel.arrive(4) == [*payloads(4), b"b"], "whatever the other publisher's waits for"
 
 
-def test_a_bounded_number_of_messages_without_numbers_waits() -> None:
-    channel = Channel()
-    channel.arrive(1, 3)
-    out = [channel.sequences.arrive_plain(b"%d" % number, 0.0) for number in range(BEHIND_MAX + 2)]
-    assert out == [[]] * BEHIND_MAX + [[b"0"], [b"1"]]
-
-
-def test_a_bounded_number_of_bytes_without_numbers_waits() -> None:
-    channel = Channel()
-    channel.arrive(1, 3)
+def test_a_bounded_number_of_messages_and_bytes_without_numbers_waits() -> None:
     half = bytes(BEHIND_BYTES_MAX // 2)
-    out = [channel.sequences.arrive_plain(payload, 0.0) for payload in (half, half, b"", b"x")]
-    assert out == [[], [], [], [half]]
+    many = payloads(*range(BEHIND_MAX + 2))
+    for arriving, released in ((many, many[:2]), ([half, half, b"", b"x"], [half])):
+        channel = Channel()
+        channel.arrive(1, 3)
+        out = [channel.sequences.arrive_plain(payload, 0.0) for payload in arriving]
+        assert out == [[]] * (len(arriving) - len(released)) + [[payload] for payload in released]
 
 
 def test_every_gap_waits_for_its_own_time() -> None:
@@ -172,69 +145,47 @@ def test_every_gap_waits_for_its_own_time() -> None:
     channel.arrive(1, 3)
     channel.now = 0.3
     channel.arrive(5)
-    assert channel.wait(0.2) == [Gap(P, 1, "not arrived in time"), *payloads(3)]
+    assert channel.arrive(1, 2, publisher=8) == payloads(1, 2), "publishers do not concern each other"
+    assert channel.sequences.watch(P) == HOLD_S
+    assert channel.wait(0.19) == []
+    assert channel.wait(0.01) == [missed(1), *payloads(3)]
     assert channel.sequences.watch(P) == 0.3 + HOLD_S
-    assert channel.wait(0.3) == [Gap(P, 1, "not arrived in time"), *payloads(5)]
+    assert channel.wait(0.3) == [missed(1), *payloads(5)]
 
 
 # A stream whose beginning is in doubt.
 
 
-def test_what_comes_faster_shows_that_the_past_is_not_owed() -> None:
-    """5 was under way for 0.3 s, 6 for no time: 4 was published 0.2 s before the confirmation, at 1.0."""
+@pytest.mark.parametrize(("following", "released"), [(6, payloads(5, 6)), (7, [missed(None), b"5"])])
+def test_what_comes_faster_shows_that_the_past_is_not_owed(following: int, released: list[bytes | Gap]) -> None:
+    """5 was under way for 0.3 s, 6 for no time: 4 was published 0.2 s before the confirmation. 7 says nothing."""
     sequences = Sequences(HOLD_S)
     assert sequences.arrive(P, 5, ROUTE_CHANGED, b"5", 1.3, 1.1, 1.0) == []
-    assert sequences.arrive(P, 6, 0, b"6", 1.4, 1.0, 1.0) == []
-    assert sequences.expire(P, 1.3 + HOLD_S) == payloads(5, 6)
-
-
-def test_messages_that_do_not_follow_each_other_say_nothing_of_the_past() -> None:
-    sequences = Sequences(HOLD_S)
-    sequences.arrive(P, 5, ROUTE_CHANGED, b"5", 1.3, 1.1, 1.0)
-    sequences.arrive(P, 7, 0, b"7", 1.4, 1.0, 1.0)
-    assert sequences.expire(P, 1.3 + HOLD_S) == [Gap(P, None, "not arrived in time"), b"5"]
-
-
-def test_a_past_that_is_long_ago_is_not_waited_for() -> None:
-    """The envelope cannot say how long; nothing is under way for so long."""
-    sequences = Sequences(HOLD_S)
-    assert sequences.arrive(P, 5, ROUTE_CHANGED, b"5", 100.0, 100.0 - UNDER_WAY_S_MAX, 1.0) == [b"5"]
+    assert sequences.arrive(P, following, 0, b"%d" % following, 1.4, 1.0, 1.0) == []
+    assert sequences.expire(P, 1.3 + HOLD_S) == released
 
 
 def test_what_is_missing_and_not_owed_is_no_gap() -> None:
     """A late copy from before the confirmation has opened the stream."""
     channel = Channel()
-    channel.arrive(5, owed=False)
-    assert channel.arrive(9, owed=False) == payloads(9)
+    channel.arrive(5, due=False)
+    assert channel.arrive(9, due=False) == payloads(9)
     assert channel.arrive(10, 7) == payloads(10)
-
-
-def test_what_follows_the_last_subscription_is_not_waited_for() -> None:
-    channel = Channel()
-    channel.arrive(1, 2)
-    channel.sequences.resume()
-    assert channel.arrive(3, flags=ROUTE_CHANGED) == payloads(3)
-
-
-def test_a_past_that_is_not_owed_is_not_waited_for() -> None:
-    """It was published before the subscription was confirmed."""
-    channel = Channel()
-    assert channel.arrive(5, flags=ROUTE_CHANGED, owed=False) == payloads(5)
-    assert channel.arrive(4, 6) == payloads(6)
 
 
 def test_a_heartbeat_of_what_is_not_owed_is_no_gap() -> None:
     channel = Channel()
-    assert channel.arrive(4, flags=HEARTBEAT, owed=False) == []
+    assert channel.arrive(4, flags=HEARTBEAT, due=False) == []
     assert channel.arrive(5) == payloads(5)
 
 
-def test_nothing_comes_again_in_the_next_subscription() -> None:
+def test_nothing_comes_again_in_the_next_subscription_and_nothing_is_waited_for() -> None:
     channel = Channel()
     channel.arrive(1, 2, 4)
     channel.sequences.resume()
     assert channel.arrive(1, 2) == []
-    assert channel.arrive(4, 5, owed=False) == payloads(4, 5)
+    assert channel.arrive(3, flags=ROUTE_CHANGED) == payloads(3)
+    assert channel.arrive(4, 5, due=False) == payloads(4, 5)
 
 
 # Bounds.
@@ -249,77 +200,48 @@ def test_holds_at_most_so_many() -> None:
     assert released[1:] == payloads(*range(3, 4 + HELD_MAX))
 
 
-def held(channel: Channel) -> int:
-    return len(channel.sequences.streams[P].held)
-
-
-def test_an_opening_stream_holds_at_most_so_many() -> None:
+@pytest.mark.parametrize(("flags", "step"), [(ROUTE_CHANGED, 1), (HEARTBEAT, 2)], ids=["opening", "heartbeats"])
+def test_what_opens_a_stream_and_heartbeats_are_held_within_the_bound(flags: int, step: int) -> None:
     channel = Channel()
-    channel.sequences.arrive(P, 5, ROUTE_CHANGED, b"", 0.0, *OWED)
-    for number in range(6, 6 + HELD_MAX + 50):
-        channel.sequences.arrive(P, number, ROUTE_CHANGED, b"", 0.0, *OWED)
-        if held(channel) > HELD_MAX:
-            break
-    assert held(channel) <= HELD_MAX
+    if flags == HEARTBEAT:
+        channel.arrive(1)
+    held: list[int] = []
+    for number in range(5, 5 + step * (HELD_MAX + 50), step):
+        channel.sequences.arrive(P, number, flags, b"", 0.0, *DUE)
+        held.append(len(channel.sequences.streams[P].held))
+    assert HELD_MAX / 2 < max(held) <= HELD_MAX
 
 
-def test_heartbeats_are_held_within_the_bound_as_well() -> None:
-    channel = Channel()
-    channel.arrive(1)
-    for number in range(3, 2 * HELD_MAX + 100, 2):
-        channel.sequences.arrive(P, number, HEARTBEAT, b"", 0.0, *OWED)
-    assert held(channel) <= HELD_MAX
-
-
-def test_holding_costs_the_same_however_much_is_held() -> None:
+def test_holding_and_giving_up_cost_the_same_however_much_is_held() -> None:
     """A fast publisher whose forwarded copy is late: the subscriber asks after each message until when it waits."""
 
-    def cost_s(messages: int) -> float:
+    def costs_s(messages: int, step: int) -> tuple[float, float]:
         channel = Channel()
         channel.arrive(1)
         started = process_time()
-        for number in range(3, 3 + messages):
-            channel.sequences.arrive(P, number, 0, b"", 0.0, *OWED)
+        for number in range(3, 3 + step * messages, step):
+            channel.sequences.arrive(P, number, 0, b"", 0.0, *DUE)
             channel.sequences.watch(P)
-        return process_time() - started
-
-    few, many = (min(cost_s(size) for _ in range(3)) for size in (1000, 8000))
-    assert many < 8 * few * 3, f"8 times the messages cost {many / few:.0f} times as much"
-
-
-def test_giving_up_many_gaps_costs_the_same_for_each() -> None:
-    def cost_s(gaps: int) -> float:
-        channel = Channel()
-        channel.arrive(1)
-        for number in range(3, 3 + 2 * gaps, 2):
-            channel.sequences.arrive(P, number, 0, b"", 0.0, *OWED)
-        started = process_time()
+        held = process_time()
         channel.wait(HOLD_S)
-        return process_time() - started
+        return held - started, process_time() - held
 
-    few, many = (min(cost_s(size) for _ in range(3)) for size in (600, 4800))
-    assert many < 8 * few * 3, f"8 times the gaps cost {many / few:.0f} times as much"
+    for step, which, what in ((1, 0, "messages"), (2, 1, "gaps")):
+        few, many = (min(costs_s(size, step)[which] for _ in range(3)) for size in (600, 4800))
+        assert many < 8 * few * 3, f"8 times the {what} cost {many / few:.0f} times as much"
 
 
-def test_forgets_a_publisher_that_is_idle() -> None:
+def test_forgets_a_publisher_that_is_idle_and_none_that_moves_on_or_is_waited_for() -> None:
     channel = Channel()
-    channel.arrive(1)
+    for number in (1, 2, 4):
+        channel.arrive(number)
+        channel.sequences.forget_idle()
+    channel.sequences.forget_idle()
+    assert channel.arrive(3) == payloads(3, 4)
     channel.sequences.forget_idle()
     assert P in channel.sequences.streams
     channel.sequences.forget_idle()
     assert P not in channel.sequences.streams
-
-
-def test_does_not_forget_a_publisher_that_moves_on_or_is_waited_for() -> None:
-    channel = Channel()
-    channel.arrive(1)
-    channel.sequences.forget_idle()
-    channel.arrive(2)
-    channel.sequences.forget_idle()
-    channel.arrive(4)
-    channel.sequences.forget_idle()
-    channel.sequences.forget_idle()
-    assert channel.arrive(3) == payloads(3, 4)
 
 
 # Numbers that somebody forges in the name of a publisher.
@@ -337,11 +259,11 @@ def test_numbers_that_no_publisher_reaches_are_refused(flags: int, known: bool) 
 
 
 @pytest.mark.parametrize("flags", [0, FIRST, HEARTBEAT])
-@pytest.mark.parametrize("owed", [True, False])
-def test_a_jump_far_ahead_of_a_live_publisher_is_refused(flags: int, owed: bool) -> None:
+@pytest.mark.parametrize("due", [True, False])
+def test_a_jump_far_ahead_of_a_live_publisher_is_refused(flags: int, due: bool) -> None:
     channel = Channel()
     channel.arrive(1)
-    assert channel.arrive(FAR, flags=flags, owed=owed) == []
+    assert channel.arrive(FAR, flags=flags, due=due) == []
     assert channel.arrive(2) == payloads(2)
     [gap] = channel.wait(HOLD_S)
     assert isinstance(gap, Gap)
@@ -353,7 +275,7 @@ def test_a_jump_far_ahead_of_a_silent_publisher_is_reported_and_so_is_what_comes
     channel = Channel()
     channel.arrive(1)
     channel.arrive(FAR)
-    assert channel.wait(HOLD_S) == [Gap(P, FAR - 2, "not arrived in time"), b"%d" % FAR]
+    assert channel.wait(HOLD_S) == [missed(FAR - 2), b"%d" % FAR]
     assert channel.arrive(2) == [], "as a late copy"
     channel.wait(LATE_S + 0.1)
     [gap] = channel.arrive(3, 4, 5)
@@ -368,7 +290,7 @@ def test_what_an_agent_forwards_late_is_no_gap(begins: str) -> None:
     """It hung, or a flood delayed it: nobody has forged anything."""
     channel = Channel()
     if begins == "late":
-        channel.arrive(5, owed=False)
+        channel.arrive(5, due=False)
     else:
         channel.arrive(1, 5)
         channel.wait(HOLD_S)

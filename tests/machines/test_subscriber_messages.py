@@ -16,36 +16,21 @@ from dynamoth.protocol.envelope import CONTROL, FIRST, FORWARDED, MAGIC, RAW, RO
 from dynamoth_client.machines.sequences import STREAMS_MAX
 from dynamoth_client.machines.subscriber.events import Deliver, GapDetected
 from tests.machines.helpers import ACTIVE, PLAN_0, C, channel_at, control, message, only
-from tests.machines.listener import OPTIONS, Listener, delivered, joining
+from tests.machines.listener import OPTIONS, Listener, delivered
 
 TO_S2 = Route(1, single("s2"))
 COPY = FORWARDED | ROUTE_CHANGED
 
 
-def test_delivers_a_batch_in_order_and_what_is_expected_at_once() -> None:
-    listener = Listener().confirmed()
-    assert delivered(listener.push("s1", C, message(1), message(2))) == [b"m1", b"m2"]
-    assert listener.push("s1", C, message(3), message(4), b"raw") == [Deliver([(C, b"m3"), (C, b"m4"), (C, b"raw")])]
-
-
-def test_a_batch_may_hold_several_channels() -> None:
+def test_delivers_a_batch_of_several_channels_in_order_and_what_is_expected_at_once() -> None:
     other = channel_at("s1", 1)
     listener = Listener().confirmed()
     listener.verify(listener.subscribe(other), PLAN_0, other)
-    batch = [[b"message", C, message(1)], [b"message", other, message(1)], [b"message", C, message(2)]]
-    actions = listener.tell(Pushed("s1", batch))
-    assert [pair for deliver in only(Deliver, actions) for pair in deliver.messages] == [
-        (C, b"m1"),
-        (other, b"m1"),
-        (C, b"m2"),
-    ]
-
-
-def test_before_the_confirmation_messages_are_tracked_and_not_delivered() -> None:
-    listener, sent = joining()
-    assert listener.push("s1", C, message(1), message(2), b"raw") == []
-    listener.verify(sent, PLAN_0)
-    assert delivered(listener.push("s1", C, message(2), message(3))) == [b"m3"]
+    batch = [(C, message(1)), (other, message(1)), (C, message(2)), (C, b"raw")]
+    actions = listener.tell(Pushed("s1", [[b"message", channel, data] for channel, data in batch]))
+    delivery = [pair for deliver in only(Deliver, actions) for pair in deliver.messages]
+    assert delivery == [(C, b"m1"), (other, b"m1"), (C, b"m2"), (C, b"raw")]
+    assert listener.push("s1", C, message(3), message(4), b"raw") == [Deliver([(C, b"m3"), (C, b"m4"), (C, b"raw")])]
 
 
 def test_a_gap_is_reported_when_nothing_comes() -> None:
@@ -119,17 +104,13 @@ def raw_copy(server: str, number: int, payload: bytes) -> bytes:
 
 
 def test_a_raw_message_may_come_twice_while_its_channel_moves() -> None:
-    """It has no number, so it cannot be told from its forwarded copy; losing one would be worse."""
+    """It has no number, so nothing distinguishes it from its forwarded copy; losing one would be worse."""
     listener = Listener().confirmed().moving(ACTIVE, TO_S2)
     actions = listener.push("s1", C, b"plain")
     actions += listener.push("s2", C, raw_copy("s1", 1, b"plain"))
     assert delivered(actions) == [b"plain", b"plain"]
-
-
-def test_the_copy_of_a_raw_message_of_elsewhere_is_delivered_once() -> None:
-    listener = Listener().confirmed().moving(ACTIVE, TO_S2)
-    copy = raw_copy("s3", 1, b"plain")
-    assert delivered([*listener.push("s1", C, copy), *listener.push("s2", C, copy)]) == [b"plain"]
+    copy = raw_copy("s3", 1, b"of elsewhere")
+    assert delivered([*listener.push("s1", C, copy), *listener.push("s2", C, copy)]) == [b"of elsewhere"]
 
 
 # Hostile messages.

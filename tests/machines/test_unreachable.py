@@ -1,186 +1,203 @@
-"""A server cannot be reached: another one tells where its channels are, and messages go there once, in order."""
+"""A server cannot be reached, or is not trusted: another one tells where its channels are, and messages go there."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from dynamoth.machine.events import Connect, LinkDown, LinkUp, Pushed, Replied, Send, Start
-from dynamoth.protocol.envelope import HEARTBEAT, open_envelope
-from dynamoth_client.machines.local_plan import LocalPlan
-from dynamoth_client.machines.publisher.events import Publish, PublishAll, Published, PublisherOptions
-from dynamoth_client.machines.publisher.machine import PublisherMachine
-from dynamoth_client.machines.subscriber.events import GapDetected, Subscribe, SubscriberOptions, SubscriptionConfirmed
-from dynamoth_client.machines.subscriber.machine import SubscriberMachine
+from dynamoth.machine.events import Connect, LinkDown, Send
+from dynamoth.plan.plan import Mode
+from dynamoth.protocol.envelope import HEARTBEAT
+from dynamoth_client.machines.publisher.events import PublishAll, Published, PublishFailed
+from dynamoth_client.machines.subscriber.events import GapDetected, SubscriberOptions, SubscriptionConfirmed
 from tests.machines.helpers import (
-    PLAN_0,
-    RUN,
     SETTLED,
     URLS,
     C,
-    Subject,
     channel_at,
     entry_reply,
     only,
     published,
+    reply,
     sends,
     tagged,
+    to_replicas,
 )
+from tests.machines.listener import OPTIONS, Listener
+from tests.machines.publisher import DEFAULTS, Publisher, envelopes, numbers
 
-ID = 0xABCD
-LOOKS_S = 1.5 * PublisherOptions().look_elsewhere_s
+LOOKS_S = 1.5 * DEFAULTS.look_elsewhere_s
 """Within this another server is asked."""
 
 
-class Publisher(Subject):
-    """A publisher whose servers answer with the plan in which C has moved from s1 to s2."""
+class Looking(Publisher):
+    """A publisher that asks elsewhere, and whose servers store the plan in which C has moved from s1 to s2, or not."""
 
     def __init__(self) -> None:
-        super().__init__(PublisherMachine(ID, LocalPlan(PLAN_0)))
-        self.tell(Start())
+        super().__init__(look_elsewhere_s=DEFAULTS.look_elsewhere_s)
 
-    def publish(self, token: object = "t", channel: bytes = C) -> list[Any]:
-        return self.tell(Publish(token, channel, b"x"))
-
-    def answer(self, actions: list[Any], plan: Any = PLAN_0) -> list[Any]:
-        out: list[Any] = []
-        for send in sends(actions):
-            if send.tag is None:
-                continue
-            name = next((bytes(part[2:]) for part in send.args if isinstance(part, bytes) and part[:2] == b"c:"), b"")
-            answers: dict[Any, Any] = {b"PUBLISH": 2, b"PUBSUB": [b"", 1], b"HMGET": entry_reply(plan, name)}
-            out += self.tell(Replied(send.link, send.tag, answers[send.args[0]]))
-        return out
+    def found(self, actions: list[Any]) -> list[Any]:
+        return self.answer(actions, receivers=2, observers=1, stored=SETTLED)
 
 
-def begun() -> Publisher:
+def begun() -> Looking:
     """One that knows C at s1, and is connected to s3, too."""
-    publisher = Publisher()
+    publisher = Looking()
     for server, channel in (("s1", C), ("s3", channel_at("s3"))):
-        publisher.publish(channel=channel)
-        publisher.answer(publisher.tell(LinkUp(server, RUN)))
+        publisher.publish(channel)
+        publisher.answer(publisher.up(server), observers=1)
     return publisher
 
 
-def lost() -> Publisher:
+def lost() -> Looking:
     publisher = begun()
-    publisher.tell(LinkDown("s1", "reset by peer"))
+    publisher.down("s1")
     return publisher
-
-
-def numbers(actions: list[Any], link: str) -> list[int]:
-    return [open_envelope(data).sequence for data in published(actions, C, link)]
 
 
 def test_what_waits_for_a_server_that_is_gone_goes_where_another_says() -> None:
     publisher = lost()
     for token in (1, 2, 3):
-        publisher.publish(token)
+        publisher.publish(token=token)
     asked = publisher.pass_time(LOOKS_S)
     assert [send.link for send in tagged(asked, "elsewhere")] == ["s3"]
-    assert publisher.answer(asked, SETTLED) == [Connect("s2", URLS["s2"])]
-    again = publisher.tell(LinkUp("s2", RUN))
-    assert numbers(again, "s2") == [2, 3, 4]
-    assert only(Published, publisher.answer(again, SETTLED)) == [Published(token, 1) for token in (1, 2, 3)]
-    assert numbers(publisher.publish(), "s2") == [5]
-    assert numbers(publisher.tell(LinkUp("s1", RUN)), "s1") == [], "nothing goes two ways"
+    assert publisher.found(asked) == [Connect("s2", URLS["s2"])]
+    again = publisher.up("s2")
+    assert numbers(again, link="s2") == [2, 3, 4]
+    assert only(Published, publisher.found(again)) == [Published(token, 1) for token in (1, 2, 3)]
+    assert numbers(publisher.publish(), link="s2") == [5]
+    assert numbers(publisher.up("s1"), link="s1") == [], "nothing goes two ways"
 
 
 def test_what_was_answered_and_not_confirmed_goes_there_too() -> None:
-    publisher = Publisher()
-    publisher.publish(channel=channel_at("s3"))
-    publisher.answer(publisher.tell(LinkUp("s3", RUN)))
-    publisher.publish("first")
-    [publish] = [send for send in sends(publisher.tell(LinkUp("s1", RUN))) if send.args[0] == b"PUBLISH"]
-    assert publisher.tell(Replied("s1", publish.tag, 1)) == []
-    publisher.tell(LinkDown("s1", "reset by peer"))
-    publisher.answer(publisher.pass_time(LOOKS_S), SETTLED)
-    again = publisher.tell(LinkUp("s2", RUN))
-    assert numbers(again, "s2") == [1]
-    assert only(Published, publisher.answer(again, SETTLED)) == [Published("first", 1)]
+    publisher = Looking().connected("s3")
+    publisher.publish(token="first")
+    [publish] = [send for send in sends(publisher.up("s1")) if send.args[0] == b"PUBLISH"]
+    assert publisher.tell(reply(publish, 1)) == []
+    publisher.down("s1")
+    publisher.found(publisher.pass_time(LOOKS_S))
+    again = publisher.up("s2")
+    assert numbers(again, link="s2") == [1]
+    assert only(Published, publisher.found(again)) == [Published("first", 1)]
 
 
 def test_who_has_no_other_connection_opens_one() -> None:
-    publisher = Publisher()
+    publisher = Looking()
     publisher.publish()
-    opened = only(Connect, publisher.pass_time(LOOKS_S))
-    assert opened[0] == Connect("s2", URLS["s2"])
-    publisher.answer(publisher.tell(LinkUp("s2", RUN)))
-    again = publisher.answer(publisher.pass_time(0.2), SETTLED)
-    assert numbers(again, "s2") == [1]
+    assert Connect("s2", URLS["s2"]) == only(Connect, publisher.pass_time(LOOKS_S))[0]
+    publisher.answer(publisher.up("s2"), observers=1)
+    assert numbers(publisher.found(publisher.pass_time(0.2)), link="s2") == [1]
 
 
 def test_a_channel_that_nobody_waits_for_is_looked_up_once_for_its_subscribers() -> None:
     """What was published there last may have been lost with the server and its agent."""
     publisher = lost()
-    publisher.answer(publisher.pass_time(LOOKS_S), SETTLED)
-    told = publisher.tell(LinkUp("s2", RUN))
-    assert [(e.flags, e.sequence) for e in map(open_envelope, published(told, C, "s2"))] == [(HEARTBEAT, 1)]
+    publisher.found(publisher.pass_time(LOOKS_S))
+    assert [(e.flags, e.sequence) for e in envelopes(publisher.up("s2"), link="s2")] == [(HEARTBEAT, 1)]
     assert tagged(publisher.pass_time(30.0), "elsewhere") == []
 
 
-def silent() -> tuple[Publisher, list[Any], list[Send]]:
+def silent() -> tuple[Looking, list[Any], list[Send]]:
     """One whose server s1 is connected and leaves messages unanswered; what it asked elsewhere; and the messages."""
     publisher = begun()
-    sent = publisher.publish(1)
-    sent += publisher.publish("other", channel_at("s1", 1))
+    sent = [*publisher.publish(token=1), *publisher.publish(channel_at("s1", 1), token="other")]
     sent += publisher.tell(PublishAll([(2, C, b"x"), (3, C, b"x")]))
-    asked = publisher.pass_time(PublisherOptions().silent_s + LOOKS_S)
+    asked = publisher.pass_time(DEFAULTS.silent_s + LOOKS_S)
     assert [send.link for send in tagged(asked, "elsewhere")] == ["s3", "s3"], "for each channel"
     return publisher, asked, sends(sent)
 
 
 def test_what_a_server_leaves_unanswered_goes_where_another_says() -> None:
     publisher, asked, _ = silent()
-    assert publisher.answer(asked, SETTLED) == [Connect("s2", URLS["s2"])]
-    again = publisher.tell(LinkUp("s2", RUN))
-    assert numbers(again, "s2") == [2, 3, 4]
-    assert only(Published, publisher.answer(again, SETTLED)) == [Published(token, 1) for token in (1, 2, 3)]
-    assert numbers(publisher.publish(), "s2") == [5]
+    assert publisher.found(asked) == [Connect("s2", URLS["s2"])]
+    again = publisher.up("s2")
+    assert numbers(again, link="s2") == [2, 3, 4]
+    assert only(Published, publisher.found(again)) == [Published(token, 1) for token in (1, 2, 3)]
+    assert numbers(publisher.publish(), link="s2") == [5]
 
 
 def test_what_a_server_answers_late_has_had_its_outcome() -> None:
     publisher, asked, sent = silent()
-    publisher.answer(asked, SETTLED)
-    assert only(Published, publisher.answer(sent)) == [Published("other", 1)], "the others wait for s2"
+    publisher.found(asked)
+    late = publisher.answer(sent, receivers=2, observers=1)
+    assert only(Published, late) == [Published("other", 1)], "the others wait for s2"
 
 
-class Listener(Subject):
-    def __init__(self) -> None:
-        super().__init__(
-            SubscriberMachine(ID, LocalPlan(PLAN_0), SubscriberOptions(move_spread_s=0.0, join_moving_s=0.0))
-        )
-        self.tell(Start())
+LOOKING = replace(OPTIONS, look_elsewhere_s=SubscriberOptions().look_elsewhere_s)
 
-    def found(self, actions: list[Any]) -> list[Any]:
-        """Answer what was asked elsewhere, and what verifies the place that is joined then."""
-        out: list[Any] = []
-        for send in only(Send, actions):
-            if send.args[0] == b"SUBSCRIBE" and send.args[1] == C:
-                out += self.tell(Pushed(send.link, [[b"subscribe", C, 1]]))
-            elif send.args[0] == b"HMGET":
-                out += self.tell(Replied(send.link, send.tag, entry_reply(SETTLED, C)))
-        return out
+
+def found(listener: Listener, actions: list[Any]) -> list[Any]:
+    """Answer what was asked elsewhere, and what verifies the place that is joined then."""
+    asked = [send for send in only(Send, actions) if send.args[0] == b"HMGET"]
+    return [action for send in asked for action in listener.tell(reply(send, entry_reply(SETTLED, C)))]
 
 
 def test_a_new_subscriber_is_confirmed_although_the_home_is_down() -> None:
-    listener = Listener()
-    listener.tell(Subscribe((C,)))
+    listener = Listener(LOOKING)
+    listener.subscribe()
     assert Connect("ask:s2", URLS["s2"]) in listener.pass_time(LOOKS_S)
-    listener.tell(LinkUp("ask:s2", RUN))
-    assert listener.found(listener.pass_time(0.2)) == [Connect("s2", URLS["s2"])]
-    joined = listener.tell(LinkUp("s2", RUN))
-    assert only(SubscriptionConfirmed, listener.found(joined)) == [SubscriptionConfirmed(C)]
+    listener.up("ask:s2")
+    assert found(listener, listener.pass_time(0.2)) == [Connect("s2", URLS["s2"])]
+    assert found(listener, listener.up("s2")) == [SubscriptionConfirmed(C)]
 
 
 def test_a_subscriber_whose_server_is_gone_follows_and_says_what_it_may_have_missed() -> None:
-    listener = Listener()
-    listener.tell(Subscribe((C,)))
-    for send in only(Send, listener.tell(LinkUp("s1", RUN))):
-        if send.args[0] == b"HMGET":
-            listener.tell(Replied("s1", send.tag, entry_reply(PLAN_0, C)))
-    listener.tell(LinkDown("s1", "reset by peer"))
+    listener = Listener(LOOKING).confirmed()
+    listener.down("s1")
     listener.pass_time(LOOKS_S)
-    listener.tell(LinkUp("ask:s2", RUN))
-    listener.found(listener.pass_time(0.2))
-    joined = listener.tell(LinkUp("s2", RUN))
-    assert [gap.channel for gap in only(GapDetected, listener.found(joined))] == [C]
+    listener.up("ask:s2")
+    found(listener, listener.pass_time(0.2))
+    assert [gap.channel for gap in only(GapDetected, found(listener, listener.up("s2")))] == [C]
+
+
+# A server that is not trusted gets no connection: publishing there fails at once, with the reason.
+
+REASON = "not connected: add it to trusted_hosts"
+
+
+def refuse(publisher: Publisher, server: str) -> list[Any]:
+    return publisher.tell(LinkDown(server, REASON, refused=True))
+
+
+def failed(*tokens: object) -> list[PublishFailed]:
+    return [PublishFailed(token, f"server s1: {REASON}") for token in tokens]
+
+
+def test_messages_that_wait_fail_at_once_and_so_do_later_ones() -> None:
+    publisher = Looking()
+    publisher.publish(token="a")
+    publisher.publish(token="b")
+    assert only(PublishFailed, publisher.tell(LinkDown("s1", "connection refused"))) == [], "another reason"
+    assert refuse(publisher, "s1") == failed("a", "b")
+    assert publisher.publish(token="c") == failed("c")
+    assert {each.flags for each in envelopes(publisher.up("s1"))} == {HEARTBEAT}, "not sent after all"
+    refuse(publisher, "s1")
+    assert only(PublishFailed, publisher.pass_time(20.0)) == [], "each has one outcome"
+    publisher.up("s1")
+    assert published(publisher.publish(), C) != []
+
+
+def test_another_server_is_asked_for_a_newer_route_and_the_next_message_goes_there() -> None:
+    publisher = Looking()
+    publisher.publish(channel_at("s2"))
+    publisher.up("s2")
+    publisher.publish(token="a")
+    refuse(publisher, "s1")
+    assert publisher.publish(token="b") == failed("b")
+    [look] = tagged(publisher.pass_time(LOOKS_S), "elsewhere")
+    assert (look.link, look.tag[1]) == ("s2", C)
+    publisher.found([look])
+    assert published(publisher.publish(), C, "s2") != []
+    late = channel_at("s1", 1)
+    publisher.publish(late)
+    [look] = tagged(publisher.pass_time(20 * LOOKS_S), "elsewhere")
+    assert look.tag[1] == late, "also of a channel that was first used after the refusal"
+
+
+def test_other_replicas_take_the_message() -> None:
+    publisher = Looking()
+    publisher.plan.learn(C, to_replicas(Mode.ALL_PUBLISHERS, "s1", "s2"), publisher.now)
+    publisher.publish()
+    assert refuse(publisher, "s1") == [], "s2 may take it"
+    publisher.down("s2")
+    assert only(PublishFailed, refuse(publisher, "s2")) != [], "neither is trusted"

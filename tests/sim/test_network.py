@@ -135,18 +135,6 @@ def place() -> Place:
     return Place()
 
 
-def test_connecting_takes_time_and_may_fail(place: Place) -> None:
-    place.connect()
-    assert place.got == []
-    place.world.run_until(0.1)
-    assert len(place.got) == 1 and len(place.network.connections("p", "s1")) == 1
-    place.server.stop()
-    place.connect()
-    place.world.run_until(0.2)
-    assert place.failures == ["connection refused"]
-    assert place.network.connections("p", "s1") == []
-
-
 def test_a_server_that_is_parted_can_neither_be_reached_nor_heard(place: Place) -> None:
     place.connect()
     place.world.run_until(0.1)

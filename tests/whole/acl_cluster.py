@@ -35,9 +35,9 @@ class Rules:
 
 def version_of(binary: Path) -> tuple[int, ...]:
     """Return the version of a ``redis-server``."""
-    told = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout
-    match = re.search(r"v=(\d+)\.(\d+)\.(\d+)", told)
-    assert match, told
+    got = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"v=(\d+)\.(\d+)\.(\d+)", got)
+    assert match, got
     return tuple(map(int, match.groups()))
 
 

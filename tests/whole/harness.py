@@ -23,7 +23,7 @@ from dynamoth.protocol.stored_plan import parse_entry, read_entry
 from dynamoth_cli.local.child import Child
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client.asyncio import GapInfo, PubSub, Redis, from_url
-from dynamoth_sim.guarantees import Audit, Totals
+from dynamoth_sim.audit import Audit, Totals
 from tests.loop_thread import LoopThread
 
 PATIENCE_S = 60.0
@@ -78,11 +78,6 @@ def until_phase(cluster: LocalCluster, channels: Iterable[bytes], phase: Phase, 
 def move(cluster: LocalCluster, channel: bytes, to: str) -> None:
     """Move a channel, and return when the move has settled."""
     assert cluster.ask_balancer("move", {"channel": channel, "to": to})["to"] == to
-
-
-def until_heard(cluster: LocalCluster, server: str) -> None:
-    """Wait until the balancer hears the agent of a server: before, it refuses to move channels there."""
-    until(lambda: cluster.ask_balancer("status")["servers"][server]["agent"] == "alive", f"the agent of {server}", 0.05)
 
 
 def begin_move(cluster: LocalCluster, channel: bytes, to: str, request: int) -> None:
@@ -171,10 +166,8 @@ class Traffic:
             publish_s_max=PUBLISH_S_MAX,
             ordered=lambda publisher: publisher not in self._plain,
         )
-        #: The gaps that each subscriber was told of.
+        #: The gaps that each subscriber got.
         self.gaps: list[tuple[str, GapInfo]] = []
-        #: Messages of others.
-        self.foreign = 0
         #: The number of the latest message begun, by publisher and channel; and delivered, by subscriber besides.
         self._begun: dict[tuple[str, bytes], int] = {}
         self._latest: dict[tuple[str, str, bytes], int] = {}
@@ -214,7 +207,7 @@ class Traffic:
         until(lambda: self._alive() and all(self._begun[key] >= wanted[key] for key in wanted), "publishers publish")
 
     def add_publisher(self, name: str) -> None:
-        """Let one more publisher begin. Its client knows nothing yet: it follows the ring until it is told better."""
+        """Let one more publisher begin. Its client knows nothing yet: it follows the ring until it learns better."""
         self._loop.call(self._add(name))
 
     def calm(self) -> None:
@@ -228,8 +221,8 @@ class Traffic:
     def finish(self) -> Totals:
         """Stop publishing, wait for what is under way, and judge. Raises AssertionError when a guarantee was broken."""
         violations = self._loop.call(self._finish())
-        told = "".join(f"\n  {name}: gap on {gap.channel!r}: {gap.reason}" for name, gap in self.gaps[:10])
-        assert not violations, "\n".join(map(str, violations[:10])) + told
+        got = "".join(f"\n  {name}: gap on {gap.channel!r}: {gap.reason}" for name, gap in self.gaps[:10])
+        assert not violations, "\n".join(map(str, violations[:10])) + got
         totals = self._audit.totals
         assert totals.lost == totals.duplicated == totals.reordered == 0
         return totals
@@ -293,8 +286,6 @@ class Traffic:
                 _, publisher, number = data.split()[:3]
                 self._latest[name, publisher.decode(), channel] = int(number)
                 self._audit.delivered(name, channel, publisher.decode(), int(number), now)
-            else:
-                self.foreign += 1
 
     async def _finish(self) -> list[Any]:
         self._stopping.set()

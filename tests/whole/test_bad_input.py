@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import urllib.error
+import urllib.request
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
@@ -57,14 +60,14 @@ def test_second_daemons_end_with_2_and_say_what_to_do(cluster: LocalCluster) -> 
 
     first = until(believed, "the balancer hears the agent")
     with daemon(cluster, "agent", "--server", "s1") as agent, daemon(cluster, "balancer") as balancer:
-        status, told = last_words(agent)
+        status, got = last_words(agent)
         assert status == 2
-        assert "another agent of server 's1' is at work already" in told
-        assert "stop the other first if this one is to replace it" in told
-        status, told = last_words(balancer)
+        assert "another agent of server 's1' is at work already" in got
+        assert "stop the other first if this one is to replace it" in got
+        status, got = last_words(balancer)
         assert status == 2
-        assert "another balancer (incarnation " in told
-        assert "stop that one first, or start this one with --standby" in told
+        assert "another balancer (incarnation " in got
+        assert "stop that one first, or start this one with --standby true: " in got
     cluster.check()
     cluster.wait_ready()
     until(lambda: believed() == first, "the balancer believes the first agent again")
@@ -72,16 +75,29 @@ def test_second_daemons_end_with_2_and_say_what_to_do(cluster: LocalCluster) -> 
     move(cluster, channel, "s1")
 
 
-@pytest.mark.parametrize("arguments", [("agent", "--server", "s1"), ("balancer",)])
-def test_a_daemon_with_a_wrong_password_says_so_and_what_to_check(
-    cluster: LocalCluster, arguments: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("arguments", "reason", "number"),
+    [
+        (("agent", "--server", "s1"), b"no connection to the Redis server", signal.SIGTERM),
+        (("balancer",), b"the balancer is contending", signal.SIGINT),
+    ],
+)
+def test_a_daemon_with_a_wrong_password_says_so_and_what_to_check_until_a_signal_ends_it(
+    cluster: LocalCluster, free_port: int, arguments: tuple[str, ...], reason: bytes, number: signal.Signals
 ) -> None:
-    with daemon(cluster, *arguments, password="wrong secret") as process:
+    with daemon(cluster, *arguments, "--http-port", str(free_port), password="wrong secret") as process:
         assert process.stderr is not None
         line = next(line for line in process.stderr if "wrong password" in line)
-        process.terminate()
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"http://127.0.0.1:{free_port}/readyz", timeout=PATIENCE_S)
+        with refused.value as reply:
+            assert (reply.code, reason in reply.read()) == (503, True)
+        process.send_signal(number)
         _, rest = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
+    entries = [json.loads(each) for each in rest.splitlines()]
+    assert entries[-1]["message"] == f"the {arguments[0]} has ended"
+    assert not [entry for entry in entries if entry["level"] in ("error", "critical")]
     assert json.loads(line)["level"] == "warning"
     assert "wrong password for the default user, or the user is off: check both (ACL LIST)" in line
     assert "secret" not in line + rest

@@ -66,8 +66,8 @@ def test_a_server_is_drained_under_load_and_takes_no_channel(capsys: pytest.Capt
                 assert client.publish(at_s1[0], b"from a new client") > 0
 
             def shown() -> bool:
-                assert main(["status", "--url", cluster.url]) == 1
-                return "! s1: it is being drained, the plan has no channel there" in capsys.readouterr().out
+                code = main(["status", "--url", cluster.url])
+                return code == 0 and "! s1: it is being drained, the plan has no" in capsys.readouterr().out
 
             until(shown, "the server that is gone for good", every_s=0.2)
             traffic.flows()

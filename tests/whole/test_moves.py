@@ -19,6 +19,8 @@ def test_plain_publishers_at_either_server_are_heard_while_channels_move() -> No
         totals = traffic.finish()
         assert totals.gaps == 0, traffic.gaps
         assert totals.delivered >= 2 * totals.published
+        causes = [line["cause"] for line in logged(cluster.balancer, "the plan has a new version")]
+        assert causes[:2] == ["a new cluster", "an administrator's move"]
 
 
 def test_the_balancer_moves_channels_away_from_an_overloaded_server_by_itself() -> None:

@@ -131,7 +131,7 @@ class Changes:
         if entry.phase is Phase.SETTLED:
             return ChangeState.SETTLED, ""
         transition = installer.transitions[change.channel]
-        return ChangeState.UNSETTLED, ", ".join(installer.waiting_for(transition, now))
+        return ChangeState.UNSETTLED, installer.why_unsettled(transition, now)
 
     # From arguments to an assignment, and a note.
 

@@ -235,7 +235,7 @@ def _of_transitions(installer: Installer, now: float) -> Iterator[Found]:
     ]
     for since, channel in heapq.nsmallest(TRANSITIONS_SHOWN_MAX, slow):
         transition = installer.transitions[channel]
-        waits = ", ".join(installer.waiting_for(transition, now)) or "its next phase"
+        waits = installer.why_unsettled(transition, now) or "its next phase"
         text = f"the channel is {transition.entry.phase.name.lower()} and waits for {waits}"
         yield Found(Severity.WARNING, "transition_stalled", channel_text(channel), text, since)
     if (more := len(slow) - TRANSITIONS_SHOWN_MAX) > 0:

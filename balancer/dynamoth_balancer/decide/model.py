@@ -190,11 +190,13 @@ class ClusterModel:
             if not model.samples and model.newest is not None:
                 self._take(model, model.newest)  # blindness shows late, but nothing newer can be known
         state = "sees" if report.observing else "does not see"
-        window = f"{self._interruptions_window_s:g} s"
+        lost = (
+            f", and lost its connection {times} times in {self._interruptions_window_s:g} s: Redis disconnects an agent"
+            " that reads too slowly"
+        )
         self.blind[report.server] = (
-            f"its agent {state} what is published, and lost its connection {times} times in {window}: Redis"
-            " disconnects an agent that reads too slowly. The server counts as overloaded. Give the agent a whole CPU,"
-            " and raise client-output-buffer-limit pubsub"
+            f"its agent {state} what is published{lost if times else ''}. The server counts as overloaded. Give the"
+            " agent a whole CPU, and raise client-output-buffer-limit pubsub"
         )
 
     def blindness(self, server: str) -> Blindness | None:

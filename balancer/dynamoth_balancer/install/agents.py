@@ -17,8 +17,10 @@ reports are overdue.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+
+from dynamoth_balancer.events import Note
 
 VOICES_MAX = 16
 """Remembered processes of one agent: the least recently heard one is dropped first."""
@@ -67,6 +69,8 @@ class Agents:
         self._agents = {server: Agent() for server in servers}
         #: Servers whose agents do not see what is published, and why; kept up to date by the owner.
         self.blind: Mapping[str, str] = {} if blind is None else blind
+        #: The servers whose agents are alive, according to the log.
+        self._noted: set[str] = set()
 
     def __getitem__(self, server: str) -> Agent:
         return self._agents[server]
@@ -91,6 +95,17 @@ class Agents:
     def incarnation(self, server: str) -> int | None:
         """Return the process that spoke last for a server; None before the first message."""
         return next(reversed(self._agents[server].voices), None)
+
+    def note_changes(self, connected: Collection[str], now: float) -> list[Note]:
+        """Return log entries about agents that have come and gone. One that has gone with its server is noted later.
+
+        ``connected`` are the servers that can be reached: nothing is heard of the agents of others.
+        """
+        alive = {server for server in self._agents if self.is_alive(server, now)}
+        changed = {server for server in alive ^ self._noted if server in alive or server in connected}
+        self._noted ^= changed
+        heard, gone = ("info", "an agent is heard"), ("warning", "an agent is not heard any more: see whether it runs")
+        return [Note(*(heard if id_ in alive else gone), {"server": id_}) for id_ in self._agents if id_ in changed]
 
     def speaks_alone(self, server: str, incarnation: int, now: float) -> bool:
         """Return whether a process is the only one that speaks for its server."""

@@ -25,7 +25,7 @@ class Change:
     """The change from the version of a copy to the present one."""
 
     delta: PlanDelta
-    #: The HSET, and how many new fields it makes when the copy is right.
+    #: The HSET that brings the copy up to date.
     command: Sequence[CommandPart]
     #: How many fields it adds to a correct copy.
     new_fields: int

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from dynamoth.errors import AlreadyRunning
+from dynamoth.errors import AlreadyRunning, MalformedMessage
+from dynamoth.machine.events import ErrorReply, Send
+from dynamoth.protocol.stored_plan import READ_HEADER, parse_header
 from dynamoth_balancer.events import Note
 from dynamoth_balancer.install.lease import Lease
+from dynamoth_balancer.install.recovery import some_of
 
 NOTED_AFTER_S = 0.5
 """A start that takes no longer than this is not worth a line in the log."""
 
+HEADERS_INTERVAL_S = 5.0
+"""How often the servers of the stored plan are compared with the configured ones."""
+
+TAG = "contention"
+
 
 class Contention:
-    """Watches how a balancer waits for its lease.
+    """Watches how a balancer waits for its lease, and whether it could lead with its configuration.
 
     Args:
         lease: the lease.
-        servers: how many there are.
+        servers: the ids of the configured servers.
         down: the servers that cannot be reached, and why; kept up to date by the owner.
         patience_s: longer than an unrenewed lease lasts: a balancer that has held it for longer is alive.
         standby: whether to go on waiting while another balancer is at work.
@@ -27,7 +35,7 @@ class Contention:
     """
 
     def __init__(
-        self, lease: Lease, servers: int, down: Mapping[str, str], patience_s: float, *, standby: bool
+        self, lease: Lease, servers: Collection[str], down: Mapping[str, str], patience_s: float, *, standby: bool
     ) -> None:
         self._lease = lease
         self._servers = servers
@@ -37,16 +45,42 @@ class Contention:
         self._since = math.inf
         #: The latest reasons in the log why the lease is not held.
         self._noted: dict[str, Any] = {}
+        self._read_at = math.inf
+        #: Whether a server has answered since this balancer began to wait.
+        self._has_compared = False
+        #: By server, the servers in its stored plan that are not configured. No value is empty.
+        self._unlisted: dict[str, list[str]] = {}
 
     def begin(self, now: float) -> None:
         """Begin to wait for the lease."""
-        self._since = now
+        self._since = self._read_at = now
         self._noted = {}
+        self._has_compared = False
+        self._unlisted = {}
+
+    def read_headers(self, servers: Collection[str], now: float) -> list[Send]:
+        """Read, now and then, which servers the stored plans list, at the servers that can be reached."""
+        if now < self._read_at or not servers:
+            return []
+        self._read_at = now + HEADERS_INTERVAL_S
+        return [Send(server, READ_HEADER, (TAG,)) for server in servers]
+
+    def on_header(self, server: str, reply: Any, run_id: str | None) -> None:
+        """Compare the servers of a stored plan with the configured ones."""
+        try:
+            header = None if isinstance(reply, ErrorReply) else parse_header(reply, run_id)
+        except MalformedMessage:  # the balancer that leads reports it, and writes it again
+            header = None
+        listed = header.plan.servers.keys() if header is not None and header.believed else set[str]()
+        self._has_compared = True
+        self._unlisted.pop(server, None)
+        if unlisted := sorted(listed - set(self._servers)):
+            self._unlisted[server] = unlisted
 
     @property
     def stands_by(self) -> bool:
-        """Whether this balancer has nothing to do: another one holds the lease, and this one may wait for it."""
-        return self._standby and bool(self._lease.others())
+        """Whether another balancer holds the lease, and this one may wait for it, and could replace it."""
+        return self._standby and bool(self._lease.others()) and self._has_compared and not self._unlisted
 
     def look(self, now: float) -> list[Note]:
         """Return what the log should say, if that is new. Raises AlreadyRunning where another balancer is at work."""
@@ -55,8 +89,8 @@ class Contention:
             incarnations = ", ".join(sorted(set(others.values())))
             raise AlreadyRunning(
                 f"another balancer (incarnation {incarnations}) is at work: it holds the lease at {', '.join(others)}"
-                " and renews it; stop that one first, or start this one with --standby: CLIENT LIST at one of these"
-                " servers shows its address (name=dynamoth-balancer)"
+                " and renews it; stop that one first, or start this one with --standby true: CLIENT LIST at one of"
+                " these servers shows its address (name=dynamoth-balancer)"
             )
         details = self.details()
         reason = self.reason()
@@ -69,6 +103,12 @@ class Contention:
     def reason(self) -> str:
         """Return in words what keeps the lease from us; empty where nothing does, so that the next attempt gets it."""
         reasons: list[str] = []
+        if self._unlisted:  # one of them will do: the others say the same
+            server, unlisted = next(iter(self._unlisted.items()))
+            reasons.append(
+                f"the plan stored at {server} lists {some_of(unlisted)}, which the configuration of this balancer does"
+                " not: it cannot take over if they are used; give all balancers the same list of servers"
+            )
         if others := self._lease.others():
             text = "another balancer holds it at {}; if that one was killed, the lease expires by itself"
             reasons.append(text.format(", ".join(others)))
@@ -83,8 +123,9 @@ class Contention:
     def details(self) -> dict[str, Any]:
         """Return who holds the lease, and what keeps it from us."""
         return {
-            "needed": f"{self._lease.majority} of {self._servers} servers",
+            "needed": f"{self._lease.majority} of {len(self._servers)} servers",
             "held_by_others": self._lease.others(),
             "refused": self._lease.problems(),
             "unreachable": dict(self._down),
+            "not_configured": dict(self._unlisted),
         }

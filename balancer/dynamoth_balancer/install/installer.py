@@ -44,6 +44,11 @@ from dynamoth_balancer.install.recovery import (
 )
 from dynamoth_balancer.options import BalancerOptions
 
+_LEAVE = "subscribers to leave"
+
+PLAIN_STAYS = " (a plain Redis client that is subscribed there stays until it ends: see CLIENT LIST TYPE pubsub)"
+"""Clients of Dynamoth leave by themselves."""
+
 
 @dataclass(slots=True)
 class Transition:
@@ -271,7 +276,12 @@ class Installer:
                 if self._agents.acked(server, now) < transition.version or not self._agents.is_alive(server, now):
                     yield f"the agent of {server} to acknowledge"
             elif server in transition.old and server not in transition.vacated:
-                yield f"subscribers to leave {server}"
+                yield f"{_LEAVE} {server}"
+
+    def why_unsettled(self, transition: Transition, now: float) -> str:
+        """Return all that a transition waits for, with the cure where people can help; empty for nothing."""
+        waits = list(self.waiting_for(transition, now))
+        return ", ".join(waits) + (PLAIN_STAYS if any(wait.startswith(_LEAVE) for wait in waits) else "")
 
     def _note_transitions(self, entries: Mapping[bytes, Entry], now: float, version: int | None = None) -> None:
         """Update the transitions to new entries."""

@@ -25,7 +25,7 @@ from dynamoth.plan.ring import VIRTUAL_NODES
 from dynamoth_balancer.install.book import merge_entries
 
 VERSIONS_LOST_MAX = 2**24
-"""A version of an agent that is further above all stored ones is not believed: more changes than years of work."""
+"""An agent's version further above all stored ones is not believed: no balancer makes as many changes in years."""
 
 NAMED_MAX = 5
 """Most servers that an error text names."""
@@ -116,23 +116,23 @@ def _without_strange_servers(configured: Sequence[Server], copies: list[Copy]) -
     usable = [copy for copy in copies if not strange[id(copy)]]
     if not usable:
         raise ConfigError(
-            f"the plan stored at {copies[0].server} uses {_some(strange[id(copies[0])])}, which the configuration does"
-            " not list: servers cannot be removed yet, put them back into the list of servers"
+            f"the plan stored at {copies[0].server} uses {some_of(strange[id(copies[0])])}, which the configuration"
+            " does not list: servers cannot be removed yet, put them back into the list of servers"
         )
     conflicts = [
-        Conflict(copy.server, f"its channels are at servers that are not configured: {_some(strange[id(copy)])}")
+        Conflict(copy.server, f"its channels are at servers that are not configured: {some_of(strange[id(copy)])}")
         for copy in copies
         if strange[id(copy)]
     ]
     conflicts += [
-        Conflict(copy.server, f"it lists servers that are not configured: {_some(listed)}")
+        Conflict(copy.server, f"it lists servers that are not configured: {some_of(listed)}")
         for copy in usable
         if (listed := sorted(set(copy.plan.servers) - known))
     ]
     return usable, conflicts
 
 
-def _some(names: Sequence[str]) -> str:
+def some_of(names: Sequence[str]) -> str:
     """List some names, which may be hostile, in an error text."""
     more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
     return ", ".join(f"{name:.64}" for name in names[:NAMED_MAX]) + more
@@ -142,9 +142,9 @@ def why_not_ours(configured: Sequence[Server], plan: Plan, found: Plan) -> str |
     """Return why a copy that was found later cannot be from a balancer of ours; None when it can."""
     known = {server.id for server in configured}
     if not same_ring(found, plan):
-        return f"its ring is over {_some(found.base)}, ours over {_some(plan.base)}"
+        return f"its ring is over {some_of(found.base)}, ours over {some_of(plan.base)}"
     if strange := sorted(servers_in_use(found) - known):
-        return f"its channels are at servers that are not configured: {_some(strange)}"
+        return f"its channels are at servers that are not configured: {some_of(strange)}"
     if is_used_up(found.version):
         return f"it has the impossible version {found.version}"
     return None
@@ -201,13 +201,13 @@ def _of_one_cluster(
         one, other = (next(copy for copy in believed if _ring(copy.plan) == ring) for ring in tied[:2])
         raise ConfigError(
             f"the plan stored at {one.server} is of another cluster than that at {other.server}: its ring is over"
-            f" {_some(one.plan.base)}, the other's over {_some(other.plan.base)}; delete the wrong one"
+            f" {some_of(one.plan.base)}, the other's over {some_of(other.plan.base)}; delete the wrong one"
             " (DEL __dynamoth__:plan) or correct the list of servers"
         )
     right = expected if len(tied) > 1 else first
-    theirs = _some(sorted(right[0]))
+    theirs = some_of(sorted(right[0]))
     conflicts += [
-        Conflict(copy.server, f"its ring is over {_some(copy.plan.base)}, that of the others over {theirs}")
+        Conflict(copy.server, f"its ring is over {some_of(copy.plan.base)}, that of the others over {theirs}")
         for copy in copies
         if _ring(copy.plan) != right
     ]

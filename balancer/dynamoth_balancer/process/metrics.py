@@ -33,10 +33,10 @@ _GAUGES_BY_SERVER: Mapping[str, str] = {
 }
 
 _COUNTERS: Mapping[str, str] = {
-    "decisions": "Decisions of the balancer's own, including those that nothing can be done",
+    "decisions": "Decisions of the balancer's own, including those that only say what it cannot do",
     "moves_begun": "Channels whose assignment was changed, by decision or by an administrator",
     "moves_settled": "Channels whose change of assignment has settled",
-    "replications_begun": "Changes among them of channels that were, or then are, replicated",
+    "replications_begun": "Channels whose assignment was changed and that are replicated before or after",
     "requests": "Requests of administrators",
     "requests_refused": "Requests of administrators that were refused, or not carried out in time",
     "requests_repeated": "Requests of administrators that had been answered before",
@@ -87,7 +87,7 @@ def _of_problems(machine: BalancerMachine, servers: Collection[str], now: float)
         ages[problem.kind, problem.severity.value, server].append(now - problem.since)
     labels = ["kind", "severity", "server"]
     numbers = GaugeMetricFamily("dynamoth_balancer_problems", "What is stalled or refused, see the log", labels=labels)
-    oldest = GaugeMetricFamily("dynamoth_balancer_problem_age_seconds", "Age of the oldest of them", labels=labels)
+    oldest = GaugeMetricFamily("dynamoth_balancer_problem_age_seconds", "Age of the oldest such problem", labels=labels)
     for key, ages_s in ages.items():
         numbers.add_metric(key, len(ages_s))
         oldest.add_metric(key, max(0.0, *ages_s))

@@ -104,12 +104,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the users."""
     channels = [os.fsencode(pattern) for pattern in arguments.channels]
+    prefix: str = arguments.prefix
+    if not prefix.isprintable() or any(character in " \"'" for character in prefix):
+        raise ConfigError(f"--prefix {prefix!r}: the name of a user of Redis cannot hold spaces, quotes or line breaks")
     if "client" in arguments.role and not channels:
         raise ConfigError(
             "which channels may clients use? Give --channels 'news.*' (or --role for the other roles alone)"
         )
     passwords = read_passwords(arguments.passwords, os.environ)
-    users = [make_user(role, channels, arguments.redis, arguments.prefix) for role in arguments.role]
+    users = [make_user(role, channels, arguments.redis, prefix) for role in arguments.role]
     sys.stdout.write("".join(f"{line}\n" for line in to_lines(users, passwords, aclfile=arguments.aclfile)))
     missing = [user.role for user in users if user.role not in passwords]
     if missing:

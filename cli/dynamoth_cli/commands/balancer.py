@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from dynamoth.errors import ConfigError
 from dynamoth.settings.declare import values_of
 from dynamoth.settings.load import LoadedConfig
 from dynamoth.settings.sections import BalancerProcessSettings, PlanningSettings
@@ -34,11 +35,16 @@ def run(arguments: argparse.Namespace) -> int:
 def balancer_config(loaded: LoadedConfig) -> BalancerConfig:
     """Return the configuration of a balancer. Raises ConfigError."""
     settings = loaded.config.balancer
-    options = BalancerOptions(
-        **values_of(PlanningSettings, settings),
-        draining=frozenset(server.id for server in loaded.config.cluster.servers if server.draining),
-        compatibility=compatibility_rules(loaded),
-    )
+    rules = compatibility_rules(loaded)
+    try:
+        options = BalancerOptions(
+            **values_of(PlanningSettings, settings),
+            draining=frozenset(server.id for server in loaded.config.cluster.servers if server.draining),
+            compatibility=rules,
+        )
+    except ConfigError as error:  # of lease_s: all others have been checked
+        place = loaded.places.get("balancer.lease_s", "the default")
+        raise ConfigError(f"balancer.{error} (from {place})") from error
     return BalancerConfig(
         **values_of(BalancerProcessSettings, settings),
         servers=cluster_servers(loaded),

@@ -11,8 +11,8 @@ from typing import Any
 
 from dynamoth.plan.plan import Plan
 from dynamoth_balancer.admin.compatibility import describe_rules
-from dynamoth_cli.access import Access, access_of, add_access
 from dynamoth_cli.admin import ask_balancer, read_header
+from dynamoth_cli.cluster_access import Access, access_of, add_access
 from dynamoth_cli.numbers import channel_name
 
 CHANGE_TIMEOUT_S = 10.0

@@ -14,8 +14,8 @@ from dynamoth.plan.plan import Entry, Location, Mode, Plan, Route
 from dynamoth_balancer.admin.api import CHANGE_TIMEOUT_S_MAX
 from dynamoth_balancer.admin.changes import MODES, mode_name
 from dynamoth_balancer.admin.compatibility import describe_rules
-from dynamoth_cli.access import Access, access_of, add_access
 from dynamoth_cli.admin import ask_balancer, read_plan
+from dynamoth_cli.cluster_access import Access, access_of, add_access
 from dynamoth_cli.commands import compatibility
 from dynamoth_cli.numbers import channel_name, counted, number
 from dynamoth_link.errors import LinkError
@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         commands,
         "replicate",
         "spread a channel over several servers, and wait until that has settled",
-        "Spread a channel that one server is too small for over several, without losing, repeating or reordering a"
+        "Spread a channel that is too large for one server over several, without losing, repeating or reordering a"
         " message, and wait until everybody uses them. The balancer leaves it so until it is restarted.",
     )
     replicate.add_argument(
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _warn(fault: LinkError) -> None:
-    sys.stderr.write(f"dynamoth: this is what the other servers store: {fault}\n")
+    sys.stderr.write(f"dynamoth: a server did not answer; the others store the plan shown here: {fault}\n")
 
 
 def _shown(plan: Plan, channel: str | None, as_json: bool) -> str:

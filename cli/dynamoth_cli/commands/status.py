@@ -19,8 +19,8 @@ from dynamoth.plan.plan import Mode
 from dynamoth.protocol.stored_plan import READ_HEADER, parse_header
 from dynamoth_balancer.admin.changes import mode_name
 from dynamoth_balancer.admin.health import Severity, no_agent, several_agents
-from dynamoth_cli.access import Access, access_of, add_access
 from dynamoth_cli.admin import ANSWER_TIMEOUT_S, ask_all, ask_balancer, read_header
+from dynamoth_cli.cluster_access import Access, access_of, add_access
 from dynamoth_cli.commands import compatibility
 from dynamoth_cli.numbers import channel_name, counted
 from dynamoth_link.errors import LinkError
@@ -42,13 +42,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the state of the cluster. The exit code is 1 when it has a problem."""
+    """Print the state of the cluster. The exit code is 1 when it has a problem that is an error, not a warning."""
     status = asyncio.run(read_status(access_of(arguments)))
     if arguments.json:
         sys.stdout.write(json.dumps(status, indent=2, default=_as_json) + "\n")
     else:
         show(status, Console())
-    return 1 if status["problems"] else 0
+    return 1 if any(problem["severity"] == Severity.ERROR.value for problem in status["problems"]) else 0
 
 
 async def read_status(access: Access) -> dict[str, Any]:
@@ -153,7 +153,8 @@ def show(status: Mapping[str, Any], console: Console) -> None:
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     for problem in status["problems"]:
-        console.print(f"[bold red]![/] {escape(describe_problem(problem))}", highlight=False, soft_wrap=True)
+        color = "red" if problem["severity"] == Severity.ERROR.value else "yellow"
+        console.print(f"[bold {color}]![/] {escape(describe_problem(problem))}", highlight=False, soft_wrap=True)
 
 
 HEADINGS = ("server", "agents", "plan", "load", "out MB/s", "messages/s", "channels", "CPU")
@@ -227,7 +228,7 @@ def _draining(server: str, channels_left: int | None, channels_named: int | None
     match channels_left:
         case None:
             named = "no channel" if not channels_named else counted(channels_named, "channel")
-            return f"draining: {server}; the plan has {named} there; what else is left its agent does not report"
+            return f"draining: {server}; the plan has {named} there; its agent does not report what else is left"
         case 0:
             return f"draining: {server}; nothing is left there"
         case _:
@@ -245,7 +246,7 @@ def _describe_decision(decision: Mapping[str, Any]) -> list[str]:
     if (more := decision["moves"] - MOVES_SHOWN_MAX) > 0:
         lines.append(f"{when}: {counted(more, 'more move')}")
     lines += [
-        f"{when}: {finding['server']} at load ratio {finding['load_ratio']:.2f}: {finding['reason']}"
+        f"{when}: {finding['server']} was left at load ratio {finding['load_ratio']:.2f}: {finding['reason']}"
         for finding in decision["findings"][:MOVES_SHOWN_MAX]
     ]
     return lines

@@ -177,7 +177,7 @@ class Child:
         status = self._release()
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         tail = "".join(f"\n  {line}" for line in self.lines[-TAIL_LINES:]) or " nothing"
-        return ChildEnded(f"{self.name} (process {self.pid}) {how}; the last that it wrote:{tail}")
+        return ChildEnded(f"{self.name} (process {self.pid}) {how}; its last output:{tail}")
 
     def _release(self) -> int:
         """Wait for the end of the process and of its log; close the pipes. Returns its status."""

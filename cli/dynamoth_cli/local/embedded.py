@@ -68,7 +68,9 @@ def find_redis_server() -> Path:
     if named := os.environ.get(REDIS_SERVER_VARIABLE):
         if resolved := shutil.which(named):
             return Path(resolved).absolute()
-        raise RedisServerNotFound(f"{REDIS_SERVER_VARIABLE} is {named!r}, which is not a program that can be run")
+        raise RedisServerNotFound(
+            f"{REDIS_SERVER_VARIABLE} is {named!r}, not a program that can be run: unset it, or name a redis-server"
+        )
     if installed := shutil.which("redis-server"):
         return Path(installed).absolute()
     if bundled := bundled_redis_server():

@@ -8,7 +8,7 @@ from dynamoth_client.asyncio._client import Pipeline as Pipeline
 from dynamoth_client.asyncio._client import Redis, StrictRedis, from_url
 from dynamoth_client.asyncio._pubsub import PubSub
 from dynamoth_client.redis_py import modules as _modules
-from dynamoth_client.redis_py.construction import ChannelPlan, GuaranteesOff
+from dynamoth_client.redis_py.constructor import ChannelPlan, GuaranteesOff
 from dynamoth_client.redis_py.settings import OptionIgnored
 from dynamoth_client.runtime.queue import GapInfo
 

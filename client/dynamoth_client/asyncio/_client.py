@@ -24,7 +24,7 @@ from dynamoth_client.redis_py.commands import (
     routed,
     without_agents,
 )
-from dynamoth_client.redis_py.construction import (
+from dynamoth_client.redis_py.constructor import (
     ChannelPlan,
     constructor_arguments,
     encoded,
@@ -74,7 +74,7 @@ class Redis(redis.asyncio.Redis):
     * ``publish`` sends a message again by itself when its connection is lost, and waits as long as redis-py would at
       most: for ``retries`` + 1 attempts, each of the longer of ``socket_timeout`` and ``socket_connect_timeout``, and
       the pauses between them. But not less than 1.5 s, as a first message waits for the connection, and a replica that
-      takes the place of another takes 1 s; and not more than 10 s, which it is where none of these options is given.
+      takes the place of another takes 1 s; and not more than 10 s, which is the value without any of these options.
       Then it raises TimeoutError where the server is connected, else ConnectionError.
     * ``health_check_interval`` is the silence after which a connection is sent a PING, ``socket_timeout`` how long the
       answer may take. redis-py's defaults (0; None, or 5 s since 8.0) stand for 1.5 s and 3.4 s: a connection that was
@@ -178,7 +178,7 @@ class Redis(redis.asyncio.Redis):
 
         Raises:
             redis.exceptions.TimeoutError: the channel's server is connected and did not answer in time: the message may
-                have been delivered. How long that is, is said at the class.
+                have been delivered. The docstring of the class says how long it waits.
             redis.exceptions.ConnectionError: no server gave a plan, or there was no connection to the channel's server
                 in time; a message that had been sent before it was lost may have been delivered.
             redis.exceptions.ResponseError: the server refused it.

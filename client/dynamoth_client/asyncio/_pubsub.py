@@ -38,7 +38,7 @@ class PubSub(Reader):
       ConnectionError or AuthenticationError, and again after each further such time. The PubSub keeps reconnecting:
       read on.
     * ``connection`` is None or what stands for all connections: it has ``is_connected``, and ``disconnect``, which cuts
-      them. After that, and no other loss, every subscription is acknowledged again, as redis-py does after each.
+      them. Only after that is every subscription acknowledged again; redis-py does it after each lost connection.
       Callbacks that are registered there are never called; it has nothing else of redis-py's connections.
     * ``push_handler_func`` is refused with an error: handlers and ``on_gap`` tell what comes. ``execute_command`` has
       the commands of subscriptions and PING, and no other.
@@ -46,7 +46,7 @@ class PubSub(Reader):
       does; so it does where its event loop was closed without ``aclose``, on the loop where it is used next. That is a
       gap. To end a reader, close the PubSub.
     * The first ``subscribe`` raises when the plan cannot be read from any server, and nothing is subscribed then.
-    * A pattern needs a connection to every server. One that is away for 5 s is done without, and that is a gap.
+    * A pattern needs a connection to every server. If one is away for 5 s, it goes on without it, with a gap.
     * Sharded channels (``ssubscribe``) are channels with names of their own, which live, move and are replicated as
       others do, on servers of any version. A plain Redis client neither sees nor sends their messages.
     * Channels that belong to one server (``__keyspace@...``), and patterns that begin as these do (``__key*``), are

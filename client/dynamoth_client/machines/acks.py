@@ -1,4 +1,4 @@
-"""Acknowledgements as Redis gives them, made of confirmations that come from many servers.
+"""Acknowledges subscriptions in the order of one Redis, and with its counts, although many servers confirm them.
 
 Theory of operation
 -------------------
@@ -26,7 +26,7 @@ HOLD_S_MAX = 0.25
 
 
 class Subject(NamedTuple):
-    """What is subscribed to: a channel, or a pattern."""
+    """A channel or a pattern that is subscribed to."""
 
     name: bytes
     is_pattern: bool = False
@@ -46,18 +46,19 @@ class Subject(NamedTuple):
 class Ack:
     """One acknowledgement: ``kind`` is redis-py's type, ``count`` the subscriptions of this sort there are then.
 
-    ``channel`` is the pattern where it is about one.
+    ``channel`` is the pattern where it is about one, and None where nothing was left to end.
     """
 
     kind: str
-    channel: bytes
+    channel: bytes | None
     count: int
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
     kind: str
-    subject: Subject
+    #: None: the end of all, where nothing is left.
+    subject: Subject | None
     #: Confirmed, and held if it has not been acknowledged yet.
     done: bool = False
     acknowledged: bool = False
@@ -78,17 +79,12 @@ class Acks:
         self._subscribed: set[Subject] = set()
         self._sharded: set[Subject] = set()
         #: The held requests, oldest first. No value is empty.
-        self.held: dict[Subject, list[_Request]] = {}
+        self.held: dict[Subject | None, list[_Request]] = {}
 
     @property
     def count(self) -> int:
         """How many channels and patterns are acknowledged as subscribed."""
         return len(self._subscribed)
-
-    @property
-    def sharded_count(self) -> int:
-        """How many sharded channels are acknowledged as subscribed."""
-        return len(self._sharded)
 
     @property
     def is_idle(self) -> bool:
@@ -101,18 +97,28 @@ class Acks:
 
     def request(self, kind: str, name: bytes) -> None:
         """Note that the application asks to ``subscribe`` or ``unsubscribe``; ``p`` or ``s`` may be in front."""
-        request = _Request(kind, Subject(name, kind.startswith("p")))
+        subject = Subject(name, kind.startswith("p"))
+        request = _Request(kind, subject)
         self._order.append(request)
-        self._open.setdefault(request.subject, deque()).append(request)
+        self._open.setdefault(subject, deque()).append(request)
 
-    def confirmed(self, name: bytes, *, is_pattern: bool = False) -> list[Ack]:
+    def end_nothing(self, kind: str) -> list[Ack]:
+        """Note a request to end all of one sort, where nothing is left; return the acks that are due.
+
+        Redis acknowledges it in its turn, without a name.
+        """
+        request = _Request(kind, None)
+        self._order.append(request)
+        return self._done(request)
+
+    def on_confirmed(self, name: bytes, *, is_pattern: bool = False) -> list[Ack]:
         """Confirm the oldest open request of ``name``, which is to subscribe; return the acks that are due."""
         subject = Subject(name, is_pattern)
         if subject not in self._open:
             return []
         return self._done(self._take_open(subject))
 
-    def ended(self, name: bytes, *, is_pattern: bool = False) -> list[Ack]:
+    def on_ended(self, name: bytes, *, is_pattern: bool = False) -> list[Ack]:
         """Confirm the oldest request to unsubscribe, and those before it; return the acks that are due.
 
         A subscription that ends before it was confirmed is acknowledged all the same, as Redis does.
@@ -126,7 +132,7 @@ class Acks:
                 break
         return acks
 
-    def failed(self, name: bytes, *, is_pattern: bool = False) -> list[Ack]:
+    def on_failed(self, name: bytes, *, is_pattern: bool = False) -> list[Ack]:
         """Drop all open requests of a subscription that the server refuses; return the acks that are due."""
         subject = Subject(name, is_pattern)
         for request in self._open.pop(subject, ()):
@@ -191,6 +197,9 @@ class Acks:
 
     def _acknowledge(self, request: _Request) -> Ack:
         request.acknowledged = True
+        if request.subject is None:
+            subscribed = self._sharded if request.kind == "sunsubscribe" else self._subscribed
+            return Ack(request.kind, None, len(subscribed))
         subscribed = self._subscribed_like(request.subject)
         if request.kind.endswith("unsubscribe"):
             subscribed.discard(request.subject)

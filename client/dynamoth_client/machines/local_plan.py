@@ -1,4 +1,4 @@
-"""The local plan: the part of the plan that one client knows, with the channels that it uses (section II-C)."""
+"""The local plan: the routes that one client knows, of the channels that it uses (Dynamoth, section II-C)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class NewerSoftware:
 
 
 ENTRIES_MAX = 100_000
-"""Learned routes that are kept; past it those in nobody's use go first. About 200 bytes each."""
+"""Most learned routes without a subscription; past it the longest idle are forgotten. About 200 bytes each."""
 NAMES_BYTES_MAX = 32 * 2**20
-"""Bytes of their names; past it, too, those in nobody's use go first."""
+"""Most bytes of the names of all learned routes; past it, too, the longest idle are forgotten."""
 ENTRY_IDLE_S = 300.0
-"""A route that nobody used for this time is forgotten (the paper's timer); the channel is at home again for this
+"""A route that nobody used for this time is forgotten (Dynamoth's timer); the channel is at home again for this
 client."""
 
 
@@ -188,7 +188,7 @@ class LocalPlan:
         self._pins[channel] += 1
 
     def unpin(self, channel: bytes, now: float) -> None:
-        """Keep a route no more because of one subscription: the timer of its use counts again."""
+        """Undo one ``pin``: without any, the route is forgotten when it has been idle for long."""
         self.use(channel, now)
         self._pins[channel] -= 1
         if not self._pins[channel]:

@@ -159,7 +159,7 @@ class Register(Generic[_Subscription, _Memory]):
             del self._memories[next(iter(self._memories))]
         return self.current.pop(name)
 
-    def ended(self, name: bytes) -> tuple[Sequence[SubscriptionEnded], int]:
+    def on_ended(self, name: bytes) -> tuple[Sequence[SubscriptionEnded], int]:
         """End an ending subscription; return the ends that are due, and how often to subscribe again."""
         subscription = self.ending.pop(name)
         acks = [SubscriptionEnded(name)] * subscription.unsubscribe_acks_pending

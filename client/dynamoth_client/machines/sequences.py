@@ -26,9 +26,9 @@ open       the expected number                  delivered
 A gap is reported in its place: behind what was delivered before the missing messages, before what follows them. No loss
 is silent, as a stream passes a number only in one of these ways, and ``previous_at`` is never too early: it is when the
 next message came, less the time that its publisher said, and a message comes after it was published. No gap is
-needless but for one reason: ``previous_at`` is later than the truth by the time that the next message was under way. A
+needless, with one exception: ``previous_at`` is later than the truth by the time that the next message travelled. A
 message published so shortly before the confirmation counts as due. Of the messages held, those that follow each other
-tell of the same moment; the one that came fastest decides.
+bound the same moment; the one that travelled fastest decides.
 
 Anybody who may publish on a channel can copy a publisher's id and forge numbers. Nobody can tell a forged message from
 a true one, so for that publisher's messages there nothing is promised but that their loss is not silent. Numbers above
@@ -64,7 +64,7 @@ NUMBER_MAX = 2**44
 """The largest accepted number. No publisher gets there: a million messages a second would take half a year."""
 
 LATE_S = 20.0
-"""How late a copy may come that its publisher itself has sent, again and again: twice what a publish may take."""
+"""How late a copy may come that its publisher has sent again: twice the longest time that a publish may take."""
 
 STREAMS_MAX = 100_000
 """Publishers of one channel that are remembered at most; past it the one that was known first is forgotten, and its

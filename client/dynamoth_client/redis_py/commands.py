@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dynamoth.names import AGENT_CHANNEL, sharded_channel
-from dynamoth_client.redis_py.construction import encoded, is_server_local
+from dynamoth_client.redis_py.constructor import encoded, is_server_local
 from dynamoth_client.redis_py.pools import Pool
 from dynamoth_client.redis_py.settings import connection_encoder
 
@@ -67,7 +67,7 @@ def is_publication(args: tuple[Any, ...]) -> bool:
 
 
 def without_agents(receivers: Any, agents: int) -> Any:
-    """Return what a PUBLISH in a pipeline has answered, a number or an error, without those who only observe."""
+    """Return the reply to a PUBLISH in a pipeline, a number or an error, less the agents among the receivers."""
     return max(0, receivers - agents) if isinstance(receivers, int) else receivers
 
 

@@ -1,4 +1,4 @@
-"""Our errors in redis-py's words: ``except redis.exceptions.RedisError`` catches all that the client raises."""
+"""Translates our errors into redis-py's: ``except redis.exceptions.RedisError`` catches all but wrong use."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def follow_renewals(pool: Pool, dispatcher: Any) -> None:
 
 
 class _Renewal:
-    """Stands beside a pool of redis-py, which gives it new credentials by this method."""
+    """Receives new credentials from redis-py, as its pools do, and renews those of our links."""
 
     def __init__(self, state: PoolState) -> None:
         self._state = state

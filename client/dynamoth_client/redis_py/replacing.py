@@ -1,4 +1,4 @@
-"""One call for a program whose libraries make their Redis clients themselves: :func:`replace_redis`.
+"""Makes libraries that create their own Redis clients create Dynamoth's: :func:`replace_redis`.
 
 Theory of operation
 -------------------
@@ -45,7 +45,7 @@ class NotReplaced(UserWarning):
 
 
 class Replacement:
-    """What :func:`replace_redis` has replaced, until ``undo``; as a context manager, until the end of the block."""
+    """The replacement that :func:`replace_redis` made: it lasts until ``undo``, or to the end of a ``with`` block."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         """Replace in modules that are imported, and in others when they are."""

@@ -1,4 +1,4 @@
-"""From redis-py's arguments to what links need: seeds, credentials, TLS, timeouts, retries.
+"""Reads from redis-py's connection pool what links need: seeds, credentials, TLS, timeouts, retries.
 
 redis-py's connection pool is the one place where a client's settings are kept. To read them, a connection of the pool
 is made and not connected: so an option has redis-py's default, and what redis-py refuses is refused with its exception.
@@ -29,8 +29,9 @@ from dynamoth_client.machines.publisher.events import PUBLISH_TIMEOUT_S_MAX, PUB
 from dynamoth_client.redis_py.errors import BadOption
 from dynamoth_client.redis_py.pools import ConnectionLimit, Pool, is_asynchronous, name_limit, options_of, state_of
 from dynamoth_client.redis_py.retrying import Retrying, is_retry
-from dynamoth_link.options import LinkOptions, TlsOptions
+from dynamoth_link.options import LinkOptions
 from dynamoth_link.spares import Spares
+from dynamoth_link.tls import TlsOptions
 from dynamoth_link.trust import TRUSTED_HOSTS_VARIABLE, Trust, parse_trusted_hosts, trust_in
 from dynamoth_link.urls import ServerAddress
 

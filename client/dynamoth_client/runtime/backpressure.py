@@ -49,7 +49,7 @@ class Blocking:
     """Keeps or skips the messages for a queue while that is full.
 
     Args:
-        queue: gets the messages; its ``on_full`` and ``on_room`` are to be ``full`` and ``room``.
+        queue: gets the messages; the owner has it call ``on_full`` and ``on_room`` of this object.
         pause: stops reading from servers.
         resume: reads from servers again.
         later: makes a call after a number of seconds.
@@ -81,7 +81,7 @@ class Blocking:
         self._room_bytes = 0
         self._timer: Timer | None = None
 
-    def full(self) -> None:
+    def on_full(self) -> None:
         """Stop reading, for a while."""
         self._room_bytes = self._spill_bytes_max
         self.is_paused = True
@@ -93,7 +93,7 @@ class Blocking:
         self.is_paused = False
         self._resume()
 
-    def room(self) -> None:
+    def on_room(self) -> None:
         """Go back to normal: half of the queue has been read."""
         self._is_skipping = False
         if self.is_paused:
@@ -121,7 +121,7 @@ class Blocking:
             else:
                 self._room_bytes -= size
                 items.append(message)
-        self._queue.grown()
+        self._queue.on_grown()
         return skipped
 
     def _count_spilled(self) -> None:

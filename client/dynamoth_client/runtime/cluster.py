@@ -126,7 +126,7 @@ class Cluster:
             self._bootstrap.add_done_callback(retrieve)
         task = self._bootstrap
         await asyncio.wait({task})
-        if task.cancelled() or not self._is_of_today(local_plan := task.result()):
+        if task.cancelled() or not self._is_current(local_plan := task.result()):
             raise errors.ClientClosed
         return local_plan
 
@@ -193,7 +193,7 @@ class Cluster:
                 self._bootstrap = None
         return local_plan
 
-    def _is_of_today(self, local_plan: LocalPlan) -> bool:
+    def _is_current(self, local_plan: LocalPlan) -> bool:
         """Whether nobody has closed the client since this plan was read."""
         return local_plan is self._local_plan
 

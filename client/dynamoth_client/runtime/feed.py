@@ -133,10 +133,10 @@ class Feed:
         self._blocking: Blocking | None = None
         if when_full == "block":
             self._blocking = Blocking(queue, pause=self._pause, resume=self._resume, later=self._loop.call_later)
-            queue.watch(self._blocking.full, self._make_room)
+            queue.watch(self._blocking.on_full, self._make_room)
         else:
             queue.watch(self._drop_oldest if when_full == "drop_oldest" else self._give_up, self._make_room)
-        #: Gaps of messages that were skipped since the queue is full, in its place; None where gaps are logged.
+        #: By subscription, the gap of the messages skipped while the queue is full; None where gaps are logged.
         self._gaps_of_skipped: dict[Dropped, Notice | None] = {}
         #: Gaps of messages that were dropped, and how many of them had not been read when that was last looked at: more
         #: of the same subscription are added to those that are not read.
@@ -152,7 +152,7 @@ class Feed:
     def is_connected(self) -> bool:
         """Whether the feed is at work. False after ``disconnect`` until a link is up.
 
-        Else its links may be down all the same, and come back by themselves.
+        While this is True, links may still be down: they reconnect by themselves.
         """
         return not self.is_stopped and (not self._was_cut or any(link.is_up for link in self._opened()))
 
@@ -164,14 +164,13 @@ class Feed:
     def request(self, command: str, names: Iterable[bytes]) -> None:
         """Subscribe or unsubscribe, as the ``command`` says; the acknowledgements come through the queue.
 
-        An end of nothing is acknowledged at once, as Redis does.
+        A request to end all subscriptions is acknowledged even if there are none, as Redis does.
         """
         wanted = tuple(_inner_name(command, name) for name in names)
         for name in wanted:
             self._acks.request(command, name)
         if not wanted:
-            count = self._acks.sharded_count if command in _SHARDED_COMMANDS else self._acks.count
-            self._queue.put(Notice(command, None, count))
+            self._acknowledge(self._acks.end_nothing(command))
         if command == "psubscribe":
             if self._patterns is None:
                 machine = PatternMachine(self._local_plan)
@@ -182,7 +181,7 @@ class Feed:
                 self._patterns.driver.handle(UnsubscribePatterns(wanted))
                 return
             for pattern in wanted:
-                self._acknowledge(self._acks.ended(pattern, is_pattern=True))
+                self._acknowledge(self._acks.on_ended(pattern, is_pattern=True))
         elif command.endswith("unsubscribe"):
             self._channels.driver.handle(Unsubscribe(wanted))
         else:
@@ -192,7 +191,7 @@ class Feed:
     async def until_confirmed(self, command: str, names: Iterable[bytes]) -> None:
         """Wait until the subscriptions that were requested are confirmed, or have ended or failed.
 
-        As long as connecting may take, at most; and not while the queue is full, as nothing is read then.
+        For ``connect_timeout_s`` at most; and not while the queue is full, as nothing is read then.
         """
         missing = [Subject(_inner_name(command, name), command == "psubscribe") for name in names]
         ends_at = self._loop.time() + self._link_options.connect_timeout_s
@@ -309,7 +308,7 @@ class Feed:
         if self._acks.held or self._has_sharded or queue.is_full:
             return 0
         taken = self._subscriber.take_expected(link, pushes, queue.items.append)
-        queue.grown()
+        queue.on_grown()
         return taken
 
     def _execute(self, run: _MachineRun, action: FeedAction) -> None:
@@ -324,9 +323,9 @@ class Feed:
                     self._release_for_matched(matched)
                 self._put(matched)
             case SubscriptionConfirmed(name):
-                self._acknowledge(self._acks.confirmed(name, is_pattern=is_pattern))
+                self._acknowledge(self._acks.on_confirmed(name, is_pattern=is_pattern))
             case SubscriptionEnded(name):
-                self._acknowledge(self._acks.ended(name, is_pattern=is_pattern))
+                self._acknowledge(self._acks.on_ended(name, is_pattern=is_pattern))
             case SubscriptionFailed(name, reason):
                 self._failed(name, reason, is_pattern)
             case GapDetected(name, publisher, count, reason):
@@ -378,11 +377,13 @@ class Feed:
 
     def _put_acks(self, acks: Iterable[Ack]) -> None:
         for ack in acks:
-            channel = ack.channel.removeprefix(SHARDED_PREFIX) if ack.kind in _SHARDED_COMMANDS else ack.channel
+            channel = ack.channel
+            if channel is not None and ack.kind in _SHARDED_COMMANDS:
+                channel = channel.removeprefix(SHARDED_PREFIX)
             self._queue.put(Notice(ack.kind, channel, ack.count))
 
     def _failed(self, name: bytes, reason: str, is_pattern: bool) -> None:
-        self._acknowledge(self._acks.failed(name, is_pattern=is_pattern))
+        self._acknowledge(self._acks.on_failed(name, is_pattern=is_pattern))
         subject = Subject(name, is_pattern)
         name = name if is_pattern else _users(name)[0]
         self._queue.put(Failure(errors.from_reply(reason), name, subject.command))
@@ -456,7 +457,7 @@ class Feed:
         self._gaps_while_full.clear()
         self._gaps_of_skipped.clear()
         if self._blocking is not None:
-            self._blocking.room()
+            self._blocking.on_room()
 
     def _note_skipped(self, skipped: Counter[Dropped]) -> None:
         """Report skipped messages behind the queue: one gap for each subscription, with their number."""

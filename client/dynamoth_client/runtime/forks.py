@@ -1,4 +1,4 @@
-"""What a forked child does with the connections that it has inherited."""
+"""Closes, in a forked child, the connections that it has inherited."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """PUBSUB CHANNELS, NUMSUB and NUMPAT for the whole cluster: every server is asked, and the answers are merged.
 
-What belongs to Dynamoth itself does not show: names under the reserved prefix, the agents' pattern. A replicated
+Dynamoth's own names (under the reserved prefix) and the agents' pattern are left out. A replicated
 channel shows under the application's name. Sharded channels are asked for by themselves. A question opens connections
 of its own and closes them: this is for people and for monitoring. It is about the servers that this client knows of.
 """
@@ -31,7 +31,7 @@ from dynamoth.names import (
 from dynamoth.plan.plan import Entry, Location, Mode, Route, Server
 from dynamoth.protocol.stored_plan import parse_entry, read_entry
 from dynamoth_client.redis_py import errors
-from dynamoth_client.redis_py.construction import ChannelPlan, encoded
+from dynamoth_client.redis_py.constructor import ChannelPlan, encoded
 from dynamoth_client.runtime.cluster import Cluster
 from dynamoth_link.errors import LinkError
 from dynamoth_link.options import LinkOptions
@@ -182,7 +182,9 @@ def _newest(replies: Iterable[Any]) -> Entry | None:
         try:
             stored = parse_entry(reply, None)
         except MalformedMessage as error:
-            raise redis.exceptions.ResponseError(f"the stored plan cannot be read: {error}") from error
+            raise redis.exceptions.ResponseError(
+                f"the stored plan cannot be read: {error}; upgrade this client if it is older than the balancer"
+            ) from error
         if stored is not None and stored.entry is not None and stored.entry.newer_than(newest):
             newest = stored.entry
     return newest

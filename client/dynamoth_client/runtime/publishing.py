@@ -73,7 +73,7 @@ class Publishing:
         """Hand a message to the machine, in the order of the calls; the future gets the receivers.
 
         At once if no other is unanswered, else at the end of this turn of the loop, with all others of the turn. The
-        future is failed with an error of ``redis.exceptions`` otherwise. Cancelling it does not take the message back.
+        future of a failed message gets an error of ``redis.exceptions``. Cancelling it does not recall the message.
 
         Raises:
             OtherLoop: called in another event loop. (Not always seen here; to await the future there fails then.)

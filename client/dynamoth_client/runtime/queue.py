@@ -70,7 +70,7 @@ class Failure:
 
 
 Dropped = tuple[bytes, bytes | None, bool]
-"""A channel, or the pattern that its messages came for, that pattern, if any, and whether it is a sharded channel. One
+"""A subscription with dropped messages: its channel or pattern, the pattern or None, whether it is sharded. One
 for all channels of a pattern: there is no bound to these."""
 
 Message = tuple[bytes, bytes] | PatternMessage | ShardedMessage
@@ -117,7 +117,7 @@ class MessageQueue:
             raise redis.exceptions.DataError(f"max_queue must be at least 1, not {bound}")
         self.bound = bound
         #: Oldest first. Readers pop from the left and then call ``relieve`` while ``is_full``, and ``has_read``
-        #: for a notice or an error. Code that adds messages here directly calls ``grown``.
+        #: for a notice or an error. Code that adds messages here directly calls ``on_grown``.
         self.items: deque[Item] = deque()
         #: How many items make it full: ``bound``, and the notices and errors.
         self.limit = bound
@@ -154,9 +154,9 @@ class MessageQueue:
     def extend(self, messages: Iterable[Message]) -> None:
         """Add messages, in their order."""
         self.items.extend(messages)
-        self.grown()
+        self.on_grown()
 
-    def grown(self) -> None:
+    def on_grown(self) -> None:
         """Wake readers and apply the bound after ``items`` may have grown."""
         if self._waiters and self.items:
             self.wake()

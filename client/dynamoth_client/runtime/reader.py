@@ -22,7 +22,7 @@ many more would make the garbage collector look at them."""
 class Reader(Subscriptions):
     """The base of both PubSubs. A thread may take items (``pop``, ``take_batch``); all else is for the event loop.
 
-    Handlers and ``on_gap`` are called by the PubSub itself, which awaits them or does not.
+    Both PubSubs call handlers and ``on_gap`` themselves; the asynchronous one awaits what they return.
     """
 
     # Taking items.

@@ -13,15 +13,15 @@ import redis.asyncio.client
 import redis.exceptions
 
 from dynamoth.names import SHARDED_PREFIX
-from dynamoth_client.redis_py.arguments import (
+from dynamoth_client.redis_py.errors import ClientClosed, OtherLoop
+from dynamoth_client.redis_py.settings import Encoder
+from dynamoth_client.redis_py.subscribe_arguments import (
     flat,
     method_of,
     refuse_unroutable,
     refuse_unroutable_pattern,
     with_handlers,
 )
-from dynamoth_client.redis_py.errors import ClientClosed, OtherLoop
-from dynamoth_client.redis_py.settings import Encoder
 from dynamoth_client.runtime.cluster import Cluster, retrieve
 from dynamoth_client.runtime.feed import Feed
 from dynamoth_client.runtime.queue import (
@@ -43,8 +43,8 @@ _Registry = tuple[dict[Channel, Handler | None], set[Channel]]
 
 NOT_CONNECTED = "pubsub connection not set: did you forget to call subscribe() or psubscribe()?"
 
-LOOP_CLOSED = "the event loop was closed that the subscription was on: close the client before its loop"
-CLIENT_CLOSED = "the client was closed while the PubSub was subscribed, which was read on: close the PubSub first"
+LOOP_CLOSED = "the event loop of the subscription was closed: close the client before its loop"
+CLIENT_CLOSED = "the client was closed before its PubSub, which was then used again: close the PubSub first"
 """Reasons of gaps."""
 
 
@@ -285,7 +285,7 @@ class Subscriptions(redis.asyncio.client.PubSub):
         task = self._opening
         await asyncio.wait({task})
         if task.cancelled():
-            raise redis.exceptions.ConnectionError("the PubSub was closed while this waited: close it afterwards")
+            raise redis.exceptions.ConnectionError("the PubSub was closed while it was being opened")
         return task.result()
 
     async def _open(self) -> Feed:

@@ -23,7 +23,7 @@ from dynamoth_client.redis_py.commands import (
     routed,
     without_agents,
 )
-from dynamoth_client.redis_py.construction import (
+from dynamoth_client.redis_py.constructor import (
     ChannelPlan,
     constructor_arguments,
     encoded,

@@ -12,8 +12,8 @@ import redis
 import redis.client
 import redis.exceptions
 
-from dynamoth_client.redis_py.arguments import method_of
 from dynamoth_client.redis_py.errors import ClientClosed
+from dynamoth_client.redis_py.subscribe_arguments import method_of
 from dynamoth_client.runtime.cluster import Cluster
 from dynamoth_client.runtime.feed import Feed
 from dynamoth_client.runtime.queue import MAX_QUEUE, Failure, Item, Notice, WhenFull

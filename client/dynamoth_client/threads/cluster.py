@@ -11,10 +11,12 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar, cast
 
+import redis.exceptions
+
 from dynamoth_client.redis_py import errors, pools
 from dynamoth_client.redis_py.settings import Settings
 from dynamoth_client.runtime.cluster import Cluster
-from dynamoth_client.threads.turns import SharedLoop, stop_daemon_thread
+from dynamoth_client.threads.turns import INSIDE, SharedLoop, stop_daemon_thread
 
 _T = TypeVar("_T")
 
@@ -41,7 +43,11 @@ class SyncCluster:
         self.cluster = self._make_cluster()
         #: Held while a loop is made and while it is ended, so that ``cluster`` is at home on one at a time.
         self._lock = threading.Lock()
+        #: The thread that holds it: a signal handler there must not wait for what it has interrupted.
+        self._holder: int | None = None
         self._loop: SharedLoop | None = None
+        #: One that was closed in the midst of a call, which has to return before it ends.
+        self._ending: SharedLoop | None = None
         #: The interpreter exits: nothing begins again.
         self._is_exiting = False
         #: PubSubs, which have to begin again in a forked child.
@@ -69,6 +75,8 @@ class SyncCluster:
         """Publish; return and raise as ``Redis.publish``."""
         loop = self._loop
         if loop is None or loop.is_broken:
+            if self._is_exiting:
+                return self._publish_at_exit(channel, payload)
             loop = self._open()
         try:
             return loop.run(self.cluster.publish, channel, payload)
@@ -89,38 +97,86 @@ class SyncCluster:
             loop.call_soon(function)
 
     def close(self) -> None:
-        """End the event loop and all connections. Waiting calls fail. The next use begins again."""
+        """End the event loop and all connections. Waiting calls fail. The next use begins again.
+
+        Nothing happens in a signal handler or a finalizer that has interrupted this: what it has interrupted goes on.
+        """
+        me = threading.get_ident()
+        if self._holder == me:
+            return
         with self._lock:
-            loop, self._loop = self._loop, None
-            if loop is not None:
-                loop.close()
+            self._holder = me
+            try:
+                loop, self._loop = self._loop, None
+                if loop is not None:
+                    self._ending = loop if loop.is_interrupted_here() else None
+                    loop.close()
+            finally:
+                self._holder = None
 
     def exit(self) -> None:
-        """End everything that runs, for good, as the interpreter exits."""
+        """End everything that runs, as the interpreter exits. Only ``publish`` can be called afterwards."""
         self._is_exiting = True
-        if (loop := self._loop) is not None:
+        loop, self._loop = self._loop, None
+        if loop is not None:
             loop.exit()
 
     def fork(self) -> None:
         """Begin again in a forked child: new connections, new client ids."""
         self._lock = threading.Lock()
+        self._holder = None
         self.cluster = self._make_cluster()
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.disown()
-            _inherited.append(loop)
+        loops, self._loop, self._ending = (self._loop, self._ending), None, None
+        for loop in loops:
+            if loop is not None:
+                loop.disown()
+                _inherited.append(loop)
         for follower in list(self.followers):
             follower.fork()
 
-    def _open(self) -> SharedLoop:
+    def _publish_at_exit(self, channel: bytes, payload: bytes) -> int:
+        """Publish for functions of ``atexit`` that run after ours, as that of ``logging`` does."""
+        stop_daemon_thread()
+        me = threading.get_ident()
+        if self._holder == me:
+            raise RuntimeError(INSIDE)
         with self._lock:
-            if not self._is_exiting:
-                if self._loop is not None and self._loop.is_broken:
-                    self._loop = None
-                    self.cluster = self._make_cluster()
-                if self._loop is None:
-                    self._loop = SharedLoop(self.cluster.close, callers_drive=self._callers_drive)
-                return self._loop
+            self._holder = me
+            try:
+                loop = SharedLoop(self.cluster.close)
+                return loop.run_at_exit(self.cluster.publish, channel, payload)
+            finally:
+                self._holder = None
+
+    def _open(self) -> SharedLoop:
+        """Return the loop; make one if there is none.
+
+        Raises:
+            redis.exceptions.ConnectionError: this process has no descriptors left, or exits.
+
+        """
+        me = threading.get_ident()
+        if self._holder == me or (self._ending is not None and self._ending.is_interrupted_here()):
+            raise RuntimeError(INSIDE)
+        with self._lock:
+            self._holder = me
+            try:
+                if self._ending is not None:
+                    self._ending.close()
+                    self._ending = None
+                if not self._is_exiting:
+                    if self._loop is not None and self._loop.is_broken:
+                        self._loop = None
+                        self.cluster = self._make_cluster()
+                    if self._loop is None:
+                        self._loop = SharedLoop(self.cluster.close, callers_drive=self._callers_drive)
+                    return self._loop
+            except OSError as error:
+                raise redis.exceptions.ConnectionError(
+                    f"no event loop can be made ({error}): let this process have more open files (ulimit -n)"
+                ) from error
+            finally:
+                self._holder = None
         stop_daemon_thread()
         raise errors.ClientClosed
 
@@ -132,7 +188,7 @@ def _begin(function: Callable[..., Coroutine[Any, Any, _T]], args: tuple[Any, ..
 _all: weakref.WeakSet[SyncCluster] = weakref.WeakSet()
 
 _inherited: list[SharedLoop] = []
-"""Loops of the parents of this process: never to be collected, as what they hold would complain of not being closed.
+"""Loops of this process's parents. They are kept, because collecting them would warn that they are not closed.
 As many as the parents had clients."""
 
 

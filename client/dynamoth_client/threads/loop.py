@@ -1,4 +1,4 @@
-"""An event loop that threads drive in turns: the driving thread runs callbacks until its own result is there.
+"""The event loop of the synchronous client: callbacks, timers and sockets, run by whichever thread drives it.
 
 Theory of operation
 -------------------
@@ -88,6 +88,8 @@ class Loop(asyncio.AbstractEventLoop):
         self._timers_max = TIMERS_MIN
         #: Threads that are to be started outside of callbacks, each with the future of its result.
         self._starting: list[tuple[threading.Thread, asyncio.Future[Any]]] = []
+        #: The interpreter exits and may refuse to start threads: what they would do is done in their place.
+        self.is_exiting = False
         #: Whether the driver waits for sockets. While it does, an exception ends the wait and nothing else.
         self.is_waiting = False
         self._is_closed = False
@@ -179,6 +181,9 @@ class Loop(asyncio.AbstractEventLoop):
     def _start_threads(self) -> None:
         while self._starting:
             thread, future = self._starting.pop()
+            if self.is_exiting:
+                thread.run()
+                continue
             try:
                 thread.start()
             except RuntimeError as error:  # the interpreter exits

@@ -1,4 +1,4 @@
-"""An event loop for the threads of a synchronous client, which drive it in turns.
+"""Lets the threads of a synchronous client take turns to drive one event loop, and a keeper thread when none does.
 
 Theory of operation
 -------------------
@@ -10,10 +10,11 @@ that has waited longest. While nobody calls, a *keeper* thread has the turn, so 
 followed and queues are filled; it gives way to everybody.
 
 The mutex guards who has the turn and who waits, and is never held while anything runs. ``abandon`` is called by
-finalizers, which run at any point of any thread, and takes no lock.
+finalizers, which run at any point of any thread, and takes no lock. Finalizers and signal handlers of the application
+may call ``run`` at any point, too: a thread that has the turn or the mutex is refused, as it would wait for itself.
 
 In the main thread, handlers of signals run between any two steps of what it does, and may raise. While it waits for
-sockets, that ends the wait and nothing else. In the midst of what the machines do, anything may be left half done: then
+sockets, that ends the wait and nothing else. While the machines are at work, anything may be left half done: then
 the loop is *broken*; its machines are ended, and its owner makes another. For that, an exception must not be lost
 where callbacks and tasks keep it to themselves (``Loop.drive`` raises it), nor the turn: what gives it back can be done
 twice, and uses no lock that is written in Python, which an exception may leave locked.
@@ -39,8 +40,17 @@ KEEPER_IDLE_S = 0.05
 """The keeper takes the turn when no caller has driven for this long: longer than a busy caller pauses between two
 calls, and short beside every timer of the machines."""
 
+INSIDE = (
+    "the client was called from inside itself: handlers of logs and signals, and finalizers (__del__), must not use a"
+    " client that they may have interrupted; let another thread do it"
+)
+
 END_S_MAX = 5.0
 """Bound for the end of a loop: closing connections takes much less, and a thread that does not come back is logged."""
+
+EXIT_S_MAX = 1.0
+"""How long a daemon thread waits for the end of the interpreter: functions of atexit may need a lock that it holds, as
+that of logging needs those of handlers."""
 
 _logger = logging.getLogger("dynamoth_client")
 
@@ -125,6 +135,8 @@ class SharedLoop:
         self._callers_drive = callers_drive
         self._loop = Loop()  # type: ignore[abstract]  # it has what a client uses
         self._mutex = threading.Lock()
+        #: The thread that has the mutex. Set and reset right beside its ends, where no signal comes between.
+        self._holder: int | None = None
         #: Whether an exception may have left the machines half done; then they are ended.
         self.is_broken = False
         #: The thread that has the turn, and whether that is the keeper.
@@ -154,34 +166,65 @@ class SharedLoop:
         The loop gets one turn at least, so that a caller that is always answered at once does not starve it. A wait
         that an exception in this thread ends (KeyboardInterrupt, a handler of a signal) cancels the future.
 
-        Other exceptions than of redis-py, from ``begin`` or out of anything that runs meanwhile, break the loop.
+        Any exception but redis-py's, from ``begin`` or from whatever runs meanwhile, breaks the loop.
 
         Raises:
             redis.exceptions.ConnectionError: the loop has ended.
-            RuntimeError: called by something that runs on this loop, as the handler of a log line: nobody could answer.
+            RuntimeError: called by something that runs on this loop, as the handler of a log line, or that has
+                interrupted a call of this thread, as a signal handler or a finalizer: nobody could answer.
 
         """
-        if self._driver == threading.get_ident():
-            raise RuntimeError("the client was called from inside itself: log handlers must not use it")
+        me = threading.get_ident()
+        if me in (self._driver, self._holder):
+            raise RuntimeError(INSIDE)
         waiter: _Waiter | None = None
+        is_counted = False  # before that, a turn of this thread's is not this call's, but one's that it has interrupted
         try:
             with self._mutex:
-                if self._is_ending:
-                    raise errors.ClientClosed
-                if self._keeper is None:
-                    self._start_keeper()
-                waiter = self._take_turn_or_wait(self._callers_drive and Loop.can_be_driven_here())
+                self._holder = me
+                try:
+                    if self._driver == me:  # the turn came to the call that this has interrupted
+                        raise RuntimeError(INSIDE)
+                    if self._is_ending:
+                        raise errors.ClientClosed
+                    if self._waiting:
+                        self._step_back()
+                    is_counted = True
+                    if self._keeper is None:
+                        self._start_keeper()
+                    waiter = self._take_turn_or_wait(self._callers_drive and Loop.can_be_driven_here())
+                finally:
+                    self._holder = None
             return self._lead(None, begin, args) if waiter is None else self._follow(waiter, begin, args)
         except redis.exceptions.ConnectionError:
             if self._is_exiting:
+                self._give_back(waiter)  # the end of the loop waits for the turn
                 stop_daemon_thread()
             raise
         finally:
+            if is_counted:
+                try:
+                    self._give_back(waiter)
+                except BaseException:
+                    self._give_back(waiter)
+                    raise
+
+    def run_at_exit(self, begin: Callable[..., asyncio.Future[_T]], *args: Any) -> _T:
+        """Run as ``run`` does, on a loop that was not used yet, and end everything: without a keeper or other threads.
+
+        For what runs when the interpreter exits, and no thread can be started any more.
+        """
+        self._loop.is_exiting = True
+        self._driver = threading.get_ident()
+        try:
+            return self._lead(None, begin, args)
+        finally:
+            self._loop.leave()
             try:
-                self._give_back(waiter)
-            except BaseException:
-                self._give_back(waiter)
-                raise
+                self._lead(None, self._begin_end, ())
+            finally:
+                self._loop.leave()
+                self._loop.close()
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Call a function on the loop, soon; nothing happens when the loop has ended."""
@@ -189,16 +232,28 @@ class SharedLoop:
             self._loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
-        """End everything: waiting calls fail. Returns when the thread is gone, after ``END_S_MAX`` at most."""
+        """End everything: waiting calls fail. Returns when the thread is gone, after ``END_S_MAX`` at most.
+
+        Where it has interrupted a call of this thread (in a signal handler, or a finalizer) it returns at once.
+        """
+        if self.is_interrupted_here():
+            self._is_ending = True
+            self._rouse_keeper()
+            return
         with self._mutex:
             self._is_ending = True
+            self._step_back()
             keeper = self._keeper
         if keeper is None:
             self._loop.close()
             return
         self._rouse_keeper()
-        if keeper is not threading.current_thread():
+        if keeper is not threading.current_thread() and keeper.is_alive():  # it may never have been started
             keeper.join(END_S_MAX)
+
+    def is_interrupted_here(self) -> bool:
+        """Whether the caller has interrupted a call of its own thread: nobody but this thread can finish it."""
+        return threading.get_ident() in (self._driver, self._holder)
 
     def abandon(self) -> None:
         """End everything, soon; for finalizers."""
@@ -210,7 +265,7 @@ class SharedLoop:
         self._send_keeper_away()
 
     def exit(self) -> None:
-        """End everything, as the interpreter exits. Daemon threads that use this do not return."""
+        """End everything, as the interpreter exits. Daemon threads that use this wait for that."""
         self._is_exiting = True
         self.close()
 
@@ -233,6 +288,16 @@ class SharedLoop:
         waiter = _Waiter(may_drive)
         self._waiting[waiter] = None
         return waiter
+
+    def _step_back(self) -> None:
+        """Let others drive for the calls of this thread that wait: what calls now has interrupted them. With the mutex.
+
+        They could not use the turn: nobody would drive until the call that is made now has returned.
+        """
+        me = threading.get_ident()
+        for waiter in self._waiting:
+            if waiter.thread == me:
+                waiter.may_drive = False
 
     def _lead(self, waiter: _Waiter | None, begin: Callable[..., asyncio.Future[_T]], args: tuple[Any, ...]) -> _T:
         """Drive until our request is done; begin it, unless we have waited with it. The turn is ours."""
@@ -272,24 +337,28 @@ class SharedLoop:
 
     def _leave(self) -> None:
         """Hand the turn to the next one, or free it."""
+        me = threading.get_ident()
         with self._mutex:
-            self._keeper_drives = False
-            for waiter in self._waiting:
-                if waiter.may_drive:
-                    # No function is called on the way, so that no signal comes between.
-                    try:
-                        del self._waiting[waiter]
-                        self._driver = waiter.thread
-                        waiter.wake.lock.release()
-                    except RuntimeError:
-                        pass
-                    return
-            rouse = self._keeper_sleeps or bool(self._waiting)
-            self._keeper_sleeps = False
-            if not self._is_left:  # nobody takes the last turn
-                self._driver = None
-        if rouse:
-            self._keeper_wake.ring()
+            self._holder = me
+            try:
+                self._keeper_drives = False
+                for waiter in self._waiting:
+                    if waiter.may_drive:
+                        # No function is called on the way, so that no signal comes between.
+                        try:
+                            del self._waiting[waiter]
+                            self._driver = waiter.thread
+                            waiter.wake.lock.release()
+                        except RuntimeError:
+                            pass
+                        return
+                if self._keeper_sleeps or self._waiting:
+                    self._keeper_wake.ring()  # before the turn is free: what interrupts this is followed by another try
+                self._keeper_sleeps = False
+                if not self._is_left:  # nobody takes the last turn
+                    self._driver = None
+            finally:
+                self._holder = None
         if self._is_left:
             self._close()
 
@@ -304,8 +373,8 @@ class SharedLoop:
             except BaseException as error:
                 waiter.error = error
                 self._finish(waiter)
-                if not isinstance(error, Exception):
-                    raise
+                if not isinstance(error, redis.exceptions.RedisError):
+                    raise  # it may be the driver's, whom a signal has interrupted
             else:
                 waiter.future.add_done_callback(lambda _: self._finish(waiter))
 
@@ -333,8 +402,13 @@ class SharedLoop:
 
     def _drop(self, waiter: _Waiter) -> None:
         """End a wait, whether or not its request is done."""
+        me = threading.get_ident()
         with self._mutex:
-            self._waiting.pop(waiter, None)
+            self._holder = me
+            try:
+                self._waiting.pop(waiter, None)
+            finally:
+                self._holder = None
         if not waiter.done():
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(_cancel, waiter)
@@ -348,6 +422,7 @@ class SharedLoop:
             self._keeper.start()
         except BaseException as error:  # nobody knows whether it has
             self.is_broken = self._is_ending = True
+            self._loop.close()  # nothing has run there; the keeper waits for the mutex, if it has been started
             if isinstance(error, RuntimeError) and error.__context__ is not None:
                 raise error.__context__ from None  # an interrupted wait of ``threading`` hides what interrupted it
             raise
@@ -370,7 +445,8 @@ class SharedLoop:
                 finally:
                     self._loop.leave()
                     self._leave()
-            self._end()
+            if not self._loop.is_closed():  # else the start of this thread was interrupted
+                self._end()
         except BaseException:
             if self._loop.is_inherited:  # cooperative schedulers fork greenlets, and cannot end one that was a thread
                 stop_daemon_thread()
@@ -429,6 +505,7 @@ class SharedLoop:
     def _close(self) -> None:
         """Close the loop. Requests that still wait are lost: they were interrupted, or came too late."""
         self._loop.close()
+        self._driver = None  # the thread ends soon, and its number may become another's
         for waiter in list(self._waiting):
             waiter.error = errors.ClientClosed()
             self._finish(waiter)
@@ -452,19 +529,19 @@ class SharedLoop:
 
 
 def stop_daemon_thread() -> None:
-    """Do not return if this is a daemon thread: for calls that fail only because the interpreter exits.
+    """Wait if this is a daemon thread: for calls that fail only because the interpreter exits.
 
     Python stops daemon threads a moment later wherever they are. Until then an error would end them with a traceback,
     although nothing is wrong. The caller must hold no lock.
     """
     if threading.current_thread().daemon:
-        threading.Event().wait()
+        threading.Event().wait(EXIT_S_MAX)
 
 
 def _outcome(future: asyncio.Future[_T]) -> _T:
     """Return or raise the outcome of a request; raise the exception that crashed its machine, if it crashed.
 
-    Nobody waits for a request any more that was cancelled, unless the end of the loop did that.
+    A cancelled request has nobody waiting for it, unless the end of the loop has cancelled it.
     """
     if future.cancelled():
         raise errors.ClientClosed

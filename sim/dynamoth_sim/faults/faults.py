@@ -285,14 +285,11 @@ class Chaos:
         self._until(REFUSE_S_MAX * self._random.random(), accept)
 
     def _standby_balancer(self) -> None:
-        """Another balancer runs beside the first one until the end, and leads whenever that has no lease."""
-        if self._stopped:
-            return
+        """A standby runs beside the first balancer until the end, and leads whenever that has no lease."""
         rival = self._cluster.rival
-        if not rival.alive:  # at first, and when it has ended by itself, as it has waited for too long
-            rival.start()
-            self._until(float("inf"), lambda: self._end(rival))
-        self._world.after(LOOK_S, self._standby_balancer)
+        self._cluster.rival_stands_by = True
+        rival.start()
+        self._until(float("inf"), lambda: self._end(rival))
 
     # Something may be lost by these, but not silently.
 
@@ -329,7 +326,7 @@ class Chaos:
             )
 
     def _end_with(self, client: Client, channel: bytes) -> None:
-        """Let a client publish once more on a channel, and end when the publish has ended."""
+        """Publish once more on a channel from a client; return when the publish has ended."""
         app = client.publisher
         if self._stopped or app is None or not app.process.alive:
             return

@@ -65,7 +65,7 @@ class Administrator:
                 self._again_at = now + ASK_AGAIN_S if self.unanswered else None
                 return [action for request in list(self.unanswered) for action in self._ask(request)]
             case Pushed(_, messages):
-                return [action for push in messages if push[0] == b"message" for action in self._told(push[2])]
+                return [action for push in messages if push[0] == b"message" for action in self._on_message(push[2])]
             case _:
                 raise AssertionError(f"not an event of an administrator: {event!r}")
         return []
@@ -83,7 +83,7 @@ class Administrator:
         message = AdminRequest(request, ask.command, ask.arguments)
         return [Send(link, (b"PUBLISH", OPERATOR_CHANNEL, pack_control(message)))]
 
-    def _told(self, data: bytes) -> list[Any]:
+    def _on_message(self, data: bytes) -> list[Any]:
         reply = unpack_control(data)
         if not isinstance(reply, AdminReply) or self.unanswered.pop(reply.request, None) is None:
             return []

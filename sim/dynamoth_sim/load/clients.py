@@ -40,7 +40,7 @@ from dynamoth_client.machines.subscriber.events import (
     Unsubscribe,
 )
 from dynamoth_client.machines.subscriber.machine import SubscriberMachine
-from dynamoth_sim.guarantees import Audit
+from dynamoth_sim.audit import Audit
 from dynamoth_sim.load.readers import SlowReader
 from dynamoth_sim.world.network import Network
 from dynamoth_sim.world.process import Process
@@ -131,7 +131,7 @@ class HeaderReader:
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """What the simulated clients choose."""
+    """Options of the simulated clients."""
 
     publisher: PublisherOptions
     subscriber: SubscriberOptions
@@ -236,7 +236,7 @@ class Client:
 
 
 class _App:
-    """What the applications of a client have in common."""
+    """Base of the applications of a client."""
 
     def __init__(self, client: Client, name: str, plan: LocalPlan) -> None:
         self.name = name

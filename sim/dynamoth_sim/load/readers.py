@@ -52,7 +52,7 @@ class SlowReader:
             pause_s_max=PAUSE_S_MAX,
             spill_bytes_max=SPILLED_MAX * (MESSAGE_BYTES + PAYLOAD_BYTES),
         )
-        self._queue.watch(self._blocking.full, self._make_room)
+        self._queue.watch(self._blocking.on_full, self._make_room)
         #: What the notices in the queue stand for, in their order.
         self._actions: deque[Any] = deque()
         #: Whose messages have been skipped since the queue is full.
@@ -87,7 +87,7 @@ class SlowReader:
 
     def _make_room(self) -> None:
         self._skipped.clear()
-        self._blocking.room()
+        self._blocking.on_room()
 
     def _take(self) -> None:
         if self._is_over or not self._process.alive:

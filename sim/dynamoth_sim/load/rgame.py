@@ -155,7 +155,7 @@ class Update:
 
 
 class ReceivedUpdate(NamedTuple):
-    """What a message says."""
+    """The content of a message."""
 
     player: int
     sequence: int

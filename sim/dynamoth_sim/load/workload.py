@@ -130,7 +130,7 @@ class Workload:
         self.cluster.world.after(0.3 * self._random.random(), client.start)
 
     def stop(self) -> None:
-        """Let no application do anything more by itself."""
+        """Stop all applications: they do nothing more by themselves."""
         self.stopped = True
 
     # Publishers.
@@ -354,7 +354,7 @@ class Workload:
         ]
 
     def publish_everywhere(self) -> Iterable[tuple[PublisherApp, bytes, int]]:
-        """Let every publisher publish once more on each channel that it has used; return what it published.
+        """Publish once more from every publisher on each channel that it has used; return what was published.
 
         What is stuck is left alone.
         """

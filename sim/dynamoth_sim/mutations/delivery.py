@@ -89,7 +89,7 @@ def silence_is_waited_out() -> AbstractContextManager[None]:
 
 
 def outcomes_in_the_order_of_queues() -> AbstractContextManager[None]:
-    """What is sent again has its outcome when the messages before it in its server's queue have theirs."""
+    """A message that is sent again has its outcome when the messages before it in its server's queue have theirs."""
     return replaced(Answers, set_timer=nothing)
 
 

@@ -209,7 +209,7 @@ def settled_is_over() -> AbstractContextManager[None]:
 
 
 def forwards_are_not_repeated() -> AbstractContextManager[None]:
-    """What was sent over a link is forgotten when the link is lost."""
+    """Messages sent over a link are forgotten when the link is lost."""
     link_down = Outbox.link_down
 
     def forget(self: Outbox) -> None:

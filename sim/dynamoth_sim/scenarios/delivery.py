@@ -29,7 +29,7 @@ ELSEWHERE_S_MAX = 0.3
 
 
 def _first_messages(stage: Stage, channel: bytes, name: str) -> PublisherApp:
-    """Let a new client publish three messages at once, and one more: the number of receivers is always right."""
+    """A new client publishes three messages at once, and one more: the number of receivers is always right."""
     publisher = stage.publisher(name)
     receivers: list[int | None] = []
     publisher.on_ended = lambda channel, number, count: receivers.append(count)

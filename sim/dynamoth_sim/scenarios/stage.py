@@ -12,8 +12,8 @@ from dynamoth.names import AGENT_CHANNEL
 from dynamoth.plan.plan import Assignment, Entry, Phase, single
 from dynamoth.protocol.control import unpack_control
 from dynamoth.protocol.envelope import CONTROL, is_enveloped, open_envelope
+from dynamoth_sim.audit import Violation
 from dynamoth_sim.cluster import Cluster, Setting, short_options
-from dynamoth_sim.guarantees import Violation
 from dynamoth_sim.load.clients import Client, PatternSubscriberApp, PublisherApp, SubscriberApp
 from dynamoth_sim.load.plain import RawPublisherApp
 from dynamoth_sim.world.network import Delays, Pipe
@@ -63,11 +63,11 @@ class Stage:
     # Time.
 
     def run(self, duration_s: float) -> None:
-        """Let time pass."""
+        """Advance the clock."""
         self.world.run_until(self.world.now + duration_s)
 
     def wait(self, what: str, condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
-        """Let time pass until a condition holds; if it does not in time, the scenario fails and ends."""
+        """Advance the clock until a condition holds; if it does not in time, the scenario fails and ends."""
         if not self.world.run_until_true(condition, self.world.now + patience_s, poll_s=0.01):
             self.expect(what, False)
             raise SceneFailed(what)
@@ -86,7 +86,7 @@ class Stage:
         self.expect(f"subscribers report {count} gaps, not {gaps}", gaps == count, channel)
 
     def close(self) -> None:
-        """Let everything come to rest, publish once more everywhere, and wait until everybody has it."""
+        """Wait until everything is at rest, publish once more everywhere, and wait until every subscriber has it."""
         publishers = [client.publisher for client in self.cluster.clients if client.publisher is not None]
         used = [(publisher, channel) for publisher in publishers for channel in publisher.channels]
         self.wait_settled(*(channel for _, channel in used))
@@ -250,7 +250,7 @@ class Stage:
 
     @contextmanager
     def losing(self, server: str, lost: Callable[[bytes, bytes], bool]) -> Generator[None]:
-        """Let a server deliver none of the messages for which ``lost(channel, data)`` is True."""
+        """Drop, at a server, the messages for which ``lost(channel, data)`` is True."""
         model = self.cluster.servers[server]
         model.meddle = lambda _, channel, data: 0 if lost(channel, data) else 1
         try:

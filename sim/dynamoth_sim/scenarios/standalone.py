@@ -252,7 +252,7 @@ def _move_before_agents_are_heard(stage: Stage, channels: list[bytes], server: s
 
 
 def _led_by_rival(stage: Stage) -> bytes:
-    """Let the balancer lead, and then wait while another one leads, which moves the channel that is returned to s2."""
+    """The balancer leads, then waits while another one leads and moves a channel to s2; return the channel."""
     cluster = stage.cluster
     channel = stage.channel_at("s1")
     stage.move(channel, "s3")
@@ -309,7 +309,7 @@ def _homes(stage: Stage) -> Plan:
 
 
 def _begin_alone(stage: Stage) -> list[bytes]:
-    """Let clients know s1 only, where nobody is yet; return channels whose homes will be s1, s2 and s3."""
+    """Start clients that know s1 only, without daemons; return channels whose homes will be s1, s2 and s3."""
     stage.run(FRESH_S + 1.0)
     stage.cluster.begin_at("s1")
     ring = _homes(stage).ring

@@ -258,7 +258,7 @@ class Network:
         self._ids = 0
 
     def add_server(self, url: str, server: Endpoint) -> None:
-        """Let ``server`` be found at ``url``."""
+        """Make ``server`` reachable at ``url``."""
         self._servers[url] = server
 
     def open(
@@ -357,7 +357,7 @@ class Network:
         connection.to_client.delays = replace(connection.to_client.delays, bytes_per_s=rate)
 
     def part(self, processes: Iterable[str], servers: Iterable[str]) -> Callable[[], None]:
-        """Let no byte pass between ``processes`` and ``servers``. Returns a function that ends this."""
+        """Block all bytes between ``processes`` and ``servers``. Return a function that ends this."""
         return self._part(_Partition(dict.fromkeys((process, server) for process in processes for server in servers)))
 
     def freeze(self, server: str) -> Callable[[], None]:

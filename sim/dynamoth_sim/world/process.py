@@ -30,7 +30,7 @@ from dynamoth.machine.events import (
     Start,
     Tick,
 )
-from dynamoth_sim.world.checker import Checker
+from dynamoth_sim.world.invariants import Checker
 from dynamoth_sim.world.network import Connection, End, Network, Packet, Pipe
 from dynamoth_sim.world.redis import COMMAND_BYTES, Greeting, Reply
 from dynamoth_sim.world.world import Timer, World
@@ -325,7 +325,7 @@ class Process:
                     self.handle(RepliedAll(link.name, kind.tag, [item.value for item in items]))
             else:
                 for item in items:
-                    self._told(connection, item)
+                    self._on_reply(connection, item)
 
     def _pushed(self, connection: Connection, pushes: list[Any]) -> None:
         link = self._link_of(connection)
@@ -340,7 +340,7 @@ class Process:
         if pushes:
             self.handle(Pushed(link.name, pushes))
 
-    def _told(self, connection: Connection, item: Any) -> None:
+    def _on_reply(self, connection: Connection, item: Any) -> None:
         link = self._link_of(connection)
         if link is None:
             return

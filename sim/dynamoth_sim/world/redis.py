@@ -52,7 +52,7 @@ def read_only(_process: str, words: list[bytes]) -> str | None:
 
 
 class Greeting:
-    """What a server says first on a connection: the answers to HELLO and INFO of a real driver."""
+    """The first output of a server on a connection: its replies to HELLO and INFO of a real driver."""
 
     __slots__ = ("run_id",)
 

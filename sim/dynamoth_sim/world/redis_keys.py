@@ -20,7 +20,7 @@ class UnknownCommand(Exception):
 
 @dataclass(slots=True)
 class Snapshot:
-    """What an RDB file would hold: values, and the times at which some expire."""
+    """The content of an RDB file: values, and the times at which some expire."""
 
     strings: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
     hashes: dict[bytes, dict[bytes, bytes]] = field(default_factory=dict[bytes, dict[bytes, bytes]])

@@ -72,7 +72,7 @@ class World:
         return self.at(self.now + delay_s, callback, *arguments)
 
     def run_until(self, end: float) -> None:
-        """Let everything happen up to and including time ``end``; the clock stands at ``end`` then."""
+        """Run everything up to and including time ``end``, where the clock stops."""
         heap = self._heap
         same_moment = 0
         while heap and heap[0][0] <= end:

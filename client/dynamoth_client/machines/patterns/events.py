@@ -57,7 +57,7 @@ PatternAction = LinkAction | RegisterAction | DeliverMatched | PatternGapDetecte
 
 @dataclass(frozen=True, slots=True)
 class PatternOptions:
-    """What a pattern subscriber may choose."""
+    """Options of a pattern subscriber."""
 
     hold_s_max: float = 0.5
     """How long a message waits for an earlier one of its publisher before the gap is reported."""

@@ -183,7 +183,7 @@ class PatternMachine:
         if subscription.places:
             return []
         pattern = subscription.pattern
-        acks, again = self._register.ended(pattern)
+        acks, again = self._register.on_ended(pattern)
         self._messages.remove(subscription)
         return [*acks, *(action for _ in range(again) for action in self._subscribe(pattern, now))]
 

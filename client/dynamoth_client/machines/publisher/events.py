@@ -11,7 +11,7 @@ from dynamoth_client.machines.local_plan import NewerSoftware
 
 PUBLISH_TIMEOUT_S_MAX = 10.0
 """How long a message waits for an answer at most. A channel that moves has moved by then, a replica has taken the place
-of another, and a link that was lost has come back, if its server has: nothing is won by waiting longer."""
+of another, and a lost link has come back if its server has: waiting longer would not help."""
 
 PUBLISH_TIMEOUT_S_MIN = 1.5
 """How long it waits at least. The first message to a server waits for the connection, whose lost first packet is sent
@@ -81,7 +81,7 @@ PublisherAction = LinkAction | Outcome | NewerSoftware
 
 @dataclass(frozen=True, slots=True)
 class PublisherOptions:
-    """What a publisher may choose."""
+    """Options of a publisher."""
 
     envelope: bool = True
     """False sends plain payloads that plain Redis clients can read. No guarantee holds for them."""
@@ -108,7 +108,7 @@ class PublisherOptions:
     """How long a server may be unreachable before another one is asked where its channels are; up to half as long
     again, so that not all clients ask at once. Infinity: none is."""
     silent_s: float = 1.0
-    """How long a server that is connected may leave a message unanswered before it counts as unreachable in that."""
+    """How long a connected server may leave a message unanswered before its channels are looked up elsewhere."""
     look_again_s: float = 1.0
     """How often it is asked again while messages wait."""
     failover_s: float = 1.0

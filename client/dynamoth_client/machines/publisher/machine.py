@@ -225,7 +225,7 @@ class PublisherMachine:
     def _on_reply(self, event: Replied, now: float) -> list[PublisherAction]:
         server = self._servers[event.link]
         if event.tag is server.outbox:
-            actions = self._on_answer(server.outbox.replied(), event.link, event.value, now)
+            actions = self._on_answer(server.outbox.on_reply(), event.link, event.value, now)
             actions += self._tidy(server, now)
             return actions
         if isinstance(event.value, ErrorReply):

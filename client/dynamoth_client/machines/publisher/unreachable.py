@@ -1,4 +1,4 @@
-"""Finds channels whose server cannot be reached: asks other servers, which store the same plan.
+"""Looks up where the channels of an unreachable server are now, at other servers, which store the same plan.
 
 Theory of operation
 -------------------

@@ -22,7 +22,7 @@ class Waiting:
         self.expires_at = self.due_at = expires_at
         self.channel = channel
 
-    #: Clients that it went to, as far as servers have answered; None before the first did.
+    #: How many clients got it, by the answers so far; None before the first answer.
     receivers: int | None = None
     #: The latest error that a server has answered with.
     refusal: str = ""

@@ -77,7 +77,7 @@ SubscriberAction = LinkAction | RegisterAction | Deliver | GapDetected | NewerSo
 
 @dataclass(frozen=True, slots=True)
 class SubscriberOptions:
-    """What a subscriber may choose."""
+    """Options of a subscriber."""
 
     hold_s_max: float = 0.5
     """How long a message waits for an earlier one of its publisher before the gap is reported."""

@@ -155,7 +155,7 @@ class SubscriberMachine:
         if subscription.places:
             return []
         channel = subscription.channel
-        acks, again = self._register.ended(channel)
+        acks, again = self._register.on_ended(channel)
         return [*acks, *(action for _ in range(again) for action in self._subscribe(channel, now))]
 
     # Replies of servers.

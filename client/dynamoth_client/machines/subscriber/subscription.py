@@ -49,7 +49,7 @@ class Place:
         self.attempt = attempt
 
     def answer(self) -> None:
-        """Wait for no reply any more."""
+        """Note that the reply to a verification has come."""
         self.attempt = 0
 
     def excuse(self) -> None:

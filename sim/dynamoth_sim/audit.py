@@ -71,7 +71,7 @@ class Violation:
 
 @dataclass(slots=True)
 class _Stream:
-    """What one publisher has published on one channel."""
+    """The messages of one publisher on one channel."""
 
     begun: int = 0
     begun_at: float = float("-inf")
@@ -93,7 +93,7 @@ class _Hole:
 
 @dataclass(slots=True)
 class _View:
-    """What one subscription has seen of one publisher."""
+    """The messages of one publisher that one subscription has seen."""
 
     subscriber: Subscriber
     channel: bytes
@@ -458,7 +458,7 @@ class Audit:
             view.covered_to = max(view.covered_to, upto)
 
     def _cover_holes(self, view: _View, count: int | None, at: float) -> int | None:
-        """Let a gap event cover the holes, oldest first. Return how many messages it may cover besides; None: any."""
+        """Cover holes with a gap event, oldest first. Return how many messages more it may cover; None: any number."""
         while view.holes and (count is None or count > 0):
             hole = view.holes[0]
             size = hole.last - hole.first + 1

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from dynamoth_sim.guarantees import Audit, Violation
+from dynamoth_sim.audit import Audit, Violation
 
 C = b"c"
 

@@ -57,7 +57,7 @@ def access_of(arguments: Namespace, environment: Mapping[str, str] = os.environ)
     if url is None and not (arguments.config and loaded.config.cluster.servers):
         url = environment.get(URL_VARIABLE)
     if url:
-        cluster = parse_cluster_url(url)
+        cluster = _with_password(parse_cluster_url(url), link.password)
         return Access(cluster, replace(link, trust=trust_of(loaded, *cluster.servers)))
     if not loaded.config.cluster.servers:
         raise ConfigError(
@@ -65,3 +65,10 @@ def access_of(arguments: Namespace, environment: Mapping[str, str] = os.environ)
             " the file of the daemons"
         )
     return Access(ClusterAddress(tuple(parse_server_url(server.url) for server in cluster_servers(loaded))), link)
+
+
+def _with_password(cluster: ClusterAddress, password: str | None) -> ClusterAddress:
+    """Return a cluster whose URL names a user, and no password, with the password of the settings."""
+    if cluster.first.username is None or cluster.first.password is not None:
+        return cluster
+    return replace(cluster, servers=tuple(replace(server, password=password) for server in cluster.servers))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dynamoth.errors import ConfigError
-from dynamoth_cli.access import Access, access_of, add_access
+from dynamoth_cli.cluster_access import Access, access_of, add_access
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_cli.main import main
 from tests.tls import make_certificates, tls_in_front_of
@@ -69,6 +69,14 @@ def test_no_password_is_on_the_command_line(file: str, tmp_path: Path) -> None:
     assert (access.link.username, access.link.password) == ("ops", "from a file of its own")
     access = reached("--url", "redis://a", environment={"DYNAMOTH_LINK_PASSWORD": "from the environment"})
     assert access.link.password == "from the environment"
+    access = reached("--url", "dynamoths://ops@a,b", "--password-file", str(secret))
+    assert {(server.username, server.password) for server in access.cluster.servers} == {
+        ("ops", "from a file of its own")
+    }
+    access = reached("--url", "dynamoth://ops:own@a", "--password-file", str(secret))
+    assert access.cluster.first.password == "own"
+    access = reached("--url", "dynamoth://ops@a")
+    assert access.cluster.first.password is None
     with pytest.raises(SystemExit):
         reached("--url", "redis://a", "--password", "x")
 

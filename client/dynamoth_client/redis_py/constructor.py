@@ -1,4 +1,4 @@
-"""Constructs clients, asynchronous and synchronous, from redis-py's arguments and URLs, and checks channel names."""
+"""Turns redis-py's arguments and URLs into arguments of our clients' constructors, and checks channel names."""
 
 from __future__ import annotations
 
