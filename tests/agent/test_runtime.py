@@ -24,9 +24,7 @@ from dynamoth_link.options import LinkOptions
 
 PATIENCE_S = 20.0
 
-HASTY = LinkOptions(
-    ping_interval_s=0.2, ping_timeout_s=0.5, backoff_s_min=0.01, backoff_s_max=0.05, close_timeout_s=0.2
-)
+HASTY = LinkOptions(backoff_s_min=0.01, backoff_s_max=0.05, close_timeout_s=0.2)
 
 
 def config(server: EmbeddedRedis, **fields: Any) -> AgentConfig:
@@ -151,9 +149,14 @@ def test_an_agent_measures_a_real_server(redis_server: EmbeddedRedis) -> None:
             assert sum(r.columns.messages_sent[0] for r in seen) == 100
             sent = sum(r.columns.bytes_out[0] for r in seen)
             assert 1_000_000 < sent < 1_010_000
+
             # What Redis says it has sent, without the agent's copy, is what the channel accounts for.
-            measured = sum(r.outgoing_bytes_per_s * r.interval_s for r in reports)
-            assert 0.9 * sent < measured < 1.3 * sent
+            # Redis counts when a socket takes the bytes: that may be an interval later.
+            def measured() -> float:
+                return sum(r.outgoing_bytes_per_s * r.interval_s for r in reports)
+
+            await until(lambda: measured() > 0.9 * sent)
+            assert measured() < 1.9 * sent
             assert max(r.observation_lag_s for r in reports) < PATIENCE_S
 
     run(main)
@@ -174,8 +177,10 @@ def test_http_says_whether_it_is_ready(redis_server: EmbeddedRedis, free_port: i
         async with running(config(redis_server, http_port=port)) as task:
             await until(lambda: agents(redis_server) == 1)
             assert (await get(port, "/healthz"))[0] == 200
-            status, text = await get(port, "/readyz")
-            assert status == 503 and "balancer" in text
+            async with asyncio.timeout(PATIENCE_S):  # it may not have read that it observes
+                while "balancer" not in (answer := await get(port, "/readyz"))[1]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert answer[0] == 503
             store_plan(redis_server)
             async with asyncio.timeout(PATIENCE_S):
                 while (await get(port, "/readyz"))[0] != 200:  # noqa: ASYNC110  # it is asked from outside

@@ -203,18 +203,19 @@ def test_a_deadline_may_move_and_be_taken_back(driver: DriverUnderTest) -> None:
     for wanted in (began + 0.03, began + 0.09):
         driver.puppet.wants_tick_at = wanted
         driver.do()
-    driver.until(lambda: driver.of(Tick))
+    driver.until(lambda: driver.puppet.wants_tick_at is None)
     assert driver.puppet.times[-1] >= began + 0.09, "it moved later"
     for wanted in (began + 100, began):
         driver.puppet.wants_tick_at = wanted
         driver.do()
-    driver.until(lambda: len(driver.of(Tick)) == 2)
+    driver.until(lambda: driver.puppet.wants_tick_at is None)
     assert driver.now < began + 50, "it moved into the past"
     for no_more in (driver.now + 0.02, None):
         driver.puppet.wants_tick_at = no_more
         driver.do()
+    ticks = len(driver.events)  # 2, or more where a deadline was over before it was moved
     driver.wait(0.05)
-    assert driver.events == [Tick(), Tick()]
+    assert driver.events == ticks * [Tick()]
 
 
 def test_a_machine_that_raises_is_stopped(driver: DriverUnderTest) -> None:

@@ -12,18 +12,18 @@ import hiredis
 from dynamoth_link.link import Link
 from dynamoth_link.options import LinkOptions
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 """How long a condition is waited for before the test fails."""
 
 NOBODY = "redis://127.0.0.1:1"
 """Nothing listens at this port."""
 
-#: Quick to notice and to come back, so that tests of failures are short. On a busy machine a server may stand still for
-#: some 100 ms: a link must not take that for silence.
+#: Quick to ask and to come back, so that tests of failures are short. Tests of silence set a shorter ping_timeout_s: on
+#: a busy machine a server may stand still, and all others must not take that for silence.
 HASTY = LinkOptions(
     connect_timeout_s=5.0,
     ping_interval_s=0.05,
-    ping_timeout_s=0.5,
+    ping_timeout_s=5.0,
     backoff_s_min=0.01,
     backoff_s_max=0.05,
     close_timeout_s=0.2,
@@ -139,9 +139,9 @@ async def up(url: str, options: LinkOptions = HASTY) -> AsyncGenerator[tuple[Lin
 
 
 @asynccontextmanager
-async def subscribed(url: str) -> AsyncGenerator[tuple[Link, Recorder], None]:
+async def subscribed(url: str, options: LinkOptions = HASTY) -> AsyncGenerator[tuple[Link, Recorder], None]:
     """A link that is up and subscribed to the channel ``c``; its recorder has the acknowledgement."""
-    async with up(url) as (link, recorder):
+    async with up(url, options) as (link, recorder):
         link.send(["SUBSCRIBE", "c"])
         await recorder.until(lambda: recorder.pushes)
         yield link, recorder

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from dynamoth_link.link import Link
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.query import query
 from dynamoth_link.tls import TlsOptions
-from tests.link.harness import HASTY, Recorder, Runner, opened, subscribed, up
+from tests.link.harness import HASTY, PATIENCE_S, Recorder, Runner, opened, subscribed, up
 from tests.redis_servers import RedisServerFactory
 from tests.tls import Certificates, make_certificates, tls_in_front_of
+
+QUICK_TO_LOSE = replace(HASTY, ping_timeout_s=0.5)
 
 
 async def test_a_server_that_hides_its_run_id(redis: EmbeddedRedis) -> None:
@@ -29,10 +32,11 @@ async def test_a_server_that_hides_its_run_id(redis: EmbeddedRedis) -> None:
 
 async def test_a_pause_holds_the_pushes_back(redis: EmbeddedRedis) -> None:
     """And liveness keeps quiet: the pause is longer than interval and timeout together."""
-    async with subscribed(redis.url) as (link, calls):
+    async with subscribed(redis.url, QUICK_TO_LOSE) as (link, calls):
         link.pause_reading()
         await query(redis.url, ["PUBLISH", "c", "1"])
-        await asyncio.sleep(2 * (HASTY.ping_interval_s + HASTY.ping_timeout_s))  # that nothing happens in it
+        # That nothing happens in it.
+        await asyncio.sleep(2 * (QUICK_TO_LOSE.ping_interval_s + QUICK_TO_LOSE.ping_timeout_s))
         assert len(calls.pushes) == 1
         link.resume_reading()
         await calls.until(lambda: len(calls.pushes) == 2)
@@ -51,7 +55,7 @@ async def test_a_pause_outlives_the_connection(redis: EmbeddedRedis) -> None:
 
 
 async def test_a_reply_that_was_lost_with_the_connection_never_comes(redis: EmbeddedRedis) -> None:
-    async with up(redis.url) as (link, calls):
+    async with up(redis.url, QUICK_TO_LOSE) as (link, calls):
         redis.pause()
         link.send(["ECHO", "lost"], calls.record("reply"))
         link.send(["SUBSCRIBE", "c"], calls.record("reply"))
@@ -208,7 +212,7 @@ async def test_a_link_that_is_cut_says_so_at_once_and_comes_back_without_a_wait(
 
 async def test_what_was_sent_before_close_goes_out(redis: EmbeddedRedis) -> None:
     async with subscribed(redis.url) as (_, seen):
-        async with up(redis.url) as (link, calls):
+        async with up(redis.url, replace(HASTY, close_timeout_s=PATIENCE_S)) as (link, calls):
             link.send(["PUBLISH", "c", b"x" * 5_000_000], calls.record("reply"))
         assert calls.of("reply") == []
         await seen.until(lambda: len(seen.pushes) == 2)

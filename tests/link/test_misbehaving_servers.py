@@ -20,7 +20,7 @@ from dynamoth_link.errors import (
 )
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.query import query
-from tests.link.harness import HASTY, NOBODY, PATIENCE_S, Answer, fake_server, opened, polite, up
+from tests.link.harness import NOBODY, PATIENCE_S, Answer, fake_server, opened, polite, up
 
 
 def answering(name: bytes, reply: bytes) -> Answer:
@@ -114,12 +114,11 @@ async def test_pings_keep_a_silent_link_up_unless_they_are_off() -> None:
         return answer
 
     off = LinkOptions(ping_interval_s=0, ping_timeout_s=0.01)
-    on = replace(HASTY, ping_timeout_s=5.0)
     async with (
         fake_server(counting("on")) as pinged,
         fake_server(counting("off")) as other,
         up(other, off) as (_, other_calls),
-        up(pinged, on) as (_, calls),
+        up(pinged) as (_, calls),
     ):
         async with asyncio.timeout(PATIENCE_S):
             await enough.wait()

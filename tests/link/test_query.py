@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
 from dynamoth.errors import DynamothError
@@ -15,7 +13,7 @@ from dynamoth_link.options import LinkOptions
 from dynamoth_link.query import query
 from dynamoth_link.spares import Spares
 from dynamoth_link.urls import InvalidUrl, parse_server_url
-from tests.link.harness import fake_server, polite
+from tests.link.harness import NOBODY, fake_server, polite
 from tests.redis_servers import RedisServerFactory
 
 
@@ -29,8 +27,6 @@ async def test_replies_in_order_with_errors_as_values(redis: EmbeddedRedis) -> N
 
 async def test_failures_are_typed(redis_server_factory: RedisServerFactory) -> None:
     server = redis_server_factory(password="right")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        nobody = f"redis://127.0.0.1:{probe.getsockname()[1]}"
 
     async def failure(url: str, timeout_s: float = 5.0) -> LinkError:
         with pytest.raises(LinkError) as raised:
@@ -38,7 +34,7 @@ async def test_failures_are_typed(redis_server_factory: RedisServerFactory) -> N
         assert isinstance(raised.value, DynamothError)
         return raised.value
 
-    assert type(await failure(nobody)) is ServerUnreachable
+    assert type(await failure(NOBODY)) is ServerUnreachable
     assert "the host name cannot be used (" in str(await failure("redis://x..y"))
     wrong = await failure(f"redis://:wrong@127.0.0.1:{server.port}")
     assert type(wrong) is AuthenticationFailed
