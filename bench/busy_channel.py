@@ -206,6 +206,7 @@ async def publish_at_rate(pipe: Connection, url: str, load: Load) -> None:
         return number
 
     tasks = [asyncio.create_task(publish(publisher)) for publisher in range(load.publishers)]
+    pipe.send("ready")
     await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
     stop.set()
     pipe.send(await asyncio.gather(*tasks))
@@ -233,6 +234,7 @@ def _at_work(load: Load, cluster: LocalCluster) -> Generator[tuple[Worker, list[
             assert worker.receive() == "ready"
         publishers = Worker(publish, cluster.url, load)
         workers.append(publishers)
+        assert publishers.receive() == "ready"
         yield publishers, subscribers
     finally:
         for worker in workers:

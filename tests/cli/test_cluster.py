@@ -18,7 +18,7 @@ from dynamoth_cli.local.embedded import RedisServerFailed
 from dynamoth_cli.main import main
 from dynamoth_link.errors import ServerUnreachable
 from tests.processes import command_lines
-from tests.whole.harness import until
+from tests.whole.harness import logged, until
 
 CHANNEL = "some:channel"
 
@@ -129,6 +129,7 @@ def test_each_part_can_be_stopped_killed_and_started_again(cluster: LocalCluster
     cluster.agents["s1"].start()
     cluster.wait_ready()
 
+    until(lambda: logged(cluster.agents["s1"], "following the plan"), "the agent has read the plan")
     os.kill(cluster.agents["s1"].pid, signal.SIGKILL)
     assert cluster.agents["s1"].wait(30)
     with pytest.raises(ChildEnded, match=r"agent s1 \(process \d+\) was killed by SIGKILL(.|\n)*following the plan"):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-import random
 import re
 import shlex
 import socket
 import subprocess
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,6 +18,7 @@ import pytest
 
 from bench.__main__ import BENCHMARKS
 from dynamoth.settings.load import OTHER_VARIABLES, declared_settings
+from dynamoth_cli.local.embedded import reserve_port
 from dynamoth_cli.main import COMMANDS, main
 from tests.docs.pages import LANGUAGES, ROOT, Block, blocks, prose
 from tests.docs.runner import BlockFailed, run_page
@@ -41,17 +41,19 @@ def runnable(page: Path) -> list[Block]:
     return [block for block in blocks(page) if block.reason is None and block.language != "text"]
 
 
-def free_ports() -> tuple[int, int]:
-    """Return two ports, one behind the other, below those that the system gives to others."""
+@pytest.fixture
+def free_ports() -> Iterator[tuple[int, int]]:
+    """Two ports, one behind the other, where nobody listens, and nobody but the test will."""
     while True:
-        first = random.randrange(20_000, 30_000)
-        try:
-            with socket.socket() as one, socket.socket() as other:
-                one.bind(("127.0.0.1", first))
-                other.bind(("127.0.0.1", first + 1))
-        except OSError:
-            continue
-        return first, first + 1
+        with reserve_port() as one, socket.socket() as other:
+            first: int = one.getsockname()[1]
+            try:
+                other.bind(("127.0.0.1", first + 1))  # without the option: also what others reserve is taken
+            except (OSError, OverflowError):
+                continue
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            yield first, first + 1
+            return
 
 
 # Pages.
@@ -84,9 +86,11 @@ RUN = {
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
-def test_the_blocks_of_a_page_run(page: Path, redis_server_factory: RedisServerFactory, tmp_path: Path) -> None:
+def test_the_blocks_of_a_page_run(
+    page: Path, redis_server_factory: RedisServerFactory, free_ports: tuple[int, int], tmp_path: Path
+) -> None:
     setup = RUN[page]
-    instead = dict(zip(setup.ports, map(str, free_ports()), strict=False))
+    instead = dict(zip(setup.ports, map(str, free_ports), strict=False))
     instead |= {host: f"127.0.0.1:{redis_server_factory(options=PUBSUB_LIMIT).port}" for host in setup.servers}
     wrote = run_page(runnable(page), tmp_path, instead)
     assert [each for each in setup.written if each not in wrote] == []

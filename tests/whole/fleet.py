@@ -59,7 +59,6 @@ class App:
 
     async def stop(self) -> None:
         """End it, whatever it is doing."""
-        self.ended_at = time.monotonic()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -130,6 +129,7 @@ class Fleet:
         self.add(new)
         self.flows()
         self._loop.call(old.hush())
+        old.ended_at = time.monotonic()  # what begins from now on may come too late for it
         self.flows()
         self._loop.call(old.stop())
         self.running.remove(old)
@@ -160,7 +160,7 @@ class Fleet:
     def _judge(listener: App, publisher: App, channel: str) -> int:
         """Each message that began after the confirmation has come, once and in order, and nothing else has."""
         got = listener.got.get((channel, publisher.name), [])
-        since, end = listener.confirmed[listener.pattern or channel], listener.ended_at - 1.0
+        since, end = listener.confirmed[listener.pattern or channel], listener.ended_at
         expected = [number for number, at in enumerate(publisher.begun[channel], 1) if since < at < end]
         what = f"{listener.name} of {publisher.name} on {channel}"
         assert not got or got == list(range(got[0], got[-1] + 1)), f"{what}: not each once and in order: {got}"

@@ -13,7 +13,7 @@ from dynamoth_cli.local.child import dynamoth_command
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_link.errors import AuthenticationFailed
 from tests.whole.acl_cluster import USERS, Rules, acl_log, all_rules
-from tests.whole.harness import Traffic, channels_at, move
+from tests.whole.harness import Traffic, channels_at, move, until
 
 TIMEOUT_S = 60.0
 
@@ -57,12 +57,11 @@ def test_users_and_rights_are_given_to_a_cluster_that_runs(rules: Rules) -> None
                 cluster.ask(server, (b"PING",))
         move(cluster, others, "s1")
         after.flows()
-        status = subprocess.run(
-            dynamoth_command("status", "--url", cluster.url_of("operator")),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=TIMEOUT_S,
-        )
-        assert (status.returncode, "!" in status.stdout) == (0, False), status.stdout
+        command = dynamoth_command("status", "--url", cluster.url_of("operator"))
+
+        def is_well() -> bool:
+            status = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+            return (status.returncode, "!" in status.stdout) == (0, False)
+
+        until(is_well, "the status shows no problem")
         assert after.finish().gaps == 0, after.gaps
