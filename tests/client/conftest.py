@@ -8,6 +8,7 @@ import pytest
 import uvloop
 
 from dynamoth_cli.local.cluster import LocalCluster
+from dynamoth_client.runtime import feed
 from tests.client import stored_cluster
 from tests.client.both_clients import connect
 from tests.client.stored_cluster import StoredCluster
@@ -30,6 +31,12 @@ def event_loop_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     """Chooses the event loop of ``stored_cluster.run``; see ``stored_cluster.on_both_loops``."""
     if getattr(request, "param", "asyncio") == "uvloop":
         monkeypatch.setattr(stored_cluster, "loop_factory", uvloop.new_event_loop)
+
+
+@pytest.fixture(autouse=True)
+def acknowledgements_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets none overtake another, however long the server of the other takes on a busy machine."""
+    monkeypatch.setattr(feed, "HOLD_S_MAX", 3600.0)
 
 
 @pytest.fixture(scope="session")

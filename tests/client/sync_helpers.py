@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -39,6 +40,11 @@ def until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not in {PATIENCE_S} s: {what}"
         time.sleep(0.002)
+
+
+async def waiting() -> int:
+    """Return how many waits for items there are on the loop of a synchronous client."""
+    return sum("until_item" in str(task.get_coro()) for task in asyncio.all_tasks())
 
 
 def keepers() -> int:

@@ -15,7 +15,9 @@ from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL
 from dynamoth.plan.plan import Plan, Server
 from dynamoth_cli.local.cluster import HOST, LocalCluster
 from dynamoth_cli.local.embedded import EmbeddedRedis
+from dynamoth_client.machines import standalone
 from dynamoth_client.machines.standalone import FRESH_S
+from dynamoth_client.runtime import bootstrap
 from tests.client.both_clients import Connect
 from tests.client.conftest import ClusterFactory
 from tests.client.sync_helpers import Running, confirmed, next_of, until
@@ -65,8 +67,12 @@ def test_several_servers_without_a_plan_are_not_alone(cluster_factory: ClusterFa
         client.publish("c", "x")
 
 
-def test_a_server_that_has_just_started_is_watched_first(cluster_factory: ClusterFactory) -> None:
+def test_a_server_that_has_just_started_is_watched_first(
+    cluster_factory: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may be one of a cluster that has lost its data: then the plan comes soon."""
+    for module in (standalone, bootstrap):
+        monkeypatch.setattr(module, "FRESH_S", 3600.0)
     cluster = cluster_factory(servers=1, stored=False)
     with dynamoth_client.Redis(servers=cluster.hosts) as client:
         publishing = Running(client.publish, "c", "x")

@@ -14,7 +14,7 @@ from tests.client.stored_cluster import StoredCluster, on_both_loops, run
 
 pytestmark = on_both_loops
 
-PATIENCE_S = 5.0
+PATIENCE_S = 20.0
 TURNS_MAX = 400
 """More turns of the loop than any call takes; a call that waits for servers takes many that only wait."""
 

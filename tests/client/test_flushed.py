@@ -10,8 +10,9 @@ import pytest
 
 import dynamoth_client as redis
 from dynamoth_cli.local.cluster import LocalCluster
+from dynamoth_client.runtime import bootstrap
 from tests.client.both_clients import Connect
-from tests.client.sync_helpers import confirmed, next_of
+from tests.client.sync_helpers import PATIENCE_S, confirmed, next_of
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["one server", "three servers"])
@@ -20,8 +21,11 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
         yield cluster
 
 
-def test_a_plan_that_was_flushed_is_there_again(cluster: LocalCluster, connect: Connect) -> None:
+def test_a_plan_that_was_flushed_is_there_again(
+    cluster: LocalCluster, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A client that begins in between waits for it. The simulator measures how long (scenario 53)."""
+    monkeypatch.setattr(bootstrap, "RESTORED_S_MAX", PATIENCE_S)
     for command in ("FLUSHALL", "FLUSHDB") * 2:
         for id_ in cluster.redis:
             cluster.ask(id_, (command,))

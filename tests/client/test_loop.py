@@ -225,23 +225,21 @@ def test_writing_to_a_connection_that_is_gone_loses_it(loop: Loop) -> None:
         _run(loop, main())
 
 
-def test_connecting_fails_as_with_asyncio(loop: Loop, tmp_path: Path) -> None:
+def test_connecting_fails_as_with_asyncio(loop: Loop, tmp_path: Path, free_port: int) -> None:
     async def main() -> None:
         with pytest.raises(ConnectionRefusedError):
-            await _connect(port)
+            await _connect(free_port)
         with pytest.raises(FileNotFoundError):
             await asyncio.open_unix_connection(str(tmp_path / "nobody"))
         with pytest.raises(socket.gaierror):
-            await asyncio.open_connection("no.such.host.invalid", port)
+            await asyncio.open_connection("no.such.host.invalid", free_port)
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     before = len(loop.sockets)
     _run(loop, main())
     assert len(loop.sockets) == before
 
 
-def test_each_address_of_a_host_is_tried(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_address_of_a_host_is_tried(loop: Loop, monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
     async def main() -> None:
         reader, writer = await asyncio.open_connection("host", port)
         writer.write(b"x")
@@ -252,11 +250,9 @@ def test_each_address_of_a_host_is_tried(loop: Loop, monkeypatch: pytest.MonkeyP
     def resolve(host: str, port: int, **options: Any) -> list[Any]:
         assert threading.current_thread() is not threading.main_thread(), "it may take long"
         kind = socket.SOCK_STREAM
-        return [(socket.AF_INET, kind, 0, "", ("127.0.0.1", port)) for port in (refusing, port)]
+        return [(socket.AF_INET, kind, 0, "", ("127.0.0.1", port)) for port in (free_port, port)]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        refusing = server.getsockname()[1]
     with _server(_echo) as (port, serving):
         _run(loop, main())
         assert serving.result() == 1

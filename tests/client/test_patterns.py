@@ -77,17 +77,18 @@ def test_everything_but_what_is_dynamoth_s_own(cluster: StoredCluster, connect: 
 
 def test_handlers(cluster: StoredCluster, connect: Connect) -> None:
     seen: list[Any] = []
+    handled, none = (cluster.channel_at("s1", prefix) for prefix in ("handled", "none"))  # of one server: in order
     with connect(cluster.hosts, decode_responses=True) as client, client.pubsub() as pubsub:
         _pconfirmed(pubsub, "none*", **{"handled*": seen.append})
-        for channel in ("handled1", "none1"):
+        for channel in (handled, none):
             client.publish(channel, "é")
-        assert next_of(pubsub) == _pmessage("none*", "none1", "é")
-        client.publish("handled1", "2")
+        assert next_of(pubsub) == _pmessage("none*", none, "é")
+        client.publish(handled, "2")
         assert pubsub.get_message(timeout=None) is None
-        assert seen == [_pmessage("handled*", "handled1", data) for data in ("é", "2")]
+        assert seen == [_pmessage("handled*", handled, data) for data in ("é", "2")]
         _pconfirmed(pubsub, "handled*")  # without its handler
-        client.publish("handled1", "x")
-        assert next_of(pubsub) == _pmessage("handled*", "handled1", "x")
+        client.publish(handled, "x")
+        assert next_of(pubsub) == _pmessage("handled*", handled, "x")
 
 
 def test_unsubscribing_without_any_pattern_opens_nothing(cluster: StoredCluster, connect: Connect) -> None:

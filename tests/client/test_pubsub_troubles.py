@@ -15,7 +15,7 @@ pytestmark = on_both_loops
 
 async def test_when_no_server_can_be_reached_readers_get_an_error_and_go_on_afterwards(cluster: StoredCluster) -> None:
     channel = cluster.channel_at("s1")
-    async with from_url(cluster.url, socket_connect_timeout=0.2) as client, client.pubsub() as pubsub:
+    async with from_url(cluster.url, socket_connect_timeout=1) as client, client.pubsub() as pubsub:
         await confirmed(pubsub, channel)
         cluster.servers["s1"].kill()
         for _ in range(2):
@@ -34,7 +34,7 @@ async def test_when_no_server_can_be_reached_readers_get_an_error_and_go_on_afte
 
 
 async def test_unreachable_servers_are_one_item_in_a_queue_with_subscriptions(cluster: StoredCluster) -> None:
-    async with from_url(cluster.url, socket_connect_timeout=0.05) as client:
+    async with from_url(cluster.url, socket_connect_timeout=0.5) as client:
         idle, busy = client.pubsub(), client.pubsub()
         for pubsub in (idle, busy):
             await confirmed(pubsub, "c")
@@ -44,7 +44,7 @@ async def test_unreachable_servers_are_one_item_in_a_queue_with_subscriptions(cl
             server.kill()
         with pytest.raises(redis.exceptions.ConnectionError):
             await next_of(busy)
-        assert await idle.get_message(timeout=0.3) is None
+        assert await idle.get_message(timeout=1.2) is None
         assert len(busy._queue.items) == 1  # pyright: ignore[reportPrivateUsage]
 
 

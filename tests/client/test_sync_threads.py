@@ -25,7 +25,7 @@ from dynamoth_client.threads.loop import Loop
 from tests.client.forked import a_child_that_lives, in_child
 from tests.client.interrupted import ROUNDS
 from tests.client.stored_cluster import StoredCluster
-from tests.client.sync_helpers import PATIENCE_S, Running, confirmed, keepers, next_of, until
+from tests.client.sync_helpers import PATIENCE_S, Running, confirmed, keepers, next_of, until, waiting
 
 THREADS = 8
 EACH = 250
@@ -62,6 +62,7 @@ def test_threads_publish_while_others_read(cluster: StoredCluster) -> None:
 
 def test_threads_begin_at_once(cluster: StoredCluster) -> None:
     """One loop, one thread, one reading of the plan; and none before that."""
+    until(lambda: keepers() == 0, "those of other tests have ended")
     for _ in range(5):
         with redis.from_url(cluster.url) as client:
             client.set("key", "value")
@@ -79,30 +80,25 @@ def test_threads_begin_at_once(cluster: StoredCluster) -> None:
 def test_closing_while_threads_publish(cluster: StoredCluster) -> None:
     """Each call succeeds or says that the client was closed; a later one starts again; nothing hangs."""
 
-    def publish(client: redis.Redis, stop: threading.Event) -> int:
-        succeeded = 0
+    def publish(number: int) -> None:
         while not stop.is_set():
             try:
                 client.publish("c", "x")
-                succeeded += 1
+                succeeded[number] = True
             except redis.ConnectionError as error:
                 assert "closed" in str(error), error
-        return succeeded
 
-    client, stop = redis.from_url(cluster.url), threading.Event()
-    publishing = [Running(publish, client, stop) for _ in range(THREADS)]
+    client, stop, succeeded = redis.from_url(cluster.url), threading.Event(), [False] * THREADS
+    publishing = [Running(publish, number) for number in range(THREADS)]
     for _ in range(20):
         client.close()
         time.sleep(0.01)
+    until(lambda: all(succeeded), "all have published")
     stop.set()
-    assert all(one.result() > 0 for one in publishing)
+    for one in publishing:
+        one.result()
     client.close()
-    assert keepers() == 0
-
-
-async def _waiting() -> int:
-    """Return how many waits for items there are."""
-    return sum("until_item" in str(task.get_coro()) for task in asyncio.all_tasks())
+    until(lambda: keepers() == 0, "the threads of all that was closed have ended")
 
 
 class _Interrupted(Exception):
@@ -113,6 +109,11 @@ class _Interrupted(Exception):
 def test_a_signal_ends_a_wait_and_loses_nothing(cluster: StoredCluster, read: str) -> None:
     def interrupt(number: int, frame: Any) -> None:
         raise _Interrupted
+
+    def strike() -> None:
+        until(lambda: on_the_loop(waiting) == 1 + (leading is not None), "the main thread waits")
+        time.sleep(0.05)  # for the sockets, most likely
+        os.kill(os.getpid(), signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
@@ -129,13 +130,12 @@ def test_a_signal_ends_a_wait_and_loses_nothing(cluster: StoredCluster, read: st
                 "get_message": lambda: pubsub.get_message(timeout=None),
                 "follows": lambda: pubsub.get_message(timeout=PATIENCE_S),
             }
-            timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
-            timer.start()
+            on_the_loop = cast("Any", client)._subscriptions.call
+            striking = Running(strike)
             with pytest.raises(_Interrupted):
                 functions[read]()
-            timer.join()
-            on_the_loop = cast("Any", client)._subscriptions.call
-            until(lambda: on_the_loop(_waiting) == (leading is not None), "what was interrupted has ended")
+            striking.result()
+            until(lambda: on_the_loop(waiting) == (leading is not None), "what was interrupted has ended")
             assert client.publish("c", "x") == 1
             assert next_of(pubsub)["data"] == b"x"
             assert client.publish("d", "y") == 1
@@ -312,7 +312,7 @@ def test_a_child_that_cannot_subscribe_again_tries_again(cluster: StoredCluster)
         assert next_of(pubsub)["type"] == "subscribe"
         assert client.publish("c", "x") == 2
 
-    with redis.from_url(cluster.url + "?socket_connect_timeout=0.2") as client, client.pubsub() as pubsub:
+    with redis.from_url(cluster.url + "?socket_connect_timeout=1") as client, client.pubsub() as pubsub:
         confirmed(pubsub, "c")
         in_child(begin_anew)
 

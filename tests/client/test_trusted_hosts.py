@@ -22,7 +22,7 @@ from dynamoth_client.machines.publisher.events import PublisherOptions
 from tests.client.both_clients import Connect
 from tests.client.conftest import ClusterFactory
 from tests.client.stored_cluster import StoredCluster
-from tests.client.sync_helpers import confirmed
+from tests.client.sync_helpers import confirmed, until
 
 PASSWORD = "the secret of all clients"
 PUBLISH_TIMEOUT_S = PublisherOptions().publish_timeout_s
@@ -138,7 +138,7 @@ def test_a_server_that_is_trusted_is_used(
         client = dynamoth_client.from_url(with_password(forged), **SOON)
     with client, pytest.raises(redis.exceptions.RedisError):
         publish_there(client, "stolen")
-    assert PASSWORD.encode() in thief.received
+    until(lambda: PASSWORD.encode() in thief.received, "the thief has it")
 
 
 def test_without_credentials_any_server_is_connected_to(cluster_factory: ClusterFactory, thief: Thief) -> None:
