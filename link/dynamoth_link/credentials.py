@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 import weakref
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, cast
@@ -40,9 +39,9 @@ class Credentials:
 
     def __init__(self, ask: Callable[[], Awaitable[object]]) -> None:
         self._ask = ask
-        self._lock = threading.Lock()
-        #: Open connections that have logged in with these credentials.
-        self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+        #: Open connections that have logged in with these credentials, by ``id``. Any thread uses them, and a finalizer
+        #: may in the midst of that: so there is no lock.
+        self._connections: weakref.WeakValueDictionary[int, Connection] = weakref.WeakValueDictionary()
 
     async def get(self, address: ServerAddress) -> Login | None:
         """Return user and password for a connection to a server. Raises ``CredentialsUnavailable``."""
@@ -62,19 +61,17 @@ class Credentials:
 
     def keep(self, connection: Connection) -> None:
         """Remember a connection that has logged in: ``renew`` will log it in again."""
-        with self._lock:
-            self._connections.add(connection)
+        self._connections[id(connection)] = connection
 
     def renew(self, user: CommandPart, password: CommandPart) -> None:
         """Log in again on all connections that are open, from any thread.
 
         A server that refuses is logged; its connection stays what it was.
         """
-        with self._lock:
-            connections = list(self._connections)
-        for connection in connections:
-            with contextlib.suppress(RuntimeError):  # its loop is closed
-                connection.loop.call_soon_threadsafe(connection.send, ("AUTH", user, password), _renewed)
+        for reference in self._connections.valuerefs():
+            if (connection := reference()) is not None:
+                with contextlib.suppress(RuntimeError):  # its loop is closed
+                    connection.loop.call_soon_threadsafe(connection.send, ("AUTH", user, password), _renewed)
 
 
 def parse_login(address: ServerAddress, given: object) -> Login | None:

@@ -66,7 +66,8 @@ def main(url: str, interruption: type[BaseException]) -> None:
             while not stop.wait(0.001):
                 other.publish("c", count)
                 count += 1
-            return count
+            other.publish("c", count)  # none is interrupted after this one has come
+            return count + 1
 
         publishing = Running(publish)
         for _ in range(ROUNDS):

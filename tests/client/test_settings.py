@@ -24,6 +24,7 @@ from dynamoth_client.redis_py.pools import ConnectionLimit
 from dynamoth_client.redis_py.settings import Settings, read_settings
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import ServerAddress
+from tests.client.sync_helpers import Running
 from tests.client.versions import REDIS_PY
 
 BOTH = pytest.mark.parametrize("module", [dynamoth_client, dynamoth_client.asyncio], ids=["sync", "asyncio"])
@@ -414,6 +415,24 @@ def test_a_limit_forgets_users_that_were_dropped_and_those_of_a_parent() -> None
         limit.admit(_User)
     limit.start_over()
     assert limit.admit(_User) is not kept
+
+
+def test_a_limit_can_be_used_while_a_user_is_made() -> None:
+    """By a finalizer, or another thread that it waits for."""
+    limit = ConnectionLimit(2)
+
+    def make() -> _User:
+        others.append(Running(limit.admit, _User).result())
+        with pytest.raises(redis.exceptions.MaxConnectionsError):
+            limit.admit(_User)
+        return _User()
+
+    others: list[_User] = []
+    made = limit.admit(make)
+    with pytest.raises(redis.exceptions.MaxConnectionsError):
+        limit.admit(_User)
+    others.clear()
+    assert limit.admit(_User) is not made
 
 
 @BOTH

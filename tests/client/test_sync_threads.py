@@ -21,7 +21,9 @@ import dynamoth_client as redis
 from dynamoth_cli.local.cluster import HOST
 from dynamoth_client import PubSub
 from dynamoth_client.threads import turns
+from dynamoth_client.threads.cluster import SyncCluster
 from dynamoth_client.threads.loop import Loop
+from dynamoth_client.threads.turns import SharedLoop
 from tests.client.forked import a_child_that_lives, in_child
 from tests.client.interrupted import ROUNDS
 from tests.client.stored_cluster import StoredCluster
@@ -193,6 +195,50 @@ def test_a_handler_that_uses_the_client_it_has_interrupted_does_not_hang(
     client.close()
     assert keepers() == 0
     assert not caplog.text
+
+
+async def _nothing() -> None:
+    """Take a turn."""
+
+
+def _unused_cluster() -> SyncCluster:
+    """Return one that connects to nothing."""
+    return SyncCluster(lambda: cast("Any", None), envelope=True, callers_drive=True)
+
+
+def test_what_interrupts_a_call_is_refused_at_once_while_another_thread_closes() -> None:
+    """It holds up the end that the other one waits for."""
+    shared = _unused_cluster()
+
+    async def interrupted() -> None:
+        closing.append(Running(shared.close))
+        until(lambda: not shared.is_open, "it closes")
+        with pytest.raises(RuntimeError, match="from inside itself"):
+            shared.call(_nothing)
+
+    closing: list[Running] = []
+    began_at = time.monotonic()
+    shared.call(interrupted)
+    closing[0].result()
+    assert time.monotonic() - began_at < turns.END_S_MAX
+    shared.call(_nothing)
+    shared.close()
+    assert keepers() == 0
+
+
+def test_a_close_that_is_interrupted_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(loop: SharedLoop) -> None:
+        raise _Interrupted
+
+    shared = _unused_cluster()
+    shared.call(_nothing)
+    with monkeypatch.context() as context:
+        context.setattr(SharedLoop, "close", interrupted)
+        with pytest.raises(_Interrupted):
+            shared.close()
+    assert keepers() == 1
+    shared.close()
+    assert keepers() == 0
 
 
 def test_a_process_without_descriptors_gets_an_error_of_redis_py(

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -192,6 +192,94 @@ def test_a_signal_handler_calls_while_its_thread_waits_for_the_turn(loop: Shared
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert (driving.result(), from_handler, interrupting.result()) == ("driver", ["handler"], None)
+
+
+class _Struck:
+    """A mutex at which something strikes: calls functions before it is taken, and while it is held."""
+
+    def __init__(self, loop: SharedLoop, before: Callable[[], Any], held: Callable[[], Any]) -> None:
+        turns: Any = loop
+        self._mutex, self._before, self._held = turns._mutex, before, held
+        turns._mutex = self
+
+    def __enter__(self) -> None:
+        self._before()
+        self._mutex.acquire()
+        self._held()
+
+    def __exit__(self, *exception: object) -> None:
+        self._mutex.release()
+
+    def _is_owned(self) -> bool:
+        return bool(self._mutex._is_owned())
+
+
+def test_a_turn_that_comes_to_a_wait_that_has_just_been_interrupted_is_not_lost(loop: SharedLoop, gates: Gates) -> None:
+    driving = Running(loop.run, lambda: _wait(gates))
+    until(lambda: bool(gates), "it drives")
+    taken: list[None] = []
+
+    def take() -> None:
+        if threading.current_thread() is threading.main_thread():
+            taken.append(None)
+            if len(taken) == 2:  # to give back what it may have
+                loop.call_soon(lambda: gates[0].set_result("driver"))
+                driving.result()
+
+    def interrupted(number: int, frame: object) -> None:
+        raise ZeroDivisionError
+
+    def interrupt() -> None:
+        until(lambda: len(gates) == 2, "the main thread waits")
+        signal.pthread_kill(me, signal.SIGUSR1)
+
+    me = threading.get_ident()
+    _Struck(loop, take, lambda: None)
+    before = signal.signal(signal.SIGUSR1, interrupted)
+    try:
+        interrupting = Running(interrupt)
+        with pytest.raises(ZeroDivisionError):
+            loop.run(lambda: _wait(gates))
+        interrupting.result()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert loop.run(_driver) == me
+
+
+def test_a_finalizer_is_refused_while_the_keeper_has_the_mutex(loop: SharedLoop) -> None:
+    refused: list[str] = []
+
+    def finalize() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            with pytest.raises(RuntimeError, match="from inside itself"):
+                loop.run(_driver)
+            refused.append("keeper")
+
+    _Struck(loop, lambda: None, finalize)
+    loop.run(_driver)
+    until(lambda: bool(refused), "the keeper has taken it")
+
+
+def test_the_last_of_two_exceptions_in_one_turn_ends_a_drive_and_the_other_is_dropped(
+    loop: SharedLoop, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    def begin() -> asyncio.Future[Any]:
+        running = asyncio.get_running_loop()
+        failing = _task(fail())
+        running.call_soon(running.call_soon, interrupt)  # behind what looks at the task
+        running.call_soon(failing.exception)
+        return running.create_future()
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(begin)
+    until(lambda: keepers() == 0, "it has ended")
+    assert not caplog.text
 
 
 def test_what_waits_when_it_ends_gets_its_outcome(gates: Gates, caplog: pytest.LogCaptureFixture) -> None:

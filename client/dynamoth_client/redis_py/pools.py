@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -39,13 +38,15 @@ class ConnectionLimit:
 
     Each has one connection to a server, so that is a bound for every server. (A PubSub with both channels and patterns
     has two, and counts as one, as it does in redis-py.)
+
+    Any thread may use it, and a finalizer may in the midst of another use: so there is no lock.
     """
 
     def __init__(self, limit: int | None) -> None:
         """Set the limit; None for no limit."""
         self._limit = limit
-        self._lock = threading.Lock()
-        self._users: weakref.WeakSet[User] = weakref.WeakSet()
+        #: In order: each user under a key of its own, with a place before it is made.
+        self._users: weakref.WeakValueDictionary[object, User] = weakref.WeakValueDictionary()
 
     def admit(self, make: Callable[[], _U]) -> _U:
         """Make another user within the limit.
@@ -54,20 +55,33 @@ class ConnectionLimit:
             redis.exceptions.MaxConnectionsError: there are as many as may be.
 
         """
-        with self._lock:
-            if self._limit is not None and sum(not user.is_stopped for user in self._users) >= self._limit:
+        key, place = object(), _Place()
+        self._users[key] = place
+        try:
+            if self._limit is not None and self._open_before(place) >= self._limit:
                 raise redis.exceptions.MaxConnectionsError(
                     f"Too many connections: max_connections={self._limit} publishers and PubSubs are open; close some"
                     " PubSubs, or raise max_connections"
                 )
-            user = make()
-            self._users.add(user)
+            user = self._users[key] = make()
             return user
+        finally:
+            place.is_stopped = True  # an exception's traceback may keep it
+
+    def _open_before(self, place: _Place) -> int:
+        users = [reference() for reference in self._users.valuerefs()]
+        return sum(user is not None and not user.is_stopped for user in users[: users.index(place)])
 
     def start_over(self) -> None:
         """Forget the users: in a forked child they are the parent's."""
-        self._lock = threading.Lock()
-        self._users = weakref.WeakSet()
+        self._users = weakref.WeakValueDictionary()
+
+
+class _Place:
+    """Stands for a user that is about to be made."""
+
+    def __init__(self) -> None:
+        self.is_stopped = False
 
 
 @dataclass(slots=True, eq=False)

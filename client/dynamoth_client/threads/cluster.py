@@ -16,7 +16,7 @@ import redis.exceptions
 from dynamoth_client.redis_py import errors, pools
 from dynamoth_client.redis_py.settings import Settings
 from dynamoth_client.runtime.cluster import Cluster
-from dynamoth_client.threads.turns import INSIDE, SharedLoop, stop_daemon_thread
+from dynamoth_client.threads.turns import INSIDE, SharedLoop, is_held_here, stop_daemon_thread
 
 _T = TypeVar("_T")
 
@@ -42,11 +42,9 @@ class SyncCluster:
         #: The asynchronous cluster, to be used on its event loop only. A forked child has another one.
         self.cluster = self._make_cluster()
         #: Held while a loop is made and while it is ended, so that ``cluster`` is at home on one at a time.
-        self._lock = threading.Lock()
-        #: The thread that holds it: a signal handler there must not wait for what it has interrupted.
-        self._holder: int | None = None
+        self._lock = threading.RLock()
         self._loop: SharedLoop | None = None
-        #: One that was closed in the midst of a call, which has to return before it ends.
+        #: One that is being closed: calls in whose midst that is done have to return before it ends.
         self._ending: SharedLoop | None = None
         #: The interpreter exits: nothing begins again.
         self._is_exiting = False
@@ -56,9 +54,10 @@ class SyncCluster:
 
     def __del__(self) -> None:
         """End what runs."""
-        loop: SharedLoop | None = getattr(self, "_loop", None)
-        if loop is not None:
-            loop.abandon()
+        for name in ("_loop", "_ending"):
+            loop: SharedLoop | None = getattr(self, name, None)
+            if loop is not None:
+                loop.abandon()
 
     @property
     def is_open(self) -> bool:
@@ -101,18 +100,12 @@ class SyncCluster:
 
         Nothing happens in a signal handler or a finalizer that has interrupted this: what it has interrupted goes on.
         """
-        me = threading.get_ident()
-        if self._holder == me:
+        if is_held_here(self._lock):
             return
         with self._lock:
-            self._holder = me
-            try:
-                loop, self._loop = self._loop, None
-                if loop is not None:
-                    self._ending = loop if loop.is_interrupted_here() else None
-                    loop.close()
-            finally:
-                self._holder = None
+            if self._loop is not None:
+                self._ending, self._loop = self._loop, None
+            self._end_loop()
 
     def exit(self) -> None:
         """End everything that runs, as the interpreter exits. Only ``publish`` can be called afterwards."""
@@ -123,8 +116,7 @@ class SyncCluster:
 
     def fork(self) -> None:
         """Begin again in a forked child: new connections, new client ids."""
-        self._lock = threading.Lock()
-        self._holder = None
+        self._lock = threading.RLock()
         self.cluster = self._make_cluster()
         loops, self._loop, self._ending = (self._loop, self._ending), None, None
         for loop in loops:
@@ -137,16 +129,10 @@ class SyncCluster:
     def _publish_at_exit(self, channel: bytes, payload: bytes) -> int:
         """Publish for functions of ``atexit`` that run after ours, as that of ``logging`` does."""
         stop_daemon_thread()
-        me = threading.get_ident()
-        if self._holder == me:
+        if is_held_here(self._lock):
             raise RuntimeError(INSIDE)
         with self._lock:
-            self._holder = me
-            try:
-                loop = SharedLoop(self.cluster.close)
-                return loop.run_at_exit(self.cluster.publish, channel, payload)
-            finally:
-                self._holder = None
+            return SharedLoop(self.cluster.close).run_at_exit(self.cluster.publish, channel, payload)
 
     def _open(self) -> SharedLoop:
         """Return the loop; make one if there is none.
@@ -155,30 +141,34 @@ class SyncCluster:
             redis.exceptions.ConnectionError: this process has no descriptors left, or exits.
 
         """
-        me = threading.get_ident()
-        if self._holder == me or (self._ending is not None and self._ending.is_interrupted_here()):
+        ending = self._ending
+        if is_held_here(self._lock) or (ending is not None and ending.is_interrupted_here()):
             raise RuntimeError(INSIDE)
         with self._lock:
-            self._holder = me
-            try:
-                if self._ending is not None:
-                    self._ending.close()
-                    self._ending = None
-                if not self._is_exiting:
-                    if self._loop is not None and self._loop.is_broken:
-                        self._loop = None
-                        self.cluster = self._make_cluster()
-                    if self._loop is None:
+            if self._ending is not None:
+                self._end_loop()
+            if not self._is_exiting:
+                if self._loop is not None and self._loop.is_broken:
+                    self.cluster = self._make_cluster()  # first, so that a broken one is not used on another loop
+                    self._loop = None
+                if self._loop is None:
+                    try:
                         self._loop = SharedLoop(self.cluster.close, callers_drive=self._callers_drive)
-                    return self._loop
-            except OSError as error:
-                raise redis.exceptions.ConnectionError(
-                    f"no event loop can be made ({error}): let this process have more open files (ulimit -n)"
-                ) from error
-            finally:
-                self._holder = None
+                    except OSError as error:
+                        raise redis.exceptions.ConnectionError(
+                            f"no event loop can be made ({error}): let this process have more open files (ulimit -n)"
+                        ) from error
+                return self._loop
         stop_daemon_thread()
         raise errors.ClientClosed
+
+    def _end_loop(self) -> None:
+        """End the loop that is being closed, if there is one and it is not this call's to finish. With the lock."""
+        ending = self._ending
+        if ending is not None:
+            ending.close()
+            if not ending.is_interrupted_here():
+                self._ending = None
 
 
 def _begin(function: Callable[..., Coroutine[Any, Any, _T]], args: tuple[Any, ...]) -> asyncio.Future[_T]:

@@ -114,6 +114,7 @@ class Loop(asyncio.AbstractEventLoop):
 
     def enter(self) -> None:
         """Become the running loop of this thread."""
+        self._fault = None  # that of a drive which another exception has ended
         self._outer = _get_running_loop()
         _set_running_loop(self)
 

@@ -12,6 +12,7 @@ followed and queues are filled; it gives way to everybody.
 The mutex guards who has the turn and who waits, and is never held while anything runs. ``abandon`` is called by
 finalizers, which run at any point of any thread, and takes no lock. Finalizers and signal handlers of the application
 may call ``run`` at any point, too: a thread that has the turn or the mutex is refused, as it would wait for itself.
+The mutex is an ``RLock`` only because that knows its thread (``is_held_here``).
 
 In the main thread, handlers of signals run between any two steps of what it does, and may raise. While it waits for
 sockets, that ends the wait and nothing else. While the machines are at work, anything may be left half done: then
@@ -27,6 +28,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import redis.exceptions
@@ -134,9 +136,7 @@ class SharedLoop:
         self._on_end = on_end
         self._callers_drive = callers_drive
         self._loop = Loop()  # type: ignore[abstract]  # it has what a client uses
-        self._mutex = threading.Lock()
-        #: The thread that has the mutex. Set and reset right beside its ends, where no signal comes between.
-        self._holder: int | None = None
+        self._mutex = threading.RLock()
         #: Whether an exception may have left the machines half done; then they are ended.
         self.is_broken = False
         #: The thread that has the turn, and whether that is the keeper.
@@ -174,27 +174,22 @@ class SharedLoop:
                 interrupted a call of this thread, as a signal handler or a finalizer: nobody could answer.
 
         """
-        me = threading.get_ident()
-        if me in (self._driver, self._holder):
+        if is_held_here(self._mutex):
             raise RuntimeError(INSIDE)
         waiter: _Waiter | None = None
         is_counted = False  # before that, a turn of this thread's is not this call's, but one's that it has interrupted
         try:
             with self._mutex:
-                self._holder = me
-                try:
-                    if self._driver == me:  # the turn came to the call that this has interrupted
-                        raise RuntimeError(INSIDE)
-                    if self._is_ending:
-                        raise errors.ClientClosed
-                    if self._waiting:
-                        self._step_back()
-                    is_counted = True
-                    if self._keeper is None:
-                        self._start_keeper()
-                    waiter = self._take_turn_or_wait(self._callers_drive and Loop.can_be_driven_here())
-                finally:
-                    self._holder = None
+                if self._driver == threading.get_ident():  # that of the call that this has interrupted
+                    raise RuntimeError(INSIDE)
+                if self._is_ending:
+                    raise errors.ClientClosed
+                if self._waiting:
+                    self._step_back()
+                is_counted = True
+                if self._keeper is None:
+                    self._start_keeper()
+                waiter = self._take_turn_or_wait(self._callers_drive and Loop.can_be_driven_here())
             return self._lead(None, begin, args) if waiter is None else self._follow(waiter, begin, args)
         except redis.exceptions.ConnectionError:
             if self._is_exiting:
@@ -228,32 +223,32 @@ class SharedLoop:
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Call a function on the loop, soon; nothing happens when the loop has ended."""
-        with contextlib.suppress(RuntimeError):
+        try:
             self._loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise  # out of a signal's handler
 
     def close(self) -> None:
         """End everything: waiting calls fail. Returns when the thread is gone, after ``END_S_MAX`` at most.
 
         Where it has interrupted a call of this thread (in a signal handler, or a finalizer) it returns at once.
         """
-        if self.is_interrupted_here():
-            self._is_ending = True
-            self._rouse_keeper()
+        self._is_ending = True
+        self._rouse_keeper()
+        if is_held_here(self._mutex):
             return
         with self._mutex:
-            self._is_ending = True
             self._step_back()
-            keeper = self._keeper
+            keeper, is_interrupted = self._keeper, self._driver == threading.get_ident()
         if keeper is None:
             self._loop.close()
-            return
-        self._rouse_keeper()
-        if keeper is not threading.current_thread() and keeper.is_alive():  # it may never have been started
-            keeper.join(END_S_MAX)
+        elif not is_interrupted and keeper is not threading.current_thread() and keeper.is_alive():
+            keeper.join(END_S_MAX)  # it is not alive where its start has failed
 
     def is_interrupted_here(self) -> bool:
         """Whether the caller has interrupted a call of its own thread: nobody but this thread can finish it."""
-        return threading.get_ident() in (self._driver, self._holder)
+        return self._driver == threading.get_ident() or is_held_here(self._mutex)
 
     def abandon(self) -> None:
         """End everything, soon; for finalizers."""
@@ -276,6 +271,7 @@ class SharedLoop:
         be used or closed: in the parent a thread may have been driving it.
         """
         self._loop.is_inherited = True
+        self._mutex = threading.RLock()  # another thread of the parent may have had it
         point_to_nowhere(self._loop.descriptors())
 
     # Turns.
@@ -329,38 +325,39 @@ class SharedLoop:
 
     def _give_back(self, waiter: _Waiter | None) -> None:
         """End a request, however far it has come, and our turn. Called again it does what is left to do."""
-        if self._driver == threading.get_ident():
-            self._loop.leave()
-            self._leave()
-        if waiter is not None:
-            self._drop(waiter)
-
-    def _leave(self) -> None:
-        """Hand the turn to the next one, or free it."""
         me = threading.get_ident()
+        is_over = False
+        if self._driver == me:
+            self._loop.leave()
         with self._mutex:
-            self._holder = me
-            try:
-                self._keeper_drives = False
-                for waiter in self._waiting:
-                    if waiter.may_drive:
-                        # No function is called on the way, so that no signal comes between.
-                        try:
-                            del self._waiting[waiter]
-                            self._driver = waiter.thread
-                            waiter.wake.lock.release()
-                        except RuntimeError:
-                            pass
-                        return
-                if self._keeper_sleeps or self._waiting:
-                    self._keeper_wake.ring()  # before the turn is free: what interrupts this is followed by another try
-                self._keeper_sleeps = False
-                if not self._is_left:  # nobody takes the last turn
-                    self._driver = None
-            finally:
-                self._holder = None
-        if self._is_left:
+            if waiter is not None:
+                self._waiting.pop(waiter, None)
+            if self._driver == me:  # looked at here, as the turn may have come to us until now
+                is_over = self._hand_on()
+        if waiter is not None and not waiter.done():
+            self.call_soon(partial(_cancel, waiter))
+        if is_over:
             self._close()
+
+    def _hand_on(self) -> bool:
+        """Hand the turn to the next one, or free it; True when it was the last. With the mutex."""
+        self._keeper_drives = False
+        for waiter in self._waiting:
+            if waiter.may_drive:
+                # No function is called on the way, so that no signal comes between.
+                try:
+                    del self._waiting[waiter]
+                    self._driver = waiter.thread
+                    waiter.wake.lock.release()
+                except RuntimeError:
+                    pass
+                return False
+        if self._keeper_sleeps or self._waiting:
+            self._keeper_wake.ring()  # before the turn is free: what interrupts this is followed by another try
+        self._keeper_sleeps = False
+        if not self._is_left:  # nobody takes the last turn
+            self._driver = None
+        return self._is_left
 
     def _follow(self, waiter: _Waiter, begin: Callable[..., asyncio.Future[_T]], args: tuple[Any, ...]) -> _T:
         """Submit a request to the thread that drives; wait until it is done, or the turn is ours."""
@@ -400,19 +397,6 @@ class SharedLoop:
         with self._mutex:
             self._waiting.pop(waiter, None)
 
-    def _drop(self, waiter: _Waiter) -> None:
-        """End a wait, whether or not its request is done."""
-        me = threading.get_ident()
-        with self._mutex:
-            self._holder = me
-            try:
-                self._waiting.pop(waiter, None)
-            finally:
-                self._holder = None
-        if not waiter.done():
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(_cancel, waiter)
-
     # The keeper.
 
     def _start_keeper(self) -> None:
@@ -443,8 +427,7 @@ class SharedLoop:
                     self._loop.enter()
                     self._loop.drive(self._keeper_leaving)
                 finally:
-                    self._loop.leave()
-                    self._leave()
+                    self._give_back(None)
             if not self._loop.is_closed():  # else the start of this thread was interrupted
                 self._end()
         except BaseException:
@@ -526,6 +509,11 @@ class SharedLoop:
 
     def _begin_end(self) -> asyncio.Future[None]:
         return self._loop.create_task(self._on_end(), name="end a client")
+
+
+def is_held_here(lock: threading.RLock) -> bool:
+    """Whether this thread holds a lock: asked as ``threading.Condition`` does; gevent's and eventlet's answer."""
+    return lock._is_owned()  # type: ignore[attr-defined,no-any-return]
 
 
 def stop_daemon_thread() -> None:
