@@ -100,10 +100,8 @@ class Bench:
         return [action for action in self.other if isinstance(action, kind)]
 
     def reports(self, link: str) -> list[Report]:
-        published = [
-            send for send in self.sent if send.link == link and send.args[:2] == (b"PUBLISH", BALANCER_CHANNEL)
-        ]
-        data = [bytes(send.args[2]) for send in published]  # type: ignore[arg-type]
+        sent = [send for send in self.sent if send.link == link and send.args[:2] == (b"PUBLISH", BALANCER_CHANNEL)]
+        data = [bytes(send.args[2]) for send in sent]  # type: ignore[arg-type]
         return [unpack_report(each) for each in data if each[1] == 12]
 
     def first_report(self) -> Report:

@@ -3,10 +3,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
-from typing import Any
 
 import pytest
 
@@ -38,18 +37,6 @@ async def serving() -> AsyncGenerator[HttpServer]:
         yield server
     finally:
         await server.close()
-
-
-def serve(main: Callable[[HttpServer], Coroutine[Any, Any, None]]) -> None:
-    """Run ``main`` beside a server."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(4 * PATIENCE_S), serving() as server:
-            await main(server)
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        assert not left, f"tasks left behind: {left}"
-
-    asyncio.run(bounded())
 
 
 async def ask(server: HttpServer, request: bytes) -> tuple[int, bytes, bytes]:
@@ -85,49 +72,39 @@ def get(path: str, method: str = "GET") -> bytes:
         (b"GET /fine HTTP/1.1\r\nX: " + b"x" * http.REQUEST_BYTES_MAX, 431, b"Request Header Fields Too Large\n"),
     ],
 )
-def test_requests(request_bytes: bytes, status: int, body: bytes) -> None:
-    async def main(server: HttpServer) -> None:
+async def test_requests(request_bytes: bytes, status: int, body: bytes) -> None:
+    async with serving() as server:
         found_status, head, found_body = await ask(server, request_bytes)
         assert (found_status, found_body) == (status, body)
         length = 5 if request_bytes.startswith(b"HEAD") else len(body)
         assert b"Content-Length: %d" % length in head and b"Connection: close" in head
 
-    serve(main)
 
-
-def test_a_handler_with_a_bug_is_logged_and_answers_500(caplog: pytest.LogCaptureFixture) -> None:
-    async def main(server: HttpServer) -> None:
-        assert (await ask(server, get("/bug")))[0] == 500
-        assert (await ask(server, get("/fine")))[0] == 200
-
+async def test_a_handler_with_a_bug_is_logged_and_answers_500(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "dynamoth.http"):
-        serve(main)
+        async with serving() as server:
+            assert (await ask(server, get("/bug")))[0] == 500
+            assert (await ask(server, get("/fine")))[0] == 200
     assert "/bug" in caplog.text and "a bug" in caplog.text
 
 
-def test_a_request_that_does_not_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_does_not_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "REQUEST_TIMEOUT_S", 0.05)
-
-    async def main(server: HttpServer) -> None:
+    async with serving() as server:
         assert (await ask(server, b"GET /fine HTTP/1.1\r\n"))[0] == 408
 
-    serve(main)
 
-
-def test_a_client_that_leaves_in_the_middle_does_no_harm() -> None:
-    async def main(server: HttpServer) -> None:
+async def test_a_client_that_leaves_in_the_middle_does_no_harm() -> None:
+    async with serving() as server:
         _, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"GET /fi")
         writer.transport.abort()
         assert (await ask(server, get("/fine")))[0] == 200
 
-    serve(main)
 
-
-def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "CONNECTIONS_MAX", 2)
-
-    async def main(server: HttpServer) -> None:
+    async with serving() as server:
         slow = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]
         for number in range(3):  # slow ones do not keep a probe out: the oldest is closed
             assert (await ask(server, get("/fine")))[0] == 200
@@ -143,14 +120,11 @@ def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             writer.close()
         assert (await ask(server, get("/fine")))[0] == 200
 
-    serve(main)
 
-
-def test_connections_that_come_in_one_turn_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_that_come_in_one_turn_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The task of the oldest one has not begun when it is cancelled."""
     monkeypatch.setattr(http, "CONNECTIONS_MAX", 2)
-
-    async def main(server: HttpServer) -> None:
+    async with serving() as server:
         together = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(5)]
         streams = [await asyncio.open_connection(sock=one) for one in together]
         for reader, _ in streams[:3]:
@@ -160,11 +134,9 @@ def test_connections_that_come_in_one_turn_are_bounded(monkeypatch: pytest.Monke
         for _, writer in streams:
             writer.close()
 
-    serve(main)
 
-
-def test_closing_cuts_what_is_under_way() -> None:
-    async def main(server: HttpServer) -> None:
+async def test_closing_cuts_what_is_under_way() -> None:
+    async with serving() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"GET")
         assert (await ask(server, get("/fine")))[0] == 200, "so it has taken the earlier connection too"
@@ -174,16 +146,12 @@ def test_closing_cuts_what_is_under_way() -> None:
                 assert await reader.read() == b""
         writer.close()
 
-    serve(main)
-
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no.such.host.invalid"])
-def test_an_address_that_cannot_be_listened_at_is_a_configuration_error(host: str) -> None:
-    async def main(server: HttpServer) -> None:
+async def test_an_address_that_cannot_be_listened_at_is_a_configuration_error(host: str) -> None:
+    async with serving() as server:
         with pytest.raises(ConfigError, match=r"http_port .*: choose another host or port"):
             await HttpServer.start(host, server.port, {})
-
-    serve(main)
 
 
 def test_readiness() -> None:

@@ -21,12 +21,7 @@ def test_the_connection_is_named_before_it_is_subscribed_and_observed_before_it_
     bench.tell(Start())
     actions = [action for action in bench.tell(LinkUp("local", "run1"), answer=False) if isinstance(action, Send)]
     names = [tuple(action.args[:2]) for action in actions]
-    order = [
-        (b"CLIENT", b"SETNAME"),
-        (b"PSUBSCRIBE", b"*"),
-        (b"PUBSUB", b"NUMSUB"),
-        (b"INFO", b"stats"),
-    ]
+    order = [(b"CLIENT", b"SETNAME"), (b"PSUBSCRIBE", b"*"), (b"PUBSUB", b"NUMSUB"), (b"INFO", b"stats")]
     assert sorted(order, key=names.index) == order
     assert names.index((b"CLIENT", b"SETNAME")) < names.index((b"SUBSCRIBE", AGENT_CHANNEL))
 

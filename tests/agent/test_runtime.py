@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -70,16 +70,6 @@ async def get(port: int, path: str) -> tuple[int, str]:
     return int(answer.split(" ")[1]), answer.partition("\r\n\r\n")[2]
 
 
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(3 * PATIENCE_S):
-            await main()
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        assert not left, f"tasks left behind: {left}"
-
-    asyncio.run(bounded())
-
-
 @asynccontextmanager
 async def running(agent: AgentConfig) -> AsyncGenerator[asyncio.Task[int]]:
     stop = asyncio.Event()
@@ -123,43 +113,39 @@ class Listener:
         return next(report for report in self.reports[start:] if condition(report))
 
 
-def test_an_agent_measures_a_real_server(redis_server: EmbeddedRedis) -> None:
+async def test_an_agent_measures_a_real_server(redis_server: EmbeddedRedis) -> None:
     store_plan(redis_server)
+    async with running(config(redis_server)), Listener(redis_server) as listener:
+        report = await listener.next_report(lambda report: report.plan_version == 0)
+        assert not report.outgoing_is_estimate
+        assert report.connections_max > 0 and report.memory_bytes > 0 and report.connections >= 2
 
-    async def main() -> None:
-        async with running(config(redis_server)), Listener(redis_server) as listener:
-            report = await listener.next_report(lambda report: report.plan_version == 0)
-            assert not report.outgoing_is_estimate
-            assert report.connections_max > 0 and report.memory_bytes > 0 and report.connections >= 2
+        subscriber = Listener(redis_server)
+        async with subscriber:
+            link = subscriber._link  # pyright: ignore[reportPrivateUsage]
+            link.send((b"SUBSCRIBE", b"world"))
+            await until(lambda: [b"subscribe", b"world", 2] in subscriber.pushes)
+            payload = bytes(10_000)
+            for sequence in range(50):
+                link.send((b"PUBLISH", b"world", seal(7, sequence, 0, payload)))
+                link.send((b"PUBLISH", b"world", payload))
+            await until(lambda: sum(push[:2] == [b"message", b"world"] for push in subscriber.pushes) == 100)
+            reports = listener.reports
+            await until(lambda: sum(sum(r.columns.publications) for r in reports) == 100)
+        seen = [r for r in reports if sum(r.columns.publications)]
+        assert max(r.columns.publishers[0] for r in seen) == 1
+        assert sum(r.columns.messages_sent[0] for r in seen) == 100
+        sent = sum(r.columns.bytes_out[0] for r in seen)
+        assert 1_000_000 < sent < 1_010_000
 
-            subscriber = Listener(redis_server)
-            async with subscriber:
-                link = subscriber._link  # pyright: ignore[reportPrivateUsage]
-                link.send((b"SUBSCRIBE", b"world"))
-                await until(lambda: [b"subscribe", b"world", 2] in subscriber.pushes)
-                payload = bytes(10_000)
-                for sequence in range(50):
-                    link.send((b"PUBLISH", b"world", seal(7, sequence, 0, payload)))
-                    link.send((b"PUBLISH", b"world", payload))
-                await until(lambda: sum(push[:2] == [b"message", b"world"] for push in subscriber.pushes) == 100)
-                reports = listener.reports
-                await until(lambda: sum(sum(r.columns.publications) for r in reports) == 100)
-            seen = [r for r in reports if sum(r.columns.publications)]
-            assert max(r.columns.publishers[0] for r in seen) == 1
-            assert sum(r.columns.messages_sent[0] for r in seen) == 100
-            sent = sum(r.columns.bytes_out[0] for r in seen)
-            assert 1_000_000 < sent < 1_010_000
+        # What Redis says it has sent, without the agent's copy, is what the channel accounts for.
+        # Redis counts when a socket takes the bytes: that may be an interval later.
+        def measured() -> float:
+            return sum(r.outgoing_bytes_per_s * r.interval_s for r in reports)
 
-            # What Redis says it has sent, without the agent's copy, is what the channel accounts for.
-            # Redis counts when a socket takes the bytes: that may be an interval later.
-            def measured() -> float:
-                return sum(r.outgoing_bytes_per_s * r.interval_s for r in reports)
-
-            await until(lambda: measured() > 0.9 * sent)
-            assert measured() < 1.9 * sent
-            assert max(r.observation_lag_s for r in reports) < PATIENCE_S
-
-    run(main)
+        await until(lambda: measured() > 0.9 * sent)
+        assert measured() < 1.9 * sent
+        assert max(r.observation_lag_s for r in reports) < PATIENCE_S
 
 
 @pytest.mark.parametrize("user", ["", "nobody@"])
@@ -170,60 +156,49 @@ def test_a_url_that_cannot_be_used_is_refused_at_once(user: str) -> None:
         AgentConfig(server="s1", url="redis://x", outgoing_bytes_per_s_max=0)
 
 
-def test_http_says_whether_it_is_ready(redis_server: EmbeddedRedis, free_port: int) -> None:
+async def test_http_says_whether_it_is_ready(redis_server: EmbeddedRedis, free_port: int) -> None:
     port = free_port
-
-    async def main() -> None:
-        async with running(config(redis_server, http_port=port)) as task:
-            await until(lambda: agents(redis_server) == 1)
-            assert (await get(port, "/healthz"))[0] == 200
-            async with asyncio.timeout(PATIENCE_S):  # it may not have read that it observes
-                while "balancer" not in (answer := await get(port, "/readyz"))[1]:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-            assert answer[0] == 503
-            store_plan(redis_server)
-            async with asyncio.timeout(PATIENCE_S):
-                while (await get(port, "/readyz"))[0] != 200:  # noqa: ASYNC110  # it is asked from outside
-                    await asyncio.sleep(0.01)
-            status, text = await get(port, "/metrics")
-            assert status == 200
-            assert 'dynamoth_agent_link_up{server="s1"} 1.0' in text
-            redis_server.kill()
-            async with asyncio.timeout(PATIENCE_S):
-                while "no connection" not in (await get(port, "/readyz"))[1]:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-            assert not task.done()
-
-    run(main)
+    async with running(config(redis_server, http_port=port)) as task:
+        await until(lambda: agents(redis_server) == 1)
+        assert (await get(port, "/healthz"))[0] == 200
+        async with asyncio.timeout(PATIENCE_S):  # it may not have read that it observes
+            while "balancer" not in (answer := await get(port, "/readyz"))[1]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert answer[0] == 503
+        store_plan(redis_server)
+        async with asyncio.timeout(PATIENCE_S):
+            while (await get(port, "/readyz"))[0] != 200:  # noqa: ASYNC110  # it is asked from outside
+                await asyncio.sleep(0.01)
+        status, text = await get(port, "/metrics")
+        assert status == 200
+        assert 'dynamoth_agent_link_up{server="s1"} 1.0' in text
+        redis_server.kill()
+        async with asyncio.timeout(PATIENCE_S):
+            while "no connection" not in (await get(port, "/readyz"))[1]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert not task.done()
 
 
-def test_without_permission_to_list_clients_it_works_and_says_so(
+async def test_without_permission_to_list_clients_it_works_and_says_so(
     redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
     rules = ["on", ">secret", "allkeys", "allchannels", "+@all", "-info", "-client"]
     command(redis_server, "ACL", "SETUSER", "agent", *rules)
     store_plan(redis_server)
     restricted = LinkOptions(username="agent", password="secret", backoff_s_max=0.1)
-
-    async def main() -> None:
-        async with running(config(redis_server, link=restricted)), Listener(redis_server) as listener:
-            report = await listener.next_report()
-            assert report.outgoing_is_estimate
-
-    run(main)
+    async with running(config(redis_server, link=restricted)), Listener(redis_server) as listener:
+        report = await listener.next_report()
+        assert report.outgoing_is_estimate
     causes = [vars(record)["cause"] for record in caplog.records if record.levelno == logging.WARNING]
     assert any("one agent per server" in cause and "NOPERM" in cause for cause in causes)
 
 
-def test_a_machine_that_raises_ends_the_process_with_another_code(
+async def test_a_machine_that_raises_ends_the_process_with_another_code(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> list[Any]:
         raise RuntimeError("broken on purpose")
 
-    async def main() -> None:
-        monkeypatch.setattr("dynamoth_lla.machine.LoadAnalyzer.handle", broken)
-        assert await run_agent(config(redis_server)) == 1
-
-    run(main)
+    monkeypatch.setattr("dynamoth_lla.machine.LoadAnalyzer.handle", broken)
+    assert await run_agent(config(redis_server)) == 1
     assert "broken on purpose" in caplog.text

@@ -10,13 +10,7 @@ from itertools import count, islice
 from typing import Any
 
 from dynamoth.errors import MalformedMessage
-from dynamoth.names import (
-    BALANCER_CHANNEL,
-    BALANCER_LEASE_KEY,
-    OPERATOR_CHANNEL,
-    OPERATOR_INBOX_PREFIX,
-    PLAN_KEY,
-)
+from dynamoth.names import BALANCER_CHANNEL, BALANCER_LEASE_KEY, OPERATOR_CHANNEL, OPERATOR_INBOX_PREFIX, PLAN_KEY
 from dynamoth.plan.plan import Phase, Plan, Server
 from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control, unpack_control
 from dynamoth.protocol.stored_plan import parse_whole, write_whole

@@ -40,9 +40,8 @@ def test_nothing_begins_where_two_processes_speak_for_one_server_and_its_load_is
         cluster.say("s1", pack_report(forged))
         cluster.run(1)
     channel = next(b"%d" % n for n in range(100) if balancer.plan.ring.home(b"%d" % n) == "s2")
-    assert "several processes speak as the agent of server s1" in cluster.refusal(
-        "move", {"channel": channel, "to": "s1"}
-    )
+    move_there = {"channel": channel, "to": "s1"}
+    assert "several processes speak as the agent of server s1" in cluster.refusal("move", move_there)
     assert (balancer.machine.load_ratio("s1", cluster.now) or 0.0) < 1.0
     assert "agents_in_conflict" in kinds(balancer, "s1") and not kinds(balancer, "s2")
     assert balancer.machine.figures(cluster.now)["agents_in_conflict"] == 1

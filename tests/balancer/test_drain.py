@@ -59,10 +59,8 @@ def after(decision: Decision) -> dict[bytes, Assignment]:
 
 
 def test_channels_leave_the_busiest_first_for_the_servers_with_most_room_idle_ones_too() -> None:
-    cluster = world(
-        {"a": (single("s1"), 0.3), "b": (single("s1"), 0.2), "idle": (single("s1"), 0.0), "c": (single("s2"), 0.1)}
-    )
-    decision = planned(cluster)
+    s1, s2 = single("s1"), single("s2")
+    decision = planned(world({"a": (s1, 0.3), "b": (s1, 0.2), "idle": (s1, 0.0), "c": (s2, 0.1)}))
     assert [(move.channel, move.after) for move in decision.moves] == [
         (b"a", single("s3")),
         (b"b", single("s2")),
@@ -175,9 +173,8 @@ def test_an_overloaded_server_is_emptied_in_the_same_plan() -> None:
 
 
 def test_a_channel_is_folded_back_and_shrunk_to_what_is_kept() -> None:
-    assert after(planned(world({"cold": (replicated(SUBS, 1, 2, 3), 0.2)}, rest={"s2": 0.3, "s3": 0.1}))) == {
-        b"cold": single("s3")
-    }
+    cold = world({"cold": (replicated(SUBS, 1, 2, 3), 0.2)}, rest={"s2": 0.3, "s3": 0.1})
+    assert after(planned(cold)) == {b"cold": single("s3")}
     some = world({"hot": (replicated(SUBS, 1, 2, 3, 4, 5), 0.7)}, 5, draining=("s2",), hot=frozenset({b"hot"}))
     [move] = planned(some).moves
     assert "s2" not in move.after.servers and "publications/s" in move.reason

@@ -12,7 +12,6 @@ from dynamoth.plan.plan import Assignment, Entry, Mode, Phase, Plan, Route, sing
 from dynamoth.protocol.control import PlanAck, PlanChange, PlanQuery, Vacated
 from dynamoth.protocol.stored_plan import VERSION_FIELD
 from dynamoth_balancer.machine import Stage
-from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.cluster import NO_DECISIONS, Balancer, SimCluster, refusing, started
 
 CHANNEL = b"news"
@@ -58,15 +57,11 @@ def is_settled(cluster: SimCluster, balancer: Balancer, target: str) -> bool:
     return entry.phase is Phase.SETTLED and entry.route.assignment.servers == (target,) and cluster.is_quiet(balancer)
 
 
-def test_a_new_cluster_gets_plan_0_at_every_server() -> None:
-    cluster, balancer = started(3, BalancerOptions())
+def test_a_new_cluster_gets_plan_0_at_every_server_and_a_move_goes_through_all_phases() -> None:
+    cluster, balancer = started(3)
     assert balancer.plan.version == 0
     assert balancer.plan.base == ("s1", "s2", "s3")
     assert [server.plan_or_fail().version for server in cluster.servers.values()] == [0, 0, 0]
-
-
-def test_a_move_goes_through_all_phases_and_is_stored_everywhere() -> None:
-    cluster, balancer = started(3)
     move(cluster, balancer)
     assert [plan.entries[CHANNEL].phase for plan in balancer.plans()[1:]] == list(Phase)
     assert balancer.plan.version == 3

@@ -155,9 +155,7 @@ FIVE = replicated(SUBS, 1, 2, 3, 4, 5)
         (figures(700, 10, 0.4, replicated(SUBS, 1, 2)), {}, None),  # within the hysteresis
     ],
 )
-def test_the_assignment_that_a_channel_gets(
-    some: ChannelFigures, more: dict[str, Any], after: Assignment | None
-) -> None:
+def test_the_assignment_a_channel_gets(some: ChannelFigures, more: dict[str, Any], after: Assignment | None) -> None:
     arguments: dict[str, Any] = {"others": IDLE, **more}
     decision = decided(some, **arguments)
     assert [move.after for move in decision.moves] == ([] if after is None else [after])

@@ -38,9 +38,7 @@ def test_rows_are_appended(tmp_path: Path) -> None:
     assert (first["server"], first["time_s"], first["load_ratio_averaged"]) == ("s1", 1_700_000_000.123, 0.5)
 
 
-def test_a_full_disk_is_reported_once_and_costs_nothing_but_the_rows(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_is_reported_once_and_costs_only_the_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(Path("/dev/full"))
     for _ in range(5):
         recorder.write({"a": 1})

@@ -331,11 +331,6 @@ def test_configurations_that_cannot_be() -> None:
         with pytest.raises(ConfigError):
             BalancerMachine(servers, 1)
     wrong: dict[str, Any]
-    for wrong in (
-        {"wait_s": -1.0},
-        {"averaging_s": 0.0},
-        {"lease_s": 2.0},
-        {"moves_per_plan_max": 0},
-    ):
+    for wrong in ({"wait_s": -1.0}, {"averaging_s": 0.0}, {"lease_s": 2.0}, {"moves_per_plan_max": 0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             BalancerOptions(**wrong)

@@ -91,9 +91,7 @@ def test_a_message_that_is_missing_is_a_silent_loss_and_its_story_says_where_it_
 
 
 @pytest.mark.parametrize(("publisher", "covers"), [(7, True), (None, True), (8, False), (9, False)])
-def test_a_gap_event_covers_messages_of_the_publisher_that_it_names(
-    run: Run, publisher: int | None, covers: bool
-) -> None:
+def test_a_gap_event_covers_messages_of_the_publisher_it_names(run: Run, publisher: int | None, covers: bool) -> None:
     judgement = run.judge(*without("p", 1), gap(publisher, 1 if publisher else None))
     assert judgement.totals.lost == (0 if covers else 1)
     assert judgement.totals.covered_losses == (1 if covers else 0)

@@ -42,9 +42,7 @@ def port_with_balancer() -> int:
 
 
 @pytest.mark.parametrize("answers", [(HANGS, [b"c", 0], [b"c", 1]), (REFUSED, HANGS, [b"c", 1])])
-def test_no_server_keeps_the_balancer_from_being_found(
-    monkeypatch: pytest.MonkeyPatch, answers: tuple[Any, ...]
-) -> None:
+def test_no_server_keeps_a_balancer_from_being_found(monkeypatch: pytest.MonkeyPatch, answers: tuple[Any, ...]) -> None:
     answering(monkeypatch, *answers)
     assert port_with_balancer() == 3
 
@@ -100,9 +98,7 @@ class FakeDriver:
     ("stages", "used"),
     [(("contending", "leading"), "leading"), (("contending",), "contending"), (("leading",), "leading")],
 )
-def test_the_balancer_that_leads_is_believed(
-    monkeypatch: pytest.MonkeyPatch, stages: tuple[str, ...], used: str
-) -> None:
+def test_a_balancer_that_leads_is_believed(monkeypatch: pytest.MonkeyPatch, stages: tuple[str, ...], used: str) -> None:
     answering(monkeypatch, [b"c", 2], [b"c", 0], [b"c", 0])
     monkeypatch.setattr(admin, "SECOND_ANSWER_S", 0.01)
     monkeypatch.setattr(admin, "Driver", FakeDriver)

@@ -13,7 +13,6 @@ import pytest
 from dynamoth_cli.local.child import LINES_KEPT_MAX, Child, interrupted_by_signals
 
 WAITS = "import sys; print('ready', flush=True); sys.stdin.read()"
-WAITS_WITHOUT_END = "import signal\nprint('ready', flush=True)\nwhile True: signal.pause()"
 IGNORES_SIGTERM = (
     "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); sys.stdin.read()"
 )
@@ -42,6 +41,7 @@ def test_it_runs_until_it_is_stopped(children: list[Child]) -> None:
     child = python(WAITS, children)
     wait_ready(child)
     assert (child.running, child.ended_by_itself) == (True, False)
+    assert os.getpgid(child.pid) == child.pid, "a keyboard interrupt of the terminal does not reach it"
     assert child.stop() == -signal.SIGTERM
     assert (child.running, child.ended_by_itself) == (False, False)
     assert child.stop() == -signal.SIGTERM, "stopping twice does no harm"
@@ -100,12 +100,6 @@ def test_each_line_is_handed_on_and_only_the_last_are_kept(children: list[Child]
     child.stop()
     assert seen == [str(number) for number in range(LINES_KEPT_MAX + 50)]
     assert child.lines == seen[-LINES_KEPT_MAX:]
-
-
-def test_a_keyboard_interrupt_of_the_terminal_does_not_reach_it(children: list[Child]) -> None:
-    child = python(WAITS, children)
-    wait_ready(child)
-    assert os.getpgid(child.pid) == child.pid
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -100,21 +100,17 @@ def test_a_channel_is_moved_and_shown(run: Run) -> None:
     assert f"{CHANNEL}  {target}  single  settled" in out
 
 
-def test_a_wrong_password_is_named(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
-    url = cluster.url.replace("p%40ss", "wrong")
-    for arguments in (["status"], ["plan", "show"], ["plan", "move", "c", "--to", "s1"]):
-        assert main([*arguments, "--url", url]) == 1
-        message = capsys.readouterr().err
-        assert "wrong password for the default user" in message
-        assert "wrong%2F" not in message
-
-
-def test_no_server_at_all_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["status"], ["plan", "show"], ["plan", "move", "c", "--to", "s1"]):
-        assert main([*arguments, "--url", "dynamoth://127.0.0.1:1,127.0.0.1:2"]) == 1
-        message = capsys.readouterr().err
-        assert "no server of the cluster answers:" in message
-        assert "redis://127.0.0.1:2: connection refused: start the server" in message
+@pytest.mark.parametrize("arguments", [["status"], ["plan", "show"], ["plan", "move", "c", "--to", "s1"]])
+def test_a_wrong_password_and_no_server_at_all_are_named(
+    cluster: LocalCluster, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert main([*arguments, "--url", cluster.url.replace("p%40ss", "wrong")]) == 1
+    message = capsys.readouterr().err
+    assert "wrong password for the default user" in message and "wrong%2F" not in message
+    assert main([*arguments, "--url", "dynamoth://127.0.0.1:1,127.0.0.1:2"]) == 1
+    message = capsys.readouterr().err
+    assert "no server of the cluster answers:" in message
+    assert "redis://127.0.0.1:2: connection refused: start the server" in message
 
 
 def test_each_part_can_be_stopped_killed_and_started_again(cluster: LocalCluster, run: Run) -> None:

@@ -36,9 +36,8 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_the_overview_imports_nothing_heavy() -> None:
     program = "import sys, dynamoth_cli.main as m; m.main(['--help']); print(*sys.modules, file=sys.stderr)"
-    modules = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=30
-    ).stderr.split()
+    command = [sys.executable, "-c", program]
+    modules = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stderr.split()
     assert "dynamoth_cli.main" in modules
     assert not {"asyncio", "hiredis", "redis", "msgpack", "rich", "dynamoth_link"} & set(modules)
 
@@ -48,18 +47,11 @@ def test_the_overview_imports_nothing_heavy() -> None:
 )
 def test_output_to_a_full_disk(arguments: tuple[str, ...]) -> None:
     with Path("/dev/full").open("wb") as full:
-        ended = subprocess.run(
-            [sys.executable, "-m", "dynamoth_cli", *arguments],
-            check=False,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=30,
-        )
+        command = [sys.executable, "-m", "dynamoth_cli", *arguments]
+        ended = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30)
     assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1] == (
-        "dynamoth: the output cannot be written: No space left on device: see where it goes"
-    )
+    why = "No space left on device: see where it goes"
+    assert ended.stderr.splitlines()[-1] == f"dynamoth: the output cannot be written: {why}"
     assert "Traceback" not in ended.stderr and "Exception" not in ended.stderr
 
 

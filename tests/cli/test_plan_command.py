@@ -89,10 +89,8 @@ def test_the_plan_shows_mode_and_all_servers_also_of_what_is_in_transition() -> 
     assert "3 channels were moved or replicated, 2 of them are replicated now" in text
     assert "  hot      s1,s2,s3  all-subscribers  settled  since version 5\n" in text
     assert "  moved    s2  single  settled  since version 2\n" in text
-    assert (
-        "  turning  s3,s1  all-publishers  active  from s1,s2,s3 all-subscribers and s2 single  since version 9\n"
-        in text
-    )
+    previous = "from s1,s2,s3 all-subscribers and s2 single"
+    assert f"  turning  s3,s1  all-publishers  active  {previous}  since version 9\n" in text
     [hot, _, turning] = plan_as_json(shown)["channels"]
     assert (hot["mode"], hot["servers"]) == ("ALL_SUBSCRIBERS", ["s1", "s2", "s3"])
     assert [route["servers"] for route in turning["previous"]] == [["s2"], ["s1", "s2", "s3"]]
@@ -114,10 +112,8 @@ def test_one_channel_shows_where_it_is_and_under_which_names() -> None:
     assert shown_as["previous"] == [{"mode": "SINGLE", "servers": ["s2"], "epoch": 2}]
     assert shown_as["locations"][0] == {"server": "s3", "name": "__dynamoth__:r:00000009:turning"}
     [at] = shown.home_route(b"other").assignment.servers
-    assert (
-        channel_as_text(shown, b"other")
-        == f"other  {at}  single  settled  since version 0  at home\n  at {at} as other\n"
-    )
+    at_home = f"other  {at}  single  settled  since version 0  at home\n  at {at} as other\n"
+    assert channel_as_text(shown, b"other") == at_home
     assert channel_as_json(shown, b"other")["moved"] is False
 
 

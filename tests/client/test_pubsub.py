@@ -296,9 +296,7 @@ def test_closing_lets_a_reader_go_and_it_can_be_used_again(cluster: StoredCluste
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_it_subscribes_again_when_the_client_was_closed(
-    cluster: StoredCluster, connect: Connect, is_read: bool
-) -> None:
+def test_it_subscribes_again_when_the_client_is_closed(cluster: StoredCluster, connect: Connect, is_read: bool) -> None:
     """At once if somebody reads it, else when it is used: as redis-py's does."""
     gaps: list[GapInfo] = []
     with connect(cluster.hosts) as client, client.pubsub(on_gap=gaps.append) as pubsub:

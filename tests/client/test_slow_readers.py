@@ -96,9 +96,7 @@ async def test_batches_begin_with_acknowledgements_and_end_with_the_last_subscri
         assert handled == ["handled"]
 
 
-async def test_a_disconnected_pubsub_has_its_error_behind_the_messages_and_can_begin_again(
-    cluster: StoredCluster,
-) -> None:
+async def test_a_disconnected_pubsub_has_its_error_behind_the_messages_and_begins_again(cluster: StoredCluster) -> None:
     async with from_url(cluster.url) as client, pubsub_of(client, max_queue=COUNT, when_full="disconnect") as pubsub:
         await confirmed(pubsub, "c")
         await publish(client, "c", 2 * COUNT)

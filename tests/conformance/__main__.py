@@ -78,10 +78,7 @@ def _pip(*arguments: str) -> None:
 def _run_pytest(cluster: LocalCluster, unpacked: Path, packages: Path) -> int:
     ports = [server.port for server in cluster.redis.values()]
     path = [str(HERE), str(packages), *(os.path.abspath(each) for each in sys.path if each)]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(path),
-        PORTS_VARIABLE: ",".join(map(str, ports)),
-    }
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), PORTS_VARIABLE: ",".join(map(str, ports))}
     command = [sys.executable, "-P", "-m", "pytest", "-c", str(HERE / "pytest.ini"), "--rootdir", str(unpacked)]
     command += ["-p", "swapped_client", "--redis-url", f"redis://{HOST}:{ports[0]}/{DATABASE}", *sys.argv[1:]]
     command += [ASYNCIO_TESTS, SYNC_TESTS]

@@ -200,9 +200,7 @@ REPLICAS = ("s3", "s1", "s2")
 
 
 @given(assignments(), st.integers(0, EPOCH_MAX), naturals)
-def test_every_publisher_and_every_subscriber_have_a_location_in_common(
-    assignment: Assignment, epoch: int, publisher: int
-) -> None:
+def test_every_publisher_and_subscriber_share_a_location(assignment: Assignment, epoch: int, publisher: int) -> None:
     """Whatever the mode, and exactly one: more would be duplicates, fewer a loss (Dynamoth, section II-B)."""
     route = Route(epoch, assignment)
     for subscriber in range(8):

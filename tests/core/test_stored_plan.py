@@ -137,9 +137,7 @@ def test_no_command_of_a_large_plan_is_long() -> None:
     ("written_to", "asked_of", "believed"),
     [("a1", "a1", True), ("a1", "b2", False), ("a1", None, True), (None, "b2", True), (None, None, True)],
 )
-def test_a_plan_of_an_earlier_process_is_not_believed(
-    written_to: str | None, asked_of: str | None, believed: bool
-) -> None:
+def test_a_plan_of_an_earlier_run_is_not_believed(written_to: str | None, asked_of: str | None, believed: bool) -> None:
     redis = holding(MOVED, written_to)
     assert (redis.whole(asked_of) is not None) is believed
     assert (redis.entry(C, asked_of) is not None) is believed

@@ -141,10 +141,8 @@ def test_a_server_address_survives_its_url(address: ServerAddress) -> None:
 def test_a_cluster_address_survives_its_url(
     places: list[tuple[str, int]], shared: ServerAddress, options: dict[str, str]
 ) -> None:
-    servers = tuple(
-        ServerAddress(host, port, None, shared.username, shared.password, shared.tls, shared.db)
-        for host, port in places
-    )
+    alike = (None, shared.username, shared.password, shared.tls, shared.db)
+    servers = tuple(ServerAddress(host, port, *alike) for host, port in places)
     address = ClusterAddress(servers, tuple(options.items()))
     assert parse_cluster_url(address.url()) == address
 

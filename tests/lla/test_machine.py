@@ -141,12 +141,7 @@ def test_the_busiest_channels_are_named_and_the_rest_are_sums() -> None:
     wire = MESSAGE_BYTES + 2 + len(MESSAGE)
     assert report.columns.channels == (b"c4", b"c3")
     assert report.rest == ChannelSums(
-        channels=3,
-        publications=6,
-        subscribers=3,
-        messages_sent=6,
-        bytes_in=6 * wire,
-        bytes_out=6 * wire,
+        channels=3, publications=6, subscribers=3, messages_sent=6, bytes_in=6 * wire, bytes_out=6 * wire
     )
 
 

@@ -51,11 +51,8 @@ class Listener(Subject):
 
     def verify(self, actions: Iterable[Any], plan: Plan | None, channel: bytes = C) -> list[Any]:
         """Answer every verification as a server would that stores ``plan``."""
-        return [
-            action
-            for send in tagged(actions, "verify")
-            for action in self.tell(reply(send, entry_reply(plan, channel)))
-        ]
+        stored = entry_reply(plan, channel)
+        return [action for send in tagged(actions, "verify") for action in self.tell(reply(send, stored))]
 
     def confirmed(self, plan: Plan = PLAN_0, channel: bytes = C) -> Listener:
         """Subscribe, and be confirmed at the channel's home."""

@@ -162,9 +162,4 @@ def test_a_backlog_keeps_the_newest() -> None:
 def test_numbers_of_a_forgotten_channel_go_on_above_it() -> None:
     counters = agent_at().dispatcher.counters
     numbers = RawNumbers(1, 10**6, counters)
-    assert [numbers.next(b"a"), numbers.next(b"a"), numbers.next(b"b"), numbers.next(b"a")] == [
-        (1, True),
-        (2, False),
-        (1, True),
-        (3, True),
-    ]
+    assert [numbers.next(name) for name in (b"a", b"a", b"b", b"a")] == [(1, True), (2, False), (1, True), (3, True)]

@@ -140,17 +140,9 @@ TOLD = [RouteNotice(C, Route(1, single("s2")))]
 
 @pytest.mark.parametrize(
     ("server", "plan", "expected"),
-    [
-        ("s1", PREPARED, []),
-        ("s1", ACTIVE, TOLD),
-        ("s1", SETTLED, TOLD),
-        ("s2", ACTIVE, []),
-        ("s3", SETTLED, TOLD),
-    ],
+    [("s1", PREPARED, []), ("s1", ACTIVE, TOLD), ("s1", SETTLED, TOLD), ("s2", ACTIVE, []), ("s3", SETTLED, TOLD)],
 )
-def test_a_publisher_is_notified_where_the_channel_is_unless_it_is_there(
-    server: str, plan: Plan, expected: list[Any]
-) -> None:
+def test_a_publisher_hears_where_a_channel_is_unless_it_is_there(server: str, plan: Plan, expected: list[Any]) -> None:
     dispatcher = agent(server, plan)
     for data in (forwarded(message(1), 0), message(1, flags=HEARTBEAT), b"raw"):
         assert notices(dispatcher.observe(data)) == [], "nobody is notified because of that"
@@ -185,9 +177,8 @@ def test_heartbeats_are_forwarded_and_control_messages_of_others_are_not() -> No
 def test_a_full_outbox_costs_messages_and_says_so(names_bytes: int) -> None:
     """The losses at one location are counted; past that, publishers send heartbeats."""
     bounds = ForwarderOptions(forwards_max=2, lost_max=1, names_bytes_max=names_bytes)
-    dispatcher = agent(
-        "s1", SETTLED.begin({OTHER: single("s2")}).activate([OTHER]), DispatcherOptions(forwarder=bounds)
-    )
+    plan = SETTLED.begin({OTHER: single("s2")}).activate([OTHER])
+    dispatcher = agent("s1", plan, DispatcherOptions(forwarder=bounds))
     dispatcher.observe(*map(message, range(1, 6)))
     dispatcher.observe(message(1), physical=OTHER)
     assert dispatcher.counters["forwards_lost"] == 4

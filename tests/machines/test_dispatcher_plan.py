@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 
 from dynamoth.machine.events import ErrorReply, Pushed, Replied, Send
-from dynamoth.names import (
-    AGENT_CHANNEL,
-    ANNOUNCE_CHANNEL,
-    BALANCER_CHANNEL,
-    CLIENTS_CHANNEL,
-    replica_channel,
-)
+from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, BALANCER_CHANNEL, CLIENTS_CHANNEL, replica_channel
 from dynamoth.plan.plan import EPOCH_MAX, Entry, Phase, Plan, PlanDelta, Route, single
 from dynamoth.protocol.control import (
     LossNotice,

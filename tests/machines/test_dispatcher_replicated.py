@@ -37,7 +37,6 @@ from dynamoth.protocol.envelope import (
     FORWARDED,
     HEARTBEAT,
     RAW,
-    ROUTE_CHANGED,
     Envelope,
     forwarded,
     is_enveloped,
@@ -54,7 +53,6 @@ from tests.machines.helpers import PLAN_0, C, commands, message, only, phases, p
 PACE = TransitionOptions()
 ALL_SUBSCRIBERS, ALL_PUBLISHERS = Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS
 REPLICATED = [ALL_SUBSCRIBERS, ALL_PUBLISHERS]
-COPY = FORWARDED | ROUTE_CHANGED
 AT_ALL = phases(PLAN_0, Assignment(Mode.ALL_PUBLISHERS, ("s1", "s2", "s3")))[2]
 
 
@@ -78,9 +76,8 @@ def sent(server: str, actions: list[Any]) -> list[tuple[Location, bytes]]:
         if command == b"PUBLISH" and isinstance(parts[0], bytes) and isinstance(parts[1], bytes):
             physical = parts[0].removeprefix(RELAY_PREFIX)
             if is_user_channel(physical):
-                out.append(
-                    (Location(server if send.link == LOCAL else send.link.removeprefix("to:"), physical), parts[1])
-                )
+                there = server if send.link == LOCAL else send.link.removeprefix("to:")
+                out.append((Location(there, physical), parts[1]))
     return out
 
 
@@ -148,9 +145,7 @@ BETWEEN = phases(phases(PLAN_0, replicas(ALL_SUBSCRIBERS, "s1", "s2"))[2], repli
     "place", [plain("s1"), plain("s2"), plain("s3"), at("s1", 2), at("s3", 1), at("s2", 4)], ids=str
 )
 @pytest.mark.parametrize("data", [message(1), message(1, epoch=3), forwarded(message(1), 3), b"raw"])
-def test_at_no_location_of_its_servers_a_message_goes_where_clients_are_notified_to_be(
-    place: Location, data: bytes
-) -> None:
+def test_elsewhere_a_message_goes_where_clients_are_notified_to_be(place: Location, data: bytes) -> None:
     """Only the dispatchers of locations forward between them: copies that went round must not overtake markers."""
     prepared, active, _ = BETWEEN
     for plan in (prepared, active):
@@ -197,9 +192,7 @@ def test_a_name_at_rest_becomes_restless_when_only_the_epoch_changes() -> None:
     [("s1", "s1", {plain("s1"), at("s1", 1), at("s2", 1)}), ("s2", "s3", {plain("s1"), at("s3", 1)})],
     ids=["here at two names", "here at one"],
 )
-def test_subscribers_are_notified_that_a_dispatcher_was_blind(
-    server: str, replica: str, concerned: set[Location]
-) -> None:
+def test_subscribers_hear_that_a_dispatcher_was_blind(server: str, replica: str, concerned: set[Location]) -> None:
     """What was published at one name was not forwarded to the others; its publisher may be gone by now (G5)."""
     agent = Agent(server)
     agent.up(LOCAL)
@@ -225,9 +218,8 @@ def test_only_what_comes_at_several_new_locations_is_relayed_to_the_old_ones() -
     assert (relay.link, relay.args[1]) == ("to:s1", relay_channel(C))
     assert {send.args[1] for send in only(Send, old.observe(message(1)))} >= {replica_channel(C, 1)}
     one = phases(PLAN_0, replicas(ALL_SUBSCRIBERS, "s2", "s3"))[1]
-    [copy] = only(
-        Send, Agent("s2").holding(one, "s1", "s3").observe(message(1, epoch=1), physical=replica_channel(C, 1))
-    )
+    agent = Agent("s2").holding(one, "s1", "s3")
+    [copy] = only(Send, agent.observe(message(1, epoch=1), physical=replica_channel(C, 1)))
     assert copy.args[1] == C
 
 
@@ -483,6 +475,10 @@ class Cluster:
             todo.extend((to, copy, hops + 1) for to, copy in sent(place.server, actions) if is_message(copy))
         return {place for place, _ in self.arrivals}
 
+    def publish_by(self, route: Route, publisher: int) -> set[Location]:
+        data = message(1, publisher=publisher, epoch=route.epoch)
+        return self.publish(*route.published_at(publisher, C), data=data)
+
     @property
     def hops(self) -> int:
         return max(hops for _, hops in self.arrivals)
@@ -522,9 +518,7 @@ def test_whoever_follows_any_route_gets_what_is_published_by_any(
     entry = plans[version].entry(C)
     route = plans[OLD].entry(C).route if by_the_old else entry.client_route
     cluster = everywhere(plans[version])
-    reached = cluster.publish(
-        *route.published_at(publisher, C), data=message(1, publisher=publisher, epoch=route.epoch)
-    )
+    reached = cluster.publish_by(route, publisher)
     assert all(has_reached(each, reached) for each in entry.live_routes)
     assert cluster.hops <= 1
     assert len(cluster.arrivals) <= len(SERVERS) + len(SERVERS) ** 2
@@ -580,14 +574,11 @@ def test_dispatchers_need_not_change_their_plans_at_once(
     before, now = plans[newest - 1].entry(C), plans[newest].entry(C)
     old = plans[OLD].entry(C).route
     concerned = {*old.assignment.servers, *now.route.assignment.servers}
-    oldest = (
-        dict.fromkeys(SERVERS, 0) | dict.fromkeys(home().servers, ACTIVE - OLD) | dict.fromkeys(concerned, newest - 1)
-    )
+    oldest = dict.fromkeys(SERVERS, 0) | dict.fromkeys(home().servers, ACTIVE - OLD)
+    oldest |= dict.fromkeys(concerned, newest - 1)
     cluster = Cluster({server: plans[data.draw(st.integers(oldest[server], newest))] for server in SERVERS})
     route = data.draw(st.sampled_from([plans[0].entry(C).route, old, now.client_route]))
-    reached = cluster.publish(
-        *route.published_at(publisher, C), data=message(1, publisher=publisher, epoch=route.epoch)
-    )
+    reached = cluster.publish_by(route, publisher)
     followed = [each for each in now.live_routes if each in before.live_routes]
     assert followed
     assert all(has_reached(each, reached) for each in followed)

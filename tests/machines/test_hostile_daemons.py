@@ -165,9 +165,7 @@ def test_an_agent_survives_what_anybody_publishes_anywhere(name: str, in_envelop
             agent.up()
         elif name == "agent" and not in_envelope:
             assert agent.machine.dispatcher.counters["malformed_messages"] > 300
-            agent.up(
-                Plan(10**6, plan.servers, plan.base)
-            )  # whatever it has been made to believe, what is stored counts
+            agent.up(Plan(10**6, plan.servers, plan.base))  # whatever it believes by now, what is stored counts
         agent.check_at_work()
 
 
@@ -266,6 +264,5 @@ def test_an_administrator_survives_what_anybody_publishes_in_its_inbox() -> None
         assert not machine.handle(Pushed("server", [[b"message", operator_inbox(77), data] for data in batch]), 1.0)
     assert machine.ignored == len(corpus())
     reply = AdminReply(77, {"version": 3})
-    assert machine.handle(Pushed("server", [[b"message", operator_inbox(77), pack_control(reply)]]), 2.0) == [
-        Answered(reply)
-    ]
+    push = [b"message", operator_inbox(77), pack_control(reply)]
+    assert machine.handle(Pushed("server", [push]), 2.0) == [Answered(reply)]

@@ -42,12 +42,7 @@ envelopes = st.one_of(
     st.builds(seal, edges, sequences, epochs, st.binary(max_size=4) | controls, flags),
     st.builds(seal, edges, sequences, epochs, controls, st.just(CONTROL)),
 )
-messages = st.one_of(
-    envelopes,
-    mutations(envelopes),
-    st.binary(max_size=40),
-    st.binary(max_size=30).map(MAGIC.__add__),
-)
+messages = st.one_of(envelopes, mutations(envelopes), st.binary(max_size=40), st.binary(max_size=30).map(MAGIC.__add__))
 kinds = st.sampled_from((b"subscribe", b"unsubscribe", b"psubscribe", b"invalidate", b"pong"))
 
 

@@ -34,41 +34,29 @@ def target(subscription: Subscription) -> Place:
     return next(iter(subscription.targets.values()))
 
 
-BROKEN_SUBSCRIPTIONS: tuple[Callable[[Subscription], object], ...] = (
-    lambda each: setattr(each, "state", State.JOINING),
-    lambda each: setattr(each, "state", State.ENDING),
-    lambda each: setattr(each, "subscribe_acks_pending", 1),
-    lambda each: each.targets.clear(),
-    lambda each: setattr(target(each), "verified_epoch", -1),
-    lambda each: setattr(target(each), "location", Location("s2", C)),
-    lambda each: each.join(Location("s3", C)),
-    lambda each: setattr(each, "leaving", dict(each.targets)),
-    lambda each: setattr(each, "early", [b"x"]),
-)
-
-
-@pytest.mark.parametrize("break_it", BROKEN_SUBSCRIPTIONS)
-def test_a_broken_subscription_is_noticed(break_it: Callable[[Subscription], object]) -> None:
-    machine, subscription = subscribed()
-    machine.check()
-    break_it(subscription)
-    with pytest.raises(AssertionError):
-        machine.check()
-
-
-BROKEN_SUBSCRIBERS: tuple[Callable[[Any], object], ...] = (
-    lambda machine: machine._listening.links["s1"].places.clear(),
-    lambda machine: setattr(machine._listening.links["s1"], "up", False),
-    lambda machine: machine._listening.unannounced.update({"s1": ({}, [])}),
-    lambda machine: machine._plan.unpin(C, 100.0),
-    lambda machine: setattr(machine._messages._held, "size_bytes", 1),
+BROKEN_SUBSCRIBERS: tuple[Callable[[Any, Subscription], object], ...] = (
+    lambda machine, each: setattr(each, "state", State.JOINING),
+    lambda machine, each: setattr(each, "state", State.ENDING),
+    lambda machine, each: setattr(each, "subscribe_acks_pending", 1),
+    lambda machine, each: each.targets.clear(),
+    lambda machine, each: setattr(target(each), "verified_epoch", -1),
+    lambda machine, each: setattr(target(each), "location", Location("s2", C)),
+    lambda machine, each: each.join(Location("s3", C)),
+    lambda machine, each: setattr(each, "leaving", dict(each.targets)),
+    lambda machine, each: setattr(each, "early", [b"x"]),
+    lambda machine, each: machine._listening.links["s1"].places.clear(),
+    lambda machine, each: setattr(machine._listening.links["s1"], "up", False),
+    lambda machine, each: machine._listening.unannounced.update({"s1": ({}, [])}),
+    lambda machine, each: machine._plan.unpin(C, 100.0),
+    lambda machine, each: setattr(machine._messages._held, "size_bytes", 1),
 )
 
 
 @pytest.mark.parametrize("break_it", BROKEN_SUBSCRIBERS)
-def test_a_broken_subscriber_is_noticed(break_it: Callable[[Any], object]) -> None:
-    machine, _ = subscribed()
-    break_it(machine)
+def test_a_broken_subscriber_is_noticed(break_it: Callable[[Any, Subscription], object]) -> None:
+    machine, subscription = subscribed()
+    machine.check()
+    break_it(machine, subscription)
     with pytest.raises(AssertionError):
         machine.check()
 

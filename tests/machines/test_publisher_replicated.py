@@ -15,12 +15,7 @@ from dynamoth.protocol.control import ObservationGap, pack_control, unpack_contr
 from dynamoth.protocol.envelope import FIRST, HEARTBEAT, ROUTE_CHANGED, Envelope, open_envelope
 from dynamoth.protocol.stored_plan import read_entry
 from dynamoth_client.machines.local_plan import NewerSoftware
-from dynamoth_client.machines.publisher.events import (
-    Published,
-    PublisherOptions,
-    PublishFailed,
-    PublishRefused,
-)
+from dynamoth_client.machines.publisher.events import Published, PublisherOptions, PublishFailed, PublishRefused
 from tests.machines.helpers import (
     PLAN_0,
     C,
@@ -52,10 +47,7 @@ ONE_AGENT: dict[str, int] = dict.fromkeys(ALL, 1)
 
 
 def following(
-    route: Route,
-    *up: str,
-    options: PublisherOptions = DEFAULTS,
-    observers: Mapping[str, int] = ONE_AGENT,
+    route: Route, *up: str, options: PublisherOptions = DEFAULTS, observers: Mapping[str, int] = ONE_AGENT
 ) -> Publisher:
     """Return a publisher that knows the route of C and is connected to some servers."""
     publisher = Publisher(options)

@@ -87,10 +87,7 @@ STORIES: dict[str, tuple[list[float | tuple[int, ...]], list[int | Gap]]] = {
     "a tail that comes after its heartbeat": ([(0, 1), (HEARTBEAT, 3), (0, 2, 3), HOLD_S, (0, 4)], [1, 2, 3, 4]),
     "a heartbeat of an unknown publisher": ([(HEARTBEAT, 4), HOLD_S, (0, 5)], [missed(None), 5]),
     "a heartbeat and its message open the stream": ([(HEARTBEAT, 4), (0, 4), HOLD_S], [4]),
-    "the lost tail of a stream that opens": (
-        [(ROUTE_CHANGED, 3), (HEARTBEAT, 4), (0, 2), HOLD_S],
-        [2, 3, missed(1)],
-    ),
+    "the lost tail of a stream that opens": ([(ROUTE_CHANGED, 3), (HEARTBEAT, 4), (0, 2), HOLD_S], [2, 3, missed(1)]),
     "a heartbeat and a held message count once": ([(0, 1, 3), (HEARTBEAT, 5), HOLD_S], [1, missed(1), 3, missed(2)]),
 }
 """What happens: numbers that arrive (behind their flags), or seconds that pass; and what comes out."""

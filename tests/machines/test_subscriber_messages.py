@@ -61,11 +61,7 @@ def newcomer(*arrivals: tuple[str, bytes]) -> tuple[list[bytes], list[GapDetecte
 
 NEWCOMERS: dict[str, list[tuple[str, bytes]]] = {
     # m2 was published at s2 before the SUBSCRIBE there, and its copy comes to s1 after m3 came to s2.
-    "before it joined": [
-        ("s2", message(3)),
-        ("s1", message(2, flags=FORWARDED)),
-        ("s1", message(3, flags=FORWARDED)),
-    ],
+    "before it joined": [("s2", message(3)), ("s1", message(2, flags=FORWARDED)), ("s1", message(3, flags=FORWARDED))],
     "the first of all": [("s2", message(3)), ("s1", message(2, flags=COPY | FIRST))],
     "before a change of route": [("s2", message(3, flags=ROUTE_CHANGED)), ("s1", message(2))],
 }

@@ -112,9 +112,7 @@ def test_where_nothing_fails_each_message_comes_once_and_in_order(story: str, fo
         ("subscribed publishing-1 failed-1 published-2 delivered-2 publishing-3 died", [], 0),  # due to nobody
     ],
 )
-def test_where_something_fails_a_gap_event_covers_what_is_lost(
-    story: str, found: list[tuple[str, int]], covered: int
-) -> None:
+def test_where_something_fails_gaps_cover_what_is_lost(story: str, found: list[tuple[str, int]], covered: int) -> None:
     audit = run(story, losses_allowed=True)
     assert numbered(audit.finish(9.0)) == found
     assert audit.totals.covered_losses == covered
@@ -206,10 +204,8 @@ def test_messages_on_every_channel_that_matches_are_due_to_a_pattern() -> None:
     publish(audit, 1, channel=b"other")
     assert (audit.pattern_count(C), audit.open_count(C), audit.pattern_count(b"other")) == (1, 0, 0)
     violations = audit.finish(9.0)
-    assert [(v.guarantee, v.subscriber, v.channel, v.number) for v in violations] == [
-        ("G1", "t", C, 2),
-        ("G1", "t", b"c2", 1),
-    ]
+    found = [(v.guarantee, v.subscriber, v.channel, v.number) for v in violations]
+    assert found == [("G1", "t", C, 2), ("G1", "t", b"c2", 1)]
 
 
 def test_a_pattern_that_has_ended_may_get_nothing() -> None:
