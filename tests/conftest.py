@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from dynamoth_client.machines.patterns import machine as patterns
+from dynamoth_client.machines.patterns.events import PatternOptions
+from dynamoth_client.machines.subscriber import machine as subscriber
+from dynamoth_client.machines.subscriber.events import SubscriberOptions
 from tests.redis_servers import free_port, redis_server, redis_server_factory
 
 __all__ = ["free_port", "redis_server", "redis_server_factory"]
@@ -20,6 +25,14 @@ settings.register_profile(
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, database=None)
 settings.register_profile("soak", settings.get_profile("local"), max_examples=5_000)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture
+def patient_subscribers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets an agent forward messages of a moving channel 10 s late: on a busy machine 0.5 s are a (rightful) gap."""
+    monkeypatch.setattr(subscriber, "SubscriberOptions", partial(SubscriberOptions, hold_s_max=10.0))
+    monkeypatch.setattr(patterns, "PatternOptions", partial(PatternOptions, hold_s_max=10.0))
+
 
 LONG = ("whole", "bench", "cli", "dependants", "docs")
 """Folders of tests that run processes, some for half a minute."""

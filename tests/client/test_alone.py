@@ -87,6 +87,7 @@ def test_a_server_that_has_just_started_is_watched_first(
 # When a plan comes.
 
 
+@pytest.mark.usefixtures("patient_subscribers")
 def test_the_plan_is_followed_that_comes_with_agents_and_a_balancer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster of three grows from the one server that is used, and no message of those who used it is lost."""
     monkeypatch.setattr(publisher_standalone, "OVERLAP_S", 60.0)  # a busy machine may stop the listener for 2 s

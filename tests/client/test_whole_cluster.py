@@ -15,6 +15,8 @@ from tests.client.both_clients import Connect
 from tests.client.sync_helpers import PATIENCE_S, Running, confirmed, next_of, until
 from tests.whole.harness import channels_at, move
 
+pytestmark = pytest.mark.usefixtures("patient_subscribers")
+
 SERVERS = ["s1", "s2", "s3"]
 
 CHANGES: list[tuple[str, dict[str, Any]]] = [

@@ -15,6 +15,8 @@ from dynamoth_link.errors import AuthenticationFailed
 from tests.whole.acl_cluster import USERS, Rules, acl_log, all_rules
 from tests.whole.harness import Traffic, channels_at, move, until
 
+pytestmark = pytest.mark.usefixtures("patient_subscribers")
+
 TIMEOUT_S = 60.0
 
 

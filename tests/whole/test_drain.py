@@ -12,6 +12,8 @@ from dynamoth_cli.main import main
 from dynamoth_client import from_url
 from tests.whole.harness import Traffic, channels_at, logged, move, until
 
+pytestmark = pytest.mark.usefixtures("patient_subscribers")
+
 SETTINGS: dict[str, Any] = {
     "balancer.wait_s": 3.0,
     "balancer.averaging_s": 3.0,

@@ -17,6 +17,8 @@ from dynamoth_client.asyncio import from_url
 from tests.whole.fleet import App, Fleet
 from tests.whole.harness import move, stored_entry, until
 
+pytestmark = pytest.mark.usefixtures("patient_subscribers")
+
 CHANNELS = ("news.sport", "news.weather", "chat.1")
 
 PATTERN = "[a-z]*"

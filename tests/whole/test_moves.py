@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from dynamoth_cli.local.cluster import LocalCluster
 from tests.whole.harness import Traffic, channels_at, logged, move, until
+
+pytestmark = pytest.mark.usefixtures("patient_subscribers")
 
 LOAD_RATIO_HIGH = 0.8
 
