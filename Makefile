@@ -12,12 +12,11 @@ OLDEST := $(VENV)/oldest
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
-.PHONY: help venv check lint format-check mypy pyright imports test soak image oldest conformance bench demo report format \
-	lock clean
+.PHONY: help venv check lint format-check mypy pyright imports test soak image oldest conformance bench demo format lock \
+	clean
 
 help:
 	@echo "make demo         what Dynamoth does, live, on embedded Redis servers"
-	@echo "make report       records a demo, and explains it with Spark (needs Java 17)"
 	@echo "make check        linters, type checkers and import contracts"
 	@echo "make test         all tests"
 	@echo "make soak         far more of what tests draw at random; takes an hour"
@@ -96,12 +95,6 @@ bench: $(DEV)
 
 demo: $(RUN)
 	$(BIN)/dynamoth demo
-
-# A minute of the demo, with its overload and its hot channel.
-report: $(DEV)
-	rm -rf build/recording build/report
-	$(BIN)/dynamoth demo --seconds 60 --record build/recording
-	$(BIN)/dynamoth report build/recording --out build/report
 
 format: $(DEV)
 	$(BIN)/ruff check --fix

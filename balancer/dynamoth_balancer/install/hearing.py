@@ -11,7 +11,7 @@ from dynamoth.errors import MalformedMessage
 from dynamoth.protocol.control import REPORT_CODE, PlanAck, Vacated, unpack_control
 from dynamoth.protocol.reports import Report, unpack_report
 from dynamoth_balancer.decide.model import ClusterModel
-from dynamoth_balancer.events import InnerAction, Note
+from dynamoth_balancer.events import InnerAction, Note, ReportReceived
 from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.installer import Installer
 
@@ -61,8 +61,8 @@ class Hearing:
         if isinstance(message, Report):
             problem = message.why_unobserved
             self._agents.cannot_observe(server, incarnation, problem)
-            if alone and not problem:
-                self._model.report(message, now)
+            if alone and not problem and self._model.report(message, now):
+                actions.append(ReportReceived(message))
         if installer is None:
             return actions
         if isinstance(message, Vacated):

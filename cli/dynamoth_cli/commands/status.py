@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from dynamoth.errors import ClusterUnavailable, RequestRefused
 from dynamoth.machine.events import ErrorReply
-from dynamoth.names import AGENT_CHANNEL, RECORDER_FAILING_CHANNEL
+from dynamoth.names import AGENT_CHANNEL
 from dynamoth.plan.plan import Mode
 from dynamoth.protocol.stored_plan import READ_HEADER, parse_header
 from dynamoth_balancer.admin.changes import mode_name
@@ -31,10 +31,6 @@ REPLICATED_SHOWN_MAX = 20
 DECISIONS_SHOWN_MAX = 3
 MOVES_SHOWN_MAX = 5
 """Bounds of what is shown; the balancer tells more with ``--json``, and its log tells everything."""
-
-RECORDER_FAILING = (
-    "a recorder cannot write its recording, so rows will be lost: make room on its disk; its log and /readyz say more"
-)
 
 SINGLE = mode_name(Mode.SINGLE)
 
@@ -109,7 +105,7 @@ async def _servers(
     addresses: Mapping[str, ServerAddress], link: LinkOptions, problems: list[Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """Ask the servers themselves; add what is wrong to ``problems``."""
-    commands = (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL, RECORDER_FAILING_CHANNEL), READ_HEADER
+    commands = (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL), READ_HEADER
     answers = await ask_all([*addresses.values()], *commands, link=link)
     return {
         id_: _server(id_, address, answer, problems)
@@ -131,8 +127,6 @@ def _server(
         return found
     header = parse_header(stored, None)
     found["agents"] = agents[1]
-    if agents[3] and not any(problem["kind"] == "recorder_failing" for problem in problems):
-        problems.append(_problem("recorder_failing", "recorder", RECORDER_FAILING))
     found["stored_version"] = None if header is None else header.version
     if agents[1] == 0:
         problems.append(_problem("agent_silent", id_, no_agent(id_)))
