@@ -14,10 +14,11 @@ from tests.client.sync_helpers import Running, confirmed, message_of, next_of
 def test_one_poll_finds_what_has_arrived(cluster: StoredCluster) -> None:
     """Where redis-py finds it: on its socket."""
     with redis.from_url(cluster.url) as client, redis.from_url(cluster.url) as other, client.pubsub() as pubsub:
-        confirmed(pubsub, "c")
+        channel, nobody = (cluster.channel_at("s1", prefix) for prefix in ("channel", "nobody"))
+        confirmed(pubsub, channel)
         for number in range(20):
-            assert other.publish("c", number) == 1
-            other.publish("nobody", "x")  # when this is answered, the server has written the message before
+            assert other.publish(channel, number) == 1
+            other.publish(nobody, "x")  # when this is answered, the same server has written the message before
             message = pubsub.get_message()
             assert message is not None
             assert message["data"] == b"%d" % number
