@@ -114,7 +114,7 @@ def test_a_signal_ends_a_wait_and_loses_nothing(cluster: StoredCluster, read: st
 
     def strike() -> None:
         until(lambda: on_the_loop(waiting) == 1 + (leading is not None), "the main thread waits")
-        time.sleep(0.05)  # for the sockets, most likely
+        until(lambda: cast("Any", client)._subscriptions._loop._loop.is_waiting, "the driver waits for sockets")
         os.kill(os.getpid(), signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, interrupt)
