@@ -64,9 +64,9 @@ class BalancerOptions(PlanningSettings):
     )
     virtual_nodes: int = setting(VIRTUAL_NODES, "points per server on the ring of a new cluster", minimum=1)
     plain_rest_s: float = setting(
-        6.0, "a channel does not become plain for this time after a (possible) move", unit="s", minimum=0
+        8.0, "a channel does not become plain for this time after a (possible) move", unit="s", minimum=0
     )
-    """Longer than clients look for messages that took another route (5 s) and hold later ones back (0.5 s)."""
+    """Longer than clients look for messages that took another route (5 s) and hold later ones back (2 s)."""
     rules_rest_s: float = setting(
         5.0, "no channel begins to move for this time after the compatibility rules have changed", unit="s", minimum=0
     )

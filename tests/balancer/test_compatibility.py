@@ -80,7 +80,7 @@ def test_channels_that_moved_a_moment_ago_do_not_become_plain_yet() -> None:
     other = next(id_ for id_ in cluster.servers if id_ != home)
     assert cluster.ask("move", {"channel": b"news", "to": other}).error is None
     assert "try again in" in refusal(cluster, "add", b"news", server=other)
-    cluster.run(7)
+    cluster.run(BalancerOptions().plain_rest_s + 1)
     assert rules(cluster, "add", b"news", server=other) == {b"news": True}
 
 

@@ -192,7 +192,7 @@ class Held(NamedTuple):
 
 Delivered = bytes | Gap
 
-HOLD_S, LATE_S, AHEAD_MAX, NUMBER_MAX = 0.5, 20.0, 10_000, 2**44
+HOLD_S, LATE_S, AHEAD_MAX, FOLLOWERS_MAX, NUMBER_MAX = 2.0, 20.0, 10_000, 100, 2**44
 
 
 class Stream:
@@ -247,6 +247,8 @@ class Stream:
         if not waits and number <= min(self.held, default=number):
             return self._begin_at(number, message.payload, message.at)
         self._hold(number, message)
+        if len(self.held) <= FOLLOWERS_MAX and self._published_before(min(self.held)) < self.due_since:
+            return self._release(message.at)
         return self._bounded(message.at)
 
     def tick(self, now: float) -> list[Delivered]:

@@ -356,7 +356,7 @@ arrivals = st.lists(
         st.integers(1, 6) | st.sampled_from((10_011, 10_012, 20_100)),
         st.sampled_from((0, 0, 0, envelope.FIRST, envelope.ROUTE_CHANGED, envelope.HEARTBEAT, envelope.FORWARDED)),
         st.sampled_from((0, 1, 100, 400, 5_000, 65_535)),
-        st.sampled_from((0.0, 0.05, 0.3, 0.6, 25.0)),
+        st.sampled_from((0.0, 0.05, 0.3, 0.6, 2.1, 25.0)),
     ),
     max_size=25,
 )
@@ -380,7 +380,7 @@ def test_order_copies_and_gaps(arriving: list[tuple[int, int, int, float]], conf
         sent = second.Envelope(flag, 7, number, quiet_ms, 0, payload)
         previous_at = now - quiet_ms / 1000
         same(ours.arrive(7, number, flag, payload, now, previous_at, confirmed_at), theirs.arrive(sent, now))
-    same(ours.expire(7, now + 1), theirs.tick(now + 1))
+    same(ours.expire(7, now + second.HOLD_S), theirs.tick(now + second.HOLD_S))
 
 
 # Patterns.
@@ -425,6 +425,7 @@ NUMBERS: list[tuple[str, tuple[float, ...]]] = [
     ),
     (r"If no Marker has come after (\S+) s", (SUBSCRIBER.marker_s,)),
     (r"What has been held for (\S+) s is released", (SUBSCRIBER.hold_s_max,)),
+    (r"if at most (\d+) are held, and the message before", (sequences.FOLLOWERS_MAX,)),
     (r"When at most ([\d,]+) messages are held", (sequences.HELD_MAX,)),
     (r"and less than (\S+) s ago", (envelope.QUIET_MS_MAX / 1000,)),
     (r"A number of more than ([\d,]+) above", (sequences.HELD_MAX,)),

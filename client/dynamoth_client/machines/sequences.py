@@ -12,6 +12,7 @@ state      what comes                           what is done
 ========== ==================================== =====================================================================
 opening    FIRST                                opens: no earlier number is due
            ROUTE_CHANGED, predecessor due       held: the predecessor may be on its way by the old route
+           one that follows those held          opens at the lowest number held, if it proves its predecessor not due
            another, lower than all held         opens: every earlier number was seen, or is not due
            heartbeat, its number due            held
            heartbeat, its number not due        opens behind it
@@ -28,7 +29,8 @@ is silent, as a stream passes a number only in one of these ways, and ``previous
 next message came, less the time that its publisher said, and a message comes after it was published. No gap is
 needless, with one exception: ``previous_at`` is later than the truth by the time that the next message travelled. A
 message published so shortly before the confirmation counts as due. Of the messages held, those that follow each other
-bound the same moment; the one that travelled fastest decides.
+bound the same moment; the one that travelled fastest decides. On a machine that stands still now and then, one of the
+next messages proves nearly always that nothing is missing.
 
 Anybody who may publish on a channel can copy a publisher's id and forge numbers. Nobody can tell a forged message from
 a true one, so for that publisher's messages there nothing is promised but that their loss is not silent. Numbers above
@@ -82,6 +84,9 @@ duplicate."""
 BEHIND_MAX = 1000
 BEHIND_BYTES_MAX = 4 * 2**20
 """Messages without numbers on one channel that wait at most, and their bytes; past it the first is delivered."""
+
+FOLLOWERS_MAX = 100
+"""An opening stream that holds more messages is not looked at with each of them: they wait for their time."""
 
 HELD_ENTRY_BYTES = 200
 """About how many bytes a held message takes in addition to its payload."""
@@ -230,6 +235,8 @@ class Stream:
         if flags & FIRST or (not (flags & ROUTE_CHANGED and due) and (not self.held or sequence <= self._lowest())):
             return self._open(sequence, item.payload, item.at)
         self._hold(sequence, item)
+        if len(self.held) <= FOLLOWERS_MAX and self._latest_before(self._lowest()) < self._due_since:
+            return self._release(publisher, _LATE, item.at)  # without a gap
         return self._bounded(publisher, item.at)
 
     def _open(self, sequence: int, payload: bytes, now: float) -> list[Outcome]:

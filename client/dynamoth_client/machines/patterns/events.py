@@ -59,8 +59,9 @@ PatternAction = LinkAction | RegisterAction | DeliverMatched | PatternGapDetecte
 class PatternOptions:
     """Options of a pattern subscriber."""
 
-    hold_s_max: float = 0.5
-    """How long a message waits for an earlier one of its publisher before the gap is reported."""
+    hold_s_max: float = 2.0
+    """How long a message waits for an earlier one of its publisher before the gap is reported. Longer than a busy
+    machine keeps an agent from forwarding."""
     header_interval_s: float = 3.0
     """How often each server is asked for the servers of the plan."""
     retry_s: float = 0.1

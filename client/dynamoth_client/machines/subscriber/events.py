@@ -79,8 +79,9 @@ SubscriberAction = LinkAction | RegisterAction | Deliver | GapDetected | NewerSo
 class SubscriberOptions:
     """Options of a subscriber."""
 
-    hold_s_max: float = 0.5
-    """How long a message waits for an earlier one of its publisher before the gap is reported."""
+    hold_s_max: float = 2.0
+    """How long a message waits for an earlier one of its publisher before the gap is reported. Longer than a busy
+    machine keeps an agent from forwarding."""
     verify_retry_s: float = 0.1
     """How soon a place is verified again when the server held no plan, or one that is behind."""
     move_spread_s: float = 0.8
