@@ -293,7 +293,15 @@ def test_a_server_that_refuses_is_reported_and_tried_again(command: bytes) -> No
     cluster, balancer = started()
     source, target = places(cluster, balancer)
     server = cluster.servers[target]
-    server.refuse = refusing("OOM command not allowed", command)
+    attempts = 0
+
+    def refuse(process: str, words: list[bytes]) -> str | None:
+        nonlocal attempts
+        refusal = refusing("OOM command not allowed", command)(process, words)
+        attempts += refusal is not None
+        return refusal
+
+    server.refuse = refuse
     if command == b"RENAME":
         server.delete(PLAN_KEY)
     begin(cluster, balancer)
@@ -302,6 +310,7 @@ def test_a_server_that_refuses_is_reported_and_tried_again(command: bytes) -> No
     if command != b"HMGET":
         assert phase_of(balancer) is Phase.PREPARED or balancer.plan.version == 0
     assert len(refused) == 1, "said once, not with every attempt"
+    assert 5 <= attempts <= 12, "about one per second"
     assert refused[0].details["reply"] == "OOM command not allowed"
     server.refuse = None
     cluster.run(5)

@@ -88,6 +88,13 @@ def test_bounds_of_a_plan_and_of_a_server_hold_and_are_reported() -> None:
         assert len(decision.moves) == 5 and "the next goes on" in decision.findings[0].reason
 
 
+def test_the_most_loaded_server_comes_first() -> None:
+    channels = {f"{id_}{n}": {"s1": 0.09, "s2": 0.1}[id_] for id_ in ("s1", "s2") for n in range(10)}
+    servers = {id_: {name: ratio for name, ratio in channels.items() if name.startswith(id_)} for id_ in ("s1", "s2")}
+    cluster = world({**servers, "s3": {}}, BalancerOptions(moves_per_plan_max=1))
+    assert moved(relieved(cluster)) == [(b"s20", "s2", "s3")]
+
+
 def test_only_one_server_and_load_that_is_no_channels_are_reported() -> None:
     [finding] = relieved(world({"s1": {"a": 0.5, "b": 0.5}})).findings
     assert "no other server" in finding.reason

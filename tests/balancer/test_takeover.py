@@ -171,9 +171,14 @@ def test_a_paused_balancer_does_nothing_when_it_wakes_up_after_its_lease() -> No
 
 def test_without_the_majority_of_the_servers_nothing_is_decided() -> None:
     cluster, balancer = started(3, BalancerOptions())
+    change = {"channel": b"news", "mode": "all-publishers", "servers": ["s1", "s2"]}
+    assert cluster.ask("replicate", change).error is None
     for id_ in ("s1", "s2"):
         cluster.stop_server(id_)
     cluster.run(10)
+    plan = balancer.plan
+    for server in cluster.servers.values():
+        server.delete(PLAN_KEY)
     assert balancer.machine.stage is Stage.CONTENDING
     lost = next(note for note in balancer.notes if "lost the lease" in note.message)
     assert set(lost.details["unreachable"]) == {"s1", "s2"} and lost.details["needed"] == "2 of 3 servers"
@@ -182,6 +187,7 @@ def test_without_the_majority_of_the_servers_nothing_is_decided() -> None:
     cluster.run_until(lambda: _leads(balancer))
     cluster.start_server("s2")
     cluster.run_until(lambda: cluster.is_quiet(balancer))
+    assert balancer.plan.entry(b"news").route == plan.entry(b"news").route, "no server has another plan"
 
 
 def test_a_lease_that_was_deleted_while_its_balancer_hangs_counts_only_when_that_one_has_lost_it() -> None:
