@@ -1,1 +1,1 @@
-"""Spark jobs over recordings: ``dynamoth report`` and ``dynamoth what-if``."""
+"""Spark jobs over recorded metrics."""

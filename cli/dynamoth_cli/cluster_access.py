@@ -34,15 +34,14 @@ class Access:
     link: LinkOptions = field(default_factory=LinkOptions)
 
 
-URL_HELP = (
-    f"the cluster: dynamoth://[user@]host:port[,host:port...] [{URL_VARIABLE}];"
-    " default: the servers of the configuration"
-)
-
-
 def add_access(parser: ArgumentParser) -> None:
     """Add ``--url``, ``--config``, and a flag for each setting of a connection."""
-    parser.add_argument("--url", metavar="URL", help=URL_HELP)
+    parser.add_argument(
+        "--url",
+        metavar="URL",
+        help=f"the cluster: dynamoth://[user@]host:port[,host:port...] [{URL_VARIABLE}];"
+        " default: the servers of the configuration",
+    )
     add_section(parser, LINK_SECTION, LINK_SECTION)
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from dynamoth.plan.plan import Assignment, Mode, single
@@ -45,8 +45,6 @@ class Move:
     ratios: Mapping[str, Ratios]
     #: The change of outgoing bytes/s of each of these servers.
     loads: Mapping[str, float]
-    #: The name of the goal that proposed it.
-    goal: str = ""
 
     @property
     def source(self) -> str:
@@ -83,8 +81,6 @@ class Finding:
     reason: str
     #: None if it does not concern one channel.
     channel: bytes | None = None
-    #: The name of the goal that found it.
-    goal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,9 +259,7 @@ class Cluster:
 
 
 class Goal(Protocol):
-    """One aim of the balancer. ``name`` is the one that records show."""
-
-    name: str
+    """One aim of the balancer."""
 
     def propose(self, cluster: Cluster) -> list[Move]:
         """Return moves towards the goal, in order, already applied to ``cluster``. Always ends."""
@@ -280,9 +274,7 @@ def decide(goals: Iterable[Goal], cluster: Cluster) -> Decision:
     """Run the goals in their order. A later goal cannot undo the moves that an earlier one needs."""
     moves: list[Move] = []
     for goal in goals:
-        known = len(cluster.findings)
-        moves += [replace(move, goal=goal.name) for move in goal.propose(cluster)]
-        cluster.findings[known:] = [replace(finding, goal=goal.name) for finding in cluster.findings[known:]]
+        moves += goal.propose(cluster)
         cluster.guard(goal.permits)
     cluster.check()
     return Decision(tuple(moves), tuple(cluster.findings))

@@ -1,1 +1,0 @@
-"""Records what happens in a cluster as Parquet files, for the jobs of ``analytics``."""

@@ -1,1 +1,0 @@
-"""The process of a recorder: files, metrics and signals."""
