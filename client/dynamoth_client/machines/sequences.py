@@ -29,8 +29,8 @@ is silent, as a stream passes a number only in one of these ways, and ``previous
 next message came, less the time that its publisher said, and a message comes after it was published. No gap is
 needless, with one exception: ``previous_at`` is later than the truth by the time that the next message travelled. A
 message published so shortly before the confirmation counts as due. Of the messages held, those that follow each other
-bound the same moment; the one that travelled fastest decides. On a machine that stands still now and then, one of the
-next messages proves nearly always that nothing is missing.
+bound the same moment; the one that travelled fastest decides. On a busy machine, one of the next messages usually
+proves that nothing is missing.
 
 Anybody who may publish on a channel can copy a publisher's id and forge numbers. Nobody can tell a forged message from
 a true one, so for that publisher's messages there nothing is promised but that their loss is not silent. Numbers above
@@ -86,7 +86,8 @@ BEHIND_BYTES_MAX = 4 * 2**20
 """Messages without numbers on one channel that wait at most, and their bytes; past it the first is delivered."""
 
 FOLLOWERS_MAX = 100
-"""An opening stream that holds more messages is not looked at with each of them: they wait for their time."""
+"""An opening stream that holds more messages does not look through them with each new one, as that would take ever
+longer: they wait for ``hold_s_max``."""
 
 HELD_ENTRY_BYTES = 200
 """About how many bytes a held message takes in addition to its payload."""
