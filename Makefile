@@ -8,15 +8,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 RUN := $(VENV)/.run-installed
 DEV := $(VENV)/.dev-installed
+ANALYTICS := $(VENV)/.analytics-installed
 OLDEST := $(VENV)/oldest
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
-.PHONY: help venv check lint format-check mypy pyright imports test soak image oldest conformance bench demo format lock \
-	clean
+.PHONY: help venv check lint format-check mypy pyright imports test soak image oldest conformance bench demo report java \
+	format lock clean
 
 help:
 	@echo "make demo         what Dynamoth does, live, on embedded Redis servers"
+	@echo "make report       records a demo, and explains it with Spark (needs Java 17)"
 	@echo "make check        linters, type checkers and import contracts"
 	@echo "make test         all tests"
 	@echo "make soak         far more of what tests draw at random; takes an hour"
@@ -41,6 +43,11 @@ $(RUN): requirements/run.txt pyproject.toml | $(BIN)/python
 # What tests and checks need, on top.
 $(DEV): requirements/dev.txt $(RUN)
 	$(PIP) --requirement requirements/dev.txt
+	@touch $@
+
+# What `make report` needs, on top of what `make demo` has.
+$(ANALYTICS): requirements/analytics.txt $(RUN) | java
+	$(PIP) --requirement requirements/analytics.txt
 	@touch $@
 
 # The oldest supported redis-py, to be found before the one of the environment.
@@ -95,6 +102,17 @@ bench: $(DEV)
 
 demo: $(RUN)
 	$(BIN)/dynamoth demo
+
+# A minute of the demo: its crowd is the overload, its festival the hot channel.
+report: $(ANALYTICS)
+	rm -rf build/recording build/report
+	$(BIN)/dynamoth demo --seconds 60 --record build/recording
+	$(BIN)/dynamoth report build/recording --out build/report
+
+# Known before anything is downloaded, and before a minute is recorded.
+java:
+	@test -x "$${JAVA_HOME:+$$JAVA_HOME/bin/java}" || command -v java >/dev/null || \
+		{ echo "Spark needs Java 17 or later: install openjdk-17-jre-headless (Debian, Ubuntu), or set JAVA_HOME" >&2; exit 2; }
 
 format: $(DEV)
 	$(BIN)/ruff check --fix

@@ -155,6 +155,27 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         (Figure("client memory per channel, 100,000: at most 1 KB", _sum("bytes_per_channel"), at_most(1024)),),
     ),
     "profile": Benchmark("bench.client_profile", (), ()),
+    "recorder": Benchmark(
+        "bench.recorder_cost",
+        (),
+        (
+            Figure("recorder, 100,000 rows of channels/s: at most half a core", _sum("cores"), at_most(0.5)),
+            Figure("the same: rows lost: 0", _sum("rows_lost"), at_most(0)),
+        ),
+    ),
+    "records": Benchmark(
+        "bench.records_cost",
+        (),
+        (Figure("the balancer's machine with records, against without: at most 1.05x", _sum("ratio"), at_most(1.05)),),
+    ),
+    "analytics": Benchmark(
+        "bench.analytics",
+        (),
+        (
+            Figure("report of 50 million rows: under 300 s on 2 cores", _sum("report_s_50000000"), at_most(300)),
+            Figure("report of 50 million rows, against 5 million: at most 12x", _sum("growth"), at_most(12)),
+        ),
+    ),
     "replication": Benchmark(
         "bench.replication",
         ("--json", "{file}"),

@@ -2,9 +2,9 @@
 
 Who sends a message shows in the channel's name, so that the ACL of Redis decides who may send it: clients send on
 ``client:`` and ``forward:``, agents on ``agent:``, the balancer on ``balancer:``, operators on ``operator:request``.
-``inbox:`` is what clients listen to, ``operator:inbox:`` what operators do. A name that is made of an application's
-channel ends with that channel, behind a prefix of fixed length: so one ACL pattern covers exactly the names of the
-channels that the application may use. ``dynamoth acl`` prints the rules.
+``inbox:`` is what clients listen to, ``operator:inbox:`` what operators do, ``recorder:`` is for recorders. A name that
+is made of an application's channel ends with that channel, behind a prefix of fixed length: so one ACL pattern covers
+exactly the names of the channels that the application may use. ``dynamoth acl`` prints the rules.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ docs/guarantees.md.
 """
 BALANCER_CHANNEL = RESERVED_PREFIX + b"agent:to-balancer"
 """Agents send reports and acknowledgements to the balancer, which subscribes to it at every server."""
+RECORD_CHANNEL = RESERVED_PREFIX + b"balancer:record"
+"""The balancer sends what it decides and changes to recorders, which subscribe to it, at every server."""
+RECORDER_PREFIX = RESERVED_PREFIX + b"recorder:"
+"""Recorders send to themselves, to measure how long a server takes."""
+RECORDER_FAILING_CHANNEL = RECORDER_PREFIX + b"failing"
+"""Nobody sends here. Its NUMSUB is the number of recorders that cannot write their recording."""
 OPERATOR_CHANNEL = RESERVED_PREFIX + b"operator:request"
 """Operators send requests to the balancer, which subscribes to it at every server."""
 ANNOUNCE_CHANNEL = RESERVED_PREFIX + b"client:announce"
@@ -67,6 +73,11 @@ SERVER_LOCAL_PREFIXES = (*NOTIFICATION_PREFIXES, b"__redis__:")
 def inbox(client: int) -> bytes:
     """Return the channel on which agents speak to one client."""
     return INBOX_PREFIX + b"%016x" % client
+
+
+def probe_channel(recorder: int) -> bytes:
+    """Return the channel of a recorder's probes."""
+    return RECORDER_PREFIX + b"%016x" % recorder
 
 
 def operator_inbox(request: int) -> bytes:

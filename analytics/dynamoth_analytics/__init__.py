@@ -1,1 +1,1 @@
-"""Spark jobs over recorded metrics."""
+"""Spark jobs over recordings: ``dynamoth report`` and ``dynamoth what-if``."""

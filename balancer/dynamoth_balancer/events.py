@@ -9,7 +9,6 @@ from typing import Any
 from dynamoth.errors import DynamothError
 from dynamoth.machine.events import Connect, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
 from dynamoth.plan.plan import Plan
-from dynamoth.protocol.reports import Report
 from dynamoth_balancer.decide.cluster import Decision
 
 
@@ -36,6 +35,8 @@ class PlanChanged:
 
     plan: Plan
     reason: str
+    #: Those whose entries are new in it. At the beginning of a term, those in transition.
+    channels: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,10 @@ class Decided:
     """The balancer has made a decision of its own, if only that nothing can be done."""
 
     decision: Decision
-
-
-@dataclass(frozen=True, slots=True)
-class ReportReceived:
-    """The model has got a report of an agent."""
-
-    report: Report
+    #: Counts the decisions of this process, from 1.
+    number: int
+    #: Why its moves cannot be carried out; empty when they are.
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ class Stopped:
     error: DynamothError | None = None
 
 
-BalancerNews = Note | PlanChanged | Decided | ReportReceived | Stopped
+BalancerNews = Note | PlanChanged | Decided | Stopped
 """The reports of a balancer to its process. A driver may ignore all but ``Stopped``."""
 
 BalancerAction = Connect | Send | BalancerNews

@@ -32,6 +32,7 @@ from dynamoth_balancer.admin.api import Admin
 from dynamoth_balancer.admin.changes import Changes
 from dynamoth_balancer.admin.compatibility import describe_rules
 from dynamoth_balancer.admin.health import Health, View, find
+from dynamoth_balancer.admin.records import Records
 from dynamoth_balancer.admin.status import describe_channels, describe_decisions, describe_server, plan_page
 from dynamoth_balancer.decide.decider import Decider, is_replicated
 from dynamoth_balancer.decide.drain import Drain
@@ -121,6 +122,7 @@ class BalancerMachine:
         self._listeners = Listeners(self._agents)
         self._hearing = Hearing(self._agents, self._model, self.counters)
         self._decider = Decider(self._model, (Replicate(), Relieve(), Drain()), self.options)
+        self._records = Records(incarnation, self.options, self.load_ratio, self._hearing.reports)
         #: The problems of the cluster, for people.
         self.health = Health()
         #: Why the latest decision could not be carried out; empty when it could.
@@ -129,8 +131,8 @@ class BalancerMachine:
             {
                 "status": lambda _, now: self.status(now),
                 "plan": lambda arguments, _: plan_page(self._latest_installer().plan, arguments),
-                "pause": lambda arguments, now: self._pause(paused=True),
-                "resume": lambda arguments, now: self._pause(paused=False),
+                "pause": lambda arguments, now: self._pause(True, now),
+                "resume": lambda arguments, now: self._pause(False, now),
             },
             Changes(self.load_ratio, self._change, self._decider.hold),
             self._latest_installer,
@@ -242,7 +244,7 @@ class BalancerMachine:
                 actions += self._on_shutdown(now)
             case _:
                 assert_never(event)
-        return self._absorb_settled(actions, now)
+        return self._absorb(actions, now)
 
     def deadline(self) -> float | None:
         """Return when something may be due."""
@@ -267,16 +269,26 @@ class BalancerMachine:
         """The installer while the balancer leads; the lease has just been checked then."""
         return self._installer if self.stage is Stage.LEADING else None
 
-    def _absorb_settled(self, actions: list[InnerAction], now: float) -> list[BalancerAction]:
-        """Pass settled transitions on to the model and to waiting administrators; return the other actions."""
+    def _absorb(self, actions: list[InnerAction], now: float) -> list[BalancerAction]:
+        """Pass settled transitions on to the model and to waiting administrators; return the other actions.
+
+        Everything that recorders want is among the actions: their messages come last.
+        """
         others: list[BalancerAction] = []
         for action in actions:
             if isinstance(action, TransitionsSettled):
                 self._model.on_settled(action.channels, now)
+                self._records.on_settled(action.channels, now)
                 self.counters["moves_settled"] += len(action.channels)
-            else:
-                others.append(action)
-        return [*others, *self._admin.tick(now)] if len(others) < len(actions) else others
+                continue
+            if isinstance(action, PlanChanged):
+                self._records.on_plan(action)
+            elif isinstance(action, Decided):
+                self._records.on_decision(action, now)
+            others.append(action)
+        if len(others) < len(actions):
+            others += self._admin.tick(now)
+        return [*others, *self._records.publish(self._run_ids)] if self.stage is Stage.LEADING else others
 
     def _on_link_up(self, server: str, run_id: str | None, now: float) -> list[InnerAction]:
         self._run_ids[server] = run_id
@@ -378,6 +390,7 @@ class BalancerMachine:
     def _end_term(self, now: float) -> list[InnerAction]:
         self.stage = Stage.CONTENDING
         self._takeover = None
+        self._records.end_term()
         self._contention.begin(now)
         details = {**self._contention.details(), "reason": self._why_not_leading()}
         return [Note("error", "lost the lease: no decisions and no changes until it is back", details)]
@@ -412,6 +425,7 @@ class BalancerMachine:
         installer = Installer(book, servers, self._agents, self.options, self._term, now)
         self._installer = installer
         self._decider.begin_term(installer, now)
+        self._records.begin_term(now)
         details = {
             "version": book.plan.version,
             "entries": len(book.plan.entries),
@@ -420,7 +434,8 @@ class BalancerMachine:
         }
         actions: list[InnerAction] = [Note("warning" if missing else "info", "leading", details)]
         actions += self._note_conflicts(conflicts)
-        actions.append(PlanChanged(book.plan, "recovered from the servers" if book.plan.version else "a new cluster"))
+        reason = "recovered from the servers" if book.plan.version else "a new cluster"
+        actions.append(PlanChanged(book.plan, reason, tuple(installer.transitions)))
         for server, run_id in self._run_ids.items():
             actions += installer.link_up(server, run_id, now, found.get(server))
         return actions
@@ -459,6 +474,7 @@ class BalancerMachine:
             if (installer := self._at_work) is not None:
                 actions += installer.tick(now)
                 actions += self._decide(installer, now)
+                self._records.tick(now)
             actions += self._look_after_health(now)
         elif (installer := self._at_work) is not None:
             actions += installer.advance(now)
@@ -531,15 +547,17 @@ class BalancerMachine:
         if decision is None:
             return []
         self.counters["decisions"] += 1
+        number = self._decider.decisions[-1][0]
         assignments = {move.channel: move.after for move in decision.moves}
         self._decision_refused = ""
         if not assignments:
-            return [Decided(decision)]
+            return [Decided(decision, number)]
         try:
-            return [Decided(decision), *self._change(assignments, decision.moves[0].reason, now)]
+            return [Decided(decision, number), *self._change(assignments, decision.moves[0].reason, now)]
         except RequestRefused as error:
-            self._decision_refused = str(error)
-            return [Decided(decision), Note("warning", "a decision cannot be carried out now", {"reason": str(error)})]
+            self._decision_refused = reason = str(error)
+            note = Note("warning", "a decision cannot be carried out now", {"reason": reason})
+            return [Decided(decision, number, reason), note]
 
     def _change(self, assignments: Mapping[bytes, Assignment], reason: str, now: float) -> list[InnerAction]:
         """Begin to change the assignments of channels. Raises RequestRefused."""
@@ -560,8 +578,9 @@ class BalancerMachine:
         assert self._installer is not None, "a balancer that has never led takes no request that needs it"
         return self._installer
 
-    def _pause(self, *, paused: bool) -> Mapping[str, Any]:
+    def _pause(self, paused: bool, now: float) -> Mapping[str, Any]:
         self._decider.paused = paused
+        self._records.on_pause(paused, now)
         return {"paused": paused}
 
     def status(self, now: float) -> Mapping[str, Any]:

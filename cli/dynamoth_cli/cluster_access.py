@@ -34,14 +34,15 @@ class Access:
     link: LinkOptions = field(default_factory=LinkOptions)
 
 
+URL_HELP = (
+    f"the cluster: dynamoth://[user@]host:port[,host:port...] [{URL_VARIABLE}];"
+    " default: the servers of the configuration"
+)
+
+
 def add_access(parser: ArgumentParser) -> None:
     """Add ``--url``, ``--config``, and a flag for each setting of a connection."""
-    parser.add_argument(
-        "--url",
-        metavar="URL",
-        help=f"the cluster: dynamoth://[user@]host:port[,host:port...] [{URL_VARIABLE}];"
-        " default: the servers of the configuration",
-    )
+    parser.add_argument("--url", metavar="URL", help=URL_HELP)
     add_section(parser, LINK_SECTION, LINK_SECTION)
 
 

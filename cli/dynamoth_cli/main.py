@@ -58,10 +58,19 @@ COMMANDS = {
     "acl": Command(
         "dynamoth_cli.commands.acl", "print Redis users with the rights of agents, balancer, clients and operators"
     ),
+    "record": Command("dynamoth_cli.commands.record", "record what happens in a cluster, as Parquet files", "record"),
+    "report": Command("dynamoth_analytics.report", "explain a recording: tables, and a page to read", "analytics"),
+    "what-if": Command("dynamoth_analytics.what_if", "replay a recording under other settings", "analytics"),
     "sim": Command("dynamoth_cli.commands.sim", "try thousands of interleavings and faults in the simulator"),
 }
 
-EXTRAS = {"agent": ("prometheus_client",), "balancer": ("prometheus_client",), "cli": ("prometheus_client", "rich")}
+EXTRAS = {
+    "agent": ("prometheus_client",),
+    "balancer": ("prometheus_client",),
+    "cli": ("prometheus_client", "rich"),
+    "record": ("prometheus_client", "pyarrow"),
+    "analytics": ("pandas", "pyarrow", "pyspark"),
+}
 """The packages that an extra brings and that a command cannot do without."""
 
 

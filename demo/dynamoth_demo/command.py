@@ -30,6 +30,7 @@ from rich.console import Console
 from dynamoth.errors import DynamothError
 from dynamoth_cli.admin import ask_balancer, read_plan
 from dynamoth_cli.commands.up import SERVERS_MAX
+from dynamoth_cli.local.beside import add_record
 from dynamoth_cli.local.child import Child, interrupted_by_signals
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.numbers import count_up_to, number
@@ -100,6 +101,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=_seconds, default=SECONDS, metavar="S", help="how long the players play (default %(default)g)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
+    add_record(parser)
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the players' moves (default: random)")
 
 
@@ -114,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         with View(state, console) as view, ExitStack() as running:
             state.stage = f"starting {arguments.servers} Redis servers, their agents and the balancer"
             view.update()
-            Demo(scene, state, seed, view.update).play(running)
+            Demo(scene, state, seed, view.update, arguments.record).play(running)
         summary = {"players": scene.players, "servers": len(servers), "seed": seed, **state.summary()}
     show_summary(summary, console)
     if arguments.json is not None:
@@ -138,9 +140,12 @@ class Demo:
         state: where everything that comes to be known goes.
         seed: of the players.
         show: called whenever there may be something new to see.
+        record: the folder of a recording; None for none.
     """
 
-    def __init__(self, scene: Scene, state: DemoState, seed: int, show: Callable[[], None]) -> None:
+    def __init__(
+        self, scene: Scene, state: DemoState, seed: int, show: Callable[[], None], record: Path | None = None
+    ) -> None:
         self._scene = scene
         self._state = state
         self._seed = seed
@@ -149,7 +154,10 @@ class Demo:
         self._events: queue.Queue[Callable[[], None]] = queue.Queue(EVENTS_MAX)
         self._workers: list[_Worker] = []
         self._cluster = LocalCluster(
-            len(state.servers), outgoing_bytes_per_s_max=scene.outgoing_bytes_per_s_max, settings=scene.settings
+            len(state.servers),
+            outgoing_bytes_per_s_max=scene.outgoing_bytes_per_s_max,
+            settings=scene.settings,
+            record=record,
         )
 
     def play(self, running: ExitStack) -> None:

@@ -289,7 +289,7 @@ def _columns_from_wire(value: Any) -> ChannelColumns:
     length = len(channels)
     if length > REPORT_CHANNELS_MAX:
         raise MalformedMessage(f"a report names at most {REPORT_CHANNELS_MAX} channels, this one names {length}")
-    if any(len(channel) > NAME_BYTES_MAX for channel in channels):
+    if max(map(len, channels), default=0) > NAME_BYTES_MAX:
         raise MalformedMessage(f"a report names channels of at most {NAME_BYTES_MAX} bytes, this one a longer one")
     if len(set(channels)) != length:
         raise MalformedMessage("a report names a channel twice")
@@ -349,6 +349,6 @@ def _numbers(value: Any, length: int) -> tuple[int, ...]:
 
 def _ids(value: Any, length: int) -> tuple[bytes, ...]:
     cells = _texts(_array(value, length, "a column"))
-    if any(len(cell) % ID_BYTES or len(cell) > IDS_MAX * ID_BYTES for cell in cells):
+    if any(size % ID_BYTES or size > IDS_MAX * ID_BYTES for size in set(map(len, cells))):
         raise MalformedMessage(f"a column of lists of {ID_BYTES}-byte ids expected, not {shortened(cells)}")
     return cells

@@ -119,13 +119,6 @@ class AgentSettings(ReportSettings, HttpSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalancerProcessSettings(HttpSettings):
-    """Settings of the balancer's process, apart from the decisions of its machine."""
-
-    metrics_file: str = setting("", "a file for the reports of all agents, one line of JSON each; empty for none")
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlanningSettings:
     """Settings of the balancer's machine: thresholds and times of its decisions.
 
@@ -211,8 +204,24 @@ class PlanningSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalancerSettings(PlanningSettings, BalancerProcessSettings):
+class BalancerSettings(PlanningSettings, HttpSettings):
     """Settings of the balancer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecorderSettings(HttpSettings):
+    """Settings of a recorder."""
+
+    out: str = setting("", "the folder of the recording; made if it is not there, added to if it is")
+    keep_hours: float = setting(
+        720.0, "what is older is deleted; 0 for no limit", unit="h", minimum=0, maximum=1_000_000
+    )
+    keep_bytes_max: int = setting(
+        10_000_000_000,
+        "while the recording is larger, its oldest hour is deleted, but never the present one; 0 for no limit",
+        unit="bytes",
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,4 +240,5 @@ class Config:
     link: LinkSettings = LinkSettings()
     agent: AgentSettings = AgentSettings()
     balancer: BalancerSettings = BalancerSettings()
+    recorder: RecorderSettings = RecorderSettings()
     log: LogSettings = LogSettings()

@@ -10,9 +10,17 @@ from itertools import count, islice
 from typing import Any
 
 from dynamoth.errors import MalformedMessage
-from dynamoth.names import BALANCER_CHANNEL, BALANCER_LEASE_KEY, OPERATOR_CHANNEL, OPERATOR_INBOX_PREFIX, PLAN_KEY
+from dynamoth.names import (
+    BALANCER_CHANNEL,
+    BALANCER_LEASE_KEY,
+    OPERATOR_CHANNEL,
+    OPERATOR_INBOX_PREFIX,
+    PLAN_KEY,
+    RECORD_CHANNEL,
+)
 from dynamoth.plan.plan import Phase, Plan, Server
 from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control, unpack_control
+from dynamoth.protocol.records import RecordedRows, unpack_rows
 from dynamoth.protocol.stored_plan import parse_whole, write_whole
 from dynamoth_balancer.events import Decided, Note, PlanChanged, Stopped
 from dynamoth_balancer.machine import BalancerMachine, Stage
@@ -54,6 +62,8 @@ class StoringServer(RedisServer):
         #: Commands of balancers that were executed, in order.
         self.executed: list[tuple[bytes, ...]] = []
         self.replies: list[AdminReply] = []
+        #: What balancers have sent to recorders.
+        self.records: list[RecordedRows] = []
         #: The plan that a test has put there: a balancer may replace it by an older one.
         self._forged: Plan | None = None
         #: What the latest plan was parsed from, and that plan: parsing a large one takes long.
@@ -65,6 +75,8 @@ class StoringServer(RedisServer):
             reply = unpack_control(data)
             assert isinstance(reply, AdminReply)
             self.replies.append(reply)
+        elif channel == RECORD_CHANNEL:
+            self.records.append(unpack_rows(data))
         return 1
 
     def execute(self, who: str, *words: bytes) -> Any:

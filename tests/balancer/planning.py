@@ -86,6 +86,7 @@ class Push:
     """A later goal that wants some moves, whatever the others want. Each is made when those before it were taken."""
 
     moves: Callable[[Cluster], Iterable[Move]]
+    name = "push"
 
     def propose(self, cluster: Cluster) -> list[Move]:
         return [move for move in self.moves(cluster) if cluster.take(move)]

@@ -213,6 +213,7 @@ def test_fewer_servers_than_wanted_are_used_and_reported() -> None:
             "channel 'hot' needs 4 servers and has 3, as no more can take part: add servers, or see why their agents"
             " are down",
             CHANNEL,
+            "replicate",
         ),
     )
 

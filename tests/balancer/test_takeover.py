@@ -126,8 +126,7 @@ def test_a_lease_that_cannot_be_prolonged_counts_no_longer_than_its_key() -> Non
     assert balancer.machine.stage is Stage.CONTENDING
     for server in cluster.servers.values():
         server.refuse = None
-    cluster.run(2)
-    assert _leads(balancer)
+    cluster.run_until(lambda: _leads(balancer), 4.0)
 
 
 def test_a_stopped_balancer_gives_the_lease_back_at_once() -> None:

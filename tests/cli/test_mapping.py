@@ -46,7 +46,6 @@ moves_per_server_max = 5
 transitions_max = 6
 agent_stale_s = 7
 lease_s = 8
-metrics_file = "metrics.jsonl"
 http_host = "::1"
 http_port = 9001
 """
@@ -69,7 +68,7 @@ def test_a_lease_that_is_too_short_is_refused_with_its_place() -> None:
 def test_the_balancer_gets_every_option_that_is_a_setting() -> None:
     config = balancer_config(LOADED)
     assert config.servers == (Server("s1", "redis://a"), Server("s2", "rediss://b"))
-    assert (config.http_host, config.http_port, config.metrics_file) == ("::1", 9001, "metrics.jsonl")
+    assert (config.http_host, config.http_port) == ("::1", 9001)
     values = [0.7, 0.5, 1, 2, 3, 4, 5, 6, 7, 8]
     names = [field.name for field in fields(PlanningSettings)][: len(values)]
     assert [getattr(config.options, name) for name in names] == values

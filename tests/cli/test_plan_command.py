@@ -25,6 +25,7 @@ from dynamoth_cli.commands.status import (
     MOVES_SHOWN_MAX,
     REPLICATED_SHOWN_MAX,
     describe_balancer,
+    describe_recorders,
     merged,
     show,
     table_of,
@@ -198,7 +199,13 @@ def test_status_shows_the_latest_decisions_with_reason_and_load() -> None:
 
 def _server(url: str) -> dict[str, Any]:
     load = {"load_ratio": 0.5, "outgoing_bytes_per_s": 62.5e6, "messages_per_s": 740_000, "channels": 12_000}
-    return {"url": url, "agents": 1, "stored_version": 12_345, "load": {**load, "cpu_ratio": 0.99}}
+    return {"url": url, "agents": 1, "recorders": 0, "stored_version": 12_345, "load": {**load, "cpu_ratio": 0.99}}
+
+
+def test_status_shows_how_many_recorders_listen() -> None:
+    servers = {id_: {"recorders": count} for id_, count in (("s1", 2), ("s2", 1), ("s3", None))}
+    assert describe_recorders(servers) == ["recorded by 2 recorders, only 1 at s2"]
+    assert describe_recorders({"s1": {"recorders": 0}, "s2": {"recorders": None}}) == []
 
 
 def test_the_table_of_servers_fits_80_columns_without_cutting_urls() -> None:

@@ -25,6 +25,8 @@ from dynamoth.protocol.control import (
     RulesChanged,
     Vacated,
 )
+from dynamoth.protocol.records import WHOLE_MAX, RecordedRows
+from dynamoth.recording import DECISIONS, PLANS, SETTINGS, Type
 
 SERVER_IDS = ("s1", "s2", "s3", "s4")
 SERVERS = tuple(Server(id_, f"redis://{id_}:6379") for id_ in SERVER_IDS)
@@ -104,6 +106,25 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
 """Every kind of control message."""
 control_messages: st.SearchStrategy[ControlMessage] = st.one_of(*MESSAGES.values())
 
+_CELLS: dict[Type, st.SearchStrategy[Any]] = {
+    Type.TEXT: st.text(max_size=5),
+    Type.TEXTS: st.lists(server_ids, max_size=3).map(tuple),
+    Type.WHOLE: st.integers(0, WHOLE_MAX),
+    Type.NUMBER: st.floats(allow_nan=False, allow_infinity=False),
+}
+
+
+@st.composite
+def recorded_rows(draw: st.DrawFn) -> RecordedRows:
+    """Rows of some columns of a table that the balancer fills."""
+    table = draw(st.sampled_from((PLANS, DECISIONS, SETTINGS)))
+    columns = draw(st.lists(st.sampled_from(table.columns[5:]), unique=True))
+    rows = st.tuples(*(st.none() | _CELLS[column.type] for column in columns))
+    names = tuple(column.name for column in columns)
+    whole = _CELLS[Type.WHOLE]
+    return RecordedRows(draw(whole), draw(whole), table.name, names, tuple(draw(st.lists(rows, max_size=3))))
+
+
 # Hostile bytes.
 
 anything: st.SearchStrategy[Any] = st.recursive(
@@ -134,7 +155,7 @@ def _message(code: int, rest: list[Any]) -> bytes:
 
 well_formed_nonsense = st.one_of(
     anything.map(_packed),
-    st.builds(_message, st.integers(0, 13), st.lists(anything, max_size=5)),
+    st.builds(_message, st.integers(0, 15), st.lists(anything, max_size=5)),
 )
 
 

@@ -15,6 +15,7 @@ from dynamoth.protocol import stored_plan
 from dynamoth.protocol.control import pack_control, unpack_control
 from dynamoth.protocol.envelope import open_envelope, seal
 from dynamoth.protocol.plan_wire import pack_entry, unpack_entry
+from dynamoth.protocol.records import pack_rows, unpack_rows
 from dynamoth.protocol.reports import pack_report, unpack_report
 from tests.core.hostile import REPORT
 from tests.core.strategies import (
@@ -24,6 +25,7 @@ from tests.core.strategies import (
     mutations,
     nests,
     plans,
+    recorded_rows,
     well_formed_nonsense,
 )
 from tests.examples import examples
@@ -33,6 +35,7 @@ VALID_HEADER = {b"@version": b"1", b"@run": b"", b"@header": b"\x93\x91\x92\xa2s
 DECODERS: tuple[Callable[[bytes], Any], ...] = (
     unpack_control,
     unpack_report,
+    unpack_rows,
     unpack_entry,
     open_envelope,
     lambda data: stored_plan.parse_entry([b"1", b"", data], None),
@@ -61,6 +64,7 @@ VALID = st.one_of(
     entries().map(pack_entry),
     plans().map(stored_header),
     st.just(pack_report(REPORT)),
+    recorded_rows().map(pack_rows),
     st.builds(seal, st.just(1), st.just(2), st.just(3), st.binary(max_size=8)),
 )
 

@@ -2,7 +2,7 @@
 #
 # usage: run_page.sh PYTHON SHELL_PROGRAM PYTHON_PROGRAM
 #
-# The daemons (dynamoth up, agent, balancer) run beside all that follows. What comes next waits until they are ready.
+# The daemons (dynamoth up, agent, balancer, record) run beside all that follows. What comes next waits until they are ready.
 # The first command that fails ends it, and so does a daemon that has ended.
 
 set -Eeuo pipefail
@@ -26,7 +26,7 @@ stop_daemons() {
 
 dynamoth() {
     case ${1-} in
-        up | agent | balancer)
+        up | agent | balancer | record)
             log=$1.${#daemons[@]}.log
             : > "$log"    # wait_ready looks for it at once
             "$python" -P -m dynamoth_cli "$@" > "$log" 2>&1 < /dev/null &

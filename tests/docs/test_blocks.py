@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import re
 import shlex
@@ -12,12 +13,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from bench.__main__ import BENCHMARKS
 from dynamoth.settings.load import OTHER_VARIABLES, declared_settings
+from dynamoth_analytics.grid import read_grid
+from dynamoth_balancer.options import BalancerOptions
 from dynamoth_cli.local.embedded import reserve_port
 from dynamoth_cli.main import COMMANDS, main
 from tests.docs.pages import LANGUAGES, ROOT, Block, blocks, prose
@@ -30,7 +34,7 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 CONTAINERS = ROOT / "compose" / "README.md"
 OURS = [README, CONTRIBUTING, CONTAINERS, *sorted(DOCS.glob("*.md"))]
 
-NOT_RUN = {README: 2, CONTRIBUTING: 1, CONTAINERS: 3}
+NOT_RUN = {README: 2, CONTRIBUTING: 1, CONTAINERS: 3, DOCS / "analytics.md": 3}
 """How many blocks are not run. A page that is not named has none."""
 
 PUBSUB_LIMIT = {"client-output-buffer-limit": "pubsub 256mb 128mb 60"}
@@ -74,6 +78,7 @@ class Setup:
 
 RUN = {
     README: Setup(ports=("7001", "7002"), written=("b'hello'",)),
+    DOCS / "analytics.md": Setup(ports=("7001", "7002")),
     DOCS / "client.md": Setup(ports=("7001", "7002"), written=("b'hello'",)),
     DOCS / "operating.md": Setup(servers=("10.0.0.1:6379", "10.0.0.2:6379"), written=("all-publishers",)),
     DOCS / "migrating.md": Setup(
@@ -134,6 +139,17 @@ def test_extras_exist() -> None:
     assert named <= set(extras)
 
 
+def test_blocks_that_would_start_spark_are_accepted() -> None:
+    page = [block for block in blocks(DOCS / "analytics.md") if block.reason is not None]
+    for line in (line for block in page if block.language == "bash" for line in block.text.splitlines()):
+        _, command, *arguments = shlex.split(line)
+        parser = argparse.ArgumentParser()
+        import_module(COMMANDS[command].module).configure(parser)
+        parser.parse_args(arguments)
+    [grid] = [block.text for block in page if block.language == "toml"]
+    assert len(read_grid(grid, "grid.toml", BalancerOptions(load_ratio_high=0.95))) == 1 + 4 * 1 * 3
+
+
 # What prose says of commands, settings and figures.
 
 
@@ -183,7 +199,7 @@ def test_commands_that_do_not_exist() -> None:
     assert named(["plan", "compatibility", "lift", "list"]) == ("plan", "compatibility", "lift")
 
 
-ACL_VARIABLES = {f"DYNAMOTH_ACL_{role}_PASSWORD" for role in ("AGENT", "BALANCER", "CLIENT", "OPERATOR")}
+ACL_VARIABLES = {f"DYNAMOTH_ACL_{role}_PASSWORD" for role in ("AGENT", "BALANCER", "CLIENT", "OPERATOR", "RECORDER")}
 
 
 def test_variables_exist() -> None:

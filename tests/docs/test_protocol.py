@@ -17,7 +17,7 @@ from dynamoth.globs import physical_patterns
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
 from dynamoth.plan.plan import JOIN_S, Entry, Mode, Phase, Plan, Route
 from dynamoth.plan.ring import Ring
-from dynamoth.protocol import control, envelope, reports, stored_plan, wire
+from dynamoth.protocol import control, envelope, records, reports, stored_plan, wire
 from dynamoth.protocol.plan_wire import entry_to_wire, pack_entry, route_to_wire, unpack_entry
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_client.machines import sequences
@@ -70,12 +70,13 @@ def test_names() -> None:
     documented = {row[0].strip("`").encode() for row in table("name | what it is")}
     fixed = {
         *(names.PLAN_KEY, names.PLAN_KEY_NEW, names.BALANCER_LEASE_KEY),
-        *(names.AGENT_CHANNEL, names.BALANCER_CHANNEL, names.OPERATOR_CHANNEL),
+        *(names.AGENT_CHANNEL, names.BALANCER_CHANNEL, names.RECORD_CHANNEL, names.OPERATOR_CHANNEL),
         *(names.ANNOUNCE_CHANNEL, names.CLIENTS_CHANNEL),
     }
     made = {
         names.INBOX_PREFIX + b"CLIENT",
         names.OPERATOR_INBOX_PREFIX + b"REQUEST",
+        names.RECORDER_PREFIX + b"ID",
         names.REPLICA_PREFIX + b"EPOCH:CHANNEL",
         names.SHARDED_PREFIX + b"CHANNEL",
         names.SHARDED_REPLICA_PREFIX + b"EPOCH:CHANNEL",
@@ -281,6 +282,7 @@ def fields_in(text: str) -> int:
 def test_the_table_of_control_messages() -> None:
     documented = control_table()
     assert documented.pop("report") == (control.REPORT_CODE, 1)
+    assert documented.pop("rows") == (records.RECORD_CODE, 5)
     assert set(documented) == {kind.__name__ for kind in get_args(control.ControlMessage)}
 
 

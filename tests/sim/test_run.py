@@ -31,7 +31,7 @@ def test_every_profile_runs_and_replays_exactly(name: str) -> None:
     assert first.clean, "\n".join(map(str, first.violations))
     assert first.digest == second.digest and first.steps == second.steps
     assert first.totals == second.totals
-    assert first.totals.published > 20 and first.totals.delivered > 20
+    assert first.totals.published > 10 and first.totals.delivered > 10
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "1", "4711"])

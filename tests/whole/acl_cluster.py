@@ -54,7 +54,12 @@ def _rules_for(version: tuple[int, ...]) -> str:
 
 @contextmanager
 def acl_cluster(
-    rules: Rules, folder: Path, *, servers: int = 2, settings: Mapping[str, Any] | None = None
+    rules: Rules,
+    folder: Path,
+    *,
+    servers: int = 2,
+    settings: Mapping[str, Any] | None = None,
+    record: Path | None = None,
 ) -> Generator[LocalCluster]:
     """Run a cluster under the rules. The default user may do everything: it is the test's own."""
     users = [make_user(role, [pattern.encode() for pattern in CHANNELS], rules.redis) for role in ROLES]
@@ -66,6 +71,7 @@ def acl_cluster(
         settings=settings or {},
         redis_options={"aclfile": str(aclfile)},
         users=USERS,
+        record=record,
         redis_binary=rules.binary,
     ) as cluster:
         yield cluster

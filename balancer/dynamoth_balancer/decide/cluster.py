@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from dynamoth.plan.plan import Assignment, Mode, single
@@ -45,6 +45,8 @@ class Move:
     ratios: Mapping[str, Ratios]
     #: The change of outgoing bytes/s of each of these servers.
     loads: Mapping[str, float]
+    #: The name of the goal that proposed it.
+    goal: str = ""
 
     @property
     def source(self) -> str:
@@ -81,6 +83,8 @@ class Finding:
     reason: str
     #: None if it does not concern one channel.
     channel: bytes | None = None
+    #: The name of the goal that found it.
+    goal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +263,9 @@ class Cluster:
 
 
 class Goal(Protocol):
-    """One aim of the balancer."""
+    """One aim of the balancer. ``name`` is the one that records show."""
+
+    name: str
 
     def propose(self, cluster: Cluster) -> list[Move]:
         """Return moves towards the goal, in order, already applied to ``cluster``. Always ends."""
@@ -274,7 +280,9 @@ def decide(goals: Iterable[Goal], cluster: Cluster) -> Decision:
     """Run the goals in their order. A later goal cannot undo the moves that an earlier one needs."""
     moves: list[Move] = []
     for goal in goals:
-        moves += goal.propose(cluster)
+        known = len(cluster.findings)
+        moves += [replace(move, goal=goal.name) for move in goal.propose(cluster)]
+        cluster.findings[known:] = [replace(finding, goal=goal.name) for finding in cluster.findings[known:]]
         cluster.guard(goal.permits)
     cluster.check()
     return Decision(tuple(moves), tuple(cluster.findings))

@@ -20,6 +20,8 @@ class Drain:
     ``Relieve`` does not permit, stays, and smaller ones are tried.
     """
 
+    name = "drain"
+
     def propose(self, cluster: Cluster) -> list[Move]:
         """Propose moves away from servers that are being drained, and add findings for the channels that stay."""
         moves = self._replicas(cluster)

@@ -26,6 +26,8 @@ class Relieve:
     loaded server is the one with most room in bytes, as capacities differ.
     """
 
+    name = "relieve"
+
     def propose(self, cluster: Cluster) -> list[Move]:
         """Propose moves away from overloaded servers, the most loaded first."""
         high = cluster.options.load_ratio_high

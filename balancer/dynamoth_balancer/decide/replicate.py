@@ -163,6 +163,8 @@ def _mode(present: Mode, strict: Judgement, lax: Judgement) -> Mode:
 class Replicate:
     """Replicates channels that are too large for one server, over as many as they need, and folds others back."""
 
+    name = "replicate"
+
     def propose(self, cluster: Cluster) -> list[Move]:
         """Propose to replicate, to fold back, to add and to free replicas, the busiest channels first."""
         cluster.findings += [_dead(server, channels) for server, channels in cluster.dead.items() if channels]

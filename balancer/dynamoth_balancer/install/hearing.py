@@ -5,18 +5,31 @@ A message counts no more than the process that sent it: see :mod:`dynamoth_balan
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from typing import NamedTuple
 
 from dynamoth.errors import MalformedMessage
 from dynamoth.protocol.control import REPORT_CODE, PlanAck, Vacated, unpack_control
 from dynamoth.protocol.reports import Report, unpack_report
 from dynamoth_balancer.decide.model import ClusterModel
-from dynamoth_balancer.events import InnerAction, Note, ReportReceived
+from dynamoth_balancer.events import InnerAction, Note
 from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.installer import Installer
 
 _REPORT_FIRST_BYTES = frozenset(bytes((0x90 | length, REPORT_CODE)) for length in range(16))
 """The first bytes of a packed report: a msgpack array of up to 15 elements, the first of which is the code."""
+
+REPORTS_MAX = 1000
+"""Bound of the reports that are remembered: those of the default ``averaging_s`` at 100 servers."""
+
+
+class HeardReport(NamedTuple):
+    """A report that counts, and when it was heard."""
+
+    server: str
+    incarnation: int
+    sequence: int
+    at: float
 
 
 class Hearing:
@@ -27,6 +40,8 @@ class Hearing:
         self._agents = agents
         self._model = model
         self._counters = counters
+        #: The latest reports, oldest first; recorders get them with the next decision, which takes them out.
+        self.reports: deque[HeardReport] = deque(maxlen=REPORTS_MAX)
 
     def on_message(self, server: str, data: bytes, installer: Installer | None, now: float) -> list[InnerAction]:
         """Handle a message on the agents' channel. ``installer`` is None while the balancer does not lead."""
@@ -62,7 +77,7 @@ class Hearing:
             problem = message.why_unobserved
             self._agents.cannot_observe(server, incarnation, problem)
             if alone and not problem and self._model.report(message, now):
-                actions.append(ReportReceived(message))
+                self.reports.append(HeardReport(server, incarnation, message.sequence, now))
         if installer is None:
             return actions
         if isinstance(message, Vacated):

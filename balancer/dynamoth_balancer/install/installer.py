@@ -239,9 +239,10 @@ class Installer:
         return not self._copies[server].is_up and not self._agents.is_alive(server, now)
 
     def _changed(self, plan: Plan, channels: Iterable[bytes], reason: str, now: float) -> list[InnerAction]:
-        self._book.advance(plan, channels)
-        self.index.update({channel: plan.entries[channel] for channel in channels})
-        return [PlanChanged(plan, reason), *self.sync(now)]
+        changed = tuple(channels)
+        self._book.advance(plan, changed)
+        self.index.update({channel: plan.entries[channel] for channel in changed})
+        return [PlanChanged(plan, reason, changed), *self.sync(now)]
 
     def advance(self, now: float) -> list[InnerAction]:
         """Bring transitions into their next phase, all that can in one version of the plan."""
@@ -391,7 +392,7 @@ class Installer:
         details["entries_taken"] = len(newer)
         actions: list[InnerAction] = [Note("warning", "a server held a plan that was not known", details)]
         if self.plan.version != before:
-            actions.append(PlanChanged(self.plan, f"merged with the plan found at {found.server}"))
+            actions.append(PlanChanged(self.plan, f"merged with the plan found at {found.server}", tuple(newer)))
         if settled := tuple(channel for channel, entry in newer.items() if entry.phase is Phase.SETTLED):
             actions.append(TransitionsSettled(settled))
         self._due = True

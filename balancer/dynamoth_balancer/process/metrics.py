@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from dynamoth_balancer.machine import BalancerMachine
-from dynamoth_balancer.process.recorder import Recorder
 from dynamoth_daemon import metrics
 
 _GAUGES: Mapping[str, str] = {
@@ -54,17 +53,12 @@ _COUNTERS: Mapping[str, str] = {
 _FAMILIES = metrics.Families("dynamoth_balancer_")
 
 
-def make_registry(
-    machine: BalancerMachine, clock: Callable[[], float], recorder: Recorder | None = None
-) -> CollectorRegistry:
-    """Return a registry with the metrics of a balancer and of its process.
-
-    ``clock`` is the machine's; ``recorder`` is None where reports are not recorded.
-    """
-    return metrics.make_registry("balancer", lambda: _collect(machine, clock(), recorder))
+def make_registry(machine: BalancerMachine, clock: Callable[[], float]) -> CollectorRegistry:
+    """Return a registry with the metrics of a balancer and of its process. ``clock`` is the machine's."""
+    return metrics.make_registry("balancer", lambda: _collect(machine, clock()))
 
 
-def _collect(machine: BalancerMachine, now: float, recorder: Recorder | None) -> Iterator[Metric]:
+def _collect(machine: BalancerMachine, now: float) -> Iterator[Metric]:
     for name, figure in machine.figures(now).items():
         yield _FAMILIES.gauge(name, _GAUGES[name], figure)
     by_server = machine.server_figures(now)
@@ -73,10 +67,6 @@ def _collect(machine: BalancerMachine, now: float, recorder: Recorder | None) ->
         yield _FAMILIES.gauge_by("server", name, _GAUGES_BY_SERVER[name], known)
     yield from _of_problems(machine, by_server["agent_blind"].keys(), now)
     yield from _FAMILIES.counters(_COUNTERS, machine.all_counters())
-    if recorder is not None:
-        counter = _FAMILIES.counter
-        yield counter("rows_written", "Rows written to the metrics file", recorder.rows_written)
-        yield counter("rows_lost", "Rows that could not be written to the metrics file", recorder.rows_lost)
 
 
 def _of_problems(machine: BalancerMachine, servers: Collection[str], now: float) -> Iterator[Metric]:

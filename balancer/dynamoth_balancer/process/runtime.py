@@ -5,23 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, assert_never
 
 from prometheus_client import CollectorRegistry
 
 from dynamoth.errors import ConfigError
 from dynamoth.plan.plan import Mode, Server
-from dynamoth.settings.sections import BalancerProcessSettings
+from dynamoth.settings.sections import HttpSettings
 from dynamoth_balancer.admin.changes import mode_name
 from dynamoth_balancer.decide.cluster import Decision
-from dynamoth_balancer.events import BalancerNews, Decided, Note, PlanChanged, ReportReceived, Shutdown, Stopped
+from dynamoth_balancer.events import BalancerNews, Decided, Note, PlanChanged, Shutdown, Stopped
 from dynamoth_balancer.machine import CONNECTED, PROBLEMS_SHOWN_MAX, BalancerMachine, Stage
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.process.metrics import make_registry
-from dynamoth_balancer.process.recorder import Recorder, report_row
 from dynamoth_daemon import event_loop
 from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_REFUSED
 from dynamoth_daemon.logs import DaemonLog
@@ -33,7 +30,7 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalancerConfig(BalancerProcessSettings):
+class BalancerConfig(HttpSettings):
     """The configuration of a balancer process.
 
     ``servers``: all servers of the cluster, at least one. ``options``: those of the machine.
@@ -64,14 +61,10 @@ async def run_balancer(config: BalancerConfig, stop: asyncio.Event | None = None
     with ``EXIT_REFUSED``, a bug with ``EXIT_FAILED``. The reason is logged.
 
     Raises:
-        ConfigError: the HTTP port cannot be listened at, or the metrics file not written.
+        ConfigError: the HTTP port cannot be listened at.
 
     """
-    process = _BalancerProcess(config, stop or asyncio.Event())
-    try:
-        return await process.run()
-    finally:
-        process.close()
+    return await _BalancerProcess(config, stop or asyncio.Event()).run()
 
 
 def run(config: BalancerConfig) -> int:
@@ -80,18 +73,12 @@ def run(config: BalancerConfig) -> int:
 
 
 class _BalancerProcess(DaemonProcess[BalancerNews]):
-    """One balancer process: also records reports."""
+    """One balancer process."""
 
     def __init__(self, config: BalancerConfig, stop: asyncio.Event) -> None:
         self._config = config
         self._machine = BalancerMachine(config.servers, secrets.randbits(INCARNATION_BITS), config.options)
         super().__init__("balancer", self._machine, config, config.link, stop)
-        self._recorder = Recorder(Path(config.metrics_file), self._log) if config.metrics_file else None
-
-    def close(self) -> None:
-        """Close the metrics file."""
-        if self._recorder is not None:
-            self._recorder.close()
 
     def plan_version(self) -> int | None:
         """Return the version of the present or latest term."""
@@ -104,7 +91,7 @@ class _BalancerProcess(DaemonProcess[BalancerNews]):
 
     def registry(self) -> CollectorRegistry:
         """Return the metrics of the balancer."""
-        return make_registry(self._machine, self._loop.time, self._recorder)
+        return make_registry(self._machine, self._loop.time)
 
     def describe(self) -> dict[str, Any]:
         """Return the servers, those being drained, and the incarnation of this balancer."""
@@ -115,13 +102,9 @@ class _BalancerProcess(DaemonProcess[BalancerNews]):
         }
 
     def execute(self, action: BalancerNews) -> None:
-        """Record reports, log all else, and end with the machine."""
+        """Log what the machine says, and end with it."""
         write = self._log.write
         match action:
-            case ReportReceived(report):
-                if self._recorder is not None:
-                    ratio = self._machine.load_ratio(report.server, self._loop.time())
-                    self._recorder.write(report_row(report, time.time(), ratio))
             case Note(level, message, details):
                 fields = dict(details)
                 cause = fields.pop("reason", None) or fields.get("reply")

@@ -1,4 +1,4 @@
-"""``dynamoth acl``: prints Redis users with exactly the rights that agents, balancer, clients and operators need.
+"""``dynamoth acl``: prints Redis users, for each role with exactly the rights that it needs.
 
 The rights of a role are rights to names (``dynamoth.names``): a message is trusted because only some roles may publish
 on its channel. Redis 7 has selectors, which separate publishing from subscribing: there a client can read its inbox and
@@ -19,7 +19,7 @@ from dynamoth import names
 from dynamoth.errors import ConfigError
 from dynamoth.globs import literal_glob, matches_reserved, physical_patterns
 
-ROLES = ("agent", "balancer", "client", "operator")
+ROLES = ("agent", "balancer", "client", "operator", "recorder")
 
 REDIS_VERSIONS = ("6.2", "7", "7.2")
 """7 has selectors and read-only keys. ``client|setinfo`` came with 7.2; 7.0 refuses a rule for it, 6.2 takes any."""
@@ -42,6 +42,7 @@ _COMMANDS: Mapping[str, tuple[str, ...]] = {
         *("+pubsub|numsub", "+pubsub|channels", "+pubsub|numpat"),
     ),
     "operator": ("+subscribe", "+unsubscribe", "+publish", "+hmget", "+hgetall", "+pubsub|numsub"),
+    "recorder": ("+subscribe", "+psubscribe", "+unsubscribe", "+publish", "+hmget"),
 }
 
 
@@ -57,6 +58,8 @@ class Rights:
     listens: tuple[bytes, ...] = ()
     speaks: tuple[bytes, ...] = ()
     all_channels: bool = False
+    #: The commands for ``listens``. A pattern must be among them literally.
+    listening: tuple[str, ...] = ("+subscribe",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--aclfile", action="store_true", help="print lines for an aclfile, not ACL SETUSER commands")
     parser.add_argument("--prefix", default="dynamoth-", help="prefix of the users' names (default %(default)s)")
     parser.add_argument(
-        "--role", choices=ROLES, nargs="+", default=list(ROLES), help="print only these (default: all four)"
+        "--role", choices=ROLES, nargs="+", default=list(ROLES), help="print only these (default: all five)"
     )
     variables = PASSWORD_VARIABLE.format("<ROLE>")
     parser.add_argument(
@@ -156,13 +159,20 @@ def rights_of(role: str, channels: Sequence[bytes]) -> Rights:
             return Rights(
                 keys_written=(names.PLAN_KEY, names.PLAN_KEY_NEW, names.BALANCER_LEASE_KEY),
                 listens=(names.BALANCER_CHANNEL, names.OPERATOR_CHANNEL),
-                speaks=(names.AGENT_CHANNEL, names.OPERATOR_INBOX_PREFIX + b"*"),
+                speaks=(names.AGENT_CHANNEL, names.RECORD_CHANNEL, names.OPERATOR_INBOX_PREFIX + b"*"),
             )
         case "operator":
             return Rights(
                 keys_read=(names.PLAN_KEY,),
                 listens=(names.OPERATOR_INBOX_PREFIX + b"*",),
                 speaks=(names.OPERATOR_CHANNEL,),
+            )
+        case "recorder":
+            return Rights(
+                keys_read=(names.PLAN_KEY,),
+                both=(names.RECORDER_PREFIX + b"*",),
+                listens=(names.BALANCER_CHANNEL, names.RECORD_CHANNEL),
+                listening=("+subscribe", "+psubscribe"),
             )
         case _:
             return _client_rights(channels)
@@ -213,9 +223,9 @@ def _selectors(rights: Rights, common: Sequence[str], own: Sequence[str]) -> lis
     keys = [f"%R~{key.decode()}" for key in rights.keys_read] + [f"~{key.decode()}" for key in rights.keys_written]
     if rights.all_channels:
         return [*keys, "allchannels", "-@all", *common, *own]
-    listening = ("+subscribe", *_channels(rights, (*rights.both, *rights.listens)))
+    listening = (*rights.listening, *_channels(rights, (*rights.both, *rights.listens)))
     speaking = ("+publish", *_channels(rights, (*rights.both, *rights.speaks)))
-    rest = [command for command in own if command not in ("+subscribe", "+publish")]
+    rest = [command for command in own if command not in (*rights.listening, "+publish")]
     selectors = [f"(-@all {' '.join(rules)})" for rules in (listening, speaking)]
     return [*keys, *_channels(rights, rights.both), "-@all", *common, *rest, *selectors]
 

@@ -7,10 +7,11 @@ import argparse
 from dynamoth.errors import ConfigError
 from dynamoth.settings.declare import values_of
 from dynamoth.settings.load import LoadedConfig
-from dynamoth.settings.sections import BalancerProcessSettings, PlanningSettings
+from dynamoth.settings.sections import HttpSettings, PlanningSettings
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.process.runtime import BalancerConfig
 from dynamoth_balancer.process.runtime import run as run_balancer
+from dynamoth_cli.local.beside import add_record, recorder_beside
 from dynamoth_cli.settings import (
     add_settings,
     cluster_servers,
@@ -24,12 +25,18 @@ CLIENT_NAME = "dynamoth-balancer"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
+    add_record(parser)
     add_settings(parser, "balancer", ("cluster", "link", "balancer", "log"))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run until SIGINT or SIGTERM."""
-    return run_daemon(arguments, balancer_config, run_balancer)
+
+    def daemon(config: BalancerConfig) -> int:
+        with recorder_beside(arguments):
+            return run_balancer(config)
+
+    return run_daemon(arguments, balancer_config, daemon)
 
 
 def balancer_config(loaded: LoadedConfig) -> BalancerConfig:
@@ -46,7 +53,7 @@ def balancer_config(loaded: LoadedConfig) -> BalancerConfig:
         place = loaded.places.get("balancer.lease_s", "the default")
         raise ConfigError(f"balancer.{error} (from {place})") from error
     return BalancerConfig(
-        **values_of(BalancerProcessSettings, settings),
+        **values_of(HttpSettings, settings),
         servers=cluster_servers(loaded),
         options=options,
         link=link_options(loaded, CLIENT_NAME),

@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from dynamoth.errors import ClusterUnavailable, RequestRefused
 from dynamoth.machine.events import ErrorReply
-from dynamoth.names import AGENT_CHANNEL
+from dynamoth.names import AGENT_CHANNEL, RECORD_CHANNEL, RECORDER_FAILING_CHANNEL
 from dynamoth.plan.plan import Mode
 from dynamoth.protocol.stored_plan import READ_HEADER, parse_header
 from dynamoth_balancer.admin.changes import mode_name
@@ -31,6 +31,10 @@ REPLICATED_SHOWN_MAX = 20
 DECISIONS_SHOWN_MAX = 3
 MOVES_SHOWN_MAX = 5
 """Bounds of what is shown; the balancer tells more with ``--json``, and its log tells everything."""
+
+RECORDER_FAILING = (
+    "a recorder cannot write its recording, so rows will be lost: make room on its disk; its log and /readyz say more"
+)
 
 SINGLE = mode_name(Mode.SINGLE)
 
@@ -105,7 +109,8 @@ async def _servers(
     addresses: Mapping[str, ServerAddress], link: LinkOptions, problems: list[Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """Ask the servers themselves; add what is wrong to ``problems``."""
-    commands = (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL), READ_HEADER
+    channels = AGENT_CHANNEL, RECORDER_FAILING_CHANNEL, RECORD_CHANNEL
+    commands = (b"PUBSUB", b"NUMSUB", *channels), READ_HEADER
     answers = await ask_all([*addresses.values()], *commands, link=link)
     return {
         id_: _server(id_, address, answer, problems)
@@ -116,22 +121,25 @@ async def _servers(
 def _server(
     id_: str, address: ServerAddress, answer: list[Any] | LinkError, problems: list[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {"url": address.redacted(), "agents": None, "stored_version": None}
+    found: dict[str, Any] = {"url": address.redacted(), "agents": None, "recorders": None, "stored_version": None}
     if isinstance(answer, LinkError):
         problems.append(_problem("server_unreachable", id_, str(answer)))
         return found
-    agents, stored = answer
-    if isinstance(agents, ErrorReply) or isinstance(stored, ErrorReply):
-        refusal = str(agents if isinstance(agents, ErrorReply) else stored)
+    listening, stored = answer
+    if isinstance(listening, ErrorReply) or isinstance(stored, ErrorReply):
+        refusal = str(listening if isinstance(listening, ErrorReply) else stored)
         problems.append(_problem("server_refuses", id_, refusal))
         return found
     header = parse_header(stored, None)
-    found["agents"] = agents[1]
+    _, agents, _, failing, _, recorders = listening
+    found["agents"], found["recorders"] = agents, recorders
+    if failing and not any(problem["kind"] == "recorder_failing" for problem in problems):
+        problems.append(_problem("recorder_failing", "recorder", RECORDER_FAILING))
     found["stored_version"] = None if header is None else header.version
-    if agents[1] == 0:
+    if agents == 0:
         problems.append(_problem("agent_silent", id_, no_agent(id_)))
-    elif agents[1] != 1:
-        problems.append(_problem("agents_in_conflict", id_, several_agents(agents[1]), Severity.WARNING))
+    elif agents != 1:
+        problems.append(_problem("agents_in_conflict", id_, several_agents(agents), Severity.WARNING))
     if header is None:
         text = "it stores no plan: the balancer writes it when it gets there"
         problems.append(_problem("plan_not_stored", id_, text))
@@ -150,6 +158,7 @@ def show(status: Mapping[str, Any], console: Console) -> None:
     lines = table_of(status["servers"], console.width)
     if (balancer := status["balancer"]) is not None:
         lines += describe_balancer(status["version"], balancer)
+    lines += describe_recorders(status["servers"])
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     for problem in status["problems"]:
@@ -222,6 +231,14 @@ def describe_balancer(version: int, balancer: Mapping[str, Any]) -> list[str]:
     for decision in balancer["decisions"][-DECISIONS_SHOWN_MAX:]:
         lines += _describe_decision(decision)
     return lines
+
+
+def describe_recorders(servers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return how many recorders listen, and the servers at which some do not; nothing where nobody records."""
+    counts = {id_: server["recorders"] for id_, server in servers.items() if server["recorders"] is not None}
+    most = max(counts.values(), default=0)
+    fewer = "".join(f", only {count} at {id_}" for id_, count in counts.items() if count < most)
+    return [f"recorded by {counted(most, 'recorder')}{fewer}"] if most else []
 
 
 def _draining(server: str, channels_left: int | None, channels_named: int | None) -> str:

@@ -8,6 +8,7 @@ import sys
 import time
 
 from dynamoth.settings.sections import GIGABIT_BYTES_PER_S
+from dynamoth_cli.local.beside import add_record
 from dynamoth_cli.local.child import interrupted_by_signals
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.numbers import count_up_to
@@ -42,6 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="capacity of each server, which is load ratio 1 (default %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print the URLs of the cluster and its servers as JSON")
+    add_record(parser)
     parser.add_argument("--verbose", action="store_true", help="show the logs of agents and balancer")
 
 
@@ -51,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.servers,
         port_base=arguments.port_base,
         outgoing_bytes_per_s_max=arguments.outgoing_bytes_per_s_max,
+        record=arguments.record,
         on_line=_show if arguments.verbose else None,
     )
     with interrupted_by_signals():

@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 
 from dynamoth.errors import ClusterUnavailable, DynamothError, RequestRefused
 from dynamoth.machine.events import CommandPart
-from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL
+from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, RECORD_CHANNEL
 from dynamoth.protocol.stored_plan import READ_HEADER, parse_header
 from dynamoth.settings.declare import to_text
 from dynamoth.settings.load import declared_settings
@@ -70,6 +70,7 @@ class LocalCluster:
         redis_options: lines of redis.conf, for all servers.
         users: name and password of the Redis user of each role (``acl.ROLES``); the default user stays for ``ask``. The
             servers know them by an aclfile of ``redis_options``. None for a role: the default user.
+        record: the folder of a recording, written by a recorder beside the cluster; None for none.
         redis_binary: the ``redis-server`` to run; None takes what ``find_redis_server`` finds.
         on_line: called with each line of the log of an agent or the balancer: its name, the line. Called in
             other threads.
@@ -85,6 +86,7 @@ class LocalCluster:
         settings: Mapping[str, Any] = MappingProxyType({}),
         redis_options: Mapping[str, str] = MappingProxyType({}),
         users: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+        record: Path | None = None,
         redis_binary: Path | None = None,
         on_line: Callable[[str, str], None] | None = None,
     ) -> None:
@@ -96,6 +98,7 @@ class LocalCluster:
         self.password = password
         self._settings = dict(settings)
         self._users = dict(users)
+        self._record = record
         self._on_line = on_line
         #: The servers by id. Each keeps its port when it is restarted.
         self.redis = {
@@ -112,6 +115,8 @@ class LocalCluster:
         #: The agents by server, and the balancer, once ``start`` has been called.
         self.agents: dict[str, Child] = {}
         self._balancer: Child | None = None
+        #: The recorder, where there is one.
+        self.recorder: Child | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -164,6 +169,8 @@ class LocalCluster:
         self.config_file.write_text(self._configuration())
         self.agents = {id_: self._agent(id_) for id_ in self.redis}
         self._balancer = self._daemon("balancer", "balancer")
+        if self._record is not None:
+            self.recorder = self._daemon("recorder", "record", "--out", str(self._record))
         for child in self._daemons():
             child.start()
 
@@ -171,6 +178,8 @@ class LocalCluster:
         """End every process, and remove every file."""
         if self._balancer is not None:
             self._balancer.stop()  # first, as it would take the end of the agents for failures
+        if self.recorder is not None:
+            self.recorder.stop()
         for child in self.agents.values():
             child.ask_to_end()
         for child in self.agents.values():
@@ -270,16 +279,18 @@ class LocalCluster:
         yield from self.agents.values()
         if self._balancer is not None:
             yield self._balancer
+        if self.recorder is not None:
+            yield self.recorder
 
     def _agent(self, server: str) -> Child:
         return self._daemon(f"agent {server}", "agent", "--server", server)
 
-    def _daemon(self, name: str, role: str, *arguments: str) -> Child:
+    def _daemon(self, name: str, command: str, *arguments: str) -> Child:
         on_line = self._on_line
         return Child(
             name,
-            dynamoth_command(role, "--config", str(self.config_file), *arguments),
-            environment=self._environment(role),
+            dynamoth_command(command, "--config", str(self.config_file), *arguments),
+            environment=self._environment("recorder" if command == "record" else command),
             on_line=None if on_line is None else lambda line: on_line(name, line),
         )
 
@@ -311,10 +322,11 @@ class LocalCluster:
 
     def _missing(self) -> Iterator[str]:
         """Return what is not there yet, in words."""
-        questions = (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL, BALANCER_CHANNEL), READ_HEADER, (b"INFO", b"server")
+        channels = AGENT_CHANNEL, BALANCER_CHANNEL, RECORD_CHANNEL
+        questions = (b"PUBSUB", b"NUMSUB", *channels), READ_HEADER, (b"INFO", b"server")
         for id_ in self.redis:
             try:
-                (_, agents, _, balancers), header, info = self.ask(id_, *questions)
+                (_, agents, _, balancers, _, recorders), header, info = self.ask(id_, *questions)
             except LinkError as error:
                 yield str(error)
                 continue
@@ -322,6 +334,8 @@ class LocalCluster:
                 yield f"{agents} agents observe server {id_}, not 1"
             if balancers != 1:
                 yield f"{balancers} balancers listen at server {id_}, not 1"
+            if self.recorder is not None and recorders == 0:
+                yield f"no recorder listens at server {id_}"
             stored = parse_header(header, run_id_in(info))
             if stored is None or not stored.believed:
                 yield f"server {id_} does not store the plan"

@@ -1,0 +1,198 @@
+"""Channels: rates, fan-out, what Algorithm 1 says of them, popularity and churn.
+
+The figures are those of a channel in the whole cluster. Under ALL_PUBLISHERS each replica sees all publications and its
+share of the subscribers; in the other modes publications are those of all its servers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import functions as F
+
+from dynamoth.plan.plan import Mode
+from dynamoth_analytics.load import slot_of
+from dynamoth_balancer.admin.changes import mode_name
+
+SINGLE, ALL_SUBSCRIBERS, ALL_PUBLISHERS = map(mode_name, (Mode.SINGLE, Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS))
+
+COLUMNS = (
+    "interval_s",
+    "channels",
+    "publications",
+    "publishers",
+    "subscribers",
+    "messages_sent",
+    "bytes_in",
+    "bytes_out",
+)
+"""Those of the table that jobs about channels read."""
+
+ZIPF_CHANNELS_MAX = 1000
+"""The popularity is fitted to this many channels: reports name as many, and are incomplete below."""
+
+
+def channel_slots(channels: DataFrame, slot_s: int) -> DataFrame:
+    """Return one row per channel, server and slot: sums over its reports. The channel null stands for all others."""
+    return _summed(channels.select("*", slot_of(slot_s).alias("slot"), F.col("interval_s").alias("seconds")))
+
+
+def combined(slots: DataFrame) -> DataFrame:
+    """Return :func:`channel_slots` of all rows, from those of some rows and those of the others."""
+    return _summed(slots)
+
+
+def _summed(rows: DataFrame) -> DataFrame:
+    sums = ("seconds", "publications", "messages_sent", "bytes_in", "bytes_out")
+    return rows.groupBy("channel", "server", "slot").agg(
+        *(F.sum(name).alias(name) for name in sums),
+        F.max("publishers").alias("publishers"),
+        (F.sum(F.col("subscribers") * F.col("seconds")) / F.sum("seconds")).alias("subscribers"),
+        F.max("channels").alias("channels"),
+    )
+
+
+def replicated_spans(plans: DataFrame) -> DataFrame:
+    """Return when channels were replicated: channel, mode, begin and end (null: to the end of the recording)."""
+    changes = plans.groupBy("channel", "epoch").agg(F.min("at").alias("begin"), F.max("to_mode").alias("mode"))
+    later = Window.partitionBy("channel").orderBy("begin")
+    spans = changes.withColumn("end", F.lead("begin").over(later))
+    return spans.where(F.col("mode") != SINGLE).select("channel", "mode", "begin", "end")
+
+
+def channel_loads(slots: DataFrame, spans: DataFrame) -> DataFrame:
+    """Return one row per channel and slot, over all servers. ``seconds`` is the time that reports of it cover."""
+    s, r = slots.where("channel is not null").alias("s"), F.broadcast(spans.alias("r"))
+    within = F.col("s.slot") >= F.col("r.begin")
+    within &= F.col("r.end").isNull() | (F.col("s.slot") < F.col("r.end"))
+    joined = s.join(r, (F.col("s.channel") == F.col("r.channel")) & within, "left")
+    rows = joined.select("s.*", F.coalesce("r.mode", F.lit(SINGLE)).alias("mode"))
+    each_sees_all = F.max("mode") == ALL_PUBLISHERS
+    return rows.groupBy("channel", "slot").agg(
+        F.max("mode").alias("mode"),
+        F.count("*").alias("servers"),
+        F.max("seconds").alias("seconds"),
+        F.when(each_sees_all, F.max("publications")).otherwise(F.sum("publications")).alias("publications"),
+        F.when(each_sees_all, F.sum("subscribers")).otherwise(F.max("subscribers")).alias("subscribers"),
+        F.max("publishers").alias("publishers"),
+        F.sum("messages_sent").alias("messages_sent"),
+        F.sum("bytes_in").alias("bytes_in"),
+        F.sum("bytes_out").alias("bytes_out"),
+    )
+
+
+def by_channel(loads: DataFrame, slots: DataFrame) -> DataFrame:
+    """Return one row per channel.
+
+    Rates are those of the time in which reports name the channel. ``p_ratio`` and ``s_ratio`` are those of Algorithm 1
+    (Dynamoth, III-B.1): publications/s per subscriber, and subscribers per publication/s. ``share`` is that of all
+    bytes sent to subscribers, of the channels that reports do not name as well. ``churn_per_minute`` is the mean change
+    of the number of subscribers: a lower bound of those who came and went.
+    """
+    before = Window.partitionBy("channel").orderBy("slot")
+    changed = F.abs(F.col("subscribers") - F.lag("subscribers").over(before))
+    figures = (
+        loads.withColumn("changed", changed)
+        .groupBy("channel")
+        .agg(
+            F.sum("seconds").alias("seconds"),
+            F.sum("publications").alias("publications"),
+            F.sum("bytes_out").alias("bytes_out"),
+            F.max("publishers").alias("publishers"),
+            (F.sum(F.col("subscribers") * F.col("seconds")) / F.sum("seconds")).alias("subscribers"),
+            F.sum("messages_sent").alias("messages_sent"),
+            F.coalesce(F.sum("changed"), F.lit(0.0)).alias("changed"),
+            F.max("servers").alias("servers_max"),
+        )
+    )
+    total = F.broadcast(slots.agg(F.sum("bytes_out").alias("total_bytes_out")))
+    seconds = F.nullif("seconds", F.lit(0.0))
+    rate = F.col("publications") / seconds
+    return figures.crossJoin(total).select(
+        "channel",
+        "seconds",
+        "publications",
+        rate.alias("publications_per_s"),
+        (F.col("messages_sent") / seconds).alias("messages_per_s"),
+        "bytes_out",
+        (F.col("bytes_out") / seconds).alias("bytes_out_per_s"),
+        "publishers",
+        "subscribers",
+        (F.col("messages_sent") / F.nullif("publications", F.lit(0))).alias("fan_out"),
+        (rate / F.nullif("subscribers", F.lit(0.0))).alias("p_ratio"),
+        (F.col("subscribers") / F.nullif(rate, F.lit(0.0))).alias("s_ratio"),
+        (F.col("bytes_out") / F.nullif("total_bytes_out", F.lit(0))).alias("share"),
+        (F.col("changed") * 60 / seconds).alias("churn_per_minute"),
+        "servers_max",
+    )
+
+
+def wanted_mode(settings: Mapping[str, float], capacity: float) -> Column:
+    """Return the mode that Algorithm 1 asks for, as ``dynamoth_balancer.decide.replicate`` reads it.
+
+    For rows with ``publications``, ``seconds``, ``subscribers``, ``publishers`` and ``bytes_out``. It is the strict
+    judgement: that of a channel which is not replicated.
+    """
+    rate, subscribers = F.col("publications") / F.col("seconds"), F.col("subscribers")
+    ratio = F.col("bytes_out") / F.col("seconds") / F.lit(capacity)
+    large = ratio > settings["replicate_load_ratio_min"]
+    many_publications = large & (rate > settings["replicate_publications_per_s_min"])
+    many_subscribers = large & (subscribers > settings["replicate_subscribers_min"])
+    p_high = rate / F.greatest(subscribers, F.lit(1.0)) > settings["all_subscribers_ratio_min"]
+    s_high = subscribers / F.greatest(rate, F.lit(1e-9)) > settings["all_publishers_ratio_min"]
+    several = {ALL_SUBSCRIBERS: F.col("publishers") >= 2, ALL_PUBLISHERS: subscribers >= 2}
+    outgrown = ratio > settings["load_ratio_high"]
+    first, second = outgrown & (rate >= subscribers), outgrown
+    return (
+        F.when(many_publications & (p_high | many_subscribers) & several[ALL_SUBSCRIBERS], ALL_SUBSCRIBERS)
+        .when(many_subscribers & s_high & several[ALL_PUBLISHERS], ALL_PUBLISHERS)
+        .when(first & several[ALL_SUBSCRIBERS], ALL_SUBSCRIBERS)
+        .when(second & several[ALL_PUBLISHERS], ALL_PUBLISHERS)
+        .when(second & several[ALL_SUBSCRIBERS], ALL_SUBSCRIBERS)
+        .otherwise(SINGLE)
+    )
+
+
+def replication(loads: DataFrame, settings: Mapping[str, float], capacity: float) -> DataFrame:
+    """Return what Algorithm 1 asks for, slot by slot, against the mode that the plan had.
+
+    One row per channel, mode and wanted mode, where either is not single.
+    """
+    rate = F.col("publications") / F.col("seconds")
+    judged = loads.where("seconds > 0").withColumn("wanted", wanted_mode(settings, capacity))
+    return (
+        judged.where((F.col("wanted") != SINGLE) | (F.col("mode") != SINGLE))
+        .groupBy("channel", "mode", "wanted")
+        .agg(
+            F.sum("seconds").alias("seconds"),
+            F.max(rate).alias("publications_per_s_max"),
+            F.max("subscribers").alias("subscribers_max"),
+            F.max(F.col("bytes_out") / F.col("seconds") / F.lit(capacity)).alias("ratio_max"),
+        )
+    )
+
+
+def popularity(summary: DataFrame) -> DataFrame:
+    """Fit Zipf's law to the publications of the busiest channels: one row.
+
+    ``exponent`` s of publications ~ rank^-s, by linear regression of the logarithms, and its standard error. The errors
+    of ranked data depend on each other, so the true one is larger.
+    """
+    top = summary.where("publications > 0").orderBy(F.desc("publications"), "channel").limit(ZIPF_CHANNELS_MAX)
+    rank = F.row_number().over(Window.orderBy(F.desc("publications"), "channel"))
+    points = top.select(F.log("publications").alias("y"), F.log(rank.cast("double")).alias("x"))
+    fit = points.agg(
+        F.count("*").alias("channels"),
+        F.regr_slope("y", "x").alias("slope"),
+        F.regr_r2("y", "x").alias("r2"),
+        F.regr_sxx("y", "x").alias("sxx"),
+        F.regr_syy("y", "x").alias("syy"),
+    )
+    spread = (1 - F.col("r2")) * F.col("syy") / F.nullif(F.col("channels") - 2, F.lit(0)) / F.col("sxx")
+    return fit.select(
+        "channels",
+        (-F.col("slope")).alias("exponent"),
+        F.sqrt(F.greatest(spread, F.lit(0.0))).alias("standard_error"),
+        "r2",
+    )

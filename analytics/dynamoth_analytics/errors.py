@@ -1,0 +1,59 @@
+"""Errors of the commands that read recordings, and the translation of Spark's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from py4j.protocol import Py4JError  # pyright: ignore[reportMissingTypeStubs] it has none
+from pyspark.errors import PySparkException
+
+from dynamoth.errors import DynamothError
+
+MESSAGE_CHARACTERS_MAX = 300
+
+
+class BadRecording(DynamothError):
+    """Raised when a recording cannot be read: nothing in it, a broken file, a column of another type."""
+
+    code = "bad-recording"
+
+
+class SparkFailed(DynamothError):
+    """Raised when Spark cannot start, cannot be reached, or fails in a job."""
+
+    code = "spark"
+
+
+@contextmanager
+def spark_errors() -> Generator[None]:
+    """Turn errors of Spark into one sentence with cause and cure.
+
+    Raises:
+        BadRecording: a file cannot be read.
+        SparkFailed: anything else.
+
+    """
+    try:
+        yield
+    except (PySparkException, Py4JError) as error:
+        raise translated(error) from error
+
+
+def translated(error: Exception) -> DynamothError:
+    """Return our error for one of Spark's."""
+    text = str(error)
+    file = re.search(r"[a-z0-9]+:/\S*?\.parquet", text)
+    if "FILE_NOT_EXIST" in text or "FileNotFoundException" in text:
+        return BadRecording("a file went away while it was read, as recorders merge files: run the command again")
+    if "CANNOT_MERGE_SCHEMAS" in text or "SchemaColumnConvertNotSupported" in text:
+        where = f" ({file[0]})" if file else ""
+        return BadRecording(f"a column has not the same type in all files{where}: move the foreign files elsewhere")
+    if file and ("FAILED_READ_FILE" in text or "not a Parquet file" in text):
+        return BadRecording(f"{file[0]} cannot be read: it is damaged or no Parquet file: move it elsewhere")
+    if "PATH_NOT_FOUND" in text:
+        return BadRecording("Spark does not find the recording: give a folder that each of its machines can read")
+    cause = re.search(r"(?:Caused by|Exception): ?(.*)", text)
+    line = (cause[1] if cause and cause[1] else text).strip().splitlines()[0][:MESSAGE_CHARACTERS_MAX]
+    return SparkFailed(f"Spark failed: {line}: see --spark-log warn for more")

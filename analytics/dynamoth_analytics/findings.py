@@ -1,0 +1,142 @@
+"""The findings of a report: sentences, the most important first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamoth_analytics.page import duration, figure, percent, ratio, shown, time
+
+Row = Mapping[str, Any]
+
+ANOMALY_SENTENCES_MAX = 2
+
+
+@dataclass
+class Drawn:
+    """The rows that the page draws, by the name of their job; each job's are bounded."""
+
+    rows: dict[str, list[Row]] = field(default_factory=dict[str, list[Row]])
+    #: How many rows each job has altogether.
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+    #: Columns that the recording lacks.
+    missing: Mapping[str, Sequence[str]] = field(default_factory=dict[str, list[str]])
+    #: The settings in force, and how they are known.
+    settings: Mapping[str, float] = field(default_factory=dict[str, float])
+    settings_recorded: bool = False
+    #: Files that were there at the begin and not at the end, as recorders merge and delete files.
+    files_gone: int = 0
+
+    def __getitem__(self, job: str) -> list[Row]:
+        """Return the rows of a job."""
+        return self.rows.get(job, [])
+
+
+def findings(drawn: Drawn) -> list[str]:
+    """Return what the recording says, in sentences."""
+    parts = (_overload, _busiest, _moves, _break, _replication, _anomalies, _incomplete)
+    return [sentence for part in parts for sentence in part(drawn)]
+
+
+def _overload(drawn: Drawn) -> list[str]:
+    if overloads := drawn["overloads"]:
+        worst = max(overloads, key=lambda row: row["minutes"])
+        more = drawn.counts["overloads"] - 1
+        channel = (
+            f"; the busiest channel there was {shown(worst['channel'])} with {percent(worst['channel_share'])} of its"
+            " bytes"
+            if worst["channel"] is not None
+            else ""
+        )
+        others = f" There {'was 1 more overload' if more == 1 else f'were {more} more overloads'}." if more else ""
+        return [
+            f"{shown(worst['server'])} was overloaded for {duration(worst['minutes'] * 60)} from {time(worst['begin'])}"
+            f" (load ratio up to {ratio(worst['ratio_max'])}){channel}.{others}"
+        ]
+    servers = [row for row in drawn["servers"] if row["ratio_max"] is not None]
+    if not servers:
+        return ["No server reported its load."]
+    top = max(servers, key=lambda row: row["ratio_max"])
+    return [
+        f"No server was overloaded: the highest load ratio was {ratio(top['ratio_max'])}, at {shown(top['server'])}."
+    ]
+
+
+def _busiest(drawn: Drawn) -> list[str]:
+    if not (channels := drawn["channels"]):
+        return ["No channel sent anything."]
+    top = channels[0]
+    return [
+        f"{shown(top['channel'])} was the busiest channel: {percent(top['share'])} of all bytes,"
+        f" {figure(top['bytes_out_per_s'], 'B/s')}, {figure(top['publications_per_s'])} publications/s for"
+        f" {top['subscribers'] or 0:.0f} subscribers."
+    ]
+
+
+def _moves(drawn: Drawn) -> list[str]:
+    found: list[str] = []
+    if back := drawn["ping_pong"]:
+        names = ", ".join(dict.fromkeys(shown(row["channel"]) for row in back[:3]))
+        found.append(f"Moves that were undone within an hour: {drawn.counts['ping_pong']} ({names}).")
+    if idle := drawn.counts.get("without_gain"):
+        found.append(f"Decisions that gained nothing: {idle}. Their most loaded server was as loaded afterwards.")
+    errors = sorted(abs(row["error"]) for row in drawn["effects"] if row["error"] is not None)
+    if errors:
+        found.append(f"Load ratios after decisions were {ratio(errors[len(errors) // 2])} off the predicted (median).")
+    return found
+
+
+def _break(drawn: Drawn) -> list[str]:
+    known = [row for row in drawn["break_points"] if row["break_ratio"] is not None]
+    if not known:
+        return []
+    first = min(known, key=lambda row: row["break_ratio"])
+    high = drawn.settings["load_ratio_high"]
+    judgement = "above" if first["break_ratio"] > high else "below"
+    return [
+        f"The latency at {shown(first['server'])} breaks at load ratio {ratio(first['break_ratio'])}, {judgement} the"
+        f" {high:g} from which servers are relieved."
+    ]
+
+
+def _replication(drawn: Drawn) -> list[str]:
+    wanted = [row for row in drawn["replication"] if row["mode"] != row["wanted"]]
+    if not wanted:
+        return []
+    top = max(wanted, key=lambda row: row["seconds"])
+    return [
+        f"By Algorithm 1 {shown(top['channel'])} was to be {top['wanted']} for {duration(top['seconds'])}, and was"
+        f" {top['mode']}."
+    ]
+
+
+def _anomalies(drawn: Drawn) -> list[str]:
+    sentences = [
+        f"{shown(row['subject'])} departed from its past at {time(row['at'])}: {row['metric']} was"
+        f" {figure(row['value'])} instead of {figure(row['expected'])}."
+        for row in drawn["anomalies"]
+        if row["score"] is not None
+    ]
+    return sentences[:ANOMALY_SENTENCES_MAX]
+
+
+def _incomplete(drawn: Drawn) -> list[str]:
+    found: list[str] = []
+    lost = [row for row in drawn["anomalies"] if row["kind"] == "missing"]
+    if lost:
+        names = ", ".join(sorted({shown(row["subject"]) for row in lost}))
+        found.append(f"Reports are missing {len(lost)} times ({names}): figures of those times are incomplete.")
+    if drawn.files_gone:
+        found.append(
+            f"{drawn.files_gone} files of the recording were merged or deleted meanwhile: if this report lacks"
+            " something, make another."
+        )
+    if not drawn.settings_recorded:
+        found.append("The settings of the balancer are not in the recording: the defaults are assumed.")
+    found += [
+        f"The table {name} lacks the columns {', '.join(columns)}: an older version wrote it."
+        for name, columns in drawn.missing.items()
+        if columns
+    ]
+    return found

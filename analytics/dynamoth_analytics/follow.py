@@ -1,0 +1,211 @@
+"""``dynamoth report --follow``: load, channels and anomalies of the last hour, kept current while recorders write.
+
+Theory of operation
+-------------------
+Structured Streaming reads each file of the tables ``servers`` and ``channels`` once; its checkpoint says which it has
+read. A row comes again from a second recorder, and in the file into which a recorder has merged others. It is dropped
+by its key: Spark keeps the keys of the last ``WATERMARK``. Rows older than that are dropped unseen, as they are in
+merged files; only a row that a recorder wrote so late (its disk was full, or its clock is off) is missed.
+
+Batch *n* writes the folder ``batches/n`` from the folder of batch *n* - 1 and from its new rows: the reports and the
+slots of channels of the last hour, and the tables of all jobs, which are the same code as in a report. Then the link
+``current`` and the page change over. A batch depends on nothing else. So when it is interrupted, Spark does it again
+from the same files and the same keys, with the same result.
+
+The jobs themselves are no streaming queries: medians of the past, ranks and joins of results are not among what
+Structured Streaming can keep current. An hour of slots is small, and takes a few seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql.types import StructType
+
+from dynamoth.errors import ConfigError, DynamothError
+from dynamoth.recording import CHANNELS, SERVERS
+from dynamoth_analytics import anomalies, channels
+from dynamoth_analytics.drawing import draw_recent
+from dynamoth_analytics.errors import BadRecording, spark_errors
+from dynamoth_analytics.findings import findings
+from dynamoth_analytics.jobs import SLOTS_DRAWN_MAX, Jobs, channel_jobs, load_jobs
+from dynamoth_analytics.output import new_folder
+from dynamoth_analytics.reading import SCHEMAS, Recording, hours_of, is_url
+from dynamoth_analytics.recorded_settings import present_settings
+
+TRIGGER = "10 seconds"
+"""Recorders write every 5 s."""
+
+RECENT = timedelta(hours=1)
+SLOT_S = 5
+DRAWN_SLOT_S = SLOT_S * -(-int(RECENT.total_seconds()) // SLOT_S // SLOTS_DRAWN_MAX)
+
+WATERMARK = "10 minutes"
+"""Recorders merge files of the present hour after 5 minutes, so merged rows are newer than this, and known, or dropped
+as too old."""
+
+PAGE = "report.html"
+
+OPTIONS = {
+    # Keys of ten minutes of a busy cluster are more than the memory should hold.
+    "spark.sql.streaming.stateStore.providerClass": (
+        "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
+    ),
+    "spark.sql.streaming.noDataMicroBatches.enabled": "false",
+    "spark.sql.shuffle.partitions": "4",
+}
+"""Each partition of the state costs some files per batch."""
+
+REPORT_COLUMNS = (
+    *("at", *SERVERS.key, "interval_s", "outgoing_bytes_per_s", "outgoing_bytes_per_s_max", "cpu_ratio"),
+    "observation_lag_s",
+)
+CHANNEL_COLUMNS = ("at", *CHANNELS.key, *channels.COLUMNS)
+_TYPES = {each.name: each for name in ("channels", "servers") for each in SCHEMAS[name]}
+SCHEMA = StructType([_TYPES[name] for name in dict.fromkeys((*REPORT_COLUMNS, *CHANNEL_COLUMNS))])
+"""Of both tables together. What a table does not have is null."""
+
+
+def follow_folder(given: str | None, recording: str) -> Path:
+    """Return the folder for a report that follows: a new one, or one that followed the same recording.
+
+    Raises:
+        ConfigError: it is neither, or cannot be written.
+
+    """
+    mark = Path(given or "", "recording.txt")
+    if given is None or not mark.is_file():
+        out = new_folder(given, "report")
+        (out / mark.name).write_text(recording, encoding="utf-8")
+        return out
+    if (other := mark.read_text(encoding="utf-8")) != recording:
+        raise ConfigError(f"--out {given} follows another recording, {other}: give a new folder")
+    return mark.parent.resolve()
+
+
+class Follower:
+    """Keeps the report of a recording current, in the folder ``out``."""
+
+    def __init__(self, spark: SparkSession, folder: str, out: Path, say: Callable[[str], None]) -> None:
+        self._spark = spark
+        self._folder = folder
+        self._out = out
+        self._say = say
+        #: Why a batch has failed.
+        self._failure: DynamothError | None = None
+
+    def start(self, begin: datetime | None = None, **trigger: Any) -> StreamingQuery:
+        """Start to follow. Rows before ``begin`` are not read; None: begin an hour before the newest hour.
+
+        ``trigger`` is that of Spark's ``DataStreamWriter``; none: every ``TRIGGER``.
+        """
+        for key, value in OPTIONS.items():
+            self._spark.conf.set(key, value)
+        source = self._spark.readStream.schema(SCHEMA).option("recursiveFileLookup", "true")
+        rows = source.option("pathGlobFilter", "*.parquet").parquet(f"{self._folder}/{{servers,channels}}")
+        if (first := begin or _recent_begin(self._folder)) is not None:
+            rows = rows.where(F.col("at") >= F.lit(first))
+        keyed = rows.withColumn("is_channel", F.col("channels").isNotNull()).withWatermark("at", WATERMARK)
+        once = keyed.dropDuplicatesWithinWatermark(["is_channel", *CHANNELS.key])
+        writer = once.writeStream.option("checkpointLocation", str(self._out / "checkpoint"))
+        return writer.foreachBatch(self._on_batch).trigger(**trigger or {"processingTime": TRIGGER}).start()
+
+    def wait(self, query: StreamingQuery) -> None:
+        """Wait for the end of a query. Raises DynamothError when it fails."""
+        try:
+            with spark_errors():
+                query.awaitTermination()
+        except DynamothError:
+            if self._failure is not None:
+                raise self._failure from None
+            raise
+
+    def _on_batch(self, rows: DataFrame, number: int) -> None:
+        try:
+            with spark_errors():
+                self._batch(rows, number)
+        except DynamothError as error:
+            self._failure = error
+            raise
+
+    def _batch(self, rows: DataFrame, number: int) -> None:
+        """Make the folder of a batch from that of the batch before and the new rows."""
+        started = time.monotonic()
+        folder, before = (self._out / "batches" / str(each) for each in (number, number - 1))
+        if number and not before.is_dir():
+            raise BadRecording(f"{before} is not there, from which to go on: give a new folder with --out")
+        _keep_only(before)
+        jobs = Jobs(folder)
+        rows.persist()  # keys are compared once
+        try:
+            reports, slots = _added(rows, before if number else None)
+            newest_s: float | None = reports.agg(F.max("at").cast("double")).collect()[0][0]
+            newest = datetime.fromtimestamp(newest_s or 0, UTC)
+            reports = jobs.run("reports", lambda: reports.where(F.col("at") > F.lit(newest - RECENT)))
+            slots = jobs.run("channel_slots", lambda: slots.where(F.col("slot") > F.lit(newest - RECENT)))
+        finally:
+            rows.unpersist()
+        sentence = "no server has reported yet" if newest_s is None else self._draw(jobs, reports, slots, newest)
+        _point(self._out / "current", folder)
+        self._say(f"{newest:%H:%M:%S}  {sentence} ({time.monotonic() - started:.1f} s)")
+
+    def _draw(self, jobs: Jobs, reports: DataFrame, slots: DataFrame, newest: datetime) -> str:
+        """Run the jobs, draw the page, and return the main finding."""
+        spark = reports.sparkSession
+        settings = present_settings(Recording(spark, self._folder, newest - RECENT))
+        spans = channels.replicated_spans(Recording(spark, self._folder).table("plans"))
+        high = settings.numbers["load_ratio_high"]
+        load_jobs(jobs, reports, slots, slot_s=SLOT_S, drawn_slot_s=DRAWN_SLOT_S, high=high)
+        loads = channel_jobs(jobs, slots, spans)
+        jobs.run("anomalies", lambda: anomalies.anomalies(reports, loads), F.desc("at"))
+        jobs.drawn.settings, jobs.drawn.settings_recorded = settings.numbers, settings.recorded
+        sentences = findings(jobs.drawn)
+        hidden = self._out / f".{PAGE}"
+        hidden.write_text(draw_recent(jobs.drawn, sentences, newest - RECENT, newest), encoding="utf-8")
+        hidden.replace(self._out / PAGE)
+        return sentences[0]
+
+
+def _added(rows: DataFrame, before: Path | None) -> tuple[DataFrame, DataFrame]:
+    """Return the reports and slots of a batch together with those of the batch before."""
+    reports = rows.where("not is_channel").select(*REPORT_COLUMNS)
+    slots = channels.channel_slots(rows.where("is_channel"), SLOT_S)
+    if before is None:
+        return reports, slots
+    read = rows.sparkSession.read
+    earlier = read.schema(reports.schema).parquet(str(before / "reports"))
+    earlier_slots = read.schema(slots.schema).parquet(str(before / "channel_slots"))
+    return reports.unionByName(earlier), channels.combined(slots.unionByName(earlier_slots))
+
+
+def _recent_begin(folder: str) -> datetime | None:
+    """Return the begin of the hour before the newest one; None where only Spark can look."""
+    if is_url(folder):
+        return None
+    newest = max(hours_of(Path(folder, SERVERS.name)), default=None)
+    return newest and newest - RECENT
+
+
+def _keep_only(batch: Path) -> None:
+    """Delete the folders of all other batches: older ones, and one that was interrupted."""
+    batch.parent.mkdir(exist_ok=True)
+    for each in batch.parent.iterdir():
+        if each != batch:
+            shutil.rmtree(each)
+
+
+def _point(link: Path, folder: Path) -> None:
+    """Make a link point at another folder, at once."""
+    hidden = link.with_name(f".{link.name}")
+    hidden.unlink(missing_ok=True)
+    hidden.symlink_to(folder.relative_to(link.parent))
+    os.replace(hidden, link)

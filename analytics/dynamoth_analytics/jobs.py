@@ -1,0 +1,92 @@
+"""Runs jobs: writes the table of each, and collects the few of its rows that the page draws."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from dynamoth_analytics import channels, load
+from dynamoth_analytics.findings import Drawn
+
+ROWS_DRAWN_MAX = 50
+SLOTS_DRAWN_MAX = 200
+SERVERS_DRAWN_MAX = 16
+
+COLLECTED_MAX = SERVERS_DRAWN_MAX * (SLOTS_DRAWN_MAX + 1)
+"""Most rows of one job that the driver collects."""
+
+
+class Jobs:
+    """The jobs of one report. Each one's table is the folder ``out/<job>``."""
+
+    def __init__(self, out: Path, say: Callable[[str], None] = lambda line: None) -> None:
+        self._out = out
+        self._say = say
+        self.drawn = Drawn()
+
+    def run(
+        self, name: str, job: Callable[[], DataFrame], *order: Column | str, rows_max: int = ROWS_DRAWN_MAX
+    ) -> DataFrame:
+        """Run a job, write its table and return it; draw its first rows if there is an order."""
+        started = time.monotonic()
+        folder = str(self._out / name)
+        rows = job()
+        rows.write.parquet(folder)
+        written = rows.sparkSession.read.schema(rows.schema).parquet(folder)
+        count = self.drawn.counts[name] = written.count()
+        self._say(f"{name:16}{count:>10} rows, {time.monotonic() - started:.1f} s")
+        if order:
+            self.draw(name, written.orderBy(*order), rows_max)
+        return written
+
+    def draw(self, name: str, rows: DataFrame, rows_max: int = COLLECTED_MAX) -> None:
+        """Collect rows for the page: no more than ``rows_max`` of them."""
+        self.drawn.rows[name] = [_utc(row.asDict()) for row in rows.limit(rows_max).collect()]
+
+
+def load_jobs(jobs: Jobs, servers: DataFrame, slots: DataFrame, *, slot_s: int, drawn_slot_s: int, high: float) -> None:
+    """Run the jobs about servers.
+
+    Args:
+        jobs: runs them.
+        servers: the table.
+        slots: those of :func:`channels.channel_slots`.
+        slot_s: length of a slot in seconds.
+        drawn_slot_s: length of a slot in charts: a multiple.
+        high: a server above this mean load ratio is overloaded.
+
+    """
+    loads = jobs.run("load", lambda: load.load(servers, slot_s, high))
+    busy = load.by_server(loads).orderBy(F.desc("ratio_max")).limit(SERVERS_DRAWN_MAX).select("server")
+    jobs.draw("load", _coarser(loads.join(F.broadcast(busy), "server"), drawn_slot_s, "server"))
+    jobs.draw("balance", _coarser(jobs.run("balance", lambda: load.balance(loads)), drawn_slot_s))
+    jobs.run("servers", lambda: load.by_server(loads), F.desc("ratio_max"), rows_max=COLLECTED_MAX)
+    jobs.run("overloads", lambda: load.overloads(loads, slots, slot_s), F.desc("minutes"))
+
+
+def channel_jobs(jobs: Jobs, slots: DataFrame, spans: DataFrame) -> DataFrame:
+    """Run the jobs about channels, and return their loads (:func:`channels.channel_loads`)."""
+    loads = jobs.run("channel_loads", lambda: channels.channel_loads(slots, spans))
+    summary = jobs.run("channels", lambda: channels.by_channel(loads, slots), F.desc("bytes_out"))
+    jobs.run("popularity", lambda: channels.popularity(summary), "channels")
+    return loads
+
+
+def _coarser(rows: DataFrame, step: int, *keys: str) -> DataFrame:
+    """Return load or balance with few enough slots to be drawn."""
+    slot = F.timestamp_seconds(F.floor(F.col("slot").cast("long") / step) * step)
+    largest = [name for name in ("ratio_max", "ratio_mean", "imbalance") if name in rows.columns]
+    mean = [F.avg("ratio").alias("ratio")] if "ratio" in rows.columns else []
+    grouped = rows.groupBy(*keys, slot.alias("slot")).agg(*(F.max(name).alias(name) for name in largest), *mean)
+    return grouped.orderBy("slot")
+
+
+def _utc(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose times are in UTC: Spark gives those of this machine's zone."""
+    return {name: value.astimezone(UTC) if isinstance(value, datetime) else value for name, value in row.items()}

@@ -1,0 +1,111 @@
+"""Load: what each server sent, against what it can send.
+
+A load ratio is outgoing bytes/s over the server's maximum (Dynamoth, eq. 1). Time is cut into slots. A slot without
+reports has no row: it is neither an overload nor idle. Reports belong to the slot that has the middle of their
+interval.
+"""
+
+from __future__ import annotations
+
+from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import functions as F
+
+
+def slot_of(slot_s: int) -> Column:
+    """Return the begin of the slot of a report or channel row."""
+    middle = F.col("at").cast("double") - F.coalesce("interval_s", F.lit(0.0)) / 2
+    return F.timestamp_seconds(F.floor(middle / slot_s) * slot_s)
+
+
+def load(servers: DataFrame, slot_s: int, high: float) -> DataFrame:
+    """Return one row per server and slot.
+
+    Args:
+        servers: the table.
+        slot_s: length of a slot in seconds.
+        high: a server above this mean load ratio is overloaded.
+
+    """
+    weighted = F.sum(F.col("outgoing_bytes_per_s") * F.col("interval_s"))
+    ratio = F.col("outgoing_bytes_per_s") / F.nullif("outgoing_bytes_per_s_max", F.lit(0))
+    sums = servers.groupBy("server", slot_of(slot_s).alias("slot")).agg(
+        F.sum("interval_s").alias("covered_s"),
+        (weighted / F.sum("interval_s")).alias("outgoing_bytes_per_s"),
+        F.max("outgoing_bytes_per_s_max").cast("double").alias("outgoing_bytes_per_s_max"),
+        F.max(ratio).alias("ratio_max"),
+        F.avg("cpu_ratio").alias("cpu_ratio"),
+    )
+    sent, most = F.col("outgoing_bytes_per_s"), F.col("outgoing_bytes_per_s_max")
+    loads = sums.withColumn("ratio", sent / F.nullif(most, F.lit(0.0)))
+    return loads.select(
+        "*",
+        (F.col("ratio") > high).alias("overloaded"),
+        F.greatest(most - sent, F.lit(0.0)).alias("unused_bytes_per_s"),
+    )
+
+
+def balance(loads: DataFrame) -> DataFrame:
+    """Return one row per slot: how evenly the load was spread, and the time of servers that it took."""
+    mean = F.avg("ratio")
+    return loads.groupBy("slot").agg(
+        F.count("*").alias("servers"),
+        mean.alias("ratio_mean"),
+        F.max("ratio").alias("ratio_max"),
+        (F.max("ratio") / F.nullif(mean, F.lit(0.0))).alias("imbalance"),
+        (F.stddev_pop("ratio") / F.nullif(mean, F.lit(0.0))).alias("variation"),
+        F.sum("covered_s").alias("server_seconds"),
+    )
+
+
+def by_server(loads: DataFrame) -> DataFrame:
+    """Return one row per server: means over the time that reports cover."""
+
+    def mean(name: str) -> Column:
+        return (F.sum(F.col(name) * F.col("covered_s")) / F.sum("covered_s")).alias(name)
+
+    overload_s = F.sum(F.when(F.col("overloaded"), F.col("covered_s")).otherwise(0.0))
+    return loads.groupBy("server").agg(
+        F.sum("covered_s").alias("server_seconds"),
+        mean("ratio"),
+        F.max("ratio_max").alias("ratio_max"),
+        (overload_s / 60).alias("overload_minutes"),
+        mean("outgoing_bytes_per_s"),
+        mean("unused_bytes_per_s"),
+        mean("cpu_ratio"),
+        F.max("outgoing_bytes_per_s_max").alias("outgoing_bytes_per_s_max"),
+    )
+
+
+def overloads(loads: DataFrame, channel_slots: DataFrame, slot_s: int) -> DataFrame:
+    """Return one row per overload: a run of overloaded slots, with the channel that sent most in it.
+
+    A slot without reports ends a run.
+    """
+    before = Window.partitionBy("server").orderBy("slot")
+    overloaded = loads.where("overloaded")
+    number = F.col("slot").cast("long") - F.row_number().over(before) * slot_s  # equal in slots without gaps
+    runs = overloaded.withColumn("run", number)
+    spans = runs.groupBy("server", "run").agg(
+        F.min("slot").alias("begin"),
+        F.timestamp_seconds(F.max("slot").cast("long") + slot_s).alias("end"),
+        (F.sum("covered_s") / 60).alias("minutes"),
+        F.max("ratio_max").alias("ratio_max"),
+        F.sum(F.col("outgoing_bytes_per_s") * F.col("covered_s")).alias("bytes_out"),
+    )
+    sent = (
+        channel_slots.where("channel is not null")
+        .join(F.broadcast(runs.select("server", "slot", "run")), ["server", "slot"])
+        .groupBy("server", "run", "channel")
+        .agg(F.sum("bytes_out").alias("bytes"))
+    )
+    busiest = sent.groupBy("server", "run").agg(F.max(F.struct("bytes", "channel")).alias("busiest"))
+    share = F.col("busiest.bytes") / F.nullif("bytes_out", F.lit(0.0))
+    return spans.join(busiest, ["server", "run"], "left").select(
+        "server",
+        "begin",
+        "end",
+        "minutes",
+        "ratio_max",
+        F.col("busiest.channel").alias("channel"),
+        share.alias("channel_share"),
+    )

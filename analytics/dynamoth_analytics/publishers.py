@@ -1,0 +1,33 @@
+"""Publishers: what reports say of single ones.
+
+A report names the busiest publishers of its busiest channels, and how many publications a channel had in all. So two
+things are known of a publisher: in how many channels it is among the busiest, and the publications of those channels
+that it had to itself. What it publishes besides others is not known, and that it is not named does not mean that it has
+gone.
+"""
+
+from __future__ import annotations
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from dynamoth.protocol.reports import ID_BYTES
+from dynamoth_analytics.load import slot_of
+
+
+def publisher_slots(channels: DataFrame, slot_s: int) -> DataFrame:
+    """Return one row per publisher and slot in which reports name it.
+
+    ``publisher`` is the client's id in hexadecimal digits. ``channels`` is the mean number of channels at once (of a
+    replicated one, each server counts), ``publications_per_s`` the rate in channels without other publishers.
+    """
+    firsts = F.sequence(F.lit(1), F.length("publisher_ids"), F.lit(ID_BYTES))
+    ids = F.transform(firsts, lambda first: F.lower(F.hex(F.col("publisher_ids").substr(first, F.lit(ID_BYTES)))))
+    alone = F.when(F.col("publishers") == 1, F.col("publications"))
+    named = channels.where(F.length("publisher_ids") >= ID_BYTES).select(
+        slot_of(slot_s).alias("slot"), "interval_s", alone.alias("alone"), F.explode(ids).alias("publisher")
+    )
+    seconds = F.greatest(F.max("interval_s"), F.lit(float(slot_s)))
+    return named.groupBy("publisher", "slot").agg(
+        (F.sum("interval_s") / seconds).alias("channels"), (F.sum("alone") / seconds).alias("publications_per_s")
+    )

@@ -1,0 +1,256 @@
+"""Reads the tables of a recording (``dynamoth.recording``) as data frames.
+
+Only the hours that were asked for are read. Two recorders may have written the same event: the earlier row stays.
+Columns that this version does not know are kept; those that are missing are null, and named in ``Recording.missing``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, cast
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
+    DataType,
+    DoubleType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from dynamoth.errors import ConfigError
+from dynamoth.recording import CHANNELS, SERVERS, TABLES, Table, Type
+from dynamoth_analytics.errors import BadRecording, spark_errors
+
+SPARK_TYPES: dict[Type, DataType] = {
+    Type.TIME: TimestampType(),
+    Type.TEXT: StringType(),
+    Type.WHOLE: LongType(),
+    Type.NUMBER: DoubleType(),
+    Type.TRUTH: BooleanType(),
+    Type.BYTES: BinaryType(),
+    Type.TEXTS: ArrayType(StringType()),
+}
+
+SCHEMAS = {
+    table.name: StructType([StructField(column.name, SPARK_TYPES[column.type]) for column in table.columns])
+    for table in TABLES.values()
+}
+"""Of each table, as this version writes it."""
+
+PARQUET_MAGIC = b"PAR1"
+"""The first and the last bytes of a complete file."""
+
+NAMED_MAX = 3
+"""Most broken files that a message names."""
+
+
+def made(spark: SparkSession, rows: Sequence[tuple[Any, ...]], schema: StructType | str) -> DataFrame:
+    """Return a data frame of a few rows; the types of PySpark's own function are not complete."""
+    make = cast(Callable[..., DataFrame], spark.createDataFrame)  # pyright: ignore[reportUnknownMemberType]
+    return make(list(rows), schema)
+
+
+def parse_time(text: str) -> datetime:
+    """Read a time of the command line: ISO 8601, UTC unless it says otherwise. Raises ConfigError."""
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is no time: 2026-11-23T10:00 expected (UTC)") from error
+    return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+
+
+def is_url(folder: str) -> bool:
+    """Return whether only Spark can look into a folder."""
+    return "://" in folder
+
+
+def check_recording(folder: str, begin: datetime | None, end: datetime | None) -> None:
+    """Look whether there is anything to read, and nothing broken, before Spark starts.
+
+    Raises:
+        ConfigError: no such folder, or times in the wrong order.
+        BadRecording: a folder without tables, or with files that are none of a recording.
+
+    """
+    if begin is not None and end is not None and begin >= end:
+        raise ConfigError(f"--from {begin:%F %T} is not before --to {end:%F %T}: exchange them")
+    if is_url(folder):
+        return
+    if not Path(folder).is_dir():
+        raise ConfigError(f"there is no folder {folder}: give the one that `dynamoth record --out` wrote")
+    if not any(Path(folder, name).is_dir() for name in TABLES):
+        raise BadRecording(
+            f"{folder} has no recording, as it has none of the folders {', '.join(TABLES)}: is it the right one?"
+        )
+    for name in TABLES:
+        files_of(folder, name, begin, end)
+
+
+@dataclass
+class Recording:
+    """A recording, or the part of it from ``begin`` up to ``end``; None: no bound.
+
+    ``folder`` is a path, or a URL that Spark can read.
+    """
+
+    spark: SparkSession
+    folder: str
+    begin: datetime | None = None
+    end: datetime | None = None
+    #: Per table, the columns that no file has.
+    missing: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    #: The files of the tables that were read, if this process can look into the folder.
+    _files: set[Path] = field(default_factory=set[Path])
+
+    def files_gone(self) -> int:
+        """Return how many of the files do not exist any more. Spark skips those that go before it reads them."""
+        return sum(not file.exists() for file in self._files)
+
+    def table(self, name: str, columns: Sequence[str] | None = None) -> DataFrame:
+        """Return a table, each event once.
+
+        Args:
+            name: of the table.
+            columns: only these, and the key. None: all.
+
+        Raises:
+            BadRecording: a file is broken, or a column is not what this version writes.
+
+        """
+        with spark_errors():
+            rows = self._rows(name, columns)
+            in_files = name == CHANNELS.name and rows.inputFiles()
+            return _channels_once(rows) if in_files else deduplicated(rows, TABLES[name])
+
+    def _rows(self, name: str, columns: Sequence[str] | None) -> DataFrame:
+        table, paths = TABLES[name], self._paths(name)
+        if paths:
+            reader = self.spark.read.option("mergeSchema", "true").option("pathGlobFilter", "*.parquet")
+            found = reader.option("basePath", f"{self.folder}/{name}").parquet(*paths).drop("date", "hour")
+        else:
+            found = made(self.spark, [], SCHEMAS[name])
+        rows = self._conformed(found, table)
+        if columns is not None:
+            rows = rows.select(*dict.fromkeys(["at", *table.key, *columns]))
+        if self.begin is not None:
+            rows = rows.where(F.col("at") >= F.lit(self.begin))
+        if self.end is not None:
+            rows = rows.where(F.col("at") < F.lit(self.end))
+        return rows
+
+    def _conformed(self, found: DataFrame, table: Table) -> DataFrame:
+        types = {each.name: each.dataType for each in found.schema}
+        if lost := [name for name in ("at", *table.key) if name not in types]:
+            raise BadRecording(
+                f"the files of the table {table.name} have no column {' and no '.join(lost)}: is it a recording?"
+            )
+        selected = [
+            F.col(each.name).cast(each.dataType).alias(each.name)
+            if each.name in types
+            else F.lit(None).cast(each.dataType).alias(each.name)
+            for each in SCHEMAS[table.name]
+        ]
+        self.missing[table.name] = [each.name for each in SCHEMAS[table.name] if each.name not in types]
+        known = set(SCHEMAS[table.name].names)
+        return found.select(*selected, *(F.col(f"`{name}`") for name in types if name not in known))
+
+    def _paths(self, name: str) -> list[str]:
+        """Return the folders of the hours that were asked for. Raises BadRecording for broken files in them."""
+        if is_url(self.folder):
+            return [f"{self.folder}/{name}"]
+        hours = files_of(self.folder, name, self.begin, self.end)
+        self._files.update(*hours.values())
+        return [str(hour) for hour in hours]
+
+
+def files_of(folder: str, name: str, begin: datetime | None, end: datetime | None) -> dict[Path, list[Path]]:
+    """Return the files of a table, by the folders of the hours from ``begin`` to ``end`` that have some.
+
+    Raises:
+        BadRecording: a file is broken, or a folder is no hour.
+
+    """
+    hours = {hour: sorted(hour.glob("[!._]*.parquet")) for hour in _hours_between(Path(folder, name), begin, end)}
+    if broken := [file for files in hours.values() for file in files if _is_broken(file)]:
+        names = ", ".join(map(str, broken[:NAMED_MAX]))
+        more = f" and {len(broken) - NAMED_MAX} more" if len(broken) > NAMED_MAX else ""
+        raise BadRecording(f"truncated, or no Parquet files: {names}{more}: move them elsewhere, and run it again")
+    return {hour: files for hour, files in hours.items() if files}
+
+
+def _hours_between(table: Path, begin: datetime | None, end: datetime | None) -> list[Path]:
+    hours = hours_of(table).items()
+    return [
+        path
+        for hour, path in hours
+        if (begin is None or hour + timedelta(hours=1) > begin) and (end is None or hour < end)
+    ]
+
+
+def hours_of(table: Path) -> dict[datetime, Path]:
+    """Return the folders of a table's hours, in order. Raises BadRecording when there are others among them."""
+    return {_begin_of(hour): hour for hour in sorted(table.glob("date=*/hour=*"))}
+
+
+def _begin_of(hour: Path) -> datetime:
+    try:
+        return datetime.strptime(f"{hour.parent.name}/{hour.name}", "date=%Y-%m-%d/hour=%H").replace(tzinfo=UTC)
+    except ValueError as error:
+        raise BadRecording(f"{hour} is no hour of a recording: move it elsewhere") from error
+
+
+def _is_broken(file: Path) -> bool:
+    size = len(PARQUET_MAGIC)
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(size)
+            if head != PARQUET_MAGIC or file.stat().st_size < 3 * size:
+                return True
+            opened.seek(-size, 2)
+            return opened.read() != PARQUET_MAGIC
+    except FileNotFoundError:
+        return False  # a recorder has merged it with others
+
+
+def _channels_once(rows: DataFrame) -> DataFrame:
+    """Return the table of channels, each event once.
+
+    To compare all rows with each other takes most of the time of a report, and hardly any is there twice. A recorder
+    writes the rows of a report one after the other into one file. So only those of other reports are compared: which
+    are in several files, or in one that was merged from files with the same rows.
+    """
+    report = list(SERVERS.key)
+    placed = rows.select(
+        *report,
+        F.col("channel").isNull().cast("int").alias("rest"),
+        F.xxhash64("_metadata.file_path").alias("file"),
+        F.col("_metadata.row_index").alias("row"),
+    )
+    together = (F.min("file") == F.max("file")) & (F.max("row") - F.min("row") + 1 == F.count("*"))
+    marked = placed.groupBy(*report).agg((together & (F.sum("rest") <= 1)).alias("together"))
+    doubtful = marked.where("not together").select(*report).cache()
+    if doubtful.isEmpty():
+        return rows
+    others = rows.join(F.broadcast(doubtful), report, "left_anti").select(*rows.columns)
+    again = rows.join(F.broadcast(doubtful), report, "left_semi").select(*rows.columns)
+    return others.unionByName(deduplicated(again, CHANNELS))
+
+
+def deduplicated(rows: DataFrame, table: Table) -> DataFrame:
+    """Return each event once, at the earliest time that a recorder gives.
+
+    Rows with equal keys differ in ``at`` and ``recorder`` only, so any of them has the other values.
+    """
+    others = [name for name in rows.columns if name not in ("at", *table.key)]
+    values = [F.min("at").alias("at"), *(F.first(f"`{name}`").alias(name) for name in others)]
+    return rows.groupBy(*table.key).agg(*values).select(*(f"`{name}`" for name in rows.columns))

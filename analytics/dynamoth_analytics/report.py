@@ -1,0 +1,216 @@
+"""``dynamoth report``: what happened in a recorded cluster, as Parquet tables and one page of HTML.
+
+Each job is a function of data frames in a module of its own. This module reads the recording, runs the jobs one after
+the other (``jobs``) and draws the page from a bounded part of their tables. Runs as ``spark-submit`` or
+``python -m dynamoth_analytics.report``, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from dynamoth.errors import ConfigError, DynamothError
+from dynamoth_analytics import anomalies, calibration, channels, plans, publishers, thresholds
+from dynamoth_analytics.drawing import draw
+from dynamoth_analytics.errors import BadRecording
+from dynamoth_analytics.findings import Drawn, findings
+from dynamoth_analytics.follow import Follower, follow_folder
+from dynamoth_analytics.jobs import COLLECTED_MAX, SLOTS_DRAWN_MAX, Jobs, channel_jobs, load_jobs
+from dynamoth_analytics.output import new_folder, say
+from dynamoth_analytics.reading import Recording, check_recording, is_url, parse_time
+from dynamoth_analytics.recorded_settings import PresentSettings, present_settings
+from dynamoth_analytics.session import add_session, open_session
+from dynamoth_daemon.exit_codes import EXIT_CODES, EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
+
+PAGE = "report.html"
+SETTINGS_FILE = "recommended.toml"
+
+SLOTS = ((15 * 60, 1), (3 * 3600, 5), (24 * 3600, 30), (math.inf, 60))
+"""Length of slots in seconds, for recordings up to a length: a short one would have few slots of a minute."""
+
+MAIN_FINDINGS = 3
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("recording", metavar="RECORDING", help="the folder that `dynamoth record` wrote, or its URL")
+    parser.add_argument("--from", dest="begin", metavar="TIME", help="only from this time on: 2026-11-23T10:00 (UTC)")
+    parser.add_argument("--to", dest="end", metavar="TIME", help="only up to this time")
+    parser.add_argument("--out", metavar="DIR", help="a new or empty folder; default report-<time>")
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="keep load, channels and anomalies of the last hour current until SIGINT or SIGTERM;"
+        " with the --out of an earlier run it goes on where that ended",
+    )
+    add_session(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write a report. Returns the exit code."""
+    begin, end = (parse_time(text) if text else None for text in (arguments.begin, arguments.end))
+    where = arguments.recording if is_url(arguments.recording) else str(Path(arguments.recording).resolve())
+    check_recording(where, begin, end)
+    if arguments.follow:
+        return _follow(arguments, where, begin)
+    out = new_folder(arguments.out, "report")
+    started = time.monotonic()
+    with open_session(arguments, "dynamoth report") as spark:
+        say(f"{'spark':14}{spark.version}, {time.monotonic() - started:.1f} s")
+        report = Report(Recording(spark, where, begin, end), out)
+        sentences = report.write()
+    say("")
+    for sentence in sentences[:MAIN_FINDINGS]:
+        say(f"* {sentence}")
+    say(f"\n{out / PAGE}")
+    return EXIT_DONE
+
+
+def _follow(arguments: argparse.Namespace, where: str, begin: datetime | None) -> int:
+    """Keep a report current until SIGINT or SIGTERM. Returns the exit code."""
+    if arguments.remote or arguments.end:
+        wrong = "--remote" if arguments.remote else "--to"
+        raise ConfigError(f"--follow does not go together with {wrong}: leave one of them out")
+    out = follow_folder(arguments.out, where)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with open_session(arguments, "dynamoth report --follow") as spark:
+        say(f"{out / PAGE}")
+        follower = Follower(spark, where, out, say)
+        query = follower.start(begin)
+        try:
+            follower.wait(query)
+        except KeyboardInterrupt:
+            query.stop()
+    return EXIT_DONE
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The time that the reports of a recording cover, and the largest server."""
+
+    begin: datetime
+    end: datetime
+    capacity: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it is."""
+        return max(1.0, (self.end - self.begin).total_seconds())
+
+    @property
+    def slot_s(self) -> int:
+        """How long the slots of its load are."""
+        return next(slot_s for limit, slot_s in SLOTS if self.seconds <= limit)
+
+
+class Report:
+    """The report of a recording, written to the folder ``out``."""
+
+    def __init__(self, recording: Recording, out: Path) -> None:
+        self._recording = recording
+        self._out = out
+        self._jobs = Jobs(out, say)
+
+    def write(self) -> list[str]:
+        """Run all jobs, write tables and page, and return the findings. Raises DynamothError."""
+        servers = self._recording.table("servers").cache()
+        extent = self._extent(servers)
+        settings = present_settings(self._recording)
+        self._run(servers, extent, settings.numbers)
+        drawn = self._jobs.drawn
+        drawn.settings, drawn.settings_recorded = settings.numbers, settings.recorded
+        drawn.missing, drawn.files_gone = self._recording.missing, self._recording.files_gone()
+        sentences = findings(drawn)
+        toml = recommended(drawn, settings)
+        (self._out / SETTINGS_FILE).write_text(toml, encoding="utf-8")
+        (self._out / PAGE).write_text(draw(drawn, sentences, extent.begin, extent.end, toml), encoding="utf-8")
+        return sentences
+
+    def _extent(self, servers: DataFrame) -> Extent:
+        row = servers.agg(
+            F.min("at").cast("double").alias("begin"),
+            F.max("at").cast("double").alias("end"),
+            F.max("outgoing_bytes_per_s_max").alias("capacity"),
+        ).collect()[0]
+        if row["begin"] is None:
+            asked = self._recording.begin or self._recording.end
+            cure = "choose other times for --from and --to" if asked else "record for longer than one report interval"
+            raise BadRecording(
+                f"{self._recording.folder} has no report of a server{' in this time' if asked else ''}: {cure}"
+            )
+        begin, end = (datetime.fromtimestamp(row[name], UTC) for name in ("begin", "end"))
+        return Extent(begin, end, float(row["capacity"] or 1))
+
+    def _run(self, servers: DataFrame, extent: Extent, settings: Mapping[str, float]) -> None:
+        recording, jobs, slot_s = self._recording, self._jobs, extent.slot_s
+        rows = recording.table("channels", (*channels.COLUMNS, "publisher_ids"))
+        slots = jobs.run("channel_slots", lambda: channels.channel_slots(rows, slot_s))
+        plan_rows = recording.table("plans")
+        step = max(1, math.ceil(extent.seconds / slot_s / SLOTS_DRAWN_MAX)) * slot_s
+        load_jobs(jobs, servers, slots, slot_s=slot_s, drawn_slot_s=step, high=settings["load_ratio_high"])
+        loads = channel_jobs(jobs, slots, channels.replicated_spans(plan_rows))
+        jobs.run("replication", lambda: channels.replication(loads, settings, extent.capacity), F.desc("seconds"))
+        changes = jobs.run("changes", lambda: plans.changes(plan_rows), F.desc("at"))
+        effects = jobs.run("effects", lambda: plans.effects(recording.table("decisions")), F.desc("at"))
+        jobs.run("without_gain", lambda: plans.without_gain(effects), F.desc("at"))
+        jobs.run("ping_pong", lambda: plans.ping_pong(changes), F.desc("at"))
+        latency = recording.table("latency")
+        jobs.run("latency_around", lambda: plans.latency_around(changes, latency), F.desc("begin"))
+        response = jobs.run("response", lambda: calibration.response(servers, latency))
+        jobs.draw("response", response.orderBy("server", "ratio"))
+        jobs.run(
+            "break_points",
+            lambda: calibration.break_points(recording.spark, response),
+            "server",
+            rows_max=COLLECTED_MAX,
+        )
+        capacity = max(capacities(jobs.drawn, at_break=True).values(), default=extent.capacity)
+        high = settings["load_ratio_high"]
+        jobs.run("outgrown", lambda: thresholds.outgrown(loads, capacity, high), F.desc("ratio"))
+        named = jobs.run("publisher_slots", lambda: publishers.publisher_slots(rows, slot_s))
+        found = partial(anomalies.anomalies, servers, loads, named)
+        jobs.run("anomalies", found, F.desc(F.abs("score")), F.desc("at"))
+        jobs.run("gaps", lambda: recording.table("gaps"), F.desc("at"))
+
+
+def capacities(drawn: Drawn, *, at_break: bool = False) -> dict[str, float]:
+    """Return the maximum of each server in bytes/s: as configured, or what it sent at its break point."""
+    found = {row["server"]: float(row["outgoing_bytes_per_s_max"] or 1) for row in drawn["servers"]}
+    breaks = {row["server"]: row["break_ratio"] or 1.0 for row in drawn["break_points"]} if at_break else {}
+    return {server: value * breaks.get(server, 1.0) for server, value in found.items()}
+
+
+def recommended(drawn: Drawn, settings: PresentSettings) -> str:
+    """Return the recommended settings as TOML."""
+    rises = sorted(row["ratio_max"] - row["ratio"] for row in drawn["load"] if row["ratio"] is not None)
+    rise = rises[len(rises) * 95 // 100] if rises else None
+    more = thresholds.thresholds(drawn["outgrown"], settings.numbers)
+    breaks = drawn["break_points"]
+    return calibration.recommended(breaks, capacities(drawn), settings.urls, rise, settings.numbers, more)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command alone, as ``spark-submit`` does. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="dynamoth report", epilog=EXIT_CODES, allow_abbrev=False)
+    configure(parser)
+    try:
+        return run(parser.parse_args(argv))
+    except DynamothError as error:
+        sys.stderr.write(f"dynamoth: {error}\n")
+        return EXIT_REFUSED if isinstance(error, ConfigError) else EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Opens the Spark session of a command: local, a cluster's, or Spark Connect."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pyspark.sql import SparkSession
+
+from dynamoth.errors import ConfigError
+from dynamoth_analytics.errors import SparkFailed, spark_errors, translated
+
+JAVA_MIN = 17
+JAVA_PACKAGE = "openjdk-17-jre-headless"
+CONNECT_TIMEOUT_S = 5.0
+JAVA_TIMEOUT_S = 60.0
+
+RESULT_BYTES_MAX = "64m"
+"""What all jobs of the driver may collect at once: enough for a page, far too little for a table."""
+
+DRIVER_MEMORY = "3g"
+"""Of a local session, which has no other processes."""
+
+SESSION_OPTIONS = {
+    "spark.sql.session.timeZone": "UTC",
+    # Dates and hours in the names of folders stay text.
+    "spark.sql.sources.partitionColumnTypeInference.enabled": "false",
+    # A figure that cannot be computed is unknown (null): one odd row does not end a report.
+    "spark.sql.ansi.enabled": "false",
+    # A recorder may merge files while they are read.
+    "spark.sql.files.ignoreMissingFiles": "true",
+}
+
+LOCAL_OPTIONS = {
+    "spark.driver.memory": DRIVER_MEMORY,
+    "spark.driver.maxResultSize": RESULT_BYTES_MAX,
+    "spark.sql.shuffle.partitions": "16",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+}
+
+LOG_LEVELS = ("off", "error", "warn", "info")
+LOG_FILE = Path(__file__).with_name("log4j2.properties")
+
+
+def add_session(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say where Spark runs."""
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument(
+        "--master", metavar="URL", help="a Spark cluster (spark://host:7077, yarn ...); default local[*]"
+    )
+    place.add_argument("--remote", metavar="URL", help="a Spark Connect server (sc://host:15002)")
+    parser.add_argument("--spark-log", choices=LOG_LEVELS, default="off", help="level of Spark's own log; default off")
+
+
+@contextmanager
+def open_session(arguments: argparse.Namespace, name: str) -> Generator[SparkSession]:
+    """Open a session with the arguments of :func:`add_session`, and stop it at the end.
+
+    Raises:
+        ConfigError: no Java, or a URL that Spark does not know.
+        SparkFailed: nobody answers at the URL, or Spark does not start.
+
+    """
+    url: str | None = arguments.remote or arguments.master
+    _check_url(url, remote=bool(arguments.remote))
+    # No job here hands pandas anything but plain columns.
+    warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
+    builder = SparkSession.builder.appName(name)
+    for key, value in SESSION_OPTIONS.items():
+        builder = builder.config(key, value)
+    if arguments.remote:
+        builder = builder.remote(arguments.remote)
+    else:
+        builder = builder.config("spark.driver.maxResultSize", RESULT_BYTES_MAX)
+        if "PYSPARK_GATEWAY_PORT" not in os.environ:  # spark-submit has started Java, and chosen the master
+            check_java()
+            builder = builder.master(arguments.master or "local[*]")
+            builder = builder.config("spark.driver.extraJavaOptions", f"-Dlog4j2.configurationFile={LOG_FILE.as_uri()}")
+        if url is None or url.startswith("local"):
+            os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # the workers import this package, too
+            for key, value in LOCAL_OPTIONS.items():
+                builder = builder.config(key, value)
+    try:
+        session = builder.getOrCreate()
+    except ImportError as error:
+        raise ConfigError("--remote needs packages that are not installed: pip install 'pyspark[connect]'") from error
+    except Exception as error:  # py4j and grpc have errors of many kinds
+        raise _start_failed(url, error) from error
+    try:
+        if not arguments.remote:
+            session.sparkContext.setLogLevel(arguments.spark_log.upper())
+        with spark_errors():
+            yield session
+    finally:
+        session.stop()
+
+
+def check_java() -> None:
+    """Raise ConfigError where there is no Java that Spark can use."""
+    home = os.environ.get("JAVA_HOME")
+    java = shutil.which(Path(home, "bin", "java") if home else "java")
+    cure = f"install Java {JAVA_MIN} or later (Debian and Ubuntu: {JAVA_PACKAGE}), or set JAVA_HOME"
+    if java is None:
+        raise ConfigError(f"Spark needs Java, and {'JAVA_HOME has none' if home else 'there is none'}: {cure}")
+    shown = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=JAVA_TIMEOUT_S, check=False)
+    found = re.search(r'version "(?:1\.)?(\d+)', shown.stderr)
+    if found is None or int(found[1]) < JAVA_MIN:
+        version = f"is version {found[1]}" if found else "does not tell its version"
+        raise ConfigError(f"{java} {version}, and Spark needs {JAVA_MIN}: {cure}")
+
+
+def _check_url(url: str | None, *, remote: bool) -> None:
+    """Raise SparkFailed when nobody listens: Spark itself would try for minutes."""
+    if remote and url is not None and not url.startswith("sc://"):
+        raise ConfigError(f"--remote {url}: a URL sc://host:port expected")
+    if url is None or not url.startswith(("spark://", "sc://")):
+        return
+    errors: list[str] = []
+    for address in url.split("://", 1)[1].split("/")[0].split(","):
+        try:
+            parts = urlsplit(f"//{address}")
+            place = parts.hostname or "", parts.port or (15002 if remote else 7077)
+            socket.create_connection(place, CONNECT_TIMEOUT_S).close()
+        except ValueError as error:
+            raise ConfigError(f"{url} is no URL of Spark: {error}") from error
+        except OSError as error:
+            errors.append(f"{address}: {error.strerror or error}")
+        else:
+            return
+    raise SparkFailed(f"Spark cannot be reached at {url} ({'; '.join(errors)}): is it running, and the address right?")
+
+
+def _start_failed(url: str | None, error: Exception) -> Exception:
+    if "Could not parse Master URL" in str(error):
+        return ConfigError(
+            f"--master {url} is no master of Spark: local[*], spark://host:7077, yarn or k8s://... expected"
+        )
+    return translated(error)

@@ -1,0 +1,414 @@
+"""``dynamoth what-if``: what other settings of the balancer would have done to a recorded load.
+
+The production balancer machine replays each window of the recording under each combination of a grid, in parallel on
+Spark: a task is one window and a few combinations, and each of its rows one of both. The driver gets one row per
+combination.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
+# pandas and pyarrow come without types; mypy checks the rest.
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from functools import partial
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from dynamoth.errors import ConfigError
+from dynamoth.recording import channel_text
+from dynamoth_analytics import page
+from dynamoth_analytics.agreement import agreement
+from dynamoth_analytics.errors import BadRecording, spark_errors
+from dynamoth_analytics.frontier import Compared, Difference, Fidelity, fragment, frontier, sentences
+from dynamoth_analytics.grid import Combination, read_grid
+from dynamoth_analytics.instant_cluster import ReplayError
+from dynamoth_analytics.output import new_folder, say
+from dynamoth_analytics.reading import Recording, check_recording, is_url, parse_time
+from dynamoth_analytics.replay import SETTLE_S, Moved, Outcome, RecordedWindow, measured, replay
+from dynamoth_analytics.session import add_session, open_session
+from dynamoth_analytics.windows import WHOLE, Extent, packed_windows, recorded_log, unpacked
+from dynamoth_balancer.admin.changes import mode_name
+from dynamoth_balancer.admin.records import RecordedSettings, read_settings
+from dynamoth_balancer.options import BalancerOptions
+from dynamoth_daemon.exit_codes import EXIT_DONE
+
+PAGE = "what-if.html"
+
+WINDOW_MINUTES = 10.0
+WINDOW_MINUTES_MIN = 1.0
+
+COMBINATIONS_PER_TASK_MAX = 8
+"""A task unpacks its window once for all of them."""
+
+PARTITIONS_MAX = 2000
+
+SAME_S = 1.0
+"""Overload and server-seconds that differ by less are the same."""
+
+REPLAYS = (
+    "setting int, slot long, overload_s double, ratio_max double, ratio_mean double, imbalance double,"
+    " server_s double, moves long, replications long, decisions string, problem string, agreement string"
+)
+"""One row per combination and window. JSON: the moves of the replay (``decisions``) and, in the window ``WHOLE``, how
+recorded and replayed decisions agree."""
+
+MOVES_SHOWN_MAX = 3
+"""Moves of a decision that are shown."""
+
+LED_NUMBER_MAX = 2
+"""Settings in a balancer's first or second message are those of when it began to lead; later ones are repeated."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("recording", metavar="RECORDING", help="the folder that `dynamoth record` wrote, or its URL")
+    parser.add_argument(
+        "--grid", metavar="FILE", required=True, help="the settings to try, as TOML: load_ratio_high = [0.7, 0.8]"
+    )
+    parser.add_argument("--out", metavar="DIR", help="a new or empty folder; default what-if-<time>")
+    parser.add_argument("--from", dest="begin", metavar="TIME", help="only from this time on: 2026-11-23T10:00 (UTC)")
+    parser.add_argument("--to", dest="end", metavar="TIME", help="only up to this time")
+    parser.add_argument(
+        "--window", metavar="MINUTES", type=float, default=WINDOW_MINUTES, help="length of a window; default 10"
+    )
+    parser.add_argument(
+        "--overload-ratio",
+        metavar="RATIO",
+        type=float,
+        help="a server above this load ratio is overloaded, under all settings; default: load_ratio_high in force",
+    )
+    add_session(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare settings. Returns the exit code."""
+    begin, end = (parse_time(text) if text else None for text in (arguments.begin, arguments.end))
+    where = arguments.recording if is_url(arguments.recording) else str(Path(arguments.recording).resolve())
+    if not arguments.window >= WINDOW_MINUTES_MIN:
+        raise ConfigError(f"--window {arguments.window:g}: at least {WINDOW_MINUTES_MIN:g} minute(s) expected")
+    if arguments.overload_ratio is not None and not arguments.overload_ratio > 0:
+        raise ConfigError(f"--overload-ratio {arguments.overload_ratio:g}: more than 0 expected")
+    check_recording(where, begin, end)
+    try:
+        grid = Path(arguments.grid).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--grid {arguments.grid} cannot be read: {error}") from error
+    read_grid(grid, arguments.grid, BalancerOptions(), related=False)
+    out = new_folder(arguments.out, "what-if")
+    with open_session(arguments, "dynamoth what-if") as spark:
+        recording = Recording(spark, where, begin, end)
+        settings = in_force(recording)
+        combinations = read_grid(grid, arguments.grid, settings.recorded.options)
+        found = WhatIf(recording, settings, combinations, arguments.window * 60, arguments.overload_ratio, out).write(
+            say
+        )
+    say("")
+    for sentence in found:
+        say(f"* {sentence}")
+    say(f"\n{out / PAGE}")
+    return EXIT_DONE
+
+
+@dataclass(frozen=True, slots=True)
+class InForce:
+    """The settings that the latest recorded balancer led with."""
+
+    recorded: RecordedSettings
+    #: Its incarnation; None where no settings are recorded.
+    balancer: int | None = None
+    #: When it began to lead, in seconds; None if that was not recorded.
+    led_since: float | None = None
+
+
+def in_force(recording: Recording) -> InForce:
+    """Return the settings that the latest recorded balancer led with; the defaults where none are recorded."""
+    rows = recording.table("settings").withColumn("at", F.col("at").cast("double"))
+    first = fields(BalancerOptions)[0].name
+    balancers = (
+        rows.where(F.col("name") == first)
+        .groupBy("balancer")
+        .agg(F.max(F.struct("at", "number")).alias("latest"), F.min(F.struct("number", "at")).alias("first"))
+    )
+    with spark_errors():
+        begun = balancers.orderBy(F.col("latest").desc()).limit(1).collect()
+        if not begun:
+            return InForce(RecordedSettings(BalancerOptions(), {}, ()))
+        latest = (F.col("balancer") == begun[0]["balancer"]) & (F.col("number") >= begun[0]["latest"]["number"])
+        texts = rows.where(latest).orderBy("number", "line").select("name", "value").collect()
+    number, at = begun[0]["first"]
+    settings = read_settings((row["name"], row["value"]) for row in texts)
+    return InForce(settings, begun[0]["balancer"], at if number <= LED_NUMBER_MAX else None)
+
+
+def settle_s(recording: Recording) -> float:
+    """Return the median time that recorded changes took from active to settled; ``SETTLE_S`` where there are none."""
+    at = F.col("at").cast("double")
+    changes = (
+        recording.table("plans", ["channel", "epoch", "phase"])
+        .groupBy("channel", "epoch")
+        .agg(*(F.min(F.when(F.col("phase") == phase, at)).alias(phase) for phase in ("active", "settled")))
+    )
+    with spark_errors():
+        median = changes.agg(F.median(F.col("settled") - F.col("active"))).collect()[0][0]
+    return SETTLE_S if median is None else max(0.0, float(median))
+
+
+class WhatIf:
+    """Replays a recording under combinations of settings, and compares what they did.
+
+    Args:
+        recording: the recorded load.
+        settings: those in force when it was recorded.
+        combinations: what to try; the first one is the settings in force.
+        window_s: length of a window, in seconds.
+        overload_ratio: a server above this load ratio is overloaded; None: the ``load_ratio_high`` in force.
+        out: an empty folder.
+
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        settings: InForce,
+        combinations: Sequence[Combination],
+        window_s: float,
+        overload_ratio: float | None,
+        out: Path,
+    ) -> None:
+        self._recording = recording
+        self._settings = settings
+        self._combinations = combinations
+        self._window_s = window_s
+        self._overload_ratio = settings.recorded.options.load_ratio_high if overload_ratio is None else overload_ratio
+        self._out = out
+
+    def write(self, say: Callable[[str], None]) -> list[str]:
+        """Replay everything, write tables and page, and return the findings. Raises DynamothError."""
+        spark, extent = self._recording.spark, self._extent()
+        count, windows = len(self._combinations), extent.windows
+        say(f"replaying {windows} windows under {count} settings")
+        with spark_errors():
+            self._replays(extent).write.parquet(str(self._out / "replays"))
+            replays = spark.read.parquet(str(self._out / "replays"))
+            compared = self._compared(replays)
+            truth = self._fidelity(replays)
+        edge = {each.setting for each in frontier(compared)}
+        say(f"{len(edge)} of them are on the frontier")
+        with spark_errors():
+            self._table(spark, compared, edge).write.parquet(str(self._out / "settings"))
+        found = [*sentences(compared, self._window_s, self._overload_ratio), *truth.sentences]
+        begin, end = (datetime.fromtimestamp(at, UTC) for at in (extent.begin, extent.end))
+        html = page.page("What if", f"{begin:%F %T} to {end:%F %T} (UTC)", found, fragment(compared, truth))
+        (self._out / PAGE).write_text(html, encoding="utf-8")
+        return found
+
+    def _extent(self) -> Extent:
+        at = F.col("at").cast("double")
+        with spark_errors():
+            row = (
+                self._recording.table("servers", ["at"])
+                .agg(F.min(at).alias("begin"), F.max(at).alias("end"), F.collect_set("server").alias("servers"))
+                .collect()[0]
+            )
+        if row["begin"] is None:
+            raise BadRecording("the recording has no report in the time asked for: see --from and --to")
+        known = self._settings
+        servers = tuple(sorted({*row["servers"], *known.recorded.servers}))
+        settled_in_s = settle_s(self._recording)
+        times = row["begin"], row["end"], self._window_s
+        return Extent(*times, servers, tuple(known.recorded.ring), settled_in_s, known.balancer, known.led_since)
+
+    def _replays(self, extent: Extent) -> DataFrame:
+        """Return one row per window and combination, and one for the whole recording."""
+        spark = self._recording.spark
+        rest = range(1, len(self._combinations))
+        step = max(1, min(COMBINATIONS_PER_TASK_MAX, ceil(len(rest) * extent.windows / PARTITIONS_MAX) or 1))
+        chunks = [[0], *(list(rest[start : start + step]) for start in range(0, len(rest), step))]
+        numbers = spark.createDataFrame(list(enumerate(chunks)), "chunk int, settings array<int>")
+        tasks = packed_windows(self._recording, extent).crossJoin(numbers)
+        tasks = tasks.where((F.col("slot") != WHOLE) | (F.col("chunk") == 0))
+        partitions = min(PARTITIONS_MAX, (extent.windows * len(chunks)) + 1)
+        work = partial(replayed, [each.options for each in self._combinations], extent, self._overload_ratio)
+        return tasks.repartition(partitions).mapInPandas(work, REPLAYS)
+
+    def _compared(self, replays: DataFrame) -> list[Compared]:
+        """Return the sums over all windows, the settings in force first: what the page draws."""
+        windows = replays.where((F.col("slot") != WHOLE) & F.col("problem").isNull())
+        now = windows.where("setting = 0").select(
+            "slot",
+            F.col("overload_s").alias("overload_now"),
+            F.col("moves").alias("moves_now"),
+            F.col("server_s").alias("server_now"),
+        )
+        less_overload = F.col("overload_now") - F.col("overload_s")
+        fewer_moves = F.col("moves_now") - F.col("moves")
+        fewer_servers = F.col("server_now") - F.col("server_s")
+        gain = (
+            F.when(F.abs(less_overload) >= SAME_S, less_overload)
+            .when(fewer_moves != 0, fewer_moves)
+            .when(F.abs(fewer_servers) >= SAME_S, fewer_servers)
+            .otherwise(0.0)
+        )
+        sums = (
+            windows.join(now, "slot")
+            .groupBy("setting")
+            .agg(
+                F.count("slot").alias("windows"),
+                (F.sum("overload_s") / 60).alias("overload_minutes"),
+                F.sum("server_s").alias("server_s"),
+                F.sum("moves").alias("moves"),
+                F.sum("replications").alias("replications"),
+                F.max("ratio_max").alias("ratio_max"),
+                F.avg("imbalance").alias("imbalance"),
+                F.count_if(gain > 0).alias("better"),
+                F.count_if(gain < 0).alias("worse"),
+            )
+            .orderBy("setting")
+        )
+        tried = max(1, len(self._combinations) - 1)
+        rows = [
+            Compared(text=self._combinations[row["setting"]].text, tried=tried, **row.asDict())
+            for row in sums.collect()
+        ]
+        if not rows or rows[0].setting:
+            raise BadRecording("no window could be replayed under the settings in force: see the table replays")
+        return rows
+
+    @staticmethod
+    def _fidelity(replays: DataFrame) -> Fidelity:
+        rows = replays.where((F.col("slot") == WHOLE) & F.col("problem").isNull()).collect()
+        if not rows:
+            return Fidelity()
+        found = json.loads(rows[0]["agreement"])
+        differences = [Difference(**each) for each in found.pop("differences")]
+        return Fidelity(**found, differences=differences)
+
+    def _table(self, spark: SparkSession, compared: Iterable[Compared], edge: set[int]) -> DataFrame:
+        rows = [
+            (
+                each.setting,
+                json.dumps(dict(self._combinations[each.setting].changes)),
+                *(each.windows, each.overload_minutes, each.server_s, each.moves, each.replications),
+                *(each.ratio_max, each.imbalance, each.better, each.worse, each.p, each.setting in edge),
+            )
+            for each in compared
+        ]
+        schema = (
+            "setting int, changes string, windows long, overload_minutes double, server_s double, moves long,"
+            " replications long, ratio_max double, imbalance double, better long, worse long, p double,"
+            " on_frontier boolean"
+        )
+        return spark.createDataFrame(rows, schema).coalesce(1)
+
+
+# In the tasks.
+
+_TEXTS = ("steps", "pauses", "log")
+
+
+def replayed(
+    options: Sequence[BalancerOptions], extent: Extent, overload_ratio: float, tasks: Iterator[pd.DataFrame]
+) -> Iterator[pd.DataFrame]:
+    """Replay each row of ``tasks``, a window and the numbers of some combinations. Yields rows of ``REPLAYS``."""
+    names = [column.split()[0] for column in REPLAYS.split(", ")]
+    for frame in tasks:
+        for task in frame.to_dict("records"):
+            steps, pauses, log = (task[name] if isinstance(task[name], str) else None for name in _TEXTS)
+            window = unpacked(task["slot"], task["reports"], task["channels"], steps, pauses, extent)
+            rows: list[dict[str, Any]] = []
+            for setting in task["settings"]:
+                row: dict[str, Any] = {"setting": setting, "slot": task["slot"]}
+                try:
+                    outcome = replay(window, options[setting], overload_ratio, extent.settle_s)
+                    if outcome is not None and task["slot"] == WHOLE:
+                        row["agreement"] = _agreement(window, log, options[setting], extent, outcome, overload_ratio)
+                except ReplayError as error:
+                    rows.append({**row, "problem": str(error)})
+                    continue
+                if outcome is not None:
+                    rows.append({**row, **_figures(outcome)})
+            if rows:
+                yield pd.DataFrame([[row.get(name) for name in names] for row in rows], columns=pd.Index(names))
+
+
+def _figures(outcome: Outcome) -> Mapping[str, Any]:
+    return {
+        "overload_s": outcome.overload_s,
+        "ratio_max": outcome.ratio_max,
+        "ratio_mean": outcome.ratio_mean,
+        "imbalance": outcome.imbalance,
+        "server_s": outcome.server_s,
+        "moves": len(outcome.moves),
+        "replications": outcome.replications,
+        "decisions": _moves_text(outcome.moves),
+    }
+
+
+def _agreement(
+    window: RecordedWindow,
+    log: str | None,
+    options: BalancerOptions,
+    extent: Extent,
+    outcome: Outcome,
+    overload_ratio: float,
+) -> str:
+    """Return how the replay agrees with the recording as JSON: the fields of ``Fidelity``."""
+    found = agreement(window, recorded_log(json.loads(log or "[]")), options, extent.led_since)
+    return json.dumps(
+        {
+            "recorded": found.recorded,
+            "same": found.same,
+            "followed": found.followed,
+            "moves": found.moves,
+            "moves_replayed": len(outcome.moves),
+            "overload_s": measured(window, overload_ratio).overload_s,
+            "overload_s_replayed": outcome.overload_s,
+            "differences": [
+                {
+                    "at": each.at,
+                    "recorded": _moves_shown(each.recorded),
+                    "replayed": _moves_shown(each.replayed),
+                    "cause": each.cause,
+                }
+                for each in found.differences
+            ],
+        }
+    )
+
+
+def _moves_shown(moves: Sequence[Moved]) -> str:
+    shown = [
+        f"{page.shown(channel_text(move.channel))}: {', '.join(move.before.servers)} to {', '.join(move.after.servers)}"
+        for move in moves[:MOVES_SHOWN_MAX]
+    ]
+    more = len(moves) - len(shown)
+    return "; ".join(shown) + (f"; and {more} more" if more else "")
+
+
+def _moves_text(moves: Iterable[Moved]) -> str:
+    """Return moves as JSON."""
+    return json.dumps(
+        [
+            {
+                "at": move.at,
+                "channel": channel_text(move.channel),
+                "from_mode": mode_name(move.before.mode),
+                "from_servers": move.before.servers,
+                "to_mode": mode_name(move.after.mode),
+                "to_servers": move.after.servers,
+                "reason": move.reason,
+            }
+            for move in moves
+        ]
+    )

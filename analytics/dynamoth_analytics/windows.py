@@ -1,0 +1,298 @@
+"""Cuts a recording into windows that fit into one task each, and reads them there.
+
+Spark groups the rows of a window; none of them comes to the driver. The rows are packed as Arrow streams, so that every
+task that replays the window gets one small row.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
+# pandas and pyarrow come without types; mypy checks the rest.
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import functions as F
+
+from dynamoth.plan.plan import Assignment
+from dynamoth.protocol.reports import ChannelColumns, Report
+from dynamoth_analytics.agreement import BalancerLog, RecordedDecision, ReportKey
+from dynamoth_analytics.reading import Recording
+from dynamoth_analytics.replay import SETTLE_S, Moved, PlanChangeRow, RecordedReport, RecordedWindow
+from dynamoth_balancer.admin.changes import MODES
+from dynamoth_balancer.decide.cluster import Ratios
+
+PREROLL_S = 30.0
+"""A window comes with the reports of this time before it, so that its averages do not begin with nothing."""
+
+WHOLE = -1
+"""The window that compares recorded and replayed decisions: the whole recording, at most its last ``WHOLE_S_MAX``."""
+
+WHOLE_S_MAX = 3600.0
+
+MOMENT_S = 1e-6
+
+_KEY = ("server", "incarnation", "sequence")
+_REPORT = (
+    *_KEY,
+    "interval_s",
+    "outgoing_bytes_per_s_max",
+    "outgoing_bytes_per_s",
+    "interruptions",
+    "blind_s",
+    "observing",
+    "problems",
+)
+_LOG = (
+    *("number", "line", "at", "kind", "decision", "reason", "channel", "from_mode", "from_servers", "to_mode"),
+    *("to_servers", "server", "ratio_before", "ratio_predicted", "clock_s", "reports", "settled"),
+)
+_CHANNEL = ("channel", "publications", "publishers", "subscribers", "bytes_out")
+
+_ESCAPED = re.compile(rb"\\x([89a-f][0-9a-f])")
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What all windows of a recording have in common. Times in seconds of the Unix clock."""
+
+    begin: float
+    end: float
+    window_s: float
+    servers: tuple[str, ...]
+    ring: tuple[str, ...] = ()
+    #: How long subscribers take to follow a change.
+    settle_s: float = SETTLE_S
+    #: The balancer whose settings are those in force, and when it began to lead; None: not recorded.
+    balancer: int | None = None
+    led_since: float | None = None
+
+    @property
+    def windows(self) -> int:
+        """How many windows there are, those without reports included."""
+        return int((self.end - self.begin) // self.window_s) + 1
+
+    def bounds(self, slot: int) -> tuple[float, float]:
+        """Return when a window begins and ends."""
+        if slot == WHOLE:
+            return max(self.begin, self.end - WHOLE_S_MAX), self.end + 1e-6
+        return self.begin + slot * self.window_s, self.begin + (slot + 1) * self.window_s
+
+
+def _seconds(name: str = "at") -> Column:
+    return F.col(name).cast("double")
+
+
+def _slot(at: Column, extent: Extent) -> Column:
+    return F.floor((at - F.lit(extent.begin)) / F.lit(extent.window_s))
+
+
+def packed_windows(recording: Recording, extent: Extent) -> DataFrame:
+    """Return one row per window: slot, reports, channels, steps of plans, pauses, and the log (of ``WHOLE`` only)."""
+    at = _seconds()
+    slots = F.array(
+        _slot(at, extent),
+        F.least(_slot(at + PREROLL_S, extent), F.lit(extent.windows - 1)),
+        F.when(at >= extent.bounds(WHOLE)[0] - PREROLL_S, F.lit(WHOLE).cast("long")),
+    )
+    slot = F.explode(F.array_compact(F.array_distinct(slots))).alias("slot")
+    reports = recording.table("servers", _REPORT).select(slot, at.alias("at"), *_REPORT)
+    named = recording.table("channels", _CHANNEL).where(F.col("channel").isNotNull()).select(*_KEY, *_CHANNEL)
+    # Spark takes two columns for one where both have one origin: the alias makes another of it.
+    slots_of = reports.select(F.col("slot").alias("slot"), *_KEY)
+    channels = named.join(slots_of, list(_KEY)).select("slot", *_KEY, *_CHANNEL)
+    packed = (
+        reports.groupBy("slot")
+        .cogroup(channels.groupBy("slot"))
+        .applyInArrow(_pack, "slot long, reports binary, channels binary")
+    )
+    steps, log = _steps(recording, extent), _log(recording, extent)
+    return packed.join(steps, "slot", "left").join(log, "slot", "left").crossJoin(_pauses(recording))
+
+
+def _steps(recording: Recording, extent: Extent) -> DataFrame:
+    """Return the steps of plans of each window as JSON, with the latest step of each channel before it."""
+    following = F.lead("at").over(Window.partitionBy("channel").orderBy("at", "version"))
+    plans = recording.table("plans").withColumn("at", _seconds()).withColumn("following", following)
+    first = F.greatest(_slot(F.col("at"), extent), F.lit(0))
+    last = F.coalesce(F.least(_slot(F.col("following"), extent), F.lit(extent.windows - 1)), F.lit(extent.windows - 1))
+    slots = F.when(last >= first, F.sequence(first, last)).otherwise(F.array(first))
+    rows = plans.withColumn("slot", F.explode(F.array_append(slots, F.lit(WHOLE).cast("long"))))
+    step = F.struct("at", "version", "channel", "from_mode", "from_servers", "to_mode", "to_servers", "phase")
+    return rows.groupBy("slot").agg(F.to_json(F.array_sort(F.collect_list(step))).alias("steps"))
+
+
+def _log(recording: Recording, extent: Extent) -> DataFrame:
+    """Return what the latest balancer says of itself in the whole window, as JSON."""
+    rows = recording.table("decisions").where("kind != 'outcome'").withColumn("at", _seconds())
+    begin, _ = extent.bounds(WHOLE)
+    whole = rows.where((F.col("balancer") == extent.balancer) & (F.col("at") >= begin - PREROLL_S))
+    text = F.to_json(F.collect_list(F.struct(*_LOG))).alias("log")
+    return whole.agg(text).select(F.lit(WHOLE).cast("long").alias("slot"), "log")
+
+
+def _pauses(recording: Recording) -> DataFrame:
+    """Return when administrators paused and resumed balancers, as JSON."""
+    rows = recording.table("decisions").where("kind in ('paused', 'resumed')").withColumn("at", _seconds())
+    return rows.agg(F.to_json(F.array_sort(F.collect_list(F.struct("at", "kind")))).alias("pauses"))
+
+
+def _pack(key: tuple[Any, ...], reports: pa.Table, channels: pa.Table) -> pa.Table:
+    """Pack the rows of one window. Runs in a task."""
+    if not reports.num_rows:
+        nothing = pa.array([], pa.binary())
+        return pa.table({"slot": pa.array([], pa.int64()), "reports": nothing, "channels": nothing})
+    order = [(name, "ascending") for name in ("at", *_KEY)]
+    rows = channels.sort_by([*((name, "ascending") for name in _KEY), ("bytes_out", "descending")])
+    return pa.table(
+        {
+            "slot": pa.array([key[0].as_py()], pa.int64()),
+            "reports": pa.array([_stream(reports.drop_columns(["slot"]).sort_by(order))], pa.binary()),
+            "channels": pa.array([_stream(rows.drop_columns(["slot"]))], pa.binary()),
+        }
+    )
+
+
+def _stream(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table)
+    packed: bytes = sink.getvalue().to_pybytes()
+    return packed
+
+
+# In the tasks.
+
+
+def unpacked(
+    slot: int, reports: bytes, channels: bytes, steps: str | None, pauses: str | None, extent: Extent
+) -> RecordedWindow:
+    """Return a window that ``packed_windows`` has packed."""
+    columns = _columns(pa.ipc.open_stream(channels).read_all())
+    rows = pa.ipc.open_stream(reports).read_all().to_pylist()
+    begin, end = extent.bounds(slot)
+    return RecordedWindow(
+        begin,
+        end,
+        extent.servers,
+        [RecordedReport(row["at"], _report(row, columns)) for row in rows],
+        [recorded_step(row) for row in json.loads(steps or "[]")],
+        extent.ring,
+        [(row["at"], row["kind"] == "paused") for row in json.loads(pauses or "[]")],
+    )
+
+
+def recorded_log(rows: Iterable[Mapping[str, Any]]) -> BalancerLog:
+    """Return what rows of the table ``decisions`` say, those of one balancer, with ``at`` in seconds."""
+    ordered = sorted(rows, key=lambda row: (row["number"], row["line"]))
+    offset = min((row["at"] - row["clock_s"] for row in ordered if row.get("clock_s") is not None), default=0.0)
+    heard: dict[ReportKey, float] = {}
+    settled: list[tuple[float, bytes]] = []
+    after = -math.inf  # what a row names came after the row before it, if only by a moment
+    pauses: list[tuple[float, bool]] = []
+    decisions: dict[int, RecordedDecision] = {}
+    looks: dict[float, None] = {}
+    for row in ordered:
+        at = row["at"] if row.get("clock_s") is None else row["clock_s"] + offset
+        new = {key: max(clock_s + offset, after) for key, clock_s in map(_heard, row.get("reports") or ())}
+        heard |= new
+        for text in row.get("settled") or ():
+            clock, channel = text.split(" ", 1)
+            settled.append((max(float(clock) + offset, after), channel_bytes(channel)))
+        if row.get("clock_s") is not None:
+            after = at + MOMENT_S
+            looks |= {} if row["kind"] in ("paused", "resumed") else {at: None}
+        if row["kind"] in ("paused", "resumed"):
+            pauses.append((at, row["kind"] == "paused"))
+        elif row["kind"] == "move":
+            decision = decisions.get(row["decision"]) or RecordedDecision(at, (), tuple(new))
+            decisions[row["decision"]] = _with_move(decision, row)
+    return BalancerLog(tuple(decisions.values()), tuple(pauses), tuple(looks), heard, tuple(settled))
+
+
+def _heard(text: str) -> tuple[ReportKey, float]:
+    server, incarnation, sequence, clock = text.rsplit(" ", 3)
+    return (server, int(incarnation), int(sequence)), float(clock)
+
+
+def _with_move(decision: RecordedDecision, row: Mapping[str, Any]) -> RecordedDecision:
+    """Return a decision with one more row: there is one per move and server that it touches."""
+    channel, others = channel_bytes(row["channel"]), [*decision.moves]
+    before, after = _assignment(row, "from"), _assignment(row, "to")
+    assert before is not None and after is not None, f"a move leads nowhere: {row}"
+    ratios = {row["server"]: Ratios(row.get("ratio_before") or 0.0, row.get("ratio_predicted") or 0.0)}
+    if others and others[-1].channel == channel:
+        ratios = {**others.pop().ratios, **ratios}
+    move = Moved(decision.at, channel, before, after, row.get("reason") or "", ratios)
+    return replace(decision, moves=(*others, move))
+
+
+def channel_bytes(text: str) -> bytes:
+    """Return the name of a channel that ``recording.channel_text`` has made a text of."""
+    return _ESCAPED.sub(lambda found: bytes.fromhex(found[1].decode()), text.encode())
+
+
+def _columns(table: pa.Table) -> dict[tuple[str, int, int], ChannelColumns]:
+    """Return the channels of each report; the rows are in the order of reports."""
+    keys = list(zip(*(table.column(name).to_pylist() for name in _KEY), strict=True))
+    names = {text: channel_bytes(text) for text in table.column("channel").unique().to_pylist()}
+    channels = [names[text] for text in table.column("channel").to_pylist()]
+    numbers = [[value or 0 for value in table.column(name).to_pylist()] for name in _CHANNEL[1:]]
+    found: dict[tuple[str, int, int], ChannelColumns] = {}
+    start = 0
+    for stop in range(1, len(keys) + 1):
+        if stop == len(keys) or keys[stop] != keys[start]:
+            publications, publishers, subscribers, bytes_out = (tuple(column[start:stop]) for column in numbers)
+            zeros, nobody = (0,) * (stop - start), (b"",) * (stop - start)
+            found[keys[start]] = ChannelColumns(
+                tuple(channels[start:stop]),
+                publications,
+                publishers,
+                subscribers,
+                zeros,
+                zeros,
+                bytes_out,
+                nobody,
+                nobody,
+            )
+            start = stop
+    return found
+
+
+def _report(row: dict[str, Any], columns: dict[tuple[str, int, int], ChannelColumns]) -> Report:
+    problems = [tuple(text.split(": ", 1)) for text in row["problems"] or () if ": " in text]
+    return Report(
+        server=row["server"],
+        incarnation=row["incarnation"],
+        sequence=row["sequence"],
+        interval_s=row["interval_s"] or 1.0,
+        plan_version=None,  # the agents of a replay acknowledge the plans of the replay
+        outgoing_bytes_per_s_max=row["outgoing_bytes_per_s_max"] or 1,
+        outgoing_bytes_per_s=row["outgoing_bytes_per_s"] or 0.0,
+        interruptions=row["interruptions"] or 0,
+        blind_s=row["blind_s"] or 0.0,
+        observing=row["observing"] is not False,
+        problems=tuple((kind, text) for kind, text in problems),
+        columns=columns.get((row["server"], row["incarnation"], row["sequence"]), ChannelColumns()),
+    )
+
+
+def recorded_step(row: Mapping[str, Any]) -> PlanChangeRow:
+    """Return what a row of the table ``plans`` says, with ``at`` in seconds."""
+    after = _assignment(row, "to")
+    assert after is not None, f"a step of a plan leads nowhere: {row}"
+    before = _assignment(row, "from")
+    return PlanChangeRow(row["at"], channel_bytes(row["channel"]), before, after, row.get("phase") == "settled")
+
+
+def _assignment(row: Mapping[str, Any], which: str) -> Assignment | None:
+    mode: str | None = row.get(f"{which}_mode")
+    servers: Sequence[str] = row.get(f"{which}_servers") or ()
+    return Assignment(MODES[mode], tuple(servers)) if mode is not None and mode in MODES and servers else None

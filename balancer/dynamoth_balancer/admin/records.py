@@ -1,0 +1,304 @@
+"""Tells recorders what the balancer decides and changes: rows for the tables of ``dynamoth.recording``.
+
+Theory of operation
+-------------------
+Rows are gathered while the machine handles an event, and published at the end of it, at every server whose link is up.
+Nobody answers, and nothing is kept for recorders that are not there. Of decisions, only those whose outcome has not
+been measured are remembered. So records cost a few microseconds per change of a channel, and stop nothing.
+
+A decision comes with the reports that the balancer has heard and the changes that have settled since the one before,
+each with the time, so that a replay can be in the same state.
+
+The settings are repeated now and then, for recorders that come late.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
+
+from dynamoth.errors import ConfigError, PlanError
+from dynamoth.machine.events import Send
+from dynamoth.names import RECORD_CHANNEL
+from dynamoth.plan.compatibility import CompatibilityRule
+from dynamoth.plan.plan import Assignment, Entry, Plan
+from dynamoth.protocol.records import RecordedRows, pack_rows
+from dynamoth.recording import DECISIONS, NAME_CHARACTERS_MAX, PLANS, SETTINGS, Table, channel_text
+from dynamoth_balancer.admin.changes import mode_name
+from dynamoth_balancer.decide.cluster import Ratios
+from dynamoth_balancer.events import Decided, PlanChanged
+from dynamoth_balancer.install.hearing import HeardReport
+from dynamoth_balancer.options import BalancerOptions
+
+SETTINGS_REPEAT_S = 10.0
+"""A recorder that comes late has them after this time: 1 KB per server."""
+
+SETTLED_MAX = 1000
+"""Bound of the settled changes that a decision names."""
+
+OUTCOMES_MAX = 100
+"""Bound of the decisions whose outcome is awaited; the oldest are forgotten."""
+
+ROWS_PER_MESSAGE_MAX = 1000
+"""Rows of one message: some 200 KB, far below ``ROWS_MAX`` and what Redis buffers for a subscriber."""
+
+_ADDED = 5
+"""The first columns of these tables, which recorders fill: time, recorder, balancer, number and line."""
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """A decision whose effect has not been measured."""
+
+    decision: int
+    #: Of each server that it touches: before its first move, and as predicted after its last.
+    ratios: Mapping[str, Ratios]
+    #: Its channels that have not settled.
+    unsettled: set[bytes]
+    #: When to measure; None while channels have not settled.
+    due: float | None = None
+
+
+class Records:
+    """Gathers the rows of one balancer process.
+
+    Args:
+        incarnation: that of the balancer.
+        options: those of the balancer.
+        load_ratio: returns the present load ratio of a server, None where it is not known.
+        reports: what was heard since the last decision; each decision empties it.
+
+    """
+
+    def __init__(
+        self,
+        incarnation: int,
+        options: BalancerOptions,
+        load_ratio: Callable[[str, float], float | None],
+        reports: deque[HeardReport],
+    ) -> None:
+        self._incarnation = incarnation
+        self._options = options
+        self._load_ratio = load_ratio
+        self._reports = reports
+        #: The changes that have settled since the last decision, and when.
+        self._settled: deque[tuple[float, bytes]] = deque(maxlen=SETTLED_MAX)
+        #: The latest plan of this process; None before its first term.
+        self._plan: Plan | None = None
+        #: By table, the rows that are not published yet.
+        self._rows: dict[str, list[tuple[Any, ...]]] = {}
+        #: How many messages were published.
+        self._number = 0
+        self._outcomes: deque[_Outcome] = deque(maxlen=OUTCOMES_MAX)
+        self._settings_at = 0.0
+
+    def begin_term(self, now: float) -> None:
+        """Record the settings with the next tick."""
+        self._settings_at = now
+
+    def end_term(self) -> None:
+        """Forget decisions whose outcome can no longer be measured."""
+        self._outcomes.clear()
+        self._rows.clear()
+        self._settled.clear()
+
+    def on_plan(self, change: PlanChanged) -> None:
+        """Record the entries that a version of the plan has changed."""
+        old, self._plan = self._plan, change.plan
+        for channel in change.channels:
+            entry = change.plan.entries[channel]
+            self._add(
+                PLANS,
+                version=change.plan.version,
+                channel=channel_text(channel),
+                **_assignments(_before(entry, None if old is None else old.entry(channel)), entry.route.assignment),
+                phase=entry.phase.name.lower(),
+                epoch=entry.route.epoch,
+                reason=change.reason,
+            )
+
+    def on_pause(self, paused: bool, now: float) -> None:
+        """Record that an administrator has paused the balancer, or resumed it."""
+        self._add(DECISIONS, kind="paused" if paused else "resumed", **self._state(now))
+
+    def _state(self, now: float) -> dict[str, Any]:
+        """Return what has changed the state of the balancer since the last decision."""
+        reports = tuple(f"{each.server} {each.incarnation} {each.sequence} {each.at!r}" for each in self._reports)
+        settled = tuple(f"{at!r} {channel_text(channel)}" for at, channel in self._settled)
+        self._reports.clear()
+        self._settled.clear()
+        return {"clock_s": now, "reports": reports, "settled": settled}
+
+    def on_decision(self, decided: Decided, now: float) -> None:
+        """Record the moves and findings of a decision; await its outcome if it is carried out."""
+        number, moves = decided.number, decided.decision.moves
+        state = self._state(now)
+        touched: dict[str, Ratios] = {}
+        for move in moves:
+            row = {"decision": number, "kind": "move", "goal": move.goal, "reason": move.reason}
+            places = {"channel": channel_text(move.channel), **_assignments(move.before, move.after)}
+            for server, ratios in move.ratios.items():
+                touched[server] = Ratios(touched.get(server, ratios).before, ratios.after)
+                predicted = {"server": server, "ratio_before": ratios.before, "ratio_predicted": ratios.after}
+                self._add(DECISIONS, **row, **places, **predicted, **state)
+                state = {}
+        for finding in decided.decision.findings:
+            channel = None if finding.channel is None else channel_text(finding.channel)
+            places = {"channel": channel, "server": finding.server, "ratio_before": finding.load_ratio}
+            self._add(
+                DECISIONS, decision=number, kind="finding", goal=finding.goal, reason=finding.reason, **places, **state
+            )
+            state = {}
+        if decided.refused:
+            reason = f"the moves cannot be carried out now: {decided.refused}"
+            self._add(DECISIONS, decision=number, kind="finding", reason=reason)
+        elif moves:
+            self._outcomes.append(_Outcome(number, touched, {move.channel for move in moves}))
+
+    def on_settled(self, channels: Iterable[bytes], now: float) -> None:
+        """Measure the outcome of decisions that have settled with these channels, in ``averaging_s``."""
+        settled = frozenset(channels)
+        self._settled.extend((now, channel) for channel in settled)
+        for outcome in self._outcomes:
+            outcome.unsettled -= settled
+            if outcome.due is None and not outcome.unsettled:
+                outcome.due = now + self._options.averaging_s
+
+    def tick(self, now: float) -> None:
+        """Record the outcomes and settings that are due."""
+        for outcome in [each for each in self._outcomes if each.due is not None and each.due <= now]:
+            self._outcomes.remove(outcome)
+            for server, ratios in outcome.ratios.items():
+                self._add(
+                    DECISIONS,
+                    decision=outcome.decision,
+                    kind="outcome",
+                    server=server,
+                    ratio_before=ratios.before,
+                    ratio_predicted=ratios.after,
+                    ratio_measured=self._load_ratio(server, now),
+                )
+        if self._plan is not None and now >= self._settings_at:
+            self._settings_at = now + SETTINGS_REPEAT_S
+            for name, value in describe_settings(self._options, self._plan):
+                self._add(SETTINGS, name=name, value=value)
+
+    def publish(self, servers: Iterable[str]) -> list[Send]:
+        """Return the messages with the rows since the last call, to each of ``servers``."""
+        if not self._rows:
+            return []
+        tables, self._rows = self._rows, {}
+        sends: list[Send] = []
+        targets = list(servers)
+        for table, rows in tables.items():
+            for start in range(0, len(rows), ROWS_PER_MESSAGE_MAX):
+                self._number += 1
+                some = tuple(rows[start : start + ROWS_PER_MESSAGE_MAX])
+                data = pack_rows(RecordedRows(self._incarnation, self._number, table, _COLUMNS[table], some))
+                sends += [Send(server, (b"PUBLISH", RECORD_CHANNEL, data)) for server in targets]
+        return sends
+
+    def _add(self, table: Table, **cells: Any) -> None:
+        row = tuple(_cell(cells.pop(column, None)) for column in _COLUMNS[table.name])
+        assert not cells, f"{table.name} has no column {', '.join(cells)}"
+        self._rows.setdefault(table.name, []).append(row)
+
+
+_COLUMNS = {
+    table.name: tuple(column.name for column in table.columns[_ADDED:]) for table in (PLANS, DECISIONS, SETTINGS)
+}
+
+
+def _cell(value: Any) -> Any:
+    """Return a value as a message can carry it."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()[:NAME_CHARACTERS_MAX]
+    if not isinstance(value, tuple):
+        return value
+    texts = cast("tuple[str, ...]", value)
+    return [_cell(text) for text in texts[:NAME_CHARACTERS_MAX]]
+
+
+def _assignments(before: Assignment | None, after: Assignment) -> dict[str, Any]:
+    return {
+        "from_mode": None if before is None else mode_name(before.mode),
+        "from_servers": None if before is None else before.servers,
+        "to_mode": mode_name(after.mode),
+        "to_servers": after.servers,
+    }
+
+
+def _before(entry: Entry, old: Entry | None) -> Assignment | None:
+    """Return the assignment that an entry replaces, by itself or by the entry before it; None where both do not say."""
+    routes = (*reversed(entry.previous), *(() if old is None else old.live_routes))
+    return next((route.assignment for route in routes if route.epoch < entry.route.epoch), None)
+
+
+# Settings.
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSettings:
+    """The settings under which a balancer led: enough to run its machine again.
+
+    ``servers``: ids and URLs, without credentials. ``ring``: the ids of the servers that share the unnamed channels.
+    """
+
+    options: BalancerOptions
+    servers: Mapping[str, str]
+    ring: Sequence[str]
+
+
+def describe_settings(options: BalancerOptions, plan: Plan) -> list[tuple[str, str]]:
+    """Return options, servers and ring as rows of names and JSON; a long value is continued in the next row.
+
+    ``virtual_nodes`` and ``compatibility`` are those that the plan has.
+    """
+    in_force = replace(options, virtual_nodes=plan.virtual_nodes, compatibility=plan.compatibility.rules)
+    values: dict[str, Any] = {item.name: getattr(in_force, item.name) for item in fields(BalancerOptions)}
+    values["draining"] = sorted(in_force.draining)
+    values["compatibility"] = [
+        {"pattern": rule.pattern.decode(errors="surrogateescape"), "server": rule.server, "plain": rule.plain}
+        for rule in in_force.compatibility
+    ]
+    values["servers"] = {server.id: _without_credentials(server.url) for server in plan.servers.values()}
+    values["ring"] = plan.base
+    rows: list[tuple[str, str]] = []
+    for name, value in values.items():
+        text = json.dumps(value)
+        step = NAME_CHARACTERS_MAX
+        rows += [(name, text[start : start + step]) for start in range(0, len(text), step)]
+    return rows
+
+
+def read_settings(rows: Iterable[tuple[str, str]]) -> RecordedSettings:
+    """Read what ``describe_settings`` has returned, in that order: names that are not known are left out.
+
+    Raises:
+        ConfigError: a value cannot be read, or is out of range.
+
+    """
+    texts: dict[str, str] = {}
+    for name, value in rows:
+        texts[name] = texts.get(name, "") + value
+    try:
+        values = {name: json.loads(text) for name, text in texts.items()}
+        servers, ring = dict(values.get("servers", {})), tuple(values.get("ring", ()))
+        values["draining"] = frozenset(values.get("draining", ()))
+        values["compatibility"] = tuple(
+            CompatibilityRule(rule["pattern"].encode(errors="surrogateescape"), rule["server"], rule["plain"])
+            for rule in values.get("compatibility", ())
+        )
+        known = {item.name for item in fields(BalancerOptions)}
+        options = BalancerOptions(**{name: value for name, value in values.items() if name in known})
+    except (AttributeError, KeyError, PlanError, RecursionError, TypeError, ValueError) as error:
+        raise ConfigError(f"the settings of the recording cannot be read ({error}): record again") from error
+    return RecordedSettings(options, servers, ring)
+
+
+def _without_credentials(url: str) -> str:
+    scheme, separator, rest = url.partition("://")
+    return scheme + separator + rest.rpartition("@")[2].partition("?")[0]

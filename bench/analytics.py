@@ -1,0 +1,133 @@
+"""How long the report of a large recording takes: 5 and 50 million rows of ``channels``.
+
+Run with ``python -m bench.analytics``; needs Java 17, 8 GB of memory and 3 GB of disk. Spark generates the recordings:
+five servers whose reports, one per second, name 500 channels each, with the publishers of the busiest. Prints a line
+per recording, then one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+
+from bench import skipped
+from dynamoth.errors import ConfigError
+from dynamoth_analytics.reading import SCHEMAS
+from dynamoth_analytics.session import check_java, open_session
+
+SERVERS = 5
+CHANNELS = 500
+"""Per server and report."""
+
+WITH_PUBLISHERS = 100
+"""Channels of a report whose publishers it names: the default of agents."""
+
+BEGIN = 1_763_888_400
+ROWS = (5_000_000, 50_000_000)
+REPORT_TIMEOUT_S = 1800
+
+
+def generate(spark: SparkSession, folder: Path, rows: int) -> None:
+    """Write a recording with so many rows of ``channels``."""
+    seconds = rows // (SERVERS * CHANNELS)
+    rank = F.col("id") % CHANNELS
+    server = F.floor(F.col("id") / CHANNELS) % SERVERS
+    second = F.floor(F.col("id") / (CHANNELS * SERVERS))
+    noise = F.pmod(F.xxhash64("id"), F.lit(200)) / 1000
+    busy = F.floor(400 * F.pow(rank + 1, F.lit(-0.8)) * (0.9 + noise)).cast("long")
+    digits = [F.lpad(F.hex(F.pmod(F.xxhash64(rank, server, F.lit(each)), F.lit(1 << 40))), 16, "0") for each in (1, 2)]
+    ids = F.when(rank < WITH_PUBLISHERS, F.unhex(F.concat(*digits)))
+    head = (
+        F.timestamp_seconds(BEGIN + second + server / SERVERS).alias("at"),
+        F.lit("r1").alias("recorder"),
+        F.concat(F.lit("s"), server).alias("server"),
+        F.lit(1).alias("incarnation"),
+        second.alias("sequence"),
+        F.lit(1.0).alias("interval_s"),
+    )
+    channels = spark.range(0, seconds * SERVERS * CHANNELS, 1, max(2, rows // 2_500_000)).select(
+        *head,
+        F.concat(F.lit("channel-"), server, F.lit("-"), rank).alias("channel"),
+        F.lit(1).alias("channels"),
+        busy.alias("publications"),
+        F.lit(2).alias("publishers"),
+        (rank % 10 + 1).alias("subscribers"),
+        (busy * (rank % 10 + 1)).alias("messages_sent"),
+        (busy * 100).alias("bytes_in"),
+        (busy * (rank % 10 + 1) * 100).alias("bytes_out"),
+        ids.alias("publisher_ids"),
+    )
+    servers = spark.range(0, seconds * SERVERS, 1, 1).select(
+        F.timestamp_seconds(BEGIN + F.floor(F.col("id") / SERVERS) + F.col("id") % SERVERS / SERVERS).alias("at"),
+        F.lit("r1").alias("recorder"),
+        F.concat(F.lit("s"), F.col("id") % SERVERS).alias("server"),
+        F.lit(1).alias("incarnation"),
+        F.floor(F.col("id") / SERVERS).alias("sequence"),
+        F.lit(1.0).alias("interval_s"),
+        (1_000_000 + F.pmod(F.xxhash64("id"), F.lit(100_000))).cast("double").alias("outgoing_bytes_per_s"),
+        F.lit(10_000_000).alias("outgoing_bytes_per_s_max"),
+        F.lit(0.3).alias("cpu_ratio"),
+        F.lit(0.0).alias("observation_lag_s"),
+    )
+    for name, table in (("channels", channels), ("servers", servers)):
+        types = {each.name: each.dataType for each in SCHEMAS[name]}
+        cast = table.select(*(F.col(each).cast(types[each]).alias(each) for each in table.columns))
+        hours = F.date_format("at", "yyyy-MM-dd").alias("date"), F.date_format("at", "HH").alias("hour")
+        cast.select("*", *hours).write.partitionBy("date", "hour").parquet(str(folder / name))
+
+
+def measure(recording: Path, out: Path) -> float:
+    """Return how long the report takes, from the command to its end."""
+    started = time.monotonic()
+    command = [
+        sys.executable,
+        "-m",
+        "dynamoth_analytics.report",
+        str(recording),
+        "--out",
+        str(out),
+        "--master=local[2]",
+    ]
+    subprocess.run(command, check=True, stdout=sys.stderr, timeout=REPORT_TIMEOUT_S)
+    return time.monotonic() - started
+
+
+def main() -> int:
+    """Generate, report, print."""
+    try:
+        check_java()
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return skipped.STATUS
+    parser = argparse.ArgumentParser(prog="python -m bench.analytics", description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="of channels, in each recording")
+    sizes: list[int] = parser.parse_args().rows
+    results: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        places = {rows: Path(folder, str(rows)) for rows in sizes}
+        with open_session(Namespace(master="local[2]", remote=None, spark_log="off"), "bench.analytics") as spark:
+            for rows, place in places.items():
+                generate(spark, place, rows)
+        for rows, place in places.items():
+            seconds = results[f"report_s_{rows}"] = measure(place, Path(folder, f"report-{rows}"))
+            sys.stdout.write(f"{rows:>12,} rows of channels: {seconds:.1f} s\n")
+    results["growth"] = results[f"report_s_{max(sizes)}"] / results[f"report_s_{min(sizes)}"]
+    results["memory_max_mb"] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    results["processors"] = float(len(os.sched_getaffinity(0)))
+    sys.stdout.write(f"{json.dumps(results)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

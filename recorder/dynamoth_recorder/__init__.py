@@ -1,0 +1,1 @@
+"""Records what happens in a cluster as Parquet files, for the jobs of ``analytics``."""

@@ -1,0 +1,1 @@
+"""The process of a recorder: files, metrics and signals."""

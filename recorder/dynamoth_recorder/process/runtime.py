@@ -1,0 +1,260 @@
+"""Runs a recorder as a process: ``dynamoth record``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, assert_never
+
+from prometheus_client import CollectorRegistry
+
+from dynamoth.errors import ConfigError, DynamothError, MalformedMessage
+from dynamoth.plan.plan import Server
+from dynamoth.settings.sections import RecorderSettings
+from dynamoth_daemon.exit_codes import EXIT_FAILED
+from dynamoth_daemon.process import INCARNATION_BITS, DaemonProcess
+from dynamoth_link.options import LinkOptions
+from dynamoth_recorder.events import LinkChanged, RecorderNews, Refused, Rows, ServersChanged, StoreChanged
+from dynamoth_recorder.machine import RecorderMachine
+from dynamoth_recorder.process.backlog import Backlog, Portion
+from dynamoth_recorder.process.metrics import Recording, make_registry
+from dynamoth_recorder.process.store import Store
+from dynamoth_recorder.process.tables import to_batch
+
+FLUSH_S = 5.0
+"""Rows go to disk this often: a crash loses no more, and the time that it takes to write them."""
+
+LARGE_BYTES = 32 * 1024 * 1024
+"""Rows go to disk earlier when there is this much."""
+
+UPKEEP_S = 30.0
+
+SEARCH_S = 1.0
+REFRESH_S = 10.0
+"""How often the servers of the cluster are asked for: until they are known, and afterwards, as some may be added."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecorderConfig(RecorderSettings):
+    """The configuration of a recorder process.
+
+    ``find_servers``: returns the servers of the cluster; raises DynamothError while they are not known.
+    ``link``: credentials, TLS and timeouts of all links.
+
+    Raises:
+        ConfigError: there is no folder to write to.
+
+    """
+
+    find_servers: Callable[[], Awaitable[tuple[Server, ...]]]
+    link: LinkOptions = field(default_factory=LinkOptions)
+
+    def __post_init__(self) -> None:
+        """Check the folder's name."""
+        if not self.out:
+            raise ConfigError("recorder.out: where to? Give --out with the folder of the recording")
+
+
+async def run_recorder(config: RecorderConfig, stop: asyncio.Event | None = None) -> int:
+    """Record until ``stop``, SIGTERM or SIGINT; return the exit code of the process.
+
+    Waits for servers that are down, and for a cluster that has no plan yet. A disk that is full does not end it.
+
+    Raises:
+        ConfigError: the folder cannot be written, or the HTTP port cannot be listened at.
+
+    """
+    recorder = secrets.randbits(INCARNATION_BITS)
+    store = Store(Path(config.out), f"{recorder:016x}", config.keep_hours, config.keep_bytes_max)
+    try:
+        return await _RecorderProcess(config, RecorderMachine(recorder), store, stop or asyncio.Event()).run()
+    finally:
+        store.close()
+
+
+def run(config: RecorderConfig) -> int:
+    """Run a recorder in an event loop of its own; see :func:`run_recorder`.
+
+    In that of asyncio: the clock of uvloop has steps of a millisecond, and a probe takes less.
+    """
+    return asyncio.run(run_recorder(config))
+
+
+class _RecorderProcess(DaemonProcess[RecorderNews]):
+    """One recorder process. Rows are gathered in the event loop, and written in a thread; another one merges files."""
+
+    def __init__(self, config: RecorderConfig, machine: RecorderMachine, store: Store, stop: asyncio.Event) -> None:
+        self._config = config
+        self._machine = machine
+        self._store = store
+        super().__init__("recorder", machine, config, config.link, stop, recorder=store.recorder)
+        self._recording = Recording(store, Backlog(), machine)
+        #: Set when there is much to write.
+        self._is_large = asyncio.Event()
+        #: Held while rows are written.
+        self._writing = asyncio.Lock()
+        self._threads = ThreadPoolExecutor(2, "recording")
+        self._waits_for = ""
+        #: Writes the last rows.
+        self._finishing: asyncio.Task[None] | None = None
+
+    async def run(self) -> int:
+        """Run until the end; return the exit code."""
+        work = self._follow_cluster(), self._keep_writing(), self._keep_tidy()
+        tasks = [self._background(each) for each in work]
+        try:
+            return await super().run()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._threads.shutdown()
+
+    def registry(self) -> CollectorRegistry:
+        """Return the metrics of the recorder."""
+        return make_registry(self._recording)
+
+    def plan_version(self) -> int | None:
+        """Return None: a recorder acts on no plan."""
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """Return where the recording is."""
+        return {"folder": str(self._store.folder)}
+
+    def why_not_ready(self) -> str | None:
+        """Return why the recorder does not record everything now."""
+        if self._recording.failure:
+            return f"the recording cannot be written: {self._recording.failure}"
+        if not self._machine.servers_known:
+            return self._waits_for or "the servers of the cluster are not known yet"
+        return "\n".join(f"{server}: {reason}" for server, reason in self._machine.not_heard.items()) or None
+
+    def execute(self, action: RecorderNews) -> None:
+        """Gather rows, log all else."""
+        match action:
+            case Rows():
+                self._gather(action)
+            case LinkChanged(server, None):
+                self._log.write(logging.INFO, "connected", server=server, limited=True)
+            case LinkChanged(server, reason):
+                self._log.write(logging.WARNING, "no connection; trying again", reason, server=server)
+            case Refused(server, reply):
+                message = "the server refuses what a recorder needs: give its user the rights of 'dynamoth acl'"
+                self._log.write(logging.ERROR, message, reply, server=server)
+            case _:
+                assert_never(action)
+
+    def shut_down(self) -> None:
+        """Write what is left, then end."""
+        self._finishing = self._background(self._finish())
+
+    def _gather(self, rows: Rows) -> None:
+        at_us = time.time_ns() // 1000
+        try:
+            batch = to_batch(rows, at_us, self._store.recorder)
+        except MalformedMessage:
+            self._machine.counters["malformed"] += 1
+            return
+        backlog = self._recording.backlog
+        backlog.add(rows.table, at_us, batch)
+        if backlog.size_bytes > LARGE_BYTES and not self._recording.failure:
+            self._is_large.set()
+
+    def _background(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = self._loop.create_task(work)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log.write(logging.CRITICAL, "the recorder ends because of a bug: please report this", exception=error)
+            self.end(EXIT_FAILED)
+
+    # The cluster.
+
+    async def _follow_cluster(self) -> None:
+        """Look for the servers of the cluster, again and again."""
+        while True:
+            try:
+                servers = await self._config.find_servers()
+            except DynamothError as error:
+                if not self._machine.servers_known and self._waits_for != str(error):
+                    self._waits_for = str(error)
+                    self._log.write(logging.WARNING, "waiting for the cluster", str(error))
+            else:
+                self._driver.handle(ServersChanged(servers))
+            await asyncio.sleep(REFRESH_S if self._machine.servers_known else SEARCH_S)
+
+    # The disk.
+
+    async def _keep_writing(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FLUSH_S):
+                    await self._is_large.wait()
+            self._is_large.clear()
+            await self._write()
+
+    async def _write(self) -> None:
+        """Write everything that was gathered; keep what cannot be written."""
+        async with self._writing:
+            portions = self._recording.backlog.take()
+            left, failure = await self._loop.run_in_executor(self._threads, self._write_portions, portions)
+            self._recording.backlog.give_back(left)
+            if portions:
+                self._report_writing(failure)
+
+    def _write_portions(self, portions: list[Portion]) -> tuple[list[Portion], str]:
+        """Write in the thread. Returns what is left, and why."""
+        for index, portion in enumerate(portions):
+            try:
+                self._store.write(portion)
+            except OSError as error:
+                return portions[index:], error.strerror or str(error)
+        return [], ""
+
+    def _report_writing(self, failure: str) -> None:
+        recording = self._recording
+        if not failure:
+            recording.last_write = time.time()
+        if failure == recording.failure:
+            return
+        was_failing, recording.failure = bool(recording.failure), failure
+        if failure:
+            message = "the recording cannot be written: make room, or correct the folder; rows are kept meanwhile"
+            self._log.write(logging.ERROR, message, failure, folder=str(self._store.folder))
+        else:
+            lost = Counter(recording.backlog.lost).total()
+            self._log.write(logging.INFO, "the recording is written again", rows_lost=lost)
+        if was_failing != bool(failure):
+            self._driver.handle(StoreChanged(bool(failure)))
+
+    async def _keep_tidy(self) -> None:
+        """Merge small files, unless the disk is full, and delete old ones, again and again."""
+        while True:
+            await asyncio.sleep(UPKEEP_S)
+            upkeep = partial(self._store.upkeep, datetime.now(UTC), merge=not self._recording.failure)
+            try:
+                await self._loop.run_in_executor(self._threads, upkeep)
+            except OSError as error:
+                self._log.write(logging.WARNING, "files of the recording cannot be merged or deleted", str(error))
+
+    async def _finish(self) -> None:
+        await self._write()
+        backlog = self._recording.backlog
+        for portion in backlog.take():
+            backlog.lost[portion.table] += portion.rows
+        if lost := Counter(backlog.lost).total():
+            self._log.write(logging.ERROR, "rows were lost, as they could not be written", rows_lost=lost)
+        self.end()

@@ -1,0 +1,296 @@
+"""Writes a recording to disk: Parquet files that are complete when they appear.
+
+Theory of operation
+-------------------
+A file is written under a hidden name, forced to disk and then renamed, so a reader and a crash see all of it or
+nothing. Its name begins with the id of the recorder, which no other process has. A lock on ``.recorder-<id>.lock``
+shows that the recorder lives: the system releases it however the process ends. Hidden files of dead recorders are
+removed, and their small files merged, by whoever comes across them.
+
+Small files of an hour are merged: the result appears before its parts are deleted, so a crash between leaves rows
+twice, and never loses any. Rows have keys by which jobs drop copies.
+
+All methods block, so they run in threads: writing in one, upkeep in another, so that rows never wait for a merge.
+Upkeep touches complete files only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from dynamoth.errors import ConfigError
+from dynamoth.recording import TABLES
+from dynamoth_recorder.process.backlog import Portion
+from dynamoth_recorder.process.tables import SCHEMAS, arrow, parquet
+
+SMALL_BYTES = 16 * 1024 * 1024
+SMALL_ROWS = 500_000
+"""Files below this size and number of rows are merged."""
+
+MERGED_BYTES_MAX = 2 * SMALL_BYTES
+MERGED_ROWS_MAX = 2 * SMALL_ROWS
+"""Bounds of the files of one merge, all of which is in memory: a row of ``channels`` takes some 130 bytes there."""
+
+FILES_PER_HOUR = 60
+"""Once the present hour has this many small files of a table, they are merged; those of an hour that is over, always.
+At a file per 5 s this is 5 minutes."""
+
+OVER_AFTER = timedelta(minutes=1)
+"""An hour is over this long after its end: late rows have been written."""
+
+MERGING_S_MAX = 2.0
+"""No merge of an upkeep begins later than this: a recorder that is stopped waits for the last one."""
+
+_HOUR = re.compile(r"date=(\d{4}-\d\d-\d\d)/hour=(\d\d)")
+_FILE = re.compile(r"\.?([0-9a-f]{16})-\d+\.(?:parquet|tmp)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Hour:
+    """One hour of one table."""
+
+    table: str
+    begin: datetime
+    path: Path
+
+    def is_over(self, now: datetime) -> bool:
+        return now > self.begin + timedelta(hours=1) + OVER_AFTER
+
+
+class Store:
+    """The recording in a folder, as one recorder writes it.
+
+    Args:
+        folder: made if it is not there. Other recorders may write to it, too.
+        recorder: 16 hexadecimal digits that no other recorder has.
+        keep_hours: older hours are deleted; 0: none.
+        keep_bytes_max: while there is more, the oldest hour is deleted, but not the present one; 0: none.
+
+    Raises:
+        ConfigError: nothing can be written there.
+
+    """
+
+    def __init__(self, folder: Path, recorder: str, keep_hours: float = 0, keep_bytes_max: int = 0) -> None:
+        self.folder = folder
+        self.recorder = recorder
+        self._keep_hours = keep_hours
+        self._keep_bytes_max = keep_bytes_max
+        self._numbers = count(1)
+        #: Hours with nothing left to merge, and files that are not merged: large, damaged, of another version.
+        self._merged_hours: set[Path] = set()
+        self._left_alone: set[Path] = set()
+        self.rows_written: Counter[str] = Counter()
+        self.bytes_written = 0
+        self.files_written = 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self._lock_path(recorder), "wb")  # noqa: SIM115  # until `close`
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._remove_leftovers()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(f"recorder.out: {folder} cannot be written ({reason}): choose another folder") from error
+
+    def close(self) -> None:
+        """Release the lock."""
+        with suppress(OSError):
+            self._lock_path(self.recorder).unlink(missing_ok=True)
+        self._lock.close()
+
+    def write(self, portion: Portion) -> None:
+        """Write a file. Raises OSError; then nothing of it is left."""
+        table = arrow.Table.from_batches(portion.batches, SCHEMAS[portion.table]).combine_chunks()
+        size = self._write_file(self.folder / portion.table / portion.hour, table)
+        self.rows_written[portion.table] += table.num_rows
+        self.bytes_written += size
+        self.files_written += 1
+
+    def _write_file(self, folder: Path, table: Any) -> int:
+        """Write a file and return its size. Raises OSError."""
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"{self.recorder}-{next(self._numbers):08d}"
+        hidden = folder / f".{name}.tmp"
+        try:
+            with open(hidden, "xb") as file:
+                parquet.write_table(table, file, compression="zstd", compression_level=1)
+                file.flush()
+                os.fsync(file.fileno())
+                size = file.tell()
+            hidden.rename(folder / f"{name}.parquet")
+        except OSError:
+            with suppress(OSError):
+                hidden.unlink(missing_ok=True)
+            raise
+        _sync_folder(folder)
+        return size
+
+    # Upkeep.
+
+    def upkeep(self, now: datetime, *, merge: bool = True) -> None:
+        """Delete what is too old or too much, and merge small files. Raises OSError."""
+        self._delete_old(now)
+        if not merge:
+            return
+        with open(self.folder / ".merging.lock", "wb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # another recorder does it
+                return
+            self._merge(now)
+
+    def _delete_old(self, now: datetime) -> None:
+        by_begin: defaultdict[datetime, list[_Hour]] = defaultdict(list)
+        for hour in self._hours():
+            by_begin[hour.begin].append(hour)
+        past = sorted(begin for begin, hours in by_begin.items() if hours[0].is_over(now))
+        if self._keep_hours:
+            oldest = now - timedelta(hours=1 + self._keep_hours)
+            while past and past[0] < oldest:
+                _delete(by_begin.pop(past.pop(0)))
+        if not self._keep_bytes_max:
+            return
+        sizes = {begin: sum(map(_size_of, hours)) for begin, hours in by_begin.items()}
+        total = sum(sizes.values())
+        while past and total > self._keep_bytes_max:
+            begin = past.pop(0)
+            total -= sizes[begin]
+            _delete(by_begin[begin])
+
+    def _merge(self, now: datetime) -> None:
+        deadline = time.monotonic() + MERGING_S_MAX
+        for hour in self._hours():
+            if hour.path in self._merged_hours:
+                continue
+            is_over = hour.is_over(now)
+            while group := self._mergeable(hour, 2 if is_over else FILES_PER_HOUR):
+                self._merge_files(hour, group)
+                if time.monotonic() > deadline:
+                    return
+            if is_over:
+                self._merged_hours.add(hour.path)
+
+    def _mergeable(self, hour: _Hour, least: int) -> list[Path]:
+        """Return small files to merge, at least two; none while there are less than ``least``."""
+        paths = [path for path in sorted(hour.path.glob("*.parquet")) if self._may_merge(path)]
+        if len(paths) < least:
+            return []
+        group: list[Path] = []
+        rows = size = 0
+        for path in paths:
+            rows_here, size_here = self._rows_in(path, SCHEMAS[hour.table]), _size_of_file(path)
+            if rows_here is None or rows_here >= SMALL_ROWS or size_here >= SMALL_BYTES:
+                self._left_alone.add(path)
+            elif rows + rows_here <= MERGED_ROWS_MAX and size + size_here <= MERGED_BYTES_MAX:
+                group.append(path)
+                rows += rows_here
+                size += size_here
+        return group if len(group) > 1 else []
+
+    def _may_merge(self, path: Path) -> bool:
+        """Return whether a file is ours, or of a recorder that has ended."""
+        match = _FILE.fullmatch(path.name)
+        if match is None or path in self._left_alone:
+            return False
+        return match[1] == self.recorder or not self._is_alive(match[1])
+
+    def _rows_in(self, path: Path, schema: Any) -> int | None:
+        """Return the number of rows; None for a file that is damaged, gone, or of another version: readers judge it."""
+        try:
+            with parquet.ParquetFile(path) as file:
+                is_ours = file.schema_arrow.equals(schema, check_metadata=True)
+                return int(file.metadata.num_rows) if is_ours else None
+        except (arrow.ArrowException, OSError):
+            return None
+
+    def _merge_files(self, hour: _Hour, paths: Sequence[Path]) -> None:
+        read: list[tuple[Path, Any]] = []
+        for path in paths:
+            try:
+                with parquet.ParquetFile(path) as file:
+                    read.append((path, file.read()))
+            except (arrow.ArrowException, OSError):
+                self._left_alone.add(path)
+        if len(read) > 1:
+            self._write_file(hour.path, arrow.concat_tables([table for _, table in read]).combine_chunks())
+            for path, _ in read:
+                path.unlink(missing_ok=True)
+
+    def _hours(self) -> Iterator[_Hour]:
+        for table in TABLES:
+            for path in sorted((self.folder / table).glob("date=*/hour=*")):
+                if match := _HOUR.fullmatch(f"{path.parent.name}/{path.name}"):
+                    with suppress(ValueError):  # such as hour=99
+                        begin = datetime.strptime(f"{match[1]} {match[2]} +0000", "%Y-%m-%d %H %z")
+                        yield _Hour(table, begin.astimezone(UTC), path)
+
+    # Other recorders.
+
+    def _lock_path(self, recorder: str) -> Path:
+        return self.folder / f".recorder-{recorder}.lock"
+
+    def _is_alive(self, recorder: str) -> bool:
+        """Return whether a recorder, other than this one, still runs."""
+        try:
+            with open(self._lock_path(recorder), "rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return False
+
+    def _remove_leftovers(self) -> None:
+        """Remove what dead recorders have begun and not finished, and their locks."""
+        alive = {self.recorder}
+        for lock in self.folder.glob(".recorder-*.lock"):
+            recorder = lock.name.removeprefix(".recorder-").removesuffix(".lock")
+            if recorder != self.recorder and self._is_alive(recorder):
+                alive.add(recorder)
+            elif recorder != self.recorder:
+                lock.unlink(missing_ok=True)
+        for hour in self._hours():
+            for hidden in hour.path.glob(".*.tmp"):
+                match = _FILE.fullmatch(hidden.name)
+                if match is not None and match[1] not in alive:
+                    hidden.unlink(missing_ok=True)
+
+
+def _size_of(hour: _Hour) -> int:
+    return sum(map(_size_of_file, hour.path.iterdir()))
+
+
+def _size_of_file(path: Path) -> int:
+    """Return the size of a file; 0 when it is gone: others write, rename and delete."""
+    with suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
+
+
+def _delete(hours: list[_Hour]) -> None:
+    """Delete an hour of all tables, and the day's folder with its last hour."""
+    for hour in hours:
+        with suppress(FileNotFoundError):  # another recorder deletes it
+            shutil.rmtree(hour.path)
+        with suppress(OSError):  # it has other hours
+            hour.path.parent.rmdir()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,119 @@
+"""Recorded loads that a test describes, and recordings of them."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
+# pandas and pyarrow come without types; mypy checks the rest.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dynamoth.plan.ring import Ring
+from dynamoth.protocol.reports import ChannelColumns, Report
+from dynamoth.recording import TABLES, Type, channel_text
+from dynamoth_analytics.replay import RecordedReport, RecordedWindow
+
+CAPACITY = 1_000_000
+SERVERS = ("s1", "s2", "s3")
+BEGIN = 1_700_000_000.0
+MESSAGE_BYTES = 100
+RING = Ring(SERVERS)
+
+Rates = Callable[[int], Mapping[bytes, float]]
+
+
+def at_home(server: str, count: int, prefix: bytes = b"c") -> list[bytes]:
+    """Return channels whose home is a server."""
+    names = (b"%s-%d" % (prefix, number) for number in range(10_000))
+    return [name for name in names if RING.home(name) == server][:count]
+
+
+def load(seconds: int, rates: Rates, subscribers: int = 10) -> RecordedWindow:
+    """Return a recording in which every channel stays at home. ``rates``: bytes/s of each, by second."""
+    reports: list[RecordedReport] = []
+    for second in range(seconds):
+        now = rates(second)
+        for index, server in enumerate(SERVERS):
+            rows = sorted(((rate, name) for name, rate in now.items() if RING.home(name) == server), reverse=True)
+            reports.append(
+                RecordedReport(BEGIN + second + index / len(SERVERS), _report(server, second, rows, subscribers))
+            )
+    return RecordedWindow(BEGIN, BEGIN + seconds, SERVERS, reports)
+
+
+def _report(server: str, second: int, rows: Sequence[tuple[float, bytes]], subscribers: int) -> Report:
+    publications = tuple(round(rate / MESSAGE_BYTES / subscribers) for rate, _ in rows)
+    many, zeros, nobody = (subscribers,) * len(rows), (0,) * len(rows), (b"",) * len(rows)
+    sent = tuple(round(rate) for rate, _ in rows)
+    names = tuple(name for _, name in rows)
+    return Report(
+        server=server,
+        incarnation=1,
+        sequence=second + 1,
+        interval_s=1.0,
+        plan_version=None,
+        outgoing_bytes_per_s_max=CAPACITY,
+        outgoing_bytes_per_s=50_000.0 + sum(sent),
+        columns=ChannelColumns(names, publications, many, many, zeros, zeros, sent, nobody, nobody),
+    )
+
+
+def rising(channels: Mapping[str, int], rate: float, hot: float, begin: int, end: int = 10_000) -> Rates:
+    """Return loads of ``rate`` each, and ``hot`` at the first server between two seconds."""
+    names = {server: at_home(server, count) for server, count in channels.items()}
+    first = next(iter(channels))
+
+    def rates(second: int) -> dict[bytes, float]:
+        return {
+            name: (hot if server == first and begin <= second < end else rate) + 100 * index
+            for server, some in names.items()
+            for index, name in enumerate(some)
+        }
+
+    return rates
+
+
+# As a recorder writes it.
+
+_ARROW = {
+    Type.TIME: pa.timestamp("us", "UTC"),
+    Type.TEXT: pa.string(),
+    Type.WHOLE: pa.int64(),
+    Type.NUMBER: pa.float64(),
+    Type.TRUTH: pa.bool_(),
+    Type.BYTES: pa.binary(),
+    Type.TEXTS: pa.list_(pa.string()),
+}
+
+
+def write(folder: Path, window: RecordedWindow, tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Write a recording: a load, and by table the rows that a balancer sent to recorders."""
+    columns: list[dict[str, Any]] = []
+    servers: list[dict[str, Any]] = []
+    for at, report in window.reports:
+        key = {"at": at, "server": report.server, "incarnation": 1, "sequence": report.sequence, "interval_s": 1.0}
+        figures = {name: getattr(report, name) for name in ("outgoing_bytes_per_s", "outgoing_bytes_per_s_max")}
+        servers.append({**key, **figures, "observing": True})
+        columns += [
+            {**key, **row._asdict(), "channel": channel_text(row.channel), "channels": 1}
+            for row in report.columns.rows()
+        ]
+    for name, rows in {**tables, "servers": servers, "channels": columns}.items():
+        _write(folder, name, rows)
+
+
+def _write(folder: Path, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    if not rows:
+        return
+    schema = pa.schema([(column.name, _ARROW[column.type]) for column in TABLES[table].columns])
+    whole = [{**row, "recorder": "r1", "at": datetime.fromtimestamp(row["at"], UTC)} for row in rows]
+    hour = datetime.fromtimestamp(BEGIN, UTC)
+    place = folder / table / f"date={hour:%F}" / f"hour={hour:%H}"
+    place.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(whole, schema), place / "r1-1.parquet")

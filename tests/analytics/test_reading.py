@@ -1,0 +1,165 @@
+"""Recordings that cannot be read, or only in part: one sentence with cause and cure."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+
+from dynamoth.errors import ConfigError
+from dynamoth_analytics.errors import BadRecording
+from dynamoth_analytics.reading import SCHEMAS, Recording
+from dynamoth_analytics.report import Report
+from dynamoth_analytics.session import check_java
+from dynamoth_cli.main import main
+from dynamoth_recorder.events import Rows
+from dynamoth_recorder.process.backlog import Backlog
+from dynamoth_recorder.process.store import Store
+from dynamoth_recorder.process.tables import to_batch
+from tests.analytics.planted import BEGIN
+
+A = "a" * 16
+
+
+def record(folder: Path, *tables: Rows, hour: int = 0) -> None:
+    """Write a file per table, as a recorder does."""
+    store, backlog = Store(folder, f"{len(list(folder.rglob('*.parquet'))):016x}"), Backlog()
+    at_us = int((BEGIN + timedelta(hours=hour, minutes=10)).timestamp() * 1e6)
+    for rows in tables:
+        backlog.add(rows.table, at_us, to_batch(rows, at_us, A))
+    for portion in backlog.take():
+        store.write(portion)
+    store.close()
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A recording of one report in each of three hours."""
+    folder = tmp_path / "small"
+    for hour in range(3):
+        report = {"server": "s1", "incarnation": 1, "sequence": hour, "interval_s": 1.0}
+        record(folder, Rows("servers", 1, report), hour=hour)
+    return folder
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/*/*/*.parquet"))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str]:
+    """Return the exit code of a report, and its one line."""
+    code = main(["report", *map(str, arguments)])
+    (line,) = capsys.readouterr().err.splitlines()
+    return code, line
+
+
+# With Spark.
+
+
+def test_only_the_hours_that_were_asked_for_are_read(spark: SparkSession, small: Path) -> None:
+    files_of(small)[2].write_bytes(b"broken")
+    part = Recording(spark, str(small), BEGIN + timedelta(hours=1), BEGIN + timedelta(hours=2))
+    assert [row["sequence"] for row in part.table("servers").collect()] == [1]
+
+
+def test_columns_of_other_versions(spark: SparkSession, small: Path) -> None:
+    """An older version lacks a column, which is named; a newer one has one more, which is kept."""
+    newer = (
+        spark.read.parquet(str(small / "servers")).drop("date", "hour", "cpu_ratio").withColumn("colour", F.lit("red"))
+    )
+    folder = small.parent / "newer"
+    newer.write.parquet(str(folder / "servers" / "date=2026-11-23" / "hour=10"))
+    recording = Recording(spark, str(folder))
+    rows = recording.table("servers")
+    assert rows.columns == [*SCHEMAS["servers"].names, "colour"]
+    assert {row["colour"] for row in rows.collect()} == {"red"}
+    assert recording.missing["servers"] == ["cpu_ratio"]
+
+
+def test_rows_that_are_there_twice_count_once(spark: SparkSession, tmp_path: Path) -> None:
+    """After a crash while files were merged, some reports are in two files, or in one file twice."""
+
+    def channels(sequence: int) -> tuple[Rows, Rows]:
+        head: dict[str, Any] = {"server": "s1", "incarnation": 1, "sequence": sequence, "interval_s": 1.0}
+        named: dict[str, list[Any]] = {"channel": ["a", "b", "c"], "bytes_out": [1, 2, 3]}
+        return Rows("channels", 3, {**head, "channels": 1}, named), Rows("channels", 1, {**head, "channels": 9})
+
+    first, second, third, fourth = map(channels, range(4))
+    record(tmp_path, *first, *second)
+    record(tmp_path, *second)
+    record(tmp_path, *third, *fourth, *third)
+    rows = Recording(spark, str(tmp_path)).table("channels", ["bytes_out"]).collect()
+    named = [("a", 1), ("b", 2), ("c", 3), (None, None)]
+    expected = {(sequence, name, size) for sequence in range(4) for name, size in named}
+    assert len(rows) == len(expected)
+    assert {(row["sequence"], row["channel"], row["bytes_out"]) for row in rows} == expected
+
+
+def test_a_damaged_footer_is_named(spark: SparkSession, small: Path) -> None:
+    broken = files_of(small)[1]
+    content = broken.read_bytes()
+    broken.write_bytes(content[:-40] + b"\xff" * 32 + content[-8:])
+    with pytest.raises(BadRecording, match=f"{broken.name} cannot be read"):
+        Recording(spark, str(small)).table("servers").collect()
+
+
+def test_nothing_in_the_time_asked_for(spark: SparkSession, small: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadRecording, match="no report of a server in this time: choose other times"):
+        Report(Recording(spark, str(small), BEGIN + timedelta(days=1)), tmp_path).write()
+
+
+# Without: these are seen before Spark starts.
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1 truncated", b"no Parquet"])
+def test_a_broken_file_is_named(small: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = files_of(small)[1]
+    broken.write_bytes(content)
+    code, line = refused(capsys, small, "--out", small.parent / "out")
+    assert code == 1
+    assert f"truncated, or no Parquet files: {broken}: move" in line
+
+
+def test_wrong_use_is_refused(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (empty := small.parent / "empty").mkdir()
+    out = ["--out", str(small.parent / "out")]
+    wrong = {
+        (str(small), "--out", str(small)): (2, "is not empty: give a new folder"),
+        (str(small.parent / "none"), *out): (2, "there is no folder"),
+        (str(empty), *out): (1, "has no recording"),
+        (str(small), *out, "--from", "noon"): (2, "'noon' is no time"),
+        (str(small), *out, "--from", "2026-11-24", "--to", "2026-11-23"): (2, "is not before"),
+        (str(small), *out, "--remote", "http://x"): (2, "a URL sc://host:port expected"),
+    }
+    for arguments, (code, text) in wrong.items():
+        found, line = refused(capsys, *arguments)
+        assert found == code and text in line, arguments
+
+
+def test_a_folder_that_is_no_hour_is_named(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (odd := small / "servers" / "date=2026-11-23" / "hour=99").mkdir()
+    assert refused(capsys, small) == (1, f"dynamoth: {odd} is no hour of a recording: move it elsewhere")
+
+
+@pytest.mark.parametrize("url", ["--master=spark", "--remote=sc"])
+def test_a_cluster_that_is_not_there(small: Path, free_port: int, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, line = refused(capsys, small, "--out", small.parent / "out", f"{url}://127.0.0.1:{free_port}")
+    assert code == 1
+    assert "Spark cannot be reached" in line
+
+
+def test_without_java_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    with pytest.raises(ConfigError, match="openjdk-17-jre-headless"):
+        check_java()
+    old = tmp_path / "java"
+    old.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\"' >&2\n")
+    os.chmod(old, 0o755)
+    with pytest.raises(ConfigError, match="is version 11, and Spark needs 17"):
+        check_java()

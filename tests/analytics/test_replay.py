@@ -1,0 +1,83 @@
+"""Replays of described loads: what the balancer of production does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from dynamoth.plan.plan import Assignment, Mode, single
+from dynamoth_analytics.replay import Moved, Outcome, RecordedWindow, recorded_anew, replay
+from dynamoth_balancer.options import BalancerOptions
+from tests.analytics.loads import BEGIN, at_home, load, rising
+
+OPTIONS = BalancerOptions(wait_s=5.0, averaging_s=5.0, channel_rest_s=10.0, replication_rest_s=10.0)
+NO_MOVES = replace(OPTIONS, load_ratio_high=100.0, replicas_max=1)
+OVERLOAD = rising({"s1": 8, "s2": 4, "s3": 4}, 50_000, 120_000, 20)
+
+
+def outcome(window: RecordedWindow, options: BalancerOptions = OPTIONS) -> Outcome:
+    """Return the outcome of a window with reports."""
+    found = replay(window, options, 0.8)
+    assert found is not None
+    return found
+
+
+def places(moves: Sequence[Moved]) -> list[tuple[bytes, Assignment, Assignment]]:
+    return [(move.channel, move.before, move.after) for move in moves]
+
+
+def test_moves_end_an_overload_that_lasts_without_them() -> None:
+    window = load(60, OVERLOAD)
+    alone, moved = outcome(window, NO_MOVES), outcome(window)
+    assert alone.overload_s == 40 and not alone.moves and alone.server_s == 180
+    assert moved.overload_s < 10 and all(move.before == single("s1") for move in moved.moves)
+    assert moved.imbalance < alone.imbalance and moved.ratio_mean == pytest.approx(alone.ratio_mean, rel=0.02)
+
+
+def test_replaying_what_was_recorded_gives_the_recorded_moves() -> None:
+    recorded, moves, _ = recorded_anew(load(90, OVERLOAD), OPTIONS)
+    assert len(moves) >= 2 and places(outcome(recorded).moves) == places(moves)
+
+
+def test_recorded_moves_are_undone_under_settings_that_would_not_have_made_them() -> None:
+    window = load(60, OVERLOAD)
+    recorded, moves, _ = recorded_anew(window, OPTIONS)
+    undone, alone = outcome(recorded, NO_MOVES), outcome(window, NO_MOVES)
+    assert moves and not undone.moves
+    assert undone.overload_s == pytest.approx(alone.overload_s, abs=2)
+    assert undone.ratio_max == pytest.approx(alone.ratio_max, rel=0.02)
+
+
+def test_a_later_window_begins_where_channels_were() -> None:
+    recorded, moves, _ = recorded_anew(load(60, OVERLOAD), OPTIONS)
+    later = replace(recorded, begin=BEGIN + 45)
+    assert not outcome(later).moves and outcome(later).overload_s == 0
+    unseen = replace(later, plans=())
+    assert outcome(unseen, NO_MOVES).overload_s == 0, "the reports show where channels are"
+    assert moves
+
+
+@pytest.mark.parametrize(("subscribers", "mode"), [(2, Mode.ALL_SUBSCRIBERS), (2000, Mode.ALL_PUBLISHERS)])
+def test_a_channel_too_large_for_one_server_is_replicated_and_shared(subscribers: int, mode: Mode) -> None:
+    hot, *others = at_home("s1", 3)
+    quiet = dict.fromkeys([*others, *at_home("s2", 2)], 1000.0)
+    window = load(60, lambda second: {**quiet, hot: 1_000_000.0 if second >= 15 else 1000.0}, subscribers)
+    options = replace(OPTIONS, all_publishers_ratio_min=10.0)
+    found = outcome(window, options)
+    assert found.replications and found.moves[0].after.mode is mode
+    assert found.overload_s < outcome(window, NO_MOVES).overload_s
+    recorded, moves, _ = recorded_anew(window, options)
+    assert moves and places(outcome(recorded, options).moves) == places(moves)
+
+
+def test_a_server_whose_reports_stop_gets_no_channels() -> None:
+    window = load(60, OVERLOAD)
+    kept = [each for each in window.reports if each.report.server != "s2" or each.at < BEGIN + 10]
+    assert {move.after for move in outcome(replace(window, reports=kept)).moves} == {single("s3")}
+
+
+def test_a_window_without_reports_has_no_outcome() -> None:
+    window = load(10, OVERLOAD)
+    assert replay(replace(window, begin=BEGIN + 10, end=BEGIN + 20), OPTIONS, 0.8) is None

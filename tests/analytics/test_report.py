@@ -1,0 +1,198 @@
+"""Reports find what was planted, in one recording and in another with the same events."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.testing import (
+    assertDataFrameEqual,  # pyright: ignore[reportUnknownVariableType] it names types of pandas
+    assertSchemaEqual,
+)
+
+from dynamoth_analytics import thresholds
+from dynamoth_analytics.calibration import recommended
+from dynamoth_analytics.channels import ALL_PUBLISHERS, SINGLE
+from dynamoth_analytics.errors import SparkFailed, spark_errors
+from dynamoth_analytics.jobs import COLLECTED_MAX
+from dynamoth_analytics.reading import Recording, made
+from dynamoth_analytics.recorded_settings import DEFAULTS
+from dynamoth_analytics.report import PAGE, SETTINGS_FILE, Report
+from dynamoth_cli.main import main
+from tests.analytics.conftest import Written
+from tests.analytics.planted import (
+    ALONE,
+    BEGIN,
+    BREAK,
+    CAPACITY,
+    CHANNELS,
+    EVERYWHERE,
+    EVERYWHERE_AT,
+    EXPONENT,
+    HOT,
+    HOT_FROM,
+    HOT_TO,
+    LOST_AT,
+    ODD_AT,
+    PING_PONG,
+    second_recording,
+)
+
+Rows = Callable[[str], list[Any]]
+
+
+@pytest.fixture
+def rows(spark: SparkSession, report: Path) -> Rows:
+    return lambda job: spark.read.parquet(str(report / job)).collect()
+
+
+def second(of_recording: float) -> float:
+    return (BEGIN + timedelta(seconds=of_recording)).timestamp()
+
+
+def test_the_hot_channel_is_first(rows: Rows) -> None:
+    first = max(rows("channels"), key=lambda row: row["bytes_out"])
+    assert (first["channel"], round(first["fan_out"]), first["subscribers"]) == (HOT, 10, 10.0)
+
+
+def test_the_overload_is_found_with_its_cause_and_an_unused_hour_is_none(rows: Rows) -> None:
+    (overload,) = rows("overloads")
+    assert (overload["server"], overload["channel"]) == ("s3", HOT)
+    slot_s = 5
+    assert abs(overload["begin"].timestamp() - second(HOT_FROM)) <= slot_s
+    assert overload["minutes"] == pytest.approx((HOT_TO - HOT_FROM) / 60, abs=slot_s / 60)
+    assert 0.6 < overload["channel_share"] < 0.9
+    assert sum(row["server_seconds"] for row in rows("servers")) == 3 * 2400 - 1  # one report was lost
+
+
+def test_the_popularity_is_that_of_zipf(rows: Rows) -> None:
+    (fit,) = rows("popularity")
+    assert fit["exponent"] == pytest.approx(EXPONENT, abs=0.05)
+    assert 0 < fit["standard_error"] < 0.05
+
+
+def test_the_channel_that_went_to_and_fro_is_found_and_no_other(rows: Rows) -> None:
+    assert [(row["channel"], row["to_servers"]) for row in rows("ping_pong")] == [(PING_PONG, ["s1"])]
+    assert {round(row["preparing_s"], 3) for row in rows("changes")} == {0.2}
+    assert {round(row["settling_s"], 3) for row in rows("changes")} == {0.5}
+
+
+def test_decisions_are_compared_with_their_outcome(rows: Rows) -> None:
+    errors = {(row["decision"], row["server"]): round(row["error"], 3) for row in rows("effects")}
+    assert errors == {(1, "s1"): 0.02, (1, "s2"): -0.02, (2, "s2"): 0.23}
+    assert [row["decision"] for row in rows("without_gain")] == [2]
+
+
+def test_the_break_point_is_found_where_there_is_one(
+    rows: Rows, report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {row["server"]: row["break_ratio"] for row in rows("break_points")}
+    assert found.pop("s1") == pytest.approx(BREAK, rel=0.05)
+    assert set(found.values()) == {None}
+    toml = (report / SETTINGS_FILE).read_text()
+    (limit,) = re.findall(r'id = "s1".*\n.*\noutgoing_bytes_per_s_max = (\d+)', toml)
+    assert int(limit) == pytest.approx(BREAK * CAPACITY, rel=0.05)
+    assert main(["balancer", "--check", "--config", str(report / SETTINGS_FILE)]) == 0
+    assert "valid" in capsys.readouterr().err
+
+
+def test_anomalies_are_found_within_one_interval_and_no_others(rows: Rows) -> None:
+    found = {(row["kind"], row["metric"], row["subject"], row["at"].timestamp()) for row in rows("anomalies")}
+    slots = {each for each in found if each[0] in ("channel", "publisher")}
+    assert slots == {
+        ("channel", "publications_per_s", HOT, second(HOT_FROM)),
+        ("channel", "publications_per_s", HOT, second(HOT_TO)),
+        ("publisher", "channels", EVERYWHERE, second(EVERYWHERE_AT)),
+    }
+    reports = {(metric, subject, round(at - second(1))) for _, metric, subject, at in found - slots}
+    assert reports == {
+        ("outgoing_bytes_per_s", "s2", ODD_AT),
+        ("outgoing_bytes_per_s", "s3", HOT_FROM),
+        ("outgoing_bytes_per_s", "s3", HOT_TO),
+        ("reports_missing", "s2", LOST_AT + 1),
+        *(("silent_s", f"s{n}", 7200) for n in (1, 2, 3)),
+    }
+
+
+def test_what_a_publisher_had_to_itself_is_known(rows: Rows) -> None:
+    alone = [row for row in rows("publisher_slots") if row["publications_per_s"] is not None]
+    assert {row["publisher"] for row in alone} == {f"{CHANNELS - 1:016x}"}
+    sent = sum(row["publications"] for row in rows("channel_loads") if row["channel"] == ALONE)
+    assert sum(row["publications_per_s"] for row in alone) * 5 == pytest.approx(sent)
+
+
+def test_the_driver_collects_only_what_is_drawn(spark: SparkSession, planted: Path, written: Written) -> None:
+    """The session of tests has a bound of 1 MB for what the driver collects, and this recording is larger."""
+    with pytest.raises(SparkFailed, match="maxResultSize"), spark_errors():
+        spark.read.parquet(str(planted / "channels")).collect()
+    assert len(written.collected) > 15
+    assert max(written.collected) <= COLLECTED_MAX
+
+
+def test_thresholds_are_lowered_to_what_channels_had_before_they_overloaded_a_server(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    loads = made(
+        spark,
+        [
+            ("many publications", SINGLE, 1.0, 900, 30.0, 5, 900_000),
+            ("many publications", SINGLE, 1.0, 600, 30.0, 5, 600_000),
+            ("many subscribers", SINGLE, 2.0, 40, 90.0, 1, 2_000_000),
+            ("replicated", ALL_PUBLISHERS, 1.0, 1, 20.0, 1, 2_000_000),
+            ("one of each", SINGLE, 1.0, 10, 1.0, 1, 1_000_000),
+        ],
+        "channel string, mode string, seconds double, publications long, subscribers double, publishers long,"
+        " bytes_out long",
+    )
+    found = [row.asDict() for row in thresholds.outgrown(loads, 1e6, 0.8).orderBy("channel").collect()]
+    assert [(row["channel"], row["ratio"]) for row in found] == [
+        ("many publications", 0.9),
+        ("many subscribers", 1.0),
+        ("one of each", 1.0),
+    ]
+    lines = thresholds.thresholds(found, DEFAULTS)
+    values = dict(line.split(" = ") for line in lines if not line.startswith("#"))
+    # At load ratio 0.5: 500 publications/s to 30 subscribers, and 20 publications/s to 45 subscribers.
+    assert values == {
+        "replicate_publications_per_s_min": "450.0",
+        "all_subscribers_ratio_min": "15.0",
+        "replicate_subscribers_min": "40",
+        "all_publishers_ratio_min": "2.0",
+    }
+    assert any("many publications alone made load ratio 0.90" in line for line in lines)
+    toml = tmp_path / "recommended.toml"
+    toml.write_text(recommended([], {"s1": 1e6}, {"s1": "redis://10.0.0.1"}, None, DEFAULTS, lines))
+    assert main(["balancer", "--check", "--config", str(toml)]) == 0
+    assert thresholds.thresholds([], DEFAULTS) == []
+
+
+def test_latency_around_changes(rows: Rows) -> None:
+    around = rows("latency_around")
+    assert {row["lost"] for row in around} == {0}
+    assert all(row["before_s"] == pytest.approx(0.0004, rel=0.1) for row in around)
+
+
+def test_the_page_is_one_file_and_says_it_in_sentences(report: Path) -> None:
+    page = (report / PAGE).read_text()
+    assert "<script" not in page
+    assert not re.search(r"(src|href)=|url\(|@import|https?:", page)
+    assert re.search(r"<li>s3 was overloaded for 1[34] minutes from 10:02:\d\d .*&lt;script&gt;", page)
+    assert "width=device-width" in page and "prefers-color-scheme:dark" in page
+
+
+def test_the_same_events_in_other_files_give_the_same_report(
+    spark: SparkSession, planted: Path, report: Path, tmp_path: Path
+) -> None:
+    second_recording(spark, planted, tmp_path / "again")
+    (out := tmp_path / "out").mkdir()
+    sentences = Report(Recording(spark, str(tmp_path / "again")), out).write()
+    assert sentences
+    for job in sorted(folder.name for folder in report.iterdir() if folder.is_dir() and folder.name != "channel_slots"):
+        first, again = (spark.read.parquet(str(each / job)) for each in (report, out))
+        assertSchemaEqual(again.schema, first.schema)
+        assertDataFrameEqual(again, first, rtol=1e-6, atol=1e-9)

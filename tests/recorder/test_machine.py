@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dynamoth.machine.events import Connect, Disconnect, ErrorReply, Pushed, Replied, Send, Start
+from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, RECORD_CHANNEL, RECORDER_FAILING_CHANNEL, probe_channel
+from dynamoth.plan.plan import Server
+from dynamoth.protocol.records import RecordedRows, pack_rows
+from dynamoth.protocol.reports import ChannelColumns, ChannelSums, Report, pack_report
+from dynamoth_recorder.events import LinkChanged, Refused, Rows, ServersChanged, StoreChanged
+from dynamoth_recorder.machine import PROBE_LOST_S, RESUBSCRIBE_S, RecorderMachine
+from tests.machines.helpers import SERVERS, Subject, commands, only
+
+PROBES = probe_channel(7)
+
+COLUMNS = ChannelColumns((b"a", b"\xff"), (1, 2), (1, 1), (3, 4), (3, 8), (10, 20), (30, 40), (b"", b""), (b"", b""))
+REPORT = Report(
+    server="s1",
+    incarnation=5,
+    sequence=1,
+    interval_s=1.0,
+    plan_version=0,
+    outgoing_bytes_per_s_max=100,
+    outgoing_bytes_per_s=70.0,
+    problems=(("kind", "text"),),
+    columns=COLUMNS,
+    rest=ChannelSums(channels=9, publications=8),
+)
+
+
+class Recorder(Subject):
+    def __init__(self, *servers: Server) -> None:
+        super().__init__(RecorderMachine(7))
+        self.tell(Start(), ServersChanged(servers or SERVERS[:1]))
+
+    def listening(self) -> Recorder:
+        self.up("s1")
+        self.tell(Pushed("s1", [[b"subscribe", PROBES, 2]]))
+        return self
+
+    def report(self, report: Report = REPORT, server: str = "s1") -> list[Rows]:
+        push = [b"pmessage", BALANCER_CHANNEL, BALANCER_CHANNEL, pack_report(report)]
+        return only(Rows, self.tell(Pushed(server, [push])))
+
+    def counted(self, name: str) -> int:
+        assert isinstance(self.machine, RecorderMachine)
+        return self.machine.counters[name]
+
+
+def test_it_follows_the_servers_and_listens_to_reports_by_a_pattern_and_never_to_what_agents_hear() -> None:
+    recorder = Recorder()
+    actions = recorder.up("s1")
+    assert commands(actions, b"PSUBSCRIBE") == [(BALANCER_CHANNEL,)], "the name has no character of a glob"
+    assert commands(actions, b"SUBSCRIBE") == [(RECORD_CHANNEL,), (PROBES,)]
+    assert AGENT_CHANNEL not in [args for send in only(Send, actions) for args in send.args]
+    moved = Server("s1", "redis://elsewhere:1")
+    assert recorder.tell(ServersChanged((moved, SERVERS[1]))) == [
+        Disconnect("s1"),
+        Connect("s1", moved.url),
+        Connect("s2", SERVERS[1].url),
+    ]
+
+
+def test_a_report_becomes_a_row_of_the_server_and_one_of_each_channel_and_of_the_others_together() -> None:
+    recorder = Recorder().listening()
+    server, named, rest = recorder.report()
+    assert server.table == "servers" and server.same["problems"] == ["kind: text"]
+    assert (named.table, named.count, named.columns["channel"]) == ("channels", 2, ["a", "\\xff"])
+    assert named.same == {"server": "s1", "incarnation": 5, "sequence": 1, "interval_s": 1.0, "channels": 1}
+    assert (rest.count, rest.same["channels"], rest.same["publications"], rest.columns) == (1, 9, 8, {})
+    assert recorder.report() == [] and recorder.counted("repeated") == 1
+
+
+def test_what_cannot_be_read_or_comes_from_the_wrong_server_is_counted_only() -> None:
+    recorder = Recorder(*SERVERS[:2]).listening()
+    assert recorder.report(replace(REPORT, server="s2")) == []
+    junk = [b"pmessage", BALANCER_CHANNEL, BALANCER_CHANNEL, pack_report(REPORT)[:-1]]
+    ack = [b"pmessage", BALANCER_CHANNEL, BALANCER_CHANNEL, b"\x92\x01\x02"]
+    assert recorder.tell(Pushed("s1", [junk, ack])) == []
+    recorder.push("s1", RECORD_CHANNEL, b"junk")
+    recorder.push("s1", PROBES, b"junk")
+    assert [recorder.counted(name) for name in ("wrong_server", "malformed", "unexpected")] == [1, 2, 1]
+
+
+def test_what_the_balancer_says_at_each_server_is_recorded_once_and_its_rows_are_numbered() -> None:
+    recorder = Recorder(*SERVERS[:2]).listening()
+    recorder.up("s2")
+    data = pack_rows(RecordedRows(3, 1, "plans", ("channel", "version"), (("a", 1), ("b", 1))))
+    [rows] = only(Rows, recorder.push("s1", RECORD_CHANNEL, data))
+    assert (rows.table, rows.count, rows.same) == ("plans", 2, {"balancer": 3, "number": 1})
+    assert {name: [*column] for name, column in rows.columns.items()} == {
+        "channel": ["a", "b"],
+        "version": [1, 1],
+        "line": [0, 1],
+    }
+    assert recorder.push("s2", RECORD_CHANNEL, data) == []
+
+
+def test_gaps_name_what_the_recording_does_not_know() -> None:
+    recorder = Recorder().listening()
+    recorder.report()
+    missing, *_ = recorder.report(replace(REPORT, sequence=4))
+    assert missing.same["kind"] == "report_missing"
+    assert (missing.same["count"], missing.same["seconds"], missing.same["sequence"]) == (2, 2.0, 4)
+    blind, *_ = recorder.report(replace(REPORT, sequence=5, blind_s=3.5))
+    assert (blind.same["kind"], blind.same["seconds"]) == ("agent_blind", 3.5)
+    recorder.down("s1")
+    recorder.pass_time(10.0)
+    assert recorder.down("s1") == [], "the log has this reason"
+    assert only(LinkChanged, recorder.up("s1")) == [LinkChanged("s1", None)]
+    [away] = recorder.tell(Pushed("s1", [[b"subscribe", PROBES, 2]]))
+    assert (away.same["kind"], away.same["seconds"], away.same["sequence"]) == ("recorder_away", 10.0, 1)
+    assert len(recorder.report(replace(REPORT, sequence=9))) == 3, "the absence has been recorded"
+
+
+def test_a_probe_measures_the_latency_and_a_lost_one_has_none() -> None:
+    recorder = Recorder().listening()
+    [(channel, first)] = commands(recorder.pass_time(1.0), b"PUBLISH", "s1")
+    assert channel == PROBES
+    recorder.now += 0.25
+    [row] = only(Rows, recorder.push("s1", PROBES, first))
+    assert row.same == {"server": "s1", "number": 1, "latency_s": 0.25}
+    lost = only(Rows, recorder.pass_time(PROBE_LOST_S + 1.0))
+    assert [rows.table for rows in lost] == ["latency", "gaps"]
+    assert lost[0].same == {"server": "s1", "number": 2} and lost[1].same["kind"] == "probe_lost"
+    assert {rows.table for rows in only(Rows, recorder.down("s1"))} == {"latency", "gaps"}
+    assert commands(recorder.pass_time(3.0), b"PUBLISH") == []
+
+
+def test_a_refusal_is_reported_once_and_asked_about_again() -> None:
+    recorder = Recorder().listening()
+    refusal = Replied("s1", "subscribe", ErrorReply("NOPERM"))
+    assert recorder.tell(refusal, refusal) == [Refused("s1", "NOPERM")]
+    assert isinstance(recorder.machine, RecorderMachine) and recorder.machine.not_heard == {"s1": "NOPERM"}
+    assert commands(recorder.pass_time(RESUBSCRIBE_S + 1.0), b"PSUBSCRIBE") == [(BALANCER_CHANNEL,)]
+
+
+def test_servers_show_that_the_recording_cannot_be_written() -> None:
+    recorder = Recorder(*SERVERS[:2]).listening()
+    assert recorder.tell(StoreChanged(True)) == [Send("s1", (b"SUBSCRIBE", RECORDER_FAILING_CHANNEL))]
+    assert (RECORDER_FAILING_CHANNEL,) in commands(recorder.up("s2"), b"SUBSCRIBE")
+    assert len(recorder.tell(StoreChanged(False))) == 2

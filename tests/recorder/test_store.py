@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamoth.errors import ConfigError, MalformedMessage
+from dynamoth.recording import TABLES, VERSION, VERSION_KEY, Type
+from dynamoth_recorder.events import Rows
+from dynamoth_recorder.process.backlog import Backlog, Portion, folder_of
+from dynamoth_recorder.process.store import FILES_PER_HOUR, Store
+from dynamoth_recorder.process.tables import SCHEMAS, parquet, to_batch
+
+A, B = "a" * 16, "b" * 16
+NOW = datetime(2026, 11, 23, 14, 30, tzinfo=UTC)
+HOUR = timedelta(hours=1)
+
+VALUES: dict[Type, Any] = {
+    Type.TEXT: "text",
+    Type.WHOLE: 2**63 - 1,
+    Type.NUMBER: 0.5,
+    Type.TRUTH: True,
+    Type.BYTES: b"\xff",
+    Type.TEXTS: ["a", "b"],
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    made = Store(tmp_path / "recording", A)
+    yield made
+    made.close()
+
+
+def portion(at: datetime = NOW, rows: int = 1) -> Portion:
+    at_us = int(at.timestamp() * 1e6)
+    batch = to_batch(Rows("latency", rows, {"server": "s1"}, {"number": range(rows)}), at_us, A)
+    return Portion("latency", folder_of(at_us), (batch,))
+
+
+def files(store: Store) -> list[str]:
+    return sorted(str(path.relative_to(store.folder / "latency")) for path in store.folder.rglob("*-*.parquet"))
+
+
+def rows_in(store: Store) -> int:
+    return sum(parquet.ParquetFile(path).metadata.num_rows for path in store.folder.rglob("*.parquet"))
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_table_is_read_back_as_it_was_written(table: str, store: Store) -> None:
+    columns = [column for column in TABLES[table].columns if column.name not in ("at", "recorder")]
+    values = {column.name: VALUES[column.type] for column in columns}
+    batches = [
+        to_batch(Rows(table, 1, values), 1_000_000, A),
+        to_batch(Rows(table, 2, {columns[0].name: None}, {name: [value] * 2 for name, value in values.items()}), 0, A),
+        to_batch(Rows(table, 2, values), 0, A),
+        to_batch(Rows(table, 1, {}), 0, A),
+    ]
+    store.write(Portion(table, "date=1970-01-01/hour=00", tuple(batches)))
+    [path] = (store.folder / table).rglob("*.parquet")
+    read = parquet.ParquetFile(path).read()
+    assert read.schema.metadata[VERSION_KEY.encode()] == str(VERSION).encode()
+    first, _, null, *_, last = read.to_pylist()
+    assert first == {**values, "at": datetime(1970, 1, 1, 0, 0, 1, tzinfo=UTC), "recorder": A}
+    assert null[columns[0].name] is None and null[columns[-1].name] == values[columns[-1].name]
+    assert {value for name, value in last.items() if name not in ("at", "recorder")} == {None}
+
+
+@pytest.mark.parametrize("number", [2**63, "x"])
+def test_a_value_that_a_table_cannot_hold_is_malformed(number: Any) -> None:
+    for rows in (Rows("latency", 1, {"number": number}), Rows("latency", 1, {}, {"number": [number]})):
+        with pytest.raises(MalformedMessage):
+            to_batch(rows, 0, A)
+
+
+def test_small_files_are_merged_at_once_when_their_hour_is_over_and_many_before_that(store: Store) -> None:
+    for _ in range(3):
+        store.write(portion(NOW - 2 * HOUR))
+    for _ in range(FILES_PER_HOUR - 1):
+        store.write(portion())
+    store.upkeep(NOW)
+    assert len(files(store)) == 1 + FILES_PER_HOUR - 1
+    store.write(portion())
+    store.upkeep(NOW)
+    assert len(files(store)) == 2
+    assert rows_in(store) == 3 + FILES_PER_HOUR
+
+
+def test_files_of_a_living_recorder_and_damaged_ones_are_left_alone(store: Store) -> None:
+    other = Store(store.folder, B)
+    other.write(portion(NOW - 2 * HOUR))
+    store.write(portion(NOW - 2 * HOUR))
+    store.write(portion(NOW - 2 * HOUR))
+    damaged = store.folder / "latency" / folder_of(int((NOW - 2 * HOUR).timestamp() * 1e6)) / f"{A}-00000099.parquet"
+    damaged.write_bytes(b"PAR1")
+    store.upkeep(NOW)
+    assert len(files(store)) == 3 and damaged.exists()
+    other.close()
+    store.write(portion(NOW - 5 * HOUR))
+    fresh = Store(store.folder, "c" * 16)  # knows nothing of what is damaged
+    fresh.upkeep(NOW)
+    fresh.close()
+    assert damaged.exists()
+    damaged.unlink()
+    assert rows_in(store) == 4
+
+
+def test_a_new_recorder_removes_what_a_dead_one_has_begun_and_not_what_a_living_one_writes(store: Store) -> None:
+    store.write(portion())
+    folder = next(store.folder.rglob("*.parquet")).parent
+    dead, alive, foreign = (folder / f".{name}.tmp" for name in (f"{B}-00000001", f"{A}-00000009", "notes"))
+    for path in (dead, alive, foreign):
+        path.touch()
+    (store.folder / f".recorder-{B}.lock").touch()
+    Store(store.folder, "c" * 16).close()
+    assert [path.exists() for path in (dead, alive, foreign)] == [False, True, True]
+    assert [path.name for path in store.folder.glob(".recorder-*")] == [f".recorder-{A}.lock"]
+
+
+def test_old_hours_are_deleted_by_age_and_by_size_but_never_the_present_one(store: Store) -> None:
+    ages = [0, 2, 3, 50]
+    for age in ages:
+        store.write(portion(NOW - age * HOUR, rows=1000))
+    size = sum(path.stat().st_size for path in store.folder.rglob("*.parquet")) // len(ages)
+    for keep_hours, keep_bytes, left in ((24.0, 0, 3), (0.0, 2 * size + size // 2, 2), (0.0, 1, 1)):
+        with_bounds = Store(store.folder, B, keep_hours, keep_bytes)
+        with_bounds.upkeep(NOW)
+        with_bounds.close()
+        assert len(files(store)) == left
+    assert files(store)[0].startswith("date=2026-11-23/hour=14/")
+
+
+def test_nothing_is_left_of_a_file_that_could_not_be_written(store: Store) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # the file ends in the middle, as on a full disk
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            store.write(portion())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path for path in (store.folder / "latency").rglob("*") if path.is_file()] == []
+    store.write(portion())
+    assert rows_in(store) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file cannot be written .*: choose another folder"):
+        Store(tmp_path / "file", A)
+
+
+def test_a_full_backlog_counts_what_it_refuses() -> None:
+    one = portion(rows=10)
+    backlog = Backlog(one.size_bytes * 2)
+    for _ in range(3):
+        backlog.add("latency", 0, one.batches[0])
+    assert backlog.lost == {"latency": 10}
+    taken = backlog.take()
+    assert (sum(each.rows for each in taken), backlog.size_bytes) == (20, 0)
+    backlog.add("latency", 0, one.batches[0])
+    backlog.give_back(taken)
+    assert backlog.lost == {"latency": 20} and backlog.size_bytes == one.size_bytes * 2
+
+
+def test_the_schemas_are_those_of_the_contract() -> None:
+    assert {name: schema.names for name, schema in SCHEMAS.items()} == {
+        table.name: [column.name for column in table.columns] for table in TABLES.values()
+    }
