@@ -92,7 +92,7 @@ image: $(DEV)
 
 OLDEST_TESTS := both client sync pubsub async_pubsub sync_pubsub sharded settings options tls drop_in
 oldest: $(OLDEST)/.installed
-	PYTHONPATH=$(abspath $(OLDEST)) $(PARALLEL) $(OLDEST_TESTS:%=tests/client/test_%.py)
+	PYTHONPATH="$(CURDIR)/$(OLDEST)" $(PARALLEL) $(OLDEST_TESTS:%=tests/client/test_%.py)
 
 conformance: $(DEV)
 	$(BIN)/python -m tests.conformance

@@ -191,9 +191,12 @@ class Stack:
         assert major_minor is not None, version
         number = tuple(map(int, major_minor.groups()))
         shutil.copy(FOLDER / "make-secrets", self.folder)
+        python = Path(sys.executable)
         environment = {
             **_without_settings(),
-            "DYNAMOTH": f"{sys.executable} -P -m dynamoth_cli",
+            # Found by PATH, as the shell would split a folder with spaces in its name.
+            "PATH": f"{python.parent}:{os.environ['PATH']}",
+            "DYNAMOTH": f"{python.name} -P -m dynamoth_cli",
             "REDIS": "6.2" if number < (7,) else "7" if number < (7, 2) else "7.2",
         }
         subprocess.run([self.folder / "make-secrets", "news.*"], env=environment, capture_output=True, check=True)
