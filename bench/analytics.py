@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 
 from pyspark.sql import SparkSession
@@ -36,6 +37,7 @@ WITH_PUBLISHERS = 100
 BEGIN = 1_763_888_400
 ROWS = (5_000_000, 50_000_000)
 REPORT_TIMEOUT_S = 1800
+SAMPLE_S = 0.2
 
 
 def generate(spark: SparkSession, folder: Path, rows: int) -> None:
@@ -87,8 +89,8 @@ def generate(spark: SparkSession, folder: Path, rows: int) -> None:
         cast.select("*", *hours).write.partitionBy("date", "hour").parquet(str(folder / name))
 
 
-def measure(recording: Path, out: Path) -> float:
-    """Return how long the report takes, from the command to its end."""
+def measure(recording: Path, out: Path) -> tuple[float, int]:
+    """Return how long the report takes, from the command to its end, and how many bytes it had in memory at most."""
     started = time.monotonic()
     command = [
         sys.executable,
@@ -99,8 +101,26 @@ def measure(recording: Path, out: Path) -> float:
         str(out),
         "--master=local[2]",
     ]
-    subprocess.run(command, check=True, stdout=sys.stderr, timeout=REPORT_TIMEOUT_S)
-    return time.monotonic() - started
+    most = 0
+    with subprocess.Popen(command, stdout=sys.stderr, start_new_session=True) as process:
+        while process.poll() is None:
+            most = max(most, resident_bytes(process.pid))
+            if time.monotonic() - started > REPORT_TIMEOUT_S:
+                os.killpg(process.pid, signal.SIGKILL)
+            time.sleep(SAMPLE_S)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return time.monotonic() - started, most
+
+
+def resident_bytes(session: int) -> int:
+    """Return the memory of all processes of a session: the report, Java, and the Python workers of Spark."""
+    pages = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            if os.getsid(int(folder.name)) == session:
+                pages += int((folder / "statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> int:
@@ -120,10 +140,10 @@ def main() -> int:
             for rows, place in places.items():
                 generate(spark, place, rows)
         for rows, place in places.items():
-            seconds = results[f"report_s_{rows}"] = measure(place, Path(folder, f"report-{rows}"))
-            sys.stdout.write(f"{rows:>12,} rows of channels: {seconds:.1f} s\n")
+            seconds, memory = measure(place, Path(folder, f"report-{rows}"))
+            results |= {f"report_s_{rows}": seconds, f"memory_max_mb_{rows}": memory / 1e6}
+            sys.stdout.write(f"{rows:>12,} rows of channels: {seconds:.1f} s, {memory / 1e9:.1f} GB of memory\n")
     results["growth"] = results[f"report_s_{max(sizes)}"] / results[f"report_s_{min(sizes)}"]
-    results["memory_max_mb"] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     results["processors"] = float(len(os.sched_getaffinity(0)))
     sys.stdout.write(f"{json.dumps(results)}\n")
     return 0

@@ -8,6 +8,7 @@ only, so a fall may mean that others are busier.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 
 from pyspark.sql import Column, DataFrame, Window
@@ -66,20 +67,41 @@ def departures(values: DataFrame) -> DataFrame:
 
     """
     series = Window.partitionBy("kind", "subject", "metric").orderBy("at")
-    past = F.array_sort(F.collect_list("value").over(series.rowsBetween(-PAST, -1)))
+    past = F.collect_list("value").over(series.rowsBetween(-PAST, -1))
     known = values.where("value is not null").withColumn("past", past)
-    judged = known.withColumn("expected", _median(F.col("past")))
-    deviations = F.array_sort(F.transform("past", lambda each: F.abs(each - F.col("expected"))))
-    spread = F.greatest(
-        1.4826 * _median(deviations),
-        CHANGE_RATIO_MIN / SCORE_MIN * F.abs("expected"),
-        _least_spread(F.col("metric"), F.col("expected")),
-    )
-    enough = F.size("past") >= PAST_MIN
-    scored = judged.withColumn("score", F.when(enough, (F.col("value") - F.col("expected")) / spread))
+    scored = known.withColumn("judged", F.when(_may_be_odd(), _judged())).select("*", "judged.*")
     odd = F.coalesce(F.abs("score") > SCORE_MIN, F.lit(False))
     begins = scored.withColumn("odd", odd).withColumn("before", F.lag("odd", 1, False).over(series))
     return begins.where("odd and not before").select("kind", "subject", "metric", "at", "value", "expected", "score")
+
+
+def _judged() -> Column:
+    """Return what was expected, and the distance of the value from it in spreads."""
+    ordered = F.array_sort("past")
+    return F.transform(F.array(_median(ordered)), _with_score)[0]
+
+
+def _with_score(expected: Column) -> Column:
+    deviations = F.array_sort(F.transform("past", lambda each: F.abs(each - expected)))
+    least = F.greatest(CHANGE_RATIO_MIN / SCORE_MIN * F.abs(expected), _least_spread(F.col("metric"), expected))
+    spread = F.greatest(1.4826 * _median(deviations), least)
+    return F.struct(expected.alias("expected"), ((F.col("value") - expected) / spread).alias("score"))
+
+
+def _may_be_odd() -> Column:
+    """Return whether some median between the least and the largest past value would make a value an anomaly.
+
+    Few values pass, and to order the past of all others would take most of the time of a report. Distance less least
+    spread is convex in the median for each of the two least spreads, so it is largest at an end.
+    """
+    ends = F.array_min("past"), F.array_max("past")
+
+    def beyond(least: Callable[[Column], Column]) -> Column:
+        return reduce(Column.__or__, (F.abs(F.col("value") - end) > SCORE_MIN * least(end) for end in ends))
+
+    enough = F.size("past") >= PAST_MIN
+    far = beyond(lambda end: CHANGE_RATIO_MIN / SCORE_MIN * F.abs(end))
+    return enough & far & beyond(lambda end: _least_spread(F.col("metric"), end))
 
 
 def _median(ordered: Column) -> Column:

@@ -21,8 +21,7 @@ def publisher_slots(channels: DataFrame, slot_s: int) -> DataFrame:
     ``publisher`` is the client's id in hexadecimal digits. ``channels`` is the mean number of channels at once (of a
     replicated one, each server counts), ``publications_per_s`` the rate in channels without other publishers.
     """
-    firsts = F.sequence(F.lit(1), F.length("publisher_ids"), F.lit(ID_BYTES))
-    ids = F.transform(firsts, lambda first: F.lower(F.hex(F.col("publisher_ids").substr(first, F.lit(ID_BYTES)))))
+    ids = F.regexp_extract_all(F.lower(F.hex("publisher_ids")), F.lit(f".{{{2 * ID_BYTES}}}"), F.lit(0))
     alone = F.when(F.col("publishers") == 1, F.col("publications"))
     named = channels.where(F.length("publisher_ids") >= ID_BYTES).select(
         slot_of(slot_s).alias("slot"), "interval_s", alone.alias("alone"), F.explode(ids).alias("publisher")

@@ -40,7 +40,10 @@ def spark() -> Iterator[SparkSession]:
         "spark.driver.maxResultSize": "1m",
         "spark.sql.shuffle.partitions": "2",
         "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
-        # Tests run much code once: to compile it well takes longer than to run it.
+        # Tests run much code once, on little data: to compile it well takes longer than to run it.
+        "spark.sql.codegen.wholeStage": "false",
+        "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+        "spark.sql.adaptive.enabled": "false",
         "spark.driver.extraJavaOptions": (
             f"-Dlog4j2.configurationFile={LOG_FILE.as_uri()} -XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
         ),
