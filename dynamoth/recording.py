@@ -14,6 +14,7 @@ they do not know, and name those that are missing, which are null then.
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass
 
 VERSION = 1
@@ -193,11 +194,11 @@ LATENCY = _table(
 GAPS = _table(
     "gaps",
     "kind server incarnation sequence recorder",
-    #: report_missing, agent_blind (nobody saw what was published), recorder_away or probe_lost.
+    #: report_missing, agent_blind (nobody saw what was published), recorder_away, recorder_late or probe_lost.
     kind=_TEXT,
     server=_TEXT,
     incarnation=_WHOLE,
-    #: Of the first report after the gap; of recorder_away and probe_lost the recorder's own number.
+    #: Of the first report after the gap; otherwise the recorder's own number.
     sequence=_WHOLE,
     seconds=_NUMBER,
     count=_WHOLE,
@@ -209,5 +210,13 @@ TABLES = {table.name: table for table in (SERVERS, CHANNELS, PLANS, DECISIONS, S
 
 
 def channel_text(channel: bytes) -> str:
-    """Return the name of a channel as tables have it."""
-    return channel.decode(errors="backslashreplace")
+    """Return the name of a channel as tables have it: bytes that are not UTF-8, and backslashes, are escaped."""
+    return channel.replace(b"\\", rb"\\").decode(errors="backslashreplace")
+
+
+_ESCAPED = re.compile(rb"\\(?:x([0-9a-f]{2})|\\)")
+
+
+def channel_bytes(text: str) -> bytes:
+    """Return the name of a channel that :func:`channel_text` has made a text of."""
+    return _ESCAPED.sub(lambda found: bytes.fromhex(found[1].decode()) if found[1] else b"\\", text.encode())

@@ -118,7 +118,11 @@ def _least_spread(metric: Column, expected: Column) -> Column:
 
 
 def missing_reports(servers: DataFrame) -> DataFrame:
-    """Return the reports that no recorder got, by their numbers, and the silences of servers."""
+    """Return the reports that no recorder got, by their numbers, the silences of servers, and reports that came late.
+
+    Where no report is missing between two that came far apart, the agent was not silent: the recorder, or the way to
+    it, was late.
+    """
     order = Window.partitionBy("server").orderBy("at")
     same = F.lag("incarnation").over(order) == F.col("incarnation")
     left_out = F.when(same, F.col("sequence") - F.lag("sequence").over(order) - 1)
@@ -133,12 +137,13 @@ def missing_reports(servers: DataFrame) -> DataFrame:
         F.lit(0.0).alias("expected"),
         F.lit(None).cast("double").alias("score"),
     )
+    in_order = F.coalesce(F.col("left_out") == 0, F.lit(False))
     silent = rows.where(
-        (F.col("silent_s") > SILENCE_INTERVALS * F.col("interval_s")) & ~F.coalesce(F.col("left_out") > 0, F.lit(False))
+        (F.col("silent_s") > SILENCE_INTERVALS * F.col("interval_s")) & F.coalesce(F.col("left_out") <= 0, F.lit(True))
     ).select(
-        F.lit("missing").alias("kind"),
+        F.when(in_order, "late").otherwise("missing").alias("kind"),
         F.col("server").alias("subject"),
-        F.lit("silent_s").alias("metric"),
+        F.when(in_order, "late_s").otherwise("silent_s").alias("metric"),
         "at",
         F.col("silent_s").alias("value"),
         F.col("interval_s").alias("expected"),

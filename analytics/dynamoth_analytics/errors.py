@@ -54,6 +54,12 @@ def translated(error: Exception) -> DynamothError:
         return BadRecording(f"{file[0]} cannot be read: it is damaged or no Parquet file: move it elsewhere")
     if "PATH_NOT_FOUND" in text:
         return BadRecording("Spark does not find the recording: give a folder that each of its machines can read")
+    if "Python worker" in text:
+        if "ModuleNotFoundError" in text:
+            return SparkFailed(
+                "the Python of Spark's workers lacks packages: set PYSPARK_PYTHON to one that has dynamoth[analytics]"
+            )
+        text = text.strip().splitlines()[-1]
     cause = re.search(r"(?:Caused by|Exception): ?(.*)", text)
     line = (cause[1] if cause and cause[1] else text).strip().splitlines()[0][:MESSAGE_CHARACTERS_MAX]
     return SparkFailed(f"Spark failed: {line}: see --spark-log warn for more")

@@ -22,6 +22,9 @@ from dynamoth_balancer.options import BalancerOptions
 SETTINGS_MAX = 10_000
 """Most combinations of one grid: some hours of a machine's time."""
 
+NUMBER_MAX = 10**15
+"""Of a range: larger numbers are none of any setting, and do not fit into a float."""
+
 PROBLEMS_SHOWN_MAX = 20
 
 _NO_DECISIONS = ("standby", "lease_s", "agent_stale_s", "replica_dead_s")
@@ -79,7 +82,7 @@ def read_grid(text: str, name: str, current: BalancerOptions, *, related: bool =
     """
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # of numbers with thousands of digits, too
         raise ConfigError(f"{name} is not TOML: {error}") from error
     given: object = document.pop("grid", [])
     several: list[Any] = [*given] if isinstance(given, list) else [given]
@@ -139,7 +142,12 @@ def _values(name: str, given: Any, problems: list[str]) -> Sequence[Any]:
         problems.append(f"{name}: a range {{ from = 0.6, to = 0.9, step = 0.1 }} expected, not {given!r:.80}")
         return []
     first, last, step = cast("list[float]", numbers)
-    if not step > 0 or not first <= last or (last - first) / step >= SETTINGS_MAX:
+    if (
+        not all(abs(each) <= NUMBER_MAX for each in numbers if each is not None)
+        or not step > 0
+        or not first <= last
+        or (last - first) / step >= SETTINGS_MAX
+    ):
         problems.append(
             f"{name}: a range goes up from its first to its last value, in fewer than {SETTINGS_MAX} steps:"
             f" not {given!r:.80}"

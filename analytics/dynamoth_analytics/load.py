@@ -10,6 +10,8 @@ from __future__ import annotations
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
+HOLE_S_MAX = 3
+
 
 def slot_of(slot_s: int) -> Column:
     """Return the begin of the slot of a report or channel row."""
@@ -79,12 +81,13 @@ def by_server(loads: DataFrame) -> DataFrame:
 def overloads(loads: DataFrame, channel_slots: DataFrame, slot_s: int) -> DataFrame:
     """Return one row per overload: a run of overloaded slots, with the channel that sent most in it.
 
-    A slot without reports ends a run.
+    One slot without reports does not end a run, nor do ``HOLE_S_MAX``: a report or two may be lost.
     """
-    before = Window.partitionBy("server").orderBy("slot")
-    overloaded = loads.where("overloaded")
-    number = F.col("slot").cast("long") - F.row_number().over(before) * slot_s  # equal in slots without gaps
-    runs = overloaded.withColumn("run", number)
+    order = Window.partitionBy("server").orderBy("slot")
+    since = F.col("slot").cast("long") - F.lag("slot").over(order).cast("long")
+    goes_on = F.lag("overloaded").over(order) & (since <= slot_s + max(slot_s, HOLE_S_MAX))
+    marked = loads.withColumn("begins", F.when(F.coalesce(goes_on, F.lit(False)), 0).otherwise(1))
+    runs = marked.withColumn("run", F.sum("begins").over(order)).where("overloaded")
     spans = runs.groupBy("server", "run").agg(
         F.min("slot").alias("begin"),
         F.timestamp_seconds(F.max("slot").cast("long") + slot_s).alias("end"),

@@ -1,12 +1,15 @@
-"""What the commands print, and the folder that they write to."""
+"""What the commands share: lines that they print, the folder that they write to, and how each runs alone."""
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from dynamoth.errors import ConfigError
+from dynamoth.errors import ConfigError, DynamothError
+from dynamoth_daemon.exit_codes import EXIT_CODES, EXIT_FAILED, EXIT_REFUSED
 
 
 def say(line: str) -> None:
@@ -31,3 +34,16 @@ def new_folder(given: str | None, command: str) -> Path:
     if used:
         raise ConfigError(f"--out {out} is not empty: give a new folder")
     return out
+
+
+def run_alone(
+    prog: str, configure: Callable[[argparse.ArgumentParser], None], run: Callable[[argparse.Namespace], int]
+) -> int:
+    """Run a command without ``dynamoth``, as ``spark-submit`` does. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog=prog, epilog=EXIT_CODES, allow_abbrev=False)
+    configure(parser)
+    try:
+        return run(parser.parse_args())
+    except DynamothError as error:
+        sys.stderr.write(f"dynamoth: {error}\n")
+        return EXIT_REFUSED if isinstance(error, ConfigError) else EXIT_FAILED

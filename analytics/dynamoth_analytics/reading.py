@@ -50,6 +50,9 @@ SCHEMAS = {
 PARQUET_MAGIC = b"PAR1"
 """The first and the last bytes of a complete file."""
 
+YEARS = 1971, 9998
+"""Times of the command line are in these: with some hours more or less, they are still times for Python."""
+
 NAMED_MAX = 3
 """Most broken files that a message names."""
 
@@ -66,6 +69,8 @@ def parse_time(text: str) -> datetime:
         time = datetime.fromisoformat(text)
     except ValueError as error:
         raise ConfigError(f"{text!r} is no time: 2026-11-23T10:00 expected (UTC)") from error
+    if not YEARS[0] <= time.year <= YEARS[1]:
+        raise ConfigError(f"{text!r} is in no recording: a year from {YEARS[0]} to {YEARS[1]} expected")
     return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
 
 
@@ -193,7 +198,7 @@ def _hours_between(table: Path, begin: datetime | None, end: datetime | None) ->
     return [
         path
         for hour, path in hours
-        if (begin is None or hour + timedelta(hours=1) > begin) and (end is None or hour < end)
+        if (begin is None or hour > begin - timedelta(hours=1)) and (end is None or hour < end)
     ]
 
 
@@ -220,6 +225,10 @@ def _is_broken(file: Path) -> bool:
             return opened.read() != PARQUET_MAGIC
     except FileNotFoundError:
         return False  # a recorder has merged it with others
+    except IsADirectoryError:
+        return True
+    except OSError as error:
+        raise BadRecording(f"{file} cannot be read: {error.strerror}") from error
 
 
 def _channels_once(rows: DataFrame) -> DataFrame:

@@ -12,7 +12,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -21,18 +21,18 @@ from pathlib import Path
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from dynamoth.errors import ConfigError, DynamothError
+from dynamoth.errors import ConfigError
 from dynamoth_analytics import anomalies, calibration, channels, plans, publishers, thresholds
 from dynamoth_analytics.drawing import draw
 from dynamoth_analytics.errors import BadRecording
 from dynamoth_analytics.findings import Drawn, findings
 from dynamoth_analytics.follow import Follower, follow_folder
 from dynamoth_analytics.jobs import COLLECTED_MAX, SLOTS_DRAWN_MAX, Jobs, channel_jobs, load_jobs
-from dynamoth_analytics.output import new_folder, say
+from dynamoth_analytics.output import new_folder, run_alone, say
 from dynamoth_analytics.reading import Recording, check_recording, is_url, parse_time
 from dynamoth_analytics.recorded_settings import PresentSettings, present_settings
-from dynamoth_analytics.session import add_session, open_session
-from dynamoth_daemon.exit_codes import EXIT_CODES, EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
+from dynamoth_analytics.session import add_session, check_session, open_session
+from dynamoth_daemon.exit_codes import EXIT_DONE
 
 PAGE = "report.html"
 SETTINGS_FILE = "recommended.toml"
@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     begin, end = (parse_time(text) if text else None for text in (arguments.begin, arguments.end))
     where = arguments.recording if is_url(arguments.recording) else str(Path(arguments.recording).resolve())
     check_recording(where, begin, end)
+    check_session(arguments)
     if arguments.follow:
         return _follow(arguments, where, begin)
     out = new_folder(arguments.out, "report")
@@ -98,10 +99,11 @@ def _follow(arguments: argparse.Namespace, where: str, begin: datetime | None) -
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The time that the reports of a recording cover, and the largest server."""
+    """The time that the reports of a recording cover, the usual interval between them, and the largest server."""
 
     begin: datetime
     end: datetime
+    interval_s: float
     capacity: float
 
     @property
@@ -112,7 +114,8 @@ class Extent:
     @property
     def slot_s(self) -> int:
         """How long the slots of its load are."""
-        return next(slot_s for limit, slot_s in SLOTS if self.seconds <= limit)
+        by_length = next(slot_s for limit, slot_s in SLOTS if self.seconds <= limit)
+        return max(by_length, math.ceil(self.interval_s))  # a shorter slot would lack the reports of most servers
 
 
 class Report:
@@ -142,6 +145,7 @@ class Report:
         row = servers.agg(
             F.min("at").cast("double").alias("begin"),
             F.max("at").cast("double").alias("end"),
+            F.percentile_approx("interval_s", 0.5).alias("interval_s"),
             F.max("outgoing_bytes_per_s_max").alias("capacity"),
         ).collect()[0]
         if row["begin"] is None:
@@ -151,7 +155,7 @@ class Report:
                 f"{self._recording.folder} has no report of a server{' in this time' if asked else ''}: {cure}"
             )
         begin, end = (datetime.fromtimestamp(row[name], UTC) for name in ("begin", "end"))
-        return Extent(begin, end, float(row["capacity"] or 1))
+        return Extent(begin, end, row["interval_s"] or 1.0, float(row["capacity"] or 1))
 
     def _run(self, servers: DataFrame, extent: Extent, settings: Mapping[str, float]) -> None:
         recording, jobs, slot_s = self._recording, self._jobs, extent.slot_s
@@ -201,16 +205,5 @@ def recommended(drawn: Drawn, settings: PresentSettings) -> str:
     return calibration.recommended(breaks, capacities(drawn), settings.urls, rise, settings.numbers, more)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command alone, as ``spark-submit`` does. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="dynamoth report", epilog=EXIT_CODES, allow_abbrev=False)
-    configure(parser)
-    try:
-        return run(parser.parse_args(argv))
-    except DynamothError as error:
-        sys.stderr.write(f"dynamoth: {error}\n")
-        return EXIT_REFUSED if isinstance(error, ConfigError) else EXIT_FAILED
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_alone("dynamoth report", configure, run))

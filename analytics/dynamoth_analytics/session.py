@@ -46,8 +46,10 @@ LOCAL_OPTIONS = {
     "spark.driver.maxResultSize": RESULT_BYTES_MAX,
     "spark.sql.shuffle.partitions": "16",
     "spark.ui.enabled": "false",
-    "spark.ui.showConsoleProgress": "false",
 }
+
+LOCAL = "local[*]"
+MASTER = re.compile(r"local$|local\[(?:\*|[1-9]\d*)(?:,\s*\d+)?\]$|local-cluster\[|spark://|yarn$|k8s://")
 
 LOG_LEVELS = ("off", "error", "warn", "info")
 LOG_FILE = Path(__file__).with_name("log4j2.properties")
@@ -68,12 +70,10 @@ def open_session(arguments: argparse.Namespace, name: str) -> Generator[SparkSes
     """Open a session with the arguments of :func:`add_session`, and stop it at the end.
 
     Raises:
-        ConfigError: no Java, or a URL that Spark does not know.
-        SparkFailed: nobody answers at the URL, or Spark does not start.
+        ConfigError: packages for Spark Connect are missing.
+        SparkFailed: Spark does not start.
 
     """
-    url: str | None = arguments.remote or arguments.master
-    _check_url(url, remote=bool(arguments.remote))
     # No job here hands pandas anything but plain columns.
     warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
     builder = SparkSession.builder.appName(name)
@@ -83,11 +83,11 @@ def open_session(arguments: argparse.Namespace, name: str) -> Generator[SparkSes
         builder = builder.remote(arguments.remote)
     else:
         builder = builder.config("spark.driver.maxResultSize", RESULT_BYTES_MAX)
+        builder = builder.config("spark.ui.showConsoleProgress", "false")  # it would be among our own lines
         if "PYSPARK_GATEWAY_PORT" not in os.environ:  # spark-submit has started Java, and chosen the master
-            check_java()
-            builder = builder.master(arguments.master or "local[*]")
+            builder = builder.master(arguments.master or LOCAL)
             builder = builder.config("spark.driver.extraJavaOptions", f"-Dlog4j2.configurationFile={LOG_FILE.as_uri()}")
-        if url is None or url.startswith("local"):
+        if arguments.master is None or arguments.master.startswith("local"):
             os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # the workers import this package, too
             for key, value in LOCAL_OPTIONS.items():
                 builder = builder.config(key, value)
@@ -96,7 +96,7 @@ def open_session(arguments: argparse.Namespace, name: str) -> Generator[SparkSes
     except ImportError as error:
         raise ConfigError("--remote needs packages that are not installed: pip install 'pyspark[connect]'") from error
     except Exception as error:  # py4j and grpc have errors of many kinds
-        raise _start_failed(url, error) from error
+        raise translated(error) from error
     try:
         if not arguments.remote:
             session.sparkContext.setLogLevel(arguments.spark_log.upper())
@@ -104,6 +104,29 @@ def open_session(arguments: argparse.Namespace, name: str) -> Generator[SparkSes
             yield session
     finally:
         session.stop()
+
+
+def check_session(arguments: argparse.Namespace) -> None:
+    """Look whether a session can be opened, as Spark itself would try for minutes, or print much.
+
+    Raises:
+        ConfigError: no Java, or a URL that Spark does not know.
+        SparkFailed: nobody answers at the URL.
+
+    """
+    if arguments.remote is not None:
+        if not arguments.remote.startswith("sc://"):
+            raise ConfigError(f"--remote {arguments.remote}: a URL sc://host:port expected")
+        _check_address(arguments.remote, 15002)
+    elif "PYSPARK_GATEWAY_PORT" not in os.environ:
+        check_java()
+        master: str = LOCAL if arguments.master is None else arguments.master
+        if not MASTER.match(master):
+            raise ConfigError(
+                f"--master {master!r} is no master of Spark: local[*], spark://host:7077, yarn or k8s://... expected"
+            )
+        if master.startswith("spark://"):
+            _check_address(master, 7077)
 
 
 def check_java() -> None:
@@ -120,17 +143,13 @@ def check_java() -> None:
         raise ConfigError(f"{java} {version}, and Spark needs {JAVA_MIN}: {cure}")
 
 
-def _check_url(url: str | None, *, remote: bool) -> None:
-    """Raise SparkFailed when nobody listens: Spark itself would try for minutes."""
-    if remote and url is not None and not url.startswith("sc://"):
-        raise ConfigError(f"--remote {url}: a URL sc://host:port expected")
-    if url is None or not url.startswith(("spark://", "sc://")):
-        return
+def _check_address(url: str, default_port: int) -> None:
+    """Raise SparkFailed when nobody listens."""
     errors: list[str] = []
     for address in url.split("://", 1)[1].split("/")[0].split(","):
         try:
             parts = urlsplit(f"//{address}")
-            place = parts.hostname or "", parts.port or (15002 if remote else 7077)
+            place = parts.hostname or "", parts.port or default_port
             socket.create_connection(place, CONNECT_TIMEOUT_S).close()
         except ValueError as error:
             raise ConfigError(f"{url} is no URL of Spark: {error}") from error
@@ -139,11 +158,3 @@ def _check_url(url: str | None, *, remote: bool) -> None:
         else:
             return
     raise SparkFailed(f"Spark cannot be reached at {url} ({'; '.join(errors)}): is it running, and the address right?")
-
-
-def _start_failed(url: str | None, error: Exception) -> Exception:
-    if "Could not parse Master URL" in str(error):
-        return ConfigError(
-            f"--master {url} is no master of Spark: local[*], spark://host:7077, yarn or k8s://... expected"
-        )
-    return translated(error)

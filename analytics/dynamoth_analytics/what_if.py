@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
@@ -33,10 +34,10 @@ from dynamoth_analytics.errors import BadRecording, spark_errors
 from dynamoth_analytics.frontier import Compared, Difference, Fidelity, fragment, frontier, sentences
 from dynamoth_analytics.grid import Combination, read_grid
 from dynamoth_analytics.instant_cluster import ReplayError
-from dynamoth_analytics.output import new_folder, say
+from dynamoth_analytics.output import new_folder, run_alone, say
 from dynamoth_analytics.reading import Recording, check_recording, is_url, parse_time
 from dynamoth_analytics.replay import SETTLE_S, Moved, Outcome, RecordedWindow, measured, replay
-from dynamoth_analytics.session import add_session, open_session
+from dynamoth_analytics.session import add_session, check_session, open_session
 from dynamoth_analytics.windows import WHOLE, Extent, packed_windows, recorded_log, unpacked
 from dynamoth_balancer.admin.changes import mode_name
 from dynamoth_balancer.admin.records import RecordedSettings, read_settings
@@ -105,6 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--grid {arguments.grid} cannot be read: {error}") from error
     read_grid(grid, arguments.grid, BalancerOptions(), related=False)
+    check_session(arguments)
     out = new_folder(arguments.out, "what-if")
     with open_session(arguments, "dynamoth what-if") as spark:
         recording = Recording(spark, where, begin, end)
@@ -412,3 +414,7 @@ def _moves_text(moves: Iterable[Moved]) -> str:
             for move in moves
         ]
     )
+
+
+if __name__ == "__main__":
+    sys.exit(run_alone("dynamoth what-if", configure, run))

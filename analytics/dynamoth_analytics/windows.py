@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +22,7 @@ from pyspark.sql import functions as F
 
 from dynamoth.plan.plan import Assignment
 from dynamoth.protocol.reports import ChannelColumns, Report
+from dynamoth.recording import channel_bytes
 from dynamoth_analytics.agreement import BalancerLog, RecordedDecision, ReportKey
 from dynamoth_analytics.reading import Recording
 from dynamoth_analytics.replay import SETTLE_S, Moved, PlanChangeRow, RecordedReport, RecordedWindow
@@ -55,8 +55,6 @@ _LOG = (
     *("to_servers", "server", "ratio_before", "ratio_predicted", "clock_s", "reports", "settled"),
 )
 _CHANNEL = ("channel", "publications", "publishers", "subscribers", "bytes_out")
-
-_ESCAPED = re.compile(rb"\\x([89a-f][0-9a-f])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +230,6 @@ def _with_move(decision: RecordedDecision, row: Mapping[str, Any]) -> RecordedDe
         ratios = {**others.pop().ratios, **ratios}
     move = Moved(decision.at, channel, before, after, row.get("reason") or "", ratios)
     return replace(decision, moves=(*others, move))
-
-
-def channel_bytes(text: str) -> bytes:
-    """Return the name of a channel that ``recording.channel_text`` has made a text of."""
-    return _ESCAPED.sub(lambda found: bytes.fromhex(found[1].decode()), text.encode())
 
 
 def _columns(table: pa.Table) -> dict[tuple[str, int, int], ChannelColumns]:

@@ -190,5 +190,8 @@ def _from_toml(default: Any, value: Any) -> Any:
     if isinstance(default, bool) or isinstance(value, bool):
         return value if isinstance(default, bool) and isinstance(value, bool) else None
     if isinstance(default, float) and isinstance(value, int | float):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # a whole number with hundreds of digits
+            return None
     return value if isinstance(default, int) and isinstance(value, int) else None

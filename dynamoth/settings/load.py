@@ -169,7 +169,7 @@ def _from_environment(environment: Mapping[str, str]) -> Iterable[_Given]:
 def _from_file(file: ConfigText) -> Iterable[_Given]:
     try:
         document = tomllib.loads(file.text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # a number with thousands of digits is one, too
         raise ConfigError(f"{file.name} is not TOML: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{file.name} is not a configuration: values are nested too deeply") from error

@@ -12,8 +12,9 @@ There is one link per server, named after it. At each server the recorder listen
 * a channel of its own, for a probe per ``PROBE_INTERVAL_S``: the time from PUBLISH to receipt.
 
 The recorder also writes down what it does not know (table ``gaps``): reports left out, agents that saw nothing, its own
-lost connections, probes that did not return. It never listens to ``AGENT_CHANNEL``, which would make it an agent. While
-its recording cannot be written, it subscribes to ``RECORDER_FAILING_CHANNEL``, so that ``dynamoth status`` sees it.
+lost connections, probes that did not return, and when it was itself late. It never listens to ``AGENT_CHANNEL``, which
+would make it an agent. While its recording cannot be written, it subscribes to ``RECORDER_FAILING_CHANNEL``, so that
+``dynamoth status`` sees it.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ from dynamoth_recorder.rows import gap, rows_of_balancer, rows_of_report
 PROBE_INTERVAL_S = 1.0
 PROBE_LOST_S = 5.0
 """A probe that has not returned after this time is lost."""
+
+LATE_S_MIN = 2.0
+"""A recorder that comes so late to its probes comes late to all else. Rows have the time at which it hears of them."""
 
 RESUBSCRIBE_S = 10.0
 """Where a server refuses a subscription, the recorder asks again after this time: rights may have been given."""
@@ -289,9 +293,12 @@ class RecorderMachine:
     def _tick(self, now: float) -> list[RecorderAction]:
         if self._probe_at is None or now < self._probe_at:
             return []
-        self._probe_at = now + PROBE_INTERVAL_S
+        late_s, self._probe_at = now - self._probe_at, now + PROBE_INTERVAL_S
         actions: list[RecorderAction] = []
         for id_, watched in self._servers.items():
+            if late_s > LATE_S_MIN and watched.away_since is None:
+                reason = "the recorder did not run: rows are dated by when it heard of them"
+                actions.append(gap("recorder_late", id_, late_s, reason, sequence=self._probe_number + 1))
             actions += self._give_up_probes(id_, now, PROBE_LOST_S)
             if watched.refusal and watched.is_up and now >= watched.resubscribe_at:
                 watched.refusal = ""

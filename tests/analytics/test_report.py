@@ -15,14 +15,14 @@ from pyspark.testing import (
     assertSchemaEqual,
 )
 
-from dynamoth_analytics import thresholds
+from dynamoth_analytics import anomalies, load, thresholds
 from dynamoth_analytics.calibration import recommended
 from dynamoth_analytics.channels import ALL_PUBLISHERS, SINGLE
 from dynamoth_analytics.errors import SparkFailed, spark_errors
 from dynamoth_analytics.jobs import COLLECTED_MAX
 from dynamoth_analytics.reading import Recording, made
 from dynamoth_analytics.recorded_settings import DEFAULTS
-from dynamoth_analytics.report import PAGE, SETTINGS_FILE, Report
+from dynamoth_analytics.report import PAGE, SETTINGS_FILE, Extent, Report
 from dynamoth_cli.main import main
 from tests.analytics.conftest import Written
 from tests.analytics.planted import (
@@ -69,6 +69,42 @@ def test_the_overload_is_found_with_its_cause_and_an_unused_hour_is_none(rows: R
     assert overload["minutes"] == pytest.approx((HOT_TO - HOT_FROM) / 60, abs=slot_s / 60)
     assert 0.6 < overload["channel_share"] < 0.9
     assert sum(row["server_seconds"] for row in rows("servers")) == 3 * REPORTS - 1  # one report was lost
+
+
+def test_a_lost_report_does_not_end_an_overload(spark: SparkSession) -> None:
+    reported = [second for second in range(60) if second not in (20, 21, 22, 40)]
+    rows = [
+        (BEGIN + timedelta(seconds=second), "s1", 10 <= second < 40 or second > 41, 1.0, 0.9, 1e6)
+        for second in reported
+    ]
+    loads = made(
+        spark,
+        rows,
+        "slot timestamp, server string, overloaded boolean, covered_s double, ratio_max double,"
+        " outgoing_bytes_per_s double",
+    )
+    slots = made(spark, [], "server string, slot timestamp, channel string, bytes_out long")
+    found = load.overloads(loads, slots, 1).orderBy("begin").collect()
+    spans = [(row["begin"].timestamp(), row["end"].timestamp(), round(row["minutes"] * 60)) for row in found]
+    assert spans == [(second(10), second(40), 27), (second(42), second(60), 18)]
+
+
+@pytest.mark.parametrize(
+    ("length_s", "interval_s", "slot_s"), [(60, 1.0, 1), (60, 0.5, 1), (600, 5.0, 5), (7000, 2.5, 5), (90_000, 1.0, 60)]
+)
+def test_a_slot_is_no_shorter_than_the_interval_of_reports(length_s: int, interval_s: float, slot_s: int) -> None:
+    assert Extent(BEGIN, BEGIN + timedelta(seconds=length_s), interval_s, 1e6).slot_s == slot_s
+
+
+def test_reports_that_came_late_were_not_missing(spark: SparkSession) -> None:
+    at = (0, 1, 31, 31.1, 32, 62)
+    rows = [
+        (BEGIN + timedelta(seconds=second), "s1", 2 if second == 62 else 1, number, 1.0)
+        for number, second in enumerate(at)
+    ]
+    servers = made(spark, rows, "at timestamp, server string, incarnation long, sequence long, interval_s double")
+    found = {(row["kind"], row["metric"], row["value"]) for row in anomalies.missing_reports(servers).collect()}
+    assert found == {("late", "late_s", 30.0), ("missing", "silent_s", 30.0)}
 
 
 def test_the_popularity_is_that_of_zipf(rows: Rows) -> None:

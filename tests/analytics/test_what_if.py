@@ -19,7 +19,7 @@ from dynamoth_analytics.grid import SETTINGS_MAX, read_grid
 from dynamoth_analytics.reading import Recording
 from dynamoth_analytics.replay import recorded_anew
 from dynamoth_analytics.what_if import PAGE, REPLAYS, WhatIf, in_force
-from dynamoth_analytics.windows import WHOLE, channel_bytes
+from dynamoth_analytics.windows import WHOLE
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_cli.main import main
 from tests.analytics.loads import load, rising, write
@@ -135,7 +135,3 @@ def test_the_frontier_has_what_nothing_beats_in_everything() -> None:
     assert frontier([worse, one, more_moves]) == [more_moves, one]
     assert one.p == 1 / 64 and sign_test(0, 0) == 1.0 and sign_test(1, 1) == 0.75
     assert replace(one, tried=10).p == 10 / 64 and replace(one, tried=100).p == 1.0, "each may be better by chance"
-
-
-def test_names_of_channels_come_back_from_texts() -> None:
-    assert channel_bytes("caf\u00e9-\\xff-\\x41") == b"caf\xc3\xa9-\xff-\\x41"

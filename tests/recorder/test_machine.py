@@ -2,13 +2,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dynamoth.machine.events import Connect, Disconnect, ErrorReply, Pushed, Replied, Send, Start
+from dynamoth.machine.events import Connect, Disconnect, ErrorReply, Pushed, Replied, Send, Start, Tick
 from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, RECORD_CHANNEL, RECORDER_FAILING_CHANNEL, probe_channel
 from dynamoth.plan.plan import Server
 from dynamoth.protocol.records import RecordedRows, pack_rows
 from dynamoth.protocol.reports import ChannelColumns, ChannelSums, Report, pack_report
+from dynamoth.recording import channel_bytes, channel_text
 from dynamoth_recorder.events import LinkChanged, Refused, Rows, ServersChanged, StoreChanged
 from dynamoth_recorder.machine import PROBE_LOST_S, RESUBSCRIBE_S, RecorderMachine
+from dynamoth_recorder.rows import rows_of_report
 from tests.machines.helpers import SERVERS, Subject, commands, only
 
 PROBES = probe_channel(7)
@@ -127,6 +129,14 @@ def test_a_probe_measures_the_latency_and_a_lost_one_has_none() -> None:
     assert commands(recorder.pass_time(3.0), b"PUBLISH") == []
 
 
+def test_a_recorder_that_was_stopped_says_that_its_rows_are_late() -> None:
+    recorder = Recorder().listening()
+    recorder.now += 30.0
+    [late, *_] = only(Rows, recorder.tell(Tick()))
+    assert (late.same["kind"], late.same["server"], late.same["seconds"]) == ("recorder_late", "s1", 29.0)
+    assert "gaps" not in {rows.table for rows in only(Rows, recorder.pass_time(1.0))}
+
+
 def test_a_refusal_is_reported_once_and_asked_about_again() -> None:
     recorder = Recorder().listening()
     refusal = Replied("s1", "subscribe", ErrorReply("NOPERM"))
@@ -140,3 +150,14 @@ def test_servers_show_that_the_recording_cannot_be_written() -> None:
     assert recorder.tell(StoreChanged(True)) == [Send("s1", (b"SUBSCRIBE", RECORDER_FAILING_CHANNEL))]
     assert (RECORDER_FAILING_CHANNEL,) in commands(recorder.up("s2"), b"SUBSCRIBE")
     assert len(recorder.tell(StoreChanged(False))) == 2
+
+
+def test_each_name_of_a_channel_has_a_text_of_its_own() -> None:
+    names = [b"caf\xc3\xa9", b"\xff-a", rb"\xff-a", rb"\\xff-a", b"\\\xff", b""]
+    for some in (names, names[:1], names[2:4]):
+        zeros, nobody = (0,) * len(some), (b"",) * len(some)
+        columns = ChannelColumns(tuple(some), zeros, zeros, zeros, zeros, zeros, zeros, nobody, nobody)
+        [_, rows] = rows_of_report(replace(REPORT, columns=columns, rest=ChannelSums()))
+        assert [*map(channel_bytes, rows.columns["channel"])] == some
+        assert rows.columns["channel"] == [*map(channel_text, some)]
+    assert channel_text(b"caf\xc3\xa9-\xff") == "caf\u00e9-\\xff"

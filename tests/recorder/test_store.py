@@ -11,9 +11,9 @@ import pytest
 from dynamoth.errors import ConfigError, MalformedMessage
 from dynamoth.recording import TABLES, VERSION, VERSION_KEY, Type
 from dynamoth_recorder.events import Rows
-from dynamoth_recorder.process.backlog import Backlog, Portion, folder_of
+from dynamoth_recorder.process.backlog import BATCH_BYTES, Backlog, Portion, folder_of
 from dynamoth_recorder.process.store import FILES_PER_HOUR, Store
-from dynamoth_recorder.process.tables import SCHEMAS, parquet, to_batch
+from dynamoth_recorder.process.tables import SCHEMAS, arrow, parquet, to_batch
 
 A, B = "a" * 16, "b" * 16
 NOW = datetime(2026, 11, 23, 14, 30, tzinfo=UTC)
@@ -155,7 +155,8 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 def test_a_full_backlog_counts_what_it_refuses() -> None:
     one = portion(rows=10)
-    backlog = Backlog(one.size_bytes * 2)
+    two_bytes = 2 * (BATCH_BYTES + one.batches[0].nbytes)
+    backlog = Backlog(two_bytes)
     for _ in range(3):
         backlog.add("latency", 0, one.batches[0])
     assert backlog.lost == {"latency": 10}
@@ -163,7 +164,47 @@ def test_a_full_backlog_counts_what_it_refuses() -> None:
     assert (sum(each.rows for each in taken), backlog.size_bytes) == (20, 0)
     backlog.add("latency", 0, one.batches[0])
     backlog.give_back(taken)
-    assert backlog.lost == {"latency": 20} and backlog.size_bytes == one.size_bytes * 2
+    assert backlog.lost == {"latency": 20} and backlog.size_bytes == two_bytes
+
+
+def test_what_waits_takes_as_much_memory_as_is_counted() -> None:
+    backlog, rows = Backlog(), 5_050
+    before = arrow.total_allocated_bytes()
+    for number in range(rows):
+        backlog.add("servers", 0, to_batch(Rows("servers", 1, {"sequence": number}), 0, A))
+    assert arrow.total_allocated_bytes() - before < backlog.size_bytes < 2_000 * rows, "one row alone takes 10 kB"
+    assert [
+        row["sequence"] for portion in backlog.take() for batch in portion.batches for row in batch.to_pylist()
+    ] == [*range(rows)]
+
+
+def test_one_hour_that_cannot_be_deleted_does_not_keep_the_others(store: Store, tmp_path: Path) -> None:
+    for age in (60, 50, 40, 2):
+        store.write(portion(NOW - age * HOUR))
+    store.write(portion(NOW - 2 * HOUR))
+    first, second, *_ = sorted((store.folder / "latency").glob("date=*/hour=*"))
+    moved = second.rename(tmp_path / "another disk")
+    second.symlink_to(moved)
+    for path in first.iterdir():
+        path.unlink()
+    first.rmdir()
+    first.touch()  # no folder, and so it cannot be deleted like one
+    (store.folder / "servers" / "date=9999-12-31" / "hour=23").mkdir(parents=True)
+    with_bounds = Store(store.folder, B, keep_hours=24.0)
+    with pytest.raises(NotADirectoryError):
+        with_bounds.upkeep(NOW)
+    with_bounds.close()
+    assert first.exists() and not second.is_symlink() and any(moved.iterdir()), "a link alone is deleted"
+    assert [path[:23] for path in files(store)] == ["date=2026-11-23/hour=12"] * 2
+
+
+def test_no_file_behind_a_planted_link_is_opened(store: Store, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("text")
+    (store.folder / ".merging.lock").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic link"):
+        store.upkeep(NOW)
+    assert victim.read_text() == "text"
 
 
 def test_the_schemas_are_those_of_the_contract() -> None:

@@ -26,7 +26,7 @@ def add_record(parser: argparse.ArgumentParser) -> None:
 def recorder_beside(arguments: argparse.Namespace) -> Generator[None]:
     """Run a recorder with the settings of this daemon, where ``--record`` is given. Its log goes to our stderr.
 
-    The daemon does not depend on it: when it ends, it says why in the log, and all else goes on.
+    The daemon does not depend on it: when the recorder ends, the log says so, and all else goes on.
     """
     if arguments.record is None:
         yield
@@ -38,9 +38,18 @@ def recorder_beside(arguments: argparse.Namespace) -> Generator[None]:
         value = getattr(arguments, key, None)
         if declared.section in _SHARED_SECTIONS and value is not None:
             command += [f"{declared.flag('recorder')}={value}"]
-    child = Child("recorder", command, environment=os.environ, on_line=lambda line: print(line, file=sys.stderr))  # noqa: T201  # its log
+    child = Child("recorder", command, environment=os.environ, on_line=_write_line, on_end=say_recorder_ended)
     child.start()
     try:
         yield
     finally:
         child.stop()
+
+
+def say_recorder_ended(how: str) -> None:
+    """Say on stderr that a recorder has ended."""
+    _write_line(f"dynamoth: {how}: nothing is recorded any more; all else goes on")
+
+
+def _write_line(line: str) -> None:
+    sys.stderr.write(f"{line}\n")

@@ -58,6 +58,7 @@ class Child:
         command: the program and its arguments.
         environment: all of its variables.
         on_line: called with each line of its log, in a thread of its own.
+        on_end: called in that thread, with how it ended, when it has ended without being asked to.
         pipes: whether ``stdin`` and ``stdout`` are pipes to this process, and the log is stderr; otherwise it has no
             stdin, and the log is both.
     """
@@ -69,12 +70,14 @@ class Child:
         *,
         environment: Mapping[str, str],
         on_line: Callable[[str], None] | None = None,
+        on_end: Callable[[str], None] | None = None,
         pipes: bool = False,
     ) -> None:
         self.name = name
         self._command = list(command)
         self._environment = dict(environment)
         self._on_line = on_line
+        self._on_end = on_end
         self._pipes = pipes
         #: The process of the latest start, also after it has ended.
         self._process: subprocess.Popen[bytes] | None = None
@@ -173,11 +176,15 @@ class Child:
 
     def failure(self) -> ChildEnded:
         """Return an error that says how it ended, with its last lines."""
-        assert self._process is not None, f"{self.name} was never started"
-        status = self._release()
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        self._release()
         tail = "".join(f"\n  {line}" for line in self.lines[-TAIL_LINES:]) or " nothing"
-        return ChildEnded(f"{self.name} (process {self.pid}) {how}; its last output:{tail}")
+        return ChildEnded(f"{self._how_it_ended()}; its last output:{tail}")
+
+    def _how_it_ended(self) -> str:
+        assert self._process is not None, f"{self.name} was never started"
+        status = self._process.wait()
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return f"{self.name} (process {self.pid}) {how}"
 
     def _release(self) -> int:
         """Wait for the end of the process and of its log; close the pipes. Returns its status."""
@@ -200,6 +207,8 @@ class Child:
                 self._lines.append(text)
                 if self._on_line is not None:
                     self._on_line(text)
+        if self._on_end is not None and not self._asked_to_end:
+            self._on_end(self._how_it_ended())
 
 
 def _close(pipe: IO[bytes]) -> None:

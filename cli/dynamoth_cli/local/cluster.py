@@ -26,6 +26,7 @@ from dynamoth.settings.load import declared_settings
 from dynamoth.settings.sections import GIGABIT_BYTES_PER_S
 from dynamoth_agent.stand_in import LIMIT_WANTED
 from dynamoth_cli.admin import ask_balancer
+from dynamoth_cli.local.beside import say_recorder_ended
 from dynamoth_cli.local.child import Child, dynamoth_command
 from dynamoth_cli.local.embedded import EmbeddedRedis, RedisServerFailed
 from dynamoth_link.errors import LinkError
@@ -202,21 +203,23 @@ class LocalCluster:
         deadline = time.monotonic() + timeout_s
         while missing := next(self._missing(), None):
             self.check()
+            if self.recorder is not None and self.recorder.ended_by_itself:
+                raise self.recorder.failure()
             if time.monotonic() > deadline:
                 tails = "".join(f"\n  {child.name}: {child.lines[-1]}" for child in self._daemons() if child.lines)
                 raise ClusterNotReady(f"not ready after {timeout_s:g} s: {missing}{tails}")
             time.sleep(POLL_INTERVAL_S)
 
     def check(self) -> None:
-        """Raise if a process has ended that nobody asked to.
+        """Raise if a process has ended that nobody asked to, and that the others need.
 
         Raises:
-            ChildEnded: a daemon.
+            ChildEnded: an agent or the balancer.
             RedisServerFailed: a server.
 
         """
         for child in self._daemons():
-            if child.ended_by_itself:
+            if child.ended_by_itself and child is not self.recorder:
                 raise child.failure()
         for id_, server in self.redis.items():
             if not server.running:
@@ -292,6 +295,7 @@ class LocalCluster:
             dynamoth_command(command, "--config", str(self.config_file), *arguments),
             environment=self._environment("recorder" if command == "record" else command),
             on_line=None if on_line is None else lambda line: on_line(name, line),
+            on_end=say_recorder_ended if command == "record" else None,
         )
 
     def _environment(self, role: str) -> dict[str, str]:

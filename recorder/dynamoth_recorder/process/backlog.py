@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from dynamoth_recorder.process.tables import arrow
+
 BACKLOG_BYTES_MAX = 256 * 1024 * 1024
 """Rows beyond this are lost. At 100,000 rows of ``channels`` per second, 20 s of a full disk."""
+
+BATCH_BYTES = 10_000
+"""What a batch takes besides its values, by measurement: most batches of the table ``servers`` have one row."""
+
+COMBINED = 100
+"""So many batches become one; larger ones stay as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +33,14 @@ class Portion:
         """How many rows there are."""
         return sum(batch.num_rows for batch in self.batches)
 
-    @property
-    def size_bytes(self) -> int:
-        """Their size in memory."""
-        return sum(batch.nbytes for batch in self.batches)
+
+@dataclass(slots=True)
+class _Gathered:
+    """Batches of one table and hour."""
+
+    large: list[Any] = field(default_factory=list[Any])
+    #: Fewer than ``COMBINED``.
+    small: list[Any] = field(default_factory=list[Any])
 
 
 class Backlog:
@@ -36,7 +48,7 @@ class Backlog:
 
     def __init__(self, bytes_max: int = BACKLOG_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
-        self._batches: defaultdict[tuple[str, str], list[Any]] = defaultdict(list)
+        self._gathered: defaultdict[tuple[str, str], _Gathered] = defaultdict(_Gathered)
         #: Bytes of all rows that are here.
         self.size_bytes = 0
         #: Rows that there was no room for, by table.
@@ -48,8 +60,8 @@ class Backlog:
 
     def take(self) -> list[Portion]:
         """Take everything."""
-        portions = [Portion(*key, tuple(batches)) for key, batches in self._batches.items()]
-        self._batches.clear()
+        portions = [Portion(*key, (*each.large, *each.small)) for key, each in self._gathered.items()]
+        self._gathered.clear()
         self.size_bytes = 0
         return portions
 
@@ -60,11 +72,24 @@ class Backlog:
                 self._add(portion.table, portion.hour, batch)
 
     def _add(self, table: str, hour: str, batch: Any) -> None:
-        if self.size_bytes + batch.nbytes > self._bytes_max:
+        if self.size_bytes + _size(batch) > self._bytes_max:
             self.lost[table] += batch.num_rows
             return
-        self._batches[table, hour].append(batch)
-        self.size_bytes += batch.nbytes
+        self.size_bytes += _size(batch)
+        gathered = self._gathered[table, hour]
+        if batch.num_rows >= COMBINED:
+            gathered.large.append(batch)
+            return
+        gathered.small.append(batch)
+        if len(gathered.small) == COMBINED:
+            combined = arrow.Table.from_batches(gathered.small).combine_chunks().to_batches()
+            self.size_bytes += sum(map(_size, combined)) - sum(map(_size, gathered.small))
+            gathered.large += combined
+            gathered.small = []
+
+
+def _size(batch: Any) -> int:
+    return BATCH_BYTES + int(batch.nbytes)
 
 
 def folder_of(at_us: int) -> str:

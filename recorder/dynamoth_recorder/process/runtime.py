@@ -160,6 +160,8 @@ class _RecorderProcess(DaemonProcess[RecorderNews]):
         self._finishing = self._background(self._finish())
 
     def _gather(self, rows: Rows) -> None:
+        if self._finishing is not None:
+            return  # what comes now is after the end of the recording
         at_us = time.time_ns() // 1000
         try:
             batch = to_batch(rows, at_us, self._store.recorder)

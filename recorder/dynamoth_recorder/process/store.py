@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dynamoth.errors import ConfigError
 from dynamoth.recording import TABLES
@@ -66,7 +66,7 @@ class _Hour:
     path: Path
 
     def is_over(self, now: datetime) -> bool:
-        return now > self.begin + timedelta(hours=1) + OVER_AFTER
+        return now - timedelta(hours=1) - OVER_AFTER > self.begin
 
 
 class Store:
@@ -97,8 +97,7 @@ class Store:
         self.files_written = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self._lock_path(recorder), "wb")  # noqa: SIM115  # until `close`
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = self._locked()
             self._remove_leftovers()
         except OSError as error:
             reason = error.strerror or str(error)
@@ -140,11 +139,14 @@ class Store:
     # Upkeep.
 
     def upkeep(self, now: datetime, *, merge: bool = True) -> None:
-        """Delete what is too old or too much, and merge small files. Raises OSError."""
+        """Merge small files, and delete what is too old or too much. Raises OSError."""
+        if merge:
+            self._merge_alone(now)
         self._delete_old(now)
-        if not merge:
-            return
-        with open(self.folder / ".merging.lock", "wb") as lock:
+
+    def _merge_alone(self, now: datetime) -> None:
+        """Merge files, unless another recorder does."""
+        with _opened_for_lock(self.folder / ".merging.lock") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:  # another recorder does it
@@ -152,6 +154,8 @@ class Store:
             self._merge(now)
 
     def _delete_old(self, now: datetime) -> None:
+        """Delete hours, the oldest first. Raises OSError when one cannot be deleted, after all others."""
+        failures: list[OSError] = []
         by_begin: defaultdict[datetime, list[_Hour]] = defaultdict(list)
         for hour in self._hours():
             by_begin[hour.begin].append(hour)
@@ -159,15 +163,15 @@ class Store:
         if self._keep_hours:
             oldest = now - timedelta(hours=1 + self._keep_hours)
             while past and past[0] < oldest:
-                _delete(by_begin.pop(past.pop(0)))
-        if not self._keep_bytes_max:
-            return
+                failures += _delete(by_begin.pop(past.pop(0)))
         sizes = {begin: sum(map(_size_of, hours)) for begin, hours in by_begin.items()}
         total = sum(sizes.values())
-        while past and total > self._keep_bytes_max:
+        while self._keep_bytes_max and past and total > self._keep_bytes_max:
             begin = past.pop(0)
             total -= sizes[begin]
-            _delete(by_begin[begin])
+            failures += _delete(by_begin[begin])
+        if failures:
+            raise failures[0]
 
     def _merge(self, now: datetime) -> None:
         deadline = time.monotonic() + MERGING_S_MAX
@@ -238,6 +242,15 @@ class Store:
 
     # Other recorders.
 
+    def _locked(self) -> BinaryIO:
+        """Return the file that shows that this recorder lives. It gets its name once it is locked."""
+        path = self._lock_path(self.recorder)
+        hidden = path.with_suffix(".new")
+        file = _opened_for_lock(hidden)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        hidden.rename(path)
+        return file
+
     def _lock_path(self, recorder: str) -> Path:
         return self.folder / f".recorder-{recorder}.lock"
 
@@ -279,13 +292,25 @@ def _size_of_file(path: Path) -> int:
     return 0
 
 
-def _delete(hours: list[_Hour]) -> None:
-    """Delete an hour of all tables, and the day's folder with its last hour."""
+def _delete(hours: list[_Hour]) -> list[OSError]:
+    """Delete an hour of all tables, and the day's folder with its last hour; return what failed."""
+    failures: list[OSError] = []
     for hour in hours:
-        with suppress(FileNotFoundError):  # another recorder deletes it
-            shutil.rmtree(hour.path)
+        try:
+            # Behind a link is another disk's folder: that of whoever made the link.
+            hour.path.unlink() if hour.path.is_symlink() else shutil.rmtree(hour.path)
+        except FileNotFoundError:  # another recorder deletes it
+            pass
+        except OSError as error:
+            failures.append(error)
         with suppress(OSError):  # it has other hours
             hour.path.parent.rmdir()
+    return failures
+
+
+def _opened_for_lock(path: Path) -> BinaryIO:
+    """Open a file that nobody reads; never one behind a link, which may be of somebody else."""
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644), "wb")
 
 
 def _sync_folder(folder: Path) -> None:
