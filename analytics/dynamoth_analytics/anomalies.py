@@ -8,7 +8,7 @@ only, so a fall may mean that others are busier.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from functools import reduce
 
 from pyspark.sql import Column, DataFrame, Window
@@ -21,10 +21,16 @@ PAST_MIN = 20
 SCORE_MIN = 7.0
 """Departures of fewer spreads are usual. The spread of 30 values is itself uncertain: of normally distributed noise,
 one value in 27,000 is 6 spreads away from 30 earlier ones, and one in 240,000 is 7 (one in 68,000 from 20; simulated,
-six million values each). A server or channel has some thousand values per hour."""
+six million values each). A server or channel has some thousand values per hour. Counts must depart as far from chance,
+too: twice the root of a count varies by one (Anscombe 1948, with 3/8 added), however large the count is."""
 
 CHANGE_RATIO_MIN = 1 / 3
 """A change by less is no anomaly, however constant a load was: the least spread follows from it."""
+
+LEAST_SPREADS = {"outgoing_bytes_per_s": 1000.0, "cpu_ratio": 0.05}
+"""Of measurements: smaller changes are nothing, whatever a load was before."""
+
+SMALLEST = 1e-9
 
 LAG_S_MIN = 1.0
 """An agent that sees the end of an interval so late does not keep up."""
@@ -37,33 +43,43 @@ def anomalies(servers: DataFrame, channel_loads: DataFrame, publisher_slots: Dat
     """Return one row per anomaly: kind, subject (server, channel or publisher), metric, at, value, expected, score."""
     rate = F.col("publications") / F.nullif("seconds", F.lit(0.0))
     values = [
-        _values("server", servers, "server", "at", "outgoing_bytes_per_s", "cpu_ratio"),
+        _values("server", servers, "server", "at", *LEAST_SPREADS, counted_s=F.lit(None).cast("double")),
         _values(
             "channel",
             channel_loads.withColumn("publications_per_s", rate),
             *("channel", "slot", "publications_per_s", "subscribers", "publishers"),
+            counted_s=F.col("seconds"),
         ),
     ]
     if publisher_slots is not None:
         values.append(
-            _values("publisher", publisher_slots, "publisher", "slot", "publications_per_s", "channels"),
+            _values(
+                "publisher",
+                publisher_slots,
+                *("publisher", "slot", "publications_per_s", "channels"),
+                counted_s=F.col("seconds"),
+            ),
         )
     departed = departures(reduce(DataFrame.unionByName, values)).where("kind != 'publisher' or score > 0")
     return reduce(DataFrame.unionByName, [departed, missing_reports(servers), lagging(servers)])
 
 
-def _values(kind: str, rows: DataFrame, subject: str, at: str, *metrics: str) -> DataFrame:
-    """Return kind, subject, metric, at and value of each metric of each row."""
+def _values(kind: str, rows: DataFrame, subject: str, at: str, *metrics: str, counted_s: Column) -> DataFrame:
+    """Return kind, subject, metric, at, value and counted_s of each metric of each row."""
     columns = F.lit(kind).alias("kind"), F.col(subject).alias("subject"), F.col(at).alias("at")
-    values = rows.select(*columns, *(F.col(name).cast("double").alias(name) for name in metrics))
-    return values.unpivot(["kind", "subject", "at"], [*metrics], "metric", "value")
+    values = rows.select(*columns, counted_s.alias("slot_s"), *(F.col(name).cast("double") for name in metrics))
+    unpivoted = values.unpivot(["kind", "subject", "at", "slot_s"], [*metrics], "metric", "value")
+    # A rate counts what came in a time; numbers of subscribers and the like are counts themselves.
+    counted = F.when(F.col("metric") == "publications_per_s", F.col("slot_s")).otherwise(F.lit(1.0))
+    is_measured = F.col("metric").isin(*LEAST_SPREADS)
+    return unpivoted.withColumn("counted_s", F.when(~is_measured, counted)).drop("slot_s")
 
 
 def departures(values: DataFrame) -> DataFrame:
     """Return the values that depart from their past; of several in a row, the first.
 
     Args:
-        values: kind, subject, metric, at and value.
+        values: kind, subject, metric, at, value, and for how many seconds a count was counted; null: it is no count.
 
     """
     series = Window.partitionBy("kind", "subject", "metric").orderBy("at")
@@ -83,38 +99,38 @@ def _judged() -> Column:
 
 def _with_score(expected: Column) -> Column:
     deviations = F.array_sort(F.transform("past", lambda each: F.abs(each - expected)))
-    least = F.greatest(CHANGE_RATIO_MIN / SCORE_MIN * F.abs(expected), _least_spread(F.col("metric"), expected))
-    spread = F.greatest(1.4826 * _median(deviations), least)
-    return F.struct(expected.alias("expected"), ((F.col("value") - expected) / spread).alias("score"))
+    spread = F.greatest(1.4826 * _median(deviations), _least_spread(expected))
+    distance = F.col("value") - expected
+    score = F.signum(distance) * F.least(F.abs(distance) / spread, _beyond_chance(expected))
+    return F.struct(expected.alias("expected"), score.alias("score"))
 
 
 def _may_be_odd() -> Column:
     """Return whether some median between the least and the largest past value would make a value an anomaly.
 
-    Few values pass, and to order the past of all others would take most of the time of a report. Distance less least
-    spread is convex in the median for each of the two least spreads, so it is largest at an end.
+    Few values pass, and to order the past of all others would take most of the time of a report. The farthest median is
+    one of the two.
     """
     ends = F.array_min("past"), F.array_max("past")
+    far = (F.abs(F.col("value") - end) > SCORE_MIN * _least_spread(end) for end in ends)
+    unlikely = (F.coalesce(_beyond_chance(end), F.lit(math.inf)) > SCORE_MIN for end in ends)
+    return (F.size("past") >= PAST_MIN) & reduce(Column.__or__, far) & reduce(Column.__or__, unlikely)
 
-    def beyond(least: Callable[[Column], Column]) -> Column:
-        return reduce(Column.__or__, (F.abs(F.col("value") - end) > SCORE_MIN * least(end) for end in ends))
 
-    enough = F.size("past") >= PAST_MIN
-    far = beyond(lambda end: CHANGE_RATIO_MIN / SCORE_MIN * F.abs(end))
-    return enough & far & beyond(lambda end: _least_spread(F.col("metric"), end))
+def _least_spread(expected: Column) -> Column:
+    """Return the least spread of a value: a part of what is expected, and of measurements a constant."""
+    constants = [F.when(F.col("metric") == name, value) for name, value in LEAST_SPREADS.items()]
+    return F.greatest(CHANGE_RATIO_MIN / SCORE_MIN * F.abs(expected), F.coalesce(*constants, F.lit(SMALLEST)))
+
+
+def _beyond_chance(expected: Column) -> Column:
+    """Return the distance of two counts in units of what chance does to them; null: they are no counts."""
+    roots = (F.sqrt(each * F.col("counted_s") + 3 / 8) for each in (F.col("value"), expected))
+    return 2 * F.abs(reduce(Column.__sub__, roots))
 
 
 def _median(ordered: Column) -> Column:
     return F.get(ordered, F.floor(F.size(ordered) / 2).cast("int"))
-
-
-def _least_spread(metric: Column, expected: Column) -> Column:
-    """Return the spread of the smallest loads: counts vary by their root, and a kilobyte or a twentieth is nothing."""
-    return (
-        F.when(metric == "outgoing_bytes_per_s", 1000.0)
-        .when(metric == "cpu_ratio", 0.05)
-        .otherwise(F.sqrt(F.greatest(expected, F.lit(1.0))))
-    )
 
 
 def missing_reports(servers: DataFrame) -> DataFrame:
@@ -150,6 +166,12 @@ def missing_reports(servers: DataFrame) -> DataFrame:
         F.lit(None).cast("double").alias("score"),
     )
     return lost.unionByName(silent)
+
+
+def incomplete(anomalies: DataFrame) -> DataFrame:
+    """Return the sum of each metric of missing and late reports: server, metric and value."""
+    rows = anomalies.where("kind in ('missing', 'late')")
+    return rows.groupBy(F.col("subject").alias("server"), "metric").agg(F.sum("value").alias("value")).orderBy("server")
 
 
 def lagging(servers: DataFrame) -> DataFrame:

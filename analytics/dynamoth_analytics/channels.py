@@ -30,7 +30,9 @@ COLUMNS = (
 """Those of the table that jobs about channels read."""
 
 ZIPF_CHANNELS_MAX = 1000
-"""The popularity is fitted to this many channels: reports name as many, and are incomplete below."""
+ZIPF_PUBLICATIONS_MIN = 30
+"""The popularity is fitted to so many of the busiest channels: reports name as many, and are incomplete below. Chance
+moves counts below this by more than a fifth, and ranks with them."""
 
 
 def channel_slots(channels: DataFrame, slot_s: int) -> DataFrame:
@@ -54,25 +56,39 @@ def _summed(rows: DataFrame) -> DataFrame:
 
 
 def replicated_spans(plans: DataFrame) -> DataFrame:
-    """Return when channels were replicated: channel, mode, begin and end (null: to the end of the recording)."""
-    changes = plans.groupBy("channel", "epoch").agg(F.min("at").alias("begin"), F.max("to_mode").alias("mode"))
-    later = Window.partitionBy("channel").orderBy("begin")
-    spans = changes.withColumn("end", F.lead("begin").over(later))
-    return spans.where(F.col("mode") != SINGLE).select("channel", "mode", "begin", "end")
+    """Return when channels were replicated: channel, mode, begin and end.
+
+    Null stands for the begin or the end of the recording. Of a channel that does not change in it nothing is known.
+    """
+    changes = plans.groupBy("channel", "epoch").agg(
+        F.min("at").alias("begin"), F.max("from_mode").alias("mode_before"), F.max("to_mode").alias("mode")
+    )
+    in_order = Window.partitionBy("channel").orderBy("begin")
+    after = changes.select("channel", "mode", "begin", F.lead("begin").over(in_order).alias("end"))
+    is_first = F.row_number().over(in_order) == 1
+    before = changes.withColumn("is_first", is_first).where("is_first")
+    unbounded = F.lit(None).cast("timestamp").alias("begin")
+    before = before.select("channel", F.col("mode_before").alias("mode"), unbounded, F.col("begin").alias("end"))
+    return after.unionByName(before).where(F.col("mode") != SINGLE)
 
 
-def channel_loads(slots: DataFrame, spans: DataFrame) -> DataFrame:
-    """Return one row per channel and slot, over all servers. ``seconds`` is the time that reports of it cover."""
+def channel_loads(slots: DataFrame, spans: DataFrame, slot_s: int) -> DataFrame:
+    """Return one row per channel and slot, over all servers. ``seconds`` is the time that reports of it cover.
+
+    Servers of a replicated channel report it at the same time. In a slot in which a channel moves, they do so one after
+    the other, but for the time that its subscribers take to follow.
+    """
     s, r = slots.where("channel is not null").alias("s"), F.broadcast(spans.alias("r"))
-    within = F.col("s.slot") >= F.col("r.begin")
+    within = F.col("r.begin").isNull() | (F.col("s.slot") >= F.col("r.begin"))
     within &= F.col("r.end").isNull() | (F.col("s.slot") < F.col("r.end"))
     joined = s.join(r, (F.col("s.channel") == F.col("r.channel")) & within, "left")
     rows = joined.select("s.*", F.coalesce("r.mode", F.lit(SINGLE)).alias("mode"))
     each_sees_all = F.max("mode") == ALL_PUBLISHERS
+    in_turn = F.least(F.sum("seconds"), F.greatest(F.max("seconds"), F.lit(float(slot_s))))
     return rows.groupBy("channel", "slot").agg(
         F.max("mode").alias("mode"),
         F.count("*").alias("servers"),
-        F.max("seconds").alias("seconds"),
+        F.when(F.max("mode") == SINGLE, in_turn).otherwise(F.max("seconds")).alias("seconds"),
         F.when(each_sees_all, F.max("publications")).otherwise(F.sum("publications")).alias("publications"),
         F.when(each_sees_all, F.sum("subscribers")).otherwise(F.max("subscribers")).alias("subscribers"),
         F.max("publishers").alias("publishers"),
@@ -179,7 +195,11 @@ def popularity(summary: DataFrame) -> DataFrame:
     ``exponent`` s of publications ~ rank^-s, by linear regression of the logarithms, and its standard error. The errors
     of ranked data depend on each other, so the true one is larger.
     """
-    top = summary.where("publications > 0").orderBy(F.desc("publications"), "channel").limit(ZIPF_CHANNELS_MAX)
+    top = (
+        summary.where(F.col("publications") >= ZIPF_PUBLICATIONS_MIN)
+        .orderBy(F.desc("publications"), "channel")
+        .limit(ZIPF_CHANNELS_MAX)
+    )
     rank = F.row_number().over(Window.orderBy(F.desc("publications"), "channel"))
     points = top.select(F.log("publications").alias("y"), F.log(rank.cast("double")).alias("x"))
     fit = points.agg(

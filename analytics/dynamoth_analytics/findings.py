@@ -11,6 +11,16 @@ from dynamoth_analytics.page import duration, figure, percent, ratio, shown, tim
 Row = Mapping[str, Any]
 
 ANOMALY_SENTENCES_MAX = 2
+OVERLOADS_NAMED_MAX = 2
+
+INCOMPLETE = {
+    "reports_missing": "Reports that are missing, so that figures of their time are incomplete",
+    "silent_s": "Seconds in which servers did not report",
+    "late_s": "Seconds by which reports came late to the recorder",
+}
+
+CAUSE_SHARE_MIN = 0.3
+"""A channel with a smaller part of a server's rise is not called the cause of an overload."""
 
 
 @dataclass
@@ -25,6 +35,8 @@ class Drawn:
     #: The settings in force, and how they are known.
     settings: Mapping[str, float] = field(default_factory=dict[str, float])
     settings_recorded: bool = False
+    #: How far the clocks of recorders are apart; 0: they agree.
+    clocks_differ_s: float = 0.0
     #: Files that were there at the begin and not at the end, as recorders merge and delete files.
     files_gone: int = 0
 
@@ -40,20 +52,20 @@ def findings(drawn: Drawn) -> list[str]:
 
 
 def _overload(drawn: Drawn) -> list[str]:
-    if overloads := drawn["overloads"]:
-        worst = max(overloads, key=lambda row: row["minutes"])
-        more = drawn.counts["overloads"] - 1
-        channel = (
-            f"; the busiest channel there was {shown(worst['channel'])} with {percent(worst['channel_share'])} of its"
-            " bytes"
-            if worst["channel"] is not None
-            else ""
-        )
-        others = f" There {'was 1 more overload' if more == 1 else f'were {more} more overloads'}." if more else ""
-        return [
+    if overloads := sorted(drawn["overloads"], key=lambda row: row["minutes"], reverse=True):
+        worst, *others = overloads
+        sentences = [
             f"{shown(worst['server'])} was overloaded for {duration(worst['minutes'] * 60)} from {time(worst['begin'])}"
-            f" (load ratio up to {ratio(worst['ratio_max'])}){channel}.{others}"
+            f" (load ratio up to {ratio(worst['ratio_max'])}); {_cause(worst)}."
         ]
+        if others:
+            named = "; ".join(
+                f"{shown(row['server'])} for {duration(row['minutes'] * 60)} from {time(row['begin'])}, {_cause(row)}"
+                for row in others[:OVERLOADS_NAMED_MAX]
+            )
+            rest = drawn.counts["overloads"] - 1 - len(others[:OVERLOADS_NAMED_MAX])
+            sentences.append(f"Other overloads: {named}{f'; and {rest} shorter ones' if rest else ''}.")
+        return sentences
     servers = [row for row in drawn["servers"] if row["ratio_max"] is not None]
     if not servers:
         return ["No server reported its load."]
@@ -61,6 +73,18 @@ def _overload(drawn: Drawn) -> list[str]:
     return [
         f"No server was overloaded: the highest load ratio was {ratio(top['ratio_max'])}, at {shown(top['server'])}."
     ]
+
+
+def _cause(row: Row) -> str:
+    """Return why a server was overloaded, as far as is known."""
+    if row["channel"] is None:
+        return "no channel is known there"
+    share = row["cause_share"]
+    if share is not None and share >= CAUSE_SHARE_MIN:
+        rise = f"from {figure(row['cause_bytes_per_s_before'], 'B/s')} to {figure(row['cause_bytes_per_s'], 'B/s')}"
+        return f"the cause was channel {shown(row['cause'])}, which rose {rise}"
+    many = "" if share is None else "many channels rose, and "
+    return f"{many}the busiest was {shown(row['channel'])} with {percent(row['channel_share'])} of all bytes"
 
 
 def _busiest(drawn: Drawn) -> list[str]:
@@ -81,9 +105,8 @@ def _moves(drawn: Drawn) -> list[str]:
         found.append(f"Moves that were undone within an hour: {drawn.counts['ping_pong']} ({names}).")
     if idle := drawn.counts.get("without_gain"):
         found.append(f"Decisions that gained nothing: {idle}. Their most loaded server was as loaded afterwards.")
-    errors = sorted(abs(row["error"]) for row in drawn["effects"] if row["error"] is not None)
-    if errors:
-        found.append(f"Load ratios after decisions were {ratio(errors[len(errors) // 2])} off the predicted (median).")
+    errors = [row["error"] for row in drawn["effects_error"] if row["error"] is not None]
+    found += [f"Load ratios after decisions were {ratio(error)} off the predicted (median)." for error in errors]
     return found
 
 
@@ -101,10 +124,9 @@ def _break(drawn: Drawn) -> list[str]:
 
 
 def _replication(drawn: Drawn) -> list[str]:
-    wanted = [row for row in drawn["replication"] if row["mode"] != row["wanted"]]
-    if not wanted:
+    if not (wanted := drawn["not_as_wanted"]):
         return []
-    top = max(wanted, key=lambda row: row["seconds"])
+    top = wanted[0]
     return [
         f"By Algorithm 1 {shown(top['channel'])} was to be {top['wanted']} for {duration(top['seconds'])}, and was"
         f" {top['mode']}."
@@ -123,10 +145,16 @@ def _anomalies(drawn: Drawn) -> list[str]:
 
 def _incomplete(drawn: Drawn) -> list[str]:
     found: list[str] = []
-    lost = [row for row in drawn["anomalies"] if row["kind"] == "missing"]
-    if lost:
-        names = ", ".join(sorted({shown(row["subject"]) for row in lost}))
-        found.append(f"Reports are missing {len(lost)} times ({names}): figures of those times are incomplete.")
+    for metric, say in INCOMPLETE.items():
+        rows = [row for row in drawn["incomplete"] if row["metric"] == metric]
+        if rows:
+            parts = ", ".join(f"{shown(row['server'])} {figure(row['value'])}" for row in rows)
+            found.append(f"{say}: {parts}.")
+    if drawn.clocks_differ_s:
+        found.append(
+            f"The clocks of recorders differ by {duration(drawn.clocks_differ_s)}: all times are those of one of them."
+            " Synchronize the clocks of their machines."
+        )
     if drawn.files_gone:
         found.append(
             f"{drawn.files_gone} files of the recording were merged or deleted meanwhile: if this report lacks"

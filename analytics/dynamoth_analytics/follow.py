@@ -165,8 +165,9 @@ class Follower:
         spans = channels.replicated_spans(Recording(spark, self._folder).table("plans"))
         high = settings.numbers["load_ratio_high"]
         load_jobs(jobs, reports, slots, slot_s=SLOT_S, drawn_slot_s=DRAWN_SLOT_S, high=high)
-        loads = channel_jobs(jobs, slots, spans)
-        jobs.run("anomalies", lambda: anomalies.anomalies(reports, loads), F.desc("at"))
+        loads = channel_jobs(jobs, slots, spans, SLOT_S)
+        departed = jobs.run("anomalies", lambda: anomalies.anomalies(reports, loads), F.desc("at"))
+        jobs.draw("incomplete", anomalies.incomplete(departed))
         jobs.drawn.settings, jobs.drawn.settings_recorded = settings.numbers, settings.recorded
         sentences = findings(jobs.drawn)
         hidden = self._out / f".{PAGE}"

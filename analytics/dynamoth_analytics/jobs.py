@@ -70,9 +70,9 @@ def load_jobs(jobs: Jobs, servers: DataFrame, slots: DataFrame, *, slot_s: int, 
     jobs.run("overloads", lambda: load.overloads(loads, slots, slot_s), F.desc("minutes"))
 
 
-def channel_jobs(jobs: Jobs, slots: DataFrame, spans: DataFrame) -> DataFrame:
+def channel_jobs(jobs: Jobs, slots: DataFrame, spans: DataFrame, slot_s: int) -> DataFrame:
     """Run the jobs about channels, and return their loads (:func:`channels.channel_loads`)."""
-    loads = jobs.run("channel_loads", lambda: channels.channel_loads(slots, spans))
+    loads = jobs.run("channel_loads", lambda: channels.channel_loads(slots, spans, slot_s))
     summary = jobs.run("channels", lambda: channels.by_channel(loads, slots), F.desc("bytes_out"))
     jobs.run("popularity", lambda: channels.popularity(summary), "channels")
     return loads

@@ -7,10 +7,13 @@ interval.
 
 from __future__ import annotations
 
+import math
+
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
 HOLE_S_MAX = 3
+BEFORE_S_MIN, BEFORE_SLOTS_MIN = 30, 3
 
 
 def slot_of(slot_s: int) -> Column:
@@ -79,9 +82,12 @@ def by_server(loads: DataFrame) -> DataFrame:
 
 
 def overloads(loads: DataFrame, channel_slots: DataFrame, slot_s: int) -> DataFrame:
-    """Return one row per overload: a run of overloaded slots, with the channel that sent most in it.
+    """Return one row per overload: a run of overloaded slots, with the channel that sent most in it, and its cause.
 
-    One slot without reports does not end a run, nor do ``HOLE_S_MAX``: a report or two may be lost.
+    One slot without reports does not end a run, nor do ``HOLE_S_MAX``: a report or two may be lost. The cause is the
+    channel whose bytes/s rose most against the time before, at least ``BEFORE_S_MIN`` and ``BEFORE_SLOTS_MIN``; it may
+    have come from another server. ``cause_share`` is its part of the server's rise. It is null where nothing before the
+    overload was recorded.
     """
     order = Window.partitionBy("server").orderBy("slot")
     since = F.col("slot").cast("long") - F.lag("slot").over(order).cast("long")
@@ -93,22 +99,54 @@ def overloads(loads: DataFrame, channel_slots: DataFrame, slot_s: int) -> DataFr
         F.timestamp_seconds(F.max("slot").cast("long") + slot_s).alias("end"),
         (F.sum("covered_s") / 60).alias("minutes"),
         F.max("ratio_max").alias("ratio_max"),
-        F.sum(F.col("outgoing_bytes_per_s") * F.col("covered_s")).alias("bytes_out"),
+    )
+    before_slots = max(BEFORE_SLOTS_MIN, math.ceil(BEFORE_S_MIN / slot_s))
+    ago = F.sequence(F.lit(1), F.lit(before_slots))
+    earlier = F.transform(ago, lambda number: F.timestamp_seconds(F.col("begin").cast("long") - number * slot_s))
+    slots = (
+        runs.select("server", "run", "slot", F.lit(False).alias("is_before"))
+        .unionByName(spans.select("server", "run", F.explode(earlier).alias("slot"), F.lit(True).alias("is_before")))
+        .join(loads.select("server", "slot", "covered_s", "outgoing_bytes_per_s"), ["server", "slot"])
+    )
+    bytes_out = F.col("outgoing_bytes_per_s") * F.col("covered_s")
+    sums = slots.groupBy("server", "run").agg(
+        F.sum(F.when(F.col("is_before"), F.col("covered_s"))).alias("before_s"),
+        F.sum(F.when(~F.col("is_before"), F.col("covered_s"))).alias("covered_s"),
+        F.sum(F.when(F.col("is_before"), bytes_out)).alias("all_before"),
+        F.sum(F.when(~F.col("is_before"), bytes_out)).alias("all"),
     )
     sent = (
         channel_slots.where("channel is not null")
-        .join(F.broadcast(runs.select("server", "slot", "run")), ["server", "slot"])
+        .join(F.broadcast(slots.select("server", "slot", "run", "is_before")), ["server", "slot"])
         .groupBy("server", "run", "channel")
-        .agg(F.sum("bytes_out").alias("bytes"))
+        .agg(
+            F.sum(F.when(F.col("is_before"), F.col("bytes_out")).otherwise(0)).alias("before"),
+            F.sum(F.when(F.col("is_before"), 0).otherwise(F.col("bytes_out"))).alias("bytes"),
+        )
+        .join(sums, ["server", "run"])
+        .withColumn("rate_before", F.col("before") / F.col("before_s"))
+        .withColumn("rate", F.col("bytes") / F.nullif("covered_s", F.lit(0.0)))
+        .withColumn("rise", F.col("rate") - F.col("rate_before"))
     )
-    busiest = sent.groupBy("server", "run").agg(F.max(F.struct("bytes", "channel")).alias("busiest"))
-    share = F.col("busiest.bytes") / F.nullif("bytes_out", F.lit(0.0))
-    return spans.join(busiest, ["server", "run"], "left").select(
-        "server",
-        "begin",
-        "end",
-        "minutes",
-        "ratio_max",
-        F.col("busiest.channel").alias("channel"),
-        share.alias("channel_share"),
+    named = sent.groupBy("server", "run").agg(
+        F.max(F.struct("bytes", "channel")).alias("busiest"),
+        F.max(F.when(F.col("rise").isNotNull(), F.struct("rise", "channel", "rate_before", "rate"))).alias("cause"),
+    )
+    rise = F.col("all") / F.nullif("covered_s", F.lit(0.0)) - F.col("all_before") / F.col("before_s")
+    return (
+        spans.join(sums, ["server", "run"])
+        .join(named, ["server", "run"], "left")
+        .select(
+            "server",
+            "begin",
+            "end",
+            "minutes",
+            "ratio_max",
+            F.col("busiest.channel").alias("channel"),
+            (F.col("busiest.bytes") / F.nullif("all", F.lit(0.0))).alias("channel_share"),
+            F.col("cause.channel").alias("cause"),
+            F.col("cause.rate_before").alias("cause_bytes_per_s_before"),
+            F.col("cause.rate").alias("cause_bytes_per_s"),
+            (F.col("cause.rise") / F.when(rise > 0, rise)).alias("cause_share"),
+        )
     )

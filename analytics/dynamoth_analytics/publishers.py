@@ -28,5 +28,7 @@ def publisher_slots(channels: DataFrame, slot_s: int) -> DataFrame:
     )
     seconds = F.greatest(F.max("interval_s"), F.lit(float(slot_s)))
     return named.groupBy("publisher", "slot").agg(
-        (F.sum("interval_s") / seconds).alias("channels"), (F.sum("alone") / seconds).alias("publications_per_s")
+        seconds.alias("seconds"),
+        (F.sum("interval_s") / seconds).alias("channels"),
+        (F.sum("alone") / seconds).alias("publications_per_s"),
     )

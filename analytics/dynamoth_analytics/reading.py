@@ -1,6 +1,7 @@
 """Reads the tables of a recording (``dynamoth.recording``) as data frames.
 
 Only the hours that were asked for are read. Two recorders may have written the same event: the earlier row stays.
+Where the clocks of their machines differ, all times become those of one of them.
 Columns that this version does not know are kept; those that are missing are null, and named in ``Recording.missing``.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,6 +55,13 @@ PARQUET_MAGIC = b"PAR1"
 YEARS = 1971, 9998
 """Times of the command line are in these: with some hours more or less, they are still times for Python."""
 
+CLOCK_S_MIN = 1.0
+"""Clocks that differ by less are as good as equal: a message takes some milliseconds to a recorder, and as much more on
+a busy machine."""
+
+RECORDERS_MAX = 1000
+"""Most pairs of recorders that are compared."""
+
 NAMED_MAX = 3
 """Most broken files that a message names."""
 
@@ -67,11 +76,12 @@ def parse_time(text: str) -> datetime:
     """Read a time of the command line: ISO 8601, UTC unless it says otherwise. Raises ConfigError."""
     try:
         time = datetime.fromisoformat(text)
-    except ValueError as error:
+        time = time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+    except (ValueError, OverflowError) as error:
         raise ConfigError(f"{text!r} is no time: 2026-11-23T10:00 expected (UTC)") from error
     if not YEARS[0] <= time.year <= YEARS[1]:
         raise ConfigError(f"{text!r} is in no recording: a year from {YEARS[0]} to {YEARS[1]} expected")
-    return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+    return time
 
 
 def is_url(folder: str) -> bool:
@@ -121,12 +131,43 @@ class Recording:
         """Return how many of the files do not exist any more. Spark skips those that go before it reads them."""
         return sum(not file.exists() for file in self._files)
 
+    @property
+    def clocks_differ_s(self) -> float:
+        """How far the clocks of two recorders are apart, at most; 0: they agree, as far as is known."""
+        behind = [0.0, *self._ahead_s.values()]
+        return max(behind) - min(behind)
+
+    @cached_property
+    def _ahead_s(self) -> dict[str, float]:
+        """How far the clocks of recorders are ahead of that of one of them, where that matters.
+
+        Known of those that have heard the same reports.
+        """
+        heard = self._rows_of(SERVERS.name, ())
+        together = F.sort_array(F.collect_list(F.struct("recorder", "at")))
+        several = heard.groupBy(*SERVERS.key).agg(together.alias("heard")).where("size(heard) > 1")
+        first = F.col("heard")[0]
+        later = F.explode(F.slice("heard", 2, F.size("heard"))).alias("later")
+        ahead_s = F.col("later.at").cast("double") - F.col("first.at").cast("double")
+        pairs = (
+            several.select(first.alias("first"), later)
+            .where("first.recorder != later.recorder")
+            .groupBy(F.col("first.recorder").alias("a"), F.col("later.recorder").alias("b"))
+            .agg(F.percentile_approx(ahead_s, 0.5).alias("ahead_s"), F.count("*").alias("reports"))
+        )
+        found = pairs.orderBy(F.desc("reports")).limit(RECORDERS_MAX).collect()
+        return clocks_ahead([(row["a"], row["b"], row["ahead_s"], row["reports"]) for row in found])
+
+    def until_end(self, name: str) -> DataFrame:
+        """Return a table from the begin of the recording on: for what was so before ``begin``, too."""
+        return Recording(self.spark, self.folder, None, self.end).table(name)
+
     def table(self, name: str, columns: Sequence[str] | None = None) -> DataFrame:
         """Return a table, each event once.
 
         Args:
             name: of the table.
-            columns: only these, and the key. None: all.
+            columns: only these, the key, and who recorded it. None: all.
 
         Raises:
             BadRecording: a file is broken, or a column is not what this version writes.
@@ -138,6 +179,15 @@ class Recording:
             return _channels_once(rows) if in_files else deduplicated(rows, TABLES[name])
 
     def _rows(self, name: str, columns: Sequence[str] | None) -> DataFrame:
+        """Return a table by one clock."""
+        rows = self._rows_of(name, columns)
+        if self._ahead_s:
+            pairs = [F.lit(each) for item in self._ahead_s.items() for each in item]
+            ahead_s = F.coalesce(F.create_map(*pairs)[F.col("recorder")], F.lit(0.0))
+            rows = rows.withColumn("at", F.timestamp_micros(F.unix_micros("at") - F.round(ahead_s * 1e6).cast("long")))
+        return rows
+
+    def _rows_of(self, name: str, columns: Sequence[str] | None) -> DataFrame:
         table, paths = TABLES[name], self._paths(name)
         if paths:
             reader = self.spark.read.option("mergeSchema", "true").option("pathGlobFilter", "*.parquet")
@@ -146,7 +196,7 @@ class Recording:
             found = made(self.spark, [], SCHEMAS[name])
         rows = self._conformed(found, table)
         if columns is not None:
-            rows = rows.select(*dict.fromkeys(["at", *table.key, *columns]))
+            rows = rows.select(*dict.fromkeys(["at", "recorder", *table.key, *columns]))
         if self.begin is not None:
             rows = rows.where(F.col("at") >= F.lit(self.begin))
         if self.end is not None:
@@ -176,6 +226,29 @@ class Recording:
         hours = files_of(self.folder, name, self.begin, self.end)
         self._files.update(*hours.values())
         return [str(hour) for hour in hours]
+
+
+def clocks_ahead(pairs: Sequence[tuple[str, str, float, int]]) -> dict[str, float]:
+    """Return how far the clocks of recorders are ahead of one of theirs, where that is ``CLOCK_S_MIN`` or more.
+
+    Args:
+        pairs: recorder, another, how far the other's clock is ahead in seconds, and the reports that both have heard;
+            most reports first.
+
+    """
+    ahead_s: dict[str, float] = {}
+    known = list(pairs)
+    while known:
+        ahead_s.setdefault(known[0][0], 0.0)
+        # Those that have heard something together with one that is known, until there are none left.
+        while linked := [pair for pair in known if pair[0] in ahead_s or pair[1] in ahead_s]:
+            for a, b, difference_s, _ in linked:
+                if a in ahead_s:
+                    ahead_s.setdefault(b, ahead_s[a] + difference_s)
+                else:
+                    ahead_s[a] = ahead_s[b] - difference_s
+            known = [pair for pair in known if pair not in linked]
+    return {recorder: value for recorder, value in ahead_s.items() if abs(value) >= CLOCK_S_MIN}
 
 
 def files_of(folder: str, name: str, begin: datetime | None, end: datetime | None) -> dict[Path, list[Path]]:
@@ -241,11 +314,13 @@ def _channels_once(rows: DataFrame) -> DataFrame:
     report = list(SERVERS.key)
     placed = rows.select(
         *report,
+        "recorder",
         F.col("channel").isNull().cast("int").alias("rest"),
         F.xxhash64("_metadata.file_path").alias("file"),
         F.col("_metadata.row_index").alias("row"),
     )
-    together = (F.min("file") == F.max("file")) & (F.max("row") - F.min("row") + 1 == F.count("*"))
+    one_file = (F.min("file") == F.max("file")) & (F.min("recorder") == F.max("recorder"))
+    together = one_file & (F.max("row") - F.min("row") + 1 == F.count("*"))
     marked = placed.groupBy(*report).agg((together & (F.sum("rest") <= 1)).alias("together"))
     doubtful = marked.where("not together").select(*report).cache()
     if doubtful.isEmpty():

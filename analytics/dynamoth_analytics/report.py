@@ -135,6 +135,7 @@ class Report:
         drawn = self._jobs.drawn
         drawn.settings, drawn.settings_recorded = settings.numbers, settings.recorded
         drawn.missing, drawn.files_gone = self._recording.missing, self._recording.files_gone()
+        drawn.clocks_differ_s = self._recording.clocks_differ_s
         sentences = findings(drawn)
         toml = recommended(drawn, settings)
         (self._out / SETTINGS_FILE).write_text(toml, encoding="utf-8")
@@ -164,10 +165,14 @@ class Report:
         plan_rows = recording.table("plans")
         step = max(1, math.ceil(extent.seconds / slot_s / SLOTS_DRAWN_MAX)) * slot_s
         load_jobs(jobs, servers, slots, slot_s=slot_s, drawn_slot_s=step, high=settings["load_ratio_high"])
-        loads = channel_jobs(jobs, slots, channels.replicated_spans(plan_rows))
-        jobs.run("replication", lambda: channels.replication(loads, settings, extent.capacity), F.desc("seconds"))
+        loads = channel_jobs(jobs, slots, channels.replicated_spans(recording.until_end("plans")), slot_s)
+        modes = jobs.run(
+            "replication", lambda: channels.replication(loads, settings, extent.capacity), F.desc("seconds")
+        )
+        jobs.draw("not_as_wanted", modes.where("mode != wanted").orderBy(F.desc("seconds")), 1)
         changes = jobs.run("changes", lambda: plans.changes(plan_rows), F.desc("at"))
         effects = jobs.run("effects", lambda: plans.effects(recording.table("decisions")), F.desc("at"))
+        jobs.draw("effects_error", effects.agg(F.percentile_approx(F.abs("error"), 0.5).alias("error")))
         jobs.run("without_gain", lambda: plans.without_gain(effects), F.desc("at"))
         jobs.run("ping_pong", lambda: plans.ping_pong(changes), F.desc("at"))
         latency = recording.table("latency")
@@ -185,7 +190,8 @@ class Report:
         jobs.run("outgrown", lambda: thresholds.outgrown(loads, capacity, high), F.desc("ratio"))
         named = jobs.run("publisher_slots", lambda: publishers.publisher_slots(rows, slot_s))
         found = partial(anomalies.anomalies, servers, loads, named)
-        jobs.run("anomalies", found, F.desc(F.abs("score")), F.desc("at"))
+        departed = jobs.run("anomalies", found, F.desc(F.abs("score")), F.desc("at"))
+        jobs.draw("incomplete", anomalies.incomplete(departed))
         jobs.run("gaps", lambda: recording.table("gaps"), F.desc("at"))
 
 

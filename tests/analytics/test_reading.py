@@ -13,25 +13,25 @@ from pyspark.sql import functions as F
 
 from dynamoth.errors import ConfigError
 from dynamoth_analytics.errors import BadRecording
-from dynamoth_analytics.reading import SCHEMAS, Recording
+from dynamoth_analytics.reading import SCHEMAS, Recording, clocks_ahead
 from dynamoth_analytics.report import Report
 from dynamoth_analytics.session import check_java
 from dynamoth_cli.main import main
 from dynamoth_recorder.events import Rows
-from dynamoth_recorder.process.backlog import Backlog
+from dynamoth_recorder.process.backlog import Backlog, Portion
 from dynamoth_recorder.process.store import Store
 from dynamoth_recorder.process.tables import to_batch
 from tests.analytics.planted import BEGIN
 
-A = "a" * 16
+A, B = "a" * 16, "b" * 16
 
 
-def record(folder: Path, *tables: Rows, hour: int = 0) -> None:
+def record(folder: Path, *tables: Rows, hour: int = 0, second: float = 0, recorder: str = A) -> None:
     """Write a file per table, as a recorder does."""
     store, backlog = Store(folder, f"{len(list(folder.rglob('*.parquet'))):016x}"), Backlog()
-    at_us = int((BEGIN + timedelta(hours=hour, minutes=10)).timestamp() * 1e6)
+    at_us = int((BEGIN + timedelta(hours=hour, minutes=10, seconds=second)).timestamp() * 1e6)
     for rows in tables:
-        backlog.add(rows.table, at_us, to_batch(rows, at_us, A))
+        backlog.add(rows.table, at_us, to_batch(rows, at_us, recorder))
     for portion in backlog.take():
         store.write(portion)
     store.close()
@@ -100,6 +100,43 @@ def test_rows_that_are_there_twice_count_once(spark: SparkSession, tmp_path: Pat
     assert {(row["sequence"], row["channel"], row["bytes_out"]) for row in rows} == expected
 
 
+def test_copies_of_two_recorders_that_were_merged_count_once(spark: SparkSession, tmp_path: Path) -> None:
+    """One after the other in one file, and without a row for all other channels, which would show the copy."""
+    head = {"server": "s1", "incarnation": 1, "sequence": 1, "interval_s": 1.0, "channels": 1}
+    rows = Rows("channels", 2, head, {"channel": ["a", "b"], "bytes_out": [1, 2]})
+    store, portions = Store(tmp_path, A), []
+    for recorder in (A, B):
+        backlog = Backlog()
+        backlog.add("channels", 0, to_batch(rows, 0, recorder))
+        portions += backlog.take()
+    store.write(Portion("channels", portions[0].hour, tuple(batch for each in portions for batch in each.batches)))
+    store.close()
+    assert Recording(spark, str(tmp_path)).table("channels", ["bytes_out"]).count() == 2
+
+
+def test_recorders_whose_clocks_differ_give_one_time(spark: SparkSession, tmp_path: Path) -> None:
+    """The second one is three minutes ahead. It begins before the first one ends."""
+
+    def report(sequence: int) -> Rows:
+        return Rows("servers", 1, {"server": "s1", "incarnation": 1, "sequence": sequence, "interval_s": 1.0})
+
+    for sequence in range(6):
+        record(tmp_path, report(sequence), second=sequence)
+    for sequence in range(4, 10):
+        record(tmp_path, report(sequence), second=sequence + 180.03, recorder=B)
+    recording = Recording(spark, str(tmp_path))
+    rows = recording.table("servers").orderBy("sequence").collect()
+    times = [round((row["at"] - rows[0]["at"]).total_seconds()) for row in rows]
+    assert times == [*range(10)]
+    assert recording.clocks_differ_s == pytest.approx(180.03)
+
+
+def test_clocks_are_known_of_recorders_that_have_heard_the_same() -> None:
+    pairs = [("b", "c", 0.02, 900), ("a", "b", -60.0, 100), ("d", "e", 5.0, 50), ("c", "f", -3.0, 1)]
+    assert clocks_ahead(pairs) == {"a": 60.0, "e": 5.0, "f": pytest.approx(-2.98)}
+    assert clocks_ahead([]) == {}
+
+
 def test_a_damaged_footer_is_named(spark: SparkSession, small: Path) -> None:
     broken = files_of(small)[1]
     content = broken.read_bytes()
@@ -133,6 +170,10 @@ def test_wrong_use_is_refused(small: Path, capsys: pytest.CaptureFixture[str]) -
         (str(small.parent / "none"), *out): (2, "there is no folder"),
         (str(empty), *out): (1, "has no recording"),
         (str(small), *out, "--from", "noon"): (2, "'noon' is no time"),
+        (str(small), *out, "--to", "9999-12-31T23:59-05:00"): (2, "is no time"),
+        (str(small), *out, "--from", "0001-01-01"): (2, "a year from 1971 to 9998"),
+        (str(small), *out, "--master", "foo"): (2, "'foo' is no master of Spark"),
+        (str(small), *out, "--master", ""): (2, "'' is no master of Spark"),
         (str(small), *out, "--from", "2026-11-24", "--to", "2026-11-23"): (2, "is not before"),
         (str(small), *out, "--remote", "http://x"): (2, "a URL sc://host:port expected"),
     }
@@ -144,6 +185,12 @@ def test_wrong_use_is_refused(small: Path, capsys: pytest.CaptureFixture[str]) -
 def test_a_folder_that_is_no_hour_is_named(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (odd := small / "servers" / "date=2026-11-23" / "hour=99").mkdir()
     assert refused(capsys, small) == (1, f"dynamoth: {odd} is no hour of a recording: move it elsewhere")
+
+
+def test_a_folder_with_the_name_of_a_file_is_named(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (odd := files_of(small)[1].with_name("x.parquet")).mkdir()
+    code, line = refused(capsys, small)
+    assert code == 1 and f"no Parquet files: {odd}" in line
 
 
 @pytest.mark.parametrize("url", ["--master=spark", "--remote=sc"])

@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
 from pyspark.testing import (
     assertDataFrameEqual,  # pyright: ignore[reportUnknownVariableType] it names types of pandas
     assertSchemaEqual,
 )
 
-from dynamoth_analytics import anomalies, load, thresholds
+from dynamoth_analytics import anomalies, channels, load, thresholds
 from dynamoth_analytics.calibration import recommended
 from dynamoth_analytics.channels import ALL_PUBLISHERS, SINGLE
 from dynamoth_analytics.errors import SparkFailed, spark_errors
+from dynamoth_analytics.findings import Drawn, findings
 from dynamoth_analytics.jobs import COLLECTED_MAX
 from dynamoth_analytics.reading import Recording, made
 from dynamoth_analytics.recorded_settings import DEFAULTS
@@ -45,6 +47,11 @@ from tests.analytics.planted import (
 )
 
 Rows = Callable[[str], list[Any]]
+
+LOADS = (
+    "slot timestamp, server string, overloaded boolean, covered_s double, ratio_max double, outgoing_bytes_per_s double"
+)
+SLOTS = "server string, slot timestamp, channel string, bytes_out long"
 
 
 @pytest.fixture
@@ -77,16 +84,27 @@ def test_a_lost_report_does_not_end_an_overload(spark: SparkSession) -> None:
         (BEGIN + timedelta(seconds=second), "s1", 10 <= second < 40 or second > 41, 1.0, 0.9, 1e6)
         for second in reported
     ]
-    loads = made(
-        spark,
-        rows,
-        "slot timestamp, server string, overloaded boolean, covered_s double, ratio_max double,"
-        " outgoing_bytes_per_s double",
-    )
-    slots = made(spark, [], "server string, slot timestamp, channel string, bytes_out long")
-    found = load.overloads(loads, slots, 1).orderBy("begin").collect()
+    found = load.overloads(made(spark, rows, LOADS), made(spark, [], SLOTS), 1).orderBy("begin").collect()
     spans = [(row["begin"].timestamp(), row["end"].timestamp(), round(row["minutes"] * 60)) for row in found]
     assert spans == [(second(10), second(40), 27), (second(42), second(60), 18)]
+
+
+def test_the_cause_of_an_overload_is_the_channel_that_rose_and_not_the_busiest(spark: SparkSession) -> None:
+    loads, slots = [], []
+    for number in range(60):
+        at, overloaded = BEGIN + timedelta(seconds=number), number >= 40
+        rates = {"busy": 500_000, "rises": 450_000 if overloaded else 100_000, "hums": 20_000 + 1000 * (number % 2)}
+        loads.append((at, "s1", overloaded, 1.0, 0.9, float(sum(rates.values()))))
+        slots += [("s1", at, channel, rate) for channel, rate in rates.items()]
+    frames = made(spark, loads, LOADS), made(spark, slots, SLOTS)
+    [overload] = load.overloads(*frames, 1).collect()
+    assert (overload["channel"], overload["cause"]) == ("busy", "rises")
+    assert (overload["cause_bytes_per_s_before"], overload["cause_bytes_per_s"]) == (100_000, 450_000)
+    assert overload["cause_share"] == pytest.approx(1.0, abs=0.01)
+    [drawn] = findings(Drawn({"overloads": [{**overload.asDict(), "begin": BEGIN}]}, {"overloads": 1}))[:1]
+    assert drawn.endswith("the cause was channel rises, which rose from 100 kB/s to 450 kB/s.")
+    [unknown] = load.overloads(frames[0].where("overloaded"), frames[1], 1).collect()
+    assert (unknown["channel"], unknown["cause"]) == ("busy", None), "nothing is known of the time before"
 
 
 @pytest.mark.parametrize(
@@ -105,6 +123,57 @@ def test_reports_that_came_late_were_not_missing(spark: SparkSession) -> None:
     servers = made(spark, rows, "at timestamp, server string, incarnation long, sequence long, interval_s double")
     found = {(row["kind"], row["metric"], row["value"]) for row in anomalies.missing_reports(servers).collect()}
     assert found == {("late", "late_s", 30.0), ("missing", "silent_s", 30.0)}
+
+
+def test_a_channel_that_moves_or_was_replicated_before_keeps_its_rate(spark: SparkSession) -> None:
+    """In a slot of 10 s: one moves in the middle, with a second of both; one was replicated from the begin on."""
+    rows = [
+        # channel, server, seconds, publications: 10 per second each.
+        ("moves", "s1", 6.0, 60),
+        ("moves", "s2", 5.0, 50),
+        ("stays", "s1", 11.0, 110),
+        ("on two", "s1", 10.0, 100),
+        ("on two", "s2", 10.0, 100),
+    ]
+    columns = "channel string, server string, seconds double, publications long"
+    zeros = {
+        name: F.lit(1).cast("long") for name in ("publishers", "subscribers", "messages_sent", "bytes_in", "bytes_out")
+    }
+    slots = made(spark, rows, columns).withColumns({**zeros, "slot": F.lit(BEGIN)})
+    change = ("on two", 3, BEGIN + timedelta(seconds=60), ALL_PUBLISHERS, SINGLE)
+    plans = made(spark, [change], "channel string, epoch long, at timestamp, from_mode string, to_mode string")
+    loads = channels.channel_loads(slots, channels.replicated_spans(plans), 10).collect()
+    found = {row["channel"]: (row["mode"], row["seconds"], row["publications"], row["subscribers"]) for row in loads}
+    assert found == {
+        "moves": (SINGLE, 10.0, 110, 1),
+        "stays": (SINGLE, 11.0, 110, 1),
+        "on two": (ALL_PUBLISHERS, 10.0, 100, 2),
+    }
+
+
+def test_counts_that_cannot_be_chance_are_anomalies_however_small(spark: SparkSession) -> None:
+    """Of each series the last value, after 30 alike: counts of one second, of a minute, and numbers of subscribers."""
+    series = {
+        # name: metric, past, last, seconds of a slot, found
+        "stops": ("publications_per_s", 20.0, 0.0, 5.0, True),
+        "stops within chance": ("publications_per_s", 3.0, 0.0, 1.0, False),
+        "starts": ("publications_per_s", 0.0, 20.0, 1.0, True),
+        "one message": ("publications_per_s", 0.0, 1.0, 1.0, False),
+        "triples in a minute": ("publications_per_s", 5.0, 15.0, 60.0, True),
+        "triples in a second": ("publications_per_s", 2.0, 6.0, 1.0, False),
+        "a quarter more": ("publications_per_s", 1000.0, 1250.0, 60.0, False),
+        "all leave": ("subscribers", 40.0, 0.0, 60.0, True),
+        "some leave": ("subscribers", 5.0, 0.0, 60.0, False),
+    }
+    rows = [
+        ("channel", name, BEGIN + timedelta(seconds=number), metric, past if number < 30 else last, counted_s)
+        for name, (metric, past, last, seconds, _) in series.items()
+        for number in range(31)
+        for counted_s in [seconds if metric == "publications_per_s" else 1.0]
+    ]
+    columns = "kind string, subject string, at timestamp, metric string, value double, counted_s double"
+    found = {row["subject"] for row in anomalies.departures(made(spark, rows, columns)).collect()}
+    assert found == {name for name, (*_, is_odd) in series.items() if is_odd}
 
 
 def test_the_popularity_is_that_of_zipf(rows: Rows) -> None:
