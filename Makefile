@@ -111,8 +111,9 @@ report: $(ANALYTICS)
 
 # Known before anything is downloaded, and before a minute is recorded.
 java:
-	@test -x "$${JAVA_HOME:+$$JAVA_HOME/bin/java}" || command -v java >/dev/null || \
-		{ echo "Spark needs Java 17 or later: install openjdk-17-jre-headless (Debian, Ubuntu), or set JAVA_HOME" >&2; exit 2; }
+	@version=$$("$${JAVA_HOME:+$$JAVA_HOME/bin/}java" -version 2>&1 | sed -n 's/.*version "\([0-9]*\).*/\1/p'); \
+		test "$${version:-0}" -ge 17 || { echo "Spark needs Java 17 or later: install openjdk-17-jre-headless" \
+		"(Debian, Ubuntu), or set JAVA_HOME to one" >&2; exit 2; }
 
 format: $(DEV)
 	$(BIN)/ruff check --fix

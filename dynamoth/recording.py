@@ -206,7 +206,10 @@ GAPS = _table(
 )
 """What the recording does not know."""
 
-TABLES = {table.name: table for table in (SERVERS, CHANNELS, PLANS, DECISIONS, SETTINGS, LATENCY, GAPS)}
+BALANCER_TABLES = {table.name: table for table in (PLANS, DECISIONS, SETTINGS)}
+"""Those whose rows a balancer sends. Recorders make the others themselves."""
+
+TABLES = {table.name: table for table in (SERVERS, CHANNELS, *BALANCER_TABLES.values(), LATENCY, GAPS)}
 
 
 def channel_text(channel: bytes) -> str:

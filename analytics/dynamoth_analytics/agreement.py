@@ -200,6 +200,7 @@ class _Following:
             begin = max(begin, min(led_since, window.first) - BEGINS_S)
         plan = initial_plan(replace(window, begin=window.first), options)
         self._cluster = InstantCluster(self._machine, window.servers, plan, begin, math.inf)
+        self._cluster.pause(paused=window.paused_at(begin))
         self._reports = {(each.server, each.incarnation, each.sequence) for _, each in window.reports}
         #: Recorded changes that the machine has refused, and why.
         self._refused: dict[bytes, tuple[Assignment, str]] = {}

@@ -136,6 +136,8 @@ def _median(ordered: Column) -> Column:
 def missing_reports(servers: DataFrame) -> DataFrame:
     """Return the reports that no recorder got, by their numbers, the silences of servers, and reports that came late.
 
+    A server that reports no more is silent up to the end.
+
     Where no report is missing between two that came far apart, the agent was not silent: the recorder, or the way to
     it, was late.
     """
@@ -165,7 +167,21 @@ def missing_reports(servers: DataFrame) -> DataFrame:
         F.col("interval_s").alias("expected"),
         F.lit(None).cast("double").alias("score"),
     )
-    return lost.unionByName(silent)
+    newest = F.broadcast(servers.agg(F.max("at").cast("double").alias("end")))
+    latest = servers.groupBy("server").agg(F.max("at").alias("at"), F.max_by("interval_s", "at").alias("interval_s"))
+    gone_s = F.col("end") - F.col("at").cast("double")
+    gone = latest.crossJoin(newest).where(gone_s > SILENCE_INTERVALS * F.greatest("interval_s", F.lit(1.0)))
+    return lost.unionByName(silent).unionByName(
+        gone.select(
+            F.lit("missing").alias("kind"),
+            F.col("server").alias("subject"),
+            F.lit("silent_s").alias("metric"),
+            "at",
+            gone_s.alias("value"),
+            F.col("interval_s").alias("expected"),
+            F.lit(None).cast("double").alias("score"),
+        )
+    )
 
 
 def incomplete(anomalies: DataFrame) -> DataFrame:

@@ -29,10 +29,10 @@ COLUMNS = (
 )
 """Those of the table that jobs about channels read."""
 
-ZIPF_CHANNELS_MAX = 1000
+ZIPF_CHANNELS_MIN, ZIPF_CHANNELS_MAX = 10, 1000
 ZIPF_PUBLICATIONS_MIN = 30
-"""The popularity is fitted to so many of the busiest channels: reports name as many, and are incomplete below. Chance
-moves counts below this by more than a fifth, and ranks with them."""
+"""The popularity is fitted to the busiest channels: at most as many as reports name, and those with counts that chance
+changes by less than a fifth."""
 
 
 def channel_slots(channels: DataFrame, slot_s: int) -> DataFrame:
@@ -193,7 +193,7 @@ def popularity(summary: DataFrame) -> DataFrame:
     """Fit Zipf's law to the publications of the busiest channels: one row.
 
     ``exponent`` s of publications ~ rank^-s, by linear regression of the logarithms, and its standard error. The errors
-    of ranked data depend on each other, so the true one is larger.
+    of ranked data depend on each other, so the true one is larger. Null with fewer than ``ZIPF_CHANNELS_MIN``.
     """
     top = (
         summary.where(F.col("publications") >= ZIPF_PUBLICATIONS_MIN)
@@ -210,9 +210,10 @@ def popularity(summary: DataFrame) -> DataFrame:
         F.regr_syy("y", "x").alias("syy"),
     )
     spread = (1 - F.col("r2")) * F.col("syy") / F.nullif(F.col("channels") - 2, F.lit(0)) / F.col("sxx")
+    enough = F.col("channels") >= ZIPF_CHANNELS_MIN
     return fit.select(
         "channels",
-        (-F.col("slope")).alias("exponent"),
+        F.when(enough, -F.col("slope")).alias("exponent"),
         F.sqrt(F.greatest(spread, F.lit(0.0))).alias("standard_error"),
         "r2",
     )

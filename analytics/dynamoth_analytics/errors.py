@@ -54,6 +54,12 @@ def translated(error: Exception) -> DynamothError:
         return BadRecording(f"{file[0]} cannot be read: it is damaged or no Parquet file: move it elsewhere")
     if "PATH_NOT_FOUND" in text:
         return BadRecording("Spark does not find the recording: give a folder that each of its machines can read")
+    if "TASK_WRITE_FAILED" in text or "No space left on device" in text:
+        return SparkFailed(
+            "results or temporary files cannot be written: make room on the disks of --out and SPARK_LOCAL_DIRS"
+        )
+    if "stopped SparkContext" in text:
+        return SparkFailed("Spark gave up: nobody answers as a Spark master at that address, or it has no workers")
     if "Python worker" in text:
         if "ModuleNotFoundError" in text:
             return SparkFailed(

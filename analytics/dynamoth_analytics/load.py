@@ -45,7 +45,7 @@ def load(servers: DataFrame, slot_s: int, high: float) -> DataFrame:
     return loads.select(
         "*",
         (F.col("ratio") > high).alias("overloaded"),
-        F.greatest(most - sent, F.lit(0.0)).alias("unused_bytes_per_s"),
+        F.when(most > 0, F.greatest(most - sent, F.lit(0.0))).alias("unused_bytes_per_s"),
     )
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from types import FrameType
 
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth_daemon.exit_codes import EXIT_CODES, EXIT_FAILED, EXIT_REFUSED
@@ -34,6 +37,21 @@ def new_folder(given: str | None, command: str) -> Path:
     if used:
         raise ConfigError(f"--out {out} is not empty: give a new folder")
     return out
+
+
+def end_at_signals(code: int, message: str) -> None:
+    """Have SIGINT and SIGTERM end this process at once, with an exit code and a message.
+
+    Python would raise KeyboardInterrupt anywhere, also in the middle of an answer from Java, whose connection is of no
+    use afterwards. What was written is complete or begins anew; Java ends with this process.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os.write(2, f"dynamoth: {message}\n".encode())
+        os._exit(code)
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, end)
 
 
 def run_alone(

@@ -7,6 +7,7 @@ Columns that this version does not know are kept; those that are missing are nul
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -101,9 +102,9 @@ def check_recording(folder: str, begin: datetime | None, end: datetime | None) -
         raise ConfigError(f"--from {begin:%F %T} is not before --to {end:%F %T}: exchange them")
     if is_url(folder):
         return
-    if not Path(folder).is_dir():
+    if not os.path.isdir(folder):
         raise ConfigError(f"there is no folder {folder}: give the one that `dynamoth record --out` wrote")
-    if not any(Path(folder, name).is_dir() for name in TABLES):
+    if not {each.name for each in _listed(Path(folder))} & TABLES.keys():
         raise BadRecording(
             f"{folder} has no recording, as it has none of the folders {', '.join(TABLES)}: is it the right one?"
         )
@@ -258,7 +259,10 @@ def files_of(folder: str, name: str, begin: datetime | None, end: datetime | Non
         BadRecording: a file is broken, or a folder is no hour.
 
     """
-    hours = {hour: sorted(hour.glob("[!._]*.parquet")) for hour in _hours_between(Path(folder, name), begin, end)}
+    hours = {
+        hour: [file for file in _listed(hour) if file.suffix == ".parquet" and not file.name.startswith((".", "_"))]
+        for hour in _hours_between(Path(folder, name), begin, end)
+    }
     if broken := [file for files in hours.values() for file in files if _is_broken(file)]:
         names = ", ".join(map(str, broken[:NAMED_MAX]))
         more = f" and {len(broken) - NAMED_MAX} more" if len(broken) > NAMED_MAX else ""
@@ -277,7 +281,16 @@ def _hours_between(table: Path, begin: datetime | None, end: datetime | None) ->
 
 def hours_of(table: Path) -> dict[datetime, Path]:
     """Return the folders of a table's hours, in order. Raises BadRecording when there are others among them."""
-    return {_begin_of(hour): hour for hour in sorted(table.glob("date=*/hour=*"))}
+    dates = [date for date in _listed(table) if date.name.startswith("date=")] if table.is_dir() else []
+    return {_begin_of(hour): hour for date in dates for hour in _listed(date) if hour.name.startswith("hour=")}
+
+
+def _listed(folder: Path) -> list[Path]:
+    """Return what is in a folder, by name. Raises BadRecording when that cannot be read."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise BadRecording(f"{folder} cannot be read: {error.strerror}: correct its rights") from error
 
 
 def _begin_of(hour: Path) -> datetime:
@@ -301,7 +314,7 @@ def _is_broken(file: Path) -> bool:
     except IsADirectoryError:
         return True
     except OSError as error:
-        raise BadRecording(f"{file} cannot be read: {error.strerror}") from error
+        raise BadRecording(f"{file} cannot be read: {error.strerror}: correct its rights") from error
 
 
 def _channels_once(rows: DataFrame) -> DataFrame:

@@ -1,55 +1,95 @@
-"""The settings of the balancer, as a recording has them."""
+"""The settings of the balancer that were in force when a recording was made."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
+from dynamoth.errors import ConfigError
 from dynamoth.settings.sections import PlanningSettings
+from dynamoth_analytics.errors import spark_errors
 from dynamoth_analytics.reading import Recording
-
-SETTINGS_MAX = 1000
-"""Most settings that the driver collects."""
+from dynamoth_balancer.admin.records import RecordedSettings, read_settings
+from dynamoth_balancer.options import BalancerOptions
 
 DEFAULTS = {item.name: item.default for item in fields(PlanningSettings) if isinstance(item.default, int | float)}
+
+LED_NUMBER_MAX = 2
+"""Settings in a balancer's first or second message are those of when it began to lead; later ones are repeated."""
 
 
 @dataclass(frozen=True, slots=True)
 class PresentSettings:
-    """The settings in force at the end of a recording."""
+    """The settings that the latest recorded balancer led with; defaults where none are recorded."""
 
-    #: Those that are numbers, by name; defaults where none are recorded.
-    numbers: Mapping[str, float]
-    #: URLs of servers by id, as far as they are recorded.
-    urls: Mapping[str, str]
-    #: False: all are defaults.
-    recorded: bool
+    settings: RecordedSettings
+    #: Its incarnation; None where no settings are recorded.
+    balancer: int | None = None
+    #: When it began to lead, in seconds; None if that was not recorded.
+    led_since: float | None = None
+
+    @property
+    def numbers(self) -> Mapping[str, float]:
+        """Those that are numbers, by name."""
+        return {name: getattr(self.settings.options, name) for name in DEFAULTS}
+
+    @property
+    def urls(self) -> Mapping[str, str]:
+        """URLs of servers by id, as far as they are recorded."""
+        return self.settings.servers
+
+    @property
+    def recorded(self) -> bool:
+        """Whether they are recorded; False: all are defaults."""
+        return self.balancer is not None
+
+
+UNKNOWN = PresentSettings(RecordedSettings(BalancerOptions(), {}, ()))
 
 
 def present_settings(recording: Recording) -> PresentSettings:
-    """Read the settings in force. Raises BadRecording."""
-    # A long value is continued in the next rows of its message.
-    messages = recording.table("settings").groupBy("name", "balancer", "number")
-    lines = F.array_sort(F.collect_list(F.struct("line", F.coalesce("value", F.lit("")).alias("value"))))
-    values = messages.agg(F.min("at").alias("at"), F.concat_ws("", lines["value"]).alias("value"))
-    latest = values.groupBy("name").agg(F.max_by("value", "at").alias("value"))
-    found = {row["name"]: _json(row["value"]) for row in latest.limit(SETTINGS_MAX).collect()}
-    known = {name: value for name, value in found.items() if name in DEFAULTS and isinstance(value, int | float)}
-    return PresentSettings({**DEFAULTS, **known}, _urls(found.get("servers")), "load_ratio_high" in known)
+    """Return the settings in force; the defaults where none are recorded, or where they cannot be read.
 
-
-def _json(text: str | None) -> Any:
+    Raises BadRecording.
+    """
     try:
-        return json.loads(text or "null")
-    except ValueError:
-        return None
+        return settings_in_force(recording)
+    except ConfigError:
+        return UNKNOWN
 
 
-def _urls(servers: Any) -> dict[str, str]:
-    """Return the setting ``servers``: URLs by id."""
-    known: dict[Any, Any] = {**servers} if isinstance(servers, dict) else {}
-    return {id_: url for id_, url in known.items() if isinstance(id_, str) and isinstance(url, str)}
+def settings_in_force(recording: Recording) -> PresentSettings:
+    """Return the settings in force; the defaults where none are recorded.
+
+    Raises:
+        BadRecording: a file is broken.
+        ConfigError: a recorded value cannot be read, or is out of range.
+
+    """
+    with spark_errors():
+        found = _latest(recording.table("settings"))
+        if not found.recorded and recording.begin is not None:  # balancers repeat them, but not each second
+            found = replace(_latest(recording.until_end("settings")), led_since=None)
+    return found
+
+
+def _latest(table: DataFrame) -> PresentSettings:
+    """Return the latest message with settings of the balancer that has sent the latest one."""
+    rows = table.withColumn("at", F.col("at").cast("double"))
+    first = fields(BalancerOptions)[0].name
+    balancers = (
+        rows.where(F.col("name") == first)
+        .groupBy("balancer")
+        .agg(F.max(F.struct("at", "number")).alias("latest"), F.min(F.struct("number", "at")).alias("first"))
+    )
+    begun = balancers.orderBy(F.col("latest").desc()).limit(1).collect()
+    if not begun:
+        return UNKNOWN
+    balancer, (_, latest), (number, at) = begun[0]
+    message = rows.where((F.col("balancer") == balancer) & (F.col("number") >= latest))
+    texts = message.orderBy("number", "line").select("name", F.coalesce("value", F.lit(""))).collect()
+    settings = read_settings((name, value) for name, value in texts)
+    return PresentSettings(settings, balancer, at if number <= LED_NUMBER_MAX else None)

@@ -108,6 +108,10 @@ class RecordedWindow:
         """When it begins, with the reports before it."""
         return min([self.begin, *(at for at, _ in self.reports[:1])])
 
+    def paused_at(self, time: float) -> bool:
+        """Return whether the balancer was paused."""
+        return [paused for at, paused in self.pauses if at <= time][-1:] == [True]
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -211,9 +215,9 @@ class _Replay:
         self._cluster = InstantCluster(machine, window.servers, plan, window.first - lead_s(options), settle_s)
         self._cluster.pause(paused=True)
         self._cluster.records = records
-        was_paused = [paused for at, paused in window.pauses if at <= window.begin][-1:] == [True]
+        later = [each for each in window.pauses if each[0] > window.begin]
         #: The pauses to come.
-        self._pauses = deque([(window.begin, was_paused), *(each for each in window.pauses if each[0] > window.begin)])
+        self._pauses = deque([(window.begin, window.paused_at(window.begin)), *later])
         #: Where clients of the replay find each channel; channels at home are found when they are first seen.
         self._places: dict[bytes, Assignment] = {}
         self._moves: list[Moved] = []
@@ -515,11 +519,30 @@ def _rewritten(report: Report, leaving: Mapping[bytes, int], arriving: Mapping[b
     if arriving:
         kept.sort(key=lambda row: row[0], reverse=True)
     bytes_out, channels, publications, publishers, subscribers = zip(*kept, strict=True) if kept else ((),) * 5
-    zeros, nobody = (0,) * len(kept), (b"",) * len(kept)
     return replace(
         report,
         outgoing_bytes_per_s=max(0.0, report.outgoing_bytes_per_s + outgoing),
-        columns=ChannelColumns(
-            channels, publications, publishers, subscribers, zeros, zeros, bytes_out, nobody, nobody
-        ),
+        columns=channel_columns(channels, publications, publishers, subscribers, bytes_out),
+    )
+
+
+def channel_columns(
+    channels: Sequence[bytes],
+    publications: Sequence[int],
+    publishers: Sequence[int],
+    subscribers: Sequence[int],
+    bytes_out: Sequence[int],
+) -> ChannelColumns:
+    """Return the measurements of channels, by ``bytes_out`` descending, without those that no balancer needs."""
+    zeros, nobody = (0,) * len(channels), (b"",) * len(channels)
+    return ChannelColumns(
+        tuple(channels),
+        tuple(publications),
+        tuple(publishers),
+        tuple(subscribers),
+        zeros,
+        zeros,
+        tuple(bytes_out),
+        nobody,
+        nobody,
     )

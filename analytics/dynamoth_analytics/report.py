@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -28,11 +27,11 @@ from dynamoth_analytics.errors import BadRecording
 from dynamoth_analytics.findings import Drawn, findings
 from dynamoth_analytics.follow import Follower, follow_folder
 from dynamoth_analytics.jobs import COLLECTED_MAX, SLOTS_DRAWN_MAX, Jobs, channel_jobs, load_jobs
-from dynamoth_analytics.output import new_folder, run_alone, say
+from dynamoth_analytics.output import end_at_signals, new_folder, run_alone, say
 from dynamoth_analytics.reading import Recording, check_recording, is_url, parse_time
 from dynamoth_analytics.recorded_settings import PresentSettings, present_settings
 from dynamoth_analytics.session import add_session, check_session, open_session
-from dynamoth_daemon.exit_codes import EXIT_DONE
+from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_INTERRUPTED
 
 PAGE = "report.html"
 SETTINGS_FILE = "recommended.toml"
@@ -67,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.follow:
         return _follow(arguments, where, begin)
     out = new_folder(arguments.out, "report")
+    end_at_signals(EXIT_INTERRUPTED, "interrupted")
     started = time.monotonic()
     with open_session(arguments, "dynamoth report") as spark:
         say(f"{'spark':14}{spark.version}, {time.monotonic() - started:.1f} s")
@@ -85,15 +85,11 @@ def _follow(arguments: argparse.Namespace, where: str, begin: datetime | None) -
         wrong = "--remote" if arguments.remote else "--to"
         raise ConfigError(f"--follow does not go together with {wrong}: leave one of them out")
     out = follow_folder(arguments.out, where)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    end_at_signals(EXIT_DONE, "stopped")
     with open_session(arguments, "dynamoth report --follow") as spark:
         say(f"{out / PAGE}")
         follower = Follower(spark, where, out, say)
-        query = follower.start(begin)
-        try:
-            follower.wait(query)
-        except KeyboardInterrupt:
-            query.stop()
+        follower.wait(follower.start(begin))
     return EXIT_DONE
 
 
@@ -192,7 +188,14 @@ class Report:
         found = partial(anomalies.anomalies, servers, loads, named)
         departed = jobs.run("anomalies", found, F.desc(F.abs("score")), F.desc("at"))
         jobs.draw("incomplete", anomalies.incomplete(departed))
-        jobs.run("gaps", lambda: recording.table("gaps"), F.desc("at"))
+        jobs.run("gaps", lambda: gaps(recording.table("gaps")), F.desc("at"))
+
+
+def gaps(rows: DataFrame) -> DataFrame:
+    """Return the table, but what every recorder hears of only once."""
+    heard_by_all = F.when(F.col("kind") == "agent_blind", "").otherwise(F.col("recorder"))
+    once = rows.withColumn("of", heard_by_all).dropDuplicates(["kind", "server", "incarnation", "sequence", "of"])
+    return once.drop("of")
 
 
 def capacities(drawn: Drawn, *, at_break: bool = False) -> dict[str, float]:

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -118,6 +119,7 @@ def check_session(arguments: argparse.Namespace) -> None:
         if not arguments.remote.startswith("sc://"):
             raise ConfigError(f"--remote {arguments.remote}: a URL sc://host:port expected")
         _check_address(arguments.remote, 15002)
+        _check_answers(arguments.remote)
     elif "PYSPARK_GATEWAY_PORT" not in os.environ:
         check_java()
         master: str = LOCAL if arguments.master is None else arguments.master
@@ -136,11 +138,30 @@ def check_java() -> None:
     cure = f"install Java {JAVA_MIN} or later (Debian and Ubuntu: {JAVA_PACKAGE}), or set JAVA_HOME"
     if java is None:
         raise ConfigError(f"Spark needs Java, and {'JAVA_HOME has none' if home else 'there is none'}: {cure}")
-    shown = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=JAVA_TIMEOUT_S, check=False)
+    try:
+        shown = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=JAVA_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{java} does not run ({error}): {cure}") from error
     found = re.search(r'version "(?:1\.)?(\d+)', shown.stderr)
     if found is None or int(found[1]) < JAVA_MIN:
         version = f"is version {found[1]}" if found else "does not tell its version"
         raise ConfigError(f"{java} {version}, and Spark needs {JAVA_MIN}: {cure}")
+
+
+def _check_answers(url: str) -> None:
+    """Raise SparkFailed when whoever listens does not speak gRPC: Spark Connect would wait for ever."""
+    try:
+        grpc = import_module("grpc")
+    except ImportError:
+        return  # to open the session will fail
+    if "use_ssl=true" in url.lower():
+        return
+    place = urlsplit(url).netloc
+    with grpc.insecure_channel(place if ":" in place else f"{place}:15002") as channel:
+        try:
+            grpc.channel_ready_future(channel).result(CONNECT_TIMEOUT_S)
+        except grpc.FutureTimeoutError as error:
+            raise SparkFailed(f"what listens at {url} is no Spark Connect server: is the address right?") from error
 
 
 def _check_address(url: str, default_port: int) -> None:

@@ -25,7 +25,14 @@ from dynamoth.protocol.reports import ChannelColumns, Report
 from dynamoth.recording import channel_bytes
 from dynamoth_analytics.agreement import BalancerLog, RecordedDecision, ReportKey
 from dynamoth_analytics.reading import Recording
-from dynamoth_analytics.replay import SETTLE_S, Moved, PlanChangeRow, RecordedReport, RecordedWindow
+from dynamoth_analytics.replay import (
+    SETTLE_S,
+    Moved,
+    PlanChangeRow,
+    RecordedReport,
+    RecordedWindow,
+    channel_columns,
+)
 from dynamoth_balancer.admin.changes import MODES
 from dynamoth_balancer.decide.cluster import Ratios
 
@@ -38,6 +45,9 @@ WHOLE = -1
 WHOLE_S_MAX = 3600.0
 
 MOMENT_S = 1e-6
+
+_LEADS = "leads"
+"""Marks when a balancer was first heard of, among the rows of pauses."""
 
 _KEY = ("server", "incarnation", "sequence")
 _REPORT = (
@@ -75,12 +85,12 @@ class Extent:
     @property
     def windows(self) -> int:
         """How many windows there are, those without reports included."""
-        return int((self.end - self.begin) // self.window_s) + 1
+        return math.floor((self.end - self.begin) / self.window_s) + 1
 
     def bounds(self, slot: int) -> tuple[float, float]:
         """Return when a window begins and ends."""
         if slot == WHOLE:
-            return max(self.begin, self.end - WHOLE_S_MAX), self.end + 1e-6
+            return max(self.begin, self.end - WHOLE_S_MAX), self.end + MOMENT_S
         return self.begin + slot * self.window_s, self.begin + (slot + 1) * self.window_s
 
 
@@ -90,6 +100,11 @@ def _seconds(name: str = "at") -> Column:
 
 def _slot(at: Column, extent: Extent) -> Column:
     return F.floor((at - F.lit(extent.begin)) / F.lit(extent.window_s))
+
+
+def _until_end(recording: Recording, name: str) -> DataFrame:
+    """Return a table with what was before the begin of the recording, too."""
+    return recording.table(name) if recording.begin is None else recording.until_end(name)
 
 
 def packed_windows(recording: Recording, extent: Extent) -> DataFrame:
@@ -118,11 +133,14 @@ def packed_windows(recording: Recording, extent: Extent) -> DataFrame:
 def _steps(recording: Recording, extent: Extent) -> DataFrame:
     """Return the steps of plans of each window as JSON, with the latest step of each channel before it."""
     following = F.lead("at").over(Window.partitionBy("channel").orderBy("at", "version"))
-    plans = recording.table("plans").withColumn("at", _seconds()).withColumn("following", following)
+    plans = _until_end(recording, "plans").withColumn("at", _seconds())
+    until = F.coalesce(following, F.lit(extent.end))
+    plans = plans.withColumn("until", until).where(F.col("until") >= extent.begin - PREROLL_S)
     first = F.greatest(_slot(F.col("at"), extent), F.lit(0))
-    last = F.coalesce(F.least(_slot(F.col("following"), extent), F.lit(extent.windows - 1)), F.lit(extent.windows - 1))
+    last = F.least(F.greatest(_slot(F.col("until"), extent), F.lit(0)), F.lit(extent.windows - 1))
     slots = F.when(last >= first, F.sequence(first, last)).otherwise(F.array(first))
-    rows = plans.withColumn("slot", F.explode(F.array_append(slots, F.lit(WHOLE).cast("long"))))
+    whole = F.when(F.col("until") >= extent.bounds(WHOLE)[0] - PREROLL_S, F.lit(WHOLE).cast("long"))
+    rows = plans.withColumn("slot", F.explode(F.array_compact(F.array_append(slots, whole))))
     step = F.struct("at", "version", "channel", "from_mode", "from_servers", "to_mode", "to_servers", "phase")
     return rows.groupBy("slot").agg(F.to_json(F.array_sort(F.collect_list(step))).alias("steps"))
 
@@ -137,9 +155,12 @@ def _log(recording: Recording, extent: Extent) -> DataFrame:
 
 
 def _pauses(recording: Recording) -> DataFrame:
-    """Return when administrators paused and resumed balancers, as JSON."""
-    rows = recording.table("decisions").where("kind in ('paused', 'resumed')").withColumn("at", _seconds())
-    return rows.agg(F.to_json(F.array_sort(F.collect_list(F.struct("at", "kind")))).alias("pauses"))
+    """Return the rows of ``recorded_pauses`` as JSON."""
+    pauses = _until_end(recording, "decisions").where("kind in ('paused', 'resumed')").withColumn("at", _seconds())
+    balancers = _until_end(recording, "settings").groupBy("balancer").agg(F.min(_seconds()).alias("at"))
+    columns = ("at", "balancer", "kind")
+    rows = pauses.select(*columns).unionByName(balancers.withColumn("kind", F.lit(_LEADS)).select(*columns))
+    return rows.agg(F.to_json(F.array_sort(F.collect_list(F.struct(*columns)))).alias("pauses"))
 
 
 def _pack(key: tuple[Any, ...], reports: pa.Table, channels: pa.Table) -> pa.Table:
@@ -183,8 +204,24 @@ def unpacked(
         [RecordedReport(row["at"], _report(row, columns)) for row in rows],
         [recorded_step(row) for row in json.loads(steps or "[]")],
         extent.ring,
-        [(row["at"], row["kind"] == "paused") for row in json.loads(pauses or "[]")],
+        recorded_pauses(json.loads(pauses or "[]")),
     )
+
+
+def recorded_pauses(rows: Iterable[Mapping[str, Any]]) -> list[tuple[float, bool]]:
+    """Return when the balancer that led was paused (True), and when that ended: a new balancer is not paused.
+
+    Args:
+        rows: by time, when administrators paused or resumed a balancer, and when each balancer was first heard of.
+
+    """
+    pauses: list[tuple[float, bool]] = []
+    balancer: int | None = None
+    for row in rows:
+        if row["kind"] != _LEADS or row["balancer"] != balancer:
+            pauses.append((row["at"], row["kind"] == "paused"))
+        balancer = row["balancer"]
+    return pauses
 
 
 def recorded_log(rows: Iterable[Mapping[str, Any]]) -> BalancerLog:
@@ -242,19 +279,7 @@ def _columns(table: pa.Table) -> dict[tuple[str, int, int], ChannelColumns]:
     start = 0
     for stop in range(1, len(keys) + 1):
         if stop == len(keys) or keys[stop] != keys[start]:
-            publications, publishers, subscribers, bytes_out = (tuple(column[start:stop]) for column in numbers)
-            zeros, nobody = (0,) * (stop - start), (b"",) * (stop - start)
-            found[keys[start]] = ChannelColumns(
-                tuple(channels[start:stop]),
-                publications,
-                publishers,
-                subscribers,
-                zeros,
-                zeros,
-                bytes_out,
-                nobody,
-                nobody,
-            )
+            found[keys[start]] = channel_columns(channels[start:stop], *(column[start:stop] for column in numbers))
             start = stop
     return found
 

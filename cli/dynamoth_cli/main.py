@@ -127,15 +127,15 @@ def _run(name: str, rest: list[str]) -> int:
             f"`dynamoth {name}` needs {missing}: install the extra {extra!r} (pip install '.[{extra}]' in a checkout)",
             EXIT_REFUSED,
         )
-    module = cast(CommandModule, import_module(command.module))
-    parser = argparse.ArgumentParser(
-        prog=f"dynamoth {name}",
-        description=command.summary[0].upper() + command.summary[1:] + ".",
-        epilog=EXIT_CODES,
-        allow_abbrev=False,
-    )
-    module.configure(parser)
     try:
+        module = cast(CommandModule, import_module(command.module))
+        parser = argparse.ArgumentParser(
+            prog=f"dynamoth {name}",
+            description=command.summary[0].upper() + command.summary[1:] + ".",
+            epilog=EXIT_CODES,
+            allow_abbrev=False,
+        )
+        module.configure(parser)
         return module.run(parser.parse_args(rest))
     except ConfigError as error:
         return _fail(f"configuration: {error}", EXIT_REFUSED)

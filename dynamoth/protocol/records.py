@@ -13,7 +13,7 @@ from typing import Any
 
 from dynamoth.errors import MalformedMessage
 from dynamoth.protocol.wire import pack, parser, read_array, read_natural, read_text, shortened, unpack
-from dynamoth.recording import NAME_CHARACTERS_MAX, TABLES, Type
+from dynamoth.recording import BALANCER_TABLES, NAME_CHARACTERS_MAX, Type
 
 RECORD_CODE = 15
 
@@ -52,9 +52,9 @@ def unpack_rows(data: bytes) -> RecordedRows:
     code, balancer, number, name, columns, rows = read_array(unpack(data))[:6]
     if code != RECORD_CODE:
         raise MalformedMessage(f"not recorded rows: they begin with {shortened(code)} instead of {RECORD_CODE}")
-    if name not in TABLES:
-        raise MalformedMessage(f"no table of a recording: {shortened(name)}")
-    types = {column.name: column.type for column in TABLES[name].columns}
+    if name not in BALANCER_TABLES:
+        raise MalformedMessage(f"no table that balancers fill: {shortened(name)}")
+    types = {column.name: column.type for column in BALANCER_TABLES[name].columns}
     names = [read_text(column) for column in read_array(columns)]
     known = [(index, types[column]) for index, column in enumerate(names) if column in types]
     read_rows = [read_array(row) for row in read_array(rows)]

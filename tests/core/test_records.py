@@ -36,6 +36,7 @@ def test_what_newer_software_adds_is_left_out() -> None:
         (-1, 2, "plans", [], []),
         (1, 2**63, "plans", [], []),
         (1, 2, "servers_of_another_kind", [], []),
+        (1, 2, "servers", ["interval_s"], [[1.0]]),
         (1, 2, ["plans"], [], []),
         (1, 2, "plans", ["version"], [[1, 2]]),
         (1, 2, "plans", ["version"], [["1"]]),

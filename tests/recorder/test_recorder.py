@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import signal
 import subprocess
 import time
 from collections import Counter, defaultdict
@@ -64,7 +66,9 @@ def rows_of_balancer(number: int) -> list[bytes]:
     return [pack_rows(RecordedRows(9, number + i, table, names, (row,))) for i, (table, names, row) in enumerate(rows)]
 
 
-def test_a_cluster_is_recorded_and_a_killed_recorder_leaves_whole_files(tmp_path: Path) -> None:
+def test_a_cluster_is_recorded_and_a_killed_recorder_leaves_whole_files(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "recording"
     [channel] = channels_at("s1", 1)
     with LocalCluster(2, settings=SETTINGS, record=folder) as cluster, Traffic(cluster, [channel]) as traffic:
@@ -93,7 +97,8 @@ def test_a_cluster_is_recorded_and_a_killed_recorder_leaves_whole_files(tmp_path
             assert client.pubsub_numpat() == 0, "neither is an application's"
 
         before = {table: len(rows) for table, rows in read(folder).items()}
-        recorder.kill()
+        os.kill(recorder.pid, signal.SIGKILL)
+        until(lambda: "nothing is recorded any more" in capfd.readouterr().err, "its end is said")
         after = read(folder)
         assert all(len(after[table]) >= count for table, count in before.items())
         first = recorders(cluster, folder)
@@ -104,7 +109,9 @@ def test_a_cluster_is_recorded_and_a_killed_recorder_leaves_whole_files(tmp_path
         until(lambda: len(recorders(cluster, folder) - first) == 2, "two recorders write", every_s=0.5)
         assert not [*folder.rglob(f".{next(iter(first))}*")], "what the killed one has begun is gone"
         assert [each.stop() for each in others] == [0, 0]
+        assert not [line for each in others for line in logged(each, "rows were lost, as they could not be written")]
         read(folder)
+        cluster.check()  # it does not miss the recorder
         assert traffic.finish().gaps == 0
 
 

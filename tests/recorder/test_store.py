@@ -90,6 +90,15 @@ def test_small_files_are_merged_at_once_when_their_hour_is_over_and_many_before_
     assert rows_in(store) == 3 + FILES_PER_HOUR
 
 
+@pytest.mark.parametrize("table", TABLES)
+def test_files_of_every_table_are_merged(table: str, store: Store) -> None:
+    for _ in range(3):
+        store.write(Portion(table, "date=2026-11-23/hour=10", (to_batch(Rows(table, 1, {}), 0, A),)))
+    store.upkeep(NOW)
+    [path] = (store.folder / table).rglob("*.parquet")
+    assert parquet.ParquetFile(path).metadata.num_rows == 3
+
+
 def test_files_of_a_living_recorder_and_damaged_ones_are_left_alone(store: Store) -> None:
     other = Store(store.folder, B)
     other.write(portion(NOW - 2 * HOUR))

@@ -20,7 +20,7 @@ _TYPES = {
     Type.NUMBER: arrow.float64(),
     Type.TRUTH: arrow.bool_(),
     Type.BYTES: arrow.binary(),
-    Type.TEXTS: arrow.list_(arrow.string()),
+    Type.TEXTS: arrow.list_(arrow.field("element", arrow.string())),  # as Parquet calls it when it is read again
 }
 
 SCHEMAS: dict[str, Any] = {
