@@ -3,14 +3,13 @@
 Theory of operation
 -------------------
 Structured Streaming reads each file of the tables ``servers`` and ``channels`` once; its checkpoint says which it has
-read. A row comes again from a second recorder, and in the file into which a recorder has merged others. It is dropped
-by its key: Spark keeps the keys of the last ``WATERMARK``. Rows older than that are dropped unseen, as they are in
-merged files; only a row that a recorder wrote so late (its disk was full, or its clock is off) is missed.
+read. Batch *n* writes the folder ``batches/n`` from the folder of batch *n* - 1 and from its new rows: the reports and
+the slots of channels of the last hour, and the tables of all jobs, which are the same code as in a report. Then the
+link ``current`` and the page change over. A batch depends on nothing else. So when it is interrupted, Spark does it
+again from the same files, with the same result.
 
-Batch *n* writes the folder ``batches/n`` from the folder of batch *n* - 1 and from its new rows: the reports and the
-slots of channels of the last hour, and the tables of all jobs, which are the same code as in a report. Then the link
-``current`` and the page change over. A batch depends on nothing else. So when it is interrupted, Spark does it again
-from the same files and the same keys, with the same result.
+A row comes again from a second recorder, and in the file into which a recorder has merged others. The folder of a batch
+says of which reports it has rows (``seen``), so those that come again are dropped. Rows older than an hour are, too.
 
 The jobs themselves are no streaming queries: medians of the past, ranks and joins of results are not among what
 Structured Streaming can keep current. An hour of slots is small, and takes a few seconds.
@@ -22,6 +21,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from dynamoth_analytics.errors import BadRecording, spark_errors
 from dynamoth_analytics.findings import findings
 from dynamoth_analytics.jobs import SLOTS_DRAWN_MAX, Jobs, channel_jobs, load_jobs
 from dynamoth_analytics.output import new_folder
-from dynamoth_analytics.reading import SCHEMAS, Recording, hours_of, is_url
+from dynamoth_analytics.reading import SCHEMAS, Recording, hours_of, is_url, made
 from dynamoth_analytics.recorded_settings import present_settings
 
 TRIGGER = "10 seconds"
@@ -49,21 +49,7 @@ RECENT = timedelta(hours=1)
 SLOT_S = 5
 DRAWN_SLOT_S = SLOT_S * -(-int(RECENT.total_seconds()) // SLOT_S // SLOTS_DRAWN_MAX)
 
-WATERMARK = "10 minutes"
-"""Recorders merge files of the present hour after 5 minutes, so merged rows are newer than this, and known, or dropped
-as too old."""
-
 PAGE = "report.html"
-
-OPTIONS = {
-    # Keys of ten minutes of a busy cluster are more than the memory should hold.
-    "spark.sql.streaming.stateStore.providerClass": (
-        "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
-    ),
-    "spark.sql.streaming.noDataMicroBatches.enabled": "false",
-    "spark.sql.shuffle.partitions": "4",
-}
-"""Each partition of the state costs some files per batch."""
 
 REPORT_COLUMNS = (
     *("at", *SERVERS.key, "interval_s", "outgoing_bytes_per_s", "outgoing_bytes_per_s_max", "cpu_ratio"),
@@ -73,6 +59,14 @@ CHANNEL_COLUMNS = ("at", *CHANNELS.key, *channels.COLUMNS)
 _TYPES = {each.name: each for name in ("channels", "servers") for each in SCHEMAS[name]}
 SCHEMA = StructType([_TYPES[name] for name in dict.fromkeys((*REPORT_COLUMNS, *CHANNEL_COLUMNS))])
 """Of both tables together. What a table does not have is null."""
+
+SEEN = ("is_channel", *SERVERS.key)
+SEEN_SCHEMA = "is_channel boolean, server string, incarnation long, sequence long, at timestamp"
+REPORTS_SCHEMA = StructType([_TYPES[name] for name in REPORT_COLUMNS])
+SLOTS_SCHEMA = (
+    "channel string, server string, slot timestamp, seconds double, publications long, messages_sent long,"
+    " bytes_in long, bytes_out long, publishers long, subscribers double, channels long"
+)
 
 
 def follow_folder(given: str | None, recording: str) -> Path:
@@ -92,6 +86,15 @@ def follow_folder(given: str | None, recording: str) -> Path:
     return mark.parent.resolve()
 
 
+@dataclass(frozen=True, slots=True)
+class _Earlier:
+    """Tables of the last hour, as a batch has left them."""
+
+    seen: DataFrame
+    reports: DataFrame
+    slots: DataFrame
+
+
 class Follower:
     """Keeps the report of a recording current, in the folder ``out``."""
 
@@ -101,22 +104,19 @@ class Follower:
         self._out = out
         self._say = say
         #: Why a batch has failed.
-        self._failure: DynamothError | None = None
+        self._failure: Exception | None = None
 
     def start(self, begin: datetime | None = None, **trigger: Any) -> StreamingQuery:
         """Start to follow. Rows before ``begin`` are not read; None: begin an hour before the newest hour.
 
         ``trigger`` is that of Spark's ``DataStreamWriter``; none: every ``TRIGGER``.
         """
-        for key, value in OPTIONS.items():
-            self._spark.conf.set(key, value)
+        self._spark.conf.set("spark.sql.shuffle.partitions", "4")  # a batch has few rows
         source = self._spark.readStream.schema(SCHEMA).option("recursiveFileLookup", "true")
         rows = source.option("pathGlobFilter", "*.parquet").parquet(f"{self._folder}/{{servers,channels}}")
         if (first := begin or _recent_begin(self._folder)) is not None:
             rows = rows.where(F.col("at") >= F.lit(first))
-        keyed = rows.withColumn("is_channel", F.col("channels").isNotNull()).withWatermark("at", WATERMARK)
-        once = keyed.dropDuplicatesWithinWatermark(["is_channel", *CHANNELS.key])
-        writer = once.writeStream.option("checkpointLocation", str(self._out / "checkpoint"))
+        writer = rows.writeStream.option("checkpointLocation", str(self._out / "checkpoint"))
         return writer.foreachBatch(self._on_batch).trigger(**trigger or {"processingTime": TRIGGER}).start()
 
     def wait(self, query: StreamingQuery) -> None:
@@ -133,7 +133,7 @@ class Follower:
         try:
             with spark_errors():
                 self._batch(rows, number)
-        except DynamothError as error:
+        except Exception as error:  # Spark would tell of its own exception only
             self._failure = error
             raise
 
@@ -145,18 +145,34 @@ class Follower:
             raise BadRecording(f"{before} is not there, from which to go on: give a new folder with --out")
         _keep_only(before)
         jobs = Jobs(folder)
-        rows.persist()  # keys are compared once
+        earlier = self._earlier(before if number else None)
+        new = rows.withColumn("is_channel", F.col("channels").isNotNull()).join(
+            F.broadcast(earlier.seen), list(SEEN), "left_anti"
+        )
+        new = new.dropDuplicates(["is_channel", *CHANNELS.key]).persist()
         try:
-            reports, slots = _added(rows, before if number else None)
+            reports = earlier.reports.unionByName(new.where("not is_channel").select(*REPORT_COLUMNS))
+            slots = channels.channel_slots(new.where("is_channel"), SLOT_S)
             newest_s: float | None = reports.agg(F.max("at").cast("double")).collect()[0][0]
             newest = datetime.fromtimestamp(newest_s or 0, UTC)
-            reports = jobs.run("reports", lambda: reports.where(F.col("at") > F.lit(newest - RECENT)))
-            slots = jobs.run("channel_slots", lambda: slots.where(F.col("slot") > F.lit(newest - RECENT)))
+            since = F.lit(newest - RECENT)
+            jobs.run("seen", lambda: earlier.seen.unionByName(_seen(new)).where(F.col("at") > since))
+            reports = jobs.run("reports", lambda: reports.where(F.col("at") > since))
+            combined = channels.combined(earlier.slots.unionByName(slots))
+            slots = jobs.run("channel_slots", lambda: combined.where(F.col("slot") > since))
         finally:
-            rows.unpersist()
+            new.unpersist()
         sentence = "no server has reported yet" if newest_s is None else self._draw(jobs, reports, slots, newest)
         _point(self._out / "current", folder)
         self._say(f"{newest:%H:%M:%S}  {sentence} ({time.monotonic() - started:.1f} s)")
+
+    def _earlier(self, before: Path | None) -> _Earlier:
+        """Return what the batch before has left; None: there is none."""
+        if before is None:
+            return _Earlier(*(made(self._spark, [], schema) for schema in (SEEN_SCHEMA, REPORTS_SCHEMA, SLOTS_SCHEMA)))
+        return _Earlier(
+            *(self._spark.read.parquet(str(before / name)) for name in ("seen", "reports", "channel_slots"))
+        )
 
     def _draw(self, jobs: Jobs, reports: DataFrame, slots: DataFrame, newest: datetime) -> str:
         """Run the jobs, draw the page, and return the main finding."""
@@ -176,16 +192,9 @@ class Follower:
         return sentences[0]
 
 
-def _added(rows: DataFrame, before: Path | None) -> tuple[DataFrame, DataFrame]:
-    """Return the reports and slots of a batch together with those of the batch before."""
-    reports = rows.where("not is_channel").select(*REPORT_COLUMNS)
-    slots = channels.channel_slots(rows.where("is_channel"), SLOT_S)
-    if before is None:
-        return reports, slots
-    read = rows.sparkSession.read
-    earlier = read.schema(reports.schema).parquet(str(before / "reports"))
-    earlier_slots = read.schema(slots.schema).parquet(str(before / "channel_slots"))
-    return reports.unionByName(earlier), channels.combined(slots.unionByName(earlier_slots))
+def _seen(rows: DataFrame) -> DataFrame:
+    """Return of which reports there are rows, and when they came."""
+    return rows.groupBy(*SEEN).agg(F.max("at").alias("at"))
 
 
 def _recent_begin(folder: str) -> datetime | None:

@@ -94,37 +94,24 @@ def overloads(loads: DataFrame, channel_slots: DataFrame, slot_s: int) -> DataFr
     goes_on = F.lag("overloaded").over(order) & (since <= slot_s + max(slot_s, HOLE_S_MAX))
     marked = loads.withColumn("begins", F.when(F.coalesce(goes_on, F.lit(False)), 0).otherwise(1))
     runs = marked.withColumn("run", F.sum("begins").over(order)).where("overloaded")
-    spans = runs.groupBy("server", "run").agg(
-        F.min("slot").alias("begin"),
-        F.timestamp_seconds(F.max("slot").cast("long") + slot_s).alias("end"),
-        (F.sum("covered_s") / 60).alias("minutes"),
-        F.max("ratio_max").alias("ratio_max"),
+    ago = F.sequence(F.lit(1), F.lit(max(BEFORE_SLOTS_MIN, math.ceil(BEFORE_S_MIN / slot_s))))
+    earlier = F.transform(ago, lambda number: F.timestamp_seconds(F.col("slot").cast("long") - number * slot_s))
+    before = runs.where("begins = 1").select(
+        "server", "run", F.explode(earlier).alias("slot"), F.lit(True).alias("before")
     )
-    before_slots = max(BEFORE_SLOTS_MIN, math.ceil(BEFORE_S_MIN / slot_s))
-    ago = F.sequence(F.lit(1), F.lit(before_slots))
-    earlier = F.transform(ago, lambda number: F.timestamp_seconds(F.col("begin").cast("long") - number * slot_s))
-    slots = (
-        runs.select("server", "run", "slot", F.lit(False).alias("is_before"))
-        .unionByName(spans.select("server", "run", F.explode(earlier).alias("slot"), F.lit(True).alias("is_before")))
-        .join(loads.select("server", "slot", "covered_s", "outgoing_bytes_per_s"), ["server", "slot"])
-    )
-    bytes_out = F.col("outgoing_bytes_per_s") * F.col("covered_s")
-    sums = slots.groupBy("server", "run").agg(
-        F.sum(F.when(F.col("is_before"), F.col("covered_s"))).alias("before_s"),
-        F.sum(F.when(~F.col("is_before"), F.col("covered_s"))).alias("covered_s"),
-        F.sum(F.when(F.col("is_before"), bytes_out)).alias("all_before"),
-        F.sum(F.when(~F.col("is_before"), bytes_out)).alias("all"),
-    )
+    slots = runs.select("server", "run", "slot", F.lit(False).alias("before")).unionByName(before)
+    known = loads.select("server", "slot", "covered_s", "ratio_max", "outgoing_bytes_per_s")
+    found = _sums(slots.join(known, ["server", "slot"]), slot_s)
     sent = (
         channel_slots.where("channel is not null")
-        .join(F.broadcast(slots.select("server", "slot", "run", "is_before")), ["server", "slot"])
+        .join(F.broadcast(slots), ["server", "slot"])
         .groupBy("server", "run", "channel")
         .agg(
-            F.sum(F.when(F.col("is_before"), F.col("bytes_out")).otherwise(0)).alias("before"),
-            F.sum(F.when(F.col("is_before"), 0).otherwise(F.col("bytes_out"))).alias("bytes"),
+            F.sum(F.when(F.col("before"), F.col("bytes_out")).otherwise(0)).alias("bytes_before"),
+            F.sum(F.when(F.col("before"), 0).otherwise(F.col("bytes_out"))).alias("bytes"),
         )
-        .join(sums, ["server", "run"])
-        .withColumn("rate_before", F.col("before") / F.col("before_s"))
+        .join(F.broadcast(found.select("server", "run", "before_s", "covered_s")), ["server", "run"])
+        .withColumn("rate_before", F.col("bytes_before") / F.col("before_s"))
         .withColumn("rate", F.col("bytes") / F.nullif("covered_s", F.lit(0.0)))
         .withColumn("rise", F.col("rate") - F.col("rate_before"))
     )
@@ -132,21 +119,35 @@ def overloads(loads: DataFrame, channel_slots: DataFrame, slot_s: int) -> DataFr
         F.max(F.struct("bytes", "channel")).alias("busiest"),
         F.max(F.when(F.col("rise").isNotNull(), F.struct("rise", "channel", "rate_before", "rate"))).alias("cause"),
     )
-    rise = F.col("all") / F.nullif("covered_s", F.lit(0.0)) - F.col("all_before") / F.col("before_s")
-    return (
-        spans.join(sums, ["server", "run"])
-        .join(named, ["server", "run"], "left")
-        .select(
-            "server",
-            "begin",
-            "end",
-            "minutes",
-            "ratio_max",
-            F.col("busiest.channel").alias("channel"),
-            (F.col("busiest.bytes") / F.nullif("all", F.lit(0.0))).alias("channel_share"),
-            F.col("cause.channel").alias("cause"),
-            F.col("cause.rate_before").alias("cause_bytes_per_s_before"),
-            F.col("cause.rate").alias("cause_bytes_per_s"),
-            (F.col("cause.rise") / F.when(rise > 0, rise)).alias("cause_share"),
-        )
+    rise = F.col("bytes_out") / F.nullif("covered_s", F.lit(0.0)) - F.col("bytes_out_before") / F.col("before_s")
+    return found.join(F.broadcast(named), ["server", "run"], "left").select(
+        "server",
+        "begin",
+        "end",
+        (F.col("covered_s") / 60).alias("minutes"),
+        "ratio_max",
+        F.col("busiest.channel").alias("channel"),
+        (F.col("busiest.bytes") / F.nullif("bytes_out", F.lit(0.0))).alias("channel_share"),
+        F.col("cause.channel").alias("cause"),
+        F.col("cause.rate_before").alias("cause_bytes_per_s_before"),
+        F.col("cause.rate").alias("cause_bytes_per_s"),
+        (F.col("cause.rise") / F.when(rise > 0, rise)).alias("cause_share"),
+    )
+
+
+def _sums(slots: DataFrame, slot_s: int) -> DataFrame:
+    """Return what the slots of an overload, and those before it, are together."""
+    bytes_out = F.col("outgoing_bytes_per_s") * F.col("covered_s")
+
+    def of(before: bool, value: Column) -> Column:
+        return F.when(F.col("before") == F.lit(before), value)
+
+    return slots.groupBy("server", "run").agg(
+        F.min(of(False, F.col("slot"))).alias("begin"),
+        F.timestamp_seconds(F.max(of(False, F.col("slot"))).cast("long") + slot_s).alias("end"),
+        F.max(of(False, F.col("ratio_max"))).alias("ratio_max"),
+        F.sum(of(False, F.col("covered_s"))).alias("covered_s"),
+        F.sum(of(False, bytes_out)).alias("bytes_out"),
+        F.sum(of(True, F.col("covered_s"))).alias("before_s"),
+        F.sum(of(True, bytes_out)).alias("bytes_out_before"),
     )

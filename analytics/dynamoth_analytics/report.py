@@ -62,9 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     begin, end = (parse_time(text) if text else None for text in (arguments.begin, arguments.end))
     where = arguments.recording if is_url(arguments.recording) else str(Path(arguments.recording).resolve())
     check_recording(where, begin, end)
-    check_session(arguments)
     if arguments.follow:
         return _follow(arguments, where, begin)
+    check_session(arguments)
     out = new_folder(arguments.out, "report")
     end_at_signals(EXIT_INTERRUPTED, "interrupted")
     started = time.monotonic()
@@ -84,6 +84,7 @@ def _follow(arguments: argparse.Namespace, where: str, begin: datetime | None) -
     if arguments.remote or arguments.end:
         wrong = "--remote" if arguments.remote else "--to"
         raise ConfigError(f"--follow does not go together with {wrong}: leave one of them out")
+    check_session(arguments)
     out = follow_folder(arguments.out, where)
     end_at_signals(EXIT_DONE, "stopped")
     with open_session(arguments, "dynamoth report --follow") as spark:

@@ -6,9 +6,11 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -92,12 +94,15 @@ def open_session(arguments: argparse.Namespace, name: str) -> Generator[SparkSes
             os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # the workers import this package, too
             for key, value in LOCAL_OPTIONS.items():
                 builder = builder.config(key, value)
+    at_interrupt = signal.getsignal(signal.SIGINT)
     try:
         session = builder.getOrCreate()
     except ImportError as error:
         raise ConfigError("--remote needs packages that are not installed: pip install 'pyspark[connect]'") from error
     except Exception as error:  # py4j and grpc have errors of many kinds
         raise translated(error) from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, at_interrupt)  # that of PySpark asks Java, maybe in the middle of a call
     try:
         if not arguments.remote:
             session.sparkContext.setLogLevel(arguments.spark_log.upper())

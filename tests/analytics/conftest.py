@@ -39,6 +39,7 @@ def spark() -> Iterator[SparkSession]:
         # No job may collect a table: see test_the_driver_collects_only_what_is_drawn.
         "spark.driver.maxResultSize": "1m",
         "spark.sql.shuffle.partitions": "2",
+        "spark.ui.showConsoleProgress": "false",
         "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
         # Tests run much code once, on little data: to compile it well takes longer than to run it.
         "spark.sql.codegen.wholeStage": "false",

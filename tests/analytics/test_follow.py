@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -34,10 +34,8 @@ LATER = datetime.fromtimestamp(BEGIN, UTC) + timedelta(hours=2)
 
 @contextmanager
 def recorders(folder: Path) -> Generator[tuple[Store, Store]]:
-    stores = Store(folder, "a" * 16), Store(folder, "b" * 16)
-    yield stores
-    for store in stores:
-        store.close()
+    with closing(Store(folder, "a" * 16)) as first, closing(Store(folder, "b" * 16)) as second:
+        yield first, second
 
 
 def record(stores: Iterable[Store], reports: Iterable[RecordedReport]) -> None:

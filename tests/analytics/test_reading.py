@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -210,3 +213,14 @@ def test_without_java_the_package_is_named(tmp_path: Path, monkeypatch: pytest.M
     os.chmod(old, 0o755)
     with pytest.raises(ConfigError, match="is version 11, and Spark needs 17"):
         check_java()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_command_at_once_and_with_one_line(number: signal.Signals) -> None:
+    code = (
+        "import os, time; from dynamoth_analytics.output import end_at_signals; end_at_signals(130, 'interrupted')\n"
+        f"try: os.kill(os.getpid(), {int(number)}); time.sleep(60)\n"
+        "finally: print('Python would clean up, and ask Java to')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "dynamoth: interrupted\n")
