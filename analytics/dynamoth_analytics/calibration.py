@@ -1,12 +1,20 @@
 """Calibration: the load ratio at which the latency of a server breaks, and settings that follow from it.
 
 The latency of probes is compared with the load of their server, slot by slot. Medians of slots with the same load
-(``STEP``) are fitted by a line that is flat up to a break point and rises from there; the break point is the one with
-the smallest sum of squares. It counts only if the latency rises clearly and loads beyond it were seen.
+(``STEP``) are fitted by curves of three parameters, by least squares of relative errors, where each probe weighs the
+same:
+
+* a break: flat up to a load ratio, a straight line from there on;
+* smooth rises: flat up to a load ratio and a parabola from there on; a + b / (c - load ratio), as of a queue, which for
+  large c is a straight line.
+
+A break counts only if it explains the medians clearly better than a constant and than every smooth rise, and if loads
+on both sides of it were seen. A smooth rise has no load ratio beyond which a server is too full, so none is given.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,16 +25,30 @@ from dynamoth.settings.declare import to_text
 from dynamoth_analytics.load import slot_of
 
 SLOT_S = 5
-STEP = 0.01
+STEP = 0.005
 RATIO_MAX = 2.0
 """Ratios beyond this are no measurement of a server with a sensible maximum."""
 
+BREAK, SMOOTH, FLAT, TOO_LITTLE = "break", "smooth", "flat", "too little"
+"""Shapes of latency against load. Too little: too few loads were seen, of all or beyond what may be a break."""
+
 BINS_MIN = 8
-BEYOND_MIN = 3
-"""Least loads that must have been seen, and of them beyond the break point."""
+BEFORE_MIN, BEYOND_MIN = 5, 3
+"""Least loads that must have been seen, and of them before and beyond the break point."""
 
 RISE_MIN = 2.0
-"""The latency at the largest load is at least so many times that before the break point."""
+"""The latency of the curve at the largest load is at least so many times that at the smallest one."""
+
+CLEAR_OF_FLAT, CLEAR_OF_SMOOTH = 10.0, 3.0
+"""How much better a curve must explain n medians than another one: n log(squares of the other / own squares), twice the
+logarithm of how much more probable it makes them. Of noise alone, one recording in a hundred seems to rise by the
+first; hardly any by ``RISE_MIN``, too. The second keeps 97% of breaks with six noisy loads beyond them; a straight line
+with errors of 10% seems to break in one recording of forty, and other smooth rises in fewer."""
+
+_POLES = 27
+_POLE_GROWTH = 1.4
+"""The poles c of queues that are tried: from ``STEP`` beyond the largest load to 30 beyond it, where the curve is as
+good as straight."""
 
 HIGH_MIN, HIGH_MAX = 0.6, 0.9
 SAFE_RATIO = 0.75
@@ -39,21 +61,26 @@ def response(servers: DataFrame, latency: DataFrame) -> DataFrame:
     most = F.sum(F.col("outgoing_bytes_per_s_max") * F.col("interval_s"))
     loads = servers.groupBy("server", slot_of(SLOT_S).alias("slot")).agg((F.sum(weight) / most).alias("ratio"))
     slot = F.timestamp_seconds(F.floor(F.col("at").cast("double") / SLOT_S) * SLOT_S)
-    probes = latency.where("latency_s is not null").select("server", slot.alias("slot"), "latency_s")
+    probes = latency.where("latency_s > 0").select("server", slot.alias("slot"), "latency_s")
     step = F.round(F.col("ratio") / STEP).cast("int")
     return (
         probes.join(loads, ["server", "slot"])
         .where(F.col("ratio").between(0.0, RATIO_MAX))
         .groupBy("server", step.alias("step"))
-        .agg(F.percentile_approx("latency_s", 0.5).alias("latency_s"), F.count("*").alias("probes"))
-        .select("server", (F.col("step") * STEP).alias("ratio"), "latency_s", "probes")
+        .agg(
+            F.avg("ratio").alias("ratio"),
+            F.percentile_approx("latency_s", 0.5).alias("latency_s"),
+            F.count("*").alias("probes"),
+        )
+        .drop("step")
     )
 
 
 def break_points(spark: SparkSession, response: DataFrame) -> DataFrame:
-    """Return one row per server: the break point as a load ratio, null where none was found, with the evidence.
+    """Return one row per server: the shape of its latency, and the break point as a load ratio where it has one.
 
-    ``flat_s`` is the fitted latency up to it, ``latency_s_max`` that at the largest load.
+    ``latency_s_min`` is the latency of the curve at the smallest load, null without a rise; ``latency_s_max`` is the
+    measured one at the largest.
     """
     seen = response.groupBy("server").agg(
         F.min("ratio").alias("ratio_min"),
@@ -62,38 +89,86 @@ def break_points(spark: SparkSession, response: DataFrame) -> DataFrame:
         F.sum("probes").alias("probes"),
         F.max_by("latency_s", "ratio").alias("latency_s_max"),
     )
-    # Candidates lie between the steps, too: the true one need not be on a step.
-    candidates = spark.range(1, int(RATIO_MAX / STEP) * 2).select((F.col("id") * STEP / 2).alias("at_ratio"))
-    beyond = F.greatest(F.col("ratio") - F.col("at_ratio"), F.lit(0.0))
-    fits = (
-        response.join(F.broadcast(seen.select("server", "ratio_min", "ratio_max")), "server")
-        .crossJoin(F.broadcast(candidates))
-        .where("at_ratio > ratio_min and at_ratio < ratio_max")
-        .groupBy("server", "at_ratio")
+    is_break, names = F.col("curve") == BREAK, ("squares", "low_s", "high_s")
+    best = (
+        _fits(response, _curves(spark, seen))
+        .groupBy("server")
         .agg(
-            (F.regr_syy("latency_s", beyond) * (1 - F.regr_r2("latency_s", beyond))).alias("squares"),
-            F.regr_slope("latency_s", beyond).alias("slope"),
-            F.regr_intercept("latency_s", beyond).alias("flat_s"),
-            F.count(F.when(F.col("ratio") > F.col("at_ratio"), 1)).alias("bins_beyond"),
+            F.max("squares_flat").alias("squares_flat"),
+            F.min(F.when(is_break, F.struct(*names, "at_ratio", "before", "beyond"))).alias("broken"),
+            F.min(F.when(~is_break, F.struct(*names))).alias("smooth"),
         )
     )
-    best = (
-        fits.where("squares is not null")
-        .groupBy("server")
-        .agg(F.min(F.struct("squares", "at_ratio", "slope", "flat_s", "bins_beyond")).alias("fit"))
+    squares_broken, squares_smooth = (F.coalesce(f"{fit}.squares", F.lit(math.inf)) for fit in ("broken", "smooth"))
+    breaks = squares_broken * F.exp(CLEAR_OF_SMOOTH / F.col("bins")) < squares_smooth
+    squares, low_s, high_s = (
+        F.when(breaks, F.col(f"broken.{name}")).otherwise(F.col(f"smooth.{name}")) for name in names
     )
-    clear = F.col("bins") >= BINS_MIN
-    clear &= (F.col("fit.bins_beyond") >= BEYOND_MIN) & (F.col("fit.slope") > 0)
-    clear &= F.col("latency_s_max") > RISE_MIN * F.col("fit.flat_s")
-    return seen.join(best, "server", "left").select(
+    rises = (squares * F.exp(CLEAR_OF_FLAT / F.col("bins")) < F.col("squares_flat")) & (high_s > RISE_MIN * low_s)
+    shape = (
+        F.when(F.col("bins") < BINS_MIN, TOO_LITTLE)
+        .when(~F.coalesce(rises, F.lit(False)), FLAT)
+        .when(~breaks | (F.col("broken.before") < BEFORE_MIN), SMOOTH)
+        .when(F.col("broken.beyond") < BEYOND_MIN, TOO_LITTLE)
+        .otherwise(BREAK)
+    )
+    judged = seen.join(best, "server", "left").withColumn("shape", shape)
+    return judged.select(
         "server",
-        F.when(clear, F.col("fit.at_ratio")).alias("break_ratio"),
-        F.when(clear, F.col("fit.flat_s")).alias("flat_s"),
+        "shape",
+        F.when(F.col("shape") == BREAK, F.col("broken.at_ratio")).alias("break_ratio"),
+        F.when(F.col("shape").isin(BREAK, SMOOTH), low_s).alias("latency_s_min"),
         "latency_s_max",
         "ratio_max",
         "bins",
         "probes",
     )
+
+
+def _fits(response: DataFrame, curves: DataFrame) -> DataFrame:
+    """Return the best fit of each rising curve to each server: its squares, and its latency at both ends."""
+    ratio, at = F.col("ratio"), F.col("at_ratio")
+    beyond = F.greatest(ratio - at, F.lit(0.0))
+    feature = (
+        F.when(F.col("curve") == BREAK, beyond).when(at > F.col("ratio_max"), 1 / (at - ratio)).otherwise(beyond**2)
+    )
+    rows = response.join(F.broadcast(curves), "server").select(
+        *("server", "curve", "at_ratio", "ratio"),
+        feature.alias("x"),
+        F.col("latency_s").alias("y"),
+        (F.col("probes") / F.col("latency_s") ** 2).alias("w"),
+    )
+    sums = rows.groupBy("server", "curve", "at_ratio").agg(
+        *(F.sum(F.expr(" * ".join(product))).alias(product) for product in ("w", "wx", "wy", "wxx", "wxy", "wyy")),
+        F.min("x").alias("x_min"),
+        F.max("x").alias("x_max"),
+        F.count(F.when(ratio <= at, 1)).alias("before"),
+        F.count(F.when(ratio > at, 1)).alias("beyond"),
+    )
+    w, wx, wy = F.col("w"), F.col("wx"), F.col("wy")
+    return (
+        sums.withColumn("xx", F.col("wxx") - wx * wx / w)
+        .withColumn("xy", F.col("wxy") - wx * wy / w)
+        .withColumn("squares_flat", F.col("wyy") - wy * wy / w)
+        .where("xx > 0 and xy > 0")
+        .withColumn("slope", F.col("xy") / F.col("xx"))
+        .withColumn("squares", F.col("squares_flat") - F.col("slope") * F.col("xy"))
+        .withColumn("low_s", wy / w + F.col("slope") * (F.col("x_min") - wx / w))
+        .withColumn("high_s", wy / w + F.col("slope") * (F.col("x_max") - wx / w))
+    )
+
+
+def _curves(spark: SparkSession, seen: DataFrame) -> DataFrame:
+    """Return the curves to try per server: which, and the load ratio of its break, of its bend or of its pole."""
+    names = "server", "ratio_min", "ratio_max"
+    steps = seen.select(*names).crossJoin(spark.range(int(RATIO_MAX / STEP)))
+    below = steps.select(*names, "id", (F.col("id") * STEP).alias("at_ratio")).where("at_ratio < ratio_max")
+    breaks = below.where("at_ratio > ratio_min").select(*names, "at_ratio", F.lit(BREAK).alias("curve"))
+    # Where a parabola bends matters less: every fourth step is enough.
+    bends = below.where("id % 4 = 0").select(*names, "at_ratio", F.lit(SMOOTH).alias("curve"))
+    pole = F.col("ratio_max") + STEP * F.pow(F.lit(_POLE_GROWTH), F.col("id"))
+    poles = seen.crossJoin(spark.range(_POLES)).select(*names, pole.alias("at_ratio"), F.lit(SMOOTH).alias("curve"))
+    return breaks.unionByName(bends).unionByName(poles)
 
 
 def recommended(
@@ -106,8 +181,8 @@ def recommended(
 ) -> str:
     """Return the recommended settings as TOML for ``dynamoth balancer``, with the evidence as comments.
 
-    The maximum of each server becomes what it sent at its break point, so that load ratio 1 means the same at all. Only
-    what the recording proves is changed. LR_high leaves room for the usual rise of a load within a slot.
+    The maximum of a server becomes what it sent at its break point, so that load ratio 1 means the same for all. A
+    server without one keeps its own. LR_high leaves room for the usual rise of a load within a slot.
 
     Args:
         breaks: rows of :func:`break_points`.
@@ -127,12 +202,14 @@ def recommended(
     ]
     high, safe = present["load_ratio_high"], present["load_ratio_safe"]
     if found and rise is not None:
-        scale = min(row["break_ratio"] for row in found)
-        high = round(min(HIGH_MAX, max(HIGH_MIN, 1.0 - rise / scale)), 2)
+        relative_rise = rise / min(row["break_ratio"] for row in found)
+        high = round(min(HIGH_MAX, max(HIGH_MIN, 1.0 - relative_rise)), 2)
         safe = round(high * SAFE_RATIO, 2)
-        lines.append(f"# Loads rise {rise / scale:.2f} above the mean of a slot, of a server's break point.")
+        lines.append(
+            f"# Room for peaks: in 95% of slots, no report was more than {relative_rise:.2f} above the mean load ratio."
+        )
     else:
-        lines.append("# As now: no server was seen beyond a break point.")
+        lines.append("# As now: at no server was latency seen to break.")
     lines += [f"load_ratio_high = {high:g}", f"load_ratio_safe = {safe:g}", *thresholds]
     complete = all(server in urls for server in capacities)
     mark = "" if complete else "# "
@@ -140,17 +217,28 @@ def recommended(
         lines += ["", "# The recording does not have the URLs of all servers: add them, and remove the marks."]
     for server in sorted(capacities):
         row = by_server.get(server)
-        value = capacities[server]
-        if row is not None and row["break_ratio"] is not None:
-            value *= row["break_ratio"]
-            why = (
-                f"latency rises from {row['flat_s'] * 1e3:.2f} ms to {row['latency_s_max'] * 1e3:.2f} ms beyond load"
-                f" ratio {row['break_ratio']:.3f} of {capacities[server]:.0f} bytes/s; {row['probes']} probes"
-            )
-        else:
-            seen = f" up to load ratio {row['ratio_max']:.2f}" if row is not None else ""
-            why = f"as now: no break was seen{seen}"
+        broken = row["break_ratio"] if row is not None else None
+        value = capacities[server] * (broken or 1.0)
+        why = "As now: no latency was measured." if row is None else _evidence(row, capacities[server])
         lines += ["", f"# {why}", f"{mark}[[cluster.servers]]", f"{mark}id = {to_text(server, quoted=True)}"]
         lines += [f"{mark}url = {to_text(urls.get(server, 'redis://HOST:PORT'), quoted=True)}"]
         lines += [f"{mark}outgoing_bytes_per_s_max = {max(1, round(value))}"]
     return "\n".join(lines) + "\n"
+
+
+def _evidence(row: Mapping[str, Any], capacity: float) -> str:
+    """Return why the maximum of a server changes, or stays."""
+    up_to = f"up to load ratio {row['ratio_max']:.2f} ({row['probes']} probes)"
+    if row["shape"] == BREAK:
+        return (
+            f"Latency rises from {row['latency_s_min'] * 1e3:.2f} ms to {row['latency_s_max'] * 1e3:.2f} ms beyond load"
+            f" ratio {row['break_ratio']:.3f} of {capacity:.0f} bytes/s; {row['probes']} probes."
+        )
+    if row["shape"] == SMOOTH:
+        return (
+            f"As now: latency rises smoothly from {row['latency_s_min'] * 1e3:.2f} ms to"
+            f" {row['latency_s_max'] * 1e3:.2f} ms, without a break, {up_to}."
+        )
+    if row["shape"] == FLAT:
+        return f"As now: latency has no clear rise {up_to}."
+    return f"As now: too few loads were seen to find a break, {up_to}."

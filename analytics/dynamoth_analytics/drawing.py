@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from datetime import datetime
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
-from dynamoth_analytics.findings import Drawn, Row
+from dynamoth_analytics.calibration import BREAK, FLAT, SMOOTH, TOO_LITTLE
+from dynamoth_analytics.findings import Drawn, Row, cause
 from dynamoth_analytics.page import (
     Axes,
     Series,
     bars,
     chart,
-    clock,
     code,
+    day_and_time,
     duration,
     figure,
     page,
@@ -27,18 +28,28 @@ from dynamoth_analytics.page import (
     time,
 )
 
+When = Callable[[datetime | None], str]
+
 BARS_MAX = 12
 RESPONSE_SERVERS_MAX = 4
 REFRESH_S = 10
+
+SHAPES = {
+    BREAK: "breaks",
+    SMOOTH: "rises smoothly, no break",
+    FLAT: "no clear rise",
+    TOO_LITTLE: "too few loads seen",
+}
 
 
 def draw(drawn: Drawn, sentences: Sequence[str], begin: datetime, end: datetime, toml: str) -> str:
     """Return the page."""
     span = f"{begin:%Y-%m-%d %H:%M:%S} to {end:%Y-%m-%d %H:%M:%S} UTC, {duration((end - begin).total_seconds())}"
     subtitle = f"{span}; {_counted(drawn)}"
+    when = _when(begin, end)
     parts = (
-        *(_load(drawn), _channels(drawn, _judged(drawn)), _plans(drawn), _calibration(drawn, toml)),
-        *(_departures(drawn), _gaps(drawn)),
+        *(_load(drawn, when), _channels(drawn, _judged(drawn)), _plans(drawn, when), _calibration(drawn, toml)),
+        *(_departures(drawn, when), _gaps(drawn, when)),
     )
     return page("Report of a Dynamoth cluster", subtitle, sentences, parts)
 
@@ -46,8 +57,14 @@ def draw(drawn: Drawn, sentences: Sequence[str], begin: datetime, end: datetime,
 def draw_recent(drawn: Drawn, sentences: Sequence[str], begin: datetime, end: datetime) -> str:
     """Return the page of a report that follows a recording. Browsers load it again and again."""
     subtitle = f"{begin:%Y-%m-%d %H:%M:%S} to {end:%H:%M:%S} UTC; {_counted(drawn)}"
-    parts = _load(drawn), _channels(drawn), _departures(drawn)
+    when = _when(begin, end)
+    parts = _load(drawn, when), _channels(drawn), _departures(drawn, when)
     return page("A Dynamoth cluster, now", subtitle, sentences, parts, refresh_s=REFRESH_S)
+
+
+def _when(begin: datetime, end: datetime) -> When:
+    """Return how times are written: with the day, if there are several."""
+    return time if begin.date() == end.date() else day_and_time
 
 
 def _counted(drawn: Drawn) -> str:
@@ -69,22 +86,24 @@ def _series(rows: Iterable[Row], key: str, x: str, y: str) -> list[Series]:
     return [Series(shown(name), sorted(points)) for name, points in sorted(found.items())]
 
 
-def _load(drawn: Drawn) -> str:
+def _load(drawn: Drawn, when: When) -> str:
     high = drawn.settings["load_ratio_high"]
     series = _series(drawn["load"], "server", "slot", "ratio")
     times = sorted({x for each in series for x, _ in each.points})
     step = min((b - a for a, b in pairwise(times)), default=1.0)
     caption = f"Load ratio of each server; dashed: {high:g}, from which servers are relieved."
+
+    def clock(seconds: float) -> str:
+        return when(datetime.fromtimestamp(seconds, UTC))
+
     over_time = Axes(caption, clock, y_marks=((high, "load_ratio_high"),), joined_within=step * 1.5, y_text=ratio)
-    spread = [
-        Series("largest over mean", [(row["slot"].timestamp(), row["imbalance"] or 0.0) for row in drawn["balance"]])
-    ]
+    spread = _series(({**row, "name": "largest over mean"} for row in drawn["balance"]), "name", "slot", "imbalance")
     servers = (
         (
             shown(row["server"]),
             ratio(row["ratio"]),
             ratio(row["ratio_max"]),
-            figure(row["overload_minutes"]),
+            duration(row["overload_minutes"] * 60),
             figure(row["outgoing_bytes_per_s"], "B/s"),
             figure(row["unused_bytes_per_s"], "B/s"),
             ratio(row["cpu_ratio"]),
@@ -92,24 +111,31 @@ def _load(drawn: Drawn) -> str:
         )
         for row in drawn["servers"]
     )
-    headings = ("server", "mean", "largest", "overload min", "sent", "unused", "CPU", "reported")
+    headings = ("server", "mean load", "largest", "overloaded", "sent", "unused", "CPU", "reported")
     runs = (
         (
             shown(row["server"]),
-            time(row["begin"]),
+            when(row["begin"]),
             duration(row["minutes"] * 60),
             ratio(row["ratio_max"]),
             shown(row["channel"]),
             percent(row["channel_share"]),
+            cause(row),
         )
         for row in drawn["overloads"]
     )
     return section(
         "Load",
         chart(series, over_time),
-        chart(spread, Axes("Imbalance: 1 is an even load.", clock, joined_within=step * 1.5)),
-        table(headings, servers, "No server reported."),
-        table(("overloaded", "from", "for", "up to", "busiest channel", "share"), runs, "No server was overloaded."),
+        chart(spread, Axes("Imbalance of load ratios: 1 is an even load.", clock, joined_within=step * 1.5)),
+        table(headings, servers, "No server reported.", title="Servers: load ratios, means of the time reported"),
+        table(
+            ("server", "from", "for", "load up to", "busiest channel", "share", "why"),
+            runs,
+            "No server was overloaded.",
+            text_columns=(4, 6),
+            title="Overloads, the longest first",
+        ),
     )
 
 
@@ -135,7 +161,12 @@ def _channels(drawn: Drawn, *more: str) -> str:
         "Channels",
         bars(top, f"The busiest {len(top)} of {drawn.counts.get('channels', 0)} channels, by bytes sent."),
         _popularity(drawn["popularity"]),
-        table(headings, lines, "No channel was reported."),
+        table(
+            headings,
+            lines,
+            "No channel was reported.",
+            title="The busiest channels: means of the time in which reports name them",
+        ),
         *more,
     )
 
@@ -153,8 +184,9 @@ def _judged(drawn: Drawn) -> str:
         )
         for row in drawn["replication"]
     )
-    modes = ("channel", "mode", "Algorithm 1", "for", "load ratio", "pub/s", "subscribers")
-    return table(modes, judged, "Algorithm 1 asks for no replication.")
+    modes = ("channel", "was", "should be", "for", "load up to", "pub/s up to", "subscribers up to")
+    title = "Replication: the mode that channels had, and the one that Algorithm 1 asks for"
+    return table(modes, judged, "Algorithm 1 asks for no replication.", title=title)
 
 
 def _popularity(rows: Sequence[Row]) -> str:
@@ -174,11 +206,11 @@ def _route(row: Row, end: str) -> str:
     return f"{servers} ({mode})" if mode not in (None, "single") else servers
 
 
-def _plans(drawn: Drawn) -> str:
+def _plans(drawn: Drawn, when: When) -> str:
     effects = (
         (
             shown(row["server"]),
-            time(row["at"]),
+            when(row["at"]),
             shown(row["goal"]),
             figure(row["channels"]),
             ratio(row["ratio_before"]),
@@ -191,7 +223,7 @@ def _plans(drawn: Drawn) -> str:
     changes = (
         (
             shown(row["channel"]),
-            time(row["at"]),
+            when(row["at"]),
             _route(row, "from"),
             _route(row, "to"),
             _milliseconds(row["preparing_s"]),
@@ -200,20 +232,29 @@ def _plans(drawn: Drawn) -> str:
         for row in drawn["changes"]
     )
     back = (
-        (shown(row["channel"]), time(row["at"]), _route(row, "to"), duration(row["away_s"]), shown(row["reason"]))
+        (shown(row["channel"]), when(row["at"]), _route(row, "to"), duration(row["away_s"]), shown(row["reason"]))
         for row in drawn["ping_pong"]
     )
     around = (
         (
             shown(row["server"]),
-            time(row["begin"]),
+            when(row["begin"]),
             figure(row["channels"]),
             *(_milliseconds(row[name]) for name in ("before_s", "during_s", "after_s")),
             figure(row["lost"]),
         )
         for row in drawn["latency_around"]
     )
-    gained = [("decision", "at", "before", "after", "reason"), *_gained(drawn["without_gain"])]
+    gained = (
+        (
+            figure(row["decision"]),
+            when(row["at"]),
+            ratio(row["ratio_before"]),
+            ratio(row["ratio_measured"]),
+            shown(row["reason"]),
+        )
+        for row in drawn["without_gain"]
+    )
     return section(
         "Plans",
         table(
@@ -221,63 +262,73 @@ def _plans(drawn: Drawn) -> str:
             effects,
             "The balancer decided nothing.",
             text_columns=(7,),
+            title="Decisions: load ratio of each server that they touched",
         ),
-        table(("channel", "at", "from", "to", "prepared ms", "settled ms"), changes, "No channel was moved."),
         table(
-            ("back again", "at", "at server", "away for", "reason"), back, "No move was undone within an hour.", (4,)
+            ("channel", "at", "from", "to", "prepared ms", "settled ms"),
+            changes,
+            "No channel was moved.",
+            title="Changes of channels: until servers were prepared, then until clients had followed",
         ),
-        table(gained[0], gained[1:], "No decision was without gain.", text_columns=(4,)),
-        table(("latency at", "from", "channels", "before ms", "during ms", "after ms", "lost"), around, ""),
+        table(
+            ("channel", "at", "back at", "away for", "reason"),
+            back,
+            "No move was undone within an hour.",
+            text_columns=(4,),
+            title="Moves that were undone within an hour",
+        ),
+        table(
+            ("decision", "at", "before", "after", "reason"),
+            gained,
+            "No decision was seen to gain nothing.",
+            text_columns=(4,),
+            title="Decisions that gained nothing: load ratio of their most loaded server",
+        ),
+        table(
+            ("server", "from", "channels", "before ms", "during ms", "after ms", "lost"),
+            around,
+            "No latency was measured around changes.",
+            title="Median latency of probes 10 s before, during and 10 s after changes; lost probes",
+        ),
     )
 
 
-def _gained(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    return [
-        (
-            str(row["decision"]),
-            time(row["at"]),
-            ratio(row["ratio_before"]),
-            ratio(row["ratio_measured"]),
-            shown(row["reason"]),
-        )
-        for row in rows
-    ]
-
-
 def _calibration(drawn: Drawn, toml: str) -> str:
-    breaks = {row["server"]: row["break_ratio"] for row in drawn["break_points"]}
     busiest = sorted(drawn["break_points"], key=lambda row: -row["ratio_max"])[:RESPONSE_SERVERS_MAX]
-    drawn_servers = {row["server"] for row in busiest}
-    points = (row for row in drawn["response"] if row["server"] in drawn_servers)
-    marks = [(at, f"break point of {shown(server)}") for server, at in breaks.items() if at and server in drawn_servers]
-    caption = "Latency in seconds (median of probes) against load ratio; dashed: where it breaks."
+    breaks = {row["server"]: row["break_ratio"] for row in busiest}
+    points = ({**row, "ms": row["latency_s"] * 1e3} for row in drawn["response"] if row["server"] in breaks)
+    marks = [(at, f"break point of {shown(server)}") for server, at in breaks.items() if at]
+    caption = f"Latency in ms (median of probes) against load ratio{'; dashed: where it breaks' if marks else ''}."
+    if len(busiest) < len(drawn["break_points"]):
+        caption += f" The {len(busiest)} servers with the highest loads."
     axes = Axes(caption, ratio, x_marks=marks, joined_within=0)
     found = (
         (
             shown(row["server"]),
+            SHAPES[row["shape"]],
             ratio(row["break_ratio"]),
-            _milliseconds(row["flat_s"]),
+            _milliseconds(row["latency_s_min"]),
             _milliseconds(row["latency_s_max"]),
             ratio(row["ratio_max"]),
             figure(row["probes"]),
         )
         for row in drawn["break_points"]
     )
-    headings = ("server", "breaks at", "below ms", "at most load ms", "load seen", "probes")
+    headings = ("server", "latency", "breaks at", "before ms", "at most load ms", "most load", "probes")
     return section(
         "Calibration",
-        chart(_series(points, "server", "ratio", "latency_s"), axes),
-        table(headings, found, "The recording has no probes of latency."),
+        chart(_series(points, "server", "ratio", "ms"), axes),
+        table(headings, found, "The recording has no probes of latency.", title="Latency as the load ratio rises"),
         paragraph("Recommended settings (recommended.toml):"),
         code(toml),
     )
 
 
-def _departures(drawn: Drawn) -> str:
+def _departures(drawn: Drawn, when: When) -> str:
     found = (
         (
             shown(row["subject"]),
-            time(row["at"]),
+            when(row["at"]),
             row["metric"],
             figure(row["value"]),
             figure(row["expected"]),
@@ -287,16 +338,27 @@ def _departures(drawn: Drawn) -> str:
     )
     return section(
         "Anomalies",
-        paragraph("Departures from the recent past, in units of the usual spread; missing reports; lagging agents."),
-        table(("subject", "at", "metric", "value", "expected", "spreads"), found, "Nothing departed from its past."),
+        table(
+            ("subject", "at", "metric", "value", "expected", "spreads"),
+            found,
+            "Nothing departed from its past.",
+            title="Departures from the recent past, in units of the usual spread; missing reports; lagging agents",
+        ),
     )
 
 
-def _gaps(drawn: Drawn) -> str:
+def _gaps(drawn: Drawn, when: When) -> str:
     gaps = (
-        (shown(row["server"]), time(row["at"]), shown(row["kind"]), figure(row["seconds"], "s"), shown(row["reason"]))
+        (shown(row["server"]), when(row["at"]), shown(row["kind"]), figure(row["seconds"], "s"), shown(row["reason"]))
         for row in drawn["gaps"]
     )
     return section(
-        "Gaps", table(("gap at", "until", "kind", "for", "reason"), gaps, "Recorders noted no gaps.", text_columns=(4,))
+        "Gaps",
+        table(
+            ("server", "until", "kind", "for", "reason"),
+            gaps,
+            "Recorders noted no gaps.",
+            text_columns=(4,),
+            title="What the recording does not know",
+        ),
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dynamoth_analytics.calibration import SMOOTH
 from dynamoth_analytics.page import duration, figure, percent, ratio, shown, time
 
 Row = Mapping[str, Any]
@@ -56,11 +57,11 @@ def _overload(drawn: Drawn) -> list[str]:
         worst, *others = overloads
         sentences = [
             f"{shown(worst['server'])} was overloaded for {duration(worst['minutes'] * 60)} from {time(worst['begin'])}"
-            f" (load ratio up to {ratio(worst['ratio_max'])}); {_cause(worst)}."
+            f" (load ratio up to {ratio(worst['ratio_max'])}); {cause(worst)}."
         ]
         if others:
             named = "; ".join(
-                f"{shown(row['server'])} for {duration(row['minutes'] * 60)} from {time(row['begin'])}, {_cause(row)}"
+                f"{shown(row['server'])} for {duration(row['minutes'] * 60)} from {time(row['begin'])}, {cause(row)}"
                 for row in others[:OVERLOADS_NAMED_MAX]
             )
             rest = drawn.counts["overloads"] - 1 - len(others[:OVERLOADS_NAMED_MAX])
@@ -75,7 +76,7 @@ def _overload(drawn: Drawn) -> list[str]:
     ]
 
 
-def _cause(row: Row) -> str:
+def cause(row: Row) -> str:
     """Return why a server was overloaded, as far as is known."""
     if row["channel"] is None:
         return "no channel is known there"
@@ -113,7 +114,7 @@ def _moves(drawn: Drawn) -> list[str]:
 def _break(drawn: Drawn) -> list[str]:
     known = [row for row in drawn["break_points"] if row["break_ratio"] is not None]
     if not known:
-        return []
+        return [_smooth(row) for row in drawn["break_points"] if row["shape"] == SMOOTH][:1]
     first = min(known, key=lambda row: row["break_ratio"])
     high = drawn.settings["load_ratio_high"]
     judgement = "above" if first["break_ratio"] > high else "below"
@@ -121,6 +122,14 @@ def _break(drawn: Drawn) -> list[str]:
         f"The latency at {shown(first['server'])} breaks at load ratio {ratio(first['break_ratio'])}, {judgement} the"
         f" {high:g} from which servers are relieved."
     ]
+
+
+def _smooth(row: Row) -> str:
+    low, high = (f"{row[name] * 1e3:.2f} ms" for name in ("latency_s_min", "latency_s_max"))
+    return (
+        f"The latency at {shown(row['server'])} rises smoothly with its load, from {low} to {high} at load ratio"
+        f" {ratio(row['ratio_max'])}: it has no break point."
+    )
 
 
 def _replication(drawn: Drawn) -> list[str]:

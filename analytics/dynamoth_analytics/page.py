@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from html import escape
 
 NAME_CHARACTERS_MAX = 80
@@ -20,6 +20,9 @@ LEFT, RIGHT, TOP, BOTTOM = 60.0, 10.0, 18.0, 26.0
 
 COLORS = 8
 
+PREFIXES = ((1e12, "T", 1e12), (1e9, "G", 1e9), (1e6, "M", 1e6), (1e4, "k", 1e3))
+"""Of figures: from which value on, the prefix, and what it stands for."""
+
 STYLE = """
 :root{color-scheme:light dark;--fg:#1c2128;--bg:#fff;--dim:#59636e;--line:#d1d9e0;--box:#f6f8fa;--bad:#c0262d;
 --c0:#0b6bcb;--c1:#c2410c;--c2:#15803d;--c3:#7e22ce;--c4:#a16207;--c5:#0e7490;--c6:#be185d;--c7:#525252}
@@ -29,13 +32,14 @@ STYLE = """
 body{margin:0 auto;padding:16px;max-width:960px;font:16px/1.5 system-ui,sans-serif;color:var(--fg);background:var(--bg);
 overflow-wrap:anywhere}
 h1{font-size:1.5rem;margin:0}h2{font-size:1.2rem;margin:2rem 0 .5rem;border-bottom:1px solid var(--line)}
+h3{font-size:.95rem;margin:1.2rem 0 .3rem}h3+.scroll{margin-top:0}
 p,li{margin:.4rem 0}.dim,figcaption{color:var(--dim);font-size:.85rem}
 .summary{background:var(--box);border:1px solid var(--line);border-radius:6px;padding:8px 16px 8px 32px}
 .scroll{overflow-x:auto;margin:1rem 0}
 table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums;min-width:100%}
 th,td{padding:4px 8px;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
 th:first-child,td:first-child{text-align:left;max-width:16rem;overflow:hidden;text-overflow:ellipsis}
-td.text{text-align:left;white-space:normal;min-width:14rem}
+th.text,td.text{text-align:left}td.text{white-space:normal;min-width:14rem}
 pre{background:var(--box);border:1px solid var(--line);border-radius:6px;padding:8px;overflow-x:auto;font-size:.8rem}
 figure{margin:.5rem 0}svg{width:100%;height:auto;display:block}svg text{fill:var(--dim);font-size:13px}
 .row{display:flex;justify-content:space-between;gap:12px;font-size:.9rem;margin-top:6px}
@@ -55,14 +59,14 @@ def shown(name: str | None) -> str:
 
 
 def figure(value: float | None, unit: str = "") -> str:
-    """Return a number with three digits that matter; a dash when it is unknown."""
+    """Return a number with three digits that matter, all of whole ones below 10,000; a dash when it is unknown."""
     if value is None or not math.isfinite(value):
         return "-"
-    for limit, prefix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= limit:
-            scale = 1e3 if prefix == "k" else limit
-            return f"{value / scale:.3g} {prefix}{unit}".rstrip()
-    text = f"{value:.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}"
+    rounded = float(f"{value:.3g}")
+    for limit, prefix, scale in PREFIXES:
+        if abs(rounded) >= limit:
+            return f"{float(f'{rounded / scale:.3g}'):.15g} {prefix}{unit}".rstrip()
+    text = f"{value:.0f}" if value == int(value) or abs(rounded) >= 100 else f"{value:.3g}"
     return f"{text} {unit}".rstrip()
 
 
@@ -76,9 +80,14 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
-def time(at: datetime | None, *, seconds: bool = True) -> str:
+def time(at: datetime | None) -> str:
     """Return a time of the day, in UTC."""
-    return "-" if at is None else f"{at:%H:%M:%S}" if seconds else f"{at:%H:%M}"
+    return "-" if at is None else f"{at:%H:%M:%S}"
+
+
+def day_and_time(at: datetime | None) -> str:
+    """Return a time with its month and day, in UTC: where there are several days."""
+    return "-" if at is None else f"{at:%m-%d %H:%M:%S}"
 
 
 def duration(seconds: float) -> str:
@@ -119,18 +128,31 @@ def code(text: str) -> str:
     return f"<pre>{escape(text)}</pre>"
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]], empty: str, text_columns: Sequence[int] = ()) -> str:
-    """Return a table, or the sentence ``empty`` when it has no rows."""
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+def table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    empty: str,
+    text_columns: Sequence[int] = (),
+    title: str = "",
+) -> str:
+    """Return a table below its title, or the sentence ``empty`` when it has no rows.
+
+    The cells of ``text_columns`` are sentences: several lines, aligned to the left.
+    """
+    head = "".join(f"<th{_kind(index, text_columns)}>{escape(heading)}</th>" for index, heading in enumerate(headings))
     body = "".join(f"<tr>{_cells(row, text_columns)}</tr>" for row in rows)
     if not body:
         return paragraph(empty)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    above = f"<h3>{escape(title)}</h3>" if title else ""
+    return f'{above}<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _cells(row: Sequence[str], text_columns: Sequence[int]) -> str:
-    kinds = (' class="text"' if index in text_columns else "" for index in range(len(row)))
-    return "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, row, strict=True))
+    return "".join(f"<td{_kind(index, text_columns)}>{escape(cell)}</td>" for index, cell in enumerate(row))
+
+
+def _kind(index: int, text_columns: Sequence[int]) -> str:
+    return ' class="text"' if index in text_columns else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +252,3 @@ def bars(rows: Sequence[tuple[str, float, str]], caption: str) -> str:
         for name, value, text in rows
     )
     return f"<figure>{drawn}<figcaption>{escape(caption)}</figcaption></figure>"
-
-
-def clock(seconds: float) -> str:
-    """Return the time of the day of a Unix time, in UTC."""
-    return f"{datetime.fromtimestamp(seconds, UTC):%H:%M:%S}"

@@ -20,14 +20,15 @@ SLOT_S = 60
 def effects(decisions: DataFrame) -> DataFrame:
     """Return one row per decision and server that it touched: predicted and measured load ratio.
 
-    ``error`` is measured less predicted, null while there is no outcome.
+    ``goal`` names all goals of its moves at the server. ``error`` is measured less predicted, null while there is no
+    outcome.
     """
     key = ["balancer", "decision", "server"]
     moves = decisions.where("kind = 'move'")
     order = F.struct("number", "line")
     promised = moves.groupBy(*key).agg(
         F.min("at").alias("at"),
-        F.first("goal", ignorenulls=True).alias("goal"),
+        F.concat_ws(", ", F.array_sort(F.collect_set("goal"))).alias("goal"),
         F.min_by("reason", order).alias("reason"),
         F.count_distinct(F.col("channel")).alias("channels"),
         F.min_by("ratio_before", order).alias("ratio_before"),
@@ -38,21 +39,20 @@ def effects(decisions: DataFrame) -> DataFrame:
 
 
 def without_gain(effects: DataFrame) -> DataFrame:
-    """Return the decisions to relieve servers whose most loaded server was as loaded afterwards.
+    """Return the decisions only to relieve servers whose most loaded server was as loaded afterwards.
 
     Only those with an outcome; other goals (drain, replicate) do not promise a lower load ratio.
     """
     decisions = effects.groupBy("balancer", "decision").agg(
         F.min("at").alias("at"),
-        F.first("goal").alias("goal"),
-        F.first("reason").alias("reason"),
+        F.max_by("reason", F.struct("ratio_before", "server")).alias("reason"),
         F.max("ratio_before").alias("ratio_before"),
         F.max("ratio_predicted").alias("ratio_predicted"),
         F.max("ratio_measured").alias("ratio_measured"),
-        F.min(F.col("ratio_measured").isNotNull()).alias("complete"),
+        F.min(F.col("ratio_measured").isNotNull() & (F.col("goal") == "relieve")).alias("judged"),
     )
     gain = F.col("ratio_before") - F.col("ratio_measured")
-    return decisions.where(F.col("complete") & (F.col("goal") == "relieve") & (gain < GAIN_MIN)).drop("complete")
+    return decisions.where(F.col("judged") & (gain < GAIN_MIN)).drop("judged")
 
 
 def changes(plans: DataFrame) -> DataFrame:

@@ -1,6 +1,6 @@
 """Reads the tables of a recording (``dynamoth.recording``) as data frames.
 
-Only the hours that were asked for are read. Two recorders may have written the same event: the earlier row stays.
+Only the hours that were asked for are read. Two recorders may have written the same event: one row stays.
 Where the clocks of their machines differ, all times become those of one of them.
 Columns that this version does not know are kept; those that are missing are null, and named in ``Recording.missing``.
 """

@@ -17,6 +17,7 @@ from pyspark.sql import functions as F
 
 from dynamoth_analytics.channels import SINGLE
 from dynamoth_analytics.page import figure, shown
+from dynamoth_analytics.recorded_settings import DEFAULTS
 
 BELOW_RATIO = 0.9
 """A threshold is this share of the figure that is to be above it."""
@@ -56,30 +57,33 @@ def thresholds(channels: Sequence[Row], present: Mapping[str, float]) -> list[st
         present: the settings in force.
 
     """
+    large = present["replicate_load_ratio_min"]
     lowest: dict[str, tuple[float, Row]] = {}
     for row in channels:
-        for name, value in _figures(row, present["replicate_load_ratio_min"]).items():
-            if value <= present[name] and value < lowest.get(name, (present[name] + 1, row))[0]:
+        for name, value in _figures(row, large).items():
+            if value <= present[name] and (name not in lowest or value < lowest[name][0]):
                 lowest[name] = value, row
     lines: list[str] = []
     for name, (value, row) in lowest.items():
         lines += [
-            f"# Below {present[name]:g}: {shown(row['channel'])} alone made load ratio {row['ratio']:.2f}, with"
+            f"# {present[name]:g} is too much: {shown(row['channel'])} alone made load ratio {row['ratio']:.2f}, with"
             f" {figure(row['publications_per_s'])} publications/s to {figure(row['subscribers'])} subscribers.",
-            f"# At load ratio {present['replicate_load_ratio_min']:g}, which replicates, it had {value:.3g}.",
-            f"{name} = {_rounded(value * BELOW_RATIO, whole=isinstance(present[name], int))}",
+            f"# At load ratio {large:g}, from which channels are replicated, it would have {value:.3g}.",
+            f"{name} = {_rounded(value * BELOW_RATIO, whole=isinstance(DEFAULTS[name], int))}",
         ]
     return lines
 
 
 def _figures(row: Row, large: float) -> dict[str, float]:
-    """Return what the thresholds are compared with, at the load ratio ``large``.
+    """Return what the thresholds are compared with, at the load ratio ``large``; nothing where figures are unknown.
 
     A channel with more publications than subscribers got there by publications, another one by subscribers.
     """
     share = min(1.0, large / row["ratio"])
-    rate, subscribers = row["publications_per_s"], row["subscribers"]
-    if rate >= subscribers and row["publishers"] >= REPLICAS_MIN:
+    rate, subscribers, publishers = row["publications_per_s"], row["subscribers"], row["publishers"]
+    if None in (rate, subscribers, publishers):
+        return {}
+    if rate >= subscribers and publishers >= REPLICAS_MIN:
         rate *= share
         return {
             "replicate_publications_per_s_min": rate,
