@@ -200,7 +200,8 @@ class _Following:
             begin = max(begin, min(led_since, window.first) - BEGINS_S)
         plan = initial_plan(replace(window, begin=window.first), options)
         self._cluster = InstantCluster(self._machine, window.servers, plan, begin, math.inf)
-        self._cluster.pause(paused=window.paused_at(begin))
+        if window.paused_at(begin):
+            self._cluster.pause(paused=True)
         self._reports = {(each.server, each.incarnation, each.sequence) for _, each in window.reports}
         #: Recorded changes that the machine has refused, and why.
         self._refused: dict[bytes, tuple[Assignment, str]] = {}
@@ -298,7 +299,8 @@ class _Following:
         lost = sum(key not in self._reports for key in decision.reports)
         if lost:
             return f"{lost} of {len(decision.reports)} reports that the balancer had heard are not in the recording"
-        for channel, (_, reason) in self._refused.items():
+        if self._refused:
+            channel, (_, reason) = next(iter(self._refused.items()))
             return f"the replay could not follow the change of {in_quotes(channel)}: {reason}"
         ratios = self._ratios(decision)
         if not replayed:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 
 from dynamoth_analytics import page
 
@@ -13,6 +14,7 @@ ROWS_DRAWN_MAX = 50
 """Bound of the rows of a table on the page; the Parquet table has them all."""
 
 CONFIDENT_P = 0.05
+"""A setting is called better where chance alone makes one look so good with at most this probability."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,11 @@ class Compared:
     #: In how many windows it was better, or worse, than the settings in force.
     better: int
     worse: int
-    #: With how many settings those in force are compared.
+    #: How many settings are tried besides those in force.
     tried: int = 1
+    #: In how many windows its replay failed, and why in the first of them. No figure has these windows.
+    failed: int = 0
+    problem: str | None = None
 
     @property
     def p(self) -> float:
@@ -49,15 +54,33 @@ class Compared:
         return 2 * self.better > self.windows
 
     @property
+    def is_sure(self) -> bool:
+        """Whether that is hardly chance."""
+        return self.beats and self.p <= CONFIDENT_P
+
+    @property
     def costs(self) -> tuple[float, float, float]:
         """What should be low, each."""
         return round(self.overload_minutes, 3), round(self.server_s), float(self.moves)
 
 
+@cache
 def sign_test(better: int, worse: int) -> float:
     """Return the probability of at least ``better`` heads in ``better + worse`` throws of a coin."""
     throws = better + worse
-    return math.ldexp(sum(math.comb(throws, heads) for heads in range(better, throws + 1)), -throws)
+    ways = total = math.comb(throws, better)
+    for heads in range(better, throws):
+        ways = ways * (throws - heads) // (heads + 1)
+        total += ways
+    return total / (1 << throws)
+
+
+def complete(settings: Sequence[Compared]) -> list[Compared]:
+    """Return the settings that were replayed in all windows of those in force, which come first.
+
+    The others have smaller sums only because they lack windows.
+    """
+    return [each for each in settings if each.windows == settings[0].windows]
 
 
 def frontier(settings: Iterable[Compared]) -> list[Compared]:
@@ -78,8 +101,8 @@ def winners(settings: Iterable[Compared]) -> list[Compared]:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """A decision that only the recording has, or only the replay; decisions and cause are in words."""
+class DifferenceInWords:
+    """A decision that only the recording has, or only the replay."""
 
     at: float
     recorded: str
@@ -101,11 +124,15 @@ class Fidelity:
     moves_replayed: int = 0
     overload_s: float = 0.0
     overload_s_replayed: float = 0.0
-    differences: Sequence[Difference] = ()
+    differences: Sequence[DifferenceInWords] = ()
+    #: Why the whole recording could not be replayed; then there are no figures.
+    problem: str | None = None
 
     @property
     def sentences(self) -> list[str]:
         """What people should know of it."""
+        if self.problem is not None:
+            return [f"How true the replay is, is not known: the replay of the whole recording failed: {self.problem}."]
         others = sum(not each.recorded for each in self.differences)
         more = f", and {others} that it did not make" if others else ""
         if not self.recorded:
@@ -120,37 +147,75 @@ class Fidelity:
 
 def sentences(settings: Sequence[Compared], window_s: float, overload_ratio: float) -> list[str]:
     """Return the findings, the main one first. ``settings`` begins with those in force."""
-    now, best = settings[0], winners(settings)
-    found: list[str] = []
-    if best:
-        first = best[0]
-        found.append(
-            f"Better: {first.text}: {_figures(first)}; better in {first.better} of {first.windows} windows, worse in"
-            f" {first.worse} ({_confidence(first)})."
-        )
-    else:
-        found.append(f"None of {len(settings) - 1} other settings is better than those in force in most windows.")
+    now, *others = complete(settings)
+    best, sure = winners(others), sum(each.is_sure for each in others)
+    found = [_main(now, others, best)]
     found.append(
-        f"The settings in force: {_figures(now)}, in {now.windows} windows of {page.duration(window_s)}; a server above"
-        f" load ratio {overload_ratio:g} counts as overloaded."
+        f"The settings in force: {_figures(now)}, in {counted(now.windows, 'window')} of {page.duration(window_s)}; a"
+        f" server above load ratio {overload_ratio:g} counts as overloaded."
     )
     if len(best) > 1:
-        found.append(f"{len(best)} settings are better than those in force in most windows.")
+        found.append(
+            f"{len(best)} of {len(others)} other combinations are better in most windows, {sure or 'none'} of them with"
+            f" p at most {CONFIDENT_P:g}."
+        )
+    if now.failed:
+        found.append(
+            f"The settings in force could not be replayed in {now.failed} of"
+            f" {counted(now.failed + now.windows, 'window')}: {now.problem}. Nothing is compared there."
+        )
+    if left_out := _left_out(settings):
+        first = left_out[0]
+        found.append(
+            f"{len(left_out)} of {counted(len(settings) - 1, 'other combination')} could not be replayed in all windows"
+            f" and cannot be compared. The first: {first.text}: {first.problem}."
+        )
     return found
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 window", "2 windows"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _main(now: Compared, others: Sequence[Compared], best: Sequence[Compared]) -> str:
+    """Return whether other settings are better."""
+    if not others:
+        return "There are no other settings to compare those in force with."
+    if not best:
+        return (
+            f"None of {counted(len(others), 'other combination')} is better than the settings in force in most windows."
+        )
+    first = best[0]
+    evidence = f"better in {first.better} of {counted(first.windows, 'window')}, worse in {first.worse}"
+    if first.costs[0] > now.costs[0]:
+        evidence += ", with more overload in all"
+    p = f"p at most {_p(first)}, corrected for {counted(first.tried, 'combination')} tried"
+    if first.is_sure:
+        return f"Better: {first.text}: {_figures(first)}; {evidence} ({p})."
+    return (
+        "No other settings are surely better than those in force. Better in most windows, which may be chance:"
+        f" {first.text}: {_figures(first)}; {evidence} ({p}). Record for longer to know more."
+    )
+
+
 def _figures(one: Compared) -> str:
-    return f"{one.overload_minutes:.1f} server-minutes of overload with {one.moves} moves"
+    return f"{one.overload_minutes:.1f} server-minutes of overload with {counted(one.moves, 'move')}"
 
 
-def _confidence(one: Compared) -> str:
-    tried = f"corrected for {one.tried} settings tried"
-    sure = tried if one.p <= CONFIDENT_P else f"{tried}: it may be chance, record for longer"
-    return f"p = {one.p:.3f}, {sure}"
+def _p(one: Compared) -> str:
+    """Return p with three digits, rounded up, as it is a bound."""
+    return f"{math.ceil(one.p * 1000) / 1000:.3f}"
+
+
+def _left_out(settings: Sequence[Compared]) -> list[Compared]:
+    """Return the settings that are not compared, as they lack windows of those in force."""
+    return [each for each in settings if each.windows != settings[0].windows]
 
 
 def fragment(settings: Sequence[Compared], compared: Fidelity) -> list[str]:
     """Return the sections of a page. ``settings`` begins with those in force."""
+    left_out, settings = _left_out(settings), complete(settings)
     best, edge = winners(settings), frontier(settings)
     parts = [
         page.section(
@@ -176,6 +241,15 @@ def fragment(settings: Sequence[Compared], compared: Fidelity) -> list[str]:
     if len({round(each.server_s) for each in settings}) > 1:
         seconds = [each.server_s for each in settings]
         parts.insert(1, page.section("Overload against server-seconds", _scatter(settings, edge, "server-s", seconds)))
+    if left_out:
+        cells = [(each.text, str(each.failed), each.problem or "") for each in left_out[:ROWS_DRAWN_MAX]]
+        parts.append(
+            page.section(
+                "Not compared",
+                page.paragraph("The replay of these failed in some windows, so their sums cannot be compared."),
+                page.table(("settings", "failed windows", "problem"), cells, "", (0, 2)),
+            )
+        )
     rows = [_difference_row(each) for each in compared.differences[:ROWS_DRAWN_MAX]]
     followed = f" The replay followed {compared.followed} changes by others." if compared.followed else ""
     headings = ("time", "recorded", "replayed", "cause")
@@ -224,13 +298,13 @@ def _table(rows: Sequence[Compared], empty: str) -> str:
             page.ratio(each.ratio_max),
             page.ratio(each.imbalance),
             f"{each.better}:{each.worse} of {each.windows}" if each.setting else "-",
-            f"{each.p:.3f}" if each.setting else "-",
+            _p(each) if each.setting else "-",
         )
         for each in rows[:ROWS_DRAWN_MAX]
     ]
     return page.table(headings, cells, empty, (0,))
 
 
-def _difference_row(each: Difference) -> tuple[str, ...]:
+def _difference_row(each: DifferenceInWords) -> tuple[str, ...]:
     at = page.time(datetime.fromtimestamp(each.at, UTC))
     return at, each.recorded or "nothing", each.replayed or "nothing", each.cause

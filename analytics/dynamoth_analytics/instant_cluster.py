@@ -18,12 +18,7 @@ from dynamoth.errors import DynamothError
 from dynamoth.machine.events import CommandPart, Connect, LinkUp, Pushed, Replied, Send, Start, Tick
 from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, OPERATOR_CHANNEL, PLAN_KEY, RECORD_CHANNEL
 from dynamoth.plan.plan import Entry, Phase, Plan, Server
-from dynamoth.protocol.control import (
-    AdminRequest,
-    PlanAck,
-    Vacated,
-    pack_control,
-)
+from dynamoth.protocol.control import AdminRequest, PlanAck, Vacated, pack_control
 from dynamoth.protocol.stored_plan import VERSION_FIELD, write_whole
 from dynamoth_balancer.events import BalancerAction, BalancerEvent, BalancerNews, PlanChanged, Stopped
 from dynamoth_balancer.machine import BalancerMachine, Stage

@@ -85,11 +85,12 @@ def _latest(table: DataFrame) -> PresentSettings:
         .groupBy("balancer")
         .agg(F.max(F.struct("at", "number")).alias("latest"), F.min(F.struct("number", "at")).alias("first"))
     )
-    begun = balancers.orderBy(F.col("latest").desc()).limit(1).collect()
-    if not begun:
+    found = balancers.orderBy(F.col("latest").desc()).limit(1).collect()
+    if not found:
         return UNKNOWN
-    balancer, (_, latest), (number, at) = begun[0]
-    message = rows.where((F.col("balancer") == balancer) & (F.col("number") >= latest))
-    texts = message.orderBy("number", "line").select("name", F.coalesce("value", F.lit(""))).collect()
-    settings = read_settings((name, value) for name, value in texts)
-    return PresentSettings(settings, balancer, at if number <= LED_NUMBER_MAX else None)
+    row = found[0]
+    message = rows.where((F.col("balancer") == row["balancer"]) & (F.col("number") >= row["latest"]["number"]))
+    texts = message.orderBy("number", "line").select("name", F.coalesce("value", F.lit("")).alias("value")).collect()
+    settings = read_settings((text["name"], text["value"]) for text in texts)
+    began_to_lead = row["first"]["number"] <= LED_NUMBER_MAX
+    return PresentSettings(settings, row["balancer"], row["first"]["at"] if began_to_lead else None)

@@ -12,7 +12,8 @@ A channel that was in transition when it was recorded was sent by old and new se
 until it had settled.
 
 The machine takes over a cluster with the plan of the window's first moment. It is paused for the reports before the
-window, long enough that no wait of its takeover reaches into the window.
+window, long enough that no wait of its takeover reaches into the window. These are changed in the same way, so its
+averages begin as if the plan had been in force all the time.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ SETTLE_S = 0.3
 """How long subscribers take to follow a change, where the recording has none: clients of one network."""
 
 STALE_S = 5.0
-"""A channel's traffic at a server counts for this long after the report."""
+STALE_INTERVALS = 3
+"""A channel's traffic at a server counts for the longer of these after the report."""
 
 TRANSITION_S_MAX = 60.0
 """A recorded transition that has not settled by then is not waited for: the end of it may be missing."""
@@ -333,17 +335,22 @@ class _Recorded:
         is_new = set(window.ring or window.servers) == set(window.servers)
         if not is_new:
             plan = replace(plan, base=window.ring)
-        places = self._observed()
-        places |= {row.channel: row.before for row in reversed(window.plans) if row.at >= window.begin and row.before}
-        places |= {row.channel: row.after for row in window.plans if row.at < window.begin}
+        observed = self._observed()
+        self._places |= observed | self._planned(window.first)
+        places = observed | self._planned(window.begin)
         known = set(window.servers)
         entries = {
             channel: Entry(Route(1, place), Phase.SETTLED)
             for channel, place in places.items()
             if place != plan.entry(channel).route.assignment and known.issuperset(place.servers)
         }
-        self._places |= places
         return plan.with_entries(entries) if entries or not is_new else None
+
+    def _planned(self, time: float) -> dict[bytes, Assignment]:
+        """Return where channels with recorded steps were just before a time."""
+        plans = self._window.plans
+        before = {row.channel: row.before for row in reversed(plans) if row.at >= time and row.before}
+        return before | {row.channel: row.after for row in plans if row.at < time}
 
     def _observed(self) -> dict[bytes, Assignment]:
         """Return where channels are by the first report of each server, as no recording has the plan before it."""
@@ -378,11 +385,16 @@ class _Recorded:
     def _traffic(self, channel: bytes, at: float) -> _Traffic:
         """Return the traffic of any channel, by the latest reports."""
         total = _NO_TRAFFIC
-        for reported_at, report in self._latest.values():
+        for server, (_, report) in self._latest.items():
             channels = report.columns.channels
-            if at - reported_at <= STALE_S and channel in channels:
+            if self._counts(server, at) and channel in channels:
                 total = self._add(channel, total, _traffic_of(report, channels.index(channel)))
         return total
+
+    def _counts(self, server: str, at: float) -> bool:
+        """Return whether the latest report of a server is not too old."""
+        reported_at, report = self._latest[server]
+        return at - reported_at <= max(STALE_S, STALE_INTERVALS * report.interval_s)
 
     def note(self, at: float, report: Report, strays: Mapping[bytes, int]) -> None:
         """Take in a report with the indices of the channels that the replay has elsewhere."""
@@ -395,7 +407,7 @@ class _Recorded:
         """Return the traffic of all channels that the replay has elsewhere than their reports."""
         totals = {channel: traffic for channel, (_, traffic) in self.frozen.items()}
         for server, strays in self._strays.items():
-            if at - self._latest[server].at <= STALE_S:
+            if self._counts(server, at):
                 for channel, traffic in strays.items():
                     if channel not in self.frozen:
                         totals[channel] = self._add(channel, totals.get(channel, _NO_TRAFFIC), traffic)

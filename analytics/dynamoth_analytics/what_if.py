@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +30,36 @@ from dynamoth.recording import channel_text
 from dynamoth_analytics import page
 from dynamoth_analytics.agreement import agreement
 from dynamoth_analytics.errors import BadRecording, spark_errors
-from dynamoth_analytics.frontier import Compared, Difference, Fidelity, fragment, frontier, sentences
+from dynamoth_analytics.frontier import (
+    Compared,
+    DifferenceInWords,
+    Fidelity,
+    complete,
+    counted,
+    fragment,
+    frontier,
+    sentences,
+)
 from dynamoth_analytics.grid import Combination, read_grid
 from dynamoth_analytics.instant_cluster import ReplayError
-from dynamoth_analytics.output import new_folder, run_alone, say
+from dynamoth_analytics.output import end_at_signals, new_folder, run_alone, say
 from dynamoth_analytics.reading import Recording, check_recording, is_url, parse_time
+from dynamoth_analytics.recorded_settings import PresentSettings, settings_in_force
 from dynamoth_analytics.replay import SETTLE_S, Moved, Outcome, RecordedWindow, measured, replay
 from dynamoth_analytics.session import add_session, check_session, open_session
 from dynamoth_analytics.windows import WHOLE, Extent, packed_windows, recorded_log, unpacked
 from dynamoth_balancer.admin.changes import mode_name
-from dynamoth_balancer.admin.records import RecordedSettings, read_settings
 from dynamoth_balancer.options import BalancerOptions
-from dynamoth_daemon.exit_codes import EXIT_DONE
+from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_INTERRUPTED
 
 PAGE = "what-if.html"
 
 WINDOW_MINUTES = 10.0
 WINDOW_MINUTES_MIN = 1.0
+WINDOW_MINUTES_MAX = 24 * 60.0
+"""The memory of a task has to hold a window."""
+
+OVERLOAD_RATIO_MAX = 1000.0
 
 COMBINATIONS_PER_TASK_MAX = 8
 """A task unpacks its window once for all of them."""
@@ -66,9 +78,6 @@ recorded and replayed decisions agree."""
 
 MOVES_SHOWN_MAX = 3
 """Moves of a decision that are shown."""
-
-LED_NUMBER_MAX = 2
-"""Settings in a balancer's first or second message are those of when it began to lead; later ones are repeated."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -96,10 +105,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Compare settings. Returns the exit code."""
     begin, end = (parse_time(text) if text else None for text in (arguments.begin, arguments.end))
     where = arguments.recording if is_url(arguments.recording) else str(Path(arguments.recording).resolve())
-    if not arguments.window >= WINDOW_MINUTES_MIN:
-        raise ConfigError(f"--window {arguments.window:g}: at least {WINDOW_MINUTES_MIN:g} minute(s) expected")
-    if arguments.overload_ratio is not None and not arguments.overload_ratio > 0:
-        raise ConfigError(f"--overload-ratio {arguments.overload_ratio:g}: more than 0 expected")
+    if not WINDOW_MINUTES_MIN <= arguments.window <= WINDOW_MINUTES_MAX:
+        limits = f"{WINDOW_MINUTES_MIN:g} to {WINDOW_MINUTES_MAX:g}"
+        raise ConfigError(f"--window {arguments.window:g}: a number from {limits} (minutes) expected")
+    if arguments.overload_ratio is not None and not 0 < arguments.overload_ratio <= OVERLOAD_RATIO_MAX:
+        limits = f"above 0, up to {OVERLOAD_RATIO_MAX:g}"
+        raise ConfigError(f"--overload-ratio {arguments.overload_ratio:g}: a number {limits} expected")
     check_recording(where, begin, end)
     try:
         grid = Path(arguments.grid).read_text(encoding="utf-8")
@@ -108,49 +119,18 @@ def run(arguments: argparse.Namespace) -> int:
     read_grid(grid, arguments.grid, BalancerOptions(), related=False)
     check_session(arguments)
     out = new_folder(arguments.out, "what-if")
+    end_at_signals(EXIT_INTERRUPTED, "interrupted")
     with open_session(arguments, "dynamoth what-if") as spark:
         recording = Recording(spark, where, begin, end)
-        settings = in_force(recording)
-        combinations = read_grid(grid, arguments.grid, settings.recorded.options)
-        found = WhatIf(recording, settings, combinations, arguments.window * 60, arguments.overload_ratio, out).write(
-            say
-        )
+        present = settings_in_force(recording)
+        combinations = read_grid(grid, arguments.grid, present.settings.options)
+        what_if = WhatIf(recording, present, combinations, arguments.window * 60, arguments.overload_ratio, out)
+        found = what_if.write(say)
     say("")
     for sentence in found:
         say(f"* {sentence}")
     say(f"\n{out / PAGE}")
     return EXIT_DONE
-
-
-@dataclass(frozen=True, slots=True)
-class InForce:
-    """The settings that the latest recorded balancer led with."""
-
-    recorded: RecordedSettings
-    #: Its incarnation; None where no settings are recorded.
-    balancer: int | None = None
-    #: When it began to lead, in seconds; None if that was not recorded.
-    led_since: float | None = None
-
-
-def in_force(recording: Recording) -> InForce:
-    """Return the settings that the latest recorded balancer led with; the defaults where none are recorded."""
-    rows = recording.table("settings").withColumn("at", F.col("at").cast("double"))
-    first = fields(BalancerOptions)[0].name
-    balancers = (
-        rows.where(F.col("name") == first)
-        .groupBy("balancer")
-        .agg(F.max(F.struct("at", "number")).alias("latest"), F.min(F.struct("number", "at")).alias("first"))
-    )
-    with spark_errors():
-        begun = balancers.orderBy(F.col("latest").desc()).limit(1).collect()
-        if not begun:
-            return InForce(RecordedSettings(BalancerOptions(), {}, ()))
-        latest = (F.col("balancer") == begun[0]["balancer"]) & (F.col("number") >= begun[0]["latest"]["number"])
-        texts = rows.where(latest).orderBy("number", "line").select("name", "value").collect()
-    number, at = begun[0]["first"]
-    settings = read_settings((row["name"], row["value"]) for row in texts)
-    return InForce(settings, begun[0]["balancer"], at if number <= LED_NUMBER_MAX else None)
 
 
 def settle_s(recording: Recording) -> float:
@@ -171,7 +151,7 @@ class WhatIf:
 
     Args:
         recording: the recorded load.
-        settings: those in force when it was recorded.
+        present: the settings in force when it was recorded.
         combinations: what to try; the first one is the settings in force.
         window_s: length of a window, in seconds.
         overload_ratio: a server above this load ratio is overloaded; None: the ``load_ratio_high`` in force.
@@ -182,34 +162,35 @@ class WhatIf:
     def __init__(
         self,
         recording: Recording,
-        settings: InForce,
+        present: PresentSettings,
         combinations: Sequence[Combination],
         window_s: float,
         overload_ratio: float | None,
         out: Path,
     ) -> None:
         self._recording = recording
-        self._settings = settings
+        self._present = present
         self._combinations = combinations
         self._window_s = window_s
-        self._overload_ratio = settings.recorded.options.load_ratio_high if overload_ratio is None else overload_ratio
+        self._overload_ratio = present.settings.options.load_ratio_high if overload_ratio is None else overload_ratio
         self._out = out
 
     def write(self, say: Callable[[str], None]) -> list[str]:
         """Replay everything, write tables and page, and return the findings. Raises DynamothError."""
         spark, extent = self._recording.spark, self._extent()
         count, windows = len(self._combinations), extent.windows
-        say(f"replaying {windows} windows under {count} settings")
+        say(f"replaying {counted(windows, 'window')} under {counted(count, 'combination')} of settings")
         with spark_errors():
             self._replays(extent).write.parquet(str(self._out / "replays"))
             replays = spark.read.parquet(str(self._out / "replays"))
-            compared = self._compared(replays)
+            compared = compare(replays, self._combinations)
             truth = self._fidelity(replays)
-        edge = {each.setting for each in frontier(compared)}
-        say(f"{len(edge)} of them are on the frontier")
+        edge = {each.setting for each in frontier(complete(compared))}
+        say(f"{len(edge)} of them on the frontier")
         with spark_errors():
             self._table(spark, compared, edge).write.parquet(str(self._out / "settings"))
-        found = [*sentences(compared, self._window_s, self._overload_ratio), *truth.sentences]
+        window_s = min(self._window_s, extent.end - extent.begin)
+        found = [*sentences(compared, window_s, self._overload_ratio), *truth.sentences]
         begin, end = (datetime.fromtimestamp(at, UTC) for at in (extent.begin, extent.end))
         html = page.page("What if", f"{begin:%F %T} to {end:%F %T} (UTC)", found, fragment(compared, truth))
         (self._out / PAGE).write_text(html, encoding="utf-8")
@@ -224,76 +205,41 @@ class WhatIf:
                 .collect()[0]
             )
         if row["begin"] is None:
-            raise BadRecording("the recording has no report in the time asked for: see --from and --to")
-        known = self._settings
-        servers = tuple(sorted({*row["servers"], *known.recorded.servers}))
-        settled_in_s = settle_s(self._recording)
-        times = row["begin"], row["end"], self._window_s
-        return Extent(*times, servers, tuple(known.recorded.ring), settled_in_s, known.balancer, known.led_since)
+            asked = self._recording.begin or self._recording.end
+            cure = "choose other times for --from and --to" if asked else "record for longer than one report interval"
+            raise BadRecording(f"the recording has no report of a server{' in this time' if asked else ''}: {cure}")
+        present, settings = self._present, self._present.settings
+        return Extent(
+            row["begin"],
+            row["end"],
+            self._window_s,
+            tuple(sorted({*row["servers"], *settings.servers})),
+            tuple(settings.ring),
+            settle_s(self._recording),
+            present.balancer,
+            present.led_since,
+        )
 
     def _replays(self, extent: Extent) -> DataFrame:
         """Return one row per window and combination, and one for the whole recording."""
         spark = self._recording.spark
         rest = range(1, len(self._combinations))
-        step = max(1, min(COMBINATIONS_PER_TASK_MAX, ceil(len(rest) * extent.windows / PARTITIONS_MAX) or 1))
+        step = min(COMBINATIONS_PER_TASK_MAX, max(1, math.ceil(len(rest) * extent.windows / PARTITIONS_MAX)))
         chunks = [[0], *(list(rest[start : start + step]) for start in range(0, len(rest), step))]
         numbers = spark.createDataFrame(list(enumerate(chunks)), "chunk int, settings array<int>")
         tasks = packed_windows(self._recording, extent).crossJoin(numbers)
         tasks = tasks.where((F.col("slot") != WHOLE) | (F.col("chunk") == 0))
-        partitions = min(PARTITIONS_MAX, (extent.windows * len(chunks)) + 1)
+        partitions = min(PARTITIONS_MAX, extent.windows * len(chunks) + 1)
         work = partial(replayed, [each.options for each in self._combinations], extent, self._overload_ratio)
         return tasks.repartition(partitions).mapInPandas(work, REPLAYS)
 
-    def _compared(self, replays: DataFrame) -> list[Compared]:
-        """Return the sums over all windows, the settings in force first: what the page draws."""
-        windows = replays.where((F.col("slot") != WHOLE) & F.col("problem").isNull())
-        now = windows.where("setting = 0").select(
-            "slot",
-            F.col("overload_s").alias("overload_now"),
-            F.col("moves").alias("moves_now"),
-            F.col("server_s").alias("server_now"),
-        )
-        less_overload = F.col("overload_now") - F.col("overload_s")
-        fewer_moves = F.col("moves_now") - F.col("moves")
-        fewer_servers = F.col("server_now") - F.col("server_s")
-        gain = (
-            F.when(F.abs(less_overload) >= SAME_S, less_overload)
-            .when(fewer_moves != 0, fewer_moves)
-            .when(F.abs(fewer_servers) >= SAME_S, fewer_servers)
-            .otherwise(0.0)
-        )
-        sums = (
-            windows.join(now, "slot")
-            .groupBy("setting")
-            .agg(
-                F.count("slot").alias("windows"),
-                (F.sum("overload_s") / 60).alias("overload_minutes"),
-                F.sum("server_s").alias("server_s"),
-                F.sum("moves").alias("moves"),
-                F.sum("replications").alias("replications"),
-                F.max("ratio_max").alias("ratio_max"),
-                F.avg("imbalance").alias("imbalance"),
-                F.count_if(gain > 0).alias("better"),
-                F.count_if(gain < 0).alias("worse"),
-            )
-            .orderBy("setting")
-        )
-        tried = max(1, len(self._combinations) - 1)
-        rows = [
-            Compared(text=self._combinations[row["setting"]].text, tried=tried, **row.asDict())
-            for row in sums.collect()
-        ]
-        if not rows or rows[0].setting:
-            raise BadRecording("no window could be replayed under the settings in force: see the table replays")
-        return rows
-
     @staticmethod
     def _fidelity(replays: DataFrame) -> Fidelity:
-        rows = replays.where((F.col("slot") == WHOLE) & F.col("problem").isNull()).collect()
-        if not rows:
-            return Fidelity()
-        found = json.loads(rows[0]["agreement"])
-        differences = [Difference(**each) for each in found.pop("differences")]
+        row = replays.where(F.col("slot") == WHOLE).collect()[0]
+        if row["problem"] is not None:
+            return Fidelity(problem=row["problem"])
+        found = json.loads(row["agreement"])
+        differences = [DifferenceInWords(**each) for each in found.pop("differences")]
         return Fidelity(**found, differences=differences)
 
     def _table(self, spark: SparkSession, compared: Iterable[Compared], edge: set[int]) -> DataFrame:
@@ -303,15 +249,69 @@ class WhatIf:
                 json.dumps(dict(self._combinations[each.setting].changes)),
                 *(each.windows, each.overload_minutes, each.server_s, each.moves, each.replications),
                 *(each.ratio_max, each.imbalance, each.better, each.worse, each.p, each.setting in edge),
+                *(each.failed, each.problem),
             )
             for each in compared
         ]
         schema = (
             "setting int, changes string, windows long, overload_minutes double, server_s double, moves long,"
             " replications long, ratio_max double, imbalance double, better long, worse long, p double,"
-            " on_frontier boolean"
+            " on_frontier boolean, failed long, problem string"
         )
         return spark.createDataFrame(rows, schema).coalesce(1)
+
+
+def compare(replays: DataFrame, combinations: Sequence[Combination]) -> list[Compared]:
+    """Return the sums of each combination over the windows that the settings in force have, those in force first.
+
+    Raises:
+        BadRecording: the settings in force have no window.
+
+    """
+    windows = replays.where(F.col("slot") != WHOLE)
+    now = windows.where((F.col("setting") == 0) & F.col("problem").isNull()).select(
+        "slot",
+        F.col("overload_s").alias("overload_now"),
+        F.col("moves").alias("moves_now"),
+        F.col("server_s").alias("server_now"),
+    )
+    less_overload = F.col("overload_now") - F.col("overload_s")
+    fewer_moves = F.col("moves_now") - F.col("moves")
+    fewer_servers = F.col("server_now") - F.col("server_s")
+    gain = (
+        F.when(F.abs(less_overload) >= SAME_S, less_overload)
+        .when(fewer_moves != 0, fewer_moves)
+        .when(F.abs(fewer_servers) >= SAME_S, fewer_servers)
+        .otherwise(0.0)
+    )
+    problem_at = F.when(F.col("problem").isNotNull(), F.col("slot"))
+    sums = (
+        # Figures of a failed replay are null, and count nowhere.
+        windows.join(now, "slot", "left")
+        .where("overload_now IS NOT NULL OR problem IS NOT NULL")
+        .groupBy("setting")
+        .agg(
+            F.count("overload_s").alias("windows"),
+            (F.sum("overload_s") / 60).alias("overload_minutes"),
+            F.sum("server_s").alias("server_s"),
+            F.sum("moves").alias("moves"),
+            F.sum("replications").alias("replications"),
+            F.max("ratio_max").alias("ratio_max"),
+            F.avg("imbalance").alias("imbalance"),
+            F.count_if(gain > 0).alias("better"),
+            F.count_if(gain < 0).alias("worse"),
+            F.count("problem").alias("failed"),
+            F.min_by("problem", problem_at).alias("problem"),
+        )
+        .fillna(0)
+        .orderBy("setting")
+    )
+    tried = max(1, len(combinations) - 1)
+    rows = [Compared(text=combinations[row["setting"]].text, tried=tried, **row.asDict()) for row in sums.collect()]
+    if not rows or not rows[0].windows:
+        problem = rows[0].problem if rows else "none has a report"
+        raise BadRecording(f"no window can be replayed under the settings in force: {problem}")
+    return rows
 
 
 # In the tasks.

@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import pyarrow as pa
@@ -107,16 +108,29 @@ def _until_end(recording: Recording, name: str) -> DataFrame:
     return recording.table(name) if recording.begin is None else recording.until_end(name)
 
 
-def packed_windows(recording: Recording, extent: Extent) -> DataFrame:
-    """Return one row per window: slot, reports, channels, steps of plans, pauses, and the log (of ``WHOLE`` only)."""
+def with_preroll(recording: Recording) -> Recording:
+    """Return a recording with the reports before the first window, too."""
+    if recording.begin is None:
+        return recording
+    return replace(recording, begin=recording.begin - timedelta(seconds=PREROLL_S))
+
+
+def reports_of(recording: Recording, extent: Extent) -> DataFrame:
+    """Return the reports of each window, and those of the time before it."""
     at = _seconds()
     slots = F.array(
-        _slot(at, extent),
+        F.when(at >= extent.begin, _slot(at, extent)),
         F.least(_slot(at + PREROLL_S, extent), F.lit(extent.windows - 1)),
         F.when(at >= extent.bounds(WHOLE)[0] - PREROLL_S, F.lit(WHOLE).cast("long")),
     )
-    slot = F.explode(F.array_compact(F.array_distinct(slots))).alias("slot")
-    reports = recording.table("servers", _REPORT).select(slot, at.alias("at"), *_REPORT)
+    rows = recording.table("servers", _REPORT).where(at >= extent.begin - PREROLL_S)
+    return rows.select(F.explode(F.array_compact(F.array_distinct(slots))).alias("slot"), at.alias("at"), *_REPORT)
+
+
+def packed_windows(recording: Recording, extent: Extent) -> DataFrame:
+    """Return one row per window: slot, reports, channels, steps of plans, pauses, and the log (of ``WHOLE`` only)."""
+    recording = with_preroll(recording)
+    reports = reports_of(recording, extent)
     named = recording.table("channels", _CHANNEL).where(F.col("channel").isNotNull()).select(*_KEY, *_CHANNEL)
     # Spark takes two columns for one where both have one origin: the alias makes another of it.
     slots_of = reports.select(F.col("slot").alias("slot"), *_KEY)
@@ -126,18 +140,18 @@ def packed_windows(recording: Recording, extent: Extent) -> DataFrame:
         .cogroup(channels.groupBy("slot"))
         .applyInArrow(_pack, "slot long, reports binary, channels binary")
     )
-    steps, log = _steps(recording, extent), _log(recording, extent)
-    return packed.join(steps, "slot", "left").join(log, "slot", "left").crossJoin(_pauses(recording))
+    steps, log = plan_steps(recording, extent), _log(recording, extent)
+    return packed.join(steps, "slot", "left").join(log, "slot", "left").crossJoin(pauses_of(recording))
 
 
-def _steps(recording: Recording, extent: Extent) -> DataFrame:
-    """Return the steps of plans of each window as JSON, with the latest step of each channel before it."""
+def plan_steps(recording: Recording, extent: Extent) -> DataFrame:
+    """Return the steps of plans of each window as JSON, with the latest step of each channel before its reports."""
     following = F.lead("at").over(Window.partitionBy("channel").orderBy("at", "version"))
     plans = _until_end(recording, "plans").withColumn("at", _seconds())
     until = F.coalesce(following, F.lit(extent.end))
     plans = plans.withColumn("until", until).where(F.col("until") >= extent.begin - PREROLL_S)
     first = F.greatest(_slot(F.col("at"), extent), F.lit(0))
-    last = F.least(F.greatest(_slot(F.col("until"), extent), F.lit(0)), F.lit(extent.windows - 1))
+    last = F.least(_slot(F.col("until") + PREROLL_S, extent), F.lit(extent.windows - 1))
     slots = F.when(last >= first, F.sequence(first, last)).otherwise(F.array(first))
     whole = F.when(F.col("until") >= extent.bounds(WHOLE)[0] - PREROLL_S, F.lit(WHOLE).cast("long"))
     rows = plans.withColumn("slot", F.explode(F.array_compact(F.array_append(slots, whole))))
@@ -154,7 +168,7 @@ def _log(recording: Recording, extent: Extent) -> DataFrame:
     return whole.agg(text).select(F.lit(WHOLE).cast("long").alias("slot"), "log")
 
 
-def _pauses(recording: Recording) -> DataFrame:
+def pauses_of(recording: Recording) -> DataFrame:
     """Return the rows of ``recorded_pauses`` as JSON."""
     pauses = _until_end(recording, "decisions").where("kind in ('paused', 'resumed')").withColumn("at", _seconds())
     balancers = _until_end(recording, "settings").groupBy("balancer").agg(F.min(_seconds()).alias("at"))

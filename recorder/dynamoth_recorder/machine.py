@@ -80,7 +80,8 @@ class _Watched:
     #: The refusal of the present connection.
     refusal: str = ""
     resubscribe_at: float = 0.0
-    times_away: int = 0
+    #: When something came over a connection for the last time.
+    heard_at: float = 0.0
     #: Incarnation and sequence of the latest report over the present connection.
     latest: tuple[int, int] | None = None
     #: When each probe was sent that has not returned, by number; not older than ``PROBE_LOST_S`` and an interval.
@@ -102,6 +103,8 @@ class RecorderMachine:
         self._servers: dict[str, _Watched] = {}
         self._probe_at: float | None = None
         self._probe_number = 0
+        #: At all servers: one that leaves and comes back goes on with other numbers.
+        self._times_away = 0
         self._is_failing = False
         self._seen: BoundedTable[tuple[int, int], bool] = BoundedTable(SEEN_MAX, SEEN_MAX, lambda key, value: 1)
         self.counters: Counter[str] = Counter()
@@ -187,10 +190,16 @@ class RecorderMachine:
         return [*lost, *self._report_link(id_, reason)]
 
     def _lose(self, id_: str, now: float) -> list[RecorderAction]:
-        """Forget a connection; what was published meanwhile is not known."""
+        """Forget a connection; what was published since something last came over it is not known.
+
+        That may be seconds ago: a cut connection is found by its silence. A recorder that stood still gets the last
+        messages together with the loss, and cannot tell when they came, so it counts from its latest tick.
+        """
         watched = self._servers[id_]
         watched.is_up, watched.latest = False, None
-        watched.away_since = now if watched.away_since is None else watched.away_since
+        if watched.away_since is None:
+            assert self._probe_at is not None, "Start is the first event"
+            watched.away_since = min(watched.heard_at, self._probe_at - PROBE_INTERVAL_S)
         return self._give_up_probes(id_, now, 0.0)
 
     def _report_link(self, id_: str, reason: str | None) -> list[RecorderAction]:
@@ -217,6 +226,7 @@ class RecorderMachine:
     # Messages.
 
     def _on_pushes(self, id_: str, messages: Sequence[Sequence[Any]], now: float) -> list[RecorderAction]:
+        self._servers[id_].heard_at = now
         actions: list[RecorderAction] = []
         for message in messages:
             match message:
@@ -238,8 +248,8 @@ class RecorderMachine:
         if since is None or not watched.has_failed:
             return []
         watched.has_failed = False
-        watched.times_away += 1
-        return [gap("recorder_away", id_, now - since, "no connection to the server", sequence=watched.times_away)]
+        self._times_away += 1
+        return [gap("recorder_away", id_, now - since, "no connection to the server", sequence=self._times_away)]
 
     def _on_agent(self, id_: str, data: bytes) -> list[RecorderAction]:
         if data[1:2] != bytes((REPORT_CODE,)):  # an acknowledgement, for the balancer alone

@@ -15,7 +15,7 @@ from pyspark.sql.classic.dataframe import DataFrame
 from dynamoth_analytics.reading import Recording
 from dynamoth_analytics.report import Report
 from dynamoth_analytics.session import LOCAL_OPTIONS, LOG_FILE, SESSION_OPTIONS
-from tests.analytics.planted import plant
+from tests.analytics.planted import plant, second_recording
 
 
 @pytest.hookimpl(trylast=True)
@@ -64,6 +64,14 @@ def planted(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
+@pytest.fixture(scope="session")
+def doubled(spark: SparkSession, planted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same events, as two recorders write them: in more files, in another order, and most of them twice."""
+    folder = tmp_path_factory.mktemp("doubled")
+    second_recording(spark, planted, folder)
+    return folder
+
+
 @dataclass(frozen=True)
 class Written:
     """A report, and how many rows the driver collected for it, time after time."""
@@ -73,7 +81,7 @@ class Written:
 
 
 @pytest.fixture(scope="session")
-def written(spark: SparkSession, planted: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
+def written(spark: SparkSession, doubled: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
     """The report of that recording."""
     written = Written(tmp_path_factory.mktemp("report"), [])
     collect = DataFrame.collect
@@ -85,7 +93,7 @@ def written(spark: SparkSession, planted: Path, tmp_path_factory: pytest.TempPat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DataFrame, "collect", counted)
-        Report(Recording(spark, str(planted)), written.out).write()
+        Report(Recording(spark, str(doubled)), written.out).write()
     return written
 
 

@@ -18,7 +18,7 @@ from dynamoth.protocol.records import RecordedRows, unpack_rows
 from dynamoth.protocol.reports import unpack_report
 from dynamoth_analytics.agreement import Agreement, agreement
 from dynamoth_analytics.replay import RecordedReport, RecordedWindow, recorded_anew
-from dynamoth_analytics.windows import recorded_log, recorded_step
+from dynamoth_analytics.windows import recorded_log, recorded_pauses, recorded_step
 from dynamoth_balancer.options import BalancerOptions
 from tests.analytics.loads import BEGIN, SERVERS, at_home, load
 from tests.balancer.cluster import SimCluster, StoringServer
@@ -136,6 +136,19 @@ def test_a_replay_is_paused_when_the_balancer_was() -> None:
     assert recorded_log(rows).decisions[0].at >= BEGIN + 40
     [earlier, *_] = found(window, [row for row in rows if row["kind"] == "move"]).differences
     assert "earlier" in earlier.cause
+
+
+def test_a_pause_before_the_window_counts() -> None:
+    window, rows = recorded([(BEGIN - 100, True), (BEGIN + 40, False)])
+    agreed = found(window, [row for row in rows if row["kind"] != "paused"])
+    assert agreed.same == agreed.recorded >= 3 and not agreed.differences
+
+
+def test_a_new_balancer_is_not_paused() -> None:
+    rows = [(1, 1, "leads"), (2, 1, "paused"), (3, 2, "leads"), (4, 2, "paused"), (5, 3, "paused"), (6, 3, "leads")]
+    pauses = recorded_pauses({"at": float(at), "balancer": balancer, "kind": kind} for at, balancer, kind in rows)
+    window = RecordedWindow(0.0, 9.0, SERVERS, [], pauses=pauses)
+    assert [window.paused_at(time) for time in range(7)] == [False, False, True, False, True, True, True]
 
 
 # A balancer and agents that run in virtual time.

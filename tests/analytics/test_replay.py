@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from dynamoth.plan.plan import Assignment, Mode, single
-from dynamoth_analytics.replay import Moved, Outcome, RecordedWindow, recorded_anew, replay
+from dynamoth_analytics.replay import Moved, Outcome, RecordedReport, RecordedWindow, recorded_anew, replay
 from dynamoth_balancer.options import BalancerOptions
 from tests.analytics.loads import BEGIN, at_home, load, rising
 
@@ -50,6 +50,19 @@ def test_recorded_moves_are_undone_under_settings_that_would_not_have_made_them(
     assert undone.ratio_max == pytest.approx(alone.ratio_max, rel=0.02)
 
 
+def test_reports_that_are_rare_count_until_the_next_one() -> None:
+    window, interval_s = load(180, OVERLOAD), 10
+    rare: list[RecordedReport] = []
+    for at, report in window.reports:
+        if report.sequence % interval_s == 1:
+            columns = replace(report.columns, bytes_out=tuple(each * interval_s for each in report.columns.bytes_out))
+            rare.append(RecordedReport(at, replace(report, interval_s=float(interval_s), columns=columns)))
+    options = replace(OPTIONS, averaging_s=30.0, agent_stale_s=30.0)
+    recorded, moves, _ = recorded_anew(replace(window, reports=rare), options)
+    undone = outcome(recorded, replace(NO_MOVES, agent_stale_s=30.0))
+    assert moves and undone.overload_s == pytest.approx(160, abs=20), "what was moved counts where it was"
+
+
 def test_a_later_window_begins_where_channels_were() -> None:
     recorded, moves, _ = recorded_anew(load(60, OVERLOAD), OPTIONS)
     later = replace(recorded, begin=BEGIN + 45)
@@ -57,6 +70,12 @@ def test_a_later_window_begins_where_channels_were() -> None:
     unseen = replace(later, plans=())
     assert outcome(unseen, NO_MOVES).overload_s == 0, "the reports show where channels are"
     assert moves
+
+
+def test_a_window_that_begins_just_after_moves_does_not_move_more() -> None:
+    recorded, moves, _ = recorded_anew(load(60, OVERLOAD), OPTIONS)
+    later = replace(recorded, begin=moves[-1].at + 0.6)
+    assert moves and not outcome(later).moves, "its averages have the moved channels where they are now"
 
 
 @pytest.mark.parametrize(("subscribers", "mode"), [(2, Mode.ALL_SUBSCRIBERS), (2000, Mode.ALL_PUBLISHERS)])

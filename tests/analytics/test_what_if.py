@@ -7,22 +7,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
 
 from dynamoth.errors import ConfigError
-from dynamoth_analytics.frontier import Compared, frontier, sign_test
+from dynamoth.recording import channel_text
+from dynamoth_analytics.errors import BadRecording
+from dynamoth_analytics.frontier import Compared, Fidelity, complete, fragment, frontier, sentences, sign_test
 from dynamoth_analytics.grid import SETTINGS_MAX, read_grid
 from dynamoth_analytics.reading import Recording
-from dynamoth_analytics.replay import recorded_anew
-from dynamoth_analytics.what_if import PAGE, REPLAYS, WhatIf, in_force
-from dynamoth_analytics.windows import WHOLE
+from dynamoth_analytics.recorded_settings import DEFAULTS, present_settings, settings_in_force
+from dynamoth_analytics.replay import RecordedWindow, recorded_anew
+from dynamoth_analytics.what_if import PAGE, REPLAYS, WhatIf, compare
+from dynamoth_analytics.windows import WHOLE, Extent, pauses_of, plan_steps, reports_of, with_preroll
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_cli.main import main
-from tests.analytics.loads import load, rising, write
+from tests.analytics.loads import BEGIN, SERVERS, load, rising, write
 
 IN_FORCE = BalancerOptions(load_ratio_high=1.1, wait_s=5.0, averaging_s=5.0, channel_rest_s=10.0)
 GRID = "load_ratio_high = [0.8, 5.0]\nwait_s = { from = 5, to = 20, step = 15 }\n"
@@ -34,15 +40,15 @@ def test_settings_that_move_earlier_beat_those_in_force(spark: SparkSession, tmp
     write(tmp_path / "recording", recorded, tables)
     (tmp_path / "out").mkdir()
     recording = Recording(spark, str(tmp_path / "recording"))
-    settings = in_force(recording)
-    assert settings.recorded.options == IN_FORCE and moves
-    combinations = read_grid(GRID, "grid.toml", settings.recorded.options)
+    present = settings_in_force(recording)
+    assert present.settings.options == IN_FORCE and moves
+    combinations = read_grid(GRID, "grid.toml", present.settings.options)
     lines: list[str] = []
-    found = WhatIf(recording, settings, combinations, 60.0, 0.8, tmp_path / "out").write(lines.append)
+    found = WhatIf(recording, present, combinations, 90.0, 0.8, tmp_path / "out").write(lines.append)
     replays = spark.read.parquet(str(tmp_path / "out" / "replays"))
     assert replays.schema == spark.createDataFrame([], REPLAYS).schema
     rows = {(row["setting"], row["slot"]): row for row in replays.collect()}
-    assert len(rows) == 5 * 3 + 1, "each combination in each window, and those in force in the whole"
+    assert len(rows) == 5 * 2 + 1, "each combination in each window, and those in force in the whole"
     agreement = json.loads(rows[0, WHOLE]["agreement"])
     assert agreement["recorded"] == agreement["same"] > 0 and not agreement["differences"]
     assert agreement["moves"] == agreement["moves_replayed"] == len(moves)
@@ -56,6 +62,90 @@ def test_settings_that_move_earlier_beat_those_in_force(spark: SparkSession, tmp
     page = (tmp_path / "out" / PAGE).read_text()
     assert "<svg" in page and "http" not in page and "load_ratio_high = 0.8" in page
     assert any("(100%)" in sentence for sentence in found) and lines
+    # A part of the recording begins with the averages and places of the time before it.
+    later = Recording(spark, recording.folder, datetime.fromtimestamp(BEGIN + 140, UTC))
+    extent = Extent(BEGIN + 140, BEGIN + 180, 60.0, SERVERS)
+    slots = {
+        (row["slot"], row["begin"])
+        for row in reports_of(with_preroll(later), extent).groupBy("slot").agg(F.min("at").alias("begin")).collect()
+    }
+    assert slots == {(0, BEGIN + 110), (WHOLE, BEGIN + 110)}, "with reports for the averages"
+    steps = plan_steps(later, extent).where("slot = 0").collect()[0]["steps"]
+    assert {row["channel"] for row in json.loads(steps)} == {channel_text(step.channel) for step in recorded.plans}
+
+
+def settings_rows(balancer: int, at: float, **values: object) -> list[dict[str, object]]:
+    key = {"at": at, "balancer": balancer, "number": 1}
+    return [{**key, "line": line, "name": name, "value": json.dumps(values[name])} for line, name in enumerate(values)]
+
+
+def test_the_settings_in_force_are_those_of_the_latest_balancer(spark: SparkSession, tmp_path: Path) -> None:
+    earlier = settings_rows(1, BEGIN, load_ratio_high=0.7, wait_s=3.0)
+    latest = settings_rows(2, BEGIN + 60, load_ratio_high=0.9, servers={"s1": "redis://a:1"})
+    paused = [{"at": BEGIN + 62, "balancer": 2, "number": 2, "line": 0, "kind": "paused"}]
+    tables = {"settings": [*earlier, *latest], "decisions": paused}
+    write(tmp_path, RecordedWindow(BEGIN, BEGIN, SERVERS, []), tables)
+    found = present_settings(Recording(spark, str(tmp_path)))
+    assert found.recorded and found.urls == {"s1": "redis://a:1"} and found.led_since == BEGIN + 60
+    assert found.numbers == {**DEFAULTS, "load_ratio_high": 0.9}, "nothing of the balancer before"
+    after = Recording(spark, str(tmp_path), datetime.fromtimestamp(BEGIN + 65, UTC))
+    assert settings_in_force(after) == replace(found, led_since=None), "they are not recorded each second"
+    pauses = json.loads(pauses_of(after).collect()[0]["pauses"])
+    assert [row["kind"] for row in pauses] == ["leads", "leads", "paused"], "still paused, since before the begin"
+
+
+def test_settings_that_could_not_be_replayed_in_all_windows_are_not_compared(spark: SparkSession) -> None:
+    names = [column.split()[0] for column in REPLAYS.split(", ")]
+    rows: list[dict[str, object]] = []
+    recorded: list[list[float | None]] = [[60.0] * 3, [0.0, None, None], [30.0, 90.0, 60.0], [None] * 3]
+    for setting, overloads in enumerate(recorded):
+        for slot, overload_s in enumerate(overloads):
+            row: dict[str, object] = {"setting": setting, "slot": slot, "problem": f"cause {slot}"}
+            if overload_s is not None:
+                figures = {"overload_s": overload_s, "ratio_max": 1.0, "imbalance": 1.0, "server_s": 180.0}
+                row |= {**figures, "moves": 1, "replications": 0, "problem": None}
+            rows.append(row)
+
+    def compared(rows: Iterable[Mapping[str, object]]) -> list[Compared]:
+        frame = spark.createDataFrame([tuple(row.get(name) for name in names) for row in rows], REPLAYS)
+        return compare(frame, read_grid("wait_s = [1, 2, 3]", "grid.toml", BalancerOptions()))
+
+    found = compared(rows)
+    assert [(each.windows, each.failed, each.problem) for each in found] == [
+        *((3, 0, None), (1, 2, "cause 1"), (3, 0, None), (0, 3, "cause 0"))
+    ]
+    assert [each.setting for each in complete(found)] == [0, 2] and (found[2].better, found[2].worse) == (1, 1)
+    first, *others = sentences(found, 60.0, 0.8)
+    assert first.startswith("None of 1 other combination is better")
+    assert others[-1].startswith("2 of 3 other combinations could not be") and "wait_s = 1.0: cause 1." in others[-1]
+    parts = "".join(fragment(found, Fidelity(problem="it ended")))
+    assert "Not compared" in parts and "cause 0" in parts and "failed: it ended." in parts
+    failed = [{**rows[0], "overload_s": None, "problem": "it does not lead"}, *rows[1:]]
+    now, *_ = found = compared(failed)
+    assert (now.windows, now.overload_minutes, now.failed) == (2, 2.0, 1)
+    assert [(each.setting, each.windows) for each in found] == [(0, 2), (1, 0), (2, 2), (3, 0)]
+    assert "in 1 of 3 windows: it does not lead." in "".join(sentences(found, 60.0, 0.8))
+    with pytest.raises(BadRecording, match="it does not lead"):
+        compared([{**row, "problem": "it does not lead", "overload_s": None} for row in rows])
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "tried", "sure"),
+    [(12, 0, 8, True), (9, 3, 8, False), (7, 5, 8, False), (10, 1, 1, True), (10, 1, 100, False), (6, 0, 1, False)],
+)
+def test_only_what_is_hardly_chance_is_called_better(better: int, worse: int, tried: int, sure: bool) -> None:
+    now = Compared(0, "as in force", 12, 2.0, 600.0, 3, 0, 1.0, 1.0, 0, 0)
+    other = replace(now, setting=1, text="wait_s = 9.0", better=better, worse=worse, tried=tried)
+    main = sentences([now, other], 60.0, 0.8)[0]
+    assert main.startswith("Better: wait_s = 9.0") == sure and (sure or "No other" in main or "None of" in main)
+    assert ("may be chance" in main) == (not sure and better > 6)
+
+
+def test_a_setting_that_is_better_in_most_windows_and_worse_in_all_is_called_so() -> None:
+    now = Compared(0, "as in force", 12, 2.0, 600.0, 3, 0, 1.0, 1.0, 0, 0)
+    other = replace(now, setting=1, text="wait_s = 9.0", better=11, worse=1, overload_minutes=9.0)
+    assert "with more overload in all" in sentences([now, other], 60.0, 0.8)[0]
+    assert sentences([now], 60.0, 0.8)[0].startswith("There are no other settings")
 
 
 def test_all_that_is_wrong_in_a_grid_is_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,9 +203,13 @@ def test_grids_are_combined_in_tables_of_their_own() -> None:
     [
         (["{missing}", "--grid", "{grid}"], 2, "there is no folder"),
         (["{recording}", "--grid", "{missing}"], 2, "cannot be read"),
-        (["{recording}", "--grid", "{grid}", "--window", "0.5"], 2, "at least 1 minute"),
+        (["{recording}", "--grid", "{grid}", "--window", "0.5"], 2, "from 1 to 1440 (minutes)"),
+        (["{recording}", "--grid", "{grid}", "--window", "inf"], 2, "--window inf"),
+        (["{recording}", "--grid", "{grid}", "--window", "nan"], 2, "--window nan"),
         (["{recording}", "--grid", "{grid}", "--out", "{recording}"], 2, "is not empty"),
-        (["{recording}", "--grid", "{grid}", "--overload-ratio", "0"], 2, "more than 0"),
+        (["{recording}", "--grid", "{grid}", "--overload-ratio", "0"], 2, "a number above 0"),
+        (["{recording}", "--grid", "{grid}", "--overload-ratio", "inf"], 2, "--overload-ratio inf"),
+        (["{recording}", "--grid", "{grid}", "--overload-ratio", "nan"], 2, "--overload-ratio nan"),
     ],
 )
 def test_wrong_use_is_answered_in_one_sentence(
@@ -134,4 +228,5 @@ def test_the_frontier_has_what_nothing_beats_in_everything() -> None:
     more_moves, worse = replace(one, setting=2, overload_minutes=1.0, moves=9), replace(one, setting=3, moves=4)
     assert frontier([worse, one, more_moves]) == [more_moves, one]
     assert one.p == 1 / 64 and sign_test(0, 0) == 1.0 and sign_test(1, 1) == 0.75
+    assert 0.5 < sign_test(5000, 5000) < 0.51, "two months of windows"
     assert replace(one, tried=10).p == 10 / 64 and replace(one, tried=100).p == 1.0, "each may be better by chance"

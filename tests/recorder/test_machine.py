@@ -115,6 +115,43 @@ def test_gaps_name_what_the_recording_does_not_know() -> None:
     assert len(recorder.report(replace(REPORT, sequence=9))) == 3, "the absence has been recorded"
 
 
+def test_an_absence_begins_when_something_was_heard_last() -> None:
+    recorder = Recorder().listening()
+    recorder.pass_time(2.5)
+    recorder.push("s1", PROBES, b"the latest message")
+    recorder.pass_time(4.0)
+    recorder.down("s1")
+    recorder.pass_time(1.0)
+    recorder.up("s1")
+    [away] = recorder.tell(Pushed("s1", [[b"subscribe", PROBES, 2]]))
+    assert away.same["seconds"] == 5.0
+
+
+def test_an_absence_of_a_recorder_that_stood_still_begins_when_it_ran_last() -> None:
+    recorder = Recorder().listening()
+    recorder.pass_time(2.0)
+    recorder.now += 30.0
+    recorder.report()
+    recorder.down("s1")
+    recorder.tell(Tick())
+    recorder.up("s1")
+    [away] = recorder.tell(Pushed("s1", [[b"subscribe", PROBES, 2]]))
+    assert (away.same["kind"], away.same["seconds"]) == ("recorder_away", 30.0)
+
+
+def test_absences_from_a_server_that_left_and_came_back_have_other_numbers() -> None:
+    recorder = Recorder().listening()
+    numbers: list[int] = []
+    for _ in range(2):
+        recorder.down("s1")
+        recorder.up("s1")
+        [away] = recorder.tell(Pushed("s1", [[b"subscribe", PROBES, 2]]))
+        numbers.append(away.same["sequence"])
+        recorder.tell(ServersChanged(()), ServersChanged(SERVERS[:1]))
+        recorder.listening()
+    assert numbers == [1, 2], "rows with equal keys are one event"
+
+
 def test_a_probe_measures_the_latency_and_a_lost_one_has_none() -> None:
     recorder = Recorder().listening()
     [(channel, first)] = commands(recorder.pass_time(1.0), b"PUBLISH", "s1")

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from dynamoth_sim.mutations import compatibility, delivery, observation, published_protocol, rights, standalone
+from dynamoth_sim.mutations import (
+    compatibility,
+    delivery,
+    observation,
+    published_protocol,
+    recording,
+    rights,
+    standalone,
+)
 from dynamoth_sim.mutations.mutation import Check
 
 CHECKS: tuple[Check, ...] = (
     *published_protocol.CHECKS,
     *rights.CHECKS,
     *observation.CHECKS,
+    *recording.CHECKS,
     *standalone.CHECKS,
     *delivery.CHECKS,
     *compatibility.CHECKS,

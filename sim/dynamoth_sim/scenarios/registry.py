@@ -9,6 +9,7 @@ from dynamoth_sim.scenarios import (
     observation,
     patterns,
     published_protocol,
+    recording,
     replication,
     rights,
     standalone,
@@ -27,6 +28,7 @@ SCENARIOS: dict[str, Scenario] = dict(
             **standalone.SCENARIOS,
             **rights.SCENARIOS,
             **observation.SCENARIOS,
+            **recording.SCENARIOS,
         }.items()
     )
 )
