@@ -21,7 +21,7 @@ import dynamoth_balancer.machine
 from dynamoth.machine.events import Send
 from dynamoth.plan.plan import Plan
 from dynamoth.protocol.reports import ChannelColumns, Report, pack_report
-from dynamoth_analytics.instant_cluster import InstantCluster, configured
+from dynamoth_analytics.replay.instant_cluster import InstantCluster, configured
 from dynamoth_balancer.admin.records import Records
 from dynamoth_balancer.events import BalancerAction, BalancerEvent, Decided, PlanChanged
 from dynamoth_balancer.machine import BalancerMachine

@@ -161,7 +161,9 @@ class Recording:
 
     def until_end(self, name: str) -> DataFrame:
         """Return a table from the begin of the recording on: for what was so before ``begin``, too."""
-        return self.table(name) if self.begin is None else Recording(self.spark, self.folder, None, self.end).table(name)
+        return (
+            self.table(name) if self.begin is None else Recording(self.spark, self.folder, None, self.end).table(name)
+        )
 
     def table(self, name: str, columns: Sequence[str] | None = None) -> DataFrame:
         """Return a table, each event once.

@@ -21,13 +21,13 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from dynamoth.errors import ConfigError
-from dynamoth_analytics import anomalies, calibration, channels, plans, publishers, thresholds
-from dynamoth_analytics.drawing import draw
 from dynamoth_analytics.errors import BadRecording
-from dynamoth_analytics.findings import Drawn, findings
 from dynamoth_analytics.follow import Follower, follow_folder
-from dynamoth_analytics.jobs import COLLECTED_MAX, SLOTS_DRAWN_MAX, Jobs, channel_jobs, load_jobs
+from dynamoth_analytics.jobs import anomalies, calibration, channels, plans, publishers, thresholds
+from dynamoth_analytics.jobs.runner import COLLECTED_MAX, SLOTS_DRAWN_MAX, Drawn, Jobs, channel_jobs, load_jobs
 from dynamoth_analytics.output import end_at_signals, new_folder, run_alone, say
+from dynamoth_analytics.page.drawing import draw
+from dynamoth_analytics.page.findings import findings
 from dynamoth_analytics.reading import Recording, check_recording, is_url, parse_time
 from dynamoth_analytics.recorded_settings import PresentSettings, present_settings
 from dynamoth_analytics.session import add_session, check_session, open_session

@@ -27,10 +27,13 @@ from pyspark.sql import functions as F
 
 from dynamoth.errors import ConfigError
 from dynamoth.recording import channel_text
-from dynamoth_analytics import page
-from dynamoth_analytics.agreement import agreement
 from dynamoth_analytics.errors import BadRecording, spark_errors
-from dynamoth_analytics.frontier import (
+from dynamoth_analytics.output import end_at_signals, new_folder, run_alone, say
+from dynamoth_analytics.page import html
+from dynamoth_analytics.reading import Recording, check_recording, is_url, parse_time
+from dynamoth_analytics.recorded_settings import PresentSettings, settings_in_force
+from dynamoth_analytics.replay.agreement import agreement
+from dynamoth_analytics.replay.frontier import (
     Compared,
     DifferenceInWords,
     Fidelity,
@@ -40,14 +43,11 @@ from dynamoth_analytics.frontier import (
     frontier,
     sentences,
 )
-from dynamoth_analytics.grid import Combination, read_grid
-from dynamoth_analytics.instant_cluster import ReplayError
-from dynamoth_analytics.output import end_at_signals, new_folder, run_alone, say
-from dynamoth_analytics.reading import Recording, check_recording, is_url, parse_time
-from dynamoth_analytics.recorded_settings import PresentSettings, settings_in_force
-from dynamoth_analytics.replay import SETTLE_S, Moved, Outcome, RecordedWindow, measured, replay
+from dynamoth_analytics.replay.grid import Combination, read_grid
+from dynamoth_analytics.replay.instant_cluster import ReplayError
+from dynamoth_analytics.replay.replay import SETTLE_S, Moved, Outcome, RecordedWindow, measured, replay
+from dynamoth_analytics.replay.windows import WHOLE, Extent, packed_windows, recorded_log, unpacked
 from dynamoth_analytics.session import add_session, check_session, open_session
-from dynamoth_analytics.windows import WHOLE, Extent, packed_windows, recorded_log, unpacked
 from dynamoth_balancer.admin.changes import mode_name
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_INTERRUPTED
@@ -192,8 +192,8 @@ class WhatIf:
         window_s = min(self._window_s, extent.end - extent.begin)
         found = [*sentences(compared, window_s, self._overload_ratio), *truth.sentences]
         begin, end = (datetime.fromtimestamp(at, UTC) for at in (extent.begin, extent.end))
-        html = page.page("What if", f"{begin:%F %T} to {end:%F %T} (UTC)", found, fragment(compared, truth))
-        (self._out / PAGE).write_text(html, encoding="utf-8")
+        drawn = html.page("What if", f"{begin:%F %T} to {end:%F %T} (UTC)", found, fragment(compared, truth))
+        (self._out / PAGE).write_text(drawn, encoding="utf-8")
         return found
 
     def _extent(self) -> Extent:
@@ -391,7 +391,7 @@ def _agreement(
 
 def _moves_shown(moves: Sequence[Moved]) -> str:
     shown = [
-        f"{page.shown(channel_text(move.channel))}: {', '.join(move.before.servers)} to {', '.join(move.after.servers)}"
+        f"{html.shown(channel_text(move.channel))}: {', '.join(move.before.servers)} to {', '.join(move.after.servers)}"
         for move in moves[:MOVES_SHOWN_MAX]
     ]
     more = len(moves) - len(shown)

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from dynamoth.plan.ring import Ring
 from dynamoth.protocol.reports import ChannelColumns, Report
 from dynamoth.recording import TABLES, Type, channel_text
-from dynamoth_analytics.replay import RecordedReport, RecordedWindow
+from dynamoth_analytics.replay.replay import RecordedReport, RecordedWindow
 
 CAPACITY = 1_000_000
 SERVERS = ("s1", "s2", "s3")

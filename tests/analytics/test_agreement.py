@@ -16,9 +16,9 @@ from dynamoth.names import BALANCER_CHANNEL, RECORD_CHANNEL
 from dynamoth.plan.plan import single
 from dynamoth.protocol.records import RecordedRows, unpack_rows
 from dynamoth.protocol.reports import unpack_report
-from dynamoth_analytics.agreement import Agreement, agreement
-from dynamoth_analytics.replay import RecordedReport, RecordedWindow, recorded_anew
-from dynamoth_analytics.windows import recorded_log, recorded_pauses, recorded_step
+from dynamoth_analytics.replay.agreement import Agreement, agreement
+from dynamoth_analytics.replay.replay import RecordedReport, RecordedWindow, recorded_anew
+from dynamoth_analytics.replay.windows import recorded_log, recorded_pauses, recorded_step
 from dynamoth_balancer.options import BalancerOptions
 from tests.analytics.loads import BEGIN, SERVERS, at_home, load
 from tests.balancer.cluster import SimCluster, StoringServer

@@ -10,9 +10,9 @@ from random import Random
 import pytest
 from pyspark.sql import SparkSession
 
-from dynamoth_analytics.calibration import BREAK, FLAT, SMOOTH, TOO_LITTLE, break_points, recommended
-from dynamoth_analytics.drawing import draw
-from dynamoth_analytics.findings import Drawn, Row
+from dynamoth_analytics.jobs.calibration import BREAK, FLAT, SMOOTH, TOO_LITTLE, break_points, recommended
+from dynamoth_analytics.jobs.runner import Drawn, Row
+from dynamoth_analytics.page.drawing import draw
 from dynamoth_analytics.reading import made
 from dynamoth_analytics.recorded_settings import DEFAULTS
 

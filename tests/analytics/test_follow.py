@@ -17,7 +17,7 @@ from pyspark.sql import functions as F
 from pyspark.testing import assertDataFrameEqual  # pyright: ignore[reportUnknownVariableType] it names types of pandas
 
 from dynamoth_analytics.follow import PAGE, Follower, follow_folder
-from dynamoth_analytics.replay import RecordedReport
+from dynamoth_analytics.replay.replay import RecordedReport
 from dynamoth_cli.main import main
 from dynamoth_recorder.process.backlog import Backlog
 from dynamoth_recorder.process.store import Store

@@ -12,9 +12,9 @@ from pyspark.testing import assertDataFrameEqual  # pyright: ignore[reportUnknow
 
 from dynamoth.plan.plan import single
 from dynamoth.recording import GAPS
-from dynamoth_analytics import channels, load, plans, thresholds
-from dynamoth_analytics.channels import ALL_PUBLISHERS, ALL_SUBSCRIBERS, SINGLE
-from dynamoth_analytics.page import figure
+from dynamoth_analytics.jobs import channels, load, plans, thresholds
+from dynamoth_analytics.jobs.channels import ALL_PUBLISHERS, ALL_SUBSCRIBERS, SINGLE
+from dynamoth_analytics.page.html import figure
 from dynamoth_analytics.reading import SCHEMAS, deduplicated, made
 from dynamoth_analytics.recorded_settings import DEFAULTS
 from dynamoth_balancer.admin.changes import mode_name

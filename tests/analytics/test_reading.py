@@ -107,7 +107,8 @@ def test_copies_of_two_recorders_that_were_merged_count_once(spark: SparkSession
     """One after the other in one file, and without a row for all other channels, which would show the copy."""
     head = {"server": "s1", "incarnation": 1, "sequence": 1, "interval_s": 1.0, "channels": 1}
     rows = Rows("channels", 2, head, {"channel": ["a", "b"], "bytes_out": [1, 2]})
-    store, portions = Store(tmp_path, A), []
+    store = Store(tmp_path, A)
+    portions: list[Portion] = []
     for recorder in (A, B):
         backlog = Backlog()
         backlog.add("channels", 0, to_batch(rows, 0, recorder))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from dynamoth.plan.plan import Assignment, Mode, single
-from dynamoth_analytics.replay import Moved, Outcome, RecordedReport, RecordedWindow, recorded_anew, replay
+from dynamoth_analytics.replay.replay import Moved, Outcome, RecordedReport, RecordedWindow, recorded_anew, replay
 from dynamoth_balancer.options import BalancerOptions
 from tests.analytics.loads import BEGIN, at_home, load, rising
 

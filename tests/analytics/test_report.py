@@ -14,12 +14,12 @@ from pyspark.sql import functions as F
 from pyspark.testing import assertSchemaEqual
 
 from dynamoth.recording import TABLES
-from dynamoth_analytics import anomalies, channels, load, thresholds
-from dynamoth_analytics.calibration import recommended
-from dynamoth_analytics.channels import ALL_PUBLISHERS, SINGLE
 from dynamoth_analytics.errors import SparkFailed, spark_errors
-from dynamoth_analytics.findings import Drawn, findings
-from dynamoth_analytics.jobs import COLLECTED_MAX
+from dynamoth_analytics.jobs import anomalies, channels, load, thresholds
+from dynamoth_analytics.jobs.calibration import recommended
+from dynamoth_analytics.jobs.channels import ALL_PUBLISHERS, SINGLE
+from dynamoth_analytics.jobs.runner import COLLECTED_MAX, Drawn
+from dynamoth_analytics.page.findings import findings
 from dynamoth_analytics.reading import Recording, made
 from dynamoth_analytics.recorded_settings import DEFAULTS
 from dynamoth_analytics.report import PAGE, SETTINGS_FILE, Extent
@@ -87,7 +87,8 @@ def test_a_lost_report_does_not_end_an_overload(spark: SparkSession) -> None:
 
 
 def test_the_cause_of_an_overload_is_the_channel_that_rose_and_not_the_busiest(spark: SparkSession) -> None:
-    loads, slots = [], []
+    loads: list[tuple[Any, ...]] = []
+    slots: list[tuple[Any, ...]] = []
     for number in range(60):
         at, overloaded = BEGIN + timedelta(seconds=number), number >= 40
         rates = {"busy": 500_000, "rises": 450_000 if overloaded else 100_000, "hums": 20_000 + 1000 * (number % 2)}

@@ -19,13 +19,13 @@ from pyspark.sql import functions as F
 from dynamoth.errors import ConfigError
 from dynamoth.recording import channel_text
 from dynamoth_analytics.errors import BadRecording
-from dynamoth_analytics.frontier import Compared, Fidelity, complete, fragment, frontier, sentences, sign_test
-from dynamoth_analytics.grid import SETTINGS_MAX, read_grid
 from dynamoth_analytics.reading import Recording
 from dynamoth_analytics.recorded_settings import DEFAULTS, present_settings, settings_in_force
-from dynamoth_analytics.replay import RecordedWindow, recorded_anew
+from dynamoth_analytics.replay.frontier import Compared, Fidelity, complete, fragment, frontier, sentences, sign_test
+from dynamoth_analytics.replay.grid import SETTINGS_MAX, read_grid
+from dynamoth_analytics.replay.replay import RecordedWindow, recorded_anew
+from dynamoth_analytics.replay.windows import WHOLE, Extent, pauses_of, plan_steps, reports_of, with_preroll
 from dynamoth_analytics.what_if import PAGE, REPLAYS, WhatIf, compare
-from dynamoth_analytics.windows import WHOLE, Extent, pauses_of, plan_steps, reports_of, with_preroll
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_cli.main import main
 from tests.analytics.loads import BEGIN, SERVERS, load, rising, write

@@ -20,7 +20,7 @@ import pytest
 
 from bench.__main__ import BENCHMARKS
 from dynamoth.settings.load import OTHER_VARIABLES, declared_settings
-from dynamoth_analytics.grid import read_grid
+from dynamoth_analytics.replay.grid import read_grid
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_cli.local.embedded import reserve_port
 from dynamoth_cli.main import COMMANDS, main

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-from dynamoth_analytics.calibration import SMOOTH
-from dynamoth_analytics.page import duration, figure, percent, ratio, shown, time
-
-Row = Mapping[str, Any]
+from dynamoth_analytics.jobs.calibration import SMOOTH
+from dynamoth_analytics.jobs.runner import Drawn, Row
+from dynamoth_analytics.page.html import duration, figure, percent, ratio, shown, time
 
 ANOMALY_SENTENCES_MAX = 2
 OVERLOADS_NAMED_MAX = 2
@@ -22,28 +17,6 @@ INCOMPLETE = {
 
 CAUSE_SHARE_MIN = 0.3
 """A channel with a smaller part of a server's rise is not called the cause of an overload."""
-
-
-@dataclass
-class Drawn:
-    """The rows that the page draws, by the name of their job; each job's are bounded."""
-
-    rows: dict[str, list[Row]] = field(default_factory=dict[str, list[Row]])
-    #: How many rows each job has altogether.
-    counts: dict[str, int] = field(default_factory=dict[str, int])
-    #: Columns that the recording lacks.
-    missing: Mapping[str, Sequence[str]] = field(default_factory=dict[str, list[str]])
-    #: The settings in force, and how they are known.
-    settings: Mapping[str, float] = field(default_factory=dict[str, float])
-    settings_recorded: bool = False
-    #: How far the clocks of recorders are apart; 0: they agree.
-    clocks_differ_s: float = 0.0
-    #: Files that were there at the begin and not at the end, as recorders merge and delete files.
-    files_gone: int = 0
-
-    def __getitem__(self, job: str) -> list[Row]:
-        """Return the rows of a job."""
-        return self.rows.get(job, [])
 
 
 def findings(drawn: Drawn) -> list[str]:

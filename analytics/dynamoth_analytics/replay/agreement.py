@@ -24,8 +24,8 @@ from dynamoth.errors import RequestRefused
 from dynamoth.names import in_quotes
 from dynamoth.plan.plan import Assignment
 from dynamoth.protocol.reports import pack_report
-from dynamoth_analytics.instant_cluster import InstantCluster, configured
-from dynamoth_analytics.replay import (
+from dynamoth_analytics.replay.instant_cluster import InstantCluster, configured
+from dynamoth_analytics.replay.replay import (
     TICK_S,
     Moved,
     PlanChangeRow,

@@ -24,9 +24,9 @@ from pyspark.sql import functions as F
 from dynamoth.plan.plan import Assignment
 from dynamoth.protocol.reports import ChannelColumns, Report
 from dynamoth.recording import channel_bytes
-from dynamoth_analytics.agreement import BalancerLog, RecordedDecision, ReportKey
 from dynamoth_analytics.reading import Recording
-from dynamoth_analytics.replay import (
+from dynamoth_analytics.replay.agreement import BalancerLog, RecordedDecision, ReportKey
+from dynamoth_analytics.replay.replay import (
     SETTLE_S,
     Moved,
     PlanChangeRow,

@@ -12,7 +12,7 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
 from dynamoth.plan.plan import Mode
-from dynamoth_analytics.load import slot_of
+from dynamoth_analytics.jobs.load import slot_of
 from dynamoth_balancer.admin.changes import mode_name
 
 SINGLE, ALL_SUBSCRIBERS, ALL_PUBLISHERS = map(mode_name, (Mode.SINGLE, Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS))

@@ -7,9 +7,10 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
-from dynamoth_analytics.calibration import BREAK, FLAT, SMOOTH, TOO_LITTLE
-from dynamoth_analytics.findings import Drawn, Row, cause
-from dynamoth_analytics.page import (
+from dynamoth_analytics.jobs.calibration import BREAK, FLAT, SMOOTH, TOO_LITTLE
+from dynamoth_analytics.jobs.runner import Drawn, Row
+from dynamoth_analytics.page.findings import cause
+from dynamoth_analytics.page.html import (
     Axes,
     Series,
     bars,

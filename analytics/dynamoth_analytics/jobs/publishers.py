@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from dynamoth.protocol.reports import ID_BYTES
-from dynamoth_analytics.load import slot_of
+from dynamoth_analytics.jobs.load import slot_of
 
 
 def publisher_slots(channels: DataFrame, slot_s: int) -> DataFrame:

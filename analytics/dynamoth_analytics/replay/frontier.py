@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 
-from dynamoth_analytics import page
+from dynamoth_analytics.page import html
 
 ROWS_DRAWN_MAX = 50
 """Bound of the rows of a table on the page; the Parquet table has them all."""
@@ -151,7 +151,7 @@ def sentences(settings: Sequence[Compared], window_s: float, overload_ratio: flo
     best, sure = winners(others), sum(each.is_sure for each in others)
     found = [_main(now, others, best)]
     found.append(
-        f"The settings in force: {_figures(now)}, in {counted(now.windows, 'window')} of {page.duration(window_s)}; a"
+        f"The settings in force: {_figures(now)}, in {counted(now.windows, 'window')} of {html.duration(window_s)}; a"
         f" server above load ratio {overload_ratio:g} counts as overloaded."
     )
     if len(best) > 1:
@@ -218,18 +218,18 @@ def fragment(settings: Sequence[Compared], compared: Fidelity) -> list[str]:
     left_out, settings = _left_out(settings), complete(settings)
     best, edge = winners(settings), frontier(settings)
     parts = [
-        page.section(
+        html.section(
             "Overload against moves",
-            page.paragraph(
+            html.paragraph(
                 "Each dot is a combination of settings. On the frontier are those that no other one beats in overload,"
                 " server-seconds and moves at once."
             ),
             _scatter(settings, edge, "moves", [float(each.moves) for each in settings]),
             _table(edge, "There is no frontier."),
         ),
-        page.section(
+        html.section(
             "Better than the settings in force",
-            page.paragraph(
+            html.paragraph(
                 "Better in most windows: less overload or, where that is the same, fewer moves, then fewer"
                 " server-seconds. The more settings are tried, the more of them are better by chance. p allows for"
                 " that: it bounds the probability that any of them is better so often by chance (sign test, times the"
@@ -240,24 +240,24 @@ def fragment(settings: Sequence[Compared], compared: Fidelity) -> list[str]:
     ]
     if len({round(each.server_s) for each in settings}) > 1:
         seconds = [each.server_s for each in settings]
-        parts.insert(1, page.section("Overload against server-seconds", _scatter(settings, edge, "server-s", seconds)))
+        parts.insert(1, html.section("Overload against server-seconds", _scatter(settings, edge, "server-s", seconds)))
     if left_out:
         cells = [(each.text, str(each.failed), each.problem or "") for each in left_out[:ROWS_DRAWN_MAX]]
         parts.append(
-            page.section(
+            html.section(
                 "Not compared",
-                page.paragraph("The replay of these failed in some windows, so their sums cannot be compared."),
-                page.table(("settings", "failed windows", "problem"), cells, "", (0, 2)),
+                html.paragraph("The replay of these failed in some windows, so their sums cannot be compared."),
+                html.table(("settings", "failed windows", "problem"), cells, "", (0, 2)),
             )
         )
     rows = [_difference_row(each) for each in compared.differences[:ROWS_DRAWN_MAX]]
     followed = f" The replay followed {compared.followed} changes by others." if compared.followed else ""
     headings = ("time", "recorded", "replayed", "cause")
     parts.append(
-        page.section(
+        html.section(
             "How true the replay is",
-            page.paragraph(" ".join(compared.sentences) + followed),
-            page.table(headings, rows, "No decision differs.", (1, 2, 3)),
+            html.paragraph(" ".join(compared.sentences) + followed),
+            html.table(headings, rows, "No decision differs.", (1, 2, 3)),
         )
     )
     return parts
@@ -268,12 +268,12 @@ def _scatter(settings: Sequence[Compared], edge: Sequence[Compared], name: str, 
     on_edge = [points[each.setting] for each in edge]
     others = [point for point in dict.fromkeys(points.values()) if point not in on_edge]
     series = [
-        page.Series("frontier", on_edge),
-        page.Series("in force", [points[settings[0].setting]]),
-        page.Series("others", others),
+        html.Series("frontier", on_edge),
+        html.Series("in force", [points[settings[0].setting]]),
+        html.Series("others", others),
     ]
     caption = f"{name} (up) by server-minutes of overload (to the right)"
-    return page.chart(series, page.Axes(caption, page.figure, joined_within=0))
+    return html.chart(series, html.Axes(caption, html.figure, joined_within=0))
 
 
 def _table(rows: Sequence[Compared], empty: str) -> str:
@@ -292,19 +292,19 @@ def _table(rows: Sequence[Compared], empty: str) -> str:
         (
             each.text,
             f"{each.overload_minutes:.1f}",
-            page.figure(each.server_s),
+            html.figure(each.server_s),
             str(each.moves),
             str(each.replications),
-            page.ratio(each.ratio_max),
-            page.ratio(each.imbalance),
+            html.ratio(each.ratio_max),
+            html.ratio(each.imbalance),
             f"{each.better}:{each.worse} of {each.windows}" if each.setting else "-",
             _p(each) if each.setting else "-",
         )
         for each in rows[:ROWS_DRAWN_MAX]
     ]
-    return page.table(headings, cells, empty, (0,))
+    return html.table(headings, cells, empty, (0,))
 
 
 def _difference_row(each: DifferenceInWords) -> tuple[str, ...]:
-    at = page.time(datetime.fromtimestamp(each.at, UTC))
+    at = html.time(datetime.fromtimestamp(each.at, UTC))
     return at, each.recorded or "nothing", each.replayed or "nothing", each.cause

@@ -28,7 +28,7 @@ from dynamoth.plan.compatibility import NO_COMPATIBILITY, Compatibility
 from dynamoth.plan.plan import Assignment, Entry, Mode, Phase, Plan, Route, single
 from dynamoth.protocol.records import unpack_rows
 from dynamoth.protocol.reports import ChannelColumns, Report, pack_report
-from dynamoth_analytics.instant_cluster import InstantCluster, configured
+from dynamoth_analytics.replay.instant_cluster import InstantCluster, configured
 from dynamoth_balancer.decide.cluster import Move, Ratios
 from dynamoth_balancer.decide.decider import is_replicated
 from dynamoth_balancer.events import Decided, PlanChanged

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from dynamoth_analytics import channels, load
-from dynamoth_analytics.findings import Drawn
+from dynamoth_analytics.jobs import channels, load
+
+Row = Mapping[str, Any]
 
 ROWS_DRAWN_MAX = 50
 SLOTS_DRAWN_MAX = 200
@@ -20,6 +22,28 @@ SERVERS_DRAWN_MAX = 16
 
 COLLECTED_MAX = SERVERS_DRAWN_MAX * (SLOTS_DRAWN_MAX + 1)
 """Most rows of one job that the driver collects."""
+
+
+@dataclass
+class Drawn:
+    """The rows that the page draws, by the name of their job; each job's are bounded."""
+
+    rows: dict[str, list[Row]] = field(default_factory=dict[str, list[Row]])
+    #: How many rows each job has altogether.
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+    #: Columns that the recording lacks.
+    missing: Mapping[str, Sequence[str]] = field(default_factory=dict[str, list[str]])
+    #: The settings in force, and how they are known.
+    settings: Mapping[str, float] = field(default_factory=dict[str, float])
+    settings_recorded: bool = False
+    #: How far the clocks of recorders are apart; 0: they agree.
+    clocks_differ_s: float = 0.0
+    #: Files that were there at the begin and not at the end, as recorders merge and delete files.
+    files_gone: int = 0
+
+    def __getitem__(self, job: str) -> list[Row]:
+        """Return the rows of a job."""
+        return self.rows.get(job, [])
 
 
 class Jobs:

@@ -22,7 +22,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from dynamoth.settings.declare import to_text
-from dynamoth_analytics.load import slot_of
+from dynamoth_analytics.jobs.load import slot_of
 
 SLOT_S = 5
 STEP = 0.005

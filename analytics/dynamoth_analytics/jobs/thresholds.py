@@ -15,8 +15,8 @@ from typing import Any
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from dynamoth_analytics.channels import SINGLE
-from dynamoth_analytics.page import figure, shown
+from dynamoth_analytics.jobs.channels import SINGLE
+from dynamoth_analytics.page.html import figure, shown
 from dynamoth_analytics.recorded_settings import DEFAULTS
 
 BELOW_RATIO = 0.9

@@ -1,0 +1,1 @@
+"""Sentences, pictures and the page of a report."""

@@ -1,0 +1,1 @@
+"""Replays a recorded load through the production balancer: the grid of settings, windows, replays, and comparisons."""
