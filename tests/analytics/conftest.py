@@ -41,13 +41,11 @@ def spark() -> Iterator[SparkSession]:
         "spark.sql.shuffle.partitions": "2",
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
-        # Tests run much code once, on little data: to compile it well takes longer than to run it.
+        # Tests run many jobs once, on little data: to compile them takes longer than to interpret them.
         "spark.sql.codegen.wholeStage": "false",
         "spark.sql.codegen.factoryMode": "NO_CODEGEN",
         "spark.sql.adaptive.enabled": "false",
-        "spark.driver.extraJavaOptions": (
-            f"-Dlog4j2.configurationFile={LOG_FILE.as_uri()} -XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-        ),
+        "spark.driver.extraJavaOptions": (f"-Dlog4j2.configurationFile={LOG_FILE.as_uri()} -XX:+UseSerialGC"),
     }
     for key, value in options.items():
         builder = builder.config(key, value)
