@@ -45,6 +45,9 @@ from dynamoth_analytics.recorded_settings import present_settings
 TRIGGER = "10 seconds"
 """Recorders write every 5 s."""
 
+PARTITIONS_MAX = 4
+"""A batch has few rows, and each partition costs some time."""
+
 RECENT = timedelta(hours=1)
 SLOT_S = 5
 DRAWN_SLOT_S = SLOT_S * -(-int(RECENT.total_seconds()) // SLOT_S // SLOTS_DRAWN_MAX)
@@ -111,7 +114,8 @@ class Follower:
 
         ``trigger`` is that of Spark's ``DataStreamWriter``; none: every ``TRIGGER``.
         """
-        self._spark.conf.set("spark.sql.shuffle.partitions", "4")  # a batch has few rows
+        partitions = int(self._spark.conf.get("spark.sql.shuffle.partitions") or PARTITIONS_MAX)
+        self._spark.conf.set("spark.sql.shuffle.partitions", str(min(partitions, PARTITIONS_MAX)))
         source = self._spark.readStream.schema(SCHEMA).option("recursiveFileLookup", "true")
         rows = source.option("pathGlobFilter", "*.parquet").parquet(f"{self._folder}/{{servers,channels}}")
         if (first := begin or _recent_begin(self._folder)) is not None:
@@ -177,8 +181,9 @@ class Follower:
     def _draw(self, jobs: Jobs, reports: DataFrame, slots: DataFrame, newest: datetime) -> str:
         """Run the jobs, draw the page, and return the main finding."""
         spark = reports.sparkSession
-        settings = present_settings(Recording(spark, self._folder, newest - RECENT))
-        spans = channels.replicated_spans(Recording(spark, self._folder).table("plans"))
+        recording = Recording(spark, self._folder, newest - RECENT, compares_clocks=False)
+        settings = present_settings(recording)
+        spans = channels.replicated_spans(recording.until_end("plans"))
         high = settings.numbers["load_ratio_high"]
         load_jobs(jobs, reports, slots, slot_s=SLOT_S, drawn_slot_s=DRAWN_SLOT_S, high=high)
         loads = channel_jobs(jobs, slots, spans, SLOT_S)

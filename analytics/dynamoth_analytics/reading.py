@@ -123,6 +123,8 @@ class Recording:
     folder: str
     begin: datetime | None = None
     end: datetime | None = None
+    #: Whether to look for clocks that differ. It takes some seconds.
+    compares_clocks: bool = True
     #: Per table, the columns that no file has.
     missing: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     #: The files of the tables that were read, if this process can look into the folder.
@@ -161,9 +163,9 @@ class Recording:
 
     def until_end(self, name: str) -> DataFrame:
         """Return a table from the begin of the recording on: for what was so before ``begin``, too."""
-        return (
-            self.table(name) if self.begin is None else Recording(self.spark, self.folder, None, self.end).table(name)
-        )
+        if self.begin is None:
+            return self.table(name)
+        return Recording(self.spark, self.folder, None, self.end, self.compares_clocks).table(name)
 
     def table(self, name: str, columns: Sequence[str] | None = None) -> DataFrame:
         """Return a table, each event once.
@@ -184,7 +186,7 @@ class Recording:
     def _rows(self, name: str, columns: Sequence[str] | None) -> DataFrame:
         """Return a table by one clock."""
         rows = self._rows_of(name, columns)
-        if self._ahead_s:
+        if self.compares_clocks and self._ahead_s:
             pairs = [F.lit(each) for item in self._ahead_s.items() for each in item]
             ahead_s = F.coalesce(F.create_map(*pairs)[F.col("recorder")], F.lit(0.0))
             rows = rows.withColumn("at", F.timestamp_micros(F.unix_micros("at") - F.round(ahead_s * 1e6).cast("long")))

@@ -38,7 +38,7 @@ def spark() -> Iterator[SparkSession]:
         "spark.driver.memory": "1g",
         # No job may collect a table: see test_the_driver_collects_only_what_is_drawn.
         "spark.driver.maxResultSize": "1m",
-        "spark.sql.shuffle.partitions": "2",
+        "spark.sql.shuffle.partitions": "1",
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
         # Tests run many jobs once, on little data: to compile them takes longer than to interpret them.
@@ -55,18 +55,18 @@ def spark() -> Iterator[SparkSession]:
 
 
 @pytest.fixture(scope="session")
-def planted(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recording with planted facts."""
     folder = tmp_path_factory.mktemp("planted")
-    plant(spark, folder)
+    plant(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
-def doubled(spark: SparkSession, planted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def doubled(planted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same events, as two recorders write them: in more files, in another order, and most of them twice."""
     folder = tmp_path_factory.mktemp("doubled")
-    second_recording(spark, planted, folder)
+    second_recording(planted, folder)
     return folder
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -105,15 +106,25 @@ def write(folder: Path, window: RecordedWindow, tables: Mapping[str, Sequence[Ma
             for row in report.columns.rows()
         ]
     for name, rows in {**tables, "servers": servers, "channels": columns}.items():
-        _write(folder, name, rows)
+        if rows:
+            dated = [{**row, "recorder": "r1", "at": datetime.fromtimestamp(row["at"], UTC)} for row in rows]
+            write_rows(folder, name, dated)
 
 
-def _write(folder: Path, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    if not rows:
-        return
+def write_rows(folder: Path, table: str, rows: Sequence[Mapping[str, Any]], files: int = 1) -> None:
+    """Write rows with so many files per hour. Columns that are missing are null."""
     schema = pa.schema([(column.name, _ARROW[column.type]) for column in TABLES[table].columns])
-    whole = [{**row, "recorder": "r1", "at": datetime.fromtimestamp(row["at"], UTC)} for row in rows]
-    hour = datetime.fromtimestamp(BEGIN, UTC)
-    place = folder / table / f"date={hour:%F}" / f"hour={hour:%H}"
-    place.mkdir(parents=True)
-    pq.write_table(pa.Table.from_pylist(whole, schema), place / "r1-1.parquet")
+    hours: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        hours[f"date={row['at']:%F}/hour={row['at']:%H}"].append(row)
+    for hour, some in hours.items():
+        place = folder / table / hour
+        place.mkdir(parents=True)
+        for number in range(files):
+            pq.write_table(pa.Table.from_pylist(some[number::files], schema), place / f"r1-{number}.parquet")
+
+
+def read_rows(folder: Path, table: str) -> list[dict[str, Any]]:
+    """Return the rows of a table."""
+    files = sorted((folder / table).rglob("*.parquet"))
+    return [row for file in files for row in pq.ParquetFile(file).read().to_pylist()]
