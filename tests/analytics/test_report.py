@@ -67,7 +67,8 @@ def test_the_hot_channel_is_first(rows: Rows) -> None:
 
 def test_the_overload_is_found_with_its_cause_and_an_unused_hour_is_none(rows: Rows) -> None:
     (overload,) = rows("overloads")
-    assert (overload["server"], overload["channel"]) == ("s3", HOT)
+    assert (overload["server"], overload["channel"], overload["cause"]) == ("s3", HOT, HOT)
+    assert overload["cause_bytes_per_s_before"] < overload["cause_bytes_per_s"] / 5
     slot_s = 5
     assert abs(overload["begin"].timestamp() - second(HOT_FROM)) <= slot_s
     assert overload["minutes"] == pytest.approx((HOT_TO - HOT_FROM) / 60, abs=slot_s / 60)

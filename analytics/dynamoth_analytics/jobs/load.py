@@ -101,7 +101,8 @@ def overloads(loads: DataFrame, channel_slots: DataFrame, slot_s: int) -> DataFr
     )
     slots = runs.select("server", "run", "slot", F.lit(False).alias("before")).unionByName(before)
     known = loads.select("server", "slot", "covered_s", "ratio_max", "outgoing_bytes_per_s")
-    found = _sums(slots.join(known, ["server", "slot"]), slot_s)
+    # Cut off from the tables that it comes from: joined with them again, Spark 4.3 gave null for the time before.
+    found = _sums(slots.join(known, ["server", "slot"]), slot_s).localCheckpoint()
     sent = (
         channel_slots.where("channel is not null")
         .join(F.broadcast(slots), ["server", "slot"])
