@@ -137,7 +137,7 @@ class Follower:
         try:
             with spark_errors():
                 self._batch(rows, number)
-        except Exception as error:  # Spark would tell of its own exception only
+        except Exception as error:  # Spark raises one of its own instead
             self._failure = error
             raise
 

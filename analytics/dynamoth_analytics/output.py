@@ -42,8 +42,8 @@ def new_folder(given: str | None, command: str) -> Path:
 def end_at_signals(code: int, message: str) -> None:
     """Have SIGINT and SIGTERM end this process at once, with an exit code and a message.
 
-    Python would raise KeyboardInterrupt anywhere, also in the middle of an answer from Java, whose connection is of no
-    use afterwards. What was written is complete or begins anew; Java ends with this process.
+    Python would raise KeyboardInterrupt anywhere. In the middle of an answer from Java, that breaks the connection.
+    Tables that were being written are incomplete: a new run writes its own. Java ends with this process.
     """
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -154,7 +154,7 @@ def check_java() -> None:
 
 
 def _check_answers(url: str) -> None:
-    """Raise SparkFailed when whoever listens does not speak gRPC: Spark Connect would wait for ever."""
+    """Raise SparkFailed when whoever listens does not speak gRPC: Spark Connect would wait without end."""
     try:
         grpc = import_module("grpc")
     except ImportError:

@@ -57,7 +57,7 @@ def write(store: Store, backlog: Backlog) -> None:
 
 
 def follow(spark: SparkSession, recording: Path, out: Path) -> None:
-    """Follow up to what is there now."""
+    """Read all files that are there now, then stop."""
     follower = Follower(spark, str(recording), out, lambda line: None)
     follower.wait(follower.start(availableNow=True))
 

@@ -208,7 +208,12 @@ def _route(row: Row, end: str) -> str:
 
 
 def _plans(drawn: Drawn, when: When) -> str:
-    effects = (
+    parts = (_effects, _changes, _ping_pong, _without_gain, _latency_around)
+    return section("Plans", *(part(drawn, when) for part in parts))
+
+
+def _effects(drawn: Drawn, when: When) -> str:
+    rows = (
         (
             shown(row["server"]),
             when(row["at"]),
@@ -221,7 +226,17 @@ def _plans(drawn: Drawn, when: When) -> str:
         )
         for row in drawn["effects"]
     )
-    changes = (
+    return table(
+        ("server", "at", "goal", "channels", "before", "predicted", "measured", "reason"),
+        rows,
+        "The balancer decided nothing.",
+        text_columns=(7,),
+        title="Decisions: load ratio of each server that they touched",
+    )
+
+
+def _changes(drawn: Drawn, when: When) -> str:
+    rows = (
         (
             shown(row["channel"]),
             when(row["at"]),
@@ -232,21 +247,30 @@ def _plans(drawn: Drawn, when: When) -> str:
         )
         for row in drawn["changes"]
     )
-    back = (
+    return table(
+        ("channel", "at", "from", "to", "prepared ms", "settled ms"),
+        rows,
+        "No channel was moved.",
+        title="Changes of channels: until servers were prepared, then until clients had followed",
+    )
+
+
+def _ping_pong(drawn: Drawn, when: When) -> str:
+    rows = (
         (shown(row["channel"]), when(row["at"]), _route(row, "to"), duration(row["away_s"]), shown(row["reason"]))
         for row in drawn["ping_pong"]
     )
-    around = (
-        (
-            shown(row["server"]),
-            when(row["begin"]),
-            figure(row["channels"]),
-            *(_milliseconds(row[name]) for name in ("before_s", "during_s", "after_s")),
-            figure(row["lost"]),
-        )
-        for row in drawn["latency_around"]
+    return table(
+        ("channel", "at", "back at", "away for", "reason"),
+        rows,
+        "No move was undone within an hour.",
+        text_columns=(4,),
+        title="Moves that were undone within an hour",
     )
-    gained = (
+
+
+def _without_gain(drawn: Drawn, when: When) -> str:
+    rows = (
         (
             figure(row["decision"]),
             when(row["at"]),
@@ -256,41 +280,31 @@ def _plans(drawn: Drawn, when: When) -> str:
         )
         for row in drawn["without_gain"]
     )
-    return section(
-        "Plans",
-        table(
-            ("server", "at", "goal", "channels", "before", "predicted", "measured", "reason"),
-            effects,
-            "The balancer decided nothing.",
-            text_columns=(7,),
-            title="Decisions: load ratio of each server that they touched",
-        ),
-        table(
-            ("channel", "at", "from", "to", "prepared ms", "settled ms"),
-            changes,
-            "No channel was moved.",
-            title="Changes of channels: until servers were prepared, then until clients had followed",
-        ),
-        table(
-            ("channel", "at", "back at", "away for", "reason"),
-            back,
-            "No move was undone within an hour.",
-            text_columns=(4,),
-            title="Moves that were undone within an hour",
-        ),
-        table(
-            ("decision", "at", "before", "after", "reason"),
-            gained,
-            "No decision was seen to gain nothing.",
-            text_columns=(4,),
-            title="Decisions that gained nothing: load ratio of their most loaded server",
-        ),
-        table(
-            ("server", "from", "channels", "before ms", "during ms", "after ms", "lost"),
-            around,
-            "No latency was measured around changes.",
-            title="Median latency of probes 10 s before, during and 10 s after changes; lost probes",
-        ),
+    return table(
+        ("decision", "at", "before", "after", "reason"),
+        rows,
+        "No decision was seen to gain nothing.",
+        text_columns=(4,),
+        title="Decisions that gained nothing: load ratio of their most loaded server",
+    )
+
+
+def _latency_around(drawn: Drawn, when: When) -> str:
+    rows = (
+        (
+            shown(row["server"]),
+            when(row["begin"]),
+            figure(row["channels"]),
+            *(_milliseconds(row[name]) for name in ("before_s", "during_s", "after_s")),
+            figure(row["lost"]),
+        )
+        for row in drawn["latency_around"]
+    )
+    return table(
+        ("server", "from", "channels", "before ms", "during ms", "after ms", "lost"),
+        rows,
+        "No latency was measured around changes.",
+        title="Median latency of probes 10 s before, during and 10 s after changes; lost probes",
     )
 
 
